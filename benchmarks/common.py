@@ -1,0 +1,72 @@
+"""What every benchmark shares: the machine it ran on, and where its result goes."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory, GPUs and package versions: what a figure depends on."""
+    facts: dict[str, Any] = {
+        "processor": _first_field("/proc/cpuinfo", "model name") or platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in ("torch", "numpy", "sentencepiece", "tokenizers")},
+    }
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        facts["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        facts["cuda"] = torch.version.cuda
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return facts
+
+
+def write_result(name: str, figures: dict[str, Any], directory: Path = RESULTS) -> Path:
+    """Writes `figures` with machine, command and commit to DIRECTORY/NAME.json and prints them."""
+    result = {
+        "benchmark": name,
+        "command": shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+        "commit": _commit(),
+        "machine": machine(),
+        "figures": figures,
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{name}.json"
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(figures, indent=2))
+    print(f"written to {path}")
+    return path
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str:
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head.stdout.strip() + ("-modified" if changed.stdout.strip() else "")
+
+
+def _first_field(path: str, field: str) -> str | None:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), None)

@@ -1,0 +1,38 @@
+"""What every program here shares: an error is one line on stderr, a broken pipe and Ctrl-C are quiet."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+INTERRUPTED = 130  # the shell's status for a program stopped by Ctrl-C
+
+
+def run_tool(prog: str, main: Callable[[], None]) -> None:
+    """Runs `main` and exits: 0 done, 1 an error said in one line, 2 a bad command line, 130 interrupted.
+
+    Only what a person can mend (ValueError, OSError and a missing package) is shortened to its message;
+    anything else is a bug of ours and keeps its traceback.
+    """
+    try:
+        main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left; so do we
+        sys.exit(0)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        if os.environ.get("MEGATRON_ZPP_DEBUG"):
+            traceback.print_exc()
+        print(f"{prog}: error: {one_line(error)}", file=sys.stderr)
+        sys.exit(1)
+
+
+def one_line(error: BaseException) -> str:
+    """The error's message on a single line, with its type where the message alone would say little."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    message = " ".join(str(error).split())
+    return message if isinstance(error, ValueError) and message else f"{type(error).__name__}: {message}"

@@ -1,0 +1,175 @@
+"""Turns frozen dataclasses into command-line flags: one field is the default, the flag and its help."""
+
+import argparse
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING
+from typing import Any, NoReturn
+
+REQUIRED: Any = MISSING
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    flag: str | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """Declares a field that is also a flag.
+
+    The flag is `--` and the field's name with dashes (a boolean that defaults to True becomes `--no-…`)
+    unless `flag` says otherwise; type and choices come from the annotation. `REQUIRED` as the default makes
+    the flag compulsory. The bounds are checked by `Options`, and hold for every number of a tuple.
+    """
+    bounds = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
+    bounds = {name: bound for name, bound in bounds.items() if bound is not None}
+    return dataclasses.field(default=default, metadata={"help": help, "flag": flag, "bounds": bounds})
+
+
+def refusal(flag: str, value: object, fix: str) -> ValueError:
+    """The one form in which a setting is refused: its flag, the value it got, what would be right."""
+    shown = " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+    return ValueError(f"{flag} {shown}: {fix}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """A group of settings. Subclasses add fields with `option` and rules over several fields in `check`."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check_bounds(field, getattr(self, field.name))
+        self.check()
+
+    def check(self) -> None:
+        """Raises ValueError through `refusal` when fields contradict each other."""
+
+
+def flag_of(field: dataclasses.Field) -> str:
+    """The flag of a field, e.g. `--num-layers`."""
+    if field.metadata["flag"]:
+        return field.metadata["flag"]
+    name = field.name.replace("_", "-")
+    return f"--no-{name}" if field.default is True else f"--{name}"
+
+
+def make_parser(prog: str, description: str, groups: Mapping[str, type[Options]]) -> argparse.ArgumentParser:
+    """A parser without abbreviations whose help is grouped by the classes' docstrings."""
+    parser = _OneLineParser(
+        prog=prog,
+        description=description,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for group_name, cls in groups.items():
+        section = parser.add_argument_group(_title(cls))
+        hints = typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            section.add_argument(
+                flag_of(field),
+                dest=f"{group_name}.{field.name}",
+                **_argparse_type(hints[field.name], field),
+                help=_help(field),
+            )
+    return parser
+
+
+def parse_groups(
+    parser: argparse.ArgumentParser, groups: Mapping[str, type[Options]], argv: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """What was typed, by group and field; a field that was not typed is absent, so presets can fill it."""
+    namespace, unknown = parser.parse_known_args(list(argv))
+    if unknown:
+        parser.error(_unknown_message(parser, unknown))
+    typed: dict[str, dict[str, Any]] = {name: {} for name in groups}
+    for destination, value in vars(namespace).items():
+        group_name, field_name = destination.split(".", 1)
+        typed[group_name][field_name] = tuple(value) if isinstance(value, list) else value
+    return typed
+
+
+def parse_options(cls: type[Options], prog: str, description: str, argv: Sequence[str]) -> Any:
+    """Parses the flags of one class, for the small tools. Exits with status 2 on a bad command line."""
+    groups = {"options": cls}
+    parser = make_parser(prog, description, groups)
+    typed = parse_groups(parser, groups, argv)
+    try:
+        return cls(**typed["options"])
+    except ValueError as error:
+        parser.error(str(error))
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """argparse without the usage block before an error: one line, exit status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (--help lists every flag)\n")
+
+
+def _title(cls: type) -> str:
+    return (cls.__doc__ or cls.__name__).strip().splitlines()[0].rstrip(".")
+
+
+def _help(field: dataclasses.Field) -> str:
+    text = field.metadata["help"].replace("%", "%%")
+    if field.default is MISSING:
+        return f"{text} [required]"
+    if field.default is None or isinstance(field.default, bool) or field.default == ():
+        return text
+    shown = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+    return f"{text} [{shown}]"
+
+
+def _argparse_type(hint: Any, field: dataclasses.Field) -> dict[str, Any]:
+    """The keyword arguments that make argparse read `hint`: T, T | None, Literal, tuple[T, ...], tuple[T, T]."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+    required = {"required": True} if field.default is MISSING else {}
+    if hint is bool:
+        return {"action": "store_false" if field.default is True else "store_true"}
+    if typing.get_origin(hint) is typing.Literal:
+        return {"choices": typing.get_args(hint), **required}
+    metavar = field.name.rsplit("_", 1)[-1].upper()
+    if typing.get_origin(hint) is tuple:
+        parts = typing.get_args(hint)
+        count = "+" if parts[-1] is Ellipsis else len(parts)
+        return {"type": parts[0], "nargs": count, "metavar": metavar, **required}
+    return {"type": hint, "metavar": metavar, **required}
+
+
+def _check_bounds(field: dataclasses.Field, value: object) -> None:
+    numbers = value if isinstance(value, tuple) else (value,)
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            continue
+        if isinstance(number, float) and not math.isfinite(number):
+            raise refusal(flag_of(field), number, "must be a finite number")
+        for name, bound in field.metadata["bounds"].items():
+            holds, words = _BOUNDS[name]
+            if not holds(number, bound):
+                raise refusal(flag_of(field), value, f"must be {words} {bound}")
+
+
+_BOUNDS = {
+    "at_least": (lambda number, bound: number >= bound, "at least"),
+    "at_most": (lambda number, bound: number <= bound, "at most"),
+    "above": (lambda number, bound: number > bound, "above"),
+    "below": (lambda number, bound: number < bound, "below"),
+}
+
+
+def _unknown_message(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    first = unknown[0].split("=", 1)[0]
+    close = difflib.get_close_matches(first, flags, n=1)
+    hint = f"; did you mean {close[0]}?" if close and first.startswith("-") else ""
+    return f"unrecognized argument {' '.join(unknown)}{hint}"

@@ -1,0 +1,45 @@
+"""Which tokenizer turns text into ids."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_zpp.config.options import Options, option, refusal
+
+TokenizerType = Literal["SentencePieceTokenizer", "GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig(Options):
+    """tokenizer: text to ids"""
+
+    tokenizer_type: TokenizerType | None = option(None, "Which kind of tokenizer.")
+    tokenizer_model: str | None = option(
+        None,
+        "SentencePieceTokenizer: the .model file; HuggingFaceTokenizer: a tokenizer.json or its directory.",
+    )
+    vocab_file: str | None = option(None, "GPT2BPETokenizer: vocab.json.")
+    merge_file: str | None = option(None, "GPT2BPETokenizer: merges.txt.")
+    vocab_size: int | None = option(
+        None, "NullTokenizer: ids below this are text; one more is end of document.", at_least=1
+    )
+
+    def check(self) -> None:
+        """Each type needs its own files and no other's."""
+        needs = {
+            "SentencePieceTokenizer": ("tokenizer_model",),
+            "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+            "HuggingFaceTokenizer": ("tokenizer_model",),
+            "NullTokenizer": ("vocab_size",),
+            None: (),
+        }[self.tokenizer_type]
+        for name in ("tokenizer_model", "vocab_file", "merge_file", "vocab_size"):
+            flag, value = "--" + name.replace("_", "-"), getattr(self, name)
+            if name in needs and value is None:
+                raise refusal("--tokenizer-type", self.tokenizer_type, f"needs {flag}")
+            if name not in needs and value is not None:
+                whose = (
+                    f"--tokenizer-type {self.tokenizer_type}"
+                    if self.tokenizer_type
+                    else "no --tokenizer-type"
+                )
+                raise refusal(flag, value, f"has no meaning with {whose}")
