@@ -130,7 +130,7 @@ def _help(field: dataclasses.Field) -> str:
 
 
 def _argparse_type(hint: Any, field: dataclasses.Field) -> dict[str, Any]:
-    """The keyword arguments that make argparse read `hint`: T, T | None, Literal, tuple[T, ...], tuple[T, T]."""
+    """What makes argparse read `hint`: T, T | None, Literal, tuple[T, ...] or tuple[T, T]."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
     required = {"required": True} if field.default is MISSING else {}
