@@ -5,6 +5,8 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from megatron_zpp.config.options import UsageError
+
 INTERRUPTED = 130  # the shell's status for a program stopped by Ctrl-C
 
 
@@ -23,6 +25,9 @@ def run_tool(prog: str, main: Callable[[], None]) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left; so do we
         sys.exit(0)
+    except UsageError as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        sys.exit(2)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         if os.environ.get("MEGATRON_ZPP_DEBUG"):
             traceback.print_exc()

@@ -98,21 +98,32 @@ def parse_groups(
 
 
 def parse_options(cls: type[Options], prog: str, description: str, argv: Sequence[str]) -> Any:
-    """Parses the flags of one class, for the small tools. Exits with status 2 on a bad command line."""
-    groups = {"options": cls}
-    parser = make_parser(prog, description, groups)
-    typed = parse_groups(parser, groups, argv)
+    """Parses the flags of one class, for the small tools. Raises UsageError on a bad command line."""
+    return parse_all({"options": cls}, prog, description, argv)["options"]
+
+
+def parse_all(
+    groups: Mapping[str, type[Options]], prog: str, description: str, argv: Sequence[str]
+) -> dict[str, Any]:
+    """One instance of every group, by name. Raises UsageError on a bad command line."""
+    typed = parse_groups(make_parser(prog, description, groups), groups, argv)
     try:
-        return cls(**typed["options"])
+        return {name: cls(**typed[name]) for name, cls in groups.items()}
+    except UsageError:
+        raise
     except ValueError as error:
-        parser.error(str(error))
+        raise UsageError(str(error)) from error
+
+
+class UsageError(ValueError):
+    """The command line cannot be right: programs print the message and exit with status 2."""
 
 
 class _OneLineParser(argparse.ArgumentParser):
-    """argparse without the usage block before an error: one line, exit status 2."""
+    """argparse that raises instead of printing its usage block and leaving."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (--help lists every flag)\n")
+        raise UsageError(f"{message} (--help lists every flag)")
 
 
 def _title(cls: type) -> str:

@@ -1,0 +1,25 @@
+"""Whose fused LayerNorm and Adam a run uses: NVIDIA apex or torch."""
+
+import importlib.util
+from typing import Literal
+
+from megatron_zpp.config.options import refusal
+
+# NVIDIA's apex has these once it is built with --cpp_ext --cuda_ext; PyPI's package named "apex" has neither.
+_APEX_MODULES = ("apex", "amp_C", "fused_layer_norm_cuda")
+
+
+def resolve_fused_backend(requested: str, device: str) -> Literal["apex", "torch"]:
+    """What --fused-backend means on `device` ("cpu" or "cuda"). Raises ValueError when apex cannot serve."""
+    missing = [name for name in _APEX_MODULES if importlib.util.find_spec(name) is None]
+    if requested == "auto":
+        return "apex" if device == "cuda" and not missing else "torch"
+    if requested == "apex" and device != "cuda":
+        raise refusal("--fused-backend", "apex", "its kernels need a GPU; on CPUs use torch")
+    if requested == "apex" and missing:
+        raise refusal(
+            "--fused-backend",
+            "apex",
+            f"module {missing[0]} is not installed; README.md, 'NVIDIA apex', says how to build it",
+        )
+    return "apex" if requested == "apex" else "torch"

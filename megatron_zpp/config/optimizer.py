@@ -1,0 +1,111 @@
+"""How a step changes the weights: AdamW, the learning rate over samples, and the number formats."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_zpp.config.options import Options, option, refusal
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Options):
+    """optimizer: AdamW and clipping"""
+
+    weight_decay: float = option(
+        0.01, "Decoupled weight decay of matrices; biases and norms have none.", at_least=0
+    )
+    clip_grad: float = option(1.0, "Largest global gradient norm; 0 does not clip.", at_least=0)
+    adam_beta1: float = option(0.9, "Decay of the first moment.", at_least=0, below=1)
+    adam_beta2: float = option(0.999, "Decay of the second moment.", at_least=0, below=1)
+    adam_eps: float = option(1e-8, "Added to the root of the second moment.", above=0)
+    fused_backend: Literal["auto", "apex", "torch"] = option(
+        "auto",
+        "Where FusedAdam and FusedLayerNorm come from: NVIDIA apex, torch, or apex on a GPU if installed.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRateConfig(Options):
+    """learning rate: a schedule over samples"""
+
+    lr: float | None = option(None, "Peak learning rate.", above=0)
+    min_lr: float = option(0.0, "Floor of the decay.", at_least=0)
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
+        "linear", "Shape of the decay after warm-up."
+    )
+    lr_decay_iters: int | None = option(
+        None, "Iterations until the floor; default --train-iters.", at_least=1
+    )
+    lr_decay_samples: int | None = option(
+        None, "Samples until the floor; default --train-samples.", at_least=1
+    )
+    lr_warmup_fraction: float | None = option(
+        None, "Warm-up as a share of the decay length.", at_least=0, at_most=1
+    )
+    lr_warmup_iters: int = option(0, "Iterations of linear warm-up.", at_least=0)
+    lr_warmup_samples: int = option(0, "Samples of linear warm-up.", at_least=0)
+    lr_warmup_init: float = option(0.0, "Learning rate at the start of warm-up.", at_least=0)
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = option(
+        "exponential", "WSD: shape of the final decay."
+    )
+    lr_wsd_decay_iters: int | None = option(None, "WSD: iterations of the final decay.", at_least=1)
+    lr_wsd_decay_samples: int | None = option(None, "WSD: samples of the final decay.", at_least=1)
+
+    def check(self) -> None:
+        """Floors lie below the peak, and one length is given once."""
+        if self.lr is None:
+            raise refusal("--lr", "(not given)", "give the peak learning rate, e.g. --lr 3e-4")
+        if self.min_lr > self.lr:
+            raise refusal("--min-lr", self.min_lr, f"must be at most --lr {self.lr}")
+        if self.lr_warmup_init > self.lr:
+            raise refusal("--lr-warmup-init", self.lr_warmup_init, f"must be at most --lr {self.lr}")
+        warmups = ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")
+        given = [name for name in warmups if getattr(self, name)]
+        if len(given) > 1:
+            first, second = ("--" + name.replace("_", "-") for name in given[:2])
+            raise refusal(second, getattr(self, given[1]), f"contradicts {first}; give one")
+        if self.lr_decay_style != "WSD":
+            for name in ("lr_wsd_decay_iters", "lr_wsd_decay_samples"):
+                if getattr(self, name) is not None:
+                    raise refusal(
+                        "--" + name.replace("_", "-"), getattr(self, name), "needs --lr-decay-style WSD"
+                    )
+        elif (self.lr_wsd_decay_iters is None) == (self.lr_wsd_decay_samples is None):
+            raise refusal(
+                "--lr-decay-style", "WSD", "needs one of --lr-wsd-decay-iters and --lr-wsd-decay-samples"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig(Options):
+    """precision: number formats of the compute; master weights and moments are fp32 always"""
+
+    bf16: bool = option(False, "Compute in bfloat16; the default on GPUs.")
+    fp16: bool = option(False, "Compute in float16 with a loss scale.")
+    fp32: bool = option(False, "Compute in float32; the default on CPUs.")
+    loss_scale: float | None = option(None, "fp16: a fixed loss scale; default dynamic.", above=0)
+    initial_loss_scale: float = option(2.0**32, "fp16: the dynamic loss scale at the start.", above=0)
+    min_loss_scale: float = option(1.0, "fp16: the dynamic loss scale's floor.", above=0)
+    loss_scale_window: int = option(1000, "fp16: clean steps after which the scale doubles.", at_least=1)
+    hysteresis: int = option(2, "fp16: overflows before the scale halves.", at_least=1)
+
+    def check(self) -> None:
+        """One format; a loss scale only with fp16."""
+        formats = [name for name in ("bf16", "fp16", "fp32") if getattr(self, name)]
+        if len(formats) > 1:
+            raise refusal(f"--{formats[1]}", "(given)", f"contradicts --{formats[0]}; give one")
+        if self.loss_scale is not None and not self.fp16:
+            raise refusal("--loss-scale", self.loss_scale, "needs --fp16")
+        if self.min_loss_scale > self.initial_loss_scale:
+            raise refusal(
+                "--min-loss-scale",
+                self.min_loss_scale,
+                f"must be at most --initial-loss-scale {self.initial_loss_scale}",
+            )
+
+    def compute_dtype(self, device: str) -> str:
+        """`float32`, `bfloat16` or `float16`: what was asked for, else the device's default."""
+        if self.fp16:
+            return "float16"
+        if self.bf16:
+            return "bfloat16"
+        return "float32" if self.fp32 or device == "cpu" else "bfloat16"

@@ -1,0 +1,157 @@
+"""How long a run lasts, when it looks at itself, what it saves and where it reports."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_zpp.config.options import Options, option, refusal
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig(Options):
+    """training: batch and length"""
+
+    micro_batch_size: int | None = option(
+        None, "Samples of one forward and backward on one rank.", at_least=1
+    )
+    global_batch_size: int | None = option(
+        None, "Samples of one optimizer step; default --micro-batch-size × ranks.", at_least=1
+    )
+    rampup_batch_size: tuple[int, int, int] | None = option(
+        None,
+        "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over so many samples.",
+        at_least=1,
+    )
+    train_iters: int | None = option(None, "Optimizer steps of the run.", at_least=1)
+    train_samples: int | None = option(None, "Samples of the run, instead of --train-iters.", at_least=1)
+    seed: int = option(1234, "Decides initial weights, data order and dropout.", at_least=0, below=2**63)
+    exit_interval: int | None = option(
+        None, "Save and exit when the iteration is a multiple of this.", at_least=1
+    )
+    exit_duration_in_mins: float | None = option(
+        None, "Save and exit after so many minutes of this process.", above=0
+    )
+
+    def check(self) -> None:
+        """A length in iterations or in samples; a ramp needs samples, since its steps differ in size."""
+        if self.micro_batch_size is None:
+            raise refusal("--micro-batch-size", "(not given)", "give the samples of one forward on one rank")
+        if (self.train_iters is None) == (self.train_samples is None):
+            shown = "(not given)" if self.train_iters is None else self.train_iters
+            raise refusal("--train-iters", shown, "give exactly one of --train-iters and --train-samples")
+        if self.rampup_batch_size and self.train_samples is None:
+            raise refusal("--rampup-batch-size", self.rampup_batch_size, "needs --train-samples")
+        if self.rampup_batch_size and self.global_batch_size is None:
+            raise refusal(
+                "--rampup-batch-size", self.rampup_batch_size, "needs --global-batch-size as its end"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig(Options):
+    """evaluation: loss and perplexity on held-out tokens"""
+
+    eval_iters: int = option(100, "Global batches of one evaluation; 0 evaluates nothing.", at_least=0)
+    eval_interval: int = option(1000, "Iterations between evaluations.", at_least=1)
+    full_validation: bool = option(False, "Evaluate each held-out window once instead of --eval-iters.")
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the run reads held-out data at all."""
+        return self.full_validation or self.eval_iters > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Options):
+    """checkpoint: what is saved and what a run starts from"""
+
+    save: str | None = option(None, "Directory of checkpoints to write.")
+    save_interval: int | None = option(
+        None, "Iterations between checkpoints; one is always written at the end.", at_least=1
+    )
+    save_optim: bool = option(True, "Write weights only.")
+    load: str | None = option(
+        None, "Directory to go on from. Equal to --save and still empty: start from the beginning."
+    )
+    ckpt_step: int | None = option(None, "Load this iteration instead of the latest.", at_least=1)
+    load_optim: bool = option(True, "Load weights and position, not the optimizer's state.")
+    finetune: bool = option(False, "Load weights only and start at iteration 0.")
+    exit_on_missing_checkpoint: bool = option(
+        False, "Refuse to start from the beginning when --load holds no checkpoint."
+    )
+
+    def check(self) -> None:
+        """Saving needs a place to save to, loading a place to load from."""
+        if self.save is None:
+            for given, flag in (
+                (self.save_interval, "--save-interval"),
+                (not self.save_optim, "--no-save-optim"),
+            ):
+                if given:
+                    raise refusal(flag, "(given)" if given is True else given, "needs --save DIRECTORY")
+        if self.load is None:
+            given = {
+                "--ckpt-step": self.ckpt_step,
+                "--no-load-optim": not self.load_optim,
+                "--finetune": self.finetune,
+                "--exit-on-missing-checkpoint": self.exit_on_missing_checkpoint,
+            }
+            for flag, value in given.items():
+                if value:
+                    raise refusal(flag, "(given)" if value is True else value, "needs --load DIRECTORY")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig(Options):
+    """logging: where the numbers of a run go"""
+
+    log_interval: int = option(100, "Iterations between log lines.", at_least=1)
+    metrics_file: str | None = option(None, "Append one JSON object a logged step to this file.")
+    tensorboard_dir: str | None = option(None, "Write TensorBoard events to this directory.")
+    wandb_project: str | None = option(None, "Report to this Weights & Biases project.")
+    wandb_exp_name: str | None = option(None, "Weights & Biases: the run's name.")
+    wandb_entity: str | None = option(None, "Weights & Biases: user or team.")
+    wandb_save_dir: str | None = option(None, "Weights & Biases: directory of local files.")
+    wandb_mode: Literal["online", "offline", "disabled"] | None = option(
+        None, "Weights & Biases: overrides WANDB_MODE."
+    )
+    device_peak_tflops: float | None = option(
+        None, "Peak of one device for the model FLOPs utilisation; known for common GPUs.", above=0
+    )
+    debug: bool = option(False, "Show tracebacks.")
+
+    def check(self) -> None:
+        """The other W&B flags mean nothing without a project."""
+        for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir", "wandb_mode"):
+            if getattr(self, name) is not None and self.wandb_project is None:
+                flag = "--" + name.replace("_", "-")
+                raise refusal(flag, getattr(self, name), "needs --wandb-project NAME")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedConfig(Options):
+    """distributed: devices and process groups; ranks come from the launcher"""
+
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: GPUs when there are any.")
+    distributed_backend: Literal["nccl", "gloo"] | None = option(
+        None, "Collective library; default nccl on GPUs, gloo on CPUs."
+    )
+    distributed_timeout_minutes: float = option(
+        10, "Minutes after which a collective that does not end is an error.", above=0
+    )
+
+    def check(self) -> None:
+        """NCCL moves GPU memory only."""
+        if self.device == "cpu" and self.distributed_backend == "nccl":
+            raise refusal("--distributed-backend", "nccl", "needs GPUs; --device cpu works with gloo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroConfig(Options):
+    """ZeRO: what each rank keeps of the model states"""
+
+    zero_stage: int = option(0, "0: every rank keeps everything.", at_least=0, at_most=3)
+
+    def check(self) -> None:
+        """Stages 1 to 3 shard state that this version still keeps whole."""
+        if self.zero_stage != 0:
+            raise refusal("--zero-stage", self.zero_stage, "this version shards nothing yet; use 0")

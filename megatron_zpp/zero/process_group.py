@@ -1,0 +1,69 @@
+"""Picks the device of this rank and holds the process group of a run."""
+
+import datetime
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_zpp.config.options import refusal
+from megatron_zpp.config.run import DistributedConfig
+from megatron_zpp.zero.topology import Topology
+
+
+def select_device(requested: str, topology: Topology) -> torch.device:
+    """The device of this rank for --device auto, cpu or cuda. Takes no GPU memory.
+
+    Raises ValueError when GPUs are asked for and missing, or fewer than this node's ranks.
+    """
+    count = torch.cuda.device_count()
+    if requested == "cpu" or (requested == "auto" and count == 0):
+        return torch.device("cpu")
+    if count == 0:
+        raise refusal("--device", requested, "torch sees no GPU here; use --device cpu")
+    if topology.local_world_size > count:
+        raise refusal(
+            "--device",
+            requested,
+            f"{topology.local_world_size} ranks on this node but {count} GPUs; start at most {count}",
+        )
+    return torch.device("cuda", topology.local_rank)
+
+
+@contextmanager
+def process_group(config: DistributedConfig, topology: Topology, device: torch.device) -> Iterator[None]:
+    """Takes the device and joins the other ranks; leaves both at the end. One rank needs no group."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if topology.world_size == 1:
+        yield
+        return
+    backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group(
+        backend,
+        rank=topology.rank,
+        world_size=topology.world_size,
+        timeout=datetime.timedelta(minutes=config.distributed_timeout_minutes),
+        device_id=device if backend == "nccl" else None,
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def mean_over_ranks(value: Tensor, topology: Topology) -> Tensor:
+    """The mean of one small tensor over all ranks; a NaN on one rank is a NaN on all."""
+    if topology.world_size > 1:
+        value = value.clone()
+        dist.all_reduce(value)  # SUM: gloo's MAX and MIN would lose a NaN
+        value /= topology.world_size
+    return value
+
+
+def barrier(topology: Topology) -> None:
+    """Waits until every rank is here."""
+    if topology.world_size > 1:
+        dist.barrier()

@@ -1,0 +1,46 @@
+"""Which ranks there are and which of them share a node: arithmetic on what the launcher says."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """One rank's place. A node is the `local_world_size` ranks that share a fast link."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name, part, whole in (
+            ("RANK", self.rank, self.world_size),
+            ("LOCAL_RANK", self.local_rank, self.local_world_size),
+        ):
+            if whole < 1 or not 0 <= part < whole:
+                size = name.replace("RANK", "WORLD_SIZE")
+                raise ValueError(f"{name} {part}: must be from 0 to below {size}, which is {whole}")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> "Topology":
+        """Reads torchrun's variables; none of them means one process on its own.
+
+        Raises ValueError when some are missing or not numbers.
+        """
+        given = {name: environment[name] for name in _VARIABLES if name in environment}
+        if not given:
+            return cls()
+        values = []
+        for name in _VARIABLES:
+            if name not in given:
+                raise ValueError(
+                    f"{name} (not set): {', '.join(given)} are set; start with torchrun, or set all of "
+                    f"{', '.join(_VARIABLES)}"
+                )
+            if not given[name].isdecimal():
+                raise ValueError(f"{name} {given[name]!r}: must be a whole number")
+            values.append(int(given[name]))
+        return cls(*values)

@@ -1,0 +1,215 @@
+"""The GPT against transformers' GPT2LMHeadModel, and what must not depend on settings."""
+
+import dataclasses
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.model.flops import flops_per_token, parameter_count, peak_tflops
+from megatron_zpp.model.gpt import GPT
+
+VOCAB = 203  # not a multiple of anything that the tables are padded to
+TINY = ModelConfig(
+    num_layers=3,
+    hidden_size=64,
+    num_attention_heads=4,
+    seq_length=24,
+    max_position_embeddings=32,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+)
+
+
+def transformers_gpt2() -> transformers.GPT2LMHeadModel:
+    torch.manual_seed(7)
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB,
+        n_positions=32,
+        n_embd=64,
+        n_layer=3,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    for parameter in model.parameters():  # biases and norms too, so that every path carries signal
+        nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def names_in_transformers(layers: int) -> dict[str, tuple[str, bool]]:
+    """Our parameter name -> (theirs, whether theirs is transposed)."""
+    names = {
+        "embedding.tokens.weight": ("transformer.wte.weight", False),
+        "embedding.positions.weight": ("transformer.wpe.weight", False),
+        "head.norm.weight": ("transformer.ln_f.weight", False),
+        "head.norm.bias": ("transformer.ln_f.bias", False),
+    }
+    parts = {
+        "attention_norm": "ln_1",
+        "attention.qkv": "attn.c_attn",
+        "attention.output": "attn.c_proj",
+        "mlp_norm": "ln_2",
+        "mlp.input": "mlp.c_fc",
+        "mlp.output": "mlp.c_proj",
+    }
+    for index in range(layers):
+        for ours, theirs in parts.items():
+            for kind in ("weight", "bias"):
+                transposed = kind == "weight" and "norm" not in ours  # Conv1D keeps (in, out)
+                names[f"layers.{index}.{ours}.{kind}"] = (
+                    f"transformer.h.{index}.{theirs}.{kind}",
+                    transposed,
+                )
+    return names
+
+
+def with_their_weights(theirs: transformers.GPT2LMHeadModel, recompute: RecomputeConfig) -> GPT:
+    ours = GPT(TINY, VOCAB, recompute).initialize(seed=1)
+    weights = theirs.state_dict()
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            their_name, transposed = names_in_transformers(TINY.num_layers)[name]
+            weight = weights[their_name].T if transposed else weights[their_name]
+            parameter[: len(weight)] = weight
+    return ours
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        RecomputeConfig(),
+        RecomputeConfig(recompute_activations=True),
+        RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
+        RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=2),
+    ],
+    ids=["stored", "selective", "uniform", "block"],
+)
+def test_same_logits_and_gradients_as_transformers(recompute: RecomputeConfig) -> None:
+    theirs = transformers_gpt2()
+    ours = with_their_weights(theirs, recompute)
+    tokens = torch.randint(VOCAB, (2, 24), generator=torch.Generator().manual_seed(3))
+    assert torch.allclose(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    loss = ours(inputs, targets)
+    loss.backward()
+    their_loss = theirs(tokens, labels=tokens).loss
+    their_loss.backward()
+    assert torch.allclose(loss, their_loss, atol=1e-5, rtol=1e-5)
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        their_name, transposed = names_in_transformers(TINY.num_layers)[name]
+        expected = gradients[their_name].T if transposed else gradients[their_name]
+        assert torch.allclose(parameter.grad[: len(expected)], expected, atol=1e-5, rtol=1e-5), name
+
+
+def test_loss_does_not_depend_on_vocabulary_padding() -> None:
+    tokens = torch.randint(VOCAB, (2, 25))
+    losses = []
+    for multiple in (1, 128, 1024):
+        model = GPT(dataclasses.replace(TINY, make_vocab_size_divisible_by=multiple), VOCAB).initialize(5)
+        assert model.embedding.tokens.weight.shape[0] % multiple == 0
+        losses.append(model(tokens[:, :-1], tokens[:, 1:]).item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6) == pytest.approx(losses[2], rel=1e-6)
+
+
+def test_padding_rows_get_no_gradient() -> None:
+    model = GPT(TINY, VOCAB).initialize(5)
+    tokens = torch.randint(VOCAB, (2, 25))
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    assert torch.count_nonzero(model.embedding.tokens.weight.grad[VOCAB:]) == 0
+
+
+@pytest.mark.parametrize("granularity", ["selective", "full"])
+def test_recomputation_repeats_the_dropout(granularity: str) -> None:
+    """The gradient of a run with dropout is the same whether activations are stored or recomputed."""
+    config = dataclasses.replace(TINY, attention_dropout=0.3, hidden_dropout=0.3)
+    method = {"recompute_method": "uniform"} if granularity == "full" else {}
+    tokens = torch.randint(VOCAB, (2, 25))
+    gradients = []
+    for recompute in (RecomputeConfig(), RecomputeConfig(recompute_granularity=granularity, **method)):
+        model = GPT(config, VOCAB, recompute).initialize(5)
+        torch.manual_seed(11)
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    assert torch.equal(*gradients)
+
+
+def test_untied_output_has_weights_of_its_own() -> None:
+    model = GPT(dataclasses.replace(TINY, untie_embeddings_and_output_weights=True), VOCAB).initialize(5)
+    tokens = torch.randint(VOCAB, (1, 8))
+    before = model(tokens)
+    with torch.no_grad():
+        model.head.output.weight.mul_(2)
+    assert torch.allclose(model(tokens), 2 * before)
+
+
+def test_attention_looks_only_backwards() -> None:
+    model = GPT(TINY, VOCAB).initialize(5)
+    tokens = torch.randint(VOCAB, (1, 24))
+    changed = tokens.clone()
+    changed[0, 15] = (changed[0, 15] + 1) % VOCAB
+    assert torch.equal(model(tokens)[0, :15], model(changed)[0, :15])
+    assert not torch.allclose(model(tokens)[0, 15:], model(changed)[0, 15:])
+
+
+def test_initial_weights_follow_the_paper() -> None:
+    config = dataclasses.replace(TINY, hidden_size=256, num_layers=8)
+    weights = dict(GPT(config, 1000).initialize(seed=1).named_parameters())
+    assert weights["layers.3.mlp.input.weight"].std().item() == pytest.approx(0.02, rel=0.02)
+    residual = weights["layers.3.mlp.output.weight"].std().item()
+    assert residual == pytest.approx(0.02 / (2 * 8) ** 0.5, rel=0.02)
+    assert torch.count_nonzero(weights["layers.3.mlp.input.bias"]) == 0
+    assert torch.all(weights["layers.3.mlp_norm.weight"] == 1)
+    assert torch.count_nonzero(weights["embedding.tokens.weight"][1000:]) == 0
+
+
+def test_a_layer_alone_initialises_as_inside_a_deeper_model() -> None:
+    """Values are keyed by seed and name: what else is built beside a tensor does not move its values."""
+    shallow = GPT(dataclasses.replace(TINY, num_layers=1), VOCAB).initialize(9)
+    deep = GPT(dataclasses.replace(TINY, num_layers=3), VOCAB).initialize(9)
+    name = "layers.0.attention.qkv.weight"
+    assert torch.equal(dict(shallow.named_parameters())[name], dict(deep.named_parameters())[name])
+    other = GPT(TINY, VOCAB).initialize(10)
+    assert not torch.equal(dict(other.named_parameters())[name], dict(deep.named_parameters())[name])
+
+
+@pytest.mark.parametrize("untied", [False, True])
+def test_counts_match_the_model(untied: bool) -> None:
+    config = dataclasses.replace(TINY, untie_embeddings_and_output_weights=untied, kv_channels=24)
+    model = GPT(config, VOCAB)
+    assert parameter_count(config, VOCAB) == sum(parameter.numel() for parameter in model.parameters())
+    looked_up = model.embedding.positions.weight.numel()
+    looked_up += model.embedding.tokens.weight.numel() if untied else 0
+    expected = 6 * (parameter_count(config, VOCAB) - looked_up) + 12 * 3 * (4 * 24) * 24
+    assert flops_per_token(config, VOCAB) == expected
+
+
+@pytest.mark.parametrize(
+    ("preset", "billions"),
+    [
+        ("gpt2-125m", 0.125),
+        ("345m", 0.355),
+        ("760m", 0.76),
+        ("1.3b", 1.3),
+        ("2.7b", 2.7),
+        ("6.7b", 6.7),
+        ("13b", 13.0),
+        ("18b", 18.4),
+        ("175b", 175.0),
+    ],
+)
+def test_presets_have_the_size_in_their_name(preset: str, billions: float) -> None:
+    count = parameter_count(ModelConfig(model_preset=preset), 50257)
+    assert count / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_peak_is_only_claimed_for_known_devices() -> None:
+    assert peak_tflops("NVIDIA H200", "bfloat16") == 989.0
+    assert peak_tflops("NVIDIA A100-SXM4-80GB", "float16") == 312.0
+    assert peak_tflops("Some CPU", "float32") is None
