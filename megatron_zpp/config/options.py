@@ -18,6 +18,7 @@ def option(
     help: str,
     *,
     flag: str | None = None,
+    positional: bool = False,
     at_least: float | None = None,
     at_most: float | None = None,
     above: float | None = None,
@@ -27,11 +28,13 @@ def option(
 
     The flag is `--` and the field's name with dashes (a boolean that defaults to True becomes `--no-…`)
     unless `flag` says otherwise; type and choices come from the annotation. `REQUIRED` as the default makes
-    the flag compulsory. The bounds are checked by `Options`, and hold for every number of a tuple.
+    the flag compulsory. A `positional` field has no flag and is always compulsory. The bounds are checked by
+    `Options`, and hold for every number of a tuple.
     """
     bounds = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
     bounds = {name: bound for name, bound in bounds.items() if bound is not None}
-    return dataclasses.field(default=default, metadata={"help": help, "flag": flag, "bounds": bounds})
+    metadata = {"help": help, "flag": flag, "positional": positional, "bounds": bounds}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def refusal(flag: str, value: object, fix: str) -> ValueError:
@@ -54,7 +57,9 @@ class Options:
 
 
 def flag_of(field: dataclasses.Field) -> str:
-    """The flag of a field, e.g. `--num-layers`."""
+    """The flag of a field, e.g. `--num-layers`; of a positional one its name in capitals."""
+    if field.metadata["positional"]:
+        return field.name.upper()
     if field.metadata["flag"]:
         return field.metadata["flag"]
     name = field.name.replace("_", "-")
@@ -74,12 +79,12 @@ def make_parser(prog: str, description: str, groups: Mapping[str, type[Options]]
         section = parser.add_argument_group(_title(cls))
         hints = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
-            section.add_argument(
-                flag_of(field),
-                dest=f"{group_name}.{field.name}",
-                **_argparse_type(hints[field.name], field),
-                help=_help(field),
-            )
+            destination, details = f"{group_name}.{field.name}", _argparse_type(hints[field.name], field)
+            if field.metadata["positional"]:
+                details.pop("required", None)  # argparse: a positional is required by its nature
+                section.add_argument(destination, **details, help=_help(field))
+            else:
+                section.add_argument(flag_of(field), dest=destination, **details, help=_help(field))
     return parser
 
 

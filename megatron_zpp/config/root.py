@@ -44,8 +44,18 @@ class Config:
         """Raises ValueError for settings of different parts that contradict each other."""
         _check_lengths(self.training, self.learning_rate)
         _check_recompute(self.model, self.recompute)
+        if self.evaluation.full_validation and self.data.mock_data:
+            raise refusal("--full-validation", "(given)", "--mock-data has no end; use --eval-iters")
         if self.tokenizer.tokenizer_type is None:
             raise refusal("--tokenizer-type", "(not given)", "give the tokenizer that made the data")
+
+    def needed_splits(self) -> tuple[str, ...]:
+        """The splits that the run reads: train; valid if it evaluates; test if there is one as well."""
+        if not self.evaluation.enabled:
+            return ("train",)
+        data = self.data
+        has_test = data.mock_data or bool(data.test_data_path) or (data.data_path and data.shares[2] > 0)
+        return ("train", "valid", "test") if has_test else ("train", "valid")
 
     def to_json(self) -> dict[str, Any]:
         """The settings as plain JSON values, by part and field."""

@@ -1,0 +1,38 @@
+"""Loss and perplexity on held-out tokens."""
+
+import math
+
+import numpy as np
+import torch
+
+from megatron_zpp.data.samples import Samples
+from megatron_zpp.train.metrics import Record
+from megatron_zpp.zero.engine import ZeroEngine
+
+
+def evaluate(engine: ZeroEngine, samples: Samples, *, count: int, micro_batch_size: int) -> float:
+    """The mean loss over samples 0 to `count`: the same ones at every call and for any number of ranks.
+
+    Every rank runs equally many forwards, as gathers of sharded parameters need; what a rank runs beyond
+    the end has no weight.
+    """
+    ranks, rank = engine.topology.world_size, engine.topology.rank
+    chunks = -(-count // micro_batch_size)
+    total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    for round_start in range(0, chunks, ranks):
+        chunk = round_start + rank
+        first = min(chunk, chunks - 1) * micro_batch_size
+        size = min(micro_batch_size, count - first)
+        loss = engine.evaluate(torch.from_numpy(samples.batch(np.arange(first, first + size))))
+        if chunk < chunks:
+            total += loss * size
+    return (engine.mean_over_ranks(total) * ranks / count).item()
+
+
+def evaluation_record(iteration: int, split: str, loss: float) -> Record:
+    """What the sinks keep of an evaluation; perplexity as Megatron-LM caps it."""
+    return {
+        "iteration": iteration,
+        f"{split}_loss": loss,
+        f"{split}_perplexity": math.exp(min(20.0, loss)) if loss == loss else loss,
+    }

@@ -1,0 +1,104 @@
+"""The learning rate as a function of consumed samples, with Megatron-LM's shapes."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_zpp.config.optimizer import LearningRateConfig
+from megatron_zpp.config.options import refusal
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRate:
+    """Warm-up from `initial` to `peak` over `warmup` samples, then decay to `floor` at `decay` samples.
+
+    `style` WSD (warm-up, stable, decay) holds the peak until the last `wsd_decay` samples.
+    Call it with the samples consumed before the step.
+    """
+
+    peak: float
+    floor: float
+    initial: float
+    warmup: int
+    decay: int
+    style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+    wsd_decay: int = 0
+    wsd_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+
+    @classmethod
+    def from_config(
+        cls, config: LearningRateConfig, *, samples: int, samples_per_iteration: int
+    ) -> "LearningRate":
+        """Lengths told in iterations become samples; the decay ends with the run unless told otherwise.
+
+        Raises ValueError when the warm-up or the final decay does not fit into the decay length.
+        """
+
+        def in_samples(iterations: int | None, own: int | None) -> int | None:
+            return own if iterations is None else iterations * samples_per_iteration
+
+        decay = in_samples(config.lr_decay_iters, config.lr_decay_samples) or samples
+        if config.lr_warmup_fraction is not None:
+            warmup = int(config.lr_warmup_fraction * decay)
+        else:
+            warmup = config.lr_warmup_samples or config.lr_warmup_iters * samples_per_iteration
+        wsd_decay = in_samples(config.lr_wsd_decay_iters, config.lr_wsd_decay_samples) or 0
+        if config.lr_decay_style not in ("constant", "inverse-square-root") and warmup >= decay:
+            raise refusal(*_given(config, "lr_warmup"), f"must end before the decay does, at {decay} samples")
+        if wsd_decay > decay - warmup:
+            room = decay - warmup
+            raise refusal(
+                *_given(config, "lr_wsd_decay"),
+                f"must fit between warm-up and end of decay, into {room} samples",
+            )
+        return cls(
+            peak=config.lr,
+            floor=config.min_lr,
+            initial=config.lr_warmup_init,
+            warmup=warmup,
+            decay=decay,
+            style=config.lr_decay_style,
+            wsd_decay=wsd_decay,
+            wsd_style=config.lr_wsd_decay_style,
+        )
+
+    def __call__(self, consumed_samples: int) -> float:
+        """The learning rate of the step that comes after `consumed_samples`."""
+        if self.warmup and consumed_samples <= self.warmup:
+            return self.initial + (self.peak - self.initial) * consumed_samples / self.warmup
+        if self.style == "constant":
+            return self.peak
+        if consumed_samples > self.decay:
+            return self.floor
+        if self.style == "inverse-square-root":
+            ratio = math.sqrt(max(self.warmup, 1)) / math.sqrt(max(consumed_samples, 1))
+            return max(self.floor, self.peak * ratio)
+        return self.floor + self._share(consumed_samples) * (self.peak - self.floor)
+
+    def _share(self, consumed_samples: int) -> float:
+        """How much of the way from floor to peak is left, from 1 down to 0."""
+        if self.style == "WSD":
+            start = self.decay - self.wsd_decay
+            if consumed_samples <= start:
+                return 1.0
+            return _falling(self.wsd_style, (consumed_samples - start) / self.wsd_decay)
+        return _falling(self.style, (consumed_samples - self.warmup) / (self.decay - self.warmup))
+
+
+def _falling(style: str, done: float) -> float:
+    """A curve from 1 at `done` 0 to 0 at `done` 1."""
+    if style == "linear":
+        return 1.0 - done
+    if style == "cosine":
+        return 0.5 * (math.cos(math.pi * done) + 1.0)
+    if style == "exponential":
+        return 2.0 * 0.5**done - 1.0
+    assert style == "minus_sqrt", style
+    return 1.0 - math.sqrt(done)
+
+
+def _given(config: LearningRateConfig, prefix: str) -> tuple[str, float]:
+    """The flag, and its value, by which a length was told."""
+    names = (f"{prefix}_fraction", f"{prefix}_iters", f"{prefix}_samples")
+    name = next(name for name in names if getattr(config, name, None))
+    return "--" + name.replace("_", "-"), getattr(config, name)

@@ -1,0 +1,104 @@
+"""What a logged step says about the run: measured here, shown by the sinks."""
+
+import resource
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.model.flops import flops_per_token, peak_tflops
+from megatron_zpp.zero.engine import StepResult
+
+Record = dict[str, float | int | None]
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Turns tokens a second into model FLOPs; `peak` is one device's in TFLOP/s, None when unknown."""
+
+    flops_per_token: float
+    devices: int
+    peak: float | None
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelConfig,
+        vocab_size: int,
+        *,
+        devices: int,
+        device: torch.device,
+        dtype: str,
+        peak: float | None,
+    ) -> "Throughput":
+        """The peak is the one given, else the data sheet's for a known GPU."""
+        if peak is None and device.type == "cuda":
+            peak = peak_tflops(torch.cuda.get_device_name(device), dtype)
+        return cls(flops_per_token(model, vocab_size), devices, peak)
+
+    def record(self, tokens: int, seconds: float) -> Record:
+        """tokens_per_second of the whole run; tflops_per_gpu and mfu of one device."""
+        rate = tokens / seconds
+        tflops = rate * self.flops_per_token / self.devices / 1e12
+        mfu = None if self.peak is None else tflops / self.peak
+        return {"tokens_per_second": rate, "tflops_per_gpu": tflops, "mfu": mfu}
+
+
+class Stopwatch:
+    """Seconds spent training, without those between `pause` and `resume`."""
+
+    def __init__(self) -> None:
+        self._total, self._started = 0.0, time.perf_counter()
+
+    def pause(self) -> None:
+        """Stops counting, for an evaluation or a save."""
+        self._total += time.perf_counter() - self._started
+
+    def resume(self) -> None:
+        """Counts again."""
+        self._started = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        self.pause()
+        seconds, self._total = self._total, 0.0
+        self.resume()
+        return seconds
+
+
+@dataclass
+class Interval:
+    """What happened since the last log line."""
+
+    iterations: int = 0
+    samples: int = 0
+    skipped: int = 0
+    nans: int = 0
+    loss_sum: Tensor | float = 0.0  # stays on the device: reading it would wait for the GPU
+    watch: Stopwatch = field(default_factory=Stopwatch)
+
+    def add(self, loss: Tensor, result: StepResult, samples: int, *, nan: bool) -> None:
+        """Takes note of one step; `loss` is this rank's mean over its micro-batches."""
+        self.iterations += 1
+        self.samples += samples
+        self.skipped += result.skipped
+        self.nans += nan
+        self.loss_sum = self.loss_sum + loss
+
+    def restart(self) -> None:
+        """Begins the next interval; the stopwatch was already lapped."""
+        self.iterations = self.samples = self.skipped = self.nans = 0
+        self.loss_sum = 0.0
+
+
+def memory_record(device: torch.device) -> Record:
+    """Bytes that this process holds now and held at most: tensors on a GPU, resident memory on a CPU."""
+    if device.type == "cuda":
+        allocated, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    else:
+        with open("/proc/self/statm") as statm:
+            allocated = int(statm.read().split()[1]) * resource.getpagesize()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"memory_allocated_bytes": allocated, "memory_peak_bytes": peak}

@@ -1,0 +1,65 @@
+"""Sends what happened to the console and to the sinks, from rank 0; other ranks are silent."""
+
+from contextlib import suppress
+from typing import Any
+
+from megatron_zpp.config.run import LoggingConfig
+from megatron_zpp.train.console import Console
+from megatron_zpp.train.evaluation import evaluation_record
+from megatron_zpp.train.metrics import Record
+from megatron_zpp.train.sinks import Sink, open_sinks
+from megatron_zpp.zero.topology import Topology
+
+
+class Reporter:
+    """The one voice of a run. Use it in a `with` block."""
+
+    def __init__(
+        self,
+        logging: LoggingConfig,
+        config: dict[str, Any],
+        topology: Topology,
+        *,
+        iterations: int,
+        done: int,
+    ) -> None:
+        speaks = topology.rank == 0
+        self._console = Console(iterations, done) if speaks else None
+        self._sinks: list[Sink] = open_sinks(logging, config) if speaks else []
+
+    def say(self, text: str) -> None:
+        """A line of text on the console."""
+        if self._console:
+            self._console.say(text)
+
+    def step_done(self) -> None:
+        """One more iteration."""
+        if self._console:
+            self._console.step_done()
+
+    def log(self, record: Record) -> None:
+        """A logged step."""
+        if self._console:
+            self._console.log(record)
+        self._write(record)
+
+    def evaluation(self, iteration: int, split: str, loss: float) -> None:
+        """The result of an evaluation."""
+        record = evaluation_record(iteration, split, loss)
+        if self._console:
+            self._console.evaluation(record, split, f"iteration {iteration}")
+        self._write(record)
+
+    def __enter__(self) -> "Reporter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._console:
+            self._console.close()
+        for sink in self._sinks:
+            with suppress(OSError):  # the run is over; a sink that cannot finish must not hide its result
+                sink.close()
+
+    def _write(self, record: Record) -> None:
+        for sink in self._sinks:
+            sink.write(record)

@@ -1,0 +1,97 @@
+"""Where the numbers of a run go beside the console. Each sink is independent of the others."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_zpp.config.run import LoggingConfig
+from megatron_zpp.train.metrics import Record
+
+
+class Sink(Protocol):
+    """Takes records of one iteration each."""
+
+    def write(self, record: Record) -> None:
+        """Keeps one record; `record["iteration"]` is its place on the curve."""
+
+    def close(self) -> None:
+        """Finishes what is being written."""
+
+
+class MetricsFile:
+    """One JSON object a line, appended; a number that is not finite is null, since JSON has none."""
+
+    def __init__(self, path: str) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a", buffering=1)  # noqa: SIM115 - a line is on disk when it is written
+
+    def write(self, record: Record) -> None:
+        """Appends one line."""
+        values = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
+        self._file.write(json.dumps(values, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Scalars of a TensorBoard event file."""
+
+    def __init__(self, directory: str) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(directory)
+
+    def write(self, record: Record) -> None:
+        """Adds one point to the curve of every number."""
+        for name, value in record.items():
+            if name != "iteration" and value is not None:
+                self._writer.add_scalar(name, value, record["iteration"])
+
+    def close(self) -> None:
+        """Flushes the event file."""
+        self._writer.close()
+
+
+class WandB:
+    """A Weights & Biases run."""
+
+    def __init__(self, logging: LoggingConfig, config: dict[str, Any]) -> None:
+        import wandb
+
+        directory = logging.wandb_save_dir
+        if directory is not None:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=logging.wandb_project,
+            name=logging.wandb_exp_name,
+            entity=logging.wandb_entity,
+            dir=directory,
+            mode=logging.wandb_mode,
+            config=config,
+        )
+
+    def write(self, record: Record) -> None:
+        """Logs one record at its iteration."""
+        self._run.log(record, step=record["iteration"])
+
+    def close(self) -> None:
+        """Finishes the run."""
+        self._run.finish()
+
+
+def open_sinks(logging: LoggingConfig, config: dict[str, Any]) -> list[Sink]:
+    """The sinks that the flags ask for; called on one rank only."""
+    sinks: list[Sink] = []
+    if logging.metrics_file:
+        sinks.append(MetricsFile(logging.metrics_file))
+    if logging.tensorboard_dir:
+        sinks.append(TensorBoard(logging.tensorboard_dir))
+    if logging.wandb_project:
+        sinks.append(WandB(logging, config))
+    return sinks

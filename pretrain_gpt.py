@@ -1,0 +1,64 @@
+"""Pretrains a GPT: `torchrun pretrain_gpt.py …`, or `python pretrain_gpt.py …` for one process.
+
+Exit status: 0 done, 1 an error said in one line, 2 a bad command line, 130 interrupted.
+"""
+
+import os
+import sys
+
+import torch
+
+from megatron_zpp.checkpoint.files import check_writable
+from megatron_zpp.config.fused_backend import resolve_fused_backend
+from megatron_zpp.config.root import parse_args
+from megatron_zpp.data.open import open_splits
+from megatron_zpp.model.gpt import GPT, norm_class
+from megatron_zpp.tokenizer.base import describe
+from megatron_zpp.tokenizer.build import build_tokenizer
+from megatron_zpp.train.errors import one_line_errors
+from megatron_zpp.train.run import train
+from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.train.saver import check_start
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.process_group import process_group, select_device
+from megatron_zpp.zero.topology import Topology
+
+PROG = "pretrain_gpt.py"
+
+
+def main() -> None:
+    """Checks everything that can be checked alone; then takes devices, joins the ranks and trains."""
+    debug = "--debug" in sys.argv
+    with one_line_errors(PROG, Topology(), debug=debug, every_rank=False):
+        topology = Topology.from_environment(os.environ)
+    with one_line_errors(PROG, topology, debug=debug, every_rank=False):
+        config = parse_args(sys.argv[1:], PROG)
+        schedule = RunSchedule.from_config(config, topology.world_size)
+        tokenizer = describe(build_tokenizer(config.tokenizer))
+        splits = open_splits(
+            config.data,
+            seq_length=config.model.seq_length,
+            vocab_size=tokenizer["vocab_size"],
+            seed=config.training.seed,
+            tokenizer_description=tokenizer,
+            needed=config.needed_splits(),
+        )
+        check_start(config.checkpoint)
+        if config.checkpoint.save:
+            check_writable("--save", config.checkpoint.save)
+        device = select_device(config.distributed.device, topology)
+        backend = resolve_fused_backend(config.optimizer.fused_backend, device.type)
+
+    with (
+        one_line_errors(PROG, topology, debug=debug, every_rank=True),
+        process_group(config.distributed, topology, device),
+    ):
+        with torch.device("meta"):
+            model = GPT(config.model, tokenizer["vocab_size"], config.recompute, norm_class(backend))
+        model = model.to_empty(device=device).initialize(config.training.seed)
+        engine = ZeroEngine(model, config.optimizer, config.precision, topology, device, backend)
+        train(engine, splits, config, schedule, tokenizer)
+
+
+if __name__ == "__main__":
+    main()
