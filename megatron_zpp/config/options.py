@@ -70,6 +70,7 @@ def make_parser(prog: str, description: str, groups: Mapping[str, type[Options]]
     """A parser without abbreviations whose help is grouped by the classes' docstrings."""
     parser = _OneLineParser(
         prog=prog,
+        usage="%(prog)s [flags]",
         description=description,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,

@@ -1,0 +1,129 @@
+"""The mechanism that turns dataclass fields into flags."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from megatron_zpp.config.options import (
+    REQUIRED,
+    Options,
+    UsageError,
+    make_parser,
+    option,
+    parse_options,
+    refusal,
+)
+from tests.support import run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kitchen(Options):
+    """kitchen: what to cook"""
+
+    burners: int = option(4, "How many burners.", at_least=1)
+    heat: float = option(0.5, "How hot.", at_least=0, below=1)
+    gas: bool = option(False, "Gas instead of electricity.")
+    timer: bool = option(True, "Cook without a timer.")
+    pans: tuple[str, ...] = option((), "Which pans.")
+    range: tuple[int, int] | None = option(None, "From and to.", at_least=1)
+    style: Literal["boil", "fry"] = option("fry", "How.")
+    limit: int | None = option(None, "At most.")
+
+
+def parse(*argv: str) -> Kitchen:
+    return parse_options(Kitchen, "cook", "Cooks.", argv)
+
+
+def test_defaults_are_the_fields_own() -> None:
+    assert parse() == Kitchen()
+
+
+def test_every_kind_of_field_is_read() -> None:
+    given = parse(
+        *("--burners", "2", "--heat", "0.25", "--gas", "--no-timer", "--style", "boil", "--limit", "7"),
+        *("--pans", "wok", "pot", "--range", "3", "9"),
+    )
+    expected = Kitchen(
+        burners=2,
+        heat=0.25,
+        gas=True,
+        timer=False,
+        style="boil",
+        limit=7,
+        pans=("wok", "pot"),
+        range=(3, 9),
+    )
+    assert given == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--burners", "0"], ["--burners", "0", "at least 1"]),
+        (["--burners", "many"], ["--burners", "many"]),
+        (["--heat", "1"], ["--heat", "1.0", "below 1"]),
+        (["--heat", "nan"], ["--heat", "nan", "finite"]),
+        (["--heat", "inf"], ["--heat", "inf", "finite"]),
+        (["--style", "bake"], ["--style", "bake", "boil"]),
+        (["--range", "3"], ["--range", "2"]),
+        (["--range", "3", "0"], ["--range", "3 0", "at least 1"]),
+        (["--timer"], ["--timer", "did you mean --no-timer"]),
+        (["--burner", "2"], ["--burner", "did you mean --burners"]),
+        (["--burn", "2"], ["--burn"]),
+        (["stray"], ["stray"]),
+    ],
+)
+def test_a_bad_command_line_is_one_line_with_flag_and_value(argv: list[str], words: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(*argv)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_help_groups_flags_and_shows_defaults() -> None:
+    text = make_parser("cook", "Cooks.", {"kitchen": Kitchen}).format_help()
+    assert "kitchen: what to cook" in text
+    assert "How many burners. [4]" in text
+    assert "--no-timer" in text
+
+
+def test_a_required_flag_is_missed_by_name() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Needy(Options):
+        """needy"""
+
+        input: str = option(REQUIRED, "A file.")
+
+    with pytest.raises(UsageError, match="--input"):
+        parse_options(Needy, "needy", "", [])
+
+
+def test_refusal_names_flag_value_and_fix() -> None:
+    assert str(refusal("--x", (1, 2), "must be one number")) == "--x 1 2: must be one number"
+
+
+def test_a_tool_exits_with_the_documented_statuses(tmp_path: Path) -> None:
+    program = tmp_path / "tool.py"
+    program.write_text(
+        "import sys\n"
+        "from megatron_zpp.config.command_line import run_tool\n"
+        "from megatron_zpp.config.options import UsageError\n"
+        "errors = {'0': None, '1': ValueError('two\\nlines'), '2': UsageError('bad flag'),\n"
+        "          'io': FileNotFoundError(2, 'No such file', 'x.txt')}\n"
+        "def main():\n"
+        "    if errors[sys.argv[1]]: raise errors[sys.argv[1]]\n"
+        "run_tool('tool', main)\n"
+    )
+    expected = {
+        "0": (0, ""),
+        "1": (1, "tool: error: two lines\n"),
+        "2": (2, "tool: error: bad flag\n"),
+        "io": (1, "tool: error: x.txt: No such file\n"),
+    }
+    for argument, (status, text) in expected.items():
+        done = run(program, argument)
+        assert (done.returncode, done.stderr) == (status, text)
