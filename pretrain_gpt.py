@@ -19,6 +19,7 @@ from megatron_zpp.train.errors import one_line_errors
 from megatron_zpp.train.run import train
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.train.saver import check_start
+from megatron_zpp.train.sinks import check_sinks
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.process_group import process_group, select_device
 from megatron_zpp.zero.topology import Topology
@@ -44,6 +45,7 @@ def main() -> None:
             needed=config.needed_splits(),
         )
         check_start(config.checkpoint)
+        check_sinks(config.logging)
         if config.checkpoint.save:
             check_writable("--save", config.checkpoint.save)
         device = select_device(config.distributed.device, topology)

@@ -43,7 +43,7 @@ gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 if ((gpus > 0)); then
     processes=$gpus
     shape=(--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512
-        --micro-batch-size 16 --global-batch-size $((16 * gpus)) --train-iters 1500 --lr-warmup-iters 100
+        --micro-batch-size 16 --global-batch-size $((16 * gpus)) --train-iters 1500 --lr-warmup-fraction 0.08
         --eval-interval 250)
 else
     processes=$(nproc)
@@ -53,11 +53,11 @@ else
     micro=$((16 / processes))
     ((micro <= 4)) || micro=4
     shape=(--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256
-        --micro-batch-size "$micro" --global-batch-size 16 --train-iters 240 --lr-warmup-iters 20
+        --micro-batch-size "$micro" --global-batch-size 16 --train-iters 240 --lr-warmup-fraction 0.08
         --eval-interval 60)
 fi
 step "4/5 pretraining on $([[ $gpus -gt 0 ]] && echo "$gpus GPU(s)" || echo "$processes CPU process(es)")"
-"$python" -m torch.distributed.run --standalone --nproc-per-node "$processes" pretrain_gpt.py \
+PYTHON=$python launch/local.sh -n "$processes" pretrain_gpt.py \
     --data-path "$work/corpus_text_document" --split 95,4,1 "${tokenizer[@]}" \
     "${shape[@]}" --attention-dropout 0 --hidden-dropout 0 \
     --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95 \

@@ -109,8 +109,6 @@ class Trainer:
         interval, progress = self._interval, self._progress
         loss = self._engine.mean_over_ranks(interval.loss_sum / interval.iterations).item()
         seconds = interval.watch.lap()
-        batches = self._schedule.batches
-        last_batch = batches.global_batch_size_at(progress.consumed_samples - 1)
         tokens = interval.samples * self._config.model.seq_length
         self._reporter.log(
             {
@@ -118,8 +116,8 @@ class Trainer:
                 "consumed_samples": progress.consumed_samples,
                 "lm_loss": loss,
                 "grad_norm": result.grad_norm,
-                "learning_rate": self._schedule.learning_rate(progress.consumed_samples - last_batch),
-                "global_batch_size": last_batch,
+                "learning_rate": self._schedule.learning_rate(progress.consumed_samples - interval.batch),
+                "global_batch_size": interval.batch,
                 "loss_scale": result.loss_scale,
                 "skipped": interval.skipped,
                 "nan": interval.nans,

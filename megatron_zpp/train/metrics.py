@@ -76,6 +76,7 @@ class Interval:
     samples: int = 0
     skipped: int = 0
     nans: int = 0
+    batch: int = 0  # samples of the newest step
     loss_sum: Tensor | float = 0.0  # stays on the device: reading it would wait for the GPU
     watch: Stopwatch = field(default_factory=Stopwatch)
 
@@ -83,13 +84,14 @@ class Interval:
         """Takes note of one step; `loss` is this rank's mean over its micro-batches."""
         self.iterations += 1
         self.samples += samples
+        self.batch = samples
         self.skipped += result.skipped
         self.nans += nan
         self.loss_sum = self.loss_sum + loss
 
     def restart(self) -> None:
         """Begins the next interval; the stopwatch was already lapped."""
-        self.iterations = self.samples = self.skipped = self.nans = 0
+        self.iterations = self.samples = self.skipped = self.nans = self.batch = 0
         self.loss_sum = 0.0
 
 

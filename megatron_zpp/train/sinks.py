@@ -5,6 +5,8 @@ import math
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_zpp.checkpoint.files import check_writable
+from megatron_zpp.config.options import refusal
 from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.train.metrics import Record
 
@@ -23,7 +25,6 @@ class MetricsFile:
     """One JSON object a line, appended; a number that is not finite is null, since JSON has none."""
 
     def __init__(self, path: str) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "a", buffering=1)  # noqa: SIM115 - a line is on disk when it is written
 
     def write(self, record: Record) -> None:
@@ -64,14 +65,11 @@ class WandB:
     def __init__(self, logging: LoggingConfig, config: dict[str, Any]) -> None:
         import wandb
 
-        directory = logging.wandb_save_dir
-        if directory is not None:
-            Path(directory).mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=logging.wandb_project,
             name=logging.wandb_exp_name,
             entity=logging.wandb_entity,
-            dir=directory,
+            dir=logging.wandb_save_dir,
             mode=logging.wandb_mode,
             config=config,
         )
@@ -83,6 +81,19 @@ class WandB:
     def close(self) -> None:
         """Finishes the run."""
         self._run.finish()
+
+
+def check_sinks(logging: LoggingConfig) -> None:
+    """Refuses, before anything is built, places that cannot be written. Raises ValueError naming the flag."""
+    if logging.tensorboard_dir:
+        check_writable("--tensorboard-dir", logging.tensorboard_dir)
+    if logging.wandb_save_dir:
+        check_writable("--wandb-save-dir", logging.wandb_save_dir)
+    if logging.metrics_file:
+        path = Path(logging.metrics_file)
+        if path.is_dir():
+            raise refusal("--metrics-file", path, "is a directory; name a file")
+        check_writable("--metrics-file", str(path.parent))
 
 
 def open_sinks(logging: LoggingConfig, config: dict[str, Any]) -> list[Sink]:

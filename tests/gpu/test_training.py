@@ -1,0 +1,101 @@
+"""Training on a GPU: the CPU's numbers, each number format, and a resume that loses nothing."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.topology import Topology
+from tests.support import pretrain
+
+VOCAB = 1000
+MODEL = ModelConfig(
+    num_layers=4,
+    hidden_size=256,
+    num_attention_heads=4,
+    seq_length=128,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+)
+
+
+def losses_on(device: str, precision: PrecisionConfig, model: ModelConfig = MODEL) -> list[float]:
+    """Ten steps of two micro-batches from the same CPU-made weights."""
+    engine = ZeroEngine(
+        GPT(model, VOCAB).initialize(3), OptimizerConfig(), precision, Topology(), torch.device(device)
+    )
+    data = torch.randint(VOCAB, (10, 2, 4, 129), generator=torch.Generator().manual_seed(8))
+    losses = []
+    for step in data:
+        parts = [engine.accumulate(part, micro_batches=2, last=index == 1) for index, part in enumerate(step)]
+        losses.append(torch.stack(parts).mean().item())
+        assert not engine.step(1e-3).skipped
+    return losses
+
+
+def test_fp32_equals_the_cpu() -> None:
+    exact = PrecisionConfig(fp32=True)
+    assert losses_on("cuda", exact) == pytest.approx(losses_on("cpu", exact), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [
+        (PrecisionConfig(bf16=True), torch.bfloat16),
+        (PrecisionConfig(fp16=True, loss_scale=1024.0), torch.float16),
+    ],
+)
+def test_low_precision_follows_fp32_within_its_rounding(
+    precision: PrecisionConfig, dtype: torch.dtype
+) -> None:
+    tolerance = 2 * torch.finfo(dtype).eps
+    assert losses_on("cuda", precision) == pytest.approx(
+        losses_on("cuda", PrecisionConfig(fp32=True)), rel=tolerance
+    )
+
+
+@pytest.mark.parametrize("flags", ["", "--fp16", "--recompute-granularity full --recompute-method uniform"])
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, flags: str) -> None:
+    command = (
+        "--mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --num-layers 2 --hidden-size 128 "
+        "--num-attention-heads 2 --seq-length 256 --micro-batch-size 4 --global-batch-size 8 --lr 1e-3 "
+        f"--train-iters 8 --log-interval 1 --eval-iters 1 {flags}"
+    ).split()
+    whole, parts, save = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl", str(tmp_path / "checkpoints")
+    assert pretrain(*command, "--metrics-file", str(whole)).returncode == 0
+    parted = [*command, "--metrics-file", str(parts), "--save", save, "--load", save]
+    for extra in (["--exit-interval", "4"], []):
+        done = pretrain(*parted, *extra)
+        assert done.returncode == 0, done.stderr
+    curves = [
+        [
+            record["lm_loss"]
+            for record in map(json.loads, path.read_text().splitlines())
+            if "lm_loss" in record
+        ]
+        for path in (whole, parts)
+    ]
+    assert curves[0] == curves[1]
+
+
+def test_dropout_differs_between_micro_batches_and_repeats_with_the_seed() -> None:
+    dropped = dataclasses.replace(MODEL, hidden_dropout=0.5)
+    engine = ZeroEngine(
+        GPT(dropped, VOCAB).initialize(3),
+        OptimizerConfig(),
+        PrecisionConfig(bf16=True),
+        Topology(),
+        torch.device("cuda"),
+    )
+    tokens = torch.randint(VOCAB, (2, 129))
+    losses = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        losses.append(engine.accumulate(tokens, micro_batches=1, last=True).item())
+    assert losses[0] == losses[2] != losses[1]

@@ -1,0 +1,226 @@
+"""Whole runs of pretrain_gpt.py."""
+
+import json
+import math
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import numpy as np
+import pytest
+
+from megatron_zpp.data.indexed import IndexedDataset
+from tests.support import pretrain, run
+
+MEGATRON_LINE = re.compile(  # what scripts that read Megatron-LM's logs look for
+    r" \[[\d\- :]+\] iteration +(\d+)/ +(\d+) \| consumed samples: +(\d+) \| "
+    r"elapsed time per iteration \(ms\): ([\d.]+) \| throughput per GPU \(TFLOP/s/GPU\): ([\d.]+) \| "
+    r"learning rate: ([\d.E+-]+) \| global batch size: +(\d+) \| lm loss: ([\d.E+-]+) \| "
+    r"loss scale: ([\d.]+) \| grad norm: ([\d.]+) \| number of skipped iterations: +(\d+) \| "
+    r"number of nan iterations: +(\d+) \|"
+)
+
+
+def succeeded(done: CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def metrics(path: Path, name: str = "lm_loss") -> list[float]:
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [record[name] for record in records if name in record]
+
+
+def test_a_run_learns_and_reports_everywhere(flags: list[str], corpus: str, tmp_path: Path) -> None:
+    """One run with every sink: it predicts better than byte frequencies can, and each place has its curve."""
+    out = succeeded(
+        pretrain(
+            *flags,
+            *("--train-iters", "150", "--lr-decay-style", "cosine", "--micro-batch-size", "16"),
+            *("--eval-interval", "75", "--eval-iters", "20"),
+            *("--metrics-file", str(tmp_path / "metrics.jsonl")),
+            *("--tensorboard-dir", str(tmp_path / "tb")),
+            *("--wandb-project", "megatron_zpp", "--wandb-mode", "offline"),
+            *("--wandb-save-dir", str(tmp_path / "wandb"), "--wandb-exp-name", "tiny"),
+        )
+    )
+    lines = [match for line in out.splitlines() if (match := MEGATRON_LINE.match(line))]
+    assert [int(line[1]) for line in lines] == list(range(1, 151))
+    assert {line[2] for line in lines} == {"150"}
+    assert "tokens/s: " in out
+    assert "MFU: " in out
+
+    losses = metrics(tmp_path / "metrics.jsonl")
+    assert losses[0] == pytest.approx(math.log(257), rel=0.05)
+    assert losses == pytest.approx([float(line[8]) for line in lines], rel=1e-5)
+    valid = metrics(tmp_path / "metrics.jsonl", "valid_loss")
+    assert len(valid) == 3  # at the start, in the middle, at the end
+    shares = np.bincount(IndexedDataset(corpus).tokens) / IndexedDataset(corpus).num_tokens
+    assert valid[-1] < -sum(share * math.log(share) for share in shares if share)
+    assert metrics(tmp_path / "metrics.jsonl", "valid_perplexity")[-1] == pytest.approx(math.exp(valid[-1]))
+    assert len(metrics(tmp_path / "metrics.jsonl", "test_loss")) == 1
+    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])
+    promised = "iteration consumed_samples lm_loss grad_norm learning_rate loss_scale skipped elapsed_ms"
+    promised += " tokens_per_second tflops_per_gpu mfu memory_allocated_bytes memory_peak_bytes"
+    assert set(promised.split()) <= set(first)
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("lm_loss")] == pytest.approx(losses, rel=1e-6)
+    assert len(events.Scalars("valid_loss")) == 3
+    (recorded,) = (tmp_path / "wandb").rglob("*.wandb")
+    assert recorded.stat().st_size > 0
+    assert wandb_losses(recorded) == pytest.approx(losses)
+
+
+def wandb_losses(path: Path) -> list[float]:
+    """The lm_loss curve of an offline run."""
+    from wandb.proto import wandb_internal_pb2
+
+    losses = []
+    for content in leveldb_records(path.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(content)
+        for item in record.history.item:
+            if "lm_loss" in (item.key, *item.nested_key):
+                losses.append(json.loads(item.value_json))
+    return losses
+
+
+def leveldb_records(log: bytes) -> Iterator[bytes]:
+    """The records of a LevelDB log (its doc/log_format.md) behind W&B's 7 bytes of header."""
+    position, record = 7, b""
+    while position + 7 <= len(log):
+        if 2**15 - position % 2**15 < 7:  # too little is left of a block for a header: it is padding
+            position += 2**15 - position % 2**15
+            continue
+        size, kind = struct.unpack_from("<HB", log, position + 4)  # after the checksum
+        record += log[position + 7 : position + 7 + size]
+        position += 7 + size
+        if kind in (1, 4):  # FULL or LAST
+            yield record
+            record = b""
+
+
+@pytest.mark.parametrize("precision", ["--fp32", "--bf16", "--fp16"])
+def test_a_resumed_run_equals_an_uninterrupted_one(flags: list[str], tmp_path: Path, precision: str) -> None:
+    """Bit for bit, with dropout, accumulation and (fp16) a moving loss scale."""
+    flags = [*flags, precision, "--global-batch-size", "8", "--train-iters", "6"]
+    if precision == "--fp16":
+        flags += ["--initial-loss-scale", "65536", "--loss-scale-window", "2"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    succeeded(pretrain(*flags, "--save", str(whole), "--metrics-file", str(tmp_path / "whole.jsonl")))
+    parted = [*flags, "--save", str(parts), "--load", str(parts)]
+    parted += ["--metrics-file", str(tmp_path / "parts.jsonl")]
+    assert "starting from initial weights" in succeeded(pretrain(*parted, "--exit-interval", "3"))
+    assert "going on at iteration 3, 24 samples" in succeeded(pretrain(*parted))
+    assert metrics(tmp_path / "whole.jsonl") == metrics(tmp_path / "parts.jsonl")
+    assert metrics(tmp_path / "whole.jsonl", "loss_scale") == metrics(tmp_path / "parts.jsonl", "loss_scale")
+    for name in ("weights.safetensors", "moments.safetensors"):
+        newest = "iter_0000006/" + name
+        assert (whole / newest).read_bytes() == (parts / newest).read_bytes()
+    assert "the run is complete: iteration 6 of 6" in succeeded(pretrain(*parted))
+
+
+def test_the_loss_does_not_depend_on_the_number_of_processes(flags: list[str], tmp_path: Path) -> None:
+    """Same samples, same dropout, another division: equal but for the order of the sums."""
+    flags = [*flags, "--micro-batch-size", "2", "--global-batch-size", "12", "--train-iters", "4"]
+    losses = {}
+    for processes in (1, 2, 3):
+        path = tmp_path / f"{processes}.jsonl"
+        succeeded(pretrain(*flags, "--metrics-file", str(path), processes=processes))
+        losses[processes] = metrics(path) + metrics(path, "valid_loss") + metrics(path, "grad_norm")
+    assert losses[2] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[3] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    ["--recompute-activations", "--recompute-granularity full --recompute-method uniform"],
+)
+def test_recomputation_does_not_change_the_loss(flags: list[str], tmp_path: Path, recompute: str) -> None:
+    runs = []
+    for name, extra in (("stored", []), ("recomputed", recompute.split())):
+        path = tmp_path / f"{name}.jsonl"
+        succeeded(pretrain(*flags, *extra, "--train-iters", "4", "--metrics-file", str(path)))
+        runs.append(metrics(path))
+    assert runs[0] == runs[1]
+
+
+def test_the_batch_ramps_up_and_the_run_ends_at_its_samples(flags: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    flags += ["--global-batch-size", "12", "--rampup-batch-size", "4", "4", "24", "--train-samples", "60"]
+    succeeded(pretrain(*flags, "--metrics-file", str(path)))
+    # 4 samples a step for the first 12, 8 for the next 12 (which end inside a step), then 12.
+    assert metrics(path, "global_batch_size") == [4, 4, 4, 8, 8, 12, 12]
+    assert metrics(path, "consumed_samples") == [4, 8, 12, 20, 28, 40, 52]
+
+
+def test_full_validation_reads_each_window_once(flags: list[str], tmp_path: Path) -> None:
+    """The same loss whatever the micro-batch size, which need not divide the number of windows."""
+    losses = []
+    for size in ("1", "5"):
+        path = tmp_path / f"{size}.jsonl"
+        succeeded(
+            pretrain(
+                *flags,
+                *("--full-validation", "--micro-batch-size", size, "--global-batch-size", "5"),
+                *("--train-iters", "1", "--metrics-file", str(path)),
+            )
+        )
+        losses.append(metrics(path, "valid_loss")[0])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_time_limit_saves_and_exits(flags: list[str], tmp_path: Path) -> None:
+    save = tmp_path / "checkpoints"
+    out = succeeded(
+        pretrain(*flags, "--train-iters", "100000", "--exit-duration-in-mins", "0.01", "--save", str(save))
+    )
+    assert "--exit-duration-in-mins 0.01" in out
+    assert (save / "latest_checkpointed_iteration.txt").exists()
+
+
+def test_finetuning_takes_weights_and_starts_over(flags: list[str], tmp_path: Path) -> None:
+    save = str(tmp_path / "checkpoints")
+    flags = [*flags, "--metrics-file", str(tmp_path / "m.jsonl")]
+    succeeded(pretrain(*flags, "--train-iters", "20", "--save", save, "--save-interval", "10"))
+    before = metrics(tmp_path / "m.jsonl", "valid_loss")
+    out = succeeded(pretrain(*flags, "--train-iters", "1", "--load", save, "--finetune"))
+    assert "starting at iteration 0" in out
+    after = metrics(tmp_path / "m.jsonl", "valid_loss")[len(before) :]
+    assert after[0] == pytest.approx(before[-1], rel=1e-6)
+    out = succeeded(pretrain(*flags, "--train-iters", "12", "--load", save, "--ckpt-step", "10"))
+    assert "going on at iteration 10" in out
+
+
+def test_text_is_sampled_and_curves_are_drawn(flags: list[str], tmp_path: Path) -> None:
+    save, curve = str(tmp_path / "checkpoints"), tmp_path / "metrics.jsonl"
+    succeeded(pretrain(*flags, "--train-iters", "3", "--save", save, "--metrics-file", str(curve)))
+    sample = [
+        "-m",
+        "megatron_zpp.train.sample",
+        "--load",
+        save,
+        "--prompt",
+        "100 101",
+        "--max-new-tokens",
+        "5",
+    ]
+    first, second = (succeeded(run(*sample)) for _ in range(2))
+    assert first == second
+    assert "--- sample 1 ---\n100 101" in first
+    assert succeeded(run(*sample, "--temperature", "0")) == succeeded(
+        run(*sample, "--temperature", "0", "--seed", "5")
+    )
+    picture = tmp_path / "deep" / "loss.png"
+    succeeded(run("-m", "megatron_zpp.train.plot", curve, "--output", picture))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    curve.write_text("not json\n")
+    done = run("-m", "megatron_zpp.train.plot", curve, "--output", picture)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "metrics.jsonl:1" in done.stderr
