@@ -17,11 +17,13 @@ if [[ ! -x .venv/bin/python ]]; then
         exit 1
     fi
 fi
+quiet=--quiet
+[[ ! -t 1 ]] || quiet=--progress-bar=on # a person sees what is fetched and how fast
 for file in "$@"; do
     stamp=.venv/installed-$(sha256sum "$file" | cut -c1-16)
     if [[ ! -e $stamp ]]; then
         echo "setup: installing $file (the first time takes some minutes)"
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$file"
+        .venv/bin/python -m pip install "$quiet" --disable-pip-version-check -r "$file"
         touch "$stamp" # only a finished installation is skipped the next time
     fi
 done

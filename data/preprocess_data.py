@@ -1,0 +1,123 @@
+"""Tokenises JSON lines into the .bin/.idx files that training reads."""
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory, not installed
+
+from megatron_zpp.config.command_line import run_tool
+from megatron_zpp.config.options import REQUIRED, Options, UsageError, option, parse_all, refusal
+from megatron_zpp.config.tokenizer import TokenizerConfig
+from megatron_zpp.corpus.encode import Encoder
+from megatron_zpp.corpus.inputs import TEXT, find_files, partition, plain_suffix
+from megatron_zpp.corpus.partitions import encode_partitions
+from megatron_zpp.corpus.pieces import Piece
+from megatron_zpp.corpus.problems import Report
+from megatron_zpp.corpus.progress import Progress
+from megatron_zpp.corpus.terminate import unwind_on_sigterm
+from megatron_zpp.data.indexed import IndexedDatasetWriter, token_dtype
+from megatron_zpp.tokenizer import build_tokenizer, describe
+
+PROG = "preprocess_data.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessConfig(Options):
+    """preprocessing: JSON lines to PREFIX_KEY_document.bin and .idx"""
+
+    input: tuple[str, ...] = option(
+        REQUIRED, "JSON lines: files, globs or directories; .gz and .zst are read as they are."
+    )
+    output_prefix: str = option(REQUIRED, "What the names of the files written begin with.")
+    json_keys: tuple[str, ...] = option(("text",), "Keys to take; each becomes a data set of its own.")
+    append_eod: bool = option(False, "End each document with the tokenizer's end of document.")
+    workers: int | None = option(None, "Processes that tokenise; without it one a core.", at_least=1)
+    partitions: int = option(
+        1,
+        "Parts of the input read and written side by side, then joined: for more workers than one reader "
+        "can feed. Takes twice the disk while it runs; the result is the same.",
+        at_least=1,
+    )
+    log_interval: int = option(
+        1000, "Documents between two lines of progress where stderr is not a terminal.", at_least=1
+    )
+    strict: bool = option(False, "Stop at the first line that gives no document, and write nothing.")
+
+    def check(self) -> None:
+        """Two equal keys would be written to one name; partitions share the workers out evenly."""
+        if len(set(self.json_keys)) < len(self.json_keys):
+            raise refusal("--json-keys", self.json_keys, "names a key twice")
+        if self.num_workers() % self.partitions:
+            raise refusal(
+                "--partitions", self.partitions, f"must divide the number of workers, {self.num_workers()}"
+            )
+
+    def num_workers(self) -> int:
+        return self.workers or len(os.sched_getaffinity(0))
+
+
+def main() -> None:
+    config, tokenizer_config = parse(sys.argv[1:])
+    unwind_on_sigterm()
+    files = find_files("--input", config.input)
+    for path in files:
+        if plain_suffix(path) in TEXT:
+            raise refusal(
+                "--input", path, "is text, not JSON lines; data/build_corpus.py --input converts it"
+            )
+    tokenizer = build_tokenizer(tokenizer_config)
+    dtype, description = token_dtype(tokenizer.vocab_size), describe(tokenizer)
+    build = partial(Encoder, tokenizer_config, config.json_keys, config.append_eod)
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(IndexedDatasetWriter(prefix, dtype, provenance=description))
+            for prefix in output_prefixes(config)
+        ]
+        total = sum(os.path.getsize(path) for path in files)
+        progress = stack.enter_context(Progress("tokenising", total, config.log_interval))
+        report = Report(progress.say, strict=config.strict)
+
+        def observe(piece: Piece) -> None:
+            report.add(piece.encoded.problems, piece.where)
+            progress.advance(
+                disk_bytes=piece.disk_bytes,
+                text_bytes=piece.text_bytes,
+                documents=piece.encoded.lengths[0].size,
+            )
+
+        runs = partition(files, config.partitions)
+        encode_partitions(runs, build, config.num_workers() // config.partitions, writers, observe)
+        if not progress.documents:
+            raise refusal("--input", config.input, f"holds no documents (left out: {report.summary()})")
+    for writer in writers:
+        print(f"{writer.prefix}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens")
+    print(
+        f"{progress.text_bytes / 1e6:,.1f} MB in {progress.seconds():.1f} s, {progress.rates()}; "
+        f"left out: {report.summary()}"
+    )
+
+
+def parse(argv: Sequence[str]) -> tuple[PreprocessConfig, TokenizerConfig]:
+    """Raises UsageError on a bad command line."""
+    groups = {"preprocess": PreprocessConfig, "tokenizer": TokenizerConfig}
+    configs = parse_all(groups, PROG, __doc__, argv)
+    if configs["tokenizer"].tokenizer_type is None:
+        raise UsageError("the following arguments are required: --tokenizer-type")
+    return configs["preprocess"], configs["tokenizer"]
+
+
+def output_prefixes(config: PreprocessConfig) -> list[str]:
+    """PREFIX_KEY_document of each key, whose directory is made when it is missing."""
+    prefixes = [f"{config.output_prefix}_{key}_document" for key in config.json_keys]
+    for prefix in prefixes:
+        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+    return prefixes
+
+
+if __name__ == "__main__":
+    run_tool(PROG, main)

@@ -1,0 +1,98 @@
+"""Reads and writes .gz and .zst files as if they were plain."""
+
+import gzip
+import io
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+SUFFIXES = (".gz", ".zst")
+_CHUNK = 32 << 10  # of compressed bytes; what it expands to is held at once
+
+
+class Decompressed(io.RawIOBase):
+    """The contents of a .gz or .zst file, of one member or many.
+
+    Raises ValueError, with the file's name, where the file is damaged or ends too early: a download that
+    was cut short must not pass for a smaller file.
+    """
+
+    def __init__(self, raw: BinaryIO, path: str) -> None:
+        self._raw = raw
+        self._path = path
+        self._member: Any = None  # of zlib or zstandard; None between two members
+        self._compressed = b""
+        self._plain = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._plain:
+            if not self._compressed:
+                self._compressed = self._raw.read(_CHUNK)
+            if not self._compressed:
+                if self._member is not None:
+                    raise ValueError(f"{self._path}: the file ends in the middle of its compressed data")
+                return 0
+            self._expand()
+        count = min(len(buffer), len(self._plain))
+        buffer[:count] = self._plain[:count]
+        self._plain = self._plain[count:]
+        return count
+
+    def _expand(self) -> None:
+        if self._member is None:
+            self._member = _member_decoder(self._path)
+        try:
+            self._plain = memoryview(self._member.decompress(self._compressed))
+        except Exception as error:  # zlib.error or zstandard.ZstdError, and the second may not be installed
+            raise ValueError(f"{self._path}: the compressed data is damaged ({error})") from None
+        self._compressed = self._member.unused_data if self._member.eof else b""
+        if self._member.eof:
+            self._member = None
+
+
+def _member_decoder(path: str) -> Any:
+    if path.endswith(".gz"):
+        return zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    import zstandard
+
+    return zstandard.ZstdDecompressor().decompressobj()
+
+
+@contextmanager
+def replacing(path: str) -> Iterator[BinaryIO]:
+    """A stream to the new contents of `path`, compressed as its name asks.
+
+    The file appears under its name, whole and on disk, when the block ends; an error or a kill before that
+    leaves what was there.
+    """
+    partial = f"{path}.{os.getpid()}.partial"
+    try:
+        with open(partial, "wb") as raw:
+            with _compressing(raw, path) as stream:
+                yield stream
+            raw.flush()
+            os.fsync(raw.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _compressing(raw: BinaryIO, path: str) -> Iterator[BinaryIO]:
+    if path.endswith(".gz"):
+        with gzip.GzipFile(filename="", fileobj=raw, mode="wb", compresslevel=6, mtime=0) as stream:
+            yield stream
+    elif path.endswith(".zst"):
+        import zstandard
+
+        with zstandard.ZstdCompressor(level=3).stream_writer(raw, closefd=False) as stream:
+            yield stream
+    else:
+        yield raw

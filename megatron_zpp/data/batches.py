@@ -1,0 +1,113 @@
+"""Which samples each rank reads at each step; the arithmetic alone."""
+
+from dataclasses import dataclass
+
+from megatron_zpp.config.options import refusal
+
+
+@dataclass(frozen=True)
+class BatchSchedule:
+    """Global batch size by samples consumed, and its division into micro-batches.
+
+    A step that begins after c samples reads the samples c to c + global batch size, whatever the number of
+    ranks: micro-batch k of rank r is the `micro_batch_size` samples from c + (k · ranks + r) · that size on.
+
+    `rampup` is Megatron's START INCREMENT SAMPLES: over the first SAMPLES samples the global batch grows from
+    START to `global_batch_size` by INCREMENT at a time, in stages of equally many samples.
+
+    Raises ValueError when sizes do not divide.
+    """
+
+    micro_batch_size: int
+    global_batch_size: int
+    data_parallel_size: int
+    rampup: tuple[int, int, int] | None = None
+
+    def __post_init__(self) -> None:
+        assert min(self.micro_batch_size, self.global_batch_size, self.data_parallel_size) >= 1
+        self._check_divisible("--global-batch-size", self.global_batch_size, self.global_batch_size)
+        if self.rampup is None:
+            return
+        start, increment, samples = self.rampup
+        flag, growth = "--rampup-batch-size", self.global_batch_size - start
+        if start < 1 or increment < 1 or samples < 1:
+            raise refusal(flag, self.rampup, "START, INCREMENT and SAMPLES must be at least 1")
+        if growth <= 0:
+            raise refusal(
+                flag, self.rampup, f"START must be below --global-batch-size {self.global_batch_size}"
+            )
+        if growth % increment:
+            raise refusal(
+                flag,
+                self.rampup,
+                f"INCREMENT {increment} must divide --global-batch-size {self.global_batch_size} "
+                f"- START {start} = {growth}",
+            )
+        self._check_divisible(flag, self.rampup, start, "START ")
+        self._check_divisible(flag, self.rampup, increment, "INCREMENT ")
+
+    def global_batch_size_at(self, consumed: int) -> int:
+        """Samples of the step that begins after `consumed` samples."""
+        if self.rampup is None or consumed >= self.rampup[2]:
+            return self.global_batch_size
+        start, increment, samples = self.rampup
+        return start + consumed * self._increments // samples * increment
+
+    def micro_batches_at(self, consumed: int) -> int:
+        """Micro-batches of each rank in that step."""
+        return self.global_batch_size_at(consumed) // (self.micro_batch_size * self.data_parallel_size)
+
+    def micro_batch(self, consumed: int, index: int, rank: int) -> tuple[int, int]:
+        """(first sample, number of samples) of a rank's micro-batch in that step."""
+        assert 0 <= rank < self.data_parallel_size, f"rank {rank} of {self.data_parallel_size}"
+        assert 0 <= index < self.micro_batches_at(consumed), f"micro-batch {index} after {consumed} samples"
+        size = self.micro_batch_size
+        return consumed + (index * self.data_parallel_size + rank) * size, size
+
+    def iterations(self, samples: int) -> int:
+        """Whole steps that `samples` samples suffice for; a remainder below one global batch is not read."""
+        return self._walk(samples=samples)[0]
+
+    def samples_after(self, iterations: int) -> int:
+        """Samples consumed by the first `iterations` steps."""
+        return self._walk(iterations=iterations)[1]
+
+    @property
+    def _increments(self) -> int:
+        start, increment, _ = self.rampup
+        return (self.global_batch_size - start) // increment
+
+    def _walk(self, *, samples: int | None = None, iterations: int | None = None) -> tuple[int, int]:
+        """(steps, samples consumed) when one more step would exceed either limit; a stage at a time."""
+        steps = consumed = 0
+        while True:
+            size = self.global_batch_size_at(consumed)
+            limits = []
+            if consumed < self._ramp_end:
+                stage = consumed * self._increments // self._ramp_end
+                stage_end = -(-(stage + 1) * self._ramp_end // self._increments)
+                limits.append(-(-(stage_end - consumed) // size))
+            if samples is not None:
+                limits.append((samples - consumed) // size)
+            if iterations is not None:
+                limits.append(iterations - steps)
+            taken = min(limits)
+            steps, consumed = steps + taken, consumed + taken * size
+            if taken == limits[-1]:  # the caller's limit, not the end of a stage
+                return steps, consumed
+
+    @property
+    def _ramp_end(self) -> int:
+        return self.rampup[2] if self.rampup else 0
+
+    def _check_divisible(self, flag: str, shown: object, size: int, name: str = "") -> None:
+        one_round = self.micro_batch_size * self.data_parallel_size
+        if size % one_round:
+            below, above = size // one_round * one_round, -(-size // one_round) * one_round
+            nearest = f"{below} or {above}" if below else str(above)
+            raise refusal(
+                flag,
+                shown,
+                f"{name}{size} must be a multiple of --micro-batch-size {self.micro_batch_size} × "
+                f"{self.data_parallel_size} data-parallel ranks = {one_round}, such as {nearest}",
+            )

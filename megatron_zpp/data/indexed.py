@@ -1,0 +1,295 @@
+"""The indexed data set on disk, as Megatron-LM reads and writes it: PREFIX.bin and PREFIX.idx.
+
+Both are little-endian. PREFIX.bin is the tokens, concatenated. PREFIX.idx says where each sequence lies:
+
+    byte      field
+    0         9 bytes `MMIDIDX\\0\\0`
+    9         uint64 version, 1
+    17        uint8  dtype code of the tokens
+    18        uint64 S, the number of sequences
+    26        uint64 D, the number of documents + 1
+    34        int32  lengths[S], in tokens
+    34 + 4S   int64  pointers[S], the byte of PREFIX.bin at which each sequence begins
+    34 + 12S  int64  document_indices[D], the first sequence of each document, and S at the end
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from megatron_zpp.data.index_checks import check_document_indices, check_lengths_and_pointers
+from megatron_zpp.data.provenance import provenance_path, write_provenance
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, S, D
+DTYPE_CODES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+
+_CHUNK = 1 << 20  # sequences handled at a time, so that memory does not grow with their number
+_BUFFER = 1 << 20  # bytes
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The dtype that tokens of a vocabulary are stored in: uint16 below 65,500 entries, else int32."""
+    return np.dtype("<u2" if vocab_size < 65_500 else "<i4")
+
+
+def index_path(prefix: str) -> str:
+    """PREFIX.idx."""
+    return prefix + ".idx"
+
+
+def tokens_path(prefix: str) -> str:
+    """PREFIX.bin."""
+    return prefix + ".bin"
+
+
+class IndexedDatasetWriter:
+    """Writes one data set, a sequence a document; nothing stands under the final names before it is whole.
+
+        with IndexedDatasetWriter(prefix, token_dtype(vocab_size), provenance=description) as writer:
+            writer.add_document([5, 3, 2])
+
+    Tokens and lengths go straight to PREFIX.bin.partial and PREFIX.idx.partial, so memory does not grow with
+    the data. Leaving the `with` block commits; leaving it by an exception removes the partial files, and
+    those of a killed writer are overwritten by the next. `provenance` describes the tokenizer (see
+    provenance.py); without it a PREFIX.tokenizer.json left by an earlier data set is removed.
+
+    Raises ValueError for a token that does not fit `dtype`, a document of 2^31 tokens or more, a data set of
+    no tokens, and a prefix that another process is writing; OSError as the file system does.
+    """
+
+    def __init__(
+        self, prefix: str | Path, dtype: np.dtype | type | str, provenance: Mapping[str, Any] | None = None
+    ) -> None:
+        self.prefix = str(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.num_documents = 0
+        self.num_tokens = 0
+        self._provenance = provenance
+        self._code = {np.dtype(name): code for code, name in DTYPE_CODES.items()}[self.dtype]
+        assert self.dtype.kind in "iu", f"tokens are integers, not {self.dtype}"
+
+    def __enter__(self) -> "IndexedDatasetWriter":
+        self._index = _open_locked(index_path(self.prefix) + ".partial")
+        self._index.write(bytes(HEADER.size))
+        self._tokens = open(tokens_path(self.prefix) + ".partial", "wb", buffering=_BUFFER)
+        return self
+
+    def add_document(self, tokens: Sequence[int] | np.ndarray) -> None:
+        """Appends one document; a document of no tokens is legal."""
+        self.add_documents(tokens, [len(tokens)])
+
+    def add_documents(self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
+        """Appends len(lengths) documents whose tokens lie one after the other in the 1-D `tokens`."""
+        tokens, lengths = np.asarray(tokens), np.asarray(lengths, dtype=np.int64)
+        assert tokens.ndim == 1, f"tokens are one-dimensional, not {tokens.shape}"
+        assert not tokens.size or tokens.dtype.kind in "iu", f"tokens are integers, not {tokens.dtype}"
+        assert int(lengths.sum()) == tokens.size, f"lengths sum to {lengths.sum()}, tokens are {tokens.size}"
+        assert not (lengths < 0).any(), "a length is 0 or more"
+        if tokens.size and not np.can_cast(tokens.dtype, self.dtype, "safe"):
+            self._check_values(int(tokens.min()), int(tokens.max()))
+        if lengths.size and int(lengths.max()) > np.iinfo(np.int32).max:
+            raise ValueError(
+                f"{self.prefix}: a document of {lengths.max()} tokens; the format holds up to 2^31-1"
+            )
+        self._tokens.write(tokens.astype(self.dtype, copy=False).tobytes())
+        self._index.write(lengths.astype("<i4").tobytes())
+        self.num_documents += lengths.size
+        self.num_tokens += tokens.size
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        committed = False
+        try:
+            if kind is None:
+                self._commit()
+                committed = True
+        finally:
+            if not committed:  # while the lock is still held, or these could be the next writer's
+                for path in (self._tokens.name, index_path(self.prefix) + ".partial"):
+                    Path(path).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a full disk was reported by the commit
+                self._tokens.close()
+            with contextlib.suppress(OSError):
+                self._index.close()
+
+    def _check_values(self, low: int, high: int) -> None:
+        limits = np.iinfo(self.dtype)
+        for value in (low, high):
+            if not limits.min <= value <= limits.max:
+                raise ValueError(f"{self.prefix}: token id {value} does not fit {self.dtype.name}")
+
+    def _commit(self) -> None:
+        """Gives the files their final names: the old .idx goes first and the new one comes last, so that
+        whoever finds an .idx finds the .bin that belongs to it."""
+        if not self.num_tokens:
+            raise ValueError(f"{self.prefix}: no tokens to write ({self.num_documents} empty documents)")
+        self._finish_index()
+        for file in (self._tokens, self._index):
+            file.flush()
+            os.fsync(file.fileno())
+        directory = os.path.dirname(self.prefix) or "."
+        Path(index_path(self.prefix)).unlink(missing_ok=True)
+        _sync_directory(directory)
+        if self._provenance is None:
+            Path(provenance_path(self.prefix)).unlink(missing_ok=True)
+        else:
+            write_provenance(self.prefix, self._provenance)
+        os.replace(self._tokens.name, tokens_path(self.prefix))
+        _sync_directory(directory)
+        os.replace(index_path(self.prefix) + ".partial", index_path(self.prefix))
+        _sync_directory(directory)
+
+    def _finish_index(self) -> None:
+        """Header and lengths are in the file: appends pointers and document indices, fills in the header."""
+        index, count = self._index, self.num_documents
+        index.flush()
+        lengths = np.memmap(index_path(self.prefix) + ".partial", "<i4", "r", HEADER.size, (count,))
+        position = 0  # bytes of .bin
+        for first in range(0, count, _CHUNK):
+            ends = position + np.cumsum(lengths[first : first + _CHUNK], dtype=np.int64) * self.dtype.itemsize
+            index.write(np.concatenate(([position], ends[:-1])).astype("<i8").tobytes())
+            position = int(ends[-1])
+        for first in range(0, count + 1, _CHUNK):
+            index.write(np.arange(first, min(first + _CHUNK, count + 1), dtype="<i8").tobytes())
+        index.seek(0)
+        index.write(HEADER.pack(MAGIC, VERSION, self._code, count, count + 1))
+
+
+class IndexedDataset:
+    """A memory-mapped data set whose index has been checked against itself and the size of PREFIX.bin.
+
+    `prefix` may also be the name of either file. Pickling keeps the prefix alone: a worker process opens the
+    files again.
+
+    lengths            (S,) int32, tokens of each sequence
+    pointers           (S,) int64, byte of PREFIX.bin at which each sequence begins
+    document_indices   (D,) int64, first sequence of each document, then S
+    tokens             (T,) dtype, the whole of PREFIX.bin
+
+    Raises ValueError, one line with the file, the byte offset, what was found and what would be right, when
+    a file is missing, empty, foreign, truncated or overlong, holds no tokens or no integer tokens, or when
+    lengths, pointers, document indices and the size of PREFIX.bin do not agree.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix).removesuffix(".idx").removesuffix(".bin")
+        path = index_path(self.prefix)
+        size = _size(path)
+        self.dtype, sequences, documents = _read_header(path, size)
+        lengths_at = HEADER.size
+        pointers_at = lengths_at + 4 * sequences
+        documents_at = pointers_at + 8 * sequences
+        expected = documents_at + 8 * documents
+        if size != expected:
+            what = "truncated" if size < expected else "longer than it should be"
+            raise ValueError(
+                f"{path}: {what} at byte {min(size, expected)}: {size} bytes found, "
+                f"{expected} needed for {sequences} sequences and {documents} document indices"
+            )
+        index = np.memmap(path, np.uint8, "r").view(np.ndarray)
+        self.lengths = index[lengths_at:pointers_at].view("<i4")
+        self.pointers = index[pointers_at:documents_at].view("<i8")
+        self.document_indices = index[documents_at:].view("<i8")
+        self.num_tokens = check_lengths_and_pointers(
+            path, self.lengths, self.pointers, self.dtype.itemsize, lengths_at, pointers_at
+        )
+        check_document_indices(path, self.document_indices, sequences, documents_at)
+        self.tokens = self._map_tokens()
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return self.lengths.size
+
+    @property
+    def num_documents(self) -> int:
+        """D - 1."""
+        return self.document_indices.size - 1
+
+    def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str]]:
+        return IndexedDataset, (self.prefix,)
+
+    def _map_tokens(self) -> np.ndarray:
+        path = tokens_path(self.prefix)
+        size, expected = _size(path), self.num_tokens * self.dtype.itemsize
+        if size != expected:
+            what = "truncated" if size < expected else "longer than it should be"
+            raise ValueError(
+                f"{path}: {what} at byte {min(size, expected)}: {size} bytes found, {expected} needed for "
+                f"the {self.num_tokens} {self.dtype.name} tokens of {index_path(self.prefix)}"
+            )
+        if not self.num_tokens:
+            raise ValueError(f"{path}: 0 tokens; a data set needs at least one")
+        return np.memmap(path, self.dtype, "r").view(np.ndarray)
+
+
+def _read_header(path: str, size: int) -> tuple[np.dtype, int, int]:
+    """Token dtype, S and D."""
+    with open(path, "rb") as file:
+        start = file.read(HEADER.size)
+    if start[: len(MAGIC)] != MAGIC:
+        raise ValueError(f"{path}: byte 0: found {start[: len(MAGIC)]!r}, an index begins with {MAGIC!r}")
+    if size < HEADER.size:
+        raise ValueError(f"{path}: truncated at byte {size}: the header alone is {HEADER.size} bytes")
+    _, version, code, sequences, documents = HEADER.unpack(start)
+    if version != VERSION:
+        raise ValueError(f"{path}: byte 9: version {version}, only version {VERSION} is known")
+    if code not in DTYPE_CODES or np.dtype(DTYPE_CODES[code]).kind == "f":
+        raise ValueError(
+            f"{path}: byte 17: dtype code {code} is no token type; tokens are 1 uint8, 2 int8, 3 int16, "
+            "4 int32, 5 int64 or 8 uint16"
+        )
+    return np.dtype(DTYPE_CODES[code]), sequences, documents
+
+
+def _size(path: str) -> int:
+    try:
+        size = os.stat(path).st_size
+    except FileNotFoundError:
+        prefix = path[: -len(".idx")]
+        raise ValueError(
+            f"{path}: no such file; the data set {prefix} is {prefix}.bin and {prefix}.idx"
+        ) from None
+    if not size:
+        raise ValueError(f"{path}: the file is empty (0 bytes)")
+    return size
+
+
+def _open_locked(path: str) -> BinaryIO:
+    """An empty file at `path` that no other writer holds, for writing."""
+    while True:
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=_BUFFER)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise ValueError(f"{path}: another process is writing this data set") from None
+        except OSError:
+            pass  # a file system without locks (Lustre is often mounted so) is no reason not to write
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                file.truncate(0)
+                return file
+        file.close()  # the other writer committed in between, and this is now its finished index
+
+
+def _sync_directory(directory: str) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
+            raise
+    finally:
+        os.close(descriptor)

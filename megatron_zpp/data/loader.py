@@ -1,0 +1,140 @@
+"""Reads one rank's micro-batches ahead of the step that needs them."""
+
+import atexit
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from megatron_zpp.data.batches import BatchSchedule
+from megatron_zpp.data.samples import Samples
+
+_PREFETCH = 4  # micro-batches that each worker reads ahead
+
+# What a terminal, a scheduler or `timeout` sends to every process of a job: the rank alone decides.
+_GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class MicroBatches:
+    """One rank's micro-batches, each (B, S + 1) int64 in CPU memory, in the order of its schedule.
+
+    `iter()` starts at the sample `consumed`, each time anew; iteration ends before the step that would go
+    past sample `end`, or never. With `num_workers` processes that read ahead, which outlive an iteration;
+    with 0 in this process. `pin_memory` puts batches where a GPU can fetch them asynchronously.
+
+    Use it in a `with` block or call `close`; leaving the process closes it too. Raises ValueError as
+    `samples` does, wherever it was read.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        schedule: BatchSchedule,
+        *,
+        rank: int,
+        consumed: int = 0,
+        end: int | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        assert 0 <= rank < schedule.data_parallel_size, f"rank {rank} of {schedule.data_parallel_size}"
+        self._loader = DataLoader(
+            _Ranges(samples),
+            sampler=_Reads(schedule, rank, consumed, end),
+            collate_fn=_unchanged,
+            batch_size=None,  # what the sampler names is a micro-batch already
+            num_workers=num_workers,
+            prefetch_factor=_PREFETCH if num_workers else None,
+            persistent_workers=num_workers > 0,
+            worker_init_fn=_ignore_group_signals,
+            generator=torch.Generator(),  # or each start would advance the generator that dropout uses
+        )
+        self._pin_memory = pin_memory
+        self._batches: Iterator[np.ndarray | str] | None = None
+        # Before multiprocessing's own exit handler, which would wait for workers that ignore SIGTERM.
+        atexit.register(self.close)
+
+    def __iter__(self) -> "MicroBatches":
+        self._batches = iter(self._loader)
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        assert self._batches is not None, "iter() comes first, and close() last"
+        batch = next(self._batches)
+        if isinstance(batch, str):
+            raise ValueError(batch)
+        tensor = torch.from_numpy(batch)
+        return tensor.pin_memory() if self._pin_memory else tensor
+
+    def close(self) -> None:
+        """Ends the workers, by force if they do not answer; may be called again."""
+        atexit.unregister(self.close)
+        batches, self._batches = self._batches, None
+        # The documented way, dropping the last reference, fails when a traceback still holds one.
+        shut_down = getattr(batches, "_shutdown_workers", None)
+        if shut_down is not None:
+            shut_down()
+            for worker in batches._workers:
+                if worker.is_alive():
+                    worker.kill()
+                    worker.join()
+
+    def __enter__(self) -> "MicroBatches":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class _Reads:
+    """(first sample, number of samples) of each micro-batch of a rank, in the order of the steps."""
+
+    schedule: BatchSchedule
+    rank: int
+    consumed: int
+    end: int | None
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        consumed = self.consumed
+        while True:
+            after = consumed + self.schedule.global_batch_size_at(consumed)
+            if self.end is not None and after > self.end:
+                return
+            for index in range(self.schedule.micro_batches_at(consumed)):
+                yield self.schedule.micro_batch(consumed, index, self.rank)
+            consumed = after
+
+
+class _Ranges(Dataset):
+    """Ranges of samples.
+
+    They travel as arrays, through a pipe: a tensor would need shared memory, which containers ration, and a
+    connection for each batch, which took three times as long with torch 2.13. A refusal travels as its text:
+    torch would wrap the exception in the worker's traceback.
+    """
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+
+    def __getitem__(self, read: tuple[int, int]) -> np.ndarray | str:
+        first, count = read
+        try:
+            return self._samples.batch(np.arange(first, first + count))
+        except ValueError as error:
+            return str(error)
+
+
+def _unchanged(batch: np.ndarray | str) -> np.ndarray | str:
+    return batch
+
+
+def _ignore_group_signals(worker: int) -> None:
+    for number in _GROUP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,30 @@
+"""Random tokens in place of a data set, to measure speed without one."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_zpp.data.hashing import mix, random_bits
+
+
+@dataclass(frozen=True)
+class MockDataset:
+    """Samples of uniform tokens, each a function of (seed, sample number)."""
+
+    seq_length: int
+    vocab_size: int
+    seed: int
+
+    @property
+    def windows_per_epoch(self) -> None:
+        """None: it never repeats."""
+
+    def describe(self) -> str:
+        """One line for the head of a run."""
+        return f"mock data: random tokens below {self.vocab_size:,}, samples of {self.seq_length}"
+
+    def batch(self, indices: np.ndarray) -> np.ndarray:
+        """Samples by number: (len,) integers of 0 or more to (len, S + 1) int64."""
+        counters = random_bits(self.seed, np.asarray(indices, np.int64))[:, None]  # (len, 1)
+        bits = mix(counters + np.arange(self.seq_length + 1, dtype=np.uint64))  # (len, S + 1)
+        return (bits % np.uint64(self.vocab_size)).astype(np.int64)

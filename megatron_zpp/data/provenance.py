@@ -1,0 +1,65 @@
+"""PREFIX.tokenizer.json: which tokenizer made a data set."""
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+# In the order in which a difference tells a person most.
+KEYS = ("tokenizer_type", "vocab_size", "eod", "fingerprint")
+
+
+def provenance_path(prefix: str) -> str:
+    """PREFIX.tokenizer.json."""
+    return prefix + ".tokenizer.json"
+
+
+def write_provenance(prefix: str | Path, description: Mapping[str, Any]) -> None:
+    """Writes `description`, which has at least `KEYS`, for PREFIX; a reader sees the old or the new one."""
+    assert all(key in description for key in KEYS), f"a tokenizer's description has {KEYS}: {description}"
+    path = provenance_path(str(prefix))
+    partial = Path(f"{path}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            json.dump(dict(description), file, indent=2)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+
+
+def check_provenance(prefix: str | Path, description: Mapping[str, Any]) -> None:
+    """Raises ValueError when the tokenizer that made PREFIX is not the one described.
+
+    A data set without the file, as Megatron-LM makes it, passes.
+    """
+    path = provenance_path(str(prefix))
+    try:
+        text = Path(path).read_bytes()
+    except FileNotFoundError:
+        return
+    recorded = _parse(path, text)
+    differing = [key for key in KEYS if recorded[key] != description[key]]
+    if differing:
+        theirs = ", ".join(f"{key} {recorded[key]}" for key in differing)
+        ours = ", ".join(f"{key} {description[key]}" for key in differing)
+        raise ValueError(
+            f"{path}: the data set was made with another tokenizer: {theirs}; --tokenizer-type "
+            f"{description['tokenizer_type']} and its files give {ours}"
+        )
+
+
+def _parse(path: str, text: bytes) -> dict[str, Any]:
+    try:
+        recorded = json.loads(text)
+    except ValueError as error:  # bad JSON or bad UTF-8
+        raise ValueError(f"{path}: not JSON ({error}); preprocess the data again") from None
+    if not isinstance(recorded, dict) or not all(key in recorded for key in KEYS):
+        raise ValueError(f"{path}: no JSON object with {', '.join(KEYS)}; preprocess the data again")
+    return recorded

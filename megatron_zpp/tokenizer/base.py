@@ -1,0 +1,51 @@
+"""What every tokenizer offers."""
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+
+class Tokenizer(ABC):
+    """Text to ids and back.
+
+    Text is never interpreted: a document that spells out a special token, `<|endoftext|>` say, is encoded
+    as the characters that it is. Ids lie in [0, vocab_size).
+    """
+
+    kind: ClassVar[str]  # the name that --tokenizer-type gives it
+    vocab_size: int  # the largest id plus one, without padding
+    eod: int  # end of document
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, without an end of document. Raises ValueError for text it has no ids for."""
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, on the calling thread: parallelism is the caller's to arrange."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`; bytes that do not form a character become U+FFFD."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """SHA-256 in hex of everything that decides which ids a text gets, wherever its files lie."""
+
+
+def describe(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a data set or checkpoint records of its tokenizer, to know it again."""
+    return {
+        "tokenizer_type": tokenizer.kind,
+        "vocab_size": tokenizer.vocab_size,
+        "eod": tokenizer.eod,
+        "fingerprint": tokenizer.fingerprint(),
+    }
+
+
+def fingerprint_of(kind: str, content: Any) -> str:
+    """SHA-256 in hex of `kind` and a JSON value, the same for every order of an object's keys."""
+    canonical = json.dumps([kind, content], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()

@@ -1,0 +1,31 @@
+"""Reads a tokenizer's files; whatever is wrong with one is said with its flag."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_zpp.config.options import refusal
+
+
+def read_bytes(flag: str, path: str, fix: str) -> bytes:
+    """The file's bytes. Raises ValueError that names `flag`, `path` and `fix` when there are none to read."""
+    try:
+        content = Path(path).read_bytes()
+    except IsADirectoryError:
+        raise refusal(flag, path, f"is a directory; {fix}") from None
+    except OSError as error:
+        raise refusal(flag, path, f"cannot be read ({error.strerror}); {fix}") from None
+    if not content:
+        raise refusal(flag, path, f"is empty; {fix}")
+    return content
+
+
+def read_json(flag: str, path: str, fix: str) -> dict[str, Any]:
+    """The file's JSON object. Raises ValueError that names `flag`, `path` and `fix` when it holds none."""
+    try:
+        content = json.loads(read_bytes(flag, path, fix).decode())
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+        raise refusal(flag, path, f"is not JSON; {fix}") from None
+    if not isinstance(content, dict):
+        raise refusal(flag, path, f"is not a JSON object; {fix}")
+    return content

@@ -1,0 +1,80 @@
+"""GPT-2's byte-level BPE."""
+
+from collections.abc import Sequence
+
+from megatron_zpp.config.options import refusal
+from megatron_zpp.tokenizer.base import Tokenizer, fingerprint_of
+from megatron_zpp.tokenizer.files import read_bytes, read_json
+
+_EOD = "<|endoftext|>"
+_VOCAB_FIX = "give GPT-2's vocab.json"
+_MERGES_FIX = "give GPT-2's merges.txt"
+
+
+class GPT2BPETokenizer(Tokenizer):
+    """Byte-level BPE from vocab.json and merges.txt, as GPT-2 published them; `<|endoftext|>` is the eod."""
+
+    kind = "GPT2BPETokenizer"
+
+    def __init__(self, vocab_file: str, merge_file: str) -> None:
+        """Raises ValueError when a file is missing or garbage, or when the two do not belong together."""
+        from tokenizers import Tokenizer as Pipeline
+        from tokenizers import decoders, models, pre_tokenizers
+
+        vocab = _read_vocab(vocab_file)
+        merges = _read_merges(merge_file)
+        for first, second in merges:
+            for piece in (first, second, first + second):
+                if piece not in vocab:
+                    raise refusal(
+                        "--merge-file", merge_file, f"merges {piece!r}, which --vocab-file {vocab_file} lacks"
+                    )
+        # no added token: with one, a document that spells <|endoftext|> would end there
+        self._pipeline = Pipeline(models.BPE(vocab, merges))
+        self._pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._pipeline.decoder = decoders.ByteLevel()
+        missing = [symbol for symbol in pre_tokenizers.ByteLevel.alphabet() if symbol not in vocab]
+        if missing:
+            raise refusal("--vocab-file", vocab_file, f"lacks {len(missing)} of the 256 bytes; {_VOCAB_FIX}")
+        self.vocab_size = max(vocab.values()) + 1
+        self.eod = vocab[_EOD]
+        self._digest = fingerprint_of(self.kind, [vocab, merges])
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        encodings = self._pipeline.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._pipeline.decode(list(ids), skip_special_tokens=False)
+
+    def fingerprint(self) -> str:
+        return self._digest
+
+
+def _read_vocab(path: str) -> dict[str, int]:
+    vocab = read_json("--vocab-file", path, _VOCAB_FIX)
+    for piece, index in vocab.items():
+        if not isinstance(index, int) or not 0 <= index < 2**31:
+            raise refusal("--vocab-file", path, f"gives {piece!r} the id {index!r}; {_VOCAB_FIX}")
+    if _EOD not in vocab:
+        raise refusal("--vocab-file", path, f"has no {_EOD} to end a document with; {_VOCAB_FIX}")
+    return vocab
+
+
+def _read_merges(path: str) -> list[tuple[str, str]]:
+    try:
+        lines = read_bytes("--merge-file", path, _MERGES_FIX).decode().replace("\r\n", "\n").split("\n")
+    except UnicodeDecodeError:
+        raise refusal("--merge-file", path, f"is not UTF-8 text; {_MERGES_FIX}") from None
+    merges = []
+    for number, line in enumerate(lines, start=1):
+        if line.startswith("#version") or not line.strip():
+            continue
+        pieces = line.split(" ")
+        if len(pieces) != 2:
+            raise refusal("--merge-file", path, f"line {number} is not two pieces; {_MERGES_FIX}")
+        merges.append((pieces[0], pieces[1]))
+    return merges

@@ -1,0 +1,82 @@
+"""A tokenizer.json of Hugging Face's `tokenizers`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_zpp.config.options import refusal
+from megatron_zpp.tokenizer.base import Tokenizer, fingerprint_of
+from megatron_zpp.tokenizer.files import read_bytes, read_json
+
+_FLAG = "--tokenizer-model"
+_FIX = "give a tokenizer.json, or the directory that holds one"
+_USUAL_EODS = ("<|endoftext|>", "</s>")
+_PARTS_THAT_DECIDE_IDS = ("normalizer", "pre_tokenizer", "model", "added_tokens")
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """Any `tokenizers` pipeline.
+
+    Its end of document is the `eos_token` of the tokenizer_config.json beside it, else `<|endoftext|>`,
+    else `</s>`. A post-processor, which adds special tokens around a text, is left out, and so are the
+    truncation and padding that a file may have been saved with.
+    """
+
+    kind = "HuggingFaceTokenizer"
+
+    def __init__(self, model: str) -> None:
+        """`model`: a tokenizer.json or its directory. Raises ValueError when it cannot serve."""
+        from tokenizers import Tokenizer as Pipeline
+
+        path = Path(model, "tokenizer.json") if Path(model).is_dir() else Path(model)
+        parts = read_json(_FLAG, str(path), _FIX)
+        try:
+            self._pipeline = Pipeline.from_str(read_bytes(_FLAG, str(path), _FIX).decode())
+        except Exception as error:  # `tokenizers` raises nothing more specific
+            raise refusal(_FLAG, path, f"`tokenizers` cannot load it ({error}); {_FIX}") from None
+        self._pipeline.no_truncation()
+        self._pipeline.no_padding()
+        self._pipeline.encode_special_tokens = True
+        vocab = self._pipeline.get_vocab(with_added_tokens=True)
+        if not vocab:
+            raise refusal(_FLAG, path, f"has an empty vocabulary; {_FIX}")
+        self.vocab_size = max(vocab.values()) + 1
+        self.eod = _find_eod(vocab, path)
+        decisive = {name: parts.get(name) for name in _PARTS_THAT_DECIDE_IDS}
+        self._digest = fingerprint_of(self.kind, [decisive, self.eod])
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        encodings = self._pipeline.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._pipeline.decode(list(ids), skip_special_tokens=False)
+
+    def fingerprint(self) -> str:
+        return self._digest
+
+
+def _find_eod(vocab: dict[str, int], path: Path) -> int:
+    config_path = path.with_name("tokenizer_config.json")
+    if config_path.exists():
+        eos = _token_text(read_json(_FLAG, str(config_path), "mend or remove it").get("eos_token"))
+        if eos is not None:
+            if eos not in vocab:
+                raise refusal(_FLAG, path, f"lacks {eos!r}, the eos_token of {config_path}")
+            return vocab[eos]
+    for eos in _USUAL_EODS:
+        if eos in vocab:
+            return vocab[eos]
+    raise refusal(
+        _FLAG,
+        path,
+        f"has no end of document: name an eos_token in {config_path}, or add {_USUAL_EODS[0]}",
+    )
+
+
+def _token_text(token: Any) -> str | None:
+    """The text of a token in tokenizer_config.json: a string, or an object with `content`."""
+    return token.get("content") if isinstance(token, dict) else token

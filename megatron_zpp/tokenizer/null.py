@@ -1,0 +1,35 @@
+"""No tokenizer: the text already is ids."""
+
+from collections.abc import Sequence
+
+from megatron_zpp.config.options import refusal
+from megatron_zpp.tokenizer.base import Tokenizer, fingerprint_of
+
+
+class NullTokenizer(Tokenizer):
+    """Space-separated integers below `largest`, which itself is the end of document, as in Megatron-LM."""
+
+    kind = "NullTokenizer"
+
+    def __init__(self, largest: int) -> None:
+        """Raises ValueError when the ids would not fit the int32 that data sets are written in."""
+        if largest >= 2**31:
+            raise refusal("--vocab-size", largest, "ids are stored in 32 bits, so give less than 2147483648")
+        self.vocab_size = largest + 1
+        self.eod = largest
+
+    def encode(self, text: str) -> list[int]:
+        ids = [int(word) for word in text.split()]
+        for index in ids:
+            if not 0 <= index < self.eod:
+                raise ValueError(f"id {index} is not in [0, {self.eod})")
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+    def fingerprint(self) -> str:
+        return fingerprint_of(self.kind, self.eod)

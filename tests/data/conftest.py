@@ -1,0 +1,16 @@
+"""Fixtures of the data tests."""
+
+import pytest
+
+from tests.data.format_by_hand import write_by_hand
+
+
+@pytest.fixture
+def by_hand(tmp_path):
+    """(name, sequences, …) -> prefix of a data set in this test's directory."""
+
+    def write(name, sequences, **format):
+        write_by_hand(tmp_path / name, sequences, **format)
+        return str(tmp_path / name)
+
+    return write

@@ -1,0 +1,64 @@
+"""Blends: the promised bound, and every data set's samples in sequence."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_zpp.data.blend import Blend, BlendedDataset
+from megatron_zpp.data.mock import MockDataset
+
+weights_lists = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=17)
+
+
+@settings(max_examples=100, deadline=None)
+@given(weights_lists)
+def test_counts_stay_within_the_bound_and_samples_in_sequence(weights):
+    which, numbers = Blend(tuple(weights)).locate(np.arange(2000))
+    bound = math.ceil(math.log2(len(weights))) / 2 + 1e-6
+    after = np.arange(1, 2001)
+    for source, weight in enumerate(weights):
+        mine = which == source
+        assert numbers[mine].tolist() == list(range(mine.sum()))
+        assert np.abs(np.cumsum(mine) - after * (weight / math.fsum(weights))).max() <= bound
+
+
+@settings(max_examples=50, deadline=None)
+@given(weights_lists, st.integers(0, 2**40 - 1000))
+def test_far_along_it_is_still_one_sequence_within_the_bound(weights, begin):
+    """The number of a sample is the count of its data set so far, so it must obey the bound as well."""
+    which, numbers = Blend(tuple(weights)).locate(np.arange(begin, begin + 1000))
+    bound = math.ceil(math.log2(len(weights))) / 2 + 1e-6
+    for source, weight in enumerate(weights):
+        mine = np.flatnonzero(which == source)
+        assert (np.diff(numbers[mine]) == 1).all()
+        share = Fraction(weight) / sum(map(Fraction, weights))
+        for position in mine[[0, -1]].tolist() if mine.size else ():
+            assert abs(int(numbers[position]) - (begin + position) * share) <= bound
+
+
+def test_by_hand():
+    which, numbers = Blend((3.0, 1.0)).locate(np.arange(8))
+    # floor(0.75 j + 0.5) for j = 0 … 8: 0 1 2 2 3 4 5 5 6
+    assert which.tolist() == [0, 0, 1, 0, 0, 0, 1, 0]
+    assert numbers.tolist() == [0, 1, 0, 2, 3, 4, 1, 5]
+
+
+def test_one_data_set_and_extreme_weights():
+    which, numbers = Blend((0.1,)).locate(np.arange(5))
+    assert (which.tolist(), numbers.tolist()) == ([0] * 5, [0, 1, 2, 3, 4])
+    which, _ = Blend((1e-300, 1e300)).locate(np.arange(100))
+    assert which.tolist() == [1] * 100
+
+
+@pytest.mark.parametrize("count", [1, 7])
+def test_rows_are_the_sources_own(count):
+    sources = tuple(MockDataset(8, 1000, seed) for seed in range(3))
+    data = BlendedDataset(sources, Blend((0.5, 0.2, 0.3)))
+    indices = np.random.default_rng(0).permutation(100)[:count]
+    which, numbers = data.blend.locate(indices)
+    expected = [sources[k].batch(np.array([n]))[0].tolist() for k, n in zip(which, numbers, strict=True)]
+    assert data.batch(indices).tolist() == expected

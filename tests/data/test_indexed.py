@@ -1,0 +1,246 @@
+"""The reader against files made by hand, and against every way to damage them."""
+
+import os
+import random
+import subprocess
+import sys
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_zpp.data.index_checks import check_document_indices, check_lengths_and_pointers
+from megatron_zpp.data.indexed import IndexedDataset, token_dtype
+from tests.data.format_by_hand import write_by_hand
+
+SEQUENCES = [[5, 6, 7], [], [8], [9, 10, 11, 12, 13]]
+LENGTHS_AT, POINTERS_AT, DOCUMENTS_AT = 34, 34 + 4 * 4, 34 + 12 * 4
+
+
+def patch(path, offset, content):
+    data = bytearray(Path(path).read_bytes())
+    data[offset : offset + len(content)] = content
+    Path(path).write_bytes(data)
+
+
+def refused(prefix):
+    """The message with which the data set is refused, always a single line."""
+    with pytest.raises(ValueError, match=r".") as error:
+        IndexedDataset(prefix)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*zip("BbhiqH", ["u1", "i1", "i2", "i4", "i8", "u2"], strict=True)]
+)
+def test_reads_every_integer_type(by_hand, kind, dtype):
+    data = IndexedDataset(by_hand("x", SEQUENCES, kind=kind, documents=[0, 2, 2, 4]))
+    assert data.dtype == np.dtype("<" + dtype)
+    assert data.tokens.dtype == data.dtype
+    assert data.tokens.tolist() == [5, 6, 7, 8, 9, 10, 11, 12, 13]
+    assert data.lengths.tolist() == [3, 0, 1, 5]
+    assert data.pointers.tolist() == [n * data.dtype.itemsize for n in (0, 3, 3, 4)]
+    assert data.document_indices.tolist() == [0, 2, 2, 4]
+    assert (data.num_sequences, data.num_documents, data.num_tokens) == (4, 3, 9)
+
+
+@pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
+def test_either_file_names_the_data_set(by_hand, suffix):
+    prefix = by_hand("x", SEQUENCES)
+    assert IndexedDataset(prefix + suffix).prefix == prefix
+
+
+def test_travels_to_a_worker_as_its_name(by_hand):
+    data = IndexedDataset(by_hand("x", [list(range(10_000))]))
+    message = bytes(ForkingPickler.dumps(data))
+    assert len(message) < 1000
+    assert ForkingPickler.loads(message).tokens.tolist() == list(range(10_000))
+
+
+@pytest.mark.parametrize("kind", ["d", "f"])
+def test_floats_are_no_tokens(by_hand, kind):
+    prefix = by_hand("x", SEQUENCES, kind=kind)
+    assert f"{prefix}.idx: byte 17: dtype code" in refused(prefix)
+
+
+@pytest.mark.parametrize("suffix", ["idx", "bin"])
+def test_missing_and_empty_files_are_named(by_hand, suffix):
+    prefix = by_hand("x", SEQUENCES)
+    path = Path(f"{prefix}.{suffix}")
+    path.write_bytes(b"")
+    assert f"{path}: the file is empty" in refused(prefix)
+    path.unlink()
+    assert f"{path}: no such file" in refused(prefix)
+
+
+@pytest.mark.parametrize(
+    ("offset", "content", "expected"),
+    [
+        (0, b"TNTIDX\0\0\0", "byte 0: found b'TNTIDX"),
+        (9, b"\2", "byte 9: version 2"),
+        (17, b"\x09", "byte 17: dtype code 9"),
+        (18, b"\5", "truncated at byte 122: 122 bytes found, 134 needed"),
+        (26, b"\4", "longer than it should be at byte 114"),
+        (LENGTHS_AT + 4, b"\xff\xff\xff\xff", f"byte {LENGTHS_AT + 4}: sequence 1 has length -1"),
+        (LENGTHS_AT, b"\4", f"byte {POINTERS_AT + 8}: sequence 1 points at byte 6 of the .bin"),
+        (POINTERS_AT + 16, b"\7", f"byte {POINTERS_AT + 16}: sequence 2 points at byte 7"),
+        (DOCUMENTS_AT, b"\1", f"byte {DOCUMENTS_AT}: document 0 begins at sequence 1"),
+        (DOCUMENTS_AT + 8, b"\3", f"byte {DOCUMENTS_AT + 16}: document index 2 is 2, below the 3"),
+        (
+            DOCUMENTS_AT + 32,
+            b"\5",
+            f"byte {DOCUMENTS_AT + 32}: the last document ends at sequence 5; there are 4",
+        ),
+    ],
+)
+def test_damage_is_told_with_its_place(by_hand, offset, content, expected):
+    prefix = by_hand("x", SEQUENCES)
+    patch(f"{prefix}.idx", offset, content)
+    message = refused(prefix)
+    assert message.startswith(f"{prefix}.idx: ")
+    assert expected in message
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_bin_of_another_size(by_hand, change):
+    prefix = by_hand("x", SEQUENCES)
+    content = Path(f"{prefix}.bin").read_bytes()
+    Path(f"{prefix}.bin").write_bytes((content + b"\0")[: len(content) + change])
+    assert f"{prefix}.bin: " in (message := refused(prefix))
+    assert f"{18 + change} bytes found, 18 needed for the 9 uint16 tokens" in message
+
+
+def test_last_length_is_checked_against_the_bin(by_hand):
+    prefix = by_hand("x", SEQUENCES)
+    patch(f"{prefix}.idx", LENGTHS_AT + 12, b"\4")
+    assert "18 bytes found, 16 needed" in refused(prefix)
+
+
+def test_no_tokens_at_all(by_hand):
+    for name, sequences in (("none", []), ("hollow", [[], []])):
+        prefix = by_hand(name, sequences)
+        assert f"{prefix}.bin: the file is empty" in refused(prefix)
+
+
+def test_foreign_files(by_hand):
+    prefix = by_hand("x", SEQUENCES)
+    for content in (b"\x89PNG\r\n", b"{}", os.urandom(500), b"MMIDIDX\0\0", b"MMIDIDX\0\0" + bytes(24)):
+        Path(f"{prefix}.idx").write_bytes(content)
+        assert f"{prefix}.idx: " in refused(prefix)
+
+
+def test_every_truncation_of_the_index(by_hand):
+    prefix = by_hand("x", SEQUENCES)
+    whole = Path(f"{prefix}.idx").read_bytes()
+    for size in range(len(whole)):
+        Path(f"{prefix}.idx").write_bytes(whole[:size])
+        assert f"{prefix}.idx: " in refused(prefix)
+
+
+def test_every_flipped_bit_of_the_index_is_found_or_harmless(by_hand):
+    """Harmless: every length, pointer and token is as it was; nothing of ours reads document boundaries."""
+    prefix = by_hand("x", [[1] * length for length in (3, 0, 1, 5, 2, 2, 0, 7, 1)])
+    whole = Path(f"{prefix}.idx").read_bytes()
+    right = IndexedDataset(prefix)
+    unseen = []
+    for bit in range(8 * len(whole)):
+        patched = bytearray(whole)
+        patched[bit // 8] ^= 1 << bit % 8
+        Path(f"{prefix}.idx").write_bytes(patched)
+        try:
+            data = IndexedDataset(prefix)
+        except ValueError:
+            continue
+        unseen.append(bit // 8)
+        assert data.dtype == right.dtype
+        for name in ("lengths", "pointers", "tokens"):
+            assert getattr(data, name).tolist() == getattr(right, name).tolist()
+    assert all(offset >= 34 + 12 * 9 for offset in unseen)
+
+
+def test_random_damage_never_gives_other_sequences(by_hand):
+    prefix = by_hand("x", [[token] * (token % 7) for token in range(200)])
+    whole = Path(f"{prefix}.idx").read_bytes()
+    right = IndexedDataset(prefix)
+    generator = random.Random(5)
+    for _ in range(1000):
+        patched = bytearray(whole)
+        for _ in range(generator.choice((1, 2, 8))):
+            patched[generator.randrange(len(whole))] = generator.randrange(256)
+        Path(f"{prefix}.idx").write_bytes(patched)
+        try:
+            data = IndexedDataset(prefix)
+        except ValueError:
+            continue
+        assert data.dtype.itemsize == right.dtype.itemsize  # uint16 and int16 are two codes of one size
+        assert data.lengths.tolist() == right.lengths.tolist()
+        assert data.pointers.tolist() == right.pointers.tolist()
+
+
+@pytest.mark.parametrize("at", [0, 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (5 << 19) - 1])
+def test_checks_find_one_wrong_entry_in_any_chunk(at):
+    lengths = np.full(5 << 19, 3, np.int32)
+    pointers = np.arange(5 << 19, dtype=np.int64) * 6
+    assert check_lengths_and_pointers("f", lengths, pointers, 2, 0, 0) == 3 * (5 << 19)
+    pointers[at] += 1
+    with pytest.raises(
+        ValueError, match=rf"^f: byte {100 + 8 * at}: sequence {at} points at byte {6 * at + 1} "
+    ):
+        check_lengths_and_pointers("f", lengths, pointers, 2, 0, 100)
+    lengths[at] = -2
+    with pytest.raises(ValueError, match=rf"^f: byte {100 + 4 * at}: sequence {at} has length -2"):
+        check_lengths_and_pointers("f", lengths, pointers, 2, 100, 0)
+
+
+@given(st.lists(st.integers(-2, 6), min_size=1, max_size=8), st.integers(0, 6))
+def test_document_indices_rise_from_zero_to_the_end(indices, sequences):
+    right = indices[0] == 0 and indices[-1] == sequences and sorted(indices) == indices
+    try:
+        check_document_indices("f", np.array(indices), sequences, 0)
+    except ValueError:
+        assert not right
+    else:
+        assert right
+
+
+@pytest.mark.parametrize("at", [(1 << 20) - 1, 1 << 20, (1 << 20) + 1])
+def test_document_indices_fall_anywhere_near_the_end_of_a_chunk(at):
+    indices = np.arange((1 << 20) + 3)
+    indices[at] = 7
+    with pytest.raises(ValueError, match=f"byte {8 * at}: document index {at} is 7"):
+        check_document_indices("f", indices, (1 << 20) + 2, 0)
+
+
+def test_no_document_indices(by_hand):
+    prefix = by_hand("x", SEQUENCES, documents=[])
+    assert "byte 26: 0 document indices" in refused(prefix)
+
+
+def test_opening_does_not_read_the_tokens(tmp_path):
+    """A .bin of 64 GiB, nearly all of it a hole, opens at once and within little memory."""
+    prefix = tmp_path / "x"
+    script = (
+        "import sys, resource, numpy as np; sys.path.insert(0, '.');"
+        "from megatron_zpp.data.indexed import IndexedDataset;"
+        "resource.setrlimit(resource.RLIMIT_DATA, (2**30, 2**30));"
+        "data = IndexedDataset(sys.argv[1]); print(data.num_tokens, data.tokens[-1])"
+    )
+    write_by_hand(prefix, [[0]] * 32)
+    size = 2**30
+    patch(f"{prefix}.idx", 34, np.full(32, size, "<i4").tobytes())
+    patch(f"{prefix}.idx", 34 + 4 * 32, (np.arange(32, dtype="<i8") * size * 2).tobytes())
+    os.truncate(f"{prefix}.bin", 32 * size * 2)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(prefix)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [str(32 * size), "0"]
+
+
+def test_token_dtype_follows_the_vocabulary():
+    assert token_dtype(65_499) == np.dtype("<u2")
+    assert token_dtype(65_500) == np.dtype("<i4")

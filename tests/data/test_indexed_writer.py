@@ -1,0 +1,148 @@
+"""What the writer leaves on disk: the bytes of the format, a whole pair, or nothing."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_zpp.data import indexed
+from megatron_zpp.data.indexed import IndexedDataset, IndexedDatasetWriter
+from tests.data.format_by_hand import write_by_hand
+
+DESCRIPTION = {"tokenizer_type": "NullTokenizer", "vocab_size": 10, "eod": 9, "fingerprint": "abc"}
+
+
+def interrupt_after(writer, document):
+    writer.add_document(document)
+    raise KeyboardInterrupt
+
+
+def names(directory):
+    return sorted(os.listdir(directory))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 65535), max_size=5), min_size=1, max_size=9).filter(any))
+def test_bytes_are_those_of_the_format(tmp_path_factory, sequences):
+    directory = tmp_path_factory.mktemp("pair")
+    write_by_hand(directory / "hand", sequences)
+    with IndexedDatasetWriter(directory / "one", np.uint16) as writer:
+        for sequence in sequences:
+            writer.add_document(sequence)
+    with IndexedDatasetWriter(directory / "bulk", np.uint16) as writer:
+        writer.add_documents(np.concatenate(sequences).astype(np.int64), [len(s) for s in sequences])
+    for suffix in (".bin", ".idx"):
+        expected = (directory / f"hand{suffix}").read_bytes()
+        assert (directory / f"one{suffix}").read_bytes() == expected
+        assert (directory / f"bulk{suffix}").read_bytes() == expected
+
+
+def test_index_of_several_chunks(tmp_path, monkeypatch):
+    monkeypatch.setattr(indexed, "_CHUNK", 7)
+    with IndexedDatasetWriter(tmp_path / "x", np.int32) as writer:
+        writer.add_documents(np.arange(40) + 70_000, [2] * 20)
+    data = IndexedDataset(tmp_path / "x")
+    assert data.pointers.tolist() == list(range(0, 160, 8))
+    assert data.document_indices.tolist() == list(range(21))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [("uint16", -1), ("uint16", 65536), ("int32", 2**31), ("int32", -(2**31) - 1), ("uint8", 256)],
+)
+def test_values_that_do_not_fit_are_refused(tmp_path, dtype, value):
+    with (
+        pytest.raises(ValueError, match=f"x: token id {value} does not fit {dtype}"),
+        IndexedDatasetWriter(tmp_path / "x", dtype) as writer,
+    ):
+        writer.add_document([1, value, 2])
+    assert names(tmp_path) == []
+
+
+def test_no_tokens_is_no_data_set(tmp_path):
+    with (
+        pytest.raises(ValueError, match="x: no tokens to write"),
+        IndexedDatasetWriter(tmp_path / "x", "u2") as writer,
+    ):
+        writer.add_document([])
+    assert names(tmp_path) == []
+
+
+def test_exception_keeps_what_stood_there(tmp_path):
+    with IndexedDatasetWriter(tmp_path / "x", "u2") as writer:
+        writer.add_document([1, 2, 3])
+    with pytest.raises(KeyboardInterrupt), IndexedDatasetWriter(tmp_path / "x", "u2") as writer:
+        interrupt_after(writer, [4])
+    assert IndexedDataset(tmp_path / "x").tokens.tolist() == [1, 2, 3]
+    assert names(tmp_path) == ["x.bin", "x.idx"]
+
+
+def test_replaces_data_together_with_its_provenance(tmp_path):
+    for provenance in (DESCRIPTION, DESCRIPTION | {"eod": 3}, None):
+        with IndexedDatasetWriter(tmp_path / "x", "u2", provenance=provenance) as writer:
+            writer.add_document([1])
+        path = tmp_path / "x.tokenizer.json"
+        assert (json.loads(path.read_text()) if path.exists() else None) == provenance
+    assert names(tmp_path) == ["x.bin", "x.idx"]
+
+
+def test_second_writer_of_a_prefix_is_refused(tmp_path):
+    with IndexedDatasetWriter(tmp_path / "x", "u2") as first:
+        first.add_document([1])
+        with (
+            pytest.raises(ValueError, match="another process is writing this data set"),
+            IndexedDatasetWriter(tmp_path / "x", "u2"),
+        ):
+            pass
+        first.add_document([2])
+    assert IndexedDataset(tmp_path / "x").tokens.tolist() == [1, 2]
+
+
+def test_missing_directory_is_an_error_of_the_system(tmp_path):
+    with pytest.raises(FileNotFoundError), IndexedDatasetWriter(tmp_path / "none" / "x", "u2"):
+        pass
+
+
+WRITE_FOREVER = """
+import sys
+import numpy as np
+from megatron_zpp.data.indexed import IndexedDatasetWriter
+for size in range(1, 1_000_000):
+    with IndexedDatasetWriter(sys.argv[1], np.uint16) as writer:
+        for _ in range(size % 13 + 1):
+            writer.add_documents(np.full(2 * size, size % 60_000), [size, size])
+    print(size, flush=True)
+"""
+
+
+def test_killed_at_any_moment_leaves_a_whole_pair_or_none(tmp_path):
+    prefix, generator = tmp_path / "x", random.Random(1)
+    whole = 0
+    for _ in range(25):
+        process = subprocess.Popen([sys.executable, "-c", WRITE_FOREVER, str(prefix)], stdout=subprocess.PIPE)
+        process.stdout.readline()  # the first data set stands
+        time.sleep(generator.random() * 0.03)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        if Path(f"{prefix}.idx").exists():
+            data = IndexedDataset(prefix)
+            length = int(data.lengths[0])
+            assert set(data.lengths.tolist()) == {length}
+            assert set(data.tokens.tolist()) == {length % 60_000}
+            assert data.num_sequences == 2 * (length % 13 + 1)
+            whole += 1
+    assert whole  # or nothing above was looked at
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:  # over whatever the killed ones left
+        writer.add_document([7])
+    assert IndexedDataset(prefix).tokens.tolist() == [7]
+    assert names(tmp_path) == ["x.bin", "x.idx"]

@@ -1,0 +1,197 @@
+"""The loader: one order whatever the world, resumable anywhere, and workers that neither hang nor shout."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_zpp.data.batches import BatchSchedule
+from megatron_zpp.data.indexed import IndexedDataset
+from megatron_zpp.data.loader import MicroBatches
+from megatron_zpp.data.mock import MockDataset
+from megatron_zpp.data.windows import WindowDataset
+
+RAMP = (12, 12, 60)
+
+
+def windows(prefix, seq_length=4, vocab_size=65536):
+    source = IndexedDataset(prefix)
+    return WindowDataset(source, 0, source.num_tokens, seq_length, vocab_size, 7)
+
+
+def steps(samples, world, *, consumed=0, end=240, num_workers=0):
+    """[(samples consumed before, global batch in sample order)] of a whole world."""
+    schedule = BatchSchedule(1, 24, world, RAMP)
+    loaders = [
+        MicroBatches(samples, schedule, rank=rank, consumed=consumed, end=end, num_workers=num_workers)
+        for rank in range(world)
+    ]
+    streams, result = [list(loader) for loader in loaders], []
+    for loader in loaders:
+        loader.close()
+    while any(streams):
+        count = schedule.micro_batches_at(consumed)
+        rows = [streams[rank].pop(0) for _ in range(count) for rank in range(world)]
+        result.append((consumed, torch.cat(rows).tolist()))
+        consumed += schedule.global_batch_size_at(consumed)
+    return result
+
+
+@pytest.fixture
+def text(by_hand):
+    return windows(by_hand("x", [list(range(40 * n, 40 * n + 40)) for n in range(20)]))
+
+
+def test_global_batches_are_the_same_for_every_world(text):
+    alone = steps(text, 1)
+    assert [len(rows) for _, rows in alone][:7] == [12, 12, 12, 12, 12, 24, 24]
+    for _, rows in alone:
+        assert all(len(row) == 5 for row in rows)
+    for world in (2, 3, 4):
+        assert steps(text, world) == alone
+
+
+def test_resuming_at_any_step_with_any_world_goes_on_with_the_same_batches(text):
+    whole = steps(text, 1)
+    for number, (consumed, _) in enumerate(whole):
+        assert steps(text, 1 + number % 4, consumed=consumed) == whole[number:]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_workers_change_nothing(text, num_workers):
+    assert steps(text, 1, num_workers=num_workers) == steps(text, 1)
+
+
+def test_batches_are_int64_and_iteration_starts_anew(text):
+    with MicroBatches(text, BatchSchedule(3, 6, 2), rank=1, end=25, num_workers=1) as batches:
+        first = list(batches)
+        next(iter(batches))  # left half-way
+        assert len(first) == 4  # a remainder below a global batch is not read
+        assert all(batch.shape == (3, 5) and batch.dtype == torch.int64 for batch in first)
+        assert torch.equal(torch.stack(list(batches)), torch.stack(first))
+
+
+def test_global_random_state_is_left_alone(text):
+    before = torch.get_rng_state()
+    for num_workers in (0, 1):
+        with MicroBatches(text, BatchSchedule(1, 1, 1), rank=0, num_workers=num_workers) as batches:
+            next(iter(batches))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_refusal_arrives_as_one_plain_line(by_hand, num_workers):
+    data = windows(by_hand("x", [[5] * 99]), vocab_size=5)
+    with MicroBatches(data, BatchSchedule(1, 1, 1), rank=0, num_workers=num_workers) as batches:
+        with pytest.raises(
+            ValueError, match=r"x\.bin: byte \d+: token \d+ is 5, outside the vocabulary"
+        ) as error:
+            next(iter(batches))
+        assert "\n" not in str(error.value)
+        assert "worker" not in str(error.value)
+
+
+def test_data_set_works_in_a_process_that_did_not_inherit_it(text):
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(text.batch, (np.arange(5),)).tolist() == text.batch(np.arange(5)).tolist()
+
+
+def workers_of(process_id):
+    path = f"/proc/{process_id}/task/{process_id}/children"
+    return [int(child) for child in open(path).read().split()] if os.path.exists(path) else []
+
+
+RUN = """
+import signal, sys
+from megatron_zpp.data.batches import BatchSchedule
+from megatron_zpp.data.loader import MicroBatches
+from megatron_zpp.data.mock import MockDataset
+batches = MicroBatches(MockDataset(16, 100, 0), BatchSchedule(1, 1, 1), rank=0, num_workers=2)
+stream = iter(batches)
+next(stream)
+seen = []
+try:
+    if sys.argv[1] == "go on":
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, lambda number, frame: seen.append(number))
+    print("running", flush=True)
+    while sys.argv[1] == "go on" and len(seen) < 4:
+        next(stream)
+    for _ in range(100 if seen else 0):  # more than was read ahead
+        next(stream)
+    if seen:
+        print("read on", flush=True)
+    for _ in stream:
+        pass
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    if sys.argv[1] == "close":
+        batches.close()
+"""
+
+
+def start(*arguments):
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout.readline() == "running\n"
+    time.sleep(0.3)  # until both workers have set their signals
+    return process, workers_of(process.pid)
+
+
+def gone(process_ids):
+    deadline = time.monotonic() + 15
+    while time.monotonic() < deadline:
+        if not any(os.path.exists(f"/proc/{number}") for number in process_ids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="reads /proc")
+@pytest.mark.parametrize("way", ["close", "exit"])
+def test_ctrl_c_is_the_parents_alone_and_leaves_no_worker(way):
+    process, workers = start(way)
+    assert len(workers) >= 2
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (out, err, process.returncode) == ("interrupted\n", "", 0)
+    assert gone(workers)
+
+
+def test_signals_to_the_whole_job_are_the_parents_alone():
+    process, _ = start("go on")
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        os.killpg(process.pid, number)
+    assert process.stdout.readline() == "read on\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (out, err, process.returncode) == ("interrupted\n", "", 0)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="reads /proc")
+def test_workers_end_when_the_rank_is_killed():
+    process, workers = start("close")
+    process.kill()
+    process.communicate()
+    assert gone(workers)
+
+
+def test_close_ends_a_worker_that_does_not_answer():
+    batches = MicroBatches(MockDataset(16, 100, 0), BatchSchedule(1, 1, 1), rank=0, num_workers=1)
+    next(iter(batches))
+    (worker,) = multiprocessing.active_children()
+    os.kill(worker.pid, signal.SIGSTOP)
+    batches.close()
+    assert not worker.is_alive()
+    batches.close()

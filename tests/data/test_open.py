@@ -1,0 +1,136 @@
+"""What a run may start with: each source of data opens, and what cannot be trained on is refused by name."""
+
+import numpy as np
+import pytest
+
+from megatron_zpp.config.data import DataConfig
+from megatron_zpp.data.open import open_splits
+from megatron_zpp.data.provenance import write_provenance
+
+OURS = {"tokenizer_type": "NullTokenizer", "vocab_size": 1000, "eod": 999, "fingerprint": "a"}
+
+
+def open_all(
+    config, *, seq_length=8, vocab_size=1000, seed=1, needed=("train", "valid", "test"), description=None
+):
+    return open_splits(
+        config,
+        seq_length=seq_length,
+        vocab_size=vocab_size,
+        seed=seed,
+        tokenizer_description=description,
+        needed=needed,
+    )
+
+
+def refused(config, **more):
+    with pytest.raises(ValueError, match=r".") as error:
+        open_all(config, **more)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.fixture
+def text(by_hand):
+    """100 sequences of 10 tokens; a token tells its sequence."""
+    return by_hand("text", [[number] * 10 for number in range(100)])
+
+
+def tokens_of(samples, count=200):
+    return set(samples.batch(np.arange(count)).ravel().tolist())
+
+
+def test_split_cuts_one_data_set(text):
+    splits = open_all(DataConfig(data_path=(text,), split="80,15,5"))
+    assert tokens_of(splits.train) == set(range(80))
+    assert tokens_of(splits.valid) == set(range(80, 95))
+    assert tokens_of(splits.test) == set(range(95, 100))
+    assert (splits.train.windows_per_epoch, splits.test.windows_per_epoch) == (100, 6)
+    assert splits.train.describe() == f"{text}: 800 tokens, 100 samples of 8"
+
+
+def test_per_split_paths_are_read_whole(text, by_hand):
+    other = by_hand("other", [[500] * 30])
+    splits = open_all(
+        DataConfig(train_data_path=(text,), valid_data_path=(other,)), needed=("train", "valid")
+    )
+    assert tokens_of(splits.train) == set(range(100))
+    assert tokens_of(splits.valid) == {500}
+    assert splits.test is None
+
+
+def test_only_what_is_needed_is_opened(text):
+    splits = open_all(DataConfig(train_data_path=(text,), valid_data_path=("/no/such",)), needed=("train",))
+    assert splits.valid is None
+
+
+def test_blend_without_weights_is_in_proportion_to_tokens(by_hand):
+    paths = (by_hand("a", [[1] * 300]), by_hand("b", [[2] * 100]))
+    train = open_all(DataConfig(train_data_path=paths), needed=("train",)).train
+    assert (train.batch(np.arange(400))[:, 0] == 1).sum() == 300
+
+
+def test_blend_with_weights(by_hand):
+    a, b = by_hand("a", [[1] * 300]), by_hand("b", [[2] * 100])
+    train = open_all(DataConfig(train_data_path=("0.2", a, "0.8", b)), needed=("train",)).train
+    assert (train.batch(np.arange(400))[:, 0] == 1).sum() == 80
+
+
+def test_seed_splits_and_members_of_a_blend_have_their_own_order(text):
+    def first_tokens(samples):
+        return samples.batch(np.arange(100))[:, 0].tolist()
+
+    config = DataConfig(train_data_path=(text,), valid_data_path=(text,))
+    one, two = open_all(config, needed=("train", "valid")), open_all(config, needed=("train", "valid"))
+    other = open_all(config, seed=2, needed=("train", "valid"))
+    assert first_tokens(one.train) == first_tokens(two.train)
+    assert first_tokens(one.train) != first_tokens(one.valid)
+    assert first_tokens(one.train) != first_tokens(other.train)
+    twice = open_all(DataConfig(train_data_path=("1", text, "1", text)), needed=("train",)).train
+    assert first_tokens(twice.sources[0]) != first_tokens(twice.sources[1])
+
+
+def test_mock_data_needs_no_files():
+    splits = open_all(DataConfig(mock_data=True))
+    assert splits.train.batch(np.arange(2)).shape == (2, 9)
+    assert splits.train.batch(np.arange(2)).tolist() != splits.valid.batch(np.arange(2)).tolist()
+
+
+def test_needed_split_without_a_share_or_a_path(text):
+    message = refused(DataConfig(data_path=(text,), split="1,0,0"), needed=("train", "valid"))
+    assert message == "--split 1,0,0: this run needs valid data, or --eval-iters 0"
+    message = refused(DataConfig(valid_data_path=(text,)))
+    assert message == "--train-data-path (not given): this run needs train data"
+
+
+def test_too_few_tokens_are_counted(text, by_hand):
+    message = refused(DataConfig(data_path=(text,), split="80,15,5"), seq_length=50)
+    assert message.startswith("--seq-length 50: one sample needs 51 tokens, but the test split of ")
+    assert f"{text} has 50 (5 of 100 sequences)" in message
+    message = refused(DataConfig(train_data_path=(by_hand("one", [[3]]),)), seq_length=1, needed=("train",))
+    assert "one sample needs 2 tokens" in message
+    assert "has 1 (1 of 1 sequences)" in message
+    open_all(DataConfig(data_path=(text,), split="80,15,5"), seq_length=49)
+
+
+def test_default_split_of_a_small_data_set_names_what_is_empty(by_hand):
+    message = refused(DataConfig(data_path=(by_hand("x", [[1] * 100] * 10),)), needed=("train", "valid"))
+    assert "the valid split of" in message
+    assert "has 0 (0 of 10 sequences)" in message
+    assert "--split" in message
+
+
+def test_other_tokenizer_and_foreign_tokens_are_seen_at_open(text):
+    assert "is 9" in refused(
+        DataConfig(train_data_path=(text,)), vocab_size=90, seq_length=500, needed=("train",)
+    )
+    write_provenance(text, OURS | {"fingerprint": "b"})
+    assert "made with another tokenizer" in refused(DataConfig(data_path=(text,)), description=OURS)
+    write_provenance(text, OURS)
+    open_all(DataConfig(data_path=(text,), split="1,1,1"), description=OURS)
+
+
+def test_a_damaged_file_of_a_blend_is_named(text, tmp_path):
+    assert f"{tmp_path}/none.idx: no such file" in refused(
+        DataConfig(data_path=(text, str(tmp_path / "none")))
+    )

@@ -1,0 +1,85 @@
+"""Permutations of every size: each index once, and no pattern that a statistic can see."""
+
+import math
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_zpp.data.permutation import permute
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 5000), st.integers(0, 2**64 - 1))
+def test_each_index_once(n, key):
+    assert np.array_equal(np.sort(permute(np.arange(n), n, key)), np.arange(n))
+
+
+@pytest.mark.parametrize("n", [2**16 - 1, 2**16, 2**16 + 1, 999_983, 10**6])
+def test_each_index_once_of_many(n):
+    assert np.bincount(permute(np.arange(n), n, 5), minlength=n).tolist() == [1] * n
+
+
+@pytest.mark.parametrize("n", [2**31 + 1, 2**32, 10**12 + 39, 2**53 + 1, 2**62 - 1, 2**62])
+def test_large_ranges_stay_in_range_without_collisions(n):
+    edges = np.concatenate([np.arange(1000), np.arange(n - 1000, n), n // 2 + np.arange(1000)])
+    images = permute(edges, n, 9)
+    assert images.min() >= 0
+    assert int(images.max()) < n
+    assert len(set(images.tolist())) == 3000
+
+
+def test_subsets_and_order_of_the_indices_do_not_matter():
+    whole = permute(np.arange(1000), 1000, 3)
+    some = np.array([999, 0, 500, 500])
+    assert permute(some, 1000, 3).tolist() == whole[some].tolist()
+    assert permute(np.arange(0), 1000, 3).tolist() == []
+
+
+def test_a_key_for_each_index():
+    keys = np.array([1, 2, 3, 2**64 - 1], np.uint64)
+    together = permute(np.array([4, 4, 4, 4]), 10**9, keys)
+    assert together.tolist() == [int(permute(np.array([4]), 10**9, int(key))[0]) for key in keys]
+    assert len(set(together.tolist())) == 4
+
+
+def chi_square(counts):
+    """Standardised: about normal(0, 1) for a random source."""
+    expected = counts.sum() / counts.size
+    freedom = counts.size - 1
+    return (((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+def test_all_orders_of_a_few_are_equally_likely(n):
+    keys = np.arange(120_000, dtype=np.uint64)
+    columns = [permute(np.full(keys.size, index), n, keys) for index in range(n)]
+    number = sum(column * n**place for place, column in enumerate(columns))
+    known = [sum(value * n**place for place, value in enumerate(order)) for order in permutations(range(n))]
+    counts = np.bincount(number, minlength=n**n)[known]
+    assert counts.sum() == keys.size
+    assert abs(chi_square(counts)) < 5
+
+
+@pytest.mark.parametrize("n", [97, 1000, 48_829, 2**20])
+def test_looks_random_within_one_permutation(n):
+    values = permute(np.arange(n), n, 12345)
+    uniform = (values + 0.5) / n
+    for lag in (1, 2, 16, 64):
+        correlation = np.corrcoef(uniform[:-lag], uniform[lag:])[0, 1]
+        assert abs(correlation) < 5 / math.sqrt(n)
+    grid = 4 if n < 1000 else 8
+    pairs = (uniform[:-1] * grid).astype(int) * grid + (uniform[1:] * grid).astype(int)
+    assert chi_square(np.bincount(pairs, minlength=grid * grid)) < 5
+    fixed = int((values == np.arange(n)).sum())  # Poisson with mean 1
+    assert fixed < 10
+    rises = int((np.diff(values) > 0).sum())  # mean (n-1)/2, variance (n+1)/12
+    assert abs(rises - (n - 1) / 2) < 5 * math.sqrt((n + 1) / 12)
+
+
+def test_keys_that_differ_by_one_give_unrelated_orders():
+    first, second = (permute(np.arange(10_000), 10_000, key) for key in (7, 8))
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.05
+    assert (first == second).sum() < 10

@@ -1,0 +1,89 @@
+"""Windows of the ring against plain Python, and tokens that no vocabulary has."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_zpp.data.indexed import IndexedDataset
+from megatron_zpp.data.windows import WindowDataset, WindowOrder
+from tests.data.format_by_hand import write_by_hand
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 50), st.integers(0, 400), st.integers(0, 2**63 - 1), st.integers(0, 5))
+def test_an_epoch_reads_each_token_once(seq_length, more, seed, epoch):
+    tokens = seq_length + 1 + more
+    order = WindowOrder(tokens, seq_length, seed)
+    count = tokens // seq_length
+    assert order.windows_per_epoch == count
+    starts = order.starts(np.arange(epoch * count, (epoch + 1) * count)).tolist()
+    read = [(start + step) % tokens for start in starts for step in range(seq_length)]
+    assert len(set(read)) == len(read) == count * seq_length
+    # One ring of windows end to end: each begins where another one ended, all but at the gap.
+    ends = {(start + seq_length) % tokens for start in starts}
+    assert len(set(starts) - ends) <= 1
+
+
+def test_orders_of_epochs_and_seeds_differ():
+    starts = WindowOrder(100_000, 10, 1).starts(np.arange(30_000)).reshape(3, 10_000)
+    other = WindowOrder(100_000, 10, 2).starts(np.arange(10_000))
+    offsets = {int(epoch.min()) % 10 for epoch in starts}
+    assert len(offsets) > 1  # windows are cut elsewhere in each epoch
+    for first, second in ((starts[0], starts[1]), (starts[1], starts[2]), (starts[0], other)):
+        assert abs(np.corrcoef(first, second)[0, 1]) < 0.05
+
+
+def test_any_sample_alone_is_the_one_of_the_sequence():
+    order = WindowOrder(1003, 10, 4)
+    together = order.starts(np.arange(1000))
+    assert [int(order.starts(np.array([index]))[0]) for index in range(0, 1000, 37)] == together[
+        ::37
+    ].tolist()
+
+
+def test_far_along_and_very_large():
+    starts = WindowOrder(2**45, 2048, 1).starts(np.array([0, 2**40, 2**50, 2**60]))
+    assert starts.min() >= 0
+    assert starts.max() < 2**45
+    assert len(set(starts.tolist())) == 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 12), st.integers(0, 30), st.integers(0, 9), st.integers(0, 7))
+def test_batches_against_plain_python(tmp_path_factory, seq_length, more, before, after):
+    prefix = tmp_path_factory.mktemp("windows") / "x"
+    tokens = list(range(100, 100 + before + seq_length + 1 + more + after))
+    write_by_hand(prefix, [tokens])
+    last = len(tokens) - after
+    data = WindowDataset(IndexedDataset(prefix), before, last, seq_length, 1000, 3)
+    ring = tokens[before:last]
+    batch = data.batch(np.arange(3 * data.windows_per_epoch))
+    assert batch.dtype == np.int64
+    for row, start in zip(batch.tolist(), data.order.starts(np.arange(len(batch))).tolist(), strict=True):
+        assert row == [ring[(start + step) % len(ring)] for step in range(seq_length + 1)]
+
+
+def test_smallest_data_set_that_holds_a_sample(by_hand):
+    data = WindowDataset(IndexedDataset(by_hand("x", [[1, 2, 3]])), 0, 3, 2, 4, 0)
+    rotations = [[1, 2, 3], [2, 3, 1], [3, 1, 2]]
+    batch = data.batch(np.arange(64)).tolist()
+    assert all(row in rotations for row in batch)
+    assert all(row in batch for row in rotations)
+
+
+@pytest.mark.parametrize(("kind", "bad"), [("H", 50_000), ("H", 101), ("i", -1), ("q", 2**40)])
+def test_token_outside_the_vocabulary_is_named_with_its_place(by_hand, kind, bad):
+    tokens = [*range(90), bad, *range(9)]
+    prefix = by_hand("x", [tokens], kind=kind)
+    data = WindowDataset(IndexedDataset(prefix), 50, 100, 7, 101, 0)
+    with pytest.raises(ValueError, match=f"token 90 is {bad}, outside the vocabulary of 101") as error:
+        data.batch(np.arange(data.windows_per_epoch * 2))
+    size = {"H": 2, "i": 4, "q": 8}[kind]
+    assert str(error.value).startswith(f"{prefix}.bin: byte {90 * size}: ")
+    assert "\n" not in str(error.value)
+
+
+def test_tokens_of_another_split_are_not_looked_at(by_hand):
+    source = IndexedDataset(by_hand("x", [[999] * 20 + [1] * 30 + [999] * 20]))
+    assert (WindowDataset(source, 20, 50, 4, 10, 0).batch(np.arange(40)) == 1).all()

@@ -1,0 +1,20 @@
+"""Optional packages are imported by the feature that needs them, and by nothing else."""
+
+from tests.support import run
+
+OPTIONAL = "wandb datasets matplotlib apex sentencepiece tokenizers tensorboard zstandard transformers"
+
+
+def test_a_run_without_them_imports_none_of_them() -> None:
+    done = run(
+        "-c",
+        "import sys\n"
+        "sys.argv = 'pretrain_gpt.py --mock-data --tokenizer-type NullTokenizer --vocab-size 50 "
+        "--num-layers 1 --hidden-size 16 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 "
+        "--train-iters 1 --lr 1e-3 --eval-iters 1 --num-workers 0'.split()\n"
+        "import pretrain_gpt\n"
+        "pretrain_gpt.main()\n"
+        f"print('imported:', *(name for name in {OPTIONAL.split()} if name in sys.modules))",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "imported:"

@@ -1,0 +1,203 @@
+"""Every tokenizer type: parity with outside implementations, and what its files may get wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_zpp.config.tokenizer import TokenizerConfig
+from megatron_zpp.tokenizer import Tokenizer, build_tokenizer, describe
+
+ORDINARY = [
+    "Hello, world! It's 2024; we'll see.",
+    "def f(x):\n\treturn  x ** 2   # naïve\r\n",
+    "   leading and trailing   ",
+    "日本語 и русский, e\u0301 and 😀👩‍👩‍👧",
+    "",
+    "\n\n\n",
+    "a\u00a0b\u2028c\x00d",
+]
+
+
+@pytest.fixture(scope="module")
+def bpe_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with vocab.json, merges.txt and tokenizer.json of one small byte-level BPE."""
+    from tokenizers import Tokenizer as Pipeline
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    directory = tmp_path_factory.mktemp("bpe")
+    pipeline = Pipeline(models.BPE())
+    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pipeline.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    pipeline.train_from_iterator(ORDINARY * 20 + [Path(__file__).read_text()], trainer)
+    pipeline.model.save(str(directory))
+    pipeline.enable_truncation(4)
+    pipeline.enable_padding(length=4)
+    pipeline.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def gpt2(directory: Path) -> Tokenizer:
+    return build_tokenizer(
+        TokenizerConfig(
+            tokenizer_type="GPT2BPETokenizer",
+            vocab_file=str(directory / "vocab.json"),
+            merge_file=str(directory / "merges.txt"),
+        )
+    )
+
+
+def hugging_face(path: Path) -> Tokenizer:
+    return build_tokenizer(TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(path)))
+
+
+def sentencepiece(path: Path) -> Tokenizer:
+    return build_tokenizer(
+        TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(path))
+    )
+
+
+def test_gpt2_encodes_as_transformers_does(bpe_files: Path) -> None:
+    from transformers import GPT2Tokenizer
+
+    theirs = GPT2Tokenizer(str(bpe_files / "vocab.json"), str(bpe_files / "merges.txt"))
+    ours = gpt2(bpe_files)
+    assert ours.encode_batch(ORDINARY) == [theirs.encode(text) for text in ORDINARY]
+    assert ours.eod == theirs.eos_token_id
+    assert ours.vocab_size == len(theirs)
+
+
+def test_hugging_face_encodes_the_same_pipeline_the_same(bpe_files: Path) -> None:
+    """The file was saved with truncation and padding to 4 tokens: neither may reach a data set."""
+    ours = hugging_face(bpe_files)
+    assert ours.encode_batch(ORDINARY) == gpt2(bpe_files).encode_batch(ORDINARY)
+    assert ours.eod == gpt2(bpe_files).eod
+
+
+@pytest.mark.parametrize("build", [gpt2, hugging_face])
+def test_an_end_of_document_spelt_out_is_text(bpe_files: Path, build) -> None:
+    tokenizer = build(bpe_files)
+    ids = tokenizer.encode("a<|endoftext|>b")
+    assert tokenizer.eod not in ids
+    assert tokenizer.decode(ids) == "a<|endoftext|>b"
+    assert tokenizer.decode([tokenizer.eod]) == "<|endoftext|>"
+
+
+@given(st.text())
+def test_byte_level_round_trip(bpe_files: Path, text: str) -> None:
+    tokenizer = gpt2(bpe_files)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert all(0 <= index < tokenizer.vocab_size for index in ids)
+
+
+def test_fingerprint_is_of_contents(bpe_files: Path, tmp_path: Path) -> None:
+    for name in ("vocab.json", "merges.txt", "tokenizer.json"):
+        (tmp_path / name).write_bytes((bpe_files / name).read_bytes())
+    assert describe(gpt2(tmp_path)) == describe(gpt2(bpe_files))
+    assert describe(hugging_face(tmp_path / "tokenizer.json")) == describe(hugging_face(bpe_files))
+    merges = (tmp_path / "merges.txt").read_text().splitlines()
+    (tmp_path / "merges.txt").write_text("\n".join(merges[:-1]) + "\n")
+    assert gpt2(tmp_path).fingerprint() != gpt2(bpe_files).fingerprint()
+
+
+def test_merges_may_have_windows_line_ends(bpe_files: Path, tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_bytes((bpe_files / "vocab.json").read_bytes())
+    (tmp_path / "merges.txt").write_bytes((bpe_files / "merges.txt").read_bytes().replace(b"\n", b"\r\n"))
+    assert gpt2(tmp_path).encode_batch(ORDINARY) == gpt2(bpe_files).encode_batch(ORDINARY)
+
+
+@pytest.mark.parametrize("eos", ["<s>", {"content": "<s>", "lstrip": False}])
+def test_hugging_face_takes_the_eos_of_its_config(bpe_files: Path, tmp_path: Path, eos) -> None:
+    parts = json.loads((bpe_files / "tokenizer.json").read_text())
+    top = max(parts["model"]["vocab"].values())
+    parts["model"]["vocab"]["<s>"] = top + 41  # ids may have holes
+    (tmp_path / "tokenizer.json").write_text(json.dumps(parts))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    tokenizer = hugging_face(tmp_path)
+    assert tokenizer.eod == top + 41
+    assert tokenizer.vocab_size == top + 42
+
+
+def test_hugging_face_without_an_end_of_document(bpe_files: Path, tmp_path: Path) -> None:
+    parts = json.loads((bpe_files / "tokenizer.json").read_text())
+    parts["added_tokens"] = []
+    del parts["model"]["vocab"]["<|endoftext|>"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(parts))
+    with pytest.raises(ValueError, match=r"^--tokenizer-model .*no end of document: name an eos_token"):
+        hugging_face(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<gone>"}))
+    with pytest.raises(ValueError, match=r"lacks '<gone>'"):
+        hugging_face(tmp_path)
+
+
+GARBAGE = [None, b"", b"garbage", b"{}", b"[]", b'{"a": 1', b'{"a": "b"}', b"\xff\xfe\x00", b"1 2 3\n"]
+
+
+@pytest.mark.parametrize("content", GARBAGE)
+@pytest.mark.parametrize(
+    ("flag", "name", "build"),
+    [
+        ("--vocab-file", "vocab.json", lambda directory: gpt2(directory)),
+        ("--merge-file", "merges.txt", lambda directory: gpt2(directory)),
+        ("--tokenizer-model", "tokenizer.json", lambda directory: hugging_face(directory)),
+        ("--tokenizer-model", "t.model", lambda directory: sentencepiece(directory / "t.model")),
+    ],
+)
+def test_garbage_files(bpe_files: Path, tmp_path: Path, flag, name, build, content) -> None:
+    """One line that begins with the flag and the file; None is a file that is not there."""
+    for other in ("vocab.json", "merges.txt"):
+        (tmp_path / other).write_bytes((bpe_files / other).read_bytes())
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"^{flag} {path}: ") as caught:
+        build(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_directory_where_a_file_should_be(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a directory"):
+        sentencepiece(tmp_path)
+
+
+def test_sentencepiece_without_end_of_sentence(tmp_path: Path) -> None:
+    import sentencepiece as library
+
+    with (tmp_path / "t.model").open("wb") as model:
+        library.SentencePieceTrainer.train(
+            sentence_iterator=iter(["some words to train on"]),
+            model_writer=model,
+            vocab_size=20,
+            hard_vocab_limit=False,
+            eos_id=-1,
+            minloglevel=3,
+        )
+    with pytest.raises(ValueError, match="no end-of-sentence piece"):
+        sentencepiece(tmp_path / "t.model")
+
+
+def test_null() -> None:
+    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=100))
+    assert tokenizer.encode(" 0 5\n99 ") == [0, 5, 99]
+    assert tokenizer.decode([0, 5, 99]) == "0 5 99"
+    assert (tokenizer.eod, tokenizer.vocab_size) == (100, 101)
+    for text in ("100", "-1", "1.5", "word"):
+        with pytest.raises(ValueError, match=r"."):
+            tokenizer.encode(text)
+    with pytest.raises(ValueError, match="--vocab-size"):
+        build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=2**31))
+
+
+def test_no_type() -> None:
+    with pytest.raises(ValueError, match=r"^--tokenizer-type"):
+        build_tokenizer(TokenizerConfig())

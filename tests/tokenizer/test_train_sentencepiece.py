@@ -1,0 +1,74 @@
+"""Training a SentencePiece model: exact round trips, the same bytes each time, errors that help."""
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from megatron_zpp.tokenizer.model_proto import without_rule_files
+from megatron_zpp.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
+from megatron_zpp.tokenizer.train_sentencepiece import train_sentencepiece
+
+SOURCE = Path(sysconfig.get_paths()["stdlib"])
+PASSAGES = [(SOURCE / name).read_text() for name in ("argparse.py", "json/decoder.py", "ast.py")]
+
+
+@pytest.fixture(scope="module", params=["bpe", "unigram"])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    path = tmp_path_factory.mktemp("model") / "t.model"
+    path.write_bytes(train_sentencepiece(PASSAGES, 600, request.param))
+    return SentencePieceTokenizer(str(path))
+
+
+def test_size_and_end_of_document(trained: SentencePieceTokenizer) -> None:
+    assert trained.vocab_size == 600
+    assert 0 <= trained.eod < 600
+
+
+@given(st.text())
+@example("\r\n a\r\rb\t\t\tc\n\n\n  ")
+@example("▁ ▁▁\ue000\ue000a\ue000b<0x0A></s><s><unk>")
+@example("\ufeff\u2028\x00\x1f\x7f\u00a0\ufffd\U0010ffff😀")
+def test_round_trip_of_any_text(trained: SentencePieceTokenizer, text: str) -> None:
+    ids = trained.encode(text)
+    assert trained.decode(ids) == text
+    assert trained.eod not in ids
+    assert trained.encode_batch([text, "", text]) == [ids, [], ids]
+
+
+def test_round_trip_of_source_it_was_not_trained_on(trained: SentencePieceTokenizer) -> None:
+    for path in sorted(SOURCE.glob("encodings/*.py"))[:40]:
+        text = path.read_bytes().decode("latin-1")
+        assert trained.decode(trained.encode(text)) == text
+
+
+def test_same_text_same_model() -> None:
+    models = [train_sentencepiece(PASSAGES, 600, "bpe") for _ in range(2)]
+    assert models[0] == models[1]
+
+
+def test_without_rule_files_keeps_all_else() -> None:
+    """Fields of every wire type and a two-byte length survive; field 6 of fields 3 and 5 goes."""
+    kept = b"\x08\x96\x01" + b"\x11" + bytes(8) + b"\x25" + bytes(4) + b"\x0a\xc8\x01" + b"x" * 200
+    name = b"\x32\x05/tmp/"
+    spec = b"\x0a\x02ab"
+    model = kept + b"\x1a\x0b" + spec + name + b"\x2a\x0b" + name + spec + b"\x22\x07" + name
+    assert without_rule_files(model) == kept + b"\x1a\x04" + spec + b"\x2a\x04" + spec + b"\x22\x07" + name
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+@pytest.mark.parametrize(("vocab_size", "fix"), [(50_000, "at most"), (100, "give more")])
+def test_a_size_that_the_text_does_not_allow(vocab_size: int, fix: str, model_type) -> None:
+    """The number in the message is one that works."""
+    with pytest.raises(ValueError, match=f"^--vocab-size {vocab_size}: .*{fix}") as caught:
+        train_sentencepiece(PASSAGES[1:2], vocab_size, model_type)
+    advice = int(next(word for word in str(caught.value).replace(";", "").split()[2:] if word.isdigit()))
+    train_sentencepiece(PASSAGES[1:2], advice, model_type)
+
+
+@pytest.mark.parametrize("passages", [[], [""], ["\n\n"]])
+def test_no_text(passages: list[str]) -> None:
+    with pytest.raises(ValueError, match="no text to train on"):
+        train_sentencepiece(passages, 500, "bpe")

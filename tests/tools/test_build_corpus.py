@@ -1,0 +1,152 @@
+"""build_corpus.py as a person runs it: each source, awkward files, and nothing half-written."""
+
+import gzip
+import io
+import json
+import sysconfig
+import tokenize
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from megatron_zpp.corpus.hub import read_hub
+from tests.tools.run import fail, succeed
+
+TOOL = "build_corpus.py"
+HUB_TEXTS = ["one", "zwei é", "three 😀"]
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    content = path.read_bytes()
+    if path.suffix == ".gz":
+        content = gzip.decompress(content)
+    if path.suffix == ".zst":
+        content = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(content)).read()
+    return [json.loads(line) for line in content.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def standard_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "new" / "corpus.jsonl.zst"
+    result = succeed(TOOL, "--output", path)
+    assert "documents of Python's standard library" in result.stdout
+    return path
+
+
+def test_standard_library(standard_library: Path) -> None:
+    """Each module is there, decoded as Python itself decodes it, and nothing that was installed."""
+    records = read(standard_library)
+    paths = [record["path"] for record in records]
+    assert len(set(paths)) == len(paths)
+    assert paths == sorted(paths, key=lambda path: path.split("/"))
+    assert {"os.py", "asyncio/base_events.py", "json/__init__.py"} <= set(paths)
+    assert not any("site-packages" in path for path in paths)
+    directory = Path(sysconfig.get_paths()["stdlib"])
+    for record in records[::50]:
+        with tokenize.open(directory / record["path"]) as file:
+            assert record["text"] == file.read()
+    assert sum(len(record["text"]) for record in records) > 10e6
+    assert [path.name for path in standard_library.parent.iterdir()] == ["corpus.jsonl.zst"]
+
+
+def test_files(tmp_path: Path) -> None:
+    """Text files are a document each, JSON lines a document a line, in the order given."""
+    (tmp_path / "b.txt").write_bytes("\ufefféine\r\nZeile ".encode())
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"packed\n\ntext\n"))
+    (tmp_path / "empty.txt").write_bytes(b"")
+    (tmp_path / "latin.txt").write_bytes(b"one\ntwo\n\xe9")
+    (tmp_path / "c.jsonl.zst").write_bytes(
+        zstandard.compress(b'{"body": "1"}\n\nbroken\n{"body": "\\u00e9"}')
+    )
+    result = succeed(TOOL, "--input", tmp_path / "*.txt*", tmp_path / "c.jsonl.zst", "--json-key", "body",
+                     "--output", tmp_path / "out.jsonl.gz")  # fmt: skip
+    assert read(tmp_path / "out.jsonl.gz") == [
+        {"text": "packed\n\ntext\n", "path": f"{tmp_path}/a.txt.gz"},
+        {"text": "éine\r\nZeile ", "path": f"{tmp_path}/b.txt"},
+        {"text": "1"},
+        {"text": "é"},
+    ]
+    assert f"{tmp_path}/latin.txt line 3: malformed line: not UTF-8" in result.stderr
+    assert f"{tmp_path}/c.jsonl.zst line 3: malformed line: not JSON" in result.stderr
+    assert "2 × malformed line, 1 × blank document" in result.stdout
+
+
+def test_a_directory_is_the_text_below_it(tmp_path: Path) -> None:
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    (tmp_path / "in" / "deep" / "a.txt").write_text("a")
+    (tmp_path / "in" / "b.jsonl").write_text('{"text": "b"}\n')
+    (tmp_path / "in" / "picture.png").write_bytes(b"\x89PNG")
+    succeed(TOOL, "--input", tmp_path / "in", "--output", tmp_path / "out.jsonl")
+    assert [record["text"] for record in read(tmp_path / "out.jsonl")] == ["b", "a"]
+
+
+@pytest.fixture
+def hub_files(tmp_path: Path) -> dict[str, Path]:
+    """The same texts in the three forms that `datasets` reads by itself."""
+    import pyarrow
+    import pyarrow.parquet
+
+    files = {kind: tmp_path / f"in.{kind}" for kind in ("json", "parquet", "text")}
+    files["json"].write_text("".join(json.dumps({"text": text}) + "\n" for text in HUB_TEXTS))
+    files["text"].write_text("\n".join(HUB_TEXTS) + "\n")
+    pyarrow.parquet.write_table(pyarrow.table({"text": HUB_TEXTS}), files["parquet"])
+    return files
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet", "text"])
+def test_hugging_face_local_files(hub_files: dict[str, Path], kind: str) -> None:
+    (found,) = read_hub(kind, None, "train", "text", [str(hub_files[kind])])
+    assert found.texts == HUB_TEXTS
+
+
+def test_hugging_face_through_the_tool(hub_files: dict[str, Path], tmp_path: Path) -> None:
+    succeed(TOOL, "--hf-dataset", "parquet", "--hf-data-files", hub_files["parquet"],
+            "--output", tmp_path / "out.jsonl")  # fmt: skip
+    assert read(tmp_path / "out.jsonl") == [{"text": text} for text in HUB_TEXTS]
+
+
+def test_hugging_face_errors(hub_files: dict[str, Path]) -> None:
+    with pytest.raises(ValueError, match=r"^--hf-text-key body: json has no such column; it has text"):
+        list(read_hub("json", None, "train", "body", [str(hub_files["json"])]))
+    with pytest.raises(ValueError, match=r"^--hf-dataset json: cannot be read"):
+        list(read_hub("json", None, "gone", "text", [str(hub_files["json"])]))
+    with pytest.raises(ValueError, match=r"^--hf-dataset parquet: cannot be read"):
+        list(read_hub("parquet", None, "train", "text", [str(hub_files["text"])]))
+
+
+def test_a_hub_name_without_a_network(tmp_path: Path) -> None:
+    error = fail(TOOL, "--hf-dataset", "nobody/nothing", "--output", tmp_path / "out.jsonl")
+    assert "--hf-dataset nobody/nothing: cannot be read" in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_file_leaves_the_old_output(tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl").write_text("old")
+    (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 10_000)[:-9])
+    error = fail(TOOL, "--input", tmp_path / "in.jsonl.gz", "--output", tmp_path / "out.jsonl")
+    assert "in.jsonl.gz: the file ends in the middle" in error
+    assert (tmp_path / "out.jsonl").read_text() == "old"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (("--output", "out.txt"), 2, "--output out.txt: must end in .jsonl"),
+        (("--output", "o.jsonl", "--input", "gone/*.txt"), 1, "--input gone/*.txt: no such file"),
+        (("--output", "o.jsonl", "--input", "a.csv"), 1, "--input a.csv: its name must end in"),
+        (("--output", "o.jsonl", "--input", "empty.txt"), 1, "no documents"),
+        (("--output", "o.jsonl", "--input", "a.csv", "--hf-dataset", "json"), 2, "--hf-dataset json"),
+        (("--output", "o.jsonl", "--hf-split", "test"), 2, "--hf-split test: has no meaning"),
+        (("--output", "o.jsonl", "--json-key", "k"), 2, "--json-key k: has no meaning"),
+        (("--output", "a.csv/o.jsonl", "--input", "a.txt"), 1, "a.csv"),
+    ],
+)
+def test_bad_command_lines(tmp_path: Path, monkeypatch, arguments, status, said) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.csv").write_text("1,2\n")
+    (tmp_path / "a.txt").write_text("text\n")
+    (tmp_path / "empty.txt").write_text("")
+    assert said in fail(TOOL, *arguments, status=status)
+    assert len(list(tmp_path.iterdir())) == 3

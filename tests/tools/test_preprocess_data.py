@@ -1,0 +1,256 @@
+"""preprocess_data.py as a person runs it: results, awkward input, and every way of being stopped."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+
+from megatron_zpp.data.indexed import IndexedDataset
+from tests.tools.run import command, fail, run, succeed
+
+TOOL = "preprocess_data.py"
+NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", 70_000)
+
+
+def numbers(count: int, seed: int = 0) -> list[list[int]]:
+    """Documents of ids, of 1 to 999 ids each."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 70_000, rng.integers(1, 1000)).tolist() for _ in range(count)]
+
+
+def line(ids: list[int], **more: object) -> bytes:
+    return json.dumps({"text": " ".join(map(str, ids)), **more}).encode() + b"\n"
+
+
+def documents(prefix: object, key: str = "text") -> list[list[int]]:
+    data = IndexedDataset(f"{prefix}_{key}_document")
+    ends = np.cumsum(data.lengths)
+    return [part.tolist() for part in np.split(np.asarray(data.tokens), ends[:-1])]
+
+
+def results(directory: Path, name: str = "out") -> dict[str, bytes]:
+    return {path.name.removeprefix(name): path.read_bytes() for path in directory.glob(f"{name}_text_*")}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 6 MB in three files, one of each compression; its documents are `numbers(2000)`."""
+    directory = tmp_path_factory.mktemp("corpus")
+    lines = [line(ids) for ids in numbers(2000)]
+    (directory / "a.jsonl").write_bytes(b"".join(lines[:1500]))
+    (directory / "b.jsonl.gz").write_bytes(gzip.compress(b"".join(lines[1500:1800])))
+    (directory / "c.jsonl.zst").write_bytes(zstandard.compress(b"".join(lines[1800:])))
+    return directory
+
+
+@pytest.mark.parametrize(("workers", "partitions"), [(1, 1), (2, 1), (3, 1), (2, 2), (3, 3)])
+def test_same_result_however_it_is_shared_out(corpus: Path, tmp_path: Path, workers, partitions) -> None:
+    succeed(TOOL, "--input", f"{corpus}/*.jsonl*", "--output-prefix", tmp_path / "out", *NULL, "--append-eod",
+            "--workers", workers, "--partitions", partitions)  # fmt: skip
+    assert documents(tmp_path / "out") == [[*ids, 70_000] for ids in numbers(2000)]
+    names = {"_text_document.bin", "_text_document.idx", "_text_document.tokenizer.json"}
+    assert set(results(tmp_path)) == names
+    assert {path.name for path in tmp_path.iterdir()} == {f"out{name}" for name in names}
+
+
+AWKWARD = (
+    b"\xef\xbb\xbf" + line([1, 2])
+    + b"\r\n\n  \t \n"
+    + line([3]).replace(b"\n", b"\r\n")
+    + b'{"text": "4", \n'
+    + b'{"other": "5"}\n{"text": 6}\n{"text": null}\n["text"]\n7\n'
+    + b'{"text": ""}\n{"text": "eight"}\n'
+    + b'{"text": "\xff"}\n{"text": "\\ud800"}\n' + b"[" * 100_000 + b"\n"
+    + line([9] * 400_000)
+    + line([10]).rstrip(b"\n")
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("partitions", [1, 4])
+def test_awkward_lines_are_left_out_and_named(tmp_path: Path, partitions: int) -> None:
+    (tmp_path / "in.jsonl").write_bytes(AWKWARD)
+    result = succeed(TOOL, "--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "out", *NULL,
+                     "--workers", 4, "--partitions", partitions)  # fmt: skip
+    assert documents(tmp_path / "out") == [[1, 2], [3], [9] * 400_000, [10]]
+    for place in (
+        "line 6: malformed line",
+        "line 7: missing key: no 'text'",
+        "line 8: value that is not text",
+    ):
+        assert f"{tmp_path}/in.jsonl {place}" in result.stderr
+    for count in ("5 × malformed line", "1 × missing key", "3 × value that is not text",
+                  "1 × document without tokens", "1 × document that the tokenizer refuses"):  # fmt: skip
+        assert count in result.stdout
+
+
+def test_line_numbers_in_a_later_block(tmp_path: Path) -> None:
+    lines = [line(ids) for ids in numbers(600)]
+    lines[555] = b"broken\n"
+    (tmp_path / "in.jsonl").write_bytes(b"".join(lines))
+    for partitions in (1, 3):
+        result = succeed(TOOL, "--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "out", *NULL,
+                         "--workers", 3, "--partitions", partitions)  # fmt: skip
+        assert f"{tmp_path}/in.jsonl line 556: malformed line: not JSON" in result.stderr
+
+
+def test_strict_stops_at_the_first_and_leaves_what_was_there(tmp_path: Path) -> None:
+    (tmp_path / "good.jsonl").write_bytes(line([1]))
+    (tmp_path / "bad.jsonl").write_bytes(line([2]) + b"{}\n")
+    common = ("--output-prefix", tmp_path / "out", *NULL, "--workers", 1, "--strict")
+    error = fail(TOOL, "--input", tmp_path / "bad.jsonl", *common)
+    assert "bad.jsonl line 2: missing key" in error
+    assert not results(tmp_path)
+    succeed(TOOL, "--input", tmp_path / "good.jsonl", *common)
+    before = results(tmp_path)
+    fail(TOOL, "--input", tmp_path / "bad.jsonl", *common)
+    assert results(tmp_path) == before
+
+
+def test_keys_stay_aligned(tmp_path: Path) -> None:
+    """A line that lacks one of the keys gives a document to neither."""
+    lines = [line([1], title="11"), line([2]), line([3], title=""), line([4], title="44 44")]
+    (tmp_path / "in.jsonl").write_bytes(b"".join(lines))
+    succeed(TOOL, "--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "out", *NULL,
+            "--json-keys", "text", "title")  # fmt: skip
+    assert documents(tmp_path / "out", "text") == [[1], [4]]
+    assert documents(tmp_path / "out", "title") == [[11], [44, 44]]
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n \n", b"broken\n"])
+def test_no_documents_is_an_error(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "in.jsonl").write_bytes(content)
+    error = fail(TOOL, "--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "out", *NULL)
+    assert f"--input {tmp_path}/in.jsonl: holds no documents" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_compressed_files(tmp_path: Path, suffix: str) -> None:
+    """Of several members, as `cat a.gz b.gz` makes them; one that is cut short or damaged is an error."""
+    compress = gzip.compress if suffix == "gz" else zstandard.compress
+    lines = [line(ids) for ids in numbers(300)]
+    whole = compress(b"".join(lines[:200])) + compress(b"".join(lines[200:]))
+    path = tmp_path / f"in.jsonl.{suffix}"
+    common = ("--input", path, "--output-prefix", tmp_path / "out", *NULL, "--workers", 1)
+    path.write_bytes(whole[:-20])
+    assert f"{path}: the file ends in the middle" in fail(TOOL, *common)
+    path.write_bytes(b"this is not compressed")
+    assert f"{path}: the compressed data is damaged" in fail(TOOL, *common)
+    assert not results(tmp_path)
+    path.write_bytes(whole)
+    succeed(TOOL, *common)
+    assert documents(tmp_path / "out") == numbers(300)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (("--input", "gone.jsonl", *NULL), 1, "--input gone.jsonl: no such file"),
+        (("--input", "*.gone", *NULL), 1, "--input *.gone: no such file"),
+        (("--input", "a.txt", *NULL), 1, "--input a.txt: is text, not JSON lines"),
+        (("--input", "a.jsonl"), 2, "--tokenizer-type"),
+        (("--input", "a.jsonl", *NULL, "--workers", 3, "--partitions", 2), 2, "--partitions 2: must divide"),
+        (("--input", "a.jsonl", *NULL, "--workers", 0), 2, "--workers 0: must be at least 1"),
+        (("--input", "a.jsonl", *NULL, "--json-keys", "a", "a"), 2, "--json-keys a a: names a key twice"),
+        (("--input", "a.jsonl", "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "no"), 1,
+         "--tokenizer-model no: cannot be read"),
+    ],
+)  # fmt: skip
+def test_bad_command_lines(tmp_path: Path, monkeypatch, arguments, status, said) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "a.jsonl").write_bytes(line([1]))
+    assert said in fail(TOOL, "--output-prefix", "out", *arguments, status=status)
+    assert not results(tmp_path)
+
+
+def children(pid: int) -> list[int]:
+    """The worker processes of a tool."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += map(int, (task / "children").read_text().split())
+    return [pid for pid in found if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+@pytest.fixture(scope="module")
+def long_input(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some seconds of work."""
+    path = tmp_path_factory.mktemp("long") / "long.jsonl"
+    path.write_bytes(line(list(range(500))) * 20_000)
+    return path
+
+
+@pytest.fixture
+def in_the_middle(long_input: Path, tmp_path: Path):
+    """Starts a run that takes long and returns once it writes; its output prefix is tmp_path/out."""
+    started = []
+
+    def start(*arguments: object) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            command(TOOL, "--input", long_input, "--output-prefix", tmp_path / "out", *NULL,
+                    "--workers", 2, "--log-interval", 1, *arguments),
+            stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True,
+        )  # fmt: skip
+        started.append(process)
+        assert "tokenising: " in process.stderr.readline()
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_a_killed_worker_is_an_error(in_the_middle, tmp_path: Path, partitions: int) -> None:
+    process = in_the_middle("--partitions", partitions)
+    os.kill(children(process.pid)[0], signal.SIGKILL)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "was killed by signal 9" in said
+    assert "Traceback" not in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_stopped_runs_clean_up(in_the_middle, tmp_path: Path, number, status, partitions) -> None:
+    """The signal goes to the whole process group, as Ctrl-C and a batch system send it."""
+    process = in_the_middle("--partitions", partitions)
+    os.killpg(process.pid, number)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == status, said
+    assert "Traceback" not in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_killed_run_leaves_no_final_files_and_no_workers(in_the_middle, tmp_path: Path) -> None:
+    process = in_the_middle("--partitions", 2)
+    workers = children(process.pid)
+    assert len(workers) == 2
+    process.kill()
+    process.communicate(timeout=30)
+    assert not [path for path in tmp_path.iterdir() if path.suffix in (".bin", ".idx", ".json")]
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline, "orphaned workers"
+        time.sleep(0.05)
+    (tmp_path / "in.jsonl").write_bytes(line([1]))
+    succeed(TOOL, "--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "out", *NULL,
+            "--workers", 2, "--partitions", 2)  # fmt: skip
+    assert documents(tmp_path / "out") == [[1]]
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_help() -> None:
+    result = run(TOOL, "--help")
+    assert result.returncode == 0
+    assert "--partitions" in result.stdout
