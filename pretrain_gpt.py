@@ -44,6 +44,7 @@ def main() -> None:
             tokenizer_description=tokenizer,
             needed=config.needed_splits(),
         )
+        schedule.check_data(splits.train)
         check_start(config.checkpoint)
         check_sinks(config.logging)
         if config.checkpoint.save:

@@ -1,14 +1,11 @@
-"""Trains a SentencePiece model whose decode(encode(text)) is the text, for any text."""
+"""Trains a SentencePiece model whose decode(encode(text)) is the text."""
 
 import io
 import re
-import tempfile
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Literal
 
 from megatron_zpp.config.options import refusal
-from megatron_zpp.tokenizer.model_proto import without_rule_files
 
 ModelType = Literal["bpe", "unigram"]
 
@@ -19,46 +16,38 @@ _LONGEST_LINE = 4096  # bytes; SentencePiece leaves out a longer one unless told
 # Sums of floats are split by threads: a fixed number, so that the model does not depend on the machine.
 _THREADS = 8
 
-# SentencePiece writes a space as U+2581 and so would read that character back as a space. It becomes
-# U+E000 `a`, and U+E000 itself becomes U+E000 `b`; decoding undoes both. In hex, as the library wants it.
-_ESCAPES = (("2581", "E000 61"), ("E000", "E000 62"))
-
 
 def train_sentencepiece(passages: Iterable[str], vocab_size: int, model_type: ModelType) -> bytes:
     """The .model file's bytes.
 
-    Bytes stand in for characters without a piece; no text is normalised, trimmed or prefixed. Ids 0, 1 and 2
+    Bytes stand in for characters without a piece; no text is normalised, trimmed or prefixed. The one
+    character that does not survive is U+2581, which SentencePiece itself writes for a space. Ids 0, 1 and 2
     are unknown, beginning and end of document. Raises ValueError, naming --vocab-size and a number that
     would do, when the text is too little for that many pieces or holds more characters than that.
     """
     import sentencepiece
 
     model = io.BytesIO()
-    with tempfile.TemporaryDirectory() as directory:
-        escape, unescape = Path(directory, "escape.tsv"), Path(directory, "unescape.tsv")
-        escape.write_text("".join(f"{plain}\t{escaped}\n" for plain, escaped in _ESCAPES))
-        unescape.write_text("".join(f"{escaped}\t{plain}\n" for plain, escaped in _ESCAPES))
-        try:
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=_lines(passages),
-                model_writer=model,
-                vocab_size=vocab_size,
-                model_type=model_type,
-                byte_fallback=True,
-                character_coverage=0.9999,
-                normalization_rule_tsv=str(escape),
-                denormalization_rule_tsv=str(unescape),
-                add_dummy_prefix=False,
-                remove_extra_whitespaces=False,
-                allow_whitespace_only_pieces=True,
-                user_defined_symbols=list(_WHITESPACE_PIECES),
-                max_sentence_length=2 * _LONGEST_LINE,
-                num_threads=_THREADS,
-                minloglevel=3,
-            )
-        except RuntimeError as error:
-            raise _explain(str(error), vocab_size) from None
-    return without_rule_files(model.getvalue())
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_lines(passages),
+            model_writer=model,
+            vocab_size=vocab_size,
+            model_type=model_type,
+            byte_fallback=True,
+            character_coverage=0.9999,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            user_defined_symbols=list(_WHITESPACE_PIECES),
+            max_sentence_length=2 * _LONGEST_LINE,
+            num_threads=_THREADS,
+            minloglevel=3,
+        )
+    except RuntimeError as error:
+        raise _explain(str(error), vocab_size) from None
+    return model.getvalue()
 
 
 def _lines(passages: Iterable[str]) -> Iterator[str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from megatron_zpp.config.options import refusal
 from megatron_zpp.config.root import Config
 from megatron_zpp.data.batches import BatchSchedule
+from megatron_zpp.data.samples import Samples
 from megatron_zpp.train.learning_rate import LearningRate
 
 
@@ -38,3 +39,13 @@ class RunSchedule:
             samples_per_iteration=batches.global_batch_size,
         )
         return cls(batches, learning_rate, iterations)
+
+    def check_data(self, train: Samples) -> None:
+        """Raises ValueError when one global batch would have to repeat samples."""
+        size, there = self.batches.global_batch_size, train.windows_per_epoch
+        if there is not None and there < size:
+            raise refusal(
+                "--global-batch-size",
+                size,
+                f"the train split has {there} samples; give more data, a shorter --seq-length or a smaller batch",
+            )

@@ -62,6 +62,10 @@ def test_a_data_set_smaller_than_a_sample(flags: list[str]) -> None:
     refused(*flags, "--seq-length", "100000", words=["--seq-length 100000", "100001 tokens"])
 
 
+def test_a_data_set_smaller_than_a_batch(flags: list[str]) -> None:
+    refused(*flags, "--global-batch-size", "8000", words=["--global-batch-size 8000", "samples"])
+
+
 def test_sizes_that_do_not_divide(flags: list[str]) -> None:
     refused(
         *flags, "--global-batch-size", "6", words=["--global-batch-size 6", "--micro-batch-size 4", "4 or 8"]
