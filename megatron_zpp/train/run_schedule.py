@@ -47,5 +47,5 @@ class RunSchedule:
             raise refusal(
                 "--global-batch-size",
                 size,
-                f"the train split has {there} samples; give more data, a shorter --seq-length or a smaller batch",
+                f"the train split has {there} samples; give more data or a smaller batch",
             )
