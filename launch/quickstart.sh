@@ -49,20 +49,20 @@ else
     processes=$(nproc)
     ((processes <= 8)) || processes=8
     # Gradients are summed over micro-batches, so the result is the same however the batch is divided.
-    while ((16 % processes)); do processes=$((processes - 1)); done
-    micro=$((16 / processes))
+    while ((8 % processes)); do processes=$((processes - 1)); done
+    micro=$((8 / processes))
     ((micro <= 4)) || micro=4
     shape=(--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256
-        --micro-batch-size "$micro" --global-batch-size 16 --train-iters 240 --lr-warmup-fraction 0.08
-        --eval-interval 60)
+        --micro-batch-size "$micro" --global-batch-size 8 --train-iters 480 --lr-warmup-fraction 0.08
+        --eval-interval 120)
 fi
 step "4/5 pretraining on $([[ $gpus -gt 0 ]] && echo "$gpus GPU(s)" || echo "$processes CPU process(es)")"
 PYTHON=$python launch/local.sh -n "$processes" pretrain_gpt.py \
     --data-path "$work/corpus_text_document" --split 95,4,1 "${tokenizer[@]}" \
     "${shape[@]}" --attention-dropout 0 --hidden-dropout 0 \
     --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95 \
-    --log-interval 10 --eval-iters 10 \
-    --save "$work/checkpoints" --load "$work/checkpoints" --save-interval 60 \
+    --log-interval 20 --eval-iters 20 \
+    --save "$work/checkpoints" --load "$work/checkpoints" --save-interval 120 \
     --metrics-file "$work/metrics.jsonl" "$@"
 
 step "5/5 loss curve and samples"
