@@ -5,6 +5,7 @@ Exit status: 0 done, 1 an error said in one line, 2 a bad command line, 130 inte
 
 import os
 import sys
+from functools import partial
 
 import torch
 
@@ -58,8 +59,16 @@ def main() -> None:
     ):
         with torch.device("meta"):
             model = GPT(config.model, tokenizer["vocab_size"], config.recompute, norm_class(backend))
-        model = model.to_empty(device=device).initialize(config.training.seed)
-        engine = ZeroEngine(model, config.optimizer, config.precision, topology, device, backend)
+        engine = ZeroEngine(
+            model,
+            partial(model.initialize_parameter, seed=config.training.seed),
+            zero=config.zero,
+            optimizer=config.optimizer,
+            precision=config.precision,
+            topology=topology,
+            device=device,
+            fused_backend=backend,
+        )
         train(engine, splits, config, schedule, tokenizer)
 
 

@@ -10,6 +10,8 @@ and `latest_checkpointed_iteration.txt` beside it names the newest one.
 import json
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.files import commit_directory, write_text
 from megatron_zpp.config.options import refusal
-from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.engine import MOMENTS, STATE_KINDS, WEIGHTS, ZeroEngine
 
 FORMAT_VERSION = 1
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -32,8 +34,6 @@ class Progress:
 
     iteration: int = 0
     consumed_samples: int = 0
-    skipped_iterations: int = 0
-    nan_iterations: int = 0
 
 
 def save_checkpoint(
@@ -45,20 +45,25 @@ def save_checkpoint(
     tokenizer: dict[str, Any],
     with_optimizer: bool,
 ) -> Path:
-    """Writes the checkpoint of `progress` from this rank, which must be the only writer."""
+    """Writes the checkpoint of `progress` from rank 0; every rank must call it, since shards are gathered."""
+    kinds = STATE_KINDS if with_optimizer and engine.optimizer_steps else (WEIGHTS,)
+    tensors = {kind: _on_first_rank(engine, kind) for kind in kinds}
+    loss_scale, steps = engine.loss_scale.state(), engine.optimizer_steps
     final = Path(directory) / f"iter_{progress.iteration:07d}"
     partial = final.with_name(f"{final.name}.partial")
+    if engine.topology.rank != 0:
+        return final
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    _write_tensors(partial / "weights.safetensors", engine.weights())
-    moments = engine.moments() if with_optimizer else {}
+    _write_tensors(partial / "weights.safetensors", tensors.pop(WEIGHTS))
+    moments = {f"{kind}/{name}": tensor for kind in tensors for name, tensor in tensors[kind].items()}
     if moments:
         _write_tensors(partial / "moments.safetensors", moments)
     state = {
         "format_version": FORMAT_VERSION,
         "progress": asdict(progress),
-        "optimizer_steps": engine.optimizer_steps(),
-        "loss_scale": engine.loss_scale.state(),
+        "optimizer_steps": steps,
+        "loss_scale": loss_scale,
         "tokenizer": tokenizer,
         "config": config,
     }
@@ -108,20 +113,22 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def read_tensors(path: Path, expected: dict[str, tuple[int, ...]] | None = None) -> dict[str, Tensor]:
-    """All tensors of a safetensors file on the CPU; names and shapes must be `expected`, if given."""
+@contextmanager
+def open_tensors(path: Path, expected: dict[str, tuple[int, ...]]) -> Iterator[safe_open]:
+    """A safetensors file, memory-mapped on the CPU, that holds tensors of just these names and shapes.
+
+    Raises ValueError, naming the file, when it is missing or damaged or holds other ones.
+    """
     try:
         with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
-            if expected is not None:
-                for name in sorted(expected.keys() ^ names):
-                    where = "missing from the file" if name in expected else "not part of this model"
-                    raise ValueError(f"{path}: {name} is {where}; use the model flags that it was saved with")
-                for name, shape in expected.items():
-                    found = tuple(file.get_slice(name).get_shape())
-                    if found != shape:
-                        raise ValueError(f"{path}: {name} has shape {found}, this model needs {shape}")
-            return {name: file.get_tensor(name) for name in names}
+            for name in sorted(expected.keys() ^ set(file.keys())):
+                where = "missing from the file" if name in expected else "not part of this model"
+                raise ValueError(f"{path}: {name} is {where}; use the model flags that it was saved with")
+            for name, shape in expected.items():
+                found = tuple(file.get_slice(name).get_shape())
+                if found != shape:
+                    raise ValueError(f"{path}: {name} has shape {found}, this model needs {shape}")
+            yield file
     except FileNotFoundError:
         raise ValueError(f"{path}: missing") from None
     except SafetensorError as error:
@@ -138,22 +145,30 @@ def load_checkpoint(
             f"{checkpoint}: was trained with {_shown(state['tokenizer'])}, "
             f"this run has {_shown(tokenizer)}; give the tokenizer flags of that run"
         )
-    weights = engine.weights()
-    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-    for name, saved in read_tensors(checkpoint / "weights.safetensors", shapes).items():
-        weights[name].copy_(saved)
-    engine.publish()
+    shapes = {name: tuple(parameter.shape) for name, parameter in engine.model.named_parameters()}
+    with open_tensors(checkpoint / "weights.safetensors", shapes) as weights:
+        engine.load_states(WEIGHTS, weights.get_tensor)
     if with_optimizer:
         engine.loss_scale.load_state(state["loss_scale"])
         if state["optimizer_steps"]:
-            path = checkpoint / "moments.safetensors"
-            if not path.exists():
-                raise ValueError(f"{path}: missing (saved with --no-save-optim); add --no-load-optim")
-            pairs = {
-                f"{key}/{name}": shape for name, shape in shapes.items() for key in ("exp_avg", "exp_avg_sq")
-            }
-            engine.load_moments(read_tensors(path, pairs), state["optimizer_steps"])
+            _load_moments(checkpoint / "moments.safetensors", engine, shapes)
+            engine.load_optimizer_steps(state["optimizer_steps"])
     return Progress(**state["progress"])
+
+
+def _load_moments(path: Path, engine: ZeroEngine, shapes: dict[str, tuple[int, ...]]) -> None:
+    if not path.exists():
+        raise ValueError(f"{path}: missing (saved with --no-save-optim); add --no-load-optim")
+    expected = {f"{kind}/{name}": shape for kind in MOMENTS for name, shape in shapes.items()}
+    with open_tensors(path, expected) as moments:
+        for kind in MOMENTS:
+            engine.load_states(kind, lambda name, kind=kind: moments.get_tensor(f"{kind}/{name}"))
+
+
+def _on_first_rank(engine: ZeroEngine, kind: str) -> dict[str, Tensor]:
+    """The states of one kind in CPU memory, on rank 0; other ranks help to gather them."""
+    first = engine.topology.rank == 0
+    return {name: tensor.cpu().clone() for name, tensor in engine.states(kind) if first}
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

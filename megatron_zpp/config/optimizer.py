@@ -86,6 +86,9 @@ class PrecisionConfig(Options):
     initial_loss_scale: float = option(2.0**32, "fp16: the dynamic loss scale at the start.", above=0)
     min_loss_scale: float = option(1.0, "fp16: the dynamic loss scale's floor.", above=0)
     loss_scale_window: int = option(1000, "fp16: clean steps after which the scale doubles.", at_least=1)
+    grad_reduce_in_bf16: bool = option(
+        False, "Send gradients between ranks in bfloat16 instead of float32; they accumulate in float32."
+    )
     hysteresis: int = option(2, "fp16: overflows before the scale halves.", at_least=1)
 
     def check(self) -> None:

@@ -149,9 +149,13 @@ class DistributedConfig(Options):
 class ZeroConfig(Options):
     """ZeRO: what each rank keeps of the model states"""
 
-    zero_stage: int = option(0, "0: every rank keeps everything.", at_least=0, at_most=3)
-
-    def check(self) -> None:
-        """Stages 1 to 3 shard state that this version still keeps whole."""
-        if self.zero_stage != 0:
-            raise refusal("--zero-stage", self.zero_stage, "this version shards nothing yet; use 0")
+    zero_stage: int = option(
+        0,
+        "What is sharded over ranks. 0: nothing; 1: master weights and moments; 2: and gradients; "
+        "3: and parameters.",
+        at_least=0,
+        at_most=3,
+    )
+    zero_prefetch_units: int = option(
+        1, "Stage 3: units gathered ahead of the one that computes.", at_least=0
+    )

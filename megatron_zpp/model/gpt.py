@@ -149,28 +149,31 @@ class GPT(nn.Module):
         layers = [(f"layers.{index}", layer) for index, layer in enumerate(self.layers)]
         return [("embedding", self.embedding), *layers, ("head", self.head)]
 
-    @torch.no_grad()
     def initialize(self, seed: int) -> "GPT":
+        """Fills every parameter with its initial value."""
+        for name, parameter in self.named_parameters():
+            self.initialize_parameter(name, parameter, seed)
+        return self
+
+    @torch.no_grad()
+    def initialize_parameter(self, name: str, tensor: Tensor, seed: int) -> None:
         """GPT-2's initial weights: N(0, std), residual outputs N(0, std / √(2 × layers)), zero biases.
 
         Every tensor draws from a generator of its own, keyed by seed and name, so that a part of the model
         gets the same values whether or not the rest is there.
         """
-        std = self.config.init_method_std
-        residual_std = std / math.sqrt(2 * self.config.num_layers)
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif "norm" in name:
-                parameter.fill_(1.0)
-            else:
-                is_residual = name.startswith("layers.") and name.endswith("output.weight")
-                generator = torch.Generator(parameter.device).manual_seed(_tensor_seed(seed, name))
-                parameter.normal_(0.0, residual_std if is_residual else std, generator=generator)
-        for table in (self.embedding.tokens, self.head.output):
-            if table is not None:
-                table.weight[self.vocab_size :] = 0.0
-        return self
+        if name.endswith("bias"):
+            tensor.zero_()
+        elif "norm" in name:
+            tensor.fill_(1.0)
+        else:
+            std = self.config.init_method_std
+            if name.startswith("layers.") and name.endswith("output.weight"):
+                std /= math.sqrt(2 * self.config.num_layers)
+            generator = torch.Generator(tensor.device).manual_seed(_tensor_seed(seed, name))
+            tensor.normal_(0.0, std, generator=generator)
+        if name in ("embedding.tokens.weight", "head.output.weight"):
+            tensor[self.vocab_size :] = 0.0
 
     def _segments(self) -> Iterator[tuple[int, int, bool]]:
         """Runs of layers as (first, last + 1, whether they are recomputed in backward)."""

@@ -87,27 +87,22 @@ class Trainer:
         for index in range(micro_batches):
             first_sample, _ = schedule.micro_batch(consumed, index, self._engine.topology.rank)
             seed_dropout(self._config.training.seed, first_sample)
-            losses += self._engine.accumulate(
-                next(batches), micro_batches=micro_batches, last=index == micro_batches - 1
-            )
+            losses += self._engine.accumulate(next(batches), index=index, micro_batches=micro_batches)
         samples = schedule.global_batch_size_at(consumed)
         result = self._engine.step(self._schedule.learning_rate(consumed))
-        # A skipped fp16 step is the loss scale finding its place; in other formats it is a NaN or Inf.
-        nan = result.skipped and not self._engine.loss_scale.dynamic
         self._progress = replace(
-            self._progress,
-            iteration=self._progress.iteration + 1,
-            consumed_samples=consumed + samples,
-            skipped_iterations=self._progress.skipped_iterations + result.skipped,
-            nan_iterations=self._progress.nan_iterations + nan,
+            self._progress, iteration=self._progress.iteration + 1, consumed_samples=consumed + samples
         )
-        self._interval.add(losses / micro_batches, result, samples, nan=nan)
+        self._interval.add(losses / micro_batches, result, samples)
         return result
 
     def _log(self, result: StepResult) -> None:
         """Reports the interval that ends here; every rank takes part in the mean of the loss."""
         interval, progress = self._interval, self._progress
         loss = self._engine.mean_over_ranks(interval.loss_sum / interval.iterations).item()
+        skipped = int(interval.skipped.item())
+        # A skipped step with a dynamic loss scale is the scale finding its place; else it is a NaN or Inf.
+        nans = 0 if self._engine.loss_scale.dynamic else skipped
         seconds = interval.watch.lap()
         tokens = interval.samples * self._config.model.seq_length
         self._reporter.log(
@@ -115,12 +110,12 @@ class Trainer:
                 "iteration": progress.iteration,
                 "consumed_samples": progress.consumed_samples,
                 "lm_loss": loss,
-                "grad_norm": result.grad_norm,
+                "grad_norm": result.grad_norm.item(),
                 "learning_rate": self._schedule.learning_rate(progress.consumed_samples - interval.batch),
                 "global_batch_size": interval.batch,
-                "loss_scale": result.loss_scale,
-                "skipped": interval.skipped,
-                "nan": interval.nans,
+                "loss_scale": result.loss_scale.item(),
+                "skipped": skipped,
+                "nan": nans,
                 "elapsed_ms": 1000 * seconds / interval.iterations,
                 **self._throughput.record(tokens, seconds),
                 **memory_record(self._engine.device),

@@ -74,25 +74,23 @@ class Interval:
 
     iterations: int = 0
     samples: int = 0
-    skipped: int = 0
-    nans: int = 0
     batch: int = 0  # samples of the newest step
-    loss_sum: Tensor | float = 0.0  # stays on the device: reading it would wait for the GPU
+    loss_sum: Tensor | float = 0.0  # these stay on the device: reading them would wait for it
+    skipped: Tensor | float = 0.0
     watch: Stopwatch = field(default_factory=Stopwatch)
 
-    def add(self, loss: Tensor, result: StepResult, samples: int, *, nan: bool) -> None:
+    def add(self, loss: Tensor, result: StepResult, samples: int) -> None:
         """Takes note of one step; `loss` is this rank's mean over its micro-batches."""
         self.iterations += 1
         self.samples += samples
         self.batch = samples
-        self.skipped += result.skipped
-        self.nans += nan
+        self.skipped = self.skipped + result.skipped
         self.loss_sum = self.loss_sum + loss
 
     def restart(self) -> None:
         """Begins the next interval; the stopwatch was already lapped."""
-        self.iterations = self.samples = self.skipped = self.nans = self.batch = 0
-        self.loss_sum = 0.0
+        self.iterations = self.samples = self.batch = 0
+        self.loss_sum = self.skipped = 0.0
 
 
 def memory_record(device: torch.device) -> Record:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.store import find_checkpoint, read_state, read_tensors
+from megatron_zpp.checkpoint.store import find_checkpoint, open_tensors, read_state
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import REQUIRED, Options, option, parse_options, refusal
 from megatron_zpp.config.root import Config
@@ -61,7 +61,8 @@ def load_model(directory: str, iteration: int | None) -> tuple[GPT, Tokenizer]:
     with torch.device("meta"):
         model = GPT(config.model, tokenizer.vocab_size)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    model.load_state_dict(read_tensors(checkpoint / "weights.safetensors", shapes), assign=True)
+    with open_tensors(checkpoint / "weights.safetensors", shapes) as weights:
+        model.load_state_dict({name: weights.get_tensor(name) for name in shapes}, assign=True)
     return model.eval(), tokenizer
 
 

@@ -37,17 +37,16 @@ class Saver:
         if self._checkpoint.save is None or progress == self._newest:
             return
         started = time.perf_counter()
-        if self._engine.topology.rank == 0:
-            path = save_checkpoint(
-                self._checkpoint.save,
-                self._engine,
-                progress,
-                config=self._saved_config,
-                tokenizer=self._tokenizer,
-                with_optimizer=self._checkpoint.save_optim,
-            )
-            self._reporter.say(f" saved {path} in {time.perf_counter() - started:.1f} s")
+        path = save_checkpoint(
+            self._checkpoint.save,
+            self._engine,
+            progress,
+            config=self._saved_config,
+            tokenizer=self._tokenizer,
+            with_optimizer=self._checkpoint.save_optim,
+        )
         barrier(self._engine.topology)
+        self._reporter.say(f" saved {path} in {time.perf_counter() - started:.1f} s")
         self._newest = progress
 
 

@@ -1,6 +1,6 @@
-"""Holds the model states of a run and turns micro-batches into optimizer steps."""
+"""Holds the model states of a run, sharded as far as the ZeRO stage says, and takes optimizer steps."""
 
-import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,149 +8,163 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron_zpp.config.run import ZeroConfig
+from megatron_zpp.zero.build import Initialize, UnitBuilder
+from megatron_zpp.zero.collectives import Lane, gather_now, sum_over_ranks
+from megatron_zpp.zero.gathers import Gathers, Phase
+from megatron_zpp.zero.hooks import register_hooks
 from megatron_zpp.zero.loss_scale import LossScale
-from megatron_zpp.zero.optimizer import build_adamw, clip_factor
-from megatron_zpp.zero.process_group import mean_over_ranks
+from megatron_zpp.zero.optimizer import MOMENTS, build_adamw
+from megatron_zpp.zero.reductions import Reductions
 from megatron_zpp.zero.topology import Topology
-from megatron_zpp.zero.unit import FlatUnit
+from megatron_zpp.zero.traffic import TrafficLedger
+from megatron_zpp.zero.unit import Residency
+
+WEIGHTS = "weights"
+STATE_KINDS = (WEIGHTS, *MOMENTS)
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did. `grad_norm` is the global norm before clipping."""
+    """What one optimizer step did, as scalars on the device: reading one waits for it.
 
-    grad_norm: float
-    skipped: bool
-    loss_scale: float
+    `grad_norm` is the global norm before clipping; `skipped` is 1 when it was not finite.
+    """
+
+    grad_norm: Tensor
+    skipped: Tensor
+    loss_scale: Tensor
 
 
 class ZeroEngine:
-    """Stage 0: every rank keeps all states; gradients are summed over ranks while backward runs.
+    """Stages are residency: one engine, and the stage says what stays whole on every rank.
 
-    `model(tokens, targets)` returns a mean loss and `model.units()` its modules in forward order. The engine
-    takes over the storage of the model's parameters: they become views of flat buffers on `device`.
+    `model(tokens, targets)` returns a mean loss, and `model.units()` its modules in forward order. Its
+    parameters are on the meta device; `initialize(name, tensor)` fills one. They become views of flat
+    buffers on `device`, and the rank holds no more of them than the stage says.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        initialize: Initialize,
+        *,
+        zero: ZeroConfig,
         optimizer: OptimizerConfig,
         precision: PrecisionConfig,
         topology: Topology,
         device: torch.device,
         fused_backend: Literal["apex", "torch"] = "torch",
     ) -> None:
-        self.model, self.topology, self.device = model.to(device), topology, device
-        self.clip_grad = optimizer.clip_grad
-        dtype = getattr(torch, precision.compute_dtype(device.type))
-        self.units = [
-            FlatUnit(
-                [(f"{unit}.{name}", p) for name, p in module.named_parameters()], dtype, topology.world_size
-            )
-            for unit, module in model.units()
-        ]
-        self._master = {
-            name: view
-            for unit in self.units
-            for name, view in zip(unit.names, unit.master_views(), strict=True)
-        }
-        for unit in self.units:
-            for name, gradient in zip(unit.names, unit.gradient_views(), strict=True):
-                self._master[name].grad = gradient
-        self.loss_scale = LossScale.from_config(precision)
-        self._adamw = build_adamw(optimizer, self._master, fused_backend)
+        self.model, self.topology, self.device = model, topology, device
+        self.ledger = TrafficLedger(topology)
+        self._clip_grad = optimizer.clip_grad
+        gathering, reducing = (Lane(topology, device, self.ledger) for _ in range(2))
+        residency = Residency(zero.zero_stage)
+        names_and_modules = model.units()
+        self.units = UnitBuilder(
+            residency,
+            topology,
+            device,
+            dtype=getattr(torch, precision.compute_dtype(device.type)),
+            reduce_dtype=torch.bfloat16 if precision.grad_reduce_in_bf16 else torch.float32,
+            prefetch=zero.zero_prefetch_units,
+            lane=reducing,
+        ).build(names_and_modules, initialize)
+        self._gathers = Gathers(self.units, gathering, zero.zero_prefetch_units)
+        self._reductions = Reductions(self.units, reducing, residency)
+        register_hooks(
+            [module for _, module in names_and_modules], self.units, self._gathers, self._reductions
+        )
+        self.loss_scale = LossScale(precision, device)
+        self._adamw = build_adamw(optimizer, self.units, fused_backend)
 
-    def accumulate(self, tokens: Tensor, *, micro_batches: int, last: bool) -> Tensor:
-        """Adds the gradients of one of a step's `micro_batches`; returns its mean loss, not reduced.
+    def accumulate(self, tokens: Tensor, *, index: int, micro_batches: int) -> Tensor:
+        """Adds the gradients of micro-batch `index` of a step's `micro_batches`; returns its mean loss.
 
-        `tokens` is (B, T + 1): inputs and targets overlap by T - 1. With `last` the sum over ranks starts
-        behind the backward.
+        `tokens` is (B, T + 1): inputs and targets overlap by T - 1. The loss is this rank's, a scalar on the
+        device. Sums over ranks run behind the backward.
         """
         self.model.train()
-        if last:
-            for unit in self.units:
-                unit.expect_last_gradients()
+        self._gathers.begin(Phase.FORWARD)
         loss = self._loss(tokens)
+        self._gathers.begin(Phase.BACKWARD)
+        self._reductions.begin(first=index == 0, last=index == micro_batches - 1)
         (loss * (self.loss_scale.scale / (micro_batches * self.topology.world_size))).backward()
+        self._reductions.finish_backward()
         return loss.detach()
 
     def step(self, learning_rate: float) -> StepResult:
         """One AdamW step on the mean gradient of the micro-batches since the last step.
 
-        Gradients with a NaN or Inf on any rank skip the step on every rank: all see the same sum.
+        A NaN or Inf in the gradients of any rank skips the step on every rank: all see the same norm.
         """
-        for unit in self.units:
-            unit.finish_reduction()
-        norms = torch.stack([torch.linalg.vector_norm(unit.gradients) for unit in self.units])
+        self._reductions.wait()
         scale = self.loss_scale.scale
-        grad_norm = torch.linalg.vector_norm(norms).item() / scale
-        overflow = not math.isfinite(grad_norm)
-        if not overflow:
-            factor = clip_factor(grad_norm, self.clip_grad) / scale
-            for unit in self.units:
-                if factor != 1.0:
-                    unit.gradients.mul_(factor)
-            for group in self._adamw.param_groups:
-                group["lr"] = learning_rate
-            self._adamw.step()
+        grad_norm = (self._sum_of_squares().sqrt() / scale).float()
+        found_inf = 1.0 - torch.isfinite(grad_norm).float()
+        shrink = torch.ones_like(grad_norm)
+        if self._clip_grad > 0:
+            shrink = torch.clamp((grad_norm + 1e-6) / self._clip_grad, min=1.0)
+        self._adamw.step(learning_rate, scale * shrink, found_inf)
         for unit in self.units:
-            if not overflow:
-                unit.publish()
-            unit.gradients.zero_()
-        self.loss_scale.update(overflow)
-        return StepResult(grad_norm, overflow, scale)
+            unit.publish()
+        self.loss_scale.update(found_inf)
+        self._gathers.begin_step()
+        return StepResult(grad_norm, found_inf, scale)
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor) -> Tensor:
         """The mean loss of `tokens` (B, T + 1) without dropout, not reduced over ranks."""
         self.model.eval()
+        self._gathers.begin(Phase.FORWARD)
         return self._loss(tokens)
 
     def mean_over_ranks(self, value: Tensor) -> Tensor:
         """The mean of a small tensor over all ranks."""
-        return mean_over_ranks(value, self.topology)
+        return sum_over_ranks(value, self.topology) / self.topology.world_size
 
-    def weights(self) -> dict[str, Tensor]:
-        """The fp32 master weights by the model's parameter names; writing them needs `publish` after."""
-        return {name: view.detach() for name, view in self._master.items()}
-
-    def publish(self) -> None:
-        """Makes the model compute with the present master weights."""
-        for unit in self.units:
-            unit.publish()
-
-    def moments(self) -> dict[str, Tensor]:
-        """AdamW's state as `exp_avg/NAME` and `exp_avg_sq/NAME`; empty before the first step."""
-        return {
-            f"{key}/{name}": self._adamw.state[weight][key]
-            for name, weight in self._master.items()
-            for key in ("exp_avg", "exp_avg_sq")
-            if weight in self._adamw.state
-        }
-
+    @property
     def optimizer_steps(self) -> int:
-        """Steps that AdamW has taken: the t of its bias correction."""
-        states = [
-            self._adamw.state[weight] for weight in self._master.values() if weight in self._adamw.state
-        ]
-        if states and "step" in states[0]:
-            return int(states[0]["step"])
-        return int(self._adamw.param_groups[0].get("step", 0))  # apex counts by group
+        """Steps that AdamW has taken: skipped ones do not count."""
+        return int(self._adamw.steps.item())
 
-    def load_moments(self, moments: dict[str, Tensor], steps: int) -> None:
-        """The inverse of `moments` and `optimizer_steps`."""
-        if not moments:
-            return
-        state = {}
-        for group in self._adamw.param_groups:
-            group["step"] = steps  # read by apex, ignored by torch
-            for weight in group["params"]:
-                name = next(name for name, master in self._master.items() if master is weight)
-                state[weight] = {
-                    "step": torch.tensor(float(steps), device=self.device),
-                    **{key: moments[f"{key}/{name}"].to(self.device) for key in ("exp_avg", "exp_avg_sq")},
-                }
-        self._adamw.state.update(state)
+    def states(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """(parameter name, whole fp32 tensor) of the weights or a moment, a unit at a time.
+
+        Every rank must run through it, since sharded states are gathered; a tensor is good until the next.
+        """
+        for unit, flat in zip(self.units, self._flats(kind), strict=True):
+            whole = flat if unit.whole else gather_now(flat, self.topology)
+            yield from zip(unit.names, unit.views(whole), strict=True)
+
+    def load_states(self, kind: str, read: Callable[[str], Tensor]) -> None:
+        """Takes over the weights or a moment; `read(name)` gives a parameter's whole tensor.
+
+        Asks only for parameters of which this rank holds a part.
+        """
+        for unit, flat in zip(self.units, self._flats(kind), strict=True):
+            needed = {piece.parameter for piece in unit.layout.pieces(unit.owned)}
+            for index in sorted(needed):
+                unit.load(flat, index, read(unit.names[index]))
+            if kind == WEIGHTS:
+                unit.publish()
+
+    def load_optimizer_steps(self, steps: int) -> None:
+        """The inverse of `optimizer_steps`."""
+        self._adamw.steps.fill_(steps)
+
+    def _flats(self, kind: str) -> list[Tensor]:
+        if kind == WEIGHTS:
+            return [unit.master for unit in self.units]
+        return [moments[kind] for moments in self._adamw.moments]
+
+    def _sum_of_squares(self) -> Tensor:
+        """Of the whole gradient, in fp64: its rounding to fp32 does not show how it was sharded."""
+        norms = [torch.linalg.vector_norm(unit.gradients, dtype=torch.float64) for unit in self.units]
+        total = torch.stack(norms).square().sum()
+        sharded = not self.units[0].whole
+        return sum_over_ranks(total, self.topology) if sharded else total
 
     def _loss(self, tokens: Tensor) -> Tensor:
         tokens = tokens.to(self.device, non_blocking=True)

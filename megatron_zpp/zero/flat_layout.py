@@ -1,28 +1,67 @@
-"""Where each parameter of a unit lies in the unit's flat buffer: arithmetic without tensors."""
+"""Where each parameter of a unit lies in its flat buffer, and which rank owns what: arithmetic on values."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 ALIGNMENT = 128  # elements: views start at 256 bytes even in 16-bit formats, as matrix kernels like it
+SHARD_MULTIPLE = 256  # elements: a shard holds whole quantisation blocks
+
+
+class Piece(NamedTuple):
+    """`length` elements: from `start` on in the parameter, from `place` on in the range asked for."""
+
+    parameter: int
+    start: int
+    place: int
+    length: int
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Parameters of `numels` elements one after the other, each start aligned; the gaps are zero."""
+    """Parameters of `numels` elements one after the other, cut into `ranks` equal shards.
+
+    The first `decayed` parameters have weight decay and the rest none, so both are contiguous. Each start is
+    aligned and the end is padded, so that any sizes fit any number of ranks; gaps are zero and stay zero.
+    """
 
     numels: tuple[int, ...]
-    alignment: int = ALIGNMENT
+    decayed: int
+    ranks: int
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """First element of each parameter."""
-        return tuple(accumulate((self._padded(numel) for numel in self.numels), initial=0))[:-1]
+        """First element of each parameter, and the end of the last."""
+        return tuple(accumulate((_round_up(numel, ALIGNMENT) for numel in self.numels), initial=0))
 
     @cached_property
-    def numel(self) -> int:
-        """Elements of the whole buffer, gaps included."""
-        return sum(self._padded(numel) for numel in self.numels)
+    def shard_numel(self) -> int:
+        """Elements of one rank's shard."""
+        return _round_up(-(-self.offsets[-1] // self.ranks), SHARD_MULTIPLE)
 
-    def _padded(self, numel: int) -> int:
-        return -(-numel // self.alignment) * self.alignment
+    @property
+    def numel(self) -> int:
+        """Elements of the whole buffer, gaps and padding included."""
+        return self.shard_numel * self.ranks
+
+    def shard(self, rank: int) -> range:
+        """The elements of the buffer that `rank` owns."""
+        return range(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+
+    def decayed_in(self, owned: range) -> int:
+        """How many of the `owned` elements, its first ones, have weight decay."""
+        return min(max(self.offsets[self.decayed] - owned.start, 0), len(owned))
+
+    def pieces(self, owned: range) -> Iterator[Piece]:
+        """What the `owned` elements hold of each parameter."""
+        for index, numel in enumerate(self.numels):
+            start = max(self.offsets[index], owned.start)
+            stop = min(self.offsets[index] + numel, owned.stop)
+            if start < stop:
+                yield Piece(index, start - self.offsets[index], start - owned.start, stop - start)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

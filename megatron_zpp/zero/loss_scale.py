@@ -1,65 +1,52 @@
 """The factor that keeps fp16 gradients representable (Mixed Precision Training, section 3.2)."""
 
-from dataclasses import dataclass
+import torch
+from torch import Tensor
 
 from megatron_zpp.config.optimizer import PrecisionConfig
 
 
-@dataclass
 class LossScale:
-    """A fixed or dynamic loss scale with Megatron-LM's window and hysteresis.
+    """A fixed or dynamic loss scale with Megatron-LM's window and hysteresis, held on the device.
 
-    Dynamic: after `hysteresis` overflows every further one halves the scale, down to `minimum`;
-    `window` clean steps in a row double it and renew the patience.
+    Dynamic: after `hysteresis` overflows every further one halves the scale, down to the minimum; a window
+    of clean steps in a row doubles it and renews the patience. Nothing here waits for the device.
     """
 
-    scale: float
-    dynamic: bool = False
-    minimum: float = 1.0
-    window: int = 1000
-    hysteresis: int = 2
-    clean_steps: int = 0
-    patience: int = 2
+    def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
+        fixed = config.loss_scale if config.fp16 else 1.0
+        self.dynamic = fixed is None
+        self._minimum, self._window = config.min_loss_scale, config.loss_scale_window
+        self._hysteresis = config.hysteresis
+        self.scale = torch.tensor(config.initial_loss_scale if self.dynamic else fixed, device=device)
+        self._clean_steps = torch.zeros((), device=device)
+        self._patience = torch.full((), float(config.hysteresis), device=device)
 
-    @classmethod
-    def from_config(cls, config: PrecisionConfig) -> "LossScale":
-        """1 without fp16; fixed with --loss-scale; else dynamic."""
-        if not config.fp16:
-            return cls(scale=1.0)
-        if config.loss_scale is not None:
-            return cls(scale=config.loss_scale)
-        return cls(
-            scale=config.initial_loss_scale,
-            dynamic=True,
-            minimum=config.min_loss_scale,
-            window=config.loss_scale_window,
-            hysteresis=config.hysteresis,
-            patience=config.hysteresis,
-        )
-
-    def update(self, overflow: bool) -> None:
-        """Takes note of one step."""
+    def update(self, found_inf: Tensor) -> None:
+        """Takes note of one step; `found_inf` is 1 for an overflow, else 0."""
         if not self.dynamic:
             return
-        if overflow:
-            self.clean_steps = 0
-            self.patience -= 1
-            if self.patience <= 0:
-                self.scale = max(self.scale / 2, self.minimum)
-            return
-        self.clean_steps += 1
-        if self.clean_steps == self.window:
-            self.clean_steps = 0
-            self.patience = self.hysteresis
-            self.scale *= 2
+        overflow = found_inf > 0
+        self._patience = torch.where(overflow, self._patience - 1, self._patience)
+        self._clean_steps = torch.where(overflow, torch.zeros_like(found_inf), self._clean_steps + 1)
+        halve = overflow & (self._patience <= 0)
+        double = self._clean_steps == self._window
+        halved = torch.clamp(self.scale / 2, min=self._minimum)
+        self.scale = torch.where(halve, halved, torch.where(double, self.scale * 2, self.scale))
+        self._patience = torch.where(double, torch.full_like(found_inf, self._hysteresis), self._patience)
+        self._clean_steps = torch.where(double, torch.zeros_like(found_inf), self._clean_steps)
 
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps."""
-        return {"scale": self.scale, "clean_steps": self.clean_steps, "patience": self.patience}
+        return {
+            "scale": self.scale.item(),
+            "clean_steps": self._clean_steps.item(),
+            "patience": self._patience.item(),
+        }
 
     def load_state(self, state: dict[str, float]) -> None:
         """Goes on from `state`; a fixed scale stays what the command line says."""
         if self.dynamic:
-            self.scale = float(state["scale"])
-            self.clean_steps = int(state["clean_steps"])
-            self.patience = int(state["patience"])
+            self.scale.fill_(state["scale"])
+            self._clean_steps.fill_(state["clean_steps"])
+            self._patience.fill_(state["patience"])

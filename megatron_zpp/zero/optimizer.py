@@ -1,31 +1,103 @@
 """AdamW on fp32 master weights (Decoupled Weight Decay Regularization, algorithm 2)."""
 
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_zpp.config.optimizer import OptimizerConfig
+from megatron_zpp.zero.unit import Unit
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def build_adamw(
-    config: OptimizerConfig, named_weights: dict[str, Tensor], backend: Literal["apex", "torch"]
-) -> torch.optim.Optimizer:
-    """AdamW over `named_weights`; matrices decay, biases and norms do not."""
-    matrices = [weight for weight in named_weights.values() if weight.dim() >= 2]
-    vectors = [weight for weight in named_weights.values() if weight.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    settings = {"lr": 0.0, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
-    if backend == "apex":
+class AdamW(Protocol):
+    """Changes the master weights of all units. `moments` are buffers like `master`, by unit and name."""
+
+    moments: list[dict[str, Tensor]]
+    steps: Tensor  # taken so far: the t of the bias correction
+
+    def step(self, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> None:
+        """One step on gradients / `divisor`; none where `found_inf` is 1. All three scalars."""
+
+
+class TorchAdamW:
+    """torch's fused kernel, told on the device whether to step and by what to divide."""
+
+    def __init__(self, config: OptimizerConfig, units: list[Unit]) -> None:
+        self._config, self._units = config, units
+        self.moments = [_zero_moments(unit) for unit in units]
+        self.steps = torch.zeros((), device=units[0].master.device)
+
+    def step(self, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> None:
+        """See AdamW.step. Does not wait for the device."""
+        self.steps += 1 - found_inf
+        for part, weight_decay in enumerate((self._config.weight_decay, 0.0)):
+            parts = [
+                [unit.segments(flat)[part] for flat in (unit.master, unit.gradients, *moments.values())]
+                for unit, moments in zip(self._units, self.moments, strict=True)
+            ]
+            parts = [segments for segments in parts if len(segments[0])]
+            if not parts:
+                continue
+            weights, gradients, exp_avgs, exp_avg_sqs = map(list, zip(*parts, strict=True))
+            torch._fused_adamw_(
+                weights,
+                gradients,
+                exp_avgs,
+                exp_avg_sqs,
+                [],
+                [self.steps] * len(weights),
+                lr=learning_rate,
+                beta1=self._config.adam_beta1,
+                beta2=self._config.adam_beta2,
+                weight_decay=weight_decay,
+                eps=self._config.adam_eps,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=divisor,
+                found_inf=found_inf,
+            )
+
+
+class ApexAdamW:
+    """NVIDIA apex's FusedAdam. It decides on the host, so each step waits for the device."""
+
+    def __init__(self, config: OptimizerConfig, units: list[Unit]) -> None:
         from apex.optimizers import FusedAdam
 
-        return FusedAdam(groups, adam_w_mode=True, **settings)
-    return torch.optim.AdamW(groups, fused=True, **settings)
+        self.moments = [_zero_moments(unit) for unit in units]
+        self.steps = torch.zeros((), device=units[0].master.device)
+        groups = [{"params": [], "weight_decay": decay} for decay in (config.weight_decay, 0.0)]
+        states = {}
+        for unit, moments in zip(units, self.moments, strict=True):
+            for part, group in enumerate(groups):
+                weight = unit.segments(unit.master)[part].detach()
+                if len(weight):
+                    weight.grad = unit.segments(unit.gradients)[part]
+                    group["params"].append(weight)
+                    states[weight] = {name: unit.segments(moments[name])[part] for name in MOMENTS}
+        betas = (config.adam_beta1, config.adam_beta2)
+        self._adam = FusedAdam(
+            [group for group in groups if group["params"]], lr=0.0, betas=betas, eps=config.adam_eps
+        )
+        self._adam.state.update(states)
+
+    def step(self, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> None:
+        """See AdamW.step."""
+        if found_inf.item():
+            return
+        for group in self._adam.param_groups:
+            group["lr"], group["step"] = learning_rate, int(self.steps.item())
+            torch._foreach_div_([weight.grad for weight in group["params"]], divisor)
+        self._adam.step()
+        self.steps += 1
 
 
-def clip_factor(norm: float, limit: float) -> float:
-    """What gradients of global norm `norm` are multiplied with so that it is at most `limit`; 0: no limit."""
-    return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+def build_adamw(config: OptimizerConfig, units: list[Unit], backend: Literal["apex", "torch"]) -> AdamW:
+    """AdamW of the fused backend."""
+    return ApexAdamW(config, units) if backend == "apex" else TorchAdamW(config, units)
+
+
+def _zero_moments(unit: Unit) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(unit.master) for name in MOMENTS}

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_zpp.config.options import refusal
 from megatron_zpp.config.run import DistributedConfig
@@ -52,15 +51,6 @@ def process_group(config: DistributedConfig, topology: Topology, device: torch.d
         yield
     finally:
         dist.destroy_process_group()
-
-
-def mean_over_ranks(value: Tensor, topology: Topology) -> Tensor:
-    """The mean of one small tensor over all ranks; a NaN on one rank is a NaN on all."""
-    if topology.world_size > 1:
-        value = value.clone()
-        dist.all_reduce(value)  # SUM: gloo's MAX and MIN would lose a NaN
-        value /= topology.world_size
-    return value
 
 
 def barrier(topology: Topology) -> None:

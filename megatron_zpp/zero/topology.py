@@ -23,6 +23,20 @@ class Topology:
             if whole < 1 or not 0 <= part < whole:
                 size = name.replace("RANK", "WORLD_SIZE")
                 raise ValueError(f"{name} {part}: must be from 0 to below {size}, which is {whole}")
+        if self.world_size % self.local_world_size:
+            raise ValueError(
+                f"WORLD_SIZE {self.world_size}: must be a multiple of LOCAL_WORLD_SIZE "
+                f"{self.local_world_size}; start equally many ranks on every node"
+            )
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes there are."""
+        return self.world_size // self.local_world_size
+
+    def node_of(self, rank: int) -> int:
+        """The node of `rank`: launchers number ranks node by node."""
+        return rank // self.local_world_size
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "Topology":

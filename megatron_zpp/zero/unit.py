@@ -1,92 +1,131 @@
-"""The flat buffers of one unit: compute parameters, fp32 master weights, fp32 gradients."""
+"""The states of one unit on this rank, and the shared buffers that its whole parameters and gradients use.
 
-import torch
-import torch.distributed as dist
+For a unit of n elements (padding included) on d ranks:
+
+    parameters   (n,) compute dtype, in a ParameterSlot: what the module's parameters view, for good
+    master       fp32 weights that this rank's optimizer changes: all n at stage 0, else its shard n / d
+    published    like master in the compute dtype: what the next forward reads or the next gather sends
+    gradients    like master: the fp32 sum over micro-batches and ranks
+
+A unit's slot is fixed, so autograd's references to a parameter stay right when the slot is filled again for
+the backward. Which unit a slot holds, and as of which version of its weights, is written on the slot.
+"""
+
+from dataclasses import dataclass, field
+
 from torch import Tensor, nn
 
+from megatron_zpp.zero.collectives import Pending
 from megatron_zpp.zero.flat_layout import FlatLayout
 
 
-class FlatUnit:
-    """Parameters of one unit as views of flat buffers, and the reduction of their gradients.
+@dataclass(frozen=True)
+class Residency:
+    """What a ZeRO stage leaves whole on every rank (ZeRO paper, section 5)."""
 
-    `parameters` (compute dtype) is what the module's parameters view; `master` (fp32) is what the optimizer
-    changes, and the same storage where the compute dtype is fp32; `gradients` (fp32) accumulates.
-    All three are 1-D with `layout.numel` elements.
+    stage: int
+
+    @property
+    def optimizer_sharded(self) -> bool:
+        """Stage 1 and up: master weights and moments."""
+        return self.stage >= 1
+
+    @property
+    def gradients_sharded(self) -> bool:
+        """Stage 2 and up: the accumulated gradients."""
+        return self.stage >= 2
+
+    @property
+    def parameters_sharded(self) -> bool:
+        """Stage 3: the compute-precision parameters."""
+        return self.stage >= 3
+
+
+@dataclass
+class Slot:
+    """A buffer that one asynchronous collective at a time reads or writes."""
+
+    buffer: Tensor
+    pending: Pending | None = None
+
+    def wait(self) -> None:
+        """Lets the compute wait until the slot's collective is done."""
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
+
+
+@dataclass
+class ParameterSlot(Slot):
+    """Holds the whole parameters of one unit at a time: EMPTY -> GATHERING (`pending`) -> GATHERED."""
+
+    holder: "Unit | None" = None
+    version: int = -1  # of the holder's weights
+
+    def holds(self, unit: "Unit") -> bool:
+        """Whether the unit's present weights are here, or on their way."""
+        return self.holder is unit and self.version == unit.version
+
+    def assign(self, unit: "Unit", pending: Pending | None) -> None:
+        """EMPTY or GATHERED -> GATHERING, or GATHERED without `pending`."""
+        self.holder, self.version, self.pending = unit, unit.version, pending
+
+
+@dataclass
+class GradientSlot(Slot):
+    """What a reduction needs: its input in the dtype that is sent, and scratch space.
+
+    `buffer` has no elements where the units' accumulated gradients are sent as they are.
     """
 
-    def __init__(
-        self, named_parameters: list[tuple[str, nn.Parameter]], dtype: torch.dtype, ranks: int
-    ) -> None:
-        self.names = [name for name, _ in named_parameters]
-        self._parameters = [parameter for _, parameter in named_parameters]
-        self._ranks = ranks
-        self._waiting = 0  # gradients that the pending reduction still waits for
-        self._work: dist.Work | None = None
-        self.layout = FlatLayout(tuple(parameter.numel() for parameter in self._parameters))
-        device = self._parameters[0].device
-        self.master = torch.zeros(self.layout.numel, dtype=torch.float32, device=device)
-        self.gradients = torch.zeros_like(self.master)
-        self.parameters = (
-            self.master if dtype == torch.float32 else torch.zeros_like(self.master, dtype=dtype)
-        )
-        for parameter, master in zip(self._parameters, self.master_views(), strict=True):
-            master.copy_(parameter.detach())
-        for parameter, view in zip(self._parameters, self._views(self.parameters), strict=True):
-            parameter.data = view
-        self.publish()
-        for parameter, view in zip(self._parameters, self._views(self.gradients), strict=True):
-            self._catch_gradient(parameter, view)
+    scratch: Tensor = field(kw_only=True)
 
-    def master_views(self) -> list[Tensor]:
-        """The fp32 master weights, one tensor a parameter in its own shape."""
-        return self._views(self.master)
 
-    def gradient_views(self) -> list[Tensor]:
-        """The fp32 gradients, one tensor a parameter in its own shape."""
-        return self._views(self.gradients)
+@dataclass(eq=False, kw_only=True)
+class Unit:
+    """Parameters that are gathered together, as this rank holds them."""
 
-    def publish(self) -> None:
-        """Casts the master weights into the parameters that the next forward reads."""
-        if self.parameters is not self.master:
-            self.parameters.copy_(self.master)
+    names: tuple[str, ...]  # of the parameters, as the model calls them
+    parameters: tuple[nn.Parameter, ...]
+    layout: FlatLayout
+    owned: range  # the elements that this rank's optimizer changes
+    slot: ParameterSlot
+    gradient_slot: GradientSlot
+    master: Tensor
+    published: Tensor
+    accumulated: Tensor | None  # (n,) fp32 where gradients are not sharded
+    gradients: Tensor  # part of `accumulated` where there is one
+    version: int = 0  # rises with every change of the weights
+    arrived: int = 0  # gradients of the present backward
 
-    def expect_last_gradients(self) -> None:
-        """The next backward is the step's last: sum over ranks as soon as every gradient is there."""
-        self._waiting = len(self._parameters)
+    @property
+    def whole(self) -> bool:
+        """Whether this rank changes all of the unit (stage 0), so that nothing has to be gathered."""
+        return len(self.owned) == self.layout.numel
 
-    def finish_reduction(self) -> None:
-        """Waits for the sum over ranks; starts it first if a parameter took no part in the backward."""
-        if self._waiting:
-            self._waiting = 0
-            self._start_reduction()
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-
-    def _catch_gradient(self, parameter: nn.Parameter, view: Tensor) -> None:
-        """Adds each gradient of `parameter` to its fp32 `view` and counts it."""
-        in_place = parameter.dtype == torch.float32
-        if in_place:
-            parameter.grad = view  # autograd accumulates straight into the flat buffer
-
-        def on_gradient(parameter: nn.Parameter) -> None:
-            if not in_place:
-                view.add_(parameter.grad)
-                parameter.grad = None
-            if self._waiting:
-                self._waiting -= 1
-                if self._waiting == 0:
-                    self._start_reduction()
-
-        parameter.register_post_accumulate_grad_hook(on_gradient)
-
-    def _start_reduction(self) -> None:
-        if self._ranks > 1:
-            self._work = dist.all_reduce(self.gradients, async_op=True)
-
-    def _views(self, flat: Tensor) -> list[Tensor]:
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The parameters' parts of a buffer (n,), each in its parameter's shape."""
         return [
             flat[offset : offset + parameter.numel()].view(parameter.shape)
-            for offset, parameter in zip(self.layout.offsets, self._parameters, strict=True)
+            for offset, parameter in zip(self.layout.offsets, self.parameters, strict=False)
         ]
+
+    def load(self, flat: Tensor, index: int, parameter: Tensor) -> None:
+        """Copies this rank's part of a whole parameter into `flat`, a buffer like `master`."""
+        for piece in self.layout.pieces(self.owned):
+            if piece.parameter == index:
+                part = parameter.flatten()[piece.start : piece.start + piece.length]
+                flat[piece.place : piece.place + piece.length].copy_(part)
+
+    def segments(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """The parts of a buffer like `master` with and without weight decay."""
+        decayed = self.layout.decayed_in(self.owned)
+        return flat[:decayed], flat[decayed:]
+
+    def publish(self) -> None:
+        """Casts the master weights to where the next forward or gather finds them."""
+        if self.published.data_ptr() != self.master.data_ptr():
+            self.published.copy_(self.master)
+        self.version += 1
+        if self.whole and self.slot.buffer.data_ptr() == self.published.data_ptr():
+            self.slot.assign(self, None)

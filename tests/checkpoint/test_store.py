@@ -20,22 +20,18 @@ from megatron_zpp.checkpoint.store import (
     save_checkpoint,
 )
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
-from megatron_zpp.model.gpt import GPT
+from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.topology import Topology
 from tests.support import ROOT, environment
+from tests.zero.engines import engine_of, weights_of
 
 TOKENIZER = {"tokenizer_type": "NullTokenizer", "vocab_size": 50, "eod": 49, "fingerprint": "f" * 64}
-FIRST, SECOND = Progress(5, 50), Progress(10, 100, 1, 0)
+FIRST, SECOND = Progress(5, 50), Progress(10, 100)
 
 
-def engine_of(hidden: int = 32, seed: int = 1, precision: PrecisionConfig | None = None) -> ZeroEngine:
+def small(hidden: int = 32, seed: int = 1, precision: PrecisionConfig | None = None) -> ZeroEngine:
     config = ModelConfig(num_layers=2, hidden_size=hidden, num_attention_heads=4, seq_length=8)
-    model = GPT(config, 50).initialize(seed)
-    return ZeroEngine(
-        model, OptimizerConfig(), precision or PrecisionConfig(), Topology(), torch.device("cpu")
-    )
+    return engine_of(config, 50, seed=seed, precision=precision)
 
 
 def train(engine: ZeroEngine, steps: int, seed: int) -> list[float]:
@@ -43,8 +39,8 @@ def train(engine: ZeroEngine, steps: int, seed: int) -> list[float]:
     norms = []
     for _ in range(steps):
         torch.manual_seed(seed)
-        engine.accumulate(torch.randint(50, (2, 9), generator=generator), micro_batches=1, last=True)
-        norms.append(engine.step(1e-2).grad_norm)
+        engine.accumulate(torch.randint(50, (2, 9), generator=generator), index=0, micro_batches=1)
+        norms.append(engine.step(1e-2).grad_norm.item())
     return norms
 
 
@@ -67,33 +63,33 @@ def save(
     ids=["fp32", "bf16", "fp16"],
 )
 def test_a_loaded_engine_goes_on_bit_for_bit(tmp_path: Path, precision: PrecisionConfig) -> None:
-    engine = engine_of(precision=precision)
+    engine = small(precision=precision)
     train(engine, 3, seed=2)
     path = save(tmp_path, engine)
-    other = engine_of(seed=99, precision=precision)
+    other = small(seed=99, precision=precision)
     assert load_checkpoint(path, other, TOKENIZER, with_optimizer=True) == FIRST
     assert train(other, 3, seed=4) == train(engine, 3, seed=4)
-    assert other.loss_scale == engine.loss_scale
-    for name, weight in engine.weights().items():
-        assert torch.equal(other.weights()[name], weight), name
+    assert other.loss_scale.state() == engine.loss_scale.state()
+    for name, weight in engine.states("weights"):
+        assert torch.equal(weights_of(other)[name], weight), name
 
 
 def test_without_the_optimizer_only_weights_come_back(tmp_path: Path) -> None:
-    engine = engine_of()
+    engine = small()
     train(engine, 2, seed=2)
     path = save(tmp_path, engine, with_optimizer=False)
     assert sorted(file.name for file in path.iterdir()) == ["state.json", "weights.safetensors"]
-    other = engine_of(seed=99)
+    other = small(seed=99)
     load_checkpoint(path, other, TOKENIZER, with_optimizer=False)
-    assert other.optimizer_steps() == 0
-    assert all(torch.equal(other.weights()[n], w) for n, w in engine.weights().items())
+    assert other.optimizer_steps == 0
+    assert all(torch.equal(weights_of(other)[name], weight) for name, weight in engine.states("weights"))
     with pytest.raises(ValueError, match="--no-load-optim"):
         load_checkpoint(path, other, TOKENIZER, with_optimizer=True)
 
 
 def test_the_newest_is_found_and_any_can_be_named(tmp_path: Path) -> None:
     assert find_checkpoint(str(tmp_path)) is None
-    first, second = save(tmp_path, engine_of()), save(tmp_path, engine_of(), SECOND)
+    first, second = save(tmp_path, small()), save(tmp_path, small(), SECOND)
     assert find_checkpoint(str(tmp_path)) == second
     assert find_checkpoint(str(tmp_path), 5) == first
     with pytest.raises(ValueError, match=r"--ckpt-step 7: .* iterations there: 5, 10"):
@@ -104,7 +100,7 @@ def test_the_newest_is_found_and_any_can_be_named(tmp_path: Path) -> None:
 def test_a_tracker_that_does_not_fit_is_an_error_not_a_fresh_start(
     tmp_path: Path, tracker: str | None
 ) -> None:
-    save(tmp_path, engine_of())
+    save(tmp_path, small())
     if tracker is None:
         (tmp_path / TRACKER).unlink()
     else:
@@ -114,26 +110,26 @@ def test_a_tracker_that_does_not_fit_is_an_error_not_a_fresh_start(
 
 
 def test_saving_again_replaces(tmp_path: Path) -> None:
-    save(tmp_path, engine_of(seed=1))
-    path = save(tmp_path, engine_of(seed=2))
-    other = engine_of(seed=3)
+    save(tmp_path, small(seed=1))
+    path = save(tmp_path, small(seed=2))
+    other = small(seed=3)
     load_checkpoint(path, other, TOKENIZER, with_optimizer=True)
-    assert torch.equal(*(e.weights()["layers.0.mlp.input.weight"] for e in (other, engine_of(seed=2))))
+    assert torch.equal(*(weights_of(e)["layers.0.mlp.input.weight"] for e in (other, small(seed=2))))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["iter_0000005", TRACKER]
 
 
 def test_another_model_or_tokenizer_is_refused(tmp_path: Path) -> None:
-    path = save(tmp_path, engine_of())
+    path = save(tmp_path, small())
     with pytest.raises(ValueError, match=r"has shape .*, this model needs"):
-        load_checkpoint(path, engine_of(hidden=64), TOKENIZER, with_optimizer=True)
+        load_checkpoint(path, small(hidden=64), TOKENIZER, with_optimizer=True)
     with pytest.raises(ValueError, match="tokenizer"):
-        load_checkpoint(path, engine_of(), {**TOKENIZER, "fingerprint": "0" * 64}, with_optimizer=True)
+        load_checkpoint(path, small(), {**TOKENIZER, "fingerprint": "0" * 64}, with_optimizer=True)
 
 
 @pytest.mark.parametrize("name", ["state.json", "weights.safetensors", "moments.safetensors"])
 @pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "garbage"])
 def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None:
-    engine = engine_of()
+    engine = small()
     train(engine, 1, seed=2)
     path = save(tmp_path, engine)
     content = (path / name).read_bytes()
@@ -143,12 +139,12 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None
         damaged = {"empty": b"", "truncated": content[: len(content) // 2], "garbage": b"\xff" * 64}
         (path / name).write_bytes(damaged[damage])
     with pytest.raises(ValueError, match=name) as caught:
-        load_checkpoint(path, engine_of(), TOKENIZER, with_optimizer=True)
+        load_checkpoint(path, small(), TOKENIZER, with_optimizer=True)
     assert "\n" not in str(caught.value)
 
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
-    path = save(tmp_path, engine_of()) / "state.json"
+    path = save(tmp_path, small()) / "state.json"
     path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 2'))
     with pytest.raises(ValueError, match="format version 2"):
         read_state(path.parent)
@@ -158,8 +154,8 @@ SAVE_FOREVER = """
 import sys
 from pathlib import Path
 from megatron_zpp.checkpoint.store import Progress
-from tests.checkpoint.test_store import engine_of, save, train
-engine = engine_of()
+from tests.checkpoint.test_store import save, small, train
+engine = small()
 train(engine, 1, seed=2)
 print("ready", flush=True)
 for iteration in range(1, 10**6):
@@ -183,13 +179,13 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
         newest = find_checkpoint(str(tmp_path))
         if newest is None:
             continue  # killed before the first was whole
-        engine = engine_of(seed=9)
+        engine = small(seed=9)
         load_checkpoint(newest, engine, TOKENIZER, with_optimizer=True)
-        assert engine.optimizer_steps() == 1
+        assert engine.optimizer_steps == 1
 
 
 def test_files_follow_the_umask(tmp_path: Path) -> None:
-    path = save(tmp_path, engine_of())
+    path = save(tmp_path, small())
     modes = {file.stat().st_mode & 0o777 for file in path.iterdir()}
     assert len(modes) == 1
 

@@ -145,7 +145,7 @@ BAD = [  # command line, then what its one line must hold
     ([*MINIMAL, "--no-load-optim"], ["--no-load-optim", "--load"]),
     ([*MINIMAL, "--wandb-exp-name", "a"], ["--wandb-exp-name a", "--wandb-project"]),
     ([*MINIMAL, "--zero-stage", "4"], ["--zero-stage 4", "at most 3"]),
-    ([*MINIMAL, "--zero-stage", "1"], ["--zero-stage 1", "0"]),
+    ([*MINIMAL, "--zero-prefetch-units", "-1"], ["--zero-prefetch-units -1", "at least 0"]),
     ([*MINIMAL, "--device", "cpu", "--distributed-backend", "nccl"], ["--distributed-backend nccl", "gloo"]),
     ([*MINIMAL, "--full-validation"], ["--full-validation", "--mock-data", "--eval-iters"]),
     ([*MINIMAL, "--seed", "-1"], ["--seed -1", "at least 0"]),

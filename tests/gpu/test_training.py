@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
-from megatron_zpp.model.gpt import GPT
-from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.topology import Topology
+from megatron_zpp.config.optimizer import PrecisionConfig
 from tests.support import pretrain
+from tests.zero.engines import engine_of
 
 VOCAB = 1000
 MODEL = ModelConfig(
@@ -27,15 +25,13 @@ MODEL = ModelConfig(
 
 def losses_on(device: str, precision: PrecisionConfig, model: ModelConfig = MODEL) -> list[float]:
     """Ten steps of two micro-batches from the same CPU-made weights."""
-    engine = ZeroEngine(
-        GPT(model, VOCAB).initialize(3), OptimizerConfig(), precision, Topology(), torch.device(device)
-    )
+    engine = engine_of(model, VOCAB, precision=precision, device=device)
     data = torch.randint(VOCAB, (10, 2, 4, 129), generator=torch.Generator().manual_seed(8))
     losses = []
     for step in data:
-        parts = [engine.accumulate(part, micro_batches=2, last=index == 1) for index, part in enumerate(step)]
+        parts = [engine.accumulate(part, index=index, micro_batches=2) for index, part in enumerate(step)]
         losses.append(torch.stack(parts).mean().item())
-        assert not engine.step(1e-3).skipped
+        assert engine.step(1e-3).skipped.item() == 0
     return losses
 
 
@@ -86,16 +82,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, flags: str) -
 
 def test_dropout_differs_between_micro_batches_and_repeats_with_the_seed() -> None:
     dropped = dataclasses.replace(MODEL, hidden_dropout=0.5)
-    engine = ZeroEngine(
-        GPT(dropped, VOCAB).initialize(3),
-        OptimizerConfig(),
-        PrecisionConfig(bf16=True),
-        Topology(),
-        torch.device("cuda"),
-    )
+    engine = engine_of(dropped, VOCAB, precision=PrecisionConfig(bf16=True), device="cuda")
     tokens = torch.randint(VOCAB, (2, 129))
     losses = []
     for seed in (1, 2, 1):
         torch.manual_seed(seed)
-        losses.append(engine.accumulate(tokens, micro_batches=1, last=True).item())
+        losses.append(engine.accumulate(tokens, index=0, micro_batches=1).item())
     assert losses[0] == losses[2] != losses[1]

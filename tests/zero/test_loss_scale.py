@@ -1,49 +1,51 @@
 """The dynamic loss scale's promises."""
 
+import torch
+
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.zero.loss_scale import LossScale
 
 
-def dynamic(**settings: object) -> LossScale:
-    return LossScale.from_config(PrecisionConfig(fp16=True, **settings))
+def of(**settings: object) -> LossScale:
+    return LossScale(PrecisionConfig(**settings), torch.device("cpu"))
+
+
+def scales(scale: LossScale, *overflows: bool) -> list[float]:
+    """The scale after each step."""
+    seen = []
+    for overflow in overflows:
+        scale.update(torch.tensor(float(overflow)))
+        seen.append(scale.scale.item())
+    return seen
 
 
 def test_without_fp16_there_is_none() -> None:
-    scale = LossScale.from_config(PrecisionConfig(bf16=True))
-    scale.update(overflow=True)
-    assert scale.scale == 1.0
+    assert scales(of(bf16=True), True, False) == [1.0, 1.0]
 
 
 def test_a_fixed_scale_stays() -> None:
-    scale = dynamic(loss_scale=1024.0)
-    for overflow in (True, True, False):
-        scale.update(overflow)
-    assert scale.scale == 1024.0
+    assert scales(of(fp16=True, loss_scale=1024.0), True, True, False) == [1024.0] * 3
 
 
 def test_halves_after_its_patience_and_not_below_the_minimum() -> None:
-    scale = dynamic(initial_loss_scale=16.0, min_loss_scale=4.0, hysteresis=2)
-    seen = []
-    for _ in range(5):
-        scale.update(overflow=True)
-        seen.append(scale.scale)
-    assert seen == [16.0, 8.0, 4.0, 4.0, 4.0]
+    scale = of(fp16=True, initial_loss_scale=16.0, min_loss_scale=4.0, hysteresis=2)
+    assert scales(scale, True, True, True, True, True) == [16.0, 8.0, 4.0, 4.0, 4.0]
 
 
 def test_doubles_after_a_window_of_clean_steps_in_a_row() -> None:
-    scale = dynamic(initial_loss_scale=16.0, loss_scale_window=3, hysteresis=1)
-    for overflow in (False, False, True, False, False, False):
-        scale.update(overflow)
-    assert scale.scale == 16.0  # halved by the overflow, doubled by the three after it
+    scale = of(fp16=True, initial_loss_scale=16.0, loss_scale_window=3, hysteresis=1)
+    assert scales(scale, False, False, True, False, False, False) == [16.0, 16.0, 8.0, 8.0, 8.0, 16.0]
+
+
+def test_a_clean_window_renews_the_patience() -> None:
+    scale = of(fp16=True, initial_loss_scale=16.0, loss_scale_window=2, hysteresis=2)
+    assert scales(scale, True, False, False, True, True) == [16.0, 16.0, 32.0, 32.0, 16.0]
 
 
 def test_state_round_trips() -> None:
-    scale = dynamic(initial_loss_scale=64.0, loss_scale_window=5)
-    for overflow in (True, True, True, False, False):
-        scale.update(overflow)
-    other = dynamic(loss_scale_window=5)
-    other.load_state(scale.state())
-    for overflow in (False, False, False, True, True):
-        scale.update(overflow)
-        other.update(overflow)
-        assert scale == other
+    first = of(fp16=True, initial_loss_scale=64.0, loss_scale_window=5)
+    scales(first, True, True, True, False, False)
+    second = of(fp16=True, loss_scale_window=5)
+    second.load_state(first.state())
+    later = (False, False, False, True, True)
+    assert scales(first, *later) == scales(second, *later)

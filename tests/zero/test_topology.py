@@ -1,10 +1,7 @@
-"""The launcher's variables and the flat layout: arithmetic that one process can test for many ranks."""
+"""The launcher's variables: arithmetic that one process can test for many ranks."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.topology import Topology
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -34,11 +31,9 @@ def test_impossible_values_are_named(name: str, value: str) -> None:
         Topology.from_environment({**TORCHRUN, name: value})
 
 
-@given(st.lists(st.integers(0, 5000), min_size=1, max_size=30), st.sampled_from([1, 8, 128]))
-def test_parameters_never_overlap_and_start_aligned(numels: list[int], alignment: int) -> None:
-    layout = FlatLayout(tuple(numels), alignment)
-    ends = [offset + numel for offset, numel in zip(layout.offsets, numels, strict=True)]
-    assert all(offset % alignment == 0 for offset in layout.offsets)
-    assert all(end <= start for end, start in zip(ends, layout.offsets[1:], strict=False))
-    assert ends[-1] <= layout.numel
-    assert layout.numel < sum(numels) + alignment * len(numels)
+def test_nodes_are_counted_from_the_launcher() -> None:
+    topology = Topology(5, 8, 1, 4)
+    assert topology.nodes == 2
+    assert [topology.node_of(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    with pytest.raises(ValueError, match=r"WORLD_SIZE 6.*LOCAL_WORLD_SIZE 4"):
+        Topology(0, 6, 0, 4)

@@ -1,0 +1,150 @@
+"""Gathers and reductions of flat buffers, each on a lane of its own beside the compute.
+
+A lane is a communicator and, on a GPU, a stream: what is submitted to it runs in order, after the compute
+submitted so far and while the compute submitted later runs. On a CPU gloo's threads do the same.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_zpp.zero.topology import Topology
+from megatron_zpp.zero.traffic import TrafficLedger
+
+
+class Pending:
+    """A submitted collective. It owns its buffers until `wait` has returned."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait: Callable[[], None] | None = wait
+
+    def wait(self) -> None:
+        """Lets the present stream (on a CPU the caller) wait for the result; again is harmless."""
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
+
+
+class Lane:
+    """Runs collectives in order beside the compute. Every rank must submit the same ones."""
+
+    def __init__(self, topology: Topology, device: torch.device, ledger: TrafficLedger) -> None:
+        self._ranks, self._rank, self._ledger = topology.world_size, topology.rank, ledger
+        self._group = dist.new_group() if self._ranks > 1 else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> Pending:
+        """Fills `full` (ranks · n,) with every rank's `shard` (n,), which may be its own part of `full`."""
+        if self._ranks == 1:
+            return self._submit(None, lambda: _copy(full, shard))
+        self._ledger.around_the_ring((self._ranks - 1) * shard.nbytes)
+        return self._submit(
+            lambda: dist.all_gather_into_tensor(full, shard, group=self._group, async_op=True), None
+        )
+
+    def scratch(self, full: Tensor) -> Tensor:
+        """A buffer that a reduction of `full` (ranks · n,) needs for itself until it is waited for."""
+        return torch.empty_like(full if self._stream is None else full[: full.numel() // self._ranks])
+
+    def reduce_scatter(self, full: Tensor, shard: Tensor, *, add: bool, scratch: Tensor) -> Pending:
+        """Sums `full` (ranks · n,) over ranks into the fp32 `shard` (n,): overwrites it, or adds to it.
+
+        `shard` may be this rank's own part of `full`.
+        """
+        if self._ranks == 1:
+            return self._submit(None, lambda: _put(shard, full, add))
+        if self._stream is None:
+            return self._sum_in_rank_order(full, shard, add, scratch)
+        self._ledger.around_the_ring((self._ranks - 1) * full.nbytes // self._ranks)
+        direct = not add and full.dtype == shard.dtype
+        received = shard if direct else scratch
+        return self._submit(
+            lambda: dist.reduce_scatter_tensor(received, full, group=self._group, async_op=True),
+            None if direct else lambda: _put(shard, received, add),
+        )
+
+    def all_reduce(self, full: Tensor, total: Tensor, scratch: Tensor) -> Pending:
+        """Sums `full` (ranks · n,) over ranks into the fp32 `total` of that size, which may be `full`."""
+        if self._ranks == 1:
+            return self._submit(None, lambda: _copy(total, full))
+        if self._stream is None:
+            own = full.chunk(self._ranks)[self._rank]
+            reduced = self._sum_in_rank_order(full, own, False, scratch)
+
+            def gather() -> None:
+                reduced.wait()
+                self.all_gather(full, own).wait()
+                _copy(total, full)
+
+            return Pending(gather)
+        self._ledger.around_the_ring(2 * (self._ranks - 1) * full.nbytes // self._ranks)
+        return self._submit(
+            lambda: dist.all_reduce(full, group=self._group, async_op=True), lambda: _copy(total, full)
+        )
+
+    def _sum_in_rank_order(self, full: Tensor, shard: Tensor, add: bool, received: Tensor) -> Pending:
+        """gloo has no reduce-scatter of its own: an all-to-all of the same volume and a sum in fp32.
+
+        The order is that in which one process would accumulate the ranks' batches, so the bits are its too.
+        """
+        self._ledger.to_every_peer(full.nbytes // self._ranks)
+
+        def add_up() -> None:
+            first, *others = received.chunk(self._ranks)
+            total = first.float() if not add else shard + first
+            for part in others:
+                total += part
+            shard.copy_(total)
+
+        return self._submit(
+            lambda: dist.all_to_all_single(received, full, group=self._group, async_op=True), add_up
+        )
+
+    def _submit(self, start: Callable[[], dist.Work] | None, finish: Callable[[], None] | None) -> Pending:
+        """Starts a collective now and runs `finish` behind it."""
+        if self._stream is None:
+            work = start() if start else None
+
+            def wait() -> None:
+                if work is not None:
+                    work.wait()
+                if finish is not None:
+                    finish()
+
+            return Pending(wait)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            if start is not None:
+                start().wait()  # the lane's stream waits for NCCL's; the host does not
+            if finish is not None:
+                finish()
+            done = self._stream.record_event()
+        return Pending(lambda: torch.cuda.current_stream().wait_event(done))
+
+
+def gather_now(shard: Tensor, topology: Topology) -> Tensor:
+    """Every rank's `shard` (n,) in a new buffer (ranks · n,); outside of steps, and not in the ledger."""
+    full = shard.new_empty(topology.world_size * len(shard))
+    if topology.world_size == 1:
+        return full.copy_(shard)
+    dist.all_gather_into_tensor(full, shard)
+    return full
+
+
+def sum_over_ranks(value: Tensor, topology: Topology) -> Tensor:
+    """The sum of one small tensor over all ranks; a NaN on one rank is a NaN on all."""
+    if topology.world_size > 1:
+        value = value.clone()
+        dist.all_reduce(value)  # SUM: gloo's MAX and MIN would lose a NaN
+    return value
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)
+
+
+def _put(target: Tensor, source: Tensor, add: bool) -> None:
+    target.add_(source) if add else _copy(target, source)

@@ -1,0 +1,36 @@
+"""The only place that hooks into a model: tells gathers and reductions where the pass is."""
+
+import torch
+from torch import Tensor, nn
+
+from megatron_zpp.zero.gathers import Gathers
+from megatron_zpp.zero.reductions import Reductions
+from megatron_zpp.zero.unit import Unit
+
+
+def register_hooks(
+    modules: list[nn.Module], units: list[Unit], gathers: Gathers, reductions: Reductions
+) -> None:
+    """Hooks every module that is a unit.
+
+    Before a forward its parameters are needed; when the gradient of its output is there its backward is
+    about to begin; when a parameter's `.grad` is there, that parameter is done with.
+    """
+    for index, (module, unit) in enumerate(zip(modules, units, strict=True)):
+        _hook_passes(module, index, gathers)
+        for parameter in unit.parameters:
+            parameter.register_post_accumulate_grad_hook(
+                lambda _, unit=unit: reductions.gradient_arrived(unit)
+            )
+
+
+def _hook_passes(module: nn.Module, index: int, gathers: Gathers) -> None:
+    def before_forward(module: nn.Module, arguments: tuple) -> None:
+        gathers.before_forward(index)
+
+    def after_forward(module: nn.Module, arguments: tuple, output: Tensor) -> None:
+        if torch.is_grad_enabled() and output.requires_grad:
+            output.register_hook(lambda gradient: gathers.before_backward(index))
+
+    module.register_forward_pre_hook(before_forward)
+    module.register_forward_hook(after_forward)

@@ -1,0 +1,74 @@
+"""Sums gradients over micro-batches and ranks, behind the backward that produces them."""
+
+import torch
+
+from megatron_zpp.zero.collectives import Lane
+from megatron_zpp.zero.unit import Residency, Unit
+
+
+class Reductions:
+    """Takes each unit's gradients when its backward is done.
+
+    Sharded gradients (stages 2 and 3) are reduced after every micro-batch, since no rank keeps them whole;
+    at stages 0 and 1 they accumulate whole and are reduced after the step's last one.
+    """
+
+    def __init__(self, units: list[Unit], lane: Lane, residency: Residency) -> None:
+        self._units, self._lane, self._residency = units, lane, residency
+        self._first = self._last = True
+
+    def begin(self, *, first: bool, last: bool) -> None:
+        """The backward that comes is of a step's first, last or another micro-batch."""
+        self._first, self._last = first, last
+        for unit in self._units:
+            unit.arrived = 0
+
+    def gradient_arrived(self, unit: Unit) -> None:
+        """One more parameter of `unit` has its `.grad`."""
+        unit.arrived += 1
+        if unit.arrived == len(unit.parameters):
+            self._take(unit)
+
+    def finish_backward(self) -> None:
+        """Takes the units of which a parameter had no part in the loss."""
+        for unit in self._units:
+            if unit.arrived < len(unit.parameters):
+                for parameter in unit.parameters:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                self._take(unit)
+
+    def wait(self) -> None:
+        """Lets the optimizer wait for every reduction."""
+        for unit in self._units:
+            unit.gradient_slot.wait()
+
+    def _take(self, unit: Unit) -> None:
+        """Moves `.grad` of every parameter to the flat buffer and starts the reduction that is due."""
+        produced = [parameter.grad for parameter in unit.parameters]
+        for parameter in unit.parameters:
+            parameter.grad = None
+        slot = unit.gradient_slot
+        slot.wait()
+        if self._residency.gradients_sharded:
+            torch._foreach_copy_(unit.views(slot.buffer), produced)
+            slot.pending = self._lane.reduce_scatter(
+                slot.buffer, unit.gradients, add=not self._first, scratch=slot.scratch
+            )
+            return
+        if self._first:
+            torch._foreach_copy_(unit.views(unit.accumulated), produced)
+        else:
+            torch._foreach_add_(unit.views(unit.accumulated), produced)
+        if self._last:
+            self._reduce_accumulated(unit)
+
+    def _reduce_accumulated(self, unit: Unit) -> None:
+        slot, source = unit.gradient_slot, unit.accumulated
+        if len(slot.buffer):
+            slot.buffer.copy_(source)
+            source = slot.buffer
+        if unit.whole:
+            slot.pending = self._lane.all_reduce(source, unit.gradients, slot.scratch)
+        else:
+            slot.pending = self._lane.reduce_scatter(source, unit.gradients, add=False, scratch=slot.scratch)

@@ -1,0 +1,47 @@
+"""Engines around a small GPT, the same one in every test of the engine."""
+
+import torch
+
+from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron_zpp.config.run import ZeroConfig
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.topology import Topology
+
+
+def engine_of(
+    config: ModelConfig,
+    vocab_size: int,
+    *,
+    zero: ZeroConfig | None = None,
+    optimizer: OptimizerConfig | None = None,
+    precision: PrecisionConfig | None = None,
+    recompute: RecomputeConfig | None = None,
+    topology: Topology | None = None,
+    device: str = "cpu",
+    seed: int = 3,
+) -> ZeroEngine:
+    """An engine with the initial weights of `seed`, drawn on the CPU whatever the device."""
+    with torch.device("meta"):
+        model = GPT(config, vocab_size, recompute)
+
+    def initialize(name: str, tensor: torch.Tensor) -> None:
+        drawn = torch.empty(tensor.shape)
+        model.initialize_parameter(name, drawn, seed)
+        tensor.copy_(drawn)
+
+    return ZeroEngine(
+        model,
+        initialize,
+        zero=zero or ZeroConfig(),
+        optimizer=optimizer or OptimizerConfig(weight_decay=0.1),
+        precision=precision or PrecisionConfig(),
+        topology=topology or Topology(),
+        device=torch.device(device),
+    )
+
+
+def weights_of(engine: ZeroEngine) -> dict[str, torch.Tensor]:
+    """A copy of the whole master weights by name."""
+    return {name: tensor.clone() for name, tensor in engine.states("weights")}

@@ -1,0 +1,37 @@
+"""Runs a function on several ranks, as processes of this machine over gloo."""
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megatron_zpp.zero.topology import Topology
+
+
+def on_ranks(
+    world: int, function: Callable[..., Any], *arguments: Any, ranks_per_node: int | None = None
+) -> list[Any]:
+    """What `function(topology, *arguments)` returns on each of `world` ranks, by rank."""
+    if world == 1:
+        return [function(Topology(), *arguments)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    results = mp.get_context("spawn").SimpleQueue()
+    per_node = ranks_per_node or world
+    mp.spawn(_rank, (world, per_node, port, results, function, arguments), nprocs=world)
+    collected = dict(results.get() for _ in range(world))
+    return [collected[rank] for rank in range(world)]
+
+
+def _rank(
+    rank: int, world: int, per_node: int, port: int, results: Any, function: Callable, arguments: tuple
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    results.put((rank, function(Topology(rank, world, rank % per_node, per_node), *arguments)))
+    dist.barrier()
+    dist.destroy_process_group()

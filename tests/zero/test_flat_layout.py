@@ -1,0 +1,41 @@
+"""The flat layout: arithmetic that one process can test for any number of ranks."""
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_zpp.zero.flat_layout import ALIGNMENT, SHARD_MULTIPLE, FlatLayout
+
+numels = st.lists(st.integers(0, 5000), min_size=1, max_size=30)
+
+
+@given(numels, st.integers(1, 17))
+def test_parameters_never_overlap_and_start_aligned(numels: list[int], ranks: int) -> None:
+    layout = FlatLayout(tuple(numels), 0, ranks)
+    assert all(offset % ALIGNMENT == 0 for offset in layout.offsets)
+    for (start, following), numel in zip(pairwise(layout.offsets), numels, strict=True):
+        assert start + numel <= following
+    assert layout.offsets[-1] <= layout.numel
+    assert layout.shard_numel % SHARD_MULTIPLE == 0
+    assert layout.numel < sum(numels) + ALIGNMENT * len(numels) + SHARD_MULTIPLE * ranks
+
+
+@given(numels, st.integers(1, 17), st.data())
+def test_the_shards_pieces_are_every_element_once(numels: list[int], ranks: int, data: st.DataObject) -> None:
+    layout = FlatLayout(tuple(numels), data.draw(st.integers(0, len(numels))), ranks)
+    seen = [0] * len(numels)
+    decayed = 0
+    for rank in range(ranks):
+        owned = layout.shard(rank)
+        inside = layout.decayed_in(owned)
+        decayed += inside
+        for piece in layout.pieces(owned):
+            assert piece.start == seen[piece.parameter]  # in order, without a gap
+            seen[piece.parameter] += piece.length
+            assert piece.place >= 0
+            assert piece.place + piece.length <= len(owned)
+            assert layout.offsets[piece.parameter] + piece.start == owned.start + piece.place
+            assert (piece.place < inside) == (piece.parameter < layout.decayed)
+    assert seen == numels
+    assert decayed == layout.offsets[layout.decayed]
