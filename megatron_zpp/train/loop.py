@@ -84,6 +84,7 @@ class Trainer:
         consumed, schedule = self._progress.consumed_samples, self._schedule.batches
         micro_batches = schedule.micro_batches_at(consumed)
         losses = torch.zeros((), device=self._engine.device)
+        self._engine.ledger.take()  # what an evaluation sent is not this step's
         for index in range(micro_batches):
             first_sample, _ = schedule.micro_batch(consumed, index, self._engine.topology.rank)
             seed_dropout(self._config.training.seed, first_sample)
@@ -93,7 +94,7 @@ class Trainer:
         self._progress = replace(
             self._progress, iteration=self._progress.iteration + 1, consumed_samples=consumed + samples
         )
-        self._interval.add(losses / micro_batches, result, samples)
+        self._interval.add(losses / micro_batches, result, samples, self._engine.ledger.take())
         return result
 
     def _log(self, result: StepResult) -> None:
@@ -103,6 +104,8 @@ class Trainer:
         skipped = int(interval.skipped.item())
         # A skipped step with a dynamic loss scale is the scale finding its place; else it is a NaN or Inf.
         nans = 0 if self._engine.loss_scale.dynamic else skipped
+        traffic = self._engine.sum_over_ranks(torch.tensor(interval.traffic, device=self._engine.device))
+        intra_node, inter_node = (traffic // interval.iterations).tolist()
         seconds = interval.watch.lap()
         tokens = interval.samples * self._config.model.seq_length
         self._reporter.log(
@@ -118,6 +121,8 @@ class Trainer:
                 "nan": nans,
                 "elapsed_ms": 1000 * seconds / interval.iterations,
                 **self._throughput.record(tokens, seconds),
+                "intra_node_bytes": intra_node,
+                "inter_node_bytes": inter_node,
                 **memory_record(self._engine.device),
             }
         )

@@ -77,20 +77,23 @@ class Interval:
     batch: int = 0  # samples of the newest step
     loss_sum: Tensor | float = 0.0  # these stay on the device: reading them would wait for it
     skipped: Tensor | float = 0.0
+    traffic: tuple[int, int] = (0, 0)  # bytes that this rank sent inside its node and between nodes
     watch: Stopwatch = field(default_factory=Stopwatch)
 
-    def add(self, loss: Tensor, result: StepResult, samples: int) -> None:
+    def add(self, loss: Tensor, result: StepResult, samples: int, traffic: tuple[int, int]) -> None:
         """Takes note of one step; `loss` is this rank's mean over its micro-batches."""
         self.iterations += 1
         self.samples += samples
         self.batch = samples
         self.skipped = self.skipped + result.skipped
+        self.traffic = (self.traffic[0] + traffic[0], self.traffic[1] + traffic[1])
         self.loss_sum = self.loss_sum + loss
 
     def restart(self) -> None:
         """Begins the next interval; the stopwatch was already lapped."""
         self.iterations = self.samples = self.batch = 0
         self.loss_sum = self.skipped = 0.0
+        self.traffic = (0, 0)
 
 
 def memory_record(device: torch.device) -> Record:

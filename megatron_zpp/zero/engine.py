@@ -120,6 +120,10 @@ class ZeroEngine:
         self._gathers.begin(Phase.FORWARD)
         return self._loss(tokens)
 
+    def sum_over_ranks(self, value: Tensor) -> Tensor:
+        """The sum of a small tensor over all ranks."""
+        return sum_over_ranks(value, self.topology)
+
     def mean_over_ranks(self, value: Tensor) -> Tensor:
         """The mean of a small tensor over all ranks."""
         return sum_over_ranks(value, self.topology) / self.topology.world_size

@@ -64,6 +64,7 @@ def test_a_run_learns_and_reports_everywhere(flags: list[str], corpus: str, tmp_
     first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])
     promised = "iteration consumed_samples lm_loss grad_norm learning_rate loss_scale skipped elapsed_ms"
     promised += " tokens_per_second tflops_per_gpu mfu memory_allocated_bytes memory_peak_bytes"
+    promised += " intra_node_bytes inter_node_bytes"
     assert set(promised.split()) <= set(first)
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -1,0 +1,168 @@
+"""Memory and traffic: what the engine really holds and sends, against the closed forms."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.run import ZeroConfig
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.theory import arena_bytes, bytes_sent_a_step, model_state_bytes
+from megatron_zpp.zero.topology import Topology
+from tests.zero.engines import engine_of
+from tests.zero.ranks import on_ranks
+
+VOCAB = 512
+MODEL = ModelConfig(
+    num_layers=6, hidden_size=128, num_attention_heads=4, seq_length=16, hidden_dropout=0, attention_dropout=0
+)
+BF16 = PrecisionConfig(bf16=True)
+STAGES = (0, 1, 2, 3)
+
+
+def build(topology: Topology, stage: int, prefetch: int = 1, precision: PrecisionConfig = BF16) -> ZeroEngine:
+    torch.set_num_threads(1)
+    zero = ZeroConfig(zero_stage=stage, zero_prefetch_units=prefetch)
+    return engine_of(
+        MODEL,
+        VOCAB,
+        zero=zero,
+        precision=precision,
+        topology=topology,
+        recompute=RecomputeConfig(recompute_granularity="full", recompute_method="uniform"),
+    )
+
+
+def step(engine: ZeroEngine, accumulation: int) -> None:
+    for index in range(accumulation):
+        engine.accumulate(torch.zeros(1, 17, dtype=torch.long), index=index, micro_batches=accumulation)
+    engine.step(1e-3)
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_the_formula_gives_the_zero_papers_figures(stage: int, gigabytes: float) -> None:
+    """Figure 1: 7.5 billion parameters on 64 GPUs, gradients in fp16."""
+    assert model_state_bytes(7_500_000_000, 64, stage, gradient_bytes=2) / 1e9 == pytest.approx(
+        gigabytes, abs=0.05
+    )
+
+
+def live_bytes(engine: ZeroEngine) -> int:
+    """Of every storage that the engine reaches, counted once."""
+    storages = {}
+
+    def visit(thing: object, seen: set[int]) -> None:
+        if id(thing) in seen or isinstance(thing, (type, str, int, float)):
+            return
+        seen.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+            if thing.grad is not None:
+                visit(thing.grad, seen)
+        for part in parts(thing):
+            visit(part, seen)
+
+    visit(engine, set())
+    return sum(storages.values())
+
+
+def parts(thing: object) -> Iterator[object]:
+    if isinstance(thing, dict):
+        yield from thing.values()
+    elif isinstance(thing, (list, tuple, set)):
+        yield from thing
+    elif hasattr(thing, "__dict__"):
+        yield from vars(thing).values()
+
+
+def measure_memory(topology: Topology, cases: list[tuple[int, int]]) -> list[tuple[int, int, float]]:
+    """(live bytes after two steps, after three, theory) for each stage and prefetch."""
+    measured = []
+    for stage, prefetch in cases:
+        engine = build(topology, stage, prefetch)
+        step(engine, 1)
+        step(engine, 1)
+        second = live_bytes(engine)
+        step(engine, 2)
+        parameters = sum(parameter.numel() for parameter in engine.model.parameters())
+        arena = arena_bytes([unit.layout for unit in engine.units], stage, prefetch=prefetch, on_gpu=False)
+        states = model_state_bytes(parameters, topology.world_size, stage)
+        measured.append((second, live_bytes(engine), states + arena))
+    return measured
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_rank_holds_what_theory_says(world: int) -> None:
+    cases = [(stage, prefetch) for stage in STAGES for prefetch in ((0, 1, 2) if stage == 3 else (1,))]
+    for measured in on_ranks(world, measure_memory, cases):
+        for case, (second, later, theory) in zip(cases, measured, strict=True):
+            assert second == later, case
+            assert second <= 1.02 * theory, case
+
+
+def measure_traffic(
+    topology: Topology, cases: list[tuple[int, int, int, bool]]
+) -> list[tuple[list[int], int]]:
+    """(bytes sent in each of three steps, closed form) for each case."""
+    measured = []
+    for stage, accumulation, prefetch, reduce_in_bf16 in cases:
+        engine = build(
+            topology, stage, prefetch, PrecisionConfig(bf16=True, grad_reduce_in_bf16=reduce_in_bf16)
+        )
+        sent = []
+        for _ in range(3):
+            step(engine, accumulation)
+            sent.append(sum(engine.ledger.take()))
+        expected = bytes_sent_a_step(
+            [unit.layout for unit in engine.units],
+            stage,
+            accumulation,
+            prefetch=prefetch,
+            reduce_bytes=2 if reduce_in_bf16 else 4,
+        )
+        measured.append((sent, expected))
+    return measured
+
+
+def test_the_ledger_equals_the_closed_form() -> None:
+    cases = list(itertools.product((0, 1, 2), (1, 3), (1,), (False, True)))
+    cases += [
+        (3, accumulation, prefetch, prefetch == 1) for accumulation in (1, 3) for prefetch in (0, 1, 2, 9)
+    ]
+    for measured in on_ranks(3, measure_traffic, cases):
+        for (stage, accumulation, prefetch, reduce_in_bf16), (sent, expected) in zip(
+            cases, measured, strict=True
+        ):
+            case = f"stage {stage}, {accumulation} micro-batches, prefetch {prefetch}, bf16 {reduce_in_bf16}"
+            # The first step also gathers what was initialised; a step gathers ahead for the next one.
+            assert sent[1:] == [expected, expected], case
+
+
+def volumes(topology: Topology, stage: int) -> tuple[int, int, int]:
+    """(bytes inside the node, bytes between nodes) of one step in bf16, and the elements of the model."""
+    engine = build(
+        topology, stage, prefetch=0, precision=PrecisionConfig(bf16=True, grad_reduce_in_bf16=True)
+    )
+    step(engine, 1)
+    engine.ledger.take()
+    step(engine, 1)
+    return *engine.ledger.take(), sum(unit.layout.numel for unit in engine.units)
+
+
+@pytest.mark.parametrize(("stage", "volume"), [(1, 2), (3, 3)])
+def test_volume_is_two_or_three_models_by_link(stage: int, volume: int) -> None:
+    """Rajbhandari et al., section 7: 2 Psi a step up to stage 2, 3 Psi at stage 3, times (d - 1) / d.
+
+    At stage 3 a little less: the embedding, the head and the last layer are not gathered twice. On 2 × 2
+    ranks a ring of gathers leaves a node on 2 of its 4 links, an all-to-all on 2 of each rank's 3.
+    """
+    per_rank = on_ranks(4, volumes, stage, ranks_per_node=2)
+    intra, inter = (sum(rank[link] for rank in per_rank) for link in (0, 1))
+    whole = 4 * 2 * per_rank[0][2] * 3 / 4  # bytes that all ranks send to move the model once
+    assert 0.85 * volume * whole < intra + inter <= volume * whole
+    reduced = whole
+    gathered = intra + inter - reduced
+    assert inter == pytest.approx(gathered * 2 / 4 + reduced * 2 / 3, rel=1e-9)
