@@ -87,7 +87,8 @@ class PrecisionConfig(Options):
     min_loss_scale: float = option(1.0, "fp16: the dynamic loss scale's floor.", above=0)
     loss_scale_window: int = option(1000, "fp16: clean steps after which the scale doubles.", at_least=1)
     grad_reduce_in_bf16: bool = option(
-        False, "Send gradients between ranks in bfloat16 instead of float32; they accumulate in float32."
+        False,
+        "Send gradients between ranks in bfloat16; else float32, or the compute format at stages 2 and 3.",
     )
     hysteresis: int = option(2, "fp16: overflows before the scale halves.", at_least=1)
 

@@ -7,7 +7,6 @@ from itertools import cycle
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.zero.collectives import Lane
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.unit import GradientSlot, ParameterSlot, Residency, Unit
@@ -31,11 +30,10 @@ class UnitBuilder:
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         prefetch: int,
-        lane: Lane,
     ) -> None:
         self._residency, self._topology, self._device = residency, topology, device
         self._dtype, self._reduce_dtype = dtype, reduce_dtype
-        self._prefetch, self._lane = prefetch, lane
+        self._prefetch = prefetch
 
     def build(self, modules: list[tuple[str, nn.Module]], initialize: Initialize) -> list[Unit]:
         """One unit a module, in order. `initialize(name, tensor)` fills one whole fp32 parameter.
@@ -66,15 +64,18 @@ class UnitBuilder:
 
     def _slots(self, layout: FlatLayout, units: int) -> tuple[cycle, cycle]:
         """The parameter slots and the gradient slots of so many units, to be taken in turn."""
+        sharded = self._residency.gradients_sharded
         count = min(self._prefetch + 1, units) if self._residency.parameters_sharded else units
         parameter_slots = [ParameterSlot(self._zeros(layout.numel, self._dtype)) for _ in range(count)]
         gradient_slots = []
         for _ in range(min(2, units)):
-            sent = self._zeros(layout.numel, self._reduce_dtype)
-            scratch = self._lane.scratch(sent)
-            if not self._residency.gradients_sharded and self._reduce_dtype == torch.float32:
-                sent = sent[:0].clone()  # the accumulated gradients are sent as they are
-            gradient_slots.append(GradientSlot(sent, scratch=scratch))
+            # Accumulated fp32 gradients are sent as they are; only an all-to-all needs room to receive.
+            sent = 0 if not sharded and self._reduce_dtype == torch.float32 else layout.numel
+            received = layout.numel if self._residency.optimizer_sharded else 0
+            slot = GradientSlot(
+                self._zeros(sent, self._reduce_dtype), scratch=self._zeros(received, self._reduce_dtype)
+            )
+            gradient_slots.append(slot)
         return cycle(parameter_slots), cycle(gradient_slots)
 
     def _unit(

@@ -13,6 +13,9 @@ from torch import Tensor
 from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.traffic import TrafficLedger
 
+# torch 2.13 gave it a new name and warns of the old one, which is all that 2.8 has.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Pending:
     """A submitted collective. It owns its buffers until `wait` has returned."""
@@ -31,7 +34,7 @@ class Lane:
     """Runs collectives in order beside the compute. Every rank must submit the same ones."""
 
     def __init__(self, topology: Topology, device: torch.device, ledger: TrafficLedger) -> None:
-        self._ranks, self._rank, self._ledger = topology.world_size, topology.rank, ledger
+        self._ranks, self._ledger = topology.world_size, ledger
         self._group = dist.new_group() if self._ranks > 1 else None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -40,66 +43,35 @@ class Lane:
         if self._ranks == 1:
             return self._submit(None, lambda: _copy(full, shard))
         self._ledger.around_the_ring((self._ranks - 1) * shard.nbytes)
-        return self._submit(
-            lambda: dist.all_gather_into_tensor(full, shard, group=self._group, async_op=True), None
-        )
-
-    def scratch(self, full: Tensor) -> Tensor:
-        """A buffer that a reduction of `full` (ranks · n,) needs for itself until it is waited for."""
-        return torch.empty_like(full if self._stream is None else full[: full.numel() // self._ranks])
+        return self._submit(lambda: _all_gather(full, shard, group=self._group, async_op=True), None)
 
     def reduce_scatter(self, full: Tensor, shard: Tensor, *, add: bool, scratch: Tensor) -> Pending:
         """Sums `full` (ranks · n,) over ranks into the fp32 `shard` (n,): overwrites it, or adds to it.
 
+        An all-to-all of the same volume as a ring's reduce-scatter, then a sum in fp32 in the order of the
+        ranks. So a 16-bit `full` costs 16 bits a number on the wire and its sum loses nothing, and the bits
+        are those of one process that accumulates the ranks' batches in turn. `scratch` is like `full`, and
         `shard` may be this rank's own part of `full`.
         """
         if self._ranks == 1:
             return self._submit(None, lambda: _put(shard, full, add))
-        if self._stream is None:
-            return self._sum_in_rank_order(full, shard, add, scratch)
-        self._ledger.around_the_ring((self._ranks - 1) * full.nbytes // self._ranks)
-        direct = not add and full.dtype == shard.dtype
-        received = shard if direct else scratch
-        return self._submit(
-            lambda: dist.reduce_scatter_tensor(received, full, group=self._group, async_op=True),
-            None if direct else lambda: _put(shard, received, add),
-        )
-
-    def all_reduce(self, full: Tensor, total: Tensor, scratch: Tensor) -> Pending:
-        """Sums `full` (ranks · n,) over ranks into the fp32 `total` of that size, which may be `full`."""
-        if self._ranks == 1:
-            return self._submit(None, lambda: _copy(total, full))
-        if self._stream is None:
-            own = full.chunk(self._ranks)[self._rank]
-            reduced = self._sum_in_rank_order(full, own, False, scratch)
-
-            def gather() -> None:
-                reduced.wait()
-                self.all_gather(full, own).wait()
-                _copy(total, full)
-
-            return Pending(gather)
-        self._ledger.around_the_ring(2 * (self._ranks - 1) * full.nbytes // self._ranks)
-        return self._submit(
-            lambda: dist.all_reduce(full, group=self._group, async_op=True), lambda: _copy(total, full)
-        )
-
-    def _sum_in_rank_order(self, full: Tensor, shard: Tensor, add: bool, received: Tensor) -> Pending:
-        """gloo has no reduce-scatter of its own: an all-to-all of the same volume and a sum in fp32.
-
-        The order is that in which one process would accumulate the ranks' batches, so the bits are its too.
-        """
         self._ledger.to_every_peer(full.nbytes // self._ranks)
 
         def add_up() -> None:
-            first, *others = received.chunk(self._ranks)
-            total = first.float() if not add else shard + first
-            for part in others:
-                total += part
-            shard.copy_(total)
+            for index, part in enumerate(scratch.chunk(self._ranks)):
+                _put(shard, part, add or index > 0)
 
         return self._submit(
-            lambda: dist.all_to_all_single(received, full, group=self._group, async_op=True), add_up
+            lambda: dist.all_to_all_single(scratch, full, group=self._group, async_op=True), add_up
+        )
+
+    def all_reduce(self, full: Tensor, total: Tensor) -> Pending:
+        """Sums `full` (ranks · n,) over ranks in its own format, then into `total`, which may be `full`."""
+        if self._ranks == 1:
+            return self._submit(None, lambda: _copy(total, full))
+        self._ledger.around_the_ring(2 * (self._ranks - 1) * full.nbytes // self._ranks)
+        return self._submit(
+            lambda: dist.all_reduce(full, group=self._group, async_op=True), lambda: _copy(total, full)
         )
 
     def _submit(self, start: Callable[[], dist.Work] | None, finish: Callable[[], None] | None) -> Pending:
@@ -129,7 +101,7 @@ def gather_now(shard: Tensor, topology: Topology) -> Tensor:
     full = shard.new_empty(topology.world_size * len(shard))
     if topology.world_size == 1:
         return full.copy_(shard)
-    dist.all_gather_into_tensor(full, shard)
+    _all_gather(full, shard)
     return full
 
 

@@ -11,6 +11,7 @@ from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.run import ZeroConfig
 from megatron_zpp.zero.build import Initialize, UnitBuilder
 from megatron_zpp.zero.collectives import Lane, gather_now, sum_over_ranks
+from megatron_zpp.zero.flat_layout import SHARD_MULTIPLE
 from megatron_zpp.zero.gathers import Gathers, Phase
 from megatron_zpp.zero.hooks import register_hooks
 from megatron_zpp.zero.loss_scale import LossScale
@@ -61,19 +62,19 @@ class ZeroEngine:
         self._clip_grad = optimizer.clip_grad
         gathering, reducing = (Lane(topology, device, self.ledger) for _ in range(2))
         residency = Residency(zero.zero_stage)
+        dtype = getattr(torch, precision.compute_dtype(device.type))
         names_and_modules = model.units()
         self.units = UnitBuilder(
             residency,
             topology,
             device,
-            dtype=getattr(torch, precision.compute_dtype(device.type)),
-            reduce_dtype=torch.bfloat16 if precision.grad_reduce_in_bf16 else torch.float32,
+            dtype=dtype,
+            reduce_dtype=_reduce_dtype(residency, precision, dtype),
             prefetch=zero.zero_prefetch_units,
-            lane=reducing,
         ).build(names_and_modules, initialize)
         self._gathers = Gathers(self.units, gathering, zero.zero_prefetch_units)
         self._reductions = Reductions(self.units, reducing, residency)
-        register_hooks(
+        self._hooks = register_hooks(
             [module for _, module in names_and_modules], self.units, self._gathers, self._reductions
         )
         self.loss_scale = LossScale(precision, device)
@@ -107,11 +108,14 @@ class ZeroEngine:
         if self._clip_grad > 0:
             shrink = torch.clamp((grad_norm + 1e-6) / self._clip_grad, min=1.0)
         self._adamw.step(learning_rate, scale * shrink, found_inf)
-        for unit in self.units:
-            unit.publish()
+        self._gathers.publish()
         self.loss_scale.update(found_inf)
-        self._gathers.begin_step()
         return StepResult(grad_norm, found_inf, scale)
+
+    def close(self) -> None:
+        """Unhooks the model: the hooks tie engine and model in a cycle that Python cannot see through."""
+        for handle in self._hooks:
+            handle.remove()
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor) -> Tensor:
@@ -164,12 +168,28 @@ class ZeroEngine:
         return [moments[kind] for moments in self._adamw.moments]
 
     def _sum_of_squares(self) -> Tensor:
-        """Of the whole gradient, in fp64: its rounding to fp32 does not show how it was sharded."""
-        norms = [torch.linalg.vector_norm(unit.gradients, dtype=torch.float64) for unit in self.units]
-        total = torch.stack(norms).square().sum()
+        """Of the whole gradient: fp32 in blocks that no shard cuts, then fp64, whose rounding does not show.
+
+        So the clipping factor has the same bits however the gradient is sharded.
+        """
+        blocks = [
+            torch.linalg.vector_norm(unit.gradients.view(-1, SHARD_MULTIPLE), dim=1) for unit in self.units
+        ]
+        total = torch.stack([block.double().square().sum() for block in blocks]).sum()
         sharded = not self.units[0].whole
         return sum_over_ranks(total, self.topology) if sharded else total
 
     def _loss(self, tokens: Tensor) -> Tensor:
         tokens = tokens.to(self.device, non_blocking=True)
         return self.model(tokens[:, :-1], tokens[:, 1:])
+
+
+def _reduce_dtype(residency: Residency, precision: PrecisionConfig, dtype: torch.dtype) -> torch.dtype:
+    """The format in which gradients are sent.
+
+    Sharded ones go out after each backward in the format it made them in, which loses nothing as they are
+    summed in fp32. Sums over micro-batches need fp32, unless told otherwise.
+    """
+    if precision.grad_reduce_in_bf16:
+        return torch.bfloat16
+    return dtype if residency.gradients_sharded else torch.float32

@@ -28,14 +28,18 @@ class Gathers:
         """The pass that starts now goes in this direction."""
         self._phase = phase
 
-    def begin_step(self) -> None:
-        """After the optimizer: starts to gather what the next forward reads first, as far as slots last."""
+    def publish(self) -> None:
+        """After the optimizer: publishes every unit, and starts to gather those that the slots can hold.
+
+        They are the ones that the next forward reads first, and the first of them is on its way while the
+        others are still being cast.
+        """
         taken = set()
         for unit in self._units:
-            if id(unit.slot) in taken:
-                continue
-            taken.add(id(unit.slot))
-            self._start(unit)
+            unit.publish()
+            if id(unit.slot) not in taken:
+                taken.add(id(unit.slot))
+                self._start(unit)
 
     def before_forward(self, index: int) -> None:
         """Unit `index` is about to compute. In the backward phase that is a recomputation."""

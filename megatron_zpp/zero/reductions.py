@@ -69,6 +69,6 @@ class Reductions:
             slot.buffer.copy_(source)
             source = slot.buffer
         if unit.whole:
-            slot.pending = self._lane.all_reduce(source, unit.gradients, slot.scratch)
+            slot.pending = self._lane.all_reduce(source, unit.gradients)
         else:
             slot.pending = self._lane.reduce_scatter(source, unit.gradients, add=False, scratch=slot.scratch)

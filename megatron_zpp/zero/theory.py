@@ -29,20 +29,20 @@ def arena_bytes(
     prefetch: int,
     parameter_bytes: int = 2,
     reduce_bytes: int = 4,
-    on_gpu: bool = True,
 ) -> int:
     """Bytes of the buffers that units share: slots of gathered parameters, and what reductions need.
 
     Slots for parameters exist beside the states at stage 3 alone; below it the parameters are the slots.
-    gloo's all-to-all needs scratch space for a whole unit, NCCL's reduce-scatter for a shard.
+    `reduce_bytes` is the size of a gradient as it is sent; fp32 sums below stage 2 are sent from where they
+    are. An all-to-all needs room to receive a unit; an all-reduce (stage 0) does not.
     """
     total = 0
     for layout, units in Counter(layouts).items():
         if stage >= 3:
             total += slots(units, prefetch) * layout.numel * parameter_bytes
-        sent = layout.numel if stage >= 2 or reduce_bytes != 4 else 0
-        scratch = layout.shard_numel if on_gpu else layout.numel
-        total += min(2, units) * (sent + scratch) * reduce_bytes
+        sent = stage >= 2 or reduce_bytes != 4
+        received = stage >= 1
+        total += min(2, units) * (sent + received) * layout.numel * reduce_bytes
     return total
 
 
@@ -76,6 +76,7 @@ def bytes_sent_a_step(
     """Bytes that each rank sends in one step, all links together.
 
     A gather and a reduce-scatter each send the rank's share of a unit d - 1 times; an all-reduce is both.
+    `reduce_bytes` as in `arena_bytes`.
     """
     total = 0
     for layout, units in Counter(layouts).items():

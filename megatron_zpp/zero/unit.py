@@ -73,9 +73,10 @@ class ParameterSlot(Slot):
 
 @dataclass
 class GradientSlot(Slot):
-    """What a reduction needs: its input in the dtype that is sent, and scratch space.
+    """What a reduction needs: `buffer` in the format that is sent, and `scratch` to receive into.
 
-    `buffer` has no elements where the units' accumulated gradients are sent as they are.
+    `buffer` has no elements where the units' accumulated gradients are sent as they are, `scratch` none
+    where they are summed in place.
     """
 
     scratch: Tensor = field(kw_only=True)

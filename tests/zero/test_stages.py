@@ -12,7 +12,7 @@ from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.run import ZeroConfig
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.topology import Topology
-from tests.zero.engines import engine_of
+from tests.zero.engines import engine_of, weights_of
 from tests.zero.ranks import on_ranks
 
 VOCAB, STEPS = 101, 4
@@ -33,6 +33,8 @@ RECOMPUTE = {
     ),
 }
 STAGES = (0, 1, 2, 3)
+FP32, BF16 = PrecisionConfig(), PrecisionConfig(bf16=True)
+FP16 = PrecisionConfig(fp16=True, initial_loss_scale=2.0**22, hysteresis=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Case:
     recompute: str = "stored"
     prefetch: int = 1
     untied: bool = False
-    precision: PrecisionConfig = PrecisionConfig()
+    precision: PrecisionConfig = FP32
 
 
 def build(case: Case, topology: Topology) -> ZeroEngine:
@@ -82,9 +84,16 @@ def _train(engine: ZeroEngine, case: Case) -> list[float]:
 
 
 @cache
-def one_process(micro_batches: int, untied: bool = False) -> list[float]:
+def one_process(micro_batches: int, untied: bool = False, precision: PrecisionConfig = FP32) -> list[float]:
     """The same batches on one process at stage 0."""
-    return train(Topology(), (Case(accumulation=micro_batches, untied=untied),))[0]
+    return train(Topology(), (Case(accumulation=micro_batches, untied=untied, precision=precision),))[0]
+
+
+def same_order(case: Case, world: int) -> bool:
+    """Whether gradients are summed in the order in which one process accumulates them."""
+    if case.stage == 0:
+        return world == 1 or (world == 2 and case.accumulation == 1)
+    return world == 1 or case.accumulation == 1 or case.stage >= 2
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -97,6 +106,53 @@ def test_losses_equal_one_process(world: int) -> None:
     assert all(result == results[0] for result in results[1:])  # every rank sees the same
     for case, losses in zip(cases, results[0], strict=True):
         expected = one_process(world * case.accumulation)
-        if world == 1 or case.accumulation == 1 or case.stage >= 2:  # the sum is in the same order
+        if same_order(case, world):
             assert losses[-1] == expected[-1], case
         assert losses == pytest.approx(expected, rel=1e-6), case
+
+
+def test_variants_equal_one_process() -> None:
+    """Untied output, 16-bit compute, any prefetch. In bf16 the bits are the same wherever the order is:
+    gradients leave in the format they were made in and are summed in fp32."""
+    cases = (
+        *(Case(3, 3, prefetch=prefetch, precision=BF16) for prefetch in (0, 2, 9)),
+        *(Case(stage, 2, untied=True, precision=BF16) for stage in (2, 3)),
+        *(Case(stage, 1, precision=BF16) for stage in STAGES),
+        *(Case(stage, 1, precision=FP16) for stage in STAGES),
+    )
+    results = on_ranks(2, train, cases)
+    assert results[0] == results[1]
+    for case, losses in zip(cases, results[0], strict=True):
+        assert same_order(case, 2)
+        assert losses[-1] == one_process(2 * case.accumulation, case.untied, case.precision)[-1], case
+
+
+def test_bf16_reduction_of_fp32_sums_costs_its_rounding_and_no_more() -> None:
+    reduced = PrecisionConfig(grad_reduce_in_bf16=True)
+    cases = tuple(Case(stage, 3, precision=reduced) for stage in STAGES)
+    for case, losses in zip(cases, on_ranks(2, train, cases)[0], strict=True):
+        expected = one_process(6)
+        assert losses[:-1] != expected[:-1]
+        assert losses == pytest.approx(expected, rel=4 * torch.finfo(torch.bfloat16).eps), case
+
+
+def poisoned(topology: Topology, stage: int) -> list[tuple[float, bool]]:
+    """(gradient norm, whether weights moved) of a clean step and of one with a NaN on the last rank."""
+    engine = build(Case(stage), topology)
+    results = []
+    for poison in (False, True):
+        before = weights_of(engine)
+        engine.accumulate(torch.ones(1, 11, dtype=torch.long), index=0, micro_batches=1)
+        if poison and topology.rank == topology.world_size - 1:
+            engine._reductions.wait()
+            engine.units[2].gradients[3] = float("nan")
+        result = engine.step(1e-2)
+        after = weights_of(engine)
+        moved = any(not torch.equal(before[name], after[name]) for name in before)
+        results.append((result.skipped.item(), moved))
+    return results
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_nan_on_one_rank_skips_the_step_on_all(stage: int) -> None:
+    assert on_ranks(3, poisoned, stage) == [[(0.0, True), (1.0, False)]] * 3

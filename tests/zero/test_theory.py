@@ -88,7 +88,12 @@ def measure_memory(topology: Topology, cases: list[tuple[int, int]]) -> list[tup
         second = live_bytes(engine)
         step(engine, 2)
         parameters = sum(parameter.numel() for parameter in engine.model.parameters())
-        arena = arena_bytes([unit.layout for unit in engine.units], stage, prefetch=prefetch, on_gpu=False)
+        arena = arena_bytes(
+            [unit.layout for unit in engine.units],
+            stage,
+            prefetch=prefetch,
+            reduce_bytes=2 if stage >= 2 else 4,
+        )
         states = model_state_bytes(parameters, topology.world_size, stage)
         measured.append((second, live_bytes(engine), states + arena))
     return measured
@@ -121,7 +126,7 @@ def measure_traffic(
             stage,
             accumulation,
             prefetch=prefetch,
-            reduce_bytes=2 if reduce_in_bf16 else 4,
+            reduce_bytes=2 if reduce_in_bf16 or stage >= 2 else 4,
         )
         measured.append((sent, expected))
     return measured

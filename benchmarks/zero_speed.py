@@ -1,0 +1,198 @@
+"""ZeRO stages against one GPU and against FSDP2 on the same model, side by side in one run.
+
+torchrun --nproc-per-node 2 benchmarks/zero_speed.py [--preset 1.3b] [--micro-batch-size 8] [--sockets]
+
+`--sockets` makes every rank a node of its own for NCCL, so that they talk over TCP instead of NVLink.
+Figures: tokens a second of the whole job, TFLOP/s a GPU (PaLM), peak memory and cudaMalloc calls during the
+timed steps; ratios are of rates measured in this run.
+"""
+
+import argparse
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
+
+from benchmarks.common import write_result
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron_zpp.config.run import ZeroConfig
+from megatron_zpp.model.flops import flops_per_token
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.topology import Topology
+
+VOCAB = 50304
+Step = Callable[[torch.Tensor], None]
+Contestant = tuple[Step, Callable[[], None]]  # one training step, and how to let go of it
+
+
+def our_step(config: ModelConfig, stage: int, topology: Topology, prefetch: int) -> Contestant:
+    """The engine."""
+    with torch.device("meta"):
+        model = GPT(config, VOCAB)
+    engine = ZeroEngine(
+        model,
+        partial(model.initialize_parameter, seed=1),
+        zero=ZeroConfig(zero_stage=stage, zero_prefetch_units=prefetch),
+        optimizer=OptimizerConfig(),
+        precision=PrecisionConfig(bf16=True),
+        topology=topology,
+        device=torch.device("cuda", torch.cuda.current_device()),
+    )
+
+    def step(tokens: torch.Tensor) -> None:
+        engine.accumulate(tokens, index=0, micro_batches=1)
+        engine.step(1e-4)
+
+    return step, engine.close
+
+
+def fsdp2_step(config: ModelConfig) -> Contestant:
+    """FSDP2: fp32 shards, bf16 compute, fp32 reduction, fused AdamW, clipping."""
+    with torch.device("meta"):
+        model = GPT(config, VOCAB)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    model.to_empty(device="cuda")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter.to_local(), std=0.02)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    model.train()
+
+    def step(tokens: torch.Tensor) -> None:
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adamw.step()
+        adamw.zero_grad()
+
+    return step, lambda: None
+
+
+def measure(
+    build: Callable[[], Contestant], tokens: torch.Tensor, warmup: int, steps: int
+) -> dict[str, float]:
+    """Milliseconds of a step, peak memory of this rank, and cudaMalloc calls during the timed steps."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()  # FSDP2 leaves some behind
+    step, close = build()
+    for _ in range(warmup):
+        step(tokens)
+    torch.cuda.synchronize()
+    dist.barrier()
+    mallocs = torch.cuda.memory_stats()["num_device_alloc"]
+    started = time.perf_counter()
+    for _ in range(steps):
+        step(tokens)
+    torch.cuda.synchronize()
+    elapsed = time.perf_counter() - started
+    close()
+    return {
+        "milliseconds": round(1000 * elapsed / steps, 2),
+        "peak_gib": round((torch.cuda.max_memory_allocated() - before) / 2**30, 2),
+        "mallocs_in_timed_steps": torch.cuda.memory_stats()["num_device_alloc"] - mallocs,
+    }
+
+
+def trace(build: Callable[[], Contestant], tokens: torch.Tensor, path: str) -> None:
+    """Three steps to a trace that Perfetto opens."""
+    step, close = build()
+    for _ in range(3):
+        step(tokens)
+    with torch.profiler.profile() as profile:
+        for _ in range(3):
+            step(tokens)
+        torch.cuda.synchronize()
+    profile.export_chrome_trace(path)
+    close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", default="1.3b")
+    parser.add_argument("--seq-length", type=int, default=1024)
+    parser.add_argument("--micro-batch-size", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--prefetch", type=int, default=1)
+    parser.add_argument(
+        "--contestants", nargs="+", default=["one_gpu", "stage_1", "stage_2", "stage_3", "fsdp2"]
+    )
+    parser.add_argument("--sockets", action="store_true")
+    parser.add_argument("--trace")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    topology = Topology.from_environment(os.environ)
+    if options.sockets:
+        os.environ |= {
+            "NCCL_HOSTID": f"node{topology.rank}",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "NCCL_IB_DISABLE": "1",
+        }
+    torch.cuda.set_device(topology.local_rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", topology.local_rank))
+
+    config = ModelConfig(
+        model_preset=options.preset, seq_length=options.seq_length, hidden_dropout=0.0, attention_dropout=0.0
+    )
+    builders: dict[str, Callable[[], Contestant]] = {
+        "one_gpu": lambda: our_step(config, 0, Topology(), 1),
+        **{
+            f"stage_{stage}": lambda stage=stage: our_step(config, stage, topology, options.prefetch)
+            for stage in range(4)
+        },
+        "fsdp2": lambda: fsdp2_step(config),
+    }
+    tokens = torch.randint(VOCAB, (options.micro_batch_size, options.seq_length + 1), device="cuda")
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in options.contestants}
+    for _ in range(options.rounds):
+        for name in options.contestants:
+            rounds[name].append(measure(builders[name], tokens, options.warmup, options.steps))
+            if topology.rank == 0:
+                print(name, rounds[name][-1], flush=True)
+    if options.trace:
+        trace(builders[options.contestants[-1]], tokens, f"{options.trace}.rank{topology.rank}.json")
+
+    per_rank = options.micro_batch_size * options.seq_length
+    figures = {}
+    for name, results in rounds.items():
+        best = min(results, key=lambda result: result["milliseconds"])
+        rate = per_rank / best["milliseconds"] * 1000  # tokens a second and GPU
+        tflops = rate * flops_per_token(config, VOCAB) / 1e12
+        figures[name] = {
+            **best,
+            "tflops_per_gpu": round(tflops, 1),
+            "rounds_ms": [r["milliseconds"] for r in results],
+        }
+    for name, figure in figures.items():
+        for base in ("fsdp2", "one_gpu"):
+            if base in figures and name != base:
+                figure[f"rate_over_{base}"] = round(figures[base]["milliseconds"] / figure["milliseconds"], 3)
+    if topology.rank == 0:
+        link = "sockets" if options.sockets else "nvlink"
+        name = f"zero_speed_{options.preset}_mbs{options.micro_batch_size}_{topology.world_size}gpu_{link}"
+        write_result(
+            name, {"settings": vars(options) | {"output": str(options.output)}, **figures}, options.output
+        )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
