@@ -7,6 +7,7 @@ from itertools import cycle
 import torch
 from torch import Tensor, nn
 
+from megatron_zpp.zero.collectives import Lane
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.unit import GradientSlot, ParameterSlot, Residency, Unit
@@ -30,10 +31,11 @@ class UnitBuilder:
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         prefetch: int,
+        lane: Lane,
     ) -> None:
         self._residency, self._topology, self._device = residency, topology, device
         self._dtype, self._reduce_dtype = dtype, reduce_dtype
-        self._prefetch = prefetch
+        self._prefetch, self._lane = prefetch, lane
 
     def build(self, modules: list[tuple[str, nn.Module]], initialize: Initialize) -> list[Unit]:
         """One unit a module, in order. `initialize(name, tensor)` fills one whole fp32 parameter.
@@ -71,7 +73,9 @@ class UnitBuilder:
         for _ in range(min(2, units)):
             # Accumulated fp32 gradients are sent as they are; only an all-to-all needs room to receive.
             sent = 0 if not sharded and self._reduce_dtype == torch.float32 else layout.numel
-            received = layout.numel if self._residency.optimizer_sharded else 0
+            received = 0
+            if self._residency.optimizer_sharded:
+                received = self._lane.room(layout, self._reduce_dtype, adds=sharded)
             slot = GradientSlot(
                 self._zeros(sent, self._reduce_dtype), scratch=self._zeros(received, self._reduce_dtype)
             )

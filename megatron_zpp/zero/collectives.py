@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.traffic import TrafficLedger
 
@@ -45,16 +46,30 @@ class Lane:
         self._ledger.around_the_ring((self._ranks - 1) * shard.nbytes)
         return self._submit(lambda: _all_gather(full, shard, group=self._group, async_op=True), None)
 
+    def room(self, layout: FlatLayout, dtype: torch.dtype, *, adds: bool) -> int:
+        """Elements of `scratch` that a reduction of such a unit needs; `adds`: whether it ever adds."""
+        if self._ring_sums(dtype):
+            return layout.shard_numel if adds else 0
+        return layout.numel
+
     def reduce_scatter(self, full: Tensor, shard: Tensor, *, add: bool, scratch: Tensor) -> Pending:
         """Sums `full` (ranks · n,) over ranks into the fp32 `shard` (n,): overwrites it, or adds to it.
 
-        An all-to-all of the same volume as a ring's reduce-scatter, then a sum in fp32 in the order of the
-        ranks. So a 16-bit `full` costs 16 bits a number on the wire and its sum loses nothing, and the bits
-        are those of one process that accumulates the ranks' batches in turn. `scratch` is like `full`, and
-        `shard` may be this rank's own part of `full`.
+        A 16-bit `full` goes through an all-to-all, of the same volume as a reduce-scatter, and is then summed
+        in fp32 in the order of the ranks: 16 bits a number on the wire and no rounding in the sum, whose bits
+        are those of one process that accumulates the ranks' batches in turn. gloo, which has no
+        reduce-scatter of its own, sums fp32 so as well. `scratch` has `room` elements; `shard` may be this
+        rank's own part of `full`.
         """
         if self._ranks == 1:
             return self._submit(None, lambda: _put(shard, full, add))
+        if self._ring_sums(full.dtype):
+            self._ledger.around_the_ring((self._ranks - 1) * full.nbytes // self._ranks)
+            received = scratch if add else shard
+            return self._submit(
+                lambda: dist.reduce_scatter_tensor(received, full, group=self._group, async_op=True),
+                (lambda: shard.add_(received)) if add else None,
+            )
         self._ledger.to_every_peer(full.nbytes // self._ranks)
 
         def add_up() -> None:
@@ -73,6 +88,10 @@ class Lane:
         return self._submit(
             lambda: dist.all_reduce(full, group=self._group, async_op=True), lambda: _copy(total, full)
         )
+
+    def _ring_sums(self, dtype: torch.dtype) -> bool:
+        """Whether NCCL's ring does the sum: it does so in the format that it sends."""
+        return self._stream is not None and dtype == torch.float32
 
     def _submit(self, start: Callable[[], dist.Work] | None, finish: Callable[[], None] | None) -> Pending:
         """Starts a collective now and runs `finish` behind it."""

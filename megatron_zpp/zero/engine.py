@@ -71,6 +71,7 @@ class ZeroEngine:
             dtype=dtype,
             reduce_dtype=_reduce_dtype(residency, precision, dtype),
             prefetch=zero.zero_prefetch_units,
+            lane=reducing,
         ).build(names_and_modules, initialize)
         self._gathers = Gathers(self.units, gathering, zero.zero_prefetch_units)
         self._reductions = Reductions(self.units, reducing, residency)

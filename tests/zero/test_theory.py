@@ -93,6 +93,7 @@ def measure_memory(topology: Topology, cases: list[tuple[int, int]]) -> list[tup
             stage,
             prefetch=prefetch,
             reduce_bytes=2 if stage >= 2 else 4,
+            nccl=False,
         )
         states = model_state_bytes(parameters, topology.world_size, stage)
         measured.append((second, live_bytes(engine), states + arena))
