@@ -21,6 +21,7 @@ from megatron_zpp.train.run import train
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.train.saver import check_start
 from megatron_zpp.train.sinks import check_sinks
+from megatron_zpp.zero.agreement import check_agreement
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.process_group import process_group, select_device
 from megatron_zpp.zero.topology import Topology
@@ -57,6 +58,7 @@ def main() -> None:
         one_line_errors(PROG, topology, debug=debug, every_rank=True),
         process_group(config.distributed, topology, device),
     ):
+        check_agreement(config.shared_settings(), topology, device)
         with torch.device("meta"):
             model = GPT(config.model, tokenizer["vocab_size"], config.recompute, norm_class(backend))
         engine = ZeroEngine(

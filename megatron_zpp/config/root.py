@@ -61,6 +61,10 @@ class Config:
         """The settings as plain JSON values, by part and field."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
+    def shared_settings(self) -> dict[str, Any]:
+        """What all ranks must have been told alike: everything but where each of them reports."""
+        return {part: values for part, values in self.to_json().items() if part != "logging"}
+
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> "Config":
         """The inverse of `to_json`; raises ValueError for what this version does not know."""

@@ -127,16 +127,35 @@ def test_a_resumed_run_equals_an_uninterrupted_one(flags: list[str], tmp_path: P
     assert "the run is complete: iteration 6 of 6" in succeeded(pretrain(*parted))
 
 
-def test_the_loss_does_not_depend_on_the_number_of_processes(flags: list[str], tmp_path: Path) -> None:
+def test_the_loss_depends_neither_on_processes_nor_on_the_stage(flags: list[str], tmp_path: Path) -> None:
     """Same samples, same dropout, another division: equal but for the order of the sums."""
     flags = [*flags, "--micro-batch-size", "2", "--global-batch-size", "12", "--train-iters", "4"]
-    losses = {}
-    for processes in (1, 2, 3):
+    losses = []
+    for processes, stage in ((1, 0), (2, 0), (3, 1), (2, 3)):
+        path = tmp_path / f"{processes}-{stage}.jsonl"
+        done = pretrain(*flags, "--zero-stage", str(stage), "--metrics-file", str(path), processes=processes)
+        succeeded(done)
+        losses.append(metrics(path) + metrics(path, "valid_loss") + metrics(path, "grad_norm"))
+        assert (metrics(path, "intra_node_bytes")[-1] > 0) == (processes > 1)
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_run_goes_on_at_another_stage_and_world(flags: list[str], tmp_path: Path) -> None:
+    """Saved by two ranks at stage 3, gone on with by one at stage 0 and by three at stage 2."""
+    flags = [*flags, "--micro-batch-size", "2", "--global-batch-size", "12", "--train-iters", "4"]
+    save, whole = str(tmp_path / "checkpoints"), tmp_path / "whole.jsonl"
+    succeeded(pretrain(*flags, "--metrics-file", str(whole)))
+    first = pretrain(*flags, "--zero-stage", "3", "--save", save, "--exit-interval", "2", processes=2)
+    succeeded(first)
+    for processes, stage in ((1, 0), (3, 2)):
         path = tmp_path / f"{processes}.jsonl"
-        succeeded(pretrain(*flags, "--metrics-file", str(path), processes=processes))
-        losses[processes] = metrics(path) + metrics(path, "valid_loss") + metrics(path, "grad_norm")
-    assert losses[2] == pytest.approx(losses[1], rel=1e-5)
-    assert losses[3] == pytest.approx(losses[1], rel=1e-5)
+        resumed = pretrain(
+            *(*flags, "--zero-stage", str(stage), "--load", save, "--metrics-file", str(path)),
+            processes=processes,
+        )
+        assert "going on at iteration 2" in succeeded(resumed)
+        assert metrics(path) == pytest.approx(metrics(whole)[2:], rel=1e-5)
 
 
 @pytest.mark.parametrize(

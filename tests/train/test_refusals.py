@@ -1,5 +1,8 @@
 """What a whole run refuses: one line with flag, value and fix; no traceback; nothing written."""
 
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +10,7 @@ import pytest
 
 from megatron_zpp.data.indexed import IndexedDatasetWriter
 from megatron_zpp.data.provenance import write_provenance
-from tests.support import pretrain
+from tests.support import ROOT, environment, pretrain
 
 LENGTH = ["--train-iters", "2"]
 
@@ -119,3 +122,34 @@ def test_each_node_says_it_once(flags: list[str]) -> None:
     assert pretrain(*bad, RANK="0", LOCAL_RANK="0", **place).stderr.count("\n") == 1
     other = pretrain(*bad, RANK="1", LOCAL_RANK="1", **place)
     assert (other.returncode, other.stderr) == (2, "")
+
+
+def test_ranks_started_with_other_flags(flags: list[str]) -> None:
+    """Each rank says which field differs, instead of training something else or hanging."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "pretrain_gpt.py", *flags, *LENGTH, "--clip-grad", clip],
+            cwd=ROOT,
+            env=environment(
+                RANK=rank,
+                LOCAL_RANK=rank,
+                WORLD_SIZE="2",
+                LOCAL_WORLD_SIZE="2",
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=port,
+            ),
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, clip in (("0", "1.0"), ("1", "2.0"))
+    ]
+    for number, rank in enumerate(ranks):
+        out, err = rank.communicate(timeout=60)
+        assert rank.returncode == 1
+        assert out == ""
+        assert "optimizer.clip_grad differs between ranks: rank 1 and rank 0" in err
+        assert f"rank {number}: {number + 1}.0" in err
