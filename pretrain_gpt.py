@@ -52,7 +52,9 @@ def main() -> None:
         if config.checkpoint.save:
             check_writable("--save", config.checkpoint.save)
         device = select_device(config.distributed.device, topology)
-        backend = resolve_fused_backend(config.optimizer.fused_backend, device.type)
+        backend = resolve_fused_backend(
+            config.optimizer.fused_backend, device.type, offload=config.zero.zero_offload_optimizer
+        )
 
     with (
         one_line_errors(PROG, topology, debug=debug, every_rank=True),

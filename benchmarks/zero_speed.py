@@ -36,14 +36,16 @@ Step = Callable[[torch.Tensor], None]
 Contestant = tuple[Step, Callable[[], None]]  # one training step, and how to let go of it
 
 
-def our_step(config: ModelConfig, stage: int, topology: Topology, prefetch: int) -> Contestant:
+def our_step(
+    config: ModelConfig, stage: int, topology: Topology, prefetch: int, offload: bool = False
+) -> Contestant:
     """The engine."""
     with torch.device("meta"):
         model = GPT(config, VOCAB)
     engine = ZeroEngine(
         model,
         partial(model.initialize_parameter, seed=1),
-        zero=ZeroConfig(zero_stage=stage, zero_prefetch_units=prefetch),
+        zero=ZeroConfig(zero_stage=stage, zero_prefetch_units=prefetch, zero_offload_optimizer=offload),
         optimizer=OptimizerConfig(),
         precision=PrecisionConfig(bf16=True),
         topology=topology,
@@ -157,6 +159,7 @@ def main() -> None:
             f"stage_{stage}": lambda stage=stage: our_step(config, stage, topology, options.prefetch)
             for stage in range(4)
         },
+        "stage_3_offload": lambda: our_step(config, 3, topology, options.prefetch, offload=True),
         "fsdp2": lambda: fsdp2_step(config),
     }
     tokens = torch.randint(VOCAB, (options.micro_batch_size, options.seq_length + 1), device="cuda")

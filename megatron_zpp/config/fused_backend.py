@@ -9,11 +9,20 @@ from megatron_zpp.config.options import refusal
 _APEX_MODULES = ("apex", "amp_C", "fused_layer_norm_cuda")
 
 
-def resolve_fused_backend(requested: str, device: str) -> Literal["apex", "torch"]:
-    """What --fused-backend means on `device` ("cpu" or "cuda"). Raises ValueError when apex cannot serve."""
+def resolve_fused_backend(requested: str, device: str, *, offload: bool) -> Literal["apex", "torch"]:
+    """What --fused-backend means on `device` ("cpu" or "cuda"), with the optimizer there or offloaded.
+
+    Raises ValueError when apex cannot serve, and for an offload from the CPU to the CPU.
+    """
+    if offload and device != "cuda":
+        raise refusal(
+            "--zero-offload-optimizer", "(given)", "the states are in CPU memory already; leave it out"
+        )
+    if offload and requested == "apex":
+        raise refusal("--fused-backend", "apex", "steps on the GPU; with --zero-offload-optimizer use torch")
     missing = [name for name in _APEX_MODULES if importlib.util.find_spec(name) is None]
     if requested == "auto":
-        return "apex" if device == "cuda" and not missing else "torch"
+        return "apex" if device == "cuda" and not missing and not offload else "torch"
     if requested == "apex" and device != "cuda":
         raise refusal("--fused-backend", "apex", "its kernels need a GPU; on CPUs use torch")
     if requested == "apex" and missing:

@@ -156,6 +156,9 @@ class ZeroConfig(Options):
         at_least=0,
         at_most=3,
     )
+    zero_offload_optimizer: bool = option(
+        False, "Keep master weights and moments in CPU memory and step there."
+    )
     zero_prefetch_units: int = option(
         1, "Stage 3: units gathered ahead of the one that computes.", at_least=0
     )

@@ -32,10 +32,11 @@ class UnitBuilder:
         reduce_dtype: torch.dtype,
         prefetch: int,
         lane: Lane,
+        offload_optimizer: bool,
     ) -> None:
         self._residency, self._topology, self._device = residency, topology, device
         self._dtype, self._reduce_dtype = dtype, reduce_dtype
-        self._prefetch, self._lane = prefetch, lane
+        self._prefetch, self._lane, self._offload = prefetch, lane, offload_optimizer
 
     def build(self, modules: list[tuple[str, nn.Module]], initialize: Initialize) -> list[Unit]:
         """One unit a module, in order. `initialize(name, tensor)` fills one whole fp32 parameter.
@@ -96,7 +97,12 @@ class UnitBuilder:
             published = self._zeros(len(owned), self._dtype)
         else:
             published = slot.buffer[owned.start : owned.stop]
-        master = published if self._dtype == torch.float32 else self._zeros(len(owned), torch.float32)
+        if self._offload:
+            master = torch.zeros(len(owned), pin_memory=self._device.type == "cuda")
+        elif self._dtype == torch.float32:
+            master = published
+        else:
+            master = self._zeros(len(owned), torch.float32)
         if stage.gradients_sharded:
             accumulated, gradients = None, self._zeros(len(owned), torch.float32)
         else:

@@ -72,6 +72,7 @@ class ZeroEngine:
             reduce_dtype=_reduce_dtype(residency, precision, dtype),
             prefetch=zero.zero_prefetch_units,
             lane=reducing,
+            offload_optimizer=zero.zero_offload_optimizer,
         ).build(names_and_modules, initialize)
         self._gathers = Gathers(self.units, gathering, zero.zero_prefetch_units)
         self._reductions = Reductions(self.units, reducing, residency)
@@ -144,7 +145,7 @@ class ZeroEngine:
         Every rank must run through it, since sharded states are gathered; a tensor is good until the next.
         """
         for unit, flat in zip(self.units, self._flats(kind), strict=True):
-            whole = flat if unit.whole else gather_now(flat, self.topology)
+            whole = flat if unit.whole else gather_now(flat.to(self.device), self.topology)
             yield from zip(unit.names, unit.views(whole), strict=True)
 
     def load_states(self, kind: str, read: Callable[[str], Tensor]) -> None:

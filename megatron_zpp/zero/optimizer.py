@@ -22,20 +22,32 @@ class AdamW(Protocol):
 
 
 class TorchAdamW:
-    """torch's fused kernel, told on the device whether to step and by what to divide."""
+    """torch's fused kernel, told on the device whether to step and by what to divide.
+
+    Where the master weights are in CPU memory, so is everything here, and gradients are brought over first.
+    """
 
     def __init__(self, config: OptimizerConfig, units: list[Unit]) -> None:
         self._config, self._units = config, units
         self.moments = [_zero_moments(unit) for unit in units]
         self.steps = torch.zeros((), device=units[0].master.device)
+        self._offloaded = units[0].master.device != units[0].gradients.device
+        self._gradients = [
+            torch.empty_like(unit.master, pin_memory=True) if self._offloaded else unit.gradients
+            for unit in units
+        ]
 
     def step(self, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> None:
-        """See AdamW.step. Does not wait for the device."""
+        """See AdamW.step. Waits for the device only where states are offloaded."""
+        if self._offloaded:
+            for unit, gradients in zip(self._units, self._gradients, strict=True):
+                gradients.copy_(unit.gradients, non_blocking=True)
+            divisor, found_inf = divisor.cpu(), found_inf.cpu()  # which also waits for the gradients
         self.steps += 1 - found_inf
         for part, weight_decay in enumerate((self._config.weight_decay, 0.0)):
             parts = [
-                [unit.segments(flat)[part] for flat in (unit.master, unit.gradients, *moments.values())]
-                for unit, moments in zip(self._units, self.moments, strict=True)
+                [unit.segments(flat)[part] for flat in (unit.master, gradients, *moments.values())]
+                for unit, gradients, moments in zip(self._units, self._gradients, self.moments, strict=True)
             ]
             parts = [segments for segments in parts if len(segments[0])]
             if not parts:

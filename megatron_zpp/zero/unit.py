@@ -3,7 +3,8 @@
 For a unit of n elements (padding included) on d ranks:
 
     parameters   (n,) compute dtype, in a ParameterSlot: what the module's parameters view, for good
-    master       fp32 weights that this rank's optimizer changes: all n at stage 0, else its shard n / d
+    master       fp32 weights that this rank's optimizer changes: all n at stage 0, else its shard n / d;
+                 in CPU memory if offloaded
     published    like master in the compute dtype: what the next forward reads or the next gather sends
     gradients    like master: the fp32 sum over micro-batches and ranks
 

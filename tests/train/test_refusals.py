@@ -111,6 +111,10 @@ def test_apex_that_is_not_there(flags: list[str]) -> None:
     refused(*flags, "--fused-backend", "apex", words=["--fused-backend apex", "torch"])
 
 
+def test_offload_from_the_cpu(flags: list[str]) -> None:
+    refused(*flags, "--zero-offload-optimizer", words=["--zero-offload-optimizer", "already"])
+
+
 def test_half_a_launcher(flags: list[str]) -> None:
     refused(*flags, words=["RANK", "WORLD_SIZE"], WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2")
 
