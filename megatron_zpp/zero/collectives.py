@@ -14,8 +14,9 @@ from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.traffic import TrafficLedger
 
-# torch 2.13 gave it a new name and warns of the old one, which is all that 2.8 has.
+# torch 2.13 gave them new names and warns of the old ones, which are all that 2.8 has.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Pending:
@@ -67,7 +68,7 @@ class Lane:
             self._ledger.around_the_ring((self._ranks - 1) * full.nbytes // self._ranks)
             received = scratch if add else shard
             return self._submit(
-                lambda: dist.reduce_scatter_tensor(received, full, group=self._group, async_op=True),
+                lambda: _reduce_scatter(received, full, group=self._group, async_op=True),
                 (lambda: shard.add_(received)) if add else None,
             )
         self._ledger.to_every_peer(full.nbytes // self._ranks)
