@@ -52,14 +52,11 @@ def main() -> None:
         if config.checkpoint.save:
             check_writable("--save", config.checkpoint.save)
         device = select_device(config.distributed.device, topology)
-        backend = resolve_fused_backend(
-            config.optimizer.fused_backend, device.type, offload=config.zero.zero_offload_optimizer
-        )
+        offload = config.zero.zero_offload_optimizer
+        backend = resolve_fused_backend(config.optimizer.fused_backend, device.type, offload=offload)
 
-    with (
-        one_line_errors(PROG, topology, debug=debug, every_rank=True),
-        process_group(config.distributed, topology, device),
-    ):
+    errors = one_line_errors(PROG, topology, debug=debug, every_rank=True)
+    with errors, process_group(config.distributed, topology, device):
         check_agreement(config.shared_settings(), topology, device)
         with torch.device("meta"):
             model = GPT(config.model, tokenizer["vocab_size"], config.recompute, norm_class(backend))
@@ -72,6 +69,7 @@ def main() -> None:
             topology=topology,
             device=device,
             fused_backend=backend,
+            timeout=config.distributed.timeout,
         )
         train(engine, splits, config, schedule, tokenizer)
 

@@ -1,6 +1,7 @@
 """How long a run lasts, when it looks at itself, what it saves and where it reports."""
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 from megatron_zpp.config.options import Options, option, refusal
@@ -138,6 +139,11 @@ class DistributedConfig(Options):
     distributed_timeout_minutes: float = option(
         10, "Minutes after which a collective that does not end is an error.", above=0
     )
+
+    @property
+    def timeout(self) -> timedelta:
+        """--distributed-timeout-minutes."""
+        return timedelta(minutes=self.distributed_timeout_minutes)
 
     def check(self) -> None:
         """NCCL moves GPU memory only."""

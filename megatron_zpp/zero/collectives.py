@@ -5,6 +5,7 @@ submitted so far and while the compute submitted later runs. On a CPU gloo's thr
 """
 
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -35,9 +36,12 @@ class Pending:
 class Lane:
     """Runs collectives in order beside the compute. Every rank must submit the same ones."""
 
-    def __init__(self, topology: Topology, device: torch.device, ledger: TrafficLedger) -> None:
+    def __init__(
+        self, topology: Topology, device: torch.device, ledger: TrafficLedger, timeout: timedelta | None
+    ) -> None:
+        """`timeout` is when a collective that does not end becomes an error; None: torch's default."""
         self._ranks, self._ledger = topology.world_size, ledger
-        self._group = dist.new_group() if self._ranks > 1 else None
+        self._group = dist.new_group(timeout=timeout) if self._ranks > 1 else None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Pending:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 import torch
@@ -56,11 +57,12 @@ class ZeroEngine:
         topology: Topology,
         device: torch.device,
         fused_backend: Literal["apex", "torch"] = "torch",
+        timeout: timedelta | None = None,
     ) -> None:
         self.model, self.topology, self.device = model, topology, device
         self.ledger = TrafficLedger(topology)
         self._clip_grad = optimizer.clip_grad
-        gathering, reducing = (Lane(topology, device, self.ledger) for _ in range(2))
+        gathering, reducing = (Lane(topology, device, self.ledger, timeout) for _ in range(2))
         residency = Residency(zero.zero_stage)
         dtype = getattr(torch, precision.compute_dtype(device.type))
         names_and_modules = model.units()

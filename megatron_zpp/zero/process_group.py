@@ -1,6 +1,5 @@
 """Picks the device of this rank and holds the process group of a run."""
 
-import datetime
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -44,13 +43,11 @@ def process_group(config: DistributedConfig, topology: Topology, device: torch.d
         backend,
         rank=topology.rank,
         world_size=topology.world_size,
-        timeout=datetime.timedelta(minutes=config.distributed_timeout_minutes),
+        timeout=config.timeout,
         device_id=device if backend == "nccl" else None,
     )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()  # not after an error: that would wait for ranks that wait for this one
 
 
 def barrier(topology: Topology) -> None:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import time
+from datetime import timedelta
 from functools import cache
 
 import pytest
@@ -10,8 +12,10 @@ import torch
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.run import ZeroConfig
+from megatron_zpp.zero.collectives import Lane
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.topology import Topology
+from megatron_zpp.zero.traffic import TrafficLedger
 from tests.zero.engines import engine_of, weights_of
 from tests.zero.ranks import on_ranks
 
@@ -156,3 +160,18 @@ def poisoned(topology: Topology, stage: int) -> list[tuple[float, bool]]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_nan_on_one_rank_skips_the_step_on_all(stage: int) -> None:
     assert on_ranks(3, poisoned, stage) == [[(0.0, True), (1.0, False)]] * 3
+
+
+def wait_for_a_silent_peer(topology: Topology) -> float:
+    """Seconds until rank 0's gather fails, rank 1 taking no part in it."""
+    lane = Lane(topology, torch.device("cpu"), TrafficLedger(topology), timedelta(seconds=2))
+    started = time.monotonic()
+    if topology.rank == 0:
+        with pytest.raises(RuntimeError):
+            lane.all_gather(torch.zeros(8), torch.zeros(4)).wait()
+    return time.monotonic() - started
+
+
+def test_the_time_limit_of_collectives_holds_on_every_lane() -> None:
+    waited, _ = on_ranks(2, wait_for_a_silent_peer)
+    assert 1.5 < waited < 20
