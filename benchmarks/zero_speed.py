@@ -148,6 +148,7 @@ def main() -> None:
             "NCCL_IB_DISABLE": "1",
         }
     torch.cuda.set_device(topology.local_rank)
+    torch.set_num_threads(max(1, os.cpu_count() // topology.local_world_size))  # torchrun leaves one
     dist.init_process_group("nccl", device_id=torch.device("cuda", topology.local_rank))
 
     config = ModelConfig(
