@@ -105,6 +105,7 @@ def test_losses_equal_one_process(world: int) -> None:
     cases = tuple(
         Case(stage, accumulation, recompute)
         for stage, accumulation, recompute in itertools.product(STAGES, (1, 3), RECOMPUTE)
+        if world != 3 or recompute in ("stored", "chunks")  # the odd world is for sizes that do not divide
     )
     results = on_ranks(world, train, cases)
     assert all(result == results[0] for result in results[1:])  # every rank sees the same
@@ -157,7 +158,7 @@ def poisoned(topology: Topology, stage: int) -> list[tuple[float, bool]]:
     return results
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_a_nan_on_one_rank_skips_the_step_on_all(stage: int) -> None:
     assert on_ranks(3, poisoned, stage) == [[(0.0, True), (1.0, False)]] * 3
 
