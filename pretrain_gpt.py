@@ -52,8 +52,8 @@ def main() -> None:
         if config.checkpoint.save:
             check_writable("--save", config.checkpoint.save)
         device = select_device(config.distributed.device, topology)
-        offload = config.zero.zero_offload_optimizer
-        backend = resolve_fused_backend(config.optimizer.fused_backend, device.type, offload=offload)
+        config.recompute.check_device(device.type)
+        backend = resolve_fused_backend(config.optimizer, config.zero, device.type)
 
     errors = one_line_errors(PROG, topology, debug=debug, every_rank=True)
     with errors, process_group(config.distributed, topology, device):
@@ -72,6 +72,7 @@ def main() -> None:
             timeout=config.distributed.timeout,
         )
         train(engine, splits, config, schedule, tokenizer)
+        engine.close()
 
 
 if __name__ == "__main__":

@@ -45,7 +45,11 @@ def our_step(
     engine = ZeroEngine(
         model,
         partial(model.initialize_parameter, seed=1),
-        zero=ZeroConfig(zero_stage=stage, zero_prefetch_units=prefetch, zero_offload_optimizer=offload),
+        zero=ZeroConfig(
+            zero_stage=stage,
+            zero_prefetch_units=prefetch if stage == 3 else None,
+            zero_offload_optimizer=offload,
+        ),
         optimizer=OptimizerConfig(),
         precision=PrecisionConfig(bf16=True),
         topology=topology,
@@ -141,15 +145,17 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     topology = Topology.from_environment(os.environ)
+    torch.cuda.set_device(topology.local_rank)
+    torch.set_num_threads(max(1, os.cpu_count() // topology.local_world_size))  # torchrun leaves one
+    device = torch.device("cuda", topology.local_rank)
     if options.sockets:
+        topology = Topology(topology.rank, topology.world_size)
         os.environ |= {
             "NCCL_HOSTID": f"node{topology.rank}",
             "NCCL_SOCKET_IFNAME": "lo",
             "NCCL_IB_DISABLE": "1",
         }
-    torch.cuda.set_device(topology.local_rank)
-    torch.set_num_threads(max(1, os.cpu_count() // topology.local_world_size))  # torchrun leaves one
-    dist.init_process_group("nccl", device_id=torch.device("cuda", topology.local_rank))
+    dist.init_process_group("nccl", device_id=device)
 
     config = ModelConfig(
         model_preset=options.preset, seq_length=options.seq_length, hidden_dropout=0.0, attention_dropout=0.0

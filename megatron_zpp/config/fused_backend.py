@@ -3,17 +3,22 @@
 import importlib.util
 from typing import Literal
 
+from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.config.options import refusal
+from megatron_zpp.config.run import ZeroConfig
 
 # NVIDIA's apex has these once it is built with --cpp_ext --cuda_ext; PyPI's package named "apex" has neither.
 _APEX_MODULES = ("apex", "amp_C", "fused_layer_norm_cuda")
 
 
-def resolve_fused_backend(requested: str, device: str, *, offload: bool) -> Literal["apex", "torch"]:
+def resolve_fused_backend(
+    optimizer: OptimizerConfig, zero: ZeroConfig, device: str
+) -> Literal["apex", "torch"]:
     """What --fused-backend means on `device` ("cpu" or "cuda"), with the optimizer there or offloaded.
 
     Raises ValueError when apex cannot serve, and for an offload from the CPU to the CPU.
     """
+    requested, offload = optimizer.fused_backend, zero.zero_offload_optimizer
     if offload and device != "cuda":
         raise refusal(
             "--zero-offload-optimizer", "(given)", "the states are in CPU memory already; leave it out"

@@ -103,9 +103,12 @@ class RecomputeConfig(Options):
     recompute_num_layers: int | None = option(
         None, "full only. Layers of a chunk (uniform) or layers recomputed (block).", at_least=1
     )
+    recompute_offload: bool = option(
+        False, "full only. Keep what recomputation starts from in CPU memory; GPUs only."
+    )
 
     def check(self) -> None:
-        """--recompute-activations resolves to selective; method and count belong to full."""
+        """--recompute-activations resolves to selective; the others belong to full."""
         if self.recompute_activations:
             if self.recompute_granularity == "full":
                 raise refusal(
@@ -122,3 +125,10 @@ class RecomputeConfig(Options):
             if getattr(self, name) is not None:
                 flag = "--" + name.replace("_", "-")
                 raise refusal(flag, getattr(self, name), "needs --recompute-granularity full")
+        if self.recompute_offload:
+            raise refusal("--recompute-offload", "(given)", "needs --recompute-granularity full")
+
+    def check_device(self, device: str) -> None:
+        """Raises ValueError where there is no memory but the CPU's to keep activations in."""
+        if self.recompute_offload and device != "cuda":
+            raise refusal("--recompute-offload", "(given)", f"needs GPUs; this run is on the {device}")

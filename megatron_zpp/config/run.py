@@ -165,6 +165,14 @@ class ZeroConfig(Options):
     zero_offload_optimizer: bool = option(
         False, "Keep master weights and moments in CPU memory and step there."
     )
-    zero_prefetch_units: int = option(
-        1, "Stage 3: units gathered ahead of the one that computes.", at_least=0
+    zero_prefetch_units: int | None = option(
+        None, "Stage 3: units gathered ahead of the one that computes; default 1.", at_least=0
     )
+
+    def check(self) -> None:
+        """Below stage 3 parameters are whole, so that nothing is gathered ahead."""
+        if self.zero_stage >= 3:
+            if self.zero_prefetch_units is None:
+                object.__setattr__(self, "zero_prefetch_units", 1)
+        elif self.zero_prefetch_units is not None:
+            raise refusal("--zero-prefetch-units", self.zero_prefetch_units, "needs --zero-stage 3")

@@ -8,6 +8,7 @@ The model knows nothing of ranks: `GPT(config, vocab_size)` trains on a laptop a
 import hashlib
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.model.offload import ActivationOffload
 
 
 class Embedding(nn.Module):
@@ -125,6 +127,7 @@ class GPT(nn.Module):
         self.recompute = recompute or RecomputeConfig()
         padded = config.padded_vocab_size(vocab_size)
         selective = self.recompute.recompute_granularity == "selective"
+        self.offload = ActivationOffload() if self.recompute.recompute_offload else None
         self.embedding = Embedding(config, padded)
         self.layers = nn.ModuleList(Layer(config, norm, selective) for _ in range(config.num_layers))
         self.head = Head(config, padded, norm)
@@ -134,7 +137,8 @@ class GPT(nn.Module):
         x = self.embedding(tokens)  # (B, T, D)
         for first, last, recomputed in self._segments():
             if recomputed and self.training:
-                x = checkpoint(self._run_layers, x, first, last, use_reentrant=False)
+                with self.offload.saving() if self.offload else nullcontext():
+                    x = checkpoint(self._run_layers, x, first, last, use_reentrant=False)
             else:
                 x = self._run_layers(x, first, last)
         logits = self.head(x, self.embedding.tokens.weight)  # (B, T, V)

@@ -19,7 +19,7 @@ class UnitBuilder:
     """Makes the units of a model whose parameters are on the meta device.
 
     Units of equal layout share slots in turn: at stage 3 `prefetch` + 1 for their parameters, and at every
-    stage two for the reduction of their gradients. All buffers are made here; a step makes none.
+    stage two for the reduction of their gradients. All of these are made here.
     """
 
     def __init__(
@@ -31,12 +31,14 @@ class UnitBuilder:
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         prefetch: int,
-        lane: Lane,
+        gathering: Lane,
+        reducing: Lane,
         offload_optimizer: bool,
     ) -> None:
         self._residency, self._topology, self._device = residency, topology, device
         self._dtype, self._reduce_dtype = dtype, reduce_dtype
-        self._prefetch, self._lane, self._offload = prefetch, lane, offload_optimizer
+        self._prefetch, self._offload = prefetch, offload_optimizer
+        self._gathering, self._reducing = gathering, reducing
 
     def build(self, modules: list[tuple[str, nn.Module]], initialize: Initialize) -> list[Unit]:
         """One unit a module, in order. `initialize(name, tensor)` fills one whole fp32 parameter.
@@ -67,20 +69,20 @@ class UnitBuilder:
 
     def _slots(self, layout: FlatLayout, units: int) -> tuple[cycle, cycle]:
         """The parameter slots and the gradient slots of so many units, to be taken in turn."""
-        sharded = self._residency.gradients_sharded
-        count = min(self._prefetch + 1, units) if self._residency.parameters_sharded else units
-        parameter_slots = [ParameterSlot(self._zeros(layout.numel, self._dtype)) for _ in range(count)]
-        gradient_slots = []
-        for _ in range(min(2, units)):
-            # Accumulated fp32 gradients are sent as they are; only an all-to-all needs room to receive.
-            sent = 0 if not sharded and self._reduce_dtype == torch.float32 else layout.numel
-            received = 0
-            if self._residency.optimizer_sharded:
-                received = self._lane.room(layout, self._reduce_dtype, adds=sharded)
-            slot = GradientSlot(
-                self._zeros(sent, self._reduce_dtype), scratch=self._zeros(received, self._reduce_dtype)
+        stage, sent = self._residency, self._reduce_dtype
+        count = min(self._prefetch + 1, units) if stage.parameters_sharded else units
+        parameter_slots = [
+            ParameterSlot(self._gathering.zeros(layout.numel, self._dtype)) for _ in range(count)
+        ]
+        sends = stage.optimizer_sharded or sent != torch.float32
+        receives = stage.optimizer_sharded and layout.ranks > 1
+        gradient_slots = [
+            GradientSlot(
+                self._reducing.zeros(layout.numel if sends else 0, sent),
+                scratch=self._reducing.zeros(layout.numel if receives else 0, sent),
             )
-            gradient_slots.append(slot)
+            for _ in range(min(2, units))
+        ]
         return cycle(parameter_slots), cycle(gradient_slots)
 
     def _unit(
@@ -94,7 +96,7 @@ class UnitBuilder:
         stage = self._residency
         owned = layout.shard(self._topology.rank) if stage.optimizer_sharded else range(layout.numel)
         if stage.parameters_sharded:
-            published = self._zeros(len(owned), self._dtype)
+            published = self._gathering.zeros(len(owned), self._dtype)
         else:
             published = slot.buffer[owned.start : owned.stop]
         if self._offload:
@@ -102,12 +104,7 @@ class UnitBuilder:
         elif self._dtype == torch.float32:
             master = published
         else:
-            master = self._zeros(len(owned), torch.float32)
-        if stage.gradients_sharded:
-            accumulated, gradients = None, self._zeros(len(owned), torch.float32)
-        else:
-            accumulated = self._zeros(layout.numel, torch.float32)
-            gradients = accumulated[owned.start : owned.stop]
+            master = torch.zeros(len(owned), device=self._device)
         return Unit(
             names=names,
             parameters=_replace_parameters(module, layout, slot.buffer),
@@ -117,12 +114,7 @@ class UnitBuilder:
             gradient_slot=gradient_slot,
             master=master,
             published=published,
-            accumulated=accumulated,
-            gradients=gradients,
         )
-
-    def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype, device=self._device)
 
 
 def _decays(parameter: nn.Parameter) -> bool:

@@ -5,13 +5,14 @@ submitted so far and while the compute submitted later runs. On a CPU gloo's thr
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_zpp.zero.flat_layout import FlatLayout
+from megatron_zpp.zero.copy_engines import SymmetricMemory, copy_engines_reach
 from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.traffic import TrafficLedger
 
@@ -40,9 +41,28 @@ class Lane:
         self, topology: Topology, device: torch.device, ledger: TrafficLedger, timeout: timedelta | None
     ) -> None:
         """`timeout` is when a collective that does not end becomes an error; None: torch's default."""
-        self._ranks, self._ledger = topology.world_size, ledger
-        self._group = dist.new_group(timeout=timeout) if self._ranks > 1 else None
+        self._ranks, self._device, self._ledger = topology.world_size, device, ledger
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._symmetric = SymmetricMemory(device, timeout) if copy_engines_reach(topology, device) else None
+        if self._symmetric is not None:
+            self._group = self._symmetric.group
+        else:
+            self._group = dist.new_group(timeout=timeout) if self._ranks > 1 else None
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A buffer that this lane sends or fills, where it moves it best. Every rank must make the same."""
+        with nullcontext() if self._symmetric is None else self._symmetric.allocating():
+            return torch.zeros(numel, dtype=dtype, device=self._device)
+
+    def ready(self) -> None:
+        """After the last `zeros` and before the first collective."""
+        if self._symmetric is not None:
+            self._symmetric.register()
+
+    def close(self) -> None:
+        """After the last collective, before the buffers are freed."""
+        if self._symmetric is not None:
+            self._symmetric.close()
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Pending:
         """Fills `full` (ranks · n,) with every rank's `shard` (n,), which may be its own part of `full`."""
@@ -51,30 +71,15 @@ class Lane:
         self._ledger.around_the_ring((self._ranks - 1) * shard.nbytes)
         return self._submit(lambda: _all_gather(full, shard, group=self._group, async_op=True), None)
 
-    def room(self, layout: FlatLayout, dtype: torch.dtype, *, adds: bool) -> int:
-        """Elements of `scratch` that a reduction of such a unit needs; `adds`: whether it ever adds."""
-        if self._ring_sums(dtype):
-            return layout.shard_numel if adds else 0
-        return layout.numel
-
     def reduce_scatter(self, full: Tensor, shard: Tensor, *, add: bool, scratch: Tensor) -> Pending:
         """Sums `full` (ranks · n,) over ranks into the fp32 `shard` (n,): overwrites it, or adds to it.
 
-        A 16-bit `full` goes through an all-to-all, of the same volume as a reduce-scatter, and is then summed
-        in fp32 in the order of the ranks: 16 bits a number on the wire and no rounding in the sum, whose bits
-        are those of one process that accumulates the ranks' batches in turn. gloo, which has no
-        reduce-scatter of its own, sums fp32 so as well. `scratch` has `room` elements; `shard` may be this
-        rank's own part of `full`.
+        An all-to-all into `scratch`, like `full`, then a sum in fp32 in the order of the ranks. Its volume is
+        that of a reduce-scatter, 16-bit numbers stay 16 bits on the wire without a rounding in the sum, whose
+        bits are those of one process that accumulates the ranks' batches in turn. One rank: no `scratch`.
         """
         if self._ranks == 1:
             return self._submit(None, lambda: _put(shard, full, add))
-        if self._ring_sums(full.dtype):
-            self._ledger.around_the_ring((self._ranks - 1) * full.nbytes // self._ranks)
-            received = scratch if add else shard
-            return self._submit(
-                lambda: _reduce_scatter(received, full, group=self._group, async_op=True),
-                (lambda: shard.add_(received)) if add else None,
-            )
         self._ledger.to_every_peer(full.nbytes // self._ranks)
 
         def add_up() -> None:
@@ -93,10 +98,6 @@ class Lane:
         return self._submit(
             lambda: dist.all_reduce(full, group=self._group, async_op=True), lambda: _copy(total, full)
         )
-
-    def _ring_sums(self, dtype: torch.dtype) -> bool:
-        """Whether NCCL's ring does the sum: it does so in the format that it sends."""
-        return self._stream is not None and dtype == torch.float32
 
     def _submit(self, start: Callable[[], dist.Work] | None, finish: Callable[[], None] | None) -> Pending:
         """Starts a collective now and runs `finish` behind it."""

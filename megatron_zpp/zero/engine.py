@@ -62,9 +62,10 @@ class ZeroEngine:
         self.model, self.topology, self.device = model, topology, device
         self.ledger = TrafficLedger(topology)
         self._clip_grad = optimizer.clip_grad
-        gathering, reducing = (Lane(topology, device, self.ledger, timeout) for _ in range(2))
+        gathering, reducing = self._lanes = [Lane(topology, device, self.ledger, timeout) for _ in range(2)]
         residency = Residency(zero.zero_stage)
         dtype = getattr(torch, precision.compute_dtype(device.type))
+        prefetch = zero.zero_prefetch_units or 0  # None below stage 3, where no gather is ahead of its unit
         names_and_modules = model.units()
         self.units = UnitBuilder(
             residency,
@@ -72,11 +73,14 @@ class ZeroEngine:
             device,
             dtype=dtype,
             reduce_dtype=_reduce_dtype(residency, precision, dtype),
-            prefetch=zero.zero_prefetch_units,
-            lane=reducing,
+            prefetch=prefetch,
+            gathering=gathering,
+            reducing=reducing,
             offload_optimizer=zero.zero_offload_optimizer,
         ).build(names_and_modules, initialize)
-        self._gathers = Gathers(self.units, gathering, zero.zero_prefetch_units)
+        for lane in self._lanes:
+            lane.ready()
+        self._gathers = Gathers(self.units, gathering, prefetch)
         self._reductions = Reductions(self.units, reducing, residency)
         self._hooks = register_hooks(
             [module for _, module in names_and_modules], self.units, self._gathers, self._reductions
@@ -112,14 +116,20 @@ class ZeroEngine:
         if self._clip_grad > 0:
             shrink = torch.clamp((grad_norm + 1e-6) / self._clip_grad, min=1.0)
         self._adamw.step(learning_rate, scale * shrink, found_inf)
+        self._reductions.release()
         self._gathers.publish()
         self.loss_scale.update(found_inf)
         return StepResult(grad_norm, found_inf, scale)
 
     def close(self) -> None:
-        """Unhooks the model: the hooks tie engine and model in a cycle that Python cannot see through."""
+        """Unhooks the model, since the hooks tie it to the engine in a cycle, and lets go of the lanes.
+
+        At the end of a run on every rank; after an error it may wait for the others.
+        """
         for handle in self._hooks:
             handle.remove()
+        for lane in self._lanes:
+            lane.close()
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor) -> Tensor:

@@ -54,6 +54,13 @@ class FlatLayout:
         """How many of the `owned` elements, its first ones, have weight decay."""
         return min(max(self.offsets[self.decayed] - owned.start, 0), len(owned))
 
+    def gaps(self) -> Iterator[range]:
+        """The elements between and behind the parameters."""
+        for index, numel in enumerate(self.numels):
+            stop = self.numel if index + 1 == len(self.numels) else self.offsets[index + 1]
+            if self.offsets[index] + numel < stop:
+                yield range(self.offsets[index] + numel, stop)
+
     def pieces(self, owned: range) -> Iterator[Piece]:
         """What the `owned` elements hold of each parameter."""
         for index, numel in enumerate(self.numels):

@@ -31,23 +31,23 @@ class TorchAdamW:
         self._config, self._units = config, units
         self.moments = [_zero_moments(unit) for unit in units]
         self.steps = torch.zeros((), device=units[0].master.device)
-        self._offloaded = units[0].master.device != units[0].gradients.device
-        self._gradients = [
-            torch.empty_like(unit.master, pin_memory=True) if self._offloaded else unit.gradients
-            for unit in units
-        ]
+        self._copies: list[Tensor] | None = None  # of the gradients, beside states in CPU memory
+        if units[0].master.device != units[0].slot.buffer.device:
+            self._copies = [torch.empty_like(unit.master, pin_memory=True) for unit in units]
 
     def step(self, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> None:
         """See AdamW.step. Waits for the device only where states are offloaded."""
-        if self._offloaded:
-            for unit, gradients in zip(self._units, self._gradients, strict=True):
-                gradients.copy_(unit.gradients, non_blocking=True)
+        all_gradients = [unit.gradients for unit in self._units]
+        if self._copies is not None:
+            for copy, gradients in zip(self._copies, all_gradients, strict=True):
+                copy.copy_(gradients, non_blocking=True)
+            all_gradients = self._copies
             divisor, found_inf = divisor.cpu(), found_inf.cpu()  # which also waits for the gradients
         self.steps += 1 - found_inf
         for part, weight_decay in enumerate((self._config.weight_decay, 0.0)):
             parts = [
                 [unit.segments(flat)[part] for flat in (unit.master, gradients, *moments.values())]
-                for unit, gradients, moments in zip(self._units, self._gradients, self.moments, strict=True)
+                for unit, gradients, moments in zip(self._units, all_gradients, self.moments, strict=True)
             ]
             parts = [segments for segments in parts if len(segments[0])]
             if not parts:
@@ -81,12 +81,15 @@ class ApexAdamW:
         self.moments = [_zero_moments(unit) for unit in units]
         self.steps = torch.zeros((), device=units[0].master.device)
         groups = [{"params": [], "weight_decay": decay} for decay in (config.weight_decay, 0.0)]
+        self._weights: list[
+            tuple[Unit, int, Tensor]
+        ] = []  # (unit, part of its segments, that part's weights)
         states = {}
         for unit, moments in zip(units, self.moments, strict=True):
             for part, group in enumerate(groups):
                 weight = unit.segments(unit.master)[part].detach()
                 if len(weight):
-                    weight.grad = unit.segments(unit.gradients)[part]
+                    self._weights.append((unit, part, weight))
                     group["params"].append(weight)
                     states[weight] = {name: unit.segments(moments[name])[part] for name in MOMENTS}
         betas = (config.adam_beta1, config.adam_beta2)
@@ -99,11 +102,15 @@ class ApexAdamW:
         """See AdamW.step."""
         if found_inf.item():
             return
+        for unit, part, weight in self._weights:
+            weight.grad = unit.segments(unit.gradients)[part]
         for group in self._adam.param_groups:
             group["lr"], group["step"] = learning_rate, int(self.steps.item())
             torch._foreach_div_([weight.grad for weight in group["params"]], divisor)
         self._adam.step()
         self.steps += 1
+        for _, _, weight in self._weights:
+            weight.grad = None  # the unit's to keep or to free
 
 
 def build_adamw(config: OptimizerConfig, units: list[Unit], backend: Literal["apex", "torch"]) -> AdamW:

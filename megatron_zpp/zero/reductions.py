@@ -43,20 +43,24 @@ class Reductions:
         for unit in self._units:
             unit.gradient_slot.wait()
 
+    def release(self) -> None:
+        """After the optimizer: the memory of the gradients is the next forward's, for activations."""
+        for unit in self._units:
+            unit.gradients = None
+
     def _take(self, unit: Unit) -> None:
-        """Moves `.grad` of every parameter to the flat buffer and starts the reduction that is due."""
+        """Moves `.grad` of every parameter to a flat buffer and starts the reduction that is due."""
         produced = [parameter.grad for parameter in unit.parameters]
         for parameter in unit.parameters:
             parameter.grad = None
-        slot = unit.gradient_slot
-        slot.wait()
-        if self._residency.gradients_sharded:
-            torch._foreach_copy_(unit.views(slot.buffer), produced)
-            slot.pending = self._lane.reduce_scatter(
-                slot.buffer, unit.gradients, add=not self._first, scratch=slot.scratch
-            )
+        unit.gradient_slot.wait()
+        only = self._first and self._last
+        if self._residency.gradients_sharded or (only and self._residency.optimizer_sharded):
+            torch._foreach_copy_(unit.views(unit.gradient_slot.buffer), produced)
+            self._reduce_scatter(unit, add=not self._first)
             return
         if self._first:
+            unit.accumulated = unit.new_sum()
             torch._foreach_copy_(unit.views(unit.accumulated), produced)
         else:
             torch._foreach_add_(unit.views(unit.accumulated), produced)
@@ -64,11 +68,18 @@ class Reductions:
             self._reduce_accumulated(unit)
 
     def _reduce_accumulated(self, unit: Unit) -> None:
-        slot, source = unit.gradient_slot, unit.accumulated
+        slot, total = unit.gradient_slot, unit.accumulated
+        unit.accumulated = None
         if len(slot.buffer):
-            slot.buffer.copy_(source)
-            source = slot.buffer
-        if unit.whole:
-            slot.pending = self._lane.all_reduce(source, unit.gradients)
+            slot.buffer.copy_(total)
+        if self._residency.optimizer_sharded:
+            self._reduce_scatter(unit, add=False)
         else:
-            slot.pending = self._lane.reduce_scatter(source, unit.gradients, add=False, scratch=slot.scratch)
+            unit.gradients = total
+            slot.pending = self._lane.all_reduce(slot.buffer if len(slot.buffer) else total, total)
+
+    def _reduce_scatter(self, unit: Unit, *, add: bool) -> None:
+        slot = unit.gradient_slot
+        if not add:
+            unit.gradients = torch.empty_like(unit.master, device=slot.buffer.device)
+        slot.pending = self._lane.reduce_scatter(slot.buffer, unit.gradients, add=add, scratch=slot.scratch)

@@ -29,24 +29,20 @@ def arena_bytes(
     prefetch: int,
     parameter_bytes: int = 2,
     reduce_bytes: int = 4,
-    nccl: bool = True,
 ) -> int:
     """Bytes of the buffers that units share: slots of gathered parameters, and what reductions need.
 
     Slots for parameters exist beside the states at stage 3 alone; below it the parameters are the slots.
-    `reduce_bytes` is the size of a gradient as it is sent; fp32 sums below stage 2 are sent from where they
-    are. An all-to-all needs room to receive a unit; an all-reduce (stage 0) does not, nor does NCCL's sum of
-    fp32 but for a shard that it adds to another.
+    `reduce_bytes` is the size of a gradient as it is sent. An all-to-all (stage 1 and up) sends from room for
+    a unit and receives into as much; an all-reduce (stage 0) sends fp32 sums from where they are.
     """
     total = 0
     for layout, units in Counter(layouts).items():
         if stage >= 3:
             total += slots(units, prefetch) * layout.numel * parameter_bytes
-        sent = stage >= 2 or reduce_bytes != 4
-        received = layout.numel if stage >= 1 else 0
-        if nccl and reduce_bytes == 4:
-            received = layout.shard_numel if stage >= 2 else 0
-        total += min(2, units) * (sent * layout.numel + received) * reduce_bytes
+        sent = stage >= 1 or reduce_bytes != 4
+        received = stage >= 1 and layout.ranks > 1
+        total += min(2, units) * (sent + received) * layout.numel * reduce_bytes
     return total
 
 

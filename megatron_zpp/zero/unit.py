@@ -6,7 +6,9 @@ For a unit of n elements (padding included) on d ranks:
     master       fp32 weights that this rank's optimizer changes: all n at stage 0, else its shard n / d;
                  in CPU memory if offloaded
     published    like master in the compute dtype: what the next forward reads or the next gather sends
-    gradients    like master: the fp32 sum over micro-batches and ranks
+    gradients    like master: the fp32 sum over micro-batches and ranks, from a step's first reduction until
+                 the optimizer is done with it
+    accumulated  (n,) fp32 at stage 1: the sum over micro-batches, from a step's first one to its last
 
 A unit's slot is fixed, so autograd's references to a parameter stay right when the slot is filled again for
 the backward. Which unit a slot holds, and as of which version of its weights, is written on the slot.
@@ -14,6 +16,7 @@ the backward. Which unit a slot holds, and as of which version of its weights, i
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from megatron_zpp.zero.collectives import Pending
@@ -74,10 +77,10 @@ class ParameterSlot(Slot):
 
 @dataclass
 class GradientSlot(Slot):
-    """What a reduction needs: `buffer` in the format that is sent, and `scratch` to receive into.
+    """What a reduction needs: `buffer` in the format that is sent, and `scratch`, like it, to receive into.
 
-    `buffer` has no elements where the units' accumulated gradients are sent as they are, `scratch` none
-    where they are summed in place.
+    At stage 0 `scratch` has no elements, and `buffer` none where the sums over micro-batches are sent as they
+    are. On one rank nothing is received.
     """
 
     scratch: Tensor = field(kw_only=True)
@@ -95,8 +98,8 @@ class Unit:
     gradient_slot: GradientSlot
     master: Tensor
     published: Tensor
-    accumulated: Tensor | None  # (n,) fp32 where gradients are not sharded
-    gradients: Tensor  # part of `accumulated` where there is one
+    accumulated: Tensor | None = None
+    gradients: Tensor | None = None
     version: int = 0  # rises with every change of the weights
     arrived: int = 0  # gradients of the present backward
 
@@ -111,6 +114,13 @@ class Unit:
             flat[offset : offset + parameter.numel()].view(parameter.shape)
             for offset, parameter in zip(self.layout.offsets, self.parameters, strict=False)
         ]
+
+    def new_sum(self) -> Tensor:
+        """A buffer (n,) fp32 for whole gradients: the parameters' parts are not filled, the gaps are zero."""
+        whole = torch.empty(self.layout.numel, dtype=torch.float32, device=self.slot.buffer.device)
+        for gap in self.layout.gaps():
+            whole[gap.start : gap.stop].zero_()
+        return whole
 
     def load(self, flat: Tensor, index: int, parameter: Tensor) -> None:
         """Copies this rank's part of a whole parameter into `flat`, a buffer like `master`."""

@@ -146,6 +146,11 @@ BAD = [  # command line, then what its one line must hold
     ([*MINIMAL, "--wandb-exp-name", "a"], ["--wandb-exp-name a", "--wandb-project"]),
     ([*MINIMAL, "--zero-stage", "4"], ["--zero-stage 4", "at most 3"]),
     ([*MINIMAL, "--zero-prefetch-units", "-1"], ["--zero-prefetch-units -1", "at least 0"]),
+    (
+        [*MINIMAL, "--zero-stage", "2", "--zero-prefetch-units", "1"],
+        ["--zero-prefetch-units 1", "needs --zero-stage 3"],
+    ),
+    ([*MINIMAL, "--recompute-offload"], ["--recompute-offload", "needs --recompute-granularity full"]),
     ([*MINIMAL, "--device", "cpu", "--distributed-backend", "nccl"], ["--distributed-backend nccl", "gloo"]),
     ([*MINIMAL, "--full-validation"], ["--full-validation", "--mock-data", "--eval-iters"]),
     ([*MINIMAL, "--seed", "-1"], ["--seed -1", "at least 0"]),

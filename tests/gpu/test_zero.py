@@ -1,14 +1,17 @@
 """ZeRO on GPUs: several ranks over NCCL, no host synchronisation, no allocation in a steady step."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.run import ZeroConfig
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.zero.theory import arena_bytes, model_state_bytes
 from tests.support import pretrain
 from tests.zero.engines import engine_of
 
@@ -65,6 +68,92 @@ def test_an_offloaded_optimizer_takes_the_same_steps(stage: int) -> None:
         del engine
     assert curves[1] == pytest.approx(curves[0], rel=2 * torch.finfo(torch.bfloat16).eps)
     assert allocated[0] - allocated[1] >= 12 * elements
+
+
+FULL = RecomputeConfig(recompute_granularity="full", recompute_method="uniform")
+
+
+def requested_bytes() -> int:
+    """Of live tensors, without what the allocator rounds up."""
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]
+
+
+@pytest.mark.parametrize("method", ["uniform", "block"])
+def test_offloaded_activations_change_nothing_but_memory(method: str) -> None:
+    """Checkpoints of 6 layers: all but the newest two are in CPU memory when the backward begins."""
+    tokens = torch.randint(VOCAB, (64, 129), device="cuda")
+    curves, stored = [], []
+    for offload in (False, True):
+        layers = 5 if method == "block" else None
+        recompute = dataclasses.replace(
+            FULL, recompute_method=method, recompute_num_layers=layers, recompute_offload=offload
+        )
+        engine = engine_of(
+            MODEL, VOCAB, recompute=recompute, precision=PrecisionConfig(bf16=True), device="cuda"
+        )
+        losses = []
+        for step in range(5):
+            for index in range(2):
+                torch.manual_seed(10 * step + index)
+                losses.append(engine.accumulate(tokens, index=index, micro_batches=2).item())
+            engine.step(1e-3)
+        curves.append(losses)
+        engine.model.train()
+        before = requested_bytes()
+        loss = engine._loss(tokens)
+        stored.append(requested_bytes() - before)
+        loss.backward()
+        engine.close()
+        del engine, loss
+    assert curves[0] == curves[1]
+    checkpoint = 64 * 128 * 256 * 2  # bytes of one (B, T, D) in bf16
+    assert stored[0] - stored[1] >= 4 * checkpoint
+
+
+def activation_peak(config: ModelConfig, recompute: RecomputeConfig, tokens: torch.Tensor) -> int:
+    """Bytes that forward and backward of a plain bf16 module take beside its parameters and gradients."""
+    model = GPT(config, VOCAB, recompute).initialize(3).to("cuda", torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    model(tokens[:, :-1], tokens[:, 1:]).backward()  # cuBLAS takes its workspace
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("recompute", [RecomputeConfig(), FULL], ids=["stored", "full"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_peak_memory_is_states_arena_and_activations(stage: int, recompute: RecomputeConfig) -> None:
+    """One rank: at most 1.05 × the closed form of the states with the activations as measured."""
+    config = ModelConfig(
+        num_layers=8, hidden_size=1024, num_attention_heads=16, seq_length=512, hidden_dropout=0.0
+    )
+    tokens = torch.randint(VOCAB, (8, 513), device="cuda")
+    activations = activation_peak(config, recompute, tokens)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    engine = engine_of(
+        config,
+        VOCAB,
+        zero=ZeroConfig(zero_stage=stage),
+        precision=PrecisionConfig(bf16=True),
+        recompute=recompute,
+        device="cuda",
+    )
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(3):
+        for index in range(2):
+            engine.accumulate(tokens, index=index, micro_batches=2)
+        engine.step(1e-3)
+    peak = torch.cuda.max_memory_allocated() - before
+    layouts = [unit.layout for unit in engine.units]
+    parameters = sum(parameter.numel() for parameter in engine.model.parameters())
+    states = model_state_bytes(parameters, 1, stage)
+    arena = arena_bytes(layouts, stage, prefetch=1, reduce_bytes=2 if stage >= 2 else 4)
+    engine.close()
+    assert peak <= 1.05 * (states + arena + activations)
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")

@@ -115,6 +115,13 @@ def test_offload_from_the_cpu(flags: list[str]) -> None:
     refused(*flags, "--zero-offload-optimizer", words=["--zero-offload-optimizer", "already"])
 
 
+def test_activations_cannot_be_offloaded_from_the_cpu(flags: list[str]) -> None:
+    refused(
+        *(*flags, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-offload"),
+        words=["--recompute-offload", "needs GPUs", "cpu"],
+    )
+
+
 def test_half_a_launcher(flags: list[str]) -> None:
     refused(*flags, words=["RANK", "WORLD_SIZE"], WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2")
 

@@ -128,7 +128,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(poison: float) -> None:
     engine = small()
     weights = weights_of(engine)
     engine.accumulate(batches(1, 1)[0, 0], index=0, micro_batches=1)
-    engine.units[1].accumulated[5] = poison
+    engine.units[1].gradients[5] = poison
     assert engine.step(1e-2).skipped
     assert all(torch.equal(weights[name], weight) for name, weight in weights_of(engine).items())
     assert engine.optimizer_steps == 0

@@ -57,7 +57,9 @@ def build(case: Case, topology: Topology) -> ZeroEngine:
     return engine_of(
         dataclasses.replace(MODEL, untie_embeddings_and_output_weights=case.untied),
         VOCAB,
-        zero=ZeroConfig(zero_stage=case.stage, zero_prefetch_units=case.prefetch),
+        zero=ZeroConfig(
+            zero_stage=case.stage, zero_prefetch_units=case.prefetch if case.stage == 3 else None
+        ),
         precision=case.precision,
         recompute=RECOMPUTE[case.recompute],
         topology=topology,

@@ -1,0 +1,79 @@
+"""Keeps the activations that recomputation starts from in CPU memory (ZeRO paper, section 6.1, P_a+cpu)."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+
+class Offloaded:
+    """One tensor on its way out, in CPU memory, or on its way back."""
+
+    def __init__(self, tensor: Tensor, home: Tensor) -> None:
+        self.device = tensor.device
+        self.on_device: Tensor | None = tensor  # until its copy is done, and when it is back
+        self.home = home  # pinned, like `tensor`
+        self.moved: torch.cuda.Event | None = None  # the newest copy of it
+
+
+class ActivationOffload:
+    """Copies run on a stream of their own: out beside the forward, and back one tensor ahead of the backward.
+
+    Tensors come back in the reverse of the order in which they left, so that all but the newest are in CPU
+    memory alone. Pinned buffers are kept and used again in every step.
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self._away: list[Offloaded] = []  # in the order in which they left
+        self._homes: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+
+    def saving(self) -> AbstractContextManager[None]:
+        """What autograd saves inside is offloaded, where it lies on a GPU."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> Offloaded | Tensor:
+        if not tensor.is_cuda:
+            return tensor  # torch's checkpoint also saves an empty CPU tensor of its own
+        if self._away:
+            self._leave(self._away[-1])
+        homes = self._homes.setdefault((tensor.shape, tensor.dtype), [])
+        home = homes.pop() if homes else torch.empty_like(tensor, device="cpu", pin_memory=True)
+        entry = Offloaded(tensor, home)
+        self._away.append(entry)
+        self._beside(entry, lambda: home.copy_(tensor, non_blocking=True))
+        return entry
+
+    def _leave(self, entry: Offloaded) -> None:
+        """Frees the device's copy. The compute waits, as its memory is then the next activation's."""
+        if entry.on_device is not None:
+            torch.cuda.current_stream().wait_event(entry.moved)
+            entry.on_device = None
+
+    def _unpack(self, entry: Offloaded | Tensor) -> Tensor:
+        if isinstance(entry, Tensor):
+            return entry
+        self._return(entry)
+        torch.cuda.current_stream().wait_event(entry.moved)
+        if entry in self._away:
+            del self._away[self._away.index(entry) :]
+            # Free for the next tensor at once: what that copies runs behind this copy on the same stream.
+            self._homes[entry.home.shape, entry.home.dtype].append(entry.home)
+            if self._away:
+                self._return(self._away[-1])
+        return entry.on_device
+
+    def _return(self, entry: Offloaded) -> None:
+        """Starts the copy back, unless the tensor never left or is on its way."""
+        if entry.on_device is None:
+            back = entry.on_device = torch.empty_like(entry.home, device=entry.device)
+            self._beside(entry, lambda: back.copy_(entry.home, non_blocking=True))
+
+    def _beside(self, entry: Offloaded, copy: Callable[[], Tensor]) -> None:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(entry.device)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            copy()
+            entry.moved = self._stream.record_event()

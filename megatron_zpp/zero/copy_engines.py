@@ -1,0 +1,57 @@
+"""Memory that NCCL moves with the copy engines, so that a transfer takes no multiprocessor from the compute.
+
+NCCL's kernels move data with multiprocessors, and a matrix product beside them was laid out for all of them.
+Gathers and all-to-alls between buffers that are registered at the same offsets on every rank ("symmetric")
+go through the copy engines instead, on a communicator that may use no thread block ("zero CTA") and among the
+GPUs of one node (NCCL user guide, "Zero-CTA Optimization", since 2.28).
+"""
+
+from contextlib import AbstractContextManager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_zpp.zero.topology import Topology
+
+_FIRST_NCCL = (2, 28)
+
+
+def copy_engines_reach(topology: Topology, device: torch.device) -> bool:
+    """Whether collectives of all ranks can go through the copy engines."""
+    return (
+        device.type == "cuda"
+        and topology.world_size > 1
+        and topology.nodes == 1
+        and dist.get_backend() == "nccl"
+        and hasattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO")
+        and torch.cuda.nccl.version() >= _FIRST_NCCL
+    )
+
+
+class SymmetricMemory:
+    """A communicator that may use no thread block, and the memory that is registered with it."""
+
+    def __init__(self, device: torch.device, timeout: timedelta | None) -> None:
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
+        if timeout is not None:
+            options._timeout = timeout  # torch warns where this and new_group's differ
+        self.group = dist.new_group(timeout=timeout, pg_options=options)
+        dist.all_reduce(
+            torch.zeros(1, device=device), group=self.group
+        )  # NCCL registers with a live one only
+        self._backend = self.group._get_backend(device)
+        self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
+
+    def allocating(self) -> AbstractContextManager[None]:
+        """What is allocated inside lies in this memory: the same on every rank, and before `register`."""
+        return torch.cuda.use_mem_pool(self._pool)
+
+    def register(self) -> None:
+        """Tells NCCL, on all ranks together; buffers allocated from here on would be unknown to it."""
+        self._backend.register_mem_pool(self._pool, symm=True)
+
+    def close(self) -> None:
+        """The inverse of `register`, before the buffers are freed."""
+        self._backend.deregister_mem_pool(self._pool)
