@@ -1,0 +1,154 @@
+"""The fused operations: bytes a second over those of a copy, plain torch and torch.compile, in the same run.
+
+    python benchmarks/quantization.py [--sizes 64 512 2048] [--operations quantize adamw] [--quick]
+
+A size is the megabytes of bf16 numbers that go in or come out, of all messages together where messages are
+summed, and of the fp32 weights for AdamW. Bytes are what the operation's definition reads and writes, each
+once; the copy is torch's copy_ of buffers of the same total size. A time is the median of batches of calls
+between two CUDA events, queued behind a sleeping kernel, so that launching from the host does not count;
+calls take turns on as many sets of buffers as exceed the L2 cache (on a CPU 64 MB) four times. On a CPU it is
+wall-clock, and nothing is compiled.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
+
+import torch
+
+from benchmarks.common import write_result
+from benchmarks.quantization_cases import Buffers, Case, all_cases
+from megatron_zpp.config.command_line import run_tool
+from megatron_zpp.config.options import Options, option, parse_options, refusal
+from megatron_zpp.ops.library import load_operations
+from megatron_zpp.ops.operations import Operations
+
+MEGABYTE = 1 << 20
+BATCHES, BATCH_SECONDS = 7, 4e-3
+SLEEP_CYCLES = 4_000_000  # about 2 ms: the host has queued the batch by then
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Options):
+    """quantisation benchmark"""
+
+    sizes: tuple[int, ...] = option((), "Megabytes [64 512 2048, on a CPU 64].", at_least=1)
+    operations: tuple[str, ...] = option((), "Only these operations.")
+    quick: bool = option(False, "The smallest size alone, and no torch.compile.")
+    output: str = option(str(Path(__file__).parent / "results"), "Directory of the result.")
+
+    def check(self) -> None:
+        """Operations that there are."""
+        known = sorted({case.operation for case in all_cases()})
+        for operation in self.operations:
+            if operation not in known:
+                raise refusal("--operations", operation, f"must be of {' '.join(known)}")
+
+
+class Stopwatch:
+    """Seconds of a call on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        on_gpu = device.type == "cuda"
+        self.cached = torch.cuda.get_device_properties(device).L2_cache_size if on_gpu else 64 * MEGABYTE
+
+    def sets(self, moved: int) -> int:
+        """How many sets of buffers of `moved` bytes do not stay in the cache."""
+        return max(1, -(-4 * self.cached // moved))
+
+    def seconds(self, calls: list[Call]) -> float:
+        """Of one call, which take turns."""
+        turns = cycle(calls)
+        for _ in range(max(2, len(calls))):  # also compiles
+            next(turns)()
+        first = self._batch(turns, 1)
+        count = min(max(1, int(BATCH_SECONDS / first)), 200)
+        return median(self._batch(turns, count) for _ in range(BATCHES)) / count
+
+    def _batch(self, turns: Iterator[Call], count: int) -> float:
+        if self.device.type == "cpu":
+            begin = time.perf_counter()
+            for _ in range(count):
+                next(turns)()
+            return time.perf_counter() - begin
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(SLEEP_CYCLES)
+        begin.record()
+        for _ in range(count):
+            next(turns)()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+
+def copy_seconds(watch: Stopwatch, moved: int) -> float:
+    """A copy that reads half of `moved` bytes and writes the other half."""
+    pairs = [
+        torch.zeros(2, moved // 2, dtype=torch.uint8, device=watch.device) for _ in range(watch.sets(moved))
+    ]
+    return watch.seconds([partial(pair[1].copy_, pair[0]) for pair in pairs])
+
+
+def measure(
+    case: Case, ops: Operations, megabytes: int, watch: Stopwatch, compiled: Call | None
+) -> dict[str, Any]:
+    """One line of the result."""
+    elements = megabytes * MEGABYTE // case.element_bytes
+    sets: list[Buffers] = [case.build(ops, elements, watch.device)]
+    moved = sets[0].bytes
+    sets += [case.build(ops, elements, watch.device) for _ in range(watch.sets(moved) - 1)]
+    ours = watch.seconds([buffers.ours for buffers in sets])
+    eager = watch.seconds([partial(case.eager, *buffers.plain) for buffers in sets])
+    line = {
+        "operation": case.operation,
+        "variant": case.variant,
+        "megabytes": megabytes,
+        "bytes": moved,
+        "microseconds": round(ours * 1e6, 1),
+        "gb_per_second": round(moved / ours / 1e9, 1),
+    }
+    if compiled is not None:
+        fast = watch.seconds([partial(compiled, *buffers.plain) for buffers in sets])
+        line["times_faster_than_compiled"] = round(fast / ours, 2)
+    line["times_faster_than_plain_torch"] = round(eager / ours, 2)
+    del sets
+    line["of_copy"] = round(copy_seconds(watch, moved) / ours, 3)
+    return line
+
+
+def main() -> None:
+    settings = parse_options(Settings, "quantization.py", __doc__, sys.argv[1:])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ops = load_operations(device.type, require_kernels=True, say=print)
+    sizes = settings.sizes or ((64, 512, 2048) if device.type == "cuda" else (64,))
+    compiles = device.type == "cuda" and not settings.quick
+    if settings.quick:
+        sizes = (min(sizes),)
+    torch.manual_seed(0)
+    watch, lines = Stopwatch(device), []
+    begin = time.perf_counter()
+    for case in all_cases():
+        if settings.operations and case.operation not in settings.operations:
+            continue
+        torch._dynamo.reset()  # functions of other formats count as recompilations of this one
+        compiled = torch.compile(case.written, dynamic=True) if compiles else None
+        for megabytes in sizes:
+            lines.append(measure(case, ops, megabytes, watch, compiled))
+            print({key: value for key, value in lines[-1].items() if key != "bytes"}, flush=True)
+    figures = {"device": device.type, "seconds": round(time.perf_counter() - begin), "results": lines}
+    write_result(f"quantization_{device.type}", figures, Path(settings.output))
+
+
+if __name__ == "__main__":
+    run_tool("quantization.py", main)

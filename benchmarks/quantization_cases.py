@@ -1,0 +1,174 @@
+"""What benchmarks/quantization.py measures: operations, formats and their buffers."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks import plain_quantization as plain
+from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.operations import Operations
+
+INT8, INT4, FP8 = Format("int8", 256), Format("int4", 128), Format("fp8", 256)
+ROTATED = replace(INT8, rotate=True)
+
+
+class Buffers(NamedTuple):
+    """One set of buffers: bytes that a call moves, our call, and the plain functions' arguments."""
+
+    bytes: int
+    ours: Callable[[], None]
+    plain: tuple[Any, ...]
+
+
+class Case(NamedTuple):
+    """`build(ops, elements, device)` makes a set of buffers; `written` is compiled, `eager` run as it is."""
+
+    operation: str
+    variant: str
+    build: Callable[[Operations, int, torch.device], Buffers]
+    written: Callable[..., Any]
+    eager: Callable[..., Any]
+    element_bytes: int = 2  # of the numbers whose bytes a size counts
+
+
+def all_cases() -> list[Case]:
+    """In the order of the operations' use."""
+    return [*_one_message(), *_several_messages(), *_steps()]
+
+
+def _one_message() -> list[Case]:
+    named = (("int8/256", INT8), ("int4/128", INT4), ("fp8/256", FP8), ("int8/256, rotated", ROTATED))
+    cases = []
+    for name, format in named:
+        written = partial(plain.quantize, format=format)
+        cases.append(Case("quantize", name, partial(_quantize, format=format), written, written))
+    written = partial(plain.quantize, format=INT8, stochastic=True)
+    build = partial(_quantize, format=INT8, seed=1)
+    cases.append(Case("quantize", "int8/256, stochastic", build, written, written))
+    for name, format in named:
+        written = partial(plain.dequantize_into, format=format)
+        cases.append(Case("dequantize", name, partial(_dequantize, format=format), written, written))
+    return cases
+
+
+def _several_messages() -> list[Case]:
+    cases = []
+    encode, add = partial(plain.sum_quantize, format=INT4), partial(plain.sum_into, format=INT4)
+    stochastic = partial(plain.sum_quantize, format=INT4, stochastic=True)
+    for count in (2, 4, 8):
+        name = f"int4/128, {count} messages"
+        cases.append(Case("sum_quantize", name, partial(_sum_quantize, count=count), encode, encode))
+        cases.append(Case("sum_into", name, partial(_sum_into, count=count), add, add))
+        build = partial(_sum_parts, count=count)
+        cases.append(Case("sum_parts", f"bf16, {count} parts", build, plain.sum_parts, plain.sum_parts))
+    build = partial(_sum_quantize, count=4, error=True)
+    cases.append(Case("sum_quantize", "int4/128, 4 messages, error feedback", build, encode, encode))
+    build = partial(_sum_quantize, count=4, seed=1)
+    cases.append(Case("sum_quantize", "int4/128, 4 messages, stochastic", build, stochastic, stochastic))
+    return cases
+
+
+def _steps() -> list[Case]:
+    written = partial(plain.adamw_quantize, format=INT8)
+    fused = partial(plain.fused_adamw_quantize, format=INT8)
+    return [
+        Case("adamw", "publishes bf16", _adamw, plain.adamw, plain.fused_adamw, 4),
+        Case("adamw_quantize", "int8/256", _adamw_quantize, written, fused, 4),
+    ]
+
+
+def _numbers(*shape: int, device: torch.device) -> Tensor:
+    return torch.randn(*shape, device=device, dtype=torch.bfloat16)
+
+
+def _messages(ops: Operations, x: Tensor, format: Format) -> tuple[Tensor, list[plain.Quantized]]:
+    """x (P, m) as our messages and as the plain functions'."""
+    messages = torch.empty(len(x), format.message_bytes(x.shape[1]), dtype=torch.uint8, device=x.device)
+    ops.quantize(x, messages, format)
+    return messages, [plain.quantize(row, format=format) for row in x]
+
+
+def _matrix(format: Format, device: torch.device) -> tuple[Tensor, ...]:
+    return (plain.hadamard(device),) if format.rotate else ()
+
+
+def _quantize(
+    ops: Operations, elements: int, device: torch.device, *, format: Format, seed: int | None = None
+) -> Buffers:
+    x = _numbers(1, elements, device=device)
+    message = torch.empty(1, format.message_bytes(elements), dtype=torch.uint8, device=device)
+    ours = partial(ops.quantize, x, message, format, seed=seed)
+    return Buffers(x.nbytes + message.nbytes, ours, (x, *_matrix(format, device)))
+
+
+def _dequantize(ops: Operations, elements: int, device: torch.device, *, format: Format) -> Buffers:
+    output = _numbers(1, elements, device=device)
+    message, (quantized,) = _messages(ops, output, format)
+    theirs = (*quantized, torch.empty_like(output), *_matrix(format, device))
+    return Buffers(output.nbytes + message.nbytes, partial(ops.dequantize, message, output, format), theirs)
+
+
+def _sum_quantize(
+    ops: Operations,
+    elements: int,
+    device: torch.device,
+    *,
+    count: int,
+    error: bool = False,
+    seed: int | None = None,
+) -> Buffers:
+    m = elements // count
+    messages, quantized = _messages(ops, _numbers(count, m, device=device), INT4)
+    output = torch.empty(1, INT4.message_bytes(m), dtype=torch.uint8, device=device)
+    left = _numbers(m, device=device) if error else None
+    moved = messages.nbytes + output.nbytes + (2 * left.nbytes if error else 0)
+    ours = partial(ops.sum_quantize, messages, output, INT4, INT4, error=left, seed=seed)
+    return Buffers(moved, ours, (quantized, left.clone()) if error else (quantized,))
+
+
+def _sum_into(ops: Operations, elements: int, device: torch.device, *, count: int) -> Buffers:
+    m = elements // count
+    messages, quantized = _messages(ops, _numbers(count, m, device=device), INT4)
+    shard = torch.empty(m, device=device)
+    ours = partial(ops.sum_into, messages, shard, INT4, factor=1 / count)
+    return Buffers(messages.nbytes + shard.nbytes, ours, (quantized, torch.empty_like(shard)))
+
+
+def _sum_parts(ops: Operations, elements: int, device: torch.device, *, count: int) -> Buffers:
+    parts, shard = (
+        _numbers(count, elements // count, device=device),
+        torch.empty(elements // count, device=device),
+    )
+    ours = partial(ops.sum_parts, parts, shard, factor=1 / count)
+    return Buffers(parts.nbytes + shard.nbytes, ours, (parts, torch.empty_like(shard)))
+
+
+def _states(elements: int, device: torch.device) -> tuple[list[Tensor], dict[str, Any]]:
+    """Weights, gradients and both moments; and everything after the tensors."""
+    states = [torch.randn(elements, device=device) for _ in range(4)]
+    states[3].square_()
+    scalars = {
+        "divisor": torch.ones((), device=device),
+        "found_inf": torch.zeros((), device=device),
+        "bias_corrections": torch.tensor([0.1, 0.05], device=device),
+    }
+    numbers = {"learning_rate": 3e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    return states, {**scalars, **numbers, "decayed": elements}
+
+
+def _adamw(ops: Operations, elements: int, device: torch.device) -> Buffers:
+    states, settings = _states(elements, device)
+    states.append(torch.empty(elements, device=device, dtype=torch.bfloat16))
+    ours = partial(ops.adamw, *states, **settings)
+    return Buffers(7 * states[0].nbytes + states[4].nbytes, ours, tuple(states))
+
+
+def _adamw_quantize(ops: Operations, elements: int, device: torch.device) -> Buffers:
+    states, settings = _states(elements, device)
+    message = torch.empty(INT8.message_bytes(elements), dtype=torch.uint8, device=device)
+    ours = partial(ops.adamw_quantize, *states, message, INT8, **settings)
+    return Buffers(7 * states[0].nbytes + message.nbytes, ours, tuple(states))

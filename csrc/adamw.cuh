@@ -1,0 +1,55 @@
+// One step of AdamW on quads of elements.
+#pragma once
+
+#include "device.cuh"
+
+namespace megatron_zpp::cuda {
+
+// What the step needs of the device's scalars; read by every thread.
+__device__ __forceinline__ AdamwScalars load_scalars(const Adamw& op) {
+  return adamw_scalars(op.constants, *op.divisor, op.bias_corrections);
+}
+
+// The states of a quad as they are loaded.
+template <bool ALIGNED>
+struct AdamwQuad {
+  float4 weight, gradient, average, average_square;
+
+  __device__ __forceinline__ void load(const Adamw& op, int64_t at) {
+    weight = load_quad<ALIGNED>(op.master + at);
+    gradient = load_quad<ALIGNED>(op.gradient + at);
+    average = load_quad<ALIGNED>(op.exp_avg + at);
+    average_square = load_quad<ALIGNED>(op.exp_avg_sq + at);
+  }
+
+  __device__ __forceinline__ void step(const Adamw& op, const AdamwScalars& scalars, int64_t at) {
+    step_one(op, scalars, at, weight.x, gradient.x, average.x, average_square.x);
+    step_one(op, scalars, at + 1, weight.y, gradient.y, average.y, average_square.y);
+    step_one(op, scalars, at + 2, weight.z, gradient.z, average.z, average_square.z);
+    step_one(op, scalars, at + 3, weight.w, gradient.w, average.w, average_square.w);
+  }
+
+  __device__ __forceinline__ void store(const Adamw& op, int64_t at) const {
+    store_quad<ALIGNED>(op.master + at, weight);
+    store_quad<ALIGNED>(op.exp_avg + at, average);
+    store_quad<ALIGNED>(op.exp_avg_sq + at, average_square);
+  }
+
+ private:
+  __device__ __forceinline__ static void step_one(const Adamw& op, const AdamwScalars& scalars, int64_t at,
+                                                  float& weight, float gradient, float& average,
+                                                  float& average_square) {
+    const AdamwState after =
+        adamw_step({weight, average, average_square}, gradient, at < op.decayed, op.constants, scalars);
+    weight = after.weight;
+    average = after.average;
+    average_square = after.average_square;
+  }
+};
+
+inline bool is_aligned(const Adamw& op) {
+  return is_aligned(op.master, 16) && is_aligned(op.gradient, 16) && is_aligned(op.exp_avg, 16) &&
+         is_aligned(op.exp_avg_sq, 16);
+}
+
+}  // namespace megatron_zpp::cuda

@@ -1,0 +1,88 @@
+// adamw_quantize on a GPU.
+#include "adamw.cuh"
+#include "blocks.cuh"
+
+namespace megatron_zpp::cuda {
+
+namespace {
+
+struct AdamwQuantizeParams {
+  Adamw step;
+  uint32_t blocks;
+  Lanes lanes;
+  Writer writer;
+  bool rotate;
+};
+
+// Steps the lane's own eight elements from `at` on and gives their new weights. Both lanes of a pair must call this;
+// the states go through memory as quads of the pair.
+template <bool ALIGNED>
+__device__ __forceinline__ void step_eight(const Adamw& op, const AdamwScalars& scalars, int64_t at, bool active,
+                                           float (&weights)[8]) {
+  AdamwQuad<ALIGNED> quads[2];
+  float4 weight_quads[2];
+  const int64_t starts[2] = {at - 4 * (lane_index() & 1), at + 8 - 4 * (lane_index() & 1)};
+#pragma unroll
+  for (int h = 0; h < 2; ++h) quads[h].load(op, starts[h]);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    quads[h].step(op, scalars, starts[h]);
+    if (active) quads[h].store(op, starts[h]);
+    weight_quads[h] = quads[h].weight;
+  }
+  exchange_with_neighbour(weight_quads);
+  to_eight(weight_quads, weights);
+}
+
+template <Codes C, int V, bool ALIGNED>
+__global__ void __launch_bounds__(kThreads, V == 8 ? 1 : 2)
+    adamw_quantize_kernel(const __grid_constant__ AdamwQuantizeParams p) {
+  if (*p.step.found_inf != 0) return;
+  const AdamwScalars scalars = load_scalars(p.step);
+  const uint32_t groups = p.lanes.groups();
+  for (uint32_t first = warp_index() * groups; first < p.blocks; first += warp_count() * groups) {
+    const bool active = first + p.lanes.group() < p.blocks;
+    // Lanes behind the end read the last block once more; they write nothing.
+    const uint32_t block = min(first + p.lanes.group(), p.blocks - 1);
+    const int64_t start = int64_t(block) << p.writer.log_block;
+    float x[V][8];
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      step_eight<ALIGNED>(p.step, scalars, start + p.lanes.run<8>(v), active, x[v]);
+      if (p.rotate) rotate(x[v]);
+    }
+    write_block<C>(p.writer, p.lanes, p.writer.messages, block, 0, x, active);
+  }
+}
+
+template <Codes C, int V>
+void launch_vectors(const AdamwQuantize& op, CUstream_st* stream) {
+  const AdamwQuantizeParams params{
+      op.step,
+      index_of(op.step.elements / op.format.block),
+      Lanes{log2_of(op.format.block / (8 * V))},
+      Writer(op.message, op.format, op.step.elements, Seed{false, 0}),
+      op.format.rotate,
+  };
+  const int64_t tiles = (params.blocks + params.lanes.groups() - 1) / params.lanes.groups();
+  if (is_aligned(op.step))
+    launch<adamw_quantize_kernel<C, V, true>>(tiles, stream, params);
+  else
+    launch<adamw_quantize_kernel<C, V, false>>(tiles, stream, params);
+}
+
+}  // namespace
+
+void run(const AdamwQuantize& op, CUstream_st* stream) {
+  with_codes(op.format.codes, [&](auto codes) {
+    constexpr Codes C = decltype(codes)::value;
+    switch (vectors_a_lane(op.format.block)) {
+      case 1: return launch_vectors<C, 1>(op, stream);
+      case 4: return launch_vectors<C, 4>(op, stream);
+      case 8: return launch_vectors<C, 8>(op, stream);
+    }
+    throw std::invalid_argument("adamw_quantize: no kernel for blocks of " + std::to_string(op.format.block));
+  });
+}
+
+}  // namespace megatron_zpp::cuda

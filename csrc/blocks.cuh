@@ -1,0 +1,122 @@
+// Encoding of whole blocks by groups of lanes, and writing them into messages.
+//
+// A block is held by 2^log_lanes neighbouring lanes, K runs of RUN elements each: run k of member l begins at element
+// (k * lanes + l) * RUN of the block. So neighbours access neighbouring memory, and all reductions are shuffles.
+#pragma once
+
+#include "codes.cuh"
+
+namespace megatron_zpp::cuda {
+
+// Which lanes hold which block of which tile.
+struct Lanes {
+  int log_lanes;  // a block
+
+  __device__ __forceinline__ int member() const { return lane_index() & ((1 << log_lanes) - 1); }
+  __device__ __forceinline__ uint32_t group() const { return lane_index() >> log_lanes; }
+  __host__ __device__ __forceinline__ uint32_t groups() const { return kWarp >> log_lanes; }
+
+  // Element of the block at which run k of this lane begins.
+  template <int RUN>
+  __device__ __forceinline__ int run(int k) const {
+    return ((k << log_lanes) + member()) * RUN;
+  }
+};
+
+// Vectors of eight elements a lane of a block: 1, 4 or 8. Four loads under way are enough for the memory's latency,
+// and what is done once a block and lane then costs little an element.
+inline int vectors_a_lane(int block) { return block < 128 ? 1 : block <= 1024 ? 4 : 8; }
+
+// Messages to write, all of one format.
+struct Writer {
+  uint8_t* messages;
+  int64_t code_bytes, used_bytes, bytes;  // of one message
+  uint32_t blocks;                        // of one message
+  int log_block;
+  bool fp32_scales;
+  Seed seed;
+
+  Writer(uint8_t* messages, const Format& format, int64_t elements, Seed seed)
+      : messages(messages), log_block(log2_of(format.block)), fp32_scales(format.scales == Scales::fp32), seed(seed) {
+    const MessageLayout layout = message_layout(format, elements);
+    code_bytes = layout.code_bytes;
+    used_bytes = layout.used_bytes;
+    bytes = layout.bytes;
+    blocks = index_of(layout.blocks);
+  }
+
+  __device__ __forceinline__ uint8_t* message(uint32_t index) const { return messages + index * bytes; }
+
+  template <Codes C>
+  __device__ __forceinline__ uint8_t* codes(uint8_t* message, uint32_t block) const {
+    return message + ((uint64_t(block) << log_block) * bits_of_code(C) >> 3);
+  }
+
+  // For one lane a block: stores the scale, and behind the last one the zeros that fill up the message.
+  __device__ __forceinline__ void store_scale(uint8_t* message, uint32_t block, float stored) const {
+    uint8_t* scales = message + code_bytes;
+    if (fp32_scales)
+      reinterpret_cast<float*>(scales)[block] = stored;
+    else
+      reinterpret_cast<uint16_t*>(scales)[block] = uint16_t(bits_of(stored) >> 16);  // exact: rounded already
+    if (block == blocks - 1)
+      for (int64_t at = used_bytes; at < bytes; at += 2) *reinterpret_cast<uint16_t*>(message + at) = 0;
+  }
+};
+
+// The key of the lane's signed peak. As signed integers the positive numbers are above all others, as unsigned ones
+// the negative numbers are, and both grow with the magnitude; NaN counts as beyond infinity. Hopper takes the larger
+// of three integers at once, so this is one operation a number where keys of each would be three.
+template <int RUN, int K>
+__device__ __forceinline__ uint32_t largest_key(const float (&x)[K][RUN]) {
+  int32_t positive = INT32_MIN;
+  uint32_t negative = 0;
+#pragma unroll
+  for (int i = 0; i < K * RUN; i += 2) {
+    const uint32_t a = bits_of(x[i / RUN][i % RUN]), b = bits_of(x[i / RUN][i % RUN + 1]);
+    positive = max(positive, max(int32_t(a), int32_t(b)));
+    negative = max(negative, max(a, b));
+  }
+  return max(peak_key(float_of(positive)), peak_key(float_of(negative)));
+}
+
+// Encodes x as block `block` of `message`; `index` is that of its first element, for the generator. Calls
+// use(k, words, scale) with the codes of each run k. All lanes of a warp must call this; those of no block are not
+// `active` and write nothing.
+template <Codes C, int RUN, int K, typename Use>
+__device__ __forceinline__ void write_block(const Writer& writer, const Lanes& lanes, uint8_t* message, uint32_t block,
+                                            uint64_t index, const float (&x)[K][RUN], bool active, Use&& use) {
+  const uint32_t key = largest_of_lanes(largest_key(x), lanes.log_lanes);
+  const BlockScale scale = block_scale(key, scale_factor(C), !writer.fp32_scales);
+  uint8_t* codes = writer.codes<C>(message, block);
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    const int start = lanes.run<RUN>(k);
+    uint32_t words[words_of<C>(RUN)];
+#pragma unroll
+    for (int i = 0; i < RUN; i += 8) {
+      float eight[8];
+      uint32_t part[words_of<C>(8)];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) eight[j] = x[k][i + j];
+      if (writer.seed.given)
+        encode_eight<C>(eight, scale.inverse, writer.seed.value, (index + start + i) >> 3, part);
+      else
+        encode_eight<C>(eight, scale.inverse, part);
+#pragma unroll
+      for (int w = 0; w < words_of<C>(8); ++w) words[words_of<C>(i) + w] = part[w] & scale.code_mask;
+    }
+    if (active) store_words(codes + start * bits_of_code(C) / 8, words);
+    use(k, words, scale);
+  }
+  if (active && lanes.member() == 0) writer.store_scale(message, block, scale.stored);
+}
+
+template <Codes C, int RUN, int K>
+__device__ __forceinline__ void write_block(const Writer& writer, const Lanes& lanes, uint8_t* message, uint32_t block,
+                                            uint64_t index, const float (&x)[K][RUN], bool active) {
+  write_block<C>(writer, lanes, message, block, index, x, active,
+                 [](int, const uint32_t (&)[words_of<C>(RUN)], const BlockScale&) {});
+}
+
+}  // namespace megatron_zpp::cuda

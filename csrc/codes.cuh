@@ -1,0 +1,220 @@
+// Codes and scales in registers: runs of numbers of one lane to words of codes, and back.
+#pragma once
+
+#include "device.cuh"
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#define ZPP_HAS_E4M3 1  // conversion instructions, which round and saturate as our own arithmetic does
+#endif
+
+namespace megatron_zpp::cuda {
+
+// Words of 32 bits that n codes take.
+template <Codes C>
+__host__ __device__ constexpr int words_of(int n) {
+  return n * bits_of_code(C) / 32;
+}
+
+// ---- encoding ----
+
+// One word of eight int4. Arithmetic needs one multiply-add a code, on a pipe that has time: kRoundBits + code of all
+// eight, each times 16 of the next, is a constant and the codes, whose signs must not borrow from the next code.
+__device__ __forceinline__ void pack(const uint32_t (&codes)[8], uint32_t (&words)[1]) {
+  constexpr uint32_t ones = 0x11111111u, eights = 0x88888888u;
+  uint32_t sum = codes[7];
+#pragma unroll
+  for (int i = 6; i >= 0; --i) sum = sum * 16 + codes[i];
+  words[0] = (sum - kRoundBits * ones + eights) ^ eights;
+}
+
+// Two words of four bytes each: the low bytes of the codes.
+__device__ __forceinline__ void pack(const uint32_t (&codes)[8], uint32_t (&words)[2]) {
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const uint32_t low = __byte_perm(codes[4 * k], codes[4 * k + 1], 0x0040);
+    const uint32_t high = __byte_perm(codes[4 * k + 2], codes[4 * k + 3], 0x0040);
+    words[k] = __byte_perm(low, high, 0x5410);
+  }
+}
+
+__device__ __forceinline__ uint32_t e4m3_pair(float low, float high) {
+#ifdef ZPP_HAS_E4M3
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+#else
+  return e4m3_nearest(low) | e4m3_nearest(high) << 8;
+#endif
+}
+
+// Eight numbers to nearest.
+template <Codes C>
+__device__ __forceinline__ void encode_eight(const float (&x)[8], float inverse, uint32_t (&words)[words_of<C>(8)]) {
+  if constexpr (C == Codes::fp8) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const uint32_t low = e4m3_pair(x[4 * k] * inverse, x[4 * k + 1] * inverse);
+      words[k] = low | e4m3_pair(x[4 * k + 2] * inverse, x[4 * k + 3] * inverse) << 16;
+    }
+  } else {
+    uint32_t codes[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) codes[i] = integer_nearest<C>(x[i], inverse);
+    pack(codes, words);
+  }
+}
+
+template <Codes C>
+__device__ __forceinline__ uint32_t encode_stochastic(float x, float inverse, uint32_t random16) {
+  if constexpr (C == Codes::fp8)
+    return e4m3_stochastic(x * inverse, random16);
+  else
+    return integer_stochastic<C>(x, inverse, random16);
+}
+
+// Eight numbers at random; `counter` is the index of the first over 8.
+template <Codes C>
+__device__ __forceinline__ void encode_eight(const float (&x)[8], float inverse, uint64_t seed, uint64_t counter,
+                                             uint32_t (&words)[words_of<C>(8)]) {
+  const Random8 random = random_for_eight(seed, counter);
+  uint32_t codes[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    codes[i] = encode_stochastic<C>(x[i], inverse, i & 1 ? random.word[i / 2] >> 16 : random.word[i / 2] & 0xFFFF);
+  pack(codes, words);
+}
+
+// ---- decoding ----
+
+// Each code under the exponent of 2^23, so that a subtraction makes it a number: conversion instructions are slow.
+__device__ __forceinline__ void decode_int8(uint32_t word, float* values) {
+  const uint32_t positive = word ^ 0x80808080u;  // code + 128
+#pragma unroll
+  for (int i = 0; i < 4; ++i) values[i] = float_of(__byte_perm(positive, 0x4B000000u, 0x7440 + i)) - (0x1p23f + 128.f);
+}
+
+// (bits & mask) ^ magic in one instruction; the compiler would make two of it.
+__device__ __forceinline__ uint32_t masked_under(uint32_t bits, uint32_t mask, uint32_t magic) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(result) : "r"(bits), "r"(mask), "r"(magic));
+  return result;
+}
+
+// Likewise, with each code where it is in the low 16 bits: that is 16^i times too large until the fma, which is exact.
+__device__ __forceinline__ void decode_int4(uint32_t word, float* values) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t four = word >> 16 * half;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t bits = masked_under(four, 0xFu << 4 * i, 0x4B000000u | 0x8u << 4 * i);  // code + 8
+      const float scale = 1.f / float(1 << 4 * i);
+      values[4 * half + i] = fmaf(float_of(bits), scale, -(0x1p23f * scale + 8.f));
+    }
+  }
+}
+
+__device__ __forceinline__ void decode_fp8(uint32_t word, float* values) {
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+#ifdef ZPP_HAS_E4M3
+    uint32_t pair;  // of fp16
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(uint16_t(word >> 16 * k)));
+    values[2 * k] = to_float(Fp16{uint16_t(pair)});
+    values[2 * k + 1] = to_float(Fp16{uint16_t(pair >> 16)});
+#else
+    values[2 * k] = e4m3_value(word >> 16 * k & 0xFF);
+    values[2 * k + 1] = e4m3_value(word >> (16 * k + 8) & 0xFF);
+#endif
+  }
+}
+
+// Codes as numbers, exactly.
+template <Codes C, int N>
+__device__ __forceinline__ void decode_codes(const uint32_t (&words)[words_of<C>(N)], float (&values)[N]) {
+#pragma unroll
+  for (int k = 0; k < words_of<C>(N); ++k) {
+    if constexpr (C == Codes::int8) decode_int8(words[k], values + 4 * k);
+    if constexpr (C == Codes::int4) decode_int4(words[k], values + 8 * k);
+    if constexpr (C == Codes::fp8) decode_fp8(words[k], values + 4 * k);
+  }
+}
+
+// ---- memory ----
+
+template <int WORDS>
+__device__ __forceinline__ void load_words(const uint8_t* address, uint32_t (&words)[WORDS]) {
+  if constexpr (WORDS == 1) {
+    words[0] = load_once<uint32_t>(address);
+  } else if constexpr (WORDS == 2) {
+    const uint2 two = load_once<uint2>(address);
+    words[0] = two.x;
+    words[1] = two.y;
+  } else {
+    static_assert(WORDS == 4, "one load");
+    const uint4 four = load_once<uint4>(address);
+    words[0] = four.x;
+    words[1] = four.y;
+    words[2] = four.z;
+    words[3] = four.w;
+  }
+}
+
+template <int WORDS>
+__device__ __forceinline__ void store_words(uint8_t* address, const uint32_t (&words)[WORDS]) {
+  if constexpr (WORDS == 1) {
+    *reinterpret_cast<uint32_t*>(address) = words[0];
+  } else if constexpr (WORDS == 2) {
+    *reinterpret_cast<uint2*>(address) = {words[0], words[1]};
+  } else {
+    static_assert(WORDS % 4 == 0, "whole stores");
+#pragma unroll
+    for (int k = 0; k < WORDS; k += 4)
+      reinterpret_cast<uint4*>(address)[k / 4] = {words[k], words[k + 1], words[k + 2], words[k + 3]};
+  }
+}
+
+__device__ __forceinline__ uint32_t load_scale_word(const uint8_t* address) {
+  return *reinterpret_cast<const uint32_t*>(address);
+}
+
+__device__ __forceinline__ float scale_of_word(uint32_t word, uint32_t selector) {
+  return float_of(__byte_perm(word, 0, selector));
+}
+
+// Messages to read, all of one format.
+struct Reader {
+  const uint8_t* messages;
+  int64_t code_bytes, bytes;  // of one message
+  int log_block;
+  bool fp32_scales;
+
+  Reader(const uint8_t* messages, const Format& format, int64_t elements)
+      : messages(messages), log_block(log2_of(format.block)), fp32_scales(format.scales == Scales::fp32) {
+    const MessageLayout layout = message_layout(format, elements);
+    code_bytes = layout.code_bytes;
+    bytes = layout.bytes;
+    index_of(layout.blocks);
+  }
+
+  __device__ __forceinline__ const uint8_t* message(uint32_t index) const { return messages + index * bytes; }
+
+  template <Codes C>
+  __device__ __forceinline__ const uint8_t* codes_at(const uint8_t* message, uint64_t element) const {
+    return message + (element * bits_of_code(C) >> 3);
+  }
+
+  // A scale is read as the aligned word that it is in and taken out of it later: were there a load for each type of
+  // scales, other loads would wait for it.
+  __device__ __forceinline__ const uint8_t* scale_word_at(const uint8_t* message, uint64_t element) const {
+    const uint64_t block = element >> log_block;
+    return message + code_bytes + 4 * (fp32_scales ? block : block >> 1);
+  }
+
+  // What takes the scale out of its word; the same for all messages.
+  __device__ __forceinline__ uint32_t scale_selector(uint64_t element) const {
+    return fp32_scales ? 0x3210 : element >> log_block & 1 ? 0x3244 : 0x1044;
+  }
+};
+
+}  // namespace megatron_zpp::cuda

@@ -1,0 +1,135 @@
+// sum_quantize, sum_into and sum_parts on the CPU.
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+
+#include "cpu_blocks.h"
+#include "dispatch.h"
+
+namespace megatron_zpp::cpu {
+
+namespace {
+
+// The sum of `blocks` blocks of all messages, from `first` on, in order.
+template <Codes C>
+void sum_blocks(const uint8_t* messages, int64_t count, const Format& format, const MessageLayout& layout,
+                int64_t first, int blocks, float* sum) {
+  const int n = format.block;
+  for (int64_t p = 0; p < count; ++p) {
+    const Reader reader{messages + p * layout.bytes, format, layout};
+    for (int b = 0; b < blocks; ++b) {
+      float* part = sum + b * n;
+      if (p == 0)
+        reader.read<C>(first + b, [&](int i, float value) { part[i] = value; });
+      else
+        reader.read<C>(first + b, [&](int i, float value) { part[i] += value; });
+    }
+  }
+}
+
+// error (n,) becomes what the encoding of x (n,) as block `block` of the message lost.
+template <Codes C, typename T>
+void keep_error(const Writer& writer, int64_t block, float stored, const float* x, T* error) {
+  const int n = writer.format.block;
+  alignas(64) float lost[kLargestBlock];
+  decode<C>(writer.codes<C>(block), n, stored, [&](int i, float value) { lost[i] = x[i] - value; });
+  store(lost, error, n);
+}
+
+template <typename T>
+void add_error(const T* error, int n, float* x) {
+  for (int i = 0; i < n; ++i) x[i] += to_float(error[i]);
+}
+
+// Encodes x (output block,) of the sum as block `index` of all outputs, with feedback of the error if there is one.
+template <Codes C>
+void write_block(const SumQuantize& op, const MessageLayout& layout, int64_t index, float* x, uint16_t* random) {
+  const int n = op.output_format.block;
+  const int64_t start = index * n;
+  const int64_t message = index / layout.blocks, block = index % layout.blocks;
+  const Writer writer{op.output + message * layout.bytes, op.output_format, layout};
+  if (op.seed.given) fill_random(op.seed.value, start, n, random);
+  const uint16_t* given = op.seed.given ? random : nullptr;
+  if (op.error == nullptr) {
+    writer.write<C>(block, x, given);
+    return;
+  }
+  with_type(op.error_type, [&](auto type) {
+    auto* error = static_cast<typename decltype(type)::type*>(op.error) + start;
+    add_error(error, n, x);
+    const float stored = writer.write<C>(block, x, given).stored;
+    if (!std::isnan(stored)) keep_error<C>(writer, block, stored, x, error);  // else a NaN would live on
+  });
+}
+
+template <Codes In, Codes Out>
+void sum_quantize_blocks(const SumQuantize& op) {
+  const int in = op.format.block, out = op.output_format.block;
+  const int chunk = std::max(in, out);  // whole blocks of both
+  const MessageLayout layout = message_layout(op.format, op.elements);
+  const MessageLayout output_layout = message_layout(op.output_format, op.elements / op.output_count);
+  at::parallel_for(0, op.elements / chunk, kGrainElements / chunk, [&](int64_t begin, int64_t end) {
+    alignas(64) float sum[kLargestBlock];
+    alignas(64) uint16_t random[kLargestBlock];
+    for (int64_t index = begin; index < end; ++index) {
+      sum_blocks<In>(op.messages, op.message_count, op.format, layout, index * (chunk / in), chunk / in, sum);
+      for (int b = 0; b < chunk / out; ++b)
+        write_block<Out>(op, output_layout, index * (chunk / out) + b, sum + b * out, random);
+    }
+  });
+}
+
+// shard (n,) gets sum * factor, or is added to by it.
+void put(const float* sum, int n, float factor, bool add, float* shard) {
+  if (add)
+    for (int i = 0; i < n; ++i) shard[i] = shard[i] + sum[i] * factor;
+  else
+    for (int i = 0; i < n; ++i) shard[i] = sum[i] * factor;
+}
+
+template <typename T>
+void sum_part_elements(const SumParts& op) {
+  const T* parts = static_cast<const T*>(op.parts);
+  at::parallel_for(0, op.elements, kGrainElements, [&](int64_t begin, int64_t end) {
+    alignas(64) float sum[kLargestBlock];
+    for (int64_t start = begin; start < end; start += kLargestBlock) {
+      const int n = int(std::min<int64_t>(kLargestBlock, end - start));
+      load(parts + start, sum, n);
+      for (int64_t p = 1; p < op.part_count; ++p) {
+        const T* part = parts + p * op.elements + start;
+        for (int i = 0; i < n; ++i) sum[i] += to_float(part[i]);
+      }
+      put(sum, n, op.factor, op.add, op.shard + start);
+    }
+  });
+}
+
+}  // namespace
+
+void run(const SumQuantize& op) {
+  with_codes(op.format.codes, [&](auto in) {
+    with_codes(op.output_format.codes,
+               [&](auto out) { sum_quantize_blocks<decltype(in)::value, decltype(out)::value>(op); });
+  });
+}
+
+void run(const SumInto& op) {
+  const int n = op.format.block;
+  const MessageLayout layout = message_layout(op.format, op.elements);
+  with_codes(op.format.codes, [&](auto codes) {
+    at::parallel_for(0, layout.blocks, kGrainElements / n, [&](int64_t begin, int64_t end) {
+      alignas(64) float sum[kLargestBlock];
+      for (int64_t block = begin; block < end; ++block) {
+        sum_blocks<decltype(codes)::value>(op.messages, op.message_count, op.format, layout, block, 1, sum);
+        if (op.format.rotate) rotate(sum, n);
+        put(sum, n, op.factor, op.add, op.shard + block * n);
+      }
+    });
+  });
+}
+
+void run(const SumParts& op) {
+  with_type(op.part_type, [&](auto type) { sum_part_elements<typename decltype(type)::type>(op); });
+}
+
+}  // namespace megatron_zpp::cpu

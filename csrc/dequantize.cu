@@ -1,0 +1,87 @@
+// dequantize on a GPU.
+#include "codes.cuh"
+
+namespace megatron_zpp::cuda {
+
+namespace {
+
+constexpr int kRuns = 4;                    // of eight elements, a lane at a time
+constexpr int kTile = 8 * kRuns * kWarp;  // elements of a warp at a time
+
+struct DequantizeParams {
+  Reader reader;
+  Arrangement place_of;
+  void* output;
+  int64_t row_stride;
+  uint32_t blocks;  // of all rows
+  bool rotate;
+};
+
+// Neighbouring lanes hold neighbouring runs: four of them are the 32 elements of a rotation.
+template <Codes C, typename T, bool ALIGNED>
+__global__ void __launch_bounds__(kThreads, 4) dequantize_kernel(const __grid_constant__ DequantizeParams p) {
+  const int log_block = p.reader.log_block;
+  const uint32_t in_block = (1u << log_block) - 1;
+  for (uint64_t tile = warp_index();; tile += warp_count()) {
+    const uint32_t first = uint32_t(tile * kTile >> log_block);
+    if (first >= p.blocks) break;
+    uint32_t words[kRuns][words_of<C>(8)];
+    uint32_t scale_words[kRuns], selectors[kRuns];
+    T* target[kRuns];
+    bool active[kRuns];
+#pragma unroll
+    for (int r = 0; r < kRuns; ++r) {
+      const uint32_t element = (uint32_t(tile * kTile) & in_block) + 8 * (r * kWarp + lane_index());
+      const uint32_t block = first + (element >> log_block), start = element & in_block;
+      active[r] = block < p.blocks;
+      const Place place = p.place_of(min(block, p.blocks - 1));  // lanes behind the end read the last block once more
+      const uint8_t* message = p.reader.message(place.message);
+      const uint64_t at = (uint64_t(place.block) << log_block) + start;
+      load_words(p.reader.codes_at<C>(message, at), words[r]);
+      scale_words[r] = load_scale_word(p.reader.scale_word_at(message, at));
+      selectors[r] = p.reader.scale_selector(at);
+      target[r] = static_cast<T*>(p.output) + place.row * p.row_stride +
+                  (int64_t(place.column_block) << log_block) + start;
+    }
+#pragma unroll
+    for (int r = 0; r < kRuns; ++r) {
+      float x[8];
+      decode_codes<C>(words[r], x);
+      const float scale = scale_of_word(scale_words[r], selectors[r]);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] *= scale;
+      if (p.rotate) rotate(x);
+      store_eight<ALIGNED>(target[r], x, active[r]);
+    }
+  }
+}
+
+template <Codes C, typename T>
+void launch_tiles(const Dequantize& op, CUstream_st* stream) {
+  const int64_t row_blocks = op.columns / op.format.block;
+  const DequantizeParams params{
+      Reader(op.messages, op.format, op.rows / op.message_count * op.columns),
+      Arrangement(row_blocks, op.message_count),
+      op.output,
+      op.row_stride,
+      index_of(op.rows * row_blocks),
+      op.format.rotate,
+  };
+  const int64_t tiles = (op.rows * op.columns + kTile - 1) / kTile;
+  if (is_aligned(op.output, 16) && (op.rows == 1 || op.row_stride * sizeof(T) % 16 == 0))
+    launch<dequantize_kernel<C, T, true>>(tiles, stream, params);
+  else
+    launch<dequantize_kernel<C, T, false>>(tiles, stream, params);
+}
+
+}  // namespace
+
+void run(const Dequantize& op, CUstream_st* stream) {
+  with_codes(op.format.codes, [&](auto codes) {
+    with_type(op.output_type, [&](auto type) {
+      launch_tiles<decltype(codes)::value, typename decltype(type)::type>(op, stream);
+    });
+  });
+}
+
+}  // namespace megatron_zpp::cuda

@@ -1,0 +1,297 @@
+// What all kernels share: launching, indices, memory access and exchange between lanes.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "dispatch.h"
+
+namespace megatron_zpp::cuda {
+
+constexpr int kThreads = 256;
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xFFFFFFFFu;
+
+// ---- launching ----
+
+inline void check(cudaError_t status) {
+  if (status != cudaSuccess) throw std::runtime_error(std::string("megatron_zpp: ") + cudaGetErrorString(status));
+}
+
+// Threads loop over what the grid does not cover. A few times as many blocks as fit on the chip let it balance load
+// by itself; more would only start blocks for nothing.
+constexpr int kGridsOnChip = 16;
+
+inline int multiprocessors() {
+  int device = 0, count = 0;
+  check(cudaGetDevice(&device));
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+  return count;
+}
+
+template <auto kernel>
+int blocks_a_multiprocessor() {
+  int count = 0;
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, kThreads, 0));
+  return count;
+}
+
+// One warp for each of `tiles` if the chip has room.
+template <auto kernel, typename Params>
+void launch(int64_t tiles, CUstream_st* stream, const Params& params) {
+  static const int resident = blocks_a_multiprocessor<kernel>();  // asking takes microseconds
+  const int64_t wanted = (tiles + kThreads / kWarp - 1) / (kThreads / kWarp);
+  const int64_t most = int64_t(kGridsOnChip) * std::max(resident, 1) * multiprocessors();
+  kernel<<<unsigned(std::min(wanted, most)), kThreads, 0, stream>>>(params);
+}
+
+__device__ __forceinline__ int lane_index() { return threadIdx.x % kWarp; }
+
+__device__ __forceinline__ uint32_t warp_index() {
+  return blockIdx.x * (kThreads / kWarp) + threadIdx.x / kWarp;
+}
+
+__device__ __forceinline__ uint32_t warp_count() { return gridDim.x * (kThreads / kWarp); }
+
+// ---- indices ----
+
+inline int log2_of(int64_t power_of_two) {
+  int log = 0;
+  while ((int64_t(1) << log) < power_of_two) ++log;
+  return log;
+}
+
+constexpr int64_t kIndexLimit = int64_t(1) << 31;
+
+// Blocks and rows are counted in 31 bits: of 32 elements or more, so that is 128 GiB of 16-bit numbers.
+inline uint32_t index_of(int64_t count) {
+  if (count < 0 || count >= kIndexLimit)
+    throw std::invalid_argument("megatron_zpp: more than 2^31 blocks or rows: " + std::to_string(count));
+  return uint32_t(count);
+}
+
+struct Quotient {
+  uint32_t quotient, remainder;
+};
+
+// Division of numbers below 2^31 by one that is the same for all threads, without a division
+// (Granlund and Montgomery 1994).
+class Divisor {
+ public:
+  explicit Divisor(int64_t divisor) : divisor_(index_of(divisor)), shift_(log2_of(divisor)) {
+    if (divisor < 1) throw std::invalid_argument("megatron_zpp: division by " + std::to_string(divisor));
+    multiplier_ = uint32_t(((uint64_t(1) << (31 + shift_)) + divisor_ - 1) / divisor_);
+  }
+
+  __device__ __forceinline__ Quotient operator()(uint32_t number) const {
+    const uint32_t quotient = __umulhi(number << 1, multiplier_) >> shift_;
+    return {quotient, number - quotient * divisor_};
+  }
+
+ private:
+  uint32_t divisor_, multiplier_;
+  int shift_;
+};
+
+// Where a block of a matrix lies whose rows go round the messages.
+struct Place {
+  uint32_t row, column_block, message, block;
+};
+
+class Arrangement {
+ public:
+  Arrangement(int64_t row_blocks, int64_t message_count)
+      : row_blocks_(index_of(row_blocks)), by_row_blocks_(row_blocks), by_messages_(message_count) {}
+
+  __device__ __forceinline__ Place operator()(uint32_t index) const {
+    const Quotient row = by_row_blocks_(index), part = by_messages_(row.quotient);
+    return {row.quotient, row.remainder, part.remainder, part.quotient * row_blocks_ + row.remainder};
+  }
+
+ private:
+  uint32_t row_blocks_;
+  Divisor by_row_blocks_, by_messages_;
+};
+
+inline bool is_aligned(const void* address, size_t bytes) {
+  return reinterpret_cast<uintptr_t>(address) % bytes == 0;
+}
+
+// ---- exchange between lanes ----
+
+// The largest key of each group of 2^log_lanes neighbouring lanes.
+__device__ __forceinline__ uint32_t largest_of_lanes(uint32_t key, int log_lanes) {
+  if (log_lanes == 5) return __reduce_max_sync(kAllLanes, key);
+  for (int distance = 1 << log_lanes >> 1; distance > 0; distance >>= 1)
+    key = max(key, __shfl_xor_sync(kAllLanes, key, distance));
+  return key;
+}
+
+// The rotation where lane l of four neighbours holds elements 8 l to 8 l + 7 of 32.
+__device__ __forceinline__ void rotate(float (&x)[8]) {
+#pragma unroll
+  for (int h = 1; h < 8; h *= 2) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (i & h) continue;
+      const float a = x[i], b = x[i + h];
+      x[i] = a + b;
+      x[i + h] = a - b;
+    }
+  }
+#pragma unroll
+  for (int distance = 1; distance <= 2; distance *= 2) {
+    const float sign = lane_index() & distance ? -1.f : 1.f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = fmaf(x[i], sign, __shfl_xor_sync(kAllLanes, x[i], distance));
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i] *= kRotationFactor;
+}
+
+// Eight consecutive fp32 numbers a lane are two accesses of 16 bytes, each of which would touch every 32-byte sector
+// by half. So a pair of lanes accesses the 32 bytes of its even lane together, then those of its odd lane, and
+// exchanges halves. `quads[h]` lies at pair_quad(own eight, h).
+template <typename T>
+__device__ __forceinline__ T* pair_quad(T* eight, int h) {
+  return eight + 8 * h - 4 * (lane_index() & 1);
+}
+
+__device__ __forceinline__ float4 swapped_with_neighbour(float4 x) {
+  return {__shfl_xor_sync(kAllLanes, x.x, 1), __shfl_xor_sync(kAllLanes, x.y, 1), __shfl_xor_sync(kAllLanes, x.z, 1),
+          __shfl_xor_sync(kAllLanes, x.w, 1)};
+}
+
+// From quads as they are accessed to the halves of the lane's own eight numbers, or back.
+__device__ __forceinline__ void exchange_with_neighbour(float4 (&quads)[2]) {
+  const bool odd = lane_index() & 1;
+  const float4 received = swapped_with_neighbour(odd ? quads[0] : quads[1]);
+  if (odd)
+    quads[0] = received;
+  else
+    quads[1] = received;
+}
+
+__device__ __forceinline__ void to_eight(const float4 (&quads)[2], float (&x)[8]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    x[4 * h] = quads[h].x;
+    x[4 * h + 1] = quads[h].y;
+    x[4 * h + 2] = quads[h].z;
+    x[4 * h + 3] = quads[h].w;
+  }
+}
+
+__device__ __forceinline__ void to_quads(const float (&x)[8], float4 (&quads)[2]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) quads[h] = {x[4 * h], x[4 * h + 1], x[4 * h + 2], x[4 * h + 3]};
+}
+
+// ---- memory ----
+
+// Inputs are read once, so they should not displace what others may still need from the cache.
+template <typename Vector>
+__device__ __forceinline__ Vector load_once(const void* address) {
+  return __ldcs(static_cast<const Vector*>(address));
+}
+
+// ALIGNED is a template's argument because a run-time branch becomes predicates, and then loads wait for others.
+template <bool ALIGNED>
+__device__ __forceinline__ float4 load_quad(const float* address) {
+  if constexpr (ALIGNED)
+    return load_once<float4>(address);
+  else
+    return {address[0], address[1], address[2], address[3]};
+}
+
+template <bool ALIGNED>
+__device__ __forceinline__ void store_quad(float* address, float4 quad) {
+  if constexpr (ALIGNED) {
+    *reinterpret_cast<float4*>(address) = quad;
+  } else {
+    address[0] = quad.x;
+    address[1] = quad.y;
+    address[2] = quad.z;
+    address[3] = quad.w;
+  }
+}
+
+// Eight numbers of a lane as they are loaded, so that many loads can be under way before the first is used.
+template <typename T, bool ALIGNED>
+class Eight {
+ public:
+  __device__ __forceinline__ void load(const T* address) {
+    if constexpr (ALIGNED) {
+      words_ = load_once<uint4>(address);
+    } else {
+      const uint16_t* bits = reinterpret_cast<const uint16_t*>(address);
+      words_ = {bits[0] | uint32_t(bits[1]) << 16, bits[2] | uint32_t(bits[3]) << 16,
+                bits[4] | uint32_t(bits[5]) << 16, bits[6] | uint32_t(bits[7]) << 16};
+    }
+  }
+
+  __device__ __forceinline__ void to_floats(float (&x)[8]) const {
+    const uint32_t words[4] = {words_.x, words_.y, words_.z, words_.w};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      x[2 * k] = to_float(T{uint16_t(words[k])});
+      x[2 * k + 1] = to_float(T{uint16_t(words[k] >> 16)});
+    }
+  }
+
+ private:
+  uint4 words_;
+};
+
+template <bool ALIGNED>
+class Eight<float, ALIGNED> {
+ public:
+  // Both lanes of a pair must call these.
+  __device__ __forceinline__ void load(const float* address) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) quads_[h] = load_quad<ALIGNED>(pair_quad(address, h));
+  }
+
+  __device__ __forceinline__ void to_floats(float (&x)[8]) const {
+    float4 quads[2] = {quads_[0], quads_[1]};
+    exchange_with_neighbour(quads);
+    to_eight(quads, x);
+  }
+
+ private:
+  float4 quads_[2];
+};
+
+__device__ __forceinline__ uint32_t pair_of(Bf16, float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+__device__ __forceinline__ uint32_t pair_of(Fp16, float low, float high) {
+  return saturate<Fp16>(low).bits | uint32_t(saturate<Fp16>(high).bits) << 16;
+}
+
+// Both lanes of a pair must call this, `active` or not.
+template <bool ALIGNED, typename T>
+__device__ __forceinline__ void store_eight(T* address, const float (&x)[8], bool active) {
+  if constexpr (sizeof(T) == 4) {
+    float4 quads[2];
+    to_quads(x, quads);
+    exchange_with_neighbour(quads);
+    if (!active) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) store_quad<ALIGNED>(pair_quad(address, h), quads[h]);
+  } else if constexpr (ALIGNED) {
+    const uint4 words = {pair_of(T(), x[0], x[1]), pair_of(T(), x[2], x[3]), pair_of(T(), x[4], x[5]),
+                         pair_of(T(), x[6], x[7])};
+    if (active) *reinterpret_cast<uint4*>(address) = words;
+  } else if (active) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) address[i] = saturate<T>(x[i]);
+  }
+}
+
+}  // namespace megatron_zpp::cuda

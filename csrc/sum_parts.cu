@@ -1,0 +1,89 @@
+// sum_parts on a GPU.
+#include "device.cuh"
+
+namespace megatron_zpp::cuda {
+
+namespace {
+
+struct SumPartsParams {
+  const void* parts;
+  int64_t count, elements;
+  float* shard;
+  float factor;
+  bool add;
+};
+
+// N elements of a part as they are loaded. Not through the read-only cache: the shard may be one of the parts.
+template <typename T, int N>
+struct Loaded {
+  T values[N];
+
+  __device__ __forceinline__ void load(const T* address) {
+    if constexpr (N == 1)
+      values[0] = *address;
+    else if constexpr (sizeof(T) == 4)
+      *reinterpret_cast<float4*>(values) = load_once<float4>(address);
+    else
+      *reinterpret_cast<uint2*>(values) = load_once<uint2>(address);
+  }
+};
+
+// shard[at ...] becomes the sum of N elements of all parts, in order.
+template <typename T, int N>
+__device__ __forceinline__ void sum_elements(const SumPartsParams& p, int64_t at) {
+  constexpr int kBatch = 8;  // parts whose loads are under way together
+  const T* next = static_cast<const T*>(p.parts) + at;
+  float sum[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum[i] = -0.f;  // + x is x, also where x is -0
+  for (int64_t first = 0; first < p.count; first += kBatch) {
+    alignas(16) Loaded<T, N> loaded[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (first + j < p.count) loaded[j].load(next + j * p.elements);
+    }
+    next += kBatch * p.elements;
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (first + j >= p.count) break;
+#pragma unroll
+      for (int i = 0; i < N; ++i) sum[i] += to_float(loaded[j].values[i]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum[i] *= p.factor;
+  float* target = p.shard + at;
+  if constexpr (N == 1) {
+    *target = p.add ? *target + sum[0] : sum[0];
+  } else {
+    float4 quad = {sum[0], sum[1], sum[2], sum[3]};
+    if (p.add) {
+      const float4 old = *reinterpret_cast<const float4*>(target);
+      quad = {old.x + quad.x, old.y + quad.y, old.z + quad.z, old.w + quad.w};
+    }
+    *reinterpret_cast<float4*>(target) = quad;
+  }
+}
+
+template <typename T, int N>
+__global__ void __launch_bounds__(kThreads) sum_parts_kernel(const __grid_constant__ SumPartsParams p) {
+  const int64_t step = int64_t(gridDim.x) * kThreads * N;
+  for (int64_t at = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * N; at < p.elements; at += step)
+    sum_elements<T, N>(p, at);
+}
+
+}  // namespace
+
+void run(const SumParts& op, CUstream_st* stream) {
+  const SumPartsParams params{op.parts, op.part_count, op.elements, op.shard, op.factor, op.add};
+  with_type(op.part_type, [&](auto type) {
+    using T = typename decltype(type)::type;
+    // Where the elements are no multiple of four, all parts but the first are not aligned either.
+    if (op.elements % 4 == 0 && is_aligned(op.parts, 4 * sizeof(T)) && is_aligned(op.shard, 16))
+      launch<sum_parts_kernel<T, 4>>((op.elements + 4 * kWarp - 1) / (4 * kWarp), stream, params);
+    else
+      launch<sum_parts_kernel<T, 1>>((op.elements + kWarp - 1) / kWarp, stream, params);
+  });
+}
+
+}  // namespace megatron_zpp::cuda

@@ -1,0 +1,87 @@
+"""Blocks of fp32 numbers to codes and scales, and back: the reference's arithmetic."""
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.ops.formats import Format
+
+# K blocks, B elements in a block
+_FACTORS = {"int8": -(2.0**-7), "int4": -(2.0**-3), "fp8": 2.0**-8}
+_SMALLEST_NORMAL = 2.0**-126
+_NAN_BITS = {torch.bfloat16: (torch.int16, 0x7FC0), torch.float32: (torch.int32, 0x7FC00000)}
+_FP16_MAX = 65504.0
+_ROOT_32 = 0.1767766922712326  # the fp32 number nearest 1 / sqrt(32)
+
+
+def rotate_32(x: Tensor) -> Tensor:
+    """Each 32 elements of x (..., n) times the Hadamard matrix / sqrt(32), which undoes itself."""
+    shape = x.shape
+    for h in (1, 2, 4, 8, 16):
+        a, b = x.reshape(-1, 2, h).unbind(1)
+        x = torch.stack((a + b, a - b), dim=1)
+    return x.reshape(shape) * _ROOT_32
+
+
+def encode_blocks(x: Tensor, format: Format, random: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Codes (K, bytes) and scales (K,) of the fp32 blocks x (K, B); `random` (K, B): stochastic rounding."""
+    stored, usable = _block_scales(x, format)
+    zero = torch.zeros_like(x[:, :1])
+    inverse = torch.where(usable[:, None], stored.float().reciprocal()[:, None], zero)
+    x = torch.where(usable[:, None], x, zero)
+    if format.codes == "fp8":
+        return _to_e4m3(x * inverse, random), stored
+    return _to_integers(x, inverse, random, format.bits), stored
+
+
+def decode_blocks(codes: Tensor, stored: Tensor, format: Format) -> Tensor:
+    """The fp32 values (K, B) of codes (K, bytes) and scales (K,); a NaN scale gives NaN."""
+    if format.codes == "fp8":
+        numbers = codes.view(torch.float8_e4m3fn).float()
+    elif format.codes == "int8":
+        numbers = codes.view(torch.int8).float()
+    else:
+        halves = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1).to(torch.int8)
+        numbers = ((halves ^ 8) - 8).float()
+    return numbers * stored.float()[:, None]
+
+
+def to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in fp32, bf16 or fp16, nearest even; fp16 saturates, but infinity stays infinity."""
+    if dtype == torch.float16:
+        x = torch.where(x.isinf(), x, x.clamp(-_FP16_MAX, _FP16_MAX))
+    return x.to(dtype)
+
+
+def _block_scales(x: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """Scales (K,) as they are stored, and whether (K,) bool anything but zeros can be coded with them."""
+    finite = x.isfinite().all(1)
+    magnitude = x.abs().amax(1)
+    peak = torch.where((x == magnitude[:, None]).any(1), magnitude, -magnitude)
+    stored = (peak * _FACTORS[format.codes]).to(format.scales)
+    usable = finite & (stored.float().abs() >= _SMALLEST_NORMAL)
+    integer, nan = _NAN_BITS[format.scales]
+    # As bits: which NaN a conversion makes depends on the device.
+    bits = torch.where(usable, stored.view(integer), torch.zeros_like(stored).view(integer))
+    return bits.masked_fill(~finite, nan).view(format.scales), usable
+
+
+def _to_integers(x: Tensor, inverse: Tensor, random: Tensor | None, bits: int) -> Tensor:
+    """Two's complement codes (K, bytes) of x (K, B) times inverse (K, 1)."""
+    if random is None:
+        q = torch.round(x.double() * inverse.double())  # the product of two fp32 numbers is exact in fp64
+    else:
+        q = torch.floor(x * inverse + random * 2.0**-16)
+    q = q.clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1).to(torch.int8).view(torch.uint8)
+    return q if bits == 8 else q[:, 0::2] & 15 | q[:, 1::2] << 4
+
+
+def _to_e4m3(y: Tensor, random: Tensor | None) -> Tensor:
+    """E4M3 bytes of y."""
+    if random is None:
+        return y.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    magnitude = y.abs()
+    # Adding below the three bits that stay carries into them as often as the cut-off part is large.
+    normal = ((magnitude.view(torch.int32) + (random << 4)) >> 20) - (120 << 3)
+    subnormal = torch.floor(magnitude * 512 + random * 2.0**-16).int()
+    code = torch.where(magnitude >= 2.0**-6, normal.clamp(max=0x7E), subnormal)
+    return (code | torch.signbit(y).int() << 7).to(torch.uint8)

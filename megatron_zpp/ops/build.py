@@ -1,0 +1,146 @@
+"""Builds csrc/ once for each content, torch, compiler and processor.
+
+    python -m megatron_zpp.ops.build [--verbose] [--force]
+    python -m megatron_zpp.ops.build --check-device-code   # compiles the .cu files and keeps nothing
+
+The library lies in MEGATRON_ZPP_CACHE, else in megatron_zpp in XDG_CACHE_HOME or ~/.cache. A run builds it at
+first use; this command does so beforehand. CXX and CUDA_HOME name other compilers.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from megatron_zpp.config.command_line import run_tool
+from megatron_zpp.config.options import Options, option, parse_options, refusal
+from megatron_zpp.ops.cache import cache_directory, locked
+from megatron_zpp.ops.toolchain import (
+    SOURCES,
+    BuildError,
+    Command,
+    Toolchain,
+    build_key,
+    device_commands,
+    find_nvcc,
+    find_toolchain,
+    library_commands,
+    ninja_text,
+)
+
+LIBRARY = "megatron_zpp.so"
+WAIT_SECONDS = 900.0  # several times what a build takes on two slow cores
+SHOWN_LINES = 25
+
+
+def build(
+    *,
+    say: Callable[[str], None],
+    verbose: bool = False,
+    force: bool = False,
+    wait_seconds: float = WAIT_SECONDS,
+    sources: Path = SOURCES,
+    environ: Mapping[str, str] = os.environ,
+) -> Path:
+    """The library of `sources`, built unless it is there already; `force` builds it anyway.
+
+    Processes that ask at the same time wait for the first, `wait_seconds` at most. Raises BuildError.
+    """
+    tools = find_toolchain(environ)
+    commands = library_commands(tools, sources, LIBRARY)
+    key = build_key(tools, sources, commands)
+    cache = cache_directory(environ)
+    library = cache / f"{key}.so"
+    if library.exists() and not force:
+        return library
+    with locked(cache / f"{key}.lock", say, wait_seconds):
+        if library.exists() and not force:
+            return library
+        say(f"building the kernels with {_names(tools)}, once; {library}")
+        for abandoned in cache.glob(f"{key}.building-*"):
+            shutil.rmtree(abandoned, ignore_errors=True)  # its builder died: we hold the lock
+        with tempfile.TemporaryDirectory(prefix=f"{key}.building-", dir=cache) as directory:
+            _run_ninja(tools.ninja, commands, Path(directory), cache / f"{key}.log", say if verbose else None)
+            os.replace(Path(directory) / LIBRARY, library)  # whole or not there
+    return library
+
+
+def check_device_code(
+    say: Callable[[str], None],
+    *,
+    verbose: bool = False,
+    sources: Path = SOURCES,
+    environ: Mapping[str, str] = os.environ,
+) -> None:
+    """Compiles the .cu files as `build` would; torch and this machine need no CUDA. Raises BuildError."""
+    nvcc = find_nvcc(environ)
+    if nvcc is None:
+        say("csrc: nvcc is not installed; device code was not compiled")
+        return
+    tools = find_toolchain(environ)
+    commands = device_commands(nvcc, tools.cxx, sources)
+    with tempfile.TemporaryDirectory() as directory:
+        log = Path(directory) / "log"
+        _run_ninja(tools.ninja, commands, Path(directory), log, say if verbose else None)
+    say(f"csrc: {nvcc} compiles {len(commands)} files of device code")
+
+
+def _run_ninja(
+    ninja: str, commands: list[Command], directory: Path, log: Path, say: Callable[[str], None] | None
+) -> None:
+    """Runs the commands in `directory`, as many at once as there are cores; the log keeps what they say."""
+    (directory / "build.ninja").write_text(ninja_text(commands))
+    argv = [ninja, "-C", str(directory), "-v", f"-j{len(os.sched_getaffinity(0))}"]
+    lines = []
+    with (
+        log.open("w") as file,
+        subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process,
+    ):
+        for line in process.stdout:
+            file.write(line)
+            file.flush()
+            lines.append(line.rstrip())
+            if say:
+                say(lines[-1])
+    if process.returncode:
+        shown = "\n".join(lines[-SHOWN_LINES:])
+        raise BuildError(f"the kernels do not compile; all that was said is in {log}, at last:\n{shown}")
+
+
+def _names(tools: Toolchain) -> str:
+    return f"{tools.cxx_version} and CUDA {tools.nvcc_version}" if tools.nvcc else tools.cxx_version
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Options):
+    """kernels"""
+
+    verbose: bool = option(False, "Show the compilers' command lines and what they say.")
+    force: bool = option(False, "Build even if the library is there.")
+    check_device_code: bool = option(False, "Only compile the .cu files, which needs no GPU; keep nothing.")
+
+    def check(self) -> None:
+        """The check keeps nothing that could be forced."""
+        if self.check_device_code and self.force:
+            raise refusal("--check-device-code", "(given)", "contradicts --force; give one")
+
+
+def main() -> None:
+    settings = parse_options(Settings, "megatron_zpp.ops.build", __doc__, sys.argv[1:])
+    say = partial(print, flush=True)
+    try:
+        if settings.check_device_code:
+            check_device_code(say, verbose=settings.verbose)
+        else:
+            say(str(build(say=say, verbose=settings.verbose, force=settings.force)))
+    except BuildError as error:
+        sys.exit(f"megatron_zpp.ops.build: error: {error}")  # with the compiler's lines as they are
+
+
+if __name__ == "__main__":
+    run_tool("megatron_zpp.ops.build", main)

@@ -1,0 +1,205 @@
+"""What each operation accepts; the kernels' own checks say the same words.
+
+Every function raises ValueError that names the operation, the argument, what is right and what it got. They
+look at shapes and formats alone, so they serve tensors without storage too.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.ops.formats import SCALES, Format, is_block
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def quantize(input: Tensor, messages: Tensor, codes: str, block: int, scales: torch.dtype) -> None:
+    """See reference.quantize."""
+    format = _format("quantize", codes, block, scales)
+    _rows("quantize", "input", input, format)
+    _messages_of_rows("quantize", messages, input, format)
+    _same_device("quantize", input=input, messages=messages)
+
+
+def dequantize(messages: Tensor, output: Tensor, codes: str, block: int, scales: torch.dtype) -> None:
+    """See reference.dequantize."""
+    format = _format("dequantize", codes, block, scales)
+    _rows("dequantize", "output", output, format)
+    _messages_of_rows("dequantize", messages, output, format)
+    _same_device("dequantize", messages=messages, output=output)
+
+
+def sum_quantize(
+    messages: Tensor,
+    output: Tensor,
+    codes: str,
+    block: int,
+    scales: torch.dtype,
+    output_codes: str,
+    output_block: int,
+    output_scales: torch.dtype,
+    error: Tensor | None,
+) -> None:
+    """See reference.sum_quantize."""
+    op = "sum_quantize"
+    source = _format(op, codes, block, scales)
+    target = _format(op, output_codes, output_block, output_scales, prefix="output_")
+    m = _numel_of_messages(op, messages, source)
+    groups = len(output) if output.dim() == 2 else 0
+    if groups < 1 or m % (groups * output_block):
+        raise ValueError(
+            f"{op}: output must have G >= 1 rows, each for whole blocks of {output_block} of the {m} summed "
+            f"elements, got {_shown(output)}"
+        )
+    _exactly(op, "output", output, torch.uint8, (groups, target.message_bytes(m // groups)))
+    if error is not None:
+        _one_of(op, "error", error, _FLOATS, (m,))
+    _same_device(op, messages=messages, output=output, error=error)
+
+
+def sum_into(messages: Tensor, shard: Tensor, codes: str, block: int, scales: torch.dtype) -> None:
+    """See reference.sum_into."""
+    format = _format("sum_into", codes, block, scales)
+    _exactly("sum_into", "shard", shard, torch.float32, (_numel_of_messages("sum_into", messages, format),))
+    _same_device("sum_into", messages=messages, shard=shard)
+
+
+def sum_parts(parts: Tensor, shard: Tensor) -> None:
+    """See reference.sum_parts."""
+    if parts.dim() != 2 or len(parts) < 1 or parts.dtype not in _FLOATS or not parts.is_contiguous():
+        raise ValueError(
+            f"sum_parts: parts must be contiguous float32, bfloat16 or float16 of shape (P >= 1, m), "
+            f"got {_shown(parts)}"
+        )
+    _exactly("sum_parts", "shard", shard, torch.float32, (parts.shape[1],))
+    _same_device("sum_parts", parts=parts, shard=shard)
+
+
+def adamw(
+    master: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    published: Tensor | None,
+    divisor: Tensor,
+    found_inf: Tensor,
+    bias_corrections: Tensor,
+    decayed: int,
+) -> None:
+    """See reference.adamw."""
+    states = {"master": master, "gradient": gradient, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    scalars = {"divisor": divisor, "found_inf": found_inf, "bias_corrections": bias_corrections}
+    _adamw("adamw", states, scalars, decayed)
+    if published is not None:
+        _one_of("adamw", "published", published, _HALVES, tuple(master.shape))
+    _same_device("adamw", **states, published=published, **scalars)
+
+
+def adamw_quantize(
+    master: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    message: Tensor,
+    divisor: Tensor,
+    found_inf: Tensor,
+    bias_corrections: Tensor,
+    decayed: int,
+    codes: str,
+    block: int,
+    scales: torch.dtype,
+) -> None:
+    """See reference.adamw_quantize."""
+    op = "adamw_quantize"
+    format = _format(op, codes, block, scales)
+    states = {"master": master, "gradient": gradient, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    scalars = {"divisor": divisor, "found_inf": found_inf, "bias_corrections": bias_corrections}
+    _adamw(op, states, scalars, decayed)
+    if len(master) % block:
+        raise ValueError(f"{op}: master must hold whole blocks of {block} elements, got {_shown(master)}")
+    _exactly(op, "message", message, torch.uint8, (format.message_bytes(len(master)),))
+    _same_device(op, **states, message=message, **scalars)
+
+
+def _adamw(op: str, states: dict[str, Tensor], scalars: dict[str, Tensor], decayed: int) -> None:
+    master = states["master"]
+    if master.dim() != 1:
+        raise ValueError(f"{op}: master must be float32 of shape (m,), got {_shown(master)}")
+    for name, tensor in states.items():
+        _exactly(op, name, tensor, torch.float32, (len(master),))
+    for name, tensor in scalars.items():
+        _exactly(op, name, tensor, torch.float32, (2,) if name == "bias_corrections" else ())
+    if not 0 <= decayed <= len(master):
+        raise ValueError(f"{op}: decayed must be from 0 to {len(master)}, got {decayed}")
+
+
+def _format(op: str, codes: str, block: int, scales: torch.dtype, prefix: str = "") -> Format:
+    if codes not in ("int8", "int4", "fp8"):
+        raise ValueError(f"{op}: {prefix}codes must be int8, int4 or fp8, got {codes}")
+    if not is_block(block):
+        raise ValueError(f"{op}: {prefix}block must be a power of two from 32 to 2048, got {block}")
+    if scales not in SCALES:
+        raise ValueError(f"{op}: {prefix}scales must be bfloat16 or float32, got {scales}")
+    return Format(codes, block, scales)
+
+
+def _rows(op: str, name: str, tensor: Tensor, format: Format) -> None:
+    """A matrix (R, n) of floats whose rows are contiguous and do not overlap."""
+    if tensor.dim() != 2 or tensor.dtype not in _FLOATS:
+        raise ValueError(
+            f"{op}: {name} must be float32, bfloat16 or float16 of shape (R, n), got {_shown(tensor)}"
+        )
+    rows, n = tensor.shape
+    if n % format.block:
+        raise ValueError(f"{op}: block must divide the {n} columns of {name}, got {format.block}")
+    if tensor.numel() and ((n > 1 and tensor.stride(1) != 1) or (rows > 1 and tensor.stride(0) < n)):
+        raise ValueError(
+            f"{op}: {name} must have contiguous rows at least {n} elements apart, "
+            f"got strides {tuple(tensor.stride())}"
+        )
+
+
+def _messages_of_rows(op: str, messages: Tensor, rows: Tensor, format: Format) -> None:
+    count, n = rows.shape
+    groups = len(messages) if messages.dim() == 2 else 0
+    if groups < 1 or count % groups:
+        raise ValueError(
+            f"{op}: messages must have G >= 1 rows, where G divides {count}, got {_shown(messages)}"
+        )
+    _exactly(op, "messages", messages, torch.uint8, (groups, format.message_bytes(count // groups * n)))
+
+
+def _numel_of_messages(op: str, messages: Tensor, format: Format) -> int:
+    """m of messages (P, message_bytes(m))."""
+    if messages.dim() == 2 and len(messages) >= 1:
+        numel = messages.shape[1] // format.block_bytes * format.block
+        _exactly(op, "messages", messages, torch.uint8, (len(messages), format.message_bytes(numel)))
+        return numel
+    raise ValueError(f"{op}: messages must be uint8 of shape (P >= 1, bytes), got {_shown(messages)}")
+
+
+def _exactly(op: str, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    _one_of(op, name, tensor, (dtype,), shape)
+
+
+def _one_of(
+    op: str, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]
+) -> None:
+    """A contiguous tensor of one of the formats and exactly this shape."""
+    if tensor.dtype not in dtypes or tuple(tensor.shape) != shape:
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{op}: {name} must be {wanted} of shape {shape}, got {_shown(tensor)}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{op}: {name} must be contiguous, got strides {tuple(tensor.stride())}")
+
+
+def _same_device(op: str, **tensors: Tensor | None) -> None:
+    given = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
+    (first, device), *others = given.items()
+    for name, other in others:
+        if other != device:
+            raise ValueError(f"{op}: {name} must be on the device of {first}, {device}, got {other}")
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}"

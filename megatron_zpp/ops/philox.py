@@ -1,0 +1,39 @@
+"""Philox4x32-10 of Parallel Random Numbers: As Easy as 1, 2, 3 (Salmon et al., 2011), in int64 arithmetic."""
+
+import torch
+from torch import Tensor
+
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+_LOW_32, _LOW_16 = 0xFFFFFFFF, 0xFFFF
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Four words a counter. Words are int64 tensors of one shape with values below 2^32."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        high0, low0 = _product(c0, _MULTIPLIERS[0])
+        high1, low1 = _product(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _LOW_32, (k1 + _KEY_STEPS[1]) & _LOW_32
+    return c0, c1, c2, c3
+
+
+def random_16_bits(seed: int, first: Tensor, numel: int) -> Tensor:
+    """Random integers (rows, numel) below 2^16 (int32) for elements first[row] … first[row] + numel - 1.
+
+    `first` (rows,) and `numel` are multiples of 8: one counter serves eight elements.
+    """
+    index = first[:, None] // 8 + torch.arange(numel // 8, device=first.device)
+    zero = torch.zeros_like(index)
+    words = philox((index & _LOW_32, index >> 32, zero, zero), (seed & _LOW_32, seed >> 32 & _LOW_32))
+    halves = [half for word in words for half in (word & _LOW_16, word >> 16)]
+    return torch.stack(halves, dim=-1).int().view(len(first), numel)
+
+
+def _product(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of a product; in halves, because int64 has no room for all 64 bits."""
+    low = (word & _LOW_16) * multiplier
+    high = (word >> 16) * multiplier + (low >> 16)
+    return high >> 16, (high & _LOW_16) << 16 | low & _LOW_16

@@ -1,0 +1,285 @@
+"""The operations in plain torch: the oracle of the kernels, and what runs where nothing can be compiled.
+
+Signatures are the operators' own. Each rounding of the format is one torch operation here: fp32 operations
+stay apart, an exact product is taken in fp64 and integers do the bit work, so any device gives the same
+bits. Everything is done in tiles of `TILE` elements, so scratch memory does not grow with the tensors.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.ops import checks
+from megatron_zpp.ops.adamw_step import AdamWStep
+from megatron_zpp.ops.block_codes import decode_blocks, encode_blocks, rotate_32, to_dtype
+from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.philox import random_16_bits
+
+# R rows, n columns, G messages out, P messages in, m elements, K blocks, B elements in a block
+TILE = 1 << 20
+
+
+def quantize(
+    input: Tensor,
+    messages: Tensor,
+    codes: str,
+    block: int,
+    scales: torch.dtype,
+    rotate: bool,
+    seed: int | None = None,
+) -> None:
+    """Encodes `input` (R, n) into `messages` (G, message_bytes(R/G · n)); row r goes to message r % G.
+
+    With a `seed`, rounding is stochastic. Raises ValueError (`checks.quantize`).
+    """
+    checks.quantize(input, messages, codes, block, scales)
+    format = Format(codes, block, scales, rotate)
+    groups, n = len(messages), input.shape[1]
+    for group, message in enumerate(messages):
+        rows = input[group::groups]
+        code_rows, scale_rows = _message_parts(message, format, rows.numel())
+        _zero_padding(message, format, rows.numel())
+        for row_tile, column_tile in _tiles(len(rows), n, block):
+            x = rows[row_tile, column_tile].float()
+            random = None
+            if seed is not None:
+                first = (torch.arange(len(rows), device=x.device)[row_tile] * groups + group) * n
+                random = random_16_bits(seed, first + column_tile.start, x.shape[1]).view(-1, block)
+            if rotate:
+                x = rotate_32(x)
+            encoded, stored = encode_blocks(x.reshape(-1, block), format, random)
+            _tile_of(code_rows, len(rows), row_tile, column_tile, block).copy_(
+                encoded.view(*x.shape[:1], -1, encoded.shape[1])
+            )
+            _tile_of(scale_rows, len(rows), row_tile, column_tile, block).copy_(
+                stored.view(torch.uint8).view(*x.shape[:1], -1, scales.itemsize)
+            )
+
+
+def dequantize(
+    messages: Tensor, output: Tensor, codes: str, block: int, scales: torch.dtype, rotate: bool
+) -> None:
+    """Decodes `messages` (G, message_bytes(R/G · n)) into `output` (R, n); row r comes from message r % G.
+
+    Raises ValueError (`checks.dequantize`).
+    """
+    checks.dequantize(messages, output, codes, block, scales)
+    format = Format(codes, block, scales, rotate)
+    groups, n = len(messages), output.shape[1]
+    for group, message in enumerate(messages):
+        rows = output[group::groups]
+        code_rows, scale_rows = _message_parts(message, format, rows.numel())
+        for row_tile, column_tile in _tiles(len(rows), n, block):
+            encoded = _tile_of(code_rows, len(rows), row_tile, column_tile, block)
+            stored = _tile_of(scale_rows, len(rows), row_tile, column_tile, block)
+            shape = len(encoded), -1
+            x = decode_blocks(encoded.flatten(0, 1), _scales_of(stored.flatten(0, 1), scales), format)
+            x = x.view(shape)
+            rows[row_tile, column_tile].copy_(to_dtype(rotate_32(x) if rotate else x, output.dtype))
+
+
+def sum_quantize(
+    messages: Tensor,
+    output: Tensor,
+    codes: str,
+    block: int,
+    scales: torch.dtype,
+    output_codes: str,
+    output_block: int,
+    output_scales: torch.dtype,
+    error: Tensor | None = None,
+    seed: int | None = None,
+) -> None:
+    """Sums `messages` (P, message_bytes(m)) in order and encodes part g of the sum as message g of `output`.
+
+    `output` (G, message_bytes(m / G)). `error` (m,) is added before and gets what the encoding lost, but for
+    blocks that are not finite, whose error stays. Rotated messages give a rotated sum. Raises ValueError
+    (`checks.sum_quantize`).
+    """
+    checks.sum_quantize(
+        messages, output, codes, block, scales, output_codes, output_block, output_scales, error
+    )
+    source, target = Format(codes, block, scales), Format(output_codes, output_block, output_scales)
+    m = source.message_numel(messages.shape[1])
+    part = m // max(len(output), 1)
+    for group, message in enumerate(output):
+        code_blocks, scale_blocks = _message_parts(message, target, part)
+        _zero_padding(message, target, part)
+        for start in range(0, part, TILE):
+            stop = min(start + TILE, part)
+            here = slice(group * part + start, group * part + stop)
+            value = _sum_of(messages, source, m, here)
+            if error is not None:
+                value = value + error[here].float()
+            random = None
+            if seed is not None:
+                first = torch.full((1,), here.start, device=value.device)
+                random = random_16_bits(seed, first, stop - start).view(-1, output_block)
+            value = value.view(-1, output_block)
+            encoded, stored = encode_blocks(value, target, random)
+            blocks = slice(start // output_block, stop // output_block)
+            code_blocks[blocks] = encoded
+            scale_blocks[blocks] = stored.view(torch.uint8).view(-1, output_scales.itemsize)
+            if error is not None:
+                left = to_dtype(value - decode_blocks(encoded, stored, target), error.dtype)
+                before = error[here].view(-1, output_block)
+                finite = ~stored.isnan().unsqueeze(1)
+                error[here] = torch.where(finite, left, before).flatten()
+
+
+def sum_into(
+    messages: Tensor,
+    shard: Tensor,
+    codes: str,
+    block: int,
+    scales: torch.dtype,
+    rotate: bool,
+    factor: float,
+    add: bool,
+) -> None:
+    """Sums `messages` (P, message_bytes(m)) in order, times `factor`, into the fp32 `shard` (m,).
+
+    Raises ValueError (`checks.sum_into`).
+    """
+    checks.sum_into(messages, shard, codes, block, scales)
+    format = Format(codes, block, scales, rotate)
+    for start in range(0, len(shard), TILE):
+        here = slice(start, min(start + TILE, len(shard)))
+        total = _sum_of(messages, format, len(shard), here)
+        _put(shard[here], rotate_32(total) if rotate else total, factor, add)
+
+
+def sum_parts(parts: Tensor, shard: Tensor, factor: float, add: bool) -> None:
+    """Sums the rows of `parts` (P, m) in order, times `factor`, into the fp32 `shard` (m,).
+
+    `shard` may be a row of `parts`. Raises ValueError (`checks.sum_parts`).
+    """
+    checks.sum_parts(parts, shard)
+    for start in range(0, len(shard), TILE):
+        here = slice(start, min(start + TILE, len(shard)))
+        total = parts[0, here].float()
+        for other in parts[1:]:
+            total = total + other[here].float()
+        _put(shard[here], total, factor, add)
+
+
+def adamw(
+    master: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    published: Tensor | None,
+    divisor: Tensor,
+    found_inf: Tensor,
+    bias_corrections: Tensor,
+    learning_rate: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decayed: int,
+) -> None:
+    """One step of AdamW (Decoupled Weight Decay Regularization, algorithm 2) on fp32 tensors (m,).
+
+    `gradient` is divided by `divisor`; the first `decayed` elements decay; `published` (m,) gets the new
+    weights in its own format. Nothing changes where `found_inf` is not 0. Raises ValueError (`checks.adamw`).
+    """
+    checks.adamw(
+        master, gradient, exp_avg, exp_avg_sq, published, divisor, found_inf, bias_corrections, decayed
+    )
+    skip = found_inf != 0
+    step = AdamWStep(divisor, bias_corrections, learning_rate, beta1, beta2, eps, weight_decay)
+    for start in range(0, len(master), TILE):
+        here = slice(start, min(start + TILE, len(master)))
+        new = step(master, gradient, exp_avg, exp_avg_sq, here, decayed)
+        for old, changed in zip((master, exp_avg, exp_avg_sq), new, strict=True):
+            old[here] = torch.where(skip, old[here], changed)
+        if published is not None:
+            published[here] = torch.where(skip, published[here], new[0].to(published.dtype))
+
+
+def adamw_quantize(
+    master: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    message: Tensor,
+    divisor: Tensor,
+    found_inf: Tensor,
+    bias_corrections: Tensor,
+    learning_rate: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decayed: int,
+    codes: str,
+    block: int,
+    scales: torch.dtype,
+    rotate: bool,
+) -> None:
+    """`adamw` that publishes the new weights as `message` (message_bytes(m),), rounded to nearest.
+
+    Raises ValueError (`checks.adamw_quantize`).
+    """
+    states = master, gradient, exp_avg, exp_avg_sq
+    scalars = divisor, found_inf, bias_corrections
+    checks.adamw_quantize(*states, message, *scalars, decayed, codes, block, scales)
+    numbers = learning_rate, beta1, beta2, eps, weight_decay
+    adamw(*states, None, *scalars, *numbers, decayed)
+    encoded = torch.empty_like(message)
+    quantize(master[None], encoded[None], codes, block, scales, rotate)
+    message.copy_(torch.where(found_inf != 0, message, encoded))
+
+
+def _message_parts(message: Tensor, format: Format, numel: int) -> tuple[Tensor, Tensor]:
+    """A message's codes (K, bytes a block) and scales (K, bytes a scale), as views."""
+    blocks = numel // format.block
+    code_bytes = numel * format.bits // 8
+    used = blocks * format.block_bytes
+    return (
+        message[:code_bytes].view(blocks, format.block * format.bits // 8),
+        message[code_bytes:used].view(blocks, format.scales.itemsize),
+    )
+
+
+def _zero_padding(message: Tensor, format: Format, numel: int) -> None:
+    message[numel // format.block * format.block_bytes :] = 0
+
+
+def _scales_of(stored: Tensor, scales: torch.dtype) -> Tensor:
+    """Bytes (K, bytes a scale), anywhere in memory, as scales (K,)."""
+    return stored.clone(memory_format=torch.contiguous_format).view(scales).squeeze(1)
+
+
+def _tiles(rows: int, columns: int, block: int) -> list[tuple[slice, slice]]:
+    """Parts of a (rows, columns) matrix of about TILE elements, in whole blocks."""
+    width = min(columns, TILE)
+    height = max(1, TILE // max(width, 1))
+    return [
+        (slice(row, min(row + height, rows)), slice(column, min(column + width, columns)))
+        for row in range(0, rows, height)
+        for column in range(0, columns, max(width, block))
+    ]
+
+
+def _tile_of(blocks: Tensor, rows: int, row_tile: slice, column_tile: slice, block: int) -> Tensor:
+    """The part (rows, blocks a row, bytes) of a message's codes or scales that belongs to a tile."""
+    matrix = blocks.view(rows, -1, blocks.shape[1])
+    return matrix[row_tile, column_tile.start // block : column_tile.stop // block]
+
+
+def _sum_of(messages: Tensor, format: Format, m: int, here: slice) -> Tensor:
+    """The fp32 sum of the elements `here` of all messages, added in order, not rotated back."""
+    first, last = here.start // format.block, -(-here.stop // format.block)
+    total = None
+    for message in messages:
+        encoded, stored = (part[first:last] for part in _message_parts(message, format, m))
+        value = decode_blocks(encoded, _scales_of(stored, format.scales), format)
+        total = value if total is None else total + value
+    offset = here.start - first * format.block
+    return total.flatten()[offset : offset + here.stop - here.start]
+
+
+def _put(target: Tensor, total: Tensor, factor: float, add: bool) -> None:
+    total = total * factor
+    target.copy_(target + total if add else total)

@@ -1,0 +1,207 @@
+"""The compilers of this machine, and the commands that make csrc/ a library with them."""
+
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+SOURCES = Path(__file__).resolve().parents[2] / "csrc"
+
+# Codes must not depend on the compiler: no contraction of a * b + c, no fast-math.
+HOST_FLAGS = ("-O3", "-std=c++20", "-march=native", "-ffp-contract=off", "-fPIC", "-Wall")
+DEVICE_FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "--fmad=false",
+    "--threads=2",  # both architectures at once: the longest file decides how long a build takes
+    "-Xcompiler=-fPIC,-ffp-contract=off",
+    "-gencode=arch=compute_80,code=sm_80",
+    "-gencode=arch=compute_90,code=[sm_90,compute_90]",  # PTX too: later devices compile it when it is loaded
+)
+
+
+class BuildError(OSError):
+    """The library could not be built or loaded; the message says what to do about it."""
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """Compilers and their versions; `nvcc` is None where there is a `cuda_problem`."""
+
+    cxx: str
+    cxx_version: str
+    ninja: str
+    nvcc: str | None = None
+    nvcc_version: str = ""
+    cuda_home: Path | None = None
+
+
+@dataclass(frozen=True)
+class Command:
+    """One compiler call: the file it makes, in the directory it runs in, the files of ours it needs first."""
+
+    output: str
+    needs: tuple[str, ...]
+    argv: tuple[str, ...]
+
+
+def find_toolchain(environ: Mapping[str, str]) -> Toolchain:
+    """The compilers that CXX, CUDA_HOME and PATH name. Raises BuildError where CXX or ninja is missing."""
+    path = environ.get("PATH", os.defpath)
+    cxx = shutil.which(environ.get("CXX") or "g++", path=path)
+    if cxx is None:
+        raise BuildError(f"the C++ compiler {environ.get('CXX') or 'g++'} is not installed")
+    ninja = shutil.which("ninja", path=f"{path}{os.pathsep}{Path(sys.executable).parent}")
+    if ninja is None:
+        raise BuildError("ninja is not installed (pip install ninja)")
+    found = Toolchain(cxx, _first_line(cxx, "--version"), ninja)
+    if cuda_problem(environ) is not None:
+        return found
+    nvcc = find_nvcc(environ)
+    return Toolchain(cxx, found.cxx_version, ninja, nvcc, nvcc_version(nvcc), _cuda_home(nvcc))
+
+
+def cuda_problem(environ: Mapping[str, str]) -> str | None:
+    """Why no device code can be built for this torch, if so."""
+    nvcc = find_nvcc(environ)
+    if torch.version.cuda is None:
+        return "this torch has none"
+    if nvcc is None:
+        return "nvcc is not installed (set CUDA_HOME or PATH)"
+    version = nvcc_version(nvcc)
+    if version.split(".")[0] == torch.version.cuda.split(".")[0]:
+        return None
+    return f"{nvcc} is of CUDA {version} but torch of CUDA {torch.version.cuda} (set CUDA_HOME)"
+
+
+def find_nvcc(environ: Mapping[str, str]) -> str | None:
+    """CUDA's compiler: of CUDA_HOME, on PATH, or where CUDA is usually installed."""
+    folders = [f"{environ['CUDA_HOME']}/bin"] if environ.get("CUDA_HOME") else []
+    folders += [environ.get("PATH", os.defpath), "/usr/local/cuda/bin"]
+    return shutil.which("nvcc", path=os.pathsep.join(folders))
+
+
+def nvcc_version(nvcc: str) -> str:
+    """Such as 13.0."""
+    said = _run(nvcc, "--version")
+    release = re.search(r"release (\d+\.\d+)", said)
+    if release is None:
+        raise BuildError(f"{nvcc} --version says no release: {said.strip()[-200:]}")
+    return release.group(1)
+
+
+def library_commands(tools: Toolchain, sources: Path, library: str) -> list[Command]:
+    """What makes `library` out of csrc/: device code only where there is nvcc."""
+    compiler = (tools.cxx, *HOST_FLAGS, *_torch_flags(tools))
+    commands = [_object(sources, file, compiler) for file in _files(sources, "cpp")]
+    if tools.nvcc is not None:
+        commands += device_commands(tools.nvcc, tools.cxx, sources)
+    if not commands:
+        raise BuildError(f"{sources} holds no sources")
+    objects = tuple(command.output for command in commands)
+    return [*commands, Command(library, objects, (tools.cxx, *objects, *_link_flags(tools), "-o", library))]
+
+
+def device_commands(nvcc: str, cxx: str, sources: Path) -> list[Command]:
+    """What compiles every .cu file."""
+    return [_object(sources, file, (nvcc, f"-ccbin={cxx}", *DEVICE_FLAGS)) for file in _files(sources, "cu")]
+
+
+def ninja_text(commands: list[Command]) -> str:
+    """The commands as a build.ninja."""
+    lines = ["rule run", "  command = $line", "  description = $what", ""]
+    for command in commands:
+        line = " ".join(map(_quoted, command.argv)).replace("$", "$$")
+        lines += [f"build {' '.join((f'{command.output}: run', *command.needs))}", f"  line = {line}"]
+        lines += [f"  what = {Path(command.argv[0]).name} {command.output}"]
+    return "\n".join(lines) + "\n"
+
+
+def build_key(tools: Toolchain, sources: Path, commands: list[Command]) -> str:
+    """Changes with everything that the library's bytes depend on."""
+    files = [file for suffix in ("cpp", "cu", "cuh", "h") for file in _files(sources, suffix)]
+    facts = {
+        "sources": {str(p.relative_to(sources)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files},
+        "torch": [torch.__version__, torch.version.cuda, torch.compiled_with_cxx11_abi()],
+        "compilers": [tools.cxx_version, tools.nvcc_version],
+        "processor": _processor(),
+        "commands": [[word.replace(str(sources), "csrc") for word in command.argv] for command in commands],
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def _object(sources: Path, file: Path, compiler: tuple[str, ...]) -> Command:
+    output = str(file.relative_to(sources)).replace("/", ".") + ".o"
+    return Command(output, (), (*compiler, f"-I{sources}", "-c", str(file), "-o", output))
+
+
+def _files(sources: Path, suffix: str) -> list[Path]:
+    return sorted(sources.rglob(f"*.{suffix}"))
+
+
+def _torch_root() -> Path:
+    return Path(torch.__file__).resolve().parent
+
+
+def _torch_flags(tools: Toolchain) -> tuple[str, ...]:
+    includes = [_torch_root() / "include", _torch_root() / "include/torch/csrc/api/include"]
+    flags = [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    if torch.backends.openmp.is_available():
+        flags.append("-fopenmp")  # without it at::parallel_for runs on one core
+    if tools.cuda_home is not None:
+        includes.append(tools.cuda_home / "include")
+        flags.append("-DWITH_CUDA")
+    # As system headers: their warnings are not ours.
+    return (*flags, *(part for include in includes for part in ("-isystem", str(include))))
+
+
+def _link_flags(tools: Toolchain) -> tuple[str, ...]:
+    """Without OpenMP's runtime: torch brings its own, and a second one would have its own threads."""
+    libraries = _torch_root() / "lib"
+    flags = ["-shared", f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch_cpu", "-lc10"]
+    if tools.cuda_home is not None:
+        flags += [f"-L{tools.cuda_home / 'lib64'}", f"-L{tools.cuda_home / 'lib'}"]
+        flags += ["-ltorch_cuda", "-lc10_cuda", "-lcudart"]
+    return tuple(flags)
+
+
+def _cuda_home(nvcc: str) -> Path:
+    """Where headers and libraries lie; nvcc is asked, because it may be a wrapper somewhere else."""
+    top = re.search(r"^#\$ TOP=(.*)$", _run(nvcc, "--dryrun", "-c", "-x", "cu", "/dev/null"), re.MULTILINE)
+    return Path(top.group(1) if top else Path(nvcc).parent.parent).resolve()
+
+
+def _processor() -> list[str]:
+    """What -march=native looks at."""
+    wanted = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        first = []
+    return [platform.machine(), *(line for line in first if line.split(":")[0].strip() in wanted)]
+
+
+def _quoted(word: str) -> str:
+    return word if re.fullmatch(r"[\w@%+=:,./-]+", word) else "'" + word.replace("'", "'\\''") + "'"
+
+
+def _first_line(*argv: str) -> str:
+    return _run(*argv).splitlines()[0]
+
+
+def _run(*argv: str) -> str:
+    """Both streams of a command. Raises BuildError where it fails."""
+    try:
+        done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise BuildError(f"{' '.join(argv)} does not run: {getattr(error, 'output', error)}") from error
+    return done.stdout

@@ -1,0 +1,168 @@
+"""The kernels against the reference, every bit: the CPU's cases, and what only a GPU can show."""
+
+import pytest
+import torch
+
+from megatron_zpp.ops import reference
+from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.library import load_kernels
+from tests.ops import cases
+from tests.ops.agreement import assert_agree, assert_same_bits
+from tests.ops.awkward import awkward, random_messages
+
+BEYOND = 2**31 + 2**20  # elements that an int32 cannot count
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    """Makes torch.ops.megatron_zpp the CUDA kernels."""
+    load_kernels("cuda", print)
+
+
+def needs(gigabytes: int) -> None:
+    """Skips where the GPU has not that much left."""
+    free, _ = torch.cuda.mem_get_info()
+    if free < gigabytes * 1e9:
+        pytest.skip(f"needs {gigabytes} GB of GPU memory")
+
+
+@pytest.mark.parametrize("block", cases.BLOCKS)
+@pytest.mark.parametrize("codes", cases.CODES)
+def test_quantize_and_dequantize(codes: str, block: int) -> None:
+    cases.quantize_and_back(codes, block, "cuda")
+
+
+@pytest.mark.parametrize("codes", cases.CODES)
+def test_any_bytes_decode_the_same(codes: str) -> None:
+    cases.any_bytes(codes, "cuda")
+    cases.largest_fp16_number(codes, "cuda")
+
+
+def test_rows_go_to_their_messages() -> None:
+    cases.row_orders("cuda")
+
+
+def test_a_strided_output_keeps_its_gaps() -> None:
+    cases.strided_output_keeps_its_gaps("cuda")
+
+
+@pytest.mark.parametrize("codes", cases.CODES)
+def test_sums(codes: str) -> None:
+    cases.sums(codes, "cuda")
+
+
+def test_sums_of_plain_parts() -> None:
+    cases.plain_parts("cuda")
+
+
+def test_adamw() -> None:
+    cases.adamw_steps("cuda")
+
+
+def test_zero_elements() -> None:
+    cases.nothing_at_all("cuda")
+
+
+@pytest.mark.parametrize("codes", cases.CODES)
+def test_the_reference_gives_the_same_bits_on_a_gpu(codes: str) -> None:
+    """It serves GPUs where nothing can be compiled."""
+    format = Format(codes, 64, rotate=True)
+    x = awkward(4, 64 * 40, 64, torch.bfloat16)
+    for seed in (None, cases.SEED):
+        messages = cases.garbage(2, format.message_bytes(64 * 80))
+        args = (*cases.plain(format), True, seed)
+        assert_agree("quantize", x, messages, *args, device="cuda", oracle_device="cuda")
+        on_cpu, on_gpu = messages.clone(), messages.cuda()
+        reference.quantize(x, on_cpu, *args)
+        reference.quantize(x.cuda(), on_gpu, *args)
+        assert_same_bits(on_gpu.cpu(), on_cpu)
+    states, scalars = cases.adamw_states(5000), cases.adamw_scalars()
+    on_gpu = [state.cuda() for state in states]
+    reference.adamw(*states, None, *scalars, 1000)
+    reference.adamw(*on_gpu, None, *(s.cuda() if torch.is_tensor(s) else s for s in scalars), 1000)
+    for mine, theirs in zip(on_gpu, states, strict=True):
+        assert_same_bits(mine.cpu(), theirs)
+
+
+def test_operators_run_on_the_present_stream_without_waiting() -> None:
+    """Work queued behind a sleeping kernel on a side stream has not run when the call returns."""
+    format = Format()
+    x, messages = torch.randn(4, 256, device="cuda"), torch.zeros(4, 272, dtype=torch.uint8, device="cuda")
+    shard, states = torch.zeros(256, device="cuda"), [state.cuda() for state in cases.adamw_states(256)]
+    scalars = [s.cuda() if torch.is_tensor(s) else s for s in cases.adamw_scalars()]
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(100_000_000)
+            torch.ops.megatron_zpp.quantize(x, messages, *cases.plain(format), False)
+            torch.ops.megatron_zpp.sum_into(messages, shard, *cases.plain(format), False, 1.0, False)
+            torch.ops.megatron_zpp.adamw(*states, None, *scalars, 100)
+            done = stream.record_event()
+        assert not done.query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert shard.abs().sum() > 0
+
+
+def test_tensors_on_two_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match="sum_parts: shard must be on the device of parts, cuda:0, got cpu"):
+        torch.ops.megatron_zpp.sum_parts(torch.ones(2, 8, device="cuda"), torch.ones(8), 1.0, False)
+
+
+@pytest.mark.parametrize("seed", [None, cases.SEED])
+def test_more_elements_than_an_int32_counts(seed: int | None) -> None:
+    """Quantise and decode 2^31 of them; the reference does all of it as well, in tiles."""
+    needs(24)
+    format = Format("int4", 256)
+    generator = torch.Generator("cuda").manual_seed(1)
+    x = torch.randn(2, BEYOND // 2, generator=generator, device="cuda", dtype=torch.bfloat16)
+    mine = torch.empty(1, format.message_bytes(BEYOND), dtype=torch.uint8, device="cuda")
+    theirs = torch.empty_like(mine)
+    torch.ops.megatron_zpp.quantize(x, mine, *cases.plain(format), False, seed)
+    reference.quantize(x, theirs, *cases.plain(format), False, seed)
+    assert torch.equal(mine, theirs)
+    back = torch.empty_like(x)
+    torch.ops.megatron_zpp.dequantize(mine, back, *cases.plain(format), False)
+    reference.dequantize(theirs, x, *cases.plain(format), False)
+    assert torch.equal(back, x)
+
+
+def test_sums_of_more_elements_than_an_int32_counts() -> None:
+    needs(24)
+    source, target = Format("int4", 256), Format("int8", 256)
+    small = random_messages(1, source, 2**20, seed=3).cuda()
+    small[0, -(2**13) :] = torch.full((2**12,), 0.5, dtype=torch.bfloat16, device="cuda").view(torch.uint8)
+    messages = torch.empty(1, source.message_bytes(BEYOND), dtype=torch.uint8, device="cuda")
+    messages[0, : BEYOND // 2] = small[0, : 2**19].repeat(BEYOND // 2**20)
+    messages[0, BEYOND // 2 :] = small[0, 2**19 :].repeat(BEYOND // 2**20)
+    mine = torch.empty(1, target.message_bytes(BEYOND), dtype=torch.uint8, device="cuda")
+    theirs = torch.empty_like(mine)
+    args = (*cases.plain(source), *cases.plain(target))
+    torch.ops.megatron_zpp.sum_quantize(messages, mine, *args)
+    reference.sum_quantize(messages, theirs, *args)
+    assert torch.equal(mine, theirs)
+    del mine, theirs
+    shard, expected = torch.empty(BEYOND, device="cuda"), torch.empty(2**20, device="cuda")
+    torch.ops.megatron_zpp.sum_into(messages, shard, *cases.plain(source), True, 0.5, False)
+    reference.sum_into(small, expected, *cases.plain(source), True, 0.5, False)
+    assert torch.equal(shard.view(-1, 2**20), expected.expand(BEYOND // 2**20, -1))
+
+
+def test_a_step_on_more_elements_than_an_int32_counts() -> None:
+    """The last elements, beyond 2^31, are those of a step on them alone."""
+    needs(50)
+    last, scalars = 2**20 + 3, cases.adamw_scalars()
+    scalars = [s.cuda() if torch.is_tensor(s) else s for s in scalars]
+    alone = [torch.nan_to_num(state).cuda() for state in cases.adamw_states(last)]
+    states = [torch.ones(BEYOND + 3, device="cuda") for _ in alone]
+    for state, tail in zip(states, alone, strict=True):
+        state[-last:] = tail
+    published = torch.zeros(BEYOND + 3, dtype=torch.bfloat16, device="cuda")
+    torch.ops.megatron_zpp.adamw(*states, published, *scalars, BEYOND)
+    reference.adamw(*alone, None, *scalars, last - 3)
+    for state, tail in zip(states, alone, strict=True):
+        assert_same_bits(state[-last:], tail)
+    assert torch.equal(published, states[0].bfloat16())

@@ -1,0 +1,88 @@
+"""Inputs on which quantisation goes wrong: one awkward kind of block after the other."""
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.ops.formats import Format
+
+KINDS = 18
+
+
+def awkward(rows: int, n: int, block: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """(rows, n) numbers whose blocks go through all kinds, as many as there is room for."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = torch.randn(rows * n // block, block, generator=generator)
+    for index, x in enumerate(blocks):
+        _make(x, (index + seed) % KINDS, dtype, generator)
+    return blocks.to(dtype).view(rows, n)
+
+
+def sprinkled(m: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """(m,) random numbers; one in four is a zero, subnormal, huge or not finite."""
+    generator = torch.Generator().manual_seed(seed)
+    limits = torch.finfo(dtype)
+    special = [0.0, -0.0, limits.tiny / 4, -limits.tiny, limits.max, limits.max / 3, 1e-4, 1e4]
+    special += [float("nan"), float("inf"), float("-inf")]
+    x = torch.randn(m, generator=generator)
+    chosen = torch.randint(4 * len(special), (m,), generator=generator)
+    for index, value in enumerate(special):
+        x[chosen == index] = value
+    return x.to(dtype)
+
+
+def _make(x: Tensor, kind: int, dtype: torch.dtype, generator: torch.Generator) -> None:
+    """Changes a block of normal random numbers to one of a kind; the others stay as they are."""
+    size, limits = len(x), torch.finfo(dtype)
+    place = torch.randint(size - 1, (), generator=generator)
+    steps = torch.arange(size) % 255 - 127.0
+    if kind == 0:
+        x.zero_()
+    elif kind == 1:
+        x.zero_()[::2] *= -1.0  # both zeros
+    elif kind in (2, 3, 4):  # ties of int8, int4 and fp8: codes are exact, half-way values lie between
+        peak, half = {2: (128.0, 0.5), 3: (8.0, 0.5), 4: (256.0, 1.0)}[kind]
+        x.copy_((steps % (2 * peak - 1) - peak + 1) + half)
+        x[place] = peak * (-1) ** int(place)
+    elif kind == 5:
+        x[place], x[place + 1] = -7.0, 7.0  # which of the two is the peak decides the scale's sign
+    elif kind == 6:
+        x *= limits.tiny / 4  # subnormals, and a scale below the smallest
+    elif kind == 7:
+        x *= 2.0**-118 if dtype != torch.float16 else 2.0**-14  # scales around the smallest normal number
+    elif kind == 8:
+        x[place] = limits.max / 2
+    elif kind == 9:
+        x[place] = limits.max
+        x[place + 1] = -limits.max
+    elif kind == 10:
+        x[place] = float("nan")
+    elif kind == 11:
+        x[place] = float("inf")
+    elif kind == 12:
+        x[place] = float("-inf")
+    elif kind == 13:
+        x.fill_(-0.3)
+    elif kind == 14:
+        x.copy_(torch.exp2(-torch.arange(size) % 24.0))  # every exponent down to nothing
+    elif kind == 15:  # a bf16 scale is a tie: it becomes smaller by all that it can, codes reach 128.5 or 8.5
+        x[place], x[place + 1] = (1 + 2.0**-8) * 16, (1 + 2.0**-8) * -16
+    elif kind == 16:
+        x.mul_(0.01)[place] = 0.4987  # fp8: its reciprocal's rounding shows
+    else:
+        x *= 100.0
+
+
+def random_messages(count: int, format: Format, numel: int, seed: int = 0) -> Tensor:
+    """(count, message_bytes(numel)) of any codes, with scales of any sign, size, and some not finite."""
+    generator = torch.Generator().manual_seed(seed)
+    size = format.message_bytes(numel)
+    messages = torch.randint(256, (count, size), dtype=torch.uint8, generator=generator)
+    begin, blocks = numel * format.bits // 8, numel // format.block
+    scales = torch.randn(count, blocks, generator=generator)
+    chosen = torch.randint(40, (count, blocks), generator=generator)
+    for index, value in enumerate((float("nan"), 0.0, 2.0**-126, 1e30, 3e38)):
+        scales[chosen == index] = value
+    stored = scales.to(format.scales).view(torch.uint8)
+    messages[:, begin : begin + stored.shape[1]] = stored
+    messages[:, begin + stored.shape[1] :] = 0
+    return messages

@@ -1,0 +1,214 @@
+"""What kernels and reference must agree on, bit for bit; the CPU's tests and the GPU's both run all of it."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.ops import reference
+from megatron_zpp.ops.formats import Format
+from tests.ops.agreement import assert_agree, assert_same_bits
+from tests.ops.awkward import KINDS, awkward, random_messages, sprinkled
+
+CODES = ("int8", "int4", "fp8")
+BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
+SCALES = (torch.bfloat16, torch.float32)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+SEED = -0x1234_5678_9ABC_DEF  # both key words in use, as int64
+
+
+def garbage(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """An output buffer in which a place that is not written shows."""
+    return torch.full(shape, 165, dtype=dtype)
+
+
+def plain(format: Format) -> tuple[Any, ...]:
+    """The operators' arguments for a format, without `rotate`."""
+    return format.codes, format.block, format.scales
+
+
+def quantize_and_back(codes: str, block: int, device: str) -> None:
+    """Every scale format, number format, rotation and rounding, on every kind of block."""
+    rows, groups, n = 6, 3, block * -(-KINDS // 6)
+    for scales, dtype, rotate, seed in itertools.product(SCALES, FLOATS, (False, True), (None, SEED)):
+        format = Format(codes, block, scales, rotate)
+        messages = garbage(groups, format.message_bytes(rows // groups * n))
+        x = awkward(rows, n, block, dtype)
+        _, messages, *_ = assert_agree("quantize", x, messages, *plain(format), rotate, seed, device=device)
+        output = garbage(rows, n, dtype=dtype)
+        assert_agree("dequantize", messages, output, *plain(format), rotate, device=device)
+
+
+def any_bytes(codes: str, device: str) -> None:
+    """Every code, with scales of every kind."""
+    for scales, dtype, rotate in itertools.product(SCALES, FLOATS, (False, True)):
+        format = Format(codes, 64, scales, rotate)
+        messages = random_messages(2, format, 4096)
+        assert_agree(
+            "dequantize", messages, garbage(8, 1024, dtype=dtype), *plain(format), rotate, device=device
+        )
+
+
+def largest_fp16_number(codes: str, device: str) -> None:
+    """Every code with a scale for which one of them is 65520, the first number that rounds to infinity."""
+    format = Format(codes, 256, torch.float32)
+    numel = 256 * 8 // format.bits
+    begin, blocks = numel * format.bits // 8, numel // 256
+    message = garbage(1, format.message_bytes(numel))
+    message[0, :begin] = torch.arange(256).to(torch.uint8)
+    scale = torch.full((blocks,), 65520 / (8 if codes == "int4" else 16))
+    message[0, begin : begin + 4 * blocks] = scale.view(torch.uint8)
+    output = garbage(1, numel, dtype=torch.float16)
+    *_, output, _, _, _, _ = assert_agree("dequantize", message, output, *plain(format), False, device=device)
+    assert not output.isinf().any()
+    assert (output == -65504).any()
+
+
+def row_orders(device: str) -> None:
+    """Every number of messages, odd counts of rows, rows that lie apart, and sizes beyond one thread's."""
+    format = Format("int4", 32)
+    for rows, groups in ((1, 1), (5, 5), (7, 1), (9, 3), (12, 4), (12, 6), (16, 8)):
+        for n, gap in ((32, 0), (96, 32), (32 * 37, 8), (32, 1)):
+            for dtype in FLOATS:
+                x = torch.randn(rows, n + gap, generator=torch.Generator().manual_seed(n))
+                x = x.to(dtype)[:, :n]
+                messages = garbage(groups, format.message_bytes(rows // groups * n))
+                _, messages, *_ = assert_agree(
+                    "quantize", x, messages, *plain(format), False, SEED, device=device
+                )
+                output = garbage(rows, n + gap, dtype=dtype)[:, :n]
+                assert_agree("dequantize", messages, output, *plain(format), False, device=device)
+    for codes in CODES:
+        format = Format(codes, 128, rotate=True)
+        x = awkward(3, 128 * 1001, 128, torch.bfloat16)
+        messages = garbage(3, format.message_bytes(x.shape[1]))
+        assert_agree("quantize", x, messages, *plain(format), True, None, device=device)
+
+
+def strided_output_keeps_its_gaps(device: str) -> None:
+    """Rows of an output may lie apart; what lies between them is someone else's."""
+    format = Format()
+    messages = random_messages(2, format, 512).to(device)
+    buffer = garbage(4, 300, dtype=torch.float32).to(device)
+    torch.ops.megatron_zpp.dequantize(messages, buffer[:, :256], *plain(format), False)
+    assert (buffer[:, 256:] == 165).all()
+    assert not (buffer[:, :256] == 165).all()
+
+
+def sums(codes: str, device: str) -> None:
+    """1 to 9 messages, into a shard, over it or added, and encoded again."""
+    for count in range(1, 10):
+        format = Format(codes, (32, 64, 256, 2048)[count % 4], SCALES[count % 2])
+        m = 2048 * 3
+        messages = random_messages(count, format, m, seed=count)
+        for rotate, add in itertools.product((False, True), repeat=2):
+            shard = awkward(1, m, 32, torch.float32)[0]
+            assert_agree("sum_into", messages, shard, *plain(format), rotate, 1 / 3, add, device=device)
+        for target, groups, error, seed in _targets(count):
+            output = garbage(groups, target.message_bytes(m // groups))
+            left = None if error is None else awkward(1, m, 64, error, seed=5)[0]
+            assert_agree(
+                "sum_quantize", messages, output, *plain(format), *plain(target), left, seed, device=device
+            )
+
+
+def _targets(count: int) -> Iterator[tuple[Format, int, torch.dtype | None, int | None]]:
+    """Output formats, numbers of parts, error formats and seeds; another selection for each `count`."""
+    formats = [
+        Format(codes, block, scales) for codes in CODES for block in (32, 128, 1024) for scales in SCALES
+    ]
+    for index, format in enumerate(formats):
+        turn = index + count
+        groups = (1, 2, 3)[turn % 3] if format.block == 1024 else (1, 4, 6, 16)[turn % 4]
+        yield format, groups, (None, *FLOATS)[turn % 4], (None, SEED)[turn // 4 % 2]
+
+
+def plain_parts(device: str) -> None:
+    """Any m, also those that no vector divides; every number of parts and number format."""
+    for m, count in itertools.product((0, 1, 3, 17, 1000, 4097), range(1, 10)):
+        for dtype, add in itertools.product(FLOATS, (False, True)):
+            parts = torch.stack([sprinkled(m, dtype, seed) for seed in range(count)])
+            assert_agree("sum_parts", parts, torch.ones(m), 0.1, add, device=device)
+    parts = torch.randn(5, 4099, generator=torch.Generator().manual_seed(1))
+    for own in range(5):
+        for add in (False, True):
+            expected = parts[own].clone()
+            in_place = parts.to(device, copy=True)
+            reference.sum_parts(parts, expected, 0.5, add)
+            torch.ops.megatron_zpp.sum_parts(in_place, in_place[own], 0.5, add)
+            assert_same_bits(in_place[own].cpu(), expected, f"in place of part {own}")
+
+
+def adamw_states(m: int) -> list[Tensor]:
+    """Weights, gradients and moments (m,), some gradients tiny, huge or not finite."""
+    generator = torch.Generator().manual_seed(m)
+    master, exp_avg = torch.randn(2, m, generator=generator)
+    gradient = sprinkled(m, torch.float32, seed=m)
+    exp_avg_sq = torch.rand(m, generator=generator) ** 8
+    exp_avg_sq[::7] = 0
+    return [master, gradient, exp_avg, exp_avg_sq]
+
+
+def adamw_scalars(found_inf: float = 0.0, divisor: float = 3.7, step: int = 3) -> list[Any]:
+    """The arguments from `divisor` to `weight_decay`."""
+    tensors = [torch.tensor(divisor), torch.tensor(found_inf)]
+    tensors.append(torch.tensor([1 - 0.9**step, 1 - 0.95**step]))
+    return [*tensors, 3e-4, 0.9, 0.95, 1e-8, 0.1]
+
+
+def adamw_steps(device: str) -> None:
+    """Every number format of the weights, decayed prefixes, loss scales, and steps that are skipped."""
+    for m in (0, 1, 7, 1000, 4099, 40_001):
+        for dtype, part in zip((None, torch.bfloat16, torch.float16), (0.0, 0.37, 1.0), strict=True):
+            published = None if dtype is None else garbage(m, dtype=dtype)
+            for found_inf, divisor in ((0.0, 1.0), (0.0, 3.7), (1.0, 1.0), (float("nan"), 2.0)):
+                assert_agree(
+                    "adamw",
+                    *adamw_states(m),
+                    published,
+                    *adamw_scalars(found_inf, divisor),
+                    int(part * m),
+                    device=device,
+                )
+    for codes, scales, rotate, blocks in itertools.product(CODES, SCALES, (False, True), (1, 13)):
+        for block, found_inf in ((32, 0.0), (256, 0.0), (2048, 0.0), (64, 1.0)):
+            format = Format(codes, block, scales, rotate)
+            m = blocks * block
+            assert_agree(
+                "adamw_quantize",
+                *adamw_states(m),
+                garbage(format.message_bytes(m)),
+                *adamw_scalars(found_inf),
+                m // 3,
+                *plain(format),
+                rotate,
+                device=device,
+            )
+
+
+def nothing_at_all(device: str) -> None:
+    """Zero elements are fine."""
+    format = Format()
+    for rows, n in ((0, 256), (4, 0)):
+        assert_agree(
+            "quantize", torch.empty(rows, n), garbage(2, 0), *plain(format), False, None, device=device
+        )
+        assert_agree("dequantize", garbage(2, 0), torch.empty(rows, n), *plain(format), True, device=device)
+    assert_agree("sum_into", garbage(3, 0), torch.empty(0), *plain(format), True, 1.0, True, device=device)
+    states, messages = [torch.empty(0) for _ in range(4)], garbage(0)
+    assert_agree(
+        "adamw_quantize", *states, messages, *adamw_scalars(), 0, *plain(format), True, device=device
+    )
+    for error in (None, torch.empty(0)):
+        assert_agree(
+            "sum_quantize",
+            garbage(3, 0),
+            garbage(2, 0),
+            *plain(format),
+            *plain(format),
+            error,
+            1,
+            device=device,
+        )

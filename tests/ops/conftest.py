@@ -1,0 +1,15 @@
+"""The kernels, built once in the user's cache and shared by all tests and runs."""
+
+import shutil
+
+import pytest
+
+from megatron_zpp.ops.library import load_kernels
+
+
+@pytest.fixture(scope="session")
+def kernels() -> None:
+    """Makes torch.ops.megatron_zpp the CPU kernels; a machine without a C++ compiler runs the reference."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++, so no kernels")
+    load_kernels("cpu", print)

@@ -1,0 +1,190 @@
+"""The format, one number at a time: a third implementation, straight from its description.
+
+Slow on purpose: Python's exact fractions decide every rounding, so it shares no arithmetic with the reference
+or the kernels. numpy only stores fp32 numbers.
+"""
+
+import struct
+from fractions import Fraction
+
+import numpy as np
+
+FACTORS = {"int8": -Fraction(1, 2**7), "int4": -Fraction(1, 2**3), "fp8": Fraction(1, 2**8)}
+BITS = {"int8": 8, "int4": 4, "fp8": 8}
+ROOT_32 = Fraction(float(np.float32(32**-0.5)))
+
+
+def to_even(x: Fraction) -> int:
+    """The nearest integer, ties to even."""
+    return round(x)
+
+
+def exponent_of(x: Fraction) -> int:
+    """The e for which 2^e <= |x| < 2^(e + 1)."""
+    guess = abs(x.numerator).bit_length() - x.denominator.bit_length()
+    return guess if abs(x) >= Fraction(2) ** guess else guess - 1
+
+
+def rounded(x: Fraction, precision: int, smallest_exponent: int) -> Fraction:
+    """The nearest number of a binary format with `precision` significant bits, subnormals included."""
+    if x == 0:
+        return x
+    unit = Fraction(2) ** (max(exponent_of(x), smallest_exponent) - precision + 1)
+    return to_even(x / unit) * unit
+
+
+def fp32(x: Fraction) -> Fraction:
+    """One fp32 rounding (without overflow, which the tests' numbers stay clear of)."""
+    return rounded(x, 24, -126)
+
+
+def bf16(x: Fraction) -> Fraction:
+    """One bf16 rounding."""
+    return rounded(x, 8, -126)
+
+
+def e4m3(x: Fraction) -> Fraction:
+    """The nearest E4M3 number, saturating."""
+    return max(min(rounded(x, 4, -6), Fraction(448)), Fraction(-448))
+
+
+def e4m3_byte(x: Fraction, negative: bool) -> int:
+    """The byte of a number that E4M3 has."""
+    magnitude = abs(x)
+    if magnitude < Fraction(1, 64):
+        code = int(magnitude * 512)
+    else:
+        exponent = exponent_of(magnitude)
+        code = (exponent + 7) << 3 | int((magnitude / Fraction(2) ** exponent - 1) * 8)
+    return code | negative << 7
+
+
+def rotated(x: list[Fraction]) -> list[Fraction]:
+    """32 numbers through the butterflies."""
+    x = list(x)
+    for h in (1, 2, 4, 8, 16):
+        for i in range(32):
+            if not i & h:
+                x[i], x[i + h] = fp32(x[i] + x[i + h]), fp32(x[i] - x[i + h])
+    return [fp32(value * ROOT_32) for value in x]
+
+
+def encode_block(
+    values: np.ndarray, codes: str, scales: str, rotate: bool = False, random: list[int] | None = None
+) -> tuple[list[int], float]:
+    """Codes (integers, or E4M3 bytes) and the stored scale of one block of fp32 numbers."""
+    if not np.isfinite(values).all():
+        return [0] * len(values), float("nan")
+    x = [Fraction(float(value)) for value in values]
+    if rotate:
+        x = [value for start in range(0, len(x), 32) for value in rotated(x[start : start + 32])]
+    largest = max(abs(value) for value in x)
+    peak = largest if largest in x else -largest
+    stored = (fp32 if scales == "fp32" else bf16)(fp32(peak * FACTORS[codes]))
+    if abs(stored) < Fraction(1, 2**126):
+        return [0] * len(x), 0.0
+    inverse = fp32(1 / stored)
+    coded = [
+        encode_one(value, inverse, codes, None if random is None else random[index])
+        for index, value in enumerate(x)
+    ]
+    return coded, float(stored)
+
+
+def encode_one(x: Fraction, inverse: Fraction, codes: str, random: int | None) -> int:
+    """One code."""
+    u = None if random is None else Fraction(random, 2**16)
+    y = fp32(x * inverse)
+    if codes == "fp8":
+        negative = (x < 0) != (inverse < 0)
+        if u is None:
+            return e4m3_byte(e4m3(y), negative)
+        a = abs(y)
+        if a >= Fraction(1, 64):
+            bits = struct.unpack("<I", struct.pack("<f", float(a)))[0]
+            return min(((bits + (random << 4)) >> 20) - (120 << 3), 0x7E) | negative << 7
+        return int(fp32(fp32(a * 512) + u) // 1) | negative << 7
+    q = to_even(x * inverse) if u is None else fp32(y + u) // 1
+    top = 2 ** (BITS[codes] - 1)
+    return int(max(-top, min(q, top - 1)))
+
+
+def message_of(
+    values: np.ndarray,
+    codes: str,
+    block: int,
+    scales: str,
+    rotate: bool = False,
+    random: list[int] | None = None,
+) -> bytes:
+    """The whole message of numbers (elements,)."""
+    code_bytes, scale_bytes = bytearray(), bytearray()
+    for start in range(0, len(values), block):
+        here = None if random is None else random[start : start + block]
+        coded, stored = encode_block(values[start : start + block], codes, scales, rotate, here)
+        if codes == "int4":
+            pairs = zip(coded[0::2], coded[1::2], strict=True)
+            code_bytes += bytes(low & 15 | (high & 15) << 4 for low, high in pairs)
+        else:
+            code_bytes += bytes(code & 255 for code in coded)
+        bits = 0x7FC00000 if np.isnan(stored) else struct.unpack("<I", struct.pack("<f", stored))[0]
+        scale_bytes += struct.pack("<I", bits) if scales == "fp32" else struct.pack("<H", bits >> 16)
+    message = bytes(code_bytes + scale_bytes)
+    return message + bytes(-len(message) % 16)
+
+
+def decode_one(code: int, stored: Fraction, codes: str) -> Fraction:
+    """The value of one code (an integer, or an E4M3 byte)."""
+    if codes != "fp8":
+        return fp32(code * stored)
+    magnitude = code & 0x7F
+    if magnitude < 8:
+        number = Fraction(magnitude, 512)
+    else:
+        number = Fraction(8 + magnitude % 8, 8) * Fraction(2) ** (magnitude // 8 - 7)
+    return fp32((-number if code & 0x80 else number) * stored)
+
+
+def philox_16_bits(seed: int, index: int) -> int:
+    """The random number of one element."""
+    mask = 0xFFFFFFFF
+    counter = [index // 8 & mask, index // 8 >> 32, 0, 0]
+    key = [seed & mask, seed >> 32 & mask]
+    for _ in range(10):
+        first, second = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+        counter = [
+            second >> 32 ^ counter[1] ^ key[0],
+            second & mask,
+            first >> 32 ^ counter[3] ^ key[1],
+            first & mask,
+        ]
+        key = [key[0] + 0x9E3779B9 & mask, key[1] + 0xBB67AE85 & mask]
+    word = counter[index % 8 // 2]
+    return word >> 16 if index % 2 else word & 0xFFFF
+
+
+def adamw_element(
+    w: float,
+    gradient: float,
+    m: float,
+    v: float,
+    *,
+    divisor: float,
+    corrections: tuple[float, float],
+    learning_rate: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> tuple[float, float, float]:
+    """New weight and moments of one element; numpy's fp32 scalars round each step once."""
+    f = np.float32
+    beta1, beta2 = betas
+    g = f(gradient) * (f(1) / f(divisor))
+    w = f(w)
+    if weight_decay:
+        w = w - f(learning_rate * weight_decay) * w
+    m = f(beta1) * f(m) + f(1 - beta1) * g
+    v = f(beta2) * f(v) + f(1 - beta2) * (g * g)
+    denominator = np.sqrt(v) / np.sqrt(f(corrections[1])) + f(eps)
+    w = w - (f(learning_rate) / f(corrections[0])) * (m / denominator)
+    return float(w), float(m), float(v)

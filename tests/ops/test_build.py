@@ -1,0 +1,226 @@
+"""Building the library: once for each content, by one process, in a directory of this user's alone."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.ops.build import build, check_device_code
+from megatron_zpp.ops.cache import cache_directory, locked
+from megatron_zpp.ops.toolchain import BuildError, cuda_problem, find_toolchain
+from tests.support import ROOT, environment
+
+SOURCE = 'extern "C" int answer() { return 42; }\n'
+
+
+class Site:
+    """A source directory, a cache and a C++ compiler that hangs while a file says so."""
+
+    def __init__(self, root: Path) -> None:
+        self.sources, self.cache, self.hang, self.started = (
+            root / n for n in ("src", "cache", "hang", "started")
+        )
+        self.sources.mkdir()
+        (self.sources / "answer.cpp").write_text(SOURCE)
+        self.cxx = root / "compiler"
+        self.cxx.write_text(
+            "#!/bin/sh\n"
+            f'case "$*" in *--version*) ;; *) touch "{self.started}"\n'
+            f'while [ -e "{self.hang}" ]; do sleep 0.05; done;; esac\n'
+            'exec g++ "$@"\n'
+        )
+        self.cxx.chmod(0o755)
+        self.environ = dict(os.environ, MEGATRON_ZPP_CACHE=str(self.cache), CXX=str(self.cxx))
+        self.said: list[str] = []
+
+    def build(self, **settings: object) -> Path:
+        return build(say=self.said.append, sources=self.sources, environ=self.environ, **settings)
+
+    def wait_until_compiling(self) -> None:
+        give_up = time.monotonic() + 60
+        while not self.started.exists():
+            assert time.monotonic() < give_up
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def answer(library: Path) -> int:
+    return ctypes.CDLL(str(library)).answer()
+
+
+def test_a_library_is_built_once_and_again_when_something_changes(site: Site) -> None:
+    first = site.build()
+    assert answer(first) == 42
+    assert len(site.said) == 1
+    assert site.build() == first
+    assert len(site.said) == 1  # found, not built
+    (site.sources / "answer.h").write_text("// a header counts\n")
+    second = site.build()
+    assert second != first
+    site.cxx.write_text(site.cxx.read_text().replace("exec g++", "echo other compiler; exec g++"))
+    assert site.build() not in (first, second)
+    assert not list(site.cache.glob("*building*"))
+    assert site.cache.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_place_of_the_sources_does_not_count_and_force_builds_anyway(site: Site, tmp_path: Path) -> None:
+    first = site.build()
+    before = first.stat().st_ino
+    site.sources = site.sources.rename(tmp_path / "moved")
+    assert site.build() == first
+    assert site.build(force=True) == first
+    assert first.stat().st_ino != before
+
+
+def test_a_failure_shows_the_compilers_words_and_where_the_rest_is(site: Site) -> None:
+    (site.sources / "broken.cpp").write_text("int broken( { return 1; }\n")
+    with pytest.raises(BuildError, match=r"broken\.cpp") as raised:
+        site.build()
+    message = str(raised.value)
+    assert "error:" in message
+    log = next(site.cache.glob("*.log"))
+    assert str(log) in message.splitlines()[0]
+    assert "broken.cpp" in log.read_text()
+    assert not list(site.cache.glob("*.so"))
+    (site.sources / "broken.cpp").unlink()
+    assert answer(site.build()) == 42
+
+
+@pytest.mark.parametrize(
+    ("prepare", "words"),
+    [
+        (lambda path: path.mkdir() or path.chmod(0o777), "others can write to .*cache: chmod 700 it"),
+        (lambda path: path.mkdir() or path.chmod(0o770), "others can write to"),
+        (lambda path: path.symlink_to(path.parent / "src"), "is a symbolic link"),
+        (lambda path: path.symlink_to("/nowhere"), "cannot be made|is a symbolic link"),
+        (lambda path: path.write_text("a file"), "cannot be made"),
+    ],
+    ids=["world-writable", "group-writable", "symbolic-link", "dangling-link", "file"],
+)
+def test_a_cache_that_is_not_ours_alone_is_refused(site: Site, prepare: object, words: str) -> None:
+    prepare(site.cache)
+    with pytest.raises(BuildError, match=words) as raised:
+        site.build()
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a directory of another user")
+def test_a_cache_of_another_user_is_refused(site: Site) -> None:
+    site.cache.mkdir(mode=0o700)
+    os.chown(site.cache, 12345, -1)
+    with pytest.raises(BuildError, match="belongs to user 12345"):
+        site.build()
+
+
+def test_where_the_cache_lies(tmp_path: Path) -> None:
+    home, xdg = {"HOME": str(tmp_path)}, {"XDG_CACHE_HOME": str(tmp_path / "xdg")}
+    assert cache_directory(home) == tmp_path / ".cache" / "megatron_zpp"
+    assert cache_directory({**home, **xdg}) == tmp_path / "xdg" / "megatron_zpp"
+    chosen = tmp_path / "deep" / "chosen"
+    assert cache_directory({**home, **xdg, "MEGATRON_ZPP_CACHE": str(chosen)}) == chosen
+    assert chosen.stat().st_mode & 0o777 == 0o700
+
+
+def test_missing_tools_are_named(site: Site, tmp_path: Path) -> None:
+    site.environ |= {"PATH": str(tmp_path), "CXX": ""}
+    with pytest.raises(BuildError, match=r"C\+\+ compiler g\+\+ is not installed"):
+        site.build()
+    site.environ["CXX"] = "no-such-compiler"
+    with pytest.raises(BuildError, match="C\\+\\+ compiler no-such-compiler is not installed"):
+        site.build()
+
+
+def test_a_killed_builder_blocks_nobody_and_a_living_one_not_for_ever(site: Site) -> None:
+    """One other process holds the lock: waiting ends in time; it is killed: the next one builds."""
+    site.hang.touch()
+    program = (
+        "from pathlib import Path\nfrom megatron_zpp.ops.build import build\n"
+        f"build(say=print, sources=Path({str(site.sources)!r}))"
+    )
+    extra = {name: site.environ[name] for name in ("MEGATRON_ZPP_CACHE", "CXX")}
+    builder = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=environment(**extra))
+    try:
+        site.wait_until_compiling()
+        begin = time.monotonic()
+        with pytest.raises(BuildError, match=f"process {builder.pid} on .* over 0.3 s") as raised:
+            site.build(wait_seconds=0.3)
+        assert time.monotonic() - begin < 10
+        assert "MEGATRON_ZPP_CACHE" in str(raised.value)
+        assert site.said == [
+            f"waiting for process {builder.pid} on {os.uname().nodename}, which builds the kernels"
+        ]
+        assert not list(site.cache.glob("*.so"))
+    finally:
+        builder.send_signal(signal.SIGKILL)
+        builder.wait()
+    assert len(list(site.cache.glob("*.building-*"))) == 1
+    site.hang.unlink()
+    assert answer(site.build(wait_seconds=10)) == 42
+    assert not list(site.cache.glob("*.building-*"))
+
+
+def test_who_waits_loads_what_the_other_built(site: Site) -> None:
+    """Threads lock like processes: the lock belongs to the open file."""
+    site.hang.touch()
+    built: list[Path] = []
+    builder = threading.Thread(target=lambda: built.append(site.build()))
+    builder.start()
+    site.wait_until_compiling()
+    waiter = threading.Thread(target=lambda: built.append(site.build()))
+    waiter.start()
+    while len(site.said) < 2:
+        time.sleep(0.02)
+    inodes = set()
+    site.hang.unlink()
+    for thread in (builder, waiter):
+        thread.join(60)
+        inodes |= {path.stat().st_ino for path in built}
+    assert len(built) == 2
+    assert built[0] == built[1]
+    assert len(inodes) == 1
+    assert [line.split()[0] for line in site.said] == ["building", "waiting"]
+
+
+def test_a_lock_is_free_again_after_its_block(tmp_path: Path) -> None:
+    said: list[str] = []
+    for _ in range(2):
+        with locked(tmp_path / "lock", said.append, 0.0):
+            assert f"process {os.getpid()} on" in (tmp_path / "lock").read_text()
+            with pytest.raises(BuildError, match="over 0 s"), locked(tmp_path / "lock", said.append, 0.0):
+                pass
+    assert said == []
+
+
+def test_the_check_of_device_code_says_when_there_is_no_nvcc(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_zpp.ops import build as module
+
+    monkeypatch.setattr(module, "find_nvcc", lambda environ: None)
+    check_device_code(site.said.append, sources=site.sources, environ=site.environ)
+    assert site.said == ["csrc: nvcc is not installed; device code was not compiled"]
+
+
+def test_a_toolkit_of_another_cuda_than_torchs_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho Cuda compilation tools, release 11.8, V11.8.89\n")
+    nvcc.chmod(0o755)
+    environ = {**os.environ, "CUDA_HOME": str(tmp_path)}
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    assert "is of CUDA 11.8 but torch of CUDA 13.0" in cuda_problem(environ)
+    assert find_toolchain(environ).nvcc is None
+    monkeypatch.setattr("torch.version.cuda", "11.4")
+    assert cuda_problem(environ) is None

@@ -1,0 +1,110 @@
+"""The compiled CPU operations against the reference: every bit."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_zpp.ops.formats import Format
+from tests.ops import cases
+from tests.ops.agreement import assert_agree
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+@pytest.mark.parametrize("block", cases.BLOCKS)
+@pytest.mark.parametrize("codes", cases.CODES)
+def test_quantize_and_dequantize(codes: str, block: int) -> None:
+    cases.quantize_and_back(codes, block, "cpu")
+
+
+@pytest.mark.parametrize("codes", cases.CODES)
+def test_any_bytes_decode_the_same(codes: str) -> None:
+    cases.any_bytes(codes, "cpu")
+    cases.largest_fp16_number(codes, "cpu")
+
+
+def test_rows_go_to_their_messages() -> None:
+    cases.row_orders("cpu")
+
+
+def test_a_strided_output_keeps_its_gaps() -> None:
+    cases.strided_output_keeps_its_gaps("cpu")
+
+
+@pytest.mark.parametrize("codes", cases.CODES)
+def test_sums(codes: str) -> None:
+    cases.sums(codes, "cpu")
+
+
+def test_sums_of_plain_parts() -> None:
+    cases.plain_parts("cpu")
+
+
+def test_adamw() -> None:
+    cases.adamw_steps("cpu")
+
+
+def test_zero_elements() -> None:
+    cases.nothing_at_all("cpu")
+
+
+floats = st.floats(width=32, allow_nan=True, allow_infinity=True)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    codes=st.sampled_from(cases.CODES),
+    scales=st.sampled_from(cases.SCALES),
+    dtype=st.sampled_from(cases.FLOATS),
+    rotate=st.booleans(),
+    seed=st.none() | st.integers(-(2**63), 2**63 - 1),
+    per_message=st.integers(1, 4),
+    groups=st.integers(1, 4),
+    blocks=st.integers(1, 5),
+    values=st.lists(floats, min_size=1, max_size=200),
+)
+def test_any_numbers_encode_the_same(
+    codes: str,
+    scales: torch.dtype,
+    dtype: torch.dtype,
+    rotate: bool,
+    seed: int | None,
+    per_message: int,
+    groups: int,
+    blocks: int,
+    values: list[float],
+) -> None:
+    format, rows, n = Format(codes, 32, scales, rotate), per_message * groups, 32 * blocks
+    x = torch.tensor(values).repeat(-(-rows * n // len(values)))[: rows * n].view(rows, n).to(dtype)
+    messages = cases.garbage(groups, format.message_bytes(per_message * n))
+    _, messages, *_ = assert_agree("quantize", x, messages, *cases.plain(format), rotate, seed)
+    assert_agree("dequantize", messages, torch.ones(rows, n, dtype=dtype), *cases.plain(format), rotate)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    source=st.sampled_from([Format("int4", 64), Format("int8", 32), Format("fp8", 128, torch.float32)]),
+    target=st.sampled_from([Format("int4", 32), Format("int8", 256), Format("fp8", 64, torch.float32)]),
+    count=st.integers(1, 17),
+    groups=st.integers(1, 9),
+    blocks=st.integers(1, 4),
+    error=st.sampled_from((None, *cases.FLOATS)),
+    seed=st.none() | st.integers(-(2**63), 2**63 - 1),
+)
+def test_any_parts_of_a_sum_encode_the_same(
+    source: Format,
+    target: Format,
+    count: int,
+    groups: int,
+    blocks: int,
+    error: torch.dtype | None,
+    seed: int | None,
+) -> None:
+    """Parts need not be whole blocks of the messages that come in, as long as the sum is."""
+    part = blocks * target.block
+    groups *= source.block // torch.gcd(torch.tensor(source.block), torch.tensor(part)).item()
+    messages = cases.random_messages(count, source, groups * part, seed=blocks)
+    output = cases.garbage(groups, target.message_bytes(part))
+    left = None if error is None else cases.sprinkled(groups * part, error)
+    assert_agree("sum_quantize", messages, output, *cases.plain(source), *cases.plain(target), left, seed)

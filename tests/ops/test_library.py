@@ -1,0 +1,273 @@
+"""The operators as torch sees them, what serves without a compiler, and what is refused in which words."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_zpp.ops import library, reference
+from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.library import load_operations
+from megatron_zpp.ops.operations import Operations
+from megatron_zpp.ops.toolchain import BuildError
+from tests.ops.agreement import assert_same_bits
+from tests.ops.cases import adamw_scalars, adamw_states, garbage, plain
+
+FORMAT = Format("int4", 32)
+ROTATED = Format("int8", 64, torch.float32, rotate=True)
+
+
+def calls() -> dict[str, tuple[Any, ...]]:
+    """Good arguments for every operator."""
+    messages, shard = torch.zeros(3, FORMAT.message_bytes(256), dtype=torch.uint8), torch.zeros(256)
+    message = garbage(ROTATED.message_bytes(256))
+    quantized = torch.zeros(2, ROTATED.message_bytes(256), dtype=torch.uint8)
+    return {
+        "quantize": (torch.randn(4, 128), quantized, *plain(ROTATED), True, 5),
+        "dequantize": (quantized, torch.zeros(4, 128), *plain(ROTATED), True),
+        "sum_quantize": (
+            *(messages, torch.zeros(2, ROTATED.message_bytes(128), dtype=torch.uint8)),
+            *(*plain(FORMAT), *plain(ROTATED), torch.zeros(256), None),
+        ),
+        "sum_into": (messages, shard, *plain(FORMAT), False, 0.5, True),
+        "sum_parts": (torch.randn(3, 256), shard, 0.5, False),
+        "adamw": (*adamw_states(256), garbage(256, dtype=torch.bfloat16), *adamw_scalars(), 100),
+        "adamw_quantize": (*adamw_states(256), message, *adamw_scalars(), 100, *plain(ROTATED), True),
+    }
+
+
+@pytest.mark.parametrize("name", calls())
+def test_torch_may_trace_and_compile_the_operator(kernels: None, name: str) -> None:
+    torch.library.opcheck(getattr(torch.ops.megatron_zpp, name).default, calls()[name])
+
+
+def test_tensors_without_storage_pass_the_same_checks(kernels: None) -> None:
+    with FakeTensorMode():
+        for name, args in calls().items():
+            getattr(torch.ops.megatron_zpp, name)(*args)
+        with pytest.raises(ValueError, match="sum_parts: shard must be float32"):
+            torch.ops.megatron_zpp.sum_parts(torch.zeros(2, 8), torch.zeros(9), 1.0, False)
+
+
+def test_a_compiled_function_may_call_them(kernels: None) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        messages, output = x.new_zeros(2, ROTATED.message_bytes(256), dtype=torch.uint8), torch.empty_like(x)
+        Operations(torch.ops.megatron_zpp, compiled=True).quantize(x * 2, messages, ROTATED, seed=4)
+        Operations(torch.ops.megatron_zpp, compiled=True).dequantize(messages, output, ROTATED)
+        return output + 1
+
+    x = torch.randn(4, 128)
+    assert torch.equal(torch.compile(function, backend="aot_eager", fullgraph=True)(x), function(x))
+
+
+def replaced(args: tuple[Any, ...], position: int, value: Any) -> tuple[Any, ...]:
+    return (*args[:position], value, *args[position + 1 :])
+
+
+REFUSALS = [
+    ("quantize", 0, torch.randn(4, 128).double(), "quantize: input must be"),
+    ("quantize", 0, torch.randn(128), "quantize: input must be"),
+    ("quantize", 0, torch.randn(4, 100), "quantize: block must divide"),
+    ("quantize", 0, torch.randn(128, 4).T, "quantize: input must"),
+    ("quantize", 0, torch.randn(1, 128).expand(4, 128), "quantize: input must"),
+    ("quantize", 0, torch.randn(5, 128), "quantize: messages must"),
+    (
+        "quantize",
+        1,
+        torch.zeros(2, 272, dtype=torch.int8),
+        "quantize: messages must be uint8 of shape (2, 272)",
+    ),
+    (
+        "quantize",
+        1,
+        torch.zeros(2, 256, dtype=torch.uint8),
+        "quantize: messages must be uint8 of shape (2, 272)",
+    ),
+    ("quantize", 1, torch.zeros(2, 544, dtype=torch.uint8)[:, ::2], "quantize: messages must be contiguous"),
+    ("quantize", 1, torch.zeros(0, 272, dtype=torch.uint8), "quantize: messages must"),
+    ("quantize", 1, torch.zeros(544, dtype=torch.uint8), "quantize: messages must"),
+    ("quantize", 2, "int5", "quantize: codes must be int8, int4 or fp8, got int5"),
+    ("quantize", 3, 48, "quantize: block must be a power of two from 32 to 2048, got 48"),
+    ("quantize", 3, 0, "quantize: block must be a power of two from 32 to 2048, got 0"),
+    ("quantize", 3, -32, "quantize: block must be a power of two from 32 to 2048, got -32"),
+    ("quantize", 3, 4096, "quantize: block must be a power of two from 32 to 2048, got 4096"),
+    ("quantize", 4, torch.float16, "quantize: scales must be bfloat16 or float32, got"),
+    ("dequantize", 1, torch.zeros(4, 128, dtype=torch.int32), "dequantize: output must be"),
+    ("dequantize", 0, torch.zeros(3, 272, dtype=torch.uint8), "dequantize: messages must"),
+    ("dequantize", 2, "fp4", "dequantize: codes must be int8, int4 or fp8, got fp4"),
+    ("sum_quantize", 0, torch.zeros(3, 150, dtype=torch.uint8), "sum_quantize: messages must"),
+    ("sum_quantize", 0, torch.zeros(0, 144, dtype=torch.uint8), "sum_quantize: messages must"),
+    ("sum_quantize", 1, torch.zeros(3, 100, dtype=torch.uint8), "sum_quantize: output must"),
+    (
+        "sum_quantize",
+        1,
+        torch.zeros(2, 100, dtype=torch.uint8),
+        "sum_quantize: output must be uint8 of shape",
+    ),
+    ("sum_quantize", 1, torch.zeros(8, 48, dtype=torch.uint8), "sum_quantize: output must"),
+    ("sum_quantize", 5, "int3", "sum_quantize: output_codes must be int8, int4 or fp8, got int3"),
+    ("sum_quantize", 6, 33, "sum_quantize: output_block must be a power of two from 32 to 2048, got 33"),
+    ("sum_quantize", 7, torch.int8, "sum_quantize: output_scales must be bfloat16 or float32, got"),
+    ("sum_quantize", 8, torch.zeros(255), "sum_quantize: error must be"),
+    ("sum_quantize", 8, torch.zeros(256).double(), "sum_quantize: error must be"),
+    ("sum_into", 0, torch.zeros(3, 143, dtype=torch.uint8), "sum_into: messages must"),
+    ("sum_into", 1, torch.zeros(255), "sum_into: "),
+    (
+        "sum_into",
+        1,
+        torch.zeros(256, dtype=torch.bfloat16),
+        "sum_into: shard must be float32 of shape (256,)",
+    ),
+    ("sum_into", 1, torch.zeros(512)[::2], "sum_into: shard must be contiguous"),
+    ("sum_parts", 0, torch.zeros(0, 256), "sum_parts: parts must"),
+    ("sum_parts", 0, torch.zeros(256), "sum_parts: parts must"),
+    ("sum_parts", 0, torch.zeros(3, 256).long(), "sum_parts: parts must"),
+    ("sum_parts", 0, torch.zeros(256, 3).T, "sum_parts: parts must be contiguous"),
+    ("sum_parts", 1, torch.zeros(255), "sum_parts: shard must be float32 of shape (256,)"),
+    ("adamw", 0, torch.zeros(2, 128), "adamw: master must be float32 of shape (m,)"),
+    ("adamw", 0, torch.zeros(256).half(), "adamw: master must be float32 of shape"),
+    ("adamw", 1, torch.zeros(256, dtype=torch.bfloat16), "adamw: gradient must be float32 of shape (256,)"),
+    ("adamw", 2, torch.zeros(255), "adamw: exp_avg must be float32 of shape (256,)"),
+    ("adamw", 3, torch.zeros(512)[::2], "adamw: exp_avg_sq must be contiguous"),
+    ("adamw", 4, torch.zeros(256), "adamw: published must be"),
+    ("adamw", 4, torch.zeros(255).half(), "adamw: published must be"),
+    ("adamw", 5, torch.zeros(1), "adamw: divisor must be float32 of shape ()"),
+    ("adamw", 6, torch.zeros(()).double(), "adamw: found_inf must be float32 of shape ()"),
+    ("adamw", 7, torch.zeros(3), "adamw: bias_corrections must be float32 of shape (2,)"),
+    ("adamw", 13, 257, "adamw: decayed must be from 0 to 256, got 257"),
+    ("adamw", 13, -1, "adamw: decayed must be from 0 to 256, got -1"),
+    (
+        "adamw_quantize",
+        4,
+        torch.zeros(256, dtype=torch.uint8),
+        "adamw_quantize: message must be uint8 of shape (272,)",
+    ),
+    ("adamw_quantize", 15, 512, "adamw_quantize: "),
+    ("adamw_quantize", 15, 100, "adamw_quantize: block must be a power of two from 32 to 2048, got 100"),
+]
+
+
+@pytest.mark.parametrize(("name", "position", "value", "words"), REFUSALS)
+def test_kernels_and_reference_refuse_in_the_same_words(
+    kernels: None, name: str, position: int, value: Any, words: str
+) -> None:
+    args = replaced(calls()[name], position, value)
+    before = [arg.clone() for arg in args if isinstance(arg, torch.Tensor)]
+    said = []
+    for implementation in (reference, torch.ops.megatron_zpp):
+        with pytest.raises(ValueError, match="^" + re.escape(words)) as raised:
+            getattr(implementation, name)(*args)
+        said.append(str(raised.value).splitlines()[0])
+    assert said[0] == said[1]
+    after = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    for old, new in zip(before, after, strict=True):
+        assert_same_bits(new, old, "an argument of a refused call")
+
+
+def test_every_operation_of_the_object_runs_the_operator() -> None:
+    """Formats arrive as the operators' arguments, in their order."""
+    seen = {}
+
+    class Recorder:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args: seen.setdefault(name, args)
+
+    given, scalars = (
+        calls(),
+        dict(zip(("divisor", "found_inf", "bias_corrections"), adamw_scalars(), strict=False)),
+    )
+    numbers = {
+        "learning_rate": 3e-4,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "decayed": 100,
+    }
+    operations = Operations(Recorder(), compiled=True)
+    operations.quantize(*given["quantize"][:2], ROTATED, seed=5)
+    operations.dequantize(*given["dequantize"][:2], ROTATED)
+    operations.sum_quantize(
+        *given["sum_quantize"][:2], FORMAT, Format("int8", 64, torch.float32), error=given["sum_quantize"][8]
+    )
+    operations.sum_into(*given["sum_into"][:2], FORMAT, factor=0.5, add=True)
+    operations.sum_parts(*given["sum_parts"][:2], factor=0.5)
+    operations.adamw(*given["adamw"][:5], **scalars, **numbers)
+    operations.adamw_quantize(*given["adamw_quantize"][:5], ROTATED, **scalars, **numbers)
+    assert seen.keys() == given.keys()
+    for name, args in given.items():
+        for mine, wanted in zip(seen[name], args, strict=True):
+            assert type(mine) is type(wanted), name
+            if not isinstance(wanted, torch.Tensor):
+                assert mine == wanted, name
+
+
+def test_a_sum_of_rotated_messages_is_not_taken_for_a_plain_one() -> None:
+    with pytest.raises(ValueError, match="rotate=True cannot become one with rotate=False"):
+        Operations(reference, compiled=False).sum_quantize(*calls()["sum_quantize"][:2], ROTATED, FORMAT)
+
+
+def broken_build(**_: object) -> Path:
+    raise BuildError("the C++ compiler g++ is not installed\nand more")
+
+
+def test_without_a_compiler_the_reference_serves_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+    monkeypatch.setattr(library, "build", broken_build)
+    monkeypatch.setattr(library, "loaded", lambda: False)
+    operations = load_operations("cpu", require_kernels=False, say=said.append)
+    operations.sum_parts(torch.ones(2, 3), torch.ones(3))
+    operations.sum_parts(torch.ones(2, 3), torch.ones(3))
+    (warning,) = said
+    assert "\n" not in warning
+    assert "g++ is not installed" in warning
+    assert "python -m megatron_zpp.ops.build" in warning
+    with pytest.raises(BuildError, match=r"g\+\+ is not installed"):
+        load_operations("cpu", require_kernels=True, say=said.append)
+    assert len(said) == 1
+
+
+def test_with_kernels_nothing_is_said(kernels: None) -> None:
+    said: list[str] = []
+    operations = load_operations("cpu", require_kernels=True, say=said.append)
+    shard = torch.ones(3)
+    operations.sum_parts(torch.ones(2, 3), shard, add=True)
+    assert shard.tolist() == [3.0] * 3
+    assert said == []
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA here")
+def test_kernels_without_cuda_do_not_serve_a_gpu(kernels: None) -> None:
+    with pytest.raises(BuildError, match="built without CUDA"):
+        load_operations("cuda", require_kernels=True, say=print)
+
+
+def test_adamw_follows_torchs() -> None:
+    """Ten steps against torch.optim.AdamW in fp64.
+
+    A step rounds fewer than 16 times, each by 2^-24 of a number no larger than the weight or the update, and
+    the update is the learning rate times at most 10 (the moments' ratio at the start).
+    """
+    generator, m, decayed, rate = torch.Generator().manual_seed(8), 3000, 1000, 1e-2
+    start = torch.randn(m, generator=generator)
+    parts = [torch.nn.Parameter(part.double()) for part in (start[:decayed], start[decayed:])]
+    groups = [{"params": parts[:1], "weight_decay": 0.1}, {"params": parts[1:], "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8)
+    master, exp_avg, exp_avg_sq = start.clone(), torch.zeros(m), torch.zeros(m)
+    published = torch.empty(m, dtype=torch.bfloat16)
+    for step in range(1, 11):
+        gradient = torch.randn(m, generator=generator)
+        for part, own in zip(parts, (gradient[:decayed], gradient[decayed:]), strict=True):
+            part.grad = own.double()
+        adamw.step()
+        reference.adamw(
+            *(master, gradient * 4, exp_avg, exp_avg_sq, published),
+            *(torch.tensor(4.0), torch.tensor(0.0), torch.tensor([1 - 0.9**step, 1 - 0.95**step])),
+            *(rate, 0.9, 0.95, 1e-8, 0.1, decayed),
+        )
+    exact = torch.cat([part.detach() for part in parts])
+    assert ((master - exact).abs() <= 10 * 16 * 2.0**-24 * (exact.abs() + 10 * rate)).all()
+    assert torch.equal(published, master.bfloat16())

@@ -1,0 +1,160 @@
+"""The reference against the format's description in exact fractions, one number at a time."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_zpp.ops import reference
+from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.philox import philox, random_16_bits
+from tests.ops import scalar_oracle
+from tests.ops.awkward import KINDS, awkward
+from tests.ops.cases import CODES, SCALES, SEED, adamw_scalars, garbage, plain
+
+NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+ALL_ONES = 0xFFFFFFFF
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((ALL_ONES,) * 4, (ALL_ONES,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_gives_random123s_known_answers(
+    counter: tuple[int, ...], key: tuple[int, int], words: tuple[int, ...]
+) -> None:
+    given = tuple(torch.tensor([word]) for word in counter)
+    assert tuple(word.item() for word in philox(given, key)) == words
+
+
+def test_an_element_has_its_own_16_bits() -> None:
+    first = torch.tensor([0, 8 * 2**32 - 16])  # the second passes 32 bits of the counter
+    drawn = random_16_bits(SEED, first, 32)
+    expected = [
+        [scalar_oracle.philox_16_bits(SEED, start + i) for i in range(32)] for start in first.tolist()
+    ]
+    assert drawn.tolist() == expected
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("codes", CODES)
+def test_messages(codes: str, scales: torch.dtype, rotate: bool) -> None:
+    """Every kind of block but those with negative zeros, which fractions do not have, to nearest and not."""
+    block = 32
+    x = awkward(2, block * KINDS, block, torch.float32)
+    x = torch.where(x == 0, 0.0, x)
+    if rotate:
+        x = x.clamp(-1e30, 1e30)  # fractions do not overflow
+    for seed in (None, SEED):
+        messages = garbage(1, Format(codes, block, scales).message_bytes(x.numel()))
+        reference.quantize(x, messages, codes, block, scales, rotate, seed)
+        random = None
+        if seed is not None:
+            random = [scalar_oracle.philox_16_bits(seed, index) for index in range(x.numel())]
+        expected = scalar_oracle.message_of(x.flatten().numpy(), codes, block, NAMES[scales], rotate, random)
+        assert bytes(messages[0].tolist()) == expected, seed
+
+
+def test_two_rows_a_message_and_their_random_numbers() -> None:
+    """Row r goes to message r % G, to place r // G; the generator goes by the place in the input."""
+    format, groups = Format("int4", 32), 3
+    x = torch.randn(6, 96, generator=torch.Generator().manual_seed(2))
+    messages = garbage(groups, format.message_bytes(192))
+    reference.quantize(x, messages, *plain(format), False, SEED)
+    for group in range(groups):
+        rows = [group, group + groups]
+        random = [
+            scalar_oracle.philox_16_bits(SEED, row * 96 + column) for row in rows for column in range(96)
+        ]
+        expected = scalar_oracle.message_of(x[rows].flatten().numpy(), "int4", 32, "bf16", False, random)
+        assert bytes(messages[group].tolist()) == expected
+
+
+@pytest.mark.parametrize("codes", CODES)
+def test_every_code_decodes(codes: str) -> None:
+    """All bytes but E4M3's NaNs, with an awkward scale."""
+    format = Format(codes, 256, torch.float32)
+    stored = np.float32(-0.3)
+    message = torch.zeros(1, format.message_bytes(256), dtype=torch.uint8)
+    numbers = torch.arange(256) if codes != "int4" else torch.arange(128) * 2  # 16 times every code
+    used = 256 * format.bits // 8
+    message[0, :used] = numbers.to(torch.uint8)
+    message[0, used : used + 4] = torch.from_numpy(np.frombuffer(stored.tobytes(), np.uint8).copy())
+    output = torch.empty(1, 256)
+    reference.dequantize(message, output, *plain(format), False)
+    if codes == "int4":
+        coded = [code for byte in message[0, :used].tolist() for code in (byte & 15, byte >> 4)]
+        coded = [code - 16 if code > 7 else code for code in coded]
+    else:
+        coded = [code - 256 if code > 127 and codes == "int8" else code for code in range(256)]
+    scale = scalar_oracle.Fraction(float(stored))
+    for code, value in zip(coded, output[0].tolist(), strict=True):
+        if codes == "fp8" and code & 0x7F == 0x7F:
+            assert np.isnan(value)
+        else:
+            assert value == scalar_oracle.decode_one(code, scale, codes), code
+
+
+def test_sums_are_in_order_and_the_error_is_what_is_lost() -> None:
+    """sum_into, sum_parts and sum_quantize against numpy's fp32, message after message."""
+    source, target = Format("int4", 32), Format("int8", 64, torch.float32)
+    parts = (
+        torch.randn(5, 192, generator=torch.Generator().manual_seed(4)) * torch.logspace(-3, 3, 5)[:, None]
+    )
+    messages = garbage(5, source.message_bytes(192))
+    reference.quantize(parts, messages, *plain(source), False)
+    decoded = torch.empty(5, 192)
+    reference.dequantize(messages, decoded, *plain(source), False)
+    total = decoded[0].numpy()
+    for row in decoded[1:].numpy():
+        total = total + row
+    before = torch.randn(192, generator=torch.Generator().manual_seed(5))
+
+    shard = before.clone()
+    reference.sum_into(messages, shard, *plain(source), False, 0.3, True)
+    assert np.array_equal(shard.numpy(), before.numpy() + total * np.float32(0.3))
+    reference.sum_parts(decoded, shard, 0.3, False)
+    assert np.array_equal(shard.numpy(), total * np.float32(0.3))
+
+    error, output, back = before.clone(), garbage(1, target.message_bytes(192)), torch.empty(1, 192)
+    reference.sum_quantize(messages, output, *plain(source), *plain(target), error)
+    wanted = total + before.numpy()
+    expected = scalar_oracle.message_of(wanted, "int8", 64, "fp32")
+    assert bytes(output[0].tolist()) == expected
+    reference.dequantize(output, back, *plain(target), False)
+    assert np.array_equal(error.numpy(), wanted - back[0].numpy())
+
+
+@pytest.mark.parametrize(("divisor", "weight_decay"), list(itertools.product((1.0, 3.7), (0.0, 0.1))))
+def test_adamw_one_element_at_a_time(divisor: float, weight_decay: float) -> None:
+    generator = torch.Generator().manual_seed(6)
+    states = [*torch.randn(3, 40, generator=generator), torch.rand(40, generator=generator) ** 8]
+    before = [state.clone() for state in states]
+    scalars = adamw_scalars(divisor=divisor)
+    scalars[-1] = weight_decay
+    reference.adamw(*states, None, *scalars, 25)
+    for index in range(40):
+        w, g, m, v = (state[index].item() for state in before)
+        new = scalar_oracle.adamw_element(
+            w,
+            g,
+            m,
+            v,
+            divisor=divisor,
+            corrections=tuple(scalars[2].tolist()),
+            learning_rate=3e-4,
+            betas=(0.9, 0.95),
+            eps=1e-8,
+            weight_decay=weight_decay if index < 25 else 0.0,
+        )
+        assert new == tuple(states[place][index].item() for place in (0, 2, 3))
