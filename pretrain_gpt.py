@@ -9,13 +9,12 @@ from functools import partial
 
 import torch
 
-from megatron_zpp.checkpoint.files import check_writable
-from megatron_zpp.config.fused_backend import resolve_fused_backend
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.data.open import open_splits
 from megatron_zpp.model.gpt import GPT, norm_class
 from megatron_zpp.tokenizer.base import describe
 from megatron_zpp.tokenizer.build import build_tokenizer
+from megatron_zpp.train.device import prepare_device
 from megatron_zpp.train.errors import one_line_errors
 from megatron_zpp.train.run import train
 from megatron_zpp.train.run_schedule import RunSchedule
@@ -23,7 +22,7 @@ from megatron_zpp.train.saver import check_start
 from megatron_zpp.train.sinks import check_sinks
 from megatron_zpp.zero.agreement import check_agreement
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.process_group import process_group, select_device
+from megatron_zpp.zero.process_group import process_group
 from megatron_zpp.zero.topology import Topology
 
 PROG = "pretrain_gpt.py"
@@ -49,17 +48,15 @@ def main() -> None:
         schedule.check_data(splits.train)
         check_start(config.checkpoint)
         check_sinks(config.logging)
-        if config.checkpoint.save:
-            check_writable("--save", config.checkpoint.save)
-        device = select_device(config.distributed.device, topology)
-        config.recompute.check_device(device.type)
-        backend = resolve_fused_backend(config.optimizer, config.zero, device.type)
+        device = prepare_device(config, topology)
 
     errors = one_line_errors(PROG, topology, debug=debug, every_rank=True)
-    with errors, process_group(config.distributed, topology, device):
-        check_agreement(config.shared_settings(), topology, device)
+    with errors, process_group(config.distributed, topology, device.device):
+        check_agreement(config.shared_settings(), topology, device.device)
         with torch.device("meta"):
-            model = GPT(config.model, tokenizer["vocab_size"], config.recompute, norm_class(backend))
+            model = GPT(
+                config.model, tokenizer["vocab_size"], config.recompute, norm_class(device.fused_backend)
+            )
         engine = ZeroEngine(
             model,
             partial(model.initialize_parameter, seed=config.training.seed),
@@ -67,8 +64,9 @@ def main() -> None:
             optimizer=config.optimizer,
             precision=config.precision,
             topology=topology,
-            device=device,
-            fused_backend=backend,
+            device=device.device,
+            fused_backend=device.fused_backend,
+            operations=device.operations,
             timeout=config.distributed.timeout,
         )
         train(engine, splits, config, schedule, tokenizer)

@@ -25,9 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the ro
 from benchmarks.common import write_result
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
-from megatron_zpp.config.run import ZeroConfig
+from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.model.flops import flops_per_token
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.ops.library import load_operations
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.topology import Topology
 
@@ -54,6 +55,7 @@ def our_step(
         precision=PrecisionConfig(bf16=True),
         topology=topology,
         device=torch.device("cuda", torch.cuda.current_device()),
+        operations=load_operations("cuda", require_kernels=True, say=print),
     )
 
     def step(tokens: torch.Tensor) -> None:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.config.options import refusal
-from megatron_zpp.config.run import ZeroConfig
+from megatron_zpp.config.zero import ZeroConfig
 
 # NVIDIA's apex has these once it is built with --cpp_ext --cuda_ext; PyPI's package named "apex" has neither.
 _APEX_MODULES = ("apex", "amp_C", "fused_layer_norm_cuda")

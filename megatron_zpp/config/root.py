@@ -17,9 +17,9 @@ from megatron_zpp.config.run import (
     EvaluationConfig,
     LoggingConfig,
     TrainingConfig,
-    ZeroConfig,
 )
 from megatron_zpp.config.tokenizer import TokenizerConfig
+from megatron_zpp.config.zero import ZeroConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,10 @@ class Config:
         """Raises ValueError for settings of different parts that contradict each other."""
         _check_lengths(self.training, self.learning_rate)
         _check_recompute(self.model, self.recompute)
+        if self.precision.grad_reduce_in_bf16 and self.zero.zero_quantized_gradients:
+            raise refusal(
+                "--grad-reduce-in-bf16", "(given)", "contradicts --zero-quantized-gradients; give one"
+            )
         if self.evaluation.full_validation and self.data.mock_data:
             raise refusal("--full-validation", "(given)", "--mock-data has no end; use --eval-iters")
         if self.tokenizer.tokenizer_type is None:

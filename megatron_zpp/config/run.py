@@ -140,6 +140,10 @@ class DistributedConfig(Options):
         10, "Minutes after which a collective that does not end is an error.", above=0
     )
 
+    require_kernels: bool = option(
+        False, "Refuse to run without the compiled kernels; else plain torch serves, more slowly."
+    )
+
     @property
     def timeout(self) -> timedelta:
         """--distributed-timeout-minutes."""
@@ -149,30 +153,3 @@ class DistributedConfig(Options):
         """NCCL moves GPU memory only."""
         if self.device == "cpu" and self.distributed_backend == "nccl":
             raise refusal("--distributed-backend", "nccl", "needs GPUs; --device cpu works with gloo")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ZeroConfig(Options):
-    """ZeRO: what each rank keeps of the model states"""
-
-    zero_stage: int = option(
-        0,
-        "What is sharded over ranks. 0: nothing; 1: master weights and moments; 2: and gradients; "
-        "3: and parameters.",
-        at_least=0,
-        at_most=3,
-    )
-    zero_offload_optimizer: bool = option(
-        False, "Keep master weights and moments in CPU memory and step there."
-    )
-    zero_prefetch_units: int | None = option(
-        None, "Stage 3: units gathered ahead of the one that computes; default 1.", at_least=0
-    )
-
-    def check(self) -> None:
-        """Below stage 3 parameters are whole, so that nothing is gathered ahead."""
-        if self.zero_stage >= 3:
-            if self.zero_prefetch_units is None:
-                object.__setattr__(self, "zero_prefetch_units", 1)
-        elif self.zero_prefetch_units is not None:
-            raise refusal("--zero-prefetch-units", self.zero_prefetch_units, "needs --zero-stage 3")

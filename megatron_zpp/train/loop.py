@@ -84,7 +84,7 @@ class Trainer:
         consumed, schedule = self._progress.consumed_samples, self._schedule.batches
         micro_batches = schedule.micro_batches_at(consumed)
         losses = torch.zeros((), device=self._engine.device)
-        self._engine.ledger.take()  # what an evaluation sent is not this step's
+        self._engine.take_traffic()  # what an evaluation sent is not this step's
         for index in range(micro_batches):
             first_sample, _ = schedule.micro_batch(consumed, index, self._engine.topology.rank)
             seed_dropout(self._config.training.seed, first_sample)
@@ -94,7 +94,7 @@ class Trainer:
         self._progress = replace(
             self._progress, iteration=self._progress.iteration + 1, consumed_samples=consumed + samples
         )
-        self._interval.add(losses / micro_batches, result, samples, self._engine.ledger.take())
+        self._interval.add(losses / micro_batches, result, samples, self._engine.take_traffic())
         return result
 
     def _log(self, result: StepResult) -> None:

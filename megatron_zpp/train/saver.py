@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+from megatron_zpp.checkpoint.files import check_writable
 from megatron_zpp.checkpoint.store import Progress, find_checkpoint, load_checkpoint, save_checkpoint
 from megatron_zpp.config.options import refusal
 from megatron_zpp.config.root import Config
@@ -51,7 +52,9 @@ class Saver:
 
 
 def check_start(config: CheckpointConfig) -> None:
-    """Refuses, before anything is built, a --load that the run could not start from."""
+    """Refuses, before anything is built, a --load to start from or a --save to write to that cannot be."""
+    if config.save:
+        check_writable("--save", config.save)
     if config.load is None or find_checkpoint(config.load, config.ckpt_step) is not None:
         return
     if config.exit_on_missing_checkpoint:

@@ -1,16 +1,17 @@
 """Takes over a model's parameters: lays them out, makes the buffers, fills in the initial weights."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import cycle
 
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.zero.collectives import Lane
+from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.topology import Topology
-from megatron_zpp.zero.unit import GradientSlot, ParameterSlot, Residency, Unit
+from megatron_zpp.zero.unit import ParameterSlot, Residency, Slot, Unit
 
 Initialize = Callable[[str, Tensor], None]
 
@@ -27,94 +28,107 @@ class UnitBuilder:
         residency: Residency,
         topology: Topology,
         device: torch.device,
+        communication: Communication,
         *,
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         prefetch: int,
-        gathering: Lane,
-        reducing: Lane,
         offload_optimizer: bool,
+        error_feedback: bool,
     ) -> None:
         self._residency, self._topology, self._device = residency, topology, device
-        self._dtype, self._reduce_dtype = dtype, reduce_dtype
-        self._prefetch, self._offload = prefetch, offload_optimizer
-        self._gathering, self._reducing = gathering, reducing
+        self._communication, self._dtype, self._reduce_dtype = communication, dtype, reduce_dtype
+        self._prefetch, self._offload, self._error_feedback = prefetch, offload_optimizer, error_feedback
 
-    def build(self, modules: list[tuple[str, nn.Module]], initialize: Initialize) -> list[Unit]:
+    def build(
+        self, modules: list[tuple[str, nn.Module]], layouts: list[FlatLayout], initialize: Initialize
+    ) -> list[Unit]:
         """One unit a module, in order. `initialize(name, tensor)` fills one whole fp32 parameter.
 
         The modules' parameters become views of the units' slots. A rank never holds more of the model than
         its shards, the slots and the one parameter that is being initialised.
         """
-        layouts = [self._layout(module) for _, module in modules]
         slots = {layout: self._slots(layout, count) for layout, count in Counter(layouts).items()}
         units = []
         for (name, module), layout in zip(modules, layouts, strict=True):
-            parameter_slots, gradient_slots = slots[layout]
-            names = tuple(f"{name}.{path}" for path, _ in _in_order(module))
-            unit = self._unit(names, module, layout, next(parameter_slots), next(gradient_slots))
+            unit = self._unit(name, module, layout, slots[layout])
             for index, parameter in enumerate(unit.parameters):
                 if any(piece.parameter == index for piece in layout.pieces(unit.owned)):
                     initial = torch.empty(parameter.shape, dtype=torch.float32, device=self._device)
-                    initialize(names[index], initial)
+                    initialize(unit.names[index], initial)
                     unit.load(unit.master, index, initial)
-            unit.publish()
+            self._communication.gather.publish(unit.master, unit.published)
+            unit.changed()
             units.append(unit)
         return units
 
-    def _layout(self, module: nn.Module) -> FlatLayout:
-        parameters = [parameter for _, parameter in _in_order(module)]
-        numels = tuple(parameter.numel() for parameter in parameters)
-        return FlatLayout(numels, sum(map(_decays, parameters)), self._topology.world_size)
-
-    def _slots(self, layout: FlatLayout, units: int) -> tuple[cycle, cycle]:
-        """The parameter slots and the gradient slots of so many units, to be taken in turn."""
+    def _slots(self, layout: FlatLayout, units: int) -> "_Slots":
         stage, sent = self._residency, self._reduce_dtype
         count = min(self._prefetch + 1, units) if stage.parameters_sharded else units
-        parameter_slots = [
-            ParameterSlot(self._gathering.zeros(layout.numel, self._dtype)) for _ in range(count)
-        ]
+        lane = self._communication.gathering
+        parameters = [ParameterSlot(lane.zeros(layout.numel, self._dtype)) for _ in range(count)]
         sends = stage.optimizer_sharded or sent != torch.float32
-        receives = stage.optimizer_sharded and layout.ranks > 1
-        gradient_slots = [
-            GradientSlot(
-                self._reducing.zeros(layout.numel if sends else 0, sent),
-                scratch=self._reducing.zeros(layout.numel if receives else 0, sent),
-            )
-            for _ in range(min(2, units))
-        ]
-        return cycle(parameter_slots), cycle(gradient_slots)
+        lane = self._communication.reducing
+        gradients = [Slot(lane.zeros(layout.numel if sends else 0, sent)) for _ in range(min(2, units))]
+        return _Slots(cycle(parameters), cycle(gradients), shared=count < units)
 
-    def _unit(
-        self,
-        names: tuple[str, ...],
-        module: nn.Module,
-        layout: FlatLayout,
-        slot: ParameterSlot,
-        gradient_slot: GradientSlot,
-    ) -> Unit:
-        stage = self._residency
+    def _unit(self, name: str, module: nn.Module, layout: FlatLayout, slots: "_Slots") -> Unit:
+        stage, communication = self._residency, self._communication
         owned = layout.shard(self._topology.rank) if stage.optimizer_sharded else range(layout.numel)
-        if stage.parameters_sharded:
-            published = self._gathering.zeros(len(owned), self._dtype)
+        slot = next(slots.parameters)
+        if stage.parameters_sharded or communication.weight_format is not None:
+            published = communication.gather.published(layout.shard_numel)
         else:
             published = slot.buffer[owned.start : owned.stop]
         if self._offload:
             master = torch.zeros(len(owned), pin_memory=self._device.type == "cuda")
-        elif self._dtype == torch.float32:
+        elif published.dtype == torch.float32:
             master = published
         else:
             master = torch.zeros(len(owned), device=self._device)
         return Unit(
-            names=names,
+            names=tuple(f"{name}.{path}" for path, _ in _in_order(module)),
             parameters=_replace_parameters(module, layout, slot.buffer),
             layout=layout,
             owned=owned,
             slot=slot,
-            gradient_slot=gradient_slot,
+            gradient_slot=next(slots.gradients),
             master=master,
             published=published,
+            secondary=communication.secondary.new(layout)
+            if communication.secondary and slots.shared
+            else None,
+            error=self._error(layout),
         )
+
+    def _secondary(self, layout: FlatLayout) -> Tensor | None:
+        secondary = self._communication.secondary
+        return None if secondary is None else secondary.new(layout)
+
+    def _error(self, layout: FlatLayout) -> Tensor | None:
+        if not self._error_feedback:
+            return None
+        numel = self._communication.reduction.error_numel(layout)
+        return torch.zeros(numel, dtype=torch.bfloat16, device=self._device)
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """The slots that units of one layout take in turn; `shared`: whether two of them use one."""
+
+    parameters: Iterator[ParameterSlot]
+    gradients: Iterator[Slot]
+    shared: bool
+
+
+def layouts_of(modules: list[tuple[str, nn.Module]], ranks: int, multiple: int) -> list[FlatLayout]:
+    """How the parameters of each module lie in its unit's flat buffer; `multiple` as in FlatLayout."""
+    layouts = []
+    for _, module in modules:
+        parameters = [parameter for _, parameter in _in_order(module)]
+        numels = tuple(parameter.numel() for parameter in parameters)
+        layouts.append(FlatLayout(numels, sum(map(_decays, parameters)), ranks, multiple))
+    return layouts
 
 
 def _decays(parameter: nn.Parameter) -> bool:

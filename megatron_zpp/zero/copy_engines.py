@@ -6,6 +6,7 @@ go through the copy engines instead, on a communicator that may use no thread bl
 GPUs of one node (NCCL user guide, "Zero-CTA Optimization", since 2.28).
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 
@@ -17,12 +18,11 @@ from megatron_zpp.zero.topology import Topology
 _FIRST_NCCL = (2, 28)
 
 
-def copy_engines_reach(topology: Topology, device: torch.device) -> bool:
-    """Whether collectives of all ranks can go through the copy engines."""
+def copy_engines_reach(ranks: Sequence[int], topology: Topology, device: torch.device) -> bool:
+    """Whether collectives of `ranks` can go through the copy engines."""
     return (
         device.type == "cuda"
-        and topology.world_size > 1
-        and topology.nodes == 1
+        and len({topology.node_of(rank) for rank in ranks}) == 1
         and dist.get_backend() == "nccl"
         and hasattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO")
         and torch.cuda.nccl.version() >= _FIRST_NCCL
@@ -32,12 +32,14 @@ def copy_engines_reach(topology: Topology, device: torch.device) -> bool:
 class SymmetricMemory:
     """A communicator that may use no thread block, and the memory that is registered with it."""
 
-    def __init__(self, device: torch.device, timeout: timedelta | None) -> None:
+    def __init__(self, ranks: Sequence[int], device: torch.device, timeout: timedelta | None) -> None:
         options = dist.ProcessGroupNCCL.Options()
         options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
         if timeout is not None:
             options._timeout = timeout  # torch warns where this and new_group's differ
-        self.group = dist.new_group(timeout=timeout, pg_options=options)
+        self.group = dist.new_group(
+            ranks, timeout=timeout, pg_options=options, use_local_synchronization=True
+        )
         dist.all_reduce(
             torch.zeros(1, device=device), group=self.group
         )  # NCCL registers with a live one only

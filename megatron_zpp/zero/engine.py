@@ -9,12 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
-from megatron_zpp.config.run import ZeroConfig
-from megatron_zpp.zero.build import Initialize, UnitBuilder
-from megatron_zpp.zero.collectives import Lane, gather_now, sum_over_ranks
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.ops.operations import Operations
+from megatron_zpp.zero.build import Initialize, UnitBuilder, layouts_of
+from megatron_zpp.zero.collectives import gather_now, sum_over_ranks
+from megatron_zpp.zero.communication import build_communication
 from megatron_zpp.zero.flat_layout import SHARD_MULTIPLE
 from megatron_zpp.zero.gathers import Gathers, Phase
 from megatron_zpp.zero.hooks import register_hooks
+from megatron_zpp.zero.lane import Lane
 from megatron_zpp.zero.loss_scale import LossScale
 from megatron_zpp.zero.optimizer import MOMENTS, build_adamw
 from megatron_zpp.zero.reductions import Reductions
@@ -43,7 +46,8 @@ class ZeroEngine:
 
     `model(tokens, targets)` returns a mean loss, and `model.units()` its modules in forward order. Its
     parameters are on the meta device; `initialize(name, tensor)` fills one. They become views of flat
-    buffers on `device`, and the rank holds no more of them than the stage says.
+    buffers on `device`, and the rank holds no more of them than the stage says. Sums and optimizer steps are
+    the kernels of `operations`, or torch's where there are none.
     """
 
     def __init__(
@@ -57,36 +61,48 @@ class ZeroEngine:
         topology: Topology,
         device: torch.device,
         fused_backend: Literal["apex", "torch"] = "torch",
+        operations: Operations | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         self.model, self.topology, self.device = model, topology, device
-        self.ledger = TrafficLedger(topology)
+        self._ledger = TrafficLedger(topology)
         self._clip_grad = optimizer.clip_grad
-        gathering, reducing = self._lanes = [Lane(topology, device, self.ledger, timeout) for _ in range(2)]
         residency = Residency(zero.zero_stage)
         dtype = getattr(torch, precision.compute_dtype(device.type))
+        sent = _reduce_dtype(residency, precision, dtype)
         prefetch = zero.zero_prefetch_units or 0  # None below stage 3, where no gather is ahead of its unit
-        names_and_modules = model.units()
+        named_modules = model.units()
+        layouts = layouts_of(named_modules, topology.world_size, zero.shard_multiple)
+        self._communication = communication = build_communication(
+            zero,
+            topology,
+            lambda ranks: Lane(ranks, topology, device, self._ledger, timeout),
+            layouts,
+            dtype=dtype,
+            reduce_dtype=sent,
+            operations=operations,
+        )
         self.units = UnitBuilder(
             residency,
             topology,
             device,
+            communication,
             dtype=dtype,
-            reduce_dtype=_reduce_dtype(residency, precision, dtype),
+            reduce_dtype=sent,
             prefetch=prefetch,
-            gathering=gathering,
-            reducing=reducing,
             offload_optimizer=zero.zero_offload_optimizer,
-        ).build(names_and_modules, initialize)
-        for lane in self._lanes:
+            error_feedback=zero.zero_gradient_error_feedback,
+        ).build(named_modules, layouts, initialize)
+        for lane in self._communication.lanes:
             lane.ready()
-        self._gathers = Gathers(self.units, gathering, prefetch)
-        self._reductions = Reductions(self.units, reducing, residency)
+        secondary = communication.secondary.gather if communication.secondary else None
+        self._gathers = Gathers(self.units, communication.gather, secondary, prefetch)
+        self._reductions = Reductions(self.units, communication.reduction, residency)
         self._hooks = register_hooks(
-            [module for _, module in names_and_modules], self.units, self._gathers, self._reductions
+            [module for _, module in named_modules], self.units, self._gathers, self._reductions
         )
         self.loss_scale = LossScale(precision, device)
-        self._adamw = build_adamw(optimizer, self.units, fused_backend)
+        self._adamw = build_adamw(optimizer, self.units, communication, fused_backend, operations)
 
     def accumulate(self, tokens: Tensor, *, index: int, micro_batches: int) -> Tensor:
         """Adds the gradients of micro-batch `index` of a step's `micro_batches`; returns its mean loss.
@@ -115,9 +131,8 @@ class ZeroEngine:
         shrink = torch.ones_like(grad_norm)
         if self._clip_grad > 0:
             shrink = torch.clamp((grad_norm + 1e-6) / self._clip_grad, min=1.0)
-        self._adamw.step(learning_rate, scale * shrink, found_inf)
+        self._gathers.publish(self._adamw.step(learning_rate, scale * shrink, found_inf))
         self._reductions.release()
-        self._gathers.publish()
         self.loss_scale.update(found_inf)
         return StepResult(grad_norm, found_inf, scale)
 
@@ -128,7 +143,7 @@ class ZeroEngine:
         """
         for handle in self._hooks:
             handle.remove()
-        for lane in self._lanes:
+        for lane in self._communication.lanes:
             lane.close()
 
     @torch.no_grad()
@@ -137,6 +152,12 @@ class ZeroEngine:
         self.model.eval()
         self._gathers.begin(Phase.FORWARD)
         return self._loss(tokens)
+
+    def take_traffic(self) -> tuple[int, int]:
+        """Bytes sent by this rank (inside its node, between nodes) since the last call."""
+        for lane in self._communication.lanes:
+            lane.settle()
+        return self._ledger.take()
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """The sum of a small tensor over all ranks."""
@@ -166,11 +187,13 @@ class ZeroEngine:
         Asks only for parameters of which this rank holds a part.
         """
         for unit, flat in zip(self.units, self._flats(kind), strict=True):
+            unit.slot.wait()  # a gather ahead may still be reading what is published
             needed = {piece.parameter for piece in unit.layout.pieces(unit.owned)}
             for index in sorted(needed):
                 unit.load(flat, index, read(unit.names[index]))
             if kind == WEIGHTS:
-                unit.publish()
+                self._communication.gather.publish(unit.master, unit.published)
+                unit.changed()
 
     def load_optimizer_steps(self, steps: int) -> None:
         """The inverse of `optimizer_steps`."""

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 ALIGNMENT = 128  # elements: views start at 256 bytes even in 16-bit formats, as matrix kernels like it
-SHARD_MULTIPLE = 256  # elements: a shard holds whole quantisation blocks
+SHARD_MULTIPLE = 256  # elements: a shard holds whole quantisation blocks of this size and smaller
 
 
 class Piece(NamedTuple):
@@ -30,6 +30,7 @@ class FlatLayout:
     numels: tuple[int, ...]
     decayed: int
     ranks: int
+    multiple: int = SHARD_MULTIPLE  # of a shard's elements
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -39,7 +40,7 @@ class FlatLayout:
     @cached_property
     def shard_numel(self) -> int:
         """Elements of one rank's shard."""
-        return _round_up(-(-self.offsets[-1] // self.ranks), SHARD_MULTIPLE)
+        return _round_up(-(-self.offsets[-1] // self.ranks), self.multiple)
 
     @property
     def numel(self) -> int:

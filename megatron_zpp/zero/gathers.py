@@ -1,8 +1,10 @@
 """Which unit's parameters are gathered when: ahead of the compute that reads them, in its order."""
 
+from collections.abc import Iterable
 from enum import Enum, auto
 
-from megatron_zpp.zero.collectives import Lane
+from megatron_zpp.zero.collectives import Gather
+from megatron_zpp.zero.lane import Pending
 from megatron_zpp.zero.unit import Unit
 
 
@@ -20,23 +22,23 @@ class Gathers:
     there for the backward, and parameters that never share a slot are gathered once a step.
     """
 
-    def __init__(self, units: list[Unit], lane: Lane, prefetch: int) -> None:
-        self._units, self._lane, self._prefetch = units, lane, prefetch
+    def __init__(self, units: list[Unit], gather: Gather, secondary: Gather | None, prefetch: int) -> None:
+        """`secondary` gathers from the secondary shards of this rank's hpZ group."""
+        self._units, self._gather, self._secondary, self._prefetch = units, gather, secondary, prefetch
         self._phase = Phase.FORWARD
 
     def begin(self, phase: Phase) -> None:
         """The pass that starts now goes in this direction."""
         self._phase = phase
 
-    def publish(self) -> None:
-        """After the optimizer: publishes every unit, and starts to gather those that the slots can hold.
+    def publish(self, stepped: Iterable[Unit]) -> None:
+        """Takes the units as the optimizer is done with them, and starts to gather those that slots can hold.
 
-        They are the ones that the next forward reads first, and the first of them is on its way while the
-        others are still being cast.
+        They are the ones that the next forward reads first.
         """
         taken = set()
-        for unit in self._units:
-            unit.publish()
+        for unit in stepped:
+            unit.changed()
             if id(unit.slot) not in taken:
                 taken.add(id(unit.slot))
                 self._start(unit)
@@ -61,4 +63,11 @@ class Gathers:
     def _start(self, unit: Unit) -> None:
         if not unit.slot.holds(unit):
             unit.slot.wait()  # a gather that nobody needed after all must not end later than this one
-            unit.slot.assign(unit, self._lane.all_gather(unit.slot.buffer, unit.published))
+            unit.slot.assign(unit, self._fill(unit))
+
+    def _fill(self, unit: Unit) -> Pending:
+        """The first gather of new weights refreshes the secondary shard, and the others come from those."""
+        if unit.secondary is not None and unit.secondary_version == unit.version:
+            return self._secondary.gather(unit.slot.buffer, unit.secondary)
+        unit.secondary_version = unit.version
+        return self._gather.gather(unit.slot.buffer, unit.published, unit.secondary)

@@ -1,11 +1,16 @@
-"""AdamW on fp32 master weights (Decoupled Weight Decay Regularization, algorithm 2)."""
+"""AdamW on fp32 master weights (Decoupled Weight Decay Regularization, algorithm 2), a unit at a time."""
 
+from collections.abc import Iterator
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_zpp.config.optimizer import OptimizerConfig
+from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.operations import Operations
+from megatron_zpp.zero.collectives import Gather
+from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.unit import Unit
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -17,67 +22,108 @@ class AdamW(Protocol):
     moments: list[dict[str, Tensor]]
     steps: Tensor  # taken so far: the t of the bias correction
 
-    def step(self, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> None:
-        """One step on gradients / `divisor`; none where `found_inf` is 1. All three scalars."""
+    def step(self, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> Iterator[Unit]:
+        """One step on gradients / `divisor`; none where `found_inf` is 1. All three scalars.
+
+        Yields every unit in order, as soon as its new weights are submitted to be written where they are
+        published, so that the first gathers run beside the steps of the other units.
+        """
 
 
-class TorchAdamW:
-    """torch's fused kernel, told on the device whether to step and by what to divide.
+class Update(Protocol):
+    """How one unit's states change; all tensors on one device, `published` None where it is `master`."""
 
-    Where the master weights are in CPU memory, so is everything here, and gradients are brought over first.
-    """
+    def __call__(
+        self,
+        states: tuple[Tensor, Tensor, Tensor, Tensor],
+        published: Tensor | None,
+        *,
+        steps: Tensor,
+        divisor: Tensor,
+        found_inf: Tensor,
+        learning_rate: float,
+        decayed: int,
+    ) -> None:
+        """`states`: master, gradient, first and second moment; the first `decayed` elements decay."""
 
-    def __init__(self, config: OptimizerConfig, units: list[Unit]) -> None:
-        self._config, self._units = config, units
+
+class FusedAdamW:
+    """Steps where the gradients are. Nothing here waits for the device."""
+
+    def __init__(self, update: Update, units: list[Unit]) -> None:
+        self._update, self._units = update, units
         self.moments = [_zero_moments(unit) for unit in units]
         self.steps = torch.zeros((), device=units[0].master.device)
-        self._copies: list[Tensor] | None = None  # of the gradients, beside states in CPU memory
-        if units[0].master.device != units[0].slot.buffer.device:
-            self._copies = [torch.empty_like(unit.master, pin_memory=True) for unit in units]
 
-    def step(self, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> None:
-        """See AdamW.step. Waits for the device only where states are offloaded."""
-        all_gradients = [unit.gradients for unit in self._units]
-        if self._copies is not None:
-            for copy, gradients in zip(self._copies, all_gradients, strict=True):
-                copy.copy_(gradients, non_blocking=True)
-            all_gradients = self._copies
-            divisor, found_inf = divisor.cpu(), found_inf.cpu()  # which also waits for the gradients
+    def step(self, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> Iterator[Unit]:
+        """See AdamW.step."""
         self.steps += 1 - found_inf
-        for part, weight_decay in enumerate((self._config.weight_decay, 0.0)):
-            parts = [
-                [unit.segments(flat)[part] for flat in (unit.master, gradients, *moments.values())]
-                for unit, gradients, moments in zip(self._units, all_gradients, self.moments, strict=True)
-            ]
-            parts = [segments for segments in parts if len(segments[0])]
-            if not parts:
-                continue
-            weights, gradients, exp_avgs, exp_avg_sqs = map(list, zip(*parts, strict=True))
-            torch._fused_adamw_(
-                weights,
-                gradients,
-                exp_avgs,
-                exp_avg_sqs,
-                [],
-                [self.steps] * len(weights),
-                lr=learning_rate,
-                beta1=self._config.adam_beta1,
-                beta2=self._config.adam_beta2,
-                weight_decay=weight_decay,
-                eps=self._config.adam_eps,
-                amsgrad=False,
-                maximize=False,
-                grad_scale=divisor,
+        for unit, moments in zip(self._units, self.moments, strict=True):
+            self._update(
+                (unit.master, unit.gradients, *moments.values()),
+                None if unit.published_is_master else unit.published,
+                steps=self.steps,
+                divisor=divisor,
                 found_inf=found_inf,
+                learning_rate=learning_rate,
+                decayed=unit.layout.decayed_in(unit.owned),
             )
+            yield unit
+
+
+class OffloadedAdamW:
+    """Steps on the CPU, where master weights and moments are.
+
+    Gradients come over and new weights go back on a stream of their own, so that both run beside the steps of
+    the other units. It waits for the device: for the clipping factor, and for each unit's gradients.
+    """
+
+    def __init__(self, update: Update, units: list[Unit]) -> None:
+        self._update, self._units = update, units
+        self.moments = [_zero_moments(unit) for unit in units]
+        self.steps = torch.zeros(())
+        self._stream = torch.cuda.Stream(units[0].published.device)
+        self._gradients = [_pinned_like(unit.master) for unit in units]
+        self._published = [None if _is_fp32(unit) else _pinned_like(unit.published) for unit in units]
+
+    def step(self, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> Iterator[Unit]:
+        """See AdamW.step."""
+        arrived = [self._bring(unit.gradients, gradients) for unit, gradients in self._pairs(self._gradients)]
+        divisor, found_inf = divisor.cpu(), found_inf.cpu()
+        self.steps += 1 - found_inf
+        for index, unit in enumerate(self._units):
+            arrived[index].synchronize()
+            self._update(
+                (unit.master, self._gradients[index], *self.moments[index].values()),
+                self._published[index],
+                steps=self.steps,
+                divisor=divisor,
+                found_inf=found_inf,
+                learning_rate=learning_rate,
+                decayed=unit.layout.decayed_in(unit.owned),
+            )
+            new = unit.master if self._published[index] is None else self._published[index]
+            torch.cuda.current_stream().wait_event(self._bring(new, unit.published))
+            yield unit
+
+    def _pairs(self, tensors: list[Tensor]) -> Iterator[tuple[Unit, Tensor]]:
+        return zip(self._units, tensors, strict=True)
+
+    def _bring(self, source: Tensor, target: Tensor) -> torch.cuda.Event:
+        """Copies between the memories, behind what the present stream has to do first."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            return self._stream.record_event()
 
 
 class ApexAdamW:
     """NVIDIA apex's FusedAdam. It decides on the host, so each step waits for the device."""
 
-    def __init__(self, config: OptimizerConfig, units: list[Unit]) -> None:
+    def __init__(self, config: OptimizerConfig, units: list[Unit], gather: Gather) -> None:
         from apex.optimizers import FusedAdam
 
+        self._units, self._gather = units, gather
         self.moments = [_zero_moments(unit) for unit in units]
         self.steps = torch.zeros((), device=units[0].master.device)
         groups = [{"params": [], "weight_decay": decay} for decay in (config.weight_decay, 0.0)]
@@ -98,10 +144,15 @@ class ApexAdamW:
         )
         self._adam.state.update(states)
 
-    def step(self, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> None:
+    def step(self, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> Iterator[Unit]:
         """See AdamW.step."""
-        if found_inf.item():
-            return
+        if not found_inf.item():
+            self._step(learning_rate, divisor)
+        for unit in self._units:
+            self._gather.publish(unit.master, unit.published)
+            yield unit
+
+    def _step(self, learning_rate: float, divisor: Tensor) -> None:
         for unit, part, weight in self._weights:
             weight.grad = unit.segments(unit.gradients)[part]
         for group in self._adam.param_groups:
@@ -113,10 +164,108 @@ class ApexAdamW:
             weight.grad = None  # the unit's to keep or to free
 
 
-def build_adamw(config: OptimizerConfig, units: list[Unit], backend: Literal["apex", "torch"]) -> AdamW:
-    """AdamW of the fused backend."""
-    return ApexAdamW(config, units) if backend == "apex" else TorchAdamW(config, units)
+class KernelUpdate:
+    """The project's kernel: one pass over the states, which also writes the weights as they are published."""
+
+    def __init__(self, config: OptimizerConfig, operations: Operations, format: Format | None = None) -> None:
+        """`format` is that of the published messages; None: weights in the compute format."""
+        self._config, self._operations, self._format = config, operations, format
+
+    def __call__(
+        self,
+        states: tuple[Tensor, Tensor, Tensor, Tensor],
+        published: Tensor | None,
+        *,
+        steps: Tensor,
+        divisor: Tensor,
+        found_inf: Tensor,
+        learning_rate: float,
+        decayed: int,
+    ) -> None:
+        """See Update."""
+        config = self._config
+        powers = [beta ** steps.double() for beta in (config.adam_beta1, config.adam_beta2)]
+        settings = {
+            "divisor": divisor,
+            "found_inf": found_inf,
+            "bias_corrections": (1 - torch.stack(powers)).float(),
+            "learning_rate": learning_rate,
+            "beta1": config.adam_beta1,
+            "beta2": config.adam_beta2,
+            "eps": config.adam_eps,
+            "weight_decay": config.weight_decay,
+            "decayed": decayed,
+        }
+        if self._format is None:
+            self._operations.adamw(*states, published, **settings)
+        else:
+            self._operations.adamw_quantize(*states, published, self._format, **settings)
+
+
+class TorchUpdate:
+    """torch's fused kernel, and a cast."""
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self._config = config
+
+    def __call__(
+        self,
+        states: tuple[Tensor, Tensor, Tensor, Tensor],
+        published: Tensor | None,
+        *,
+        steps: Tensor,
+        divisor: Tensor,
+        found_inf: Tensor,
+        learning_rate: float,
+        decayed: int,
+    ) -> None:
+        """See Update."""
+        for part, weight_decay in ((slice(decayed), self._config.weight_decay), (slice(decayed, None), 0.0)):
+            parts = [[state[part]] for state in states]
+            if len(parts[0][0]):
+                torch._fused_adamw_(
+                    *parts,
+                    [],
+                    [steps],
+                    lr=learning_rate,
+                    beta1=self._config.adam_beta1,
+                    beta2=self._config.adam_beta2,
+                    weight_decay=weight_decay,
+                    eps=self._config.adam_eps,
+                    amsgrad=False,
+                    maximize=False,
+                    grad_scale=divisor,
+                    found_inf=found_inf,
+                )
+        if published is not None:
+            published.copy_(states[0])
+
+
+def build_adamw(
+    config: OptimizerConfig,
+    units: list[Unit],
+    communication: Communication,
+    backend: Literal["apex", "torch"],
+    operations: Operations | None,
+) -> AdamW:
+    """AdamW of the fused backend; torch's own kernel serves where there are no `operations`."""
+    if backend == "apex":
+        return ApexAdamW(config, units, communication.gather)
+    if operations is None:
+        update = TorchUpdate(config)
+    else:
+        update = KernelUpdate(config, operations, communication.weight_format)
+    offloaded = units[0].master.device != units[0].published.device
+    return OffloadedAdamW(update, units) if offloaded else FusedAdamW(update, units)
 
 
 def _zero_moments(unit: Unit) -> dict[str, Tensor]:
     return {name: torch.zeros_like(unit.master) for name in MOMENTS}
+
+
+def _pinned_like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=True)
+
+
+def _is_fp32(unit: Unit) -> bool:
+    return unit.published.dtype == torch.float32

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_zpp.zero.collectives import Lane
+from megatron_zpp.zero.collectives import Reduction
 from megatron_zpp.zero.unit import Residency, Unit
 
 
@@ -13,8 +13,8 @@ class Reductions:
     at stages 0 and 1 they accumulate whole and are reduced after the step's last one.
     """
 
-    def __init__(self, units: list[Unit], lane: Lane, residency: Residency) -> None:
-        self._units, self._lane, self._residency = units, lane, residency
+    def __init__(self, units: list[Unit], reduction: Reduction, residency: Residency) -> None:
+        self._units, self._reduction, self._residency = units, reduction, residency
         self._first = self._last = True
 
     def begin(self, *, first: bool, last: bool) -> None:
@@ -76,10 +76,10 @@ class Reductions:
             self._reduce_scatter(unit, add=False)
         else:
             unit.gradients = total
-            slot.pending = self._lane.all_reduce(slot.buffer if len(slot.buffer) else total, total)
+            slot.pending = self._reduction.all_reduce(slot.buffer if len(slot.buffer) else total, total)
 
     def _reduce_scatter(self, unit: Unit, *, add: bool) -> None:
         slot = unit.gradient_slot
         if not add:
             unit.gradients = torch.empty_like(unit.master, device=slot.buffer.device)
-        slot.pending = self._lane.reduce_scatter(slot.buffer, unit.gradients, add=add, scratch=slot.scratch)
+        slot.pending = self._reduction.reduce_scatter(slot.buffer, unit.gradients, add=add, error=unit.error)

@@ -33,16 +33,17 @@ def arena_bytes(
     """Bytes of the buffers that units share: slots of gathered parameters, and what reductions need.
 
     Slots for parameters exist beside the states at stage 3 alone; below it the parameters are the slots.
-    `reduce_bytes` is the size of a gradient as it is sent. An all-to-all (stage 1 and up) sends from room for
-    a unit and receives into as much; an all-reduce (stage 0) sends fp32 sums from where they are.
+    `reduce_bytes` is the size of a gradient as it is sent. An all-to-all (stage 1 and up) receives one unit
+    at a time; an all-reduce (stage 0) sends fp32 sums from where they are.
     """
     total = 0
     for layout, units in Counter(layouts).items():
         if stage >= 3:
             total += slots(units, prefetch) * layout.numel * parameter_bytes
-        sent = stage >= 1 or reduce_bytes != 4
-        received = stage >= 1 and layout.ranks > 1
-        total += min(2, units) * (sent + received) * layout.numel * reduce_bytes
+        if stage >= 1 or reduce_bytes != 4:
+            total += min(2, units) * layout.numel * reduce_bytes
+    if stage >= 1 and layouts[0].ranks > 1:
+        total += max(layout.numel for layout in layouts) * reduce_bytes
     return total
 
 

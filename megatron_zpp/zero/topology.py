@@ -38,6 +38,22 @@ class Topology:
         """The node of `rank`: launchers number ranks node by node."""
         return rank // self.local_world_size
 
+    @property
+    def node_ranks(self) -> range:
+        """The ranks of this rank's node."""
+        first = self.node_of(self.rank) * self.local_world_size
+        return range(first, first + self.local_world_size)
+
+    @property
+    def counterparts(self) -> range:
+        """The ranks that have this rank's place on every node."""
+        return range(self.rank % self.local_world_size, self.world_size, self.local_world_size)
+
+    def neighbours(self, size: int) -> range:
+        """The `size` consecutive ranks that this rank is one of, where `size` divides the job."""
+        first = self.rank // size * size
+        return range(first, first + size)
+
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "Topology":
         """Reads torchrun's variables; none of them means one process on its own.

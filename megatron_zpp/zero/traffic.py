@@ -1,5 +1,6 @@
 """Counts the bytes that this rank sends, by the link they cross."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_zpp.zero.topology import Topology
@@ -13,13 +14,14 @@ class TrafficLedger:
     intra_node: int = 0
     inter_node: int = 0
 
-    def around_the_ring(self, nbytes: int) -> None:
-        """`nbytes` to the next rank, as ring all-gathers and ring reductions send all they send."""
-        self._count((self.topology.rank + 1) % self.topology.world_size, nbytes)
+    def around_the_ring(self, ranks: Sequence[int], nbytes: int) -> None:
+        """`nbytes` to the next of `ranks`, as ring all-gathers and ring reductions send all they send."""
+        place = ranks.index(self.topology.rank)
+        self._count(ranks[(place + 1) % len(ranks)], nbytes)
 
-    def to_every_peer(self, nbytes: int) -> None:
-        """`nbytes` to each other rank, as an all-to-all sends them."""
-        for peer in range(self.topology.world_size):
+    def to_every_peer(self, ranks: Sequence[int], nbytes: int) -> None:
+        """`nbytes` to each other one of `ranks`, as an all-to-all sends them."""
+        for peer in ranks:
             if peer != self.topology.rank:
                 self._count(peer, nbytes)
 

@@ -5,22 +5,26 @@ For a unit of n elements (padding included) on d ranks:
     parameters   (n,) compute dtype, in a ParameterSlot: what the module's parameters view, for good
     master       fp32 weights that this rank's optimizer changes: all n at stage 0, else its shard n / d;
                  in CPU memory if offloaded
-    published    like master in the compute dtype: what the next forward reads or the next gather sends
+    published    like master in the compute dtype: what the next forward reads or the next gather sends; with
+                 qwZ the message that the next gather sends
     gradients    like master: the fp32 sum over micro-batches and ranks, from a step's first reduction until
                  the optimizer is done with it
     accumulated  (n,) fp32 at stage 1: the sum over micro-batches, from a step's first one to its last
+    secondary    hpZ: this rank's part of what its group keeps of the unit, weights or codes; where the unit's
+                 slot is its own alone, it is gathered once a step and needs none
+    error        qgZ with error feedback: what this rank's sums lost in the steps before, bf16
 
 A unit's slot is fixed, so autograd's references to a parameter stay right when the slot is filled again for
 the backward. Which unit a slot holds, and as of which version of its weights, is written on the slot.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.zero.collectives import Pending
 from megatron_zpp.zero.flat_layout import FlatLayout
+from megatron_zpp.zero.lane import Pending
 
 
 @dataclass(frozen=True)
@@ -75,17 +79,6 @@ class ParameterSlot(Slot):
         self.holder, self.version, self.pending = unit, unit.version, pending
 
 
-@dataclass
-class GradientSlot(Slot):
-    """What a reduction needs: `buffer` in the format that is sent, and `scratch`, like it, to receive into.
-
-    At stage 0 `scratch` has no elements, and `buffer` none where the sums over micro-batches are sent as they
-    are. On one rank nothing is received.
-    """
-
-    scratch: Tensor = field(kw_only=True)
-
-
 @dataclass(eq=False, kw_only=True)
 class Unit:
     """Parameters that are gathered together, as this rank holds them."""
@@ -95,11 +88,14 @@ class Unit:
     layout: FlatLayout
     owned: range  # the elements that this rank's optimizer changes
     slot: ParameterSlot
-    gradient_slot: GradientSlot
+    gradient_slot: Slot  # in the format that is sent; no elements where whole sums are sent as they are
     master: Tensor
     published: Tensor
     accumulated: Tensor | None = None
     gradients: Tensor | None = None
+    secondary: Tensor | None = None
+    secondary_version: int = -1  # of the weights that `secondary` holds a part of
+    error: Tensor | None = None
     version: int = 0  # rises with every change of the weights
     arrived: int = 0  # gradients of the present backward
 
@@ -134,10 +130,13 @@ class Unit:
         decayed = self.layout.decayed_in(self.owned)
         return flat[:decayed], flat[decayed:]
 
-    def publish(self) -> None:
-        """Casts the master weights to where the next forward or gather finds them."""
-        if self.published.data_ptr() != self.master.data_ptr():
-            self.published.copy_(self.master)
+    @property
+    def published_is_master(self) -> bool:
+        """Whether the compute reads the master weights themselves (fp32)."""
+        return self.published.data_ptr() == self.master.data_ptr()
+
+    def changed(self) -> None:
+        """Takes note that the published weights are new ones."""
         self.version += 1
         if self.whole and self.slot.buffer.data_ptr() == self.published.data_ptr():
             self.slot.assign(self, None)

@@ -9,7 +9,7 @@ import torch
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
-from megatron_zpp.config.run import ZeroConfig
+from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.zero.theory import arena_bytes, model_state_bytes
 from tests.support import pretrain

@@ -4,8 +4,9 @@ import torch
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
-from megatron_zpp.config.run import ZeroConfig
+from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.topology import Topology
 
@@ -20,6 +21,7 @@ def engine_of(
     recompute: RecomputeConfig | None = None,
     topology: Topology | None = None,
     device: str = "cpu",
+    operations: Operations | None = None,
     seed: int = 3,
 ) -> ZeroEngine:
     """An engine with the initial weights of `seed`, drawn on the CPU whatever the device."""
@@ -39,6 +41,7 @@ def engine_of(
         precision=precision or PrecisionConfig(),
         topology=topology or Topology(),
         device=torch.device(device),
+        operations=operations,
     )
 
 

@@ -14,7 +14,9 @@ from megatron_zpp.zero.topology import Topology
 def on_ranks(
     world: int, function: Callable[..., Any], *arguments: Any, ranks_per_node: int | None = None
 ) -> list[Any]:
-    """What `function(topology, *arguments)` returns on each of `world` ranks, by rank."""
+    """What `function(topology, *arguments)` returns on each of `world` ranks, by rank; no tensors, as these
+    would be shared with a process that has ended.
+    """
     if world == 1:
         return [function(Topology(), *arguments)]
     with socket.socket() as free:
@@ -22,8 +24,14 @@ def on_ranks(
         port = free.getsockname()[1]
     results = mp.get_context("spawn").SimpleQueue()
     per_node = ranks_per_node or world
-    mp.spawn(_rank, (world, per_node, port, results, function, arguments), nprocs=world)
-    collected = dict(results.get() for _ in range(world))
+    processes = mp.spawn(
+        _rank, (world, per_node, port, results, function, arguments), nprocs=world, join=False
+    )
+    collected = {}
+    while not processes.join(timeout=0.05) or not results.empty():
+        while not results.empty():  # a long result is written as it is read
+            rank, result = results.get()
+            collected[rank] = result
     return [collected[rank] for rank in range(world)]
 
 

@@ -39,3 +39,15 @@ def test_the_shards_pieces_are_every_element_once(numels: list[int], ranks: int,
             assert (piece.place < inside) == (piece.parameter < layout.decayed)
     assert seen == numels
     assert decayed == layout.offsets[layout.decayed]
+
+
+@given(numels, st.integers(1, 17))
+def test_gaps_are_what_no_parameter_covers(numels: list[int], ranks: int) -> None:
+    layout = FlatLayout(tuple(numels), 0, ranks)
+    runs = [range(start, start + numel) for start, numel in zip(layout.offsets, numels, strict=False)]
+    covered = sorted([run for run in (*runs, *layout.gaps()) if run], key=lambda run: run.start)
+    end = 0
+    for run in covered:
+        assert run.start == end
+        end = run.stop
+    assert end == layout.numel

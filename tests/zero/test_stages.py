@@ -11,9 +11,9 @@ import torch
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
-from megatron_zpp.config.run import ZeroConfig
-from megatron_zpp.zero.collectives import Lane
+from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.lane import Lane
 from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.traffic import TrafficLedger
 from tests.zero.engines import engine_of, weights_of
@@ -167,11 +167,11 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(stage: int) -> None:
 
 def wait_for_a_silent_peer(topology: Topology) -> float:
     """Seconds until rank 0's gather fails, rank 1 taking no part in it."""
-    lane = Lane(topology, torch.device("cpu"), TrafficLedger(topology), timedelta(seconds=2))
+    lane = Lane(range(2), topology, torch.device("cpu"), TrafficLedger(topology), timedelta(seconds=2))
     started = time.monotonic()
     if topology.rank == 0:
         with pytest.raises(RuntimeError):
-            lane.all_gather(torch.zeros(8), torch.zeros(4)).wait()
+            lane.submit(lambda: lane.all_gather(torch.zeros(8), torch.zeros(4))).wait()
     return time.monotonic() - started
 
 

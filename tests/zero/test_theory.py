@@ -8,7 +8,7 @@ import torch
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
-from megatron_zpp.config.run import ZeroConfig
+from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.theory import arena_bytes, bytes_sent_a_step, model_state_bytes
 from megatron_zpp.zero.topology import Topology
@@ -130,7 +130,7 @@ def measure_traffic(
         sent = []
         for _ in range(3):
             step(engine, accumulation)
-            sent.append(sum(engine.ledger.take()))
+            sent.append(sum(engine.take_traffic()))
         expected = bytes_sent_a_step(
             [unit.layout for unit in engine.units],
             stage,
@@ -162,9 +162,9 @@ def volumes(topology: Topology, stage: int) -> tuple[int, int, int]:
         topology, stage, prefetch=0, precision=PrecisionConfig(bf16=True, grad_reduce_in_bf16=True)
     )
     step(engine, 1)
-    engine.ledger.take()
+    engine.take_traffic()
     step(engine, 1)
-    return *engine.ledger.take(), sum(unit.layout.numel for unit in engine.units)
+    return *engine.take_traffic(), sum(unit.layout.numel for unit in engine.units)
 
 
 @pytest.mark.parametrize(("stage", "volume"), [(1, 2), (3, 3)])

@@ -1,0 +1,134 @@
+"""What each rank keeps of the model states, and how they travel (ZeRO, ZeRO++)."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_zpp.config.options import Options, option, refusal
+
+WEIGHT_BLOCK, GRADIENT_BLOCK = 256, 128  # ZeRO++'s defaults: what each of the two tolerates
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroConfig(Options):
+    """ZeRO and ZeRO++: what each rank keeps of the model states, and how they travel"""
+
+    zero_stage: int = option(
+        0,
+        "What is sharded over ranks. 0: nothing; 1: master weights and moments; 2: and gradients; "
+        "3: and parameters.",
+        at_least=0,
+        at_most=3,
+    )
+    zero_offload_optimizer: bool = option(
+        False, "Keep master weights and moments in CPU memory and step there."
+    )
+    zero_prefetch_units: int | None = option(
+        None, "Stage 3: units gathered ahead of the one that computes; default 1.", at_least=0
+    )
+    zero_quantized_weights: bool = option(
+        False, "qwZ: gather weights as block-quantised codes. Stage 1 and up."
+    )
+    zero_quantized_weights_format: Literal["int8", "fp8", "int4"] = option("int8", "qwZ: the codes.")
+    zero_hpz_partition_size: str = option(
+        "1",
+        "hpZ: gather for backward and recomputation inside groups of so many ranks, which keep the weights "
+        "among them; auto: the ranks of a node; 1: off. Stage 3.",
+    )
+    zero_hpz_secondary: Literal["bf16", "quantized"] = option(
+        "bf16", "hpZ: what a group keeps: weights as they compute (bf16 or fp16), or qwZ's codes."
+    )
+    zero_quantized_gradients: bool = option(
+        False, "qgZ: reduce gradients as block-quantised codes, in one hop inside nodes and one between them."
+    )
+    zero_quantized_gradients_format: Literal["int4", "int8", "fp8"] = option("int4", "qgZ: the codes.")
+    zero_gradient_error_feedback: bool = option(
+        False, "qgZ: add what the hop between nodes lost to the next step's gradients."
+    )
+    zero_quantization_block: int | None = option(
+        None,
+        "Elements that share one scale, a power of two from 32 to 2048; fewer is finer and costs bytes; "
+        f"default {WEIGHT_BLOCK} for weights, {GRADIENT_BLOCK} for gradients.",
+        at_least=32,
+        at_most=2048,
+    )
+
+    def check(self) -> None:
+        """Flags that refine another need it, and the stage at which it means something."""
+        if self.zero_stage >= 3:
+            if self.zero_prefetch_units is None:
+                object.__setattr__(self, "zero_prefetch_units", 1)
+        elif self.zero_prefetch_units is not None:
+            raise refusal("--zero-prefetch-units", self.zero_prefetch_units, "needs --zero-stage 3")
+        self._check_hpz()
+        weights, gradients = self.zero_quantized_weights, self.zero_quantized_gradients
+        for flag, given in (
+            ("--zero-quantized-weights", weights),
+            ("--zero-quantized-gradients", gradients),
+        ):
+            if given and self.zero_stage < 1:
+                raise refusal(flag, "(given)", "needs --zero-stage 1, 2 or 3")
+        if self.zero_quantized_weights_format != "int8" and not weights:
+            raise refusal(
+                "--zero-quantized-weights-format",
+                self.zero_quantized_weights_format,
+                "needs --zero-quantized-weights",
+            )
+        if self.zero_quantized_gradients_format != "int4" and not gradients:
+            raise refusal(
+                "--zero-quantized-gradients-format",
+                self.zero_quantized_gradients_format,
+                "needs --zero-quantized-gradients",
+            )
+        if self.zero_gradient_error_feedback and not gradients:
+            raise refusal("--zero-gradient-error-feedback", "(given)", "needs --zero-quantized-gradients")
+        block = self.zero_quantization_block
+        if block is not None:
+            if not (weights or gradients):
+                raise refusal(
+                    "--zero-quantization-block",
+                    block,
+                    "needs --zero-quantized-weights or --zero-quantized-gradients",
+                )
+            if block & (block - 1):
+                raise refusal("--zero-quantization-block", block, "must be a power of two from 32 to 2048")
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether anything travels as codes."""
+        return self.zero_quantized_weights or self.zero_quantized_gradients
+
+    @property
+    def shard_multiple(self) -> int:
+        """A shard holds whole blocks: its elements are a multiple of this, whatever is switched on."""
+        return max(WEIGHT_BLOCK, self.zero_quantization_block or 0)
+
+    def hpz_ranks(self, ranks_of_a_node: int, nodes: int) -> int:
+        """Ranks of an hpZ group; 1 where hpZ is off.
+
+        Raises ValueError unless the groups divide nodes evenly, or are whole nodes that divide the job.
+        """
+        if self.zero_hpz_partition_size == "auto":
+            return ranks_of_a_node
+        size, world = int(self.zero_hpz_partition_size), ranks_of_a_node * nodes
+        inside = [n for n in range(1, ranks_of_a_node + 1) if ranks_of_a_node % n == 0]
+        across = [n * ranks_of_a_node for n in range(2, nodes + 1) if nodes % n == 0]
+        if size not in inside + across:
+            raise refusal(
+                "--zero-hpz-partition-size",
+                size,
+                f"must divide the {ranks_of_a_node} ranks of a node, or be whole nodes that divide the "
+                f"{world} ranks: {', '.join(map(str, inside + across))}",
+            )
+        return size
+
+    def _check_hpz(self) -> None:
+        size = self.zero_hpz_partition_size
+        if size != "auto" and not (size.isdecimal() and int(size) >= 1):
+            raise refusal("--zero-hpz-partition-size", size, "must be a whole number of ranks, or auto")
+        if size != "1" and self.zero_stage < 3:
+            raise refusal("--zero-hpz-partition-size", size, "needs --zero-stage 3")
+        if self.zero_hpz_secondary == "quantized":
+            if size == "1":
+                raise refusal("--zero-hpz-secondary", "quantized", "needs --zero-hpz-partition-size")
+            if not self.zero_quantized_weights:
+                raise refusal("--zero-hpz-secondary", "quantized", "needs --zero-quantized-weights")

@@ -1,0 +1,172 @@
+"""Gathers and reductions that send block-quantised codes (ZeRO++, 2306.10209, sections 3.1 and 3.3)."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.operations import Operations
+from megatron_zpp.zero.flat_layout import FlatLayout
+from megatron_zpp.zero.lane import Lane, Pending
+
+# A reduction's hops overlap by chunks of each shard: several, so that both links are busy most of the time,
+# but of so many elements that a message is worth its latency.
+_CHUNKS = 4
+_SMALLEST_CHUNK = 2**18
+
+
+class QuantizedGather:
+    """qwZ: every rank sends one message of codes and scales, and decodes all of them, its own too.
+
+    So every rank computes with the same bits. They are decoded into the buffer that the parameters view.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        operations: Operations,
+        format: Format,
+        layouts: Sequence[FlatLayout],
+        place: int,
+    ) -> None:
+        """The lane's ranks hold the messages of all shards of a unit: one each, or several.
+
+        `place` says which part is this rank's to keep.
+        """
+        self._lane, self._operations, self._format, self._place = lane, operations, format, place
+        self._shards = layouts[0].ranks
+        largest = max(format.message_bytes(layout.shard_numel) for layout in layouts)
+        self._received = lane.zeros(self._shards * largest, torch.uint8)
+
+    def published(self, shard_numel: int) -> Tensor:
+        """See Gather."""
+        return self._lane.zeros(self._format.message_bytes(shard_numel), torch.uint8)
+
+    def publish(self, master: Tensor, published: Tensor) -> None:
+        """See Gather."""
+        self._operations.quantize(master.to(published.device)[None], published[None], self._format)
+
+    def gather(self, full: Tensor, published: Tensor, keep: Tensor | None = None) -> Pending:
+        """See Gather. A `keep` of bytes keeps the codes, which are then never quantised again."""
+
+        def work() -> None:
+            received = self._received[: len(self._lane.ranks) * len(published)]
+            self._lane.all_gather(received, published)
+            messages = received.view(self._shards, -1)
+            self._operations.dequantize(messages, full.view(self._shards, -1), self._format)
+            if keep is not None:
+                whole = received if keep.dtype == torch.uint8 else full
+                keep.copy_(whole.view(-1, len(keep))[self._place])
+
+        return self._lane.submit(work)
+
+
+class QuantizedReduction:
+    """qgZ: gradients cross each link once, as codes; every sum is in fp32.
+
+    Hop 1, inside the node: the rank of place l gets what its node has for the ranks of place l on all nodes,
+    in the order of the nodes; the quantisation puts each slice there. It sums, and hop 2, between nodes,
+    takes each slice to its owner. A hop of one rank is left out: one node has one, and so have nodes of one.
+    """
+
+    def __init__(
+        self,
+        inside: Lane,
+        between: Lane,
+        operations: Operations,
+        format: Format,
+        layouts: Sequence[FlatLayout],
+    ) -> None:
+        """`inside` has the ranks of the node, `between` those of this rank's place on every node."""
+        self._inside, self._between = inside, between
+        self._operations, self._format = operations, format
+        self._local, self._nodes = len(inside.ranks), len(between.ranks)
+        chunk = max(self._chunk_numel(layout.shard_numel) for layout in layouts)
+        first = between if self._local == 1 else inside
+        room = len(first.ranks) * format.message_bytes(self._slices * chunk)
+        self._sent, self._received = first.zeros(room, torch.uint8), first.zeros(room, torch.uint8)
+        if self._two_hops:
+            room = self._nodes * format.message_bytes(chunk)
+            self._sums = [between.zeros(room, torch.uint8) for _ in range(2)]
+            self._sums_received = between.zeros(room, torch.uint8)
+            self._sending = [Pending(), Pending()]  # the work that reads each of `_sums`
+            self._turn = 0
+
+    def error_numel(self, layout: FlatLayout) -> int:
+        """Elements of what hop 2 can lose of a unit on this rank; 0 where there is no such hop."""
+        return self._nodes * layout.shard_numel if self._two_hops else 0
+
+    def reduce_scatter(
+        self, full: Tensor, shard: Tensor, *, add: bool, error: Tensor | None = None
+    ) -> Pending:
+        """See Reduction. `error` (error_numel,) is laid out by chunks."""
+        pending = Pending()
+        for chunk in self._chunks(len(shard)):
+            slices = full.view(-1, len(shard))[:, chunk.start : chunk.stop]  # row r is for rank r
+            owned = shard[chunk.start : chunk.stop]
+            if self._two_hops:
+                lost = None if error is None else error[self._nodes * chunk.start : self._nodes * chunk.stop]
+                pending = self._in_two_hops(slices, owned, add, lost)
+            else:
+                pending = self._in_one_hop(slices, owned, add)
+        return pending  # the last one's end is the end of all: a lane works in order
+
+    @property
+    def _two_hops(self) -> bool:
+        return self._local > 1 and self._nodes > 1
+
+    @property
+    def _slices(self) -> int:
+        """Slices of one message of the first hop."""
+        return self._nodes if self._two_hops else 1
+
+    def _in_one_hop(self, slices: Tensor, shard: Tensor, add: bool) -> Pending:
+        lane = self._between if self._local == 1 else self._inside
+
+        def work() -> None:
+            received = self._exchange(lane, slices, slices.shape[1])
+            self._operations.sum_into(received, shard, self._format, add=add)
+
+        return lane.submit(work)
+
+    def _in_two_hops(self, slices: Tensor, shard: Tensor, add: bool, error: Tensor | None) -> Pending:
+        turn, self._turn = self._turn, 1 - self._turn
+        sums = self._sums[turn][: self._nodes * self._format.message_bytes(len(shard))].view(self._nodes, -1)
+        sent_before = self._sending[turn]
+
+        def inside() -> None:
+            received = self._exchange(self._inside, slices, self._nodes * len(shard))
+            sent_before.wait()
+            self._operations.sum_quantize(received, sums, self._format, self._format, error=error)
+
+        summed = self._inside.submit(inside)
+
+        def between() -> None:
+            summed.wait()
+            received = self._sums_received[: sums.numel()]
+            self._between.all_to_all(received, sums.view(-1))
+            self._operations.sum_into(received.view(self._nodes, -1), shard, self._format, add=add)
+
+        self._sending[turn] = self._between.submit(between)
+        return self._sending[turn]
+
+    def _exchange(self, lane: Lane, slices: Tensor, numel: int) -> Tensor:
+        """The first hop: (ranks of the lane, message_bytes(numel)), a message from each of them."""
+        ranks, nbytes = len(lane.ranks), self._format.message_bytes(numel)
+        sent, received = (room[: ranks * nbytes] for room in (self._sent, self._received))
+        self._operations.quantize(slices, sent.view(ranks, nbytes), self._format)
+        lane.all_to_all(received, sent)
+        return received.view(ranks, nbytes)
+
+    def _chunk_numel(self, shard_numel: int) -> int:
+        """Elements of each shard that go together."""
+        if not self._two_hops:
+            return shard_numel
+        wanted = max(-(-shard_numel // _CHUNKS), _SMALLEST_CHUNK)
+        return min(-(-wanted // self._format.block) * self._format.block, shard_numel)
+
+    def _chunks(self, shard_numel: int) -> Iterator[range]:
+        size = self._chunk_numel(shard_numel)
+        for start in range(0, shard_numel, size):
+            yield range(start, min(start + size, shard_numel))

@@ -1,0 +1,62 @@
+"""The optimizer's two updates, ours and torch's, on the engine."""
+
+import pytest
+import torch
+
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron_zpp.ops import reference
+from megatron_zpp.ops.operations import Operations
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.optimizer import FusedAdamW, KernelUpdate, TorchUpdate
+from tests.zero.engines import engine_of, weights_of
+
+VOCAB = 101
+MODEL = ModelConfig(
+    num_layers=2, hidden_size=36, num_attention_heads=3, seq_length=16, attention_dropout=0, hidden_dropout=0
+)
+OPTIMIZER = OptimizerConfig(weight_decay=0.1, adam_eps=1e-4)  # a key bias has no gradient but rounding
+
+
+def trained(precision: PrecisionConfig, kernel: bool, steps: int) -> ZeroEngine:
+    engine = engine_of(MODEL, VOCAB, optimizer=OPTIMIZER, precision=precision)
+    update = (
+        KernelUpdate(OPTIMIZER, Operations(reference, compiled=False)) if kernel else TorchUpdate(OPTIMIZER)
+    )
+    engine._adamw = FusedAdamW(update, engine.units)
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(steps):
+        engine.accumulate(torch.randint(VOCAB, (3, 17), generator=generator), index=0, micro_batches=1)
+        engine.step(1e-2)
+    return engine
+
+
+def test_our_update_is_torchs_but_for_rounding() -> None:
+    """fp32: after 10 steps no weight is further off than the roundings of its updates."""
+    ours, torchs = (weights_of(trained(PrecisionConfig(), kernel, 10)) for kernel in (True, False))
+    for name, weight in ours.items():
+        # 10 updates of at most 1e-2, each with a handful of fp32 roundings, which the next gradients amplify
+        torch.testing.assert_close(weight, torchs[name], rtol=0, atol=10 * 1e-2 * 64 * 2**-23)
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_published_weights_are_the_masters_rounded(kernel: bool) -> None:
+    engine = trained(PrecisionConfig(bf16=True), kernel, 3)
+    for unit in engine.units:
+        assert torch.equal(unit.published, unit.master.bfloat16())
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_a_skipped_step_leaves_every_state_alone(kernel: bool) -> None:
+    engine = trained(PrecisionConfig(bf16=True), kernel, 2)
+    before = [
+        [state.clone() for state in (unit.master, unit.published, *moments.values())]
+        for unit, moments in zip(engine.units, engine._adamw.moments, strict=True)
+    ]
+    engine.accumulate(torch.zeros(1, 17, dtype=torch.long), index=0, micro_batches=1)
+    engine.units[1].gradients[7] = float("inf")
+    assert engine.step(1e-2).skipped
+    assert engine.optimizer_steps == 2
+    for unit, moments, states in zip(engine.units, engine._adamw.moments, before, strict=True):
+        for state, old in zip((unit.master, unit.published, *moments.values()), states, strict=True):
+            assert torch.equal(state, old)

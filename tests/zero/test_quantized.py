@@ -1,0 +1,385 @@
+"""ZeRO++ over real groups: qwZ, hpZ and qgZ, alone and together, on several nodes × ranks."""
+
+import dataclasses
+import hashlib
+import itertools
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.ops import reference
+from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.operations import Operations
+from megatron_zpp.zero import quantized_collectives
+from megatron_zpp.zero.engine import WEIGHTS, ZeroEngine
+from megatron_zpp.zero.flat_layout import FlatLayout
+from megatron_zpp.zero.lane import Lane
+from megatron_zpp.zero.quantized_collectives import QuantizedReduction
+from megatron_zpp.zero.topology import Topology
+from megatron_zpp.zero.traffic import TrafficLedger
+from tests.zero.engines import engine_of
+from tests.zero.ranks import on_ranks
+
+OPERATIONS = Operations(reference, compiled=False)
+VOCAB = 101
+MODEL = ModelConfig(  # nothing divides: not by ranks, not by blocks
+    num_layers=4, hidden_size=36, num_attention_heads=3, seq_length=10, hidden_dropout=0, attention_dropout=0
+)
+FULL = RecomputeConfig(recompute_granularity="full", recompute_method="uniform")
+BF16 = PrecisionConfig(bf16=True)
+QWZ = {"zero_quantized_weights": True}
+QGZ = {"zero_quantized_gradients": True}
+HPZ = {"zero_hpz_partition_size": "auto"}
+CODES = {"zero_hpz_secondary": "quantized"}
+ALL = QWZ | QGZ | HPZ
+
+
+def build(
+    topology: Topology, zero: dict[str, Any], precision: PrecisionConfig = BF16, model: ModelConfig = MODEL
+) -> ZeroEngine:
+    torch.set_num_threads(1)
+    return engine_of(
+        model,
+        VOCAB,
+        zero=ZeroConfig(**({"zero_stage": 3} | zero)),
+        precision=precision,
+        recompute=FULL,
+        topology=topology,
+        operations=OPERATIONS,
+    )
+
+
+def batch(topology: Topology, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + topology.rank)
+    return torch.randint(VOCAB, (2, 11), generator=generator)
+
+
+def weights_seen(topology: Topology, settings: list[dict[str, Any]]) -> list[list[dict[str, bytes]]]:
+    """`_weights_seen` of each setting, in digests, after it was compared on this rank."""
+    results = []
+    for zero in settings:
+        codes = None
+        if zero.get("zero_quantized_weights"):
+            codes = Format(zero.get("zero_quantized_weights_format", "int8"))
+        steps = _weights_seen(topology, build(topology, zero))
+        assert all(as_expected(seen, codes, topology.world_size) for seen in steps), zero
+        results.append([{name: digest(buffer) for name, buffer in seen.items()} for seen in steps])
+    return results
+
+
+def _weights_seen(topology: Topology, engine: ZeroEngine) -> list[dict[str, torch.Tensor]]:
+    """For each of two steps, every content of a unit's buffer that computed, and the master weights."""
+    seen: dict[str, torch.Tensor] = {}
+    need = engine._gathers._need
+
+    def record(index: int) -> None:
+        need(index)
+        phase = f"{index} {engine._gathers._phase.name}"
+        seen[f"{phase} {sum(name.startswith(phase) for name in seen)}"] = engine.units[
+            index
+        ].slot.buffer.clone()
+
+    engine._gathers._need = record
+    steps = []
+    for step in range(2):
+        seen.clear()
+        for index in range(2):
+            engine.accumulate(batch(topology, step), index=index, micro_batches=2)
+        engine.evaluate(batch(topology, 9))
+        masters = dict(engine.states(WEIGHTS))
+        for index, unit in enumerate(engine.units):
+            seen[f"{index} master"] = torch.zeros(unit.layout.numel)
+            for name, view in zip(unit.names, unit.views(seen[f"{index} master"]), strict=True):
+                view.copy_(masters[name])
+        engine.step(1e-2)
+        steps.append(dict(seen))
+    return steps
+
+
+def as_expected(seen: dict[str, torch.Tensor], codes: Format | None, shards: int) -> bool:
+    """Whether every pass saw one rounding of the master weights: to bf16, or of each shard to codes."""
+    passes = [name for name in seen if not name.endswith("master")]
+    assert len(passes) == 2 * 6 + 2 * (6 + 4) + 6  # forwards, backwards with recomputed layers, evaluation
+    for name in passes:
+        master = seen[name.split()[0] + " master"]
+        expected = master.bfloat16() if codes is None else decoded(master, codes, shards)
+        if not torch.equal(seen[name], expected):
+            return False
+    return True
+
+
+def digest(tensor: torch.Tensor) -> bytes:
+    return hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).digest()
+
+
+def test_every_pass_of_a_step_sees_the_same_bits_on_every_rank() -> None:
+    """Forward, recomputation, backward and evaluation, in both micro-batches of a step."""
+    settings = [QWZ, HPZ, QWZ | HPZ, QWZ | HPZ | CODES, QWZ | {"zero_quantized_weights_format": "fp8"}]
+    ranks = on_ranks(4, weights_seen, settings, ranks_per_node=2)
+    assert all(rank == ranks[0] for rank in ranks[1:])
+
+
+def decoded(flat: torch.Tensor, format: Format, shards: int) -> torch.Tensor:
+    """What is left of `flat` when each of its shards is sent."""
+    rows = flat.view(shards, -1)
+    messages = torch.empty(shards, format.message_bytes(rows.shape[1]), dtype=torch.uint8)
+    OPERATIONS.quantize(rows, messages, format)
+    result = torch.empty_like(rows, dtype=torch.bfloat16)
+    OPERATIONS.dequantize(messages, result, format)
+    return result.view(-1)
+
+
+def secondary_after_load(topology: Topology) -> bool:
+    """Whether the passes after a load see the loaded weights, not those that the group kept."""
+    engine = build(topology, QWZ | HPZ | CODES)
+    engine.accumulate(batch(topology, 0), index=0, micro_batches=1)
+    engine.step(1e-2)
+    saved = {name: tensor.clone() for name, tensor in engine.states(WEIGHTS)}
+    engine.load_states(WEIGHTS, lambda name: saved[name] + 1.0)
+    return all(as_expected(seen, Format(), topology.world_size) for seen in _weights_seen(topology, engine))
+
+
+def test_secondary_shards_are_not_stale_after_a_load() -> None:
+    assert on_ranks(4, secondary_after_load, ranks_per_node=2) == [True] * 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduced:
+    """One reduction; `same` gradients on all ranks are whole codes of scale 1, and so are sums of them."""
+
+    codes: str
+    shard_numel: int
+    chunk: int
+    dtype: torch.dtype
+    same: bool = False
+
+    @property
+    def format(self) -> Format:
+        return Format(self.codes, 128, torch.float32)
+
+
+REDUCED = (
+    Reduced("int4", 256, 2**18, torch.bfloat16),
+    Reduced("int4", 5 * 256, 256, torch.float32),
+    Reduced("int8", 3 * 256, 512, torch.float16),
+    Reduced("int4", 512, 128, torch.bfloat16, same=True),
+)
+
+
+def reduce(topology: Topology) -> list[tuple[numpy.ndarray, numpy.ndarray]]:
+    """(this rank's gradients (world, shard), its shard of the reduced ones) of each of REDUCED."""
+    ledger, device = TrafficLedger(topology), torch.device("cpu")
+    lanes = [
+        Lane(ranks, topology, device, ledger, None) for ranks in (topology.node_ranks, topology.counterparts)
+    ]
+    results = []
+    for case in REDUCED:
+        quantized_collectives._SMALLEST_CHUNK = case.chunk
+        layout = FlatLayout((topology.world_size * case.shard_numel,), 1, topology.world_size)
+        assert layout.shard_numel == case.shard_numel
+        reduction = QuantizedReduction(*lanes, OPERATIONS, case.format, [layout])
+        generator = torch.Generator().manual_seed(1 if case.same else topology.rank)
+        if case.same:
+            full = torch.randint(-8, 8, (layout.numel,), generator=generator).to(case.dtype)
+            full[:: case.format.block] = -8
+        else:
+            full = torch.randn(layout.numel, generator=generator).to(case.dtype)
+            full[::97] *= 30
+        shard = torch.full((case.shard_numel,), 7.0)
+        reduction.reduce_scatter(full, shard, add=True).wait()
+        results.append((full.float().view(topology.world_size, -1).numpy(), (shard - 7.0).numpy()))
+    return results
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 3), (3, 2), (4, 1)])
+def test_a_reduction_is_the_sum_over_all_ranks_within_its_formats_error(nodes: int, local: int) -> None:
+    """A code is off by half a step, one where the other end of the range is clipped: peak / 8 for int4.
+
+    Each rank's message adds its own error, and between nodes each sum's message another one. Gradients that
+    codes hold exactly come out exactly, as many times as there are ranks.
+    """
+    world = nodes * local
+    for case, *results in zip(REDUCED, *on_ranks(world, reduce, ranks_per_node=local), strict=True):
+        gradients = torch.from_numpy(numpy.stack([full for full, _ in results]))  # (from, to, shard)
+        shards = torch.from_numpy(numpy.stack([shard for _, shard in results]))
+        if case.same:
+            assert torch.equal(shards, gradients[0] * world)
+            continue
+        steps = 2 ** (case.format.bits - 1)
+        blocks = gradients.view(nodes, local, world, -1, 128)
+        error = blocks.abs().amax(-1).sum((0, 1)) / steps  # (to, blocks)
+        if nodes > 1 and local > 1:
+            lost_inside = blocks.abs().amax(-1).sum(1) / steps
+            error = error + ((blocks.sum(1).abs().amax(-1) + lost_inside) / steps).sum(0)
+        off = (shards - gradients.sum(0)).view(world, -1, 128).abs()
+        assert (off <= error[..., None] + 1e-4).all(), case
+        assert off.max() > 0, case  # it was quantised
+
+
+def feedback(topology: Topology, steps: int) -> tuple[float, float]:
+    """Largest error of the mean of many reductions of the same gradients, without and with feedback."""
+    format, device = Format("int4", 128), torch.device("cpu")
+    lanes = [
+        Lane(ranks, topology, device, TrafficLedger(topology), None)
+        for ranks in (topology.node_ranks, topology.counterparts)
+    ]
+    layout = FlatLayout((topology.world_size * 1024,), 1, topology.world_size)
+    reduction = QuantizedReduction(*lanes, OPERATIONS, format, [layout])
+    # codes of scale 1 that lose nothing in hop 1, but whose sums over a node are not codes of hop 2
+    full = torch.randint(
+        -8, 8, (layout.numel,), generator=torch.Generator().manual_seed(topology.rank)
+    ).float()
+    full[::128] = -8
+    exact = torch.zeros(1024)
+    own = full.clone()
+    torch.distributed.all_reduce(own)
+    exact = own.view(topology.world_size, -1)[topology.rank]
+    errors = []
+    for error in (None, torch.zeros(reduction.error_numel(layout), dtype=torch.bfloat16)):
+        shard = torch.zeros(1024)
+        for _ in range(steps):
+            reduction.reduce_scatter(full, shard, add=True, error=error).wait()
+        errors.append((shard / steps - exact).abs().max().item())
+    return errors[0], errors[1]
+
+
+def test_error_feedback_takes_the_bias_out_of_the_second_hop() -> None:
+    """What is lost of one step is in the next, so that after t steps less than a step of the codes is missing
+    in all, from each of the two nodes; bf16 errors are off by 2^-9 of it."""
+    steps = 16
+    for without, with_feedback in on_ranks(4, feedback, steps, ranks_per_node=2):
+        largest_sum = 2 * 8 + 2  # of a node, with what was fed back
+        assert with_feedback <= 2 * (largest_sum / 8) / steps * 1.01 + 1e-3
+        assert with_feedback < without / 4
+
+
+def skipped_on_nan(topology: Topology, settings: list[dict[str, Any]]) -> list[tuple[float, float, bool]]:
+    """(skipped of a clean step, of one with a NaN on the last rank, whether weights are finite after)."""
+    results = []
+    for zero in settings:
+        engine = build(topology, zero)
+        skipped = []
+        for poison in (False, True):
+            if poison and topology.rank == topology.world_size - 1:
+                parameter = engine.units[2].parameters[0]
+                handle = parameter.register_hook(
+                    lambda gradient: gradient.index_fill(0, torch.tensor(1), torch.nan)
+                )
+            engine.accumulate(batch(topology, poison), index=0, micro_batches=1)
+            skipped.append(engine.step(1e-2).skipped.item())
+        if topology.rank == topology.world_size - 1:
+            handle.remove()
+        engine.accumulate(batch(topology, 5), index=0, micro_batches=1)
+        skipped.append(engine.step(1e-2).skipped.item())
+        finite = all(torch.isfinite(tensor).all() for _, tensor in engine.states(WEIGHTS))
+        results.append((*skipped, finite))
+    return results
+
+
+def test_a_nan_on_one_rank_skips_the_step_on_all_and_leaves_nothing_behind() -> None:
+    settings = [
+        ALL,
+        ALL | {"zero_gradient_error_feedback": True},
+        {"zero_stage": 1} | QWZ | QGZ,
+        {"zero_stage": 2} | QGZ,
+    ]
+    for rank in on_ranks(4, skipped_on_nan, settings, ranks_per_node=2):
+        assert rank == [(0.0, 1.0, 0.0, True)] * len(settings)
+
+
+def losses(topology: Topology, settings: list[tuple[dict[str, Any], PrecisionConfig]]) -> list[list[float]]:
+    """The mean loss of every step on the same batch."""
+    curves = []
+    for zero, precision in settings:
+        engine = build(topology, zero, precision)
+        curve = []
+        for _ in range(8):
+            total = torch.zeros(())
+            for index in range(2):
+                total += engine.accumulate(batch(topology, index), index=index, micro_batches=2)
+            engine.step(1e-2)
+            curve.append(engine.mean_over_ranks(total / 2).item())
+        curves.append(curve)
+    return curves
+
+
+def test_every_combination_learns_what_the_plain_run_learns() -> None:
+    """Alone and together, at every stage where it means something, in fp32, bf16 and fp16."""
+    fp16 = PrecisionConfig(fp16=True, initial_loss_scale=2.0**12)
+    techniques = [
+        dict(itertools.chain.from_iterable(part.items() for part in parts))
+        for count in (1, 2, 3)
+        for parts in itertools.combinations((QWZ, HPZ, QGZ), count)
+    ]
+    settings = [({}, BF16)]
+    settings += [(zero, BF16) for zero in techniques]
+    settings += [(ALL | CODES | {"zero_gradient_error_feedback": True}, BF16)]
+    settings += [({"zero_stage": stage} | QWZ | QGZ, BF16) for stage in (1, 2)]
+    settings += [(ALL, PrecisionConfig()), (ALL, fp16)]
+    settings += [(ALL | {"zero_quantization_block": 64, "zero_quantized_gradients_format": "fp8"}, BF16)]
+    curves = on_ranks(4, losses, settings, ranks_per_node=2)
+    assert all(curve == curves[0] for curve in curves[1:])  # every rank sees the same
+    plain = curves[0][0]
+    assert plain[-1] < 0.9 * plain[0]
+    for (zero, precision), curve in zip(settings, curves[0], strict=True):
+        assert curve == pytest.approx(plain, rel=0.02), (zero, precision)
+
+
+def test_quantised_weights_on_one_process_are_quantised_too() -> None:
+    """No flag is without effect on one rank: the compute reads decoded weights."""
+    engine = build(Topology(), QWZ | QGZ)
+    assert all(as_expected(seen, Format(), 1) for seen in _weights_seen(Topology(), engine))
+
+
+def test_memory_of_a_secondary_shard_is_the_papers() -> None:
+    """ZeRO++, section 3.2: 2 M / N bytes in bf16; int8 codes take half of that, and their scales."""
+    for plain, codes, elements in on_ranks(4, secondary_bytes, ranks_per_node=2):
+        assert plain == 2 * elements / 2
+        padding = 2 * MODEL.num_layers * 15  # of each message to 16 bytes
+        assert codes <= elements / 2 * (1 + 2 / 256) + padding
+
+
+def secondary_bytes(topology: Topology) -> tuple[int, int, int]:
+    """(bytes of all secondary shards in bf16, in codes, elements of the units that have one)."""
+    totals = []
+    for zero in (HPZ, QWZ | HPZ | CODES):
+        units = [unit for unit in build(topology, zero).units if unit.secondary is not None]
+        assert len(units) == MODEL.num_layers
+        totals.append(sum(unit.secondary.nbytes for unit in units))
+    return *totals, sum(unit.layout.numel for unit in units)
+
+
+def traffic(topology: Topology, settings: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """(bytes inside the node, between nodes) that this rank sends in a steady step."""
+    wide = dataclasses.replace(MODEL, num_layers=8, hidden_size=192)
+    sent = []
+    for zero in settings:
+        engine = build(topology, zero, model=wide)
+        for step in range(2):
+            engine.take_traffic()
+            engine.accumulate(batch(topology, step), index=0, micro_batches=1)
+            engine.step(1e-3)
+        sent.append(engine.take_traffic())
+    return sent
+
+
+def test_bytes_between_nodes_fall_as_the_paper_says() -> None:
+    """2 × 2 ranks, bf16: of M a gather of codes leaves M / 2, hpZ nothing in backward, qgZ M / 4 or less."""
+    settings = [{}, QWZ, HPZ, QGZ, ALL]
+    ranks = on_ranks(4, traffic, settings, ranks_per_node=2)
+    plain, weights, secondary, gradients, everything = (
+        sum(rank[index][1] for rank in ranks) for index in range(len(settings))
+    )
+    gathers = 2 * (plain - weights) / (1 - 2 / 256)  # what a gather of bf16 sends, saved to half less scales
+    reduction = plain - gathers
+    assert plain / everything >= 3.85
+    backward = plain - secondary
+    assert (
+        0.4 * gathers < backward <= 0.5 * gathers
+    )  # the last layer and the embedding are not gathered twice
+    assert plain - gradients == pytest.approx(reduction * (1 - (0.5 + 2 / 128) / 2 / 2), rel=1e-3)
