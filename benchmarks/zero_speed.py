@@ -1,8 +1,9 @@
-"""ZeRO stages against one GPU and against FSDP2 on the same model, side by side in one run.
+"""ZeRO stages and ZeRO++ against one GPU and against FSDP2 on the same model, side by side in one run.
 
-torchrun --nproc-per-node 2 benchmarks/zero_speed.py [--preset 1.3b] [--micro-batch-size 8] [--sockets]
+torchrun --nproc-per-node 2 benchmarks/zero_speed.py [--micro-batch-size 8] [--ranks-per-node 1]
 
-`--sockets` makes every rank a node of its own for NCCL, so that they talk over TCP instead of NVLink.
+With fewer ranks a node than there are, nodes are emulated: NCCL takes them for different hosts, so that they
+talk over TCP instead of NVLink, and ranks of different nodes may share a GPU.
 Figures: tokens a second of the whole job, TFLOP/s a GPU (PaLM), peak memory and cudaMalloc calls during the
 timed steps; ratios are of rates measured in this run.
 """
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,20 +39,32 @@ Step = Callable[[torch.Tensor], None]
 Contestant = tuple[Step, Callable[[], None]]  # one training step, and how to let go of it
 
 
-def our_step(
-    config: ModelConfig, stage: int, topology: Topology, prefetch: int, offload: bool = False
-) -> Contestant:
+CONTESTANTS: dict[str, dict[str, Any]] = {  # our settings
+    "stage_0": {"zero_stage": 0},
+    "stage_1": {"zero_stage": 1},
+    "stage_2": {"zero_stage": 2},
+    "stage_3": {"zero_stage": 3},
+    "stage_3_offload": {"zero_stage": 3, "zero_offload_optimizer": True},
+    "qwz": {"zero_stage": 3, "zero_quantized_weights": True},
+    "hpz": {"zero_stage": 3, "zero_hpz_partition_size": "auto"},
+    "qgz": {"zero_stage": 3, "zero_quantized_gradients": True},
+    "zeropp": {
+        "zero_stage": 3,
+        "zero_quantized_weights": True,
+        "zero_hpz_partition_size": "auto",
+        "zero_quantized_gradients": True,
+    },
+}
+
+
+def our_step(config: ModelConfig, settings: dict[str, Any], topology: Topology) -> Contestant:
     """The engine."""
     with torch.device("meta"):
         model = GPT(config, VOCAB)
     engine = ZeroEngine(
         model,
         partial(model.initialize_parameter, seed=1),
-        zero=ZeroConfig(
-            zero_stage=stage,
-            zero_prefetch_units=prefetch if stage == 3 else None,
-            zero_offload_optimizer=offload,
-        ),
+        zero=ZeroConfig(**settings),
         optimizer=OptimizerConfig(),
         precision=PrecisionConfig(bf16=True),
         topology=topology,
@@ -65,13 +79,16 @@ def our_step(
     return step, engine.close
 
 
-def fsdp2_step(config: ModelConfig) -> Contestant:
-    """FSDP2: fp32 shards, bf16 compute, fp32 reduction, fused AdamW, clipping."""
+def fsdp2_step(config: ModelConfig, reshard: bool | int = True) -> Contestant:
+    """FSDP2: fp32 shards, bf16 compute, fp32 reduction, fused AdamW, clipping.
+
+    `reshard` is its reshard_after_forward of the layers: a number is the size of its hpZ groups.
+    """
     with torch.device("meta"):
         model = GPT(config, VOCAB)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.layers:
-        fully_shard(layer, mp_policy=policy)
+        fully_shard(layer, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mp_policy=policy)
     model.to_empty(device="cuda")
     for parameter in model.parameters():
@@ -138,38 +155,37 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--prefetch", type=int, default=1)
     parser.add_argument(
         "--contestants", nargs="+", default=["one_gpu", "stage_1", "stage_2", "stage_3", "fsdp2"]
     )
-    parser.add_argument("--sockets", action="store_true")
+    parser.add_argument("--ranks-per-node", type=int)
     parser.add_argument("--trace")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     topology = Topology.from_environment(os.environ)
-    torch.cuda.set_device(topology.local_rank)
-    torch.set_num_threads(max(1, os.cpu_count() // topology.local_world_size))  # torchrun leaves one
-    device = torch.device("cuda", topology.local_rank)
-    if options.sockets:
-        topology = Topology(topology.rank, topology.world_size)
+    ranks_per_node = options.ranks_per_node or topology.local_world_size
+    if ranks_per_node < topology.local_world_size:
+        topology = Topology(
+            topology.rank, topology.world_size, topology.rank % ranks_per_node, ranks_per_node
+        )
         os.environ |= {
-            "NCCL_HOSTID": f"node{topology.rank}",
+            "NCCL_HOSTID": f"node{topology.node_of(topology.rank)}",
             "NCCL_SOCKET_IFNAME": "lo",
             "NCCL_IB_DISABLE": "1",
         }
+    device = torch.device("cuda", topology.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    torch.set_num_threads(max(1, os.cpu_count() // topology.world_size))  # torchrun leaves one
     dist.init_process_group("nccl", device_id=device)
 
     config = ModelConfig(
         model_preset=options.preset, seq_length=options.seq_length, hidden_dropout=0.0, attention_dropout=0.0
     )
     builders: dict[str, Callable[[], Contestant]] = {
-        "one_gpu": lambda: our_step(config, 0, Topology(), 1),
-        **{
-            f"stage_{stage}": lambda stage=stage: our_step(config, stage, topology, options.prefetch)
-            for stage in range(4)
-        },
-        "stage_3_offload": lambda: our_step(config, 3, topology, options.prefetch, offload=True),
+        "one_gpu": lambda: our_step(config, {"zero_stage": 0}, Topology()),
+        **{name: partial(our_step, config, settings, topology) for name, settings in CONTESTANTS.items()},
         "fsdp2": lambda: fsdp2_step(config),
+        "fsdp2_hpz": lambda: fsdp2_step(config, reshard=ranks_per_node),
     }
     tokens = torch.randint(VOCAB, (options.micro_batch_size, options.seq_length + 1), device="cuda")
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in options.contestants}
@@ -193,12 +209,12 @@ def main() -> None:
             "rounds_ms": [r["milliseconds"] for r in results],
         }
     for name, figure in figures.items():
-        for base in ("fsdp2", "one_gpu"):
+        for base in ("fsdp2", "fsdp2_hpz", "one_gpu", "stage_3"):
             if base in figures and name != base:
                 figure[f"rate_over_{base}"] = round(figures[base]["milliseconds"] / figure["milliseconds"], 3)
     if topology.rank == 0:
-        link = "sockets" if options.sockets else "nvlink"
-        name = f"zero_speed_{options.preset}_mbs{options.micro_batch_size}_{topology.world_size}gpu_{link}"
+        nodes = f"{topology.nodes}x{topology.local_world_size}"
+        name = f"zero_speed_{options.preset}_mbs{options.micro_batch_size}_{nodes}"
         write_result(
             name, {"settings": vars(options) | {"output": str(options.output)}, **figures}, options.output
         )

@@ -1,5 +1,4 @@
 // adamw and adamw_quantize on the CPU.
-#pragma GCC optimize("no-math-errno")  // else sqrtf may set errno, and the loop over elements is not vectorised
 #include <ATen/Parallel.h>
 
 #include <algorithm>

@@ -32,7 +32,7 @@ template <Codes C, typename T>
 void keep_error(const Writer& writer, int64_t block, float stored, const float* x, T* error) {
   const int n = writer.format.block;
   alignas(64) float lost[kLargestBlock];
-  decode<C>(writer.codes<C>(block), n, stored, [&](int i, float value) { lost[i] = x[i] - value; });
+  decode<C>(writer.codes<C>(block), n, stored, [&](int i, float value) { lost[i] = lost_of(x[i], value); });
   store(lost, error, n);
 }
 

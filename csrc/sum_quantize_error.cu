@@ -26,7 +26,7 @@ __device__ __forceinline__ void sum_with_error(const SumQuantizeParams& p, const
     float lost[8];
     decode_codes<Out>(words, lost);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) lost[i] = x[k][i] - lost[i] * scale.stored;
+    for (int i = 0; i < 8; ++i) lost[i] = lost_of(x[k][i], lost[i] * scale.stored);
     const bool finite = bits_of(scale.stored) != kNanBits;  // else a NaN would live on
     store_eight<true>(error + p.lanes.run<8>(k), lost, target.active && finite);
   };

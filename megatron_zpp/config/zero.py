@@ -32,7 +32,7 @@ class ZeroConfig(Options):
     zero_hpz_partition_size: str = option(
         "1",
         "hpZ: gather for backward and recomputation inside groups of so many ranks, which keep the weights "
-        "among them; auto: the ranks of a node; 1: off. Stage 3.",
+        "among them; auto: the ranks of a node, so that nodes of one rank keep them whole; 1: off. Stage 3.",
     )
     zero_hpz_secondary: Literal["bf16", "quantized"] = option(
         "bf16", "hpZ: what a group keeps: weights as they compute (bf16 or fp16), or qwZ's codes."
@@ -93,6 +93,11 @@ class ZeroConfig(Options):
                 raise refusal("--zero-quantization-block", block, "must be a power of two from 32 to 2048")
 
     @property
+    def hpz(self) -> bool:
+        """Whether groups of ranks keep the weights between the gathers of a step."""
+        return self.zero_hpz_partition_size != "1"
+
+    @property
     def quantizes(self) -> bool:
         """Whether anything travels as codes."""
         return self.zero_quantized_weights or self.zero_quantized_gradients
@@ -103,7 +108,7 @@ class ZeroConfig(Options):
         return max(WEIGHT_BLOCK, self.zero_quantization_block or 0)
 
     def hpz_ranks(self, ranks_of_a_node: int, nodes: int) -> int:
-        """Ranks of an hpZ group; 1 where hpZ is off.
+        """Ranks of an hpZ group.
 
         Raises ValueError unless the groups divide nodes evenly, or are whole nodes that divide the job.
         """
@@ -125,10 +130,10 @@ class ZeroConfig(Options):
         size = self.zero_hpz_partition_size
         if size != "auto" and not (size.isdecimal() and int(size) >= 1):
             raise refusal("--zero-hpz-partition-size", size, "must be a whole number of ranks, or auto")
-        if size != "1" and self.zero_stage < 3:
+        if self.hpz and self.zero_stage < 3:
             raise refusal("--zero-hpz-partition-size", size, "needs --zero-stage 3")
         if self.zero_hpz_secondary == "quantized":
-            if size == "1":
+            if not self.hpz:
                 raise refusal("--zero-hpz-secondary", "quantized", "needs --zero-hpz-partition-size")
             if not self.zero_quantized_weights:
                 raise refusal("--zero-hpz-secondary", "quantized", "needs --zero-quantized-weights")

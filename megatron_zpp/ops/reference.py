@@ -120,7 +120,10 @@ def sum_quantize(
             code_blocks[blocks] = encoded
             scale_blocks[blocks] = stored.view(torch.uint8).view(-1, output_scales.itemsize)
             if error is not None:
-                left = to_dtype(value - decode_blocks(encoded, stored, target), error.dtype)
+                left = value - decode_blocks(encoded, stored, target)
+                left = to_dtype(
+                    left.where(left.isfinite(), 0.0), error.dtype
+                )  # what overflowed is not fed back
                 before = error[here].view(-1, output_block)
                 finite = ~stored.isnan().unsqueeze(1)
                 error[here] = torch.where(finite, left, before).flatten()

@@ -91,7 +91,7 @@ def build_communication(
     gathering = make_lane(everyone)
     lanes = [gathering]
     secondary = None
-    if group > 1:
+    if zero.hpz:
         lanes.append(make_lane(topology.neighbours(group)))
         codes = weight_format if zero.zero_hpz_secondary == "quantized" else None
         secondary = SecondaryShards(

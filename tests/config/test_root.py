@@ -150,6 +150,56 @@ BAD = [  # command line, then what its one line must hold
         [*MINIMAL, "--zero-stage", "2", "--zero-prefetch-units", "1"],
         ["--zero-prefetch-units 1", "needs --zero-stage 3"],
     ),
+    ([*MINIMAL, "--zero-quantized-weights"], ["--zero-quantized-weights (given)", "--zero-stage 1, 2 or 3"]),
+    ([*MINIMAL, "--zero-quantized-gradients"], ["--zero-quantized-gradients (given)", "--zero-stage 1"]),
+    (
+        [*MINIMAL, "--zero-stage", "2", "--zero-hpz-partition-size", "4"],
+        ["--zero-hpz-partition-size 4", "needs --zero-stage 3"],
+    ),
+    (
+        [*MINIMAL, "--zero-stage", "3", "--zero-hpz-partition-size", "node"],
+        ["--zero-hpz-partition-size node", "whole number of ranks, or auto"],
+    ),
+    (
+        [*MINIMAL, "--zero-stage", "3", "--zero-hpz-partition-size", "0"],
+        ["--zero-hpz-partition-size 0", "whole number of ranks"],
+    ),
+    (
+        [*MINIMAL, "--zero-stage", "3", "--zero-quantized-weights", "--zero-hpz-secondary", "quantized"],
+        ["--zero-hpz-secondary quantized", "needs --zero-hpz-partition-size"],
+    ),
+    (
+        [*MINIMAL, *"--zero-stage 3 --zero-hpz-partition-size auto --zero-hpz-secondary quantized".split()],
+        ["--zero-hpz-secondary quantized", "needs --zero-quantized-weights"],
+    ),
+    (
+        [*MINIMAL, "--zero-stage", "3", "--zero-quantized-weights-format", "fp8"],
+        ["--zero-quantized-weights-format fp8", "needs --zero-quantized-weights"],
+    ),
+    (
+        [*MINIMAL, "--zero-stage", "3", "--zero-quantized-gradients-format", "int8"],
+        ["--zero-quantized-gradients-format int8", "needs --zero-quantized-gradients"],
+    ),
+    (
+        [*MINIMAL, "--zero-stage", "3", "--zero-gradient-error-feedback"],
+        ["--zero-gradient-error-feedback", "needs --zero-quantized-gradients"],
+    ),
+    (
+        [*MINIMAL, "--zero-stage", "3", "--zero-quantization-block", "64"],
+        ["--zero-quantization-block 64", "needs --zero-quantized-weights or"],
+    ),
+    (
+        [*MINIMAL, "--zero-stage", "3", "--zero-quantized-weights", "--zero-quantization-block", "96"],
+        ["--zero-quantization-block 96", "power of two from 32 to 2048"],
+    ),
+    (
+        [*MINIMAL, "--zero-stage", "3", "--zero-quantized-weights", "--zero-quantization-block", "4096"],
+        ["--zero-quantization-block 4096", "at most 2048"],
+    ),
+    (
+        [*MINIMAL, "--zero-stage", "3", "--zero-quantized-gradients", "--grad-reduce-in-bf16"],
+        ["--grad-reduce-in-bf16", "contradicts --zero-quantized-gradients"],
+    ),
     ([*MINIMAL, "--recompute-offload"], ["--recompute-offload", "needs --recompute-granularity full"]),
     ([*MINIMAL, "--device", "cpu", "--distributed-backend", "nccl"], ["--distributed-backend nccl", "gloo"]),
     ([*MINIMAL, "--full-validation"], ["--full-validation", "--mock-data", "--eval-iters"]),

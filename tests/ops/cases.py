@@ -112,6 +112,16 @@ def sums(codes: str, device: str) -> None:
             assert_agree(
                 "sum_quantize", messages, output, *plain(format), *plain(target), left, seed, device=device
             )
+    largest = torch.full((1, 64), torch.finfo(torch.float32).max)
+    messages = torch.empty(
+        1, (source := Format(codes, 32, torch.float32)).message_bytes(64), dtype=torch.uint8
+    )
+    reference.quantize(largest, messages, *plain(source), False)
+    output = garbage(1, Format("int4", 64).message_bytes(64))
+    error = torch.ones(64)
+    assert_agree(
+        "sum_quantize", messages, output, *plain(source), *plain(Format("int4", 64)), error, device=device
+    )
 
 
 def _targets(count: int) -> Iterator[tuple[Format, int, torch.dtype | None, int | None]]:

@@ -130,6 +130,23 @@ def test_a_number_that_is_not_finite_arrives_as_nan_with_its_block(
         assert message[0, 2 * per_block : 3 * per_block].eq(0).all()
 
 
+def test_what_the_rounding_of_a_scale_makes_infinite_is_not_fed_back() -> None:
+    """The largest number of fp32: a bf16 scale is rounded up, and then the decoded number has no room."""
+    source, target = Format("int8", 32, torch.float32), Format("int4", 64)
+    x = torch.zeros(1, 64)
+    x[0, 5], x[0, 6] = torch.finfo(torch.float32).max, 1e37
+    messages, output = garbage(1, source.message_bytes(64)), garbage(1, target.message_bytes(64))
+    reference.quantize(x, messages, *plain(source), False)
+    error = torch.ones(64)
+    reference.sum_quantize(messages, output, *plain(source), *plain(target), error)
+    decoded = torch.empty(1, 64)
+    reference.dequantize(output, decoded, *plain(target), False)
+    assert decoded[0, 5].isinf()  # the receiver sees an overflow
+    assert error[5] == 0
+    assert error[6] > 0
+    assert error.isfinite().all()
+
+
 def test_a_block_that_is_not_finite_leaves_its_error_alone() -> None:
     """A NaN that came once must not come again with the error."""
     source, target = Format("int8", 32), Format("int4", 64)
