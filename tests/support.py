@@ -1,6 +1,7 @@
 """Starts the programs of this repository the way a user would."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -30,3 +31,10 @@ def pretrain(*argv: str, processes: int = 1, **extra: str) -> subprocess.Complet
     """Runs pretrain_gpt.py, under torchrun where there are several processes."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     return run(*(launcher if processes > 1 else []), "pretrain_gpt.py", *argv, **extra)
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

@@ -1,6 +1,5 @@
 """Runs a function on several ranks, as processes of this machine over gloo."""
 
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megatron_zpp.zero.topology import Topology
+from tests.support import free_port
 
 
 def on_ranks(
@@ -19,13 +19,10 @@ def on_ranks(
     """
     if world == 1:
         return [function(Topology(), *arguments)]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     results = mp.get_context("spawn").SimpleQueue()
     per_node = ranks_per_node or world
     processes = mp.spawn(
-        _rank, (world, per_node, port, results, function, arguments), nprocs=world, join=False
+        _rank, (world, per_node, free_port(), results, function, arguments), nprocs=world, join=False
     )
     collected = {}
     while not processes.join(timeout=0.05) or not results.empty():

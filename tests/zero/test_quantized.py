@@ -8,12 +8,14 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.ops import reference
 from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.library import load_operations
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero import quantized_collectives
 from megatron_zpp.zero.engine import WEIGHTS, ZeroEngine
@@ -25,7 +27,6 @@ from megatron_zpp.zero.traffic import TrafficLedger
 from tests.zero.engines import engine_of
 from tests.zero.ranks import on_ranks
 
-OPERATIONS = Operations(reference, compiled=False)
 VOCAB = 101
 MODEL = ModelConfig(  # nothing divides: not by ranks, not by blocks
     num_layers=4, hidden_size=36, num_attention_heads=3, seq_length=10, hidden_dropout=0, attention_dropout=0
@@ -50,8 +51,20 @@ def build(
         precision=precision,
         recompute=FULL,
         topology=topology,
-        operations=OPERATIONS,
+        device=str(this_device()),
+        operations=operations(),
     )
+
+
+def this_device() -> torch.device:
+    """The GPU of this rank where it talks through NCCL (tests/gpu runs these tests too)."""
+    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def operations() -> Operations:
+    """The kernels, or the oracle where there is no compiler."""
+    return load_operations(this_device().type, require_kernels=False, say=print)
 
 
 def batch(topology: Topology, step: int) -> torch.Tensor:
@@ -80,9 +93,8 @@ def _weights_seen(topology: Topology, engine: ZeroEngine) -> list[dict[str, torc
     def record(index: int) -> None:
         need(index)
         phase = f"{index} {engine._gathers._phase.name}"
-        seen[f"{phase} {sum(name.startswith(phase) for name in seen)}"] = engine.units[
-            index
-        ].slot.buffer.clone()
+        buffer = engine.units[index].slot.buffer
+        seen[f"{phase} {sum(name.startswith(phase) for name in seen)}"] = buffer.clone().cpu()
 
     engine._gathers._need = record
     steps = []
@@ -128,9 +140,10 @@ def decoded(flat: torch.Tensor, format: Format, shards: int) -> torch.Tensor:
     """What is left of `flat` when each of its shards is sent."""
     rows = flat.view(shards, -1)
     messages = torch.empty(shards, format.message_bytes(rows.shape[1]), dtype=torch.uint8)
-    OPERATIONS.quantize(rows, messages, format)
+    oracle = Operations(reference, compiled=False)
+    oracle.quantize(rows, messages, format)
     result = torch.empty_like(rows, dtype=torch.bfloat16)
-    OPERATIONS.dequantize(messages, result, format)
+    oracle.dequantize(messages, result, format)
     return result.view(-1)
 
 
@@ -171,18 +184,24 @@ REDUCED = (
 )
 
 
+def both_lanes(topology: Topology) -> list[Lane]:
+    """The lane inside this rank's node and the one between nodes."""
+    ledger = TrafficLedger(topology)
+    groups = topology.node_ranks, topology.counterparts
+    return [Lane(ranks, topology, this_device(), ledger, None) for ranks in groups]
+
+
 def reduce(topology: Topology) -> list[tuple[numpy.ndarray, numpy.ndarray]]:
     """(this rank's gradients (world, shard), its shard of the reduced ones) of each of REDUCED."""
-    ledger, device = TrafficLedger(topology), torch.device("cpu")
-    lanes = [
-        Lane(ranks, topology, device, ledger, None) for ranks in (topology.node_ranks, topology.counterparts)
-    ]
     results = []
     for case in REDUCED:
+        lanes = both_lanes(topology)
         quantized_collectives._SMALLEST_CHUNK = case.chunk
         layout = FlatLayout((topology.world_size * case.shard_numel,), 1, topology.world_size)
         assert layout.shard_numel == case.shard_numel
-        reduction = QuantizedReduction(*lanes, OPERATIONS, case.format, [layout])
+        reduction = QuantizedReduction(*lanes, operations(), case.format, [layout])
+        for lane in lanes:
+            lane.ready()
         generator = torch.Generator().manual_seed(1 if case.same else topology.rank)
         if case.same:
             full = torch.randint(-8, 8, (layout.numel,), generator=generator).to(case.dtype)
@@ -190,21 +209,22 @@ def reduce(topology: Topology) -> list[tuple[numpy.ndarray, numpy.ndarray]]:
         else:
             full = torch.randn(layout.numel, generator=generator).to(case.dtype)
             full[::97] *= 30
-        shard = torch.full((case.shard_numel,), 7.0)
-        reduction.reduce_scatter(full, shard, add=True).wait()
-        results.append((full.float().view(topology.world_size, -1).numpy(), (shard - 7.0).numpy()))
+        shard = torch.full((case.shard_numel,), 7.0, device=this_device())
+        reduction.reduce_scatter(full.to(this_device()), shard, add=True).wait()
+        results.append((full.float().view(topology.world_size, -1).numpy(), (shard - 7.0).cpu().numpy()))
+        for lane in lanes:
+            lane.close()
     return results
 
 
-@pytest.mark.parametrize(("nodes", "local"), [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 3), (3, 2), (4, 1)])
-def test_a_reduction_is_the_sum_over_all_ranks_within_its_formats_error(nodes: int, local: int) -> None:
+def check_reduced(nodes: int, local: int, ranks: list[list[tuple[numpy.ndarray, numpy.ndarray]]]) -> None:
     """A code is off by half a step, one where the other end of the range is clipped: peak / 8 for int4.
 
     Each rank's message adds its own error, and between nodes each sum's message another one. Gradients that
     codes hold exactly come out exactly, as many times as there are ranks.
     """
     world = nodes * local
-    for case, *results in zip(REDUCED, *on_ranks(world, reduce, ranks_per_node=local), strict=True):
+    for case, *results in zip(REDUCED, *ranks, strict=True):
         gradients = torch.from_numpy(numpy.stack([full for full, _ in results]))  # (from, to, shard)
         shards = torch.from_numpy(numpy.stack([shard for _, shard in results]))
         if case.same:
@@ -221,15 +241,16 @@ def test_a_reduction_is_the_sum_over_all_ranks_within_its_formats_error(nodes: i
         assert off.max() > 0, case  # it was quantised
 
 
+@pytest.mark.parametrize(("nodes", "local"), [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 3), (3, 2), (4, 1)])
+def test_a_reduction_is_the_sum_over_all_ranks_within_its_formats_error(nodes: int, local: int) -> None:
+    check_reduced(nodes, local, on_ranks(nodes * local, reduce, ranks_per_node=local))
+
+
 def feedback(topology: Topology, steps: int) -> tuple[float, float]:
     """Largest error of the mean of many reductions of the same gradients, without and with feedback."""
-    format, device = Format("int4", 128), torch.device("cpu")
-    lanes = [
-        Lane(ranks, topology, device, TrafficLedger(topology), None)
-        for ranks in (topology.node_ranks, topology.counterparts)
-    ]
+    format, lanes = Format("int4", 128), both_lanes(topology)
     layout = FlatLayout((topology.world_size * 1024,), 1, topology.world_size)
-    reduction = QuantizedReduction(*lanes, OPERATIONS, format, [layout])
+    reduction = QuantizedReduction(*lanes, operations(), format, [layout])
     # codes of scale 1 that lose nothing in hop 1, but whose sums over a node are not codes of hop 2
     full = torch.randint(
         -8, 8, (layout.numel,), generator=torch.Generator().manual_seed(topology.rank)
@@ -237,7 +258,7 @@ def feedback(topology: Topology, steps: int) -> tuple[float, float]:
     full[::128] = -8
     exact = torch.zeros(1024)
     own = full.clone()
-    torch.distributed.all_reduce(own)
+    dist.all_reduce(own)
     exact = own.view(topology.world_size, -1)[topology.rank]
     errors = []
     for error in (None, torch.zeros(reduction.error_numel(layout), dtype=torch.bfloat16)):
@@ -268,7 +289,9 @@ def skipped_on_nan(topology: Topology, settings: list[dict[str, Any]]) -> list[t
             if poison and topology.rank == topology.world_size - 1:
                 parameter = engine.units[2].parameters[0]
                 handle = parameter.register_hook(
-                    lambda gradient: gradient.index_fill(0, torch.tensor(1), torch.nan)
+                    lambda gradient: gradient.index_fill(
+                        0, torch.tensor(1, device=gradient.device), torch.nan
+                    )
                 )
             engine.accumulate(batch(topology, poison), index=0, micro_batches=1)
             skipped.append(engine.step(1e-2).skipped.item())

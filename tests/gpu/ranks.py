@@ -1,0 +1,50 @@
+"""Runs a function on several ranks over NCCL; emulated nodes may share the GPUs of this machine."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megatron_zpp.zero.topology import Topology
+from tests.support import free_port
+
+
+def on_gpus(nodes: int, local: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What `function(topology, *arguments)` returns on each rank, by rank; no tensors.
+
+    Ranks of different nodes talk over TCP, as NCCL takes them for different hosts.
+    """
+    results = mp.get_context("spawn").SimpleQueue()
+    processes = mp.spawn(
+        _rank, (nodes, local, free_port(), results, function, arguments), nprocs=nodes * local, join=False
+    )
+    collected = {}
+    while not processes.join(timeout=0.05) or not results.empty():
+        while not results.empty():  # a long result is written as it is read
+            rank, result = results.get()
+            collected[rank] = result
+    return [collected[rank] for rank in range(nodes * local)]
+
+
+def _rank(
+    rank: int, nodes: int, local: int, port: int, results: Any, function: Callable, arguments: tuple
+) -> None:
+    topology = Topology(rank, nodes * local, rank % local, local)
+    if nodes > 1:
+        node = f"node{topology.node_of(rank)}"
+        os.environ |= {"NCCL_HOSTID": node, "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    device = torch.device("cuda", topology.local_rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=nodes * local,
+        device_id=device,
+    )
+    results.put((rank, function(topology, *arguments)))
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,45 @@
+"""ZeRO++ over NCCL: the CPU's tests of bits, sums and skipped steps, on GPUs and emulated nodes of them."""
+
+import pytest
+import torch
+
+from tests.gpu.ranks import on_gpus
+from tests.zero import test_quantized as cases
+
+GPUS = torch.cuda.device_count()
+GRIDS = [(1, 1), (1, 2), (2, 1), (2, 2)]  # nodes × ranks of a node; nodes share the GPUs
+
+
+def needs(local: int) -> None:
+    if local > GPUS:
+        pytest.skip(f"needs {local} GPUs")
+
+
+@pytest.mark.parametrize(("nodes", "local"), GRIDS)
+def test_every_pass_sees_the_same_bits_on_every_rank(nodes: int, local: int) -> None:
+    needs(local)
+    settings = [cases.QWZ, cases.HPZ, cases.QWZ | cases.HPZ | cases.CODES]
+    ranks = on_gpus(nodes, local, cases.weights_seen, settings)
+    assert all(rank == ranks[0] for rank in ranks[1:])
+
+
+@pytest.mark.parametrize(("nodes", "local"), GRIDS)
+def test_reductions_are_sums_over_all_ranks(nodes: int, local: int) -> None:
+    needs(local)
+    cases.check_reduced(nodes, local, on_gpus(nodes, local, cases.reduce))
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(1, 2), (2, 2)])
+def test_a_nan_on_one_rank_skips_the_step_on_all(nodes: int, local: int) -> None:
+    needs(local)
+    settings = [cases.ALL, {"zero_stage": 1} | cases.QWZ | cases.QGZ]
+    for rank in on_gpus(nodes, local, cases.skipped_on_nan, settings):
+        assert rank == [(0.0, 1.0, 0.0, True)] * 2
+
+
+def test_it_learns_what_the_plain_run_learns() -> None:
+    needs(2)
+    settings = [({}, cases.BF16), (cases.ALL, cases.BF16), (cases.ALL | cases.CODES, cases.BF16)]
+    for plain, *others in on_gpus(2, 2, cases.losses, settings):
+        for curve in others:
+            assert curve == pytest.approx(plain, rel=0.02)
