@@ -95,9 +95,7 @@ class UnitBuilder:
             gradient_slot=next(slots.gradients),
             master=master,
             published=published,
-            secondary=communication.secondary.new(layout)
-            if communication.secondary and slots.shared
-            else None,
+            secondary=self._secondary(layout) if slots.shared else None,
             error=self._error(layout),
         )
 

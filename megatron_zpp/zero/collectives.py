@@ -7,11 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.zero.lane import Lane, Pending, copy
+from megatron_zpp.zero.lane import Lane, Pending, all_gather_single, copy
 from megatron_zpp.zero.topology import Topology
-
-# torch 2.13 gave it a new name and warns of the old one, which is all that 2.8 has.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Gather(Protocol):
@@ -116,7 +113,7 @@ def gather_now(shard: Tensor, topology: Topology) -> Tensor:
     full = shard.new_empty(topology.world_size * len(shard))
     if topology.world_size == 1:
         return full.copy_(shard)
-    _all_gather(full, shard)
+    all_gather_single(full, shard)
     return full
 
 

@@ -18,7 +18,7 @@ from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.traffic import TrafficLedger
 
 # torch 2.13 gave it a new name and warns of the old one, which is all that 2.8 has.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Pending:
@@ -101,7 +101,7 @@ class Lane:
             return
         self._ledger.around_the_ring(self.ranks, (len(self.ranks) - 1) * shard.nbytes)
         # The lane's stream, or thread, waits for the result.
-        _all_gather(full, shard, group=self._group, async_op=True).wait()
+        all_gather_single(full, shard, group=self._group, async_op=True).wait()
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
         """Part r of `sent` (ranks · n,) goes to rank r; part r of `received`, like it, comes from there."""

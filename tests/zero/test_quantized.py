@@ -322,7 +322,7 @@ def losses(topology: Topology, settings: list[tuple[dict[str, Any], PrecisionCon
         engine = build(topology, zero, precision)
         curve = []
         for _ in range(8):
-            total = torch.zeros(())
+            total = torch.zeros((), device=engine.device)
             for index in range(2):
                 total += engine.accumulate(batch(topology, index), index=index, micro_batches=2)
             engine.step(1e-2)
