@@ -3,6 +3,7 @@
 A checkpoint is a directory `iter_0000100/` with
   weights.safetensors   fp32 master weights by the model's parameter names
   moments.safetensors   `exp_avg/NAME` and `exp_avg_sq/NAME`; absent with --no-save-optim
+  errors.safetensors    what each rank's quantised sums lost, by unit; with error feedback alone
   state.json            position, optimizer step, loss scale, configuration, tokenizer
 and `latest_checkpointed_iteration.txt` beside it names the newest one.
 """
@@ -47,7 +48,8 @@ def save_checkpoint(
 ) -> Path:
     """Writes the checkpoint of `progress` from rank 0; every rank must call it, since shards are gathered."""
     kinds = STATE_KINDS if with_optimizer and engine.optimizer_steps else (WEIGHTS,)
-    tensors = {kind: _on_first_rank(engine, kind) for kind in kinds}
+    tensors = {kind: _on_first_rank(engine, engine.states(kind)) for kind in kinds}
+    errors = _on_first_rank(engine, engine.errors()) if with_optimizer else {}
     loss_scale, steps = engine.loss_scale.state(), engine.optimizer_steps
     final = Path(directory) / f"iter_{progress.iteration:07d}"
     partial = final.with_name(f"{final.name}.partial")
@@ -59,10 +61,13 @@ def save_checkpoint(
     moments = {f"{kind}/{name}": tensor for kind in tensors for name, tensor in tensors[kind].items()}
     if moments:
         _write_tensors(partial / "moments.safetensors", moments)
+    if errors:
+        _write_tensors(partial / "errors.safetensors", errors)
     state = {
         "format_version": FORMAT_VERSION,
         "progress": asdict(progress),
         "optimizer_steps": steps,
+        "grid": _grid(engine),
         "loss_scale": loss_scale,
         "tokenizer": tokenizer,
         "config": config,
@@ -153,6 +158,10 @@ def load_checkpoint(
         if state["optimizer_steps"]:
             _load_moments(checkpoint / "moments.safetensors", engine, shapes)
             engine.load_optimizer_steps(state["optimizer_steps"])
+        if keeps_errors(checkpoint, state, engine):
+            shapes = {name: tuple(tensor.shape) for name, tensor in engine.errors()}
+            with open_tensors(checkpoint / "errors.safetensors", shapes) as errors:
+                engine.load_errors(errors.get_tensor)
     return Progress(**state["progress"])
 
 
@@ -165,10 +174,21 @@ def _load_moments(path: Path, engine: ZeroEngine, shapes: dict[str, tuple[int, .
             engine.load_states(kind, lambda name, kind=kind: moments.get_tensor(f"{kind}/{name}"))
 
 
-def _on_first_rank(engine: ZeroEngine, kind: str) -> dict[str, Tensor]:
-    """The states of one kind in CPU memory, on rank 0; other ranks help to gather them."""
+def keeps_errors(checkpoint: Path, state: dict[str, Any], engine: ZeroEngine) -> bool:
+    """Whether error feedback goes on where it was: what was lost fits the same grid of ranks alone."""
+    there = (checkpoint / "errors.safetensors").exists()
+    return engine.feeds_back and there and state["grid"] == _grid(engine)
+
+
+def _grid(engine: ZeroEngine) -> list[int]:
+    """[nodes, ranks of a node]."""
+    return [engine.topology.nodes, engine.topology.local_world_size]
+
+
+def _on_first_rank(engine: ZeroEngine, gathered: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """What is gathered, in CPU memory, on rank 0; other ranks help to gather it."""
     first = engine.topology.rank == 0
-    return {name: tensor.cpu().clone() for name, tensor in engine.states(kind) if first}
+    return {name: tensor.cpu().clone() for name, tensor in gathered if first}
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

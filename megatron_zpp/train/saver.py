@@ -4,7 +4,14 @@ import time
 from typing import Any
 
 from megatron_zpp.checkpoint.files import check_writable
-from megatron_zpp.checkpoint.store import Progress, find_checkpoint, load_checkpoint, save_checkpoint
+from megatron_zpp.checkpoint.store import (
+    Progress,
+    find_checkpoint,
+    keeps_errors,
+    load_checkpoint,
+    read_state,
+    save_checkpoint,
+)
 from megatron_zpp.config.options import refusal
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.run import CheckpointConfig
@@ -75,6 +82,8 @@ def restore(config: CheckpointConfig, engine: ZeroEngine, tokenizer: dict[str, A
     if config.finetune:
         return Progress(), f" loaded the weights of {checkpoint}; starting at iteration 0"
     without = "" if with_optimizer else " without the optimizer's state"
+    if with_optimizer and engine.feeds_back and not keeps_errors(checkpoint, read_state(checkpoint), engine):
+        without = " without what error feedback had kept, which fits as many nodes and ranks alone"
     return progress, (
         f" loaded {checkpoint}{without}; going on at iteration {progress.iteration}, "
         f"{progress.consumed_samples} samples"

@@ -195,6 +195,25 @@ class ZeroEngine:
                 self._communication.gather.publish(unit.master, unit.published)
                 unit.changed()
 
+    @property
+    def feeds_back(self) -> bool:
+        """Whether reductions keep what they lost (--zero-gradient-error-feedback)."""
+        return self.units[0].error is not None
+
+    def errors(self) -> Iterator[tuple[str, Tensor]]:
+        """(unit, what every rank's sums of it lost: (ranks, elements) bf16); none without feedback.
+
+        Every rank must run through it. What a rank lost is of use to the same rank alone.
+        """
+        for index, unit in enumerate(self.units if self.feeds_back else ()):
+            everyone = gather_now(unit.error, self.topology)
+            yield f"unit_{index}", everyone.view(self.topology.world_size, -1)
+
+    def load_errors(self, read: Callable[[str], Tensor]) -> None:
+        """Takes over what `errors` gave, of a run of as many nodes and ranks."""
+        for index, unit in enumerate(self.units):
+            unit.error.copy_(read(f"unit_{index}")[self.topology.rank])
+
     def load_optimizer_steps(self, steps: int) -> None:
         """The inverse of `optimizer_steps`."""
         self._adamw.steps.fill_(steps)

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.checkpoint.store import Progress, load_checkpoint, save_checkpoint
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
@@ -351,6 +353,36 @@ def test_every_combination_learns_what_the_plain_run_learns() -> None:
     assert plain[-1] < 0.9 * plain[0]
     for (zero, precision), curve in zip(settings, curves[0], strict=True):
         assert curve == pytest.approx(plain, rel=0.02), (zero, precision)
+
+
+def resumed(topology: Topology, directory: str) -> tuple[list[float], list[float], bool]:
+    """(losses of two later steps, the same after a save and a load, whether errors came with it)."""
+    zero = ALL | CODES | {"zero_gradient_error_feedback": True}
+
+    def run(engine: ZeroEngine, steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            loss = engine.accumulate(batch(topology, step), index=0, micro_batches=1)
+            engine.step(1e-2)
+            losses.append(engine.mean_over_ranks(loss).item())
+        return losses
+
+    whole = run(build(topology, zero), range(4))
+    first, second = build(topology, zero), build(topology, zero)
+    run(first, range(2))
+    path = save_checkpoint(directory, first, Progress(2, 16), config={}, tokenizer={}, with_optimizer=True)
+    dist.barrier()
+    load_checkpoint(path, second, {}, with_optimizer=True)
+    errors = [(a.error, b.error) for a, b in zip(first.units, second.units, strict=True)]
+    came = any(a.any() for a, _ in errors) and all(torch.equal(a, b) for a, b in errors)
+    return whole[2:], run(second, range(2, 4)), came
+
+
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
+    """With everything on: codes, secondary shards and what error feedback has kept."""
+    for whole, parted, came in on_ranks(4, resumed, str(tmp_path), ranks_per_node=2):
+        assert whole == parted
+        assert came
 
 
 def test_quantised_weights_on_one_process_are_quantised_too() -> None:
