@@ -1,0 +1,212 @@
+"""Trains the same model with and without each technique of ZeRO++ and compares the validation loss.
+
+torchrun --nproc-per-node 4 benchmarks/convergence.py --data-path PREFIX --vocab-size 32000 [--nodes 2]
+python benchmarks/convergence.py --plot     draws docs/convergence.png from the result
+
+Nodes are emulated by what the ranks are told, so that both hops of qgZ run, over whatever link there is: the
+numbers that are sent are those of real nodes. Runs of one seed see the same samples from the same weights. A
+result that is there already is kept: call it again with other --runs and --seeds to go on.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
+
+from benchmarks.common import RESULTS, write_result
+from megatron_zpp.config.data import DataConfig
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.optimizer import LearningRateConfig, OptimizerConfig, PrecisionConfig
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.data.open import Splits, open_splits
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.ops.library import load_operations
+from megatron_zpp.train.evaluation import evaluate
+from megatron_zpp.train.learning_rate import LearningRate
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.topology import Topology
+
+QWZ = {"zero_quantized_weights": True}
+HPZ = {"zero_hpz_partition_size": "auto"}
+QGZ = {"zero_quantized_gradients": True}
+RUNS: dict[str, dict[str, Any]] = {
+    "stage 3": {},
+    "qwZ": QWZ,
+    "hpZ": HPZ,
+    "qgZ": QGZ,
+    "all": QWZ | HPZ | QGZ,
+    "all, error feedback": QWZ | HPZ | QGZ | {"zero_gradient_error_feedback": True},
+}
+NAME = "convergence"
+PICTURE = Path(__file__).resolve().parents[1] / "docs" / "convergence.png"
+
+
+def train(
+    options: argparse.Namespace, settings: dict[str, Any], seed: int, topology: Topology, splits: Splits
+) -> dict[str, Any]:
+    """Training losses, validation losses and the final one of a run."""
+    device = torch.device("cuda", topology.rank) if torch.cuda.is_available() else torch.device("cpu")
+    config = ModelConfig(
+        model_preset=options.preset,
+        num_layers=options.num_layers,
+        hidden_size=options.hidden_size,
+        num_attention_heads=options.num_attention_heads,
+        seq_length=options.seq_length,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    with torch.device("meta"):
+        model = GPT(config, options.vocab_size)
+    engine = ZeroEngine(
+        model,
+        partial(model.initialize_parameter, seed=seed),
+        zero=ZeroConfig(zero_stage=3, **settings),
+        optimizer=OptimizerConfig(weight_decay=0.1, adam_beta2=0.95),
+        precision=PrecisionConfig(bf16=True),
+        topology=topology,
+        device=device,
+        operations=load_operations(device.type, require_kernels=True, say=print),
+    )
+    size, ranks = options.micro_batch_size, topology.world_size
+    rate = LearningRate.from_config(
+        LearningRateConfig(
+            lr=options.lr, min_lr=options.lr / 10, lr_decay_style="cosine", lr_warmup_fraction=0.05
+        ),
+        samples=options.steps * size * ranks,
+        samples_per_iteration=size * ranks,
+    )
+    held_out = partial(
+        evaluate, engine, splits.valid, count=options.eval_samples, micro_batch_size=options.micro_batch_size
+    )
+    curve, validation, total = [], [], torch.zeros((), device=device)
+    first_sample = seed * options.steps * size * ranks  # other samples for other seeds
+    started = time.perf_counter()
+    for step in range(options.steps):
+        consumed = step * size * ranks
+        place = first_sample + consumed + topology.rank * size
+        tokens = torch.from_numpy(splits.train.batch(np.arange(place, place + size)))
+        total += engine.accumulate(tokens, index=0, micro_batches=1)
+        result = engine.step(rate(consumed))
+        if (step + 1) % options.interval == 0:
+            curve.append((step + 1, engine.mean_over_ranks(total / options.interval).item()))
+            total.zero_()
+            if result.skipped:
+                raise SystemExit(f"step {step} was skipped: not a finite gradient")
+        if (step + 1) % (5 * options.interval) == 0 or step + 1 == options.steps:
+            validation.append((step + 1, held_out()))
+    seconds = time.perf_counter() - started
+    engine.close()
+    return {
+        "train": curve,
+        "valid": validation,
+        "final_valid_loss": validation[-1][1],
+        "seconds": round(seconds, 1),
+    }
+
+
+def compare(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Percent by which each run's final validation loss is above stage 3's, by seed."""
+    baseline = runs.get("stage 3", {})
+    return {
+        name: {
+            seed: round(100 * (run["final_valid_loss"] / baseline[seed]["final_valid_loss"] - 1), 4)
+            for seed, run in by_seed.items()
+            if seed in baseline
+        }
+        for name, by_seed in runs.items()
+    }
+
+
+def plot(directory: Path) -> None:
+    """Validation losses over steps, and how far above stage 3's they end."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figures = json.loads((directory / f"{NAME}.json").read_text())["figures"]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.5), layout="constrained")
+    for color, (name, by_seed) in zip(plt.cm.tab10.colors, figures["runs"].items(), strict=False):
+        for number, run in enumerate(by_seed.values()):
+            left.plot(*zip(*run["valid"], strict=True), color=color, label=name if number == 0 else None)
+    left.set(xlabel="step", ylabel="validation loss")
+    left.legend(fontsize=8)
+    above = {name: list(by_seed.values()) for name, by_seed in figures["percent_above_stage_3"].items()}
+    for row, values in enumerate(above.values()):
+        right.plot(values, [row] * len(values), "o")
+    right.axvline(0, color="gray", linewidth=0.8)
+    right.set_yticks(range(len(above)), list(above))
+    right.invert_yaxis()
+    right.set(xlabel="final validation loss above stage 3's, percent")
+    figure.savefig(PICTURE, dpi=110)
+    print(f"written to {PICTURE}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--plot", action="store_true")
+    parser.add_argument("--data-path")
+    parser.add_argument("--vocab-size", type=int)
+    parser.add_argument("--preset", default="gpt2-125m")
+    parser.add_argument("--num-layers", type=int)
+    parser.add_argument("--hidden-size", type=int)
+    parser.add_argument("--num-attention-heads", type=int)
+    parser.add_argument("--seq-length", type=int, default=1024)
+    parser.add_argument("--micro-batch-size", type=int, default=8)
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument("--interval", type=int, default=20)
+    parser.add_argument("--eval-samples", type=int, default=512)
+    parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    if options.plot:
+        plot(options.output)
+        return
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    topology = Topology(rank, world, rank % (world // options.nodes), world // options.nodes)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
+        dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    else:
+        dist.init_process_group("gloo")
+    splits = open_splits(
+        DataConfig(data_path=(options.data_path,), split="98,2,0"),
+        seq_length=options.seq_length,
+        vocab_size=options.vocab_size,
+        seed=1234,
+        tokenizer_description=None,
+    )
+    path = options.output / f"{NAME}.json"
+    runs = json.loads(path.read_text())["figures"]["runs"] if path.exists() else {}
+    for seed in options.seeds:
+        for name in options.runs:
+            if str(seed) in runs.get(name, {}):
+                continue
+            run = train(options, RUNS[name], seed, topology, splits)
+            runs.setdefault(name, {})[str(seed)] = run
+            if rank == 0:
+                print(name, seed, run["final_valid_loss"], run["seconds"], flush=True)
+                settings = {key: value for key, value in vars(options).items() if key != "output"}
+                figures = {"settings": settings, "percent_above_stage_3": compare(runs), "runs": runs}
+                write_result(NAME, figures, options.output)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
