@@ -107,6 +107,18 @@ class ZeroConfig(Options):
         """A shard holds whole blocks: its elements are a multiple of this, whatever is switched on."""
         return max(WEIGHT_BLOCK, self.zero_quantization_block or 0)
 
+    def describe(self) -> str:
+        """What is switched on, for the head of a log."""
+        parts = [f"ZeRO stage {self.zero_stage}"]
+        if self.zero_quantized_weights:
+            parts.append(f"qwZ {self.zero_quantized_weights_format}")
+        if self.hpz:
+            parts.append(f"hpZ {self.zero_hpz_partition_size}")
+        if self.zero_quantized_gradients:
+            feedback = " with error feedback" if self.zero_gradient_error_feedback else ""
+            parts.append(f"qgZ {self.zero_quantized_gradients_format}{feedback}")
+        return " + ".join(parts)
+
     def hpz_ranks(self, ranks_of_a_node: int, nodes: int) -> int:
         """Ranks of an hpZ group.
 

@@ -57,7 +57,7 @@ def _head(
     name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "CPU"
     lines = [
         f" torch {torch.__version__}, python {platform.python_version()}, {topology.world_size} × {name}, "
-        f"{dtype}, ZeRO stage {config.zero.zero_stage}",
+        f"{dtype}, {config.zero.describe()}",
         f" GPT of {parameters / 1e6:.1f} M parameters: {model.num_layers} layers × {model.hidden_size}, "
         f"{model.num_attention_heads} heads, sequence {model.seq_length}, vocabulary "
         f"{tokenizer['vocab_size']} padded to {model.padded_vocab_size(tokenizer['vocab_size'])}",

@@ -59,3 +59,14 @@ def test_hops_of_a_rank(rank: int, node: list[int], counterparts: list[int]) -> 
     assert list(topology.node_ranks) == node
     assert list(topology.counterparts) == counterparts
     assert list(topology.neighbours(2)) == [rank // 2 * 2, rank // 2 * 2 + 1]
+
+
+def test_the_head_of_a_log_says_what_is_on() -> None:
+    everything = zero(
+        zero_quantized_weights=True,
+        zero_hpz_partition_size="auto",
+        zero_quantized_gradients=True,
+        zero_gradient_error_feedback=True,
+    )
+    assert everything.describe() == "ZeRO stage 3 + qwZ int8 + hpZ auto + qgZ int4 with error feedback"
+    assert zero().describe() == "ZeRO stage 3"
