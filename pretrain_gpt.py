@@ -52,7 +52,7 @@ def main() -> None:
 
     errors = one_line_errors(PROG, topology, debug=debug, every_rank=True)
     with errors, process_group(config.distributed, topology, device.device):
-        check_agreement(config.shared_settings(), topology, device.device)
+        check_agreement(config.shared_settings() | device.settings(), topology, device.device)
         with torch.device("meta"):
             model = GPT(
                 config.model, tokenizer["vocab_size"], config.recompute, norm_class(device.fused_backend)

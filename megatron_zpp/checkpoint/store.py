@@ -67,7 +67,7 @@ def save_checkpoint(
         "format_version": FORMAT_VERSION,
         "progress": asdict(progress),
         "optimizer_steps": steps,
-        "grid": _grid(engine),
+        "error_layout": engine.error_layout,
         "loss_scale": loss_scale,
         "tokenizer": tokenizer,
         "config": config,
@@ -158,8 +158,9 @@ def load_checkpoint(
         if state["optimizer_steps"]:
             _load_moments(checkpoint / "moments.safetensors", engine, shapes)
             engine.load_optimizer_steps(state["optimizer_steps"])
-        if keeps_errors(checkpoint, state, engine):
-            shapes = {name: tuple(tensor.shape) for name, tensor in engine.errors()}
+        if keeps_errors(state, engine):
+            ranks = engine.topology.world_size
+            shapes = {f"unit_{i}": (ranks, unit.error.numel()) for i, unit in enumerate(engine.units)}
             with open_tensors(checkpoint / "errors.safetensors", shapes) as errors:
                 engine.load_errors(errors.get_tensor)
     return Progress(**state["progress"])
@@ -174,15 +175,9 @@ def _load_moments(path: Path, engine: ZeroEngine, shapes: dict[str, tuple[int, .
             engine.load_states(kind, lambda name, kind=kind: moments.get_tensor(f"{kind}/{name}"))
 
 
-def keeps_errors(checkpoint: Path, state: dict[str, Any], engine: ZeroEngine) -> bool:
-    """Whether error feedback goes on where it was: what was lost fits the same grid of ranks alone."""
-    there = (checkpoint / "errors.safetensors").exists()
-    return engine.feeds_back and there and state["grid"] == _grid(engine)
-
-
-def _grid(engine: ZeroEngine) -> list[int]:
-    """[nodes, ranks of a node]."""
-    return [engine.topology.nodes, engine.topology.local_world_size]
+def keeps_errors(state: dict[str, Any], engine: ZeroEngine) -> bool:
+    """Whether error feedback goes on where it was: what was lost fits the same ranks and blocks alone."""
+    return engine.feeds_back and state.get("error_layout") == engine.error_layout
 
 
 def _on_first_rank(engine: ZeroEngine, gathered: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -19,7 +19,8 @@ class OptimizerConfig(Options):
     adam_eps: float = option(1e-8, "Added to the root of the second moment.", above=0)
     fused_backend: Literal["auto", "apex", "torch"] = option(
         "auto",
-        "Where FusedAdam and FusedLayerNorm come from: NVIDIA apex, torch, or apex on a GPU if installed.",
+        "Whose LayerNorm and AdamW: NVIDIA apex's; torch's LayerNorm and our AdamW (torch's own on CPUs and "
+        "without a compiler); or apex's on a GPU if it is installed.",
     )
 
 

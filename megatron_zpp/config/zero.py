@@ -95,7 +95,7 @@ class ZeroConfig(Options):
     @property
     def hpz(self) -> bool:
         """Whether groups of ranks keep the weights between the gathers of a step."""
-        return self.zero_hpz_partition_size != "1"
+        return self.zero_hpz_partition_size == "auto" or int(self.zero_hpz_partition_size) > 1
 
     @property
     def quantizes(self) -> bool:

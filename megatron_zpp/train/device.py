@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -22,6 +22,11 @@ class Device:
     device: torch.device
     fused_backend: Literal["apex", "torch"]
     operations: Operations | None
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """What all ranks must have found alike: their states are to stay equal bit for bit."""
+        compiled = self.operations is not None and self.operations.compiled
+        return {"kernels": {"fused_backend": self.fused_backend, "compiled": compiled}}
 
 
 def prepare_device(config: Config, topology: Topology) -> Device:

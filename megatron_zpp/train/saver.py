@@ -82,8 +82,8 @@ def restore(config: CheckpointConfig, engine: ZeroEngine, tokenizer: dict[str, A
     if config.finetune:
         return Progress(), f" loaded the weights of {checkpoint}; starting at iteration 0"
     without = "" if with_optimizer else " without the optimizer's state"
-    if with_optimizer and engine.feeds_back and not keeps_errors(checkpoint, read_state(checkpoint), engine):
-        without = " without what error feedback had kept, which fits as many nodes and ranks alone"
+    if with_optimizer and engine.feeds_back and not keeps_errors(read_state(checkpoint), engine):
+        without = " without what error feedback had kept, which fits the same nodes, ranks and blocks alone"
     return progress, (
         f" loaded {checkpoint}{without}; going on at iteration {progress.iteration}, "
         f"{progress.consumed_samples} samples"

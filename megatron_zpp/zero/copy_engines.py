@@ -56,4 +56,5 @@ class SymmetricMemory:
 
     def close(self) -> None:
         """The inverse of `register`, before the buffers are freed."""
+        torch.cuda.synchronize()  # a step starts gathers for the next one
         self._backend.deregister_mem_pool(self._pool)

@@ -134,6 +134,9 @@ class ZeroEngine:
         self._gathers.publish(self._adamw.step(learning_rate, scale * shrink, found_inf))
         self._reductions.release()
         self.loss_scale.update(found_inf)
+        if self.loss_scale.dynamic and self.feeds_back:
+            for unit in self.units:  # what was lost is owed in units of the next scale
+                unit.error.mul_(self.loss_scale.scale / scale)
         return StepResult(grad_norm, found_inf, scale)
 
     def close(self) -> None:
@@ -199,6 +202,14 @@ class ZeroEngine:
     def feeds_back(self) -> bool:
         """Whether reductions keep what they lost (--zero-gradient-error-feedback)."""
         return self.units[0].error is not None
+
+    @property
+    def error_layout(self) -> list[int]:
+        """What the errors of two runs must have in common to be of use to both; empty without feedback."""
+        if not self.feeds_back:
+            return []
+        grid = [self.topology.nodes, self.topology.local_world_size]
+        return [*grid, self._communication.reduction.block, *(unit.error.numel() for unit in self.units)]
 
     def errors(self) -> Iterator[tuple[str, Tensor]]:
         """(unit, what every rank's sums of it lost: (ranks, elements) bf16); none without feedback.

@@ -39,14 +39,18 @@ class LossScale:
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps."""
         return {
+            "dynamic": self.dynamic,
             "scale": self.scale.item(),
             "clean_steps": self._clean_steps.item(),
             "patience": self._patience.item(),
         }
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Goes on from `state`; a fixed scale stays what the command line says."""
-        if self.dynamic:
+        """Goes on from `state`; a fixed scale stays what the command line says.
+
+        A dynamic one begins anew behind a run that had none, whose state says nothing of it.
+        """
+        if self.dynamic and state.get("dynamic", True):
             self.scale.fill_(state["scale"])
             self._clean_steps.fill_(state["clean_steps"])
             self._patience.fill_(state["patience"])

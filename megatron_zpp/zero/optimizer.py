@@ -90,7 +90,10 @@ class OffloadedAdamW:
         """See AdamW.step."""
         arrived = [self._bring(unit.gradients, gradients) for unit, gradients in self._pairs(self._gradients)]
         divisor, found_inf = divisor.cpu(), found_inf.cpu()
-        self.steps += 1 - found_inf
+        if found_inf.item():  # what is published stays, and so does the rest
+            yield from self._units
+            return
+        self.steps += 1
         for index, unit in enumerate(self._units):
             arrived[index].synchronize()
             self._update(

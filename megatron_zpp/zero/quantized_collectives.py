@@ -93,6 +93,11 @@ class QuantizedReduction:
             self._sending = [Pending(), Pending()]  # the work that reads each of `_sums`
             self._turn = 0
 
+    @property
+    def block(self) -> int:
+        """Elements that share a scale."""
+        return self._format.block
+
     def error_numel(self, layout: FlatLayout) -> int:
         """Elements of what hop 2 can lose of a unit on this rank; 0 where there is no such hop."""
         return self._nodes * layout.shard_numel if self._two_hops else 0
@@ -101,16 +106,16 @@ class QuantizedReduction:
         self, full: Tensor, shard: Tensor, *, add: bool, error: Tensor | None = None
     ) -> Pending:
         """See Reduction. `error` (error_numel,) is laid out by chunks."""
-        pending = Pending()
+        pending = []
         for chunk in self._chunks(len(shard)):
             slices = full.view(-1, len(shard))[:, chunk.start : chunk.stop]  # row r is for rank r
             owned = shard[chunk.start : chunk.stop]
             if self._two_hops:
                 lost = None if error is None else error[self._nodes * chunk.start : self._nodes * chunk.stop]
-                pending = self._in_two_hops(slices, owned, add, lost)
+                pending.append(self._in_two_hops(slices, owned, add, lost))
             else:
-                pending = self._in_one_hop(slices, owned, add)
-        return pending  # the last one's end is the end of all: a lane works in order
+                pending.append(self._in_one_hop(slices, owned, add))
+        return Pending(lambda: [chunk.wait() for chunk in pending])  # each, since each can fail
 
     @property
     def _two_hops(self) -> bool:

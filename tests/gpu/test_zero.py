@@ -11,6 +11,7 @@ from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.ops.library import load_operations
 from megatron_zpp.zero.theory import arena_bytes, model_state_bytes
 from tests.support import pretrain
 from tests.zero.engines import engine_of
@@ -68,6 +69,24 @@ def test_an_offloaded_optimizer_takes_the_same_steps(stage: int) -> None:
         del engine
     assert curves[1] == pytest.approx(curves[0], rel=2 * torch.finfo(torch.bfloat16).eps)
     assert allocated[0] - allocated[1] >= 12 * elements
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_skipped_step_of_an_offloaded_optimizer_publishes_nothing(quantized: bool) -> None:
+    """The first fp16 step overflows by design, when the staging memory holds no weights yet."""
+    engine = engine_of(
+        MODEL,
+        VOCAB,
+        zero=ZeroConfig(zero_stage=3, zero_offload_optimizer=True, zero_quantized_weights=quantized),
+        precision=PrecisionConfig(fp16=True),
+        device="cuda",
+        operations=load_operations("cuda", require_kernels=True, say=print),
+    )
+    before = [unit.published.clone() for unit in engine.units]
+    tokens = torch.randint(VOCAB, (4, 129), device="cuda")
+    engine.accumulate(tokens, index=0, micro_batches=1)
+    assert engine.step(1e-3).skipped
+    assert all(torch.equal(unit.published, old) for unit, old in zip(engine.units, before, strict=True))
 
 
 FULL = RecomputeConfig(recompute_granularity="full", recompute_method="uniform")

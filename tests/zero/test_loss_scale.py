@@ -49,3 +49,10 @@ def test_state_round_trips() -> None:
     second.load_state(first.state())
     later = (False, False, False, True, True)
     assert scales(first, *later) == scales(second, *later)
+
+
+def test_a_dynamic_scale_begins_anew_behind_a_run_that_had_none() -> None:
+    state = LossScale(PrecisionConfig(bf16=True), torch.device("cpu")).state()
+    scale = LossScale(PrecisionConfig(fp16=True, initial_loss_scale=2.0**16), torch.device("cpu"))
+    scale.load_state(state)
+    assert scale.scale == 2.0**16

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.checkpoint.store import Progress, load_checkpoint, save_checkpoint
+from megatron_zpp.checkpoint.store import Progress, keeps_errors, load_checkpoint, read_state, save_checkpoint
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
@@ -373,6 +373,11 @@ def resumed(topology: Topology, directory: str) -> tuple[list[float], list[float
     path = save_checkpoint(directory, first, Progress(2, 16), config={}, tokenizer={}, with_optimizer=True)
     dist.barrier()
     load_checkpoint(path, second, {}, with_optimizer=True)
+    other_blocks = build(topology, zero | {"zero_quantization_block": 64})
+    assert keeps_errors(read_state(path), second)
+    assert not keeps_errors(read_state(path), other_blocks)
+    load_checkpoint(path, other_blocks, {}, with_optimizer=True)
+    assert not any(unit.error.any() for unit in other_blocks.units)
     errors = [(a.error, b.error) for a, b in zip(first.units, second.units, strict=True)]
     came = any(a.any() for a, _ in errors) and all(torch.equal(a, b) for a, b in errors)
     return whole[2:], run(second, range(2, 4)), came
