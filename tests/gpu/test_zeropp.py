@@ -5,6 +5,7 @@ import torch
 
 from tests.gpu.ranks import on_gpus
 from tests.zero import test_quantized as cases
+from tests.zero import test_quantized_reduction as reductions
 
 GPUS = torch.cuda.device_count()
 GRIDS = [(1, 1), (1, 2), (2, 1), (2, 2)]  # nodes × ranks of a node; nodes share the GPUs
@@ -26,7 +27,7 @@ def test_every_pass_sees_the_same_bits_on_every_rank(nodes: int, local: int) -> 
 @pytest.mark.parametrize(("nodes", "local"), GRIDS)
 def test_reductions_are_sums_over_all_ranks(nodes: int, local: int) -> None:
     needs(local)
-    cases.check_reduced(nodes, local, on_gpus(nodes, local, cases.reduce))
+    reductions.check_reduced(nodes, local, on_gpus(nodes, local, reductions.reduce))
 
 
 @pytest.mark.parametrize(("nodes", "local"), [(1, 2), (2, 2)])

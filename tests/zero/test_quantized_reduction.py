@@ -1,0 +1,136 @@
+"""qgZ's reduction on its own: sums over every grid of nodes × ranks, and what error feedback gives back."""
+
+import dataclasses
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_zpp.ops.formats import Format
+from megatron_zpp.zero import quantized_collectives
+from megatron_zpp.zero.flat_layout import FlatLayout
+from megatron_zpp.zero.lane import Lane
+from megatron_zpp.zero.quantized_collectives import QuantizedReduction
+from megatron_zpp.zero.topology import Topology
+from megatron_zpp.zero.traffic import TrafficLedger
+from tests.zero.quantizing import operations, this_device
+from tests.zero.ranks import on_ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduced:
+    """One reduction; `same` gradients on all ranks are whole codes of scale 1, and so are sums of them."""
+
+    codes: str
+    shard_numel: int
+    chunk: int
+    dtype: torch.dtype
+    same: bool = False
+
+    @property
+    def format(self) -> Format:
+        return Format(self.codes, 128, torch.float32)
+
+
+REDUCED = (
+    Reduced("int4", 256, 2**18, torch.bfloat16),
+    Reduced("int4", 5 * 256, 256, torch.float32),
+    Reduced("int8", 3 * 256, 512, torch.float16),
+    Reduced("int4", 512, 128, torch.bfloat16, same=True),
+)
+
+
+def both_lanes(topology: Topology) -> list[Lane]:
+    """The lane inside this rank's node and the one between nodes."""
+    ledger = TrafficLedger(topology)
+    groups = topology.node_ranks, topology.counterparts
+    return [Lane(ranks, topology, this_device(), ledger, None) for ranks in groups]
+
+
+def reduce(topology: Topology) -> list[tuple[numpy.ndarray, numpy.ndarray]]:
+    """(this rank's gradients (world, shard), its shard of the reduced ones) of each of REDUCED."""
+    results = []
+    for case in REDUCED:
+        lanes = both_lanes(topology)
+        quantized_collectives._SMALLEST_CHUNK = case.chunk
+        layout = FlatLayout((topology.world_size * case.shard_numel,), 1, topology.world_size)
+        assert layout.shard_numel == case.shard_numel
+        reduction = QuantizedReduction(*lanes, operations(), case.format, [layout])
+        for lane in lanes:
+            lane.ready()
+        generator = torch.Generator().manual_seed(1 if case.same else topology.rank)
+        if case.same:
+            full = torch.randint(-8, 8, (layout.numel,), generator=generator).to(case.dtype)
+            full[:: case.format.block] = -8
+        else:
+            full = torch.randn(layout.numel, generator=generator).to(case.dtype)
+            full[::97] *= 30
+        shard = torch.full((case.shard_numel,), 7.0, device=this_device())
+        reduction.reduce_scatter(full.to(this_device()), shard, add=True).wait()
+        results.append((full.float().view(topology.world_size, -1).numpy(), (shard - 7.0).cpu().numpy()))
+        for lane in lanes:
+            lane.close()
+    return results
+
+
+def check_reduced(nodes: int, local: int, ranks: list[list[tuple[numpy.ndarray, numpy.ndarray]]]) -> None:
+    """A code is off by half a step, one where the other end of the range is clipped: peak / 8 for int4.
+
+    Each rank's message adds its own error, and between nodes each sum's message another one. Gradients that
+    codes hold exactly come out exactly, as many times as there are ranks.
+    """
+    world = nodes * local
+    for case, *results in zip(REDUCED, *ranks, strict=True):
+        gradients = torch.from_numpy(numpy.stack([full for full, _ in results]))  # (from, to, shard)
+        shards = torch.from_numpy(numpy.stack([shard for _, shard in results]))
+        if case.same:
+            assert torch.equal(shards, gradients[0] * world)
+            continue
+        steps = 2 ** (case.format.bits - 1)
+        blocks = gradients.view(nodes, local, world, -1, 128)
+        error = blocks.abs().amax(-1).sum((0, 1)) / steps  # (to, blocks)
+        if nodes > 1 and local > 1:
+            lost_inside = blocks.abs().amax(-1).sum(1) / steps
+            error = error + ((blocks.sum(1).abs().amax(-1) + lost_inside) / steps).sum(0)
+        off = (shards - gradients.sum(0)).view(world, -1, 128).abs()
+        assert (off <= error[..., None] + 1e-4).all(), case
+        assert off.max() > 0, case  # it was quantised
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 3), (3, 2), (4, 1)])
+def test_a_reduction_is_the_sum_over_all_ranks_within_its_formats_error(nodes: int, local: int) -> None:
+    check_reduced(nodes, local, on_ranks(nodes * local, reduce, ranks_per_node=local))
+
+
+def feedback(topology: Topology, steps: int) -> tuple[float, float]:
+    """Largest error of the mean of many reductions of the same gradients, without and with feedback."""
+    format, lanes = Format("int4", 128), both_lanes(topology)
+    layout = FlatLayout((topology.world_size * 1024,), 1, topology.world_size)
+    reduction = QuantizedReduction(*lanes, operations(), format, [layout])
+    # codes of scale 1 that lose nothing in hop 1, but whose sums over a node are not codes of hop 2
+    full = torch.randint(
+        -8, 8, (layout.numel,), generator=torch.Generator().manual_seed(topology.rank)
+    ).float()
+    full[::128] = -8
+    exact = torch.zeros(1024)
+    own = full.clone()
+    dist.all_reduce(own)
+    exact = own.view(topology.world_size, -1)[topology.rank]
+    errors = []
+    for error in (None, torch.zeros(reduction.error_numel(layout), dtype=torch.bfloat16)):
+        shard = torch.zeros(1024)
+        for _ in range(steps):
+            reduction.reduce_scatter(full, shard, add=True, error=error).wait()
+        errors.append((shard / steps - exact).abs().max().item())
+    return errors[0], errors[1]
+
+
+def test_error_feedback_takes_the_bias_out_of_the_second_hop() -> None:
+    """What is lost of one step is in the next, so that after t steps less than a step of the codes is missing
+    in all, from each of the two nodes; bf16 errors are off by 2^-9 of it."""
+    steps = 16
+    for without, with_feedback in on_ranks(4, feedback, steps, ranks_per_node=2):
+        largest_sum = 2 * 8 + 2  # of a node, with what was fed back
+        assert with_feedback <= 2 * (largest_sum / 8) / steps * 1.01 + 1e-3
+        assert with_feedback < without / 4
