@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_zpp.checkpoint.files import commit_directory, write_text
 from megatron_zpp.config.options import refusal
+from megatron_zpp.storage.files import commit_directory, write_text
 from megatron_zpp.zero.engine import MOMENTS, STATE_KINDS, WEIGHTS, ZeroEngine
 
 FORMAT_VERSION = 1

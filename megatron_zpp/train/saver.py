@@ -3,7 +3,6 @@
 import time
 from typing import Any
 
-from megatron_zpp.checkpoint.files import check_writable
 from megatron_zpp.checkpoint.store import (
     Progress,
     find_checkpoint,
@@ -15,6 +14,7 @@ from megatron_zpp.checkpoint.store import (
 from megatron_zpp.config.options import refusal
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.run import CheckpointConfig
+from megatron_zpp.storage.files import check_writable
 from megatron_zpp.train.reporter import Reporter
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.process_group import barrier

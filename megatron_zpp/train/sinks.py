@@ -5,9 +5,9 @@ import math
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_zpp.checkpoint.files import check_writable
 from megatron_zpp.config.options import refusal
 from megatron_zpp.config.run import LoggingConfig
+from megatron_zpp.storage.files import check_writable
 from megatron_zpp.train.metrics import Record
 
 

@@ -31,22 +31,30 @@ def select_device(requested: str, topology: Topology) -> torch.device:
 
 
 @contextmanager
-def process_group(config: DistributedConfig, topology: Topology, device: torch.device) -> Iterator[None]:
-    """Takes the device and joins the other ranks; leaves both at the end. One rank needs no group."""
+def process_group(
+    config: DistributedConfig, topology: Topology, device: torch.device
+) -> Iterator[dist.Store]:
+    """Takes the device and joins the other ranks; leaves both at the end. One rank needs no group.
+
+    Yields a store of keys and values that all ranks share: what they tell each other outside of collectives.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if topology.world_size == 1:
-        yield
+        yield dist.HashStore()
         return
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
+    rank, world_size = topology.rank, topology.world_size
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=config.timeout))
     dist.init_process_group(
         backend,
-        rank=topology.rank,
-        world_size=topology.world_size,
+        store=dist.PrefixStore("collectives", store),
+        rank=rank,
+        world_size=world_size,
         timeout=config.timeout,
         device_id=device if backend == "nccl" else None,
     )
-    yield
+    yield dist.PrefixStore("megatron_zpp", store)
     dist.destroy_process_group()  # not after an error: that would wait for ranks that wait for this one
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_zpp.checkpoint.files import check_writable, write_text
 from megatron_zpp.checkpoint.store import (
     TRACKER,
     Progress,
@@ -21,6 +20,7 @@ from megatron_zpp.checkpoint.store import (
 )
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.storage.files import check_writable, write_text
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.support import ROOT, environment
 from tests.zero.engines import engine_of, weights_of

@@ -1,0 +1,194 @@
+"""Checksums of a file by chunks of equal size: damage has an offset, and a range is checked as it is read.
+
+A chunk's digest is its SHA-256: no flip, cut or shuffle of bytes passes. In JSON the checksums of a file are
+
+    {"bytes": 9437184, "chunk_bytes": 4194304, "sha256": ["9f86d0…", "60303a…", "fd61a0…"]}
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CHUNK_BYTES = 4 << 20
+_HEX = 64  # characters of a SHA-256
+
+
+class DamagedFile(ValueError):
+    """A file is not what was written. The message says which one, where and what."""
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """Size and digests of one file's chunks, the last of which may be short."""
+
+    size: int
+    chunk_bytes: int
+    digests: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As in the module's docstring."""
+        return {"bytes": self.size, "chunk_bytes": self.chunk_bytes, "sha256": list(self.digests)}
+
+    @classmethod
+    def from_json(cls, value: Any, path: Path) -> "Checksums":
+        """The inverse of `to_json`. Raises DamagedFile, naming the `path` that it was read from."""
+        try:
+            found = cls(value["bytes"], value["chunk_bytes"], tuple(value["sha256"]))
+            fits = (
+                type(found.size) is int
+                and type(found.chunk_bytes) is int
+                and found.size >= 0
+                and found.chunk_bytes > 0
+                and len(found.digests) == -(-found.size // found.chunk_bytes)
+                and all(isinstance(digest, str) and len(digest) == _HEX for digest in found.digests)
+            )
+        except (KeyError, TypeError) as error:
+            raise DamagedFile(f"{path}: not the checksums of a file ({error!r})") from None
+        if not fits:
+            raise DamagedFile(f"{path}: not the checksums of a file")
+        return found
+
+
+class ChecksummedWriter:
+    """Writes a file and takes its checksums on the way, so what is summed is what was meant.
+
+    A chunk is summed by a thread of its own while it is written. `finish` makes the file durable.
+    """
+
+    def __init__(self, path: Path, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._file = path.open("wb", buffering=0)
+        self._chunk_bytes, self._size = chunk_bytes, 0
+        self._chunk = bytearray()  # what of the present chunk is not written yet
+        self._digests: list[str] = []
+        self._hasher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksum")
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Appends bytes. Raises OSError as the file system does."""
+        data = memoryview(data).cast("B")
+        while len(data):
+            if not self._chunk and len(data) >= self._chunk_bytes:
+                self._put(data[: self._chunk_bytes])  # no copy
+                data = data[self._chunk_bytes :]
+                continue
+            part = data[: self._chunk_bytes - len(self._chunk)]
+            self._chunk += part
+            data = data[len(part) :]
+            if len(self._chunk) == self._chunk_bytes:
+                self._flush()
+
+    def finish(self) -> Checksums:
+        """Writes the rest and waits until the disk has it. Raises OSError as the file system does."""
+        self._flush()
+        os.fsync(self._file.fileno())
+        self.close()
+        return Checksums(self._size, self._chunk_bytes, tuple(self._digests))
+
+    def close(self) -> None:
+        """Lets go of the file, finished or not."""
+        self._hasher.shutdown()
+        self._file.close()
+
+    def _flush(self) -> None:
+        if self._chunk:
+            self._put(memoryview(self._chunk))
+            self._chunk = bytearray()
+
+    def _put(self, chunk: memoryview) -> None:
+        digest = self._hasher.submit(_digest, chunk)
+        left = chunk
+        while len(left):  # a file system may take less than it is given
+            left = left[self._file.write(left) :]
+        self._digests.append(digest.result())
+        self._size += len(chunk)
+
+
+class VerifiedFile:
+    """Reads ranges of a file whose checksums are known, and checks every chunk that it reads.
+
+    Raises DamagedFile at once for a file that is missing or has another size.
+    """
+
+    def __init__(self, path: Path, checksums: Checksums) -> None:
+        self.path, self._checksums = path, checksums
+        try:
+            self._file = path.open("rb", buffering=0)
+        except FileNotFoundError:
+            raise DamagedFile(f"{path}: missing") from None
+        size = os.fstat(self._file.fileno()).st_size
+        if size != checksums.size:
+            self._file.close()
+            raise DamagedFile(f"{path}: {size} bytes; {checksums.size} were written")
+        self._checked = bytearray(len(checksums.digests))
+        self._held = -1  # the chunk in `_chunk`
+        self._chunk = b""
+
+    def read(self, start: int, length: int) -> Iterator[bytes]:
+        """The bytes from `start` on, in pieces no longer than a chunk."""
+        stop = start + length
+        while start < stop:
+            index, begin = divmod(start, self._checksums.chunk_bytes)
+            piece = self._load(index)[begin : begin + stop - start]
+            if not piece:
+                raise DamagedFile(f"{self.path}: ends at byte {start}; {stop} are asked for")
+            yield piece
+            start += len(piece)
+
+    def check_rest(self) -> None:
+        """Reads and checks the chunks that no `read` has touched."""
+        for index, checked in enumerate(self._checked):
+            if not checked:
+                self._load(index)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def _load(self, index: int) -> bytes:
+        if index == self._held:
+            return self._chunk
+        first = index * self._checksums.chunk_bytes
+        length = min(self._checksums.chunk_bytes, max(self._checksums.size - first, 0))
+        chunk = os.pread(self._file.fileno(), length, first)
+        while 0 < len(chunk) < length:  # a file system may give less than it is asked for
+            more = os.pread(self._file.fileno(), length - len(chunk), first + len(chunk))
+            if not more:
+                break
+            chunk += more
+        if length and _digest(chunk) != self._checksums.digests[index]:
+            raise DamagedFile(
+                f"{self.path}: damaged between bytes {first} and {first + length}: its SHA-256 is not the "
+                "one that was written"
+            )
+        if length:
+            self._checked[index] = 1
+        self._held, self._chunk = index, chunk
+        return chunk
+
+
+def checksums_of(path: Path, chunk_bytes: int = CHUNK_BYTES) -> Checksums:
+    """Of a file as it is. Raises OSError as the file system does."""
+    digests, size = [], 0
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(chunk_bytes):
+            while len(chunk) < chunk_bytes and (more := file.read(chunk_bytes - len(chunk))):
+                chunk += more
+            digests.append(_digest(chunk))
+            size += len(chunk)
+    return Checksums(size, chunk_bytes, tuple(digests))
+
+
+def verify_file(path: Path, checksums: Checksums) -> None:
+    """Raises DamagedFile, with the offset, unless the file is what `checksums` are of."""
+    file = VerifiedFile(path, checksums)
+    try:
+        file.check_rest()
+    finally:
+        file.close()
+
+
+def _digest(chunk: bytes | memoryview) -> str:
+    return hashlib.sha256(chunk).hexdigest()

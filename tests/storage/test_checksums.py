@@ -1,0 +1,95 @@
+"""Checksums by chunk: what is written is summed, every flip and cut is found where it is."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_zpp.storage.checksums import (
+    ChecksummedWriter,
+    Checksums,
+    DamagedFile,
+    VerifiedFile,
+    checksums_of,
+    verify_file,
+)
+
+CHUNK = 16
+
+
+def written(path: Path, pieces: list[bytes]) -> Checksums:
+    writer = ChecksummedWriter(path, CHUNK)
+    for piece in pieces:
+        writer.write(piece)
+    return writer.finish()
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(pieces=st.lists(st.binary(max_size=50), max_size=8))
+def test_sums_what_it_writes_whatever_the_pieces(tmp_path, pieces):
+    checksums = written(tmp_path / "file", pieces)
+    content = b"".join(pieces)
+    assert (tmp_path / "file").read_bytes() == content
+    chunks = [content[first : first + CHUNK] for first in range(0, len(content), CHUNK)]
+    assert checksums.digests == tuple(hashlib.sha256(chunk).hexdigest() for chunk in chunks)
+    assert checksums == checksums_of(tmp_path / "file", CHUNK)
+    assert checksums == Checksums.from_json(checksums.to_json(), tmp_path / "file")
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 48, 50])
+def test_finds_every_flipped_bit_and_every_cut(tmp_path, size):
+    path, content = tmp_path / "file", bytes(range(size))
+    checksums = written(path, [content])
+    verify_file(path, checksums)
+    for bit in range(8 * size):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        first = bit // 8 // CHUNK * CHUNK
+        with pytest.raises(DamagedFile, match=f"{path}: damaged between bytes {first} and "):
+            verify_file(path, checksums)
+    for length in [*range(size), size + 1]:
+        path.write_bytes((content + b"x")[:length])
+        with pytest.raises(DamagedFile, match=f"{path}: {length} bytes; {size} were written"):
+            verify_file(path, checksums)
+    path.unlink()
+    with pytest.raises(DamagedFile, match=f"{path}: missing"):
+        verify_file(path, checksums)
+
+
+def test_reads_any_range_and_checks_no_more_than_its_chunks(tmp_path):
+    path, content = tmp_path / "file", bytes(range(50))
+    checksums = written(path, [content])
+    file = VerifiedFile(path, checksums)
+    for start in range(51):
+        for length in range(51 - start):
+            assert b"".join(file.read(start, length)) == content[start : start + length]
+    with pytest.raises(DamagedFile, match="ends at byte 50; 51 are asked for"):
+        b"".join(file.read(49, 2))
+
+    path.write_bytes(content[:20] + b"x" + content[21:])
+    file = VerifiedFile(path, checksums)
+    assert b"".join(file.read(0, 16)) == content[:16]
+    with pytest.raises(DamagedFile, match="between bytes 16 and 32"):
+        file.check_rest()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [],
+        {},
+        {"bytes": 1},
+        {"bytes": 1, "chunk_bytes": 0, "sha256": []},
+        {"bytes": 20, "chunk_bytes": 16, "sha256": ["a" * 64]},
+        {"bytes": 1, "chunk_bytes": 1, "sha256": ["a"]},
+        {"bytes": "1", "chunk_bytes": 1, "sha256": ["a" * 64]},
+        {"bytes": 1, "chunk_bytes": 1, "sha256": 5},
+    ],
+)
+def test_refuses_what_is_no_checksums(value):
+    with pytest.raises(DamagedFile, match="manifest: not the checksums of a file"):
+        Checksums.from_json(value, Path("manifest"))
