@@ -16,9 +16,9 @@ from megatron_zpp.tokenizer.base import describe
 from megatron_zpp.tokenizer.build import build_tokenizer
 from megatron_zpp.train.device import prepare_device
 from megatron_zpp.train.errors import one_line_errors
+from megatron_zpp.train.restore import check_start
 from megatron_zpp.train.run import train
 from megatron_zpp.train.run_schedule import RunSchedule
-from megatron_zpp.train.saver import check_start
 from megatron_zpp.train.sinks import check_sinks
 from megatron_zpp.zero.agreement import check_agreement
 from megatron_zpp.zero.engine import ZeroEngine
@@ -51,7 +51,7 @@ def main() -> None:
         device = prepare_device(config, topology)
 
     errors = one_line_errors(PROG, topology, debug=debug, every_rank=True)
-    with errors, process_group(config.distributed, topology, device.device):
+    with errors, process_group(config.distributed, topology, device.device) as store:
         check_agreement(config.shared_settings() | device.settings(), topology, device.device)
         with torch.device("meta"):
             model = GPT(
@@ -69,7 +69,7 @@ def main() -> None:
             operations=device.operations,
             timeout=config.distributed.timeout,
         )
-        train(engine, splits, config, schedule, tokenizer)
+        train(engine, splits, config, schedule, tokenizer, store)
         engine.close()
 
 

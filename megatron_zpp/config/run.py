@@ -70,6 +70,15 @@ class CheckpointConfig(Options):
         None, "Iterations between checkpoints; one is always written at the end.", at_least=1
     )
     save_optim: bool = option(True, "Write weights only.")
+    async_save: bool = option(
+        False, "Write behind the training, from a copy of the states in CPU memory that is held for it."
+    )
+    keep_last: int | None = option(
+        None, "Remove all but so many newest checkpoints, once the newest is read back.", at_least=1
+    )
+    keep_every: int | None = option(
+        None, "With --keep-last: also keep those of iterations that are a multiple of this.", at_least=1
+    )
     load: str | None = option(
         None, "Directory to go on from. Equal to --save and still empty: start from the beginning."
     )
@@ -86,9 +95,13 @@ class CheckpointConfig(Options):
             for given, flag in (
                 (self.save_interval, "--save-interval"),
                 (not self.save_optim, "--no-save-optim"),
+                (self.async_save, "--async-save"),
+                (self.keep_last, "--keep-last"),
             ):
                 if given:
                     raise refusal(flag, "(given)" if given is True else given, "needs --save DIRECTORY")
+        if self.keep_every and not self.keep_last:
+            raise refusal("--keep-every", self.keep_every, "needs --keep-last K; without it all are kept")
         if self.load is None:
             given = {
                 "--ckpt-step": self.ckpt_step,

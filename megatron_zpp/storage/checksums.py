@@ -7,7 +7,7 @@ A chunk's digest is its SHA-256: no flip, cut or shuffle of bytes passes. In JSO
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 CHUNK_BYTES = 4 << 20
 _HEX = 64  # characters of a SHA-256
+Runner = Callable[[Callable[[int], None], Iterable[int]], Iterable[None]]  # map, or a thread pool's
 
 
 class DamagedFile(ValueError):
@@ -109,7 +110,7 @@ class ChecksummedWriter:
 class VerifiedFile:
     """Reads ranges of a file whose checksums are known, and checks every chunk that it reads.
 
-    Raises DamagedFile at once for a file that is missing or has another size.
+    Raises DamagedFile at once for a file that is missing or has another size. Threads may share it.
     """
 
     def __init__(self, path: Path, checksums: Checksums) -> None:
@@ -123,59 +124,62 @@ class VerifiedFile:
             self._file.close()
             raise DamagedFile(f"{path}: {size} bytes; {checksums.size} were written")
         self._checked = bytearray(len(checksums.digests))
-        self._held = -1  # the chunk in `_chunk`
-        self._chunk = b""
 
-    def read(self, start: int, length: int) -> Iterator[bytes]:
-        """The bytes from `start` on, in pieces no longer than a chunk."""
-        stop = start + length
-        while start < stop:
-            index, begin = divmod(start, self._checksums.chunk_bytes)
-            piece = self._load(index)[begin : begin + stop - start]
-            if not piece:
-                raise DamagedFile(f"{self.path}: ends at byte {start}; {stop} are asked for")
-            yield piece
-            start += len(piece)
+    def read_into(self, start: int, target: memoryview, run: Runner = map) -> None:
+        """Fills `target` (bytes) with what the file has from `start` on; `run` may be a thread pool's map."""
+        stop, size = start + len(target), self._checksums.chunk_bytes
+        if stop > self._checksums.size:
+            raise DamagedFile(f"{self.path}: {self._checksums.size} bytes; bytes up to {stop} are asked for")
 
-    def check_rest(self) -> None:
-        """Reads and checks the chunks that no `read` has touched."""
-        for index, checked in enumerate(self._checked):
-            if not checked:
-                self._load(index)
+        def read(index: int) -> None:
+            first = index * size
+            chunk = range(first, min(first + size, self._checksums.size))
+            begin, end = max(start, chunk.start), min(stop, chunk.stop)
+            part = target[begin - start : end - start]
+            if len(part) == len(chunk):
+                self._load(index, part)
+            else:
+                whole = memoryview(bytearray(len(chunk)))
+                self._load(index, whole)
+                part[:] = whole[begin - first : end - first]
+
+        if start < stop:
+            list(run(read, range(start // size, -(-stop // size))))
+
+    def check_rest(self, run: Runner = map) -> None:
+        """Reads and checks the chunks that no `read_into` has touched."""
+        size = self._checksums.chunk_bytes
+
+        def check(index: int) -> None:
+            if not self._checked[index]:
+                self._load(index, memoryview(bytearray(min(size, self._checksums.size - index * size))))
+
+        list(run(check, range(len(self._checked))))
 
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
 
-    def _load(self, index: int) -> bytes:
-        if index == self._held:
-            return self._chunk
-        first = index * self._checksums.chunk_bytes
-        length = min(self._checksums.chunk_bytes, max(self._checksums.size - first, 0))
-        chunk = os.pread(self._file.fileno(), length, first)
-        while 0 < len(chunk) < length:  # a file system may give less than it is asked for
-            more = os.pread(self._file.fileno(), length - len(chunk), first + len(chunk))
-            if not more:
-                break
-            chunk += more
-        if length and _digest(chunk) != self._checksums.digests[index]:
+    def _load(self, index: int, target: memoryview) -> None:
+        first, done = index * self._checksums.chunk_bytes, 0
+        while done < len(target):  # a file system may give less than it is asked for
+            count = os.preadv(self._file.fileno(), [target[done:]], first + done)
+            if count == 0:
+                raise DamagedFile(f"{self.path}: became shorter while it was read")
+            done += count
+        if _digest(target) != self._checksums.digests[index]:
             raise DamagedFile(
-                f"{self.path}: damaged between bytes {first} and {first + length}: its SHA-256 is not the "
-                "one that was written"
+                f"{self.path}: damaged between bytes {first} and {first + len(target)}: its SHA-256 is not "
+                "the one that was written"
             )
-        if length:
-            self._checked[index] = 1
-        self._held, self._chunk = index, chunk
-        return chunk
+        self._checked[index] = 1
 
 
 def checksums_of(path: Path, chunk_bytes: int = CHUNK_BYTES) -> Checksums:
     """Of a file as it is. Raises OSError as the file system does."""
     digests, size = [], 0
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         while chunk := file.read(chunk_bytes):
-            while len(chunk) < chunk_bytes and (more := file.read(chunk_bytes - len(chunk))):
-                chunk += more
             digests.append(_digest(chunk))
             size += len(chunk)
     return Checksums(size, chunk_bytes, tuple(digests))

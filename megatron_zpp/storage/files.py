@@ -14,24 +14,30 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+def write_durably(path: Path, content: bytes) -> None:
+    """Writes a file that survives a power cut, but for its name: that is its directory's."""
+    path.write_bytes(content)
+    fsync(path)
+
+
 def write_text(path: Path, text: str) -> None:
     """Replaces `path` by a file that holds `text`, in one step."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text)
-    fsync(partial)
+    write_durably(partial, text.encode())
     os.replace(partial, path)
     fsync(path.parent)
 
 
-def commit_directory(partial: Path, final: Path) -> None:
-    """Gives a finished directory its final name; one that had the name before is removed afterwards."""
-    for file in partial.iterdir():
-        fsync(file)
+def commit_directory(partial: Path, final: Path, retired: Path) -> None:
+    """Gives a directory of durable files its final name; one that had the name before is removed afterwards.
+
+    Between the two renames the previous one is whole under the name `retired`.
+    """
     fsync(partial)
-    retired = final.with_name(f"{final.name}.retired")
     if final.exists():
+        shutil.rmtree(retired, ignore_errors=True)
         os.replace(final, retired)
-    os.replace(partial, final)  # a job killed here leaves the previous checkpoints whole
+    os.replace(partial, final)
     fsync(final.parent)
     shutil.rmtree(retired, ignore_errors=True)
 

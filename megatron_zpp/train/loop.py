@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.store import Progress
+from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.config.root import Config
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.open import Splits
@@ -57,15 +57,18 @@ class Trainer:
                 self._interval.watch.pause()
                 if self._progress.iteration % self._config.evaluation.eval_interval == 0:
                     self._evaluate("valid")
+                self._saver.after_step()
                 if self._saver.due(self._progress):
                     self._saver.save(self._progress)
                 if reason := self._exit_reason():
                     self._saver.save(self._progress)
+                    self._saver.finish()
                     self._reporter.say(f" exiting at iteration {self._progress.iteration}: {reason}")
                     return self._progress
         self._saver.save(self._progress)
         self._evaluate("valid")
         self._evaluate("test")
+        self._saver.finish()
         return self._progress
 
     def _batches(self) -> MicroBatches:
@@ -90,6 +93,7 @@ class Trainer:
             seed_dropout(self._config.training.seed, first_sample)
             losses += self._engine.accumulate(next(batches), index=index, micro_batches=micro_batches)
         samples = schedule.global_batch_size_at(consumed)
+        self._saver.before_step()
         result = self._engine.step(self._schedule.learning_rate(consumed))
         self._progress = replace(
             self._progress, iteration=self._progress.iteration + 1, consumed_samples=consumed + samples

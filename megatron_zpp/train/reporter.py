@@ -32,6 +32,10 @@ class Reporter:
         if self._console:
             self._console.say(text)
 
+    def warn(self, text: str) -> None:
+        """A line about something that went wrong and does not end the run."""
+        self.say(f" WARNING: {text}")
+
     def step_done(self) -> None:
         """One more iteration."""
         if self._console:

@@ -4,23 +4,33 @@ import platform
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from megatron_zpp.checkpoint.store import Progress
+from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.config.root import Config
 from megatron_zpp.data.open import Splits
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.train.loop import Trainer
 from megatron_zpp.train.metrics import Throughput
 from megatron_zpp.train.reporter import Reporter
+from megatron_zpp.train.restore import restore
 from megatron_zpp.train.run_schedule import RunSchedule
-from megatron_zpp.train.saver import Saver, restore
+from megatron_zpp.train.saver import Saver
 from megatron_zpp.zero.engine import ZeroEngine
 
 
 def train(
-    engine: ZeroEngine, splits: Splits, config: Config, schedule: RunSchedule, tokenizer: dict[str, Any]
+    engine: ZeroEngine,
+    splits: Splits,
+    config: Config,
+    schedule: RunSchedule,
+    tokenizer: dict[str, Any],
+    store: dist.Store,
 ) -> Progress:
-    """Goes on from --load, or begins, and trains to the end; `tokenizer` describes the one of the data."""
+    """Goes on from --load, or begins, and trains to the end; `tokenizer` describes the one of the data.
+
+    `store` is what all ranks share beside their collectives.
+    """
     dtype = config.precision.compute_dtype(engine.device.type)
     throughput = Throughput.of(
         config.model,
@@ -30,7 +40,7 @@ def train(
         dtype=dtype,
         peak=config.logging.device_peak_tflops,
     )
-    progress, start_line = restore(config.checkpoint, engine, tokenizer)
+    progress, start_lines = restore(config, engine, tokenizer, store)
     reporter = Reporter(
         config.logging,
         config.to_json(),
@@ -39,12 +49,11 @@ def train(
         done=progress.iteration,
     )
     with reporter:
-        for line in _head(engine, splits, config, tokenizer, dtype):
+        for line in (*_head(engine, splits, config, tokenizer, dtype), *start_lines):
             reporter.say(line)
-        reporter.say(start_line)
         if progress.iteration >= schedule.iterations:
             reporter.say(f" the run is complete: iteration {progress.iteration} of {schedule.iterations}")
-        saver = Saver(engine, config, tokenizer, reporter, progress)
+        saver = Saver(engine, config, tokenizer, reporter, store, progress)
         return Trainer(engine, splits, config, schedule, throughput, reporter, saver, progress).run()
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.store import find_checkpoint, open_tensors, read_state
+from megatron_zpp.checkpoint.directory import candidates
+from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import REQUIRED, Options, option, parse_options, refusal
 from megatron_zpp.config.root import Config
@@ -52,17 +53,15 @@ def main() -> None:
 
 def load_model(directory: str, iteration: int | None) -> tuple[GPT, Tokenizer]:
     """The model of a checkpoint on the CPU in fp32, and the tokenizer that it was trained with."""
-    checkpoint = find_checkpoint(directory, iteration)
+    checkpoint = next(iter(candidates(directory, iteration)), None)
     if checkpoint is None:
         raise refusal("--load", directory, "holds no checkpoint")
-    state = read_state(checkpoint)
-    config = Config.from_json(state["config"])
-    tokenizer = build_tokenizer(config.tokenizer)
-    with torch.device("meta"):
-        model = GPT(config.model, tokenizer.vocab_size)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    with open_tensors(checkpoint / "weights.safetensors", shapes) as weights:
-        model.load_state_dict({name: weights.get_tensor(name) for name in shapes}, assign=True)
+    with CheckpointReader(checkpoint) as reader:
+        config = Config.from_json(reader.state["config"])
+        tokenizer = build_tokenizer(config.tokenizer)
+        with torch.device("meta"):
+            model = GPT(config.model, tokenizer.vocab_size)
+        model.load_state_dict(reader.parameters(), assign=True)
     return model.eval(), tokenizer
 
 

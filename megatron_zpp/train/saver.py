@@ -1,27 +1,29 @@
-"""When a run saves, and what it starts from."""
+"""When a run saves and what becomes of it."""
 
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
-from megatron_zpp.checkpoint.store import (
-    Progress,
-    find_checkpoint,
-    keeps_errors,
-    load_checkpoint,
-    read_state,
-    save_checkpoint,
-)
-from megatron_zpp.config.options import refusal
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_zpp.checkpoint.directory import checkpoint_path, committed, remove_old
+from megatron_zpp.checkpoint.exchange import Exchange
+from megatron_zpp.checkpoint.snapshot import Snapshot
+from megatron_zpp.checkpoint.states import Progress, describe_state, errors_of, shards_of
+from megatron_zpp.checkpoint.write import SaveFailed, write_checkpoint
 from megatron_zpp.config.root import Config
-from megatron_zpp.config.run import CheckpointConfig
-from megatron_zpp.storage.files import check_writable
 from megatron_zpp.train.reporter import Reporter
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.process_group import barrier
 
 
 class Saver:
-    """Writes checkpoints on rank 0 while the other ranks wait."""
+    """Writes checkpoints of all ranks: while they wait, or with --async-save behind the training.
+
+    A save that fails is said loudly and the training goes on, since the checkpoints before are whole; only
+    `finish` turns it into an error, when the newest state of a run that ends could not be saved.
+    """
 
     def __init__(
         self,
@@ -29,62 +31,94 @@ class Saver:
         config: Config,
         tokenizer: dict[str, Any],
         reporter: Reporter,
+        store: dist.Store,
         start: Progress,
     ) -> None:
-        self._engine, self._tokenizer, self._reporter = engine, tokenizer, reporter
-        self._checkpoint, self._saved_config = config.checkpoint, config.to_json()
+        self._engine, self._tokenizer, self._reporter, self._store = engine, tokenizer, reporter, store
+        self._settings, self._saved_config = config.checkpoint, config.to_json()
+        self._timeout = config.distributed.timeout
         self._newest = start if config.checkpoint.save == config.checkpoint.load else None
+        self._saves = 0
+        self._failure: SaveFailed | None = None
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
+        self._writing: Future[str] | None = None
+        self._snapshot: Snapshot | None = None
+        if config.checkpoint.async_save:
+            self._snapshot = Snapshot(self._shards() | errors_of(engine))
 
     def due(self, progress: Progress) -> bool:
         """Whether --save-interval ends here."""
-        interval = self._checkpoint.save_interval
+        interval = self._settings.save_interval
         return bool(interval) and progress.iteration % interval == 0
 
     def save(self, progress: Progress) -> None:
-        """Saves `progress` unless --save is not given or it is saved already."""
-        if self._checkpoint.save is None or progress == self._newest:
+        """Saves `progress`, or begins to, unless --save is not given or it is saved already.
+
+        At most one save is under way: the one before is waited for.
+        """
+        if self._settings.save is None or progress == self._newest:
             return
-        started = time.perf_counter()
-        path = save_checkpoint(
-            self._checkpoint.save,
+        self._wait()
+        self._newest = progress
+        shards, errors = self._shards(), errors_of(self._engine)
+        state = describe_state(
             self._engine,
             progress,
+            with_optimizer=self._settings.save_optim,
             config=self._saved_config,
             tokenizer=self._tokenizer,
-            with_optimizer=self._checkpoint.save_optim,
         )
-        barrier(self._engine.topology)
-        self._reporter.say(f" saved {path} in {time.perf_counter() - started:.1f} s")
-        self._newest = progress
+        if self._snapshot is None:
+            self._report(lambda: self._write(progress, shards | errors, state))
+            return
+        snapshot = self._snapshot
+        snapshot.take(shards, urgent=errors)
+        self._writing = self._writer.submit(lambda: self._write(progress, snapshot.wait(), state))
 
+    def before_step(self) -> None:
+        """To be called before states change: what is being saved is copied first."""
+        if self._snapshot is not None:
+            self._snapshot.settle()
 
-def check_start(config: CheckpointConfig) -> None:
-    """Refuses, before anything is built, a --load to start from or a --save to write to that cannot be."""
-    if config.save:
-        check_writable("--save", config.save)
-    if config.load is None or find_checkpoint(config.load, config.ckpt_step) is not None:
-        return
-    if config.exit_on_missing_checkpoint:
-        raise refusal("--load", config.load, "holds no checkpoint, and --exit-on-missing-checkpoint is given")
-    if config.load != config.save:
-        raise refusal(
-            "--load", config.load, "holds no checkpoint; only a --load equal to --save may still be empty"
-        )
+    def after_step(self) -> None:
+        """Says how a save behind the training went, once it is done."""
+        if self._writing is not None and self._writing.done():
+            self._wait()
 
+    def finish(self) -> None:
+        """Waits for what is being written. Raises SaveFailed when the last save did not come about."""
+        self._wait()
+        self._writer.shutdown()
+        if self._failure is not None:
+            raise self._failure
 
-def restore(config: CheckpointConfig, engine: ZeroEngine, tokenizer: dict[str, Any]) -> tuple[Progress, str]:
-    """Where the run starts, with a line that says so."""
-    checkpoint = find_checkpoint(config.load, config.ckpt_step) if config.load else None
-    if checkpoint is None:
-        return Progress(), " starting from initial weights"
-    with_optimizer = config.load_optim and not config.finetune
-    progress = load_checkpoint(checkpoint, engine, tokenizer, with_optimizer=with_optimizer)
-    if config.finetune:
-        return Progress(), f" loaded the weights of {checkpoint}; starting at iteration 0"
-    without = "" if with_optimizer else " without the optimizer's state"
-    if with_optimizer and engine.feeds_back and not keeps_errors(read_state(checkpoint), engine):
-        without = " without what error feedback had kept, which fits the same nodes, ranks and blocks alone"
-    return progress, (
-        f" loaded {checkpoint}{without}; going on at iteration {progress.iteration}, "
-        f"{progress.consumed_samples} samples"
-    )
+    def _shards(self) -> dict[str, Tensor]:
+        return shards_of(self._engine, with_optimizer=self._settings.save_optim)
+
+    def _write(self, progress: Progress, tensors: dict[str, Tensor], state: dict[str, Any]) -> str:
+        """Writes one checkpoint from all ranks and says so; on any thread."""
+        started = time.perf_counter()
+        settings = self._settings
+        directory = Path(settings.save)
+        exchange = Exchange(self._store, self._engine.topology, self._timeout, f"save/{self._saves}")
+        self._saves += 1
+        path = checkpoint_path(directory, progress.iteration)
+        write_checkpoint(path, tensors, state, exchange, read_back=settings.keep_last is not None)
+        if settings.keep_last is not None and self._engine.topology.rank == 0:
+            remove_old(directory, settings.keep_last, settings.keep_every)
+        return f" saved {path} in {time.perf_counter() - started:.1f} s"
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            self._report(self._writing.result)
+            self._writing = None
+
+    def _report(self, outcome: Any) -> None:
+        try:
+            self._reporter.say(outcome())
+            self._failure = None
+        except SaveFailed as failure:
+            self._failure, self._newest = failure, None
+            newest = next(iter(committed(Path(self._settings.save))), None)
+            kept = "there is no checkpoint yet" if newest is None else f"iteration {newest} is the newest"
+            self._reporter.warn(f"a checkpoint could not be saved: {failure}; {kept}; the training goes on")

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.zero.lane import Lane, Pending, all_gather_single, copy
+from megatron_zpp.zero.lane import Lane, Pending, copy
 from megatron_zpp.zero.topology import Topology
 
 
@@ -106,15 +106,6 @@ class PlainReduction:
             return
         for index, part in enumerate(parts):
             shard.add_(part) if add or index else shard.copy_(part)
-
-
-def gather_now(shard: Tensor, topology: Topology) -> Tensor:
-    """Every rank's `shard` (n,) in a new buffer (ranks · n,); outside of steps, and not in the ledger."""
-    full = shard.new_empty(topology.world_size * len(shard))
-    if topology.world_size == 1:
-        return full.copy_(shard)
-    all_gather_single(full, shard)
-    return full
 
 
 def sum_over_ranks(value: Tensor, topology: Topology) -> Tensor:

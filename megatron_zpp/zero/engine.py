@@ -1,6 +1,6 @@
 """Holds the model states of a run, sharded as far as the ZeRO stage says, and takes optimizer steps."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -12,7 +12,7 @@ from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.build import Initialize, UnitBuilder, layouts_of
-from megatron_zpp.zero.collectives import gather_now, sum_over_ranks
+from megatron_zpp.zero.collectives import sum_over_ranks
 from megatron_zpp.zero.communication import build_communication
 from megatron_zpp.zero.flat_layout import SHARD_MULTIPLE
 from megatron_zpp.zero.gathers import Gathers, Phase
@@ -175,25 +175,29 @@ class ZeroEngine:
         """Steps that AdamW has taken: skipped ones do not count."""
         return int(self._adamw.steps.item())
 
-    def states(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """(parameter name, whole fp32 tensor) of the weights or a moment, a unit at a time.
+    def shards(self, kind: str) -> list[Tensor]:
+        """This rank's shard (shard_numel,) fp32 of the weights or a moment, by unit: not a copy.
 
-        Every rank must run through it, since sharded states are gathered; a tensor is good until the next.
+        At stage 0, where every rank has all, the shard that it would have at other stages.
         """
-        for unit, flat in zip(self.units, self._flats(kind), strict=True):
-            whole = flat if unit.whole else gather_now(flat.to(self.device), self.topology)
-            yield from zip(unit.names, unit.views(whole), strict=True)
+        flats = zip(self.units, self._flats(kind), strict=True)
+        owned = (unit.layout.shard(self.topology.rank) for unit in self.units)
+        return [
+            flat[shard.start : shard.stop] if unit.whole else flat
+            for (unit, flat), shard in zip(flats, owned, strict=True)
+        ]
 
-    def load_states(self, kind: str, read: Callable[[str], Tensor]) -> None:
-        """Takes over the weights or a moment; `read(name)` gives a parameter's whole tensor.
+    def load_states(self, kind: str, read: Callable[[int, range], Tensor]) -> None:
+        """Takes over the weights or a moment; `read(unit, elements)` gives a part of a unit's flat buffer.
 
-        Asks only for parameters of which this rank holds a part.
+        Elements behind the last parameter are not asked for. They are zero and stay zero.
         """
-        for unit, flat in zip(self.units, self._flats(kind), strict=True):
+        for index, (unit, flat) in enumerate(zip(self.units, self._flats(kind), strict=True)):
             unit.slot.wait()  # a gather ahead may still be reading what is published
-            needed = {piece.parameter for piece in unit.layout.pieces(unit.owned)}
-            for index in sorted(needed):
-                unit.load(flat, index, read(unit.names[index]))
+            stop = min(unit.owned.stop, unit.layout.offsets[-1])
+            if unit.owned.start < stop:
+                elements = range(unit.owned.start, stop)
+                flat[: len(elements)].copy_(read(index, elements))
             if kind == WEIGHTS:
                 self._communication.gather.publish(unit.master, unit.published)
                 unit.changed()
@@ -210,20 +214,6 @@ class ZeroEngine:
             return []
         grid = [self.topology.nodes, self.topology.local_world_size]
         return [*grid, self._communication.reduction.block, *(unit.error.numel() for unit in self.units)]
-
-    def errors(self) -> Iterator[tuple[str, Tensor]]:
-        """(unit, what every rank's sums of it lost: (ranks, elements) bf16); none without feedback.
-
-        Every rank must run through it. What a rank lost is of use to the same rank alone.
-        """
-        for index, unit in enumerate(self.units if self.feeds_back else ()):
-            everyone = gather_now(unit.error, self.topology)
-            yield f"unit_{index}", everyone.view(self.topology.world_size, -1)
-
-    def load_errors(self, read: Callable[[str], Tensor]) -> None:
-        """Takes over what `errors` gave, of a run of as many nodes and ranks."""
-        for index, unit in enumerate(self.units):
-            unit.error.copy_(read(f"unit_{index}")[self.topology.rank])
 
     def load_optimizer_steps(self, steps: int) -> None:
         """The inverse of `optimizer_steps`."""

@@ -1,6 +1,7 @@
 """Engines around a small GPT, the same one in every test of the engine."""
 
 import torch
+import torch.distributed as dist
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
@@ -45,6 +46,19 @@ def engine_of(
     )
 
 
+def states_of(engine: ZeroEngine, kind: str) -> dict[str, torch.Tensor]:
+    """A copy of the whole weights, or of a moment, by name. Every rank must call it."""
+    ranks, states = engine.topology.world_size, {}
+    for unit, shard in zip(engine.units, engine.shards(kind), strict=True):
+        shards = [torch.empty_like(shard, device=engine.device) for _ in range(ranks)]
+        if ranks > 1:
+            dist.all_gather(shards, shard.to(engine.device))
+        else:
+            shards = [shard]
+        states |= dict(zip(unit.names, unit.views(torch.cat(shards).clone()), strict=True))
+    return states
+
+
 def weights_of(engine: ZeroEngine) -> dict[str, torch.Tensor]:
     """A copy of the whole master weights by name."""
-    return {name: tensor.clone() for name, tensor in engine.states("weights")}
+    return states_of(engine, "weights")

@@ -1,5 +1,6 @@
 """Runs a function on several ranks, as processes of this machine over gloo."""
 
+import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +20,17 @@ def on_ranks(
     """
     if world == 1:
         return [function(Topology(), *arguments)]
-    results = mp.get_context("spawn").SimpleQueue()
+    multiprocessing.set_forkserver_preload(
+        ["torch", "megatron_zpp.zero.engine"]
+    )  # imported once for all ranks
+    results = mp.get_context("forkserver").SimpleQueue()
     per_node = ranks_per_node or world
-    processes = mp.spawn(
-        _rank, (world, per_node, free_port(), results, function, arguments), nprocs=world, join=False
+    processes = mp.start_processes(
+        _rank,
+        (world, per_node, free_port(), results, function, arguments),
+        nprocs=world,
+        join=False,
+        start_method="forkserver",
     )
     collected = {}
     while not processes.join(timeout=0.05) or not results.empty():

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from megatron_zpp.checkpoint.store import Progress, keeps_errors, load_checkpoint, read_state, save_checkpoint
+from megatron_zpp.checkpoint.read import load_checkpoint
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
@@ -19,7 +18,8 @@ from megatron_zpp.ops.formats import Format
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.engine import WEIGHTS, ZeroEngine
 from megatron_zpp.zero.topology import Topology
-from tests.zero.engines import engine_of
+from tests.checkpoint.saving import TOKENIZER, save
+from tests.zero.engines import engine_of, weights_of
 from tests.zero.quantizing import operations, this_device
 from tests.zero.ranks import on_ranks
 
@@ -88,7 +88,7 @@ def _weights_seen(topology: Topology, engine: ZeroEngine) -> list[dict[str, torc
         for index in range(2):
             engine.accumulate(batch(topology, step), index=index, micro_batches=2)
         engine.evaluate(batch(topology, 9))
-        masters = dict(engine.states(WEIGHTS))
+        masters = weights_of(engine)
         for index, unit in enumerate(engine.units):
             seen[f"{index} master"] = torch.zeros(unit.layout.numel)
             for name, view in zip(unit.names, unit.views(seen[f"{index} master"]), strict=True):
@@ -137,8 +137,8 @@ def secondary_after_load(topology: Topology) -> bool:
     engine = build(topology, QWZ | HPZ | CODES)
     engine.accumulate(batch(topology, 0), index=0, micro_batches=1)
     engine.step(1e-2)
-    saved = {name: tensor.clone() for name, tensor in engine.states(WEIGHTS)}
-    engine.load_states(WEIGHTS, lambda name: saved[name] + 1.0)
+    shards = [2 * shard for shard in engine.shards(WEIGHTS)]
+    engine.load_states(WEIGHTS, lambda unit, elements: shards[unit][: len(elements)])
     return all(as_expected(seen, Format(), topology.world_size) for seen in _weights_seen(topology, engine))
 
 
@@ -166,7 +166,7 @@ def skipped_on_nan(topology: Topology, settings: list[dict[str, Any]]) -> list[t
             handle.remove()
         engine.accumulate(batch(topology, 5), index=0, micro_batches=1)
         skipped.append(engine.step(1e-2).skipped.item())
-        finite = all(torch.isfinite(tensor).all() for _, tensor in engine.states(WEIGHTS))
+        finite = all(torch.isfinite(tensor).all() for tensor in weights_of(engine).values())
         results.append((*skipped, finite))
     return results
 
@@ -235,13 +235,10 @@ def resumed(topology: Topology, directory: str) -> tuple[list[float], list[float
     whole = run(build(topology, zero), range(4))
     first, second = build(topology, zero), build(topology, zero)
     run(first, range(2))
-    path = save_checkpoint(directory, first, Progress(2, 16), config={}, tokenizer={}, with_optimizer=True)
-    dist.barrier()
-    load_checkpoint(path, second, {}, with_optimizer=True)
+    path = save(Path(directory), first)
+    assert load_checkpoint(path, second, TOKENIZER, with_optimizer=True)[1]
     other_blocks = build(topology, zero | {"zero_quantization_block": 64})
-    assert keeps_errors(read_state(path), second)
-    assert not keeps_errors(read_state(path), other_blocks)
-    load_checkpoint(path, other_blocks, {}, with_optimizer=True)
+    assert not load_checkpoint(path, other_blocks, TOKENIZER, with_optimizer=True)[1]
     assert not any(unit.error.any() for unit in other_blocks.units)
     errors = [(a.error, b.error) for a, b in zip(first.units, second.units, strict=True)]
     came = any(a.any() for a, _ in errors) and all(torch.equal(a, b) for a, b in errors)

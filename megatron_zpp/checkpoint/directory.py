@@ -1,0 +1,91 @@
+"""The checkpoints of a run side by side: DIRECTORY/iter_0000100 and so on. Which there are, which may go.
+
+`latest_checkpointed_iteration.txt` beside them says the newest, for people and for Megatron's tools. It is a
+hint: what is there is what is committed.
+"""
+
+import re
+import shutil
+from pathlib import Path
+
+from megatron_zpp.checkpoint.manifest import MARKER, is_committed
+from megatron_zpp.config.options import refusal
+from megatron_zpp.storage.files import write_text
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_NAME = re.compile(r"iter_(\d{7,})(\.retired)?")
+
+
+def checkpoint_path(directory: Path, iteration: int) -> Path:
+    """Where the checkpoint of an iteration lies."""
+    return directory / f"iter_{iteration:07d}"
+
+
+def partial_path(final: Path) -> Path:
+    """Where it lies until it is committed."""
+    return final.with_name(f"{final.name}.partial")
+
+
+def retired_path(final: Path) -> Path:
+    """Where its predecessor of the same iteration lies while the names change."""
+    return final.with_name(f"{final.name}.retired")
+
+
+def committed(directory: Path) -> dict[int, Path]:
+    """The committed checkpoints by iteration, the newest first."""
+    found: dict[int, Path] = {}
+    for path in sorted(directory.glob("iter_*")):  # a name sorts before the same one with .retired
+        match = _NAME.fullmatch(path.name)
+        if match and is_committed(path):
+            found.setdefault(int(match[1]), path)
+    return dict(sorted(found.items(), reverse=True))
+
+
+def candidates(directory: str, iteration: int | None = None) -> list[Path]:
+    """The committed checkpoints, the newest first, or that of `iteration` alone; none in an empty directory.
+
+    Raises ValueError for an iteration that is not there, and when no checkpoint that is there was committed.
+    """
+    root = Path(directory)
+    there = committed(root)
+    if iteration is not None:
+        if iteration not in there:
+            shown = ", ".join(map(str, sorted(there))) or "none"
+            raise refusal("--ckpt-step", iteration, f"not in {directory}; iterations there: {shown}")
+        return [there[iteration]]
+    if not there:
+        for path in sorted(root.glob("iter_*")):
+            if _NAME.fullmatch(path.name):
+                raise refusal(
+                    "--load", directory, f"{path.name} has no {MARKER}: it is damaged or not of this program"
+                )
+    return list(there.values())
+
+
+def write_tracker(directory: Path) -> None:
+    """Makes the tracker name the newest committed checkpoint. Raises OSError as the file system does."""
+    newest = next(iter(committed(directory)), None)
+    path = directory / TRACKER
+    text = f"{newest}\n"
+    if newest is not None and not (path.is_file() and path.read_bytes() == text.encode()):
+        write_text(path, text)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Removes what killed saves left, and replaced checkpoints whose successors stand."""
+    for path in directory.glob("iter_*.partial"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in directory.glob("iter_*.retired"):
+        if is_committed(path.with_suffix("")):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_old(directory: Path, keep_last: int, keep_every: int | None) -> None:
+    """Removes committed checkpoints but the newest `keep_last` and those of multiples of `keep_every`.
+
+    The marker goes first: what a kill leaves is no checkpoint.
+    """
+    for iteration, path in list(committed(directory).items())[keep_last:]:
+        if not keep_every or iteration % keep_every:
+            (path / MARKER).unlink()
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,61 @@
+"""What belongs to a checkpoint and that it is whole: manifest.json, and the marker that is written last.
+
+manifest.json   {"format_version": 2, "files": {NAME: checksums, …}}, checksums as in storage/checksums.py
+COMMITTED       the SHA-256 of manifest.json in hexadecimal, and a newline
+
+A directory without a marker is not a checkpoint; one whose marker, manifest or files disagree is damaged.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_zpp.storage.checksums import Checksums, DamagedFile
+from megatron_zpp.storage.files import write_durably
+
+FORMAT_VERSION = 2
+MANIFEST, MARKER = "manifest.json", "COMMITTED"
+
+
+def write_manifest(directory: Path, files: Mapping[str, Checksums]) -> None:
+    """Writes manifest and marker for files that are durable. Raises OSError as the file system does."""
+    described = {name: checksums.to_json() for name, checksums in files.items()}
+    text = json.dumps({"format_version": FORMAT_VERSION, "files": described}, indent=1) + "\n"
+    write_durably(directory / MANIFEST, text.encode())
+    write_durably(directory / MARKER, _marker(text.encode()))
+
+
+def is_committed(directory: Path) -> bool:
+    """Whether the directory has a marker; whether it is whole, `read_manifest` and reading it tell."""
+    return (directory / MARKER).is_file()
+
+
+def read_manifest(directory: Path) -> dict[str, Checksums]:
+    """The checksums by file name.
+
+    Raises DamagedFile when marker and manifest disagree, ValueError for another version of the format.
+    """
+    path = directory / MANIFEST
+    try:
+        marker, text = (directory / MARKER).read_bytes(), path.read_bytes()
+    except FileNotFoundError as error:
+        raise DamagedFile(f"{error.filename}: missing; {directory} is not a whole checkpoint") from None
+    if marker != _marker(text):
+        raise DamagedFile(f"{path}: not the manifest that {MARKER} was written for; one of them is damaged")
+    try:
+        manifest = json.loads(text)
+        version, files = manifest["format_version"], manifest["files"]
+        names = sorted(files)
+    except (ValueError, TypeError, KeyError) as error:
+        raise DamagedFile(f"{path}: not the manifest of a checkpoint ({error!r})") from None
+    if version != FORMAT_VERSION:
+        raise ValueError(f"{path}: format version {version}; this program reads {FORMAT_VERSION}")
+    for name in names:
+        if name != Path(name).name:
+            raise DamagedFile(f"{path}: names a file outside of the checkpoint: {name!r}")
+    return {name: Checksums.from_json(files[name], path) for name in names}
+
+
+def _marker(manifest: bytes) -> bytes:
+    return hashlib.sha256(manifest).hexdigest().encode() + b"\n"

@@ -1,0 +1,166 @@
+"""Reads a checkpoint of any stage and number of ranks into an engine of any other, and checks all of it."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.checkpoint.manifest import read_manifest
+from megatron_zpp.checkpoint.shard_file import ShardFile
+from megatron_zpp.checkpoint.states import ERROR, Progress, check_state, describe_units, tensor_name
+from megatron_zpp.checkpoint.write import STATE, shard_file_name
+from megatron_zpp.storage.checksums import DamagedFile, verify_file
+from megatron_zpp.zero.engine import MOMENTS, WEIGHTS, ZeroEngine
+
+_THREADS = 4  # that read and check chunks; both leave Python's lock
+
+
+class CheckpointReader:
+    """A committed checkpoint. Use it in a `with` block.
+
+    Raises DamagedFile, naming file and place, for whatever is not as it was written; ValueError for another
+    version of the format.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._checksums = read_manifest(path)
+        if STATE not in self._checksums:
+            raise DamagedFile(f"{path}: its manifest does not name {STATE}")
+        verify_file(path / STATE, self._checksums[STATE])
+        try:
+            self.state: dict[str, Any] = json.loads((path / STATE).read_text())
+            check_state(self.state)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedFile(f"{path / STATE}: not the state of a run ({error!r})") from None
+        self.units: list[dict[str, Any]] = self.state["units"]
+        self.ranks: int = self.state["ranks"]
+        self._files: dict[int, ShardFile] = {}
+        self._pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="checkpoint")
+
+    def __enter__(self) -> "CheckpointReader":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        for file in self._files.values():
+            file.file.close()
+
+    def elements(self, kind: str, unit: int, elements: range) -> Tensor:
+        """Some elements of a unit's flat fp32 buffer of weights or a moment, on the CPU."""
+        found = torch.empty(len(elements))
+        shard = self.units[unit]["shard_numel"]
+        position = elements.start
+        while position < elements.stop:
+            rank, first = divmod(position, shard)
+            count = min(shard - first, elements.stop - position)
+            place = position - elements.start
+            self._file(rank).read_into(
+                tensor_name(kind, unit), first, found[place : place + count], self._pool.map
+            )
+            position += count
+        return found
+
+    def error(self, rank: int, unit: int, numel: int) -> Tensor:
+        """What the sums of a unit on a rank of that run had lost, bf16, on the CPU."""
+        found = torch.empty(numel, dtype=torch.bfloat16)
+        self._file(rank).read_into(tensor_name(ERROR, unit), 0, found, self._pool.map)
+        return found
+
+    def parameters(self) -> dict[str, Tensor]:
+        """All weights by the model's names, fp32, whole: for a program of one process."""
+        whole = {}
+        for index, unit in enumerate(self.units):
+            described = unit["parameters"]
+            numels = {name: _numel(entry["shape"]) for name, entry in described.items()}
+            stop = max(entry["offset"] + numels[name] for name, entry in described.items())
+            flat = self.elements(WEIGHTS, index, range(stop))
+            for name, entry in described.items():
+                offset = entry["offset"]
+                whole[name] = flat[offset : offset + numels[name]].view(entry["shape"]).clone()
+        return whole
+
+    def check_rest(self, reader: int, readers: int) -> None:
+        """Checks what has not been read yet of every `readers`th file; each reader takes its own."""
+        for rank in range(reader, self.ranks, readers):
+            self._file(rank).file.check_rest(self._pool.map)
+
+    def _file(self, rank: int) -> ShardFile:
+        if rank not in self._files:
+            name = shard_file_name(rank)
+            if name not in self._checksums:
+                raise DamagedFile(f"{self.path}: its manifest does not name {name}")
+            self._files[rank] = ShardFile(self.path / name, self._checksums[name])
+        return self._files[rank]
+
+
+def load_checkpoint(
+    path: Path, engine: ZeroEngine, tokenizer: dict[str, Any], *, with_optimizer: bool
+) -> tuple[Progress, bool]:
+    """Puts a checkpoint's states into the engine; every rank reads what it owns, and together they check all.
+
+    Returns its progress, and whether what error feedback had kept fitted this run. Raises DamagedFile, and
+    ValueError when model or tokenizer differ. After either the engine's states are of no use, until another
+    checkpoint is loaded. Sends nothing: ranks may fail apart.
+    """
+    with CheckpointReader(path) as reader:
+        _check_tokenizer(path, reader.state["tokenizer"], tokenizer)
+        _check_units(path, reader.units, describe_units(engine))
+        _load(WEIGHTS, reader, engine)
+        fits = with_optimizer and reader.state["errors"] == engine.error_layout
+        if with_optimizer:
+            if not reader.state["with_optimizer"]:
+                raise ValueError(f"{path}: saved with --no-save-optim; add --no-load-optim")
+            for kind in MOMENTS:
+                _load(kind, reader, engine)
+            engine.load_optimizer_steps(reader.state["optimizer_steps"])
+            engine.loss_scale.load_state(reader.state["loss_scale"])
+            for index, unit in enumerate(engine.units if engine.feeds_back else ()):
+                rank, numel = engine.topology.rank, unit.error.numel()
+                unit.error.copy_(reader.error(rank, index, numel)) if fits else unit.error.zero_()
+        reader.check_rest(engine.topology.rank, engine.topology.world_size)
+        return Progress(**reader.state["progress"]), fits or not engine.feeds_back
+
+
+def _load(kind: str, reader: CheckpointReader, engine: ZeroEngine) -> None:
+    engine.load_states(kind, lambda unit, elements: reader.elements(kind, unit, elements))
+
+
+def _check_tokenizer(path: Path, saved: dict[str, Any], present: dict[str, Any]) -> None:
+    if saved != present:
+        raise ValueError(
+            f"{path}: was trained with {_shown(saved)}, this run has {_shown(present)}; give the tokenizer "
+            "flags of that run"
+        )
+
+
+def _check_units(path: Path, saved: list[dict[str, Any]], present: list[dict[str, Any]]) -> None:
+    """Both must cut the same parameters alike; only into how many shards may differ."""
+    theirs, ours = (
+        {name: entry for unit in units for name, entry in unit["parameters"].items()}
+        for units in (saved, present)
+    )
+    for name in sorted(theirs.keys() ^ ours.keys()):
+        where = "missing from it" if name in ours else "not part of this model"
+        raise ValueError(f"{path}: {name} is {where}; use the model flags that it was saved with")
+    for name, entry in ours.items():
+        if theirs[name]["shape"] != entry["shape"]:
+            shapes = tuple(theirs[name]["shape"]), tuple(entry["shape"])
+            raise ValueError(f"{path}: {name} has shape {shapes[0]}, this model needs {shapes[1]}")
+    if [unit["parameters"] for unit in saved] != [unit["parameters"] for unit in present]:
+        raise ValueError(f"{path}: its parameters lie in other units or places than this version's")
+
+
+def _shown(tokenizer: dict[str, Any]) -> str:
+    short = str(tokenizer.get("fingerprint", ""))[:12]
+    return f"{tokenizer.get('tokenizer_type')} of {tokenizer.get('vocab_size')} entries ({short})"
+
+
+def _numel(shape: list[int]) -> int:
+    numel = 1
+    for size in shape:
+        numel *= size
+    return numel

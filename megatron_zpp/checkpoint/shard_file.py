@@ -1,0 +1,92 @@
+"""The file of one rank's shards: safetensors, written in one pass and read by range, checked on both ways.
+
+The format (github.com/huggingface/safetensors): a little-endian uint64 N; N bytes of JSON that say dtype,
+shape and place of each tensor; the tensors' bytes. safetensors' own library reads these files too.
+"""
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.storage.checksums import ChecksummedWriter, Checksums, DamagedFile, Runner, VerifiedFile
+
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+_LENGTH = struct.Struct("<Q")
+_ALIGNMENT = 8  # of the first tensor
+
+
+def write_shard_file(path: Path, tensors: Mapping[str, Tensor]) -> Checksums:
+    """Writes tensors, of any device, and makes them durable. Raises OSError as the file system does."""
+    entries, place = {}, 0
+    for name, tensor in tensors.items():
+        stop = place + tensor.numel() * tensor.element_size()
+        entries[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [place, stop],
+        }
+        place = stop
+    header = json.dumps(entries).encode()
+    header += b" " * (-(_LENGTH.size + len(header)) % _ALIGNMENT)
+    writer = ChecksummedWriter(path)
+    try:
+        writer.write(_LENGTH.pack(len(header)) + header)
+        for tensor in tensors.values():
+            writer.write(_bytes_of(tensor.detach().contiguous().cpu()))
+        return writer.finish()
+    finally:
+        writer.close()
+
+
+class ShardFile:
+    """Reads a file of `write_shard_file`. Raises DamagedFile for one that is not what was written."""
+
+    def __init__(self, path: Path, checksums: Checksums) -> None:
+        self.file = VerifiedFile(path, checksums)
+        try:
+            self._entries = self._read_header(path, checksums.size)
+        except DamagedFile:
+            self.file.close()
+            raise
+
+    def read_into(self, name: str, start: int, target: Tensor, run: Runner = map) -> None:
+        """Fills the one-dimensional CPU tensor `target` with the elements of `name` from `start` on."""
+        entry = self._entries.get(name)
+        if entry is None:
+            raise DamagedFile(f"{self.file.path}: has no tensor {name}")
+        begin, stop = entry["data_offsets"]
+        first = begin + start * target.element_size()
+        if entry["dtype"] != DTYPES[target.dtype] or first + target.nbytes > stop:
+            raise DamagedFile(
+                f"{self.file.path}: {name} is {entry['dtype']} in bytes {begin} to {stop}; "
+                f"{target.numel()} elements of {DTYPES[target.dtype]} from {start} on are asked for"
+            )
+        self.file.read_into(self._data + first, _bytes_of(target), run)
+
+    def _read_header(self, path: Path, size: int) -> dict:
+        prefix = bytearray(_LENGTH.size)
+        self.file.read_into(0, memoryview(prefix))
+        (length,) = _LENGTH.unpack(prefix)
+        if length > size - _LENGTH.size:
+            raise DamagedFile(f"{path}: a header of {length} bytes in a file of {size}")
+        header = bytearray(length)
+        self.file.read_into(_LENGTH.size, memoryview(header))
+        self._data = _LENGTH.size + length
+        try:
+            entries = json.loads(header)
+            for entry in entries.values():
+                begin, stop = entry["data_offsets"]
+                if not 0 <= begin <= stop <= size - self._data:
+                    raise ValueError(f"a tensor in bytes {begin} to {stop}")
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DamagedFile(f"{path}: not the header of a safetensors file ({error!r})") from None
+        return entries
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())

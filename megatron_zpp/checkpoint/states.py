@@ -1,0 +1,112 @@
+"""What of an engine and a run goes into a checkpoint, and how it comes back.
+
+Shards lie in the files as they lie on the ranks: `weights/unit_3` is one rank's shard of unit 3's flat
+buffer. Where a parameter lies in a flat buffer depends on the model alone, so a rank of another run reads the
+elements that it owns from the one or more shards that hold them. At stage 0 every rank writes an equal part
+of what all have.
+
+state.json holds the rest:
+    progress, with_optimizer, optimizer_steps, loss_scale, tokenizer, config, ranks
+    units    by unit: `shard_numel`, elements of a shard; `parameters`, by name `shape` and `offset`
+    errors   what error feedback's buffers depend on; empty without it
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megatron_zpp.zero.engine import STATE_KINDS, WEIGHTS, ZeroEngine
+from megatron_zpp.zero.unit import Unit
+
+ERROR = "error"
+LOSS_SCALE_KEYS = ("dynamic", "scale", "clean_steps", "patience")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come. Dropout and data order follow from the seed and these counts."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+
+
+def tensor_name(kind: str, unit: int) -> str:
+    """The name of a unit's shard in a rank's file."""
+    return f"{kind}/unit_{unit}"
+
+
+def shards_of(engine: ZeroEngine, *, with_optimizer: bool) -> dict[str, Tensor]:
+    """This rank's shards by name, which an optimizer step changes: the engine's own memory, not copies."""
+    kinds = STATE_KINDS if with_optimizer else (WEIGHTS,)
+    return {
+        tensor_name(kind, index): shard for kind in kinds for index, shard in enumerate(engine.shards(kind))
+    }
+
+
+def errors_of(engine: ZeroEngine) -> dict[str, Tensor]:
+    """This rank's buffers of error feedback by name, which a backward changes; none without it."""
+    if not engine.feeds_back:
+        return {}
+    return {tensor_name(ERROR, index): unit.error for index, unit in enumerate(engine.units)}
+
+
+def describe_state(
+    engine: ZeroEngine,
+    progress: Progress,
+    *,
+    with_optimizer: bool,
+    config: dict[str, Any],
+    tokenizer: dict[str, Any],
+) -> dict[str, Any]:
+    """The contents of state.json. Waits for the device."""
+    return {
+        "progress": asdict(progress),
+        "with_optimizer": with_optimizer,
+        "optimizer_steps": engine.optimizer_steps,
+        "loss_scale": engine.loss_scale.state(),
+        "ranks": engine.topology.world_size,
+        "units": describe_units(engine),
+        "errors": engine.error_layout,
+        "tokenizer": tokenizer,
+        "config": config,
+    }
+
+
+def check_state(state: dict[str, Any]) -> None:
+    """Raises ValueError, KeyError or TypeError for what `describe_state` cannot have given."""
+    Progress(**state["progress"])
+    numbers = [*state["progress"].values(), state["optimizer_steps"]]
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError("progress is not told in numbers")
+    for key, kind in (("with_optimizer", bool), ("tokenizer", dict), ("config", dict), ("errors", list)):
+        if type(state[key]) is not kind:
+            raise ValueError(f"{key} is {state[key]!r}")
+    scale = state["loss_scale"]
+    if not all(
+        isinstance(scale[key], int | float) for key in ("dynamic", "scale", "clean_steps", "patience")
+    ):
+        raise ValueError("loss_scale is not told in numbers")
+    sizes = [state["ranks"], *(unit["shard_numel"] for unit in state["units"])]
+    if not all(type(size) is int and size > 0 for size in sizes):
+        raise ValueError(f"ranks and elements of their shards are {sizes}")
+    for unit in state["units"]:
+        for entry in unit["parameters"].values():
+            if not all(type(size) is int and size >= 0 for size in (*entry["shape"], entry["offset"])):
+                raise ValueError(f"a parameter is {entry}")
+
+
+def describe_units(engine: ZeroEngine) -> list[dict[str, Any]]:
+    """How each unit's parameters lie in its flat buffer, and how long a shard of it is."""
+    return [_describe_unit(unit) for unit in engine.units]
+
+
+def _describe_unit(unit: Unit) -> dict[str, Any]:
+    offsets = unit.layout.offsets
+    return {
+        "shard_numel": unit.layout.shard_numel,
+        "parameters": {
+            name: {"shape": list(parameter.shape), "offset": offset}
+            for name, parameter, offset in zip(unit.names, unit.parameters, offsets, strict=False)
+        },
+    }

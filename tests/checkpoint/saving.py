@@ -1,0 +1,76 @@
+"""Saves and loads engines around a small GPT as a run does, on one rank or inside of `on_ranks`."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_zpp.checkpoint.directory import checkpoint_path
+from megatron_zpp.checkpoint.exchange import Exchange
+from megatron_zpp.checkpoint.states import Progress, describe_state, errors_of, shards_of
+from megatron_zpp.checkpoint.write import write_checkpoint
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.topology import Topology
+from tests.zero.engines import engine_of
+
+TOKENIZER = {"tokenizer_type": "NullTokenizer", "vocab_size": 50, "eod": 49, "fingerprint": "f" * 64}
+FIRST, SECOND = Progress(5, 50), Progress(10, 100)
+
+
+def small(
+    hidden: int = 32,
+    seed: int = 1,
+    precision: PrecisionConfig | None = None,
+    topology: Topology | None = None,
+    **zero: object,
+) -> ZeroEngine:
+    """An engine; its units have sizes that no shard divides evenly."""
+    config = ModelConfig(num_layers=2, hidden_size=hidden, num_attention_heads=4, seq_length=8)
+    return engine_of(
+        config,
+        50,
+        seed=seed,
+        precision=precision,
+        topology=topology,
+        zero=ZeroConfig(**zero) if zero else None,
+    )
+
+
+def train(engine: ZeroEngine, steps: int, seed: int) -> list[float]:
+    """Gradient norms of some steps, on the same samples on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    norms = []
+    for _ in range(steps):
+        torch.manual_seed(seed)
+        engine.accumulate(torch.randint(50, (2, 9), generator=generator), index=0, micro_batches=1)
+        norms.append(engine.step(1e-2).grad_norm.item())
+    return norms
+
+
+def save(
+    directory: Path,
+    engine: ZeroEngine,
+    progress: Progress = FIRST,
+    *,
+    with_optimizer: bool = True,
+    read_back: bool = False,
+) -> Path:
+    """A checkpoint of `progress`."""
+    path = checkpoint_path(directory, progress.iteration)
+    ranks = engine.topology.world_size
+    store = dist.HashStore() if ranks == 1 else dist.distributed_c10d._get_default_store()
+    errors = errors_of(engine) if with_optimizer else {}
+    write_checkpoint(
+        path,
+        shards_of(engine, with_optimizer=with_optimizer) | errors,
+        describe_state(
+            engine, progress, with_optimizer=with_optimizer, config={"note": "π"}, tokenizer=TOKENIZER
+        ),
+        Exchange(store, engine.topology, timedelta(seconds=60), f"test/{path}"),
+        read_back=read_back,
+    )
+    return path

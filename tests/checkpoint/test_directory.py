@@ -1,0 +1,77 @@
+"""Which checkpoints there are, which is the newest, which may go."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.checkpoint.directory import (
+    TRACKER,
+    candidates,
+    committed,
+    remove_leftovers,
+    remove_old,
+    write_tracker,
+)
+from megatron_zpp.checkpoint.manifest import MARKER
+from megatron_zpp.checkpoint.states import Progress
+from tests.checkpoint.saving import save, small
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A directory with checkpoints of the iterations 1 to 6."""
+    engine = small()
+    for iteration in range(1, 7):
+        save(tmp_path, engine, Progress(iteration, iteration))
+    return tmp_path
+
+
+def test_the_newest_comes_first_and_any_can_be_named(saved: Path, tmp_path: Path) -> None:
+    assert [path.name for path in candidates(str(saved))] == [f"iter_000000{i}" for i in (6, 5, 4, 3, 2, 1)]
+    assert [path.name for path in candidates(str(saved), 2)] == ["iter_0000002"]
+    with pytest.raises(ValueError, match=r"--ckpt-step 7: .* iterations there: 1, 2, 3, 4, 5, 6"):
+        candidates(str(saved), 7)
+    assert candidates(str(tmp_path / "none")) == []
+
+
+@pytest.mark.parametrize("tracker", [None, "", "garbage", "11", "-5", "5\0", "3"])
+def test_the_tracker_is_a_hint_and_is_rebuilt(saved: Path, tracker: str | None) -> None:
+    if tracker is None:
+        (saved / TRACKER).unlink()
+    else:
+        (saved / TRACKER).write_text(tracker)
+    assert candidates(str(saved))[0].name == "iter_0000006"
+    write_tracker(saved)
+    assert (saved / TRACKER).read_text() == "6\n"
+
+
+def test_what_is_not_committed_is_no_checkpoint(saved: Path) -> None:
+    (saved / "iter_0000006" / MARKER).unlink()
+    assert candidates(str(saved))[0].name == "iter_0000005"
+    for path in committed(saved).values():
+        (path / MARKER).unlink()
+    with pytest.raises(ValueError, match=f"--load .*: iter_0000001 has no {MARKER}"):
+        candidates(str(saved))
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "left"), [(2, None, [5, 6]), (1, 2, [2, 4, 6]), (6, None, [1, 2, 3, 4, 5, 6])]
+)
+def test_old_ones_are_removed(saved: Path, keep_last: int, keep_every: int | None, left: list[int]) -> None:
+    remove_old(saved, keep_last, keep_every)
+    assert names(saved) == [*(f"iter_{iteration:07d}" for iteration in left), TRACKER]
+
+
+def test_a_checkpoint_whose_successor_was_being_put_in_its_place_is_found(saved: Path) -> None:
+    (saved / "iter_0000006").rename(saved / "iter_0000006.retired")
+    assert candidates(str(saved))[0].name == "iter_0000006.retired"
+    remove_leftovers(saved)
+    assert candidates(str(saved))[0].name == "iter_0000006.retired"
+    save(saved, small(), Progress(6, 6))
+    remove_leftovers(saved)
+    assert candidates(str(saved))[0].name == "iter_0000006"
+    assert not (saved / "iter_0000006.retired").exists()

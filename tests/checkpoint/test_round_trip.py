@@ -1,0 +1,104 @@
+"""What is saved comes back, bit for bit, at any stage and on any number of ranks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from megatron_zpp.checkpoint.read import CheckpointReader, load_checkpoint
+from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.zero.engine import STATE_KINDS
+from megatron_zpp.zero.topology import Topology
+from tests.checkpoint.saving import FIRST, TOKENIZER, save, small, train
+from tests.zero.engines import states_of, weights_of
+from tests.zero.ranks import on_ranks
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [PrecisionConfig(), PrecisionConfig(bf16=True), PrecisionConfig(fp16=True, initial_loss_scale=256.0)],
+    ids=["fp32", "bf16", "fp16"],
+)
+def test_a_loaded_engine_goes_on_bit_for_bit(tmp_path: Path, precision: PrecisionConfig) -> None:
+    engine = small(precision=precision)
+    train(engine, 3, seed=2)
+    path = save(tmp_path, engine)
+    other = small(seed=99, precision=precision)
+    assert load_checkpoint(path, other, TOKENIZER, with_optimizer=True) == (FIRST, True)
+    assert train(other, 3, seed=4) == train(engine, 3, seed=4)
+    assert other.loss_scale.state() == engine.loss_scale.state()
+    for name, weight in weights_of(engine).items():
+        assert torch.equal(weights_of(other)[name], weight), name
+
+
+def states_as_lists(engine) -> dict[str, list[float]]:
+    return {
+        f"{kind}/{name}": tensor.flatten().tolist()
+        for kind in STATE_KINDS
+        for name, tensor in states_of(engine, kind).items()
+    }
+
+
+def save_at(topology: Topology, directory: str, stage: int) -> dict[str, list[float]]:
+    engine = small(topology=topology, zero_stage=stage)
+    train(engine, 2, seed=2)
+    save(Path(directory), engine)
+    return states_as_lists(engine)
+
+
+def load_at(topology: Topology, directories: list[str], stages: list[int]) -> list[dict[str, list[float]]]:
+    found = []
+    for directory, stage in zip(directories, stages, strict=True):
+        engine = small(topology=topology, zero_stage=stage, seed=99)
+        path = Path(directory) / "iter_0000005"
+        assert load_checkpoint(path, engine, TOKENIZER, with_optimizer=True) == (FIRST, True)
+        assert engine.optimizer_steps == 2
+        found.append(states_as_lists(engine))
+    return found
+
+
+def test_any_stage_and_world_loads_any_other(tmp_path: Path) -> None:
+    saves = [(1, 0), (2, 0), (2, 1), (3, 2), (4, 3)]
+    directories = [str(tmp_path / f"{world}-{stage}") for world, stage in saves]
+    saved = [
+        on_ranks(world, save_at, directory, stage)[0]
+        for (world, stage), directory in zip(saves, directories, strict=True)
+    ]
+    for world, stages in ((1, [0, 1, 2, 3, 0]), (3, [3, 2, 1, 0, 3]), (4, [0, 3, 3, 1, 2])):
+        for found in on_ranks(world, load_at, directories, stages):
+            assert found == saved
+
+
+def test_safetensors_reads_the_files(tmp_path: Path) -> None:
+    engine = small()
+    train(engine, 1, seed=2)
+    path = save(tmp_path, engine)
+    with safe_open(path / "rank_00000.safetensors", framework="pt") as file:
+        for kind in STATE_KINDS:
+            for index, shard in enumerate(engine.shards(kind)):
+                assert torch.equal(file.get_tensor(f"{kind}/unit_{index}"), shard)
+    with CheckpointReader(path) as reader:
+        whole = reader.parameters()
+    assert whole.keys() == weights_of(engine).keys()
+    assert all(torch.equal(whole[name], weight) for name, weight in weights_of(engine).items())
+
+
+def test_without_the_optimizer_only_weights_come_back(tmp_path: Path) -> None:
+    engine = small()
+    train(engine, 2, seed=2)
+    path = save(tmp_path, engine, with_optimizer=False)
+    other = small(seed=99)
+    load_checkpoint(path, other, TOKENIZER, with_optimizer=False)
+    assert other.optimizer_steps == 0
+    assert all(torch.equal(weights_of(other)[name], weight) for name, weight in weights_of(engine).items())
+    with pytest.raises(ValueError, match="--no-load-optim"):
+        load_checkpoint(path, other, TOKENIZER, with_optimizer=True)
+
+
+def test_another_model_or_tokenizer_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, small())
+    with pytest.raises(ValueError, match=r"has shape .*, this model needs"):
+        load_checkpoint(path, small(hidden=64), TOKENIZER, with_optimizer=True)
+    with pytest.raises(ValueError, match="tokenizer"):
+        load_checkpoint(path, small(), {**TOKENIZER, "fingerprint": "0" * 64}, with_optimizer=True)

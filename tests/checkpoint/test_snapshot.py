@@ -1,0 +1,24 @@
+"""A save behind the training holds the states of its step, whatever the training does next."""
+
+import torch
+
+from megatron_zpp.checkpoint.snapshot import Snapshot
+
+
+def test_copies_hold_while_the_tensors_change() -> None:
+    tensors = {f"{index}": torch.full((1 << 20,), float(index)) for index in range(4)}
+    urgent = {"error": torch.ones(10, dtype=torch.bfloat16)}
+    snapshot = Snapshot(tensors | urgent)
+    for round_number in range(3):
+        snapshot.take(tensors, urgent)
+        urgent["error"].add_(1)  # at once
+        snapshot.settle()
+        for tensor in tensors.values():
+            tensor.add_(1)
+        copies = snapshot.wait()
+        assert all(torch.equal(copies[name], tensor - 1) for name, tensor in tensors.items())
+        assert torch.equal(copies["error"], torch.full((10,), round_number + 1.0, dtype=torch.bfloat16))
+
+
+def test_settle_without_a_save_does_nothing() -> None:
+    Snapshot({"a": torch.zeros(1)}).settle()

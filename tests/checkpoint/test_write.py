@@ -1,0 +1,138 @@
+"""A save that is killed, or fails on any rank, leaves the checkpoints before it whole."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.checkpoint.directory import TRACKER, candidates, committed
+from megatron_zpp.checkpoint.read import load_checkpoint
+from megatron_zpp.checkpoint.write import SaveFailed
+from megatron_zpp.storage.files import check_writable, write_text
+from megatron_zpp.zero.topology import Topology
+from tests.checkpoint.saving import FIRST, SECOND, TOKENIZER, save, small, train
+from tests.support import ROOT, environment
+from tests.zero.engines import weights_of
+from tests.zero.ranks import on_ranks
+
+SAVE_FOREVER = """
+import sys
+from pathlib import Path
+from megatron_zpp.checkpoint.states import Progress
+from tests.checkpoint.saving import save, small, train
+engine = small()
+train(engine, 1, seed=2)
+print("ready", flush=True)
+for iteration in range(1, 10**6):
+    save(Path(sys.argv[1]), engine, Progress(iteration % 3 + 1, iteration))
+"""
+
+
+def test_a_kill_at_any_moment_leaves_whole_checkpoints_alone(tmp_path: Path) -> None:
+    moments = random.Random(5)
+    for _ in range(4):
+        child = subprocess.Popen(
+            [sys.executable, "-c", SAVE_FOREVER, str(tmp_path)],
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.PIPE,
+        )
+        assert child.stdout.readline() == b"ready\n"
+        time.sleep(0.05 + moments.random() / 10)
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        for path in committed(tmp_path).values():
+            engine = small(seed=9)
+            load_checkpoint(path, engine, TOKENIZER, with_optimizer=True)
+            assert engine.optimizer_steps == 1
+    assert committed(tmp_path)
+
+
+def test_saving_again_replaces(tmp_path: Path) -> None:
+    save(tmp_path, small(seed=1))
+    path = save(tmp_path, small(seed=2), read_back=True)
+    other = small(seed=3)
+    load_checkpoint(path, other, TOKENIZER, with_optimizer=True)
+    assert all(
+        (weights_of(small(seed=2))[name] == weight).all() for name, weight in weights_of(other).items()
+    )
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["iter_0000005", TRACKER]
+
+
+def fails_on_one_rank(topology: Topology, directory: str) -> str:
+    engine = small(topology=topology, zero_stage=3)
+    save(Path(directory), engine)
+    engine.topology = Topology(topology.rank, 2, topology.rank, 2)
+    if topology.rank == 1:  # a file size limit stops this rank's writes as a full disk would
+        import resource
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    try:
+        save(Path(directory), engine, SECOND)
+    except SaveFailed as failure:
+        return str(failure)
+    return ""
+
+
+def test_a_failure_on_one_rank_is_one_on_all(tmp_path: Path) -> None:
+    failures = on_ranks(2, fails_on_one_rank, str(tmp_path))
+    assert failures[0] == failures[1]
+    assert "rank 1 on " in failures[0]
+    assert "File too large" in failures[0]
+    assert [path.name for path in candidates(str(tmp_path))] == ["iter_0000005"]
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Path:
+    """A file system of 2 MiB."""
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("needs root, to mount a small tmpfs")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], check=False)
+    if mounted.returncode:
+        pytest.skip("cannot mount a tmpfs here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_keeps_what_is_there(small_disk: Path) -> None:
+    engine = small()
+    train(engine, 1, seed=2)
+    path = save(small_disk, engine, FIRST)
+    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 100_000))
+    with pytest.raises(SaveFailed, match="No space left on device"):
+        save(small_disk, engine, SECOND)
+    assert candidates(str(small_disk)) == [path]
+    load_checkpoint(path, small(seed=9), TOKENIZER, with_optimizer=True)
+    (small_disk / "filler").unlink()
+    save(small_disk, engine, SECOND)
+
+
+def test_files_follow_the_umask(tmp_path: Path) -> None:
+    path = save(tmp_path, small())
+    modes = {file.stat().st_mode & 0o777 for file in path.iterdir()}
+    assert len(modes) == 1
+
+
+def test_an_unwritable_directory_is_refused_by_flag(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"^--save .*/file/below: "):
+        check_writable("--save", str(tmp_path / "file" / "below"))
+    check_writable("--save", str(tmp_path / "new" / "deep"))
+    assert list((tmp_path / "new" / "deep").iterdir()) == []
+
+
+def test_text_is_replaced_whole(tmp_path: Path) -> None:
+    write_text(tmp_path / "a", "one")
+    write_text(tmp_path / "a", "two")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert (tmp_path / "a").read_text() == "two"
