@@ -9,6 +9,7 @@ import numpy as np
 from megatron_zpp.config.data import SPLITS, DataConfig, weighted_prefixes
 from megatron_zpp.config.options import refusal
 from megatron_zpp.data.blend import Blend, BlendedDataset
+from megatron_zpp.data.checksums import checksums_path
 from megatron_zpp.data.hashing import random_bits
 from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.mock import MockDataset
@@ -22,11 +23,12 @@ _PROBED = 8  # samples read at open: a foreign vocabulary nearly always shows in
 
 @dataclass(frozen=True)
 class Splits:
-    """The sources of samples of a run; None where the run needs none."""
+    """The sources of samples of a run, None where the run needs none; and the files that they read."""
 
     train: Samples | None
     valid: Samples | None
     test: Samples | None
+    files: tuple[IndexedDataset, ...]
 
 
 def open_splits(
@@ -45,7 +47,8 @@ def open_splits(
     `seed`; samples are numbered from 0.
 
     Raises ValueError, one line, when a file is missing or damaged, was made with another tokenizer, holds a
-    token outside the vocabulary, or has too few tokens in a needed split for one sample.
+    token outside the vocabulary, has too few tokens in a needed split for one sample, or has no checksums for
+    --verify-data.
     """
     assert set(needed) <= set(SPLITS), f"splits are {SPLITS}, not {needed}"
     opened: dict[str, IndexedDataset] = {}  # a file that all splits share is read and checked once
@@ -55,6 +58,10 @@ def open_splits(
             opened[prefix] = IndexedDataset(prefix)
             if tokenizer_description is not None:
                 check_provenance(opened[prefix].prefix, tokenizer_description)
+            if config.verify_data and opened[prefix].checksums is None:
+                missing = checksums_path(opened[prefix].prefix)
+                fix = f"{missing} is missing; preprocess the data again, or leave the flag out"
+                raise refusal("--verify-data", "(given)", fix)
         return opened[prefix]
 
     def open_split(split: str) -> Samples:
@@ -76,7 +83,8 @@ def open_splits(
             weights.append(float(last - first) if weight is None else weight)
         return sources[0] if len(sources) == 1 else BlendedDataset(tuple(sources), Blend(tuple(weights)))
 
-    return Splits(**{split: open_split(split) if split in needed else None for split in SPLITS})
+    samples = {split: open_split(split) if split in needed else None for split in SPLITS}
+    return Splits(**samples, files=tuple(opened.values()))
 
 
 _WITHOUT = {"train": "", "valid": ", or --eval-iters 0", "test": ""}

@@ -1,15 +1,22 @@
 """Writes files and directories so that a kill leaves either the old state or the new one."""
 
+import contextlib
+import errno
 import os
 import shutil
 from pathlib import Path
 
+_CANNOT = (errno.EINVAL, errno.ENOTSUP)  # some network file systems' answers for a directory
+
 
 def fsync(path: Path) -> None:
-    """Makes a file's bytes, or a directory's entries, survive a power cut."""
+    """Makes a file's bytes, or a directory's entries where that is possible, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 
@@ -21,10 +28,15 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces `path` by a file that holds `text`, in one step."""
+    """Replaces `path` by a file that holds `text`, in one step; on an error it stays as it was."""
     partial = path.with_name(f"{path.name}.partial")
-    write_durably(partial, text.encode())
-    os.replace(partial, path)
+    try:
+        write_durably(partial, text.encode())
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
     fsync(path.parent)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.checkpoint.exchange import Exchange
 from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.config.root import Config
 from megatron_zpp.data.open import Splits
@@ -16,6 +17,7 @@ from megatron_zpp.train.reporter import Reporter
 from megatron_zpp.train.restore import restore
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.train.saver import Saver
+from megatron_zpp.train.verify import verify_data
 from megatron_zpp.zero.engine import ZeroEngine
 
 
@@ -40,6 +42,10 @@ def train(
         dtype=dtype,
         peak=config.logging.device_peak_tflops,
     )
+    lines = []
+    if config.data.verify_data:
+        exchange = Exchange(store, engine.topology, config.distributed.timeout, "verify-data")
+        lines.append(verify_data(splits, exchange))
     progress, start_lines = restore(config, engine, tokenizer, store)
     reporter = Reporter(
         config.logging,
@@ -49,7 +55,7 @@ def train(
         done=progress.iteration,
     )
     with reporter:
-        for line in (*_head(engine, splits, config, tokenizer, dtype), *start_lines):
+        for line in (*_head(engine, splits, config, tokenizer, dtype), *lines, *start_lines):
             reporter.say(line)
         if progress.iteration >= schedule.iterations:
             reporter.say(f" the run is complete: iteration {progress.iteration} of {schedule.iterations}")

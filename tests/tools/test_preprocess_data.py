@@ -13,6 +13,7 @@ import pytest
 import zstandard
 
 from megatron_zpp.data.indexed import IndexedDataset
+from megatron_zpp.data.verify import verify_tokens
 from tests.tools.run import command, fail, run, succeed
 
 TOOL = "preprocess_data.py"
@@ -55,7 +56,8 @@ def test_same_result_however_it_is_shared_out(corpus: Path, tmp_path: Path, work
     succeed(TOOL, "--input", f"{corpus}/*.jsonl*", "--output-prefix", tmp_path / "out", *NULL, "--append-eod",
             "--workers", workers, "--partitions", partitions)  # fmt: skip
     assert documents(tmp_path / "out") == [[*ids, 70_000] for ids in numbers(2000)]
-    names = {"_text_document.bin", "_text_document.idx", "_text_document.tokenizer.json"}
+    verify_tokens([IndexedDataset(tmp_path / "out_text_document")], 0, 1)
+    names = {f"_text_document.{suffix}" for suffix in ("bin", "idx", "checksums.json", "tokenizer.json")}
     assert set(results(tmp_path)) == names
     assert {path.name for path in tmp_path.iterdir()} == {f"out{name}" for name in names}
 
