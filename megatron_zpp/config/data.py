@@ -33,7 +33,7 @@ class DataConfig(Options):
         "PREFIX.checksums.json.",
     )
     num_workers: int = option(
-        2, "Processes that read ahead for each rank; 0 reads in the rank itself.", at_least=0
+        2, "Processes that read ahead for each rank; 0 reads in the rank itself.", at_least=0, at_most=1024
     )
 
     def check(self) -> None:

@@ -16,6 +16,7 @@ Both are little-endian. PREFIX.bin is the tokens, concatenated. PREFIX.idx says 
 import contextlib
 import fcntl
 import os
+import stat
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -284,15 +285,17 @@ def _read_header(path: str, size: int) -> tuple[np.dtype, int, int]:
 
 def _size(path: str) -> int:
     try:
-        size = os.stat(path).st_size
+        status = os.stat(path)
     except FileNotFoundError:
         prefix = path[: -len(".idx")]
         raise ValueError(
             f"{path}: no such file; the data set {prefix} is {prefix}.bin and {prefix}.idx"
         ) from None
-    if not size:
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path}: is not a file")
+    if not status.st_size:
         raise ValueError(f"{path}: the file is empty (0 bytes)")
-    return size
+    return status.st_size
 
 
 def _open_locked(path: str) -> BinaryIO:

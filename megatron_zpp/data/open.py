@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.data import SPLITS, DataConfig, weighted_prefixes
 from megatron_zpp.config.options import refusal
 from megatron_zpp.data.blend import Blend, BlendedDataset
@@ -17,6 +18,7 @@ from megatron_zpp.data.provenance import check_provenance
 from megatron_zpp.data.samples import Samples
 from megatron_zpp.data.split import cut
 from megatron_zpp.data.windows import WindowDataset
+from megatron_zpp.storage.checksums import DamagedFile
 
 _PROBED = 8  # samples read at open: a foreign vocabulary nearly always shows in them
 
@@ -53,11 +55,9 @@ def open_splits(
     assert set(needed) <= set(SPLITS), f"splits are {SPLITS}, not {needed}"
     opened: dict[str, IndexedDataset] = {}  # a file that all splits share is read and checked once
 
-    def open_data(prefix: str) -> IndexedDataset:
+    def open_data(flag: str, prefix: str) -> IndexedDataset:
         if prefix not in opened:
-            opened[prefix] = IndexedDataset(prefix)
-            if tokenizer_description is not None:
-                check_provenance(opened[prefix].prefix, tokenizer_description)
+            opened[prefix] = _open(flag, prefix, tokenizer_description)
             if config.verify_data and opened[prefix].checksums is None:
                 missing = checksums_path(opened[prefix].prefix)
                 fix = f"{missing} is missing; preprocess the data again, or leave the flag out"
@@ -74,7 +74,7 @@ def open_splits(
             raise refusal(flag, "(not given)", f"this run needs {split} data{_WITHOUT[split]}")
         weights, sources = [], []
         for number, (weight, prefix) in enumerate(weighted_prefixes(flag, entries)):
-            data = open_data(prefix)
+            data = open_data(flag, prefix)
             first, last = _token_range(config, split, data, seq_length)
             own_seed = int(random_bits(split_seed, number)[0])
             source = WindowDataset(data, first, last, seq_length, vocab_size, own_seed)
@@ -88,6 +88,21 @@ def open_splits(
 
 
 _WITHOUT = {"train": "", "valid": ", or --eval-iters 0", "test": ""}
+
+
+def _open(flag: str, prefix: str, tokenizer_description: Mapping[str, Any] | None) -> IndexedDataset:
+    """Whatever is wrong with the data set is said with its flag, and with what to do about it."""
+    try:
+        data = IndexedDataset(prefix)
+    except DamagedFile as damage:
+        raise refusal(flag, prefix, str(damage)) from None
+    except ValueError as error:
+        raise refusal(flag, prefix, f"{error}; name another data set, or preprocess it again") from None
+    except OSError as error:
+        raise refusal(flag, prefix, f"{one_line(error)}; name a data set that can be read") from None
+    if tokenizer_description is not None:
+        check_provenance(data.prefix, tokenizer_description)
+    return data
 
 
 def _token_range(config: DataConfig, split: str, data: IndexedDataset, seq_length: int) -> tuple[int, int]:

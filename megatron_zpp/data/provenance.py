@@ -32,6 +32,8 @@ def check_provenance(prefix: str | Path, description: Mapping[str, Any]) -> None
         text = Path(path).read_bytes()
     except FileNotFoundError:
         return
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; mend that, or preprocess the data again") from None
     recorded = _parse(path, text)
     differing = [key for key in KEYS if recorded[key] != description[key]]
     if differing:
@@ -39,14 +41,14 @@ def check_provenance(prefix: str | Path, description: Mapping[str, Any]) -> None
         ours = ", ".join(f"{key} {description[key]}" for key in differing)
         raise ValueError(
             f"{path}: the data set was made with another tokenizer: {theirs}; --tokenizer-type "
-            f"{description['tokenizer_type']} and its files give {ours}"
+            f"{description['tokenizer_type']} and its files give {ours}; give the tokenizer of the data"
         )
 
 
 def _parse(path: str, text: bytes) -> dict[str, Any]:
     try:
         recorded = json.loads(text)
-    except ValueError as error:  # bad JSON or bad UTF-8
+    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or brackets in brackets
         raise ValueError(f"{path}: not JSON ({error}); preprocess the data again") from None
     if not isinstance(recorded, dict) or not all(key in recorded for key in KEYS):
         raise ValueError(f"{path}: no JSON object with {', '.join(KEYS)}; preprocess the data again")

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import platform
 import shutil
 from pathlib import Path
 
@@ -54,11 +55,35 @@ def commit_directory(partial: Path, final: Path, retired: Path) -> None:
     shutil.rmtree(retired, ignore_errors=True)
 
 
-def check_writable(flag: str, directory: str) -> None:
-    """Creates `directory` and proves that files can be made in it. Raises ValueError naming the flag."""
+def check_replaceable(flag: str, path: str) -> None:
+    """Proves that the file `path` can be made or replaced. Raises ValueError naming the flag."""
     try:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        probe = Path(directory) / f".write-probe-{os.getpid()}"
+        is_directory = Path(f"{path}.partial").is_dir() or Path(path).is_dir()
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: {error.strerror}; give another name") from None
+    if is_directory:
+        raise ValueError(
+            f"{flag} {path}: is a directory, or {path}.partial is; give another name or remove it"
+        )
+    check_writable(flag, str(Path(path).parent))
+
+
+def _nearest(path: Path) -> Path:
+    """The path, or the first above it that is there."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return _nearest(path.parent)
+    return path
+
+
+def check_writable(flag: str, directory: str) -> None:
+    """Proves that files can be made in `directory`, or where that is to be made, and leaves nothing there.
+
+    Raises ValueError naming the flag.
+    """
+    try:
+        probe = _nearest(Path(directory)) / f".write-probe-{platform.node()}-{os.getpid()}"
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
