@@ -151,28 +151,6 @@ def test_compressed_files(tmp_path: Path, suffix: str) -> None:
     assert documents(tmp_path / "out") == numbers(300)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "said"),
-    [
-        (("--input", "gone.jsonl", *NULL), 1, "--input gone.jsonl: no such file"),
-        (("--input", "*.gone", *NULL), 1, "--input *.gone: no such file"),
-        (("--input", "a.txt", *NULL), 1, "--input a.txt: is text, not JSON lines"),
-        (("--input", "a.jsonl"), 2, "--tokenizer-type"),
-        (("--input", "a.jsonl", *NULL, "--workers", 3, "--partitions", 2), 2, "--partitions 2: must divide"),
-        (("--input", "a.jsonl", *NULL, "--workers", 0), 2, "--workers 0: must be at least 1"),
-        (("--input", "a.jsonl", *NULL, "--json-keys", "a", "a"), 2, "--json-keys a a: names a key twice"),
-        (("--input", "a.jsonl", "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "no"), 1,
-         "--tokenizer-model no: cannot be read"),
-    ],
-)  # fmt: skip
-def test_bad_command_lines(tmp_path: Path, monkeypatch, arguments, status, said) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text("some text")
-    (tmp_path / "a.jsonl").write_bytes(line([1]))
-    assert said in fail(TOOL, "--output-prefix", "out", *arguments, status=status)
-    assert not results(tmp_path)
-
-
 def children(pid: int) -> list[int]:
     """The worker processes of a tool."""
     found = []
