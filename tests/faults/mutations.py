@@ -59,7 +59,7 @@ def change_json(value: Any, changes: list[JsonChange]) -> str:
         nodes = list(_nodes(root))
         container, key = nodes[place % len(nodes)]
         if kind == "replace":
-            container[key] = _JSON_VALUES[choice % len(_JSON_VALUES)]
+            container[key] = copy.deepcopy(_JSON_VALUES[choice % len(_JSON_VALUES)])
         elif kind == "remove" and container is not root:
             del container[key]
         elif kind == "rename" and isinstance(container, dict):

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.cases import Case
+from tests.faults.cases import Case, flip
 from tests.faults.command_lines import COMMAND_LINES
-from tests.faults.files import FILES, flip
+from tests.faults.files import FILES
 from tests.faults.launchers import FOUR, LAUNCHERS
 from tests.faults.server import Done, Programs
 from tests.faults.site import COMMANDS, make_site
@@ -47,7 +47,8 @@ def site(good_site: Path, tmp_path: Path) -> Iterator[Path]:
     yield copy
     for path in (copy, *copy.rglob("*")):
         if path.is_dir():
-            path.chmod(0o700)  # or pytest could not remove it
+            path.chmod(0o700)  # or it could not be removed
+    shutil.rmtree(copy)
 
 
 def contents(site: Path) -> dict[str, tuple[int, int, int]]:
@@ -138,7 +139,7 @@ def test_damage_that_one_rank_reads_ends_all(site: Path, programs: Programs) -> 
     (good, other) = two_ranks(site, programs, *[("--verify-data", "--train-iters", "1")] * 2)
     assert (good.status, other.status) == (0, 0)
     assert " verified 10,000 bytes of tokens in " in good.stdout
-    flip("text.bin", -1)(site)  # the last chunk is the second rank's, or the only one's
+    flip("text.bin", -1)(site)  # its only chunk is the second rank's to read
     before = contents(site)
     for done in two_ranks(site, programs, *[("--verify-data",)] * 2):
         check(done, Case("", "text.bin: damaged between bytes 0 and 10000 … preprocess the data again"))
