@@ -12,14 +12,20 @@ namespace megatron_zpp::cuda {
 struct Lanes {
   int log_lanes;  // a block
 
-  __device__ __forceinline__ int member() const { return lane_index() & ((1 << log_lanes) - 1); }
+  __device__ __forceinline__ uint32_t member() const { return lane_index() & ((1u << log_lanes) - 1); }
   __device__ __forceinline__ uint32_t group() const { return lane_index() >> log_lanes; }
   __host__ __device__ __forceinline__ uint32_t groups() const { return kWarp >> log_lanes; }
 
   // Element of the block at which run k of this lane begins.
   template <int RUN>
-  __device__ __forceinline__ int run(int k) const {
-    return ((k << log_lanes) + member()) * RUN;
+  __device__ __forceinline__ uint32_t run(int k) const {
+    return k * step<RUN>() + member() * RUN;
+  }
+
+  // From one run of a lane to its next.
+  template <int RUN>
+  __device__ __forceinline__ uint32_t step() const {
+    return RUN << log_lanes;
   }
 };
 
@@ -49,7 +55,7 @@ struct Writer {
 
   template <Codes C>
   __device__ __forceinline__ uint8_t* codes(uint8_t* message, uint32_t block) const {
-    return message + ((uint64_t(block) << log_block) * bits_of_code(C) >> 3);
+    return message + uint64_t(block) * (uint32_t(bits_of_code(C)) << log_block >> 3);
   }
 
   // For one lane a block: stores the scale, and behind the last one the zeros that fill up the message.
@@ -59,8 +65,10 @@ struct Writer {
       reinterpret_cast<float*>(scales)[block] = stored;
     else
       reinterpret_cast<uint16_t*>(scales)[block] = uint16_t(bits_of(stored) >> 16);  // exact: rounded already
-    if (block == blocks - 1)
+    if (block == blocks - 1) {
+#pragma unroll 1
       for (int64_t at = used_bytes; at < bytes; at += 2) *reinterpret_cast<uint16_t*>(message + at) = 0;
+    }
   }
 };
 
@@ -80,6 +88,33 @@ __device__ __forceinline__ uint32_t largest_key(const float (&x)[K][RUN]) {
   return max(peak_key(float_of(positive)), peak_key(float_of(negative)));
 }
 
+// The codes of one run; `index` is that of its first element, for the generator.
+template <Codes C, bool STOCHASTIC, int RUN>
+__device__ __forceinline__ void encode_run(const float (&x)[RUN], const BlockScale& scale, uint64_t seed, uint64_t index,
+                                           uint32_t (&words)[words_of<C>(RUN)]) {
+#pragma unroll
+  for (int i = 0; i < RUN; i += 8) {
+    float eight[8];
+    uint32_t part[words_of<C>(8)];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) eight[j] = x[i + j];
+    if constexpr (STOCHASTIC)
+      encode_eight<C>(eight, scale.inverse, scale.code_mask, seed, (index + i) >> 3, part);
+    else
+      encode_eight<C>(eight, scale.inverse, scale.code_mask, part);
+#pragma unroll
+    for (int w = 0; w < words_of<C>(8); ++w) words[words_of<C>(i) + w] = part[w];
+  }
+}
+
+// The codes of all runs; `index` is that of the first element of this lane's first run.
+template <Codes C, bool STOCHASTIC, int RUN, int K>
+__device__ __forceinline__ void encode_runs(const float (&x)[K][RUN], const BlockScale& scale, uint64_t seed,
+                                            uint64_t index, uint32_t step, uint32_t (&words)[K][words_of<C>(RUN)]) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) encode_run<C, STOCHASTIC>(x[k], scale, seed, index + k * step, words[k]);
+}
+
 // Encodes x as block `block` of `message`; `index` is that of its first element, for the generator. Calls
 // use(k, words, scale) with the codes of each run k. All lanes of a warp must call this; those of no block are not
 // `active` and write nothing.
@@ -88,27 +123,19 @@ __device__ __forceinline__ void write_block(const Writer& writer, const Lanes& l
                                             uint64_t index, const float (&x)[K][RUN], bool active, Use&& use) {
   const uint32_t key = largest_of_lanes(largest_key(x), lanes.log_lanes);
   const BlockScale scale = block_scale(key, scale_factor(C), !writer.fp32_scales);
-  uint8_t* codes = writer.codes<C>(message, block);
+  const uint32_t start = lanes.run<RUN>(0), step = lanes.step<RUN>();
+  uint32_t words[K][words_of<C>(RUN)];
+  if (writer.seed.given)  // asked once, so that the runs of each rounding are straight code
+    encode_runs<C, true>(x, scale, writer.seed.value, index + start, step, words);
+  else
+    encode_runs<C, false>(x, scale, 0, 0, 0, words);
+  if (active) {
+    uint8_t* codes = writer.codes<C>(message, block) + start * bits_of_code(C) / 8;
 #pragma unroll
-  for (int k = 0; k < K; ++k) {
-    const int start = lanes.run<RUN>(k);
-    uint32_t words[words_of<C>(RUN)];
-#pragma unroll
-    for (int i = 0; i < RUN; i += 8) {
-      float eight[8];
-      uint32_t part[words_of<C>(8)];
-#pragma unroll
-      for (int j = 0; j < 8; ++j) eight[j] = x[k][i + j];
-      if (writer.seed.given)
-        encode_eight<C>(eight, scale.inverse, writer.seed.value, (index + start + i) >> 3, part);
-      else
-        encode_eight<C>(eight, scale.inverse, part);
-#pragma unroll
-      for (int w = 0; w < words_of<C>(8); ++w) words[words_of<C>(i) + w] = part[w] & scale.code_mask;
-    }
-    if (active) store_words(codes + start * bits_of_code(C) / 8, words);
-    use(k, words, scale);
+    for (int k = 0; k < K; ++k) store_words(codes + k * step * bits_of_code(C) / 8, words[k]);
   }
+#pragma unroll
+  for (int k = 0; k < K; ++k) use(k, words[k], scale);
   if (active && lanes.member() == 0) writer.store_scale(message, block, scale.stored);
 }
 

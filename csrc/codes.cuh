@@ -17,23 +17,53 @@ __host__ __device__ constexpr int words_of(int n) {
 
 // ---- encoding ----
 
-// One word of eight int4. Arithmetic needs one multiply-add a code, on a pipe that has time: kRoundBits + code of all
-// eight, each times 16 of the next, is a constant and the codes, whose signs must not borrow from the next code.
-__device__ __forceinline__ void pack(const uint32_t (&codes)[8], uint32_t (&words)[1]) {
-  constexpr uint32_t ones = 0x11111111u, eights = 0x88888888u;
-  uint32_t sum = codes[7];
-#pragma unroll
-  for (int i = 6; i >= 0; --i) sum = sum * 16 + codes[i];
-  words[0] = (sum - kRoundBits * ones + eights) ^ eights;
+// Integers are encoded with half of their range added, so that all are from 0 on, and go by pairs, one in each half of
+// a word: that takes half as many minima, and packing needs no care for borrows.
+template <Codes C>
+constexpr uint32_t kHalfRange = 1u << (bits_of_code(C) - 1);
+
+// kRound + code + half of the range, not yet clamped. Adding an even number changes no tie.
+template <Codes C>
+__device__ __forceinline__ float shifted_nearest(float x, float inverse) {
+  return fmaf(x, inverse, kRound + float(kHalfRange<C>));
 }
 
-// Two words of four bytes each: the low bytes of the codes.
-__device__ __forceinline__ void pack(const uint32_t (&codes)[8], uint32_t (&words)[2]) {
+// Rounding down makes the low bits the floor.
+template <Codes C>
+__device__ __forceinline__ float shifted_stochastic(float x, float inverse, float uniform) {
+  return __fadd_rd(x * inverse + uniform, kRound + float(kHalfRange<C>));
+}
+
+// The low halves of two such numbers, clamped to the codes that there are.
+template <Codes C>
+__device__ __forceinline__ uint32_t clamped_pair(float low, float high) {
+  constexpr uint32_t largest = 2 * kHalfRange<C> - 1;
+#if __CUDA_ARCH__ >= 900
+  return __vimin_s16x2_relu(__byte_perm(bits_of(low), bits_of(high), 0x5410), largest << 16 | largest);
+#else  // without the instruction that would be a call
+  const float first = fmaxf(fminf(low, kRound + float(largest)), kRound);
+  const float second = fmaxf(fminf(high, kRound + float(largest)), kRound);
+  return __byte_perm(bits_of(first), bits_of(second), 0x5410);
+#endif
+}
+
+// One word of eight int4. Codes i and i + 4 are a pair, so that each half of the sum has its four codes in order.
+template <Codes C>
+__device__ __forceinline__ void pack(const float (&shifted)[8], uint32_t mask, uint32_t (&words)[1]) {
+  uint32_t sum = clamped_pair<C>(shifted[3], shifted[7]);
+#pragma unroll
+  for (int i = 2; i >= 0; --i) sum = sum * 16 + clamped_pair<C>(shifted[i], shifted[i + 4]);
+  words[0] = (sum ^ 0x88888888u) & mask;
+}
+
+// Two words of four int8.
+template <Codes C>
+__device__ __forceinline__ void pack(const float (&shifted)[8], uint32_t mask, uint32_t (&words)[2]) {
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
-    const uint32_t low = __byte_perm(codes[4 * k], codes[4 * k + 1], 0x0040);
-    const uint32_t high = __byte_perm(codes[4 * k + 2], codes[4 * k + 3], 0x0040);
-    words[k] = __byte_perm(low, high, 0x5410);
+    const uint32_t low = clamped_pair<C>(shifted[4 * k], shifted[4 * k + 1]);
+    const uint32_t high = clamped_pair<C>(shifted[4 * k + 2], shifted[4 * k + 3]);
+    words[k] = (__byte_perm(low, high, 0x6420) ^ 0x80808080u) & mask;
   }
 }
 
@@ -47,41 +77,41 @@ __device__ __forceinline__ uint32_t e4m3_pair(float low, float high) {
 #endif
 }
 
-// Eight numbers to nearest.
+// Eight numbers to nearest; bits that `mask` has not are zero.
 template <Codes C>
-__device__ __forceinline__ void encode_eight(const float (&x)[8], float inverse, uint32_t (&words)[words_of<C>(8)]) {
+__device__ __forceinline__ void encode_eight(const float (&x)[8], float inverse, uint32_t mask,
+                                             uint32_t (&words)[words_of<C>(8)]) {
   if constexpr (C == Codes::fp8) {
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       const uint32_t low = e4m3_pair(x[4 * k] * inverse, x[4 * k + 1] * inverse);
-      words[k] = low | e4m3_pair(x[4 * k + 2] * inverse, x[4 * k + 3] * inverse) << 16;
+      words[k] = (low | e4m3_pair(x[4 * k + 2] * inverse, x[4 * k + 3] * inverse) << 16) & mask;
     }
   } else {
-    uint32_t codes[8];
+    float shifted[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) codes[i] = integer_nearest<C>(x[i], inverse);
-    pack(codes, words);
+    for (int i = 0; i < 8; ++i) shifted[i] = shifted_nearest<C>(x[i], inverse);
+    pack<C>(shifted, mask, words);
   }
-}
-
-template <Codes C>
-__device__ __forceinline__ uint32_t encode_stochastic(float x, float inverse, uint32_t random16) {
-  if constexpr (C == Codes::fp8)
-    return e4m3_stochastic(x * inverse, random16);
-  else
-    return integer_stochastic<C>(x, inverse, random16);
 }
 
 // Eight numbers at random; `counter` is the index of the first over 8.
 template <Codes C>
-__device__ __forceinline__ void encode_eight(const float (&x)[8], float inverse, uint64_t seed, uint64_t counter,
-                                             uint32_t (&words)[words_of<C>(8)]) {
+__device__ __forceinline__ void encode_eight(const float (&x)[8], float inverse, uint32_t mask, uint64_t seed,
+                                             uint64_t counter, uint32_t (&words)[words_of<C>(8)]) {
   const Random8 random = random_for_eight(seed, counter);
-  uint32_t codes[8];
+  float shifted[8];
 #pragma unroll
-  for (int i = 0; i < 8; ++i)
-    codes[i] = encode_stochastic<C>(x[i], inverse, i & 1 ? random.word[i / 2] >> 16 : random.word[i / 2] & 0xFFFF);
-  pack(codes, words);
+  for (int w = 0; w < words_of<C>(8); ++w) words[w] = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t random16 = i & 1 ? random.word[i / 2] >> 16 : random.word[i / 2] & 0xFFFF;
+    if constexpr (C == Codes::fp8)
+      words[i / 4] |= e4m3_stochastic(x[i] * inverse, random16) << 8 * (i % 4) & mask;
+    else
+      shifted[i] = shifted_stochastic<C>(x[i], inverse, uniform(random16));
+  }
+  if constexpr (C != Codes::fp8) pack<C>(shifted, mask, words);
 }
 
 // ---- decoding ----

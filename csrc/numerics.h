@@ -177,47 +177,8 @@ ZPP_HOST_DEVICE float lost_of(float x, float decoded) {
 
 // Added to a number below 2^22, this leaves the nearest integer (ties to even) in the low bits, in two's complement.
 constexpr float kRound = 0x1.8p23f;
-constexpr uint32_t kRoundBits = 0x4B400000u;
-
-ZPP_HOST_DEVICE float smaller(float a, float b) {
-#ifdef __CUDA_ARCH__
-  return fminf(a, b);
-#else
-  return a < b ? a : b;
-#endif
-}
-
-ZPP_HOST_DEVICE float larger(float a, float b) {
-#ifdef __CUDA_ARCH__
-  return fmaxf(a, b);
-#else
-  return a < b ? b : a;
-#endif
-}
-
-// kRoundBits + code. Only the upper end needs a clamp: elements of the peak's sign come to at most
-// 2^(bits-1) * (1 + 2^-8), by the rounding of the scale to bf16, and that rounds to -2^(bits-1).
-template <Codes C>
-ZPP_HOST_DEVICE uint32_t integer_nearest(float x, float inverse) {
-  constexpr float top = kRound + float((1 << (bits_of_code(C) - 1)) - 1);
-  return bits_of(smaller(fmaf(x, inverse, kRound), top));
-}
 
 ZPP_HOST_DEVICE float uniform(uint32_t random16) { return float_of(0x3F800000u | random16 << 7) - 1.f; }
-
-// kRoundBits + code.
-template <Codes C>
-ZPP_HOST_DEVICE uint32_t integer_stochastic(float x, float inverse, uint32_t random16) {
-  constexpr int half = 1 << (bits_of_code(C) - 1);
-  const float y = x * inverse + uniform(random16);
-#ifdef __CUDA_ARCH__
-  const float floored = __fadd_rd(y, kRound);  // rounding down makes the low bits the floor
-#else
-  const float rounded = y + kRound;
-  const float floored = rounded - (rounded - kRound > y ? 1.f : 0.f);  // gcc would call floorf, element by element
-#endif
-  return bits_of(larger(smaller(floored, kRound + float(half - 1)), kRound - float(half)));
-}
 
 constexpr uint32_t kE4m3Largest = 0x7E;                // 448
 constexpr uint32_t kE4m3FirstNormalBits = 0x3C800000;  // 2^-6 as fp32
