@@ -130,17 +130,27 @@ __device__ __forceinline__ uint32_t masked_under(uint32_t bits, uint32_t mask, u
   return result;
 }
 
-// Likewise, with each code where it is in the low 16 bits: that is 16^i times too large until the fma, which is exact.
+__device__ __forceinline__ __half2 as_halves(uint32_t bits) {
+  __half2 pair;
+  memcpy(&pair, &bits, sizeof pair);
+  return pair;
+}
+
+// Likewise, but as fp16 by pairs, under the exponent of 2^10: codes i and i + 4 are in the two halves of the word, one
+// above the other 16 times too large until the fma. All of it is exact.
 __device__ __forceinline__ void decode_int4(uint32_t word, float* values) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const uint32_t four = word >> 16 * half;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t bits = masked_under(four, 0xFu << 4 * i, 0x4B000000u | 0x8u << 4 * i);  // code + 8
-      const float scale = 1.f / float(1 << 4 * i);
-      values[4 * half + i] = fmaf(float_of(bits), scale, -(0x1p23f * scale + 8.f));
-    }
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t bits = word >> 4 * i;
+    const uint32_t first = masked_under(bits, 0x000F000Fu, 0x64086408u);   // 1024 + code + 8
+    const uint32_t second = masked_under(bits, 0x00F000F0u, 0x64806480u);  // 1024 + 16 * (code + 8)
+    const __half2 even = __hsub2(as_halves(first), __float2half2_rn(1024.f + 8.f));
+    const __half2 odd =
+        __hfma2(as_halves(second), __float2half2_rn(1.f / 16.f), __float2half2_rn(-(1024.f / 16.f + 8.f)));
+    values[i] = __low2float(even);
+    values[i + 1] = __low2float(odd);
+    values[i + 4] = __high2float(even);
+    values[i + 5] = __high2float(odd);
   }
 }
 
