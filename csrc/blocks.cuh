@@ -36,8 +36,10 @@ inline int vectors_a_lane(int block) { return block < 128 ? 1 : block <= 1024 ? 
 // Messages to write, all of one format.
 struct Writer {
   uint8_t* messages;
-  int64_t code_bytes, used_bytes, bytes;  // of one message
-  uint32_t blocks;                        // of one message
+  int64_t code_bytes, bytes;  // of one message
+  uint32_t padded_block;      // the one behind whose scale there are `padding` bytes of zeros; no block where none are
+  uint32_t padding;
+  uint32_t scale_bytes;
   int log_block;
   bool fp32_scales;
   Seed seed;
@@ -46,9 +48,10 @@ struct Writer {
       : messages(messages), log_block(log2_of(format.block)), fp32_scales(format.scales == Scales::fp32), seed(seed) {
     const MessageLayout layout = message_layout(format, elements);
     code_bytes = layout.code_bytes;
-    used_bytes = layout.used_bytes;
     bytes = layout.bytes;
-    blocks = index_of(layout.blocks);
+    padding = uint32_t(layout.bytes - layout.used_bytes);
+    padded_block = padding > 0 ? index_of(layout.blocks) - 1 : uint32_t(kIndexLimit);
+    scale_bytes = megatron_zpp::scale_bytes(format.scales);
   }
 
   __device__ __forceinline__ uint8_t* message(uint32_t index) const { return messages + index * bytes; }
@@ -60,14 +63,14 @@ struct Writer {
 
   // For one lane a block: stores the scale, and behind the last one the zeros that fill up the message.
   __device__ __forceinline__ void store_scale(uint8_t* message, uint32_t block, float stored) const {
-    uint8_t* scales = message + code_bytes;
+    uint8_t* scale = message + code_bytes + uint64_t(block) * scale_bytes;
     if (fp32_scales)
-      reinterpret_cast<float*>(scales)[block] = stored;
+      *reinterpret_cast<float*>(scale) = stored;
     else
-      reinterpret_cast<uint16_t*>(scales)[block] = uint16_t(bits_of(stored) >> 16);  // exact: rounded already
-    if (block == blocks - 1) {
+      *reinterpret_cast<uint16_t*>(scale) = uint16_t(bits_of(stored) >> 16);  // exact: rounded already
+    if (block == padded_block) {
 #pragma unroll 1
-      for (int64_t at = used_bytes; at < bytes; at += 2) *reinterpret_cast<uint16_t*>(message + at) = 0;
+      for (uint32_t at = 0; at < padding; at += 2) *reinterpret_cast<uint16_t*>(scale + scale_bytes + at) = 0;
     }
   }
 };

@@ -191,12 +191,15 @@ __device__ __forceinline__ void load_words(const uint8_t* address, uint32_t (&wo
     words[0] = two.x;
     words[1] = two.y;
   } else {
-    static_assert(WORDS == 4, "one load");
-    const uint4 four = load_once<uint4>(address);
-    words[0] = four.x;
-    words[1] = four.y;
-    words[2] = four.z;
-    words[3] = four.w;
+    static_assert(WORDS % 4 == 0, "whole loads");
+#pragma unroll
+    for (int k = 0; k < WORDS; k += 4) {
+      const uint4 four = load_once<uint4>(address + 4 * k);
+      words[k] = four.x;
+      words[k + 1] = four.y;
+      words[k + 2] = four.z;
+      words[k + 3] = four.w;
+    }
   }
 }
 
@@ -227,10 +230,15 @@ struct Reader {
   const uint8_t* messages;
   int64_t code_bytes, bytes;  // of one message
   int log_block;
-  bool fp32_scales;
+  int log_scale_word;                        // elements whose scales are in one word
+  uint32_t even_selector, odd_selector;  // what takes the scales of even and odd blocks out of it
 
   Reader(const uint8_t* messages, const Format& format, int64_t elements)
-      : messages(messages), log_block(log2_of(format.block)), fp32_scales(format.scales == Scales::fp32) {
+      : messages(messages), log_block(log2_of(format.block)) {
+    const bool fp32_scales = format.scales == Scales::fp32;
+    log_scale_word = fp32_scales ? log_block : log_block + 1;
+    even_selector = fp32_scales ? 0x3210 : 0x1044;
+    odd_selector = fp32_scales ? 0x3210 : 0x3244;
     const MessageLayout layout = message_layout(format, elements);
     code_bytes = layout.code_bytes;
     bytes = layout.bytes;
@@ -247,13 +255,28 @@ struct Reader {
   // A scale is read as the aligned word that it is in and taken out of it later: were there a load for each type of
   // scales, other loads would wait for it.
   __device__ __forceinline__ const uint8_t* scale_word_at(const uint8_t* message, uint64_t element) const {
-    const uint64_t block = element >> log_block;
-    return message + code_bytes + 4 * (fp32_scales ? block : block >> 1);
+    return message + code_bytes + 4 * (element >> log_scale_word);
   }
 
   // What takes the scale out of its word; the same for all messages.
   __device__ __forceinline__ uint32_t scale_selector(uint64_t element) const {
-    return fp32_scales ? 0x3210 : element >> log_block & 1 ? 0x3244 : 0x1044;
+    return element >> log_block & 1 ? odd_selector : even_selector;
+  }
+
+  // The same for runs of RUN elements, counted from the beginning of a message: less work with 64 bits.
+  template <Codes C, int RUN>
+  __device__ __forceinline__ const uint8_t* codes_of_run(const uint8_t* message, uint32_t run) const {
+    return message + uint64_t(run) * (RUN * bits_of_code(C) / 8);
+  }
+
+  template <int RUN>
+  __device__ __forceinline__ const uint8_t* scale_word_of_run(const uint8_t* message, uint32_t run) const {
+    return message + code_bytes + 4 * uint64_t(run >> (log_scale_word - kLog2<RUN>));
+  }
+
+  template <int RUN>
+  __device__ __forceinline__ uint32_t scale_selector_of_run(uint32_t run) const {
+    return run >> (log_block - kLog2<RUN>)&1 ? odd_selector : even_selector;
   }
 };
 

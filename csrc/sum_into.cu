@@ -28,15 +28,19 @@ __global__ void __launch_bounds__(kThreads, C == Codes::int4 ? 3 : 4)
     sum_into_kernel(const __grid_constant__ SumIntoParams p) {
   constexpr int kTile = kWarp * kRuns;
   for (int64_t first = int64_t(warp_index()) * kTile; first < p.runs; first += int64_t(warp_count()) * kTile) {
+    uint32_t runs[kRuns];
     uint64_t start[kRuns];
 #pragma unroll
     for (int r = 0; r < kRuns; ++r) {
       // Lanes behind the end read the last runs once more. Pairs of lanes are all before or all behind it.
       const int64_t run = first + r * kWarp + lane_index();
-      start[r] = 8 * uint64_t(run < p.runs ? run : p.runs - 2 + (lane_index() & 1));
+      runs[r] = uint32_t(run < p.runs ? run : p.runs - 2 + (lane_index() & 1));
+      start[r] = 8 * uint64_t(runs[r]);
     }
     float sum[kRuns][8];
-    sum_messages<C>(p.addends, start, sum);
+    RunSum<C, 8, kRuns> messages;
+    messages.begin(p.addends, runs);
+    messages.finish(p.addends, sum);
     float4 old[kRuns][2] = {};
     if (p.add) {
 #pragma unroll
