@@ -93,8 +93,8 @@ __device__ __forceinline__ uint32_t largest_key(const float (&x)[K][RUN]) {
 
 // The codes of one run; `index` is that of its first element, for the generator.
 template <Codes C, bool STOCHASTIC, int RUN>
-__device__ __forceinline__ void encode_run(const float (&x)[RUN], const BlockScale& scale, uint64_t seed, uint64_t index,
-                                           uint32_t (&words)[words_of<C>(RUN)]) {
+__device__ __forceinline__ void encode_run(const float (&x)[RUN], const BlockScale& scale, uint64_t seed,
+                                           uint64_t index, uint32_t (&words)[words_of<C>(RUN)]) {
 #pragma unroll
   for (int i = 0; i < RUN; i += 8) {
     float eight[8];

@@ -29,7 +29,7 @@ __device__ __forceinline__ void begin_tile(const SumIntoParams& p, uint32_t tile
   sum.begin(p.addends, run);
 }
 
-// Where a warp keeps its quad q: eight neighbouring lanes access different banks, be it the quads of a lane or of a row.
+// Where a warp keeps its quad q: eight neighbouring lanes access different banks, be it by runs or by rows.
 __device__ __forceinline__ uint32_t place_of_quad(uint32_t q) { return q ^ (q >> 3 & 7); }
 
 // What becomes of a quad of the shard.
