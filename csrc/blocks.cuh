@@ -42,10 +42,15 @@ struct Writer {
   uint32_t scale_bytes;
   int log_block;
   bool fp32_scales;
-  Seed seed;
+  bool stochastic;
+  PhiloxKeys keys;
 
   Writer(uint8_t* messages, const Format& format, int64_t elements, Seed seed)
-      : messages(messages), log_block(log2_of(format.block)), fp32_scales(format.scales == Scales::fp32), seed(seed) {
+      : messages(messages),
+        log_block(log2_of(format.block)),
+        fp32_scales(format.scales == Scales::fp32),
+        stochastic(seed.given),
+        keys(philox_keys(seed.value)) {
     const MessageLayout layout = message_layout(format, elements);
     code_bytes = layout.code_bytes;
     bytes = layout.bytes;
@@ -93,7 +98,7 @@ __device__ __forceinline__ uint32_t largest_key(const float (&x)[K][RUN]) {
 
 // The codes of one run; `index` is that of its first element, for the generator.
 template <Codes C, bool STOCHASTIC, int RUN>
-__device__ __forceinline__ void encode_run(const float (&x)[RUN], const BlockScale& scale, uint64_t seed,
+__device__ __forceinline__ void encode_run(const float (&x)[RUN], const BlockScale& scale, const PhiloxKeys& keys,
                                            uint64_t index, uint32_t (&words)[words_of<C>(RUN)]) {
 #pragma unroll
   for (int i = 0; i < RUN; i += 8) {
@@ -102,7 +107,7 @@ __device__ __forceinline__ void encode_run(const float (&x)[RUN], const BlockSca
 #pragma unroll
     for (int j = 0; j < 8; ++j) eight[j] = x[i + j];
     if constexpr (STOCHASTIC)
-      encode_eight<C>(eight, scale.inverse, scale.code_mask, seed, (index + i) >> 3, part);
+      encode_eight<C>(eight, scale.inverse, scale.code_mask, keys, (index + i) >> 3, part);
     else
       encode_eight<C>(eight, scale.inverse, scale.code_mask, part);
 #pragma unroll
@@ -112,10 +117,10 @@ __device__ __forceinline__ void encode_run(const float (&x)[RUN], const BlockSca
 
 // The codes of all runs; `index` is that of the first element of this lane's first run.
 template <Codes C, bool STOCHASTIC, int RUN, int K>
-__device__ __forceinline__ void encode_runs(const float (&x)[K][RUN], const BlockScale& scale, uint64_t seed,
+__device__ __forceinline__ void encode_runs(const float (&x)[K][RUN], const BlockScale& scale, const PhiloxKeys& keys,
                                             uint64_t index, uint32_t step, uint32_t (&words)[K][words_of<C>(RUN)]) {
 #pragma unroll
-  for (int k = 0; k < K; ++k) encode_run<C, STOCHASTIC>(x[k], scale, seed, index + k * step, words[k]);
+  for (int k = 0; k < K; ++k) encode_run<C, STOCHASTIC>(x[k], scale, keys, index + k * step, words[k]);
 }
 
 // Encodes x as block `block` of `message`; `index` is that of its first element, for the generator. Calls
@@ -128,10 +133,10 @@ __device__ __forceinline__ void write_block(const Writer& writer, const Lanes& l
   const BlockScale scale = block_scale(key, scale_factor(C), !writer.fp32_scales);
   const uint32_t start = lanes.run<RUN>(0), step = lanes.step<RUN>();
   uint32_t words[K][words_of<C>(RUN)];
-  if (writer.seed.given)  // asked once, so that the runs of each rounding are straight code
-    encode_runs<C, true>(x, scale, writer.seed.value, index + start, step, words);
+  if (writer.stochastic)  // asked once, so that the runs of each rounding are straight code
+    encode_runs<C, true>(x, scale, writer.keys, index + start, step, words);
   else
-    encode_runs<C, false>(x, scale, 0, 0, 0, words);
+    encode_runs<C, false>(x, scale, writer.keys, 0, 0, words);
   if (active) {
     uint8_t* codes = writer.codes<C>(message, block) + start * bits_of_code(C) / 8;
 #pragma unroll

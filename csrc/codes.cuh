@@ -95,21 +95,27 @@ __device__ __forceinline__ void encode_eight(const float (&x)[8], float inverse,
   }
 }
 
+// `uniform` of a half of a word. Under the exponent of 2^23 it takes one instruction less.
+__device__ __forceinline__ float uniform_of_half(uint32_t word, bool high) {
+  return fmaf(float_of(__byte_perm(word, 0x4B000000u, high ? 0x7632 : 0x7610)), 0x1p-16f, -128.f);
+}
+
 // Eight numbers at random; `counter` is the index of the first over 8.
 template <Codes C>
-__device__ __forceinline__ void encode_eight(const float (&x)[8], float inverse, uint32_t mask, uint64_t seed,
-                                             uint64_t counter, uint32_t (&words)[words_of<C>(8)]) {
-  const Random8 random = random_for_eight(seed, counter);
+__device__ __forceinline__ void encode_eight(const float (&x)[8], float inverse, uint32_t mask,
+                                             const PhiloxKeys& keys, uint64_t counter,
+                                             uint32_t (&words)[words_of<C>(8)]) {
+  const Random8 random = random_for_eight(keys, counter);
   float shifted[8];
 #pragma unroll
   for (int w = 0; w < words_of<C>(8); ++w) words[w] = 0;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const uint32_t random16 = i & 1 ? random.word[i / 2] >> 16 : random.word[i / 2] & 0xFFFF;
+    const uint32_t word = random.word[i / 2];
     if constexpr (C == Codes::fp8)
-      words[i / 4] |= e4m3_stochastic(x[i] * inverse, random16) << 8 * (i % 4) & mask;
+      words[i / 4] |= e4m3_stochastic(x[i] * inverse, i & 1 ? word >> 16 : word & 0xFFFF) << 8 * (i % 4) & mask;
     else
-      shifted[i] = shifted_stochastic<C>(x[i], inverse, uniform(random16));
+      shifted[i] = shifted_stochastic<C>(x[i], inverse, uniform_of_half(word, i & 1));
   }
   if constexpr (C != Codes::fp8) pack<C>(shifted, mask, words);
 }

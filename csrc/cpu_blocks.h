@@ -136,10 +136,10 @@ void write_codes(const float* x, int n, uint8_t* codes, Encode&& encode) {
 }
 
 // The random numbers of n elements, the first of which has this index; both are multiples of 8.
-inline void fill_random(uint64_t seed, int64_t index, int n, uint16_t* random) {
+inline void fill_random(const PhiloxKeys& keys, int64_t index, int n, uint16_t* random) {
   uint32_t words[kLargestBlock / 2];
   for (int i = 0; i < n / 8; ++i) {
-    const Random8 eight = random_for_eight(seed, uint64_t(index / 8 + i));
+    const Random8 eight = random_for_eight(keys, uint64_t(index / 8 + i));
     for (int k = 0; k < 4; ++k) words[4 * i + k] = eight.word[k];
   }
   std::memcpy(random, words, n * sizeof *random);

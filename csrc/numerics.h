@@ -222,21 +222,48 @@ ZPP_HOST_DEVICE float e4m3_value(uint32_t code) {
 // ---- random numbers ----
 
 // Philox4x32-10 (Salmon et al. 2011). The low half of word k is for element 2k of eight, the high half for 2k + 1.
+constexpr int kPhiloxRounds = 10;
+
 struct Random8 {
   uint32_t word[4];
 };
 
-ZPP_HOST_DEVICE Random8 random_for_eight(uint64_t seed, uint64_t counter) {
+// What each round takes of the seed, made once for all elements.
+struct PhiloxKeys {
+  uint32_t low[kPhiloxRounds], high[kPhiloxRounds];
+};
+
+inline PhiloxKeys philox_keys(uint64_t seed) {
+  PhiloxKeys keys;
+  for (uint32_t round = 0; round < kPhiloxRounds; ++round) {
+    keys.low[round] = uint32_t(seed) + round * 0x9E3779B9u;
+    keys.high[round] = uint32_t(seed >> 32) + round * 0xBB67AE85u;
+  }
+  return keys;
+}
+
+struct Product {
+  uint32_t low, high;
+};
+
+ZPP_HOST_DEVICE Product product_of(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+  uint64_t product;  // the compiler would make two multiplications of it, or add zeros
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+#else
+  const uint64_t product = uint64_t(a) * b;
+#endif
+  return {uint32_t(product), uint32_t(product >> 32)};
+}
+
+ZPP_HOST_DEVICE Random8 random_for_eight(const PhiloxKeys& keys, uint64_t counter) {
   uint32_t c0 = uint32_t(counter), c1 = uint32_t(counter >> 32), c2 = 0, c3 = 0;
-  uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t product0 = uint64_t(c0) * 0xD2511F53u, product1 = uint64_t(c2) * 0xCD9E8D57u;
-    c0 = uint32_t(product1 >> 32) ^ c1 ^ k0;
-    c1 = uint32_t(product1);
-    c2 = uint32_t(product0 >> 32) ^ c3 ^ k1;
-    c3 = uint32_t(product0);
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    const Product first = product_of(c0, 0xD2511F53u), second = product_of(c2, 0xCD9E8D57u);
+    c0 = second.high ^ c1 ^ keys.low[round];
+    c1 = second.low;
+    c2 = first.high ^ c3 ^ keys.high[round];
+    c3 = first.low;
   }
   return {{c0, c1, c2, c3}};
 }
