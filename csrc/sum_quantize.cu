@@ -30,11 +30,12 @@ void launch_codes(const SumQuantize& op, CUstream_st* stream) {
   // What a lane reads of a message at a time: 32 bytes, or 16 where more would be elements of two blocks.
   constexpr int kWide = 256 / bits_of_code(In), kNarrow = kWide / 2;
   if (op.output_format.block < 64)
-    launch_blocks<sum_quantize_kernel<In, Out, kNarrow, 32 / kNarrow>>(op, 32, stream);
-  else if (op.format.block < kWide)
-    launch_blocks<sum_quantize_kernel<In, Out, kNarrow, 64 / kNarrow>>(op, 64, stream);
-  else
-    launch_blocks<sum_quantize_kernel<In, Out, kWide, 64 / kWide>>(op, 64, stream);
+    return launch_blocks<sum_quantize_kernel<In, Out, kNarrow, 32 / kNarrow>>(op, 32, stream);
+  if constexpr (kWide > kSmallestBlock) {
+    if (op.format.block < kWide)
+      return launch_blocks<sum_quantize_kernel<In, Out, kNarrow, 64 / kNarrow>>(op, 64, stream);
+  }
+  launch_blocks<sum_quantize_kernel<In, Out, kWide, 64 / kWide>>(op, 64, stream);
 }
 
 }  // namespace
