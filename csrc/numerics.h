@@ -221,8 +221,8 @@ ZPP_HOST_DEVICE float e4m3_value(uint32_t code) {
 
 // ---- random numbers ----
 
-// Philox4x32-7 (Salmon et al. 2011): with seven rounds, too, it passes all of BigCrush; ten are for safety. The low half
-// of word k is for element 2k of eight, the high half for 2k + 1.
+// Philox4x32-7 (Salmon et al. 2011): seven rounds pass all of BigCrush; ten are for safety. The low half of word k is
+// for element 2k of eight, the high half for 2k + 1.
 constexpr int kPhiloxRounds = 7;
 
 struct Random8 {
