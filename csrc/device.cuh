@@ -64,6 +64,12 @@ inline int log2_of(int64_t power_of_two) {
   return log;
 }
 
+template <int POWER_OF_TWO>
+constexpr int kLog2 = kLog2<POWER_OF_TWO / 2> + 1;
+
+template <>
+constexpr int kLog2<1> = 0;
+
 constexpr int64_t kIndexLimit = int64_t(1) << 31;
 
 // Blocks and rows are counted in 31 bits: of 32 elements or more, so that is 128 GiB of 16-bit numbers.
@@ -130,12 +136,13 @@ __device__ __forceinline__ uint32_t largest_of_lanes(uint32_t key, int log_lanes
   return key;
 }
 
-// The rotation where lane l of four neighbours holds elements 8 l to 8 l + 7 of 32.
-__device__ __forceinline__ void rotate(float (&x)[8]) {
+// The rotation where neighbouring lanes hold neighbouring runs of RUN elements.
+template <int RUN>
+__device__ __forceinline__ void rotate(float (&x)[RUN]) {
 #pragma unroll
-  for (int h = 1; h < 8; h *= 2) {
+  for (int h = 1; h < RUN; h *= 2) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < RUN; ++i) {
       if (i & h) continue;
       const float a = x[i], b = x[i + h];
       x[i] = a + b;
@@ -143,13 +150,13 @@ __device__ __forceinline__ void rotate(float (&x)[8]) {
     }
   }
 #pragma unroll
-  for (int distance = 1; distance <= 2; distance *= 2) {
+  for (int distance = 1; distance < kRotation / RUN; distance *= 2) {
     const float sign = lane_index() & distance ? -1.f : 1.f;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = fmaf(x[i], sign, __shfl_xor_sync(kAllLanes, x[i], distance));
+    for (int i = 0; i < RUN; ++i) x[i] = fmaf(x[i], sign, __shfl_xor_sync(kAllLanes, x[i], distance));
   }
 #pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] *= kRotationFactor;
+  for (int i = 0; i < RUN; ++i) x[i] *= kRotationFactor;
 }
 
 // Eight consecutive fp32 numbers a lane are two accesses of 16 bytes, each of which would touch every 32-byte sector
