@@ -22,8 +22,8 @@ inline void check(cudaError_t status) {
 }
 
 // Threads loop over what the grid does not cover. A few times as many blocks as fit on the chip let it balance load
-// by itself; more would only start blocks for nothing.
-constexpr int kGridsOnChip = 16;
+// by itself; more would only start blocks for nothing. Where a warp loads ahead it wants to live longer.
+constexpr int kGridsOnChip = 16, kGridsLoadingAhead = 4;
 
 inline int multiprocessors() {
   int device = 0, count = 0;
@@ -40,11 +40,11 @@ int blocks_a_multiprocessor() {
 }
 
 // One warp for each of `tiles` if the chip has room.
-template <auto kernel, typename Params>
+template <auto kernel, int GRIDS = kGridsOnChip, typename Params>
 void launch(int64_t tiles, CUstream_st* stream, const Params& params) {
   static const int resident = blocks_a_multiprocessor<kernel>();  // asking takes microseconds
   const int64_t wanted = (tiles + kThreads / kWarp - 1) / (kThreads / kWarp);
-  const int64_t most = int64_t(kGridsOnChip) * std::max(resident, 1) * multiprocessors();
+  const int64_t most = int64_t(GRIDS) * std::max(resident, 1) * multiprocessors();
   kernel<<<unsigned(std::min(wanted, most)), kThreads, 0, stream>>>(params);
 }
 

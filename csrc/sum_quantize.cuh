@@ -56,7 +56,7 @@ inline SumQuantizeParams params_of(const SumQuantize& op, int elements_a_lane) {
 template <auto kernel>
 void launch_blocks(const SumQuantize& op, int elements_a_lane, CUstream_st* stream) {
   const SumQuantizeParams params = params_of(op, elements_a_lane);
-  launch<kernel>((params.blocks + params.lanes.groups() - 1) / params.lanes.groups(), stream, params);
+  launch<kernel, kGridsLoadingAhead>((params.blocks + params.lanes.groups() - 1) / params.lanes.groups(), stream, params);
 }
 
 // sum_quantize with an error to feed back.

@@ -1,6 +1,6 @@
 """Philox4x32-7 of Parallel Random Numbers: As Easy as 1, 2, 3 (Salmon et al., 2011), in int64 arithmetic.
 
-Seven rounds are the fewest for which the paper found no failure in BigCrush; its default of ten is for safety.
+Seven rounds are the fewest for which the paper found no failure in BigCrush; its default of ten is safer.
 """
 
 import torch
