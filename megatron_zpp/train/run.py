@@ -1,26 +1,59 @@
 """Puts a built engine, its data and its schedule together and trains."""
 
+import os
 import platform
-from typing import Any
+import sys
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 
-from megatron_zpp.checkpoint.store import Progress
 from megatron_zpp.config.root import Config
 from megatron_zpp.data.open import Splits
 from megatron_zpp.model.flops import parameter_count
+from megatron_zpp.train.activity import Activity
 from megatron_zpp.train.loop import Trainer
 from megatron_zpp.train.metrics import Throughput
 from megatron_zpp.train.reporter import Reporter
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.train.saver import Saver, restore
+from megatron_zpp.train.signals import StopSignals
+from megatron_zpp.train.stopping import Stop, StopConditions
 from megatron_zpp.zero.engine import ZeroEngine
 
 
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended: `stop` is why before its time, `left_behind` whether a sink's thread still hangs."""
+
+    iteration: int
+    stop: Stop | None
+    left_behind: bool
+
+    def exit(self, prog: str, rank: int) -> NoReturn:
+        """Leaves the process with the status that says how it ended."""
+        if self.stop and self.stop.is_error and rank == 0:
+            sys.stderr.write(f"{prog}: error: iteration {self.iteration}: {self.stop}\n")
+        status = self.stop.status if self.stop else 0
+        if self.left_behind:  # Python, and what the sink left to be done at exit, would wait for it
+            sys.stdout.flush()
+            os._exit(status)
+        sys.exit(status)
+
+
 def train(
-    engine: ZeroEngine, splits: Splits, config: Config, schedule: RunSchedule, tokenizer: dict[str, Any]
-) -> Progress:
-    """Goes on from --load, or begins, and trains to the end; `tokenizer` describes the one of the data."""
+    engine: ZeroEngine,
+    splits: Splits,
+    config: Config,
+    schedule: RunSchedule,
+    tokenizer: dict[str, Any],
+    signals: StopSignals,
+    activity: Activity,
+) -> Ending:
+    """Goes on from --load, or begins, and trains to the end; `tokenizer` describes the one of the data.
+
+    A signal ends it sooner; `activity` is told what is being done.
+    """
     dtype = config.precision.compute_dtype(engine.device.type)
     throughput = Throughput.of(
         config.model,
@@ -30,6 +63,7 @@ def train(
         dtype=dtype,
         peak=config.logging.device_peak_tflops,
     )
+    activity.now("loading", patient=True)
     progress, start_line = restore(config.checkpoint, engine, tokenizer)
     reporter = Reporter(
         config.logging,
@@ -45,7 +79,13 @@ def train(
         if progress.iteration >= schedule.iterations:
             reporter.say(f" the run is complete: iteration {progress.iteration} of {schedule.iterations}")
         saver = Saver(engine, config, tokenizer, reporter, progress)
-        return Trainer(engine, splits, config, schedule, throughput, reporter, saver, progress).run()
+        stops = StopConditions(config.training, engine, signals)
+        trainer = Trainer(
+            engine, splits, config, schedule, throughput, reporter, saver, progress, stops, activity
+        )
+        stop = trainer.run()
+        activity.now("closing logs", patient=True)
+    return Ending(trainer.progress.iteration, stop, reporter.left_behind)
 
 
 def _head(
