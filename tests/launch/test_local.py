@@ -34,7 +34,8 @@ def test_every_rank_gets_the_launchers_variables_and_the_flags(tmp_path: Path) -
     program = write(
         tmp_path,
         "names = 'RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR'.split()\n"
-        "print(*(os.environ[name] for name in names), int(os.environ['MASTER_PORT']) > 0, sys.argv[1:])",
+        "values = ' '.join(os.environ[name] for name in names)\n"
+        "sys.stdout.write(f\"{values} {int(os.environ['MASTER_PORT']) > 0} {sys.argv[1:]}\\n\")",
     )
     out, err = local("-n", "3", program, "--flag", "two words").communicate(timeout=60)
     expected = [f"{rank} 3 {rank} 3 127.0.0.1 True ['--flag', 'two words']" for rank in range(3)]
