@@ -62,7 +62,8 @@ class _Pulse:
         self._first: Beat | None = None  # the newest of rank 0, which cannot say it when it is gone
         self._asks, self._leaves = False, False
         self._failed: str | None = None
-        self._verdict: str | None = None
+        self._found: str | None = None  # rank 0's verdict, which stands while the others take note of it
+        self._verdict: str | None = None  # the one to end with
         self._answered = time.monotonic()
         self._store = store.clone()  # a call that blocks holds its store: nobody else uses this one
         self._store.set_timeout(timedelta(seconds=2 * self._interval))
@@ -153,16 +154,16 @@ class _Pulse:
         leaves, failed = self._leaves, self._failed
         self._tell(left=False)
         beats = self._read_all()
-        verdict = self._judge.lost(beats) or self._judge.stuck(beats)
-        if verdict:
-            self._store.set(_VERDICT, json.dumps(verdict))
+        self._found = self._found or self._judge.lost(beats) or self._judge.stuck(beats)
+        if self._found:
+            self._store.set(_VERDICT, json.dumps(self._found))
             limit = time.monotonic() + 5 * self._interval
             while not self._judge.gone(self._read_all()[1:]) and time.monotonic() < limit:
                 time.sleep(self._interval / 4)
         if failed or (leaves and all(beat and beat.left for beat in beats[1:])):
             self._told.set()
-        elif verdict:
-            self._verdict = verdict
+        elif self._found:
+            self._verdict = self._found
 
     def _tell(self, *, left: bool) -> None:
         """Writes this rank's beat."""

@@ -109,15 +109,14 @@ import sys
 import pretrain_gpt
 from megatron_zpp.zero.engine import ZeroEngine
 
-healthy, micro_batches = ZeroEngine._loss, 0
+healthy, poison, micro_batches = ZeroEngine._loss, float(sys.argv.pop(1)), 0
 
 def loss(engine, tokens):
     global micro_batches
     micro_batches += engine.model.training
-    return healthy(engine, tokens) + (float(sys.argv[1]) if micro_batches > 4 else 0.0)
+    return healthy(engine, tokens) + (poison if micro_batches > 4 else 0.0)
 
 ZeroEngine._loss = loss
-sys.argv[1:] = sys.argv[2:]
 pretrain_gpt.main()
 """
 
