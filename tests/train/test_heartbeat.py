@@ -119,7 +119,7 @@ def ranks(directory: Path, world: int, ending: str = "leave") -> Iterator[list[m
     try:
         for rank in range(world):
             steps = directory / f"{rank}.steps"
-            wait_until(lambda steps=steps: steps.exists() and int(steps.read_text() or 0) > 60)
+            wait_until(lambda steps=steps: steps.exists() and int(steps.read_text() or 0) > 120)
         yield processes
     finally:
         for process in processes:
