@@ -27,7 +27,7 @@ class Reporter:
         speaks = topology.rank == 0
         self._console = Console(iterations, done) if speaks else None
         self._sinks: list[Beside] = open_sinks(logging, config, self.say) if speaks else []
-        self.left_behind = False  # whether a sink hung at the end, and its thread still does
+        self.lost_sinks = False  # known when the block is left
 
     def say(self, text: str) -> None:
         """A line of text on the console."""
@@ -57,7 +57,7 @@ class Reporter:
 
     def __exit__(self, *exception: object) -> None:
         for sink in self._sinks:
-            self.left_behind |= not sink.close(_PATIENCE)
+            self.lost_sinks |= not sink.close(_PATIENCE)
         if self._console:
             self._console.close()
 

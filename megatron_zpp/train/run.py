@@ -24,19 +24,20 @@ from megatron_zpp.zero.engine import ZeroEngine
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended: `stop` is why before its time, `left_behind` whether a sink's thread still hangs."""
+    """How a run ended: `stop` is why before its time; `lost_sinks` says that some were."""
 
     iteration: int
     stop: Stop | None
-    left_behind: bool
+    lost_sinks: bool
 
     def exit(self, prog: str, rank: int) -> NoReturn:
         """Leaves the process with the status that says how it ended."""
         if self.stop and self.stop.is_error and rank == 0:
             sys.stderr.write(f"{prog}: error: iteration {self.iteration}: {self.stop}\n")
         status = self.stop.status if self.stop else 0
-        if self.left_behind:  # Python, and what the sink left to be done at exit, would wait for it
+        if self.lost_sinks:  # what they left to be done at exit would fail again, or hang
             sys.stdout.flush()
+            sys.stderr.flush()
             os._exit(status)
         sys.exit(status)
 
@@ -85,7 +86,7 @@ def train(
         )
         stop = trainer.run()
         activity.now("closing logs", patient=True)
-    return Ending(trainer.progress.iteration, stop, reporter.left_behind)
+    return Ending(trainer.progress.iteration, stop, reporter.lost_sinks)
 
 
 def _head(

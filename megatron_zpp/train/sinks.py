@@ -110,13 +110,16 @@ class Beside:
             self._lose("it has not taken a record for a long time")
 
     def close(self, seconds: float) -> bool:
-        """Finishes what is being written, within `seconds`; False if the thread had to be left behind."""
+        """Finishes what is being written, within `seconds`; False for a sink that is lost, now or before.
+
+        What such a one has left to be done when Python exits may fail or hang as well.
+        """
         if not self._lost:
             self._queue.put(None)
             self._thread.join(seconds)
             if self._thread.is_alive():
                 self._lose(f"it did not finish within {seconds:g} s")
-        return not self._thread.is_alive()
+        return not self._lost
 
     def _work(self) -> None:
         try:
