@@ -55,8 +55,8 @@ class Vote:
             if self._work is not None:
                 self._work.wait()
             self._read.copy_(self._sums, non_blocking=True)
-        if self._stream is not None:
-            self._stream.synchronize()
+            if self._stream is not None:
+                self._stream.record_event().synchronize()
         return self._read.tolist()
 
     def _on_stream(self) -> torch.cuda.StreamContext | nullcontext[None]:
