@@ -75,7 +75,7 @@ def main() -> None:
             )
             ending = train(engine, splits, config, schedule, tokenizer, signals, activity)
             engine.close()
-    ending.exit(PROG, topology.rank)
+    ending.leave(PROG, topology.rank)
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ for ((restart = 1; ; restart++)); do
     what="status $status"
     ((status <= 128)) || what=SIG$(kill -l "$status")
     if ((restart > restarts)); then
-        ((restarts == 0)) || say "rank $rank ended with $what after $restarts restarts; giving up"
+        ((restarts == 0)) || say "rank $rank ended with $what; no restart is left"
         exit "$status"
     fi
     say "rank $rank ended with $what; restart $restart of $restarts"

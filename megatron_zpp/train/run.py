@@ -4,7 +4,7 @@ import os
 import platform
 import sys
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -30,8 +30,8 @@ class Ending:
     stop: Stop | None
     lost_sinks: bool
 
-    def exit(self, prog: str, rank: int) -> NoReturn:
-        """Leaves the process with the status that says how it ended."""
+    def leave(self, prog: str, rank: int) -> None:
+        """Leaves the process with the status that says how it ended; returns when there is nothing to say."""
         if self.stop and self.stop.is_error and rank == 0:
             sys.stderr.write(f"{prog}: error: iteration {self.iteration}: {self.stop}\n")
         status = self.stop.status if self.stop else 0
@@ -39,7 +39,8 @@ class Ending:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
-        sys.exit(status)
+        if status:
+            sys.exit(status)
 
 
 def train(

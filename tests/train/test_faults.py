@@ -4,12 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT, Ranks, environment, pretrain, run, wait_until
+from megatron_zpp.train.metrics import Record
+from megatron_zpp.train.sinks import Beside
+from tests.support import ROOT, Ranks, environment, run, wait_until
 
 LENGTH = "--train-iters 200 --global-batch-size 8 --num-workers 0 --log-interval 5".split()
 
@@ -138,8 +141,46 @@ def test_a_log_that_fails_does_not_end_the_run(flags: list[str], tmp_path: Path)
     """A full disk, and W&B's service killed."""
     full = tmp_path / "metrics.jsonl"
     full.symlink_to("/dev/full")
-    flags = [*flags, *LENGTH, "--eval-iters", "0", "--metrics-file", str(full)]
-    done = pretrain(*flags)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("WARNING: --metrics-file is lost") == 1
-    assert "iteration      200/" in done.stdout
+    flags = ["pretrain_gpt.py", *flags, *LENGTH, "--eval-iters", "0", "--metrics-file", str(full)]
+    flags += ["--wandb-project", "x", "--wandb-mode", "offline", "--wandb-save-dir", str(tmp_path)]
+    with Ranks(tmp_path / "log", *flags, world=1) as ranks:
+        ranks.wait_for("iteration        5/")
+        (service,) = children(ranks.processes[0].pid)
+        os.kill(service, signal.SIGKILL)
+        assert (ranks.statuses(), ranks.err(0)) == ([0], "")
+        out = ranks.out(0)
+    for name in ("--metrics-file", "W&B"):
+        assert out.count(f"WARNING: {name} is lost, and the run goes on without it: ") == 1
+    assert "iteration      200/" in out
+
+
+class Hangs:
+    """A sink that takes nothing until it is told to."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+
+    def write(self, record: Record) -> None:
+        self.go_on.wait()
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_sink_that_hangs_holds_nobody_up() -> None:
+    lines, hanging = [], Hangs()
+    sink = Beside("slow", hanging, lines.append)
+    for iteration in range(2000):
+        sink.write({"iteration": iteration})
+    assert [line.split(":")[0] for line in lines] == [" WARNING"]
+    assert not sink.close(60)
+    hanging.go_on.set()
+
+    waiting = Hangs()
+    sink = Beside("slow", waiting, lines.append)
+    sink.write({"iteration": 1})
+    assert not sink.close(0.1)
+    assert (
+        lines[1] == " WARNING: slow is lost, and the run goes on without it: it did not finish within 0.1 s"
+    )
+    waiting.go_on.set()
