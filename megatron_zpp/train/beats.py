@@ -93,9 +93,9 @@ class Judge:
             "(if it is only slow, raise --heartbeat-timeout)"
         )
 
-    def gone(self, beats: Sequence[Beat | None]) -> bool:
-        """Whether each of them has said good-bye, or is silent."""
+    def gone(self, beats: Sequence[Beat | None], silence: float) -> bool:
+        """Whether each of them has left or failed, or been silent for so many seconds."""
         return all(
-            beat is None or beat.left or self._now - self._newest[beat.rank][1] > self._patience
+            beat is None or beat.left or beat.failed or self._now - self._newest[beat.rank][1] > silence
             for beat in beats
         )

@@ -25,6 +25,7 @@ from megatron_zpp.zero.topology import Topology
 
 _VERDICT = "verdict"
 _NOTHING_YET = "null"
+_FAREWELL = 8.0  # seconds that the others get to read a verdict before rank 0 takes the store away
 
 
 @contextmanager
@@ -80,12 +81,14 @@ class _Pulse:
         self._asks = True
         self._wake.set()
         self._over.wait(8 * self._interval)
+        if self._found:  # and the others are being told
+            self._over.wait(_FAREWELL + self._interval)
 
     def fail(self, message: str) -> None:
         """Tells the others, as far as they can be reached soon, that this rank ends with an error."""
         self._failed = message
         self._wake.set()
-        self._told.wait(6 * self._interval)
+        self._told.wait(_FAREWELL + 2 * self._interval if self._topology.rank == 0 else 6 * self._interval)
         self._over.set()
 
     def leave(self) -> None:
@@ -157,8 +160,8 @@ class _Pulse:
         self._found = self._found or self._judge.lost(beats) or self._judge.stuck(beats)
         if self._found:
             self._store.set(_VERDICT, json.dumps(self._found))
-            limit = time.monotonic() + 5 * self._interval
-            while not self._judge.gone(self._read_all()[1:]) and time.monotonic() < limit:
+            limit = time.monotonic() + _FAREWELL
+            while not self._judge.gone(self._read_all()[1:], _FAREWELL / 2) and time.monotonic() < limit:
                 time.sleep(self._interval / 4)
         if failed or (leaves and all(beat and beat.left for beat in beats[1:])):
             self._told.set()
