@@ -1,11 +1,11 @@
-"""What saving costs: how long training stands still, and the rates of writing and reading over the disk's own.
+"""What saving costs: how long training stands still; rates of writing and reading over the disk's own.
 
     python benchmarks/checkpoint.py --directory DIRECTORY [--preset gpt2-345m] [--saves 3]
     torchrun --nproc-per-node 2 benchmarks/checkpoint.py --directory DIRECTORY
 
-Stands still: the seconds that the training's thread spends in the saver from one step to the next. The disk's own
-rate: a file of the same bytes a rank, written in large pieces and made durable, then read after the page cache
-has let go of it; all ranks at once, in the same run, beside the saves.
+Stands still: the seconds that the training's thread spends in the saver from one step to the next. The disk's
+own rate: a file of the same bytes a rank, written in large pieces and made durable, then read after the page
+cache has let go of it; all ranks at once, in the same run, beside the saves.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import os
 import shutil
 import sys
 import time
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import median
