@@ -9,6 +9,7 @@ cache has let go of it; all ranks at once, in the same run, beside the saves.
 """
 
 import argparse
+import math
 import os
 import shutil
 import sys
@@ -23,6 +24,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
 from benchmarks.common import RESULTS, write_result
+from megatron_zpp.checkpoint.directory import committed
 from megatron_zpp.checkpoint.read import load_checkpoint
 from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.config.root import Config, parse_args
@@ -41,7 +43,7 @@ class Listener:
     """Takes what a saver says."""
 
     def say(self, text: str) -> None:
-        """A line."""
+        """A line: a checkpoint is there."""
 
     def warn(self, text: str) -> None:
         """A failed save would make the figures worthless."""
@@ -177,33 +179,31 @@ def main() -> None:
     path = options.directory / f"raw_{topology.rank}"
     options.directory.mkdir(parents=True, exist_ok=True)
 
-    stalls: list[float] = []
-    beside: list[float] = []
-    behind = Saver(
-        engine,
-        config_of(options, "--async-save"),
-        TOKENIZER,
-        Listener(),
-        dist.PrefixStore("a", store),
-        Progress(),
-    )
-    for _ in range(options.saves):
-        begin = training.save(behind)
-        seconds, inside = training.step(behind)
-        stalls.append(begin + inside)
-        beside.append(seconds)
-        behind.finish()
-        training.step(behind)
     rates, syncs = [], []
-    saver = Saver(engine, config, TOKENIZER, Listener(), dist.PrefixStore("s", store), Progress())
+    saver = Saver(engine, config, TOKENIZER, Listener(), dist.PrefixStore("waiting", store), Progress())
     for _ in range(options.saves):
         barrier(topology)
         rates.append(raw_rates(path, shard_bytes))
         barrier(topology)
         syncs.append(training.save(saver))
         training.step(saver)
+    seconds_of_all = torch.tensor([median(syncs), plain], device=device)
+    sync, step = engine.mean_over_ranks(seconds_of_all).tolist()
+    steps = 2 + math.ceil(2 * sync / step)  # of training, until a save behind it is done; on all ranks alike
+    stalls: list[float] = []
+    beside: list[float] = []
+    settings = config_of(options, "--async-save")
+    behind = Saver(engine, settings, TOKENIZER, Listener(), dist.PrefixStore("behind", store), Progress())
+    for _ in range(options.saves):
+        stall = training.save(behind)
+        for _ in range(steps):
+            seconds, inside = training.step(behind)
+            stall += inside
+            beside.append(seconds)
+        stalls.append(stall)
+    behind.finish()
     loads = []
-    newest = options.directory / f"iter_{training.iteration - 1:07d}"
+    newest = next(iter(committed(options.directory).values()))
     for _ in range(options.saves):
         for file in newest.iterdir():
             forget(file)
@@ -212,7 +212,7 @@ def main() -> None:
         load_checkpoint(newest, engine, TOKENIZER, with_optimizer=True)
         barrier(topology)
         loads.append(time.perf_counter() - started)
-    sync, load = median(syncs), median(loads)
+    load = median(loads)
     written, read = (median(rate[side] for rate in rates) for side in (0, 1))
     if topology.rank == 0:
         figures = {
@@ -223,7 +223,7 @@ def main() -> None:
             "seconds_of_a_save": [round(value, 4) for value in syncs],
             "stall_of_an_async_save": [round(value, 4) for value in stalls],
             "stall_over_save": round(max(stalls) / sync, 4),
-            "step_beside_a_save_over_step": round(median(beside) / plain, 3),
+            "step_beside_a_save_over_step": round(max(beside) / plain, 3),
             "raw_write_gb_per_second_a_rank": round(written / 1e9, 3),
             "raw_read_gb_per_second_a_rank": round(read / 1e9, 3),
             "save_over_raw_write": round(shard_bytes / sync / written, 3),
