@@ -1,12 +1,15 @@
 """Starts the programs of this repository the way a user would."""
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,10 +33,38 @@ def run(*argv: str | Path, timeout: float = 120, **extra: str) -> subprocess.Com
     )
 
 
-def pretrain(*argv: str, processes: int = 1, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Runs pretrain_gpt.py, under torchrun where there are several processes."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return run(*(launcher if processes > 1 else []), "pretrain_gpt.py", *argv, **extra)
+def pretrain(
+    *argv: str, processes: int = 1, timeout: float = 120, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs ranks of pretrain_gpt.py, forked from a server that has imported it; what they print, joined."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name) / "ranks"
+        request = {"argv": list(map(str, argv)), "world": processes, "environment": environment(**extra)}
+        server = _server()
+        server.stdin.write(json.dumps(request | {"directory": str(directory), "seconds": timeout}) + "\n")
+        server.stdin.flush()
+        statuses = json.loads(server.stdout.readline())
+        out, err = (
+            "".join(sorted_file.read_text() for sorted_file in sorted(directory.glob(f"*.{kind}")))
+            for kind in ("out", "err")
+        )
+    if statuses is None:
+        raise subprocess.TimeoutExpired(list(argv), timeout, out, err)
+    status = next((status for status in statuses if status), 0)
+    return subprocess.CompletedProcess(list(argv), status, out, err)
+
+
+@cache
+def _server() -> subprocess.Popen[str]:
+    """Ends when this process does, as its stdin then ends."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.children"],
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 def free_port() -> int:

@@ -97,6 +97,7 @@ class _Pulse:
         self._wake.set()
         self._told.wait()  # or a verdict ends the process
         self._over.set()
+        self._wake.set()
         for thread in self._threads:
             thread.join(2 * self._interval)
 

@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +40,7 @@ from megatron_zpp.checkpoint.read import CheckpointReader, load_checkpoint
 from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.checkpoint.write import SaveFailed
 from tests.checkpoint.saving import FIRST, TOKENIZER, save, small, train
-from tests.faults.children import Job, fork
+from tests.children import Job, Output, fork
 
 GOOD = ("equal", "found", "old and new whole")  # outcomes
 ITERATIONS = 24
@@ -293,17 +294,14 @@ def cut_saves(directory: Path, tally: Tally, seconds: float) -> None:
             sys.exit(7)
         sys.exit(0 if library.calls() < call else 8)
 
-    deadline = time.monotonic() + seconds
+    log, deadline = directory / "cut.log", time.monotonic() + seconds
     for error in (0, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS):
         fault = "save killed at a call" if error == 0 else f"save meets {errno.errorcode[error]} at a call"
         for call in range(1, 10_000):
             target = directory / "cut"
             shutil.rmtree(target, ignore_errors=True)
             shutil.copytree(before, target)
-            pid = fork(
-                lambda target=target, call=call, error=error: attempt(target, call, error),
-                directory / "cut.log",
-            )
+            pid = fork(partial(attempt, target, call, error), Output(log, log))
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             found = read_all(target)
             whole = len(found) == 2 and set(found.values()) <= {1, after}
