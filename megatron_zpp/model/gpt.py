@@ -35,8 +35,8 @@ class Embedding(nn.Module):
 
 
 def _embedding(entries: int, width: int) -> nn.Embedding:
-    """Of zeros, to be initialised: torch's own values, on the meta device, would import its compiler."""
-    return nn.Embedding(entries, width, _weight=torch.zeros(entries, width))
+    """As torch draws it; but its own way, on the meta device, would import the compiler: seconds a start."""
+    return nn.Embedding(entries, width, _weight=torch.randn(entries, width))
 
 
 class Attention(nn.Module):
