@@ -19,6 +19,7 @@ from megatron_zpp.corpus.progress import Progress
 from megatron_zpp.corpus.python_source import read_source, source_files, standard_library
 from megatron_zpp.corpus.terminate import unwind_on_sigterm
 from megatron_zpp.corpus.texts import Texts, check_suffix, read_documents
+from megatron_zpp.storage.files import check_replaceable
 
 PROG = "build_corpus.py"
 
@@ -72,6 +73,7 @@ def main() -> None:
     config = parse_options(CorpusConfig, PROG, __doc__, sys.argv[1:])
     unwind_on_sigterm()
     source = open_source(config)
+    check_replaceable("--output", config.output)
     Path(config.output).parent.mkdir(parents=True, exist_ok=True)
     with (
         Progress("collecting", source.disk_bytes, every=1000) as progress,

@@ -20,7 +20,10 @@ from megatron_zpp.corpus.pieces import Piece
 from megatron_zpp.corpus.problems import Report
 from megatron_zpp.corpus.progress import Progress
 from megatron_zpp.corpus.terminate import unwind_on_sigterm
-from megatron_zpp.data.indexed import IndexedDatasetWriter, token_dtype
+from megatron_zpp.data.checksums import checksums_path
+from megatron_zpp.data.indexed import IndexedDatasetWriter, index_path, token_dtype, tokens_path
+from megatron_zpp.data.provenance import provenance_path
+from megatron_zpp.storage.files import check_replaceable
 from megatron_zpp.tokenizer import build_tokenizer, describe
 
 PROG = "preprocess_data.py"
@@ -36,7 +39,9 @@ class PreprocessConfig(Options):
     output_prefix: str = option(REQUIRED, "What the names of the files written begin with.")
     json_keys: tuple[str, ...] = option(("text",), "Keys to take; each becomes a data set of its own.")
     append_eod: bool = option(False, "End each document with the tokenizer's end of document.")
-    workers: int | None = option(None, "Processes that tokenise; without it one a core.", at_least=1)
+    workers: int | None = option(
+        None, "Processes that tokenise; without it one a core.", at_least=1, at_most=4096
+    )
     partitions: int = option(
         1,
         "Parts of the input read and written side by side, then joined: for more workers than one reader "
@@ -50,6 +55,9 @@ class PreprocessConfig(Options):
 
     def check(self) -> None:
         """Two equal keys would be written to one name; partitions share the workers out evenly."""
+        for key in self.json_keys:
+            if "/" in key:
+                raise refusal("--json-keys", key, "becomes part of a file's name and cannot hold a /")
         if len(set(self.json_keys)) < len(self.json_keys):
             raise refusal("--json-keys", self.json_keys, "names a key twice")
         if self.num_workers() % self.partitions:
@@ -112,10 +120,15 @@ def parse(argv: Sequence[str]) -> tuple[PreprocessConfig, TokenizerConfig]:
 
 
 def output_prefixes(config: PreprocessConfig) -> list[str]:
-    """PREFIX_KEY_document of each key, whose directory is made when it is missing."""
+    """PREFIX_KEY_document of each key, whose directory is made when it is missing.
+
+    Raises ValueError, before any work, when a file of one of them could not be written.
+    """
     prefixes = [f"{config.output_prefix}_{key}_document" for key in config.json_keys]
     for prefix in prefixes:
-        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+        for name in (index_path, tokens_path, checksums_path, provenance_path):
+            check_replaceable("--output-prefix", name(prefix))
+    Path(prefixes[0]).parent.mkdir(parents=True, exist_ok=True)
     return prefixes
 
 

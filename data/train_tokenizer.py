@@ -18,6 +18,7 @@ from megatron_zpp.corpus.progress import Progress
 from megatron_zpp.corpus.sample import sample_text
 from megatron_zpp.corpus.terminate import unwind_on_sigterm
 from megatron_zpp.corpus.texts import check_suffix, read_passages
+from megatron_zpp.storage.files import check_replaceable
 from megatron_zpp.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
 from megatron_zpp.tokenizer.train_sentencepiece import ModelType, train_sentencepiece
 
@@ -46,6 +47,7 @@ def main() -> None:
     files = find_files("--input", config.input)
     for path in files:
         check_suffix("--input", path)
+    check_replaceable("--output-prefix", f"{config.output_prefix}.model")
     Path(config.output_prefix).parent.mkdir(parents=True, exist_ok=True)
     with Progress("sampling", sum(map(os.path.getsize, files)), every=10_000) as progress:
         report = Report(progress.say)

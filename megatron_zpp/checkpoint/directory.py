@@ -4,11 +4,13 @@
 hint: what is there is what is committed.
 """
 
+import os
 import re
 import shutil
 from pathlib import Path
 
 from megatron_zpp.checkpoint.manifest import MARKER, is_committed
+from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import refusal
 from megatron_zpp.storage.files import write_text
 
@@ -47,7 +49,12 @@ def candidates(directory: str, iteration: int | None = None) -> list[Path]:
     Raises ValueError for an iteration that is not there, and when no checkpoint that is there was committed.
     """
     root = Path(directory)
-    there = committed(root)
+    try:
+        if root.exists():
+            os.listdir(root)  # or a directory that cannot be read would pass for an empty one
+        there = committed(root)
+    except OSError as error:
+        raise refusal("--load", directory, f"{one_line(error)}; name a directory that can be read") from None
     if iteration is not None:
         if iteration not in there:
             shown = ", ".join(map(str, sorted(there))) or "none"
@@ -56,9 +63,8 @@ def candidates(directory: str, iteration: int | None = None) -> list[Path]:
     if not there:
         for path in sorted(root.glob("iter_*")):
             if _NAME.fullmatch(path.name):
-                raise refusal(
-                    "--load", directory, f"{path.name} has no {MARKER}: it is damaged or not of this program"
-                )
+                problem = f"{path.name} has no {MARKER}: it is damaged or not of this program"
+                raise refusal("--load", directory, f"{problem}; name another directory, or remove it")
     return list(there.values())
 
 

@@ -47,7 +47,7 @@ def read_manifest(directory: Path) -> dict[str, Checksums]:
         manifest = json.loads(text)
         version, files = manifest["format_version"], manifest["files"]
         names = sorted(files)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DamagedFile(f"{path}: not the manifest of a checkpoint ({error!r})") from None
     if version != FORMAT_VERSION:
         raise ValueError(f"{path}: format version {version}; this program reads {FORMAT_VERSION}")

@@ -34,7 +34,7 @@ class CheckpointReader:
         try:
             self.state: dict[str, Any] = json.loads((path / STATE).read_text())
             check_state(self.state)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedFile(f"{path / STATE}: not the state of a run ({error!r})") from None
         self.units: list[dict[str, Any]] = self.state["units"]
         self.ranks: int = self.state["ranks"]
@@ -149,7 +149,10 @@ def _check_units(path: Path, saved: list[dict[str, Any]], present: list[dict[str
     for name, entry in ours.items():
         if theirs[name]["shape"] != entry["shape"]:
             shapes = tuple(theirs[name]["shape"]), tuple(entry["shape"])
-            raise ValueError(f"{path}: {name} has shape {shapes[0]}, this model needs {shapes[1]}")
+            raise ValueError(
+                f"{path}: {name} has shape {shapes[0]}, this model needs {shapes[1]}; use the model flags "
+                "that it was saved with"
+            )
     if [unit["parameters"] for unit in saved] != [unit["parameters"] for unit in present]:
         raise ValueError(f"{path}: its parameters lie in other units or places than this version's")
 

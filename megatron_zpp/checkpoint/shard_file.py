@@ -82,7 +82,7 @@ class ShardFile:
                 begin, stop = entry["data_offsets"]
                 if not 0 <= begin <= stop <= size - self._data:
                     raise ValueError(f"a tensor in bytes {begin} to {stop}")
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise DamagedFile(f"{path}: not the header of a safetensors file ({error!r})") from None
         return entries
 

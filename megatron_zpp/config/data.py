@@ -27,8 +27,13 @@ class DataConfig(Options):
         f"[{DEFAULT_SPLIT}]",
     )
     mock_data: bool = option(False, "Random tokens instead of a data set, to measure speed.")
+    verify_data: bool = option(
+        False,
+        "Read every PREFIX.bin before the first step, each rank its part, and compare it with "
+        "PREFIX.checksums.json.",
+    )
     num_workers: int = option(
-        2, "Processes that read ahead for each rank; 0 reads in the rank itself.", at_least=0
+        2, "Processes that read ahead for each rank; 0 reads in the rank itself.", at_least=0, at_most=1024
     )
 
     def check(self) -> None:
@@ -37,6 +42,8 @@ class DataConfig(Options):
         if self.mock_data and (self.data_path or own):
             flag = "--data-path" if self.data_path else own[0]
             raise refusal("--mock-data", "(given)", f"reads no files; leave out {flag} or --mock-data")
+        if self.mock_data and self.verify_data:
+            raise refusal("--verify-data", "(given)", "--mock-data reads no files; leave out one of them")
         if self.data_path and own:
             raise refusal(
                 own[0], "(given)", "--data-path is cut into all three splits; give one or the other"

@@ -18,6 +18,8 @@ _SHAPES = {  # layers, hidden size, attention heads, sequence length
     "175b": (96, 12288, 96, 2048),
 }
 
+_WIDEST = 2**20  # beyond any model: a slip of the keyboard is refused before it is built
+
 ModelPreset = Literal["gpt2-125m", "345m", "760m", "1.3b", "2.7b", "6.7b", "13b", "18b", "175b"]
 
 
@@ -28,19 +30,24 @@ class ModelConfig(Options):
     model_preset: ModelPreset | None = option(
         None, "A published shape; flags beside it override single values."
     )
-    num_layers: int | None = option(None, "Transformer layers.", at_least=1)
-    hidden_size: int | None = option(None, "Width of the residual stream.", at_least=1)
-    num_attention_heads: int | None = option(None, "Attention heads.", at_least=1)
-    seq_length: int | None = option(None, "Tokens a sample.", at_least=1)
+    num_layers: int | None = option(None, "Transformer layers.", at_least=1, at_most=10_000)
+    hidden_size: int | None = option(None, "Width of the residual stream.", at_least=1, at_most=_WIDEST)
+    num_attention_heads: int | None = option(None, "Attention heads.", at_least=1, at_most=_WIDEST)
+    seq_length: int | None = option(None, "Tokens a sample.", at_least=1, at_most=2**31 - 1)
     max_position_embeddings: int | None = option(
-        None, "Rows of the position table; default --seq-length.", at_least=1
+        None, "Rows of the position table; default --seq-length.", at_least=1, at_most=2**31 - 1
     )
-    ffn_hidden_size: int | None = option(None, "Width inside the MLP; default 4 × --hidden-size.", at_least=1)
+    ffn_hidden_size: int | None = option(
+        None, "Width inside the MLP; default 4 × --hidden-size.", at_least=1, at_most=4 * _WIDEST
+    )
     kv_channels: int | None = option(
-        None, "Width of one head; default --hidden-size / --num-attention-heads.", at_least=1
+        None,
+        "Width of one head; default --hidden-size / --num-attention-heads.",
+        at_least=1,
+        at_most=_WIDEST,
     )
     make_vocab_size_divisible_by: int = option(
-        128, "The vocabulary is padded to a multiple of this.", at_least=1
+        128, "The vocabulary is padded to a multiple of this.", at_least=1, at_most=_WIDEST
     )
     norm_epsilon: float = option(1e-5, "Added to the variance in LayerNorm.", above=0)
     untie_embeddings_and_output_weights: bool = option(

@@ -29,7 +29,7 @@ def option(
     The flag is `--` and the field's name with dashes (a boolean that defaults to True becomes `--no-…`)
     unless `flag` says otherwise; type and choices come from the annotation. `REQUIRED` as the default makes
     the flag compulsory. A `positional` field has no flag and is always compulsory. The bounds are checked by
-    `Options`, and hold for every number of a tuple.
+    `Options`, and hold for every number of a tuple; an empty string is refused unless it is the default.
     """
     bounds = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
     bounds = {name: bound for name, bound in bounds.items() if bound is not None}
@@ -166,6 +166,8 @@ def _argparse_type(hint: Any, field: dataclasses.Field) -> dict[str, Any]:
 def _check_bounds(field: dataclasses.Field, value: object) -> None:
     numbers = value if isinstance(value, tuple) else (value,)
     for number in numbers:
+        if number == "" != field.default:
+            raise refusal(flag_of(field), "''", "must not be empty; leave the flag out or give it a value")
         if isinstance(number, bool) or not isinstance(number, int | float):
             continue
         if isinstance(number, float) and not math.isfinite(number):

@@ -6,24 +6,34 @@ from typing import Literal
 
 from megatron_zpp.config.options import Options, option, refusal
 
+_LONGEST = 2**40  # steps or samples; any product with a batch still is an int64's
+_LARGEST_BATCH = 2**22
+_LONGEST_WAIT = 30 * 24 * 60  # minutes; timers of the collective libraries overflow beyond
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Options):
     """training: batch and length"""
 
     micro_batch_size: int | None = option(
-        None, "Samples of one forward and backward on one rank.", at_least=1
+        None, "Samples of one forward and backward on one rank.", at_least=1, at_most=_LARGEST_BATCH
     )
     global_batch_size: int | None = option(
-        None, "Samples of one optimizer step; default --micro-batch-size × ranks.", at_least=1
+        None,
+        "Samples of one optimizer step; default --micro-batch-size × ranks.",
+        at_least=1,
+        at_most=_LARGEST_BATCH,
     )
     rampup_batch_size: tuple[int, int, int] | None = option(
         None,
         "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over so many samples.",
         at_least=1,
+        at_most=_LONGEST,
     )
-    train_iters: int | None = option(None, "Optimizer steps of the run.", at_least=1)
-    train_samples: int | None = option(None, "Samples of the run, instead of --train-iters.", at_least=1)
+    train_iters: int | None = option(None, "Optimizer steps of the run.", at_least=1, at_most=_LONGEST)
+    train_samples: int | None = option(
+        None, "Samples of the run, instead of --train-iters.", at_least=1, at_most=_LONGEST
+    )
     seed: int = option(1234, "Decides initial weights, data order and dropout.", at_least=0, below=2**63)
     exit_interval: int | None = option(
         None, "Save and exit when the iteration is a multiple of this.", at_least=1
@@ -153,7 +163,7 @@ class DistributedConfig(Options):
         None, "Collective library; default nccl on GPUs, gloo on CPUs."
     )
     distributed_timeout_minutes: float = option(
-        10, "Minutes after which a collective that does not end is an error.", above=0
+        10, "Minutes after which a collective that does not end is an error.", above=0, at_most=_LONGEST_WAIT
     )
     heartbeat_timeout: float = option(
         60, "Seconds after which a rank that is silent or stuck ends the run; 0 watches nobody.", at_least=0

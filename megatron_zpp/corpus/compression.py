@@ -36,7 +36,9 @@ class Decompressed(io.RawIOBase):
                 self._compressed = self._raw.read(_CHUNK)
             if not self._compressed:
                 if self._member is not None:
-                    raise ValueError(f"{self._path}: the file ends in the middle of its compressed data")
+                    raise ValueError(
+                        f"{self._path}: the file ends in the middle of its compressed data; make it anew"
+                    )
                 return 0
             self._expand()
         count = min(len(buffer), len(self._plain))
@@ -50,7 +52,9 @@ class Decompressed(io.RawIOBase):
         try:
             self._plain = memoryview(self._member.decompress(self._compressed))
         except Exception as error:  # zlib.error or zstandard.ZstdError, and the second may not be installed
-            raise ValueError(f"{self._path}: the compressed data is damaged ({error})") from None
+            raise ValueError(
+                f"{self._path}: the compressed data is damaged ({error}); make it anew"
+            ) from None
         self._compressed = self._member.unused_data if self._member.eof else b""
         if self._member.eof:
             self._member = None

@@ -39,4 +39,8 @@ def _rows(name: str, config: str | None, split: str, files: Sequence[str]) -> It
             name, config, split=split, data_files=list(files) or None, streaming=True
         )
     except Exception as error:  # `datasets` lets through whatever its readers and the network raise
-        raise refusal("--hf-dataset", name, f"cannot be read ({type(error).__name__}: {error})") from None
+        raise refusal(
+            "--hf-dataset",
+            name,
+            f"cannot be read ({type(error).__name__}: {error}); check name, network and --hf-data-files",
+        ) from None

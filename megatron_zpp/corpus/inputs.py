@@ -43,7 +43,7 @@ def find_files(flag: str, patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
         found = _find(pattern)
         if not found:
-            raise refusal(flag, pattern, "no such file, and no file matches")
+            raise refusal(flag, pattern, "no such file, and no file matches; check the path")
         for path in found:
             if not os.access(path, os.R_OK):
                 raise refusal(flag, path, "cannot be read; check its permissions")

@@ -46,7 +46,7 @@ class Report:
         for problem in problems.first[: KEPT - self._shown]:
             line = f"{where(problem)}: {problem.kind}: {problem.detail}"
             if self._strict:
-                raise ValueError(line)
+                raise ValueError(f"{line}; mend the line, or leave out --strict")
             self._say(f"left out: {line}")
             self._shown += 1
         self._counts += problems.counts

@@ -14,9 +14,9 @@ Both are little-endian. PREFIX.bin is the tokens, concatenated. PREFIX.idx says 
 """
 
 import contextlib
-import errno
 import fcntl
 import os
+import stat
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,8 +25,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from megatron_zpp.data.checksums import DataChecksums, checksums_path, read_checksums, write_checksums
 from megatron_zpp.data.index_checks import check_document_indices, check_lengths_and_pointers
 from megatron_zpp.data.provenance import provenance_path, write_provenance
+from megatron_zpp.storage.checksums import ChecksummedWriter, DamagedFile, checksums_of, verify_file
+from megatron_zpp.storage.files import fsync
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -61,7 +64,8 @@ class IndexedDatasetWriter:
     Tokens and lengths go straight to PREFIX.bin.partial and PREFIX.idx.partial, so memory does not grow with
     the data. Leaving the `with` block commits; leaving it by an exception removes the partial files, and
     those of a killed writer are overwritten by the next. `provenance` describes the tokenizer (see
-    provenance.py); without it a PREFIX.tokenizer.json left by an earlier data set is removed.
+    provenance.py); without it a PREFIX.tokenizer.json left by an earlier data set is removed. Checksums of
+    what was written go to PREFIX.checksums.json (see checksums.py).
 
     Raises ValueError for a token that does not fit `dtype`, a document of 2^31 tokens or more, a data set of
     no tokens, and a prefix that another process is writing; OSError as the file system does.
@@ -80,8 +84,13 @@ class IndexedDatasetWriter:
 
     def __enter__(self) -> "IndexedDatasetWriter":
         self._index = _open_locked(index_path(self.prefix) + ".partial")
-        self._index.write(bytes(HEADER.size))
-        self._tokens = open(tokens_path(self.prefix) + ".partial", "wb", buffering=_BUFFER)
+        try:
+            self._index.write(bytes(HEADER.size))
+            self._tokens = ChecksummedWriter(Path(tokens_path(self.prefix) + ".partial"))
+        except BaseException:
+            Path(index_path(self.prefix) + ".partial").unlink(missing_ok=True)
+            self._index.close()
+            raise
         return self
 
     def add_document(self, tokens: Sequence[int] | np.ndarray) -> None:
@@ -116,8 +125,8 @@ class IndexedDatasetWriter:
                 committed = True
         finally:
             if not committed:  # while the lock is still held, or these could be the next writer's
-                for path in (self._tokens.name, index_path(self.prefix) + ".partial"):
-                    Path(path).unlink(missing_ok=True)
+                for path in (tokens_path(self.prefix), index_path(self.prefix)):
+                    Path(f"{path}.partial").unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # a full disk was reported by the commit
                 self._tokens.close()
             with contextlib.suppress(OSError):
@@ -131,24 +140,26 @@ class IndexedDatasetWriter:
 
     def _commit(self) -> None:
         """Gives the files their final names: the old .idx goes first and the new one comes last, so that
-        whoever finds an .idx finds the .bin that belongs to it."""
+        whoever finds an .idx finds the .bin, the checksums and the provenance that belong to it."""
         if not self.num_tokens:
             raise ValueError(f"{self.prefix}: no tokens to write ({self.num_documents} empty documents)")
         self._finish_index()
-        for file in (self._tokens, self._index):
-            file.flush()
-            os.fsync(file.fileno())
-        directory = os.path.dirname(self.prefix) or "."
+        self._index.flush()
+        os.fsync(self._index.fileno())
+        index, tokens = (Path(f"{path(self.prefix)}.partial") for path in (index_path, tokens_path))
+        checksums = DataChecksums(checksums_of(index), self._tokens.finish())
+        directory = index.parent
         Path(index_path(self.prefix)).unlink(missing_ok=True)
-        _sync_directory(directory)
+        fsync(directory)
         if self._provenance is None:
             Path(provenance_path(self.prefix)).unlink(missing_ok=True)
         else:
             write_provenance(self.prefix, self._provenance)
-        os.replace(self._tokens.name, tokens_path(self.prefix))
-        _sync_directory(directory)
-        os.replace(index_path(self.prefix) + ".partial", index_path(self.prefix))
-        _sync_directory(directory)
+        write_checksums(self.prefix, checksums)
+        os.replace(tokens, tokens_path(self.prefix))
+        fsync(directory)
+        os.replace(index, index_path(self.prefix))
+        fsync(directory)
 
     def _finish_index(self) -> None:
         """Header and lengths are in the file: appends pointers and document indices, fills in the header."""
@@ -167,7 +178,8 @@ class IndexedDatasetWriter:
 
 
 class IndexedDataset:
-    """A memory-mapped data set whose index has been checked against itself and the size of PREFIX.bin.
+    """A memory-mapped data set whose index has been checked against itself, the size of PREFIX.bin and, where
+    there is one, PREFIX.checksums.json.
 
     `prefix` may also be the name of either file. Pickling keeps the prefix alone: a worker process opens the
     files again.
@@ -176,16 +188,20 @@ class IndexedDataset:
     pointers           (S,) int64, byte of PREFIX.bin at which each sequence begins
     document_indices   (D,) int64, first sequence of each document, then S
     tokens             (T,) dtype, the whole of PREFIX.bin
+    checksums          of both files as they were written, or None
 
     Raises ValueError, one line with the file, the byte offset, what was found and what would be right, when
     a file is missing, empty, foreign, truncated or overlong, holds no tokens or no integer tokens, or when
-    lengths, pointers, document indices and the size of PREFIX.bin do not agree.
+    checksum, lengths, pointers, document indices and the size of PREFIX.bin do not agree.
     """
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix).removesuffix(".idx").removesuffix(".bin")
         path = index_path(self.prefix)
         size = _size(path)
+        self.checksums = read_checksums(self.prefix)
+        if self.checksums is not None:
+            self._verify_index()
         self.dtype, sequences, documents = _read_header(path, size)
         lengths_at = HEADER.size
         pointers_at = lengths_at + 4 * sequences
@@ -220,6 +236,12 @@ class IndexedDataset:
     def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str]]:
         return IndexedDataset, (self.prefix,)
 
+    def _verify_index(self) -> None:
+        try:
+            verify_file(Path(index_path(self.prefix)), self.checksums.index)
+        except DamagedFile as damage:
+            raise unlike_what_was_written(self.prefix, damage) from None
+
     def _map_tokens(self) -> np.ndarray:
         path = tokens_path(self.prefix)
         size, expected = _size(path), self.num_tokens * self.dtype.itemsize
@@ -232,6 +254,14 @@ class IndexedDataset:
         if not self.num_tokens:
             raise ValueError(f"{path}: 0 tokens; a data set needs at least one")
         return np.memmap(path, self.dtype, "r").view(np.ndarray)
+
+
+def unlike_what_was_written(prefix: str, damage: DamagedFile) -> DamagedFile:
+    """Damage to a file of a data set, with what to do about it."""
+    return DamagedFile(
+        f"{damage}; preprocess the data again, or remove {checksums_path(prefix)} if another program wrote "
+        "this data since"
+    )
 
 
 def _read_header(path: str, size: int) -> tuple[np.dtype, int, int]:
@@ -255,15 +285,17 @@ def _read_header(path: str, size: int) -> tuple[np.dtype, int, int]:
 
 def _size(path: str) -> int:
     try:
-        size = os.stat(path).st_size
+        status = os.stat(path)
     except FileNotFoundError:
         prefix = path[: -len(".idx")]
         raise ValueError(
             f"{path}: no such file; the data set {prefix} is {prefix}.bin and {prefix}.idx"
         ) from None
-    if not size:
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path}: is not a file")
+    if not status.st_size:
         raise ValueError(f"{path}: the file is empty (0 bytes)")
-    return size
+    return status.st_size
 
 
 def _open_locked(path: str) -> BinaryIO:
@@ -282,14 +314,3 @@ def _open_locked(path: str) -> BinaryIO:
                 file.truncate(0)
                 return file
         file.close()  # the other writer committed in between, and this is now its finished index
-
-
-def _sync_directory(directory: str) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
-            raise
-    finally:
-        os.close(descriptor)

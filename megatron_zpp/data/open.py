@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.data import SPLITS, DataConfig, weighted_prefixes
 from megatron_zpp.config.options import refusal
 from megatron_zpp.data.blend import Blend, BlendedDataset
+from megatron_zpp.data.checksums import checksums_path
 from megatron_zpp.data.hashing import random_bits
 from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.mock import MockDataset
@@ -16,17 +18,19 @@ from megatron_zpp.data.provenance import check_provenance
 from megatron_zpp.data.samples import Samples
 from megatron_zpp.data.split import cut
 from megatron_zpp.data.windows import WindowDataset
+from megatron_zpp.storage.checksums import DamagedFile
 
 _PROBED = 8  # samples read at open: a foreign vocabulary nearly always shows in them
 
 
 @dataclass(frozen=True)
 class Splits:
-    """The sources of samples of a run; None where the run needs none."""
+    """The sources of samples of a run, None where the run needs none; and the files that they read."""
 
     train: Samples | None
     valid: Samples | None
     test: Samples | None
+    files: tuple[IndexedDataset, ...]
 
 
 def open_splits(
@@ -45,16 +49,19 @@ def open_splits(
     `seed`; samples are numbered from 0.
 
     Raises ValueError, one line, when a file is missing or damaged, was made with another tokenizer, holds a
-    token outside the vocabulary, or has too few tokens in a needed split for one sample.
+    token outside the vocabulary, has too few tokens in a needed split for one sample, or has no checksums for
+    --verify-data.
     """
     assert set(needed) <= set(SPLITS), f"splits are {SPLITS}, not {needed}"
     opened: dict[str, IndexedDataset] = {}  # a file that all splits share is read and checked once
 
-    def open_data(prefix: str) -> IndexedDataset:
+    def open_data(flag: str, prefix: str) -> IndexedDataset:
         if prefix not in opened:
-            opened[prefix] = IndexedDataset(prefix)
-            if tokenizer_description is not None:
-                check_provenance(opened[prefix].prefix, tokenizer_description)
+            opened[prefix] = _open(flag, prefix, tokenizer_description)
+            if config.verify_data and opened[prefix].checksums is None:
+                missing = checksums_path(opened[prefix].prefix)
+                fix = f"{missing} is missing; preprocess the data again, or leave the flag out"
+                raise refusal("--verify-data", "(given)", fix)
         return opened[prefix]
 
     def open_split(split: str) -> Samples:
@@ -67,7 +74,7 @@ def open_splits(
             raise refusal(flag, "(not given)", f"this run needs {split} data{_WITHOUT[split]}")
         weights, sources = [], []
         for number, (weight, prefix) in enumerate(weighted_prefixes(flag, entries)):
-            data = open_data(prefix)
+            data = open_data(flag, prefix)
             first, last = _token_range(config, split, data, seq_length)
             own_seed = int(random_bits(split_seed, number)[0])
             source = WindowDataset(data, first, last, seq_length, vocab_size, own_seed)
@@ -76,10 +83,26 @@ def open_splits(
             weights.append(float(last - first) if weight is None else weight)
         return sources[0] if len(sources) == 1 else BlendedDataset(tuple(sources), Blend(tuple(weights)))
 
-    return Splits(**{split: open_split(split) if split in needed else None for split in SPLITS})
+    samples = {split: open_split(split) if split in needed else None for split in SPLITS}
+    return Splits(**samples, files=tuple(opened.values()))
 
 
 _WITHOUT = {"train": "", "valid": ", or --eval-iters 0", "test": ""}
+
+
+def _open(flag: str, prefix: str, tokenizer_description: Mapping[str, Any] | None) -> IndexedDataset:
+    """Whatever is wrong with the data set is said with its flag, and with what to do about it."""
+    try:
+        data = IndexedDataset(prefix)
+    except DamagedFile as damage:
+        raise refusal(flag, prefix, str(damage)) from None
+    except ValueError as error:
+        raise refusal(flag, prefix, f"{error}; name another data set, or preprocess it again") from None
+    except OSError as error:
+        raise refusal(flag, prefix, f"{one_line(error)}; name a data set that can be read") from None
+    if tokenizer_description is not None:
+        check_provenance(data.prefix, tokenizer_description)
+    return data
 
 
 def _token_range(config: DataConfig, split: str, data: IndexedDataset, seq_length: int) -> tuple[int, int]:

@@ -1,11 +1,11 @@
 """PREFIX.tokenizer.json: which tokenizer made a data set."""
 
-import contextlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from megatron_zpp.storage.files import write_text
 
 # In the order in which a difference tells a person most.
 KEYS = ("tokenizer_type", "vocab_size", "eod", "fingerprint")
@@ -19,19 +19,7 @@ def provenance_path(prefix: str) -> str:
 def write_provenance(prefix: str | Path, description: Mapping[str, Any]) -> None:
     """Writes `description`, which has at least `KEYS`, for PREFIX; a reader sees the old or the new one."""
     assert all(key in description for key in KEYS), f"a tokenizer's description has {KEYS}: {description}"
-    path = provenance_path(str(prefix))
-    partial = Path(f"{path}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            json.dump(dict(description), file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise
+    write_text(Path(provenance_path(str(prefix))), json.dumps(dict(description), indent=2) + "\n")
 
 
 def check_provenance(prefix: str | Path, description: Mapping[str, Any]) -> None:
@@ -44,6 +32,8 @@ def check_provenance(prefix: str | Path, description: Mapping[str, Any]) -> None
         text = Path(path).read_bytes()
     except FileNotFoundError:
         return
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; mend that, or preprocess the data again") from None
     recorded = _parse(path, text)
     differing = [key for key in KEYS if recorded[key] != description[key]]
     if differing:
@@ -51,14 +41,14 @@ def check_provenance(prefix: str | Path, description: Mapping[str, Any]) -> None
         ours = ", ".join(f"{key} {description[key]}" for key in differing)
         raise ValueError(
             f"{path}: the data set was made with another tokenizer: {theirs}; --tokenizer-type "
-            f"{description['tokenizer_type']} and its files give {ours}"
+            f"{description['tokenizer_type']} and its files give {ours}; give the tokenizer of the data"
         )
 
 
 def _parse(path: str, text: bytes) -> dict[str, Any]:
     try:
         recorded = json.loads(text)
-    except ValueError as error:  # bad JSON or bad UTF-8
+    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or brackets in brackets
         raise ValueError(f"{path}: not JSON ({error}); preprocess the data again") from None
     if not isinstance(recorded, dict) or not all(key in recorded for key in KEYS):
         raise ValueError(f"{path}: no JSON object with {', '.join(KEYS)}; preprocess the data again")

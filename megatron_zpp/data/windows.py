@@ -91,5 +91,5 @@ class WindowDataset:
         raise ValueError(
             f"{tokens_path(self.source.prefix)}: byte {position * self.source.dtype.itemsize}: token "
             f"{position} is {batch[row, column]}, outside the vocabulary of {self.vocab_size}; "
-            "was the data set made with another tokenizer?"
+            "give the tokenizer that made the data set"
         )

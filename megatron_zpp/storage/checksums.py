@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 CHUNK_BYTES = 4 << 20
+MAX_CHUNK_BYTES = 64 << 20  # a chunk is held in memory, whatever a file of checksums says
 _HEX = 64  # characters of a SHA-256
 Runner = Callable[[Callable[[int], None], Iterable[int]], Iterable[None]]  # map, or a thread pool's
 
@@ -43,7 +44,7 @@ class Checksums:
                 type(found.size) is int
                 and type(found.chunk_bytes) is int
                 and found.size >= 0
-                and found.chunk_bytes > 0
+                and 0 < found.chunk_bytes <= MAX_CHUNK_BYTES
                 and len(found.digests) == -(-found.size // found.chunk_bytes)
                 and all(isinstance(digest, str) and len(digest) == _HEX for digest in found.digests)
             )
@@ -146,15 +147,18 @@ class VerifiedFile:
         if start < stop:
             list(run(read, range(start // size, -(-stop // size))))
 
-    def check_rest(self, run: Runner = map) -> None:
-        """Reads and checks the chunks that no `read_into` has touched."""
+    def check(self, chunks: Iterable[int], run: Runner = map) -> None:
+        """Reads and checks chunks by number."""
         size = self._checksums.chunk_bytes
 
         def check(index: int) -> None:
-            if not self._checked[index]:
-                self._load(index, memoryview(bytearray(min(size, self._checksums.size - index * size))))
+            self._load(index, memoryview(bytearray(min(size, self._checksums.size - index * size))))
 
-        list(run(check, range(len(self._checked))))
+        list(run(check, chunks))
+
+    def check_rest(self, run: Runner = map) -> None:
+        """Reads and checks the chunks that no `read_into` has touched."""
+        self.check([index for index, done in enumerate(self._checked) if not done], run)
 
     def close(self) -> None:
         """Closes the file."""

@@ -1,15 +1,23 @@
 """Writes files and directories so that a kill leaves either the old state or the new one."""
 
+import contextlib
+import errno
 import os
+import platform
 import shutil
 from pathlib import Path
 
+_CANNOT = (errno.EINVAL, errno.ENOTSUP)  # some network file systems' answers for a directory
+
 
 def fsync(path: Path) -> None:
-    """Makes a file's bytes, or a directory's entries, survive a power cut."""
+    """Makes a file's bytes, or a directory's entries where that is possible, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 
@@ -21,10 +29,15 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces `path` by a file that holds `text`, in one step."""
+    """Replaces `path` by a file that holds `text`, in one step; on an error it stays as it was."""
     partial = path.with_name(f"{path.name}.partial")
-    write_durably(partial, text.encode())
-    os.replace(partial, path)
+    try:
+        write_durably(partial, text.encode())
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
     fsync(path.parent)
 
 
@@ -42,11 +55,35 @@ def commit_directory(partial: Path, final: Path, retired: Path) -> None:
     shutil.rmtree(retired, ignore_errors=True)
 
 
-def check_writable(flag: str, directory: str) -> None:
-    """Creates `directory` and proves that files can be made in it. Raises ValueError naming the flag."""
+def check_replaceable(flag: str, path: str) -> None:
+    """Proves that the file `path` can be made or replaced. Raises ValueError naming the flag."""
     try:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        probe = Path(directory) / f".write-probe-{os.getpid()}"
+        is_directory = Path(f"{path}.partial").is_dir() or Path(path).is_dir()
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: {error.strerror}; give another name") from None
+    if is_directory:
+        raise ValueError(
+            f"{flag} {path}: is a directory, or {path}.partial is; give another name or remove it"
+        )
+    check_writable(flag, str(Path(path).parent))
+
+
+def _nearest(path: Path) -> Path:
+    """The path, or the first above it that is there."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return _nearest(path.parent)
+    return path
+
+
+def check_writable(flag: str, directory: str) -> None:
+    """Proves that files can be made in `directory`, or where that is to be made, and leaves nothing there.
+
+    Raises ValueError naming the flag.
+    """
+    try:
+        probe = _nearest(Path(directory)) / f".write-probe-{platform.node()}-{os.getpid()}"
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:

@@ -57,7 +57,7 @@ class GPT2BPETokenizer(Tokenizer):
 def _read_vocab(path: str) -> dict[str, int]:
     vocab = read_json("--vocab-file", path, _VOCAB_FIX)
     for piece, index in vocab.items():
-        if not isinstance(index, int) or not 0 <= index < 2**31:
+        if type(index) is not int or not 0 <= index < 2**31:
             raise refusal("--vocab-file", path, f"gives {piece!r} the id {index!r}; {_VOCAB_FIX}")
     if _EOD not in vocab:
         raise refusal("--vocab-file", path, f"has no {_EOD} to end a document with; {_VOCAB_FIX}")

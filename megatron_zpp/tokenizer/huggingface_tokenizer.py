@@ -63,9 +63,12 @@ def _find_eod(vocab: dict[str, int], path: Path) -> int:
     config_path = path.with_name("tokenizer_config.json")
     if config_path.exists():
         eos = _token_text(read_json(_FLAG, str(config_path), "mend or remove it").get("eos_token"))
+        if not isinstance(eos, str | None):
+            raise refusal(_FLAG, config_path, f"its eos_token {eos!r} is not text; mend or remove it")
         if eos is not None:
             if eos not in vocab:
-                raise refusal(_FLAG, path, f"lacks {eos!r}, the eos_token of {config_path}")
+                fix = "name one that it has there"
+                raise refusal(_FLAG, path, f"lacks {eos!r}, the eos_token of {config_path}; {fix}")
             return vocab[eos]
     for eos in _USUAL_EODS:
         if eos in vocab:

@@ -19,7 +19,10 @@ class NullTokenizer(Tokenizer):
         self.eod = largest
 
     def encode(self, text: str) -> list[int]:
-        ids = [int(word) for word in text.split()]
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError:
+            raise ValueError(f"text of a {self.kind} is whole numbers below {self.eod}") from None
         for index in ids:
             if not 0 <= index < self.eod:
                 raise ValueError(f"id {index} is not in [0, {self.eod})")

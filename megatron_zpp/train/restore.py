@@ -6,10 +6,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_zpp.checkpoint.directory import candidates, write_tracker
+from megatron_zpp.checkpoint.directory import TRACKER, candidates, write_tracker
 from megatron_zpp.checkpoint.exchange import Exchange
 from megatron_zpp.checkpoint.read import load_checkpoint
 from megatron_zpp.checkpoint.states import Progress
+from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import refusal
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.run import CheckpointConfig
@@ -30,6 +31,8 @@ def check_start(config: CheckpointConfig) -> None:
     """Refuses, before anything is built, a --load to start from or a --save to write to that cannot be."""
     if config.save:
         check_writable("--save", config.save)
+        if (Path(config.save) / TRACKER).is_dir():
+            raise refusal("--save", config.save, f"its {TRACKER} is a directory; remove that")
     if config.load is None or candidates(config.load, config.ckpt_step):
         return
     if config.exit_on_missing_checkpoint:
@@ -54,7 +57,7 @@ def restore(
         try:
             start = _load(settings, path, engine, tokenizer)
         except (DamagedFile, OSError) as damage:
-            problem = str(damage)
+            problem = one_line(damage)
         exchange = _exchange(config, engine, store, f"load/{path.name}")
         problems = [problem for problem in exchange.everyone("problem", problem) if problem]
         if not problems:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.checkpoint.exchange import Exchange
 from megatron_zpp.config.root import Config
 from megatron_zpp.data.open import Splits
 from megatron_zpp.model.flops import parameter_count
@@ -24,6 +25,7 @@ from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.train.saver import Saver
 from megatron_zpp.train.signals import StopSignals
 from megatron_zpp.train.stopping import Stop, StopConditions
+from megatron_zpp.train.verify import verify_data
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.topology import Topology
 
@@ -91,6 +93,11 @@ def train(
         dtype=dtype,
         peak=config.logging.device_peak_tflops,
     )
+    lines = []
+    if config.data.verify_data:
+        activity.now("verifying data", patient=True)
+        exchange = Exchange(store, engine.topology, config.distributed.timeout, "verify-data")
+        lines.append(verify_data(splits, exchange))
     activity.now("loading", patient=True)
     progress, start_lines = restore(config, engine, tokenizer, store)
     reporter = Reporter(
@@ -101,7 +108,7 @@ def train(
         done=progress.iteration,
     )
     with reporter:
-        for line in (*_head(engine, splits, config, tokenizer, dtype), *start_lines):
+        for line in (*_head(engine, splits, config, tokenizer, dtype), *lines, *start_lines):
             reporter.say(line)
         if progress.iteration >= schedule.iterations:
             reporter.say(f" the run is complete: iteration {progress.iteration} of {schedule.iterations}")

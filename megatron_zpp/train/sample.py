@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import REQUIRED, Options, option, parse_options, refusal
 from megatron_zpp.config.root import Config
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.tokenizer.base import Tokenizer
 from megatron_zpp.tokenizer.build import build_tokenizer
 
@@ -37,7 +39,10 @@ def main() -> None:
     config = parse_options(SampleConfig, PROG, __doc__, sys.argv[1:])
     model, tokenizer = load_model(config.load, config.ckpt_step)
     generator = torch.Generator().manual_seed(config.seed)
-    prompt = tokenizer.encode(config.prompt)
+    try:
+        prompt = tokenizer.encode(config.prompt)
+    except ValueError as error:
+        raise refusal("--prompt", config.prompt, str(error)) from None
     for number in range(config.num_samples):
         ids = generate(
             model,
@@ -55,7 +60,14 @@ def load_model(directory: str, iteration: int | None) -> tuple[GPT, Tokenizer]:
     """The model of a checkpoint on the CPU in fp32, and the tokenizer that it was trained with."""
     checkpoint = next(iter(candidates(directory, iteration)), None)
     if checkpoint is None:
-        raise refusal("--load", directory, "holds no checkpoint")
+        raise refusal("--load", directory, "holds no checkpoint; name what pretrain_gpt.py --save wrote to")
+    try:
+        return _read_model(checkpoint)
+    except DamagedFile as damage:
+        raise refusal("--load", directory, f"{damage}; choose another one with --ckpt-step") from None
+
+
+def _read_model(checkpoint: Path) -> tuple[GPT, Tokenizer]:
     with CheckpointReader(checkpoint) as reader:
         config = Config.from_json(reader.state["config"])
         tokenizer = build_tokenizer(config.tokenizer)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -29,6 +30,7 @@ class MetricsFile:
     """One JSON object a line, appended; a number that is not finite is null, since JSON has none."""
 
     def __init__(self, path: str) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "a", buffering=1)  # noqa: SIM115 - a line is on disk when it is written
 
     def write(self, record: Record) -> None:
@@ -69,6 +71,8 @@ class WandB:
     def __init__(self, logging: LoggingConfig, config: dict[str, Any]) -> None:
         import wandb
 
+        if logging.wandb_save_dir:
+            Path(logging.wandb_save_dir).mkdir(parents=True, exist_ok=True)  # or W&B takes another
         self._run = wandb.init(
             project=logging.wandb_project,
             name=logging.wandb_exp_name,
@@ -144,6 +148,8 @@ def check_sinks(logging: LoggingConfig) -> None:
         path = Path(logging.metrics_file)
         if path.is_dir():
             raise refusal("--metrics-file", path, "is a directory; name a file")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise refusal("--metrics-file", path, "cannot be written; check its permissions or name another")
         check_writable("--metrics-file", str(path.parent))
 
 

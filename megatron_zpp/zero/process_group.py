@@ -1,5 +1,7 @@
 """Picks the device of this rank and holds the process group of a run."""
 
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -45,7 +47,7 @@ def process_group(
         return
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     rank, world_size = topology.rank, topology.world_size
-    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=config.timeout))
+    store = _meet(topology, config)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("collectives", store),
@@ -56,6 +58,23 @@ def process_group(
     )
     yield dist.PrefixStore("megatron_zpp", store)
     dist.destroy_process_group()  # not after an error: that would wait for ranks that wait for this one
+
+
+def _meet(topology: Topology, config: DistributedConfig) -> dist.Store:
+    """The store of a launcher's MASTER_ADDR and MASTER_PORT, once all ranks are there. Raises ValueError."""
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    try:
+        socket.getaddrinfo(address, port)
+        meeting = dist.rendezvous("env://", topology.rank, topology.world_size, timeout=config.timeout)
+        return next(meeting)[0]
+    except (OSError, dist.DistError) as error:
+        raise refusal(
+            "MASTER_ADDR and MASTER_PORT",
+            (address, port),
+            f"the ranks cannot meet there ({error}); rank 0 must be able to open this port, and all "
+            f"{topology.world_size} ranks be there within --distributed-timeout-minutes "
+            f"{config.distributed_timeout_minutes:g}",
+        ) from None
 
 
 def barrier(topology: Topology) -> None:

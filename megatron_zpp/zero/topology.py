@@ -58,7 +58,8 @@ class Topology:
     def from_environment(cls, environment: Mapping[str, str]) -> "Topology":
         """Reads torchrun's variables; none of them means one process on its own.
 
-        Raises ValueError when some are missing or not numbers.
+        Raises ValueError when some are missing or not numbers, and when several ranks are not told where to
+        meet.
         """
         given = {name: environment[name] for name in _VARIABLES if name in environment}
         if not given:
@@ -70,7 +71,26 @@ class Topology:
                     f"{name} (not set): {', '.join(given)} are set; start with torchrun, or set all of "
                     f"{', '.join(_VARIABLES)}"
                 )
-            if not given[name].isdecimal():
+            if not _is_number(given[name]):
                 raise ValueError(f"{name} {given[name]!r}: must be a whole number")
             values.append(int(given[name]))
-        return cls(*values)
+        topology = cls(*values)
+        if topology.world_size > 1:
+            _check_meeting_place(environment)
+        return topology
+
+
+def _check_meeting_place(environment: Mapping[str, str]) -> None:
+    """Raises ValueError unless the launcher says where the ranks find one another."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not environment.get(name):
+            raise ValueError(
+                f"{name} (not set): start with torchrun, or set it to rank 0's, alike on every rank"
+            )
+    port = environment["MASTER_PORT"]
+    if not _is_number(port) or not 0 < int(port) < 2**16:
+        raise ValueError(f"MASTER_PORT {port!r}: must be a whole number from 1 to 65535")
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) < 10

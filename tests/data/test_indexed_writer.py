@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from megatron_zpp.data import indexed
 from megatron_zpp.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron_zpp.data.verify import verify_tokens
 from tests.data.format_by_hand import write_by_hand
 
 DESCRIPTION = {"tokenizer_type": "NullTokenizer", "vocab_size": 10, "eod": 9, "fingerprint": "abc"}
@@ -83,7 +84,7 @@ def test_exception_keeps_what_stood_there(tmp_path):
     with pytest.raises(KeyboardInterrupt), IndexedDatasetWriter(tmp_path / "x", "u2") as writer:
         interrupt_after(writer, [4])
     assert IndexedDataset(tmp_path / "x").tokens.tolist() == [1, 2, 3]
-    assert names(tmp_path) == ["x.bin", "x.idx"]
+    assert names(tmp_path) == ["x.bin", "x.checksums.json", "x.idx"]
 
 
 def test_replaces_data_together_with_its_provenance(tmp_path):
@@ -92,7 +93,7 @@ def test_replaces_data_together_with_its_provenance(tmp_path):
             writer.add_document([1])
         path = tmp_path / "x.tokenizer.json"
         assert (json.loads(path.read_text()) if path.exists() else None) == provenance
-    assert names(tmp_path) == ["x.bin", "x.idx"]
+    assert names(tmp_path) == ["x.bin", "x.checksums.json", "x.idx"]
 
 
 def test_second_writer_of_a_prefix_is_refused(tmp_path):
@@ -136,6 +137,8 @@ def test_killed_at_any_moment_leaves_a_whole_pair_or_none(tmp_path):
         process.stdout.close()
         if Path(f"{prefix}.idx").exists():
             data = IndexedDataset(prefix)
+            assert data.checksums is not None
+            verify_tokens([data], 0, 1)
             length = int(data.lengths[0])
             assert set(data.lengths.tolist()) == {length}
             assert set(data.tokens.tolist()) == {length % 60_000}
@@ -145,4 +148,4 @@ def test_killed_at_any_moment_leaves_a_whole_pair_or_none(tmp_path):
     with IndexedDatasetWriter(prefix, np.uint16) as writer:  # over whatever the killed ones left
         writer.add_document([7])
     assert IndexedDataset(prefix).tokens.tolist() == [7]
-    assert names(tmp_path) == ["x.bin", "x.idx"]
+    assert names(tmp_path) == ["x.bin", "x.checksums.json", "x.idx"]

@@ -13,6 +13,7 @@ import pytest
 import zstandard
 
 from megatron_zpp.data.indexed import IndexedDataset
+from megatron_zpp.data.verify import verify_tokens
 from tests.tools.run import command, fail, run, succeed
 
 TOOL = "preprocess_data.py"
@@ -55,7 +56,8 @@ def test_same_result_however_it_is_shared_out(corpus: Path, tmp_path: Path, work
     succeed(TOOL, "--input", f"{corpus}/*.jsonl*", "--output-prefix", tmp_path / "out", *NULL, "--append-eod",
             "--workers", workers, "--partitions", partitions)  # fmt: skip
     assert documents(tmp_path / "out") == [[*ids, 70_000] for ids in numbers(2000)]
-    names = {"_text_document.bin", "_text_document.idx", "_text_document.tokenizer.json"}
+    verify_tokens([IndexedDataset(tmp_path / "out_text_document")], 0, 1)
+    names = {f"_text_document.{suffix}" for suffix in ("bin", "idx", "checksums.json", "tokenizer.json")}
     assert set(results(tmp_path)) == names
     assert {path.name for path in tmp_path.iterdir()} == {f"out{name}" for name in names}
 
@@ -147,28 +149,6 @@ def test_compressed_files(tmp_path: Path, suffix: str) -> None:
     path.write_bytes(whole)
     succeed(TOOL, *common)
     assert documents(tmp_path / "out") == numbers(300)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "said"),
-    [
-        (("--input", "gone.jsonl", *NULL), 1, "--input gone.jsonl: no such file"),
-        (("--input", "*.gone", *NULL), 1, "--input *.gone: no such file"),
-        (("--input", "a.txt", *NULL), 1, "--input a.txt: is text, not JSON lines"),
-        (("--input", "a.jsonl"), 2, "--tokenizer-type"),
-        (("--input", "a.jsonl", *NULL, "--workers", 3, "--partitions", 2), 2, "--partitions 2: must divide"),
-        (("--input", "a.jsonl", *NULL, "--workers", 0), 2, "--workers 0: must be at least 1"),
-        (("--input", "a.jsonl", *NULL, "--json-keys", "a", "a"), 2, "--json-keys a a: names a key twice"),
-        (("--input", "a.jsonl", "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "no"), 1,
-         "--tokenizer-model no: cannot be read"),
-    ],
-)  # fmt: skip
-def test_bad_command_lines(tmp_path: Path, monkeypatch, arguments, status, said) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text("some text")
-    (tmp_path / "a.jsonl").write_bytes(line([1]))
-    assert said in fail(TOOL, "--output-prefix", "out", *arguments, status=status)
-    assert not results(tmp_path)
 
 
 def children(pid: int) -> list[int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
-from tests.tools.run import fail, succeed
+from tests.tools.run import succeed
 
 TOOL = "train_tokenizer.py"
 SOURCE = [path.read_text() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("a*.py"))]
@@ -42,25 +42,3 @@ def test_same_input_same_model_from_a_sample(inputs: list[Path], tmp_path: Path)
         succeed(TOOL, "--input", inputs[1], "--vocab-size", 700, "--max-train-mib", 1,
                 "--output-prefix", tmp_path / name)  # fmt: skip
     assert (tmp_path / "one.model").read_bytes() == (tmp_path / "two.model").read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "said"),
-    [
-        (("--vocab-size", 10**6), 1, "--vocab-size 1000000: the text is enough for"),
-        (("--vocab-size", 10), 1, "--vocab-size 10: bytes and frequent characters alone take"),
-        (("--vocab-size", 0), 2, "--vocab-size 0: must be at least 1"),
-        (("--vocab-size", 10**12), 2, "--vocab-size 1000000000000: must be at most"),
-        (("--vocab-size", 500, "--model-type", "word"), 2, "--model-type"),
-        (("--vocab-size", 500, "--input", "empty.txt"), 1, "no text to train on"),
-        (("--vocab-size", 500, "--input", "gone.txt"), 1, "--input gone.txt: no such file"),
-    ],
-)
-def test_errors(tmp_path: Path, monkeypatch, arguments, status, said) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "in.txt").write_text("some words to train on\n" * 3)
-    (tmp_path / "empty.txt").write_text("")
-    if "--input" not in arguments:
-        arguments = (*arguments, "--input", "in.txt")
-    assert said in fail(TOOL, "--output-prefix", "out", *arguments, status=status)
-    assert len(list(tmp_path.iterdir())) == 2

@@ -3,7 +3,6 @@
 import inspect
 import re
 import tokenize
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,12 +32,3 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 def flags(corpus: str) -> list[str]:
     """A tiny model on that corpus; a test adds how long to train."""
     return ["--data-path", corpus, "--split", "80,10,10", *BYTES, *TINY]
-
-
-@pytest.fixture
-def truncated(corpus: str, tmp_path: Path) -> str:
-    """Prefix of a copy of the corpus whose .bin lost its last byte."""
-    prefix = tmp_path / "truncated"
-    prefix.with_suffix(".idx").write_bytes(Path(corpus + ".idx").read_bytes())
-    prefix.with_suffix(".bin").write_bytes(Path(corpus + ".bin").read_bytes()[:-1])
-    return str(prefix)

@@ -4,7 +4,14 @@ import pytest
 
 from megatron_zpp.zero.topology import Topology
 
-TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node-0",
+    "MASTER_PORT": "29500",
+}
 
 
 def test_no_launcher_is_one_process() -> None:
@@ -24,7 +31,17 @@ def test_a_missing_variable_is_named(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("RANK", "8"), ("RANK", "-1"), ("RANK", "x"), ("WORLD_SIZE", "0"), ("LOCAL_RANK", "4"), ("RANK", "")],
+    [
+        *(
+            ("RANK", "8"),
+            ("RANK", "-1"),
+            ("RANK", "x"),
+            ("WORLD_SIZE", "0"),
+            ("LOCAL_RANK", "4"),
+            ("RANK", ""),
+        ),
+        *(("MASTER_PORT", "0"), ("MASTER_PORT", "65536"), ("MASTER_PORT", "x")),
+    ],
 )
 def test_impossible_values_are_named(name: str, value: str) -> None:
     with pytest.raises(ValueError, match=rf"{'RANK' if name == 'WORLD_SIZE' else name} "):

@@ -1,0 +1,26 @@
+"""Proves, before the first step, that the data of a run are what was written."""
+
+import time
+
+from megatron_zpp.checkpoint.exchange import Exchange
+from megatron_zpp.config.command_line import one_line
+from megatron_zpp.data.open import Splits
+from megatron_zpp.data.verify import verify_tokens
+from megatron_zpp.storage.checksums import DamagedFile
+
+
+def verify_data(splits: Splits, exchange: Exchange) -> str:
+    """Reads every .bin, each rank its part, and returns a line for the log; every rank must call it.
+
+    Raises DamagedFile on every rank when one of them has found damage or could not read.
+    """
+    started, topology, problem = time.perf_counter(), exchange.topology, None
+    try:
+        verify_tokens(splits.files, topology.rank, topology.world_size)
+    except (DamagedFile, OSError) as error:
+        problem = one_line(error)
+    problems = [problem for problem in exchange.everyone("problem", problem) if problem]
+    if problems:
+        raise DamagedFile(problems[0])
+    size = sum(data.tokens.nbytes for data in splits.files)
+    return f" verified {size:,} bytes of tokens in {time.perf_counter() - started:.1f} s"

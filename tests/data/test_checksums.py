@@ -1,0 +1,165 @@
+"""With checksums every flipped bit and cut of .idx is found at open, and of .bin by verify_tokens."""
+
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_zpp.config.data import DataConfig
+from megatron_zpp.data.checksums import checksums_path
+from megatron_zpp.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron_zpp.data.open import open_splits
+from megatron_zpp.data.verify import verify_tokens
+from megatron_zpp.storage import checksums
+from megatron_zpp.storage.checksums import DamagedFile
+from tests.data.format_by_hand import write_by_hand
+
+CHUNK = 64
+
+
+def write(prefix: Path, tokens: int = 500) -> str:
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for first in range(0, tokens, 60):
+            writer.add_document(np.arange(first, min(first + 60, tokens)))
+    return str(prefix)
+
+
+@pytest.fixture
+def prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A data set whose files have many chunks."""
+    monkeypatch.setattr(checksums.checksums_of, "__defaults__", (CHUNK,))
+    monkeypatch.setattr(checksums.ChecksummedWriter.__init__, "__defaults__", (CHUNK,))
+    return write(tmp_path / "x")
+
+
+def verify(*prefixes: str, parts: int = 1) -> list[str | None]:
+    """What each of `parts` ranks says."""
+    data, said = [IndexedDataset(prefix) for prefix in prefixes], []
+    for part in range(parts):
+        try:
+            said.append(verify_tokens(data, part, parts))
+        except DamagedFile as damage:
+            said.append(str(damage))
+    return said
+
+
+def flip(content: bytes, bit: int) -> bytes:
+    flipped = bytearray(content)
+    flipped[bit // 8] ^= 1 << bit % 8
+    return bytes(flipped)
+
+
+def test_every_flipped_bit_and_cut_of_the_index(prefix: str) -> None:
+    path = Path(f"{prefix}.idx")
+    whole = path.read_bytes()
+    for bit in range(8 * len(whole)):
+        path.write_bytes(flip(whole, bit))
+        first = bit // 8 // CHUNK * CHUNK
+        with pytest.raises(DamagedFile, match=rf"^{path}: damaged between bytes {first} and .*; preprocess"):
+            IndexedDataset(prefix)
+    for length in [*range(len(whole)), len(whole) + 1]:
+        path.write_bytes((whole + b"x")[:length])
+        with pytest.raises(
+            ValueError, match=rf"^{path}: (the file is empty|{length} bytes; {len(whole)} were)"
+        ):
+            IndexedDataset(prefix)
+    path.write_bytes(whole)
+    IndexedDataset(prefix)
+
+
+def test_flips_and_cuts_of_the_tokens(prefix: str) -> None:
+    path, draw = Path(f"{prefix}.bin"), random.Random(3)
+    whole = path.read_bytes()
+    assert verify(prefix) == [None]
+    for bit in {0, 8 * len(whole) - 1, *draw.sample(range(8 * len(whole)), 200)}:
+        path.write_bytes(flip(whole, bit))
+        first = bit // 8 // CHUNK * CHUNK
+        (said,) = verify(prefix)
+        assert said.startswith(f"{path}: damaged between bytes {first} and ")
+        assert said.endswith(f"or remove {prefix}.checksums.json if another program wrote this data since")
+    path.write_bytes(whole)
+    data = IndexedDataset(prefix)
+    for length in {0, 1, len(whole) - 1, len(whole) + 1, *draw.sample(range(len(whole)), 50)}:
+        path.write_bytes((whole + b"x")[:length])
+        with pytest.raises(ValueError, match=rf"^{path}: "):
+            IndexedDataset(prefix)
+        with pytest.raises(DamagedFile, match=rf"^{path}: {length} bytes; {len(whole)} were written; "):
+            verify_tokens([data], 0, 1)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 60])
+def test_every_chunk_of_every_file_is_one_ranks(prefix: str, tmp_path: Path, parts: int) -> None:
+    prefixes = [prefix, write(tmp_path / "y", 7), write(tmp_path / "z", 333)]
+    assert verify(*prefixes, parts=parts) == [None] * parts
+    for damaged in prefixes:
+        path = Path(f"{damaged}.bin")
+        whole = path.read_bytes()
+        for first in range(0, len(whole), CHUNK):
+            path.write_bytes(flip(whole, 8 * first))
+            (said,) = filter(None, verify(*prefixes, parts=parts))
+            assert said.startswith(f"{path}: damaged between bytes {first} and ")
+        path.write_bytes(whole)
+
+
+def test_every_flipped_bit_of_the_checksums_is_blamed_on_them(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "x")
+    path = Path(checksums_path(prefix))
+    whole = path.read_bytes()
+    right, harmless = IndexedDataset(prefix).checksums, 0
+    for bit in range(8 * len(whole)):
+        path.write_bytes(flip(whole, bit))
+        try:
+            found = IndexedDataset(prefix).checksums
+        except DamagedFile as damage:
+            said = str(damage)
+        else:
+            harmless += 1  # white space for other white space
+            assert found == right
+            continue
+        assert said.startswith(f"{path}: damaged (")
+        assert "\n" not in said
+    assert harmless < len(whole)
+    for length in range(len(whole) - 1):  # the last byte is a newline
+        path.write_bytes(whole[:length])
+        with pytest.raises(DamagedFile, match=rf"^{path}: damaged"):
+            IndexedDataset(prefix)
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "{}", '{"files": 5, "sha256": 5}', "[" * 100_000, "1" * 5000, "\xff"]
+)
+def test_what_is_no_file_of_checksums(tmp_path: Path, content: str) -> None:
+    prefix = write(tmp_path / "x")
+    Path(checksums_path(prefix)).write_bytes(content.encode("latin-1"))
+    with pytest.raises(DamagedFile, match=r"x.checksums.json: damaged \(.*remove this file"):
+        IndexedDataset(prefix)
+
+
+def test_data_of_megatron_opens_without_and_is_not_verified(tmp_path: Path) -> None:
+    write_by_hand(tmp_path / "x", [[1] * 50])
+    path = str(tmp_path / "x")
+    assert IndexedDataset(path).checksums is None
+    arguments = {
+        "seq_length": 4,
+        "vocab_size": 9,
+        "seed": 1,
+        "tokenizer_description": None,
+        "needed": ("train",),
+    }
+    open_splits(DataConfig(train_data_path=(path,)), **arguments)
+    with pytest.raises(
+        ValueError, match=rf"^--verify-data \(given\): {path}.checksums.json is missing; .*leave"
+    ):
+        open_splits(DataConfig(train_data_path=(path,), verify_data=True), **arguments)
+
+
+def test_other_data_under_the_same_name_is_told(tmp_path: Path) -> None:
+    """Megatron-LM, which leaves our checksums alone, wrote the files anew."""
+    prefix = write(tmp_path / "x")
+    write_by_hand(prefix, [[1] * 50])
+    with pytest.raises(DamagedFile, match=r"x.idx: .*or remove .*x.checksums.json if another program wrote"):
+        IndexedDataset(prefix)
+    os.remove(checksums_path(prefix))
+    assert IndexedDataset(prefix).num_tokens == 50

@@ -1,0 +1,121 @@
+"""What a case of a bad input is: a command line, what is done to the files before it, what it must say."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.faults.site import COMMANDS
+
+Harm = Callable[[Path], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A good command line with `argv` at its end and without the flags, and their values, in `without`.
+
+    The one line on stderr holds `said`, in parts that ` … ` separates and in their order. `harm` is done to a
+    copy of the site (see site.py) before.
+    """
+
+    argv: str
+    said: str
+    status: int = 1
+    harm: Harm | None = None
+    without: str = ""
+    env: dict[str, str] = field(default_factory=dict)
+    program: str = "pretrain"
+
+    @property
+    def name(self) -> str:
+        """For the report."""
+        return f"{self.program}: {self.said}"
+
+    @property
+    def command(self) -> list[str]:
+        """The whole command line."""
+        command = COMMANDS[self.program].split()
+        for flag in self.without.split():
+            start = command.index(flag)
+            stop = start + 1
+            while stop < len(command) and not command[stop].startswith("--"):
+                stop += 1
+            del command[start:stop]
+        return [*command, *self.argv.split()]
+
+
+def refused(argv: str, said: str, **more: object) -> Case:
+    """A command line of pretrain_gpt.py that cannot be right."""
+    return Case(argv, said, status=2, **more)
+
+
+def cut(name: str, length: int) -> Harm:
+    """Shortens a file; a negative length takes that many bytes off its end."""
+    return lambda site: (site / name).write_bytes((site / name).read_bytes()[:length])
+
+
+def flip(name: str, at: int) -> Harm:
+    """Flips the lowest bit of a byte; a negative place is counted from the end."""
+
+    def harm(site: Path) -> None:
+        content = bytearray((site / name).read_bytes())
+        content[at] ^= 1
+        (site / name).write_bytes(content)
+
+    return harm
+
+
+def put(name: str, content: bytes | str) -> Harm:
+    """Makes a file, or replaces it."""
+    data = content.encode() if isinstance(content, str) else content
+    return lambda site: (site / name).write_bytes(data)
+
+
+def patch(name: str, at: int, content: bytes) -> Harm:
+    """Overwrites some bytes of a file."""
+
+    def harm(site: Path) -> None:
+        data = bytearray((site / name).read_bytes())
+        data[at : at + len(content)] = content
+        (site / name).write_bytes(data)
+
+    return harm
+
+
+def remove(name: str) -> Harm:
+    """Removes a file."""
+    return lambda site: (site / name).unlink()
+
+
+def directory(name: str) -> Harm:
+    """Puts a directory where a file was."""
+
+    def harm(site: Path) -> None:
+        (site / name).unlink(missing_ok=True)
+        (site / name).mkdir()
+
+    return harm
+
+
+def locked(name: str, mode: int = 0) -> Harm:
+    """Takes permissions away."""
+    return lambda site: (site / name).chmod(mode)
+
+
+def loop(name: str) -> Harm:
+    """Puts a symbolic link to itself where a file was."""
+
+    def harm(site: Path) -> None:
+        (site / name).unlink(missing_ok=True)
+        (site / name).symlink_to(name)
+
+    return harm
+
+
+def both(*harms: Harm) -> Harm:
+    """One after the other."""
+
+    def harm(site: Path) -> None:
+        for one in harms:
+            one(site)
+
+    return harm

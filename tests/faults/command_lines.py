@@ -1,0 +1,213 @@
+"""Command lines of pretrain_gpt.py that cannot be right: wrong values, contradicting flags."""
+
+from tests.faults.cases import Case
+from tests.faults.cases import refused as bad
+
+WSD = "--lr-decay-style WSD"
+FULL = "--recompute-granularity full"
+MOCK = "--mock-data"
+
+FLAGS = [
+    bad("--num-layer 3", "--num-layer 3 … did you mean --num-layers?"),
+    bad("--flux 3", "--flux 3 … --help"),
+    bad("stray", "stray … --help"),
+    bad("--num-layers", "--num-layers: expected one argument"),
+    bad("--num-layers two", "--num-layers: invalid int value: 'two'"),
+    bad("--seed 1.5", "--seed: invalid int value: '1.5'"),
+    bad("--lr fast", "--lr: invalid float value: 'fast'"),
+    bad("--bf16 yes", "yes"),
+    bad("--rampup-batch-size 4 4", "--rampup-batch-size: expected 3 arguments"),
+    bad("--device tpu", "--device: invalid choice: 'tpu' … 'cpu'"),
+    bad("--lr-decay-style cosin", "--lr-decay-style: invalid choice: 'cosin' … 'cosine'"),
+    bad("--tokenizer-type Word", "--tokenizer-type: invalid choice: 'Word' … 'NullTokenizer'"),
+    bad("--save=", "--save '': must not be empty"),
+    bad("--data-path=", "--data-path '': must not be empty"),
+    bad("--metrics-file=", "--metrics-file '': must not be empty"),
+]
+
+MODEL = [
+    bad("", "--num-layers … --model-preset", without="--num-layers"),
+    bad("", "--hidden-size … --model-preset", without="--hidden-size"),
+    bad("--num-layers 0", "--num-layers 0: must be at least 1"),
+    bad("--num-layers 1000000000", "--num-layers 1000000000: must be at most 10000"),
+    bad("--hidden-size -1", "--hidden-size -1: must be at least 1"),
+    bad("--hidden-size 1000000000", "--hidden-size 1000000000: must be at most 1048576"),
+    bad("--num-attention-heads 5", "--num-attention-heads 5: must divide --hidden-size 16 … --kv-channels"),
+    bad("--max-position-embeddings 16", "--seq-length 32: … at most --max-position-embeddings 16"),
+    bad("--seq-length 0", "--seq-length 0: must be at least 1"),
+    bad("--kv-channels 0", "--kv-channels 0: must be at least 1"),
+    bad("--make-vocab-size-divisible-by 9999999999", "--make-vocab-size-divisible-by 9999999999: … at most"),
+    bad("--hidden-dropout 1", "--hidden-dropout 1.0: must be below 1"),
+    bad("--attention-dropout -0.1", "--attention-dropout -0.1: must be at least 0"),
+    bad("--norm-epsilon 0", "--norm-epsilon 0.0: must be above 0"),
+    bad("--init-method-std -1", "--init-method-std -1.0: must be above 0"),
+    bad("--model-preset 9b", "--model-preset … '9b' … '13b'"),
+    bad("--recompute-method block", "--recompute-method block: needs --recompute-granularity full"),
+    bad(FULL, f"{FULL}: needs --recompute-method uniform or block"),
+    bad("--recompute-num-layers 2", "--recompute-num-layers 2: needs --recompute-granularity full"),
+    bad(
+        f"{FULL} --recompute-method block --recompute-num-layers 3",
+        "--recompute-num-layers 3: … at most --num-layers 2",
+    ),
+    bad(f"{FULL} --recompute-activations", f"{FULL}: contradicts --recompute-activations"),
+    bad("--recompute-offload", "--recompute-offload (given): needs --recompute-granularity full"),
+]
+
+TRAINING = [
+    bad("", "--micro-batch-size (not given): give", without="--micro-batch-size"),
+    bad("--micro-batch-size 0", "--micro-batch-size 0: must be at least 1"),
+    bad("--micro-batch-size 1000000000000", "--micro-batch-size 1000000000000: must be at most"),
+    bad("", "--train-iters (not given): … --train-samples", without="--train-iters"),
+    bad("--train-iters 0", "--train-iters 0: must be at least 1"),
+    bad("--train-iters 9999999999999", "--train-iters 9999999999999: must be at most"),
+    bad("--train-samples 100", "--train-iters 2: give exactly one of … --train-samples"),
+    bad("--rampup-batch-size 2 2 8", "--rampup-batch-size 2 2 8: needs --train-samples"),
+    bad(
+        "--train-samples 100 --rampup-batch-size 4 4 50",
+        "--rampup-batch-size 4 4 50: needs --global-batch-size",
+        without="--train-iters",
+    ),
+    bad("--seed -1", "--seed -1: must be at least 0"),
+    bad("--exit-interval 0", "--exit-interval 0: must be at least 1"),
+    bad("--exit-duration-in-mins 0", "--exit-duration-in-mins 0.0: must be above 0"),
+    bad("--eval-iters -1", "--eval-iters -1: must be at least 0"),
+    bad("--eval-interval 0", "--eval-interval 0: must be at least 1"),
+    bad("--log-interval 0", "--log-interval 0: must be at least 1"),
+]
+
+OPTIMIZER = [
+    bad("", "--lr (not given): give the peak", without="--lr"),
+    bad("--lr nan", "--lr nan: must be a finite number"),
+    bad("--lr 1e400", "--lr inf: must be a finite number"),
+    bad("--lr 0", "--lr 0.0: must be above 0"),
+    bad("--min-lr 1", "--min-lr 1.0: must be at most --lr 0.001"),
+    bad("--lr-warmup-init 1", "--lr-warmup-init 1.0: must be at most --lr 0.001"),
+    bad("--lr-warmup-fraction 1.5", "--lr-warmup-fraction 1.5: must be at most 1"),
+    bad("--lr-warmup-iters -1", "--lr-warmup-iters -1: must be at least 0"),
+    bad(
+        "--lr-warmup-iters 5 --lr-warmup-fraction 0.1",
+        "--lr-warmup-iters 5: contradicts --lr-warmup-fraction",
+    ),
+    bad("--lr-warmup-samples 5", "--lr-warmup-samples 5: … use --lr-warmup-iters"),
+    bad("--lr-decay-samples 5", "--lr-decay-samples 5: … use --lr-decay-iters"),
+    bad(WSD, f"{WSD}: needs one of --lr-wsd-decay-iters"),
+    bad("--lr-wsd-decay-iters 5", f"--lr-wsd-decay-iters 5: needs {WSD}"),
+    Case("--lr-warmup-iters 5", "--lr-warmup-iters 5: must end before the decay does, at 8 samples"),
+    Case(f"{WSD} --lr-wsd-decay-iters 9", "--lr-wsd-decay-iters 9: must fit … into 8 samples"),
+    bad("--weight-decay -1", "--weight-decay -1.0: must be at least 0"),
+    bad("--clip-grad -1", "--clip-grad -1.0: must be at least 0"),
+    bad("--adam-beta1 1", "--adam-beta1 1.0: must be below 1"),
+    bad("--adam-beta2 -0.5", "--adam-beta2 -0.5: must be at least 0"),
+    bad("--adam-eps 0", "--adam-eps 0.0: must be above 0"),
+    bad("--fp16 --bf16", "--fp16 (given): contradicts --bf16"),
+    bad("--fp32 --bf16", "--fp32 (given): contradicts --bf16"),
+    bad("--loss-scale 8", "--loss-scale 8.0: needs --fp16"),
+    bad("--fp16 --loss-scale 0", "--loss-scale 0.0: must be above 0"),
+    bad("--min-loss-scale 1e20", "--min-loss-scale 1e+20: must be at most --initial-loss-scale"),
+    bad("--hysteresis 0", "--hysteresis 0: must be at least 1"),
+]
+
+ZERO = [
+    bad("--zero-stage 4", "--zero-stage 4: must be at most 3"),
+    bad("--zero-prefetch-units -1", "--zero-prefetch-units -1: must be at least 0"),
+    bad("--zero-stage 2 --zero-prefetch-units 1", "--zero-prefetch-units 1: needs --zero-stage 3"),
+    bad("--zero-quantized-weights", "--zero-quantized-weights (given): needs --zero-stage 1, 2 or 3"),
+    bad("--zero-quantized-gradients", "--zero-quantized-gradients (given): needs --zero-stage 1"),
+    bad("--zero-stage 2 --zero-hpz-partition-size 4", "--zero-hpz-partition-size 4: needs --zero-stage 3"),
+    bad("--zero-stage 3 --zero-hpz-partition-size node", "--zero-hpz-partition-size node: … or auto"),
+    bad("--zero-stage 3 --zero-hpz-partition-size 0", "--zero-hpz-partition-size 0: must be a whole number"),
+    bad(
+        "--zero-stage 3 --zero-quantized-weights --zero-hpz-secondary quantized",
+        "--zero-hpz-secondary quantized: needs --zero-hpz-partition-size",
+    ),
+    bad(
+        "--zero-stage 3 --zero-hpz-partition-size auto --zero-hpz-secondary quantized",
+        "--zero-hpz-secondary quantized: needs --zero-quantized-weights",
+    ),
+    bad(
+        "--zero-stage 3 --zero-quantized-weights-format fp8",
+        "--zero-quantized-weights-format fp8: needs --zero-quantized-weights",
+    ),
+    bad(
+        "--zero-stage 3 --zero-quantized-gradients-format int8",
+        "--zero-quantized-gradients-format int8: needs --zero-quantized-gradients",
+    ),
+    bad(
+        "--zero-stage 3 --zero-gradient-error-feedback",
+        "--zero-gradient-error-feedback (given): needs --zero-quantized-gradients",
+    ),
+    bad(
+        "--zero-stage 3 --zero-quantization-block 64",
+        "--zero-quantization-block 64: needs --zero-quantized-weights or",
+    ),
+    bad(
+        "--zero-stage 3 --zero-quantized-weights --zero-quantization-block 96",
+        "--zero-quantization-block 96: must be a power of two from 32 to 2048",
+    ),
+    bad(
+        "--zero-stage 3 --zero-quantized-weights --zero-quantization-block 4096",
+        "--zero-quantization-block 4096: must be at most 2048",
+    ),
+    bad(
+        "--zero-stage 3 --zero-quantized-gradients --grad-reduce-in-bf16",
+        "--grad-reduce-in-bf16 (given): contradicts --zero-quantized-gradients",
+    ),
+    Case("--zero-offload-optimizer", "--zero-offload-optimizer (given): … leave it out"),
+    Case("--fused-backend apex", "--fused-backend apex: … use torch"),
+    Case(
+        f"{FULL} --recompute-method uniform --recompute-offload",
+        "--recompute-offload (given): needs GPUs; this run is on the cpu",
+    ),
+    bad("--distributed-backend nccl", "--distributed-backend nccl: … gloo"),
+    bad("--distributed-timeout-minutes 0", "--distributed-timeout-minutes 0.0: must be above 0"),
+    bad("--distributed-timeout-minutes 1e300", "--distributed-timeout-minutes 1e+300: must be at most"),
+    Case(
+        "--device cuda --save new --metrics-file other/new",
+        "--device cuda: torch sees no GPU here; use --device cpu",
+        env={"CUDA_VISIBLE_DEVICES": ""},
+    ),
+]
+
+PLACES = [
+    bad("--save-interval 5", "--save-interval 5: needs --save"),
+    bad("--no-save-optim", "--no-save-optim (given): needs --save"),
+    bad("--async-save", "--async-save (given): needs --save"),
+    bad("--keep-last 2", "--keep-last 2: needs --save"),
+    bad("--save new --keep-last 0", "--keep-last 0: must be at least 1"),
+    bad("--save new --keep-every 3", "--keep-every 3: needs --keep-last"),
+    bad("--finetune", "--finetune (given): needs --load"),
+    bad("--ckpt-step 5", "--ckpt-step 5: needs --load"),
+    bad("--no-load-optim", "--no-load-optim (given): needs --load"),
+    bad("--exit-on-missing-checkpoint", "--exit-on-missing-checkpoint (given): needs --load"),
+    bad("--wandb-exp-name a", "--wandb-exp-name a: needs --wandb-project"),
+    bad("--wandb-save-dir a", "--wandb-save-dir a: needs --wandb-project"),
+]
+
+DATA = [
+    bad("", "--data-path (not given): … --mock-data", without="--data-path --split"),
+    bad("--data-path", "--data-path: expected at least one argument"),
+    bad(MOCK, "--mock-data (given): … leave out --data-path or --mock-data"),
+    bad(
+        f"{MOCK} --verify-data", "--verify-data (given): --mock-data reads no", without="--data-path --split"
+    ),
+    bad(f"{MOCK} --full-validation", "--full-validation … --eval-iters", without="--data-path --split"),
+    bad("--valid-data-path text", "--valid-data-path (given): … give one or the other"),
+    bad("--train-data-path text", "--split 80,10,10: … leave it out with --train", without="--data-path"),
+    bad("--split a,b", "--split a,b: must be up to three shares"),
+    bad("--split 0,0,0", "--split 0,0,0: must be up to three shares"),
+    bad("--split 1,2,3,4", "--split 1,2,3,4: must be up to three shares"),
+    bad("--data-path 0.5 text text", "--data-path 0.5 text text: … a weight before each"),
+    bad("--data-path 0 text", "--data-path 0 text: the weight 0 must be a positive"),
+    bad("--data-path nan text", "--data-path nan text: the weight nan must be"),
+    bad("--num-workers -1", "--num-workers -1: must be at least 0"),
+    bad("--num-workers 99999", "--num-workers 99999: must be at most 1024"),
+    bad("", "NullTokenizer: needs --vocab-size", without="--vocab-size"),
+    bad("", "--vocab-size 256: … no --tokenizer-type", without="--tokenizer-type"),
+    bad("", "--tokenizer-type (not given): give", without="--tokenizer-type --vocab-size"),
+    bad("--vocab-size 0", "--vocab-size 0: must be at least 1"),
+    Case("--vocab-size 99999999999", "--vocab-size 99999999999: … less than 2147483648"),
+    bad("--vocab-file x", "--vocab-file x: has no meaning with --tokenizer-type NullTokenizer"),
+    bad("--tokenizer-type SentencePieceTokenizer", "SentencePieceTokenizer: needs --tokenizer-model"),
+]
+
+COMMAND_LINES = [*FLAGS, *MODEL, *TRAINING, *OPTIMIZER, *ZERO, *PLACES, *DATA]

@@ -1,0 +1,248 @@
+"""Files of pretrain_gpt.py that are missing, damaged, unreadable, foreign or in the way."""
+
+import shutil
+from pathlib import Path
+
+from megatron_zpp.checkpoint.manifest import write_manifest
+from megatron_zpp.storage.checksums import checksums_of
+from tests.faults.cases import Case, Harm, both, cut, directory, flip, locked, loop, patch, put, remove
+from tests.faults.site import of_another_tokenizer
+
+OURS = "--data-path text: text"
+PLAIN = "--data-path plain"
+ANEW = "preprocess it again"
+DEEP = "[" * 100_000
+
+DATA = [
+    Case("--data-path gone", "--data-path gone: gone.idx: no such file … preprocess"),
+    Case("--data-path text gone", "--data-path gone: gone.idx: no such file … preprocess"),
+    Case("--data-path file/text", "--data-path file/text: … Not a directory; name"),
+    Case("--data-path " + "x" * 300, "File name too long; name"),
+    Case("", f"{OURS}.bin: no such file … {ANEW}", harm=remove("text.bin")),
+    Case("", f"{OURS}.idx: no such file … {ANEW}", harm=remove("text.idx")),
+    Case("", f"{OURS}.idx: the file is empty … {ANEW}", harm=put("text.idx", "")),
+    Case("", f"{OURS}.bin: the file is empty … {ANEW}", harm=put("text.bin", "")),
+    Case("", f"{OURS}.idx: is not a file; name", harm=directory("text.idx")),
+    Case("", f"{OURS}.bin: is not a file; name", harm=directory("text.bin")),
+    Case("", f"{OURS}.idx: Too many levels of symbolic links; name", harm=loop("text.idx")),
+    Case("", f"{OURS}.idx: Permission denied; name", harm=locked("text.idx")),
+    Case("", f"{OURS}.bin: Permission denied; name", harm=locked("text.bin")),
+    Case("", f"{OURS}.checksums.json: Permission denied; name", harm=locked("text.checksums.json")),
+    Case("", f"{OURS}.checksums.json: Is a directory; name", harm=directory("text.checksums.json")),
+    Case("", f"{OURS}.checksums.json: damaged … remove this file", harm=put("text.checksums.json", DEEP)),
+    Case("", f"{OURS}.checksums.json: damaged … remove this file", harm=flip("text.checksums.json", 30)),
+    Case("", f"{OURS}.checksums.json: damaged … remove this file", harm=cut("text.checksums.json", -9)),
+    Case("", f"{OURS}.idx: 1041 bytes; 1042 were written; preprocess", harm=cut("text.idx", -1)),
+    Case("", f"{OURS}.idx: damaged between bytes 0 and 1042 … preprocess", harm=flip("text.idx", 40)),
+    Case("", f"{OURS}.idx: damaged between bytes 0 and 1042 … preprocess", harm=flip("text.idx", -1)),
+    Case("", f"{OURS}.bin: truncated at byte 9999 … {ANEW}", harm=cut("text.bin", -1)),
+    Case(
+        "--verify-data", "text.bin: damaged between bytes 0 and 10000 … preprocess", harm=flip("text.bin", 7)
+    ),
+    Case(f"{PLAIN} --verify-data", "--verify-data (given): plain.checksums.json is missing; preprocess"),
+    Case(PLAIN, f"{PLAIN}: plain.idx: truncated at byte 1041 … {ANEW}", harm=cut("plain.idx", -1)),
+    Case(PLAIN, f"{PLAIN}: plain.idx: truncated at byte 20 … {ANEW}", harm=cut("plain.idx", 20)),
+    Case(PLAIN, f"{PLAIN}: plain.bin: truncated at byte 9999 … {ANEW}", harm=cut("plain.bin", -1)),
+    Case(PLAIN, f"plain.idx: byte 0: found b'TNTIDX … {ANEW}", harm=patch("plain.idx", 0, b"TNTIDX")),
+    Case(PLAIN, f"plain.idx: byte 9: version 2 … {ANEW}", harm=patch("plain.idx", 9, b"\2")),
+    Case(PLAIN, f"plain.idx: byte 17: dtype code 7 … {ANEW}", harm=patch("plain.idx", 17, b"\7")),
+    Case(PLAIN, f"plain.idx: truncated … {ANEW}", harm=patch("plain.idx", 18, b"\xff" * 8)),
+    Case(PLAIN, f"plain.idx: byte 34: … length -1 … {ANEW}", harm=patch("plain.idx", 34, b"\xff" * 4)),
+    Case(PLAIN, f"plain.idx: byte 234: … points at byte … {ANEW}", harm=flip("plain.idx", 234)),
+    Case(f"{PLAIN} --vocab-size 90", "plain.bin: byte … outside the vocabulary of 91; give the tokenizer"),
+    Case("--vocab-size 90", "text.tokenizer.json: … vocab_size 257 … vocab_size 91 … give the tokenizer"),
+    Case("", "text.tokenizer.json: … 301 … --tokenizer-type NullTokenizer … 257", harm=of_another_tokenizer),
+    Case("", "text.tokenizer.json: not JSON … preprocess", harm=put("text.tokenizer.json", "{")),
+    Case("", "text.tokenizer.json: not JSON … preprocess", harm=put("text.tokenizer.json", DEEP)),
+    Case("", "text.tokenizer.json: no JSON object with … preprocess", harm=put("text.tokenizer.json", "{}")),
+    Case("", "text.tokenizer.json: Is a directory … preprocess", harm=directory("text.tokenizer.json")),
+    Case("", "text.tokenizer.json: Permission denied … preprocess", harm=locked("text.tokenizer.json")),
+    Case("--seq-length 5000", "--seq-length 5000: … text has 4000 … give more data"),
+    Case("--split 1,0,0", "--split 1,0,0: this run needs valid data, or --eval-iters 0"),
+    Case("--split 98,1,1", "the test split of text has 0 … a larger share in --split"),
+    Case(
+        "--train-data-path text",
+        "--valid-data-path (not given): this run needs valid data, or",
+        without="--data-path --split",
+    ),
+    Case(
+        "--valid-data-path text",
+        "--train-data-path (not given): this run needs",
+        without="--data-path --split",
+    ),
+    Case("--global-batch-size 6", "--global-batch-size 6: … --micro-batch-size 4 × 1 … such as 4 or 8"),
+    Case("--global-batch-size 4000", "--global-batch-size 4000: the train split has 125 samples; give more"),
+    Case("--train-samples 3", "--train-samples 3: must hold one global batch of 4", without="--train-iters"),
+    Case(
+        "--global-batch-size 8 --rampup-batch-size 8 4 100 --train-samples 100",
+        "--rampup-batch-size 8 4 100: START must be below --global-batch-size 8",
+        without="--train-iters",
+    ),
+    Case(
+        "--global-batch-size 12 --rampup-batch-size 4 5 100 --train-samples 100",
+        "--rampup-batch-size 4 5 100: INCREMENT 5 must divide",
+        without="--train-iters",
+    ),
+    Case(
+        "--global-batch-size 12 --rampup-batch-size 3 1 100 --train-samples 100",
+        "--rampup-batch-size 3 1 100: START 3 must be a multiple of … such as 4",
+        without="--train-iters",
+    ),
+]
+
+
+def tokenizer(argv: str, said: str, harm: Harm | None = None) -> Case:
+    """One that reads files, for data of any."""
+    return Case(f"{argv} {PLAIN}", said, harm=harm, without="--tokenizer-type --vocab-size")
+
+
+def sentencepiece(said: str, harm: Harm | None = None, model: str = "t.model") -> Case:
+    """The SentencePiece model at `model`."""
+    argv = f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {model}"
+    return tokenizer(argv, f"--tokenizer-model {model}: {said} … give a SentencePiece .model", harm)
+
+
+def gpt2(said: str, harm: Harm) -> Case:
+    """GPT-2's files."""
+    return tokenizer(
+        "--tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt", said, harm
+    )
+
+
+def hugging_face(said: str, harm: Harm | None = None, model: str = "tokenizer.json") -> Case:
+    """The tokenizer.json at `model`."""
+    return tokenizer(f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {model}", said, harm)
+
+
+VOCAB, MERGES, CONFIG = "--vocab-file vocab.json: ", "--merge-file merges.txt: ", "tokenizer_config.json"
+TOKENIZERS = [
+    sentencepiece("cannot be read (No such file or directory)", model="gone"),
+    sentencepiece("is a directory", model="directory"),
+    sentencepiece("is not a SentencePiece model", model="file"),
+    sentencepiece("is not a SentencePiece model", cut("t.model", 100)),
+    sentencepiece("is empty", put("t.model", "")),
+    sentencepiece("cannot be read (Permission denied)", locked("t.model")),
+    sentencepiece("cannot be read (Too many levels", loop("t.model")),
+    gpt2(f"{VOCAB}cannot be read (No such file … give GPT-2's vocab.json", remove("vocab.json")),
+    gpt2(f"{VOCAB}cannot be read (Permission … give GPT-2's vocab.json", locked("vocab.json")),
+    gpt2(f"{VOCAB}is a directory; give GPT-2's vocab.json", directory("vocab.json")),
+    gpt2(f"{VOCAB}is not JSON; give GPT-2's vocab.json", put("vocab.json", "{")),
+    gpt2(f"{VOCAB}is not JSON; give GPT-2's vocab.json", put("vocab.json", DEEP)),
+    gpt2(f"{VOCAB}is not a JSON object; give", put("vocab.json", "[1]")),
+    gpt2(f"{VOCAB}has no <|endoftext|> … give", put("vocab.json", '{"a": 1}')),
+    gpt2(f"{VOCAB}gives '<|endoftext|>' the id -1; give", put("vocab.json", '{"<|endoftext|>": -1}')),
+    gpt2(f"{VOCAB}gives '<|endoftext|>' the id True; give", put("vocab.json", '{"<|endoftext|>": true}')),
+    gpt2(f"{MERGES}cannot be read (No such file … give GPT-2's merges.txt", remove("merges.txt")),
+    gpt2(f"{MERGES}is a directory; give GPT-2's merges.txt", directory("merges.txt")),
+    gpt2(f"{MERGES}is empty; give GPT-2's merges.txt", put("merges.txt", "")),
+    gpt2(f"{MERGES}is not UTF-8 text; give", put("merges.txt", b"\xff")),
+    gpt2(f"{MERGES}line 1 is not two pieces; give", put("merges.txt", "a b c")),
+    gpt2(f"{MERGES}merges 'qq', which --vocab-file vocab.json lacks", put("merges.txt", "qq zz")),
+    hugging_face("--tokenizer-model gone: cannot be read … give a tokenizer.json", model="gone"),
+    hugging_face("directory/tokenizer.json: cannot be read … give a tokenizer.json", model="directory"),
+    hugging_face("--tokenizer-model file: is not JSON; give a tokenizer.json", model="file"),
+    hugging_face("is not JSON; give a tokenizer.json", cut("tokenizer.json", 50)),
+    hugging_face("`tokenizers` cannot load it … give a tokenizer.json", put("tokenizer.json", "{}")),
+    hugging_face(f"{CONFIG}: is not JSON; mend or remove it", put(CONFIG, "{")),
+    hugging_face(f"lacks 'zz', the eos_token of {CONFIG}", put(CONFIG, '{"eos_token": "zz"}')),
+    hugging_face(f"{CONFIG}: its eos_token [1] is not text; mend", put(CONFIG, '{"eos_token": [1]}')),
+]
+
+LOAD = "--load checkpoints"
+NEWEST = "checkpoints/iter_0000002"
+SHARDS, STATE, MANIFEST, MARKER = "rank_00000.safetensors", "state.json", "manifest.json", "COMMITTED"
+
+
+def alone(harm: Harm) -> Harm:
+    """To the newest checkpoint, and there is no other."""
+    return both(lambda site: shutil.rmtree(site / "checkpoints/iter_0000001"), harm)
+
+
+def none_whole(said: str, harm: Harm) -> Case:
+    """No checkpoint of --load is whole."""
+    return Case(LOAD, f"{LOAD}: none … is whole: {NEWEST}/{said} … leave --load out", harm=alone(harm))
+
+
+def crafted(name: str, text: str) -> Harm:
+    """A file of the newest checkpoint that is not what it should be, with right checksums."""
+
+    def harm(site: Path) -> None:
+        (site / NEWEST / name).write_text(text)
+        write_manifest(site / NEWEST, {name: checksums_of(site / NEWEST / name) for name in (STATE, SHARDS)})
+
+    return harm
+
+
+CHECKPOINTS = [
+    Case("--load gone", "--load gone: holds no checkpoint; only a --load equal to --save"),
+    Case("--load directory", "--load directory: holds no checkpoint; only a --load equal to --save"),
+    Case("--load file", "--load file: file: Not a directory; name a directory"),
+    Case(
+        "--load directory --save directory --exit-on-missing-checkpoint",
+        "--load directory: holds no checkpoint, and --exit-on-missing-checkpoint is given",
+    ),
+    Case(f"{LOAD} --ckpt-step 7", "--ckpt-step 7: not in checkpoints; iterations there: 1, 2"),
+    Case(f"{LOAD} --hidden-size 32", f"{NEWEST}: … shape … this model needs … use the model flags"),
+    Case(f"{LOAD} --num-layers 3", f"{NEWEST}: layers.2 … missing from it; use the model flags"),
+    Case(f"{LOAD} --num-layers 1", f"{NEWEST}: layers.1 … not part of this model; use the model flags"),
+    Case(f"{LOAD} --seq-length 16", f"{NEWEST}: embedding.positions … use the model flags"),
+    Case(f"{LOAD} {PLAIN} --vocab-size 300", f"{NEWEST}: … 257 … 301 … give the tokenizer flags"),
+    Case(LOAD, f"{LOAD}: … Permission denied; name a directory", harm=locked("checkpoints")),
+    Case(LOAD, f"{LOAD}: … Permission denied; name a directory", harm=locked(NEWEST)),
+    Case(LOAD, f"{LOAD}: … no {MARKER}: … remove it", harm=alone(remove(f"{NEWEST}/{MARKER}"))),
+    Case(LOAD, f"{LOAD}: … no {MARKER}: … remove it", harm=alone(directory(f"{NEWEST}/{MARKER}"))),
+    none_whole(f"{MANIFEST}: … {MARKER} was written for", cut(f"{NEWEST}/{MARKER}", 10)),
+    none_whole(f"{MANIFEST}: … {MARKER} was written for", put(f"{NEWEST}/{MARKER}", "")),
+    none_whole(f"{MANIFEST}: … {MARKER} was written for", flip(f"{NEWEST}/{MANIFEST}", 50)),
+    none_whole(f"{MANIFEST}: missing", remove(f"{NEWEST}/{MANIFEST}")),
+    none_whole(f"{MANIFEST}: Is a directory", directory(f"{NEWEST}/{MANIFEST}")),
+    none_whole(f"{MANIFEST}: Permission denied", locked(f"{NEWEST}/{MANIFEST}")),
+    none_whole(f"{STATE}: missing", remove(f"{NEWEST}/{STATE}")),
+    none_whole(f"{STATE}: damaged between bytes 0 and", flip(f"{NEWEST}/{STATE}", 50)),
+    none_whole(f"{STATE}: … were written", cut(f"{NEWEST}/{STATE}", -1)),
+    none_whole(f"{STATE}: not the state of a run", crafted(STATE, "{}")),
+    none_whole(f"{STATE}: not the state of a run", crafted(STATE, DEEP)),
+    none_whole(f"{SHARDS}: missing", remove(f"{NEWEST}/{SHARDS}")),
+    none_whole(f"{SHARDS}: damaged between bytes 0 and", flip(f"{NEWEST}/{SHARDS}", -5)),
+    none_whole(f"{SHARDS}: … were written", cut(f"{NEWEST}/{SHARDS}", -5)),
+    none_whole(f"{SHARDS}: Is a directory", directory(f"{NEWEST}/{SHARDS}")),
+    none_whole(f"{SHARDS}: Permission denied", locked(f"{NEWEST}/{SHARDS}")),
+    none_whole(f"{SHARDS}: has no tensor weights/unit_0", crafted(SHARDS, "\2\0\0\0\0\0\0\0{}")),
+    Case(
+        LOAD,
+        f"{LOAD}: none … is whole: {NEWEST}/{STATE}: damaged",
+        harm=both(flip(f"{NEWEST}/{STATE}", 5), flip(f"checkpoints/iter_0000001/{SHARDS}", -9)),
+    ),
+    Case(
+        f"{LOAD} --save checkpoints",
+        "--save checkpoints: its latest_checkpointed_iteration.txt is a directory; remove that",
+        harm=directory("checkpoints/latest_checkpointed_iteration.txt"),
+    ),
+]
+
+READ_ONLY = both(directory("ro"), locked("ro", 0o500))
+WRITABLE = "name a directory that can be written"
+PLACES = [
+    Case("--save file", f"--save file: Not a directory; {WRITABLE}"),
+    Case("--save file/below", f"--save file/below: Not a directory; {WRITABLE}"),
+    Case("--save ro", f"--save ro: Permission denied; {WRITABLE}", harm=READ_ONLY),
+    Case("--save ro/new", f"--save ro/new: Permission denied; {WRITABLE}", harm=READ_ONLY),
+    Case("--save /proc/new", f"--save /proc/new: No such file or directory; {WRITABLE}"),
+    Case("--save " + "x" * 300, f"File name too long; {WRITABLE}"),
+    Case(
+        "--save dangling",
+        f"--save dangling: No such file or directory; {WRITABLE}",
+        harm=lambda site: (site / "dangling").symlink_to("nowhere"),
+    ),
+    Case("--metrics-file directory", "--metrics-file directory: is a directory; name a file"),
+    Case("--metrics-file file/below", f"--metrics-file file: Not a directory; {WRITABLE}"),
+    Case("--metrics-file ro/new", f"--metrics-file ro: Permission denied; {WRITABLE}", harm=READ_ONLY),
+    Case("--metrics-file file", "--metrics-file file: cannot be written; check", harm=locked("file", 0o400)),
+    Case("--save new/er --tensorboard-dir file", f"--tensorboard-dir file: Not a directory; {WRITABLE}"),
+    Case(
+        "--wandb-project p --wandb-mode offline --wandb-save-dir file",
+        f"--wandb-save-dir file: Not a directory; {WRITABLE}",
+    ),
+]
+
+FILES = [*DATA, *TOKENIZERS, *CHECKPOINTS, *PLACES]

@@ -1,0 +1,55 @@
+"""Environments that a launcher did not make well, and sizes that do not fit its ranks."""
+
+from tests.faults.cases import Case
+
+FOUR = {
+    "RANK": "0",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29999",
+}
+ALONE = "--distributed-timeout-minutes 0.03"
+
+
+def on_four(argv: str, said: str, **env: str) -> Case:
+    """The first of four ranks of one node."""
+    return Case(argv, said, env=FOUR | env)
+
+
+def lacking(name: str) -> Case:
+    """Without one of the variables."""
+    return Case("", f"{name} (not set): … start with torchrun", env={k: FOUR[k] for k in FOUR if k != name})
+
+
+LAUNCHERS = [
+    *map(lacking, FOUR),
+    on_four("", "RANK 4: must be from 0 to below WORLD_SIZE, which is 4", RANK="4"),
+    on_four("", "RANK 'x': must be a whole number", RANK="x"),
+    on_four("", "RANK '-1': must be a whole number", RANK="-1"),
+    on_four("", "RANK '99999999999': must be a whole number", RANK="99999999999"),
+    on_four("", "WORLD_SIZE, which is 0", WORLD_SIZE="0"),
+    on_four("", "WORLD_SIZE '2.5': must be a whole number", WORLD_SIZE="2.5"),
+    on_four("", "WORLD_SIZE '': must be a whole number", WORLD_SIZE=""),
+    on_four("", "LOCAL_RANK 4: must be from 0 to below LOCAL_WORLD_SIZE", LOCAL_RANK="4"),
+    on_four("", "WORLD_SIZE 4: must be a multiple of LOCAL_WORLD_SIZE 3", LOCAL_WORLD_SIZE="3"),
+    on_four("", "MASTER_PORT 'x': must be a whole number from 1 to 65535", MASTER_PORT="x"),
+    on_four("", "MASTER_PORT '70000': must be a whole number from 1", MASTER_PORT="70000"),
+    on_four("", "MASTER_PORT '-1': must be a whole number from 1", MASTER_PORT="-1"),
+    on_four(ALONE, "MASTER_PORT 127.0.0.1 1: the ranks cannot meet there … this port", MASTER_PORT="1"),
+    on_four(ALONE, "nowhere.invalid 29999: the ranks cannot meet there", MASTER_ADDR="nowhere.invalid"),
+    on_four(ALONE, "1/4 clients joined … within --distributed-timeout-minutes 0.03"),
+    on_four("--global-batch-size 6", "--global-batch-size 6: … 4 data-parallel ranks = 16, such as 16"),
+    on_four("--zero-stage 3 --zero-hpz-partition-size 3", "--zero-hpz-partition-size 3: … 1, 2, 4"),
+    on_four("--zero-stage 3 --zero-hpz-partition-size 8", "--zero-hpz-partition-size 8: … 1, 2, 4"),
+    on_four(
+        "--zero-stage 3 --zero-hpz-partition-size 3",
+        "--zero-hpz-partition-size 3: … 2 ranks of a node … 1, 2, 4",
+        LOCAL_WORLD_SIZE="2",
+    ),
+    on_four(
+        "--zero-stage 1 --zero-quantized-gradients --zero-gradient-error-feedback",
+        "--zero-gradient-error-feedback (given): … this run has 1 × 4",
+    ),
+]

@@ -1,0 +1,74 @@
+"""A directory with one good file of every kind that the programs read, and command lines that work there."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from megatron_zpp.config.tokenizer import TokenizerConfig
+from megatron_zpp.data.indexed import IndexedDatasetWriter
+from megatron_zpp.data.provenance import provenance_path, write_provenance
+from megatron_zpp.tokenizer.base import describe
+from megatron_zpp.tokenizer.build import build_tokenizer
+from megatron_zpp.tokenizer.train_sentencepiece import train_sentencepiece
+from tests.data.format_by_hand import write_by_hand
+from tests.faults.server import Programs
+
+NULL = "--tokenizer-type NullTokenizer --vocab-size 256"
+COMMANDS = {
+    "pretrain": f"pretrain_gpt.py --data-path text --split 80,10,10 {NULL} --num-layers 2 --hidden-size 16 "
+    "--num-attention-heads 2 --seq-length 32 --micro-batch-size 4 --train-iters 2 --lr 1e-3 --log-interval 1 "
+    "--eval-iters 1 --num-workers 0 --device cpu",
+    "preprocess": f"data/preprocess_data.py --input text.jsonl --output-prefix out {NULL} --workers 1",
+    "corpus": "data/build_corpus.py --input text.txt --output out.jsonl",
+    "tokenizer": "data/train_tokenizer.py --input text.txt --vocab-size 300 --output-prefix out",
+    "sample": "megatron_zpp/train/sample.py --load checkpoints --max-new-tokens 2",
+}
+
+
+def make_site(site: Path, programs: Programs) -> None:
+    """Fills an empty directory.
+
+    text.*          a data set of bytes, as preprocess_data.py leaves it
+    plain.*         another, as Megatron-LM leaves it
+    checkpoints/    of iterations 1 and 2 of the command line above
+    text.jsonl, text.txt, and a tokenizer of each type: t.model, vocab.json with merges.txt, tokenizer.json
+    """
+    documents = [np.arange(first, first + 100) % 256 for first in range(50)]
+    null = build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=256))
+    with IndexedDatasetWriter(site / "text", np.uint16, provenance=describe(null)) as writer:
+        for document in documents:
+            writer.add_document(document)
+    write_by_hand(site / "plain", [document.tolist() for document in documents])
+    words = [f"{' '.join(map(str, document))}" for document in documents[:5]]
+    (site / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in words))
+    (site / "text.txt").write_text("\n".join(words * 3))
+    (site / "t.model").write_bytes(train_sentencepiece(words * 3, 300, "bpe"))
+    _train_bpe(site, words)
+    (site / "file").write_text("a file\n")
+    (site / "directory").mkdir()
+    saving = [*COMMANDS["pretrain"].split(), "--save", "checkpoints", "--save-interval", "1"]
+    done = programs.run(*saving, cwd=site, timeout=60)
+    assert done.status == 0, done.stderr
+    assert provenance_path("text") in {path.name for path in site.iterdir()}
+
+
+def of_another_tokenizer(site: Path) -> None:
+    """Makes text.* the data of another tokenizer."""
+    other = {"tokenizer_type": "NullTokenizer", "vocab_size": 301, "eod": 300, "fingerprint": "0" * 64}
+    write_provenance(site / "text", other)
+
+
+def _train_bpe(site: Path, texts: list[str]) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    pipeline = Tokenizer(models.BPE())
+    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pipeline.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    pipeline.train_from_iterator(texts, trainer)
+    pipeline.model.save(str(site))
+    pipeline.save(str(site / "tokenizer.json"))

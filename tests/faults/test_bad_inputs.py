@@ -1,0 +1,156 @@
+"""Every bad input is refused: one line that says what and what to do, at once, and nothing is written.
+
+Most cases run in forks of one process (server.py), whose exit status, streams and files are looked at as a
+person's shell would show them; some of each kind run once more as programs of their own.
+"""
+
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.cases import Case
+from tests.faults.command_lines import COMMAND_LINES
+from tests.faults.files import FILES, flip
+from tests.faults.launchers import FOUR, LAUNCHERS
+from tests.faults.server import Done, Programs
+from tests.faults.site import COMMANDS, make_site
+from tests.faults.tools import TOOLS
+from tests.support import ROOT, free_port, run
+
+CASES = [*COMMAND_LINES, *LAUNCHERS, *FILES, *TOOLS]
+AS_PROGRAMS = [COMMAND_LINES[0], FILES[0], TOOLS[0], LAUNCHERS[0]]
+PROMPT = 10  # seconds
+
+
+@pytest.fixture(scope="module")
+def programs() -> Iterator[Programs]:
+    with Programs() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def good_site(tmp_path_factory: pytest.TempPathFactory, programs: Programs) -> Path:
+    site = tmp_path_factory.mktemp("good")
+    make_site(site, programs)
+    return site
+
+
+@pytest.fixture
+def site(good_site: Path, tmp_path: Path) -> Iterator[Path]:
+    """A copy that a test may harm."""
+    copy = tmp_path / "site"
+    shutil.copytree(good_site, copy)
+    yield copy
+    for path in (copy, *copy.rglob("*")):
+        if path.is_dir():
+            path.chmod(0o700)  # or pytest could not remove it
+
+
+def contents(site: Path) -> dict[str, tuple[int, int, int]]:
+    """Every file and directory with what a write would change."""
+    found = {}
+    for path in site.rglob("*"):
+        status = path.lstat()
+        times = 0 if path.is_dir() else status.st_mtime_ns  # probing a directory changes its time
+        found[str(path)] = (status.st_mode, 0 if path.is_dir() else status.st_size, times)
+    return found
+
+
+def check(done: Done, case: Case) -> None:
+    """One line, with all of what it must say, in its order."""
+    assert done.status == case.status, done.stderr
+    assert done.stderr.endswith("\n")
+    assert done.stderr.count("\n") == 1, done.stderr
+    said = ".*".join(map(re.escape, case.said.split(" … ")))
+    assert re.search(said, done.stderr), f"{said!r} is not in {done.stderr!r}"
+    assert done.seconds < PROMPT
+
+
+def test_there_are_enough() -> None:
+    assert len({(case.program, case.argv, case.without, case.said) for case in CASES}) >= 120
+
+
+@pytest.mark.parametrize("program", ["preprocess", "corpus", "tokenizer", "sample"])
+def test_the_good_command_line_works(site: Path, programs: Programs, program: str) -> None:
+    """Or a refusal below could be of something else; `make_site` has run that of pretrain_gpt.py."""
+    done = programs.run(*COMMANDS[program].split(), cwd=site, timeout=60)
+    assert done.status == 0, done.stderr
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_is_refused(site: Path, programs: Programs, case: Case) -> None:
+    if case.harm:
+        case.harm(site)
+    before = contents(site)
+    done = programs.run(*case.command, cwd=site, env=case.env)
+    check(done, case)
+    if case.program == "pretrain":
+        assert done.stdout == ""
+    assert contents(site) == before
+
+
+@pytest.mark.parametrize("case", AS_PROGRAMS, ids=[case.name for case in AS_PROGRAMS])
+def test_is_refused_as_a_program_of_its_own(site: Path, case: Case) -> None:
+    script, *argv = case.command
+    before = contents(site)
+    done = run("-c", LAUNCH, site, ROOT / script, *argv, **case.env)
+    check(Done(done.returncode, done.stdout, done.stderr, 0), case)
+    assert contents(site) == before
+
+
+LAUNCH = "import os, sys; os.chdir(sys.argv[1]); os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
+
+
+def two_ranks(site: Path, programs: Programs, *extra: tuple[str, ...]) -> list[Done]:
+    """Both ranks of one node, each with its own flags at the end."""
+    command, port = COMMANDS["pretrain"].split(), str(free_port())
+    env = FOUR | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port}
+    ranks = [
+        ((*command, *argv), env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank, argv in enumerate(extra)
+    ]
+    return programs.run_ranks(ranks, site, timeout=60)
+
+
+def test_each_node_says_it_once(site: Path, programs: Programs) -> None:
+    """Ranks with another local rank stay silent about what all of them see."""
+    first, second = two_ranks(site, programs, *[("--num-layer", "3")] * 2)
+    check(first, COMMAND_LINES[0])
+    assert (second.status, second.stderr) == (2, "")
+
+
+def test_ranks_started_with_other_flags(site: Path, programs: Programs) -> None:
+    """Each rank says which field differs, instead of training something else or hanging."""
+    before = contents(site)
+    for number, done in enumerate(two_ranks(site, programs, ("--clip-grad", "1.0"), ("--clip-grad", "2.0"))):
+        said = (
+            f"rank {number}] … optimizer.clip_grad differs between ranks: rank 1 and rank 0 … {number + 1}.0"
+        )
+        check(done, Case("", said))
+    assert contents(site) == before
+
+
+def test_damage_that_one_rank_reads_ends_all(site: Path, programs: Programs) -> None:
+    (good, other) = two_ranks(site, programs, *[("--verify-data", "--train-iters", "1")] * 2)
+    assert (good.status, other.status) == (0, 0)
+    assert " verified 10,000 bytes of tokens in " in good.stdout
+    flip("text.bin", -1)(site)  # the last chunk is the second rank's, or the only one's
+    before = contents(site)
+    for done in two_ranks(site, programs, *[("--verify-data",)] * 2):
+        check(done, Case("", "text.bin: damaged between bytes 0 and 10000 … preprocess the data again"))
+        assert done.stdout == ""
+    assert contents(site) == before
+
+
+def test_the_server_tells_a_hang_from_an_end(programs: Programs, tmp_path: Path) -> None:
+    (tmp_path / "hang.py").write_text("import time; time.sleep(60)")
+    (tmp_path / "fail.py").write_text("print('x'); 1 / 0")
+    assert programs.run(str(tmp_path / "hang.py"), cwd=tmp_path, timeout=0.3).status is None
+    failed = programs.run(str(tmp_path / "fail.py"), cwd=tmp_path)
+    assert (failed.status, failed.stdout) == (1, "x\n")
+    assert "ZeroDivisionError" in failed.stderr
+    assert sys.executable

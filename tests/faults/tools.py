@@ -1,0 +1,139 @@
+"""What the tools in data/ and `sample` refuse."""
+
+import gzip
+
+from tests.faults.cases import Case, both, directory, flip, locked, loop, put
+from tests.faults.files import READ_ONLY, WRITABLE
+
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+STRICT = "text.jsonl line 1: "
+MEND = "mend the line, or leave out --strict"
+
+
+def preprocess(argv: str, said: str, **more: object) -> Case:
+    """preprocess_data.py."""
+    return Case(argv, said, program="preprocess", **more)
+
+
+def corpus(argv: str, said: str, **more: object) -> Case:
+    """build_corpus.py."""
+    return Case(argv, said, program="corpus", **more)
+
+
+def tokenizer(argv: str, said: str, **more: object) -> Case:
+    """train_tokenizer.py."""
+    return Case(argv, said, program="tokenizer", **more)
+
+
+def sample(argv: str, said: str, **more: object) -> Case:
+    """megatron_zpp.train.sample."""
+    return Case(argv, said, program="sample", **more)
+
+
+def strict(said: str, text: bytes | str) -> Case:
+    """A line that gives no document."""
+    return preprocess("--strict", f"{STRICT}{said} … {MEND}", harm=put("text.jsonl", text))
+
+
+PREPROCESS = [
+    preprocess("--input gone.jsonl", "--input gone.jsonl: no such file … check the path"),
+    preprocess("--input *.gone", "--input *.gone: no such file … check the path"),
+    preprocess("--input directory", "--input directory: no such file … check the path"),
+    preprocess("--input text.txt", "--input text.txt: is text … data/build_corpus.py --input converts it"),
+    preprocess("", "--input text.jsonl: cannot be read; check its permissions", harm=locked("text.jsonl")),
+    preprocess("", "--input text.jsonl: no such file … check", harm=loop("text.jsonl")),
+    preprocess("", "--input text.jsonl: holds no documents", harm=put("text.jsonl", "\n")),
+    strict("malformed line: not JSON", '{"text": "1"'),
+    strict("malformed line: not UTF-8", b'{"text": "\xff"}'),
+    strict("malformed line: not a JSON object but a number", "7"),
+    strict("missing key: no 'text'; its keys: 'body'", '{"body": "1"}'),
+    strict("value that is not text: 'text' is a number", '{"text": 5}'),
+    strict("document without tokens", '{"text": ""}'),
+    strict("document that the tokenizer refuses: 'text': id 300", '{"text": "300"}'),
+    strict("document that the tokenizer refuses: 'text': text of a NullTokenizer", '{"text": "one"}'),
+    preprocess(
+        "--input z.jsonl.gz",
+        "z.jsonl.gz: the file ends in the middle of its compressed data; make it anew",
+        harm=put("z.jsonl.gz", gzip.compress(b'{"text": "1"}\n' * 500)[:-9]),
+    ),
+    preprocess(
+        "--input z.jsonl.zst",
+        "z.jsonl.zst: the compressed data is damaged … make it anew",
+        harm=put("z.jsonl.zst", "nonsense"),
+    ),
+    preprocess("", "are required: --input", status=2, without="--input"),
+    preprocess("", "are required: --output-prefix", status=2, without="--output-prefix"),
+    preprocess("", "are required: --tokenizer-type", status=2, without="--tokenizer-type --vocab-size"),
+    preprocess("--workers 0", "--workers 0: must be at least 1", status=2),
+    preprocess("--workers 1000000", "--workers 1000000: must be at most 4096", status=2),
+    preprocess("--workers two", "--workers: invalid int value: 'two'", status=2),
+    preprocess("--workers 3 --partitions 2", "--partitions 2: must divide … workers, 3", status=2),
+    preprocess("--json-keys a a", "--json-keys a a: names a key twice", status=2),
+    preprocess("--json-keys a/b", "--json-keys a/b: … cannot hold a /", status=2),
+    preprocess("--log-interval 0", "--log-interval 0: must be at least 1", status=2),
+    preprocess("--append-eods", "--append-eods; did you mean --append-eod?", status=2),
+    preprocess("--output-prefix=", "--output-prefix '': must not be empty", status=2),
+    preprocess("--output-prefix file/x", f"--output-prefix file: Not a directory; {WRITABLE}"),
+    preprocess("--output-prefix ro/x", f"--output-prefix ro: Permission denied; {WRITABLE}", harm=READ_ONLY),
+    preprocess("--output-prefix ro/new/x", f"ro/new: Permission denied; {WRITABLE}", harm=READ_ONLY),
+    preprocess("--output-prefix " + "x" * 300, "File name too long; give another name"),
+    *(
+        preprocess("", f"--output-prefix {name}: is a directory … remove it", harm=directory(name))
+        for name in (
+            f"out_text_document.{suffix}" for suffix in ("idx", "bin", "checksums.json", "tokenizer.json")
+        )
+    ),
+    preprocess(
+        "--tokenizer-type SentencePieceTokenizer --tokenizer-model no",
+        "--tokenizer-model no: cannot be read … give a SentencePiece .model",
+        without="--tokenizer-type --vocab-size",
+    ),
+]
+
+OTHERS = [
+    corpus("", "are required: --output", status=2, without="--output"),
+    corpus("--output out.txt", "--output out.txt: must end in .jsonl", status=2),
+    corpus("--input gone/*.txt", "--input gone/*.txt: no such file … check the path"),
+    corpus("--input file", "--input file: its name must end in"),
+    corpus("--hf-dataset json", "--hf-dataset json: cannot be joined with --input; give one", status=2),
+    corpus("--hf-split test", "--hf-split test: has no meaning without --hf-dataset", status=2),
+    corpus("--hf-config x", "--hf-config x: has no meaning without --hf-dataset", status=2),
+    corpus("--json-key k", "--json-key k: has no meaning without --input", status=2, without="--input"),
+    corpus("", "--input text.txt: cannot be read; check its permissions", harm=locked("text.txt")),
+    corpus("--output file/o.jsonl", f"--output file: Not a directory; {WRITABLE}"),
+    corpus("--output ro/o.jsonl", f"--output ro: Permission denied; {WRITABLE}", harm=READ_ONLY),
+    corpus("", "--output out.jsonl: is a directory … remove it", harm=directory("out.jsonl")),
+    corpus(
+        "--hf-dataset no/body", "--hf-dataset no/body: cannot be read … check", without="--input", env=OFFLINE
+    ),
+    corpus(
+        "--hf-dataset json --hf-data-files gone.json",
+        "--hf-dataset json: cannot be read … check … --hf-data-files",
+        without="--input",
+        env=OFFLINE,
+    ),
+    tokenizer("", "are required: --vocab-size", status=2, without="--vocab-size"),
+    tokenizer("--vocab-size 0", "--vocab-size 0: must be at least 1", status=2),
+    tokenizer("--vocab-size 3.5", "--vocab-size: invalid int value: '3.5'", status=2),
+    tokenizer("--vocab-size 1000000000000", "--vocab-size 1000000000000: must be at most", status=2),
+    tokenizer("--vocab-size 10", "--vocab-size 10: bytes and frequent characters alone take 275; give more"),
+    tokenizer("--vocab-size 1000000", "--vocab-size 1000000: the text is enough for … pieces at most"),
+    tokenizer("--model-type word", "--model-type: invalid choice: 'word' … 'unigram'", status=2),
+    tokenizer("--max-train-mib 0", "--max-train-mib 0: must be at least 1", status=2),
+    tokenizer("--input gone", "--input gone: no such file … check the path"),
+    tokenizer("--input file", "--input file: its name must end in"),
+    tokenizer("", "--input holds no text to train on", harm=put("text.txt", "")),
+    tokenizer("--output-prefix file/x", f"--output-prefix file: Not a directory; {WRITABLE}"),
+    tokenizer("", "--output-prefix out.model: is a directory … remove it", harm=directory("out.model")),
+    sample("--load gone", "--load gone: holds no checkpoint; name"),
+    sample("--ckpt-step 9", "--ckpt-step 9: not in checkpoints; iterations there: 1, 2"),
+    sample("--temperature -1", "--temperature -1.0: must be at least 0", status=2),
+    sample("--prompt 999", "--prompt 999: id 999 is not in [0, 256)"),
+    sample(
+        "",
+        "--load checkpoints: … damaged between bytes 0 and … --ckpt-step",
+        harm=both(flip("checkpoints/iter_0000002/rank_00000.safetensors", -4)),
+    ),
+]
+
+TOOLS = [*PREPROCESS, *OTHERS]
