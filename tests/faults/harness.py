@@ -13,6 +13,7 @@ import argparse
 import ctypes
 import errno
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -39,6 +40,8 @@ from megatron_zpp.checkpoint.directory import candidates, committed
 from megatron_zpp.checkpoint.read import CheckpointReader, load_checkpoint
 from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.checkpoint.write import SaveFailed
+from megatron_zpp.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron_zpp.data.verify import verify_tokens
 from tests.checkpoint.saving import FIRST, TOKENIZER, save, small, train
 from tests.children import Job, Output, fork
 
@@ -127,19 +130,26 @@ def digest(directory: Path) -> str:
     return sha.hexdigest()
 
 
+def losses(metrics: Path) -> dict[int, float]:
+    """The loss of each iteration, as it was logged last."""
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return {record["iteration"]: record["lm_loss"] for record in records if "lm_loss" in record}
+
+
 class Cases:
     """Disturbed runs beside undisturbed ones, in a temporary directory."""
 
     def __init__(self, directory: Path, draw: random.Random, tally: Tally) -> None:
         self._directory, self._draw, self._tally = directory, draw, tally
         self._whole: dict[int, tuple[str, float]] = {}
+        self._losses: dict[int, float] | None = None  # of each iteration, undisturbed
         self._count = 0
 
     def one(self) -> None:
         """One case with a fault of a random kind; more of those that are cheap."""
         index = self._draw.randrange(len(SETTINGS))
         expected, seconds = self._undisturbed(index)
-        kinds = [self._kill] * 6 + [self._signal] * 3 + [self._stop]
+        kinds = [self._kill] * 5 + [self._signal] * 3 + [self._other_world] * 2 + [self._stop]
         if os.geteuid() == 0:
             kinds += [self._full_disk, self._read_only_disk]
         self._draw.choice(kinds)(index, expected, seconds)
@@ -155,6 +165,9 @@ class Cases:
 
     def _start(self, index: int, save: Path) -> Job:
         world, flags = SETTINGS[index]
+        return self._start_with(world, flags, save)
+
+    def _start_with(self, world: int, flags: list[str], save: Path) -> Job:
         self._count += 1
         logs = self._directory / "logs" / str(self._count)
         return Job(logs, [*MODEL, *flags, "--save", str(save), "--load", str(save)], world)
@@ -217,15 +230,42 @@ class Cases:
         self._to_the_end("SIGSTOP", index, save, expected)
         return shutil.rmtree(save)
 
+    def _other_world(self, index: int, expected: str, seconds: float) -> None:
+        """Killed and gone on with by other ranks at other stages: each step has the loss of its samples."""
+        save = self._new()
+        flags = ["--fp32", "--log-interval", "1", "--metrics-file"]
+        if self._losses is None:
+            job = self._start_with(1, [*flags, str(self._directory / "whole.jsonl")], self._new())
+            assert job.wait(120), "an undisturbed run does not end"
+            self._losses = losses(self._directory / "whole.jsonl")
+        path = self._directory / f"{save.name}.jsonl"
+        for start in range(STARTS):
+            world, stage = self._draw.choice((1, 2, 4)), self._draw.randrange(4)
+            job = self._start_with(world, ["--zero-stage", str(stage), *flags, str(path)], save)
+            if start < 2:
+                self._moment(seconds)
+                job.send(self._draw.randrange(world), signal.SIGKILL)
+            if not job.wait(PATIENCE if self._joined(job) else 0):
+                job.kill()
+            if set(job.statuses.values()) == {0}:
+                found = losses(path)
+                same = found.keys() == self._losses.keys() and all(
+                    abs(loss / self._losses[iteration] - 1) < 1e-4 for iteration, loss in found.items()
+                )
+                return self._tally.add("SIGKILL, other ranks", "equal" if same else "different", str(found))
+        return self._tally.add("SIGKILL, other ranks", "never complete", job.log(0)[-2000:])
+
     def _signal(self, index: int, expected: str, seconds: float) -> None:
         number = self._draw.choice((signal.SIGTERM, signal.SIGUSR1, signal.SIGINT))
         save = self._new()
         job = self._start(index, save)
         self._moment(seconds)
+        joined = self._joined(job)
         job.send(self._draw.randrange(len(job.pids)), number)
-        if not job.wait(60):
+        if not job.wait(PATIENCE if joined else 0) and joined:
             job.kill()
             return self._tally.add(number.name, "hang", job.log(0)[-500:])
+        job.kill()
         self._to_the_end(number.name, index, save, expected)
         return shutil.rmtree(save, ignore_errors=True)
 
@@ -280,11 +320,11 @@ def cut_saves(directory: Path, tally: Tally, seconds: float) -> None:
     library.calls.restype = ctypes.c_long
     engine = small()
     train(engine, 1, seed=2)
-    before = directory / "before"
-    save(before, engine, Progress(4, 40))
-    save(before, engine, FIRST)
+    states = directory / "none", directory / "two"  # before the save that is cut
+    states[0].mkdir()
+    save(states[1], engine, Progress(4, 40))
+    save(states[1], engine, FIRST)
     train(engine, 1, seed=3)
-    after = engine.optimizer_steps
 
     def attempt(target: Path, call: int, error: int) -> None:
         library.arm(ctypes.c_long(call), error)
@@ -295,8 +335,9 @@ def cut_saves(directory: Path, tally: Tally, seconds: float) -> None:
         sys.exit(0 if library.calls() < call else 8)
 
     log, deadline = directory / "cut.log", time.monotonic() + seconds
-    for error in (0, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+    for before, error in itertools.product(states, (0, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS)):
         fault = "save killed at a call" if error == 0 else f"save meets {errno.errorcode[error]} at a call"
+        there = len(committed(before))
         for call in range(1, 10_000):
             target = directory / "cut"
             shutil.rmtree(target, ignore_errors=True)
@@ -304,7 +345,7 @@ def cut_saves(directory: Path, tally: Tally, seconds: float) -> None:
             pid = fork(partial(attempt, target, call, error), Output(log, log))
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             found = read_all(target)
-            whole = len(found) == 2 and set(found.values()) <= {1, after}
+            whole = len(found) in (there, max(there, 1)) and set(found.values()) <= {1, 2}
             told = status in ((0, -signal.SIGKILL) if error == 0 else (0, 7, 8))
             detail = "" if whole and told else f"call {call}, status {status}, found {found}"
             tally.add(fault, "damaged" if detail else "old and new whole", detail)
@@ -324,12 +365,28 @@ def read_all(directory: Path) -> dict[str, int]:
     return steps
 
 
+def read_checkpoint(directory: Path) -> None:
+    """Reads and checks all of the newest, as the ranks of a run do together."""
+    with CheckpointReader(candidates(str(directory))[0]) as reader:
+        reader.check_rest(0, 1)
+
+
+def read_data(prefix: str) -> None:
+    """Opens a data set and checks its tokens, as --verify-data does."""
+    verify_tokens([IndexedDataset(prefix)], 0, 1)
+
+
 def flip_bits(directory: Path, tally: Tally, draw: random.Random, flips: int) -> None:
-    """Flips bits in every file of a checkpoint, and cuts them: each must be found."""
+    """Flips bits in every file of a checkpoint and of a data set, and cuts them: each must be found."""
     engine = small()
     train(engine, 1, seed=2)
-    path = save(directory / "flips", engine)
-    files = list(path.iterdir())
+    path, prefix = save(directory / "flips", engine), str(directory / "data")
+    with IndexedDatasetWriter(prefix, "<u2") as writer:
+        for length in range(200):
+            writer.add_document(list(range(length)))
+    readers = dict.fromkeys(path.iterdir(), partial(read_checkpoint, path.parent))
+    readers |= {Path(f"{prefix}.{kind}"): partial(read_data, prefix) for kind in ("idx", "bin")}
+    files = list(readers)
     for number in range(flips):
         file = files[number % len(files)]
         content = file.read_bytes()
@@ -343,8 +400,7 @@ def flip_bits(directory: Path, tally: Tally, draw: random.Random, flips: int) ->
             fault = "truncation"
         file.write_bytes(changed)
         try:
-            with CheckpointReader(candidates(str(path.parent))[0]) as reader:
-                reader.check_rest(0, 1)
+            readers[file]()
             tally.add(fault, "not found", f"{file.name}")
         except ValueError as error:
             line = str(error)
