@@ -43,6 +43,8 @@ class Exchange:
         return value
 
     def everyone(self, name: str, value: Any) -> list[Any]:
-        """What each rank says, by rank; this one says `value`."""
+        """What each rank says, by rank; this one says `value`. Rank 0 collects, so calls grow with the ranks."""
         self.tell(f"{name}/{self.topology.rank}", value)
-        return [self.hear(f"{name}/{rank}") for rank in range(self.topology.world_size)]
+        if self.topology.rank == 0:
+            self.tell(name, [self.take(f"{name}/{rank}") for rank in range(self.topology.world_size)])
+        return self.hear(name)
