@@ -1,8 +1,8 @@
 """How long a killed run takes until its next step: `python benchmarks/restart.py [--runs 3] [--processes 2]`.
 
-launch/local.sh runs a small model with --max-restarts and --async-save; once it has saved, one rank is killed.
-The time is that from the kill to the first logged step of the new processes: noticing, ending the others,
-starting python and torch, joining, loading, and the step itself.
+launch/local.sh runs a small model with --max-restarts and --async-save; once it has saved, a rank is killed.
+The time is that from the kill to the first logged step of the new processes: noticing, ending the
+others, starting python and torch, joining, loading, and the step itself.
 """
 
 import argparse

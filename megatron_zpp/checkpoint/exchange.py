@@ -43,7 +43,7 @@ class Exchange:
         return value
 
     def everyone(self, name: str, value: Any) -> list[Any]:
-        """What each rank says, by rank; this one says `value`. Rank 0 collects, so calls grow with the ranks."""
+        """What each rank says, by rank; this one says `value`. Rank 0 collects it for all."""
         self.tell(f"{name}/{self.topology.rank}", value)
         if self.topology.rank == 0:
             self.tell(name, [self.take(f"{name}/{rank}") for rank in range(self.topology.world_size)])
