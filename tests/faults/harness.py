@@ -242,10 +242,12 @@ class Cases:
         for start in range(STARTS):
             world, stage = self._draw.choice((1, 2, 4)), self._draw.randrange(4)
             job = self._start_with(world, ["--zero-stage", str(stage), *flags, str(path)], save)
+            joined = True
             if start < 2:
                 self._moment(seconds)
+                joined = self._joined(job)
                 job.send(self._draw.randrange(world), signal.SIGKILL)
-            if not job.wait(PATIENCE if self._joined(job) else 0):
+            if not job.wait(PATIENCE if joined else 0):
                 job.kill()
             if set(job.statuses.values()) == {0}:
                 found = losses(path)
