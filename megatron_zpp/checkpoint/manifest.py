@@ -46,8 +46,8 @@ def read_manifest(directory: Path) -> dict[str, Checksums]:
     try:
         manifest = json.loads(text)
         version, files = manifest["format_version"], manifest["files"]
-        names = sorted(files)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        names = sorted(files.keys())
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DamagedFile(f"{path}: not the manifest of a checkpoint ({error!r})") from None
     if version != FORMAT_VERSION:
         raise ValueError(f"{path}: format version {version}; this program reads {FORMAT_VERSION}")

@@ -76,7 +76,9 @@ class CheckpointReader:
         for index, unit in enumerate(self.units):
             described = unit["parameters"]
             numels = {name: _numel(entry["shape"]) for name, entry in described.items()}
-            stop = max(entry["offset"] + numels[name] for name, entry in described.items())
+            stop = max((entry["offset"] + numels[name] for name, entry in described.items()), default=0)
+            if stop > sum(checksums.size for checksums in self._checksums.values()):
+                raise DamagedFile(f"{self.path / STATE}: a unit of {stop} elements, more than its files hold")
             flat = self.elements(WEIGHTS, index, range(stop))
             for name, entry in described.items():
                 offset = entry["offset"]

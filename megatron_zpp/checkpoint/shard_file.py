@@ -5,6 +5,7 @@ shape and place of each tensor; the tensors' bytes. safetensors' own library rea
 """
 
 import json
+import operator
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,9 +80,11 @@ class ShardFile:
         try:
             entries = json.loads(header)
             for entry in entries.values():
-                begin, stop = entry["data_offsets"]
+                begin, stop = map(operator.index, entry["data_offsets"])
                 if not 0 <= begin <= stop <= size - self._data:
                     raise ValueError(f"a tensor in bytes {begin} to {stop}")
+                if type(entry["dtype"]) is not str:
+                    raise ValueError(f"a tensor of {entry['dtype']!r}")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise DamagedFile(f"{path}: not the header of a safetensors file ({error!r})") from None
         return entries

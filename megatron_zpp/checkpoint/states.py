@@ -20,6 +20,7 @@ from megatron_zpp.zero.engine import STATE_KINDS, WEIGHTS, ZeroEngine
 from megatron_zpp.zero.unit import Unit
 
 ERROR = "error"
+_LIMIT = 2**48  # of any count of samples or elements
 LOSS_SCALE_KEYS = ("dynamic", "scale", "clean_steps", "patience")
 
 
@@ -77,7 +78,7 @@ def check_state(state: dict[str, Any]) -> None:
     """Raises ValueError, KeyError or TypeError for what `describe_state` cannot have given."""
     Progress(**state["progress"])
     numbers = [*state["progress"].values(), state["optimizer_steps"]]
-    if not all(type(number) is int and number >= 0 for number in numbers):
+    if not all(type(number) is int and 0 <= number < _LIMIT for number in numbers):
         raise ValueError("progress is not told in numbers")
     for key, kind in (("with_optimizer", bool), ("tokenizer", dict), ("config", dict), ("errors", list)):
         if type(state[key]) is not kind:
@@ -88,11 +89,13 @@ def check_state(state: dict[str, Any]) -> None:
     ):
         raise ValueError("loss_scale is not told in numbers")
     sizes = [state["ranks"], *(unit["shard_numel"] for unit in state["units"])]
-    if not all(type(size) is int and size > 0 for size in sizes):
+    if not all(type(size) is int and 0 < size < _LIMIT for size in sizes):
         raise ValueError(f"ranks and elements of their shards are {sizes}")
     for unit in state["units"]:
         for entry in unit["parameters"].values():
-            if not all(type(size) is int and size >= 0 for size in (*entry["shape"], entry["offset"])):
+            if not all(
+                type(size) is int and 0 <= size < _LIMIT for size in (*entry["shape"], entry["offset"])
+            ):
                 raise ValueError(f"a parameter is {entry}")
 
 

@@ -132,6 +132,20 @@ class _OneLineParser(argparse.ArgumentParser):
         raise UsageError(f"{message} (--help lists every flag)")
 
 
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a field's type: T, T | None, Literal, tuple[T, ...] or tuple[T, T]."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, part) for part in parts)
+    if origin is typing.Literal:
+        return value in parts
+    if origin is tuple:
+        if type(value) is tuple and parts[-1] is Ellipsis:
+            parts = parts[:1] * len(value)
+        return type(value) is tuple and len(value) == len(parts) and all(map(fits, value, parts))
+    return type(value) is hint or (hint is float and type(value) is int)
+
+
 def _title(cls: type) -> str:
     return (cls.__doc__ or cls.__name__).strip().splitlines()[0].rstrip(".")
 

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_zpp.config.data import DataConfig
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import LearningRateConfig, OptimizerConfig, PrecisionConfig
-from megatron_zpp.config.options import UsageError, parse_all, refusal
+from megatron_zpp.config.options import UsageError, fits, parse_all, refusal
 from megatron_zpp.config.run import (
     CheckpointConfig,
     DistributedConfig,
@@ -74,15 +74,17 @@ class Config:
         """The inverse of `to_json`; raises ValueError for what this version does not know."""
         parts = {}
         for name, part in typing.get_type_hints(cls).items():
-            known = {field.name for field in dataclasses.fields(part)}
-            values = saved.get(name, {})
-            unknown = sorted(set(values) - known)
-            if unknown:
-                raise ValueError(f"saved configuration: {name}.{unknown[0]} is not a setting of this version")
-            lists_to_tuples = {
-                key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
-            }
-            parts[name] = part(**lists_to_tuples)
+            hints, values = typing.get_type_hints(part), saved.get(name, {})
+            if not isinstance(values, dict):
+                raise ValueError(f"saved configuration: {name} is no object")
+            parts[name] = {}
+            for key, value in values.items():
+                if key not in hints:
+                    raise ValueError(f"saved configuration: {name}.{key} is not a setting of this version")
+                parts[name][key] = tuple(value) if isinstance(value, list) else value
+                if not fits(parts[name][key], hints[key]):
+                    raise ValueError(f"saved configuration: {name}.{key} cannot be {value!r}")
+            parts[name] = part(**parts[name])
         return cls(**parts)
 
 

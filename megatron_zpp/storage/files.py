@@ -73,6 +73,8 @@ def _nearest(path: Path) -> Path:
     try:
         os.lstat(path)
     except FileNotFoundError:
+        if path == path.parent:
+            raise  # the present directory was removed under us
         return _nearest(path.parent)
     return path
 

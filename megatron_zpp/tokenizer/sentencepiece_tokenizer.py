@@ -23,7 +23,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._model = sentencepiece.SentencePieceProcessor()
         try:
             self._model.LoadFromSerializedProto(content)
-        except RuntimeError:
+        except (RuntimeError, UnicodeDecodeError):  # the second where its message quotes a damaged piece
             raise refusal("--tokenizer-model", model, f"is not a SentencePiece model; {_FIX}") from None
         self.vocab_size = self._model.get_piece_size()
         self.eod = self._model.eos_id()

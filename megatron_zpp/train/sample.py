@@ -3,12 +3,14 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint.directory import candidates
 from megatron_zpp.checkpoint.read import CheckpointReader
+from megatron_zpp.checkpoint.write import STATE
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import REQUIRED, Options, option, parse_options, refusal
 from megatron_zpp.config.root import Config
@@ -69,12 +71,22 @@ def load_model(directory: str, iteration: int | None) -> tuple[GPT, Tokenizer]:
 
 def _read_model(checkpoint: Path) -> tuple[GPT, Tokenizer]:
     with CheckpointReader(checkpoint) as reader:
-        config = Config.from_json(reader.state["config"])
+        try:
+            config = Config.from_json(reader.state["config"])
+        except ValueError as error:
+            raise DamagedFile(f"{checkpoint / STATE}: {error}") from None
         tokenizer = build_tokenizer(config.tokenizer)
         with torch.device("meta"):
             model = GPT(config.model, tokenizer.vocab_size)
+        _check_shapes(checkpoint, model, reader.units)
         model.load_state_dict(reader.parameters(), assign=True)
     return model.eval(), tokenizer
+
+
+def _check_shapes(checkpoint: Path, model: GPT, units: list[dict[str, Any]]) -> None:
+    saved = {name: entry["shape"] for unit in units for name, entry in unit["parameters"].items()}
+    if saved != {name: list(value.shape) for name, value in model.state_dict().items()}:
+        raise DamagedFile(f"{checkpoint / STATE}: its weights are not those of the model that it describes")
 
 
 @torch.inference_mode()

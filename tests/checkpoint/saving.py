@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,6 +59,7 @@ def save(
     *,
     with_optimizer: bool = True,
     read_back: bool = False,
+    config: dict[str, Any] | None = None,
 ) -> Path:
     """A checkpoint of `progress`."""
     path = checkpoint_path(directory, progress.iteration)
@@ -68,7 +70,11 @@ def save(
         path,
         shards_of(engine, with_optimizer=with_optimizer) | errors,
         describe_state(
-            engine, progress, with_optimizer=with_optimizer, config={"note": "π"}, tokenizer=TOKENIZER
+            engine,
+            progress,
+            with_optimizer=with_optimizer,
+            config=config or {"note": "π"},
+            tokenizer=TOKENIZER,
         ),
         Exchange(store, engine.topology, timedelta(seconds=60), f"test/{path}"),
         read_back=read_back,

@@ -44,7 +44,7 @@ def make_site(site: Path, programs: Programs) -> None:
     (site / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in words))
     (site / "text.txt").write_text("\n".join(words * 3))
     (site / "t.model").write_bytes(train_sentencepiece(words * 3, 300, "bpe"))
-    _train_bpe(site, words)
+    train_bpe(site, words)
     (site / "file").write_text("a file\n")
     (site / "directory").mkdir()
     saving = [*COMMANDS["pretrain"].split(), "--save", "checkpoints", "--save-interval", "1"]
@@ -59,7 +59,8 @@ def of_another_tokenizer(site: Path) -> None:
     write_provenance(site / "text", other)
 
 
-def _train_bpe(site: Path, texts: list[str]) -> None:
+def train_bpe(site: Path, texts: list[str]) -> None:
+    """Writes vocab.json, merges.txt and tokenizer.json of one byte-level BPE."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     pipeline = Tokenizer(models.BPE())
