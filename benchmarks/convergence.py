@@ -3,9 +3,10 @@
 torchrun --nproc-per-node 4 benchmarks/convergence.py --data-path PREFIX --vocab-size 32000 [--nodes 2]
 python benchmarks/convergence.py --plot     draws docs/convergence.png from the result
 
-Nodes are emulated by what the ranks are told, so that both hops of qgZ run, over whatever link there is: the
-numbers that are sent are those of real nodes. Runs of one seed see the same samples from the same weights. A
-result that is there already is kept: call it again with other --runs and --seeds to go on.
+Nodes are emulated by what the ranks are told, so that the hops of qgZ run (both where a node has two ranks),
+over whatever link there is: the numbers that are sent are those of real nodes. Runs of one seed see the same
+samples from the same weights. A result that is there already is kept: call it again with other --runs and
+--seeds to go on.
 """
 
 import argparse

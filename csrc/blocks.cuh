@@ -12,14 +12,20 @@ namespace megatron_zpp::cuda {
 struct Lanes {
   int log_lanes;  // a block
 
-  __device__ __forceinline__ int member() const { return lane_index() & ((1 << log_lanes) - 1); }
+  __device__ __forceinline__ uint32_t member() const { return lane_index() & ((1u << log_lanes) - 1); }
   __device__ __forceinline__ uint32_t group() const { return lane_index() >> log_lanes; }
   __host__ __device__ __forceinline__ uint32_t groups() const { return kWarp >> log_lanes; }
 
   // Element of the block at which run k of this lane begins.
   template <int RUN>
-  __device__ __forceinline__ int run(int k) const {
-    return ((k << log_lanes) + member()) * RUN;
+  __device__ __forceinline__ uint32_t run(int k) const {
+    return k * step<RUN>() + member() * RUN;
+  }
+
+  // From one run of a lane to its next.
+  template <int RUN>
+  __device__ __forceinline__ uint32_t step() const {
+    return RUN << log_lanes;
   }
 };
 
@@ -30,37 +36,47 @@ inline int vectors_a_lane(int block) { return block < 128 ? 1 : block <= 1024 ? 
 // Messages to write, all of one format.
 struct Writer {
   uint8_t* messages;
-  int64_t code_bytes, used_bytes, bytes;  // of one message
-  uint32_t blocks;                        // of one message
+  int64_t code_bytes, bytes;  // of one message
+  uint32_t padded_block;      // the one behind whose scale there are `padding` bytes of zeros; no block where none are
+  uint32_t padding;
+  uint32_t scale_bytes;
   int log_block;
   bool fp32_scales;
-  Seed seed;
+  bool stochastic;
+  PhiloxKeys keys;
 
   Writer(uint8_t* messages, const Format& format, int64_t elements, Seed seed)
-      : messages(messages), log_block(log2_of(format.block)), fp32_scales(format.scales == Scales::fp32), seed(seed) {
+      : messages(messages),
+        log_block(log2_of(format.block)),
+        fp32_scales(format.scales == Scales::fp32),
+        stochastic(seed.given),
+        keys(philox_keys(seed.value)) {
     const MessageLayout layout = message_layout(format, elements);
     code_bytes = layout.code_bytes;
-    used_bytes = layout.used_bytes;
     bytes = layout.bytes;
-    blocks = index_of(layout.blocks);
+    padding = uint32_t(layout.bytes - layout.used_bytes);
+    padded_block = padding > 0 ? index_of(layout.blocks) - 1 : uint32_t(kIndexLimit);
+    scale_bytes = megatron_zpp::scale_bytes(format.scales);
   }
 
   __device__ __forceinline__ uint8_t* message(uint32_t index) const { return messages + index * bytes; }
 
   template <Codes C>
   __device__ __forceinline__ uint8_t* codes(uint8_t* message, uint32_t block) const {
-    return message + ((uint64_t(block) << log_block) * bits_of_code(C) >> 3);
+    return message + uint64_t(block) * (uint32_t(bits_of_code(C)) << log_block >> 3);
   }
 
   // For one lane a block: stores the scale, and behind the last one the zeros that fill up the message.
   __device__ __forceinline__ void store_scale(uint8_t* message, uint32_t block, float stored) const {
-    uint8_t* scales = message + code_bytes;
+    uint8_t* scale = message + code_bytes + uint64_t(block) * scale_bytes;
     if (fp32_scales)
-      reinterpret_cast<float*>(scales)[block] = stored;
+      *reinterpret_cast<float*>(scale) = stored;
     else
-      reinterpret_cast<uint16_t*>(scales)[block] = uint16_t(bits_of(stored) >> 16);  // exact: rounded already
-    if (block == blocks - 1)
-      for (int64_t at = used_bytes; at < bytes; at += 2) *reinterpret_cast<uint16_t*>(message + at) = 0;
+      *reinterpret_cast<uint16_t*>(scale) = uint16_t(bits_of(stored) >> 16);  // exact: rounded already
+    if (block == padded_block) {
+#pragma unroll 1
+      for (uint32_t at = 0; at < padding; at += 2) *reinterpret_cast<uint16_t*>(scale + scale_bytes + at) = 0;
+    }
   }
 };
 
@@ -80,6 +96,33 @@ __device__ __forceinline__ uint32_t largest_key(const float (&x)[K][RUN]) {
   return max(peak_key(float_of(positive)), peak_key(float_of(negative)));
 }
 
+// The codes of one run; `index` is that of its first element, for the generator.
+template <Codes C, bool STOCHASTIC, int RUN>
+__device__ __forceinline__ void encode_run(const float (&x)[RUN], const BlockScale& scale, const PhiloxKeys& keys,
+                                           uint64_t index, uint32_t (&words)[words_of<C>(RUN)]) {
+#pragma unroll
+  for (int i = 0; i < RUN; i += 8) {
+    float eight[8];
+    uint32_t part[words_of<C>(8)];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) eight[j] = x[i + j];
+    if constexpr (STOCHASTIC)
+      encode_eight<C>(eight, scale.inverse, scale.code_mask, keys, (index + i) >> 3, part);
+    else
+      encode_eight<C>(eight, scale.inverse, scale.code_mask, part);
+#pragma unroll
+    for (int w = 0; w < words_of<C>(8); ++w) words[words_of<C>(i) + w] = part[w];
+  }
+}
+
+// The codes of all runs; `index` is that of the first element of this lane's first run.
+template <Codes C, bool STOCHASTIC, int RUN, int K>
+__device__ __forceinline__ void encode_runs(const float (&x)[K][RUN], const BlockScale& scale, const PhiloxKeys& keys,
+                                            uint64_t index, uint32_t step, uint32_t (&words)[K][words_of<C>(RUN)]) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) encode_run<C, STOCHASTIC>(x[k], scale, keys, index + k * step, words[k]);
+}
+
 // Encodes x as block `block` of `message`; `index` is that of its first element, for the generator. Calls
 // use(k, words, scale) with the codes of each run k. All lanes of a warp must call this; those of no block are not
 // `active` and write nothing.
@@ -88,27 +131,19 @@ __device__ __forceinline__ void write_block(const Writer& writer, const Lanes& l
                                             uint64_t index, const float (&x)[K][RUN], bool active, Use&& use) {
   const uint32_t key = largest_of_lanes(largest_key(x), lanes.log_lanes);
   const BlockScale scale = block_scale(key, scale_factor(C), !writer.fp32_scales);
-  uint8_t* codes = writer.codes<C>(message, block);
+  const uint32_t start = lanes.run<RUN>(0), step = lanes.step<RUN>();
+  uint32_t words[K][words_of<C>(RUN)];
+  if (writer.stochastic)  // asked once, so that the runs of each rounding are straight code
+    encode_runs<C, true>(x, scale, writer.keys, index + start, step, words);
+  else
+    encode_runs<C, false>(x, scale, writer.keys, 0, 0, words);
+  if (active) {
+    uint8_t* codes = writer.codes<C>(message, block) + start * bits_of_code(C) / 8;
 #pragma unroll
-  for (int k = 0; k < K; ++k) {
-    const int start = lanes.run<RUN>(k);
-    uint32_t words[words_of<C>(RUN)];
-#pragma unroll
-    for (int i = 0; i < RUN; i += 8) {
-      float eight[8];
-      uint32_t part[words_of<C>(8)];
-#pragma unroll
-      for (int j = 0; j < 8; ++j) eight[j] = x[k][i + j];
-      if (writer.seed.given)
-        encode_eight<C>(eight, scale.inverse, writer.seed.value, (index + start + i) >> 3, part);
-      else
-        encode_eight<C>(eight, scale.inverse, part);
-#pragma unroll
-      for (int w = 0; w < words_of<C>(8); ++w) words[words_of<C>(i) + w] = part[w] & scale.code_mask;
-    }
-    if (active) store_words(codes + start * bits_of_code(C) / 8, words);
-    use(k, words, scale);
+    for (int k = 0; k < K; ++k) store_words(codes + k * step * bits_of_code(C) / 8, words[k]);
   }
+#pragma unroll
+  for (int k = 0; k < K; ++k) use(k, words[k], scale);
   if (active && lanes.member() == 0) writer.store_scale(message, block, scale.stored);
 }
 

@@ -17,23 +17,53 @@ __host__ __device__ constexpr int words_of(int n) {
 
 // ---- encoding ----
 
-// One word of eight int4. Arithmetic needs one multiply-add a code, on a pipe that has time: kRoundBits + code of all
-// eight, each times 16 of the next, is a constant and the codes, whose signs must not borrow from the next code.
-__device__ __forceinline__ void pack(const uint32_t (&codes)[8], uint32_t (&words)[1]) {
-  constexpr uint32_t ones = 0x11111111u, eights = 0x88888888u;
-  uint32_t sum = codes[7];
-#pragma unroll
-  for (int i = 6; i >= 0; --i) sum = sum * 16 + codes[i];
-  words[0] = (sum - kRoundBits * ones + eights) ^ eights;
+// Integers are encoded with half of their range added, so that all are from 0 on, and go by pairs, one in each half of
+// a word: that takes half as many minima, and packing needs no care for borrows.
+template <Codes C>
+constexpr uint32_t kHalfRange = 1u << (bits_of_code(C) - 1);
+
+// kRound + code + half of the range, not yet clamped. Adding an even number changes no tie.
+template <Codes C>
+__device__ __forceinline__ float shifted_nearest(float x, float inverse) {
+  return fmaf(x, inverse, kRound + float(kHalfRange<C>));
 }
 
-// Two words of four bytes each: the low bytes of the codes.
-__device__ __forceinline__ void pack(const uint32_t (&codes)[8], uint32_t (&words)[2]) {
+// Rounding down makes the low bits the floor.
+template <Codes C>
+__device__ __forceinline__ float shifted_stochastic(float x, float inverse, float uniform) {
+  return __fadd_rd(x * inverse + uniform, kRound + float(kHalfRange<C>));
+}
+
+// The low halves of two such numbers, clamped to the codes that there are.
+template <Codes C>
+__device__ __forceinline__ uint32_t clamped_pair(float low, float high) {
+  constexpr uint32_t largest = 2 * kHalfRange<C> - 1;
+#if __CUDA_ARCH__ >= 900
+  return __vimin_s16x2_relu(__byte_perm(bits_of(low), bits_of(high), 0x5410), largest << 16 | largest);
+#else  // without the instruction that would be a call
+  const float first = fmaxf(fminf(low, kRound + float(largest)), kRound);
+  const float second = fmaxf(fminf(high, kRound + float(largest)), kRound);
+  return __byte_perm(bits_of(first), bits_of(second), 0x5410);
+#endif
+}
+
+// One word of eight int4. Codes i and i + 4 are a pair, so that each half of the sum has its four codes in order.
+template <Codes C>
+__device__ __forceinline__ void pack(const float (&shifted)[8], uint32_t mask, uint32_t (&words)[1]) {
+  uint32_t sum = clamped_pair<C>(shifted[3], shifted[7]);
+#pragma unroll
+  for (int i = 2; i >= 0; --i) sum = sum * 16 + clamped_pair<C>(shifted[i], shifted[i + 4]);
+  words[0] = (sum ^ 0x88888888u) & mask;
+}
+
+// Two words of four int8.
+template <Codes C>
+__device__ __forceinline__ void pack(const float (&shifted)[8], uint32_t mask, uint32_t (&words)[2]) {
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
-    const uint32_t low = __byte_perm(codes[4 * k], codes[4 * k + 1], 0x0040);
-    const uint32_t high = __byte_perm(codes[4 * k + 2], codes[4 * k + 3], 0x0040);
-    words[k] = __byte_perm(low, high, 0x5410);
+    const uint32_t low = clamped_pair<C>(shifted[4 * k], shifted[4 * k + 1]);
+    const uint32_t high = clamped_pair<C>(shifted[4 * k + 2], shifted[4 * k + 3]);
+    words[k] = (__byte_perm(low, high, 0x6420) ^ 0x80808080u) & mask;
   }
 }
 
@@ -47,41 +77,47 @@ __device__ __forceinline__ uint32_t e4m3_pair(float low, float high) {
 #endif
 }
 
-// Eight numbers to nearest.
+// Eight numbers to nearest; bits that `mask` has not are zero.
 template <Codes C>
-__device__ __forceinline__ void encode_eight(const float (&x)[8], float inverse, uint32_t (&words)[words_of<C>(8)]) {
+__device__ __forceinline__ void encode_eight(const float (&x)[8], float inverse, uint32_t mask,
+                                             uint32_t (&words)[words_of<C>(8)]) {
   if constexpr (C == Codes::fp8) {
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       const uint32_t low = e4m3_pair(x[4 * k] * inverse, x[4 * k + 1] * inverse);
-      words[k] = low | e4m3_pair(x[4 * k + 2] * inverse, x[4 * k + 3] * inverse) << 16;
+      words[k] = (low | e4m3_pair(x[4 * k + 2] * inverse, x[4 * k + 3] * inverse) << 16) & mask;
     }
   } else {
-    uint32_t codes[8];
+    float shifted[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) codes[i] = integer_nearest<C>(x[i], inverse);
-    pack(codes, words);
+    for (int i = 0; i < 8; ++i) shifted[i] = shifted_nearest<C>(x[i], inverse);
+    pack<C>(shifted, mask, words);
   }
 }
 
-template <Codes C>
-__device__ __forceinline__ uint32_t encode_stochastic(float x, float inverse, uint32_t random16) {
-  if constexpr (C == Codes::fp8)
-    return e4m3_stochastic(x * inverse, random16);
-  else
-    return integer_stochastic<C>(x, inverse, random16);
+// `uniform` of a half of a word. Under the exponent of 2^23 it takes one instruction less.
+__device__ __forceinline__ float uniform_of_half(uint32_t word, bool high) {
+  return fmaf(float_of(__byte_perm(word, 0x4B000000u, high ? 0x7632 : 0x7610)), 0x1p-16f, -128.f);
 }
 
 // Eight numbers at random; `counter` is the index of the first over 8.
 template <Codes C>
-__device__ __forceinline__ void encode_eight(const float (&x)[8], float inverse, uint64_t seed, uint64_t counter,
+__device__ __forceinline__ void encode_eight(const float (&x)[8], float inverse, uint32_t mask,
+                                             const PhiloxKeys& keys, uint64_t counter,
                                              uint32_t (&words)[words_of<C>(8)]) {
-  const Random8 random = random_for_eight(seed, counter);
-  uint32_t codes[8];
+  const Random8 random = random_for_eight(keys, counter);
+  float shifted[8];
 #pragma unroll
-  for (int i = 0; i < 8; ++i)
-    codes[i] = encode_stochastic<C>(x[i], inverse, i & 1 ? random.word[i / 2] >> 16 : random.word[i / 2] & 0xFFFF);
-  pack(codes, words);
+  for (int w = 0; w < words_of<C>(8); ++w) words[w] = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t word = random.word[i / 2];
+    if constexpr (C == Codes::fp8)
+      words[i / 4] |= e4m3_stochastic(x[i] * inverse, i & 1 ? word >> 16 : word & 0xFFFF) << 8 * (i % 4) & mask;
+    else
+      shifted[i] = shifted_stochastic<C>(x[i], inverse, uniform_of_half(word, i & 1));
+  }
+  if constexpr (C != Codes::fp8) pack<C>(shifted, mask, words);
 }
 
 // ---- decoding ----
@@ -100,17 +136,27 @@ __device__ __forceinline__ uint32_t masked_under(uint32_t bits, uint32_t mask, u
   return result;
 }
 
-// Likewise, with each code where it is in the low 16 bits: that is 16^i times too large until the fma, which is exact.
+__device__ __forceinline__ __half2 as_halves(uint32_t bits) {
+  __half2 pair;
+  memcpy(&pair, &bits, sizeof pair);
+  return pair;
+}
+
+// Likewise, but as fp16 by pairs, under the exponent of 2^10: codes i and i + 4 are in the two halves of the word, one
+// above the other 16 times too large until the fma. All of it is exact.
 __device__ __forceinline__ void decode_int4(uint32_t word, float* values) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const uint32_t four = word >> 16 * half;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t bits = masked_under(four, 0xFu << 4 * i, 0x4B000000u | 0x8u << 4 * i);  // code + 8
-      const float scale = 1.f / float(1 << 4 * i);
-      values[4 * half + i] = fmaf(float_of(bits), scale, -(0x1p23f * scale + 8.f));
-    }
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t bits = word >> 4 * i;
+    const uint32_t first = masked_under(bits, 0x000F000Fu, 0x64086408u);   // 1024 + code + 8
+    const uint32_t second = masked_under(bits, 0x00F000F0u, 0x64806480u);  // 1024 + 16 * (code + 8)
+    const __half2 even = __hsub2(as_halves(first), __float2half2_rn(1024.f + 8.f));
+    const __half2 odd =
+        __hfma2(as_halves(second), __float2half2_rn(1.f / 16.f), __float2half2_rn(-(1024.f / 16.f + 8.f)));
+    values[i] = __low2float(even);
+    values[i + 1] = __low2float(odd);
+    values[i + 4] = __high2float(even);
+    values[i + 5] = __high2float(odd);
   }
 }
 
@@ -151,12 +197,15 @@ __device__ __forceinline__ void load_words(const uint8_t* address, uint32_t (&wo
     words[0] = two.x;
     words[1] = two.y;
   } else {
-    static_assert(WORDS == 4, "one load");
-    const uint4 four = load_once<uint4>(address);
-    words[0] = four.x;
-    words[1] = four.y;
-    words[2] = four.z;
-    words[3] = four.w;
+    static_assert(WORDS % 4 == 0, "whole loads");
+#pragma unroll
+    for (int k = 0; k < WORDS; k += 4) {
+      const uint4 four = load_once<uint4>(address + 4 * k);
+      words[k] = four.x;
+      words[k + 1] = four.y;
+      words[k + 2] = four.z;
+      words[k + 3] = four.w;
+    }
   }
 }
 
@@ -187,10 +236,15 @@ struct Reader {
   const uint8_t* messages;
   int64_t code_bytes, bytes;  // of one message
   int log_block;
-  bool fp32_scales;
+  int log_scale_word;                        // elements whose scales are in one word
+  uint32_t even_selector, odd_selector;  // what takes the scales of even and odd blocks out of it
 
   Reader(const uint8_t* messages, const Format& format, int64_t elements)
-      : messages(messages), log_block(log2_of(format.block)), fp32_scales(format.scales == Scales::fp32) {
+      : messages(messages), log_block(log2_of(format.block)) {
+    const bool fp32_scales = format.scales == Scales::fp32;
+    log_scale_word = fp32_scales ? log_block : log_block + 1;
+    even_selector = fp32_scales ? 0x3210 : 0x1044;
+    odd_selector = fp32_scales ? 0x3210 : 0x3244;
     const MessageLayout layout = message_layout(format, elements);
     code_bytes = layout.code_bytes;
     bytes = layout.bytes;
@@ -207,13 +261,28 @@ struct Reader {
   // A scale is read as the aligned word that it is in and taken out of it later: were there a load for each type of
   // scales, other loads would wait for it.
   __device__ __forceinline__ const uint8_t* scale_word_at(const uint8_t* message, uint64_t element) const {
-    const uint64_t block = element >> log_block;
-    return message + code_bytes + 4 * (fp32_scales ? block : block >> 1);
+    return message + code_bytes + 4 * (element >> log_scale_word);
   }
 
   // What takes the scale out of its word; the same for all messages.
   __device__ __forceinline__ uint32_t scale_selector(uint64_t element) const {
-    return fp32_scales ? 0x3210 : element >> log_block & 1 ? 0x3244 : 0x1044;
+    return element >> log_block & 1 ? odd_selector : even_selector;
+  }
+
+  // The same for runs of RUN elements, counted from the beginning of a message: less work with 64 bits.
+  template <Codes C, int RUN>
+  __device__ __forceinline__ const uint8_t* codes_of_run(const uint8_t* message, uint32_t run) const {
+    return message + uint64_t(run) * (RUN * bits_of_code(C) / 8);
+  }
+
+  template <int RUN>
+  __device__ __forceinline__ const uint8_t* scale_word_of_run(const uint8_t* message, uint32_t run) const {
+    return message + code_bytes + 4 * uint64_t(run >> (log_scale_word - kLog2<RUN>));
+  }
+
+  template <int RUN>
+  __device__ __forceinline__ uint32_t scale_selector_of_run(uint32_t run) const {
+    return run >> (log_block - kLog2<RUN>)&1 ? odd_selector : even_selector;
   }
 };
 

@@ -88,6 +88,27 @@ inline float load_scale(const uint8_t* scales, int64_t block, Scales type) {
 
 // ---- codes ----
 
+inline float smaller(float a, float b) { return a < b ? a : b; }
+inline float larger(float a, float b) { return a < b ? b : a; }
+
+// The low bits are the code. Only the upper end needs a clamp: elements of the peak's sign come to at most
+// 2^(bits-1) * (1 + 2^-8), by the rounding of the scale to bf16, and that rounds to -2^(bits-1).
+template <Codes C>
+inline uint32_t integer_nearest(float x, float inverse) {
+  constexpr float top = kRound + float((1 << (bits_of_code(C) - 1)) - 1);
+  return bits_of(smaller(fmaf(x, inverse, kRound), top));
+}
+
+// The low bits are the code.
+template <Codes C>
+inline uint32_t integer_stochastic(float x, float inverse, uint32_t random16) {
+  constexpr int half = 1 << (bits_of_code(C) - 1);
+  const float y = x * inverse + uniform(random16);
+  const float rounded = y + kRound;
+  const float floored = rounded - (rounded - kRound > y ? 1.f : 0.f);  // gcc would call floorf, element by element
+  return bits_of(larger(smaller(floored, kRound + float(half - 1)), kRound - float(half)));
+}
+
 // Two codes of int8 to a byte of int4, in place order: the first in the low half.
 inline void pack_int4(const uint8_t* wide, uint8_t* codes, int n) {
   for (int i = 0; i < n / 2; ++i) {
@@ -115,10 +136,10 @@ void write_codes(const float* x, int n, uint8_t* codes, Encode&& encode) {
 }
 
 // The random numbers of n elements, the first of which has this index; both are multiples of 8.
-inline void fill_random(uint64_t seed, int64_t index, int n, uint16_t* random) {
+inline void fill_random(const PhiloxKeys& keys, int64_t index, int n, uint16_t* random) {
   uint32_t words[kLargestBlock / 2];
   for (int i = 0; i < n / 8; ++i) {
-    const Random8 eight = random_for_eight(seed, uint64_t(index / 8 + i));
+    const Random8 eight = random_for_eight(keys, uint64_t(index / 8 + i));
     for (int k = 0; k < 4; ++k) words[4 * i + k] = eight.word[k];
   }
   std::memcpy(random, words, n * sizeof *random);

@@ -28,6 +28,7 @@ void quantize_blocks(const Quantize& op) {
   const int n = op.format.block;
   const Arrangement place_of{op.columns / n, op.message_count, n};
   const MessageLayout layout = message_layout(op.format, op.rows / op.message_count * op.columns);
+  const PhiloxKeys keys = philox_keys(op.seed.value);
   at::parallel_for(0, op.rows * place_of.row_blocks, kGrainElements / n, [&](int64_t begin, int64_t end) {
     alignas(64) float x[kLargestBlock];
     alignas(64) uint16_t random[kLargestBlock];
@@ -35,7 +36,7 @@ void quantize_blocks(const Quantize& op) {
       const Place place = place_of(index);
       load(static_cast<const T*>(op.input) + place.row * op.row_stride + place.column, x, n);
       if (op.format.rotate) rotate(x, n);
-      if (op.seed.given) fill_random(op.seed.value, place.row * op.columns + place.column, n, random);
+      if (op.seed.given) fill_random(keys, place.row * op.columns + place.column, n, random);
       const Writer writer{op.messages + place.message * layout.bytes, op.format, layout};
       writer.write<C>(place.block, x, op.seed.given ? random : nullptr);
     }

@@ -48,7 +48,7 @@ void write_block(const SumQuantize& op, const MessageLayout& layout, int64_t ind
   const int64_t start = index * n;
   const int64_t message = index / layout.blocks, block = index % layout.blocks;
   const Writer writer{op.output + message * layout.bytes, op.output_format, layout};
-  if (op.seed.given) fill_random(op.seed.value, start, n, random);
+  if (op.seed.given) fill_random(philox_keys(op.seed.value), start, n, random);
   const uint16_t* given = op.seed.given ? random : nullptr;
   if (op.error == nullptr) {
     writer.write<C>(block, x, given);

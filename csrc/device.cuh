@@ -22,8 +22,8 @@ inline void check(cudaError_t status) {
 }
 
 // Threads loop over what the grid does not cover. A few times as many blocks as fit on the chip let it balance load
-// by itself; more would only start blocks for nothing.
-constexpr int kGridsOnChip = 16;
+// by itself; more would only start blocks for nothing. Where a warp loads ahead it wants to live longer.
+constexpr int kGridsOnChip = 16, kGridsLoadingAhead = 4;
 
 inline int multiprocessors() {
   int device = 0, count = 0;
@@ -40,11 +40,11 @@ int blocks_a_multiprocessor() {
 }
 
 // One warp for each of `tiles` if the chip has room.
-template <auto kernel, typename Params>
+template <auto kernel, int GRIDS = kGridsOnChip, typename Params>
 void launch(int64_t tiles, CUstream_st* stream, const Params& params) {
   static const int resident = blocks_a_multiprocessor<kernel>();  // asking takes microseconds
   const int64_t wanted = (tiles + kThreads / kWarp - 1) / (kThreads / kWarp);
-  const int64_t most = int64_t(kGridsOnChip) * std::max(resident, 1) * multiprocessors();
+  const int64_t most = int64_t(GRIDS) * std::max(resident, 1) * multiprocessors();
   kernel<<<unsigned(std::min(wanted, most)), kThreads, 0, stream>>>(params);
 }
 
@@ -63,6 +63,12 @@ inline int log2_of(int64_t power_of_two) {
   while ((int64_t(1) << log) < power_of_two) ++log;
   return log;
 }
+
+template <int POWER_OF_TWO>
+constexpr int kLog2 = kLog2<POWER_OF_TWO / 2> + 1;
+
+template <>
+constexpr int kLog2<1> = 0;
 
 constexpr int64_t kIndexLimit = int64_t(1) << 31;
 
@@ -130,12 +136,13 @@ __device__ __forceinline__ uint32_t largest_of_lanes(uint32_t key, int log_lanes
   return key;
 }
 
-// The rotation where lane l of four neighbours holds elements 8 l to 8 l + 7 of 32.
-__device__ __forceinline__ void rotate(float (&x)[8]) {
+// The rotation where neighbouring lanes hold neighbouring runs of RUN elements.
+template <int RUN>
+__device__ __forceinline__ void rotate(float (&x)[RUN]) {
 #pragma unroll
-  for (int h = 1; h < 8; h *= 2) {
+  for (int h = 1; h < RUN; h *= 2) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < RUN; ++i) {
       if (i & h) continue;
       const float a = x[i], b = x[i + h];
       x[i] = a + b;
@@ -143,13 +150,13 @@ __device__ __forceinline__ void rotate(float (&x)[8]) {
     }
   }
 #pragma unroll
-  for (int distance = 1; distance <= 2; distance *= 2) {
+  for (int distance = 1; distance < kRotation / RUN; distance *= 2) {
     const float sign = lane_index() & distance ? -1.f : 1.f;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = fmaf(x[i], sign, __shfl_xor_sync(kAllLanes, x[i], distance));
+    for (int i = 0; i < RUN; ++i) x[i] = fmaf(x[i], sign, __shfl_xor_sync(kAllLanes, x[i], distance));
   }
 #pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] *= kRotationFactor;
+  for (int i = 0; i < RUN; ++i) x[i] *= kRotationFactor;
 }
 
 // Eight consecutive fp32 numbers a lane are two accesses of 16 bytes, each of which would touch every 32-byte sector

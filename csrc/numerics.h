@@ -177,47 +177,8 @@ ZPP_HOST_DEVICE float lost_of(float x, float decoded) {
 
 // Added to a number below 2^22, this leaves the nearest integer (ties to even) in the low bits, in two's complement.
 constexpr float kRound = 0x1.8p23f;
-constexpr uint32_t kRoundBits = 0x4B400000u;
-
-ZPP_HOST_DEVICE float smaller(float a, float b) {
-#ifdef __CUDA_ARCH__
-  return fminf(a, b);
-#else
-  return a < b ? a : b;
-#endif
-}
-
-ZPP_HOST_DEVICE float larger(float a, float b) {
-#ifdef __CUDA_ARCH__
-  return fmaxf(a, b);
-#else
-  return a < b ? b : a;
-#endif
-}
-
-// kRoundBits + code. Only the upper end needs a clamp: elements of the peak's sign come to at most
-// 2^(bits-1) * (1 + 2^-8), by the rounding of the scale to bf16, and that rounds to -2^(bits-1).
-template <Codes C>
-ZPP_HOST_DEVICE uint32_t integer_nearest(float x, float inverse) {
-  constexpr float top = kRound + float((1 << (bits_of_code(C) - 1)) - 1);
-  return bits_of(smaller(fmaf(x, inverse, kRound), top));
-}
 
 ZPP_HOST_DEVICE float uniform(uint32_t random16) { return float_of(0x3F800000u | random16 << 7) - 1.f; }
-
-// kRoundBits + code.
-template <Codes C>
-ZPP_HOST_DEVICE uint32_t integer_stochastic(float x, float inverse, uint32_t random16) {
-  constexpr int half = 1 << (bits_of_code(C) - 1);
-  const float y = x * inverse + uniform(random16);
-#ifdef __CUDA_ARCH__
-  const float floored = __fadd_rd(y, kRound);  // rounding down makes the low bits the floor
-#else
-  const float rounded = y + kRound;
-  const float floored = rounded - (rounded - kRound > y ? 1.f : 0.f);  // gcc would call floorf, element by element
-#endif
-  return bits_of(larger(smaller(floored, kRound + float(half - 1)), kRound - float(half)));
-}
 
 constexpr uint32_t kE4m3Largest = 0x7E;                // 448
 constexpr uint32_t kE4m3FirstNormalBits = 0x3C800000;  // 2^-6 as fp32
@@ -260,22 +221,50 @@ ZPP_HOST_DEVICE float e4m3_value(uint32_t code) {
 
 // ---- random numbers ----
 
-// Philox4x32-10 (Salmon et al. 2011). The low half of word k is for element 2k of eight, the high half for 2k + 1.
+// Philox4x32-7 (Salmon et al. 2011): seven rounds pass all of BigCrush; ten are for safety. The low half of word k is
+// for element 2k of eight, the high half for 2k + 1.
+constexpr int kPhiloxRounds = 7;
+
 struct Random8 {
   uint32_t word[4];
 };
 
-ZPP_HOST_DEVICE Random8 random_for_eight(uint64_t seed, uint64_t counter) {
+// What each round takes of the seed, made once for all elements.
+struct PhiloxKeys {
+  uint32_t low[kPhiloxRounds], high[kPhiloxRounds];
+};
+
+inline PhiloxKeys philox_keys(uint64_t seed) {
+  PhiloxKeys keys;
+  for (uint32_t round = 0; round < kPhiloxRounds; ++round) {
+    keys.low[round] = uint32_t(seed) + round * 0x9E3779B9u;
+    keys.high[round] = uint32_t(seed >> 32) + round * 0xBB67AE85u;
+  }
+  return keys;
+}
+
+struct Product {
+  uint32_t low, high;
+};
+
+ZPP_HOST_DEVICE Product product_of(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+  uint64_t product;  // the compiler would make two multiplications of it, or add zeros
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+#else
+  const uint64_t product = uint64_t(a) * b;
+#endif
+  return {uint32_t(product), uint32_t(product >> 32)};
+}
+
+ZPP_HOST_DEVICE Random8 random_for_eight(const PhiloxKeys& keys, uint64_t counter) {
   uint32_t c0 = uint32_t(counter), c1 = uint32_t(counter >> 32), c2 = 0, c3 = 0;
-  uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t product0 = uint64_t(c0) * 0xD2511F53u, product1 = uint64_t(c2) * 0xCD9E8D57u;
-    c0 = uint32_t(product1 >> 32) ^ c1 ^ k0;
-    c1 = uint32_t(product1);
-    c2 = uint32_t(product0 >> 32) ^ c3 ^ k1;
-    c3 = uint32_t(product0);
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    const Product first = product_of(c0, 0xD2511F53u), second = product_of(c2, 0xCD9E8D57u);
+    c0 = second.high ^ c1 ^ keys.low[round];
+    c1 = second.low;
+    c2 = first.high ^ c3 ^ keys.high[round];
+    c3 = first.low;
   }
   return {{c0, c1, c2, c3}};
 }

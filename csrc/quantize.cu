@@ -38,13 +38,57 @@ __global__ void __launch_bounds__(kThreads, V == 8 ? 2 : 4) quantize_kernel(cons
 #pragma unroll
       for (int v = 0; v < V; ++v) {
         loaded[b][v].to_floats(x[v]);
-        if (p.rotate) rotate(x[v]);
+        if constexpr (sizeof(T) == 4) {
+          if (p.rotate) rotate(x[v]);
+        }
       }
       const uint64_t index = place[b].row * p.columns + (int64_t(place[b].column_block) << p.writer.log_block);
       const bool active = first + b * groups + p.lanes.group() < p.blocks;
       write_block<C>(p.writer, p.lanes, p.writer.message(place[b].message), place[b].block, index, x, active);
     }
   }
+}
+
+// With rotation a lane has K runs of 32 elements, which it rotates alone. Its loads go through the first-level cache:
+// neighbouring lanes access neighbouring 64 bytes.
+template <Codes C, typename T, int K, bool ALIGNED>
+__global__ void __launch_bounds__(kThreads, K == 1 ? 4 : 2)
+    quantize_rotated_kernel(const __grid_constant__ QuantizeParams p) {
+  const uint32_t groups = p.lanes.groups();
+  for (uint32_t first = warp_index() * groups; first < p.blocks; first += warp_count() * groups) {
+    // Lanes behind the end load the last block once more.
+    const Place place = p.place_of(min(first + p.lanes.group(), p.blocks - 1));
+    const uint64_t column = uint64_t(place.column_block) << p.writer.log_block;
+    const T* block = static_cast<const T*>(p.input) + place.row * p.row_stride + column;
+    Eight<T, ALIGNED> loaded[K][4];
+#pragma unroll
+    for (int i = 0; i < 4 * K; ++i) loaded[i / 4][i % 4].load(block + p.lanes.run<kRotation>(i / 4) + 8 * (i % 4));
+    float x[K][kRotation];
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+#pragma unroll
+      for (int v = 0; v < 4; ++v) {
+        float eight[8];
+        loaded[k][v].to_floats(eight);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[k][8 * v + i] = eight[i];
+      }
+      rotate(x[k]);
+    }
+    const bool active = first + p.lanes.group() < p.blocks;
+    write_block<C>(p.writer, p.lanes, p.writer.message(place.message), place.block, place.row * p.columns + column, x,
+                   active);
+  }
+}
+
+template <Codes C, typename T, int K>
+void launch_rotated(QuantizeParams params, bool aligned, CUstream_st* stream) {
+  params.lanes = Lanes{params.writer.log_block - log2_of(kRotation * K)};
+  const int64_t tiles = (params.blocks + params.lanes.groups() - 1) / params.lanes.groups();
+  if (aligned)
+    launch<quantize_rotated_kernel<C, T, K, true>>(tiles, stream, params);
+  else
+    launch<quantize_rotated_kernel<C, T, K, false>>(tiles, stream, params);
 }
 
 template <Codes C, typename T, int V>
@@ -73,6 +117,10 @@ void launch_blocks(const Quantize& op, CUstream_st* stream) {
       Writer(op.messages, op.format, op.rows / op.message_count * op.columns, op.seed),
       op.format.rotate,
   };
+  if constexpr (sizeof(T) == 2) {
+    if (op.format.rotate && block <= kWarp * kRotation) return launch_rotated<C, T, 1>(params, aligned, stream);
+    if (op.format.rotate) return launch_rotated<C, T, 2>(params, aligned, stream);
+  }
   switch (vectors) {
     case 1: return launch_vectors<C, T, 1>(params, aligned, stream);
     case 4: return launch_vectors<C, T, 4>(params, aligned, stream);

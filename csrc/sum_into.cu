@@ -5,15 +5,32 @@ namespace megatron_zpp::cuda {
 
 namespace {
 
-constexpr int kRuns = 2;  // of eight elements, a lane at a time
+// A lane reads 16 bytes of a message at a time.
+template <Codes C>
+constexpr int kRun = 128 / bits_of_code(C);
+
+// Quads of elements that a lane holds.
+template <Codes C>
+constexpr int kQuads = kRun<C> / 4;
 
 struct SumIntoParams {
   Addends addends;
   float* shard;
-  int64_t runs;
+  int64_t elements;
+  uint32_t runs;
   float factor;
   bool add, rotate;
 };
+
+// Lanes behind the end have the last run once more.
+template <Codes C>
+__device__ __forceinline__ void begin_tile(const SumIntoParams& p, uint32_t tile, RunSum<C, kRun<C>, 1>& sum) {
+  const uint32_t run[1] = {min(tile * kWarp + lane_index(), p.runs - 1)};
+  sum.begin(p.addends, run);
+}
+
+// Where a warp keeps its quad q: eight neighbouring lanes access different banks, be it by runs or by rows.
+__device__ __forceinline__ uint32_t place_of_quad(uint32_t q) { return q ^ (q >> 3 & 7); }
 
 // What becomes of a quad of the shard.
 __device__ __forceinline__ float4 put(const float4& sum, const float4& old, float factor, bool add) {
@@ -22,55 +39,70 @@ __device__ __forceinline__ float4 put(const float4& sum, const float4& old, floa
   return {old.x + r.x, old.y + r.y, old.z + r.z, old.w + r.w};
 }
 
-// Neighbouring lanes hold neighbouring runs: four of them are the 32 elements of a rotation.
+// A run of each lane goes through shared memory, so that the lanes access rows of the shard that have no gaps.
+template <Codes C, bool ALIGNED>
+__device__ __forceinline__ void store_tile(const SumIntoParams& p, uint32_t tile, const float (&sum)[kRun<C>],
+                                           float4 (&shared)[kWarp * kQuads<C>]) {
+  __syncwarp();  // all lanes have read the last tile
+#pragma unroll
+  for (int q = 0; q < kQuads<C>; ++q)
+    shared[place_of_quad(lane_index() * kQuads<C> + q)] = {sum[4 * q], sum[4 * q + 1], sum[4 * q + 2], sum[4 * q + 3]};
+  __syncwarp();
+  const int64_t start = int64_t(tile) * (kWarp * kRun<C>) + 4 * lane_index();
+  float* shard = p.shard + start;
+  constexpr int kRow = 4 * kWarp, kRows = 4;  // at a time
+#pragma unroll
+  for (int first = 0; first < kQuads<C>; first += kRows) {
+    float4 old[kRows] = {};
+    if (p.add) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const int row = first + r;
+        if (start + row * kRow < p.elements) old[r] = load_quad<ALIGNED>(shard + row * kRow);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int row = first + r;
+      const float4 quad = put(shared[place_of_quad(row * kWarp + lane_index())], old[r], p.factor, p.add);
+      if (start + row * kRow < p.elements) store_quad<ALIGNED>(shard + row * kRow, quad);
+    }
+  }
+}
+
 template <Codes C, bool ALIGNED>
 __global__ void __launch_bounds__(kThreads, C == Codes::int4 ? 3 : 4)
     sum_into_kernel(const __grid_constant__ SumIntoParams p) {
-  constexpr int kTile = kWarp * kRuns;
-  for (int64_t first = int64_t(warp_index()) * kTile; first < p.runs; first += int64_t(warp_count()) * kTile) {
-    uint64_t start[kRuns];
-#pragma unroll
-    for (int r = 0; r < kRuns; ++r) {
-      // Lanes behind the end read the last runs once more. Pairs of lanes are all before or all behind it.
-      const int64_t run = first + r * kWarp + lane_index();
-      start[r] = 8 * uint64_t(run < p.runs ? run : p.runs - 2 + (lane_index() & 1));
-    }
-    float sum[kRuns][8];
-    sum_messages<C>(p.addends, start, sum);
-    float4 old[kRuns][2] = {};
-    if (p.add) {
-#pragma unroll
-      for (int i = 0; i < 2 * kRuns; ++i)
-        old[i / 2][i % 2] = load_quad<ALIGNED>(pair_quad(p.shard + start[i / 2], i % 2));
-    }
-#pragma unroll
-    for (int r = 0; r < kRuns; ++r) {
-      if (p.rotate) rotate(sum[r]);
-      float4 quads[2];
-      to_quads(sum[r], quads);
-      exchange_with_neighbour(quads);
-      if (first + r * kWarp + lane_index() >= p.runs) continue;
-#pragma unroll
-      for (int h = 0; h < 2; ++h)
-        store_quad<ALIGNED>(pair_quad(p.shard + start[r], h), put(quads[h], old[r][h], p.factor, p.add));
-    }
+  __shared__ float4 shared[kThreads / kWarp][kWarp * kQuads<C>];
+  const uint32_t tiles = (p.runs + kWarp - 1) / kWarp;
+  uint32_t tile = warp_index();
+  if (tile >= tiles) return;
+  RunSum<C, kRun<C>, 1> sum;
+  begin_tile(p, tile, sum);
+  for (; tile < tiles; tile += warp_count()) {
+    float x[1][kRun<C>];
+    sum.finish(p.addends, x);
+    if (tile + warp_count() < tiles) begin_tile(p, tile + warp_count(), sum);  // under way while this one is stored
+    if (p.rotate) rotate(x[0]);
+    store_tile<C, ALIGNED>(p, tile, x[0], shared[threadIdx.x / kWarp]);
   }
 }
 
 }  // namespace
 
 void run(const SumInto& op, CUstream_st* stream) {
-  const SumIntoParams params{
-      Addends(op.messages, op.format, op.elements, op.message_count),
-      op.shard,
-      op.elements / 8,
-      op.factor,
-      op.add,
-      op.format.rotate,
-  };
-  const int64_t tiles = (params.runs + kWarp * kRuns - 1) / (kWarp * kRuns);
   with_codes(op.format.codes, [&](auto codes) {
     constexpr Codes C = decltype(codes)::value;
+    const SumIntoParams params{
+        Addends(op.messages, op.format, op.elements, op.message_count),
+        op.shard,
+        op.elements,
+        uint32_t(op.elements / kRun<C>),
+        op.factor,
+        op.add,
+        op.format.rotate,
+    };
+    const int64_t tiles = (params.runs + kWarp - 1) / kWarp;
     if (is_aligned(op.shard, 16))
       launch<sum_into_kernel<C, true>>(tiles, stream, params);
     else

@@ -27,12 +27,17 @@ __device__ __forceinline__ Target target_of(const SumQuantizeParams& p, uint32_t
   return {min(block, p.blocks - 1), block < p.blocks};
 }
 
+__device__ __forceinline__ uint64_t first_element(const SumQuantizeParams& p, const Target& target) {
+  return uint64_t(target.block) << p.writer.log_block;
+}
+
 template <Codes In, int RUN, int K>
-__device__ __forceinline__ void sum_block(const SumQuantizeParams& p, uint64_t index, float (&x)[K][RUN]) {
-  uint64_t start[K];
+__device__ __forceinline__ void begin_sum(const SumQuantizeParams& p, const Target& target, RunSum<In, RUN, K>& sum) {
+  const uint32_t first = target.block << (p.writer.log_block - kLog2<RUN>);
+  uint32_t run[K];
 #pragma unroll
-  for (int k = 0; k < K; ++k) start[k] = index + p.lanes.run<RUN>(k);
-  sum_messages<In>(p.addends, start, x);
+  for (int k = 0; k < K; ++k) run[k] = first + p.lanes.run<RUN>(k) / RUN;
+  sum.begin(p.addends, run);
 }
 
 inline SumQuantizeParams params_of(const SumQuantize& op, int elements_a_lane) {
@@ -51,7 +56,7 @@ inline SumQuantizeParams params_of(const SumQuantize& op, int elements_a_lane) {
 template <auto kernel>
 void launch_blocks(const SumQuantize& op, int elements_a_lane, CUstream_st* stream) {
   const SumQuantizeParams params = params_of(op, elements_a_lane);
-  launch<kernel>((params.blocks + params.lanes.groups() - 1) / params.lanes.groups(), stream, params);
+  launch<kernel, kGridsLoadingAhead>((params.blocks + params.lanes.groups() - 1) / params.lanes.groups(), stream, params);
 }
 
 // sum_quantize with an error to feed back.

@@ -8,13 +8,15 @@ namespace {
 // Runs of eight elements, as they suit the memory accesses of the error.
 template <Codes In, Codes Out, typename T, int K>
 __device__ __forceinline__ void sum_with_error(const SumQuantizeParams& p, const Target& target) {
-  const uint64_t index = uint64_t(target.block) << p.writer.log_block;
+  const uint64_t index = first_element(p, target);
+  RunSum<In, 8, K> sum;
+  begin_sum(p, target, sum);
   T* error = static_cast<T*>(p.error) + index;
   Eight<T, true> loaded[K];
 #pragma unroll
   for (int k = 0; k < K; ++k) loaded[k].load(error + p.lanes.run<8>(k));
   float x[K][8];
-  sum_block<In>(p, index, x);
+  sum.finish(p.addends, x);
 #pragma unroll
   for (int k = 0; k < K; ++k) {
     float eight[8];

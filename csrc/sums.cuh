@@ -14,6 +14,7 @@ struct Addends {
   // back from there.
   Addends(const uint8_t* messages, const Format& format, int64_t elements, int64_t count)
       : reader(messages, format, elements), count(index_of(count)) {
+    index_of(elements / 16);  // so that runs of eight can be counted in 32 bits
     const float largest_code = format.codes == Codes::fp8 ? 448.f : float(1 << (bits_of_code(format.codes) - 1));
     fused_below = format.scales == Scales::fp32 ? 0.f : 0x1.fffffep127f / largest_code;
   }
@@ -40,76 +41,74 @@ __device__ __forceinline__ void add_run(const uint32_t (&words)[words_of<C>(RUN)
   }
 }
 
-// Where the runs of a lane are in the next message.
-template <int K>
-struct Runs {
-  const uint8_t* codes[K];
-  const uint8_t* scale_words[K];
-  uint32_t selectors[K];
-};
-
-// Adds the next BATCH messages, whose loads are under way together; with FIRST the first of all is among them.
-template <Codes C, int BATCH, bool FIRST, int RUN, int K>
-__device__ __forceinline__ void add_batch(const Addends& addends, Runs<K>& runs, float (&sum)[K][RUN]) {
-  uint32_t words[BATCH][K][words_of<C>(RUN)];
-  uint32_t scale_words[BATCH][K];
-#pragma unroll
-  for (int j = 0; j < BATCH; ++j) {
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
-      scale_words[j][k] = load_scale_word(runs.scale_words[k]);
-      load_words(runs.codes[k], words[j][k]);
-      runs.scale_words[k] += addends.reader.bytes;
-      runs.codes[k] += addends.reader.bytes;
-    }
-  }
-#pragma unroll
-  for (int j = 0; j < BATCH; ++j) {
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
-      const float scale = scale_of_word(scale_words[j][k], runs.selectors[k]);
-      if (FIRST && j == 0)
-        add_run<C, Step::set>(words[j][k], scale, sum[k]);
-      else if (fabsf(scale) < addends.fused_below)
-        add_run<C, Step::fused>(words[j][k], scale, sum[k]);
-      else
-        add_run<C, Step::apart>(words[j][k], scale, sum[k]);
-    }
-  }
-}
-
-// BATCH messages at a time, then what is left in smaller batches.
-template <Codes C, int BATCH, int RUN, int K>
-__device__ __forceinline__ void add_rest(const Addends& addends, uint32_t left, Runs<K>& runs, float (&sum)[K][RUN]) {
-  for (; left >= BATCH; left -= BATCH) add_batch<C, BATCH, false>(addends, runs, sum);
-  if constexpr (BATCH > 1) add_rest<C, BATCH / 2>(addends, left, runs, sum);
-}
-
-template <Codes C, int BATCH, int RUN, int K>
-__device__ __forceinline__ void add_all(const Addends& addends, Runs<K>& runs, float (&sum)[K][RUN]) {
-  if constexpr (BATCH > 1) {
-    if (addends.count < BATCH) return add_all<C, BATCH / 2>(addends, runs, sum);
-  }
-  add_batch<C, BATCH, true>(addends, runs, sum);
-  add_rest<C, BATCH>(addends, addends.count - BATCH, runs, sum);
-}
-
-// sum[k] becomes the sum of the RUN elements from start[k] on. They lie in one block.
+// The sum of messages, in order, of the K runs of RUN elements that a lane holds. BATCH messages are loaded ahead: by
+// `begin` the first ones, so that work on another sum can hide them, and then each in the place of one just added.
 template <Codes C, int RUN, int K>
-__device__ __forceinline__ void sum_messages(const Addends& addends, const uint64_t (&start)[K],
-                                             float (&sum)[K][RUN]) {
-  // As many messages at a time as about 20 registers can take under way.
-  constexpr int registers = K * (words_of<C>(RUN) + 1);
-  constexpr int batch = registers <= 5 ? 4 : registers <= 10 ? 2 : 1;
-  const Reader& reader = addends.reader;
-  Runs<K> runs;
+class RunSum {
+ public:
+  // `run` counts runs of RUN elements from the beginning of a message; each lies in one block.
+  __device__ __forceinline__ void begin(const Addends& addends, const uint32_t (&run)[K]) {
+    const Reader& reader = addends.reader;
 #pragma unroll
-  for (int k = 0; k < K; ++k) {
-    runs.codes[k] = reader.codes_at<C>(reader.messages, start[k]);
-    runs.scale_words[k] = reader.scale_word_at(reader.messages, start[k]);
-    runs.selectors[k] = reader.scale_selector(start[k]);
+    for (int k = 0; k < K; ++k) {
+      next_codes_[k] = reader.codes_of_run<C, RUN>(reader.messages, run[k]);
+      next_scale_words_[k] = reader.scale_word_of_run<RUN>(reader.messages, run[k]);
+      selectors_[k] = reader.scale_selector_of_run<RUN>(run[k]);
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) load_next(addends, j, j < addends.count);
   }
-  add_all<C, batch>(addends, runs, sum);
-}
+
+  __device__ __forceinline__ void finish(const Addends& addends, float (&sum)[K][RUN]) {
+    add_batch<true>(addends, 0, sum);
+    for (uint32_t first = kBatch; first < addends.count; first += kBatch) add_batch<false>(addends, first, sum);
+  }
+
+ private:
+  // Runs in several places take so many registers for pointers that there is room for one message only.
+  static constexpr int kBatch = K == 1 ? 2 : 1;
+
+  // Steps to the next message even where there is none: additions under a condition are more instructions.
+  __device__ __forceinline__ void load_next(const Addends& addends, int j, bool exists) {
+    if (exists) {
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        scale_words_[j][k] = load_scale_word(next_scale_words_[k]);
+        load_words(next_codes_[k], words_[j][k]);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      next_scale_words_[k] += addends.reader.bytes;
+      next_codes_[k] += addends.reader.bytes;
+    }
+  }
+
+  // Adds the messages from `first` on; with FIRST the first of all is among them.
+  template <bool FIRST>
+  __device__ __forceinline__ void add_batch(const Addends& addends, uint32_t first, float (&sum)[K][RUN]) {
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (j > 0 && first + j >= addends.count) break;
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        const float scale = scale_of_word(scale_words_[j][k], selectors_[k]);
+        if (FIRST && j == 0)
+          add_run<C, Step::set>(words_[j][k], scale, sum[k]);
+        else if (fabsf(scale) < addends.fused_below)
+          add_run<C, Step::fused>(words_[j][k], scale, sum[k]);
+        else
+          add_run<C, Step::apart>(words_[j][k], scale, sum[k]);
+      }
+      load_next(addends, j, first + j + kBatch < addends.count);
+    }
+  }
+
+  const uint8_t* next_codes_[K];
+  const uint8_t* next_scale_words_[K];
+  uint32_t selectors_[K];
+  uint32_t words_[kBatch][K][words_of<C>(RUN)];
+  uint32_t scale_words_[kBatch][K];
+};
 
 }  // namespace megatron_zpp::cuda

@@ -1,55 +1,132 @@
 #!/usr/bin/env bash
 # Starts one program on this machine, a process for each GPU, or for each CPU core where there is no GPU.
-# Usage: launch/local.sh [-n PROCESSES] pretrain_gpt.py FLAGS…
-# The first process that fails ends the others, and its exit status is this script's.
+# Usage: launch/local.sh [-n PROCESSES] [--max-restarts N] pretrain_gpt.py FLAGS…
+# The first process that fails ends the others, and its exit status is this script's. With --max-restarts all
+# are then started again, to go on from the newest checkpoint, unless starting again would not help.
+# SIGINT, SIGTERM and SIGUSR1 go to the processes, which save and stop; a second one ends them at once.
 set -euo pipefail
+set -m # processes get a group of their own, so Ctrl-C reaches them through this script alone
 
-usage() { echo "usage: launch/local.sh [-n PROCESSES] PROGRAM.py FLAGS…" >&2; exit 2; }
+usage() {
+    echo "usage: launch/local.sh [-n PROCESSES] [--max-restarts N] PROGRAM.py FLAGS…" >&2
+    exit 2
+}
+say() { echo "launch/local.sh: $*" >&2; }
+refuse() { say "$*"; exit 2; }
 
 python=${PYTHON:-python3}
 processes=
-while getopts n: flag; do
-    case $flag in
-        n) processes=$OPTARG ;;
-        *) usage ;;
+restarts=0
+while (($# > 0)); do
+    case $1 in
+        -n | --max-restarts)
+            (($# > 1)) || usage
+            if [[ $1 == -n ]]; then processes=$2; else restarts=$2; fi
+            shift 2
+            ;;
+        -*) usage ;;
+        *) break ;;
     esac
 done
-shift $((OPTIND - 1))
 (($# > 0)) || usage
 if [[ -z $processes ]]; then
     processes=$("$python" -c 'import os, torch
 print(torch.cuda.device_count() or len(os.sched_getaffinity(0)))')
 fi
-if [[ ! $processes =~ ^[1-9][0-9]*$ ]]; then
-    echo "launch/local.sh: -n $processes: must be a whole number of processes, 1 or more" >&2
-    exit 2
+[[ $processes =~ ^[1-9][0-9]*$ ]] || refuse "-n $processes: must be a whole number of processes, 1 or more"
+[[ $restarts =~ ^(0|[1-9][0-9]*)$ ]] || refuse "--max-restarts $restarts: must be a whole number, 0 or more"
+
+# value_of --flag ARGUMENTS…: the value that the program gets for its flag, the last one as argparse does.
+value_of() {
+    local flag=$1 value='' previous=''
+    shift
+    for argument in "$@"; do
+        [[ $previous != "$flag" ]] || value=$argument
+        [[ $argument != "$flag="* ]] || value=${argument#*=}
+        previous=$argument
+    done
+    echo "$value"
+}
+save=$(value_of --save "$@")
+if ((restarts > 0)) && [[ -z $save || $save != "$(value_of --load "$@")" ]]; then
+    refuse "--max-restarts $restarts: needs --save DIRECTORY and a --load equal to it, to go on from"
 fi
 
 export WORLD_SIZE=$processes LOCAL_WORLD_SIZE=$processes MASTER_ADDR=127.0.0.1
-if [[ -z ${MASTER_PORT:-} ]]; then
-    MASTER_PORT=$("$python" -c 'import socket
-with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    print(free.getsockname()[1])')
-    export MASTER_PORT
-fi
+port=${MASTER_PORT:-}
 threads=$(($(nproc) / processes))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 
 pids=()
-stop() { ((${#pids[@]} == 0)) || kill -TERM "${pids[@]}" 2>/dev/null || true; }
-trap 'stop; wait; exit 130' INT
-trap 'stop; wait; exit 143' TERM
-for ((rank = 0; rank < processes; rank++)); do
-    RANK=$rank LOCAL_RANK=$rank "$python" "$@" &
-    pids+=($!)
+signalled=
+send() { ((${#pids[@]} == 0)) || kill -"$1" "${pids[@]}" 2>/dev/null || true; }
+for name in INT TERM USR1; do
+    # shellcheck disable=SC2064 # the name of now is meant
+    trap "signalled=$name; send $name" "$name"
 done
-for _ in "${pids[@]}"; do
+
+exec {nothing}<> <(:)
+pause() { read -rt 0.1 -u "$nothing" || true; } # sleep would be a job, and get Ctrl-C in this script's place
+
+start() {
+    pids=()
+    MASTER_PORT=${port:-$("$python" -c 'import socket
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    print(free.getsockname()[1])')}
+    export MASTER_PORT
+    local rank
+    for ((rank = 0; rank < processes; rank++)); do
+        RANK=$rank LOCAL_RANK=$rank "$python" "$@" &
+        pids+=($!)
+    done
+}
+
+# Waits until all processes ended well or one failed, whose rank and status it leaves in `rank` and `status`.
+# Status 3 and 75 are those of runs that all ranks end together, after a save.
+wait_for_all() {
+    local left=("${!pids[@]}") still ended
     status=0
-    wait -n || status=$?
-    if ((status != 0)); then
-        stop
-        wait
+    while ((${#left[@]} > 0)); do
+        pause # wait -n would miss a process that died since the last one
+        still=()
+        for index in "${left[@]}"; do
+            if kill -0 "${pids[index]}" 2>/dev/null; then
+                still+=("$index")
+                continue
+            fi
+            ended=0
+            wait "${pids[index]}" 2>/dev/null || ended=$?
+            ((ended == 0)) || { rank=$index status=$ended; }
+            [[ $ended =~ ^(0|3|75)$ ]] || return 0
+        done
+        left=("${still[@]}")
+    done
+}
+
+# Ends what is left of a failed run. It cannot save any more: a rank is missing.
+stop() {
+    send TERM
+    local deadline=$((SECONDS + 10)) pid
+    for pid in "${pids[@]}"; do
+        while kill -0 "$pid" 2>/dev/null && ((SECONDS < deadline)); do pause; done
+    done
+    send KILL
+    wait || true
+}
+
+for ((restart = 1; ; restart++)); do
+    start "$@"
+    wait_for_all
+    ((status != 0)) || exit 0
+    if [[ $status =~ ^(3|75)$ ]]; then exit "$status"; fi
+    stop 2>/dev/null # where bash would tell what it killed
+    if [[ $signalled || $status =~ ^(2|130)$ ]]; then exit "$status"; fi
+    what="status $status"
+    ((status <= 128)) || what=SIG$(kill -l "$status")
+    if ((restart > restarts)); then
+        ((restarts == 0)) || say "rank $rank ended with $what; no restart is left"
         exit "$status"
     fi
+    say "rank $rank ended with $what; restart $restart of $restarts"
 done

@@ -43,16 +43,8 @@ class Exchange:
         return value
 
     def everyone(self, name: str, value: Any) -> list[Any]:
-        """What each rank says, by rank; this one says `value`.
-
-        Rank 0, whose process may hold the store, returns last: it may leave at once because of what was said.
-        """
-        own, ranks = self.topology.rank, range(self.topology.world_size)
-        self.tell(f"{name}/{own}", value)
-        said = [self.hear(f"{name}/{rank}") for rank in ranks]
-        if own:
-            self.tell(f"{name}/heard/{own}", True)
-        else:
-            for other in ranks[1:]:
-                self.hear(f"{name}/heard/{other}")
-        return said
+        """What each rank says, by rank; this one says `value`. Rank 0 collects it for all."""
+        self.tell(f"{name}/{self.topology.rank}", value)
+        if self.topology.rank == 0:
+            self.tell(name, [self.take(f"{name}/{rank}") for rank in range(self.topology.world_size)])
+        return self.hear(name)

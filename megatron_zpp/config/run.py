@@ -41,6 +41,9 @@ class TrainingConfig(Options):
     exit_duration_in_mins: float | None = option(
         None, "Save and exit after so many minutes of this process.", above=0
     )
+    max_nan_iterations: int = option(
+        10, "Save and exit when so many steps in a row had NaN or Inf in loss or gradients.", at_least=1
+    )
 
     def check(self) -> None:
         """A length in iterations or in samples; a ramp needs samples, since its steps differ in size."""
@@ -162,6 +165,9 @@ class DistributedConfig(Options):
     distributed_timeout_minutes: float = option(
         10, "Minutes after which a collective that does not end is an error.", above=0, at_most=_LONGEST_WAIT
     )
+    heartbeat_timeout: float = option(
+        60, "Seconds after which a rank that is silent or stuck ends the run; 0 watches nobody.", at_least=0
+    )
     require_kernels: bool = option(
         False, "Refuse to run without the compiled kernels; else plain torch serves, more slowly."
     )
@@ -172,6 +178,13 @@ class DistributedConfig(Options):
         return timedelta(minutes=self.distributed_timeout_minutes)
 
     def check(self) -> None:
-        """NCCL moves GPU memory only."""
+        """NCCL moves GPU memory only; the heartbeat is there to know first."""
         if self.device == "cpu" and self.distributed_backend == "nccl":
             raise refusal("--distributed-backend", "nccl", "needs GPUs; --device cpu works with gloo")
+        if self.heartbeat_timeout >= self.timeout.total_seconds():
+            raise refusal(
+                "--heartbeat-timeout",
+                self.heartbeat_timeout,
+                f"must be below --distributed-timeout-minutes {self.distributed_timeout_minutes}, "
+                f"{self.timeout.total_seconds():g} s",
+            )

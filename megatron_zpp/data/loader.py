@@ -5,10 +5,12 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
 from megatron_zpp.data.batches import BatchSchedule
 from megatron_zpp.data.samples import Samples
@@ -71,17 +73,11 @@ class MicroBatches:
         return tensor.pin_memory() if self._pin_memory else tensor
 
     def close(self) -> None:
-        """Ends the workers, by force if they do not answer; may be called again."""
+        """Ends the workers; may be called again."""
         atexit.unregister(self.close)
         batches, self._batches = self._batches, None
-        # The documented way, dropping the last reference, fails when a traceback still holds one.
-        shut_down = getattr(batches, "_shutdown_workers", None)
-        if shut_down is not None:
-            shut_down()
-            for worker in batches._workers:
-                if worker.is_alive():
-                    worker.kill()
-                    worker.join()
+        if self._loader.num_workers and batches is not None:
+            _kill_workers(batches)
 
     def __enter__(self) -> "MicroBatches":
         return self
@@ -129,6 +125,26 @@ class _Ranges(Dataset):
             return self._samples.batch(np.arange(first, first + count))
         except ValueError as error:
             return str(error)
+
+
+def _kill_workers(batches: Any) -> None:
+    """Ends torch's iterator over worker processes by force, in bounded time: they only read.
+
+    The documented way, dropping the last reference, fails when a traceback still holds one. torch's own way
+    talks to the workers through queues and an event, whose locks a worker, or an exception of a signal here,
+    may have left taken; and it waits 10 s for each that does not answer.
+    """
+    if batches._worker_pids_set:  # or torch takes their deaths for an error, and raises it anywhere
+        _remove_worker_pids(id(batches))
+        batches._worker_pids_set = False
+    batches._shutdown = True  # what torch would do when the iterator goes is done here
+    for worker in batches._workers:
+        worker.kill()
+    for worker in batches._workers:
+        worker.join()
+    for queue in (*batches._index_queues, batches._worker_result_queue):
+        queue.cancel_join_thread()
+        queue.close()
 
 
 def _unchanged(batch: np.ndarray | str) -> np.ndarray | str:

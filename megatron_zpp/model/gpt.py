@@ -24,14 +24,19 @@ class Embedding(nn.Module):
 
     def __init__(self, config: ModelConfig, padded_vocab_size: int) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(padded_vocab_size, config.hidden_size)
-        self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.tokens = _embedding(padded_vocab_size, config.hidden_size)
+        self.positions = _embedding(config.max_position_embeddings, config.hidden_size)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, T) ids -> (B, T, D)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)  # (T)
         return self.dropout(self.tokens(tokens) + self.positions(positions))
+
+
+def _embedding(entries: int, width: int) -> nn.Embedding:
+    """As torch draws it; but its own way, on the meta device, would import the compiler: seconds a start."""
+    return nn.Embedding(entries, width, _weight=torch.randn(entries, width))
 
 
 class Attention(nn.Module):

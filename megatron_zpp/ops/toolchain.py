@@ -24,6 +24,8 @@ DEVICE_FLAGS = (
     "--fmad=false",
     "--threads=2",  # both architectures at once: the longest file decides how long a build takes
     "-Xcompiler=-fPIC,-ffp-contract=off",
+)
+ARCHITECTURES = (
     "-gencode=arch=compute_80,code=sm_80",
     "-gencode=arch=compute_90,code=[sm_90,compute_90]",  # PTX too: later devices compile it when it is loaded
 )
@@ -111,9 +113,12 @@ def library_commands(tools: Toolchain, sources: Path, library: str) -> list[Comm
     return [*commands, Command(library, objects, (tools.cxx, *objects, *_link_flags(tools), "-o", library))]
 
 
-def device_commands(nvcc: str, cxx: str, sources: Path) -> list[Command]:
+def device_commands(
+    nvcc: str, cxx: str, sources: Path, architectures: tuple[str, ...] = ARCHITECTURES
+) -> list[Command]:
     """What compiles every .cu file."""
-    return [_object(sources, file, (nvcc, f"-ccbin={cxx}", *DEVICE_FLAGS)) for file in _files(sources, "cu")]
+    compiler = (nvcc, f"-ccbin={cxx}", *DEVICE_FLAGS, *architectures)
+    return [_object(sources, file, compiler) for file in _files(sources, "cu")]
 
 
 def ninja_text(commands: list[Command]) -> str:

@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from megatron_zpp.config.command_line import INTERRUPTED, one_line
 from megatron_zpp.config.options import UsageError
@@ -32,11 +33,19 @@ def one_line_errors(prog: str, topology: Topology, *, debug: bool, every_rank: b
         _leave(prog, topology, f"error: {one_line(error)}{hint}", 1, every_rank)
 
 
+def end_at_once(prog: str, topology: Topology, message: str, status: int) -> NoReturn:
+    """One line, and the end of this process: from any thread, whatever the others hold or wait for."""
+    where = f" [{platform.node()} rank {topology.rank}]" if topology.world_size > 1 else ""
+    os.write(2, f"{prog}{where}: {message}\n".encode())  # sys.stderr may be locked by a thread that is stuck
+    os._exit(status)
+
+
 def _leave(prog: str, topology: Topology, message: str, status: int, every_rank: bool) -> None:
     """Exits without waiting for collectives, threads or workers of a run that cannot go on."""
-    where = f" [{platform.node()} rank {topology.rank}]" if topology.world_size > 1 and every_rank else ""
-    if every_rank or topology.local_rank == 0:
-        sys.stderr.write(f"{prog}{where}: {message}\n")
     sys.stderr.flush()
     sys.stdout.flush()
+    if every_rank:
+        end_at_once(prog, topology, message, status)
+    if topology.local_rank == 0:
+        end_at_once(prog, Topology(), message, status)
     os._exit(status)

@@ -1,6 +1,7 @@
 """Loss and perplexity on held-out tokens."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -10,16 +11,25 @@ from megatron_zpp.train.metrics import Record
 from megatron_zpp.zero.engine import ZeroEngine
 
 
-def evaluate(engine: ZeroEngine, samples: Samples, *, count: int, micro_batch_size: int) -> float:
+def evaluate(
+    engine: ZeroEngine,
+    samples: Samples,
+    *,
+    count: int,
+    micro_batch_size: int,
+    before_round: Callable[[int, int], None],
+) -> float:
     """The mean loss over samples 0 to `count`: the same ones at every call and for any number of ranks.
 
     Every rank runs equally many forwards, as gathers of sharded parameters need; what a rank runs beyond
-    the end has no weight.
+    the end has no weight. `before_round(number, rounds)` is called before each; what it raises, on all ranks
+    alike, abandons the evaluation.
     """
     ranks, rank = engine.topology.world_size, engine.topology.rank
     chunks = -(-count // micro_batch_size)
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     for round_start in range(0, chunks, ranks):
+        before_round(round_start // ranks, -(-chunks // ranks))
         chunk = round_start + rank
         first = min(chunk, chunks - 1) * micro_batch_size
         size = min(micro_batch_size, count - first)

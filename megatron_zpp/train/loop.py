@@ -1,7 +1,6 @@
 """The training loop: steps, and between them logging, evaluation and saving."""
 
 import hashlib
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,11 +12,13 @@ from megatron_zpp.config.root import Config
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.open import Splits
 from megatron_zpp.data.samples import Samples
+from megatron_zpp.train.activity import Activity
 from megatron_zpp.train.evaluation import evaluate
 from megatron_zpp.train.metrics import Interval, Throughput, memory_record
 from megatron_zpp.train.reporter import Reporter
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.train.saver import Saver
+from megatron_zpp.train.stopping import Stop, StopConditions
 from megatron_zpp.zero.engine import StepResult, ZeroEngine
 
 
@@ -34,49 +35,71 @@ class Trainer:
         reporter: Reporter,
         saver: Saver,
         progress: Progress,
+        stops: StopConditions,
+        activity: Activity,
     ) -> None:
         self._engine, self._splits, self._config = engine, splits, config
         self._schedule, self._throughput = schedule, throughput
-        self._reporter, self._saver, self._progress = reporter, saver, progress
+        self._reporter, self._saver, self.progress = reporter, saver, progress
+        self._stops, self._activity = stops, activity
         self._interval = Interval()
-        self._started = time.monotonic()
         self._evaluated: dict[str, int] = {}  # split -> iteration of its last evaluation
+        self._warm = False  # whether a step is done
 
-    def run(self) -> Progress:
-        """Trains until the end of the schedule or an exit condition; saves; evaluates at the end."""
-        if self._progress.iteration == 0:
+    def run(self) -> Stop | None:
+        """Trains and evaluates to the end of the schedule, or until there is a reason to stop, and saves.
+
+        Returns the reason; None at the end of the schedule.
+        """
+        try:
+            self._train()
+            self._save()
+            self._evaluate("valid")
+            self._evaluate("test")
+            self._finish_saving()
+        except Stop as stop:
+            self._save()
+            self._finish_saving()
+            unsaved = "" if self._config.checkpoint.save else "; nothing is saved without --save"
+            self._reporter.say(f" exiting at iteration {self.progress.iteration}: {stop}{unsaved}")
+            return stop
+        return None
+
+    def _train(self) -> None:
+        """Takes the steps that are left. Raises Stop between two of them, or during an evaluation."""
+        if self.progress.iteration == 0:
             self._evaluate("valid")
         with self._batches() as loader:
             batches = iter(loader)
-            while self._progress.iteration < self._schedule.iterations:
+            while self.progress.iteration < self._schedule.iterations:
                 self._interval.watch.resume()
                 result = self._step(batches)
                 self._reporter.step_done()
-                if self._progress.iteration % self._config.logging.log_interval == 0:
+                if self.progress.iteration % self._config.logging.log_interval == 0:
                     self._log(result)
                 self._interval.watch.pause()
-                if self._progress.iteration % self._config.evaluation.eval_interval == 0:
+                if self.progress.iteration % self._config.evaluation.eval_interval == 0:
                     self._evaluate("valid")
                 self._saver.after_step()
-                if self._saver.due(self._progress):
-                    self._saver.save(self._progress)
-                if reason := self._exit_reason():
-                    self._saver.save(self._progress)
-                    self._saver.finish()
-                    self._reporter.say(f" exiting at iteration {self._progress.iteration}: {reason}")
-                    return self._progress
-        self._saver.save(self._progress)
-        self._evaluate("valid")
-        self._evaluate("test")
+                if self._saver.due(self.progress):
+                    self._save()
+                self._stops.after_step(self.progress.iteration, result)
+        self._stops.at_the_end()
+
+    def _save(self) -> None:
+        self._activity.now(f"saves iteration {self.progress.iteration}", patient=True)
+        self._saver.save(self.progress)
+
+    def _finish_saving(self) -> None:
+        self._activity.now("waits for the last save", patient=True)
         self._saver.finish()
-        return self._progress
 
     def _batches(self) -> MicroBatches:
         return MicroBatches(
             self._splits.train,
             self._schedule.batches,
             rank=self._engine.topology.rank,
-            consumed=self._progress.consumed_samples,
+            consumed=self.progress.consumed_samples,
             end=self._schedule.batches.samples_after(self._schedule.iterations),
             num_workers=self._config.data.num_workers,
             pin_memory=self._engine.device.type == "cuda",
@@ -84,26 +107,37 @@ class Trainer:
 
     def _step(self, batches: Iterator[Tensor]) -> StepResult:
         """One optimizer step on the next global batch."""
-        consumed, schedule = self._progress.consumed_samples, self._schedule.batches
+        consumed, schedule = self.progress.consumed_samples, self._schedule.batches
         micro_batches = schedule.micro_batches_at(consumed)
         losses = torch.zeros((), device=self._engine.device)
         self._engine.take_traffic()  # what an evaluation sent is not this step's
+        where = f"step {self.progress.iteration + 1}"
         for index in range(micro_batches):
             first_sample, _ = schedule.micro_batch(consumed, index, self._engine.topology.rank)
             seed_dropout(self._config.training.seed, first_sample)
-            losses += self._engine.accumulate(next(batches), index=index, micro_batches=micro_batches)
+            self._mark(f"{where}, reading micro-batch {index + 1} of {micro_batches}")
+            tokens = next(batches)
+            self._mark(f"{where}, micro-batch {index + 1} of {micro_batches}")
+            losses += self._engine.accumulate(tokens, index=index, micro_batches=micro_batches)
+        self._mark(f"{where}, optimizer")
         samples = schedule.global_batch_size_at(consumed)
         self._saver.before_step()
         result = self._engine.step(self._schedule.learning_rate(consumed))
-        self._progress = replace(
-            self._progress, iteration=self._progress.iteration + 1, consumed_samples=consumed + samples
+        self.progress = replace(
+            self.progress, iteration=self.progress.iteration + 1, consumed_samples=consumed + samples
         )
         self._interval.add(losses / micro_batches, result, samples, self._engine.take_traffic())
+        self._mark(f"{where}, report")
+        self._warm = True
         return result
+
+    def _mark(self, text: str) -> None:
+        """Up to the end of the first step kernels are built and buffers taken: that may take its time."""
+        self._activity.now(text, patient=not self._warm)
 
     def _log(self, result: StepResult) -> None:
         """Reports the interval that ends here; every rank takes part in the mean of the loss."""
-        interval, progress = self._interval, self._progress
+        interval, progress = self._interval, self.progress
         loss = self._engine.mean_over_ranks(interval.loss_sum / interval.iterations).item()
         skipped = int(interval.skipped.item())
         # A skipped step with a dynamic loss scale is the scale finding its place; else it is a NaN or Inf.
@@ -134,26 +168,27 @@ class Trainer:
 
     def _evaluate(self, split: str) -> None:
         samples: Samples | None = getattr(self._splits, split)
-        if samples is None or self._evaluated.get(split) == self._progress.iteration:
+        iteration = self.progress.iteration
+        if samples is None or self._evaluated.get(split) == iteration:
             return
-        self._evaluated[split] = self._progress.iteration
         evaluation, batches = self._config.evaluation, self._schedule.batches
         count = evaluation.eval_iters * batches.global_batch_size
         if evaluation.full_validation:
             count = samples.windows_per_epoch
-        loss = evaluate(self._engine, samples, count=count, micro_batch_size=batches.micro_batch_size)
-        self._reporter.evaluation(self._progress.iteration, split, loss)
 
-    def _exit_reason(self) -> str | None:
-        """Why the run ends before its schedule does; the same answer on every rank."""
-        training, iteration = self._config.training, self._progress.iteration
-        if training.exit_interval and iteration % training.exit_interval == 0:
-            return f"--exit-interval {training.exit_interval}"
-        if training.exit_duration_in_mins:
-            minutes = torch.tensor((time.monotonic() - self._started) / 60, device=self._engine.device)
-            if self._engine.mean_over_ranks(minutes).item() >= training.exit_duration_in_mins:
-                return f"--exit-duration-in-mins {training.exit_duration_in_mins}"
-        return None
+        def before_round(number: int, rounds: int) -> None:
+            self._mark(f"evaluation of {split} at iteration {iteration}, round {number + 1} of {rounds}")
+            self._stops.between_rounds()
+
+        loss = evaluate(
+            self._engine,
+            samples,
+            count=count,
+            micro_batch_size=batches.micro_batch_size,
+            before_round=before_round,
+        )
+        self._evaluated[split] = iteration
+        self._reporter.evaluation(iteration, split, loss)
 
 
 def seed_dropout(seed: int, first_sample: int) -> None:

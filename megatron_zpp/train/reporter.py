@@ -1,14 +1,15 @@
 """Sends what happened to the console and to the sinks, from rank 0; other ranks are silent."""
 
-from contextlib import suppress
 from typing import Any
 
 from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.train.console import Console
 from megatron_zpp.train.evaluation import evaluation_record
 from megatron_zpp.train.metrics import Record
-from megatron_zpp.train.sinks import Sink, open_sinks
+from megatron_zpp.train.sinks import Beside, open_sinks
 from megatron_zpp.zero.topology import Topology
+
+_PATIENCE = 30.0  # seconds that sinks get at the end, each
 
 
 class Reporter:
@@ -25,7 +26,8 @@ class Reporter:
     ) -> None:
         speaks = topology.rank == 0
         self._console = Console(iterations, done) if speaks else None
-        self._sinks: list[Sink] = open_sinks(logging, config) if speaks else []
+        self._sinks: list[Beside] = open_sinks(logging, config, self.say) if speaks else []
+        self.lost_sinks = False  # known when the block is left
 
     def say(self, text: str) -> None:
         """A line of text on the console."""
@@ -58,11 +60,10 @@ class Reporter:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        for sink in self._sinks:
+            self.lost_sinks |= not sink.close(_PATIENCE)
         if self._console:
             self._console.close()
-        for sink in self._sinks:
-            with suppress(OSError):  # the run is over; a sink that cannot finish must not hide its result
-                sink.close()
 
     def _write(self, record: Record) -> None:
         for sink in self._sinks:

@@ -3,9 +3,13 @@
 import json
 import math
 import os
+import queue
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import refusal
 from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.storage.files import check_writable
@@ -87,6 +91,53 @@ class WandB:
         self._run.finish()
 
 
+class Beside:
+    """A sink in a thread of its own: one that fails or hangs costs its own records, and never the run.
+
+    `name` is what `say` calls it in the one line about its end.
+    """
+
+    def __init__(self, name: str, sink: Sink, say: Callable[[str], None]) -> None:
+        self._name, self._sink, self._say = name, sink, say
+        self._queue: queue.Queue[Record | None] = queue.Queue(maxsize=1000)
+        self._lost = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def write(self, record: Record) -> None:
+        """Hands one record over, and never waits."""
+        if self._lost:
+            return
+        try:
+            self._queue.put_nowait(record)
+        except queue.Full:
+            self._lose("it has not taken a record for a long time")
+
+    def close(self, seconds: float) -> bool:
+        """Finishes what is being written, within `seconds`; False for a sink that is lost, now or before.
+
+        What such a one has left to be done when Python exits may fail or hang as well.
+        """
+        if not self._lost:
+            self._queue.put(None)
+            self._thread.join(seconds)
+            if self._thread.is_alive():
+                self._lose(f"it did not finish within {seconds:g} s")
+        return not self._lost
+
+    def _work(self) -> None:
+        try:
+            while (record := self._queue.get()) is not None:
+                self._sink.write(record)
+            self._sink.close()
+        except Exception as error:
+            self._lose(one_line(error))
+
+    def _lose(self, why: str) -> None:
+        self._lost = True
+        self._say(f" WARNING: {self._name} is lost, and the run goes on without it: {why}")
+
+
 def check_sinks(logging: LoggingConfig) -> None:
     """Refuses, before anything is built, places that cannot be written. Raises ValueError naming the flag."""
     if logging.tensorboard_dir:
@@ -102,13 +153,13 @@ def check_sinks(logging: LoggingConfig) -> None:
         check_writable("--metrics-file", str(path.parent))
 
 
-def open_sinks(logging: LoggingConfig, config: dict[str, Any]) -> list[Sink]:
+def open_sinks(logging: LoggingConfig, config: dict[str, Any], say: Callable[[str], None]) -> list[Beside]:
     """The sinks that the flags ask for; called on one rank only."""
-    sinks: list[Sink] = []
+    sinks: dict[str, Sink] = {}
     if logging.metrics_file:
-        sinks.append(MetricsFile(logging.metrics_file))
+        sinks["--metrics-file"] = MetricsFile(logging.metrics_file)
     if logging.tensorboard_dir:
-        sinks.append(TensorBoard(logging.tensorboard_dir))
+        sinks["TensorBoard"] = TensorBoard(logging.tensorboard_dir)
     if logging.wandb_project:
-        sinks.append(WandB(logging, config))
-    return sinks
+        sinks["W&B"] = WandB(logging, config)
+    return [Beside(name, sink, say) for name, sink in sinks.items()]

@@ -107,6 +107,8 @@ class ZeroEngine:
     def accumulate(self, tokens: Tensor, *, index: int, micro_batches: int) -> Tensor:
         """Adds the gradients of micro-batch `index` of a step's `micro_batches`; returns its mean loss.
 
+        A NaN or Inf of the loss becomes one of the gradients, which would not follow from every Inf.
+
         `tokens` is (B, T + 1): inputs and targets overlap by T - 1. The loss is this rank's, a scalar on the
         device. Sums over ranks run behind the backward.
         """
@@ -115,7 +117,8 @@ class ZeroEngine:
         loss = self._loss(tokens)
         self._gathers.begin(Phase.BACKWARD)
         self._reductions.begin(first=index == 0, last=index == micro_batches - 1)
-        (loss * (self.loss_scale.scale / (micro_batches * self.topology.world_size))).backward()
+        factor = self.loss_scale.scale / (micro_batches * self.topology.world_size)
+        (loss * (factor + 0.0 * loss.detach())).backward()
         self._reductions.finish_backward()
         return loss.detach()
 

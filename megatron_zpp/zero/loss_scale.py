@@ -36,6 +36,10 @@ class LossScale:
         self._patience = torch.where(double, torch.full_like(found_inf, self._hysteresis), self._patience)
         self._clean_steps = torch.where(double, torch.zeros_like(found_inf), self._clean_steps)
 
+    def is_lowest(self, scale: Tensor) -> Tensor:
+        """1 where an overflow at `scale` is not the scale finding its place: it is fixed, or at its floor."""
+        return (scale <= self._minimum).float() if self.dynamic else torch.ones_like(scale)
+
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps."""
         return {

@@ -9,11 +9,7 @@ from megatron_zpp.ops.formats import Format
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.lane import Lane, Pending
-
-# A reduction's hops overlap by chunks of each shard: several, so that both links are busy most of the time,
-# but of so many elements that a message is worth its latency.
-_CHUNKS = 4
-_SMALLEST_CHUNK = 2**18
+from megatron_zpp.zero.theory import chunk_numel
 
 
 class QuantizedGather:
@@ -166,10 +162,7 @@ class QuantizedReduction:
 
     def _chunk_numel(self, shard_numel: int) -> int:
         """Elements of each shard that go together."""
-        if not self._two_hops:
-            return shard_numel
-        wanted = max(-(-shard_numel // _CHUNKS), _SMALLEST_CHUNK)
-        return min(-(-wanted // self._format.block) * self._format.block, shard_numel)
+        return chunk_numel(shard_numel, self._two_hops, self._format.block)
 
     def _chunks(self, shard_numel: int) -> Iterator[range]:
         size = self._chunk_numel(shard_numel)

@@ -8,9 +8,11 @@ weights themselves), accumulated gradients 4 here and 2 in the paper.
 from collections import Counter
 from collections.abc import Sequence
 
+from megatron_zpp.ops.formats import Format
 from megatron_zpp.zero.flat_layout import FlatLayout
 
 OPTIMIZER_BYTES = 12  # a parameter: fp32 master, first moment, second moment
+CHUNKS, SMALLEST_CHUNK = 4, 2**18  # of a shard; elements
 
 
 def model_state_bytes(
@@ -45,6 +47,65 @@ def arena_bytes(
     if stage >= 1 and layouts[0].ranks > 1:
         total += max(layout.numel for layout in layouts) * reduce_bytes
     return total
+
+
+def zeropp_bytes(
+    layouts: Sequence[FlatLayout],
+    nodes: int,
+    *,
+    prefetch: int,
+    weights: Format | None,
+    gradients: Format | None,
+    secondary_ranks: int | None,
+    secondary_codes: bool = False,
+    error_feedback: bool = False,
+) -> int:
+    """What ZeRO++ at stage 3 adds to `model_state_bytes` and `arena_bytes`; less where codes replace weights.
+
+    qwZ publishes messages instead of 16-bit shards, and receives all messages of a unit at once; so does a
+    secondary shard of codes. hpZ (`secondary_ranks`) keeps a part of each unit that shares its slot:
+    2 Psi / N bytes (ZeRO++, section 3.2). qgZ has room for the messages of both ways of a hop instead of for
+    gradients, and error feedback 2 bytes for all that hop 2 reduces on this rank.
+    """
+    ranks = layouts[0].ranks
+    total = 0
+    if weights is not None:
+        total += sum(weights.message_bytes(layout.shard_numel) - 2 * layout.shard_numel for layout in layouts)
+        received = ranks * max(weights.message_bytes(layout.shard_numel) for layout in layouts)
+        total += received * (2 if secondary_codes else 1)
+    if secondary_ranks is not None:
+        for layout, units in Counter(layouts).items():
+            if slots(units, prefetch) < units:
+                codes = ranks // secondary_ranks * weights.message_bytes(layout.shard_numel) if weights else 0
+                plain = 2 * layout.numel // secondary_ranks
+                total += units * (codes if secondary_codes else plain)
+    if gradients is not None and ranks > 1:
+        total += reduction_bytes(layouts, nodes, gradients) - 2 * max(layout.numel for layout in layouts)
+        if error_feedback:
+            total += 2 * nodes * sum(layout.shard_numel for layout in layouts)
+    return total
+
+
+def reduction_bytes(layouts: Sequence[FlatLayout], nodes: int, codes: Format) -> int:
+    """Room for the messages of qgZ: sent and received by hop 1, two sums in turn and what hop 2 receives."""
+    local = layouts[0].ranks // nodes
+    two_hops = nodes > 1 and local > 1
+    chunk = max(chunk_numel(layout.shard_numel, two_hops, codes.block) for layout in layouts)
+    if not two_hops:
+        return 2 * layouts[0].ranks * codes.message_bytes(chunk)
+    return 2 * local * codes.message_bytes(nodes * chunk) + 3 * nodes * codes.message_bytes(chunk)
+
+
+def chunk_numel(shard_numel: int, two_hops: bool, block: int) -> int:
+    """Elements of each shard that a reduction sends together.
+
+    Hops overlap by chunks: several, so that both links are busy most of the time, but of so many elements
+    that a message is worth its latency.
+    """
+    if not two_hops:
+        return shard_numel
+    wanted = max(-(-shard_numel // CHUNKS), SMALLEST_CHUNK)
+    return min(-(-wanted // block) * block, shard_numel)
 
 
 def slots(units: int, prefetch: int) -> int:

@@ -1,7 +1,9 @@
 """The loader: one order whatever the world, resumable anywhere, and workers that neither hang nor shout."""
 
+import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -136,17 +138,38 @@ except KeyboardInterrupt:
 """
 
 
-def start(*arguments):
-    process = subprocess.Popen(
-        [sys.executable, "-c", RUN, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout.readline() == "running\n"
-    time.sleep(0.3)  # until both workers have set their signals
-    return process, workers_of(process.pid)
+@pytest.fixture
+def start():
+    """Starts RUN with arguments; gives the process and its workers. A failed test leaves neither."""
+    started = []
+
+    def start(*arguments):
+        process = subprocess.Popen(
+            [sys.executable, "-c", RUN, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        assert process.stdout.readline() == "running\n"
+        workers = workers_of(process.pid)
+        deadline = time.monotonic() + 30
+        while not all(ignores(worker, signal.SIGUSR2) for worker in workers):  # the last one that they set
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return process, workers
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def ignores(process_id, number):
+    with open(f"/proc/{process_id}/status") as status:
+        return int(re.search(r"SigIgn:\s*(\w+)", status.read())[1], 16) >> (number - 1) & 1
 
 
 def gone(process_ids):
@@ -160,7 +183,7 @@ def gone(process_ids):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="reads /proc")
 @pytest.mark.parametrize("way", ["close", "exit"])
-def test_ctrl_c_is_the_parents_alone_and_leaves_no_worker(way):
+def test_ctrl_c_is_the_parents_alone_and_leaves_no_worker(start, way):
     process, workers = start(way)
     assert len(workers) >= 2
     os.killpg(process.pid, signal.SIGINT)
@@ -169,7 +192,7 @@ def test_ctrl_c_is_the_parents_alone_and_leaves_no_worker(way):
     assert gone(workers)
 
 
-def test_signals_to_the_whole_job_are_the_parents_alone():
+def test_signals_to_the_whole_job_are_the_parents_alone(start):
     process, _ = start("go on")
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         os.killpg(process.pid, number)
@@ -180,7 +203,7 @@ def test_signals_to_the_whole_job_are_the_parents_alone():
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="reads /proc")
-def test_workers_end_when_the_rank_is_killed():
+def test_workers_end_when_the_rank_is_killed(start):
     process, workers = start("close")
     process.kill()
     process.communicate()

@@ -10,7 +10,7 @@ FOUR = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29999",
 }
-ALONE = "--distributed-timeout-minutes 0.03"
+ALONE = "--distributed-timeout-minutes 0.03 --heartbeat-timeout 1"
 
 
 def on_four(argv: str, said: str, **env: str) -> Case:

@@ -34,7 +34,8 @@ def test_every_rank_gets_the_launchers_variables_and_the_flags(tmp_path: Path) -
     program = write(
         tmp_path,
         "names = 'RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR'.split()\n"
-        "print(*(os.environ[name] for name in names), int(os.environ['MASTER_PORT']) > 0, sys.argv[1:])",
+        "values = ' '.join(os.environ[name] for name in names)\n"
+        "sys.stdout.write(f\"{values} {int(os.environ['MASTER_PORT']) > 0} {sys.argv[1:]}\\n\")",
     )
     out, err = local("-n", "3", program, "--flag", "two words").communicate(timeout=60)
     expected = [f"{rank} 3 {rank} 3 127.0.0.1 True ['--flag', 'two words']" for rank in range(3)]
@@ -73,3 +74,57 @@ def test_bad_usage_is_status_2(argv: tuple[str, ...]) -> None:
     _, err = child.communicate(timeout=30)
     assert child.returncode == 2
     assert "launch/local.sh" in err
+
+
+SAVED = ("--save", "there", "--load=there")
+
+
+def attempts(directory: Path, text: str) -> str:
+    """A program that knows which start this is: `start` counts from 1, for each rank."""
+    count = f"open({str(directory / 'starts')!r} + str(rank), 'a+')"
+    return write(directory, f"file = {count}\nfile.write('x')\nstart = file.tell()\nfile.close()\n{text}")
+
+
+def test_a_crashed_job_is_started_again_with_all_its_ranks(tmp_path: Path) -> None:
+    """By a signal, then by its status; the other rank is ended each time."""
+    program = attempts(
+        tmp_path,
+        "import signal\n"
+        "if start == 1 and rank == 1: os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "if start == 2 and rank == 0: sys.exit(7)\n"
+        "time.sleep(0 if start == 3 else 60)\n"
+        "sys.stdout.write(os.environ['MASTER_PORT'] + '\\n')\n",
+    )
+    out, err = local("-n", "2", "--max-restarts", "2", program, *SAVED).communicate(timeout=60)
+    assert len(set(out.splitlines())) == 1
+    said = [line for line in err.splitlines() if "restart " in line]
+    assert said == [
+        "launch/local.sh: rank 1 ended with SIGSEGV; restart 1 of 2",
+        "launch/local.sh: rank 0 ended with status 7; restart 2 of 2",
+    ]
+    assert [len((tmp_path / f"starts{rank}").read_text()) for rank in (0, 1)] == [3, 3]
+
+
+@pytest.mark.parametrize("status", [2, 3, 75, 130])
+def test_what_would_happen_again_is_not_started_again(tmp_path: Path, status: int) -> None:
+    program = attempts(tmp_path, f"sys.exit({status})")
+    child = local("-n", "2", "--max-restarts", "2", program, *SAVED)
+    child.communicate(timeout=30)
+    assert child.returncode == status
+    assert (tmp_path / "starts0").read_text() == "x"
+
+
+def test_restarts_end(tmp_path: Path) -> None:
+    child = local("-n", "1", "--max-restarts", "1", attempts(tmp_path, "sys.exit(9)"), *SAVED)
+    _, err = child.communicate(timeout=30)
+    assert child.returncode == 9
+    assert "rank 0 ended with status 9; no restart is left" in err
+    assert (tmp_path / "starts0").read_text() == "xx"
+
+
+@pytest.mark.parametrize("flags", [(), ("--save", "a"), ("--save", "a", "--load", "b")])
+def test_restarts_need_a_place_to_go_on_from(flags: tuple[str, ...]) -> None:
+    child = local("--max-restarts", "1", "-n", "1", "x.py", *flags)
+    _, err = child.communicate(timeout=30)
+    assert child.returncode == 2
+    assert "--max-restarts 1: needs --save" in err

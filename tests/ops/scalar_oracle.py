@@ -150,7 +150,7 @@ def philox_16_bits(seed: int, index: int) -> int:
     mask = 0xFFFFFFFF
     counter = [index // 8 & mask, index // 8 >> 32, 0, 0]
     key = [seed & mask, seed >> 32 & mask]
-    for _ in range(10):
+    for _ in range(7):
         first, second = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
         counter = [
             second >> 32 ^ counter[1] ^ key[0],

@@ -90,7 +90,9 @@ def test_stochastic_rounding_is_right_on_average(codes: str, rotate: bool) -> No
     mean, variance = decoded.double().mean(0), decoded.double().var(0)
     # Rotated numbers of the same 32 may be clipped at the upper end, by up to one step: 9 / 2^(b-1) at most.
     clipped = 2 * x.abs().max() * 2.0 ** (1 - format.bits) if rotate and codes != "fp8" else 0.0
-    tolerance = 5 * (variance / draws).sqrt() + clipped + 1e-6 * x.abs().max()
+    # Where hardly any draw goes the other way, the variance that is seen may be zero.
+    unseen = (2 * x.abs().max() * 2.0**-format.bits) ** 2 * 4 / draws
+    tolerance = 5 * ((variance + unseen) / draws).sqrt() + clipped + 1e-6 * x.abs().max()
     assert ((mean - x.double()).abs() <= tolerance).all()
     assert (variance > 0).float().mean() > 0.9
 

@@ -2,17 +2,20 @@
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
-from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.config.zero import GRADIENT_BLOCK, WEIGHT_BLOCK, ZeroConfig
+from megatron_zpp.ops.formats import Format
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.theory import arena_bytes, bytes_sent_a_step, model_state_bytes
+from megatron_zpp.zero.theory import arena_bytes, bytes_sent_a_step, model_state_bytes, zeropp_bytes
 from megatron_zpp.zero.topology import Topology
 from tests.zero.engines import engine_of
+from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
 
 VOCAB = 512
@@ -116,6 +119,52 @@ def test_a_rank_holds_what_theory_says(world: int) -> None:
             assert max(inside) <= 1.02 * theory, case
             assert len(set(between)) == 1, case
             assert between[0] < min(inside), case  # gradients are gone between steps
+
+
+ZEROPP: list[dict[str, Any]] = [
+    {"zero_quantized_weights": True},
+    {"zero_hpz_partition_size": "2"},
+    {"zero_quantized_gradients": True},
+    {"zero_quantized_weights": True, "zero_hpz_partition_size": "2", "zero_hpz_secondary": "quantized"},
+    {"zero_quantized_weights": True, "zero_hpz_partition_size": "2", "zero_quantized_gradients": True}
+    | {"zero_gradient_error_feedback": True},
+]
+
+
+def measure_zeropp_memory(topology: Topology) -> list[tuple[int, float]]:
+    """(live bytes at most, theory) of every case."""
+    torch.set_num_threads(1)
+    measured = []
+    for settings in ZEROPP:
+        zero = ZeroConfig(zero_stage=3, zero_prefetch_units=1, **settings)
+        engine = engine_of(
+            MODEL, VOCAB, zero=zero, precision=BF16, topology=topology, operations=operations()
+        )
+        peak = 0
+        for index in range(2):
+            accumulate(engine, index, 2)
+            peak = max(peak, live_bytes(engine))
+        layouts = [unit.layout for unit in engine.units]
+        theory = sum(layout.numel for layout in layouts) / topology.world_size * (2 + 4 + 12)
+        theory += arena_bytes(layouts, 3, prefetch=1, reduce_bytes=2)
+        theory += zeropp_bytes(
+            layouts,
+            topology.nodes,
+            prefetch=1,
+            weights=Format("int8", WEIGHT_BLOCK) if zero.zero_quantized_weights else None,
+            gradients=Format("int4", GRADIENT_BLOCK) if zero.zero_quantized_gradients else None,
+            secondary_ranks=zero.hpz_ranks(2, 2) if zero.hpz else None,
+            secondary_codes=zero.zero_hpz_secondary == "quantized",
+            error_feedback=zero.zero_gradient_error_feedback,
+        )
+        measured.append((peak, theory))
+    return measured
+
+
+def test_zeropp_holds_what_theory_says() -> None:
+    for measured in on_ranks(4, measure_zeropp_memory, ranks_per_node=2):
+        for settings, (peak, theory) in zip(ZEROPP, measured, strict=True):
+            assert 0.95 * theory <= peak <= 1.02 * theory, (settings, peak / theory)
 
 
 def measure_traffic(

@@ -1,0 +1,240 @@
+"""What saving costs: how long training stands still; rates of writing and reading over the disk's own.
+
+    python benchmarks/checkpoint.py --directory DIRECTORY [--preset gpt2-345m] [--saves 3]
+    torchrun --nproc-per-node 2 benchmarks/checkpoint.py --directory DIRECTORY
+
+Stands still: the seconds that the training's thread spends in the saver from one step to the next. The disk's
+own rate: a file of the same bytes a rank, written in large pieces and made durable, then read after the page
+cache has let go of it; all ranks at once, in the same run, beside the saves.
+"""
+
+import argparse
+import math
+import os
+import shutil
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
+
+from benchmarks.common import RESULTS, write_result
+from megatron_zpp.checkpoint.directory import committed
+from megatron_zpp.checkpoint.read import load_checkpoint
+from megatron_zpp.checkpoint.states import Progress
+from megatron_zpp.config.root import Config, parse_args
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.ops.library import load_operations
+from megatron_zpp.train.saver import Saver
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.process_group import barrier
+from megatron_zpp.zero.topology import Topology
+
+TOKENIZER = {"tokenizer_type": "NullTokenizer", "vocab_size": 50_000, "eod": 49_999, "fingerprint": ""}
+PIECE = 8 << 20  # bytes
+
+
+class Listener:
+    """Takes what a saver says."""
+
+    def say(self, text: str) -> None:
+        """A line: a checkpoint is there."""
+
+    def warn(self, text: str) -> None:
+        """A failed save would make the figures worthless."""
+        raise SystemExit(text)
+
+
+def config_of(options: argparse.Namespace, *flags: str) -> Config:
+    """The configuration of a run."""
+    shape = ["--model-preset", options.preset, "--seq-length", str(options.seq_length)]
+    shape += ["--micro-batch-size", str(options.micro_batch_size), "--lr", "1e-4", "--train-iters", "1000"]
+    shape += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "49999", "--mock-data", "--bf16"]
+    return parse_args([*shape, "--zero-stage", "3", "--save", str(options.directory), *flags])
+
+
+def build(config: Config, topology: Topology, device: torch.device) -> ZeroEngine:
+    """An engine as a run has it."""
+    with torch.device("meta"):
+        model = GPT(config.model, TOKENIZER["vocab_size"])
+    operations = None
+    if device.type == "cuda":
+        operations = load_operations("cuda", require_kernels=True, say=print)
+    return ZeroEngine(
+        model,
+        partial(model.initialize_parameter, seed=1),
+        zero=config.zero,
+        optimizer=config.optimizer,
+        precision=config.precision,
+        topology=topology,
+        device=device,
+        operations=operations,
+    )
+
+
+class Training:
+    """Steps on random tokens, with the saver's calls where a run has them."""
+
+    def __init__(self, engine: ZeroEngine, config: Config) -> None:
+        self._engine = engine
+        shape = (config.training.micro_batch_size, config.model.seq_length + 1)
+        self._tokens = torch.randint(49_000, shape)
+        self.iteration = 0
+
+    def step(self, saver: Saver | None = None) -> tuple[float, float]:
+        """(seconds of the step, seconds of it inside of the saver)."""
+        started = time.perf_counter()
+        self._engine.accumulate(self._tokens, index=0, micro_batches=1)
+        inside = time.perf_counter()
+        if saver is not None:
+            saver.before_step()
+        inside = time.perf_counter() - inside
+        self._engine.step(1e-4)
+        self._synchronize()
+        self.iteration += 1
+        after = time.perf_counter()
+        if saver is not None:
+            saver.after_step()
+        now = time.perf_counter()
+        return now - started, inside + now - after
+
+    def save(self, saver: Saver) -> float:
+        """Seconds that a save keeps the training waiting before the next step begins."""
+        started = time.perf_counter()
+        saver.save(Progress(self.iteration, self.iteration))
+        return time.perf_counter() - started
+
+    def _synchronize(self) -> None:
+        if self._engine.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def raw_rates(path: Path, size: int) -> tuple[float, float]:
+    """Bytes a second of a plain file of `size` bytes, (written, read)."""
+    piece = memoryview(os.urandom(PIECE))
+    started = time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        for _ in range(-(-size // PIECE)):
+            file.write(piece)
+        os.fsync(file.fileno())
+    written = time.perf_counter() - started
+    forget(path)
+    target = bytearray(PIECE)
+    started = time.perf_counter()
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(target):
+            pass
+    read = time.perf_counter() - started
+    path.unlink()
+    return size / written, size / read
+
+
+def forget(path: Path) -> None:
+    """Makes the page cache let go of a file."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--preset", default="gpt2-125m")
+    parser.add_argument("--seq-length", type=int, default=1024)
+    parser.add_argument("--micro-batch-size", type=int, default=1)
+    parser.add_argument("--saves", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    topology = Topology.from_environment(os.environ)
+    device = torch.device("cuda", topology.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    store: dist.Store = dist.HashStore()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if topology.world_size > 1:
+        shared, _, _ = next(dist.rendezvous("env://", topology.rank, topology.world_size))
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore("collectives", shared),
+            rank=topology.rank,
+            world_size=topology.world_size,
+        )
+        store = dist.PrefixStore("benchmark", shared)
+
+    config = config_of(options)
+    engine = build(config, topology, device)
+    training = Training(engine, config)
+    for _ in range(3):
+        training.step()
+    plain = median(training.step()[0] for _ in range(5))
+    barrier(topology)
+    shard_bytes = sum(
+        shard.nbytes for kind in ("weights", "exp_avg", "exp_avg_sq") for shard in engine.shards(kind)
+    )
+    path = options.directory / f"raw_{topology.rank}"
+    options.directory.mkdir(parents=True, exist_ok=True)
+
+    rates, syncs = [], []
+    saver = Saver(engine, config, TOKENIZER, Listener(), dist.PrefixStore("waiting", store), Progress())
+    for _ in range(options.saves):
+        barrier(topology)
+        rates.append(raw_rates(path, shard_bytes))
+        barrier(topology)
+        syncs.append(training.save(saver))
+        training.step(saver)
+    seconds_of_all = torch.tensor([median(syncs), plain], device=device)
+    sync, step = engine.mean_over_ranks(seconds_of_all).tolist()
+    steps = 2 + math.ceil(2 * sync / step)  # of training, until a save behind it is done; on all ranks alike
+    stalls: list[float] = []
+    beside: list[float] = []
+    settings = config_of(options, "--async-save")
+    behind = Saver(engine, settings, TOKENIZER, Listener(), dist.PrefixStore("behind", store), Progress())
+    for _ in range(options.saves):
+        stall = training.save(behind)
+        for _ in range(steps):
+            seconds, inside = training.step(behind)
+            stall += inside
+            beside.append(seconds)
+        stalls.append(stall)
+    behind.finish()
+    loads = []
+    newest = next(iter(committed(options.directory).values()))
+    for _ in range(options.saves):
+        for file in newest.iterdir():
+            forget(file)
+        barrier(topology)
+        started = time.perf_counter()
+        load_checkpoint(newest, engine, TOKENIZER, with_optimizer=True)
+        barrier(topology)
+        loads.append(time.perf_counter() - started)
+    load = median(loads)
+    written, read = (median(rate[side] for rate in rates) for side in (0, 1))
+    if topology.rank == 0:
+        figures = {
+            "preset": options.preset,
+            "ranks": topology.world_size,
+            "bytes_a_rank": shard_bytes,
+            "seconds_of_a_step": round(plain, 4),
+            "seconds_of_a_save": [round(value, 4) for value in syncs],
+            "stall_of_an_async_save": [round(value, 4) for value in stalls],
+            "stall_over_save": round(max(stalls) / sync, 4),
+            "step_beside_a_save_over_step": round(max(beside) / plain, 3),
+            "raw_write_gb_per_second_a_rank": round(written / 1e9, 3),
+            "raw_read_gb_per_second_a_rank": round(read / 1e9, 3),
+            "save_over_raw_write": round(shard_bytes / sync / written, 3),
+            "load_over_raw_read": round(shard_bytes / load / read, 3),
+        }
+        write_result(f"checkpoint_{device.type}_{topology.world_size}", figures, options.output)
+        shutil.rmtree(options.directory)
+    barrier(topology)
+    if topology.world_size > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""What ranks tell each other about themselves, and what follows from it; no clock, no store, no thread."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One rank at one moment; `count` grows with every beat.
+
+    `doing`, `marks` and `patient` are its newest mark (train/activity.py), made `seconds` before. It `asks`
+    when a collective failed and it does not know why; `failed` is its own error; `left` is a good-bye.
+    """
+
+    rank: int
+    host: str
+    count: int
+    doing: str
+    marks: int
+    seconds: float
+    patient: bool
+    asks: bool = False
+    failed: str | None = None
+    left: bool = False
+
+    @property
+    def name(self) -> str:
+        """The rank and its host."""
+        return f"rank {self.rank} [{self.host}]"
+
+    def encode(self) -> str:
+        """As it is kept in the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: bytes) -> "Beat | None":
+        """The inverse; None for a rank that has not come yet."""
+        values = json.loads(text)
+        return None if values is None else cls(**values)
+
+
+class Judge:
+    """Says which rank ended a run, from the beats that it has seen at some moments.
+
+    A rank is silent while its beats stay the same: lost after `timeout` seconds, or after `patience` when
+    another one asks.
+    """
+
+    def __init__(self, *, timeout: float, patience: float) -> None:
+        self._timeout, self._patience = timeout, patience
+        self._newest: dict[
+            int, tuple[int, float]
+        ] = {}  # rank -> count of its newest beat, and when that came
+        self._now = 0.0
+
+    def see(self, beats: Sequence[Beat | None], now: float) -> None:
+        """Takes note of the beats of ranks 0 to … at the time `now`, in seconds."""
+        self._now = now
+        for rank, beat in enumerate(beats):
+            count = beat.count if beat else 0
+            if rank not in self._newest or self._newest[rank][0] != count:
+                self._newest[rank] = (count, now)
+
+    def lost(self, beats: Sequence[Beat | None]) -> str | None:
+        """The rank that failed, or has been silent for longest and too long; None when all are there."""
+        for beat in beats:
+            if beat and beat.failed:
+                return f"{beat.name} failed: {beat.failed}"
+        limit = self._patience if any(beat and beat.asks for beat in beats) else self._timeout
+        silences = [
+            0.0 if beat and beat.left else self._now - self._newest[rank][1]
+            for rank, beat in enumerate(beats)
+        ]
+        longest = max(silences)
+        if longest <= limit:
+            return None
+        rank = silences.index(longest)
+        beat = beats[rank]
+        name, doing = (beat.name, beat.doing) if beat else (f"rank {rank}", "starting")
+        return f"{name} has been silent for {longest:.0f} s; last seen: {doing}"
+
+    def stuck(self, beats: Sequence[Beat | None]) -> str | None:
+        """The rank with the fewest marks, for which the others may be waiting, if its newest is too old."""
+        present = [beat for beat in beats if beat and not beat.left]
+        fewest = min((beat.marks for beat in present), default=0)
+        last = [beat for beat in present if beat.marks == fewest]
+        if not last or any(beat.patient or beat.seconds <= self._timeout for beat in last):
+            return None
+        names = " and ".join(beat.name for beat in last[:4]) + (" and others" if len(last) > 4 else "")
+        return (
+            f"{names} stuck for {last[0].seconds:.0f} s; last seen: {last[0].doing} "
+            "(if it is only slow, raise --heartbeat-timeout)"
+        )
+
+    def gone(self, beats: Sequence[Beat | None], silence: float) -> bool:
+        """Whether each of them has left or failed, or been silent for so many seconds."""
+        return all(
+            beat is None or beat.left or beat.failed or self._now - self._newest[beat.rank][1] > silence
+            for beat in beats
+        )

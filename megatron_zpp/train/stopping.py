@@ -1,0 +1,77 @@
+"""Why a run ends before its schedule does, found out by all ranks at the same step."""
+
+import time
+
+from megatron_zpp.config.run import TrainingConfig
+from megatron_zpp.train.signals import STOP_SIGNALS, StopSignals
+from megatron_zpp.train.vote import Vote
+from megatron_zpp.zero.engine import StepResult, ZeroEngine
+
+STOPPED = 75  # sysexits.h's EX_TEMPFAIL: start the same command again to go on
+NOT_FINITE = 3
+
+
+class Stop(Exception):
+    """Ends the run with exit status `status`, after a save; raised on all ranks alike, at the same place."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status, self.is_error = status, status == NOT_FINITE
+
+
+class StopConditions:
+    """Votes after every step and every round of an evaluation; what it is asked to notice takes effect at
+    most one turn later, on all ranks alike."""
+
+    def __init__(self, training: TrainingConfig, engine: ZeroEngine, signals: StopSignals) -> None:
+        self._training, self._signals = training, signals
+        self._loss_scale = engine.loss_scale
+        self._vote = Vote(len(STOP_SIGNALS) + 1, engine.topology, engine.device)
+        self._started = time.monotonic()
+        self._voted_step: int | None = None  # the step that the newest vote is of; None: not a step's
+        self._in_a_row = 0  # newest steps whose gradients or loss were not finite
+
+    def after_step(self, iteration: int, result: StepResult) -> None:
+        """Raises Stop when the run has to end here; `iteration` counts this step."""
+        not_finite = result.skipped * self._loss_scale.is_lowest(result.loss_scale)
+        self._judge(self._vote.turn(self._flags(), not_finite))
+        self._voted_step = iteration
+        interval = self._training.exit_interval
+        if interval and iteration % interval == 0:
+            raise Stop(0, f"--exit-interval {interval}")
+
+    def between_rounds(self) -> None:
+        """Raises Stop when an evaluation has to be abandoned."""
+        self._judge(self._vote.turn(self._flags()))
+        self._voted_step = None
+
+    def at_the_end(self) -> None:
+        """After the last step: raises Stop if the newest steps were not finite."""
+        self._judge(self._vote.outcome())
+
+    def _flags(self) -> list[bool]:
+        minutes = (time.monotonic() - self._started) / 60
+        limit = self._training.exit_duration_in_mins
+        late = limit is not None and minutes >= limit
+        return [*(self._signals.first == number for number in STOP_SIGNALS), late]
+
+    def _judge(self, sums: list[float] | None) -> None:
+        """Acts on the newest sums of all ranks that are known."""
+        if sums is None:
+            return
+        *signalled, late, not_finite = sums
+        if self._voted_step is not None:
+            self._in_a_row = self._in_a_row + 1 if not_finite else 0
+        limit = self._training.max_nan_iterations
+        if self._in_a_row >= limit:
+            raise Stop(
+                NOT_FINITE,
+                f"the {limit} steps up to iteration {self._voted_step} had NaN or Inf in loss or gradients, "
+                f"and were skipped: the weights are those of before; --max-nan-iterations {limit} in a row "
+                "end a run; go on from an earlier checkpoint (--ckpt-step) with a lower --lr or other data",
+            )
+        for number, ranks in zip(STOP_SIGNALS, signalled, strict=True):
+            if ranks:
+                raise Stop(STOPPED, number.name)
+        if late:
+            raise Stop(0, f"--exit-duration-in-mins {self._training.exit_duration_in_mins}")

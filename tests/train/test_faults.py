@@ -1,0 +1,186 @@
+"""Whole runs that are signalled, killed and poisoned: they stop in order, and go on to the same weights."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.train.metrics import Record
+from megatron_zpp.train.sinks import Beside
+from tests.support import ROOT, Ranks, environment, run, wait_until
+
+LENGTH = "--train-iters 200 --global-batch-size 8 --num-workers 0 --log-interval 5".split()
+
+
+def newest(directory: Path) -> str:
+    return (directory / "latest_checkpointed_iteration.txt").read_text().strip()
+
+
+def weights(directory: Path, iteration: int = 200) -> dict[str, bytes]:
+    """The tensors of a checkpoint, as bytes."""
+    files = (directory / f"iter_{iteration:07d}").glob("*.safetensors")
+    return {file.name: file.read_bytes() for file in files}
+
+
+@pytest.fixture(scope="module")
+def whole(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of a run of two ranks that nobody disturbed."""
+    from tests.train.conftest import BYTES, TINY
+
+    save = tmp_path_factory.mktemp("whole")
+    flags = ["--data-path", corpus, "--split", "80,10,10", *BYTES, *TINY, *LENGTH, "--eval-iters", "0"]
+    with Ranks(save / "log", "pretrain_gpt.py", *flags, "--save", str(save)) as ranks:
+        assert ranks.statuses() == [0, 0], ranks.err(0)
+    return save
+
+
+def test_a_signal_to_one_rank_saves_and_stops_all(flags: list[str], whole: Path, tmp_path: Path) -> None:
+    """During an evaluation, then during steps; the third start ends with the weights of a whole run."""
+    save = tmp_path / "checkpoints"
+    flags = ["pretrain_gpt.py", *flags, *LENGTH, "--save", str(save), "--load", str(save)]
+    with Ranks(tmp_path / "1", *flags, "--eval-iters", "100000") as ranks:
+        ranks.wait_for("starting from initial weights")
+        ranks.send(0, signal.SIGUSR1)
+        assert ranks.statuses() == [75, 75], ranks.err(0)
+        assert "exiting at iteration 0: SIGUSR1\n" in ranks.out(0)
+        assert (ranks.err(0), ranks.err(1)) == ("", "")
+    flags += ["--eval-iters", "0"]
+    with Ranks(tmp_path / "2", *flags) as ranks:
+        ranks.wait_for("iteration        5/")
+        ranks.send(1, signal.SIGTERM)
+        assert ranks.statuses() == [75, 75], ranks.err(0)
+        assert f"exiting at iteration {newest(save)}: SIGTERM\n" in ranks.out(0)
+        assert (ranks.err(0), ranks.err(1)) == ("", "")
+    with Ranks(tmp_path / "3", *flags) as ranks:
+        assert ranks.statuses() == [0, 0], ranks.err(0)
+        assert "going on at iteration" in ranks.out(0)
+    assert weights(save) == weights(whole)
+
+
+def test_a_second_signal_ends_a_rank_at_once(flags: list[str], tmp_path: Path) -> None:
+    """Even one whose main thread waits in a collective, for a rank that is stopped."""
+    flags = ["pretrain_gpt.py", *flags, *LENGTH, "--train-iters", "100000", "--eval-iters", "0"]
+    with Ranks(tmp_path / "log", *flags) as ranks:
+        ranks.wait_for("iteration        5/")
+        ranks.send(1, signal.SIGSTOP)
+        ranks.send(0, signal.SIGINT)
+        time.sleep(1.2)  # what comes within a second is the same request
+        assert ranks.processes[0].poll() is None
+        ranks.send(0, signal.SIGINT)
+        assert ranks.processes[0].wait(timeout=10) == 130
+        assert "SIGINT again" in ranks.err(0)
+
+
+def test_a_restarted_run_ends_with_the_same_weights(flags: list[str], whole: Path, tmp_path: Path) -> None:
+    """launch/local.sh starts all ranks again when one is killed."""
+    save, log = tmp_path / "checkpoints", tmp_path / "log"
+    flags = [*flags, *LENGTH, "--eval-iters", "0", "--save", str(save), "--load", str(save)]
+    flags += ["--save-interval", "30", "--heartbeat-timeout", "5"]
+    with open(log, "w") as out:
+        job = subprocess.Popen(
+            ["launch/local.sh", "-n", "2", "--max-restarts", "1", "pretrain_gpt.py", *flags],
+            cwd=ROOT,
+            env=environment(PYTHON=sys.executable),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    wait_until(lambda: "iteration       40/" in log.read_text())
+    (victim,) = (pid for pid in children(job.pid) if b"RANK=1" in environ(pid))
+    os.kill(victim, signal.SIGKILL)
+    assert job.wait(timeout=120) == 0, log.read_text()
+    text = log.read_text()
+    assert "launch/local.sh: rank 1 ended with SIGKILL; restart 1 of 1" in text
+    assert "going on at iteration" in text
+    assert weights(save) == weights(whole)
+
+
+def children(process_id: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()]
+
+
+def environ(process_id: int) -> list[bytes]:
+    return Path(f"/proc/{process_id}/environ").read_bytes().split(b"\0")
+
+
+POISON = """
+import sys
+import pretrain_gpt
+from megatron_zpp.zero.engine import ZeroEngine
+
+healthy, poison, micro_batches = ZeroEngine._loss, float(sys.argv.pop(1)), 0
+
+def loss(engine, tokens):
+    global micro_batches
+    micro_batches += engine.model.training
+    return healthy(engine, tokens) + (poison if micro_batches > 4 else 0.0)
+
+ZeroEngine._loss = loss
+pretrain_gpt.main()
+"""
+
+
+@pytest.mark.parametrize("poison", ["inf", "nan"])
+def test_losses_that_are_not_finite_stop_the_run(flags: list[str], tmp_path: Path, poison: str) -> None:
+    """Steps 1 to 4 are healthy; 5 to 7 are skipped and end the run, which knows it one step later."""
+    save = tmp_path / "checkpoints"
+    flags += ["--train-iters", "100", "--max-nan-iterations", "3", "--eval-iters", "0"]
+    done = run("-c", POISON, poison, *flags, "--save", str(save), "--save-interval", "4")
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "error: iteration 8: the 3 steps up to iteration 7 had NaN or Inf" in done.stderr
+    assert newest(save) == "8"
+    assert weights(save, 8) == weights(save, 4)
+
+
+def test_a_log_that_fails_does_not_end_the_run(flags: list[str], tmp_path: Path) -> None:
+    """A full disk, and W&B's service killed."""
+    full = tmp_path / "metrics.jsonl"
+    full.symlink_to("/dev/full")
+    flags = ["pretrain_gpt.py", *flags, *LENGTH, "--eval-iters", "0", "--metrics-file", str(full)]
+    flags += ["--wandb-project", "x", "--wandb-mode", "offline", "--wandb-save-dir", str(tmp_path)]
+    with Ranks(tmp_path / "log", *flags, world=1) as ranks:
+        ranks.wait_for("iteration        5/")
+        (service,) = children(ranks.processes[0].pid)
+        os.kill(service, signal.SIGKILL)
+        assert (ranks.statuses(), ranks.err(0)) == ([0], "")
+        out = ranks.out(0)
+    for name in ("--metrics-file", "W&B"):
+        assert out.count(f"WARNING: {name} is lost, and the run goes on without it: ") == 1
+    assert "iteration      200/" in out
+
+
+class Hangs:
+    """A sink that takes nothing until it is told to."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+
+    def write(self, record: Record) -> None:
+        self.go_on.wait()
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_sink_that_hangs_holds_nobody_up() -> None:
+    lines, hanging = [], Hangs()
+    sink = Beside("slow", hanging, lines.append)
+    for iteration in range(2000):
+        sink.write({"iteration": iteration})
+    assert [line.split(":")[0] for line in lines] == [" WARNING"]
+    assert not sink.close(60)
+    hanging.go_on.set()
+
+    waiting = Hangs()
+    sink = Beside("slow", waiting, lines.append)
+    sink.write({"iteration": 1})
+    assert not sink.close(0.1)
+    assert (
+        lines[1] == " WARNING: slow is lost, and the run goes on without it: it did not finish within 0.1 s"
+    )
+    waiting.go_on.set()
