@@ -5,6 +5,7 @@ import errno
 import os
 import platform
 import shutil
+import stat
 from pathlib import Path
 
 _CANNOT = (errno.EINVAL, errno.ENOTSUP)  # some network file systems' answers for a directory
@@ -57,15 +58,16 @@ def commit_directory(partial: Path, final: Path, retired: Path) -> None:
 
 def check_replaceable(flag: str, path: str) -> None:
     """Proves that the file `path` can be made or replaced. Raises ValueError naming the flag."""
-    try:
-        is_directory = Path(f"{path}.partial").is_dir() or Path(path).is_dir()
-    except OSError as error:
-        raise ValueError(f"{flag} {path}: {error.strerror}; give another name") from None
-    if is_directory:
-        raise ValueError(
-            f"{flag} {path}: is a directory, or {path}.partial is; give another name or remove it"
-        )
     check_writable(flag, str(Path(path).parent))
+    for name in (path, f"{path}.partial"):
+        try:
+            status = os.stat(name)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise ValueError(f"{flag} {name}: {error.strerror}; give another name") from None
+        if stat.S_ISDIR(status.st_mode):
+            raise ValueError(f"{flag} {name}: is a directory; give another name or remove it")
 
 
 def _nearest(path: Path) -> Path:

@@ -78,7 +78,7 @@ PREPROCESS = [
     preprocess("--output-prefix ro/new/x", f"ro/new: Permission denied; {WRITABLE}", harm=READ_ONLY),
     preprocess("--output-prefix " + "x" * 300, "File name too long; give another name"),
     *(
-        preprocess("", f"--output-prefix {name}: is a directory … remove it", harm=directory(name))
+        preprocess("", f"--output-prefix {name}: is a directory; … remove it", harm=directory(name))
         for name in (
             f"out_text_document.{suffix}" for suffix in ("idx", "bin", "checksums.json", "tokenizer.json")
         )
