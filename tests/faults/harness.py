@@ -446,7 +446,7 @@ def main() -> int:
     }
     print(json.dumps(figures, indent=2))
     if options.output:
-        write_result("faults", figures, options.output)
+        write_result(f"faults_{options.seed}", figures, options.output)
     return 1 if tally.failures else 0
 
 
