@@ -86,12 +86,13 @@ def remove_leftovers(directory: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_old(directory: Path, keep_last: int, keep_every: int | None) -> None:
-    """Removes committed checkpoints but the newest `keep_last` and those of multiples of `keep_every`.
+def remove_old(directory: Path, keep_last: int, keep_every: int | None, *, newest: Path) -> None:
+    """Removes committed checkpoints but the last `keep_last`, `newest`, and multiples of `keep_every`.
 
-    The marker goes first: what a kill leaves is no checkpoint.
+    `newest` was just saved, and need not be of the last iteration, where a run went back to an earlier one.
+    The marker goes first: what a kill leaves is no checkpoint. Raises OSError as the file system does.
     """
     for iteration, path in list(committed(directory).items())[keep_last:]:
-        if not keep_every or iteration % keep_every:
+        if path != newest and not (keep_every and iteration % keep_every == 0):
             (path / MARKER).unlink()
             shutil.rmtree(path, ignore_errors=True)

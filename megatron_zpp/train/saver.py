@@ -56,9 +56,9 @@ class Saver:
 
         At most one save is under way: the one before is waited for.
         """
+        self._wait()  # first: all ranks must know alike whether the newest save came about
         if self._settings.save is None or progress == self._newest:
             return
-        self._wait()
         self._newest = progress
         shards, errors = self._shards(), errors_of(self._engine)
         state = describe_state(
@@ -104,9 +104,13 @@ class Saver:
         self._saves += 1
         path = checkpoint_path(directory, progress.iteration)
         write_checkpoint(path, tensors, state, exchange, read_back=settings.keep_last is not None)
+        line = f" saved {path} in {time.perf_counter() - started:.1f} s"
         if settings.keep_last is not None and self._engine.topology.rank == 0:
-            remove_old(directory, settings.keep_last, settings.keep_every)
-        return f" saved {path} in {time.perf_counter() - started:.1f} s"
+            try:
+                remove_old(directory, settings.keep_last, settings.keep_every, newest=path)
+            except OSError as error:  # the new one stands, so the run goes on
+                line += f"; WARNING: old ones could not be removed: {error}"
+        return line
 
     def _wait(self) -> None:
         if self._writing is not None:

@@ -62,8 +62,13 @@ def test_what_is_not_committed_is_no_checkpoint(saved: Path) -> None:
     ("keep_last", "keep_every", "left"), [(2, None, [5, 6]), (1, 2, [2, 4, 6]), (6, None, [1, 2, 3, 4, 5, 6])]
 )
 def test_old_ones_are_removed(saved: Path, keep_last: int, keep_every: int | None, left: list[int]) -> None:
-    remove_old(saved, keep_last, keep_every)
+    remove_old(saved, keep_last, keep_every, newest=saved / "iter_0000006")
     assert names(saved) == [*(f"iter_{iteration:07d}" for iteration in left), TRACKER]
+
+
+def test_what_was_just_saved_stays_though_others_have_later_iterations(saved: Path) -> None:
+    remove_old(saved, 1, None, newest=saved / "iter_0000003")
+    assert names(saved) == ["iter_0000003", "iter_0000006", TRACKER]
 
 
 def test_a_checkpoint_whose_successor_was_being_put_in_its_place_is_found(saved: Path) -> None:

@@ -20,5 +20,10 @@ def test_copies_hold_while_the_tensors_change() -> None:
         assert torch.equal(copies["error"], torch.full((10,), round_number + 1.0, dtype=torch.bfloat16))
 
 
-def test_settle_without_a_save_does_nothing() -> None:
-    Snapshot({"a": torch.zeros(1)}).settle()
+def test_a_step_before_the_first_save_waits_for_nothing() -> None:
+    tensors = {"a": torch.ones(3)}
+    snapshot = Snapshot(tensors)
+    snapshot.settle()
+    tensors["a"].add_(1)
+    snapshot.take(tensors, {})
+    assert torch.equal(snapshot.wait()["a"], torch.full((3,), 2.0))
