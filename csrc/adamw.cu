@@ -25,11 +25,12 @@ __device__ __forceinline__ void publish(const AdamwPublish& op, int64_t at, cons
 }
 
 // The elements behind the last whole quad.
+template <typename G>
 __device__ __forceinline__ void step_rest(const AdamwPublish& op, const AdamwScalars& scalars, int64_t at) {
   for (; at < op.step.elements; ++at) {
     const AdamwState before = {op.step.master[at], op.step.exp_avg[at], op.step.exp_avg_sq[at]};
     const AdamwState after =
-        adamw_step(before, op.step.gradient[at], at < op.step.decayed, op.step.constants, scalars);
+        adamw_step(before, to_float(static_cast<const G*>(op.step.gradient)[at]), at < op.step.decayed, op.step.constants, scalars);
     op.step.master[at] = after.weight;
     op.step.exp_avg[at] = after.average;
     op.step.exp_avg_sq[at] = after.average_square;
@@ -38,14 +39,14 @@ __device__ __forceinline__ void step_rest(const AdamwPublish& op, const AdamwSca
   }
 }
 
-template <bool ALIGNED>
+template <typename G, bool ALIGNED>
 __global__ void __launch_bounds__(kThreads) adamw_kernel(const __grid_constant__ AdamwPublish op) {
   if (*op.step.found_inf != 0) return;
   const AdamwScalars scalars = load_scalars(op.step);
   const int64_t step = int64_t(gridDim.x) * kThreads * 4;
   for (int64_t at = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 4; at < op.step.elements; at += step) {
-    if (at + 4 > op.step.elements) return step_rest(op, scalars, at);
-    AdamwQuad<ALIGNED> quad;
+    if (at + 4 > op.step.elements) return step_rest<G>(op, scalars, at);
+    AdamwQuad<G, ALIGNED> quad;
     quad.load(op.step, at);
     quad.step(op.step, scalars, at);
     quad.store(op.step, at);
@@ -57,10 +58,13 @@ __global__ void __launch_bounds__(kThreads) adamw_kernel(const __grid_constant__
 
 void run(const AdamwPublish& op, CUstream_st* stream) {
   const int64_t tiles = (op.step.elements + 4 * kWarp - 1) / (4 * kWarp);
-  if (is_aligned(op.step) && is_aligned(op.published, 8))
-    launch<adamw_kernel<true>>(tiles, stream, op);
-  else
-    launch<adamw_kernel<false>>(tiles, stream, op);
+  with_type(op.step.gradient_type, [&](auto type) {
+    using G = typename decltype(type)::type;
+    if (is_aligned(op.step) && is_aligned(op.published, 8))
+      launch<adamw_kernel<G, true>>(tiles, stream, op);
+    else
+      launch<adamw_kernel<G, false>>(tiles, stream, op);
+  });
 }
 
 }  // namespace megatron_zpp::cuda

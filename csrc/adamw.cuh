@@ -10,14 +10,29 @@ __device__ __forceinline__ AdamwScalars load_scalars(const Adamw& op) {
   return adamw_scalars(op.constants, *op.divisor, op.bias_corrections);
 }
 
+// Four gradients as fp32.
+template <typename G, bool ALIGNED>
+__device__ __forceinline__ float4 load_gradients(const Adamw& op, int64_t at) {
+  const G* source = static_cast<const G*>(op.gradient) + at;
+  if constexpr (std::is_same_v<G, float>) {
+    return load_quad<ALIGNED>(source);
+  } else if constexpr (ALIGNED) {
+    const uint2 words = load_once<uint2>(source);
+    return {to_float(G{uint16_t(words.x)}), to_float(G{uint16_t(words.x >> 16)}), to_float(G{uint16_t(words.y)}),
+            to_float(G{uint16_t(words.y >> 16)})};
+  } else {
+    return {to_float(source[0]), to_float(source[1]), to_float(source[2]), to_float(source[3])};
+  }
+}
+
 // The states of a quad as they are loaded.
-template <bool ALIGNED>
+template <typename G, bool ALIGNED>
 struct AdamwQuad {
   float4 weight, gradient, average, average_square;
 
   __device__ __forceinline__ void load(const Adamw& op, int64_t at) {
     weight = load_quad<ALIGNED>(op.master + at);
-    gradient = load_quad<ALIGNED>(op.gradient + at);
+    gradient = load_gradients<G, ALIGNED>(op, at);
     average = load_quad<ALIGNED>(op.exp_avg + at);
     average_square = load_quad<ALIGNED>(op.exp_avg_sq + at);
   }
@@ -48,7 +63,8 @@ struct AdamwQuad {
 };
 
 inline bool is_aligned(const Adamw& op) {
-  return is_aligned(op.master, 16) && is_aligned(op.gradient, 16) && is_aligned(op.exp_avg, 16) &&
+  const int gradients = op.gradient_type == Type::fp32 ? 16 : 8;
+  return is_aligned(op.master, 16) && is_aligned(op.gradient, gradients) && is_aligned(op.exp_avg, 16) &&
          is_aligned(op.exp_avg_sq, 16);
 }
 

@@ -19,7 +19,7 @@ struct AdamwQuantizeParams {
 template <bool ALIGNED>
 __device__ __forceinline__ void step_eight(const Adamw& op, const AdamwScalars& scalars, int64_t at, bool active,
                                            float (&weights)[8]) {
-  AdamwQuad<ALIGNED> quads[2];
+  AdamwQuad<float, ALIGNED> quads[2];
   float4 weight_quads[2];
   const int64_t starts[2] = {at - 4 * (lane_index() & 1), at + 8 - 4 * (lane_index() & 1)};
 #pragma unroll

@@ -133,9 +133,11 @@ Adamw adamw_op(const Tensor& master, const Tensor& gradient, const Tensor& exp_a
                                  float(beta2),     float(1 - beta2),
                                  float(eps),       float(learning_rate),
                                  float(learning_rate * weight_decay)};
-  return {floats_of(master),         const_floats_of(gradient),  floats_of(exp_avg),
-          floats_of(exp_avg_sq),     master.numel(),             decayed,
-          const_floats_of(divisor),  const_floats_of(found_inf), const_floats_of(bias_corrections),
+  return {floats_of(master),          gradient.const_data_ptr(),
+          type_of(gradient),          floats_of(exp_avg),
+          floats_of(exp_avg_sq),      master.numel(),
+          decayed,                    const_floats_of(divisor),
+          const_floats_of(found_inf), const_floats_of(bias_corrections),
           constants};
 }
 
@@ -143,9 +145,9 @@ void adamw(const Tensor& master, const Tensor& gradient, const Tensor& exp_avg, 
            const std::optional<Tensor>& published, const Tensor& divisor, const Tensor& found_inf,
            const Tensor& bias_corrections, double learning_rate, double beta1, double beta2, double eps,
            double weight_decay, int64_t decayed) {
-  checks::adamw("adamw",
-                {{"master", &master}, {"gradient", &gradient}, {"exp_avg", &exp_avg}, {"exp_avg_sq", &exp_avg_sq}},
+  checks::adamw("adamw", {{"master", &master}, {"exp_avg", &exp_avg}, {"exp_avg_sq", &exp_avg_sq}},
                 {{"divisor", &divisor}, {"found_inf", &found_inf}, {"bias_corrections", &bias_corrections}}, decayed);
+  checks::contiguous("adamw", "gradient", gradient, {at::kFloat, at::kBFloat16, at::kHalf}, {master.numel()});
   if (published)
     checks::contiguous("adamw", "published", *published, {at::kBFloat16, at::kHalf}, {master.numel()});
   checks::same_device("adamw", {{"master", &master},

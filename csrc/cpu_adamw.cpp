@@ -13,15 +13,16 @@ namespace {
 AdamwScalars scalars_of(const Adamw& op) { return adamw_scalars(op.constants, *op.divisor, op.bias_corrections); }
 
 // Steps the elements [start, start + n), all with weight decay or all without.
+template <typename G>
 void step_run(const Adamw& op, const AdamwScalars& scalars, int64_t start, int64_t n, bool decays) {
   float* __restrict__ master = op.master + start;
-  const float* __restrict__ gradient = op.gradient + start;
+  const G* __restrict__ gradient = static_cast<const G*>(op.gradient) + start;
   float* __restrict__ average = op.exp_avg + start;
   float* __restrict__ average_square = op.exp_avg_sq + start;
   const AdamwConstants constants = op.constants;
   for (int64_t i = 0; i < n; ++i) {
     const AdamwState before{master[i], average[i], average_square[i]};
-    const AdamwState after = adamw_step(before, gradient[i], decays, constants, scalars);
+    const AdamwState after = adamw_step(before, to_float(gradient[i]), decays, constants, scalars);
     master[i] = after.weight;
     average[i] = after.average;
     average_square[i] = after.average_square;
@@ -30,8 +31,11 @@ void step_run(const Adamw& op, const AdamwScalars& scalars, int64_t start, int64
 
 void step(const Adamw& op, const AdamwScalars& scalars, int64_t start, int64_t n) {
   const int64_t decaying = std::clamp<int64_t>(op.decayed - start, 0, n);
-  step_run(op, scalars, start, decaying, true);
-  step_run(op, scalars, start + decaying, n - decaying, false);
+  with_type(op.gradient_type, [&](auto type) {
+    using G = typename decltype(type)::type;
+    step_run<G>(op, scalars, start, decaying, true);
+    step_run<G>(op, scalars, start + decaying, n - decaying, false);
+  });
 }
 
 template <typename T>

@@ -76,7 +76,8 @@ struct SumParts {
 
 struct Adamw {
   float* master;
-  const float* gradient;
+  const void* gradient;
+  Type gradient_type;
   float* exp_avg;
   float* exp_avg_sq;
   int64_t elements;

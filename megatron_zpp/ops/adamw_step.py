@@ -32,7 +32,7 @@ class AdamWStep:
         self, master: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, here: slice, decayed: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """New weights and moments of the elements `here`."""
-        g, w = gradient[here] * self.inverse, master[here].clone()
+        g, w = gradient[here].float() * self.inverse, master[here].clone()
         inside = w[: max(min(decayed, here.stop) - here.start, 0)]
         inside.sub_(inside * self.decay)
         m = exp_avg[here] * self.beta1 + g * (1 - self.beta1)

@@ -19,11 +19,10 @@ from pathlib import Path
 
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import Options, option, parse_options, refusal
-from megatron_zpp.ops.cache import cache_directory, locked
+from megatron_zpp.native.cache import BuildError, cache_directory, locked
 from megatron_zpp.ops.toolchain import (
     ARCHITECTURES,
     SOURCES,
-    BuildError,
     Command,
     Toolchain,
     build_key,

@@ -87,12 +87,13 @@ def adamw(
     decayed: int,
 ) -> None:
     """See reference.adamw."""
-    states = {"master": master, "gradient": gradient, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    states = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     scalars = {"divisor": divisor, "found_inf": found_inf, "bias_corrections": bias_corrections}
     _adamw("adamw", states, scalars, decayed)
+    _one_of("adamw", "gradient", gradient, _FLOATS, tuple(master.shape))
     if published is not None:
         _one_of("adamw", "published", published, _HALVES, tuple(master.shape))
-    _same_device("adamw", **states, published=published, **scalars)
+    _same_device("adamw", **states, gradient=gradient, published=published, **scalars)
 
 
 def adamw_quantize(

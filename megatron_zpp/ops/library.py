@@ -5,10 +5,11 @@ from collections.abc import Callable
 
 import torch
 
+from megatron_zpp.native.cache import BuildError
 from megatron_zpp.ops import fakes, reference
 from megatron_zpp.ops.build import build
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.ops.toolchain import BuildError, cuda_problem
+from megatron_zpp.ops.toolchain import cuda_problem
 
 COMMAND = "python -m megatron_zpp.ops.build"
 

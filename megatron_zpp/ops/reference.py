@@ -183,8 +183,9 @@ def adamw(
 ) -> None:
     """One step of AdamW (Decoupled Weight Decay Regularization, algorithm 2) on fp32 tensors (m,).
 
-    `gradient` is divided by `divisor`; the first `decayed` elements decay; `published` (m,) gets the new
-    weights in its own format. Nothing changes where `found_inf` is not 0. Raises ValueError (`checks.adamw`).
+    `gradient`, which may have 16 bits, is divided by `divisor`; the first `decayed` elements decay;
+    `published` (m,) gets the new weights in its own format. Nothing changes where `found_inf` is not 0.
+    Raises ValueError (`checks.adamw`).
     """
     checks.adamw(
         master, gradient, exp_avg, exp_avg_sq, published, divisor, found_inf, bias_corrections, decayed

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from megatron_zpp.native.cache import BuildError
+
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"
 
 # Codes must not depend on the compiler: no contraction of a * b + c, no fast-math.
@@ -29,10 +31,6 @@ ARCHITECTURES = (
     "-gencode=arch=compute_80,code=sm_80",
     "-gencode=arch=compute_90,code=[sm_90,compute_90]",  # PTX too: later devices compile it when it is loaded
 )
-
-
-class BuildError(OSError):
-    """The library could not be built or loaded; the message says what to do about it."""
 
 
 @dataclass(frozen=True)

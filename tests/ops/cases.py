@@ -151,11 +151,11 @@ def plain_parts(device: str) -> None:
             assert_same_bits(in_place[own].cpu(), expected, f"in place of part {own}")
 
 
-def adamw_states(m: int) -> list[Tensor]:
-    """Weights, gradients and moments (m,), some gradients tiny, huge or not finite."""
+def adamw_states(m: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Weights, gradients in `dtype` and moments (m,), some gradients tiny, huge or not finite."""
     generator = torch.Generator().manual_seed(m)
     master, exp_avg = torch.randn(2, m, generator=generator)
-    gradient = sprinkled(m, torch.float32, seed=m)
+    gradient = sprinkled(m, dtype, seed=m)
     exp_avg_sq = torch.rand(m, generator=generator) ** 8
     exp_avg_sq[::7] = 0
     return [master, gradient, exp_avg, exp_avg_sq]
@@ -169,14 +169,15 @@ def adamw_scalars(found_inf: float = 0.0, divisor: float = 3.7, step: int = 3) -
 
 
 def adamw_steps(device: str) -> None:
-    """Every number format of the weights, decayed prefixes, loss scales, and steps that are skipped."""
-    for m in (0, 1, 7, 1000, 4099, 40_001):
+    """Every format of weights and gradients, decayed prefixes, loss scales, and steps that are skipped."""
+    for m in (0, 1, 7, 1000, 1002, 4099, 40_001):
         for dtype, part in zip((None, torch.bfloat16, torch.float16), (0.0, 0.37, 1.0), strict=True):
             published = None if dtype is None else garbage(m, dtype=dtype)
+            gradients = dtype if dtype is not None and m % 2 == 0 else torch.float32
             for found_inf, divisor in ((0.0, 1.0), (0.0, 3.7), (1.0, 1.0), (float("nan"), 2.0)):
                 assert_agree(
                     "adamw",
-                    *adamw_states(m),
+                    *adamw_states(m, gradients),
                     published,
                     *adamw_scalars(found_inf, divisor),
                     int(part * m),

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_zpp.native.cache import BuildError, cache_directory, locked
 from megatron_zpp.ops.build import build, check_device_code
-from megatron_zpp.ops.cache import cache_directory, locked
-from megatron_zpp.ops.toolchain import BuildError, cuda_problem, find_toolchain
+from megatron_zpp.ops.toolchain import cuda_problem, find_toolchain
 from tests.support import ROOT, environment
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
@@ -43,7 +43,7 @@ class Site:
         return build(say=self.said.append, sources=self.sources, environ=self.environ, **settings)
 
     def wait_until_compiling(self) -> None:
-        give_up = time.monotonic() + 60
+        give_up = time.monotonic() + 120
         while not self.started.exists():
             assert time.monotonic() < give_up
             time.sleep(0.02)
@@ -154,7 +154,7 @@ def test_a_killed_builder_blocks_nobody_and_a_living_one_not_for_ever(site: Site
         begin = time.monotonic()
         with pytest.raises(BuildError, match=f"process {builder.pid} on .* over 0.3 s") as raised:
             site.build(wait_seconds=0.3)
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 60
         assert "MEGATRON_ZPP_CACHE" in str(raised.value)
         assert site.said == [
             f"waiting for process {builder.pid} on {os.uname().nodename}, which builds the kernels"
@@ -165,7 +165,7 @@ def test_a_killed_builder_blocks_nobody_and_a_living_one_not_for_ever(site: Site
         builder.wait()
     assert len(list(site.cache.glob("*.building-*"))) == 1
     site.hang.unlink()
-    assert answer(site.build(wait_seconds=10)) == 42
+    assert answer(site.build(wait_seconds=120)) == 42
     assert not list(site.cache.glob("*.building-*"))
 
 

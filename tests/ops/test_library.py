@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_zpp.native.cache import BuildError
 from megatron_zpp.ops import library, reference
 from megatron_zpp.ops.formats import Format
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.ops.toolchain import BuildError
 from tests.ops.agreement import assert_same_bits
 from tests.ops.cases import adamw_scalars, adamw_states, garbage, plain
 
@@ -129,7 +129,18 @@ REFUSALS = [
     ("sum_parts", 1, torch.zeros(255), "sum_parts: shard must be float32 of shape (256,)"),
     ("adamw", 0, torch.zeros(2, 128), "adamw: master must be float32 of shape (m,)"),
     ("adamw", 0, torch.zeros(256).half(), "adamw: master must be float32 of shape"),
-    ("adamw", 1, torch.zeros(256, dtype=torch.bfloat16), "adamw: gradient must be float32 of shape (256,)"),
+    (
+        "adamw",
+        1,
+        torch.zeros(256).double(),
+        "adamw: gradient must be float32 or bfloat16 or float16 of shape",
+    ),
+    (
+        "adamw_quantize",
+        1,
+        torch.zeros(256).half(),
+        "adamw_quantize: gradient must be float32 of shape (256,)",
+    ),
     ("adamw", 2, torch.zeros(255), "adamw: exp_avg must be float32 of shape (256,)"),
     ("adamw", 3, torch.zeros(512)[::2], "adamw: exp_avg_sq must be contiguous"),
     ("adamw", 4, torch.zeros(256), "adamw: published must be"),

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_zpp.ops.toolchain import BuildError
-
 POLL_SECONDS = 0.1
+
+
+class BuildError(OSError):
+    """The library could not be built or loaded; the message says what to do about it."""
 
 
 def cache_directory(environ: Mapping[str, str]) -> Path:
