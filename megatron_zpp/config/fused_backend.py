@@ -12,9 +12,11 @@ _APEX_MODULES = ("apex", "amp_C", "fused_layer_norm_cuda")
 
 
 def resolve_fused_backend(
-    optimizer: OptimizerConfig, zero: ZeroConfig, device: str
+    optimizer: OptimizerConfig, zero: ZeroConfig, device: str, *, compiles: bool
 ) -> Literal["apex", "torch"]:
     """What --fused-backend means on `device` ("cpu" or "cuda"), with the optimizer there or offloaded.
+
+    Compiled layers have torch's LayerNorm.
 
     Raises ValueError when apex cannot serve, and for an offload from the CPU to the CPU.
     """
@@ -27,7 +29,7 @@ def resolve_fused_backend(
         raise refusal("--fused-backend", "apex", "steps on the GPU; with --zero-offload-optimizer use torch")
     missing = [name for name in _APEX_MODULES if importlib.util.find_spec(name) is None]
     if requested == "auto":
-        return "apex" if device == "cuda" and not missing and not offload else "torch"
+        return "apex" if device == "cuda" and not (missing or offload or compiles) else "torch"
     if requested == "apex" and device != "cuda":
         raise refusal("--fused-backend", "apex", "its kernels need a GPU; on CPUs use torch")
     if requested == "apex" and missing:

@@ -20,7 +20,7 @@ class OptimizerConfig(Options):
     fused_backend: Literal["auto", "apex", "torch"] = option(
         "auto",
         "Whose LayerNorm and AdamW: NVIDIA apex's; torch's LayerNorm and our AdamW (torch's own on CPUs and "
-        "without a compiler); or apex's on a GPU if it is installed.",
+        "without a compiler); or apex's on a GPU if it is installed and layers are not compiled.",
     )
 
 
@@ -83,13 +83,19 @@ class PrecisionConfig(Options):
     bf16: bool = option(False, "Compute in bfloat16; the default on GPUs.")
     fp16: bool = option(False, "Compute in float16 with a loss scale.")
     fp32: bool = option(False, "Compute in float32; the default on CPUs.")
+    fp8: bool = option(
+        False,
+        "With --bf16: matrix products of layers take 8-bit floats, scaled a tensor at a time; weights, "
+        "gradients and what is between products stay as they are.",
+    )
     loss_scale: float | None = option(None, "fp16: a fixed loss scale; default dynamic.", above=0)
     initial_loss_scale: float = option(2.0**32, "fp16: the dynamic loss scale at the start.", above=0)
     min_loss_scale: float = option(1.0, "fp16: the dynamic loss scale's floor.", above=0)
     loss_scale_window: int = option(1000, "fp16: clean steps after which the scale doubles.", at_least=1)
     grad_reduce_in_bf16: bool = option(
         False,
-        "Send gradients between ranks in bfloat16; else float32, or the compute format at stages 2 and 3.",
+        "Send gradients between ranks in bfloat16, a node's sums of them too; else float32, but gradients "
+        "at stages 2 and 3 in the compute format.",
     )
     hysteresis: int = option(2, "fp16: overflows before the scale halves.", at_least=1)
 
@@ -98,6 +104,8 @@ class PrecisionConfig(Options):
         formats = [name for name in ("bf16", "fp16", "fp32") if getattr(self, name)]
         if len(formats) > 1:
             raise refusal(f"--{formats[1]}", "(given)", f"contradicts --{formats[0]}; give one")
+        if self.fp8 and (self.fp16 or self.fp32):
+            raise refusal("--fp8", "(given)", f"goes with --bf16, not --{formats[0]}")
         if self.loss_scale is not None and not self.fp16:
             raise refusal("--loss-scale", self.loss_scale, "needs --fp16")
         if self.min_loss_scale > self.initial_loss_scale:
@@ -106,6 +114,14 @@ class PrecisionConfig(Options):
                 self.min_loss_scale,
                 f"must be at most --initial-loss-scale {self.initial_loss_scale}",
             )
+
+    def check_device(self, device: str, capability: tuple[int, int] | None) -> None:
+        """Raises ValueError where there are no products of 8-bit floats; `capability` is a GPU's."""
+        if self.fp8 and self.compute_dtype(device) != "bfloat16":
+            raise refusal("--fp8", "(given)", f"goes with --bf16, which is not the default on the {device}")
+        if self.fp8 and capability is not None and capability < (8, 9):
+            has = ".".join(map(str, capability))
+            raise refusal("--fp8", "(given)", f"needs a GPU of compute capability 8.9; this one has {has}")
 
     def compute_dtype(self, device: str) -> str:
         """`float32`, `bfloat16` or `float16`: what was asked for, else the device's default."""

@@ -4,9 +4,10 @@ import argparse
 import dataclasses
 import difflib
 import math
+import textwrap
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING
 from typing import Any, NoReturn
 
@@ -18,6 +19,7 @@ def option(
     help: str,
     *,
     flag: str | None = None,
+    metavar: str | None = None,
     positional: bool = False,
     at_least: float | None = None,
     at_most: float | None = None,
@@ -26,14 +28,15 @@ def option(
 ) -> Any:
     """Declares a field that is also a flag.
 
-    The flag is `--` and the field's name with dashes (a boolean that defaults to True becomes `--no-…`)
-    unless `flag` says otherwise; type and choices come from the annotation. `REQUIRED` as the default makes
-    the flag compulsory. A `positional` field has no flag and is always compulsory. The bounds are checked by
-    `Options`, and hold for every number of a tuple; an empty string is refused unless it is the default.
+    The flag is `--` and the field's name with dashes (a boolean that defaults to True becomes `--no-…`, and
+    `bool | None` gets both) unless `flag` says otherwise; type and choices come from the annotation.
+    `metavar` is what stands for the value in the help. `REQUIRED` as the default makes the flag compulsory. A
+    `positional` field has no flag and is always compulsory. The bounds are checked by `Options`, and hold for
+    every number of a tuple; an empty string is refused unless it is the default, or one of a tuple's.
     """
     bounds = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
     bounds = {name: bound for name, bound in bounds.items() if bound is not None}
-    metadata = {"help": help, "flag": flag, "positional": positional, "bounds": bounds}
+    metadata = {"help": help, "flag": flag, "metavar": metavar, "positional": positional, "bounds": bounds}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -74,7 +77,7 @@ def make_parser(prog: str, description: str, groups: Mapping[str, type[Options]]
         description=description,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_HelpFormatter,
     )
     for group_name, cls in groups.items():
         section = parser.add_argument_group(_title(cls))
@@ -90,7 +93,7 @@ def make_parser(prog: str, description: str, groups: Mapping[str, type[Options]]
 
 
 def parse_groups(
-    parser: argparse.ArgumentParser, groups: Mapping[str, type[Options]], argv: Sequence[str]
+    parser: argparse.ArgumentParser, groups: Iterable[str], argv: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
     """What was typed, by group and field; a field that was not typed is absent, so presets can fill it."""
     namespace, unknown = parser.parse_known_args(list(argv))
@@ -132,6 +135,13 @@ class _OneLineParser(argparse.ArgumentParser):
         raise UsageError(f"{message} (--help lists every flag)")
 
 
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Never breaks a flag at one of its hyphens, so that it can be read and searched for."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 def fits(value: Any, hint: Any) -> bool:
     """Whether a value is of a field's type: T, T | None, Literal, tuple[T, ...] or tuple[T, T]."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
@@ -164,12 +174,14 @@ def _argparse_type(hint: Any, field: dataclasses.Field) -> dict[str, Any]:
     """What makes argparse read `hint`: T, T | None, Literal, tuple[T, ...] or tuple[T, T]."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+        if hint is bool:
+            return {"action": argparse.BooleanOptionalAction}
     required = {"required": True} if field.default is MISSING else {}
     if hint is bool:
         return {"action": "store_false" if field.default is True else "store_true"}
     if typing.get_origin(hint) is typing.Literal:
         return {"choices": typing.get_args(hint), **required}
-    metavar = field.name.rsplit("_", 1)[-1].upper()
+    metavar = field.metadata["metavar"] or _metavar(hint, field.name)
     if typing.get_origin(hint) is tuple:
         parts = typing.get_args(hint)
         count = "+" if parts[-1] is Ellipsis else len(parts)
@@ -177,10 +189,17 @@ def _argparse_type(hint: Any, field: dataclasses.Field) -> dict[str, Any]:
     return {"type": hint, "metavar": metavar, **required}
 
 
+def _metavar(hint: Any, name: str) -> str:
+    """N for whole numbers, X for others, else the last word of the name."""
+    (hint, *_) = typing.get_args(hint) or (hint,)
+    return {int: "N", float: "X"}.get(hint) or name.rsplit("_", 1)[-1].upper()
+
+
 def _check_bounds(field: dataclasses.Field, value: object) -> None:
     numbers = value if isinstance(value, tuple) else (value,)
+    defaults = field.default if isinstance(field.default, tuple) else (field.default,)
     for number in numbers:
-        if number == "" != field.default:
+        if number == "" and "" not in defaults:
             raise refusal(flag_of(field), "''", "must not be empty; leave the flag out or give it a value")
         if isinstance(number, bool) or not isinstance(number, int | float):
             continue
@@ -201,7 +220,8 @@ _BOUNDS = {
 
 
 def _unknown_message(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
-    flags = [flag for action in parser._actions for flag in action.option_strings]
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    flags = [flag for action in shown for flag in action.option_strings]
     first = unknown[0].split("=", 1)[0]
     close = difflib.get_close_matches(first, flags, n=1)
     hint = f"; did you mean {close[0]}?" if close and first.startswith("-") else ""

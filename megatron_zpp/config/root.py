@@ -3,14 +3,20 @@
 import dataclasses
 import json
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_zpp.config.attention import AttentionConfig
+from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.config.data import DataConfig
+from megatron_zpp.config.deepspeed import DeepSpeedFile, obey_file
+from megatron_zpp.config.given import Given
+from megatron_zpp.config.legacy import GROUP, add_old_flags, obey_old_flags, settle_old_flags
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import LearningRateConfig, OptimizerConfig, PrecisionConfig
-from megatron_zpp.config.options import UsageError, fits, parse_all, refusal
+from megatron_zpp.config.options import UsageError, fits, make_parser, parse_groups, refusal
+from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.run import (
     CheckpointConfig,
     DistributedConfig,
@@ -18,6 +24,8 @@ from megatron_zpp.config.run import (
     LoggingConfig,
     TrainingConfig,
 )
+from megatron_zpp.config.text import is_text
+from megatron_zpp.config.timing import TimingConfig
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.config.zero import ZeroConfig
 
@@ -27,6 +35,7 @@ class Config:
     """Everything a run was told. Parts are read by the code they configure and by nothing else."""
 
     model: ModelConfig
+    attention: AttentionConfig
     recompute: RecomputeConfig
     tokenizer: TokenizerConfig
     data: DataConfig
@@ -36,9 +45,12 @@ class Config:
     precision: PrecisionConfig
     zero: ZeroConfig
     distributed: DistributedConfig
+    compilation: CompilationConfig
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
+    timing: TimingConfig
+    plan: PlanConfig
 
     def __post_init__(self) -> None:
         """Raises ValueError for settings of different parts that contradict each other."""
@@ -50,8 +62,13 @@ class Config:
             )
         if self.evaluation.full_validation and self.data.mock_data:
             raise refusal("--full-validation", "(given)", "--mock-data has no end; use --eval-iters")
+        _check_order(self.data, self.training)
+        if self.precision.fp8:
+            _check_fp8(self.model, self.training)
         if self.tokenizer.tokenizer_type is None:
             raise refusal("--tokenizer-type", "(not given)", "give the tokenizer that made the data")
+        if self.plan.dry_run and self.distributed.device == "cpu":
+            raise refusal("--dry-run", "(given)", "plans for GPUs; leave out --device cpu")
 
     def needed_splits(self) -> tuple[str, ...]:
         """The splits that the run reads: train; valid if it evaluates; test if there is one as well."""
@@ -88,15 +105,55 @@ class Config:
         return cls(**parts)
 
 
+@dataclass(frozen=True)
+class CommandLine:
+    """What a command line says, and what is to be said of it once: old names, keys without effect."""
+
+    config: Config
+    notes: tuple[str, ...]
+
+
 def parse_args(argv: Sequence[str], prog: str = "pretrain_gpt.py") -> Config:
-    """The configuration of a command line. Raises UsageError, in one line, when it cannot be right."""
+    """The configuration of a command line for one rank. Raises UsageError when it cannot be right."""
+    return parse_command_line(argv, prog).config
+
+
+def parse_command_line(
+    argv: Sequence[str],
+    prog: str = "pretrain_gpt.py",
+    ranks: Callable[[PlanConfig], int] = lambda plan: 1,
+) -> CommandLine:
+    """What a command line says: by today's flags, by old ones and by DeepSpeed's file.
+
+    `ranks` says how many it is said to, which may be planned ones.
+
+    Raises UsageError, in one line, when it cannot be right.
+    """
     parts = typing.get_type_hints(Config)
-    description = "Pretrain a GPT. README.md shows whole command lines."
-    parsed = parse_all(parts, prog, description, argv)
+    parser = make_parser(
+        prog, "Pretrain a GPT. README.md shows whole command lines.", parts | {"deepspeed": DeepSpeedFile}
+    )
+    add_old_flags(parser)
+    typed = parse_groups(parser, (*parts, "deepspeed", GROUP), argv)
+    given = Given(parts, typed)
     try:
-        return Config(**parsed)
+        notes = obey_old_flags(typed[GROUP], given)
+        file = DeepSpeedFile(**typed["deepspeed"]).deepspeed_config
+        if file is not None:
+            notes += obey_file(file, given, ranks(PlanConfig(**given.values["plan"])))
+        settle_old_flags(typed[GROUP], given)
+        parsed = {name: part(**given.values[name]) for name, part in parts.items()}
+        return CommandLine(Config(**parsed), notes + _without_effect(parsed["data"]))
     except ValueError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(given.explain(str(error))) from error
+
+
+def _without_effect(data: DataConfig) -> tuple[str, ...]:
+    """Command lines of Megatron-LM name a cache, which our own order has no use for."""
+    text = any(is_text(path) for _, path in data.sources())
+    if data.data_cache_path is None or data.dataset_order == "megatron" or text:
+        return ()
+    return (f"--data-cache-path {data.data_cache_path}: --dataset-order windows has nothing to keep there",)
 
 
 def _check_lengths(training: TrainingConfig, learning_rate: LearningRateConfig) -> None:
@@ -111,6 +168,26 @@ def _check_lengths(training: TrainingConfig, learning_rate: LearningRateConfig) 
             flag = "--" + name.replace("_", "-")
             right = flag.replace(other, own)
             raise refusal(flag, value, f"the run is told by --train-{own}; use {right}")
+
+
+def _check_order(data: DataConfig, training: TrainingConfig) -> None:
+    """What numpy's older generator, which Megatron-LM's order is drawn from, can be given."""
+    if data.dataset_order == "megatron" and training.seed >= 2**32:
+        raise refusal("--seed", training.seed, f"--dataset-order megatron needs one below {2**32}")
+
+
+def _check_fp8(model: ModelConfig, training: TrainingConfig) -> None:
+    """Widths of 8-bit products are multiples of 16, and the weights' gradients are products over tokens."""
+    heads = model.num_attention_heads * model.kv_channels
+    tokens = training.micro_batch_size * model.seq_length
+    for flag, value, width in (
+        ("--hidden-size", model.hidden_size, model.hidden_size),
+        ("--ffn-hidden-size", model.ffn_hidden_size, model.ffn_hidden_size),
+        ("--kv-channels", f"{model.kv_channels} × --num-attention-heads {model.num_attention_heads}", heads),
+        ("--micro-batch-size", f"{training.micro_batch_size} × --seq-length {model.seq_length}", tokens),
+    ):
+        if width % 16:
+            raise refusal(flag, value, f"is {width}, and --fp8 needs a multiple of 16")
 
 
 def _check_recompute(model: ModelConfig, recompute: RecomputeConfig) -> None:

@@ -9,6 +9,7 @@ from megatron_zpp.config.options import Options, option, refusal
 _LONGEST = 2**40  # steps or samples; any product with a batch still is an int64's
 _LARGEST_BATCH = 2**22
 _LONGEST_WAIT = 30 * 24 * 60  # minutes; timers of the collective libraries overflow beyond
+HUGGINGFACE = "hf:"  # begins a --load that names a directory of Hugging Face's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,18 @@ class EvaluationConfig(Options):
     eval_interval: int = option(1000, "Iterations between evaluations.", at_least=1)
     full_validation: bool = option(False, "Evaluate each held-out window once instead of --eval-iters.")
 
+    sample_prompt: str | None = option(
+        None, "Let the model go on from this text at every evaluation, and log what it writes."
+    )
+    sample_tokens: int = option(64, "Tokens that it writes; each is a forward.", at_least=1)
+
+    def check(self) -> None:
+        """A length needs a text, and a text an evaluation."""
+        if self.sample_prompt is None and self.sample_tokens != 64:
+            raise refusal("--sample-tokens", self.sample_tokens, "needs --sample-prompt TEXT")
+        if self.sample_prompt is not None and not self.enabled:
+            raise refusal("--sample-prompt", self.sample_prompt, "needs evaluations; --eval-iters is 0")
+
     @property
     def enabled(self) -> bool:
         """Whether the run reads held-out data at all."""
@@ -78,7 +91,7 @@ class EvaluationConfig(Options):
 class CheckpointConfig(Options):
     """checkpoint: what is saved and what a run starts from"""
 
-    save: str | None = option(None, "Directory of checkpoints to write.")
+    save: str | None = option(None, "Directory of checkpoints to write.", metavar="DIR")
     save_interval: int | None = option(
         None, "Iterations between checkpoints; one is always written at the end.", at_least=1
     )
@@ -93,7 +106,10 @@ class CheckpointConfig(Options):
         None, "With --keep-last: also keep those of iterations that are a multiple of this.", at_least=1
     )
     load: str | None = option(
-        None, "Directory to go on from. Equal to --save and still empty: start from the beginning."
+        None,
+        "Directory to go on from. Equal to --save and still empty: start from the beginning. hf:DIR: the "
+        "weights of a GPT-2 in Hugging Face's format, at iteration 0.",
+        metavar="DIR",
     )
     ckpt_step: int | None = option(None, "Load this iteration instead of the latest.", at_least=1)
     load_optim: bool = option(True, "Load weights and position, not the optimizer's state.")
@@ -102,8 +118,24 @@ class CheckpointConfig(Options):
         False, "Refuse to start from the beginning when --load holds no checkpoint."
     )
 
+    @property
+    def huggingface(self) -> str | None:
+        """The directory that --load hf:DIR names."""
+        if self.load is None or not self.load.startswith(HUGGINGFACE):
+            return None
+        return self.load.removeprefix(HUGGINGFACE)
+
     def check(self) -> None:
         """Saving needs a place to save to, loading a place to load from."""
+        if self.save is not None and self.save.startswith(HUGGINGFACE):
+            tool = "python -m megatron_zpp.checkpoint.huggingface export"
+            raise refusal("--save", self.save, f"name a directory without {HUGGINGFACE}, and use {tool}")
+        if self.huggingface == "":
+            raise refusal("--load", self.load, "names no directory; give one behind the colon")
+        if self.huggingface and self.ckpt_step:
+            raise refusal(
+                "--ckpt-step", self.ckpt_step, f"--load {self.load} has no iterations; leave it out"
+            )
         if self.save is None:
             for given, flag in (
                 (self.save_interval, "--save-interval"),
@@ -167,6 +199,11 @@ class DistributedConfig(Options):
     )
     heartbeat_timeout: float = option(
         60, "Seconds after which a rank that is silent or stuck ends the run; 0 watches nobody.", at_least=0
+    )
+    preflight_timeout: float = option(
+        180,
+        "Seconds that ranks have to meet, to join and to try the network; who is missing is said every 10.",
+        above=0,
     )
     require_kernels: bool = option(
         False, "Refuse to run without the compiled kernels; else plain torch serves, more slowly."

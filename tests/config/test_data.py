@@ -36,6 +36,20 @@ from megatron_zpp.config.data import DataConfig, split_shares, weighted_prefixes
         ({"data_path": ("-1", "x")}, "the weight -1 must be a positive, finite number"),
         ({"data_path": ("nan", "x")}, "the weight nan must be"),
         ({"data_path": ("inf", "x")}, "the weight inf must be"),
+        (
+            {"data_path": ("x.jsonl",), "dataset_order": "megatron"},
+            "--dataset-order megatron: x.jsonl is text, .*preprocess_data.py",
+        ),
+        (
+            {"valid_data_path": ("hf:x",), "train_data_path": ("y",), "dataset_order": "megatron"},
+            "--dataset-order megatron: hf:x is text",
+        ),
+        ({"data_path": ("x.json.gz",), "verify_data": True}, r"--verify-data \(given\): text has no .bin"),
+        ({"data_path": ("x.jsonl", "y")}, "--data-path x.jsonl y: put a weight before each"),
+        ({"data_path": ("x.jsonl", "hf:y")}, "--data-path x.jsonl hf:y: put a weight before each"),
+        ({"data_path": ("x",), "json_key": "body"}, "--json-key body: is about text, .*leave it out"),
+        ({"data_path": ("x",), "append_eod": True}, r"--append-eod \(given\): is about text"),
+        ({"mock_data": True, "skip_bad_lines": True}, r"--skip-bad-lines \(given\): is about text"),
     ],
 )
 def test_contradictions_are_refused(settings, message):
@@ -50,6 +64,12 @@ def test_contradictions_are_refused(settings, message):
         {"data_path": ("x", "y", "z"), "split": "1"},
         {"data_path": ("0.3", "x", "7e-1", "y")},
         {"data_path": ("./1", "./2")},
+        {"data_path": ("x.jsonl", "y.jsonl.zst"), "append_eod": True, "data_cache_path": "z"},
+        {
+            "data_path": ("0.5", "x.jsonl", "0.2", "hf:y/z", "0.3", "w"),
+            "json_key": "body",
+            "verify_data": True,
+        },
         {"train_data_path": ("x",)},
         {"mock_data": True, "num_workers": 0},
     ],

@@ -1,15 +1,13 @@
 """The command line of pretrain_gpt.py: Megatron-LM's names and defaults, and what is refused."""
 
 import dataclasses
+import typing
 
 import pytest
 
+from megatron_zpp.config.deepspeed import DeepSpeedFile
 from megatron_zpp.config.root import Config, parse_args
-
-MINIMAL = (
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 100 --num-layers 2 --hidden-size 64 "
-    "--num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 10 --lr 1e-3"
-).split()
+from tests.config.command_line import MINIMAL
 
 # Megatron-LM's flags and defaults that users have in their fingers (its arguments.py, core 0.12).
 MEGATRON_DEFAULTS = {
@@ -67,6 +65,21 @@ def test_megatron_flags_are_known(flag: str, capsys: pytest.CaptureFixture) -> N
         parse_args(["--help"])
     assert left.value.code == 0
     assert f"  {flag}" in capsys.readouterr().out
+
+
+def test_help_can_be_read_and_searched(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Grouped by part; no word is cut, and only choices, which cannot be, are wider than the terminal."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    titles = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
+    parts = [*typing.get_type_hints(Config).values(), DeepSpeedFile]
+    assert titles == ["options:", *(f"{part.__doc__}:" for part in parts)]
+    assert [line for line in lines if line.rstrip().endswith("-")] == []
+    assert [line for line in lines if len(line) > 80 and "{" not in line and line not in titles] == []
 
 
 def test_a_flag_beats_the_preset() -> None:

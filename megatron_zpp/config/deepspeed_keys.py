@@ -1,0 +1,312 @@
+"""Every key of DeepSpeed's JSON file that is known here, and what becomes of it.
+
+Names and meanings are those of DeepSpeed's configuration reference and of its pydantic models (0.19).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Settings = Mapping[str, Any]  # values by place, as in {"zero.zero_stage": 3}
+Kind = Literal["a whole number", "a number", "true or false", "text", "a list of two numbers"]
+
+
+@dataclass(frozen=True)
+class Obeyed:
+    """A key that sets something; `settings(value)` raises ValueError with what would be right."""
+
+    flag: str
+    kind: Kind
+    settings: Callable[[Any], Settings]
+
+
+@dataclass(frozen=True)
+class Only:
+    """A key that may have the values that say how it is here; `otherwise` is what to do for another."""
+
+    values: tuple[Any, ...]
+    otherwise: str
+
+
+@dataclass(frozen=True)
+class Off:
+    """A block that must not be switched on by its `enabled`."""
+
+    otherwise: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A key that would change the result; `null` is the same as leaving it out."""
+
+    otherwise: str
+
+
+@dataclass(frozen=True)
+class Idle:
+    """A key that cannot matter, with any value."""
+
+    why: str
+
+
+Rule = Obeyed | Only | Off | Refused | Idle
+
+
+def _sets(place: str, kind: Kind, flag: str) -> Obeyed:
+    return Obeyed(flag, kind, lambda value: {place: value})
+
+
+def _whole(place: str, flag: str) -> Obeyed:
+    return _sets(place, "a whole number", flag)
+
+
+def _number(place: str, flag: str) -> Obeyed:
+    return _sets(place, "a number", flag)
+
+
+def _switch(place: str, flag: str) -> Obeyed:
+    return _sets(place, "true or false", flag)
+
+
+def _hpz(size: int) -> Settings:
+    if size < 0:
+        raise ValueError("must be a number of ranks; 0 and 1 are off")
+    return {"zero.zero_hpz_partition_size": str(max(size, 1))}
+
+
+def _loss_scale(scale: float) -> Settings:
+    return {"precision.loss_scale": scale or None}
+
+
+def _initial_scale(power: int) -> Settings:
+    if not 0 <= power <= 127:
+        raise ValueError("must be a power of two from 0 to 127, which float32 can hold")
+    return {"precision.initial_loss_scale": 2.0**power}
+
+
+def _betas(betas: tuple[float, float]) -> Settings:
+    return {"optimizer.adam_beta1": betas[0], "optimizer.adam_beta2": betas[1]}
+
+
+def _adamw(name: str) -> Settings:
+    if name.lower() not in ("adam", "adamw", "fusedadam"):
+        raise ValueError("must be AdamW; Adam is DeepSpeed's other name for it")
+    return {}
+
+
+def _offload(device: str) -> Settings:
+    if device not in ("cpu", "none"):
+        raise ValueError("must be cpu or none; states are not kept on disks")
+    return {"zero.zero_offload_optimizer": device == "cpu"}
+
+
+def _communication(dtype: str) -> Settings:
+    if dtype.lower() not in ("fp32", "bf16"):
+        raise ValueError(
+            "must be fp32 or bf16; fp16 gradients travel as fp16 at stages 2 and 3 by themselves"
+        )
+    return {"precision.grad_reduce_in_bf16": dtype.lower() == "bf16"}
+
+
+def _batch(place: str, flag: str) -> Obeyed:
+    def settings(size: int) -> Settings:
+        if size < 1:
+            raise ValueError("must be 1 or more")
+        return {place: size} if place else {}
+
+    return Obeyed(flag, "a whole number", settings)
+
+
+_BUFFERS = "buffers hold one unit, a layer"
+_MEAN = "the loss is divided by the ranks, before gradients are made"
+_DISK = "no states are offloaded to disks"
+_PRINTS = "only prints; the log has rates, MFU and bytes"
+_ONE_FORM = "there is one form of it"
+_NO_PARALLEL = "there is no tensor, pipeline, sequence or expert parallelism"
+
+BATCH_SIZE = "train_batch_size"
+ACCUMULATION = "gradient_accumulation_steps"
+
+_TOP: dict[str, Rule] = {
+    BATCH_SIZE: _batch("training.global_batch_size", "--global-batch-size"),
+    "train_micro_batch_size_per_gpu": _batch("training.micro_batch_size", "--micro-batch-size"),
+    ACCUMULATION: _batch("", "--global-batch-size"),
+    "steps_per_print": _whole("logging.log_interval", "--log-interval"),
+    "gradient_clipping": _number("optimizer.clip_grad", "--clip-grad"),
+    "communication_data_type": Obeyed("--grad-reduce-in-bf16", "text", _communication),
+    "prescale_gradients": Idle(_MEAN),
+    "gradient_predivide_factor": Idle(_MEAN),
+    "gradient_allreduce_op": Only(("mean",), "the gradient is the mean over all samples; leave it out"),
+    "data_types.grad_accum_dtype": Only(("fp32",), "gradients accumulate in fp32; leave it out"),
+    "scheduler": Refused(
+        "DeepSpeed's curves lag a step behind every --lr-decay-style; give constant for WarmupLR, linear for "
+        "WarmupDecayLR or cosine for WarmupCosineLR, with --lr-warmup-iters and --lr-decay-iters"
+    ),
+    "sparse_gradients": Idle("no gradient is sparse"),
+    "zero_allow_untested_optimizer": Idle("AdamW is the only optimizer"),
+    "zero_force_ds_cpu_optimizer": Idle("AdamW is the only optimizer"),
+    "managed_gradient_accumulation": Idle("micro-batches are counted here"),
+    "seq_parallel_comm_data_type": Idle(_NO_PARALLEL),
+    "use_data_before_expert_parallelism": Idle(_NO_PARALLEL),
+    "pipeline": Idle(_NO_PARALLEL),
+    "disable_allgather": Idle(_ONE_FORM),
+    "dataloader_drop_last": Idle("every batch is whole"),
+    "vocabulary_size": Idle("the tokenizer says it"),
+    "wall_clock_breakdown": Idle(_PRINTS),
+    "memory_breakdown": Idle(_PRINTS),
+    "dump_state": Idle(_PRINTS),
+    "log_level": Idle(_PRINTS),
+    "timers": Idle(_PRINTS),
+    "comms_logger": Idle(_PRINTS),
+    "flops_profiler": Idle(_PRINTS),
+    "graph_harvesting": Idle("changes speed alone"),
+    "compile": Idle("changes speed alone"),
+    "aio": Idle(_DISK),
+}
+
+_BLOCKS: dict[str, Rule] = {
+    "csv_monitor": Off("use --metrics-file FILE, a JSON object a step"),
+    "comet": Off("use --wandb-project, --tensorboard-dir or --metrics-file"),
+    "trackio": Off("use --wandb-project, --tensorboard-dir or --metrics-file"),
+    "amp": Off("use --bf16 or --fp16"),
+    "torch_autocast": Off("use --bf16 or --fp16"),
+    "data_efficiency": Off("samples are neither chosen nor shortened; leave it out"),
+    "curriculum_learning": Off("samples have one length; leave it out"),
+    "progressive_layer_drop": Off("every layer computes; leave it out"),
+    "eigenvalue": Off("it serves quantised training, which is not here; leave it out"),
+    "elasticity": Off(
+        "any number of ranks goes on from a checkpoint; give the batch size by --global-batch-size"
+    ),
+    "autotuning": Off("try a few --micro-batch-size; leave it out"),
+    "hybrid_engine": Off("this program pretrains only; leave it out"),
+    "expert_parallel": Off("there are no experts; leave it out"),
+    "nebula": Off("checkpoints go to --save; --async-save writes behind the training"),
+    "datastates_ckpt": Off("checkpoints go to --save; --async-save writes behind the training"),
+    "sparse_attention": Refused("attention is dense and causal; leave it out"),
+    "compression_training": Refused("weights are neither pruned nor trained in few bits; leave it out"),
+    "quantize_training": Refused("weights are not trained in few bits; leave it out"),
+    "tensor_parallel.autotp_size": Only((0, 1), "every rank computes whole layers; leave it out"),
+    **{
+        f"tensor_parallel.{key}": Idle(_NO_PARALLEL)
+        for key in ("preset_model", "tp_overlap_comm", "vocab_parallel_lm_head", "partition_config")
+    },
+    "sequence_parallel_size": Only((1,), "every rank computes whole samples; leave it out"),
+    "checkpoint.load_universal": Only((False,), "checkpoints load at any number of ranks as they are"),
+    "checkpoint.use_node_local_storage": Only((False,), "every rank must see all of --load; leave it out"),
+    "checkpoint.tag_validation": Idle("the ranks agree on every checkpoint"),
+    "checkpoint.parallel_write": Idle("every rank writes its own shards"),
+}
+
+_REPORTS: dict[str, Rule] = {
+    "tensorboard.enabled": Obeyed("--tensorboard-dir", "true or false", lambda on: {}),
+    "tensorboard.output_path": Obeyed("--tensorboard-dir", "text", lambda text: {}),
+    "tensorboard.job_name": Obeyed("--tensorboard-dir", "text", lambda text: {}),
+    "wandb.enabled": Obeyed("--wandb-project", "true or false", lambda on: {}),
+    "wandb.project": Obeyed("--wandb-project", "text", lambda text: {}),
+    "wandb.team": _sets("logging.wandb_entity", "text", "--wandb-entity"),
+    "wandb.group": Idle("runs are told apart by --wandb-exp-name"),
+}
+
+_OPTIMIZER: dict[str, Rule] = {
+    "optimizer.type": Obeyed("none: AdamW is the only one", "text", _adamw),
+    "optimizer.params.lr": _number("learning_rate.lr", "--lr"),
+    "optimizer.params.betas": Obeyed("--adam-beta1 --adam-beta2", "a list of two numbers", _betas),
+    "optimizer.params.eps": _number("optimizer.adam_eps", "--adam-eps"),
+    "optimizer.params.weight_decay": _number("optimizer.weight_decay", "--weight-decay"),
+    "optimizer.params.adam_w_mode": Only((True,), "weight decay is decoupled, as in AdamW; leave it out"),
+    "optimizer.params.bias_correction": Only((True,), "AdamW corrects its moments; leave it out"),
+    "optimizer.params.amsgrad": Only((False,), "AdamW has no such variant here; leave it out"),
+    "optimizer.params.max_grad_norm": Refused("use gradient_clipping or --clip-grad"),
+    "optimizer.params.torch_adam": Idle("--fused-backend says whose AdamW it is"),
+    "optimizer.legacy_fusion": Idle(_ONE_FORM),
+}
+
+_PRECISION: dict[str, Rule] = {
+    "fp16.enabled": _switch("precision.fp16", "--fp16; false without another format is --fp32"),
+    "fp16.loss_scale": Obeyed("--loss-scale; 0 is dynamic", "a number", _loss_scale),
+    "fp16.initial_scale_power": Obeyed("--initial-loss-scale", "a whole number", _initial_scale),
+    "fp16.loss_scale_window": _whole("precision.loss_scale_window", "--loss-scale-window"),
+    "fp16.hysteresis": _whole("precision.hysteresis", "--hysteresis"),
+    "fp16.min_loss_scale": _number("precision.min_loss_scale", "--min-loss-scale"),
+    "fp16.consecutive_hysteresis": Only((False,), "a window of clean steps renews it; leave it out"),
+    "fp16.auto_cast": Idle("inputs are token ids"),
+    "fp16.fused_mode": Idle(_ONE_FORM),
+    "fp16.fp16_master_weights_and_grads": Only((False,), "master weights are fp32; leave it out"),
+    "bf16.enabled": _switch("precision.bf16", "--bf16; false without another format is --fp32"),
+    "bf16.bf16_master_weights_and_grads": Only((False,), "master weights are fp32; leave it out"),
+    "bf16.bf16_optimizer_states": Only((False,), "AdamW's moments are fp32; leave it out"),
+    "bf16.immediate_grad_update": Idle(_ONE_FORM),
+}
+
+_ZERO: dict[str, Rule] = {
+    "stage": _whole("zero.zero_stage", "--zero-stage"),
+    "zero_quantized_weights": _switch("zero.zero_quantized_weights", "--zero-quantized-weights"),
+    "zero_hpz_partition_size": Obeyed("--zero-hpz-partition-size", "a whole number", _hpz),
+    "zero_quantized_gradients": _switch("zero.zero_quantized_gradients", "--zero-quantized-gradients"),
+    "offload_optimizer.device": Obeyed("--zero-offload-optimizer", "text", _offload),
+    "cpu_offload": _switch("zero.zero_offload_optimizer", "--zero-offload-optimizer"),
+    "offload_optimizer.ratio": Only((1.0,), "all of the optimizer is offloaded; leave it out"),
+    "offload_optimizer.super_offload": Only((False,), "it is for one kind of machine; leave it out"),
+    "offload_param.device": Only(("none",), "parameters stay on the GPU; use stage 3 and offload_optimizer"),
+    "cpu_offload_param": Only((False,), "parameters stay on the GPU; use stage 3 and offload_optimizer"),
+    "zeropp_loco_param": Refused(
+        "its error is a moving average that is reset; --zero-gradient-error-feedback keeps the whole error"
+    ),
+    "mics_shard_size": Only((-1,), "use zero_hpz_partition_size, which also keeps weights in small groups"),
+    "zenflow": Refused("every step uses its own gradients; leave it out"),
+    "load_from_fp32_weights": Only((True,), "checkpoints hold fp32 weights; leave it out"),
+    "zero_quantized_nontrainable_weights": Idle("every weight is trained"),
+    "mics_hierarchical_params_gather": Idle("mics_shard_size is off"),
+    "overlap_comm": Idle("gathers and reductions always overlap with computation"),
+    "contiguous_gradients": Idle("gradients lie in flat buffers"),
+    "reduce_scatter": Idle("every rank gets its shard alone"),
+    **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size", "sub_group_size"), Idle(_BUFFERS)),
+    **dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), Idle(_BUFFERS)),
+    "stage3_prefetch_bucket_size": Idle("--zero-prefetch-units says how far ahead"),
+    "stage3_param_persistence_threshold": Idle("a unit is gathered as a whole, small parameters with it"),
+    "stage3_model_persistence_threshold": Idle("a unit is gathered as a whole, small parameters with it"),
+    "stage3_module_granularity_threshold": Idle("a unit is gathered as a whole, small parameters with it"),
+    "stage3_gather_16bit_weights_on_model_save": Idle("a checkpoint's shards load at any number of ranks"),
+    "stage3_gather_fp16_weights_on_model_save": Idle("a checkpoint's shards load at any number of ranks"),
+    **dict.fromkeys(
+        (
+            *("allgather_partitions", "use_multi_rank_bucket_allreduce", "round_robin_gradients"),
+            *("stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "legacy_stage1"),
+            *("stage3_partition_stream_chunk_size", "memory_efficient_linear", "override_module_apply"),
+            *("parameter_alignment", "pipeline_loading_checkpoint", "leaf_module"),
+            *("save_muon_momentum_buffer_in_memory", "compute_grad_norm", "elastic_checkpoint"),
+        ),
+        Idle(_ONE_FORM),
+    ),
+    "ignore_unused_parameters": Idle("every parameter is used"),
+    "log_trace_cache_warnings": Idle(_PRINTS),
+    "enable_sanity_checks": Idle(_PRINTS),
+    "cpu_offload_use_pin_memory": Idle("offloaded states are pinned"),
+    "offload_optimizer.pin_memory": Idle("offloaded states are pinned"),
+    **{f"offload_optimizer.{key}": Idle(_DISK) for key in ("nvme_path", "buffer_count", "fast_init")},
+    **{f"offload_optimizer.{key}": Idle(_DISK) for key in ("pipeline_read", "pipeline_write")},
+    **{f"offload_optimizer.{key}": Idle(_ONE_FORM) for key in ("convert_grad_on_cpu", "cpuadam_cores_perc")},
+    **{
+        f"offload_param.{key}": Idle("parameters stay on the GPU")
+        for key in ("pin_memory", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
+    },
+}
+
+_RECOMPUTATION: dict[str, Rule] = {
+    "cpu_checkpointing": _switch("recompute.recompute_offload", "--recompute-offload"),
+    "partition_activations": Idle(_NO_PARALLEL),
+    "contiguous_memory_optimization": Idle(_ONE_FORM),
+    "number_checkpoints": Idle("--recompute-num-layers says how many layers one covers"),
+    "synchronize_checkpoint_boundary": Idle(_ONE_FORM),
+    "profile": Idle(_PRINTS),
+}
+
+KEYS: Mapping[str, Rule] = {
+    **_TOP,
+    **_OPTIMIZER,
+    **_PRECISION,
+    **{f"zero_optimization.{key}": rule for key, rule in _ZERO.items()},
+    **{f"activation_checkpointing.{key}": rule for key, rule in _RECOMPUTATION.items()},
+    **_REPORTS,
+    **_BLOCKS,
+}

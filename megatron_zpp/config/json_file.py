@@ -1,0 +1,100 @@
+"""Reads a JSON object that a person wrote; what is wrong with it is said with the flag, file and place."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from megatron_zpp.config.options import refusal
+
+LARGEST_FILE = 1 << 20  # bytes; settings are a page of text
+DEEPEST = 20
+
+
+def read_json_object(flag: str, path: str) -> dict[str, Any]:
+    """The object in a file. Raises ValueError that names `flag`, `path` and the place of what is wrong."""
+    try:
+        value = json.loads(
+            _text(flag, path), object_pairs_hook=_without_duplicates, parse_int=_int, parse_constant=_constant
+        )
+    except json.JSONDecodeError as error:
+        raise refusal(
+            flag,
+            path,
+            f"line {error.lineno} column {error.colno}: not JSON ({error.msg}); JSON has no comments and no "
+            "comma after the last value",
+        ) from None
+    except RecursionError:
+        raise _too_deep(flag, path) from None
+    except ValueError as error:
+        raise refusal(flag, path, str(error)) from None
+    if not isinstance(value, dict):
+        raise refusal(flag, path, "holds no JSON object; must be one, {…}")
+    _check_values(flag, path, value)
+    return value
+
+
+def shown(value: Any) -> str:
+    """A JSON value as it stands in the file, on one line, in ASCII and cut to a readable length."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def shown_key(path: str) -> str:
+    """The path of a key, as it is where that can be printed."""
+    return path if path.isascii() and path.isprintable() and 0 < len(path) <= 100 else shown(path)
+
+
+def _text(flag: str, path: str) -> str:
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(LARGEST_FILE + 1)
+    except OSError as error:
+        raise refusal(flag, path, f"cannot be read ({error.strerror}); name a JSON file") from None
+    except ValueError as error:
+        raise refusal(flag, shown(path), f"cannot be read ({error}); name a JSON file") from None
+    if len(content) > LARGEST_FILE:
+        raise refusal(flag, path, f"is longer than {LARGEST_FILE} bytes; name a JSON file of settings")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise refusal(flag, path, f"byte {error.start}: not UTF-8; name a JSON file") from None
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ValueError(f"the key {shown(key)} stands twice in one object; remove one")
+        values[key] = value
+    return values
+
+
+def _int(digits: str) -> int | float:
+    """Python refuses to read, and takes long over, thousands of digits; as a float they are infinite."""
+    return int(digits) if len(digits) < 40 else float(digits)
+
+
+def _constant(name: str) -> float:
+    return float(name)
+
+
+def _check_values(flag: str, path: str, value: dict[str, Any]) -> None:
+    """Numbers are finite and objects are not nested without end; without recursion, which would have one."""
+    rest = [("", value, 1)]
+    while rest:
+        place, container, depth = rest.pop()
+        if depth > DEEPEST:
+            raise _too_deep(flag, path)
+        items = container.items() if isinstance(container, dict) else enumerate(container)
+        for key, inner in items:
+            inside = f"{place}.{key}" if place else str(key)
+            if isinstance(inner, dict | list):
+                rest.append((inside, inner, depth + 1))
+            elif isinstance(inner, float) and not math.isfinite(inner):
+                fix = f"{shown_key(inside)} {inner}: must be a finite number"
+                raise refusal(flag, path, fix)
+
+
+def _too_deep(flag: str, path: str) -> ValueError:
+    return refusal(flag, path, f"is nested deeper than {DEEPEST} levels; name a JSON file of settings")

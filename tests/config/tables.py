@@ -1,0 +1,72 @@
+"""The tables of docs/deepspeed.md, from the code's: `python -m tests.config.tables` puts them in."""
+
+import re
+from pathlib import Path
+
+from megatron_zpp.config.deepspeed_keys import KEYS, Idle, Obeyed, Off, Only, Refused, Rule
+from megatron_zpp.config.json_file import shown
+from megatron_zpp.config.old_flags import IDLE, ONLY, REFUSED, RENAMED, OldFlag
+
+Row = tuple[str, tuple[str, ...]]  # of a key or flag, and what is said of it
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "deepspeed.md"
+
+
+def tables() -> dict[str, str]:
+    """Markdown by the name of the marker before it."""
+    return {
+        "obeyed keys": _table("key", ("today's flag",), _of(Obeyed)),
+        "bound keys": _table("key", ("possible", "otherwise"), _of(Only, Off, Refused)),
+        "idle keys": _table("key", ("why it cannot matter",), _of(Idle)),
+        "renamed flags": _table(
+            "old flag", ("today's",), [(_typed(flag), (flag.today,)) for flag in RENAMED]
+        ),
+        "bound flags": _table(
+            "flag", ("possible", "otherwise"), [_bound(flag) for flag in (*ONLY, *REFUSED)]
+        ),
+        "idle flags": _table("flag", ("why it has no effect",), [(flag.name, (flag.why,)) for flag in IDLE]),
+    }
+
+
+def page(text: str) -> str:
+    """A page with the tables as they must be, each behind its marker."""
+    for name, table in tables().items():
+        marker = f"<!-- {name} -->\n"
+        assert text.count(marker) == 1, marker
+        text = re.sub(rf"{marker}(\|.*\n)*", lambda _, put=f"{marker}{table}\n": put, text)
+    return text
+
+
+def _table(name: str, titles: tuple[str, ...], rows: list[Row]) -> str:
+    """Names of which the same is said share a line."""
+    merged: dict[tuple[str, ...], list[str]] = {}
+    for one, said in rows:
+        merged.setdefault(said, []).append(f"`{one}`")
+    cells = [(name, *titles), ("---",) * (1 + len(titles))]
+    cells += [(", ".join(names), *said) for said, names in merged.items()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
+def _of(*kinds: type) -> list[Row]:
+    return [(key, _said(rule)) for key, rule in KEYS.items() if isinstance(rule, kinds)]
+
+
+def _said(rule: Rule) -> tuple[str, ...]:
+    if isinstance(rule, Obeyed):
+        return (rule.flag,)
+    if isinstance(rule, Idle):
+        return (rule.why,)
+    if isinstance(rule, Only):
+        return " or ".join(f"`{shown(value)}`" for value in rule.values), rule.otherwise
+    return "off" if isinstance(rule, Off) else "nothing", rule.otherwise
+
+
+def _typed(flag: OldFlag) -> str:
+    return flag.name if flag.takes is None else f"{flag.name} {flag.name.rsplit('-', 1)[-1].upper()}"
+
+
+def _bound(flag: OldFlag) -> Row:
+    return flag.name, (" or ".join(f"`{value}`" for value in flag.allowed) or "nothing", flag.otherwise)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))

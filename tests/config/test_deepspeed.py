@@ -1,0 +1,405 @@
+"""DeepSpeed's JSON file: each key against the flag that says the same today, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_zpp.config.deepspeed_keys import KEYS, Idle, Obeyed, Off, Only, Refused
+from megatron_zpp.config.options import UsageError
+from megatron_zpp.config.root import CommandLine, parse_args, parse_command_line
+from tests.config.command_line import MINIMAL, without
+
+BASELINE = parse_args(MINIMAL)
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """ds.json in the current directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "ds.json"
+
+
+def parse(file: Path, content: Any, *extra: str, argv: list[str] = MINIMAL, ranks: int = 1) -> CommandLine:
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return parse_command_line([*argv, "--deepspeed_config", file.name, *extra], ranks=lambda plan: ranks)
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """{"a": {"b": value}} for "a.b"."""
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
+
+
+def zero(**keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": keys}
+
+
+# What today's flags would be, written from DeepSpeed's reference.
+OBEYED = [
+    ({"train_batch_size": 8}, "--global-batch-size 8"),
+    ({"train_micro_batch_size_per_gpu": 2}, "--micro-batch-size 2"),
+    ({"gradient_accumulation_steps": 3}, "--global-batch-size 6"),
+    ({"gradient_accumulation_steps": 3.0}, "--global-batch-size 6"),
+    ({"steps_per_print": 7}, "--log-interval 7"),
+    ({"gradient_clipping": 0.5}, "--clip-grad 0.5"),
+    ({"gradient_clipping": 0}, "--clip-grad 0"),
+    ({"communication_data_type": "bf16"}, "--grad-reduce-in-bf16"),
+    ({"communication_data_type": "fp32"}, ""),
+    ({"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}, "--lr 1e-3"),
+    ({"optimizer": {"type": "AdamW", "params": {"betas": [0.8, 0.95]}}}, "--adam-beta1 .8 --adam-beta2 .95"),
+    ({"optimizer": {"params": {"eps": 1e-6, "weight_decay": 1}}}, "--adam-eps 1e-6 --weight-decay 1"),
+    ({"fp16": {"enabled": True}}, "--fp16"),
+    ({"fp16": {"enabled": True, "loss_scale": 0}}, "--fp16"),
+    ({"fp16": {"enabled": True, "loss_scale": 128}}, "--fp16 --loss-scale 128"),
+    ({"fp16": {"enabled": True, "initial_scale_power": 16}}, "--fp16 --initial-loss-scale 65536"),
+    ({"fp16": {"enabled": True, "loss_scale_window": 500}}, "--fp16 --loss-scale-window 500"),
+    ({"fp16": {"enabled": True, "hysteresis": 3}}, "--fp16 --hysteresis 3"),
+    ({"fp16": {"enabled": True, "min_loss_scale": 4}}, "--fp16 --min-loss-scale 4"),
+    ({"bf16": {"enabled": True}, "fp16": {"enabled": False}}, "--bf16"),
+    ({"bf16": {"enabled": False}}, "--fp32"),
+    ({"fp16": {"enabled": False}}, "--fp32"),
+    (zero(stage=2), "--zero-stage 2"),
+    (zero(stage=1.0, zero_quantized_weights=True), "--zero-stage 1 --zero-quantized-weights"),
+    (zero(stage=3, zero_quantized_gradients=True), "--zero-stage 3 --zero-quantized-gradients"),
+    (zero(stage=3, zero_quantized_weights=False, zero_quantized_gradients=False), "--zero-stage 3"),
+    (zero(stage=3, zero_hpz_partition_size=16), "--zero-stage 3 --zero-hpz-partition-size 16"),
+    (zero(stage=3, zero_hpz_partition_size=0), "--zero-stage 3"),
+    (zero(stage=2, offload_optimizer={"device": "cpu"}), "--zero-stage 2 --zero-offload-optimizer"),
+    (zero(stage=2, offload_optimizer={"device": "none"}), "--zero-stage 2"),
+    (zero(stage=2, cpu_offload=True), "--zero-stage 2 --zero-offload-optimizer"),
+    (
+        {"tensorboard": {"enabled": True, "output_path": "out", "job_name": "gpt"}},
+        "--tensorboard-dir out/gpt",
+    ),
+    ({"tensorboard": {"enabled": True}}, "--tensorboard-dir DeepSpeedJobName"),
+    ({"tensorboard": {"enabled": False, "output_path": "out"}}, ""),
+    ({"wandb": {"enabled": True, "project": "p", "team": "t"}}, "--wandb-project p --wandb-entity t"),
+    ({"wandb": {"enabled": True}}, "--wandb-project deepspeed"),
+    ({"wandb": {"project": "p", "team": "t"}}, ""),
+    ({}, ""),
+]
+
+
+@pytest.mark.parametrize(("content", "today"), OBEYED, ids=[json.dumps(content) for content, _ in OBEYED])
+def test_a_key_says_what_todays_flag_says(file: Path, content: dict[str, Any], today: str) -> None:
+    assert parse(file, content).config == parse_args([*MINIMAL, *today.split()])
+
+
+def test_recomputation_may_be_offloaded(file: Path) -> None:
+    full = "--recompute-granularity full --recompute-method uniform".split()
+    block = {"activation_checkpointing": {"cpu_checkpointing": True}}
+    assert parse(file, block, *full).config == parse_args([*MINIMAL, *full, "--recompute-offload"])
+
+
+def test_every_obeyed_key_has_a_test() -> None:
+    def paths(value: Any, block: str = "") -> set[str]:
+        if not isinstance(value, dict):
+            return {block}
+        return {path for key, inner in value.items() for path in paths(inner, f"{block}.{key}".lstrip("."))}
+
+    tested = {path for content, _ in OBEYED for path in paths(content)}
+    obeyed = {key for key, rule in KEYS.items() if isinstance(rule, Obeyed)}
+    assert obeyed - tested == {"activation_checkpointing.cpu_checkpointing"}
+
+
+@pytest.mark.parametrize("key", [key for key, rule in KEYS.items() if isinstance(rule, Idle)])
+def test_a_key_that_cannot_matter_is_listed_once(file: Path, key: str) -> None:
+    parsed = parse(file, nested(key, 1e8))
+    assert parsed.config == BASELINE
+    assert parsed.notes == (f"--deepspeed_config ds.json: no effect here: {key}",)
+
+
+@pytest.mark.parametrize("key", [key for key, rule in KEYS.items() if isinstance(rule, Only)])
+def test_a_key_with_one_possible_value(file: Path, key: str) -> None:
+    rule, on = KEYS[key], {"fp16": {"enabled": True}} if key.startswith("fp16") else {}
+    on = {"bf16": {"enabled": True}} if key.startswith("bf16") else on
+
+    def content(value: Any) -> dict[str, Any]:
+        made = nested(key, value)
+        for block, inner in on.items():
+            made[block].update(inner)
+        return made
+
+    baseline = parse_args([*MINIMAL, *(f"--{block}" for block in on)])
+    for value in (*rule.values, None, "auto"):
+        assert parse(file, content(value)) == CommandLine(baseline, ())
+    for value in ("other", 12345, not rule.values[0] if isinstance(rule.values[0], bool) else True):
+        with pytest.raises(UsageError) as refused:
+            parse(file, content(value))
+        said = f"--deepspeed_config ds.json: {key} {json.dumps(value)}: only "
+        assert str(refused.value).startswith(said)
+        assert str(refused.value).endswith(rule.otherwise)
+
+
+@pytest.mark.parametrize("key", [key for key, rule in KEYS.items() if isinstance(rule, Off)])
+def test_a_block_that_must_stay_off(file: Path, key: str) -> None:
+    for block in ({}, {"enabled": False, "more": 1}, {"enabled": "auto"}, {"enabled": None}, None):
+        assert parse(file, nested(key, block)) == CommandLine(BASELINE, ())
+    with pytest.raises(UsageError, match=rf"ds\.json: {key}\.enabled true: not here: "):
+        parse(file, nested(key, {"enabled": True}))
+    with pytest.raises(UsageError, match=rf"ds\.json: {key} 3: must be an object"):
+        parse(file, nested(key, 3))
+
+
+@pytest.mark.parametrize("key", [key for key, rule in KEYS.items() if isinstance(rule, Refused)])
+def test_a_key_that_would_change_the_result(file: Path, key: str) -> None:
+    assert parse(file, nested(key, None)) == CommandLine(BASELINE, ())
+    with pytest.raises(UsageError, match=rf'^--deepspeed_config ds\.json: {key} \{{"a": 1\}}: not here: '):
+        parse(file, nested(key, {"a": 1}))
+
+
+# Keys that DeepSpeed's reference documents outside the blocks above, and its examples use.
+DOCUMENTED = """
+    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps steps_per_print
+    optimizer.type optimizer.params scheduler communication_data_type prescale_gradients
+    gradient_predivide_factor sparse_gradients fp16.enabled fp16.auto_cast fp16.loss_scale
+    fp16.initial_scale_power fp16.loss_scale_window fp16.hysteresis fp16.consecutive_hysteresis
+    fp16.min_loss_scale bf16.enabled amp gradient_clipping aio flops_profiler wall_clock_breakdown dump_state
+    zero_optimization.stage zero_optimization.allgather_partitions zero_optimization.allgather_bucket_size
+    zero_optimization.overlap_comm zero_optimization.reduce_scatter zero_optimization.reduce_bucket_size
+    zero_optimization.contiguous_gradients zero_optimization.offload_param zero_optimization.sub_group_size
+    zero_optimization.offload_optimizer zero_optimization.stage3_max_live_parameters
+    zero_optimization.stage3_max_reuse_distance zero_optimization.stage3_prefetch_bucket_size
+    zero_optimization.stage3_param_persistence_threshold zero_optimization.elastic_checkpoint
+    zero_optimization.stage3_gather_16bit_weights_on_model_save zero_optimization.ignore_unused_parameters
+    zero_optimization.round_robin_gradients zero_optimization.zero_hpz_partition_size
+    zero_optimization.zero_quantized_weights zero_optimization.zero_quantized_gradients
+    zero_optimization.zero_quantized_nontrainable_weights zero_optimization.zeropp_loco_param
+    zero_optimization.mics_shard_size zero_optimization.mics_hierarchical_params_gather
+    zero_optimization.log_trace_cache_warnings zero_optimization.load_from_fp32_weights
+    activation_checkpointing.partition_activations activation_checkpointing.cpu_checkpointing
+    activation_checkpointing.contiguous_memory_optimization activation_checkpointing.number_checkpoints
+    activation_checkpointing.synchronize_checkpoint_boundary activation_checkpointing.profile
+    sparse_attention data_efficiency curriculum_learning tensorboard wandb csv_monitor comet elasticity
+    autotuning comms_logger compression_training checkpoint data_types.grad_accum_dtype
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer memory_breakdown hybrid_engine
+    progressive_layer_drop eigenvalue pipeline
+""".split()
+
+
+def test_what_deepspeed_documents_is_known(file: Path) -> None:
+    content: dict[str, Any] = {}
+    for key in DOCUMENTED:
+        block, _, name = key.rpartition(".")
+        (content.setdefault(block, {}) if block else content)[name] = None
+    assert parse(file, content) == CommandLine(BASELINE, ())
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (zero(stag=3), "zero_optimization.stag: is no key …; did you mean zero_optimization.stage?"),
+        ({"zero_optimisation": {}}, "zero_optimisation: is no key …; did you mean zero_optimization?"),
+        ({"stage": 3}, "stage: is no key of DeepSpeed's"),
+        ({"fp16.enabled": True}, "fp16.enabled: is no key of DeepSpeed's"),
+        ({"é\n": 3}, '"\\u00e9\\n": is no key'),
+        (
+            zero(stage=4),
+            "--zero-stage 4: must be at most 3 (--zero-stage is --deepspeed_config ds.json: …stage)",
+        ),
+        (zero(stage="3"), 'zero_optimization.stage "3": must be a whole number'),
+        (zero(stage=2.5), "zero_optimization.stage 2.5: must be a whole number"),
+        (zero(stage=True), "zero_optimization.stage true: must be a whole number"),
+        (
+            zero(stage=3, zero_quantized_weights=1),
+            "zero_optimization.zero_quantized_weights 1: must be true or",
+        ),
+        (zero(stage=2, zero_hpz_partition_size=4), "--zero-hpz-partition-size 4: needs --zero-stage 3 (…"),
+        (zero(stage=3, zero_hpz_partition_size=-1), "zero_hpz_partition_size -1: must be a number of ranks"),
+        (zero(offload_optimizer={"device": "nvme"}), 'offload_optimizer.device "nvme": must be cpu or none'),
+        ({"zero_optimization": True}, "zero_optimization true: must be an object"),
+        ({"zero_optimization": [3]}, "zero_optimization [3]: must be an object"),
+        ({"train_batch_size": 0}, "train_batch_size 0: must be 1 or more"),
+        (
+            {"gradient_clipping": -1},
+            "--clip-grad -1.0: must be at least 0 (--clip-grad is …gradient_clipping)",
+        ),
+        ({"communication_data_type": "int8"}, 'communication_data_type "int8": must be fp32 or bf16'),
+        ({"optimizer": {"type": "Lamb"}}, 'optimizer.type "Lamb": must be AdamW'),
+        ({"optimizer": {"params": {"betas": [0.9]}}}, "betas [0.9]: must be a list of two numbers"),
+        ({"optimizer": {"params": {"betas": [0.9, 1]}}}, "--adam-beta2 1.0: must be below 1 (…betas)"),
+        (
+            {"fp16": {"enabled": True, "initial_scale_power": 200}},
+            "initial_scale_power 200: must be a power of",
+        ),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "--fp16 (given): contradicts --bf16"),
+        ({"scheduler": {"type": "WarmupLR"}}, 'scheduler {"type": "WarmupLR"}: not here: …--lr-decay-style'),
+        (zero(zeropp_loco_param={"err_beta": 0.8}), "zeropp_loco_param … --zero-gradient-error-feedback"),
+    ],
+    ids=str,
+)
+def test_a_value_that_cannot_be_obeyed(file: Path, content: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        parse(file, content)
+    message, place = str(refused.value), 0
+    assert "\n" not in message
+    assert "ds.json" in message
+    for part in said.split("…"):
+        place = message.index(part.strip(), place)
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "said"),
+    [
+        (zero(stage=3), "--zero-stage 2", "zero_optimization.stage 3: contradicts --zero-stage 2"),
+        (
+            {"train_micro_batch_size_per_gpu": 4},
+            "--micro-batch-size 8",
+            "train_micro_batch_size_per_gpu 4: contradicts --micro-batch-size 8",
+        ),
+        ({"fp16": {"enabled": False}}, "--fp16", "fp16.enabled false: contradicts --fp16;"),
+        ({"fp16": {"enabled": True, "loss_scale": 0}}, "--fp16 --loss-scale 8", "contradicts --loss-scale 8"),
+        (
+            zero(stage=3, zero_quantized_weights=False),
+            "--zero-quantized-weights",
+            "zero_quantized_weights false: contradicts --zero-quantized-weights;",
+        ),
+        (
+            zero(stage=3, zero_hpz_partition_size=4),
+            "--zero-hpz-partition-size auto",
+            "zero_hpz_partition_size 4: contradicts --zero-hpz-partition-size auto",
+        ),
+        (
+            zero(stage=2, cpu_offload=True, offload_optimizer={"device": "none"}),
+            "",
+            'offload_optimizer.device "none": contradicts --deepspeed_config ds.json: …cpu_offload',
+        ),
+        ({"gradient_clipping": 1}, "--clip-grad 2", "gradient_clipping 1: contradicts --clip-grad 2.0"),
+        (
+            {"train_micro_batch_size_per_gpu": 4},
+            "--batch-size 2",
+            "train_micro_batch_size_per_gpu 4: contradicts --micro-batch-size 2",
+        ),
+    ],
+)
+def test_what_the_command_line_says_otherwise(file: Path, content: Any, flags: str, said: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        parse(file, content, *flags.split())
+    place = 0
+    for part in said.split("…"):
+        place = str(refused.value).index(part, place)
+
+
+@pytest.mark.parametrize(
+    ("content", "flags"),
+    [
+        (zero(stage=3, zero_hpz_partition_size=4), "--zero-stage 3 --zero-hpz-partition-size 4"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 16}}, "--fp16 --initial-loss-scale 65536"),
+        ({"gradient_clipping": 1}, "--clip-grad 1.0"),
+        ({"bf16": {"enabled": False}}, "--fp16"),
+    ],
+)
+def test_what_the_command_line_says_alike(file: Path, content: Any, flags: str) -> None:
+    assert parse(file, content, *flags.split()).config == parse_args([*MINIMAL, *flags.split()])
+
+
+def test_auto_and_null_are_what_the_command_line_says(file: Path) -> None:
+    flags = "--zero-stage 3 --fp16 --clip-grad 0.5".split()
+    for word in ("auto", None):
+        content = {
+            "train_batch_size": word,
+            "train_micro_batch_size_per_gpu": word,
+            "gradient_accumulation_steps": word,
+            "gradient_clipping": word,
+            "fp16": {"enabled": word, "loss_scale": word, "initial_scale_power": 16},
+            "optimizer": {"type": "AdamW", "params": {"lr": word, "betas": word, "weight_decay": word}},
+            "zero_optimization": {"stage": word, "zero_quantized_weights": word},
+        }
+        expected = parse_args([*MINIMAL, *flags, "--initial-loss-scale", "65536"])
+        assert parse(file, content, *flags) == CommandLine(expected, ())
+
+
+BATCHES = [  # (train_batch_size, micro, accumulation, ranks), flags -> (global, micro) or the refusal
+    ((32, 4, 2, 4), "", (32, 4)),
+    ((32, 4, None, 4), "", (32, 4)),
+    ((32, None, 2, 4), "", (32, 4)),
+    ((None, 4, 2, 4), "", (32, 4)),
+    ((32, None, None, 4), "", (32, 8)),
+    ((None, 4, None, 4), "", (None, 4)),
+    ((None, None, 2, 4), "--micro-batch-size 4", (32, 4)),
+    ((None, None, 2, 4), "--global-batch-size 32", (32, 4)),
+    ((None, None, 2, 4), "--global-batch-size 32 --micro-batch-size 4", (32, 4)),
+    ((32, None, None, 4), "--micro-batch-size 2", (32, 2)),
+    ((64, 4, 2, 4), "", "train_batch_size 64: must be 32, train_micro_batch_size_per_gpu 4 × "),
+    ((32, 4, 2, 8), "", "train_batch_size 32: must be 64, "),
+    (
+        (30, None, 2, 4),
+        "",
+        "train_batch_size 30: must be a multiple of gradient_accumulation_steps 2 × 4 ranks",
+    ),
+    ((30, None, None, 4), "", "train_batch_size 30: must be a multiple of gradient_accumulation_steps 1 × 4"),
+    (
+        (None, None, 2, 4),
+        "--global-batch-size 9 --micro-batch-size 4",
+        "--global-batch-size 9: must be 32, --mic",
+    ),
+    ((None, None, 0, 4), "--micro-batch-size 4", "gradient_accumulation_steps 0: must be 1 or more"),
+    ((None, None, 2, 4), "", "--micro-batch-size (not given)"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "flags", "expected"), BATCHES)
+def test_the_three_sizes_of_a_batch(file: Path, sizes: tuple, flags: str, expected: tuple | str) -> None:
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    content = {key: size for key, size in zip(keys, sizes, strict=False) if size is not None}
+    argv = [*without("--micro-batch-size"), *flags.split()]
+    if isinstance(expected, str):
+        with pytest.raises(UsageError) as refused:
+            parse(file, content, argv=argv, ranks=sizes[-1])
+        assert expected in str(refused.value)
+    else:
+        training = parse(file, content, argv=argv, ranks=sizes[-1]).config.training
+        assert (training.global_batch_size, training.micro_batch_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "line 1 column 1: not JSON"),
+        ('{"fp16": {"enabled": true}, // half\n}', "line 1 column 29: not JSON (…); JSON has no comments"),
+        ('{\n  "gradient_clipping": 1.0,\n}', "line 3 column 1: not JSON (…"),
+        ('{"gradient_clipping": 1.0', "not JSON"),
+        ("[1, 2]", "holds no JSON object"),
+        ("3", "holds no JSON object"),
+        ('{"a": 1, "a": 2}', 'the key "a" stands twice in one object'),
+        ('{"zero_optimization": {"stage": 2, "stage": 2}}', 'the key "stage" stands twice'),
+        ('{"gradient_clipping": NaN}', "gradient_clipping nan: must be a finite number"),
+        ('{"aio": {"block_size": [1, -Infinity]}}', "aio.block_size.1 -inf: must be a finite number"),
+        ('{"gradient_clipping": 1e999}', "gradient_clipping inf: must be a finite number"),
+        ('{"gradient_clipping": ' + "9" * 5000 + "}", "gradient_clipping inf: must be a finite number"),
+        ('{"aio": ' + "[" * 30 + "]" * 30 + "}", "is nested deeper than 20 levels"),
+        ("[" * 100_000, "is nested deeper than 20 levels"),
+        ('{"aio": "' + "x" * (1 << 20) + '"}', "is longer than 1048576 bytes"),
+    ],
+    ids=range(15),
+)
+def test_a_file_that_is_no_json_object(file: Path, text: str, said: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        parse(file, text)
+    message = str(refused.value)
+    assert message.startswith("--deepspeed_config ds.json: ")
+    assert "\n" not in message
+    assert len(message) < 300
+    place = 0
+    for part in said.split("…"):
+        place = message.index(part, place)
+
+
+def test_a_file_that_cannot_be_read(file: Path) -> None:
+    file.write_bytes(b'{"a": "\xff"}')
+    for name, said in (
+        ("gone.json", "cannot be read (No such file or directory); name"),
+        (".", "cannot be read (Is a directory); name"),
+        ("a\0b", "cannot be read (embedded null byte); name"),
+        ("ds.json", "byte 7: not UTF-8; name"),
+    ):
+        with pytest.raises(UsageError, match=r"^--deepspeed_config ") as refused:
+            parse_args([*MINIMAL, "--deepspeed_config", name])
+        assert said in str(refused.value)
+
+
+def test_a_byte_order_mark_is_no_harm(file: Path) -> None:
+    assert parse(file, '\ufeff{"gradient_clipping": 2}').config.optimizer.clip_grad == 2.0

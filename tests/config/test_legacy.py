@@ -1,0 +1,187 @@
+"""Old flags of Megatron-LM and Megatron-DeepSpeed: each against today's, and the tutorial's command."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.config.old_flags import IDLE, ONLY, REFUSED, RENAMED
+from megatron_zpp.config.options import UsageError
+from megatron_zpp.config.root import CommandLine, parse_args, parse_command_line
+from tests.config.command_line import MINIMAL, without
+from tests.config.tables import PAGE, page
+
+BASELINE = parse_args(MINIMAL)
+FULL = "--recompute-granularity full --recompute-method uniform"
+OLD = [  # what was typed, and what says the same today
+    ("--batch-size 2", "--micro-batch-size 2"),
+    ("--warmup 0.1", "--lr-warmup-fraction 0.1"),
+    ("--layernorm-epsilon 1e-6", "--norm-epsilon 1e-6"),
+    ("--encoder-seq-length 32", "--seq-length 32"),
+    ("--checkpoint-activations", FULL),
+    ("--activations-checkpoint-method uniform", FULL),
+    ("--activations-checkpoint-method block", "--recompute-granularity full --recompute-method block"),
+    (f"{FULL} --checkpoint-num-layers 2", f"{FULL} --recompute-num-layers 2"),
+    (f"{FULL} --activations-checkpoint-num-layers 2", f"{FULL} --recompute-num-layers 2"),
+    ("--recompute-method block --checkpoint-granularity full", "--recompute-method block " + FULL[:28]),
+    ("--recompute-granularity full --checkpoint-method uniform", FULL),
+    (f"{FULL} --checkpoint-in-cpu", f"{FULL} --recompute-offload"),
+    ("--cpu-optimizer", "--zero-offload-optimizer"),
+    ("--optimizer-cpu-offload", "--zero-offload-optimizer"),
+    ("--use-distributed-optimizer", "--zero-stage 1"),
+    ("--zero-stage 3 --use-distributed-optimizer", "--zero-stage 3"),
+]
+
+
+def parse(line: str) -> CommandLine:
+    return parse_command_line([*MINIMAL, *line.split()])
+
+
+@pytest.mark.parametrize(("old", "today"), OLD)
+def test_an_old_name_says_what_todays_says_with_one_note(old: str, today: str) -> None:
+    parsed = parse(old)
+    assert parsed.config == parse_args([*MINIMAL, *today.split()])
+    (note,) = parsed.notes
+    (name,) = [word for word in old.split() if word in {flag.name for flag in RENAMED}]
+    assert note.startswith(f"{name}: an old name; today's is --")
+    for flag in [word for word in today.split() if word.startswith("--") and word not in old]:
+        assert flag in note
+
+
+def test_every_old_name_has_a_test() -> None:
+    assert {flag.name for flag in RENAMED} <= {word for old, _ in OLD for word in old.split()}
+
+
+def test_an_old_name_may_stand_where_todays_is_needed() -> None:
+    argv = [*without("--micro-batch-size"), "--batch-size", "2"]
+    assert parse_args(argv) == parse_args(MINIMAL)
+
+
+VALUES = {int: "3", float: "5e8", str: "word", None: ""}
+
+
+@pytest.mark.parametrize("flag", IDLE, ids=lambda flag: flag.name)
+def test_a_flag_without_effect_gets_one_note(flag) -> None:
+    parsed = parse(f"{flag.name} {VALUES[flag.takes]}")
+    assert parsed.config == BASELINE
+    assert parsed.notes == (f"{flag.name}: no effect here: {flag.why}",)
+
+
+@pytest.mark.parametrize("flag", ONLY, ids=lambda flag: flag.name)
+def test_a_flag_with_one_possible_value(flag) -> None:
+    for value in flag.allowed:
+        parsed = parse(f"{flag.name} {value}")
+        assert parsed.config == BASELINE
+        assert [note.split(":")[0] for note in parsed.notes] == [flag.name] * bool(flag.today)
+    with pytest.raises(UsageError, match=rf"^{flag.name} \w+: only .* is possible: "):
+        parse(f"{flag.name} {VALUES[flag.takes]}")
+
+
+@pytest.mark.parametrize("flag", REFUSED, ids=lambda flag: flag.name)
+def test_a_flag_that_would_change_the_result(flag) -> None:
+    for value, shown in (("", "(given)"), ("8", "8"), ("1 2", "1 2")):
+        with pytest.raises(UsageError) as refused:
+            parse(f"{flag.name} {value}")
+        assert str(refused.value) == f"{flag.name} {shown}: not here: {flag.otherwise}"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "--batch-size 4",
+            "--batch-size 4: contradicts --micro-batch-size 2; make them equal or leave one out",
+        ),
+        ("--batch-size two", "argument --batch-size: invalid int value: 'two'"),
+        (
+            "--layernorm-epsilon 0",
+            "--norm-epsilon 0.0: must be above 0 (--norm-epsilon is --layernorm-epsilon)",
+        ),
+        ("--checkpoint-activations --recompute-method block", "contradicts --recompute-method block"),
+        (
+            "--checkpoint-activations --recompute-activations",
+            "(--recompute-granularity is --checkpoint-activ",
+        ),
+        (
+            "--activations-checkpoint-method all",
+            "--activations-checkpoint-method all: must be uniform or block",
+        ),
+        (
+            "--checkpoint-in-cpu",
+            "needs --recompute-granularity full (--recompute-offload is --checkpoint-in-cpu)",
+        ),
+        (
+            "--checkpoint-num-layers 2",
+            "needs --recompute-granularity full (--recompute-num-layers is --checkp",
+        ),
+        ("--use-distributed-optimizer --zero-stage 0", "(given): contradicts --zero-stage 0; leave one out"),
+        ("--deepspeed yes", "unrecognized argument yes"),
+        ("--batch-siz 2", "unrecognized argument --batch-siz 2; did you mean --micro-batch-size?"),
+    ],
+)
+def test_a_value_that_cannot_be_obeyed(line: str, said: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        parse(line)
+    assert said in str(refused.value)
+
+
+def test_help_names_old_flags_briefly(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    text = capsys.readouterr().out
+    last = text.index("Old flags")
+    for flag in RENAMED:
+        assert flag.name in text[last:]
+        assert f"  {flag.name}" not in text[:last]
+
+
+# The ZeRO++ tutorial's, as printed.
+TUTORIAL = (
+    "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers 40 --hidden-size 6144 "
+    "--seq-length 512 --num-attention-heads 32 --batch-size 1 --zero-stage 3 "
+    "--deepspeed_config ds_zeropp_config.json --deepspeed-activation-checkpointing --fp16 "
+    "--checkpoint-activations"
+)
+TUTORIAL_FILE = {
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": 10000000,
+        "reduce_scatter": True,
+        "zero_quantized_weights": True,
+        "zero_hpz_partition_size": 16,
+        "zero_quantized_gradients": True,
+        "contiguous_gradients": True,
+        "overlap_comm": True,
+    }
+}
+ADDED = "--mock-data --tokenizer-type NullTokenizer --vocab-size 100 --train-iters 10 --lr 1e-3"
+
+
+@pytest.mark.parametrize("flag", ["--deepspeed_config", "--deepspeed-config"])
+def test_the_tutorials_command_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ds_zeropp_config.json").write_text(json.dumps(TUTORIAL_FILE))
+    line = TUTORIAL.replace("--deepspeed_config", flag)
+    parsed = parse_command_line(f"--deepspeed {line} {ADDED}".split(), ranks=lambda plan: 16)
+    today = (
+        "--num-layers 40 --hidden-size 6144 --seq-length 512 --num-attention-heads 32 --micro-batch-size 1 "
+        f"--fp16 {FULL} --zero-stage 3 --zero-quantized-weights --zero-hpz-partition-size 16 "
+        "--zero-quantized-gradients"
+    )
+    assert parsed.config == parse_args(f"{today} {ADDED}".split())
+    assert [note.split(":")[0] for note in parsed.notes] == [
+        "--deepspeed",
+        "--batch-size",
+        "--deepspeed-activation-checkpointing",
+        "--checkpoint-activations",
+        "--deepspeed_config ds_zeropp_config.json",
+    ]
+    assert parsed.notes[-1].endswith(
+        "no effect here: zero_optimization.contiguous_gradients, zero_optimization.overlap_comm, "
+        "zero_optimization.reduce_bucket_size, zero_optimization.reduce_scatter"
+    )
+
+
+def test_the_page_has_every_key_and_flag() -> None:
+    """`python -m tests.config.tables` mends it."""
+    assert PAGE.read_text() == page(PAGE.read_text())
