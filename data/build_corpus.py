@@ -11,9 +11,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any di
 
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import REQUIRED, Options, option, parse_options, refusal
+from megatron_zpp.config.text import JSON_LINES, plain_suffix
 from megatron_zpp.corpus.compression import replacing
 from megatron_zpp.corpus.hub import read_hub
-from megatron_zpp.corpus.inputs import JSON_LINES, find_files, plain_suffix
+from megatron_zpp.corpus.inputs import find_files
 from megatron_zpp.corpus.problems import Report
 from megatron_zpp.corpus.progress import Progress
 from megatron_zpp.corpus.python_source import read_source, source_files, standard_library

@@ -12,9 +12,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any di
 
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import REQUIRED, Options, UsageError, option, parse_all, refusal
+from megatron_zpp.config.text import plain_suffix
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.corpus.encode import Encoder
-from megatron_zpp.corpus.inputs import TEXT, find_files, partition, plain_suffix
+from megatron_zpp.corpus.inputs import TEXT, find_files, partition
 from megatron_zpp.corpus.partitions import encode_partitions
 from megatron_zpp.corpus.pieces import Piece
 from megatron_zpp.corpus.problems import Report

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-SUFFIXES = (".gz", ".zst")
 _CHUNK = 32 << 10  # of compressed bytes; what it expands to is held at once
 
 

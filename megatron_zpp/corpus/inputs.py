@@ -9,9 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from megatron_zpp.config.options import refusal
-from megatron_zpp.corpus.compression import SUFFIXES, Decompressed
+from megatron_zpp.config.text import JSON_LINES, SUFFIXES, plain_suffix
+from megatron_zpp.corpus.compression import Decompressed
 
-JSON_LINES = (".jsonl", ".json", ".ndjson")
 TEXT = (".txt",)
 
 
@@ -58,12 +58,6 @@ def _find(pattern: str) -> list[str]:
     if os.path.exists(pattern):
         return [pattern]
     return sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
-
-
-def plain_suffix(path: str) -> str:
-    """What a name ends in, with its compression taken off: `.jsonl` of `a.jsonl.gz`."""
-    stem, suffix = os.path.splitext(path)
-    return os.path.splitext(stem)[1] if suffix in SUFFIXES else suffix
 
 
 def whole(path: str) -> Span:

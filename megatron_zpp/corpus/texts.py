@@ -4,7 +4,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron_zpp.config.options import refusal
-from megatron_zpp.corpus.inputs import JSON_LINES, TEXT, plain_suffix, read_blocks, whole
+from megatron_zpp.config.text import JSON_LINES, plain_suffix
+from megatron_zpp.corpus.inputs import TEXT, read_blocks, whole
 from megatron_zpp.corpus.json_lines import MALFORMED, parse_lines, split_lines
 from megatron_zpp.corpus.problems import Problem, Problems
 

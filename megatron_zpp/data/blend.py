@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
+from typing import Protocol
 
 import numpy as np
 
-from megatron_zpp.data.samples import Samples
+from megatron_zpp.data.samples import Epochs, Samples
 
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
@@ -53,6 +54,20 @@ class Blend:
             pending += [(first, middle, members[left]), (middle, last, members[~left])]
         return which, numbers.astype(np.int64)
 
+    def counts(self, samples: int) -> np.ndarray:
+        """(K,) int64: how many of the first `samples` each data set gives."""
+        counts = np.zeros(len(self.weights), np.int64)
+        pending = [(0, len(self.weights), np.array([samples], np.uint64))]
+        while pending:
+            first, last, arrived = pending.pop()
+            if last - first == 1:
+                counts[first] = arrived[0]
+                continue
+            middle = (first + last) // 2
+            left = _rounded_product(arrived, self._left_parts[first, last])
+            pending += [(first, middle, left), (middle, last, arrived - left)]
+        return counts
+
     @cached_property
     def _left_parts(self) -> dict[tuple[int, int], int]:
         """p of each inner node [first, last), in 2^-64ths; neither 0 nor 1, however small a weight is."""
@@ -68,23 +83,45 @@ class Blend:
         return parts
 
 
+class BlendOrder(Protocol):
+    """An order in which K data sets take turns."""
+
+    weights: tuple[float, ...]
+
+    def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(data set, its sample number), each (len,) int64."""
+
+    def counts(self, samples: int) -> np.ndarray:
+        """(K,): how many of the first `samples` each data set gives."""
+
+
 @dataclass(frozen=True)
 class BlendedDataset:
     """Samples of several sources, mixed by weight."""
 
     sources: tuple[Samples, ...]
-    blend: Blend
+    blend: BlendOrder
 
     @property
-    def windows_per_epoch(self) -> int:
-        """The sources' windows together; by then a source above its share of the tokens has repeated."""
-        return sum(source.windows_per_epoch for source in self.sources)
+    def windows_per_epoch(self) -> int | None:
+        """The sources' windows together; by then a source above its share of the tokens has repeated.
+
+        None where one of them does not know its own.
+        """
+        windows = [source.windows_per_epoch for source in self.sources]
+        return None if None in windows else sum(windows)
 
     def describe(self) -> str:
         """One line for the head of a run."""
         total = sum(self.blend.weights)
         parts = zip(self.blend.weights, self.sources, strict=True)
         return "; ".join(f"{weight / total:.2%} {source.describe()}" for weight, source in parts)
+
+    def epochs(self, samples: int) -> list[Epochs]:
+        """How often so many samples read each data set."""
+        counts = self.blend.counts(samples).tolist()
+        parts = zip(self.sources, counts, strict=True)
+        return [each for source, count in parts for each in source.epochs(count)]
 
     def batch(self, indices: np.ndarray) -> np.ndarray:
         """Samples by number: (len,) integers of 0 or more, at least one, to (len, S + 1) int64.

@@ -1,7 +1,11 @@
 """Reads one rank's micro-batches ahead of the step that needs them."""
 
 import atexit
+import multiprocessing
+import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -13,9 +17,11 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
 from megatron_zpp.data.batches import BatchSchedule
+from megatron_zpp.data.documents import ModelInputs, as_tensors
 from megatron_zpp.data.samples import Samples
 
 _PREFETCH = 4  # micro-batches that each worker reads ahead
+_LOOK_AT_PARENT = 0.5  # seconds between two looks
 
 # What a terminal, a scheduler or `timeout` sends to every process of a job: the rank alone decides.
 _GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -23,6 +29,8 @@ _GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, 
 
 class MicroBatches:
     """One rank's micro-batches, each (B, S + 1) int64 in CPU memory, in the order of its schedule.
+
+    Where documents are told apart, each is the tensors of documents.ModelInputs instead.
 
     `iter()` starts at the sample `consumed`, each time anew; iteration ends before the step that would go
     past sample `end`, or never. With `num_workers` processes that read ahead, which outlive an iteration;
@@ -52,11 +60,11 @@ class MicroBatches:
             num_workers=num_workers,
             prefetch_factor=_PREFETCH if num_workers else None,
             persistent_workers=num_workers > 0,
-            worker_init_fn=_ignore_group_signals,
+            worker_init_fn=_prepare_worker,
             generator=torch.Generator(),  # or each start would advance the generator that dropout uses
         )
         self._pin_memory = pin_memory
-        self._batches: Iterator[np.ndarray | str] | None = None
+        self._batches: Iterator[np.ndarray | ModelInputs | str] | None = None
         # Before multiprocessing's own exit handler, which would wait for workers that ignore SIGTERM.
         atexit.register(self.close)
 
@@ -64,13 +72,17 @@ class MicroBatches:
         self._batches = iter(self._loader)
         return self
 
-    def __next__(self) -> torch.Tensor:
+    def __next__(self) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
         assert self._batches is not None, "iter() comes first, and close() last"
         batch = next(self._batches)
         if isinstance(batch, str):
             raise ValueError(batch)
-        tensor = torch.from_numpy(batch)
-        return tensor.pin_memory() if self._pin_memory else tensor
+        tensors = as_tensors(batch)
+        if not self._pin_memory:
+            return tensors
+        if isinstance(tensors, torch.Tensor):
+            return tensors.pin_memory()
+        return tuple(None if tensor is None else tensor.pin_memory() for tensor in tensors)
 
     def close(self) -> None:
         """Ends the workers; may be called again."""
@@ -119,7 +131,7 @@ class _Ranges(Dataset):
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
 
-    def __getitem__(self, read: tuple[int, int]) -> np.ndarray | str:
+    def __getitem__(self, read: tuple[int, int]) -> np.ndarray | ModelInputs | str:
         first, count = read
         try:
             return self._samples.batch(np.arange(first, first + count))
@@ -147,10 +159,23 @@ def _kill_workers(batches: Any) -> None:
         queue.close()
 
 
-def _unchanged(batch: np.ndarray | str) -> np.ndarray | str:
+def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _ignore_group_signals(worker: int) -> None:
+def _prepare_worker(worker: int) -> None:
+    threading.Thread(target=_end_with_parent, name="end with the rank", daemon=True).start()
     for number in _GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def _end_with_parent() -> None:
+    """Ends this worker when the rank was killed.
+
+    torch's worker sees that too, but only between its tasks, and then waits for ever for a reader of what it
+    has in its pipe, whose other end its siblings hold open.
+    """
+    rank = multiprocessing.parent_process()
+    while rank is not None and os.getppid() == rank.pid:
+        time.sleep(_LOOK_AT_PARENT)
+    os._exit(1)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_zpp.data.hashing import mix, random_bits
+from megatron_zpp.data.samples import Epochs
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,10 @@ class MockDataset:
     def describe(self) -> str:
         """One line for the head of a run."""
         return f"mock data: random tokens below {self.vocab_size:,}, samples of {self.seq_length}"
+
+    def epochs(self, samples: int) -> list[Epochs]:
+        """Nothing is read, so nothing repeats."""
+        return []
 
     def batch(self, indices: np.ndarray) -> np.ndarray:
         """Samples by number: (len,) integers of 0 or more to (len, S + 1) int64."""

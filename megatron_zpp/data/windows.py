@@ -5,13 +5,16 @@ one more label, from a random offset on, and visits them in a random order. Samp
 (seed, i): there is no index to build or to cache, and any sample is as near as the first.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_zpp.data.fingerprint import fingerprint_of
+from megatron_zpp.data.foreign_tokens import check_tokens
 from megatron_zpp.data.hashing import random_bits
-from megatron_zpp.data.indexed import IndexedDataset, tokens_path
+from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.permutation import permute
+from megatron_zpp.data.samples import Epochs
 
 _OFFSET, _ORDER = 0, 1  # what the random bits of an epoch decide
 
@@ -41,6 +44,11 @@ class WindowOrder:
         return (offsets.astype(np.int64) + windows * self.seq_length) % self.tokens
 
 
+def order_seed(split_seed: int, stream: int) -> int:
+    """The seed of a data set of a split: each has an order of its own."""
+    return int(random_bits(split_seed, stream)[0])
+
+
 @dataclass(frozen=True)
 class WindowDataset:
     """Samples of the tokens [first, last) of an indexed data set, in the order of `WindowOrder`."""
@@ -51,6 +59,19 @@ class WindowDataset:
     seq_length: int
     vocab_size: int
     seed: int
+
+    @property
+    def name(self) -> str:
+        """The data set as it was given."""
+        return self.source.prefix
+
+    def fingerprint(self) -> str:
+        """What the data set is known by again."""
+        return fingerprint_of(self.source)
+
+    def with_seed(self, seed: int) -> "WindowDataset":
+        """The same tokens in the order of another seed."""
+        return replace(self, seed=seed)
 
     @property
     def order(self) -> WindowOrder:
@@ -69,6 +90,10 @@ class WindowDataset:
             f"{self.windows_per_epoch:,} samples of {self.seq_length}"
         )
 
+    def epochs(self, samples: int) -> list[Epochs]:
+        """How often so many samples read each data set."""
+        return [Epochs(self.name, samples / self.windows_per_epoch)]
+
     def batch(self, indices: np.ndarray) -> np.ndarray:
         """Samples by number: (len,) integers of 0 or more to (len, S + 1) int64.
 
@@ -76,20 +101,21 @@ class WindowDataset:
         """
         ring = self.source.tokens[self.first : self.last]
         starts = self.order.starts(indices)
-        batch = np.empty((len(starts), self.seq_length + 1), np.int64)
-        for row, start in zip(batch, starts.tolist(), strict=True):
-            straight = ring[start : start + len(row)]
-            row[: len(straight)] = straight
-            row[len(straight) :] = ring[: len(row) - len(straight)]
-        if batch.size and not (batch.min() >= 0 and batch.max() < self.vocab_size):
-            self._refuse_token(batch, starts)
+        batch = cut_windows(ring, starts, self.seq_length + 1)
+        check_tokens(
+            batch, self.vocab_size, self.source, lambda row, column: self._place(starts[row], column)
+        )
         return batch
 
-    def _refuse_token(self, batch: np.ndarray, starts: np.ndarray) -> None:
-        row, column = np.argwhere((batch < 0) | (batch >= self.vocab_size))[0]
-        position = self.first + int(starts[row] + column) % (self.last - self.first)
-        raise ValueError(
-            f"{tokens_path(self.source.prefix)}: byte {position * self.source.dtype.itemsize}: token "
-            f"{position} is {batch[row, column]}, outside the vocabulary of {self.vocab_size}; "
-            "give the tokenizer that made the data set"
-        )
+    def _place(self, start: int, column: int) -> int:
+        return self.first + int(start + column) % (self.last - self.first)
+
+
+def cut_windows(ring: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
+    """What stands in a ring from each start on: (T,) tokens, (len,) starts to (len, length <= T) int64."""
+    batch = np.empty((len(starts), length), np.int64)
+    for row, start in zip(batch, starts.tolist(), strict=True):
+        straight = ring[start : start + length]
+        row[: len(straight)] = straight
+        row[len(straight) :] = ring[: length - len(straight)]
+    return batch

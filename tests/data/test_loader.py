@@ -18,6 +18,7 @@ from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.mock import MockDataset
 from megatron_zpp.data.windows import WindowDataset
+from tests.support import ended
 
 RAMP = (12, 12, 60)
 
@@ -114,7 +115,8 @@ import signal, sys
 from megatron_zpp.data.batches import BatchSchedule
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.mock import MockDataset
-batches = MicroBatches(MockDataset(16, 100, 0), BatchSchedule(1, 1, 1), rank=0, num_workers=2)
+# Half a MiB, which fills a pipe: who writes to it waits for a reader.
+batches = MicroBatches(MockDataset(1 << 16, 100, 0), BatchSchedule(1, 1, 1), rank=0, num_workers=2)
 stream = iter(batches)
 next(stream)
 seen = []
@@ -154,7 +156,7 @@ def start():
         started.append(process)
         assert process.stdout.readline() == "running\n"
         workers = workers_of(process.pid)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not all(ignores(worker, signal.SIGUSR2) for worker in workers):  # the last one that they set
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -173,9 +175,9 @@ def ignores(process_id, number):
 
 
 def gone(process_ids):
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        if not any(os.path.exists(f"/proc/{number}") for number in process_ids):
+        if all(map(ended, process_ids)):
             return True
         time.sleep(0.05)
     return False
@@ -187,7 +189,7 @@ def test_ctrl_c_is_the_parents_alone_and_leaves_no_worker(start, way):
     process, workers = start(way)
     assert len(workers) >= 2
     os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert (out, err, process.returncode) == ("interrupted\n", "", 0)
     assert gone(workers)
 
@@ -198,7 +200,7 @@ def test_signals_to_the_whole_job_are_the_parents_alone(start):
         os.killpg(process.pid, number)
     assert process.stdout.readline() == "read on\n"
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert (out, err, process.returncode) == ("interrupted\n", "", 0)
 
 

@@ -17,7 +17,7 @@ def run(tool: str, *arguments: object, cwd: Path | None = None) -> subprocess.Co
     """The finished tool, whatever its exit status."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
-        command(tool, *arguments), capture_output=True, text=True, timeout=100, cwd=cwd, env=environment
+        command(tool, *arguments), capture_output=True, text=True, timeout=240, cwd=cwd, env=environment
     )
 
 

@@ -1,0 +1,203 @@
+"""Samples of data sets in Megatron-LM's order and blend, by indexes that come from a cache."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from megatron_zpp.data.array_files import ArrayFiles
+from megatron_zpp.data.blend import BlendedDataset
+from megatron_zpp.data.compiled_orders import CompiledOrders
+from megatron_zpp.data.fingerprint import fingerprint_of
+from megatron_zpp.data.foreign_tokens import check_tokens
+from megatron_zpp.data.indexed import IndexedDataset, index_path
+from megatron_zpp.data.megatron_blend import BLEND_INDEXES, MegatronBlend, blend_pieces, exhaustive_order
+from megatron_zpp.data.megatron_order import (
+    OrderSizes,
+    document_index,
+    sample_index,
+    sample_index_dtype,
+    shuffle_index,
+)
+from megatron_zpp.data.order_cache import MappedArrays, OrderCache, contents_of
+from megatron_zpp.data.samples import Epochs
+
+_INDEXES = ("document_index", "sample_index", "shuffle_index")
+_VERSION = 2  # of what is cached
+
+
+@dataclass(frozen=True)
+class MegatronDataset:
+    """The samples of `sizes` of the sequences [first, last) of a data set; numbered from 0, and finite.
+
+    `indexes` has document_index (D,), sample_index (samples + 1, 2) and shuffle_index (samples,): see
+    megatron_order.py.
+    """
+
+    source: IndexedDataset
+    first: int
+    last: int
+    sizes: OrderSizes
+    vocab_size: int
+    indexes: MappedArrays
+
+    @property
+    def name(self) -> str:
+        """The data set as it was given."""
+        return self.source.prefix
+
+    def fingerprint(self) -> str:
+        """What the data set is known by again."""
+        return fingerprint_of(self.source)
+
+    def __len__(self) -> int:
+        return self.sizes.samples
+
+    @property
+    def windows_per_epoch(self) -> int:
+        """Samples of one epoch."""
+        return (self.sizes.tokens - 1) // self.sizes.seq_length
+
+    def describe(self) -> str:
+        """One line for the head of a run."""
+        return (
+            f"{self.source.prefix}: {self.sizes.tokens:,} tokens, {len(self):,} samples of "
+            f"{self.sizes.seq_length} in Megatron-LM's order"
+        )
+
+    def epochs(self, samples: int) -> list[Epochs]:
+        """How often so many samples read each data set."""
+        return [Epochs(self.name, samples * self.sizes.seq_length / self.sizes.tokens)]
+
+    def batch(self, indices: np.ndarray) -> np.ndarray:
+        """Samples by number: (len,) integers in [0, samples) to (len, S + 1) int64.
+
+        Raises ValueError for a token outside the vocabulary.
+        """
+        cuts = self.indexes["shuffle_index"][indices].astype(np.int64)
+        batch = np.empty((len(cuts), self.sizes.seq_length + 1), np.int64)
+        for row, cut in zip(batch, cuts.tolist(), strict=True):
+            filled = 0
+            for begin, end in self._pieces(cut):
+                row[filled : filled + end - begin] = self.source.tokens[begin:end]
+                filled += end - begin
+        check_tokens(batch, self.vocab_size, self.source, lambda row, column: self._place(cuts[row], column))
+        return batch
+
+    def _pieces(self, cut: int) -> list[tuple[int, int]]:
+        """The tokens [begin, end) of PREFIX.bin that make up a sample, one after the other."""
+        (begins_in, begin), (ends_in, end) = self.indexes["sample_index"][cut : cut + 2].tolist()
+        documents = self.indexes["document_index"][begins_in : ends_in + 1]
+        starts = self.source.pointers[documents] // self.source.dtype.itemsize
+        ends = starts + self.source.lengths[documents]
+        ends[-1] = starts[-1] + end + 1  # the label, which the next sample begins with
+        starts[0] += begin
+        return list(zip(starts.tolist(), ends.tolist(), strict=True))
+
+    def _place(self, cut: int, column: int) -> int:
+        return int(np.concatenate([np.arange(*piece) for piece in self._pieces(int(cut))])[column])
+
+
+@dataclass(frozen=True)
+class MegatronOrders:
+    """Builds what a run reads in Megatron-LM's order, as it would for the same flags.
+
+    `compiled` is asked when there is something to build.
+    """
+
+    cache: OrderCache
+    seq_length: int
+    vocab_size: int
+    seed: int
+    compiled: Callable[[], CompiledOrders | None]
+
+    def dataset(
+        self, source: IndexedDataset, first: int, last: int, requested: int | None, split: str
+    ) -> MegatronDataset:
+        """The sequences [first, last), for so many samples; None is one epoch."""
+        sizes = OrderSizes(int(source.lengths[first:last].sum(dtype=np.int64)), self.seq_length, requested)
+        made_of = {
+            "version": _VERSION,
+            "indexes": _INDEXES,
+            "file": contents_of(index_path(source.prefix)),
+            "sequences": [first, last],
+            "seq_length": self.seq_length,
+            "epochs": sizes.epochs,
+            "shuffled_first": sizes.shuffled_first,
+            "seed": self.seed,
+        }
+
+        def build(files: ArrayFiles) -> None:
+            _build_indexes(source.lengths, first, last, sizes, self.seed, self.compiled(), files)
+
+        what = f"the {split} order of {source.prefix}, {sizes.samples:,} samples"
+        indexes = self.cache.get(made_of, _INDEXES, build, what)
+        return MegatronDataset(source, first, last, sizes, self.vocab_size, indexes)
+
+    def blend(
+        self, sources: Sequence[MegatronDataset], weights: Sequence[float], size: int | None, split: str
+    ) -> BlendedDataset:
+        """`size` samples of the sources by `weights`; None draws each source's samples once."""
+        shares = normalized(np.array(weights, np.float64))
+        made_of: dict[str, Any] = {"version": _VERSION, "indexes": BLEND_INDEXES, "size": size}
+        if size is None:
+            lengths = np.array([len(source) for source in sources])
+            made_of |= {"lengths": lengths.tolist()}
+            size = int(lengths.sum())
+
+            def order() -> Iterable[tuple[np.ndarray, np.ndarray]]:
+                return [exhaustive_order(lengths, self.compiled())]
+        else:
+            made_of |= {"weights": shares.tolist()}
+
+            def order() -> Iterable[tuple[np.ndarray, np.ndarray]]:
+                return blend_pieces(shares, size, self.compiled())
+
+        what = f"the {split} blend of {len(sources)} data sets, {size:,} samples"
+        arrays = self.cache.get(made_of, BLEND_INDEXES, partial(_build_blend, order, size), what)
+        return BlendedDataset(tuple(sources), MegatronBlend(tuple(shares.tolist()), arrays))
+
+
+def normalized(weights: np.ndarray) -> np.ndarray:
+    """(K,) float64 divided by their sum, in numpy's order of summation, which decides the last bit."""
+    return weights / np.sum(weights)
+
+
+def _build_indexes(
+    lengths: np.ndarray,
+    first: int,
+    last: int,
+    sizes: OrderSizes,
+    seed: int,
+    compiled: CompiledOrders | None,
+    files: ArrayFiles,
+) -> None:
+    random = np.random.RandomState(seed)
+    documents = document_index(first, last, sizes, random, compiled)
+    files.save("document_index", documents)
+    rows = sizes.samples + 1
+    with files.open("sample_index", sample_index_dtype(len(documents)), (rows, 2)) as write:
+        for piece in sample_index(lengths, documents, sizes.seq_length, rows, compiled):
+            write(piece)
+    del documents
+    files.save("shuffle_index", shuffle_index(sizes, random, compiled))
+
+
+def _build_blend(
+    order: Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]], size: int, files: ArrayFiles
+) -> None:
+    """`order` gives the two indexes piece by piece."""
+    pieces = iter(order())
+    first = next(pieces)
+    with ExitStack() as stack:
+        writes = [
+            stack.enter_context(files.open(name, part.dtype, (size,)))
+            for name, part in zip(BLEND_INDEXES, first, strict=True)
+        ]
+        for piece in chain([first], pieces):
+            for write, part in zip(writes, piece, strict=True):
+                write(part)

@@ -1,0 +1,80 @@
+"""What megatron-core makes of the same files and flags: the reference for our reading of its data."""
+
+import warnings
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of GPU libraries that its data sets have no use for
+    pytest.importorskip(
+        "megatron.core.datasets.helpers_cpp",
+        reason="megatron-core is not installed; tests/requirements.txt names it",
+    )
+    from megatron.core.datasets import helpers
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import (
+        GPTDataset,
+        GPTDatasetConfig,
+        _get_ltor_masks_and_position_ids,
+    )
+    from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+    from megatron.core.datasets.utils import get_blend_from_list
+
+__all__ = ["IndexedDataset", "IndexedDatasetBuilder", "build", "helpers", "masks_and_positions", "text"]
+
+
+def build(
+    split_index: int,
+    requested: int | None,
+    *,
+    seq_length: int,
+    seed: int,
+    blend: Sequence[str] = (),
+    split: str | None = None,
+    blends: Sequence[Sequence[str]] = (),
+) -> Any:
+    """Its train, valid or test data set of so many samples, of one blend or of a blend each.
+
+    Raises as it does: AssertionError or IndexError where it cannot.
+    """
+    tokenizer = SimpleNamespace(vocab_size=1000, eod=999, unique_identifiers={"name": "test"})
+    config = GPTDatasetConfig(
+        random_seed=seed,
+        sequence_length=seq_length,
+        blend=get_blend_from_list(list(blend)) if blend else None,
+        blend_per_split=[get_blend_from_list(list(own) or None) for own in blends] if blends else None,
+        split=split,
+        path_to_cache=None,
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    if split is not None:  # without the others: it never returns where one of them has no tokens
+        config.split_matrix = [
+            part if i == split_index else None for i, part in enumerate(config.split_matrix)
+        ]
+    sizes = [requested if i == split_index else 1 for i in range(3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[split_index]
+
+
+def text(dataset: Any, index: int) -> np.ndarray:
+    """(S + 1,): the inputs of a sample and its last label."""
+    sample = dataset[index]
+    return np.append(sample["tokens"].numpy(), sample["labels"].numpy()[-1])
+
+
+def masks_and_positions(
+    tokens: torch.Tensor, eod: int, given: Sequence[str]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What it makes of one row (S): hidden (1, S, S) bool, counted (S) 0 or 1, positions (S)."""
+    flags = (name in given for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"))
+    return _get_ltor_masks_and_position_ids(tokens, eod, *flags, True)

@@ -1,0 +1,257 @@
+"""A run that goes on with other weights or data sets reads every data set on from where it was."""
+
+import json
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_zpp.config.data import DataConfig
+from megatron_zpp.data.blend import Blend
+from megatron_zpp.data.carry_on import carry_on
+from megatron_zpp.data.open import open_splits, seed_of
+from megatron_zpp.data.standing import Standing
+from megatron_zpp.data.windows import order_seed
+from tests.data.format_by_hand import write_by_hand
+from tests.text.conftest import json_lines
+from tests.text.conftest import opened as opened_text
+
+SEQ_LENGTH, SEED = 4, 7
+SETS, TEXTS = "abcde", "de"
+TELLS = 10_000  # tokens for each set, so that one says which it is of
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Data sets a to c of 11, 12, 13 windows, and texts d of some groups, e of one.
+
+    A token says which set it is of, and where.
+    """
+    folder = tmp_path_factory.mktemp("sets")
+    for number, name in enumerate("abc"):
+        tokens = TELLS * number + np.arange(4 * (11 + number))
+        write_by_hand(folder / name, [tokens.tolist()])
+    for number, name, tokens in ((3, "d", 1600), (4, "e", 120)):
+        documents = np.split(TELLS * number + np.arange(tokens), np.arange(7, tokens, 7))
+        (folder / f"{name}.jsonl").write_bytes(json_lines([part.tolist() for part in documents]))
+    return folder
+
+
+@cache
+def text_of(path):
+    """With groups of four blocks, fewer than a run would have."""
+    text = opened_text(path)
+    text.source.group = 4
+    return text
+
+
+def path_of(folder, name):
+    return f"{folder}/{name}{'.jsonl' if name in TEXTS else ''}"
+
+
+def opened(folder, parts, order="windows", requested=40):
+    entries = tuple(
+        entry
+        for weight, name in parts
+        for entry in (*([] if weight is None else [str(weight)]), path_of(folder, name))
+    )
+    cache = str(folder / "cache") if order == "megatron" else None
+    data = DataConfig(train_data_path=entries, dataset_order=order, data_cache_path=cache)
+    splits = open_splits(
+        data,
+        seq_length=SEQ_LENGTH,
+        vocab_size=70_000,
+        seed=SEED,
+        tokenizer_description=None,
+        needed=("train",),
+        requested={"train": requested},
+        open_text=lambda flag, path: text_of(path),
+    )
+    return splits.train, data
+
+
+def carried(folder, parts, saved, consumed, **options):
+    samples, data = opened(folder, parts, **options)
+    kept = saved and Standing.from_json(json.loads(json.dumps(asdict(saved))))
+    return carry_on(samples, kept, consumed=consumed, data=data, train_seed=seed_of("train", SEED))
+
+
+def order_of(folder, name, stream, count):
+    """What a data set gives by itself: its first samples in the order of a stream."""
+    seed = order_seed(seed_of("train", SEED), stream)
+    if name in TEXTS:
+        text = text_of(path_of(folder, name))
+        alone = text.samples("train", (0, text.blocks), SEQ_LENGTH, seed, 1)
+    else:
+        alone = replace(opened(folder, [(1.0, name)])[0], seed=seed)
+    return alone.batch(np.arange(count)).tolist()
+
+
+blends = st.lists(st.sampled_from(SETS), min_size=1, max_size=4, unique=True).flatmap(
+    lambda names: st.tuples(
+        *(st.tuples(st.sampled_from([0.1, 0.25, 1.0, 3.0, 7.5]), st.just(n)) for n in names)
+    )
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(blends, st.integers(1, 60)), min_size=2, max_size=6))
+def test_no_sample_of_any_set_is_lost_or_repeated(folder, stages):
+    """Over any changes, also sets left out and taken back: what is read of a set is its own sequence."""
+    consumed, standing = 0, None
+    read: dict[str, list] = {name: [] for name in SETS}
+    streams: dict[str, int] = {}
+    for parts, samples in stages:
+        on = carried(folder, parts, standing, consumed)
+        rows = on.samples.batch(np.arange(consumed, consumed + samples)).tolist()
+        middle = on.samples.batch(np.arange(consumed + samples // 2, consumed + samples)).tolist()
+        assert middle == rows[samples // 2 :]  # any rank may begin anywhere
+        for row in rows:
+            read[SETS[row[0] // TELLS]].append(row)
+        taken = [sum(row[0] // TELLS == SETS.index(name) for row in rows) for _, name in parts]
+        total = sum(weight for weight, _ in parts)
+        for count, (weight, _) in zip(taken, parts, strict=True):
+            assert abs(count - samples * weight / total) <= 2.01  # twice the bound of four sets
+        standing, consumed = on.standing, consumed + samples
+        for part in standing.sets:
+            name = Path(part.prefix).stem
+            assert streams.setdefault(name, part.stream) == part.stream
+    assert len(set(streams.values())) == len(streams)  # two sets of one content have no common order
+    for name, rows in read.items():
+        assert rows == (order_of(folder, name, streams[name], len(rows)) if rows else [])
+    for part, count in zip(standing.sets, standing.given_at(consumed), strict=True):
+        assert count == len(read[Path(part.prefix).stem])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=17), st.integers(0, 3000))
+def test_counts_are_exact(weights, samples):
+    blend = Blend(tuple(weights))
+    which, _ = blend.locate(np.arange(samples))
+    assert blend.counts(samples).tolist() == np.bincount(which, minlength=len(weights)).tolist()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [(0.3, "a"), (0.7, "b")],
+        [(None, "a"), (None, "b")],
+        [(5.0, "a")],
+        [(0.3, "a"), (0.7, "d")],
+        [(None, "d"), (None, "e")],
+        [(None, "d")],
+    ],
+)
+@pytest.mark.parametrize("known", [True, False])
+def test_nothing_moves_where_nothing_changes(folder, parts, known):
+    first = carried(folder, parts, None, 0)
+    saved = first.standing if known else Standing.from_settings(asdict(opened(folder, parts)[1]))
+    on = carried(folder, parts, saved, 17)
+    assert on.lines == []
+    assert on.samples is not None
+    assert on.standing == first.standing or not known
+    numbers = np.arange(17, 80)
+    assert on.samples.batch(numbers).tolist() == first.samples.batch(numbers).tolist()
+    later = carried(folder, parts, on.standing, 40)
+    assert later.samples.batch(numbers).tolist() == first.samples.batch(numbers).tolist()
+
+
+def test_the_same_proportions_are_no_change(folder):
+    first = carried(folder, [(0.3, "a"), (0.7, "b")], None, 0)
+    on = carried(folder, [(3, "a"), (7, "b")], first.standing, 10)
+    assert on.lines == []
+    assert on.samples.batch(np.arange(500)).tolist() == first.samples.batch(np.arange(500)).tolist()
+
+
+def test_a_checkpoint_without_a_standing_had_its_weights_from_the_start(folder):
+    """As those of versions before this one: told by its settings, also of a data set that was moved."""
+    before = DataConfig(train_data_path=("0.25", "/elsewhere/b", "0.75", str(folder / "a")))
+    on = carried(folder, [(1, "a"), (1, "b")], Standing.from_settings(asdict(before)), 20)
+    given = {Path(part.prefix).name: part.given for part in on.standing.sets}
+    assert given == {"a": 15, "b": 5}
+    assert {Path(part.prefix).name: part.stream for part in on.standing.sets} == {"a": 1, "b": 0}
+
+
+def test_without_weights_it_is_not_known_and_said(folder):
+    before = DataConfig(train_data_path=(str(folder / "a"), str(folder / "b")))
+    on = carried(folder, [(1, "a"), (1, "c")], Standing.from_settings(asdict(before)), 20)
+    assert [line[:60] for line in on.lines] == [
+        " WARNING: other data sets or weights than before, and it is "
+    ]
+
+
+def test_what_is_said(folder):
+    first = carried(folder, [(0.5, "a"), (0.5, "b")], None, 0)
+    on = carried(folder, [(0.6, "a"), (0.4, "c")], first.standing, 30)
+    assert on.lines == [
+        " the blend changes at sample 30; each data set goes on from where it was:",
+        f"   50.00% -> 60.00% {folder}/a, from its sample 15 on",
+        f"   0.00% -> 40.00% {folder}/c, from its beginning",
+        f"   50.00% -> 0 {folder}/b, left out after 15 samples",
+    ]
+    assert [(part.name, part.times, part.about) for part in on.samples.epochs(50)] == [
+        (f"{folder}/a", (15 + 12) / 11, False),
+        (f"{folder}/c", 8 / 13, False),
+    ]
+
+
+def test_data_made_anew_under_its_name_begins_anew(folder, tmp_path):
+    for content in (range(40), range(48)):
+        write_by_hand(tmp_path / "set", [list(content)])
+        if len(content) == 40:
+            first = carried(tmp_path, [(1, "set")], None, 0)
+    on = carried(tmp_path, [(1, "set")], first.standing, 3)
+    assert on.lines[1:] == [
+        f"   0.00% -> 100.00% {tmp_path}/set, anew, as its contents have changed",
+        f"   100.00% -> 0 {tmp_path}/set, left out after 3 samples",
+    ]
+
+
+def test_one_data_set_given_twice_is_two(folder):
+    first = carried(folder, [(0.5, "a"), (0.5, "a")], None, 0)
+    on = carried(folder, [(0.2, "a"), (0.8, "a")], first.standing, 10)
+    assert [part.stream for part in on.standing.sets] == [0, 1]
+    assert [part.given for part in on.standing.sets] == [5, 5]
+
+
+def test_megatrons_order_takes_no_other_blend(folder):
+    parts, other = [(0.3, "a"), (0.7, "b")], [(0.4, "a"), (0.6, "b")]
+    first = carried(folder, parts, None, 0, order="megatron")
+    on = carried(folder, parts, first.standing, 10, order="megatron")
+    assert (on.lines, on.standing) == ([], first.standing)
+    message = rf"^--train-data-path 0.4 {folder}/a 0.6 {folder}/b: the run began with 0.3 {folder}/a 0.7 "
+    with pytest.raises(ValueError, match=message):
+        carried(folder, other, first.standing, 10, order="megatron")
+    older = Standing.from_settings(asdict(opened(folder, parts, order="megatron")[1]))
+    assert carried(folder, parts, older, 10, order="megatron").lines == []
+    with pytest.raises(ValueError, match=message):
+        carried(folder, other, older, 10, order="megatron")
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        {"since": -1},
+        {"since": 1.5},
+        {"order": None},
+        {"sets": []},
+        {"sets": [{"prefix": "a"}]},
+        {
+            "sets": [
+                {"prefix": "a", "fingerprint": "", "stream": 0, "weight": weight, "given": 0}
+                for weight in (0.0, 1.0)
+            ]
+        },
+        {"sets": [{"prefix": "a", "fingerprint": "", "stream": 0, "weight": float("nan"), "given": 0}]},
+        {"sets": [{"prefix": "a", "fingerprint": "", "stream": 0, "weight": 0.0, "given": 0}]},
+        {"sets": [{"prefix": "a", "fingerprint": "", "stream": 0, "weight": 1.0, "given": -1}]},
+    ],
+)
+def test_what_no_run_has_written_is_refused(folder, harm):
+    value = json.loads(json.dumps(asdict(carried(folder, [(1, "a")], None, 0).standing)))
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        Standing.from_json(value | harm)

@@ -1,0 +1,135 @@
+"""Document masks against those that megatron-core makes of the same tokens."""
+
+import itertools
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_zpp.config.data import MASKS, DataConfig
+from megatron_zpp.data.batches import BatchSchedule
+from megatron_zpp.data.documents import masked_samples
+from megatron_zpp.data.loader import MicroBatches
+from megatron_zpp.data.mock import MockDataset
+from megatron_zpp.data.open import open_splits
+from megatron_zpp.model.attention import DotProduct
+from tests.data.megatron_core import masks_and_positions
+
+EOD = 3
+TEXTS = {
+    "several in a row": [[1, 3, 3, 3, 2, 2, 3, 1, 1], [3, 3, 1, 3, 3, 3, 3, 3, 3]],
+    "one row": [[1, 3, 2, 3, 2, 2, 3, 1, 1]],
+    "none": [[1, 2, 1, 2, 1, 2, 1, 2, 1]],
+    "nothing else": [[3] * 9] * 5,  # more documents than there is room for at first
+    "at the edges": [[3, 1, 1, 1, 1, 1, 1, 1, 3], [1, 1, 1, 1, 1, 1, 1, 3, 1]],
+    "random": np.random.default_rng(1).integers(0, 5, (6, 9)).tolist(),
+}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A source of these samples."""
+
+    rows: list[list[int]]
+    windows_per_epoch = None
+
+    def batch(self, indices):
+        return np.array(self.rows)[np.asarray(indices) % len(self.rows)]
+
+    def epochs(self, samples):
+        return [("rows", samples / len(self.rows))]
+
+    def describe(self):
+        return "rows"
+
+
+def config_of(*given, **more):
+    return DataConfig(
+        **({} if "data_path" in more else {"mock_data": True}), **dict.fromkeys(given, True), **more
+    )
+
+
+def batch_of(rows, *given):
+    return masked_samples(Rows(rows), config_of(*given), EOD).batch(np.arange(len(rows)))
+
+
+@pytest.mark.parametrize("rows", TEXTS.values(), ids=TEXTS)
+@pytest.mark.parametrize(
+    "given",
+    [given for count in (1, 2, 3) for given in itertools.combinations(MASKS, count)],
+    ids="+".join,
+)
+def test_masks_are_megatron_cores(rows, given):
+    batch = batch_of(rows, *given)
+    tokens = torch.tensor(rows)[:, :-1]
+    expected = [masks_and_positions(row, EOD, given) for row in tokens]  # (hidden, counted, positions) a row
+    assert batch.tokens.tolist() == tokens.tolist()
+    targets = torch.tensor(rows)[:, 1:]
+    counted = torch.stack([row[1] for row in expected]).bool()
+    assert batch.targets.tolist() == targets.masked_fill(~counted, -100).tolist()
+    if "reset_position_ids" in given:
+        assert batch.positions.tolist() == [row[2].tolist() for row in expected]
+    else:
+        assert batch.positions is None
+    if "reset_attention_mask" in given:
+        ends = torch.from_numpy(batch.documents)
+        mask = DotProduct().bounds(ends, torch.empty(*tokens.shape, 1))
+        assert torch.equal(mask == 0, ~torch.stack([row[0] for row in expected]))
+    else:
+        assert batch.documents is None
+
+
+def test_documents_have_few_sizes_whatever_the_text():
+    """Kernels are compiled for each size, twice, and torch.compile ends a run at its ninth graph."""
+    sizes = {}
+    for share in (0, 0.2, 0.5, *range(1, 4), *range(5, 101, 5)):
+        rows = np.where(np.arange(8192) % 1000 < 10 * share, EOD, 1)[None].repeat(4, axis=0).tolist()
+        documents = batch_of(rows, "reset_attention_mask").documents
+        assert documents.dtype == np.int32
+        assert documents[0] == 0
+        assert documents[-1] == 4 * 8191
+        assert (np.diff(documents) >= 0).all()
+        sizes.setdefault(len(documents), share)
+    assert 2 * len(sizes) <= 8
+    usual = [np.where(np.arange(1024) % 256 == where, EOD, 1).tolist() for where in (0, 50, 100, 255)]
+    assert len(batch_of(usual, "reset_attention_mask").documents) == min(sizes)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_loader_gives_what_the_model_takes(num_workers):
+    samples = masked_samples(MockDataset(16, 5, 0), config_of("reset_attention_mask", "eod_mask_loss"), EOD)
+    with MicroBatches(samples, BatchSchedule(3, 6, 2), rank=1, end=24, num_workers=num_workers) as batches:
+        read = list(batches)
+    assert len(read) == 4
+    for step, (tokens, targets, positions, documents) in enumerate(read):
+        expected = samples.batch(np.arange(6 * step + 3, 6 * step + 6))
+        assert torch.equal(tokens, torch.from_numpy(expected.tokens))
+        assert torch.equal(targets, torch.from_numpy(expected.targets))
+        assert positions is None
+        assert torch.equal(documents, torch.from_numpy(expected.documents))
+
+
+def test_opening_data_masks_it_and_needs_ends_of_documents(by_hand):
+    described = {"eod": EOD, "tokenizer_type": "x", "vocab_size": 5, "fingerprint": "x"}
+    with_ends = by_hand("a", [[1, 2, EOD]] * 20)
+    without = by_hand("b", [[1, 2, 4]] * 20)
+
+    def opened(prefix, **given):
+        config = config_of(data_path=(prefix,), split="80,20,0", **given)
+        return open_splits(config, seq_length=4, vocab_size=5, seed=1, tokenizer_description=described)
+
+    splits = opened(with_ends, reset_position_ids=True, eod_mask_loss=True)
+    plain = opened(with_ends).train.batch(np.arange(9))
+    masked = ForkingPickler.loads(ForkingPickler.dumps(splits.train)).batch(np.arange(9))
+    assert (masked.targets == np.where(plain[:, :-1] == EOD, -100, plain[:, 1:])).all()
+    assert masked.positions.max() == 2
+    assert splits.train.describe().endswith(
+        "samples of 4; after token 3: positions begin anew, no loss of the next token"
+    )
+    assert splits.train.windows_per_epoch == opened(with_ends).train.windows_per_epoch
+    with pytest.raises(
+        ValueError, match=r"^--reset-attention-mask \(given\): .*b.bin has no end of document"
+    ):
+        opened(without, reset_attention_mask=True)

@@ -1,0 +1,55 @@
+"""Data sets of Megatron-LM and ours are the same bytes, and each reads the other's."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_zpp.data.indexed import IndexedDataset, IndexedDatasetWriter
+from tests.data import megatron_core
+
+DOCUMENTS = [[5, 3, 2], [], [7] * 1000, [0], list(range(500))]
+
+
+@pytest.fixture(params=[np.uint16, np.int32], ids=["uint16", "int32"])
+def pair(request, tmp_path):
+    """(prefix that we wrote, prefix that megatron-core wrote, dtype) of the same documents."""
+    ours, theirs = str(tmp_path / "ours"), str(tmp_path / "theirs")
+    with IndexedDatasetWriter(ours, request.param) as writer:
+        for document in DOCUMENTS:
+            writer.add_document(document)
+    builder = megatron_core.IndexedDatasetBuilder(theirs + ".bin", dtype=request.param)
+    for document in DOCUMENTS:
+        builder.add_document(torch.tensor(document), [len(document)])
+    builder.finalize(theirs + ".idx")
+    return ours, theirs, request.param
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_files_are_the_same_bytes(pair, suffix):
+    ours, theirs, _ = pair
+    assert Path(ours + suffix).read_bytes() == Path(theirs + suffix).read_bytes()
+
+
+def test_each_reads_the_other(pair):
+    ours, theirs, dtype = pair
+    read = megatron_core.IndexedDataset(ours)
+    assert [read[number].tolist() for number in range(len(read))] == DOCUMENTS
+    assert read.document_indices.tolist() == list(range(len(DOCUMENTS) + 1))
+    data = IndexedDataset(theirs)
+    assert data.tokens.tolist() == [token for document in DOCUMENTS for token in document]
+    assert data.tokens.dtype == dtype
+    assert data.lengths.tolist() == [len(document) for document in DOCUMENTS]
+
+
+def test_documents_of_several_sequences_are_read(tmp_path):
+    """As --split-sentences of its preprocessing writes them: a sequence a sentence."""
+    prefix = str(tmp_path / "sentences")
+    builder = megatron_core.IndexedDatasetBuilder(prefix + ".bin", dtype=np.int32)
+    builder.add_document(torch.arange(5), [2, 3])
+    builder.add_document(torch.arange(4), [4])
+    builder.finalize(prefix + ".idx")
+    data = IndexedDataset(prefix)
+    assert data.lengths.tolist() == [2, 3, 4]
+    assert data.document_indices.tolist() == [0, 2, 3]

@@ -1,0 +1,146 @@
+"""The cache of Megatron-LM's indexes: built once, told apart by the data's contents, never half there."""
+
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_zpp.config.data import DataConfig
+from megatron_zpp.data.open import open_splits
+
+SAMPLES = np.arange(20)
+
+
+def opened(config, said, samples=20, seed=1):
+    return open_splits(
+        config,
+        seq_length=8,
+        vocab_size=1000,
+        seed=seed,
+        tokenizer_description=None,
+        needed=("train",),
+        requested={"train": samples},
+        say=said.append,
+    ).train
+
+
+@pytest.fixture
+def text(by_hand):
+    return by_hand("text", [[number] * 10 for number in range(100)])
+
+
+@pytest.fixture
+def config(text):
+    return DataConfig(train_data_path=(text,), dataset_order="megatron")
+
+
+def test_an_order_is_built_once_beside_the_data(config, text):
+    said = []
+    first, again = (opened(config, said).batch(SAMPLES).tolist() for _ in range(2))
+    assert first == again
+    assert len(said) == 1
+    assert said[0].startswith(f"building the train order of {text}, 124 samples, once; {text}.orders/")
+
+
+def test_other_flags_have_another_entry(config):
+    said = []
+    one, two = (opened(config, said, seed=seed).batch(SAMPLES).tolist() for seed in (1, 2))
+    longer = opened(config, said, samples=300)
+    assert one != two
+    assert len(longer) >= 300
+    assert len(said) == 3
+
+
+def test_changed_data_is_seen(config, text, by_hand):
+    """Also when its size and the time of its files are as before."""
+    said = []
+    before = opened(config, said).indexes["sample_index"].tolist()
+    status = os.stat(text + ".idx")
+    by_hand("text", [[number] * (1 if number % 2 else 19) for number in range(100)])
+    os.utime(text + ".idx", ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert os.stat(text + ".idx").st_size == status.st_size
+    assert opened(config, said).indexes["sample_index"].tolist() != before
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "empty", "flipped", "without checksums"])
+def test_a_damaged_entry_is_built_again(config, text, damage):
+    said = []
+    expected = opened(config, said).batch(SAMPLES).tolist()
+    (file,) = Path(text + ".orders").glob("*/shuffle_index.npy")
+    whole = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    elif damage == "without checksums":
+        (file.parent / "checksums.json").unlink()
+    else:
+        flipped = whole[:-5] + bytes([whole[-5] ^ 4]) + whole[-4:]
+        file.write_bytes({"truncated": whole[:-1], "empty": b"", "flipped": flipped}[damage])
+    assert opened(config, said).batch(SAMPLES).tolist() == expected
+    assert len(said) == 2
+    assert said[1].startswith(f"building the train order of {text}, 124 samples, again: ")
+    assert str(file.parent) in said[1]
+    assert file.read_bytes() == whole
+    opened(config, said)
+    assert len(said) == 2
+
+
+def test_without_a_compiler_it_is_said_once_and_numpy_does_it(config, text, by_hand, tmp_path, monkeypatch):
+    other = by_hand("other", [[number] * 7 for number in range(50)])
+    blend = DataConfig(train_data_path=("1", text, "2", other), dataset_order="megatron")
+    expected = opened(blend, []).batch(SAMPLES).tolist()
+    shutil.rmtree(text + ".orders")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    said = []
+    assert opened(blend, said).batch(SAMPLES).tolist() == expected
+    warnings = [line for line in said if "warning" in line]
+    assert warnings == [
+        "warning: orders are built by numpy, which takes longer: the C++ compiler no-such-compiler is not "
+        "installed"
+    ]
+    opened(blend, said := [])
+    assert said == []  # nothing is built
+
+
+def test_one_builds_while_others_wait(config):
+    said = []
+    with ThreadPoolExecutor(8) as pool:
+        orders = list(pool.map(lambda _: opened(config, said).batch(SAMPLES).tolist(), range(8)))
+    assert len(said) == 1
+    assert all(order == orders[0] for order in orders)
+
+
+def test_what_a_killed_builder_left_is_no_entry(config, text):
+    said = []
+    expected = opened(config, said).batch(SAMPLES).tolist()
+    (entry,) = (path for path in Path(text + ".orders").iterdir() if path.is_dir())
+    shutil.move(entry, entry.with_name(f"{entry.name}.building-killed"))
+    assert opened(config, said).batch(SAMPLES).tolist() == expected
+    assert len(said) == 2
+
+
+def test_a_place_that_cannot_be_written_is_refused(text, tmp_path):
+    (tmp_path / "file").write_text("")
+    config = DataConfig(
+        train_data_path=(text,), dataset_order="megatron", data_cache_path=str(tmp_path / "file" / "x")
+    )
+    with pytest.raises(ValueError, match=rf"^--data-cache-path {tmp_path}/file/x: Not a directory; name a"):
+        opened(config, [])
+
+
+def test_workers_get_paths_not_arrays(config):
+    samples = opened(config, [], samples=100_000)
+    pickled = ForkingPickler.dumps(samples)
+    assert len(pickled) < 10_000
+    assert ForkingPickler.loads(pickled).batch(SAMPLES).tolist() == samples.batch(SAMPLES).tolist()
+
+
+def test_a_token_outside_the_vocabulary_is_named(by_hand):
+    path = by_hand("text", [[1] * 10, [2] * 7, [3, 1000, 3, 3]])
+    config = DataConfig(train_data_path=(path,), dataset_order="megatron")
+    with pytest.raises(ValueError, match=rf"{path}.bin: byte 36: token 18 is 1000, outside the vocabulary"):
+        opened(config, [])
