@@ -34,6 +34,13 @@ class Tokenizer(ABC):
     def fingerprint(self) -> str:
         """SHA-256 in hex of everything that decides which ids a text gets, wherever its files lie."""
 
+    @abstractmethod
+    def to_tokenizers(self) -> str | None:
+        """A tokenizer.json whose pipeline gives texts these ids; None where text has no tokenizer.
+
+        In it special tokens are special, also where a text spells them. Raises ValueError when there is none.
+        """
+
 
 def describe(tokenizer: Tokenizer) -> dict[str, Any]:
     """What a data set or checkpoint records of its tokenizer, to know it again."""

@@ -53,6 +53,14 @@ class GPT2BPETokenizer(Tokenizer):
     def fingerprint(self) -> str:
         return self._digest
 
+    def to_tokenizers(self) -> str:
+        from tokenizers import AddedToken
+        from tokenizers import Tokenizer as Pipeline
+
+        pipeline = Pipeline.from_str(self._pipeline.to_str())
+        pipeline.add_special_tokens([AddedToken(_EOD, special=True, normalized=False)])
+        return pipeline.to_str()
+
 
 def _read_vocab(path: str) -> dict[str, int]:
     vocab = read_json("--vocab-file", path, _VOCAB_FIX)

@@ -1,5 +1,6 @@
 """A tokenizer.json of Hugging Face's `tokenizers`."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def fingerprint(self) -> str:
         return self._digest
+
+    def to_tokenizers(self) -> str:
+        parts = json.loads(self._pipeline.to_str())
+        return json.dumps(parts | {"post_processor": None}, ensure_ascii=False)
 
 
 def _find_eod(vocab: dict[str, int], path: Path) -> int:

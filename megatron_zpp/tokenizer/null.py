@@ -36,3 +36,6 @@ class NullTokenizer(Tokenizer):
 
     def fingerprint(self) -> str:
         return fingerprint_of(self.kind, self.eod)
+
+    def to_tokenizers(self) -> None:
+        return None

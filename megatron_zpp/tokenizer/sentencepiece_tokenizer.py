@@ -31,6 +31,7 @@ class SentencePieceTokenizer(Tokenizer):
             raise refusal(
                 "--tokenizer-model", model, "has no end-of-sentence piece; train one without --eos_id=-1"
             )
+        self._content = content
         self._digest = hashlib.sha256(self.kind.encode() + b"\0" + content).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -44,3 +45,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     def fingerprint(self) -> str:
         return self._digest
+
+    def to_tokenizers(self) -> str:
+        from megatron_zpp.tokenizer.sentencepiece_pipeline import to_pipeline
+
+        return to_pipeline(self._content)
