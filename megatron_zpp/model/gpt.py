@@ -9,6 +9,8 @@ import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +18,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.model.attention import AttentionKernel, DotProduct
+from megatron_zpp.model.loss import linear_cross_entropy, logits_to_gradient
 from megatron_zpp.model.offload import ActivationOffload
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What layers are made of; `norm` and `linear` have the constructors of torch's."""
+
+    norm: type[nn.Module] = nn.LayerNorm
+    linear: type[nn.Linear] = nn.Linear
+    attention: AttentionKernel = field(default_factory=DotProduct)
 
 
 class Embedding(nn.Module):
@@ -28,9 +41,10 @@ class Embedding(nn.Module):
         self.positions = _embedding(config.max_position_embeddings, config.hidden_size)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(B, T) ids -> (B, T, D)."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)  # (T)
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """(B, T) ids and their positions, by default 0 to T - 1 -> (B, T, D)."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)  # (T)
         return self.dropout(self.tokens(tokens) + self.positions(positions))
 
 
@@ -42,37 +56,34 @@ def _embedding(entries: int, width: int) -> nn.Embedding:
 class Attention(nn.Module):
     """Causal multi-head self-attention."""
 
-    def __init__(self, config: ModelConfig, recompute_scores: bool) -> None:
+    def __init__(self, config: ModelConfig, parts: Parts, recompute_scores: bool) -> None:
         super().__init__()
         self.heads, self.head_width = config.num_attention_heads, config.kv_channels
         self.dropout = config.attention_dropout
-        self.recompute_scores = recompute_scores
+        self.recompute_scores, self.kernel = recompute_scores, parts.attention
         width = self.heads * self.head_width
-        self.qkv = nn.Linear(config.hidden_size, 3 * width)
-        self.output = nn.Linear(width, config.hidden_size)
+        self.qkv = parts.linear(config.hidden_size, 3 * width)
+        self.output = parts.linear(width, config.hidden_size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
+    def forward(self, x: Tensor, bounds: Tensor | None = None) -> Tensor:
+        """(B, T, D) and the kernel's bounds of documents -> (B, T, D)."""
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, self.head_width))  # (B, T, 3, N, H)
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # each (B, N, T, H)
-        if self.recompute_scores and self.training:
-            mixed = checkpoint(self._mix, q, k, v, use_reentrant=False)
-        else:
-            mixed = self._mix(q, k, v)
-        return self.output(mixed.transpose(1, 2).flatten(2))
-
-    def _mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = qkv.unbind(2)  # each (B, T, N, H)
         dropout = self.dropout if self.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        if self.recompute_scores and self.training:
+            mixed = checkpoint(self.kernel, q, k, v, dropout, bounds, use_reentrant=False)
+        else:
+            mixed = self.kernel(q, k, v, dropout, bounds)
+        return self.output(mixed.flatten(2))  # of (B, T, N, H)
 
 
 class MLP(nn.Module):
     """Two linear maps with GPT-2's tanh-approximated GELU between them."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, parts: Parts) -> None:
         super().__init__()
-        self.input = nn.Linear(config.hidden_size, config.ffn_hidden_size)
-        self.output = nn.Linear(config.ffn_hidden_size, config.hidden_size)
+        self.input = parts.linear(config.hidden_size, config.ffn_hidden_size)
+        self.output = parts.linear(config.ffn_hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D) through (B, T, F)."""
@@ -82,42 +93,58 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, norm: type[nn.Module], recompute_scores: bool) -> None:
+    def __init__(self, config: ModelConfig, parts: Parts, recompute_scores: bool) -> None:
         super().__init__()
-        self.attention_norm = norm(config.hidden_size, eps=config.norm_epsilon)
-        self.attention = Attention(config, recompute_scores)
-        self.mlp_norm = norm(config.hidden_size, eps=config.norm_epsilon)
-        self.mlp = MLP(config)
+        self.attention_norm = parts.norm(config.hidden_size, eps=config.norm_epsilon)
+        self.attention = Attention(config, parts, recompute_scores)
+        self.mlp_norm = parts.norm(config.hidden_size, eps=config.norm_epsilon)
+        self.mlp = MLP(config, parts)
         self.dropout = nn.Dropout(config.hidden_dropout)
+        self.compute = residual_blocks  # or a compiled one, which hooks on this module stay outside of
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+    def forward(self, x: Tensor, bounds: Tensor | None = None) -> Tensor:
+        """(B, T, D) and the attention kernel's bounds of documents -> (B, T, D)."""
+        return self.compute(self, x, bounds)
+
+
+def residual_blocks(layer: Layer, x: Tensor, bounds: Tensor | None) -> Tensor:
+    """What a layer computes: (B, T, D) and the attention kernel's bounds of documents -> (B, T, D)."""
+    x = x + layer.dropout(layer.attention(layer.attention_norm(x), bounds))
+    return x + layer.dropout(layer.mlp(layer.mlp_norm(x)))
 
 
 class Head(nn.Module):
-    """Final norm, and the output weights where they are not the token embedding's."""
+    """Final norm, and the output weights where they are not the token embedding's; with targets the loss."""
 
-    def __init__(self, config: ModelConfig, padded_vocab_size: int, norm: type[nn.Module]) -> None:
+    def __init__(self, config: ModelConfig, parts: Parts, vocab_size: int, padded_vocab_size: int) -> None:
         super().__init__()
-        self.norm = norm(config.hidden_size, eps=config.norm_epsilon)
+        self.vocab_size = vocab_size
+        self.to_gradient = logits_to_gradient  # or a compiled one
+        self.norm = parts.norm(config.hidden_size, eps=config.norm_epsilon)
         self.output = (
             nn.Linear(config.hidden_size, padded_vocab_size, bias=False)
             if config.untie_embeddings_and_output_weights
             else None
         )
 
-    def forward(self, x: Tensor, tied: Tensor) -> Tensor:
-        """(B, T, D) and the token embedding (V, D) -> logits (B, T, V)."""
+    def forward(self, x: Tensor, tied: Tensor, targets: Tensor | None = None) -> Tensor:
+        """(B, T, D) and the token embedding (V, D) -> logits (B, T, V); with targets (B, T) the mean loss.
+
+        Rows that only pad the vocabulary take no part in the loss: it does not depend on padding.
+        """
         x = self.norm(x)
-        return F.linear(x, tied) if self.output is None else self.output(x)
+        weight = tied if self.output is None else self.output.weight
+        if targets is None:
+            return F.linear(x, weight)
+        return linear_cross_entropy(
+            x.flatten(0, 1), weight, targets.flatten(), self.vocab_size, to_gradient=self.to_gradient
+        )
 
 
 class GPT(nn.Module):
     """The transformer; `vocab_size` is the tokenizer's, the tables are padded as the config says.
 
-    `norm` is nn.LayerNorm or a class with its constructor.
+    `parts` are torch's own by default.
     """
 
     def __init__(
@@ -125,7 +152,7 @@ class GPT(nn.Module):
         config: ModelConfig,
         vocab_size: int,
         recompute: RecomputeConfig | None = None,
-        norm: type[nn.Module] = nn.LayerNorm,
+        parts: Parts | None = None,
     ) -> None:
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
@@ -134,24 +161,39 @@ class GPT(nn.Module):
         selective = self.recompute.recompute_granularity == "selective"
         self.offload = ActivationOffload() if self.recompute.recompute_offload else None
         self.embedding = Embedding(config, padded)
-        self.layers = nn.ModuleList(Layer(config, norm, selective) for _ in range(config.num_layers))
-        self.head = Head(config, padded, norm)
+        self.parts = parts or Parts()
+        self.layers = nn.ModuleList(Layer(config, self.parts, selective) for _ in range(config.num_layers))
+        self.head = Head(config, self.parts, vocab_size, padded)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """(B, T) ids -> logits (B, T, vocab_size); with targets (B, T) their mean cross-entropy, fp32."""
-        x = self.embedding(tokens)  # (B, T, D)
-        for first, last, recomputed in self._segments():
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """(B, T) ids -> logits (B, T, vocab_size); with targets (B, T) their mean cross-entropy, fp32.
+
+        A target of -100 is not counted. `positions` (B, T) are 0 to T - 1 by default. `documents` (E), as in
+        model/attention.py, bound what attention looks at, which is the whole row by default.
+        """
+        x = self.embedding(tokens, positions)  # (B, T, D)
+        bounds = None if documents is None else self.parts.attention.bounds(documents, x)
+        for first, last, recomputed in segments(self.config.num_layers, self.recompute):
+            run = partial(self._run_layers, first=first, last=last, bounds=bounds)
             if recomputed and self.training:
                 with self.offload.saving() if self.offload else nullcontext():
-                    x = checkpoint(self._run_layers, x, first, last, use_reentrant=False)
+                    x = checkpoint(run, x, use_reentrant=False)  # x alone is kept, and may be offloaded
             else:
-                x = self._run_layers(x, first, last)
-        logits = self.head(x, self.embedding.tokens.weight)  # (B, T, V)
-        # Rows that only pad the vocabulary take no part in the softmax: the loss does not depend on padding.
-        logits = logits[..., : self.vocab_size]
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+                x = run(x)
+        if targets is not None:
+            return self.head(x, self.embedding.tokens.weight, targets)
+        return self.head(x, self.embedding.tokens.weight)[..., : self.vocab_size]
+
+    @property
+    def compiled(self) -> bool:
+        """Whether a compiler has made the layers' kernels."""
+        return self.layers[0].compute is not residual_blocks
 
     def units(self) -> list[tuple[str, nn.Module]]:
         """The modules whose parameters are gathered together, in the order of the forward pass."""
@@ -184,22 +226,22 @@ class GPT(nn.Module):
         if name in ("embedding.tokens.weight", "head.output.weight"):
             tensor[self.vocab_size :] = 0.0
 
-    def _segments(self) -> Iterator[tuple[int, int, bool]]:
-        """Runs of layers as (first, last + 1, whether they are recomputed in backward)."""
-        layers, plan = self.config.num_layers, self.recompute
-        if plan.recompute_granularity == "full" and plan.recompute_method == "uniform":
-            for first in range(0, layers, plan.recompute_num_layers):
-                yield first, min(first + plan.recompute_num_layers, layers), True
-            return
-        recomputed = plan.recompute_num_layers if plan.recompute_granularity == "full" else 0
-        for first in range(recomputed):
-            yield first, first + 1, True
-        yield recomputed, layers, False
-
-    def _run_layers(self, x: Tensor, first: int, last: int) -> Tensor:
+    def _run_layers(self, x: Tensor, first: int, last: int, bounds: Tensor | None) -> Tensor:
         for layer in self.layers[first:last]:
-            x = layer(x)
+            x = layer(x, bounds)
         return x
+
+
+def segments(layers: int, plan: RecomputeConfig) -> Iterator[tuple[int, int, bool]]:
+    """Runs of layers as (first, last + 1, whether they are recomputed in backward)."""
+    if plan.recompute_granularity == "full" and plan.recompute_method == "uniform":
+        for first in range(0, layers, plan.recompute_num_layers):
+            yield first, min(first + plan.recompute_num_layers, layers), True
+        return
+    recomputed = plan.recompute_num_layers if plan.recompute_granularity == "full" else 0
+    for first in range(recomputed):
+        yield first, first + 1, True
+    yield recomputed, layers, False
 
 
 def norm_class(backend: str) -> type[nn.Module]:

@@ -1,0 +1,238 @@
+"""The kernels of causal attention, whole or inside documents, and which of them a run takes.
+
+Shapes: B batch, T tokens, N heads, H head width, E ends of documents.
+
+Documents come as the places between them: 0, where each next one begins among the B · T tokens of a
+micro-batch, and B · T, as often as fills (E). A kernel makes `bounds` of them once a forward, for all layers.
+"""
+
+import importlib.util
+import inspect
+import warnings
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron_zpp.config.options import refusal
+
+FLAG = "--attention-backend"
+TORCH_BACKENDS = {
+    "math": SDPBackend.MATH,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    # Megatron-LM's names
+    "fused": SDPBackend.CUDNN_ATTENTION,
+    "unfused": SDPBackend.MATH,
+    "local": SDPBackend.MATH,
+}
+# What auto takes instead of torch's choice, by (major compute capability, head width): where
+# benchmarks/attention.py found it faster in 16-bit formats.
+MEASURED: dict[tuple[int, int], str] = {}
+
+
+class DotProduct:
+    """torch's scaled_dot_product_attention by one backend, or by its choice; documents as a dense mask."""
+
+    def __init__(self, backend: str | None = None, remark: str = "") -> None:
+        self.backend, self.remark = TORCH_BACKENDS[backend] if backend else None, remark
+
+    def describe(self) -> str:
+        """What a reader of the log has to know; empty for torch's choice without documents."""
+        name = self.backend.name.lower() if self.backend else "torch's choice" if self.remark else ""
+        return f"{name}{self.remark}"
+
+    def bounds(self, ends: Tensor, x: Tensor) -> Tensor:
+        """(E) int32, (B, T, …) -> a mask (B, 1, T, T) in the format of x: 0 where a token looks, else -inf.
+
+        Kernels would turn a boolean one into it, each layer anew.
+        """
+        batch, tokens = x.shape[:2]
+        places = torch.arange(batch * tokens, dtype=ends.dtype, device=ends.device)
+        document = torch.bucketize(places, ends, right=True).view(batch, 1, tokens)
+        same = document[..., None, :] == document[..., None]  # (B, 1, T, T)
+        mask = torch.full(same.shape, -torch.inf, dtype=x.dtype, device=x.device)
+        return mask.masked_fill_(same.tril_(), 0.0)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, bounds: Tensor | None) -> Tensor:
+        """Each (B, T, N, H) -> (B, T, N, H)."""
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # each (B, N, T, H)
+        # In here, as a layer that is recomputed in backward must make the same choice again.
+        with sdpa_kernel(self.backend) if self.backend else nullcontext():
+            mixed = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=bounds, dropout_p=dropout, is_causal=bounds is None
+            )
+        return mixed.transpose(1, 2)
+
+
+class PackedFlash(DotProduct):
+    """Documents laid end to end through torch's flash attention of variable lengths; without them DotProduct.
+
+    No kernel looks beyond a document, so its work is that of the documents alone.
+    """
+
+    def __init__(self, backend: str | None = None) -> None:
+        super().__init__(backend)
+        from torch.nn.attention.varlen import varlen_attn
+
+        self._attend = varlen_attn
+        windowed = "window_size" in inspect.signature(varlen_attn).parameters  # not yet in torch 2.10
+        self._causal = {"window_size": (-1, 0)} if windowed else {"is_causal": True}
+
+    def describe(self) -> str:
+        """What a reader of the log has to know."""
+        return "flash_attention over documents end to end"
+
+    def bounds(self, ends: Tensor, x: Tensor) -> Tensor:
+        """The ends as they are."""
+        return ends
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, bounds: Tensor | None) -> Tensor:
+        """Each (B, T, N, H) -> (B, T, N, H)."""
+        if bounds is None:
+            return super().__call__(q, k, v, dropout, None)
+        assert dropout == 0.0, "choose_attention gives it to no run with dropout"
+        batch, tokens = q.shape[:2]
+        q, k, v = (part.flatten(0, 1) for part in (q, k, v))  # each (B · T, N, H)
+        mixed = self._attend(q, k, v, bounds, bounds, tokens, tokens, **self._causal)
+        return mixed.unflatten(0, (batch, tokens))
+
+
+class FlashAttention3:
+    """Dao's flash_attn_interface, for Hopper. torch.compile leaves it as it is, between two graphs."""
+
+    def __init__(self) -> None:
+        from flash_attn_interface import flash_attn_func, flash_attn_varlen_func
+
+        self._attend = torch.compiler.disable(flash_attn_func)
+        self._attend_documents = torch.compiler.disable(flash_attn_varlen_func)
+
+    def describe(self) -> str:
+        """What a reader of the log has to know."""
+        return "flash_attention_3"
+
+    def bounds(self, ends: Tensor, x: Tensor) -> Tensor:
+        """The ends as they are."""
+        return ends
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, bounds: Tensor | None) -> Tensor:
+        """Each (B, T, N, H) -> (B, T, N, H)."""
+        assert dropout == 0.0, "choose_attention gives it to no run with dropout"
+        if bounds is None:
+            return _first(self._attend(q, k, v, causal=True))
+        batch, tokens = q.shape[:2]
+        mixed = self._attend_documents(
+            *(part.flatten(0, 1) for part in (q, k, v)),
+            cu_seqlens_q=bounds,
+            cu_seqlens_k=bounds,
+            max_seqlen_q=tokens,
+            max_seqlen_k=tokens,
+            causal=True,
+        )
+        return _first(mixed).unflatten(0, (batch, tokens))
+
+
+AttentionKernel: TypeAlias = DotProduct | FlashAttention3
+
+
+def choose_attention(
+    backend: str, *, masked: bool, head_width: int, dropout: float, dtype: torch.dtype, device: torch.device
+) -> AttentionKernel:
+    """The kernel of --attention-backend; `masked` says that documents will come (--reset-attention-mask).
+
+    Raises ValueError where it is known without trying that a backend that was asked for cannot serve.
+    """
+    if backend == "flash3":
+        _check_flash3(dropout, dtype, device)
+        return FlashAttention3()
+    on_gpu = device.type == "cuda"
+    if masked and on_gpu and backend in ("auto", "flash"):
+        hindrance = _no_packed_flash(head_width, dropout, dtype, device)
+        if not hindrance:
+            return PackedFlash("flash" if backend == "flash" else None)
+        if backend == "flash":
+            raise refusal(FLAG, "flash", f"with --reset-attention-mask it {hindrance}, or use auto")
+        return DotProduct(remark=f", documents through a dense mask; flash attention {hindrance}")
+    if backend == "auto" and on_gpu and not masked and not dropout and dtype.itemsize == 2:
+        major, _ = torch.cuda.get_device_capability(device)
+        backend = MEASURED.get((major, head_width), "auto")
+    return DotProduct(None if backend == "auto" else backend)
+
+
+def check_runs(
+    kernel: AttentionKernel,
+    backend: str,
+    lengths: Iterable[int],
+    *,
+    masked: bool,
+    head_width: int,
+    dropout: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """One head forward and backward on the device, for samples of each length.
+
+    Raises ValueError, in one line, where torch has no such kernel.
+    """
+    for tokens in lengths:
+        x = torch.zeros((1, tokens, 3, 1, head_width), dtype=dtype, device=device, requires_grad=True)
+        ends = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's, of each kernel that is not to be used anyway
+                bounds = kernel.bounds(ends, x) if masked else None
+                q, k, v = x.unbind(2)
+                kernel(q, k, v, dropout, bounds).backward(torch.ones_like(q))
+        except RuntimeError as error:
+            shape = f"{tokens} tokens, --kv-channels {head_width}, --attention-dropout {dropout}"
+            masks = ", --reset-attention-mask" if masked else ""
+            name = str(dtype).removeprefix("torch.")
+            reason = str(error).strip().splitlines()[0]
+            raise refusal(
+                FLAG,
+                backend,
+                f"cannot compute {shape}{masks} in {name} on this {device.type} ({reason}); use another",
+            ) from None
+
+
+def _check_flash3(dropout: float, dtype: torch.dtype, device: torch.device) -> None:
+    if device.type != "cuda":
+        raise refusal(FLAG, "flash3", f"its kernels need a Hopper GPU; on the {device.type} use auto")
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        raise refusal(
+            FLAG, "flash3", "module flash_attn_interface, of FlashAttention-3, is not installed; use auto"
+        )
+    check_flash3_settings(dropout, dtype)
+
+
+def check_flash3_settings(dropout: float, dtype: torch.dtype) -> None:
+    """Raises ValueError for what it cannot do on any device."""
+    if dropout:
+        raise refusal(FLAG, "flash3", f"has no dropout; use --attention-dropout 0 instead of {dropout}")
+    if dtype.itemsize != 2:
+        raise refusal(FLAG, "flash3", "computes in bf16 and fp16; leave out --fp32, or use auto")
+
+
+def _no_packed_flash(head_width: int, dropout: float, dtype: torch.dtype, device: torch.device) -> str:
+    """What hinders PackedFlash, as 'needs …'; empty where nothing does."""
+    if dtype.itemsize != 2:
+        return "needs --bf16 or --fp16"
+    if dropout:
+        return "needs --attention-dropout 0"
+    if head_width % 8 or head_width > 256:
+        return f"needs --kv-channels that are a multiple of 8 up to 256, not {head_width}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "needs a GPU of Ampere or later"
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return f"needs torch 2.10 or later, not {torch.__version__}"
+    return ""
+
+
+def _first(result: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """Its older releases also return the logarithms of the sums."""
+    return result if isinstance(result, Tensor) else result[0]

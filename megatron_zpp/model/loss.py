@@ -1,0 +1,206 @@
+"""The output layer with the mean cross-entropy behind it, without the fp32 logits of all tokens in memory.
+
+Shapes: N tokens, C tokens of a chunk, D hidden size, V padded vocabulary.
+
+Only a chunk has logits and their fp32 softmax at a time. In a forward that a backward will follow, their
+gradient takes their place at once, so no product is made twice. What waits for the backward is one of
+
+    the gradient of the logits (N, V) in the compute format: both products with it are the backward's, or
+    the sums of those products, (N, D) and (V, D), in fp32: the backward scales them
+
+The first grows with the tokens and the second does not: `keeps_gradient` chooses.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+IGNORED = -100  # a token with this target does not count: F.cross_entropy's default
+CHUNK_BYTES = 512 * 2**20  # of a chunk's fp32 logits: large products, and little beside a model
+
+# Whether addmm adds a product of 16-bit factors to fp32 sums.
+_ADDS_WIDE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
+
+ToGradient = Callable[[Tensor, Tensor, int], Tensor]  # see logits_to_gradient
+
+
+def logits_to_gradient(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    """The sum of the cross-entropies of logits (C, V), whose place their gradient times `unit` takes.
+
+    All of a chunk that is not a product, and nothing but its arguments: torch.compile can make one kernel of
+    it. fp32 inside whatever the format. Columns from `vocab_size` on only pad the vocabulary: they take no
+    part and have no gradient.
+    """
+    logits[:, vocab_size:] = -math.inf
+    log_softmax = torch.log_softmax(logits.to(wide(logits.dtype)), dim=1)  # (C, V)
+    counted = (targets != IGNORED)[:, None]  # (C, 1)
+    place = targets.clamp(min=0)[:, None]
+    likelihood = log_softmax.gather(1, place)  # (C, 1)
+    loss = -torch.where(counted, likelihood, 0.0).sum()
+    scale = unit(logits.dtype)
+    if scale != 1:
+        log_softmax.add_(math.log(scale))
+    torch.exp(log_softmax, out=logits)
+    logits.scatter_(1, place, (scale * torch.expm1(likelihood)).to(logits.dtype))  # softmax less one
+    logits.mul_(counted)
+    return loss
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    to_gradient: ToGradient = logits_to_gradient,
+) -> Tensor:
+    """F.cross_entropy(F.linear(x, weight)[:, :vocab_size].float(), targets), a mean in fp32.
+
+    x (N, D) and weight (V, D) are of one format, targets (N) ids or IGNORED: the mean is over the others, and
+    0 where there are none. float64 stays float64. The result can be differentiated once.
+    """
+    arguments = x, weight, targets, vocab_size, chunk_bytes
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _LinearCrossEntropy.apply(*arguments, to_gradient)
+    return _loss_alone(*arguments)
+
+
+def chunk_rows(tokens: int, entries: int, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """Tokens of a chunk: as few chunks as may be, equal ones if fewer than twice as many can be equal."""
+    most = max(1, chunk_bytes // (4 * entries))
+    fewest = max(1, -(-tokens // most))
+    equal = (chunks for chunks in range(fewest, 2 * fewest) if tokens % chunks == 0)
+    return max(1, -(-tokens // next(equal, fewest)))
+
+
+def keeps_gradient(tokens: int, width: int, itemsize: int) -> bool:
+    """Whether the gradient of the logits waits for the backward, and not the fp32 sums.
+
+    It may be twice as large as these: whole products are faster than sums of parts, which are read and
+    written for each, and the backward makes another (V, D) of such sums.
+    """
+    return tokens * itemsize <= 2 * 4 * width
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The format of losses and sums."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def unit(dtype: torch.dtype) -> float:
+    """What a gradient of 1 is kept as: fp16 could not hold the small ones, and none is larger than 1."""
+    return 2.0**15 if dtype == torch.float16 else 1.0
+
+
+def _loss_alone(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk_bytes: int) -> Tensor:
+    total, counted = _zero(x), _counted(targets)
+    rows = chunk_rows(*_sizes(x, weight), chunk_bytes)
+    for part, wanted in zip(x.split(rows), targets.split(rows), strict=True):
+        logits = F.linear(part, weight)[:, :vocab_size]
+        total += F.cross_entropy(logits.to(total.dtype), wanted, ignore_index=IGNORED, reduction="sum")
+    return total / counted
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        chunk_bytes: int,
+        to_gradient: ToGradient,
+    ) -> Tensor:
+        total, counted = _zero(x), _counted(targets)
+        rows = chunk_rows(*_sizes(x, weight), chunk_bytes)
+        tokens, width = x.shape
+        ctx.keeps, ctx.rows = keeps_gradient(tokens, width, x.element_size()), rows
+        chunks = zip(x.split(rows), targets.split(rows), strict=True)
+        if ctx.keeps:
+            gradient = x.new_empty(_sizes(x, weight))  # (N, V)
+            for (part, wanted), logits in zip(chunks, gradient.split(rows), strict=True):
+                torch.mm(part, weight.T, out=logits)
+                total += to_gradient(logits, wanted, vocab_size)
+            ctx.save_for_backward(counted, x, weight, gradient)
+            return total / counted
+        sums = _Sums(x, weight, ctx.needs_input_grad)
+        for index, (part, wanted) in enumerate(chunks):
+            logits = torch.mm(part, weight.T)  # (C, V)
+            total += to_gradient(logits, wanted, vocab_size)
+            sums.add(index * rows, logits, part, weight)
+            del logits  # before there are those of the next chunk
+        ctx.formats = x.dtype, weight.dtype
+        ctx.save_for_backward(counted, sums.x, sums.weight)
+        return total / counted
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, of_loss: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.keeps:
+            counted, *sums = ctx.saved_tensors
+            of_sums = [
+                None if one is None else _scaled(one, of_loss / (counted * unit(dtype)), dtype)
+                for one, dtype in zip(sums, ctx.formats, strict=True)
+            ]
+            return *of_sums, None, None, None, None
+        counted, x, weight, gradient = ctx.saved_tensors
+        factor = (of_loss / (counted * unit(x.dtype))).view(1, 1)  # with dims, or the product would round it
+        for part in gradient.split(ctx.rows):
+            torch.mul(part, factor, out=part)  # torch refuses a second backward: what it saved has changed
+        of_x = torch.mm(gradient, weight) if ctx.needs_input_grad[0] else None
+        of_weight = torch.mm(gradient.T, x) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, None, None, None, None
+
+
+class _Sums:
+    """The wanted ones of the gradients of x and weight, in fp32, from each chunk's gradient of the logits."""
+
+    def __init__(self, x: Tensor, weight: Tensor, wanted: tuple[bool, ...]) -> None:
+        dtype = wide(x.dtype)
+        self.x = torch.empty_like(x, dtype=dtype) if wanted[0] else None
+        self.weight = torch.empty_like(weight, dtype=dtype) if wanted[1] else None
+
+    def add(self, first: int, gradient: Tensor, x: Tensor, weight: Tensor) -> None:
+        """Of the chunk x (C, D) that begins at token `first`; the first one begins the sum over all."""
+        if self.x is not None:
+            _product(gradient, weight, self.x[first : first + len(x)], begins=True)
+        if self.weight is not None:
+            _product(gradient.T, x, self.weight, begins=first == 0)
+
+
+def _product(a: Tensor, b: Tensor, total: Tensor, *, begins: bool) -> None:
+    """Adds a @ b to `total`, or begins it; not rounded to the format of a and b in between."""
+    if a.is_cuda and a.dtype != total.dtype:
+        if begins:
+            torch.mm(a, b, out_dtype=total.dtype, out=total)
+        elif _ADDS_WIDE:
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        else:
+            total.add_(torch.mm(a, b, out_dtype=total.dtype))
+        return
+    torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=0 if begins else 1, out=total)
+
+
+def _scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`total` times a scalar, rounded once; in its place where that is possible."""
+    out = total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
+    return torch.mul(total, factor, out=out)
+
+
+def _zero(x: Tensor) -> Tensor:
+    return torch.zeros((), dtype=wide(x.dtype), device=x.device)
+
+
+def _counted(targets: Tensor) -> Tensor:
+    return (targets != IGNORED).sum().clamp(min=1)
+
+
+def _sizes(x: Tensor, weight: Tensor) -> tuple[int, int]:
+    """(N, V)."""
+    return x.shape[0], weight.shape[0]

@@ -1,0 +1,199 @@
+"""Documents in one row against each of them alone, and the choice of a kernel."""
+
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.model.attention import DotProduct, PackedFlash, check_runs, choose_attention
+from megatron_zpp.model.gpt import GPT, Parts
+
+VOCAB = 50
+MODEL = ModelConfig(
+    num_layers=3,
+    hidden_size=32,
+    num_attention_heads=4,
+    seq_length=16,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+    init_method_std=0.3,  # so that attention prefers some tokens to others
+)
+LENGTHS = ((5, 1, 1, 9), (16,), (2, 14))  # of the documents of each row
+TORCHS = DotProduct()
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def model_of(recompute: RecomputeConfig | None = None, kernel: DotProduct = TORCHS) -> GPT:
+    return GPT(MODEL, VOCAB, recompute, parts=Parts(attention=kernel)).initialize(3).double()
+
+
+def packed(lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, positions, and the ends of documents with some empty ones behind them."""
+    tokens = torch.randint(VOCAB, (len(lengths), 16), generator=torch.Generator().manual_seed(5))
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+    flat = torch.tensor([length for row in lengths for length in row])
+    ends = torch.cat([torch.zeros(1), flat.cumsum(0), torch.full((7,), tokens.numel())])
+    return tokens, positions, ends.to(torch.int32)
+
+
+def documents_alone(model: GPT, tokens: Tensor, first_positions: bool) -> Tensor:
+    """The logits of each document in a forward of its own; its positions go on in the row, or begin anew."""
+    rows = []
+    for row, lengths in zip(tokens, LENGTHS, strict=True):
+        places = torch.arange(16).split(lengths)
+        parts = zip(row.split(lengths), places, strict=True)
+        rows.append(
+            torch.cat(
+                [
+                    model(ids[None], positions=None if first_positions else place[None])[0]
+                    for ids, place in parts
+                ]
+            )
+        )
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("kernel", [TORCHS, DotProduct("math"), DotProduct("flash")])
+def test_packed_documents_are_as_each_of_them_alone(kernel: DotProduct) -> None:
+    model = model_of(kernel=kernel)
+    tokens, positions, ends = packed()
+    both = model(tokens, positions=positions, documents=ends)
+    torch.testing.assert_close(both, documents_alone(model, tokens, first_positions=True))
+    attention = model(tokens, documents=ends)
+    torch.testing.assert_close(attention, documents_alone(model, tokens, first_positions=False))
+    assert not torch.allclose(both, attention)
+    assert not torch.allclose(both, model(tokens, positions=positions))
+
+
+def test_positions_alone_leave_attention_whole() -> None:
+    """A token sees across documents, and the first ones of a document take the first rows of the table."""
+    model = model_of()
+    tokens, positions, _ = packed()
+    x = model.embedding.tokens(tokens) + model.embedding.positions.weight[positions]
+    for layer in model.layers:
+        x = layer(x)
+    expected = model.head(x, model.embedding.tokens.weight)[..., :VOCAB]
+    assert torch.equal(model(tokens, positions=positions), expected)
+    assert not torch.allclose(expected, model(tokens))
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        RecomputeConfig(recompute_activations=True),
+        RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
+        RecomputeConfig(recompute_granularity="full", recompute_method="block"),
+    ],
+    ids=["selective", "uniform", "block"],
+)
+@pytest.mark.parametrize("backend", [None, "math"])
+def test_recomputation_sees_the_same_documents(recompute: RecomputeConfig, backend: str | None) -> None:
+    tokens, positions, ends = packed()
+    gradients = []
+    for how in (None, recompute):
+        model = model_of(how, DotProduct(backend))
+        model(tokens, tokens, positions, ends).backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    assert torch.equal(*gradients)
+
+
+def test_targets_that_do_not_count() -> None:
+    model = model_of()
+    tokens, _, _ = packed()
+    targets = tokens.roll(1, 1)
+    left_out = torch.zeros_like(tokens, dtype=torch.bool)
+    left_out[0, 3:7] = left_out[2, 0] = True
+    log_probabilities = model(tokens).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    expected = -log_probabilities[~left_out].mean()
+    loss = model(tokens, targets.masked_fill(left_out, -100))
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0.0)  # the loss is fp32
+
+
+def test_the_compiler_takes_a_layer_whole_and_once() -> None:
+    """With a backend forced, for any documents of one E, in training."""
+    kernel = DotProduct("math")
+    layer = model_of(kernel=kernel).layers[1]
+    compiled = torch.compile(layer.forward, backend="aot_eager", fullgraph=True, dynamic=False)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for row in ((5, 1, 1, 9), (2, 3, 4, 7), (1, 1, 1, 13)):
+            _, _, ends = packed((row,))
+            x = torch.randn(1, 16, 32, dtype=torch.double, requires_grad=True)
+            found = torch.autograd.grad(compiled(x, kernel.bounds(ends, x)).square().sum(), x)
+            expected = torch.autograd.grad(layer(x, kernel.bounds(ends, x)).square().sum(), x)
+            torch.testing.assert_close(found, expected)
+
+
+def test_flash_of_variable_lengths_fits_the_model() -> None:
+    """On the meta device, where the kernel's own shapes are checked and nothing is computed."""
+    with torch.device("meta"):
+        model = GPT(MODEL, VOCAB, parts=Parts(attention=PackedFlash())).bfloat16()
+        tokens, positions, ends = (part.to("meta") for part in packed())
+        loss = model(tokens, tokens, positions, ends)
+        loss.backward()
+        assert model(tokens).shape == (3, 16, VOCAB)  # as a text is written, without documents
+    assert loss.shape == ()
+    for parameter in model.parameters():
+        assert parameter.grad.shape == parameter.shape
+    layer = model.layers[1]
+    compiled = torch.compile(layer.forward, backend="aot_eager", fullgraph=True, dynamic=False)
+    x = torch.empty(3, 16, 32, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    (gradient,) = torch.autograd.grad(compiled(x, ends).sum(), x)
+    assert gradient.shape == x.shape
+
+
+CHOICE = {"masked": False, "head_width": 64, "dropout": 0.0, "dtype": torch.bfloat16, "device": GPU}
+
+
+@pytest.mark.parametrize(
+    ("backend", "given", "said"),
+    [
+        ("flash3", {"device": CPU}, "its kernels need a Hopper GPU; on the cpu use auto"),
+        ("flash3", {}, "module flash_attn_interface, of FlashAttention-3, is not installed; use auto"),
+        ("flash", {"masked": True, "dropout": 0.1}, "--reset-attention-mask it needs --attention-dropout 0"),
+        ("flash", {"masked": True, "dtype": torch.float32}, "--reset-attention-mask it needs --bf16 or"),
+        ("flash", {"masked": True, "head_width": 20}, "multiple of 8 up to 256, not 20, or use auto"),
+    ],
+)
+def test_what_cannot_serve_is_refused(backend: str, given: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^--attention-backend {backend}: ") as refused:
+        choose_attention(backend, **CHOICE | given)
+    assert said in str(refused.value)
+
+
+def test_a_mask_that_is_slow_is_said() -> None:
+    kernel = choose_attention("auto", **CHOICE | {"masked": True, "dropout": 0.1})
+    assert kernel.describe() == (
+        "torch's choice, documents through a dense mask; flash attention needs --attention-dropout 0"
+    )
+    assert choose_attention("auto", **CHOICE | {"device": CPU}).describe() == ""
+
+
+@pytest.mark.parametrize(
+    ("backend", "masked", "dropout"), [("cudnn", False, 0.0), ("efficient", True, 0.0), ("flash", False, 0.1)]
+)
+def test_a_kernel_that_torch_lacks_is_refused_before_a_model_is_built(
+    backend: str, masked: bool, dropout: float
+) -> None:
+    given = {"masked": masked, "head_width": 8, "dropout": dropout, "dtype": torch.float32, "device": CPU}
+    try_it = partial(check_runs, backend=backend, lengths=(16,), **given)
+    with pytest.raises(
+        ValueError, match=f"^--attention-backend {backend}: cannot compute 16 tokens"
+    ) as refused:
+        try_it(choose_attention(backend, **given))
+    assert "\n" not in str(refused.value)
+    check_runs(DotProduct("math"), "math", (1, 2, 16), **given)
+
+
+def test_dropout_of_attention_takes_a_mask() -> None:
+    """The same numbers are dropped with and without a mask that hides nothing."""
+    config = dataclasses.replace(MODEL, attention_dropout=0.5)
+    model = GPT(config, VOCAB).initialize(3).double()
+    tokens, _, _ = packed()
+    whole, losses = torch.tensor([0, 16, 32, 48], dtype=torch.int32), []
+    for documents in (None, whole):
+        torch.manual_seed(1)
+        losses.append(model(tokens, tokens, documents=documents).item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)

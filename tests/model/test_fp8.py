@@ -1,0 +1,145 @@
+"""Products of 8-bit floats: within what the formats allow of a float64 oracle, with gradients and NaN."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.model.fp8 import Float8Linear
+from megatron_zpp.model.gpt import GPT, Parts
+
+E4M3, E5M2 = (3, -9, 448.0), (2, -16, 57344.0)  # bits of the fraction, log2 of the least, the largest
+FP32 = 2.0**-23
+ROUNDING = {torch.float32: FP32, torch.bfloat16: 2.0**-8}
+
+
+def errors(x: Tensor, kind: tuple[int, int, float]) -> Tensor:
+    """How far a code may be from each number: half a step of the fraction, or half of the least code."""
+    bits, least, largest = kind
+    scale = x.abs().max() / largest
+    # the scale and the scaled number are rounded to fp32 before the code is chosen
+    return x.abs() * 2.0 ** -(bits + 1) * (1 + 2.0**-20) + scale * 2.0 ** (least - 1)
+
+
+def bound(
+    left: Tensor,
+    right: Tensor,
+    left_kind: tuple[int, int, float],
+    right_kind: tuple[int, int, float],
+    dtype: torch.dtype,
+    sums: float = FP32,
+) -> Tensor:
+    """For left @ right, as float64: errors of codes, sums of K products, the rounding of the result."""
+    off_left, off_right = errors(left, left_kind), errors(right, right_kind)
+    codes = off_left @ right.abs() + left.abs() @ off_right + off_left @ off_right
+    magnitude = left.abs() @ right.abs() + codes
+    return codes + magnitude * (left.shape[1] * sums + 2.0**-20 + ROUNDING[dtype])
+
+
+def check_products(
+    rows: int, inner: int, outer: int, dtype: torch.dtype, device: str = "cpu", fast: float = FP32
+) -> None:
+    """Forward and gradients of one layer; `fast` is the rounding of sums that are told to be fast."""
+    draw = torch.Generator().manual_seed(1)
+    layer = Float8Linear(inner, outer, dtype=dtype, device=device)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(outer, inner, generator=draw) * 0.02)
+        layer.bias.copy_(torch.randn(outer, generator=draw))
+    x = (torch.randn(4, rows // 4, inner, generator=draw) * 30).to(device, dtype).requires_grad_()
+    gradient = (torch.randn(4, rows // 4, outer, generator=draw) * 1e-4).to(device, dtype)
+    out = layer(x)
+    out.backward(gradient)
+    x64, w64, g64 = (
+        t.detach().double().flatten(0, -2) for t in (x, layer.weight, gradient)
+    )  # (M, K), (N, K), (M, N)
+    plain, allowed = x64 @ w64.t(), bound(x64, w64.t(), E4M3, E4M3, dtype, fast)
+    exact = plain + layer.bias.double()
+    allowed = allowed + (plain.abs() + allowed + exact.abs()) * ROUNDING[dtype]  # the bias is added after
+    assert ((out.double().flatten(0, -2) - exact).abs() <= allowed).all()
+    found = x.grad.double().flatten(0, -2)
+    assert ((found - g64 @ w64).abs() <= bound(g64, w64, E5M2, E4M3, dtype)).all()
+    found = layer.weight.grad.double()
+    assert ((found - g64.t() @ x64).abs() <= bound(g64.t(), x64, E5M2, E4M3, dtype)).all()
+    assert torch.equal(layer.bias.grad, gradient.flatten(0, -2).sum(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "inner", "outer"), [(16, 32, 48), (64, 16, 16)])
+def test_products_are_within_what_the_codes_allow(
+    rows: int, inner: int, outer: int, dtype: torch.dtype
+) -> None:
+    check_products(rows, inner, outer, dtype)
+
+
+def test_what_codes_hold_is_exact() -> None:
+    """Powers of two below the largest magnitude, itself one that makes the scale a power of two."""
+    draw = torch.Generator().manual_seed(2)
+    numbers = 2.0 ** torch.randint(-3, 3, (32, 32), generator=draw)
+    numbers[0, 0] = 448 / 2**4
+    layer = Float8Linear(32, 32, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(numbers)
+    assert torch.equal(layer(numbers), numbers @ numbers.t())
+
+
+def test_zeros_stay_zero_and_what_is_not_finite_is_seen() -> None:
+    layer = Float8Linear(16, 16)
+    nn.init.zeros_(layer.bias)
+    assert torch.equal(layer(torch.zeros(16, 16)), torch.zeros(16, 16))
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        x = torch.ones(16, 16)
+        x[3, 5] = bad
+        assert layer(x)[3].isnan().all()
+        x = torch.ones(16, 16, requires_grad=True)
+        gradient = torch.ones(16, 16)
+        gradient[3, 5] = bad
+        layer.weight.grad = None
+        layer(x).backward(gradient)
+        assert not x.grad[3].isfinite().any()
+        assert not layer.weight.grad[5].isfinite().any()
+
+
+def test_frozen_parts_get_no_gradient() -> None:
+    layer = Float8Linear(16, 16)
+    layer.weight.requires_grad_(False)
+    x = torch.randn(16, 16)
+    layer(x).sum().backward()
+    assert layer.weight.grad is None
+    assert layer.bias.grad is not None
+
+
+@pytest.mark.parametrize("recompute", [None, "full", "selective"])
+def test_a_model_of_them_learns_what_a_plain_one_does(recompute: str | None) -> None:
+    """In bf16, on one batch again and again: both lose most of the loss, at about the same rate."""
+    config = ModelConfig(
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=2,
+        seq_length=16,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    method = {"recompute_method": "uniform"} if recompute == "full" else {}
+    recomputed = RecomputeConfig(recompute_granularity=recompute, **method)
+    tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(4))
+    torch.set_num_threads(1)
+    curves = []
+    for parts in (Parts(), Parts(linear=Float8Linear)):
+        model = GPT(config, 64, recomputed, parts).initialize(1).bfloat16()
+        masters = [parameter.detach().float().requires_grad_() for parameter in model.parameters()]
+        adamw, losses = torch.optim.AdamW(masters, lr=2e-2), []
+        for _ in range(16):
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+            losses.append(loss.item())
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                master.grad, parameter.grad = parameter.grad.float(), None
+            adamw.step()
+            with torch.no_grad():
+                for master, parameter in zip(masters, model.parameters(), strict=True):
+                    parameter.copy_(master)
+        curves.append(losses)
+    plain, ours = curves
+    assert plain[-1] < 0.25 * plain[0]
+    assert ours != plain
+    assert ours == pytest.approx(plain, abs=(plain[0] - plain[-1]) / 10)

@@ -1,0 +1,250 @@
+"""The chunked loss against torch's own on the whole logits, in each format and at awkward sizes."""
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_zpp.model.loss import IGNORED, chunk_rows, keeps_gradient, linear_cross_entropy
+from tests.support import run
+
+CHUNK = 7  # tokens
+WIDE, NARROW = 48, 2  # hidden sizes, such that 15 tokens keep the gradient of the logits, or fp32 sums
+Loss = Callable[..., Tensor]
+
+
+def plain(x: Tensor, weight: Tensor, targets: Tensor, vocab: int) -> Tensor:
+    """The loss on all logits at once."""
+    logits = F.linear(x, weight)[:, :vocab]
+    return F.cross_entropy(logits.to(torch.promote_types(x.dtype, torch.float32)), targets)
+
+
+def chunked(x: Tensor, weight: Tensor, targets: Tensor, vocab: int) -> Tensor:
+    """Ours, in chunks of about CHUNK tokens."""
+    return linear_cross_entropy(x, weight, targets, vocab, chunk_bytes=4 * CHUNK * len(weight))
+
+
+def inputs(
+    tokens: int, width: int, vocab: int, padded: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """x, weight with rows of padding that are not zero, targets, vocabulary."""
+    generator = torch.Generator().manual_seed(tokens + vocab)
+    x = torch.randn(tokens, width, generator=generator)
+    weight = torch.randn(padded, width, generator=generator)
+    targets = torch.randint(vocab, (tokens,), generator=generator)
+    return x.to(dtype), (weight * 3 / width**0.5).to(dtype), targets, vocab
+
+
+def results(
+    loss: Loss, x: Tensor, weight: Tensor, targets: Tensor, vocab: int, factor: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, and the gradients of x and weight times `factor`."""
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    value = loss(x, weight, targets, vocab)
+    (value * factor).backward()
+    return value.detach(), x.grad, weight.grad
+
+
+def exactly(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab: int, factor: float = 1.0
+) -> tuple[Tensor, ...]:
+    """The same in fp64 from the same logits: those that the product in the format of x gives."""
+    x, weight = x.double(), weight.double()
+    return results(plain, x, weight, targets, vocab, factor)
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return ((found.double() - exact).norm() / exact.norm()).item()
+
+
+SIZES = [
+    (tokens, width, vocab, padded)
+    for (tokens, (vocab, padded)), width in itertools.product(
+        itertools.product((1, 6, 7, 8, 14, 15, 40), ((50, 50), (50, 64))), (WIDE, NARROW)
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "vocab", "padded"), [*SIZES, (20, WIDE, 1, 8), (20, NARROW, 1, 1)]
+)
+@pytest.mark.parametrize("ignored", [0, 3])
+def test_float64_is_torchs_loss(tokens: int, width: int, vocab: int, padded: int, ignored: int) -> None:
+    """Any number of chunks, whole or not, of a vocabulary with and without padding, ids that do not count."""
+    x, weight, targets, _ = inputs(tokens, width, vocab, padded, torch.float64)
+    targets[1 : 1 + ignored] = IGNORED
+    for found, expected in zip(
+        results(chunked, x, weight, targets, vocab, 3.0),
+        results(plain, x, weight, targets, vocab, 3.0),
+        strict=True,
+    ):
+        assert torch.allclose(found, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_each_format_is_as_exact_as_the_plain_loss(dtype: torch.dtype, width: int) -> None:
+    """fp32 and 16 bits round differently here and there, never more: twice the plain errors at most.
+
+    The plain loss rounds the gradient of the logits once, ours once more when it is scaled, and both round
+    the product. Errors of independent roundings add up as squares: √3 / √2 of the plain error, below 2.
+    """
+    for tokens in (15, 200):
+        given = inputs(tokens, width, 50, 64, dtype)
+        exact = exactly(*given, factor=0.7)
+        found, expected = results(chunked, *given, factor=0.7), results(plain, *given, factor=0.7)
+        assert found[0].dtype == torch.float32
+        assert found[0].item() == pytest.approx(expected[0].item(), rel=4 * torch.finfo(torch.float32).eps)
+        for ours, plains, exacts in zip(found[1:], expected[1:], exact[1:], strict=True):
+            assert ours.dtype == dtype
+            assert error(ours, exacts) <= 2 * error(plains, exacts) + 2 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("tokens", [1, 15])
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_fp16_keeps_gradients_that_the_plain_loss_loses_no_earlier(tokens: int, width: int) -> None:
+    """Probabilities down to fp16's smallest number over the loss scale that the backward brings."""
+    vocab, scale = 4000, 2.0**12 * tokens
+    x = torch.ones(tokens, width, dtype=torch.float16)
+    weight = torch.zeros(vocab, width, dtype=torch.float16)
+    weight[0], weight[1] = 12.0 / width, -9.0 / width  # logits 12, -9 and 0
+    targets = torch.zeros(tokens, dtype=torch.long)
+    given = x, weight, targets, vocab
+    _, _, exact = exactly(*given, factor=scale)
+    for loss in (plain, chunked):
+        _, _, found = results(loss, *given, factor=scale)
+        assert torch.allclose(found.double(), exact, rtol=2e-2, atol=2.0**-23 * tokens), loss
+    assert found[1, 0] > 0
+    assert found[2, 0] > 0
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+@pytest.mark.parametrize("wanted", [(True, False), (False, True), (False, False)])
+def test_only_what_needs_a_gradient_gets_one(wanted: tuple[bool, bool], width: int) -> None:
+    x, weight, targets, vocab = inputs(15, width, 50, 64)
+    _, of_x, of_weight = results(chunked, x, weight, targets, vocab)
+    x.requires_grad_(wanted[0]), weight.requires_grad_(wanted[1])
+    loss = chunked(x, weight, targets, vocab)
+    assert loss.requires_grad == any(wanted)
+    if any(wanted):
+        loss.backward()
+    for tensor, expected, is_wanted in ((x, of_x, wanted[0]), (weight, of_weight, wanted[1])):
+        assert torch.equal(tensor.grad, expected) if is_wanted else tensor.grad is None
+
+
+def test_without_gradients_the_loss_is_the_same() -> None:
+    for width in (WIDE, NARROW):
+        given = inputs(40, width, 50, 64)
+        expected = results(plain, *given)[0].item()
+        with torch.no_grad():
+            assert chunked(*given).item() == pytest.approx(expected, rel=1e-6)
+        with torch.inference_mode():
+            assert chunked(given[0], given[1].requires_grad_(), *given[2:]).item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_gradients_accumulate_and_repeat_bit_for_bit(width: int) -> None:
+    x, weight, targets, vocab = inputs(15, width, 50, 64)
+    _, of_x, of_weight = results(chunked, x, weight, targets, vocab)
+    x.requires_grad_(), weight.requires_grad_()
+    first = chunked(x, weight, targets, vocab)
+    second = chunked(x, weight, targets, vocab)  # before the backward of the first
+    (first + second).backward()
+    assert torch.equal(first, second)
+    assert torch.equal(x.grad, 2 * of_x)
+    assert torch.equal(weight.grad, 2 * of_weight)
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_a_second_backward_is_refused(width: int) -> None:
+    """What waits for the backward is scaled where it lies: a second one would scale it again."""
+    x, weight, targets, vocab = inputs(15, width, 50, 64)
+    loss = chunked(x.requires_grad_(), weight, targets, vocab)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_ids_that_all_do_not_count_give_zero(width: int) -> None:
+    x, weight, targets, vocab = inputs(15, width, 50, 64)
+    loss, of_x, of_weight = results(chunked, x, weight, torch.full_like(targets, IGNORED), vocab)
+    assert loss == 0
+    assert torch.count_nonzero(of_x) == torch.count_nonzero(of_weight) == 0
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("place", ["x", "weight", "factor"])
+def test_what_is_not_finite_stays_so(place: str, poison: float, dtype: torch.dtype, width: int) -> None:
+    """As plain torch has it, so that the step is skipped."""
+    x, weight, targets, vocab = inputs(15, width, 50, 64, dtype)
+    factor = poison if place == "factor" else 1.0
+    if place == "x":
+        x[9, 1] = poison
+    if place == "weight":
+        weight[3, 0] = poison
+    loss, *gradients = results(chunked, x, weight, targets, vocab, factor)
+    assert torch.isfinite(loss).item() == (place == "factor")
+    for gradient in gradients:
+        assert not torch.isfinite(gradient).all()
+    if place == "x":
+        assert not torch.isfinite(gradients[0][9]).any()
+
+
+def test_chunks_are_equal_where_they_can_be() -> None:
+    for tokens, entries in itertools.product((1, 512, 2048, 8192, 12288, 16384, 5120, 8191), (50304, 50257)):
+        rows = chunk_rows(tokens, entries)
+        assert 4 * rows * entries <= 512 * 2**20
+        assert tokens % rows == 0 or tokens == 8191
+        assert (
+            rows > 512 * 2**20 // (4 * entries) // 2 or rows == tokens
+        )  # no more chunks than twice the fewest
+    assert chunk_rows(16384, 50304) == 2048
+    assert chunk_rows(3, 10**9) == 1
+    assert chunk_rows(0, 50304) == 1
+
+
+def allocations(loss: Loss, *given: Tensor | int) -> tuple[int, int]:
+    """The largest allocation of a forward and backward, and the peak of all together; bytes."""
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
+        results(loss, *given)
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return max(event.nbytes() for event in events), peak
+
+
+@pytest.mark.parametrize("width", [16, 300])
+def test_no_fp32_logits_of_all_tokens_are_in_memory(width: int) -> None:
+    """1024 tokens × 1000 entries in 4 chunks, in bf16: the gradient that is kept has half the bytes."""
+    given = inputs(1024, width, 1000, 1024, torch.bfloat16)
+    small = {"chunk_bytes": 2**20}
+    assert keeps_gradient(1024, width, 2) == (width == 300)
+    largest, peak = allocations(lambda *given: linear_cross_entropy(*given, **small), *given)
+    assert largest <= 2 * 2**20  # the gradient in bf16
+    of_plain, peak_of_plain = allocations(plain, *given)
+    assert of_plain >= 4 * 1000 * 1024  # the tool sees them where they are
+    assert peak <= (0.5 if width == 16 else 0.6) * peak_of_plain
+
+
+def test_the_benchmark_measures_every_size(tmp_path: Path) -> None:
+    command = "--device cpu --tokens 8 40 --widths 4 16 --vocab-size 100 --contestants plain ours --steps 1"
+    done = run("benchmarks/linear_cross_entropy.py", *command.split(), "--output", tmp_path)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "linear_cross_entropy.json").read_text())["figures"]
+    assert figures.pop("settings")["tokens"] == [8, 40]
+    assert len(figures) == 4
+    for of_one_size in figures.values():
+        assert of_one_size["ours"]["milliseconds"] > 0
+        assert of_one_size["ours"]["off"]["of_weight"] <= 2 * torch.finfo(torch.bfloat16).eps
