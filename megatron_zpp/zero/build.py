@@ -87,7 +87,7 @@ class UnitBuilder:
         else:
             master = torch.zeros(len(owned), device=self._device)
         return Unit(
-            names=tuple(f"{name}.{path}" for path, _ in _in_order(module)),
+            names=tuple(f"{name}.{path}" for path, _ in in_order(module)),
             parameters=_replace_parameters(module, layout, slot.buffer),
             layout=layout,
             owned=owned,
@@ -123,7 +123,7 @@ def layouts_of(modules: list[tuple[str, nn.Module]], ranks: int, multiple: int) 
     """How the parameters of each module lie in its unit's flat buffer; `multiple` as in FlatLayout."""
     layouts = []
     for _, module in modules:
-        parameters = [parameter for _, parameter in _in_order(module)]
+        parameters = [parameter for _, parameter in in_order(module)]
         numels = tuple(parameter.numel() for parameter in parameters)
         layouts.append(FlatLayout(numels, sum(map(_decays, parameters)), ranks, multiple))
     return layouts
@@ -134,7 +134,7 @@ def _decays(parameter: nn.Parameter) -> bool:
     return parameter.dim() >= 2
 
 
-def _in_order(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def in_order(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """A module's parameters as they lie in its flat buffer: those with weight decay first."""
     return sorted(module.named_parameters(), key=lambda named: not _decays(named[1]))
 
@@ -142,7 +142,7 @@ def _in_order(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def _replace_parameters(module: nn.Module, layout: FlatLayout, buffer: Tensor) -> tuple[nn.Parameter, ...]:
     """Makes the module's parameters views of `buffer`."""
     views = []
-    for (path, parameter), offset in zip(_in_order(module), layout.offsets, strict=False):
+    for (path, parameter), offset in zip(in_order(module), layout.offsets, strict=False):
         view = buffer[offset : offset + parameter.numel()].view(parameter.shape)
         owner, _, leaf = path.rpartition(".")
         # .data has a version counter of its own: that the slot is filled again is no change of the parameter

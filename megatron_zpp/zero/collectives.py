@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.lane import Lane, Pending, copy
 from megatron_zpp.zero.topology import Topology
+from megatron_zpp.zero.two_hops import TwoHops
 
 
 class Gather(Protocol):
@@ -70,7 +71,8 @@ class PlainReduction:
 
     An all-to-all and then a sum: the volume of a reduce-scatter, but 16-bit numbers stay 16 bits on the wire
     without a rounding in the sum, whose bits are those of one process that accumulates the ranks' batches in
-    turn. `operations` are the kernels for it; None: torch's, a pass over memory for each rank.
+    turn. Of that volume ranks that share a node send each its own to other nodes: TwoHopReduction is for
+    them. `operations` are the kernels for the sum; None: torch's, a pass over memory for each rank.
     """
 
     def __init__(
@@ -101,11 +103,64 @@ class PlainReduction:
             received = self._received[: len(full)]
             self._lane.all_to_all(received, full)
             parts = received.view(len(self._lane.ranks), -1)
-        if self._operations is not None:
-            self._operations.sum_parts(parts, shard, add=add)
-            return
-        for index, part in enumerate(parts):
-            shard.add_(part) if add or index else shard.copy_(part)
+        _sum_parts(self._operations, parts, shard, add=add)
+
+
+class TwoHopReduction:
+    """Sums gradients inside each node first, so that each link between nodes has them once.
+
+    Hop 1: the rank of place p gets, from each rank of its node, what that has for the ranks of place p on
+    all nodes, and sums it in the order of the places. `full` is in the order of the ranks, so what goes to
+    one node is in one piece, and is sent from where it lies: an all-to-all for each node. Hop 2: the sums
+    travel to their owners, which add those of the nodes in their order. Sums are fp32.
+    """
+
+    def __init__(
+        self,
+        inside: Lane,
+        between: Lane,
+        dtype: torch.dtype,
+        sum_dtype: torch.dtype,
+        largest_shard: int,
+        operations: Operations | None = None,
+    ) -> None:
+        """`inside` has the ranks of the node, `between` those of this rank's place on every node.
+
+        Gradients are sent in the format `dtype`, and a node's sums in `sum_dtype`: fp32 loses nothing.
+        """
+        self._inside, self._operations = inside, operations
+        self._local, self._nodes = len(inside.ranks), len(between.ranks)
+        self._received = inside.zeros(self._local * largest_shard, dtype)
+        rounded = sum_dtype != torch.float32
+        self._sum = inside.zeros(largest_shard, torch.float32) if rounded else None  # before it is rounded
+        self._hops = TwoHops(inside, between, self._nodes * largest_shard, sum_dtype)
+
+    def reduce_scatter(
+        self, full: Tensor, shard: Tensor, *, add: bool, error: Tensor | None = None
+    ) -> Pending:
+        """See Reduction. What rounded sums lose is lost."""
+
+        def fill(sums: Tensor) -> None:
+            for sent, node_sum in zip(full.view(self._nodes, -1), sums.view(self._nodes, -1), strict=True):
+                received = self._received[: len(sent)]
+                self._inside.all_to_all(received, sent)
+                exact = node_sum if self._sum is None else self._sum[: len(shard)]
+                _sum_parts(self._operations, received.view(self._local, -1), exact, add=False)
+                copy(node_sum, exact)
+
+        def take(received: Tensor) -> None:
+            _sum_parts(self._operations, received.view(self._nodes, -1), shard, add=add)
+
+        return self._hops.submit(self._nodes * len(shard), fill, take)
+
+
+def _sum_parts(operations: Operations | None, parts: Tensor, total: Tensor, *, add: bool) -> None:
+    """Sums `parts` (P, n) in order into the fp32 `total` (n,): over it, or added."""
+    if operations is not None:
+        operations.sum_parts(parts, total, add=add)
+        return
+    for index, part in enumerate(parts):
+        total.add_(part) if add or index else total.copy_(part)
 
 
 def sum_over_ranks(value: Tensor, topology: Topology) -> Tensor:

@@ -10,10 +10,11 @@ from megatron_zpp.config.options import refusal
 from megatron_zpp.config.zero import GRADIENT_BLOCK, WEIGHT_BLOCK, ZeroConfig
 from megatron_zpp.ops.formats import Format
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.zero.collectives import Gather, PlainGather, PlainReduction, Reduction
+from megatron_zpp.zero.collectives import Gather, PlainGather, PlainReduction, Reduction, TwoHopReduction
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.lane import Lane
 from megatron_zpp.zero.quantized_collectives import QuantizedGather, QuantizedReduction
+from megatron_zpp.zero.theory import sums_inside_nodes
 from megatron_zpp.zero.topology import Topology
 
 
@@ -56,7 +57,7 @@ class Communication:
     gather: Gather
     weight_format: Format | None  # qwZ
     secondary: SecondaryShards | None
-    reducing: Lane  # empties gradient slots
+    reducing: Lane  # empties gradient slots; the first of a reduction's lanes
     reduction: Reduction
 
 
@@ -68,11 +69,13 @@ def build_communication(
     *,
     dtype: torch.dtype,
     reduce_dtype: torch.dtype,
+    sum_dtype: torch.dtype,
     operations: Operations | None,
 ) -> Communication:
     """Weights travel in `dtype` or as codes, gradients in `reduce_dtype` or as codes.
 
-    Codes need `operations`. Every rank makes the same lanes in the same order.
+    Sums over a node of gradients that are not codes travel in `sum_dtype`. Codes need `operations`. Every
+    rank makes the same lanes in the same order.
     """
     everyone = range(topology.world_size)
     group = zero.hpz_ranks(topology.local_world_size, topology.nodes)
@@ -97,22 +100,41 @@ def build_communication(
         secondary = SecondaryShards(
             lane=lanes[-1], gather=gather_on(lanes[-1], codes), ranks=group, codes=codes, dtype=dtype
         )
-    if zero.zero_quantized_gradients:
-        reducing, between = make_lane(topology.node_ranks), make_lane(topology.counterparts)
-        lanes += [reducing, between]
-        codes = Format(zero.zero_quantized_gradients_format, zero.zero_quantization_block or GRADIENT_BLOCK)
-        reduction: Reduction = QuantizedReduction(reducing, between, operations, codes, layouts)
-    else:
-        reducing = make_lane(everyone)
-        lanes.append(reducing)
-        largest = max(layout.numel for layout in layouts) if zero.zero_stage >= 1 else 0
-        reduction = PlainReduction(reducing, reduce_dtype, largest, operations)
+    reducing, reduction = _reduction(
+        zero, topology, make_lane, layouts, dtype=reduce_dtype, sum_dtype=sum_dtype, operations=operations
+    )
     return Communication(
-        lanes=tuple(lanes),
+        lanes=(*lanes, *reducing),
         gathering=gathering,
         gather=gather_on(gathering, weight_format),
         weight_format=weight_format,
         secondary=secondary,
-        reducing=reducing,
+        reducing=reducing[0],
         reduction=reduction,
     )
+
+
+def _reduction(
+    zero: ZeroConfig,
+    topology: Topology,
+    make_lane: Callable[[Iterable[int]], Lane],
+    layouts: Sequence[FlatLayout],
+    *,
+    dtype: torch.dtype,
+    sum_dtype: torch.dtype,
+    operations: Operations | None,
+) -> tuple[list[Lane], Reduction]:
+    """The lanes of a reduction, that which takes the gradients first, and the reduction."""
+    if zero.zero_quantized_gradients:
+        inside, between = make_lane(topology.node_ranks), make_lane(topology.counterparts)
+        codes = Format(zero.zero_quantized_gradients_format, zero.zero_quantization_block or GRADIENT_BLOCK)
+        return [inside, between], QuantizedReduction(inside, between, operations, codes, layouts)
+    sizes = {"reduce_bytes": dtype.itemsize, "sum_bytes": sum_dtype.itemsize}
+    scatters = zero.zero_stage >= 1
+    if scatters and sums_inside_nodes(topology.nodes, topology.local_world_size, **sizes):
+        inside, between = make_lane(topology.node_ranks), make_lane(topology.counterparts)
+        largest = max(layout.shard_numel for layout in layouts)
+        return [inside, between], TwoHopReduction(inside, between, dtype, sum_dtype, largest, operations)
+    lane = make_lane(range(topology.world_size))
+    largest = max(layout.numel for layout in layouts) if scatters else 0
+    return [lane], PlainReduction(lane, dtype, largest, operations)

@@ -1,9 +1,9 @@
 """Holds the model states of a run, sharded as far as the ZeRO stage says, and takes optimizer steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,23 @@ from megatron_zpp.zero.lane import Lane
 from megatron_zpp.zero.loss_scale import LossScale
 from megatron_zpp.zero.optimizer import MOMENTS, build_adamw
 from megatron_zpp.zero.reductions import Reductions
+from megatron_zpp.zero.sections import (
+    BACKWARD,
+    FORWARD,
+    GRADIENT_NORM,
+    UNTIMED,
+    WAIT_REDUCTIONS,
+    Sections,
+)
 from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.traffic import TrafficLedger
 from megatron_zpp.zero.unit import Residency
 
 WEIGHTS = "weights"
 STATE_KINDS = (WEIGHTS, *MOMENTS)
+
+# Of (B, T + 1) tokens inputs and targets overlap by T - 1; else the arguments of the model, targets second.
+Batch: TypeAlias = Tensor | Sequence[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -44,10 +55,11 @@ class StepResult:
 class ZeroEngine:
     """Stages are residency: one engine, and the stage says what stays whole on every rank.
 
-    `model(tokens, targets)` returns a mean loss, and `model.units()` its modules in forward order. Its
-    parameters are on the meta device; `initialize(name, tensor)` fills one. They become views of flat
-    buffers on `device`, and the rank holds no more of them than the stage says. Sums and optimizer steps are
-    the kernels of `operations`, or torch's where there are none.
+    `model(tokens, targets)` returns a mean loss (what else it takes comes with a batch), and `model.units()`
+    its modules in forward order. Its parameters are on the meta device; `initialize(name, tensor)` fills one.
+    They become views of flat buffers on `device`, and the rank holds no more of them than the stage says.
+    Sums and optimizer steps are the kernels of `operations`, or torch's where there are none. `sections`
+    times the parts of a step.
     """
 
     def __init__(
@@ -63,13 +75,14 @@ class ZeroEngine:
         fused_backend: Literal["apex", "torch"] = "torch",
         operations: Operations | None = None,
         timeout: timedelta | None = None,
+        sections: Sections = UNTIMED,
     ) -> None:
         self.model, self.topology, self.device = model, topology, device
-        self._ledger = TrafficLedger(topology)
+        self._ledger, self.sections = TrafficLedger(topology), sections
         self._clip_grad = optimizer.clip_grad
         residency = Residency(zero.zero_stage)
         dtype = getattr(torch, precision.compute_dtype(device.type))
-        sent = _reduce_dtype(residency, precision, dtype)
+        sent = reduce_dtype(residency, precision, dtype)
         prefetch = zero.zero_prefetch_units or 0  # None below stage 3, where no gather is ahead of its unit
         named_modules = model.units()
         layouts = layouts_of(named_modules, topology.world_size, zero.shard_multiple)
@@ -80,6 +93,7 @@ class ZeroEngine:
             layouts,
             dtype=dtype,
             reduce_dtype=sent,
+            sum_dtype=sum_dtype(precision),
             operations=operations,
         )
         self.units = UnitBuilder(
@@ -96,30 +110,34 @@ class ZeroEngine:
         for lane in self._communication.lanes:
             lane.ready()
         secondary = communication.secondary.gather if communication.secondary else None
-        self._gathers = Gathers(self.units, communication.gather, secondary, prefetch)
-        self._reductions = Reductions(self.units, communication.reduction, residency)
+        self._gathers = Gathers(self.units, communication.gather, secondary, prefetch, sections)
+        self._adamw = build_adamw(optimizer, self.units, communication, fused_backend, operations)
+        alone = topology.world_size == 1 and not zero.zero_quantized_gradients
+        self._reductions = Reductions(
+            self.units, communication.reduction, residency, sums=not (alone and self._adamw.reads_halves)
+        )
         self._hooks = register_hooks(
             [module for _, module in named_modules], self.units, self._gathers, self._reductions
         )
         self.loss_scale = LossScale(precision, device)
-        self._adamw = build_adamw(optimizer, self.units, communication, fused_backend, operations)
 
-    def accumulate(self, tokens: Tensor, *, index: int, micro_batches: int) -> Tensor:
+    def accumulate(self, batch: Batch, *, index: int, micro_batches: int) -> Tensor:
         """Adds the gradients of micro-batch `index` of a step's `micro_batches`; returns its mean loss.
 
         A NaN or Inf of the loss becomes one of the gradients, which would not follow from every Inf.
 
-        `tokens` is (B, T + 1): inputs and targets overlap by T - 1. The loss is this rank's, a scalar on the
-        device. Sums over ranks run behind the backward.
+        The loss is this rank's, a scalar on the device. Sums over ranks run behind the backward.
         """
         self.model.train()
         self._gathers.begin(Phase.FORWARD)
-        loss = self._loss(tokens)
+        with self.sections(FORWARD):
+            loss = self._loss(batch)
         self._gathers.begin(Phase.BACKWARD)
         self._reductions.begin(first=index == 0, last=index == micro_batches - 1)
         factor = self.loss_scale.scale / (micro_batches * self.topology.world_size)
-        (loss * (factor + 0.0 * loss.detach())).backward()
-        self._reductions.finish_backward()
+        with self.sections(BACKWARD):
+            (loss * (factor + 0.0 * loss.detach())).backward()
+            self._reductions.finish_backward()
         return loss.detach()
 
     def step(self, learning_rate: float) -> StepResult:
@@ -127,9 +145,11 @@ class ZeroEngine:
 
         A NaN or Inf in the gradients of any rank skips the step on every rank: all see the same norm.
         """
-        self._reductions.wait()
+        with self.sections(WAIT_REDUCTIONS):
+            self._reductions.wait()
         scale = self.loss_scale.scale
-        grad_norm = (self._sum_of_squares().sqrt() / scale).float()
+        with self.sections(GRADIENT_NORM):
+            grad_norm = (self._sum_of_squares().sqrt() / scale).float()
         found_inf = 1.0 - torch.isfinite(grad_norm).float()
         shrink = torch.ones_like(grad_norm)
         if self._clip_grad > 0:
@@ -153,11 +173,20 @@ class ZeroEngine:
             lane.close()
 
     @torch.no_grad()
-    def evaluate(self, tokens: Tensor) -> Tensor:
-        """The mean loss of `tokens` (B, T + 1) without dropout, not reduced over ranks."""
+    def evaluate(self, batch: Batch) -> Tensor:
+        """The mean loss of a batch without dropout, not reduced over ranks."""
         self.model.eval()
         self._gathers.begin(Phase.FORWARD)
-        return self._loss(tokens)
+        with self.sections.unheard():
+            return self._loss(batch)
+
+    @torch.no_grad()
+    def next_token_logits(self, tokens: Tensor) -> Tensor:
+        """The logits (V) fp32, on the CPU, of what follows `tokens` (1, T); every rank must call it."""
+        self.model.eval()
+        self._gathers.begin(Phase.FORWARD)
+        with self.sections.unheard():
+            return self.model(tokens.to(self.device))[0, -1].float().cpu()
 
     def take_traffic(self) -> tuple[int, int]:
         """Bytes sent by this rank (inside its node, between nodes) since the last call."""
@@ -233,18 +262,22 @@ class ZeroEngine:
         So the clipping factor has the same bits however the gradient is sharded.
         """
         blocks = [
-            torch.linalg.vector_norm(unit.gradients.view(-1, SHARD_MULTIPLE), dim=1) for unit in self.units
+            torch.linalg.vector_norm(unit.gradients.view(-1, SHARD_MULTIPLE), dim=1, dtype=torch.float32)
+            for unit in self.units
         ]
         total = torch.stack([block.double().square().sum() for block in blocks]).sum()
         sharded = not self.units[0].whole
         return sum_over_ranks(total, self.topology) if sharded else total
 
-    def _loss(self, tokens: Tensor) -> Tensor:
-        tokens = tokens.to(self.device, non_blocking=True)
-        return self.model(tokens[:, :-1], tokens[:, 1:])
+    def _loss(self, batch: Batch) -> Tensor:
+        if isinstance(batch, Tensor):
+            tokens = batch.to(self.device, non_blocking=True)
+            return self.model(tokens[:, :-1], tokens[:, 1:])
+        moved = (part if part is None else part.to(self.device, non_blocking=True) for part in batch)
+        return self.model(*moved)
 
 
-def _reduce_dtype(residency: Residency, precision: PrecisionConfig, dtype: torch.dtype) -> torch.dtype:
+def reduce_dtype(residency: Residency, precision: PrecisionConfig, dtype: torch.dtype) -> torch.dtype:
     """The format in which gradients are sent.
 
     Sharded ones go out after each backward in the format it made them in, which loses nothing as they are
@@ -253,3 +286,8 @@ def _reduce_dtype(residency: Residency, precision: PrecisionConfig, dtype: torch
     if precision.grad_reduce_in_bf16:
         return torch.bfloat16
     return dtype if residency.gradients_sharded else torch.float32
+
+
+def sum_dtype(precision: PrecisionConfig) -> torch.dtype:
+    """The format in which a node's sums of gradients are sent to others: a 16-bit one would round them."""
+    return torch.bfloat16 if precision.grad_reduce_in_bf16 else torch.float32

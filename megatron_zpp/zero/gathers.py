@@ -5,6 +5,7 @@ from enum import Enum, auto
 
 from megatron_zpp.zero.collectives import Gather
 from megatron_zpp.zero.lane import Pending
+from megatron_zpp.zero.sections import UNTIMED, WAIT_GATHERS, Sections
 from megatron_zpp.zero.unit import Unit
 
 
@@ -22,10 +23,17 @@ class Gathers:
     there for the backward, and parameters that never share a slot are gathered once a step.
     """
 
-    def __init__(self, units: list[Unit], gather: Gather, secondary: Gather | None, prefetch: int) -> None:
+    def __init__(
+        self,
+        units: list[Unit],
+        gather: Gather,
+        secondary: Gather | None,
+        prefetch: int,
+        sections: Sections = UNTIMED,
+    ) -> None:
         """`secondary` gathers from the secondary shards of this rank's hpZ group."""
         self._units, self._gather, self._secondary, self._prefetch = units, gather, secondary, prefetch
-        self._phase = Phase.FORWARD
+        self._sections, self._phase = sections, Phase.FORWARD
 
     def begin(self, phase: Phase) -> None:
         """The pass that starts now goes in this direction."""
@@ -58,7 +66,8 @@ class Gathers:
 
     def _need(self, index: int) -> None:
         self._start(self._units[index])
-        self._units[index].slot.wait()
+        with self._sections(WAIT_GATHERS):
+            self._units[index].slot.wait()
 
     def _start(self, unit: Unit) -> None:
         if not unit.slot.holds(unit):

@@ -21,6 +21,7 @@ class AdamW(Protocol):
 
     moments: list[dict[str, Tensor]]
     steps: Tensor  # taken so far: the t of the bias correction
+    reads_halves: bool  # whether gradients may be in a 16-bit format
 
     def step(self, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> Iterator[Unit]:
         """One step on gradients / `divisor`; none where `found_inf` is 1. All three scalars.
@@ -32,6 +33,8 @@ class AdamW(Protocol):
 
 class Update(Protocol):
     """How one unit's states change; all tensors on one device, `published` None where it is `master`."""
+
+    reads_halves: bool
 
     def __call__(
         self,
@@ -51,7 +54,7 @@ class FusedAdamW:
     """Steps where the gradients are. Nothing here waits for the device."""
 
     def __init__(self, update: Update, units: list[Unit]) -> None:
-        self._update, self._units = update, units
+        self._update, self._units, self.reads_halves = update, units, update.reads_halves
         self.moments = [_zero_moments(unit) for unit in units]
         self.steps = torch.zeros((), device=units[0].master.device)
 
@@ -77,6 +80,8 @@ class OffloadedAdamW:
     Gradients come over and new weights go back on a stream of their own, so that both run beside the steps of
     the other units. It waits for the device: for the clipping factor, and for each unit's gradients.
     """
+
+    reads_halves = False
 
     def __init__(self, update: Update, units: list[Unit]) -> None:
         self._update, self._units = update, units
@@ -122,6 +127,8 @@ class OffloadedAdamW:
 
 class ApexAdamW:
     """NVIDIA apex's FusedAdam. It decides on the host, so each step waits for the device."""
+
+    reads_halves = False
 
     def __init__(self, config: OptimizerConfig, units: list[Unit], gather: Gather) -> None:
         from apex.optimizers import FusedAdam
@@ -173,6 +180,7 @@ class KernelUpdate:
     def __init__(self, config: OptimizerConfig, operations: Operations, format: Format | None = None) -> None:
         """`format` is that of the published messages; None: weights in the compute format."""
         self._config, self._operations, self._format = config, operations, format
+        self.reads_halves = format is None
 
     def __call__(
         self,
@@ -207,6 +215,8 @@ class KernelUpdate:
 
 class TorchUpdate:
     """torch's fused kernel, and a cast."""
+
+    reads_halves = False
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._config = config

@@ -10,6 +10,7 @@ from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.lane import Lane, Pending
 from megatron_zpp.zero.theory import chunk_numel
+from megatron_zpp.zero.two_hops import TwoHops
 
 
 class QuantizedGather:
@@ -83,11 +84,7 @@ class QuantizedReduction:
         room = len(first.ranks) * format.message_bytes(self._slices * chunk)
         self._sent, self._received = first.zeros(room, torch.uint8), first.zeros(room, torch.uint8)
         if self._two_hops:
-            room = self._nodes * format.message_bytes(chunk)
-            self._sums = [between.zeros(room, torch.uint8) for _ in range(2)]
-            self._sums_received = between.zeros(room, torch.uint8)
-            self._sending = [Pending(), Pending()]  # the work that reads each of `_sums`
-            self._turn = 0
+            self._hops = TwoHops(inside, between, self._nodes * format.message_bytes(chunk), torch.uint8)
 
     @property
     def block(self) -> int:
@@ -132,25 +129,16 @@ class QuantizedReduction:
         return lane.submit(work)
 
     def _in_two_hops(self, slices: Tensor, shard: Tensor, add: bool, error: Tensor | None) -> Pending:
-        turn, self._turn = self._turn, 1 - self._turn
-        sums = self._sums[turn][: self._nodes * self._format.message_bytes(len(shard))].view(self._nodes, -1)
-        sent_before = self._sending[turn]
-
-        def inside() -> None:
+        def fill(sums: Tensor) -> None:
             received = self._exchange(self._inside, slices, self._nodes * len(shard))
-            sent_before.wait()
-            self._operations.sum_quantize(received, sums, self._format, self._format, error=error)
+            messages = sums.view(self._nodes, -1)
+            self._operations.sum_quantize(received, messages, self._format, self._format, error=error)
 
-        summed = self._inside.submit(inside)
+        def take(received: Tensor) -> None:
+            messages = received.view(self._nodes, -1)
+            self._operations.sum_into(messages, shard, self._format, add=add)
 
-        def between() -> None:
-            summed.wait()
-            received = self._sums_received[: sums.numel()]
-            self._between.all_to_all(received, sums.view(-1))
-            self._operations.sum_into(received.view(self._nodes, -1), shard, self._format, add=add)
-
-        self._sending[turn] = self._between.submit(between)
-        return self._sending[turn]
+        return self._hops.submit(self._nodes * self._format.message_bytes(len(shard)), fill, take)
 
     def _exchange(self, lane: Lane, slices: Tensor, numel: int) -> Tensor:
         """The first hop: (ranks of the lane, message_bytes(numel)), a message from each of them."""

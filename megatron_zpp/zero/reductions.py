@@ -10,11 +10,15 @@ class Reductions:
     """Takes each unit's gradients when its backward is done.
 
     Sharded gradients (stages 2 and 3) are reduced after every micro-batch, since no rank keeps them whole;
-    at stages 0 and 1 they accumulate whole and are reduced after the step's last one.
+    at stages 0 and 1 they accumulate whole and are reduced after the step's last one. Where there is
+    nothing to sum they stay as they are.
     """
 
-    def __init__(self, units: list[Unit], reduction: Reduction, residency: Residency) -> None:
-        self._units, self._reduction, self._residency = units, reduction, residency
+    def __init__(
+        self, units: list[Unit], reduction: Reduction, residency: Residency, *, sums: bool = True
+    ) -> None:
+        """`sums` is False where gradients of a step's only micro-batch are the step's as they are."""
+        self._units, self._reduction, self._residency, self._sums = units, reduction, residency, sums
         self._first = self._last = True
 
     def begin(self, *, first: bool, last: bool) -> None:
@@ -55,6 +59,10 @@ class Reductions:
             parameter.grad = None
         unit.gradient_slot.wait()
         only = self._first and self._last
+        if only and not self._sums:
+            unit.gradients = unit.new_sum(produced[0].dtype)
+            torch._foreach_copy_(unit.views(unit.gradients), produced)
+            return
         if self._residency.gradients_sharded or (only and self._residency.optimizer_sharded):
             torch._foreach_copy_(unit.views(unit.gradient_slot.buffer), produced)
             self._reduce_scatter(unit, add=not self._first)
@@ -68,15 +76,16 @@ class Reductions:
             self._reduce_accumulated(unit)
 
     def _reduce_accumulated(self, unit: Unit) -> None:
-        slot, total = unit.gradient_slot, unit.accumulated
-        unit.accumulated = None
+        slot = unit.gradient_slot
         if len(slot.buffer):
-            slot.buffer.copy_(total)
+            slot.buffer.copy_(unit.accumulated)
         if self._residency.optimizer_sharded:
+            unit.accumulated = None  # its memory can be the shard's
             self._reduce_scatter(unit, add=False)
         else:
-            unit.gradients = total
-            slot.pending = self._reduction.all_reduce(slot.buffer if len(slot.buffer) else total, total)
+            unit.gradients, unit.accumulated = unit.accumulated, None
+            sent = slot.buffer if len(slot.buffer) else unit.gradients
+            slot.pending = self._reduction.all_reduce(sent, unit.gradients)
 
     def _reduce_scatter(self, unit: Unit, *, add: bool) -> None:
         slot = unit.gradient_slot

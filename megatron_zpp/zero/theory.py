@@ -31,12 +31,15 @@ def arena_bytes(
     prefetch: int,
     parameter_bytes: int = 2,
     reduce_bytes: int = 4,
+    nodes: int = 1,
+    sum_bytes: int = 4,
 ) -> int:
     """Bytes of the buffers that units share: slots of gathered parameters, and what reductions need.
 
     Slots for parameters exist beside the states at stage 3 alone; below it the parameters are the slots.
-    `reduce_bytes` is the size of a gradient as it is sent. An all-to-all (stage 1 and up) receives one unit
-    at a time; an all-reduce (stage 0) sends fp32 sums from where they are.
+    `reduce_bytes` is the size of a gradient as it is sent, `sum_bytes` that of a node's sum of gradients. A
+    reduce-scatter (stage 1 and up) has room to receive; an all-reduce (stage 0) sends fp32 sums from where
+    they are.
     """
     total = 0
     for layout, units in Counter(layouts).items():
@@ -44,9 +47,32 @@ def arena_bytes(
             total += slots(units, prefetch) * layout.numel * parameter_bytes
         if stage >= 1 or reduce_bytes != 4:
             total += min(2, units) * layout.numel * reduce_bytes
-    if stage >= 1 and layouts[0].ranks > 1:
-        total += max(layout.numel for layout in layouts) * reduce_bytes
+    if stage >= 1:
+        total += reduction_bytes(layouts, nodes, reduce_bytes=reduce_bytes, sum_bytes=sum_bytes)
     return total
+
+
+def sums_inside_nodes(nodes: int, local: int, *, reduce_bytes: int, sum_bytes: int) -> bool:
+    """Whether a reduction of gradients as they are has two hops, on nodes of `local` ranks.
+
+    In one hop each rank of a node sends a gradient for every element of another node, in two hops the node
+    sends one sum. Where both are as many bytes one hop has fewer steps and rounds in the order of the ranks.
+    """
+    return min(nodes, local) > 1 and sum_bytes < local * reduce_bytes
+
+
+def reduction_bytes(layouts: Sequence[FlatLayout], nodes: int, *, reduce_bytes: int, sum_bytes: int) -> int:
+    """Room that reductions of gradients as they are receive in, one unit at a time.
+
+    In two hops: what one node's owners get of this rank's node, two units' sums in turn and what hop 2
+    receives, and an fp32 sum before it is rounded to less.
+    """
+    local = layouts[0].ranks // nodes
+    shard = max(layout.shard_numel for layout in layouts)
+    if sums_inside_nodes(nodes, local, reduce_bytes=reduce_bytes, sum_bytes=sum_bytes):
+        exact = 4 * shard if sum_bytes < 4 else 0
+        return local * shard * reduce_bytes + 3 * nodes * shard * sum_bytes + exact
+    return nodes * local * shard * reduce_bytes if nodes * local > 1 else 0
 
 
 def zeropp_bytes(
@@ -65,7 +91,7 @@ def zeropp_bytes(
     qwZ publishes messages instead of 16-bit shards, and receives all messages of a unit at once; so does a
     secondary shard of codes. hpZ (`secondary_ranks`) keeps a part of each unit that shares its slot:
     2 Psi / N bytes (ZeRO++, section 3.2). qgZ has room for the messages of both ways of a hop instead of for
-    gradients, and error feedback 2 bytes for all that hop 2 reduces on this rank.
+    16-bit gradients and fp32 sums, and error feedback 2 bytes for all that hop 2 reduces on this rank.
     """
     ranks = layouts[0].ranks
     total = 0
@@ -80,13 +106,14 @@ def zeropp_bytes(
                 plain = 2 * layout.numel // secondary_ranks
                 total += units * (codes if secondary_codes else plain)
     if gradients is not None and ranks > 1:
-        total += reduction_bytes(layouts, nodes, gradients) - 2 * max(layout.numel for layout in layouts)
+        total += quantized_reduction_bytes(layouts, nodes, gradients)
+        total -= reduction_bytes(layouts, nodes, reduce_bytes=2, sum_bytes=4)
         if error_feedback:
             total += 2 * nodes * sum(layout.shard_numel for layout in layouts)
     return total
 
 
-def reduction_bytes(layouts: Sequence[FlatLayout], nodes: int, codes: Format) -> int:
+def quantized_reduction_bytes(layouts: Sequence[FlatLayout], nodes: int, codes: Format) -> int:
     """Room for the messages of qgZ: sent and received by hop 1, two sums in turn and what hop 2 receives."""
     local = layouts[0].ranks // nodes
     two_hops = nodes > 1 and local > 1
@@ -134,16 +161,28 @@ def bytes_sent_a_step(
     prefetch: int,
     parameter_bytes: int = 2,
     reduce_bytes: int = 4,
+    nodes: int = 1,
+    sum_bytes: int = 4,
 ) -> int:
     """Bytes that each rank sends in one step, all links together.
 
-    A gather and a reduce-scatter each send the rank's share of a unit d - 1 times; an all-reduce is both.
-    `reduce_bytes` as in `arena_bytes`.
+    A gather sends the rank's share of a unit d - 1 times, an all-reduce twice as often. `reduce_bytes` and
+    `sum_bytes` as in `arena_bytes`.
     """
     total = 0
     for layout, units in Counter(layouts).items():
         share = (layout.ranks - 1) * layout.shard_numel
-        reductions = units * (accumulation if stage >= 2 else 2 if stage == 0 else 1)
+        reduced = 2 * share * reduce_bytes
+        if stage >= 1:
+            reduced = sum(reduction_sends(layout, nodes, reduce_bytes=reduce_bytes, sum_bytes=sum_bytes))
         gathers = gathers_a_step(units, stage, accumulation, prefetch=prefetch)
-        total += share * (gathers * parameter_bytes + reductions * reduce_bytes)
+        total += share * gathers * parameter_bytes + units * (accumulation if stage >= 2 else 1) * reduced
     return total
+
+
+def reduction_sends(layout: FlatLayout, nodes: int, *, reduce_bytes: int, sum_bytes: int) -> tuple[int, int]:
+    """Bytes that each rank sends to reduce a unit's gradients as they are: in its node, to other nodes."""
+    local, shard = layout.ranks // nodes, layout.shard_numel
+    if sums_inside_nodes(nodes, local, reduce_bytes=reduce_bytes, sum_bytes=sum_bytes):
+        return (local - 1) * nodes * shard * reduce_bytes, (nodes - 1) * shard * sum_bytes
+    return (local - 1) * shard * reduce_bytes, (nodes - 1) * local * shard * reduce_bytes

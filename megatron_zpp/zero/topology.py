@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+from megatron_zpp.zero.slurm import TORCHRUN_VARIABLES, launcher_variables
 
 
 @dataclass(frozen=True)
@@ -56,20 +56,21 @@ class Topology:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "Topology":
-        """Reads torchrun's variables; none of them means one process on its own.
+        """Reads torchrun's variables, or those that SLURM gives a task; none means one process on its own.
 
-        Raises ValueError when some are missing or not numbers, and when several ranks are not told where to
-        meet.
+        Raises ValueError when some are missing or not numbers, when several ranks are not told where to meet,
+        and when SLURM's tasks are not laid out node by node.
         """
-        given = {name: environment[name] for name in _VARIABLES if name in environment}
+        environment = launcher_variables(environment)
+        given = {name: environment[name] for name in TORCHRUN_VARIABLES if name in environment}
         if not given:
             return cls()
         values = []
-        for name in _VARIABLES:
+        for name in TORCHRUN_VARIABLES:
             if name not in given:
                 raise ValueError(
                     f"{name} (not set): {', '.join(given)} are set; start with torchrun, or set all of "
-                    f"{', '.join(_VARIABLES)}"
+                    f"{', '.join(TORCHRUN_VARIABLES)}"
                 )
             if not _is_number(given[name]):
                 raise ValueError(f"{name} {given[name]!r}: must be a whole number")

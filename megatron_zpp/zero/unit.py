@@ -8,7 +8,7 @@ For a unit of n elements (padding included) on d ranks:
     published    like master in the compute dtype: what the next forward reads or the next gather sends; with
                  qwZ the message that the next gather sends
     gradients    like master: the fp32 sum over micro-batches and ranks, from a step's first reduction until
-                 the optimizer is done with it
+                 the optimizer is done with it; in the compute dtype where there is nothing to sum
     accumulated  (n,) fp32 at stage 1: the sum over micro-batches, from a step's first one to its last
     secondary    hpZ: this rank's part of what its group keeps of the unit, weights or codes; where the unit's
                  slot is its own alone, it is gathered once a step and needs none
@@ -111,9 +111,9 @@ class Unit:
             for offset, parameter in zip(self.layout.offsets, self.parameters, strict=False)
         ]
 
-    def new_sum(self) -> Tensor:
-        """A buffer (n,) fp32 for whole gradients: the parameters' parts are not filled, the gaps are zero."""
-        whole = torch.empty(self.layout.numel, dtype=torch.float32, device=self.slot.buffer.device)
+    def new_sum(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A buffer (n,) for whole gradients: the parameters' parts are not filled, the gaps are zero."""
+        whole = torch.empty(self.layout.numel, dtype=dtype, device=self.slot.buffer.device)
         for gap in self.layout.gaps():
             whole[gap.start : gap.stop].zero_()
         return whole

@@ -6,7 +6,8 @@ import torch.distributed as dist
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.attention import AttentionKernel, DotProduct
+from megatron_zpp.model.gpt import GPT, Parts
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.topology import Topology
@@ -24,10 +25,11 @@ def engine_of(
     device: str = "cpu",
     operations: Operations | None = None,
     seed: int = 3,
+    kernel: AttentionKernel | None = None,
 ) -> ZeroEngine:
     """An engine with the initial weights of `seed`, drawn on the CPU whatever the device."""
     with torch.device("meta"):
-        model = GPT(config, vocab_size, recompute)
+        model = GPT(config, vocab_size, recompute, parts=Parts(attention=kernel or DotProduct()))
 
     def initialize(name: str, tensor: torch.Tensor) -> None:
         drawn = torch.empty(tensor.shape)

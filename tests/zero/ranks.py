@@ -1,6 +1,5 @@
 """Runs a function on several ranks, as processes of this machine over gloo."""
 
-import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megatron_zpp.zero.topology import Topology
+from tests.forkserver import CONTEXT
 from tests.support import free_port
 
 
@@ -20,10 +20,7 @@ def on_ranks(
     """
     if world == 1:
         return [function(Topology(), *arguments)]
-    multiprocessing.set_forkserver_preload(
-        ["torch", "megatron_zpp.zero.engine"]
-    )  # imported once for all ranks
-    results = mp.get_context("forkserver").SimpleQueue()
+    results = CONTEXT.SimpleQueue()
     per_node = ranks_per_node or world
     processes = mp.start_processes(
         _rank,

@@ -7,9 +7,12 @@ import torch
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.loss import keeps_gradient
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.zero.engines import engine_of, weights_of
+from tests.zero.quantizing import operations
 
 VOCAB = 101
 MODEL = ModelConfig(
@@ -100,6 +103,40 @@ def test_gradient_norm_is_the_whole_models_and_padding_does_not_count() -> None:
     assert engine.step(1e-3).grad_norm.item() == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("untied", [False, True])
+def test_gradients_of_long_micro_batches_are_plain_torchs(stage: int, untied: bool) -> None:
+    """Of so many tokens that the output layer makes its products in the forward."""
+    config = dataclasses.replace(MODEL, untie_embeddings_and_output_weights=untied)
+    data = torch.randint(VOCAB, (2, 12, 17), generator=torch.Generator().manual_seed(8))
+    assert not keeps_gradient(12 * 16, MODEL.hidden_size, 4)
+    engine = engine_of(config, VOCAB, zero=ZeroConfig(zero_stage=stage))
+    for index, tokens in enumerate(data):
+        engine.accumulate(tokens, index=index, micro_batches=2)
+    model, whole = GPT(config, VOCAB).initialize(3), data.flatten(0, 1)
+    logits = model(whole[:, :-1])
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), whole[:, 1:].flatten()).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for unit in engine.units:
+        for name, found in zip(unit.names, unit.views(unit.gradients), strict=True):
+            assert torch.allclose(found, gradients[name], rtol=1e-5, atol=1e-7), name
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("size", [1, 12])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_loss_that_is_not_finite_skips_the_step(stage: int, size: int, poison: float) -> None:
+    engine = engine_of(MODEL, VOCAB, zero=ZeroConfig(zero_stage=stage))
+    tokens = torch.zeros(size, 17, dtype=torch.long)
+    engine.accumulate(tokens, index=0, micro_batches=1)
+    assert not engine.step(1e-3).skipped
+    engine.units[0].slot.wait()
+    with torch.no_grad():
+        engine.model.embedding.tokens.weight[3] = poison  # an entry that only the softmax looks at
+    assert not torch.isfinite(engine.accumulate(tokens, index=0, micro_batches=1))
+    assert engine.step(1e-3).skipped
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_low_precision_follows_fp32_within_its_rounding(dtype: str) -> None:
     precision = (
@@ -160,3 +197,28 @@ def test_evaluation_has_no_dropout_and_leaves_no_gradient() -> None:
     tokens = batches(1, 1)[0, 0]
     assert engine.evaluate(tokens) == engine.evaluate(tokens)
     assert engine.accumulate(tokens, index=0, micro_batches=1) != engine.evaluate(tokens)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    "precision", [PrecisionConfig(bf16=True), PrecisionConfig(fp16=True, loss_scale=1024.0)]
+)
+def test_gradients_that_need_no_sum_give_the_bits_of_those_that_are_summed(
+    precision: PrecisionConfig, stage: int
+) -> None:
+    """One rank's only micro-batch goes to AdamW's kernel in 16 bits; in fp32 it is the same numbers."""
+    tokens, found = torch.randint(VOCAB, (3, 2, 9), generator=torch.Generator().manual_seed(2)), []
+    for sums in (True, False):
+        engine = engine_of(
+            MODEL, VOCAB, zero=ZeroConfig(zero_stage=stage), precision=precision, operations=operations()
+        )
+        engine._reductions._sums = sums
+        norms = []
+        for part in tokens:
+            engine.accumulate(part, index=0, micro_batches=1)
+            expected = torch.float32 if sums else getattr(torch, precision.compute_dtype("cpu"))
+            assert {unit.gradients.dtype for unit in engine.units} == {expected}
+            norms.append(engine.step(1e-2).grad_norm.item())
+        found.append((norms, weights_of(engine)))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[0][1][name], weights) for name, weights in found[1][1].items())

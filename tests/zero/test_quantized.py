@@ -199,7 +199,11 @@ def losses(topology: Topology, settings: list[tuple[dict[str, Any], PrecisionCon
 
 
 def test_every_combination_learns_what_the_plain_run_learns() -> None:
-    """Alone and together, at every stage where it means something, in fp32, bf16 and fp16."""
+    """Alone and together, at every stage where it means something, in fp32, bf16 and fp16.
+
+    Every step is within an eighth of all that the plain run learns: what codes may do to one reduction is
+    held to their format elsewhere, but its way through eight steps of Adam has no such bound.
+    """
     fp16 = PrecisionConfig(fp16=True, initial_loss_scale=2.0**12)
     techniques = [
         dict(itertools.chain.from_iterable(part.items() for part in parts))
@@ -215,9 +219,10 @@ def test_every_combination_learns_what_the_plain_run_learns() -> None:
     curves = on_ranks(4, losses, settings, ranks_per_node=2)
     assert all(curve == curves[0] for curve in curves[1:])  # every rank sees the same
     plain = curves[0][0]
-    assert plain[-1] < 0.9 * plain[0]
+    learned = plain[0] - plain[-1]
+    assert learned > 0.2 * plain[0]
     for (zero, precision), curve in zip(settings, curves[0], strict=True):
-        assert curve == pytest.approx(plain, rel=0.02), (zero, precision)
+        assert curve == pytest.approx(plain, abs=learned / 8), (zero, precision)
 
 
 def resumed(topology: Topology, directory: str) -> tuple[list[float], list[float], bool]:

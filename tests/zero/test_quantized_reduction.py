@@ -1,6 +1,7 @@
 """qgZ's reduction on its own: sums over every grid of nodes × ranks, and what error feedback gives back."""
 
 import dataclasses
+from unittest.mock import patch
 
 import numpy
 import pytest
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.ops.formats import Format
-from megatron_zpp.zero import quantized_collectives
+from megatron_zpp.zero import theory
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.lane import Lane
 from megatron_zpp.zero.quantized_collectives import QuantizedReduction
@@ -52,26 +53,30 @@ def reduce(topology: Topology) -> list[tuple[numpy.ndarray, numpy.ndarray]]:
     """(this rank's gradients (world, shard), its shard of the reduced ones) of each of REDUCED."""
     results = []
     for case in REDUCED:
-        lanes = both_lanes(topology)
-        quantized_collectives._SMALLEST_CHUNK = case.chunk
-        layout = FlatLayout((topology.world_size * case.shard_numel,), 1, topology.world_size)
-        assert layout.shard_numel == case.shard_numel
-        reduction = QuantizedReduction(*lanes, operations(), case.format, [layout])
-        for lane in lanes:
-            lane.ready()
-        generator = torch.Generator().manual_seed(1 if case.same else topology.rank)
-        if case.same:
-            full = torch.randint(-8, 8, (layout.numel,), generator=generator).to(case.dtype)
-            full[:: case.format.block] = -8
-        else:
-            full = torch.randn(layout.numel, generator=generator).to(case.dtype)
-            full[::97] *= 30
-        shard = torch.full((case.shard_numel,), 7.0, device=this_device())
-        reduction.reduce_scatter(full.to(this_device()), shard, add=True).wait()
-        results.append((full.float().view(topology.world_size, -1).numpy(), (shard - 7.0).cpu().numpy()))
-        for lane in lanes:
-            lane.close()
+        with patch.object(theory, "SMALLEST_CHUNK", case.chunk):
+            results.append(reduce_one(topology, case))
     return results
+
+
+def reduce_one(topology: Topology, case: Reduced) -> tuple[numpy.ndarray, numpy.ndarray]:
+    lanes = both_lanes(topology)
+    layout = FlatLayout((topology.world_size * case.shard_numel,), 1, topology.world_size)
+    assert layout.shard_numel == case.shard_numel
+    reduction = QuantizedReduction(*lanes, operations(), case.format, [layout])
+    for lane in lanes:
+        lane.ready()
+    generator = torch.Generator().manual_seed(1 if case.same else topology.rank)
+    if case.same:
+        full = torch.randint(-8, 8, (layout.numel,), generator=generator).to(case.dtype)
+        full[:: case.format.block] = -8
+    else:
+        full = torch.randn(layout.numel, generator=generator).to(case.dtype)
+        full[::97] *= 30
+    shard = torch.full((case.shard_numel,), 7.0, device=this_device())
+    reduction.reduce_scatter(full.to(this_device()), shard, add=True).wait()
+    for lane in lanes:
+        lane.close()
+    return full.float().view(topology.world_size, -1).numpy(), (shard - 7.0).cpu().numpy()
 
 
 def check_reduced(nodes: int, local: int, ranks: list[list[tuple[numpy.ndarray, numpy.ndarray]]]) -> None:

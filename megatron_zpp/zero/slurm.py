@@ -1,0 +1,111 @@
+"""What SLURM tells a process that srun started, said in torchrun's variables: arithmetic on strings."""
+
+import re
+from collections.abc import Mapping
+
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_NOT_SRUNS = 0xFFFFFFF0  # step ids from here on are SLURM's own: the shell of salloc, the batch script
+
+# Below the ports that Linux and Kubernetes hand out (32768, 30000) and torchrun's 29500. The range is a prime
+# and a job takes a stride of it, so two jobs meet only when their ids are a multiple of the range apart, and
+# the steps of a job, one for each restart, are on ports of their own.
+_FIRST_PORT, _PORTS, _STRIDE = 10000, 19489, 31
+
+_NUMBERS = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
+_HOST = re.compile(rf"(?:[^\[\],\s]|{_NUMBERS})+")
+_TASKS = re.compile(r"([1-9]\d{0,5})(?:\(x([1-9]\d{0,5})\))?")
+
+
+def launcher_variables(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """`environment`, with torchrun's variables where only SLURM's are there.
+
+    Those of torchrun win, also when srun started torchrun. A process that srun did not start is on its own:
+    in the shell of salloc or a batch script SLURM's variables describe the job, not the process. MASTER_ADDR
+    and MASTER_PORT are kept where they are set. Raises ValueError when SLURM's variables are missing, garbled
+    or of a layout that cannot be: unequal nodes, or ranks that are not numbered node by node.
+    """
+    if any(name in environment for name in TORCHRUN_VARIABLES) or not _is_task(environment):
+        return environment
+    rank, world_size = _number(environment, "SLURM_PROCID"), _tasks_of_step(environment)
+    local_rank, node = _number(environment, "SLURM_LOCALID"), _number(environment, "SLURM_NODEID")
+    name, layout = _first_of(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    local_world_size = _tasks_per_node(name, layout, world_size)
+    expected = node * local_world_size + local_rank
+    if rank != expected:
+        raise ValueError(
+            f"SLURM_PROCID {rank}: must be {expected}, as task {local_rank} of node {node}, which has "
+            f"{local_world_size} tasks like the others; start with srun --distribution=block"
+        )
+    values = (rank, world_size, local_rank, local_world_size)
+    said = dict(zip(TORCHRUN_VARIABLES, map(str, values), strict=True))
+    return {**meeting_place(environment), **environment, **said}
+
+
+def meeting_place(environment: Mapping[str, str]) -> dict[str, str]:
+    """MASTER_ADDR and MASTER_PORT, alike on every task of a step: its first node, and a port of its own.
+
+    What is set already is kept. Raises ValueError when SLURM's variables are missing or garbled.
+    """
+    address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    if not address:
+        address = first_host(*_first_of(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
+    if not port:
+        port = str(port_of(_number(environment, "SLURM_JOB_ID"), _number(environment, "SLURM_STEP_ID")))
+    return {"MASTER_ADDR": address, "MASTER_PORT": port}
+
+
+def port_of(job: int, step: int) -> int:
+    """The port at which the ranks of a step meet: from 10000 to 29488."""
+    return _FIRST_PORT + (job * _STRIDE + step) % _PORTS
+
+
+def first_host(name: str, hosts: str) -> str:
+    """The first of SLURM's host list, e.g. `n001` of `n[001-003,7],m2`. Raises ValueError."""
+    first = _HOST.match(hosts)
+    if first is None or hosts[first.end() :][:1] not in ("", ","):
+        raise ValueError(f"{name} {hosts!r}: must be a host list such as n[001-003,7],m2")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
+
+
+def _is_task(environment: Mapping[str, str]) -> bool:
+    """Whether srun started this process: only then SLURM gave it a step, and a rank in it."""
+    step = environment.get("SLURM_STEP_ID", "")
+    if "SLURM_PROCID" not in environment or not step:
+        return False
+    return _number(environment, "SLURM_STEP_ID") < _NOT_SRUNS
+
+
+def _tasks_of_step(environment: Mapping[str, str]) -> int:
+    name, text = _first_of(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    return _number({name: text}, name)
+
+
+def _tasks_per_node(name: str, layout: str, tasks: int) -> int:
+    """4 of `4(x16)`, which must be `tasks` in all."""
+    groups = [_TASKS.fullmatch(part) for part in layout.split(",")]
+    if not all(groups):
+        raise ValueError(f"{name} {layout!r}: must be tasks a node such as 4(x16)")
+    counts = [(int(group[1]), int(group[2] or 1)) for group in groups if group]
+    if len({count for count, _ in counts}) > 1:
+        raise ValueError(
+            f"{name} {layout}: nodes must have equally many tasks; say how many with --ntasks-per-node"
+        )
+    total = sum(count * nodes for count, nodes in counts)
+    if total != tasks:
+        raise ValueError(f"{name} {layout}: must be {tasks} tasks, those of this step; start with srun")
+    return counts[0][0]
+
+
+def _first_of(environment: Mapping[str, str], *names: str) -> tuple[str, str]:
+    """The first of these variables that is there, and its value: srun's go before sbatch's."""
+    for name in names:
+        if environment.get(name):
+            return name, environment[name]
+    raise ValueError(f"{names[0]} (not set): SLURM_PROCID is set; start with srun, which sets both")
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = _first_of(environment, name)[1]
+    if not text.isdecimal() or len(text) > 10:
+        raise ValueError(f"{name} {text!r}: must be a whole number")
+    return int(text)

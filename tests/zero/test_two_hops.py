@@ -1,0 +1,52 @@
+"""The schedule of two hops: both links at work at once, and no buffer filled before it is sent."""
+
+import threading
+
+import torch
+
+from megatron_zpp.zero.lane import Lane
+from megatron_zpp.zero.topology import Topology
+from megatron_zpp.zero.traffic import TrafficLedger
+from megatron_zpp.zero.two_hops import TwoHops
+from tests.zero.ranks import on_ranks
+
+UNITS, SECONDS = 3, 120.0
+
+
+def hold_hop_two(topology: Topology) -> tuple[list[bool], list[list[float]]]:
+    """Whether hop 1 of each unit ran while hop 2 of the one before it was held, and what arrived."""
+    lanes = [
+        Lane(ranks, topology, torch.device("cpu"), TrafficLedger(topology), None)
+        for ranks in (topology.node_ranks, topology.counterparts)
+    ]
+    hops = TwoHops(*lanes, 2, torch.float32)
+    filled = [threading.Event() for _ in range(UNITS)]
+    beside, arrived, pending = [], [], []
+
+    def fill(sums: torch.Tensor, unit: int) -> None:
+        sums.fill_(10 * unit + topology.rank)
+        filled[unit].set()
+
+    def take(received: torch.Tensor, unit: int) -> None:
+        beside.append(filled[min(unit + 1, UNITS - 1)].wait(SECONDS))
+        if unit + 2 < UNITS:  # has this unit's buffer
+            assert not filled[unit + 2].is_set()
+        arrived.append(received.tolist())
+
+    for unit in range(UNITS):
+        pending.append(
+            hops.submit(2, lambda sums, unit=unit: fill(sums, unit), lambda all, unit=unit: take(all, unit))
+        )
+    for one in pending:
+        one.wait()
+    for lane in lanes:
+        lane.close()
+    return beside, arrived
+
+
+def test_hop_one_runs_beside_hop_two_of_the_unit_before() -> None:
+    """On 2 × 2 ranks, whose counterparts are two ranks away."""
+    for rank, (beside, arrived) in enumerate(on_ranks(4, hold_hop_two, ranks_per_node=2)):
+        assert all(beside)
+        place = rank % 2
+        assert arrived == [[10.0 * unit + place, 10.0 * unit + place + 2] for unit in range(UNITS)]
