@@ -43,8 +43,10 @@ def committed(directory: Path) -> dict[int, Path]:
     return dict(sorted(found.items(), reverse=True))
 
 
-def candidates(directory: str, iteration: int | None = None) -> list[Path]:
+def candidates(directory: str, iteration: int | None = None, flag: str = "--load") -> list[Path]:
     """The committed checkpoints, the newest first, or that of `iteration` alone; none in an empty directory.
+
+    `flag` is what named the directory.
 
     Raises ValueError for an iteration that is not there, and when no checkpoint that is there was committed.
     """
@@ -54,7 +56,7 @@ def candidates(directory: str, iteration: int | None = None) -> list[Path]:
             os.listdir(root)  # or a directory that cannot be read would pass for an empty one
         there = committed(root)
     except OSError as error:
-        raise refusal("--load", directory, f"{one_line(error)}; name a directory that can be read") from None
+        raise refusal(flag, directory, f"{one_line(error)}; name a directory that can be read") from None
     if iteration is not None:
         if iteration not in there:
             shown = ", ".join(map(str, sorted(there))) or "none"
@@ -64,7 +66,7 @@ def candidates(directory: str, iteration: int | None = None) -> list[Path]:
         for path in sorted(root.glob("iter_*")):
             if _NAME.fullmatch(path.name):
                 problem = f"{path.name} has no {MARKER}: it is damaged or not of this program"
-                raise refusal("--load", directory, f"{problem}; name another directory, or remove it")
+                raise refusal(flag, directory, f"{problem}; name another directory, or remove it")
     return list(there.values())
 
 

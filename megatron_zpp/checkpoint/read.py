@@ -12,6 +12,7 @@ from megatron_zpp.checkpoint.manifest import read_manifest
 from megatron_zpp.checkpoint.shard_file import ShardFile
 from megatron_zpp.checkpoint.states import ERROR, Progress, check_state, describe_units, tensor_name
 from megatron_zpp.checkpoint.write import STATE, shard_file_name
+from megatron_zpp.config.root import Config
 from megatron_zpp.storage.checksums import DamagedFile, verify_file
 from megatron_zpp.zero.engine import MOMENTS, WEIGHTS, ZeroEngine
 
@@ -48,6 +49,13 @@ class CheckpointReader:
         self._pool.shutdown(cancel_futures=True)
         for file in self._files.values():
             file.file.close()
+
+    def config(self) -> Config:
+        """The settings of the run that wrote it."""
+        try:
+            return Config.from_json(self.state["config"])
+        except ValueError as error:
+            raise DamagedFile(f"{self.path / STATE}: {error}") from None
 
     def elements(self, kind: str, unit: int, elements: range) -> Tensor:
         """Some elements of a unit's flat fp32 buffer of weights or a moment, on the CPU."""
@@ -114,17 +122,26 @@ def load_checkpoint(
         _load(WEIGHTS, reader, engine)
         fits = with_optimizer and reader.state["errors"] == engine.error_layout
         if with_optimizer:
-            if not reader.state["with_optimizer"]:
+            if not reader.state["with_optimizer"] and reader.state["optimizer_steps"]:
                 raise ValueError(f"{path}: saved with --no-save-optim; add --no-load-optim")
             for kind in MOMENTS:
-                _load(kind, reader, engine)
+                if reader.state["with_optimizer"]:
+                    _load(kind, reader, engine)
+                else:  # before the first step, as weights are imported, they are zero
+                    engine.load_states(kind, lambda unit, elements: torch.zeros(len(elements)))
             engine.load_optimizer_steps(reader.state["optimizer_steps"])
             engine.loss_scale.load_state(reader.state["loss_scale"])
             for index, unit in enumerate(engine.units if engine.feeds_back else ()):
                 rank, numel = engine.topology.rank, unit.error.numel()
                 unit.error.copy_(reader.error(rank, index, numel)) if fits else unit.error.zero_()
         reader.check_rest(engine.topology.rank, engine.topology.world_size)
-        return Progress(**reader.state["progress"]), fits or not engine.feeds_back
+        return Progress.from_json(reader.state["progress"]), fits or not engine.feeds_back
+
+
+def saved_settings(path: Path) -> tuple[dict[str, Any], int]:
+    """(settings by part and field, ranks) of the run that saved a checkpoint which has been loaded."""
+    state = json.loads((path / STATE).read_text())
+    return state["config"], state["ranks"]
 
 
 def _load(kind: str, reader: CheckpointReader, engine: ZeroEngine) -> None:

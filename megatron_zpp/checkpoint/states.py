@@ -11,13 +11,15 @@ state.json holds the rest:
     errors   what error feedback's buffers depend on; empty without it
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
 
+from megatron_zpp.data.standing import Standing
 from megatron_zpp.zero.engine import STATE_KINDS, WEIGHTS, ZeroEngine
-from megatron_zpp.zero.unit import Unit
+from megatron_zpp.zero.flat_layout import FlatLayout
 
 ERROR = "error"
 _LIMIT = 2**48  # of any count of samples or elements
@@ -26,10 +28,22 @@ LOSS_SCALE_KEYS = ("dynamic", "scale", "clean_steps", "patience")
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come. Dropout and data order follow from the seed and these counts."""
+    """How far a run has come. Dropout and data order follow from the seed and these counts.
+
+    `run` is its name in logs, which it keeps when it is started again; `standing` is how far it has read each
+    of its data sets, None where it reads none.
+    """
 
     iteration: int = 0
     consumed_samples: int = 0
+    run: str = ""
+    standing: Standing | None = None
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "Progress":
+        """The inverse of `asdict`. Raises ValueError, KeyError or TypeError for anything else."""
+        standing = value.get("standing")
+        return cls(**value | {"standing": None if standing is None else Standing.from_json(standing)})
 
 
 def tensor_name(kind: str, unit: int) -> str:
@@ -61,14 +75,40 @@ def describe_state(
     tokenizer: dict[str, Any],
 ) -> dict[str, Any]:
     """The contents of state.json. Waits for the device."""
+    return describe_state_of(
+        progress,
+        with_optimizer=with_optimizer,
+        optimizer_steps=engine.optimizer_steps,
+        loss_scale=engine.loss_scale.state(),
+        ranks=engine.topology.world_size,
+        units=describe_units(engine),
+        errors=engine.error_layout,
+        tokenizer=tokenizer,
+        config=config,
+    )
+
+
+def describe_state_of(
+    progress: Progress,
+    *,
+    with_optimizer: bool,
+    optimizer_steps: int,
+    loss_scale: dict[str, float],
+    ranks: int,
+    units: list[dict[str, Any]],
+    errors: list[int],
+    tokenizer: dict[str, Any],
+    config: dict[str, Any],
+) -> dict[str, Any]:
+    """The same where there is no engine."""
     return {
         "progress": asdict(progress),
         "with_optimizer": with_optimizer,
-        "optimizer_steps": engine.optimizer_steps,
-        "loss_scale": engine.loss_scale.state(),
-        "ranks": engine.topology.world_size,
-        "units": describe_units(engine),
-        "errors": engine.error_layout,
+        "optimizer_steps": optimizer_steps,
+        "loss_scale": loss_scale,
+        "ranks": ranks,
+        "units": units,
+        "errors": errors,
         "tokenizer": tokenizer,
         "config": config,
     }
@@ -76,10 +116,14 @@ def describe_state(
 
 def check_state(state: dict[str, Any]) -> None:
     """Raises ValueError, KeyError or TypeError for what `describe_state` cannot have given."""
-    Progress(**state["progress"])
-    numbers = [*state["progress"].values(), state["optimizer_steps"]]
+    progress = Progress.from_json(state["progress"])
+    if type(progress.run) is not str:
+        raise ValueError(f"the run is called {progress.run!r}")
+    numbers = [progress.iteration, progress.consumed_samples, state["optimizer_steps"]]
     if not all(type(number) is int and 0 <= number < _LIMIT for number in numbers):
         raise ValueError("progress is not told in numbers")
+    if progress.standing and progress.standing.since > progress.consumed_samples:
+        raise ValueError(f"its weights begin at sample {progress.standing.since}")
     for key, kind in (("with_optimizer", bool), ("tokenizer", dict), ("config", dict), ("errors", list)):
         if type(state[key]) is not kind:
             raise ValueError(f"{key} is {state[key]!r}")
@@ -101,15 +145,18 @@ def check_state(state: dict[str, Any]) -> None:
 
 def describe_units(engine: ZeroEngine) -> list[dict[str, Any]]:
     """How each unit's parameters lie in its flat buffer, and how long a shard of it is."""
-    return [_describe_unit(unit) for unit in engine.units]
+    return [
+        describe_unit(dict(zip(unit.names, unit.parameters, strict=True)), unit.layout)
+        for unit in engine.units
+    ]
 
 
-def _describe_unit(unit: Unit) -> dict[str, Any]:
-    offsets = unit.layout.offsets
+def describe_unit(parameters: Mapping[str, Tensor], layout: FlatLayout) -> dict[str, Any]:
+    """The same of one, whose parameters by name are in the order of its buffer."""
     return {
-        "shard_numel": unit.layout.shard_numel,
+        "shard_numel": layout.shard_numel,
         "parameters": {
             name: {"shape": list(parameter.shape), "offset": offset}
-            for name, parameter, offset in zip(unit.names, unit.parameters, offsets, strict=False)
+            for (name, parameter), offset in zip(parameters.items(), layout.offsets, strict=False)
         },
     }

@@ -189,11 +189,11 @@ def checksums_of(path: Path, chunk_bytes: int = CHUNK_BYTES) -> Checksums:
     return Checksums(size, chunk_bytes, tuple(digests))
 
 
-def verify_file(path: Path, checksums: Checksums) -> None:
+def verify_file(path: Path, checksums: Checksums, run: Runner = map) -> None:
     """Raises DamagedFile, with the offset, unless the file is what `checksums` are of."""
     file = VerifiedFile(path, checksums)
     try:
-        file.check_rest()
+        file.check_rest(run)
     finally:
         file.close()
 

@@ -14,11 +14,13 @@ from megatron_zpp.checkpoint.write import write_checkpoint
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.tokenizer.base import describe
+from megatron_zpp.tokenizer.null import NullTokenizer
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.topology import Topology
 from tests.zero.engines import engine_of
 
-TOKENIZER = {"tokenizer_type": "NullTokenizer", "vocab_size": 50, "eod": 49, "fingerprint": "f" * 64}
+TOKENIZER = describe(NullTokenizer(49))
 FIRST, SECOND = Progress(5, 50), Progress(10, 100)
 
 

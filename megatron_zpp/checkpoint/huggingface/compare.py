@@ -1,0 +1,43 @@
+"""Compares our model with transformers' GPT2LMHeadModel on a directory that both have read."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from megatron_zpp.checkpoint.huggingface.place import Place
+from megatron_zpp.model.gpt import GPT
+
+LIMIT = 1e-5  # of a difference between logits in fp32; of the largest logit where that is above 1
+LEFT_OUT = (
+    "weights are read back bit for bit; logits are not compared with transformers', which is not installed: "
+    "pip install transformers, and do it again"
+)
+
+
+def have_transformers() -> bool:
+    """Whether transformers is installed; nothing but this comparison needs it."""
+    return find_spec("transformers") is not None
+
+
+@torch.inference_mode()
+def compare_logits(place: Place, directory: Path, model: GPT) -> str:
+    """A line that says the largest difference. Raises ValueError when it is above the limit."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(
+        str(directory), local_files_only=True, use_safetensors=True
+    )
+    length = model.config.max_position_embeddings
+    tokens = torch.randint(
+        model.vocab_size, (1, length), generator=torch.Generator().manual_seed(1)
+    )  # (B, T)
+    expected, found = theirs.float().eval()(tokens).logits, model.eval()(tokens)  # (B, T, V)
+    difference, largest = (found - expected).abs().max().item(), expected.abs().max().item()
+    limit = LIMIT * max(1.0, largest)
+    line = f"logits: largest difference from transformers' {difference:.1e}, of logits up to {largest:.1f}"
+    if not difference <= limit:  # a NaN is above it
+        raise place.refuse(f"{line}; must be at most {limit:.1e}, so this conversion is wrong")
+    return line

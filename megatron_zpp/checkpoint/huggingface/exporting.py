@@ -1,0 +1,167 @@
+"""Makes a directory for transformers from a checkpoint of any stage and number of ranks."""
+
+import json
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.checkpoint.huggingface.architecture import config_json
+from megatron_zpp.checkpoint.huggingface.compare import LEFT_OUT, compare_logits, have_transformers
+from megatron_zpp.checkpoint.huggingface.names import OUTPUT, TOKENS, their_name, with_prefix
+from megatron_zpp.checkpoint.huggingface.place import CONFIG, WEIGHTS_FILE, WEIGHTS_INDEX, Place
+from megatron_zpp.checkpoint.huggingface.tokenizer_files import (
+    check_auto_tokenizer,
+    is_written,
+    write_tokenizer,
+)
+from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
+from megatron_zpp.checkpoint.read import CheckpointReader
+from megatron_zpp.checkpoint.write import STATE
+from megatron_zpp.config.root import Config
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.storage.checksums import DamagedFile
+from megatron_zpp.storage.files import commit_directory, fsync, write_durably
+from megatron_zpp.tokenizer.base import Tokenizer, describe
+from megatron_zpp.tokenizer.build import build_tokenizer
+from megatron_zpp.zero.engine import WEIGHTS
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A parameter of a checkpoint, without rows of padding: where it begins in its unit."""
+
+    unit: int
+    offset: int
+    shape: tuple[int, ...]
+
+    def read(self, reader: CheckpointReader) -> Tensor:
+        elements = range(self.offset, self.offset + math.prod(self.shape))
+        return reader.elements(WEIGHTS, self.unit, elements).view(self.shape)
+
+
+def export_checkpoint(
+    place: Place, checkpoint: Path, target: Path, *, with_tokenizer: bool, file_bytes: int
+) -> list[str]:
+    """Writes `target`, which gets its name when all of it is checked, and returns lines that say so.
+
+    A file holds `file_bytes` of weights, but at least one tensor; so much is held in memory, and all weights
+    twice where transformers is there to compare with.
+    """
+    with CheckpointReader(checkpoint) as reader:
+        config = reader.config()
+        tokenizer = build_tokenizer(config.tokenizer)
+        if describe(tokenizer) != reader.state["tokenizer"]:
+            raise place.refuse(
+                f"{checkpoint.name} was trained with another tokenizer than its files hold now; restore them"
+            )
+        described = config_json(place, config.model, tokenizer.vocab_size, tokenizer.eod)
+        partial = target.with_name(f"{target.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)  # what a killed export left
+        partial.mkdir(parents=True)
+        try:
+            for name, value in ((CONFIG, described), ("generation_config.json", _generation(described))):
+                write_durably(partial / name, (json.dumps(value, indent=2) + "\n").encode())
+            lines = []
+            if with_tokenizer:
+                longest = config.model.max_position_embeddings
+                lines.append(write_tokenizer(place, tokenizer, config.tokenizer, partial, longest))
+            sources = _sources(checkpoint, reader, config, tokenizer.vocab_size)
+            _write_weights(partial, reader, sources, file_bytes)
+            reader.check_rest(0, 1)
+            lines.append(_check(place, partial, reader, sources, config, tokenizer))
+            for path in partial.iterdir():
+                fsync(path)
+            if target.exists():
+                target.rmdir()  # empty, or it was refused
+            commit_directory(partial, target, target.with_name(f"{target.name}.retired"))
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    return [f"{target}: GPT2LMHeadModel of {checkpoint}, {tokenizer.vocab_size} entries", *lines]
+
+
+def _generation(described: dict) -> dict:
+    return {key: described[key] for key in ("bos_token_id", "eos_token_id")}
+
+
+def _sources(
+    checkpoint: Path, reader: CheckpointReader, config: Config, vocab_size: int
+) -> dict[str, _Source]:
+    """All parameters by our names. Raises DamagedFile unless they are those of the model in `config`."""
+    with torch.device("meta"):
+        expected = {
+            name: tuple(value.shape) for name, value in GPT(config.model, vocab_size).named_parameters()
+        }
+    found = {}
+    for index, unit in enumerate(reader.units):
+        for name, entry in unit["parameters"].items():
+            found[name] = _Source(index, entry["offset"], tuple(entry["shape"]))
+    if {name: source.shape for name, source in found.items()} != expected:
+        raise DamagedFile(f"{checkpoint / STATE}: its weights are not those of the model that it describes")
+    for name in (TOKENS, OUTPUT):
+        if name in found:
+            source = found[name]
+            found[name] = _Source(source.unit, source.offset, (vocab_size, source.shape[1]))
+    return found
+
+
+def _write_weights(
+    directory: Path, reader: CheckpointReader, sources: dict[str, _Source], file_bytes: int
+) -> None:
+    from safetensors.torch import save_file
+
+    files: list[dict[str, _Source]] = [{}]
+    size = 0
+    for name, source in sources.items():
+        length = 4 * math.prod(source.shape)
+        if size and size + length > file_bytes:
+            files.append({})
+            size = 0
+        files[-1][name] = source
+        size += length
+    weight_map = {}
+    for number, part in enumerate(files, start=1):
+        file = WEIGHTS_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        tensors = {}
+        for name, source in part.items():
+            theirs, weight = their_name(name), source.read(reader)
+            tensors[with_prefix(theirs.name)] = weight.T.contiguous() if theirs.transposed else weight
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        (directory / file).chmod((directory / CONFIG).stat().st_mode)  # as the umask says; its own is 0600
+        weight_map |= dict.fromkeys(tensors, file)
+    if len(files) > 1:
+        total = sum(4 * math.prod(source.shape) for source in sources.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_durably(directory / WEIGHTS_INDEX, (json.dumps(index, indent=2) + "\n").encode())
+
+
+def _check(
+    place: Place,
+    directory: Path,
+    reader: CheckpointReader,
+    sources: dict[str, _Source],
+    config: Config,
+    tokenizer: Tokenizer,
+) -> str:
+    """Reads all of it back, by our reader and by transformers if that is there; a line on how it went."""
+    written = Place(place.flag, place.shown, directory)
+    with HuggingFaceWeights(written, config.model, tokenizer.vocab_size) as weights:
+        for name, source in sources.items():
+            wanted = source.read(reader).flatten().view(torch.int32)
+            if not torch.equal(wanted, weights.elements(name, 0, len(wanted)).view(torch.int32)):
+                raise place.refuse(
+                    f"{name} did not come back from {directory} as it was written; check the disk"
+                )
+    if not have_transformers():
+        return LEFT_OUT
+    with torch.device("meta"):
+        model = GPT(config.model, tokenizer.vocab_size)
+    model.load_state_dict(reader.parameters(), assign=True)
+    line = compare_logits(place, directory, model)
+    if is_written(directory):
+        check_auto_tokenizer(place, tokenizer, directory)
+    return line

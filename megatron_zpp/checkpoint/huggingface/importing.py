@@ -1,0 +1,135 @@
+"""Makes a checkpoint of iteration 0 from a directory of Hugging Face's."""
+
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_zpp.checkpoint.directory import checkpoint_path
+from megatron_zpp.checkpoint.exchange import Exchange
+from megatron_zpp.checkpoint.huggingface.architecture import Architecture, check_vocabulary, read_architecture
+from megatron_zpp.checkpoint.huggingface.compare import LEFT_OUT, compare_logits, have_transformers
+from megatron_zpp.checkpoint.huggingface.place import Place, check_empty
+from megatron_zpp.checkpoint.huggingface.tokenizer_files import find_tokenizer
+from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
+from megatron_zpp.checkpoint.read import CheckpointReader
+from megatron_zpp.checkpoint.states import Progress, describe_state_of, describe_unit, tensor_name
+from megatron_zpp.checkpoint.write import write_checkpoint
+from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.root import Config
+from megatron_zpp.config.tokenizer import TokenizerConfig
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.storage.checksums import DamagedFile
+from megatron_zpp.tokenizer.base import describe
+from megatron_zpp.tokenizer.build import build_tokenizer
+from megatron_zpp.zero.build import in_order, layouts_of
+from megatron_zpp.zero.engine import WEIGHTS
+from megatron_zpp.zero.flat_layout import SHARD_MULTIPLE
+from megatron_zpp.zero.loss_scale import LossScale
+from megatron_zpp.zero.topology import Topology
+
+
+def import_checkpoint(
+    place: Place, target: Path, flags: TokenizerConfig | None, divisible_by: int
+) -> list[str]:
+    """Writes `target`/iter_0000000, and returns lines that say so; `flags` name another tokenizer.
+
+    All weights are held in memory, twice where transformers is there to compare with.
+    """
+    architecture = read_architecture(place, divisible_by)
+    settings = flags or find_tokenizer(place)
+    tokenizer = describe(build_tokenizer(settings))
+    check_vocabulary(place, architecture, tokenizer)
+    check_empty("CHECKPOINT_DIR", target)
+    with HuggingFaceWeights(place, architecture.model, architecture.vocab_size) as weights:
+        with torch.device("meta"):
+            model = GPT(architecture.model, architecture.vocab_size)
+        compared = LEFT_OUT
+        if have_transformers():
+            whole = GPT(architecture.model, architecture.vocab_size)
+            whole.load_state_dict(weights.parameters(), assign=True)
+            compared = compare_logits(place, place.path, whole)
+            del whole
+        config = _config(architecture, settings)
+        path = _write(target, model, weights, config, tokenizer)
+        _check(path, weights)
+    return [*architecture.notes, f"{path}: {_flags(config)}", compared]
+
+
+def _config(architecture: Architecture, tokenizer: TokenizerConfig) -> Config:
+    """Of model and tokenizer; the rest is what a run must have been told, and is told by its own flags."""
+    return Config.from_json(
+        {
+            "model": asdict(architecture.model),
+            "tokenizer": asdict(tokenizer),
+            "data": {"mock_data": True},
+            "training": {"micro_batch_size": 1, "train_iters": 1},
+            "learning_rate": {"lr": 1e-4},
+        }
+    )
+
+
+def _write(
+    target: Path, model: GPT, weights: HuggingFaceWeights, config: Config, tokenizer: dict[str, Any]
+) -> Path:
+    modules, tensors, units = model.units(), {}, []
+    for index, ((name, module), layout) in enumerate(
+        zip(modules, layouts_of(modules, 1, SHARD_MULTIPLE), strict=True)
+    ):
+        parameters = {f"{name}.{path}": parameter for path, parameter in in_order(module)}
+        flat = weights.unit_elements(tuple(parameters), layout, layout.shard(0))
+        tensors[tensor_name(WEIGHTS, index)] = flat
+        units.append(describe_unit(parameters, layout))
+    topology, path = Topology(), checkpoint_path(target, 0)
+    state = describe_state_of(
+        Progress(),
+        with_optimizer=False,
+        optimizer_steps=0,
+        loss_scale=LossScale(PrecisionConfig(), torch.device("cpu")).state(),
+        ranks=topology.world_size,
+        units=units,
+        errors=[],
+        config=config.to_json(),
+        tokenizer=tokenizer,
+    )
+    exchange = Exchange(dist.HashStore(), topology, timedelta(minutes=1), "import")
+    write_checkpoint(path, tensors, state, exchange, read_back=True)
+    return path
+
+
+def _check(path: Path, weights: HuggingFaceWeights) -> None:
+    """What a run will read is what the directory holds. Raises DamagedFile if not."""
+    with CheckpointReader(path) as reader:
+        for name, weight in reader.parameters().items():
+            if not torch.equal(
+                weight.flatten().view(torch.int32),
+                weights.elements(name, 0, weight.numel()).view(torch.int32),
+            ):
+                raise DamagedFile(f"{path}: {name} is not what was imported")
+        reader.check_rest(0, 1)
+
+
+def _flags(config: Config) -> str:
+    """The flags that a run needs to go on from it."""
+    model, tokenizer = config.model, config.tokenizer
+    told = {
+        "--num-layers": model.num_layers,
+        "--hidden-size": model.hidden_size,
+        "--num-attention-heads": model.num_attention_heads,
+        "--max-position-embeddings": model.max_position_embeddings,
+    }
+    if model.ffn_hidden_size != 4 * model.hidden_size:
+        told["--ffn-hidden-size"] = model.ffn_hidden_size
+    if model.norm_epsilon != 1e-5:
+        told["--norm-epsilon"] = model.norm_epsilon
+    if model.make_vocab_size_divisible_by != 128:
+        told["--make-vocab-size-divisible-by"] = model.make_vocab_size_divisible_by
+    if model.untie_embeddings_and_output_weights:
+        told["--untie-embeddings-and-output-weights"] = ""
+    for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"):
+        if getattr(tokenizer, name) is not None:
+            told["--" + name.replace("_", "-")] = getattr(tokenizer, name)
+    return " ".join(f"{flag} {value}".rstrip() for flag, value in told.items())

@@ -1,0 +1,30 @@
+"""--load hf:DIR: a GPT-2 as the initial weights of a run, each rank reading what it owns."""
+
+from pathlib import Path
+from typing import Any
+
+from megatron_zpp.checkpoint.huggingface.architecture import check_flags, check_vocabulary, read_architecture
+from megatron_zpp.checkpoint.huggingface.place import Place
+from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.run import HUGGINGFACE
+from megatron_zpp.zero.engine import WEIGHTS, ZeroEngine
+
+
+def open_weights(directory: str, model: ModelConfig, tokenizer: dict[str, Any]) -> HuggingFaceWeights:
+    """The weights in `directory`. Raises ValueError that names the flag unless they fit this run."""
+    place = Place("--load", HUGGINGFACE + directory, Path(directory))
+    architecture = read_architecture(place)
+    check_flags(place, architecture.model, model)
+    check_vocabulary(place, architecture, tokenizer)
+    return HuggingFaceWeights(place, model, architecture.vocab_size)
+
+
+def load_weights(directory: str, engine: ZeroEngine, model: ModelConfig, tokenizer: dict[str, Any]) -> None:
+    """Puts them into the engine. Sends nothing: ranks may fail apart."""
+    with open_weights(directory, model, tokenizer) as weights:
+
+        def read(unit: int, elements: range) -> Any:
+            return weights.unit_elements(engine.units[unit].names, engine.units[unit].layout, elements)
+
+        engine.load_states(WEIGHTS, read)

@@ -1,0 +1,32 @@
+"""A directory in Hugging Face's format, and how a person named it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_zpp.config.options import refusal
+from megatron_zpp.storage.files import check_writable
+
+CONFIG = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Place:
+    """`flag` and `shown` begin every line that says what is wrong with what lies at `path`."""
+
+    flag: str
+    shown: str
+    path: Path
+
+    def refuse(self, fix: str) -> ValueError:
+        """What is wrong with it, and what would be right."""
+        return refusal(self.flag, self.shown, fix)
+
+
+def check_empty(flag: str, target: Path) -> None:
+    """Raises ValueError unless `target` is an empty directory, or can be made."""
+    place = Place(flag, str(target), target)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise place.refuse("is there and no empty directory; name another one")
+    check_writable(flag, str(target.parent))

@@ -1,0 +1,97 @@
+"""The model of a checkpoint, whole on one device, and the tokenizer that it was trained with."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from megatron_zpp.checkpoint.directory import candidates
+from megatron_zpp.checkpoint.read import CheckpointReader
+from megatron_zpp.checkpoint.write import STATE
+from megatron_zpp.config.options import REQUIRED, Options, option, refusal
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.storage.checksums import DamagedFile
+from megatron_zpp.tokenizer.base import Tokenizer, describe
+from megatron_zpp.tokenizer.build import build_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions(Options):
+    """model: which checkpoint, and its number format"""
+
+    load: str = option(REQUIRED, "Directory of checkpoints.")
+    ckpt_step: int | None = option(None, "This iteration instead of the latest.", at_least=1)
+    bf16: bool = option(False, "Compute in bfloat16; the default on GPUs.")
+    fp16: bool = option(False, "Compute in float16.")
+    fp32: bool = option(False, "Compute in float32; the default on CPUs.")
+
+    def check(self) -> None:
+        """One format."""
+        formats = [name for name in ("bf16", "fp16", "fp32") if getattr(self, name)]
+        if len(formats) > 1:
+            raise refusal(f"--{formats[1]}", "(given)", f"contradicts --{formats[0]}; give one")
+
+    def dtype(self, device: torch.device) -> torch.dtype:
+        """What was asked for, else the device's default."""
+        if self.fp16:
+            return torch.float16
+        if self.bf16:
+            return torch.bfloat16
+        return torch.float32 if self.fp32 or device.type == "cpu" else torch.bfloat16
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions(Options):
+    """device: of a program of one process"""
+
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: a GPU when there is one.")
+
+
+def load_for(options: CheckpointOptions, device: torch.device) -> tuple[GPT, Tokenizer]:
+    """The model on its device and in its number format. Raises ValueError that names --load."""
+    model, tokenizer = load_model(options.load, options.ckpt_step)
+    return model.to(device, options.dtype(device)), tokenizer
+
+
+def load_model(directory: str, iteration: int | None) -> tuple[GPT, Tokenizer]:
+    """The model of a checkpoint on the CPU in fp32, and the tokenizer that it was trained with."""
+    checkpoint = next(iter(candidates(directory, iteration)), None)
+    if checkpoint is None:
+        raise refusal("--load", directory, "holds no checkpoint; name what pretrain_gpt.py --save wrote to")
+    try:
+        return _read_model(checkpoint)
+    except DamagedFile as damage:
+        raise refusal("--load", directory, f"{damage}; choose another one with --ckpt-step") from None
+
+
+def _read_model(checkpoint: Path) -> tuple[GPT, Tokenizer]:
+    with CheckpointReader(checkpoint) as reader:
+        config = reader.config()
+        tokenizer = build_tokenizer(config.tokenizer)
+        _check_tokenizer(checkpoint, reader.state["tokenizer"], describe(tokenizer))
+        with torch.device("meta"):
+            model = GPT(config.model, tokenizer.vocab_size)
+        _check_shapes(checkpoint, model, reader.units)
+        model.load_state_dict(reader.parameters(), assign=True)
+    return model.eval().requires_grad_(False), tokenizer
+
+
+def _check_tokenizer(checkpoint: Path, saved: dict[str, Any], present: dict[str, Any]) -> None:
+    """The files of a tokenizer lie outside of the checkpoint, and may have changed since."""
+    if saved != present:
+        raise ValueError(
+            f"{checkpoint}: was trained with {_shown(saved)}, and the files of its tokenizer now give "
+            f"{_shown(present)}; put back the files of that run"
+        )
+
+
+def _shown(tokenizer: dict[str, Any]) -> str:
+    short = str(tokenizer.get("fingerprint"))[:12]
+    return f"{tokenizer.get('tokenizer_type')} of {tokenizer.get('vocab_size')} entries ({short})"
+
+
+def _check_shapes(checkpoint: Path, model: GPT, units: list[dict[str, Any]]) -> None:
+    saved = {name: entry["shape"] for unit in units for name, entry in unit["parameters"].items()}
+    if saved != {name: list(value.shape) for name, value in model.state_dict().items()}:
+        raise DamagedFile(f"{checkpoint / STATE}: its weights are not those of the model that it describes")

@@ -1,0 +1,39 @@
+"""One checkpoint for all tests of generation and evaluation."""
+
+from pathlib import Path
+
+import pytest
+import transformers
+
+from megatron_zpp.generate.loading import load_model
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.tokenizer.base import Tokenizer
+from tests.generate.models import as_transformers, make_checkpoint, quiet
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of checkpoints that two ranks have written."""
+    return make_checkpoint(tmp_path_factory.mktemp("generate"))
+
+
+@pytest.fixture(scope="session")
+def loaded(checkpoint: Path) -> tuple[GPT, Tokenizer]:
+    return load_model(str(checkpoint), None)
+
+
+@pytest.fixture
+def model(loaded: tuple[GPT, Tokenizer]) -> GPT:
+    return loaded[0]
+
+
+@pytest.fixture
+def tokenizer(loaded: tuple[GPT, Tokenizer]) -> Tokenizer:
+    return loaded[1]
+
+
+@pytest.fixture
+def theirs(model: GPT) -> transformers.GPT2LMHeadModel:
+    """transformers' GPT-2 with the checkpoint's weights."""
+    quiet()
+    return as_transformers(model)

@@ -1,0 +1,161 @@
+"""Texts that are continued together: what transformers writes, and what each would be alone."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import transformers
+
+from megatron_zpp.generate.continuation import Continuation, Stop, continue_texts
+from megatron_zpp.generate.draw import Sampling
+from megatron_zpp.generate.texts import segments, text_after
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.tokenizer.base import Tokenizer
+from megatron_zpp.tokenizer.null import NullTokenizer
+from tests.generate.models import POSITIONS, PROMPTS
+
+GREEDY = Sampling(temperature=0)
+DRAWN = Sampling(temperature=1.0, top_k=100, top_p=0.95)
+
+
+def write(
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int = 12,
+    sampling: Sampling = DRAWN,
+    seed: int = 7,
+    batch_size: int = 8,
+    stop: Stop = Stop(),  # noqa: B008 - frozen
+) -> list[Continuation]:
+    found = continue_texts(
+        model,
+        tokenizer,
+        prompts,
+        new_tokens=new_tokens,
+        sampling=sampling,
+        seed=seed,
+        stop=stop,
+        batch_size=batch_size,
+    )
+    return list(found)
+
+
+@pytest.fixture
+def prompts(tokenizer: Tokenizer) -> list[list[int]]:
+    found = [tokenizer.encode(prompt)[:18] for prompt in PROMPTS]
+    assert len({len(prompt) for prompt in found}) > 2
+    return found
+
+
+def test_greedy_is_what_transformers_writes(
+    model: GPT, tokenizer: Tokenizer, prompts: list[list[int]], theirs: transformers.GPT2LMHeadModel
+) -> None:
+    longest = max(map(len, prompts))
+    padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    new = POSITIONS - longest
+    expected = theirs.generate(
+        padded,
+        attention_mask=mask,
+        max_new_tokens=new,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=tokenizer.eod,
+    )[:, longest:]
+    found = write(model, tokenizer, prompts, new, GREEDY, stop=Stop(frozenset([tokenizer.eod])))
+    for text, row in zip(found, expected.tolist(), strict=True):
+        assert text.ids == row[: len(text.ids)]
+        assert len(text.ids) == new or row[len(text.ids)] == tokenizer.eod
+
+
+def test_a_text_does_not_depend_on_what_is_drawn_beside_it(
+    model: GPT, tokenizer: Tokenizer, prompts: list[list[int]]
+) -> None:
+    together = write(model, tokenizer, prompts)
+    for batch_size in (1, 3):
+        assert [text.ids for text in write(model, tokenizer, prompts, batch_size=batch_size)] == [
+            text.ids for text in together
+        ]
+    for prompt, text in zip(prompts, together, strict=True):
+        assert write(model, tokenizer, [prompt])[0].ids == text.ids
+    assert [text.ids for text in write(model, tokenizer, prompts[::-1])] == [
+        text.ids for text in together[::-1]
+    ]
+    assert write(model, tokenizer, prompts, seed=8)[0].ids != together[0].ids
+
+
+def test_copies_of_a_prompt_differ(model: GPT, tokenizer: Tokenizer, prompts: list[list[int]]) -> None:
+    two = write(model, tokenizer, [prompts[0], prompts[1], prompts[0]])
+    assert two[0].ids != two[2].ids
+    assert two[2].ids == write(model, tokenizer, [prompts[0]] * 2)[1].ids
+
+
+def test_beyond_the_positions_the_last_that_fit_are_seen(
+    model: GPT, tokenizer: Tokenizer, prompts: list[list[int]]
+) -> None:
+    """Also while another text of the batch is shorter than that, and for a prompt that is longer."""
+    long = (prompts[0] * 5)[: POSITIONS + 5]
+    batch = [long, prompts[1], prompts[2]]
+    for text in write(model, tokenizer, batch, POSITIONS, GREEDY):
+        ids = list(text.prompt)
+        for token in text.ids:
+            assert token == model(torch.tensor([ids[-POSITIONS:]]))[0, -1].argmax()
+            ids.append(token)
+        assert len(text.ids) == POSITIONS
+
+
+def test_log_probabilities_are_the_models(model: GPT, tokenizer: Tokenizer, prompts: list[list[int]]) -> None:
+    """Of the whole distribution, whatever of it was drawn from."""
+    for text in write(model, tokenizer, prompts):
+        whole = torch.tensor([text.prompt + text.ids])
+        expected = model(whole)[0].double().log_softmax(-1)
+        for place, (token, found) in enumerate(zip(text.ids, text.log_probabilities, strict=True)):
+            assert found == pytest.approx(expected[len(text.prompt) - 1 + place, token].item(), abs=1e-3)
+
+
+def test_a_text_ends_before_what_stops_it(model: GPT, tokenizer: Tokenizer, prompts: list[list[int]]) -> None:
+    free = write(model, tokenizer, prompts, sampling=GREEDY)
+    text = free[0]
+    by_id = write(model, tokenizer, prompts, sampling=GREEDY, stop=Stop(frozenset([text.ids[5]])))
+    assert by_id[0].ids == text.ids[: text.ids.index(text.ids[5])]
+    assert text.text.startswith(by_id[0].text)
+
+    string = text.text[len(text.text) // 2 :][:2]
+    by_string = write(model, tokenizer, prompts, sampling=GREEDY, stop=Stop(strings=("never", string)))
+    for found, unstopped in zip(by_string, free, strict=True):
+        assert found.text == unstopped.text.split(string)[0]
+        assert found.text in tokenizer.decode(found.ids)
+        assert len(tokenizer.decode(found.ids[:-1])) < max(1, len(found.text))
+
+
+def test_no_prompt_begins_a_document(model: GPT, tokenizer: Tokenizer) -> None:
+    empty, marked = (write(model, tokenizer, [ids], sampling=GREEDY)[0] for ids in ([], [tokenizer.eod]))
+    assert empty.ids == marked.ids
+    assert empty.text == tokenizer.decode(empty.ids)
+
+
+def test_weights_that_are_no_numbers_are_refused(tokenizer: Tokenizer) -> None:
+    from megatron_zpp.config.model import ModelConfig
+
+    config = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=8)
+    model = GPT(config, tokenizer.vocab_size).initialize(1).eval()
+    with torch.no_grad():
+        model.head.norm.bias[3] = torch.nan
+    with pytest.raises(ValueError, match="logits that are not finite"):
+        write(model, tokenizer, [[1]])
+
+
+def test_segments_join_to_the_text(tokenizer: Tokenizer) -> None:
+    for text in ("The quick  brown\n\tfox", "naïve – 東京 🦊!", "", "a"):
+        ids = tokenizer.encode(text)
+        assert "".join(segments(tokenizer, ids)) == text
+        assert len(segments(tokenizer, ids)) == len(ids)
+    assert segments(NullTokenizer(50), [3, 14, 5]) == ["3", " 14", " 5"]
+
+
+def test_text_goes_on_where_the_prompt_ends() -> None:
+    null = NullTokenizer(50)
+    assert text_after(null, [1, 2], [3, 4]) == " 3 4"
+    assert text_after(null, [50], [3, 4]) == "3 4"
+    assert text_after(null, list(range(40)), []) == ""

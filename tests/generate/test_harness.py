@@ -1,0 +1,115 @@
+"""The adapter for lm-evaluation-harness beside the harness's own for transformers, with the same weights."""
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.tokenizer.base import Tokenizer
+from tests.generate.models import POSITIONS
+from tests.support import run
+
+lm_eval = pytest.importorskip(
+    "lm_eval", reason="lm-evaluation-harness: pip install --no-deps -r tests/requirements-interop.txt"
+)
+
+pytest.importorskip("accelerate", reason="what the harness's own model for transformers needs")
+
+PAIRS = [
+    ("The quick brown", " fox"),
+    ("The quick brown ", "fox jumps"),
+    ("", "a"),
+    ("one two three " * 9, " four five"),
+]
+TASK = """
+task: local_words
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{context}}}}"
+doc_to_choice: "{{{{choices}}}}"
+target_delimiter: ""
+doc_to_target: "{{{{right}}}}"
+metric_list: [{{metric: acc}}]
+"""
+
+
+@pytest.fixture
+def ours(checkpoint: Path) -> object:
+    from megatron_zpp.generate.harness import CheckpointLM
+
+    return CheckpointLM(load=str(checkpoint), device="cpu", batch_size=3)
+
+
+@pytest.fixture
+def reference(checkpoint: Path, theirs: transformers.GPT2LMHeadModel) -> object:
+    from lm_eval.models.huggingface import HFLM
+
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(checkpoint.parent / "tokenizer.json"),
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+    )
+    return HFLM(pretrained=theirs, tokenizer=tokenizer, device="cpu", batch_size=3, max_length=POSITIONS)
+
+
+def ask(model: object, kind: str, arguments: list[tuple]) -> list:
+    from lm_eval.api.instance import Instance
+
+    instances = [Instance(request_type=kind, doc={}, arguments=each, idx=0) for each in arguments]
+    return getattr(model, kind)(instances, disable_tqdm=True)
+
+
+def test_loglikelihoods(ours: object, reference: object) -> None:
+    for mine, other in zip(
+        ask(ours, "loglikelihood", PAIRS), ask(reference, "loglikelihood", PAIRS), strict=True
+    ):
+        assert mine[0] == pytest.approx(other[0], rel=1e-4)
+        assert mine[1] == other[1]
+
+
+def test_rolling_loglikelihoods(ours: object, reference: object) -> None:
+    texts = [("The quick brown fox. " * 12,), ("short",)]
+    kind = "loglikelihood_rolling"
+    assert ask(ours, kind, texts) == pytest.approx(ask(reference, kind, texts), rel=1e-4)
+
+
+def test_generation(ours: object, reference: object, model: GPT, tokenizer: Tokenizer) -> None:
+    settings = {"max_gen_toks": 8, "do_sample": False, "until": ["zzz"]}
+    contexts = [("The quick brown fox", settings), ("one two three " * 9, settings)]
+    mine, other = (ask(each, "generate_until", contexts) for each in (ours, reference))
+    assert mine == other
+    stop = {**settings, "until": [mine[0][2:4]]}
+    assert ask(ours, "generate_until", [(contexts[0][0], stop)]) == [mine[0].split(mine[0][2:4])[0]]
+    with pytest.raises(ValueError, match="repetition_penalty: generation settings that are not here"):
+        ask(ours, "generate_until", [("a", {"repetition_penalty": 2.0})])
+
+
+def test_a_task_from_the_command_line(checkpoint: Path, tmp_path: Path, reference: object) -> None:
+    lines = [
+        {"context": f"{word} and", "choices": [" fox", " dog", " return"], "right": right}
+        for right, word in enumerate(("The quick", "over", "main(self)"))
+    ]
+    data = tmp_path / "words.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "local_words.yaml").write_text(TASK.format(data=data))
+    done = run(
+        *("-m", "megatron_zpp.generate.harness", "run", "--model", "megatron_zpp", "--device", "cpu"),
+        *("--model_args", f"load={checkpoint}", "--tasks", "local_words", "--include_path", tmp_path),
+        *("--output_path", tmp_path / "results.json"),
+        timeout=240,
+        HF_HUB_OFFLINE="1",
+        HF_HOME=str(tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    (found,) = tmp_path.rglob("results*.json")
+    accuracy = json.loads(found.read_text())["results"]["local_words"]["acc,none"]
+    right = []
+    for line in lines:
+        pairs = [(line["context"], choice) for choice in line["choices"]]
+        values = [value for value, _ in ask(reference, "loglikelihood", pairs)]
+        right.append(values.index(max(values)) == line["right"])
+    assert accuracy == pytest.approx(sum(right) / len(right))

@@ -1,0 +1,179 @@
+"""The server as a client meets it: a process of its own, over HTTP."""
+
+import json
+import math
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.tokenizer.base import Tokenizer
+from tests.generate.models import POSITIONS, PROMPTS
+from tests.support import ROOT, environment, free_port, run, wait_until
+
+pytest.importorskip("aiohttp", reason="the server's package; pip install -r launch/requirements-serve.txt")
+
+
+class Server:
+    """A server on a port of its own; `url` is where it answers."""
+
+    def __init__(self, checkpoint: Path, *flags: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}/api"
+        command = [sys.executable, "-m", "megatron_zpp.generate.serve", "--load", str(checkpoint)]
+        self.process = subprocess.Popen(
+            [*command, "--port", str(self.port), "--device", "cpu", *flags],
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(
+        self, method: str = "PUT", path: str = "", body: bytes | None = None, **keys: Any
+    ) -> tuple[int, Any]:
+        """Status and JSON of the answer."""
+        content = json.dumps(keys).encode() if body is None else body
+        request = urllib.request.Request(self.url + path, content, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=240) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[Server]:
+    limits = "--max-prompts 4 --max-request-bytes 2000 --batch-size 3 --max-waiting 1 --request-timeout 120"
+    started = Server(checkpoint, *limits.split())
+    try:
+        assert started.process.stdout.readline() == f"listening on {started.url}\n"
+        yield started
+    finally:
+        started.process.kill()
+        started.process.communicate()
+
+
+def test_answers_with_text_segments_and_logprobs(server: Server, model: GPT, tokenizer: Tokenizer) -> None:
+    status, found = server.ask(prompts=PROMPTS[:2], tokens_to_generate=8, top_k=1, logprobs=True)
+    assert status == 200
+    for prompt, text, segments, logprobs in zip(
+        PROMPTS, found["text"], found["segments"], found["logprobs"], strict=False
+    ):
+        ids = tokenizer.encode(prompt)
+        expected = []
+        while len(expected) < 8:
+            token = int(model(torch.tensor([ids + expected]))[0, -1].argmax())
+            if token == tokenizer.eod:
+                break
+            expected.append(token)
+        whole = ids + expected
+        assert text == prompt + tokenizer.decode(expected)
+        assert "".join(segments) == text
+        assert len(segments) == len(whole)
+        logits = model(torch.tensor([whole]))[0].double().log_softmax(-1)
+        for place, value in enumerate(logprobs):
+            assert value == pytest.approx(logits[place, whole[place + 1]].item(), abs=1e-3)
+        assert len(logprobs) == len(whole) - 1
+
+
+def test_one_seed_one_text_and_none_another_each_time(server: Server) -> None:
+    def text(**keys: Any) -> list[str]:
+        status, found = server.ask(tokens_to_generate=12, **keys)
+        assert status == 200
+        assert found["logprobs"] is None
+        return found["text"]
+
+    assert text(prompts=[PROMPTS[0]], random_seed=3) == text(prompts=PROMPTS[:1], random_seed=3)
+    two, one = (text(prompts=prompts, random_seed=3) for prompts in (PROMPTS[1::2], PROMPTS[3:]))
+    assert two[1:] == one
+    assert text(prompts=[PROMPTS[0]]) != text(prompts=[PROMPTS[0]])
+
+
+def test_keys_that_shape_the_answer(server: Server, model: GPT, tokenizer: Tokenizer) -> None:
+    _, whole = server.ask(prompts=["a"], tokens_to_generate=8, top_k=1)
+    _, new = server.ask(prompts=["a"], tokens_to_generate=8, top_k=1, echo_prompts=False, logprobs=True)
+    assert whole["text"][0] == "a" + new["text"][0]
+    assert len(new["segments"][0]) == len(new["logprobs"][0])
+    status, marked = server.ask(prompts=[""], add_BOS=True, tokens_to_generate=3, top_k=1, logprobs=True)
+    assert status == 200
+    assert len(marked["logprobs"][0]) == len(marked["segments"][0]) - 1 <= 3
+    status, scored = server.ask(prompts=["a b c"], tokens_to_generate=0, logprobs=True)
+    assert scored["text"] == ["a b c"]
+    assert all(math.isfinite(value) and value < 0 for value in scored["logprobs"][0])
+    stop = int(model(torch.tensor([tokenizer.encode("a")]))[0, -1].argmax())
+    _, stopped = server.ask(prompts=["a"], tokens_to_generate=8, top_k=1, stop_token=stop)
+    assert stopped["text"] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "status", "said"),
+    [
+        ({"prompts": ["a"] * 5}, 400, "prompts (list of 5): at most 4"),
+        ({"prompts": ["a"], "top_k": -1}, 400, "top_k -1: must be at least 0"),
+        ({"prompts": ["a"], "tokens_to_generate": 99}, 400, f"the model {POSITIONS} positions: at most"),
+        ({"prompts": ["a" * 3000]}, 413, "2000"),
+        ({"body": b"{"}, 400, "the request is not JSON"),
+        ({"method": "POST", "prompts": ["a"]}, 405, "POST /api: use PUT"),
+        ({"path": "/v1"}, 404, "/api/v1: not here; PUT /api is"),
+    ],
+    ids=str,
+)
+def test_a_bad_request_gets_one_line(server: Server, keys: dict[str, Any], status: int, said: str) -> None:
+    found, answer = server.ask(**keys)
+    assert found == status
+    assert list(answer) == ["message"]
+    assert said in answer["message"]
+    assert "\n" not in answer["message"]
+
+
+def test_more_than_may_wait_are_sent_away_and_those_who_leave_are_forgotten(server: Server) -> None:
+    """A client that connects, and says how much it will send, but does not, takes a place until it leaves."""
+    head = b"PUT /api HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
+    waiting = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2)]
+    for client in waiting:
+        client.sendall(head)
+    good = {"prompts": ["a"], "tokens_to_generate": 1}
+    wait_until(lambda: server.ask(**good)[0] == 503)
+    assert "2 requests are here already" in server.ask(**good)[1]["message"]
+    for client in waiting:
+        client.close()
+    wait_until(lambda: server.ask(**good)[0] == 200)
+
+
+def test_a_request_that_takes_too_long_is_ended_and_sigterm_ends_cleanly(checkpoint: Path) -> None:
+    slow = Server(checkpoint, "--request-timeout", "0.05", "--batch-size", "1")
+    try:
+        assert slow.process.stdout.readline()
+        answers = []
+        request = {"prompts": PROMPTS[1:2] * 100, "tokens_to_generate": 16, "no_log": True}
+        asking = [threading.Thread(target=lambda: answers.append(slow.ask(**request))) for _ in range(2)]
+        for thread in asking:
+            thread.start()
+        for thread in asking:
+            thread.join()
+        assert [status for status, _ in answers] == [504, 504]
+        assert "not done within --request-timeout 0.05 s; ask for fewer" in answers[0][1]["message"]
+        slow.process.send_signal(signal.SIGTERM)
+        out, err = slow.process.communicate(timeout=30)
+        assert (slow.process.returncode, out, err) == (0, "", "")
+    finally:
+        slow.process.kill()
+
+
+def test_a_port_that_is_taken_is_said_in_a_line(checkpoint: Path, server: Server) -> None:
+    done = run("-m", "megatron_zpp.generate.serve", "--load", checkpoint, "--port", str(server.port))
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"serve: error: --port {server.port}: cannot listen on 127.0.0.1: ")
+    assert len(done.stderr.splitlines()) == 1
