@@ -1,0 +1,179 @@
+"""Which of ZeRO++'s options pay and what would fit: the same plan with other settings, side by side."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_zpp.config.model import RecomputeConfig
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.plan.hardware import USABLE, Machine
+from megatron_zpp.plan.job import Job
+from megatron_zpp.plan.memory import Memory, memory_of
+from megatron_zpp.plan.step_time import StepTime, step_time
+from megatron_zpp.plan.traffic import Sent, total, traffic_of
+
+_WORTH = 0.01  # of a step: less is within what the model of the time cannot tell apart
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One setting and what it takes."""
+
+    name: str
+    job: Job
+    memory: Memory
+    sent: Sent
+    time: StepTime
+
+    def fits(self, gibibytes: float) -> bool:
+        """Whether the peak leaves a GPU of that memory enough for what is not counted."""
+        return self.memory.peak <= USABLE * gibibytes * 2**30
+
+
+def plan_of(name: str, job: Job, machine: Machine) -> Plan:
+    """All predictions for one setting."""
+    passes = traffic_of(job)
+    return Plan(name, job, memory_of(job), total(passes), step_time(job, machine, passes))
+
+
+def zeropp_plans(job: Job, machine: Machine) -> list[Plan]:
+    """The run's stage with every set of ZeRO++'s options, small sets first; stage 0 has the empty one."""
+    options = _OPTIONS if job.zero.zero_stage == 3 else tuple(flag for flag in _OPTIONS if flag != _HPZ)
+    if job.zero.zero_stage == 0:
+        options = ()
+    sets = [chosen for count in range(len(options) + 1) for chosen in itertools.combinations(options, count)]
+    plans = []
+    for chosen in sets:
+        name = "all of them" if chosen and chosen == options else " ".join(chosen) or "none of them"
+        plans.append(plan_of(name, _with(job, *(flag in chosen for flag in _OPTIONS)), machine))
+    return plans
+
+
+def least_that_pays(plans: list[Plan], gibibytes: float) -> Plan:
+    """Of `zeropp_plans` the one with fewest options that is as fast as any; of those that fit, if some do."""
+    fitting = [plan for plan in plans if plan.fits(gibibytes)] or plans
+    fastest = min(plan.time.seconds for plan in fitting)
+    return next(plan for plan in fitting if plan.time.seconds <= (1 + _WORTH) * fastest)
+
+
+def why(plain: Plan, plan: Plan) -> str:
+    """What options do to the time of a step, and why."""
+    before, after = plain.time.seconds, plan.time.seconds
+    waits = f"{_milliseconds(plan.time.exposed)}, not {_milliseconds(plain.time.exposed)} ms"
+    if before - after > _WORTH * before:
+        return f"pays: waits for links {waits}"
+    if plain.time.exposed <= _WORTH * before:
+        costs = f", costs {_milliseconds(after - before)} ms" if after > (1 + _WORTH) * before else ""
+        return f"does not pay: the compute hides all that is sent{costs}"
+    return f"does not pay: waits for links {waits}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:,.1f}" if seconds < 1 else f"{1000 * seconds:,.0f}"
+
+
+def ways_to_fit(job: Job, machine: Machine) -> Iterator[Plan]:
+    """What takes less memory: each change alone, and more and more of them together, the dear ones last."""
+    alone = {
+        **({"--zero-stage 3": at_stage(job, 3)} if job.zero.zero_stage < 3 and job.ranks > 1 else {}),
+        **_micro_batches(job),
+        **({f"without {_HPZ}": _without_hpz(job)} if job.zero.hpz else {}),
+        **({_RECOMPUTE: _recomputed(job)} if job.recompute.recompute_granularity != "full" else {}),
+        **({} if job.zero.zero_offload_optimizer else {"--zero-offload-optimizer": _offloaded(job)}),
+    }
+    for name, changed in alone.items():
+        yield plan_of(name, changed, machine)
+    names = [name for name in alone if not name.startswith(_MICRO) or name == f"{_MICRO} 1"]
+    if len(names) > 1:
+        together = job
+        for name in names:
+            together = _CHANGES[name](together)
+        yield plan_of("all of these", together, machine)
+
+
+def at_stage(job: Job, stage: int) -> Job:
+    """The job at another stage, with what of ZeRO++ that has."""
+    zero = job.zero
+    options = (zero.zero_quantized_weights, zero.hpz, zero.zero_quantized_gradients)
+    weights, hpz, gradients = (
+        given and stage >= least for given, least in zip(options, (1, 3, 1), strict=True)
+    )
+    plain = dataclasses.replace(_plain(zero), zero_stage=stage, zero_prefetch_units=None)
+    if stage == 3 and zero.zero_stage == 3:
+        plain = dataclasses.replace(plain, zero_prefetch_units=zero.zero_prefetch_units)
+    return dataclasses.replace(job, zero=_options(plain, zero, weights, hpz, gradients))
+
+
+def _with(job: Job, weights: bool, hpz: bool, gradients: bool) -> Job:
+    precision = job.precision
+    if gradients:
+        precision = dataclasses.replace(precision, grad_reduce_in_bf16=False)
+    zero = _options(_plain(job.zero), job.zero, weights, hpz, gradients)
+    return dataclasses.replace(job, zero=zero, precision=precision)
+
+
+def _plain(zero: ZeroConfig) -> ZeroConfig:
+    """Without any of ZeRO++."""
+    return ZeroConfig(
+        zero_stage=zero.zero_stage,
+        zero_offload_optimizer=zero.zero_offload_optimizer,
+        zero_prefetch_units=zero.zero_prefetch_units,
+    )
+
+
+def _options(plain: ZeroConfig, given: ZeroConfig, weights: bool, hpz: bool, gradients: bool) -> ZeroConfig:
+    """Some of ZeRO++ on top of `plain`, in the formats that are `given`."""
+    settings = {}
+    if weights:
+        settings["zero_quantized_weights"] = True
+        settings["zero_quantized_weights_format"] = given.zero_quantized_weights_format
+    if hpz:
+        settings["zero_hpz_partition_size"] = given.zero_hpz_partition_size if given.hpz else "auto"
+        settings["zero_hpz_secondary"] = given.zero_hpz_secondary if weights else "bf16"
+    if gradients:
+        settings["zero_quantized_gradients"] = True
+        settings["zero_quantized_gradients_format"] = given.zero_quantized_gradients_format
+        settings["zero_gradient_error_feedback"] = given.zero_gradient_error_feedback
+    if weights or gradients:
+        settings["zero_quantization_block"] = given.zero_quantization_block
+    return dataclasses.replace(plain, **settings)
+
+
+def _micro_batches(job: Job) -> dict[str, Job]:
+    """Half of the micro-batch and half of that, as far as it goes, in as many more of them."""
+    changed, size = {}, job.micro_batch_size
+    while size % 2 == 0:
+        size //= 2
+        changed[f"{_MICRO} {size}"] = _in_micro_batches_of(job, size)
+    return changed
+
+
+def _in_micro_batches_of(job: Job, size: int) -> Job:
+    count = job.micro_batches * job.micro_batch_size // size
+    return dataclasses.replace(job, micro_batch_size=size, micro_batches=count)
+
+
+def _without_hpz(job: Job) -> Job:
+    return _with(job, job.zero.zero_quantized_weights, False, job.zero.zero_quantized_gradients)
+
+
+def _recomputed(job: Job) -> Job:
+    full = RecomputeConfig(recompute_granularity="full", recompute_method="uniform")
+    return dataclasses.replace(job, recompute=full)
+
+
+def _offloaded(job: Job) -> Job:
+    return dataclasses.replace(job, zero=dataclasses.replace(job.zero, zero_offload_optimizer=True))
+
+
+_HPZ = "--zero-hpz-partition-size"
+_OPTIONS = ("--zero-quantized-weights", _HPZ, "--zero-quantized-gradients")
+_MICRO, _RECOMPUTE = "--micro-batch-size", "--recompute-granularity full --recompute-method uniform"
+_CHANGES = {
+    "--zero-stage 3": lambda job: at_stage(job, 3),
+    f"without {_HPZ}": _without_hpz,
+    f"{_MICRO} 1": lambda job: _in_micro_batches_of(job, 1),
+    _RECOMPUTE: _recomputed,
+    "--zero-offload-optimizer": _offloaded,
+}

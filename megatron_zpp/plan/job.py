@@ -1,0 +1,126 @@
+"""What is planned: a model, its settings and the ranks it would run on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.zero import GRADIENT_BLOCK, WEIGHT_BLOCK, ZeroConfig
+from megatron_zpp.model.flops import flops_per_token
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.ops.formats import Format
+from megatron_zpp.zero.build import layouts_of
+from megatron_zpp.zero.engine import reduce_dtype, sum_dtype
+from megatron_zpp.zero.flat_layout import FlatLayout
+from megatron_zpp.zero.theory import sums_inside_nodes
+from megatron_zpp.zero.unit import Residency
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One optimizer step of `micro_batches` on `nodes` × `local` GPUs. `units` are the model's, on meta."""
+
+    model: ModelConfig
+    vocab_size: int
+    recompute: RecomputeConfig
+    zero: ZeroConfig
+    precision: PrecisionConfig
+    nodes: int
+    local: int
+    micro_batch_size: int
+    micro_batches: int
+    units: Sequence[tuple[str, nn.Module]]
+
+    @property
+    def ranks(self) -> int:
+        """Of all nodes."""
+        return self.nodes * self.local
+
+    @property
+    def tokens(self) -> int:
+        """Of one micro-batch on one rank."""
+        return self.micro_batch_size * self.model.seq_length
+
+    @property
+    def tokens_a_step(self) -> int:
+        """Of all ranks."""
+        return self.tokens * self.micro_batches * self.ranks
+
+    @property
+    def flops_a_token(self) -> float:
+        """Forward and backward, as PaLM counts them."""
+        return flops_per_token(self.model, self.vocab_size)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the token embedding."""
+        return self.model.padded_vocab_size(self.vocab_size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the compute, on a GPU."""
+        return getattr(torch, self.precision.compute_dtype("cuda"))
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of a gradient on the wire that is not quantised."""
+        return reduce_dtype(Residency(self.zero.zero_stage), self.precision, self.dtype).itemsize
+
+    @property
+    def sum_bytes(self) -> int:
+        """Of a node's sum of such gradients."""
+        return sum_dtype(self.precision).itemsize
+
+    @property
+    def prefetch(self) -> int:
+        """Units gathered ahead."""
+        return self.zero.zero_prefetch_units or 0
+
+    @cached_property
+    def layouts(self) -> list[FlatLayout]:
+        """Of the units, in forward order."""
+        return layouts_of(self.units, self.ranks, self.zero.shard_multiple)
+
+    @property
+    def weight_codes(self) -> Format | None:
+        """What qwZ sends."""
+        if not self.zero.zero_quantized_weights:
+            return None
+        block = self.zero.zero_quantization_block or WEIGHT_BLOCK
+        return Format(self.zero.zero_quantized_weights_format, block)
+
+    @property
+    def gradient_codes(self) -> Format | None:
+        """What qgZ sends."""
+        if not self.zero.zero_quantized_gradients:
+            return None
+        block = self.zero.zero_quantization_block or GRADIENT_BLOCK
+        return Format(self.zero.zero_quantized_gradients_format, block)
+
+    @property
+    def secondary_ranks(self) -> int | None:
+        """Ranks of an hpZ group; None without hpZ."""
+        return self.zero.hpz_ranks(self.local, self.nodes) if self.zero.hpz else None
+
+    @property
+    def secondary_codes(self) -> bool:
+        """Whether an hpZ group keeps codes."""
+        return self.zero.zero_hpz_secondary == "quantized"
+
+    @property
+    def two_hops(self) -> bool:
+        """Whether gradients are summed inside nodes and then between them."""
+        if self.gradient_codes is not None:
+            return min(self.nodes, self.local) > 1
+        sizes = {"reduce_bytes": self.sent_bytes, "sum_bytes": self.sum_bytes}
+        return self.zero.zero_stage >= 1 and sums_inside_nodes(self.nodes, self.local, **sizes)
+
+
+def units_of(model: ModelConfig, vocab_size: int) -> list[tuple[str, nn.Module]]:
+    """The units of a model that takes no memory."""
+    with torch.device("meta"):
+        return GPT(model, vocab_size).units()

@@ -1,0 +1,161 @@
+"""What one rank holds, part by part, and when it holds most: the bytes that torch's allocator hands out.
+
+Model states and buffers are those that zero/build.py and zero/communication.py make, padding included, and
+stay for the whole run. Gradients and activations come and go, and are not at their most together, so the
+peak is looked for at the moments where it can be: in the loss, along the backward, in the optimizer.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from megatron_zpp.plan.activations import (
+    backward,
+    ends_bytes,
+    loss_bytes,
+    offloaded_bytes,
+    stored_bytes,
+    working_bytes,
+)
+from megatron_zpp.plan.job import Job
+from megatron_zpp.zero.theory import quantized_reduction_bytes, reduction_bytes, slots
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank. `weights` to `zeropp` are there always, the others for a time; `peak` is of all."""
+
+    weights: int  # as they compute and as they are sent
+    optimizer: int  # fp32 weights and moments
+    buffers: int  # gathers and reductions
+    zeropp: int  # secondary shards, and what error feedback has kept
+    gradients: int
+    activations: int
+    loss: int
+    peak: int
+    moment: str  # of the peak
+    cpu: int  # states and activations in CPU memory
+
+    @property
+    def resident(self) -> int:
+        """What is there always."""
+        return self.weights + self.optimizer + self.buffers + self.zeropp
+
+
+def memory_of(job: Job) -> Memory:
+    """Of each rank: all hold the same."""
+    owned = sum(layout.numel if job.zero.zero_stage == 0 else layout.shard_numel for layout in job.layouts)
+    offloaded = job.zero.zero_offload_optimizer
+    master_bytes = 4 if offloaded or job.dtype.itemsize < 4 or job.weight_codes else 0
+    optimizer = (8 + master_bytes) * owned
+    parts = {
+        "weights": _weights(job),
+        "optimizer": 0 if offloaded else optimizer,
+        "buffers": _buffers(job),
+        "zeropp": _zeropp(job),
+    }
+    moments = _moments(job)
+    moment, highest = max(moments.items(), key=lambda item: item[1])
+    pinned = (4 + _published_itemsize(job)) * owned  # gradients on their way in, weights on their way out
+    away = offloaded_bytes(job)
+    return Memory(
+        **parts,
+        gradients=_gradients(job, whole=False),
+        activations=stored_bytes(job) - away + ends_bytes(job),
+        loss=loss_bytes(job),
+        peak=sum(parts.values()) + highest,
+        moment=moment,
+        cpu=away + (int(optimizer + pinned) if offloaded else 0),
+    )
+
+
+def _weights(job: Job) -> int:
+    """Slots of whole units; at stage 3 and for qwZ also the shard or message that is sent."""
+    itemsize, stage = job.dtype.itemsize, job.zero.zero_stage
+    total = 0
+    for layout, units in Counter(job.layouts).items():
+        count = slots(units, job.prefetch) if stage >= 3 else units
+        total += count * layout.numel * itemsize
+        if job.weight_codes is not None:
+            total += units * job.weight_codes.message_bytes(layout.shard_numel)
+        elif stage >= 3:
+            total += units * layout.shard_numel * itemsize
+    return total
+
+
+def _buffers(job: Job) -> int:
+    """Gradients on their way out of the backward, and the messages of gathers and reductions."""
+    stage, sent = job.zero.zero_stage, job.sent_bytes
+    total = 0
+    if stage >= 1 or sent != 4:
+        total += sum(min(2, units) * layout.numel * sent for layout, units in Counter(job.layouts).items())
+    if job.gradient_codes is not None:
+        total += quantized_reduction_bytes(job.layouts, job.nodes, job.gradient_codes)
+    elif stage >= 1:
+        total += reduction_bytes(job.layouts, job.nodes, reduce_bytes=sent, sum_bytes=job.sum_bytes)
+    if job.weight_codes is not None:
+        largest = max(job.weight_codes.message_bytes(layout.shard_numel) for layout in job.layouts)
+        total += job.ranks * largest * (2 if job.secondary_codes else 1)
+    return total
+
+
+def _zeropp(job: Job) -> int:
+    total = 0
+    if job.secondary_ranks is not None:
+        for layout, units in Counter(job.layouts).items():
+            if slots(units, job.prefetch) < units:
+                part = layout.numel // job.secondary_ranks * job.dtype.itemsize
+                if job.secondary_codes:
+                    messages = job.ranks // job.secondary_ranks
+                    part = messages * job.weight_codes.message_bytes(layout.shard_numel)
+                total += units * part
+    if job.zero.zero_gradient_error_feedback and job.two_hops:
+        total += 2 * job.nodes * sum(layout.shard_numel for layout in job.layouts)
+    return total
+
+
+def _moments(job: Job) -> dict[str, int]:
+    """Gradients, activations and what is worked with, at each moment that can be the peak."""
+    accumulated = _gradients(job, whole=True) if job.micro_batches > 1 else 0
+    final = _gradients(job, whole=False)
+    first = job.layouts[0].numel
+    others = int(final * (1 - first / sum(layout.numel for layout in job.layouts)))  # without the embedding's
+    away = offloaded_bytes(job)
+    activations = ends_bytes(job) + stored_bytes(job) - away
+    table = job.dtype.itemsize * job.padded_vocab_size * job.model.hidden_size  # the head's gradient of it
+    tied = 0 if job.model.untie_embeddings_and_output_weights else table
+    moments = {"the loss": accumulated + activations + loss_bytes(job)}
+    produced = job.dtype.itemsize * job.layouts[1].numel  # a layer's, before they are taken
+    for one in backward(job):
+        for layers, live in (
+            (one.layer + 1, max(one.stored - away, 0) + working_bytes(job)),
+            (one.layer, max(one.left - away, 0) + produced),
+        ):
+            done = int(others * (1 - layers / job.model.num_layers))
+            moments.setdefault("the backward", 0)
+            moments["the backward"] = max(moments["the backward"], max(accumulated, done) + live + tied)
+    produced = job.dtype.itemsize * first
+    end = max(final + produced, others + produced + tied)
+    if accumulated:  # all of it is there already when the embedding's two gradients become one
+        end = accumulated + produced + tied
+    moments["the end of the backward"] = end
+    moments["the optimizer's step"] = final
+    return moments
+
+
+def _gradients(job: Job, *, whole: bool) -> int:
+    """fp32 sums: as the optimizer takes them, or (`whole`) as they are between micro-batches.
+
+    One rank's only micro-batch leaves them as they are.
+    """
+    zero = job.zero
+    if job.ranks == job.micro_batches == 1 and not (zero.quantizes or zero.zero_offload_optimizer):
+        return job.dtype.itemsize * sum(layout.numel for layout in job.layouts)
+    stage = zero.zero_stage
+    sharded = stage >= 2 or (stage == 1 and not whole)
+    return 4 * sum(layout.shard_numel if sharded else layout.numel for layout in job.layouts)
+
+
+def _published_itemsize(job: Job) -> float:
+    if job.weight_codes is not None:
+        return job.weight_codes.block_bytes / job.weight_codes.block
+    return 0 if job.dtype.itemsize == 4 else job.dtype.itemsize

@@ -1,0 +1,126 @@
+"""How long a step takes: FLOPs over the GPU's rate, bytes over the links', each beside the other.
+
+A pass is a forward or a backward of one micro-batch.
+
+    compute   PaLM's FLOPs, a third in the forward and two in the backward, and those of the recomputation,
+              over the share of the peak that is reached; a little longer beside transfers
+    kernels   memory traffic of what is not in those FLOPs, over the rate that kernels reach: codes decoded
+              and encoded, gradients copied, sent parts summed
+    links     what a node sends to others over the link's rate, and what a GPU sends inside its node over
+              NVLink's. Gathers and reductions share a link; the two links work at the same time
+
+Gathers run ahead of both passes and reductions behind the backward, so a pass takes as long as the longest of
+the three; only the last unit's reduction has nothing left to run behind. What a pass takes longer than its
+compute and kernels is exposed. The optimizer reads 16 bytes a parameter of its share and writes 12 and what
+is sent, at the memory's rate; offloaded, at the CPU's. Not modelled: latencies, other jobs on the links,
+slow ranks, reading of data, evaluation, checkpoints.
+"""
+
+from dataclasses import dataclass
+
+from megatron_zpp.model.gpt import segments
+from megatron_zpp.plan.hardware import BESIDE, CPU_BYTES_A_SECOND, Machine
+from megatron_zpp.plan.job import Job
+from megatron_zpp.plan.traffic import Pass, Sent, total
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step; `link` and `inside` are how long these are busy, most of it behind the compute."""
+
+    forward: float  # compute and kernels
+    backward: float
+    exposed_forward: float
+    exposed_backward: float
+    optimizer: float
+    link: float
+    inside: float
+
+    @property
+    def exposed(self) -> float:
+        """What the GPU waits for its links."""
+        return self.exposed_forward + self.exposed_backward
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return self.forward + self.backward + self.exposed + self.optimizer
+
+
+def step_time(job: Job, machine: Machine, passes: list[Pass]) -> StepTime:
+    """Of a step with these passes, which are `traffic_of(job)`."""
+    busy, exposed = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
+    for one in passes:
+        working = compute_seconds(job, machine, one.forward) + _kernel_seconds(job, machine, one)
+        busy[one.forward] += working * one.times
+        exposed[one.forward] += (pass_seconds(job, machine, one, working) - working) * one.times
+    sent = total(passes)
+    return StepTime(
+        forward=busy[True],
+        backward=busy[False],
+        exposed_forward=exposed[True],
+        exposed_backward=exposed[False],
+        optimizer=_optimizer_seconds(job, machine),
+        link=_link_seconds(job, machine, sent),
+        inside=_inside_seconds(job, machine, sent),
+    )
+
+
+def pass_seconds(job: Job, machine: Machine, one: Pass, working: float) -> float:
+    """One pass of `working` seconds of compute and kernels, with what is sent beside it."""
+    hops = _link_seconds(job, machine, one.alone), _inside_seconds(job, machine, one.alone)
+    in_turn = job.two_hops and job.gradient_codes is None  # qgZ's overlap by chunks
+    alone = sum(hops) if in_turn else max(hops)
+    lanes = (one.gathered, one.reduced)
+    slowest = max(lane.inter for lane in lanes) / job.nodes / machine.lane
+    link, inside = _link_seconds(job, machine, one.sent), _inside_seconds(job, machine, one.sent)
+    return max(working + alone, link, inside, slowest)
+
+
+def compute_seconds(job: Job, machine: Machine, forward: bool) -> float:
+    """Of a forward or backward of one micro-batch, without transfers and kernels."""
+    third = job.flops_a_token / 3
+    flops = job.tokens * (third if forward else 2 * third + _recomputed_flops(job))
+    return flops / machine.flops * (BESIDE if job.ranks > 1 else 1.0)
+
+
+def _recomputed_flops(job: Job) -> float:
+    """A token's: whole layers, or with `selective` the attention's scores."""
+    model = job.model
+    scores = 4.0 * model.num_attention_heads * model.kv_channels * model.seq_length
+    if job.recompute.recompute_granularity == "selective":
+        return model.num_layers * scores
+    layers = sum(stop - first for first, stop, again in segments(model.num_layers, job.recompute) if again)
+    matrices = 4 * model.hidden_size * model.num_attention_heads * model.kv_channels
+    return layers * (2.0 * (matrices + 2 * model.hidden_size * model.ffn_hidden_size) + scores)
+
+
+def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
+    """Codes of weights decoded; gradients taken out of the backward, encoded and summed."""
+    itemsize, weights, gradients = job.dtype.itemsize, job.weight_codes, job.gradient_codes
+    nbytes = 0.0
+    if weights is not None:
+        nbytes += one.decoded * (weights.block_bytes / weights.block + itemsize)
+    if not one.forward:
+        nbytes += one.summed * (itemsize + (job.sent_bytes if job.zero.zero_stage >= 2 else 8))
+        if one.reduced != Sent():
+            code = gradients.block_bytes / gradients.block if gradients else 0
+            node_sums = 2 * job.sum_bytes / job.local if job.two_hops and not gradients else 0
+            nbytes += one.summed * (job.sent_bytes + 2 * code + node_sums + 8 / job.ranks)
+    return nbytes / machine.memory_rate
+
+
+def _optimizer_seconds(job: Job, machine: Machine) -> float:
+    """The norm reads the gradients once; AdamW reads four numbers and writes three."""
+    owned = sum(layout.numel if job.zero.zero_stage == 0 else layout.shard_numel for layout in job.layouts)
+    norm = 4 * owned / machine.memory_rate
+    adamw = (28 + job.dtype.itemsize) * owned
+    return norm + adamw / (CPU_BYTES_A_SECOND if job.zero.zero_offload_optimizer else machine.memory_rate)
+
+
+def _link_seconds(job: Job, machine: Machine, sent: Sent) -> float:
+    return sent.inter / job.nodes / machine.link
+
+
+def _inside_seconds(job: Job, machine: Machine, sent: Sent) -> float:
+    return sent.intra / job.ranks / machine.inside

@@ -1,0 +1,41 @@
+"""Jobs to plan, from what a test wants to vary."""
+
+from typing import Any
+
+from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.plan.job import Job, units_of
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
+NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+QWZ = {"zero_quantized_weights": True}
+HPZ = {"zero_hpz_partition_size": "auto"}
+QGZ = {"zero_quantized_gradients": True}
+
+
+def job_of(
+    model: ModelConfig,
+    vocab_size: int,
+    *,
+    zero: dict[str, Any] | None = None,
+    recompute: dict[str, Any] | None = None,
+    precision: PrecisionConfig | None = None,
+    nodes: int = 1,
+    local: int = 1,
+    micro_batch_size: int = 1,
+    micro_batches: int = 1,
+) -> Job:
+    """bf16 and one rank unless told otherwise."""
+    return Job(
+        model=model,
+        vocab_size=vocab_size,
+        recompute=RecomputeConfig(**(recompute or {})),
+        zero=ZeroConfig(**(zero or {})),
+        precision=precision or PrecisionConfig(bf16=True),
+        nodes=nodes,
+        local=local,
+        micro_batch_size=micro_batch_size,
+        micro_batches=micro_batches,
+        units=units_of(model, vocab_size),
+    )

@@ -1,0 +1,74 @@
+"""What a plan recommends must follow from its own numbers, and be right where the answer is known."""
+
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.plan import PlanConfig
+from megatron_zpp.plan.advice import at_stage, least_that_pays, plan_of, ways_to_fit, why, zeropp_plans
+from megatron_zpp.plan.hardware import GPUS, Machine, machine
+from tests.plan.jobs import NO_DROPOUT, QGZ, QWZ, job_of
+
+SMALL = ModelConfig(model_preset="1.3b", **NO_DROPOUT)
+
+
+def rates(link: float) -> Machine:
+    return machine(PlanConfig(dry_run=True, plan_gpu="h200", plan_link_gbit=link), "bfloat16")
+
+
+def test_nothing_pays_where_the_compute_hides_all_that_is_sent() -> None:
+    """On NVLink all of ZeRO++ was measured at 0.987 of plain stage 3."""
+    job = job_of(SMALL, 50304, zero={"zero_stage": 3}, local=2, micro_batch_size=8)
+    plans = zeropp_plans(job, rates(100))
+    assert len(plans) == 8
+    assert least_that_pays(plans, GPUS["h200"].memory) is plans[0]
+    for plan in plans[1:]:
+        assert why(plans[0], plan).startswith("does not pay: the compute hides all that is sent")
+
+
+def test_all_of_it_pays_on_a_slow_link() -> None:
+    job = job_of(SMALL, 50304, zero={"zero_stage": 3}, nodes=4, local=8, micro_batch_size=4)
+    plans = {plan.name: plan for plan in zeropp_plans(job, rates(10))}
+    assert least_that_pays(list(plans.values()), GPUS["h200"].memory).name == "all of them"
+    plain, everything = plans["none of them"], plans["all of them"]
+    assert everything.sent.inter < 0.25 * plain.sent.inter
+    assert why(plain, everything).startswith("pays: waits for links")
+
+
+def test_an_option_that_leaves_the_wait_does_not_pay() -> None:
+    """hpZ takes no byte off a link that only the reduction uses (stage 1 has no hpZ to offer)."""
+    job = job_of(SMALL, 50304, zero={"zero_stage": 1}, nodes=4, local=8, micro_batch_size=4)
+    names = [plan.name for plan in zeropp_plans(job, rates(10))]
+    assert names == ["none of them", "--zero-quantized-weights", "--zero-quantized-gradients", "all of them"]
+    assert len(zeropp_plans(at_stage(job, 0), rates(10))) == 1
+
+
+def test_a_run_keeps_its_formats_in_every_alternative() -> None:
+    zero = (
+        {"zero_stage": 3, "zero_quantized_gradients_format": "int8", "zero_quantization_block": 64}
+        | QWZ
+        | QGZ
+    )
+    job = job_of(SMALL, 50304, zero=zero, nodes=2, local=4)
+    same = [plan for plan in zeropp_plans(job, rates(100)) if plan.job.zero == job.zero]
+    assert [plan.name for plan in same] == ["--zero-quantized-weights --zero-quantized-gradients"]
+    assert at_stage(job, 3).zero == job.zero
+    assert not at_stage(job, 0).zero.quantizes
+
+
+def test_what_would_fit_is_worked_out() -> None:
+    big = ModelConfig(model_preset="13b", **NO_DROPOUT)
+    job = job_of(big, 50304, zero={"zero_stage": 1}, nodes=4, local=8, micro_batch_size=8, micro_batches=2)
+    ways = {plan.name: plan for plan in ways_to_fit(job, rates(400))}
+    whole = plan_of("", job, rates(400))
+    assert not whole.fits(GPUS["h100"].memory)
+    recompute = "--recompute-granularity full --recompute-method uniform"
+    assert set(ways) == {
+        "--zero-stage 3",
+        *(f"--micro-batch-size {size}" for size in (4, 2, 1)),
+        recompute,
+        "--zero-offload-optimizer",
+        "all of these",
+    }
+    assert all(plan.memory.peak < whole.memory.peak for plan in ways.values())
+    assert ways["all of these"].memory.peak == min(plan.memory.peak for plan in ways.values())
+    assert all(plan.job.tokens_a_step == job.tokens_a_step for plan in ways.values())
+    assert ways[recompute].time.seconds > whole.time.seconds
+    assert ways["--zero-offload-optimizer"].memory.cpu > 0

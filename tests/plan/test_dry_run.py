@@ -1,0 +1,133 @@
+"""--dry-run as a user types it: what it prints, what it refuses, and that it leaves nothing behind."""
+
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from benchmarks.plan import tables
+from tests.support import ROOT, pretrain
+
+SMALL = (
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 100 --num-layers 2 --hidden-size 64 "
+    "--num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 10 --lr 1e-3"
+).split()
+LARGE = (
+    "--dry-run --model-preset 175b --mock-data --tokenizer-type NullTokenizer --vocab-size 50257 --lr 1e-4 "
+    "--micro-batch-size 1 --global-batch-size 1024 --train-iters 1000 --plan-nodes 64 --plan-gpus-per-node 8 "
+    "--recompute-granularity full --recompute-method uniform"
+).split()
+
+
+def refused(done: CompletedProcess[str], status: int, *said: str) -> None:
+    assert done.returncode == status, done.stderr
+    assert not done.stdout
+    (line,) = done.stderr.splitlines()
+    for part in said:
+        assert part in line
+
+
+def test_a_run_of_any_size_is_planned_and_nothing_is_left(tmp_path: Path) -> None:
+    """175B on 512 GPUs, on this machine; the places to write to are checked and stay as they are."""
+    places = ("--save", tmp_path / "save", "--metrics-file", tmp_path / "metrics.jsonl")
+    everything = "--zero-stage 3 --zero-quantized-weights --zero-hpz-partition-size auto".split()
+    done = pretrain(*LARGE, *everything, "--zero-quantized-gradients", *map(str, places))
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    assert list(tmp_path.iterdir()) == []
+    lines = done.stdout.splitlines()
+    assert len(lines) < 50
+    assert max(map(len, lines)) <= 120
+    assert lines[0] == "plan for 64 × 8 H100, bfloat16, ZeRO stage 3 + qwZ int8 + hpZ auto + qgZ int4"
+    for said in (
+        "GPT of 174,6",
+        "GiB of each GPU",
+        "inter_node_bytes",
+        "a step takes",
+        "tokens a day",
+        "  take --zero-",
+    ):
+        assert said in done.stdout
+
+
+def test_a_plan_says_what_it_does_not_know() -> None:
+    unknown = "--fp8 --attention-backend local --reset-attention-mask".split()
+    done = pretrain(*SMALL, "--dry-run", *unknown, timeout=20)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("plan for 1 × 1 H100, bfloat16 with 8-bit products, ZeRO stage 0\n")
+    assert "\n  products of --fp8 as fast as bf16 ones, and as large: theirs are not measured" in done.stdout
+    assert "no scores; --attention-backend local keeps them" in done.stdout
+    assert "attention over whole samples, also with --reset-attention-mask\n" in done.stdout
+
+
+def test_what_does_not_fit_is_said_with_what_would() -> None:
+    done = pretrain(*LARGE, "--zero-stage", "1")
+    assert done.returncode == 0, done.stderr
+    assert "does NOT fit" in done.stdout
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("    --zero-stage 3 "))
+    assert line.endswith(" fits")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("--dry-run --plan-gpu b200", "--plan-gpu: invalid choice: 'b200'"),
+        ("--plan-nodes 2", "--plan-nodes 2: needs --dry-run"),
+        ("--plan-gpu h100", "--plan-gpu h100: needs --dry-run"),
+        ("--plan-link-gbit 100", "--plan-link-gbit 100.0: needs --dry-run"),
+        ("--plan-compute-share 0.5", "--plan-compute-share 0.5: needs --dry-run"),
+        ("--dry-run --plan-nodes 0", "--plan-nodes 0: must be at least 1"),
+        ("--dry-run --plan-link-gbit 0", "--plan-link-gbit 0.0: must be above 0"),
+        ("--dry-run --plan-compute-share 1.5", "--plan-compute-share 1.5: must be at most 1"),
+        ("--dry-run --device cpu", "--dry-run (given): plans for GPUs"),
+    ],
+)
+def test_bad_command_lines_are_refused(argv: str, said: str) -> None:
+    refused(pretrain(*SMALL, *argv.split()), 2, said)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("--plan-nodes 3 --global-batch-size 8", "--global-batch-size 8: "),
+        (
+            "--plan-nodes 2 --plan-gpus-per-node 4 --zero-stage 3 --zero-hpz-partition-size 3",
+            "the 4 ranks of a node",
+        ),
+        (
+            "--plan-gpus-per-node 8 --zero-stage 3 --zero-quantized-gradients --zero-gradient-error-feedback",
+            "this run has 1 × 8",
+        ),
+        ("--plan-gpu v100", "--plan-gpu v100: does not compute in bfloat16; add --fp16"),
+        ("--finetune --load nowhere", "--load nowhere"),
+        ("--save /proc/nowhere", "--save /proc/nowhere"),
+        ("--zero-offload-optimizer --fused-backend apex", "--fused-backend apex"),
+        ("--fp8 --plan-gpu a100", "--fp8 (given): needs a GPU of compute capability 8.9; this one has 8.0"),
+        ("--compile-cache-dir /dev/null", "--compile-cache-dir /dev/null: Not a directory"),
+        ("--attention-backend flash3", "--attention-backend flash3: has no dropout"),
+    ],
+)
+def test_what_the_planned_run_would_refuse_is_refused(argv: str, said: str) -> None:
+    refused(pretrain(*SMALL, "--dry-run", *argv.split()), 1, said)
+
+
+def test_data_is_checked_as_the_run_would() -> None:
+    without_mock = ["--data-path", "no/such", *SMALL[1:]]
+    refused(pretrain(*without_mock, "--dry-run", "--plan-nodes", "2"), 1, "--data-path no/such")
+
+
+def test_ranks_of_a_launcher_are_the_plan_and_one_of_them_prints() -> None:
+    done = pretrain(*SMALL, "--dry-run", processes=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("plan for 1 × 2 H100") == 1
+
+
+def test_the_page_has_the_tables_and_a_command_that_works() -> None:
+    page = (ROOT / "docs" / "planning.md").read_text()
+    for lines in tables().values():
+        assert "\n".join(lines) in page
+    block = page.split("```bash\n")[1].split("```")[0]
+    command = block[block.index("pretrain_gpt.py") :].replace("\\\n", " ").split()[1:]
+    done = pretrain(*command)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in page

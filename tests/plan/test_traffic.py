@@ -1,0 +1,155 @@
+"""The plan's bytes are the ledgers', for every link, to the byte."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.plan.traffic import Sent, total, traffic_of
+from megatron_zpp.zero.theory import bytes_sent_a_step
+from megatron_zpp.zero.topology import Topology
+from tests.plan.jobs import FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of
+from tests.support import pretrain
+from tests.zero.engines import engine_of
+from tests.zero.quantizing import operations
+from tests.zero.ranks import on_ranks
+
+VOCAB = 300
+MODEL = ModelConfig(num_layers=5, hidden_size=64, num_attention_heads=4, seq_length=8, **NO_DROPOUT)
+STAGE_3 = {"zero_stage": 3}
+ALL = STAGE_3 | QWZ | HPZ | QGZ
+
+# (ZeRO, recomputation, micro-batches)
+CASES: list[tuple[dict[str, Any], dict[str, Any], int]] = [
+    *(({"zero_stage": stage}, {}, 2) for stage in (0, 1, 2)),
+    (STAGE_3, {}, 5),
+    *(({"zero_stage": stage} | QWZ | QGZ, {}, 2) for stage in (1, 2)),
+    (STAGE_3 | QWZ, FULL, 2),
+    (STAGE_3 | HPZ, FULL | {"recompute_num_layers": 3}, 2),
+    (STAGE_3 | {"zero_prefetch_units": 0}, FULL | {"recompute_num_layers": 2}, 3),
+    (
+        STAGE_3 | {"zero_prefetch_units": 2},
+        FULL | {"recompute_method": "block", "recompute_num_layers": 2},
+        1,
+    ),
+    (STAGE_3 | QGZ | {"zero_quantized_gradients_format": "int8"}, {"recompute_granularity": "selective"}, 1),
+    (ALL, FULL, 1),
+    (ALL | {"zero_hpz_secondary": "quantized", "zero_gradient_error_feedback": True}, {}, 2),
+    (ALL | {"zero_quantization_block": 512, "zero_quantized_weights_format": "int4"}, {}, 1),
+    (STAGE_3 | QWZ | {"zero_hpz_partition_size": "4"}, {}, 1),
+]
+ONE_HOP: list[tuple[dict[str, Any], dict[str, Any], int]] = [
+    *(({"zero_stage": stage}, {}, 1) for stage in (0, 1)),
+    (STAGE_3 | HPZ, FULL, 1),
+    (ALL, {}, 2),
+]
+
+
+# bf16 gradients are summed inside nodes of three ranks, fp32 ones of two as well
+LARGE_NODES: list[tuple[dict[str, Any], dict[str, Any], int]] = [({"zero_stage": 1}, {}, 2), (STAGE_3, {}, 2)]
+GRIDS = {
+    4: [((2, 2), CASES), ((1, 4), ONE_HOP), ((4, 1), ONE_HOP)],
+    6: [((2, 3), LARGE_NODES), ((3, 2), LARGE_NODES)],
+}
+
+
+def measure(started: Topology) -> list[list[tuple[int, int]]]:
+    """(intra, inter) bytes that this rank sends in a step in the midst of a run, by grid and case."""
+    torch.set_num_threads(1)
+    rank, world = started.rank, started.world_size
+    grids = [(Topology(rank, world, rank % local, local), cases) for (_, local), cases in GRIDS[world]]
+    return [[sent_in_a_step(topology, *case) for case in cases] for topology, cases in grids]
+
+
+def sent_in_a_step(topology: Topology, zero: dict, recompute: dict, micro_batches: int) -> tuple[int, int]:
+    settings = ZeroConfig(**zero)
+    engine = engine_of(
+        MODEL,
+        VOCAB,
+        zero=settings,
+        recompute=RecomputeConfig(**recompute),
+        precision=PrecisionConfig(bf16=True),
+        topology=topology,
+        operations=operations() if settings.quantizes else None,
+    )
+    for _ in range(2):  # the first one also gathers what was initialised
+        engine.take_traffic()
+        for index in range(micro_batches):
+            tokens = torch.zeros(1, 9, dtype=torch.long)
+            engine.accumulate(tokens, index=index, micro_batches=micro_batches)
+        engine.step(1e-3)
+    return engine.take_traffic()
+
+
+@pytest.mark.parametrize("world", GRIDS)
+def test_the_plan_is_what_the_ranks_send(world: int) -> None:
+    ranks = on_ranks(world, measure)
+    for index, ((nodes, local), cases) in enumerate(GRIDS[world]):
+        for number, (zero, recompute, micro_batches) in enumerate(cases):
+            job = job_of(
+                MODEL,
+                VOCAB,
+                zero=zero,
+                recompute=recompute,
+                nodes=nodes,
+                local=local,
+                micro_batches=micro_batches,
+            )
+            sent = Sent(*(sum(rank[index][number][link] for rank in ranks) for link in (0, 1)))
+            assert sent == total(traffic_of(job)), (nodes, local, zero, recompute, micro_batches)
+
+
+@pytest.mark.parametrize("in_bf16", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("nodes", "local"), [(1, 8), (8, 1), (2, 2), (3, 2), (2, 8), (24, 16)])
+def test_the_plan_without_zeropp_is_the_closed_form(
+    nodes: int, local: int, stage: int, in_bf16: bool
+) -> None:
+    """Which knows all links together. A node sends nothing to others where it is the only one."""
+    job = job_of(
+        MODEL,
+        VOCAB,
+        zero={"zero_stage": stage},
+        recompute=FULL,
+        precision=PrecisionConfig(bf16=True, grad_reduce_in_bf16=in_bf16),
+        nodes=nodes,
+        local=local,
+        micro_batches=3,
+    )
+    sent = total(traffic_of(job))
+    closed = bytes_sent_a_step(
+        job.layouts,
+        stage,
+        3,
+        prefetch=job.prefetch,
+        reduce_bytes=2 if in_bf16 or stage >= 2 else 4,
+        nodes=nodes,
+        sum_bytes=2 if in_bf16 else 4,
+    )
+    assert sent.intra + sent.inter == nodes * local * closed
+    assert (sent.inter == 0) == (nodes == 1)
+    assert (sent.intra == 0) == (local == 1)
+
+
+def test_the_plan_is_what_a_run_writes_to_its_metrics(tmp_path: Path) -> None:
+    """The same command line with and without --dry-run, with accumulation and all of ZeRO++."""
+    flags = (
+        "--mock-data --tokenizer-type NullTokenizer --vocab-size 200 --num-layers 3 --hidden-size 32 --bf16 "
+        "--num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --global-batch-size 12 --train-iters 3 "
+        "--lr 1e-3 --log-interval 1 --eval-iters 0 --num-workers 0 --zero-stage 3 --zero-quantized-weights "
+        "--zero-hpz-partition-size auto --zero-quantized-gradients"
+    ).split()
+    done = pretrain(*flags, "--metrics-file", tmp_path / "metrics.jsonl", processes=2)
+    assert done.returncode == 0, done.stderr
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    plan = pretrain(*flags, "--dry-run", "--plan-gpus-per-node", "2")
+    assert plan.returncode == 0, plan.stderr
+    for name in ("intra_node_bytes", "inter_node_bytes"):
+        line = next(line for line in plan.stdout.splitlines() if name in line)
+        assert int(line.split()[1].replace(",", "")) == last[name]
+    assert last["intra_node_bytes"] > 0
