@@ -1,60 +1,66 @@
-"""Pretrains a GPT: `torchrun pretrain_gpt.py …`, or `python pretrain_gpt.py …` for one process.
+"""Pretrains a GPT, a rank for each process of torchrun or srun; `python pretrain_gpt.py …` is one on its own.
 
-Exit status: 0 done, 1 an error said in one line, 2 a bad command line, 3 stopped by --max-nan-iterations,
-75 stopped by a signal after saving (start it again to go on), 130 interrupted. See docs/faults.md.
+Exit status: 0 done, 1 an error, 2 a bad command line, 3 NaN, 75 stopped by a signal; docs/faults.md has more.
 """
 
 import os
 import sys
+from functools import partial
 
-from megatron_zpp.config.root import parse_args
-from megatron_zpp.data.open import open_splits
+from megatron_zpp.config.root import parse_command_line
 from megatron_zpp.tokenizer.base import describe
 from megatron_zpp.tokenizer.build import build_tokenizer
+from megatron_zpp.train.console import tell, warn
 from megatron_zpp.train.device import prepare_device
-from megatron_zpp.train.errors import one_line_errors
+from megatron_zpp.train.dry_run import dry_run, planned
+from megatron_zpp.train.errors import first_to_say, one_line_errors
 from megatron_zpp.train.heartbeat import heartbeat
+from megatron_zpp.train.joining import join, meet_ranks
+from megatron_zpp.train.reading import open_data
 from megatron_zpp.train.restore import check_start
 from megatron_zpp.train.run import build_engine, train
 from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.train.sampled_text import check_prompt
 from megatron_zpp.train.signals import stop_signals
 from megatron_zpp.train.sinks import check_sinks
-from megatron_zpp.zero.agreement import check_agreement
-from megatron_zpp.zero.process_group import process_group
+from megatron_zpp.zero.process_group import barrier
 from megatron_zpp.zero.topology import Topology
 
 PROG = "pretrain_gpt.py"
 
 
 def main() -> None:
-    """Checks everything that can be checked alone; then takes devices, joins the ranks and trains."""
+    """Checks all that can be checked alone; then takes devices, joins the ranks and trains; or plans."""
     debug = "--debug" in sys.argv
-    with one_line_errors(PROG, Topology(), debug=debug, every_rank=False):
+    with one_line_errors(PROG, Topology(), debug=debug, speaks=lambda message: True):
         topology = Topology.from_environment(os.environ)
-    with one_line_errors(PROG, topology, debug=debug, every_rank=False):
-        config = parse_args(sys.argv[1:], PROG)
-        schedule = RunSchedule.from_config(config, topology.world_size)
+    with one_line_errors(PROG, Topology(), debug=debug, speaks=lambda message: topology.local_rank == 0):
+        command_line = parse_command_line(sys.argv[1:], PROG, lambda plan: planned(plan, topology).world_size)
+        config = command_line.config
+        ranks = planned(config.plan, topology)
+        schedule = RunSchedule.from_config(config, ranks.world_size)
         tokenizer = describe(build_tokenizer(config.tokenizer))
-        splits = open_splits(
-            config.data,
-            seq_length=config.model.seq_length,
-            vocab_size=tokenizer["vocab_size"],
-            seed=config.training.seed,
-            tokenizer_description=tokenizer,
-            needed=config.needed_splits(),
-        )
-        schedule.check_data(splits.train)
-        check_start(config.checkpoint)
+        check_prompt(config)
+        splits = open_data(config, schedule, tokenizer, partial(tell, PROG))
+        check_start(config, tokenizer)
         check_sinks(config.logging)
+        if config.plan.dry_run:
+            warn(PROG, topology.rank, command_line.notes)
+            dry_run(config, tokenizer, schedule, ranks, speaks=topology.rank == 0)
+            return
         device = prepare_device(config, topology)
-
-    told = one_line_errors(PROG, topology, debug=debug, every_rank=True)
-    with told, process_group(config.distributed, topology, device.device) as store:
-        check_agreement(config.shared_settings() | device.settings(), topology, device.device)
-        watch = heartbeat(store, topology, config.distributed.heartbeat_timeout, PROG)
-        with stop_signals(PROG, topology) as signals, watch as activity:
+        warn(PROG, topology.rank, command_line.notes)
+    with one_line_errors(PROG, topology, debug=debug, speaks=lambda message: topology.local_rank == 0):
+        meeting = meet_ranks(config.distributed, topology, PROG)
+    store = meeting.store
+    told = one_line_errors(PROG, topology, debug=debug, speaks=first_to_say(store, topology))
+    watch = heartbeat(store, topology, config.distributed.heartbeat_timeout, PROG)
+    with told, stop_signals(PROG, topology) as signals, watch as activity:
+        settings = config.shared_settings() | device.settings()
+        with join(config.distributed, topology, device.device, meeting, settings, activity) as lines:
             engine = build_engine(config, tokenizer, device, topology)
-            ending = train(engine, splits, config, schedule, tokenizer, store, signals, activity)
+            ending = train(engine, splits, config, schedule, tokenizer, store, signals, activity, lines)
+            barrier(topology)  # when one rank leaves, a launcher may end others: logs are closed before that
             engine.close()
     ending.leave(PROG, topology.rank)
 

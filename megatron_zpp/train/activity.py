@@ -8,13 +8,15 @@ from dataclasses import dataclass
 class Mark:
     """`number` grows with every mark, `since` is on this process's time.monotonic().
 
-    A `patient` one may take longer than --heartbeat-timeout: what is built, loaded or saved.
+    It may take --heartbeat-timeout; or `limit` seconds, where others want to hear soon who is slow; or, if it
+    is `patient`, as long as it likes: what is built, loaded or saved.
     """
 
     text: str
     number: int
     since: float
     patient: bool
+    limit: float | None = None
 
 
 class Activity:
@@ -24,6 +26,6 @@ class Activity:
     def __init__(self) -> None:
         self.latest = Mark("starting", 0, time.monotonic(), patient=True)
 
-    def now(self, text: str, *, patient: bool = False) -> None:
+    def now(self, text: str, *, patient: bool = False, limit: float | None = None) -> None:
         """Says what begins here. Costs a microsecond; safe to be read by another thread at any time."""
-        self.latest = Mark(text, self.latest.number + 1, time.monotonic(), patient)
+        self.latest = Mark(text, self.latest.number + 1, time.monotonic(), patient, limit)

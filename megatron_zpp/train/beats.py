@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 class Beat:
     """One rank at one moment; `count` grows with every beat.
 
-    `doing`, `marks` and `patient` are its newest mark (train/activity.py), made `seconds` before. It `asks`
-    when a collective failed and it does not know why; `failed` is its own error; `left` is a good-bye.
+    `doing`, `marks`, `patient` and `limit` are its newest mark (train/activity.py), made `seconds` before. It
+    `asks` when a collective failed and it does not know why; `failed` is its own error; `left` is a good-bye.
     """
 
     rank: int
@@ -20,6 +20,7 @@ class Beat:
     marks: int
     seconds: float
     patient: bool
+    limit: float | None = None
     asks: bool = False
     failed: str | None = None
     left: bool = False
@@ -68,10 +69,7 @@ class Judge:
             if beat and beat.failed:
                 return f"{beat.name} failed: {beat.failed}"
         limit = self._patience if any(beat and beat.asks for beat in beats) else self._timeout
-        silences = [
-            0.0 if beat and beat.left else self._now - self._newest[rank][1]
-            for rank, beat in enumerate(beats)
-        ]
+        silences = [0.0 if beat and beat.left else self._silence(rank) for rank, beat in enumerate(beats)]
         longest = max(silences)
         if longest <= limit:
             return None
@@ -82,20 +80,45 @@ class Judge:
 
     def stuck(self, beats: Sequence[Beat | None]) -> str | None:
         """The rank with the fewest marks, for which the others may be waiting, if its newest is too old."""
-        present = [beat for beat in beats if beat and not beat.left]
-        fewest = min((beat.marks for beat in present), default=0)
-        last = [beat for beat in present if beat.marks == fewest]
-        if not last or any(beat.patient or beat.seconds <= self._timeout for beat in last):
+        last = _last(beats)
+        if not last or any(beat.patient or beat.seconds <= (beat.limit or self._timeout) for beat in last):
             return None
-        names = " and ".join(beat.name for beat in last[:4]) + (" and others" if len(last) > 4 else "")
+        flag = "--heartbeat-timeout" if last[0].limit is None else "--preflight-timeout"
         return (
-            f"{names} stuck for {last[0].seconds:.0f} s; last seen: {last[0].doing} "
-            "(if it is only slow, raise --heartbeat-timeout)"
+            f"{_names(last)} stuck for {last[0].seconds:.0f} s; last seen: {last[0].doing} "
+            f"(if it is only slow, raise {flag})"
         )
+
+    def slow(self, beats: Sequence[Beat | None], seconds: float) -> str | None:
+        """For whom the others have waited so many seconds, where the mark has a limit; None for nobody."""
+        if None in beats:  # met the others and was not heard of again
+            absent = beats.index(None)
+            waited = self._silence(absent)
+            return f"rank {absent}: starting for {waited:.0f} s" if waited > seconds else None
+        last = _last(beats)
+        last = [beat for beat in last if self._silence(beat.rank) > self._patience] or last
+        if not last or last[0].limit is None:
+            return None
+        waited = min(beat.seconds + self._silence(beat.rank) for beat in last)
+        return f"{_names(last)}: {last[0].doing} for {waited:.0f} s" if waited > seconds else None
 
     def gone(self, beats: Sequence[Beat | None], silence: float) -> bool:
         """Whether each of them has left or failed, or been silent for so many seconds."""
         return all(
-            beat is None or beat.left or beat.failed or self._now - self._newest[beat.rank][1] > silence
-            for beat in beats
+            beat is None or beat.left or beat.failed or self._silence(beat.rank) > silence for beat in beats
         )
+
+    def _silence(self, rank: int) -> float:
+        """Seconds since a rank's newest beat came."""
+        return self._now - self._newest[rank][1]
+
+
+def _last(beats: Sequence[Beat | None]) -> list[Beat]:
+    """Those of the ranks present that have the fewest marks."""
+    present = [beat for beat in beats if beat and not beat.left]
+    fewest = min((beat.marks for beat in present), default=0)
+    return [beat for beat in present if beat.marks == fewest]
+
+
+def _names(beats: Sequence[Beat]) -> str:
+    return " and ".join(beat.name for beat in beats[:4]) + (" and others" if len(beats) > 4 else "")

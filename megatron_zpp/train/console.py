@@ -3,10 +3,23 @@
 import datetime
 import math
 import sys
+from collections.abc import Sequence
 
 from tqdm import tqdm
 
 from megatron_zpp.train.metrics import Record
+
+
+def tell(prog: str, line: str) -> None:
+    """A line on stderr about what takes its time before the log begins."""
+    print(f"{prog}: {line}", file=sys.stderr, flush=True)
+
+
+def warn(prog: str, rank: int, notes: Sequence[str]) -> None:
+    """A line on stderr for each note on the command line, by one rank for all."""
+    if rank == 0:
+        for note in notes:
+            print(f"{prog}: warning: {note}", file=sys.stderr, flush=True)
 
 
 class Console:
@@ -36,6 +49,9 @@ class Console:
     def log(self, record: Record) -> None:
         """The line of a logged step."""
         self.say(log_line(record, self._iterations))
+        mfu = "" if record["mfu"] is None else f", MFU {100 * record['mfu']:.1f}%"
+        rate = tqdm.format_sizeof(record["tokens_per_second"])
+        self._bar.set_postfix_str(f"loss {record['lm_loss']:.4f}, {rate} tokens/s{mfu}")
 
     def evaluation(self, record: Record, split: str, where: str) -> None:
         """The line of an evaluation."""

@@ -1,15 +1,20 @@
 """What a run computes with: its device, and whose kernels. What these cannot obey is refused here."""
 
+import os
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
+from megatron_zpp.config.compilation import resolve_compilation
 from megatron_zpp.config.fused_backend import resolve_fused_backend
 from megatron_zpp.config.root import Config
+from megatron_zpp.model.attention import AttentionKernel, check_runs, choose_attention
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.ops.operations import Operations
+from megatron_zpp.train.compiling import check_cache
 from megatron_zpp.zero.communication import check_topology
 from megatron_zpp.zero.process_group import select_device
 from megatron_zpp.zero.topology import Topology
@@ -22,11 +27,20 @@ class Device:
     device: torch.device
     fused_backend: Literal["apex", "torch"]
     operations: Operations | None
+    attention: AttentionKernel
+    compiles: bool
+    say: Callable[[str], None]  # a line on stderr, by one rank of each node
 
     def settings(self) -> dict[str, dict[str, Any]]:
         """What all ranks must have found alike: their states are to stay equal bit for bit."""
         compiled = self.operations is not None and self.operations.compiled
-        return {"kernels": {"fused_backend": self.fused_backend, "compiled": compiled}}
+        kernels = {
+            "fused_backend": self.fused_backend,
+            "compiled": compiled,
+            "attention": self.attention.describe(),
+            "torch_compile": self.compiles,
+        }
+        return {"kernels": kernels}
 
 
 def prepare_device(config: Config, topology: Topology) -> Device:
@@ -36,21 +50,52 @@ def prepare_device(config: Config, topology: Topology) -> Device:
     without a compiler.
     """
     check_topology(config.zero, topology)
+    config.timing.check_ranks(topology.world_size)
     device = select_device(config.distributed.device, topology)
     config.recompute.check_device(device.type)
-    backend = resolve_fused_backend(config.optimizer, config.zero, device.type)
-    return Device(device, backend, _operations(config, device, topology))
-
-
-def _operations(config: Config, device: torch.device, topology: Topology) -> Operations | None:
-    """On CPUs torch's own kernels take a plain step as fast, and nobody has to wait for a compiler."""
-    required, quantizes = config.distributed.require_kernels, config.zero.quantizes
-    if not (required or quantizes or device.type == "cuda"):
-        return None
+    on_gpu = config.precision.fp8 and device.type == "cuda"
+    config.precision.check_device(device.type, torch.cuda.get_device_capability(device) if on_gpu else None)
 
     def say(line: str) -> None:
         if topology.local_rank == 0:
             sys.stderr.write(f"{line}\n")
 
+    apex = config.optimizer.fused_backend == "apex"
+    compilation = resolve_compilation(config.compilation, device.type, os.environ, apex=apex)
+    if compilation.missing:
+        say(f"warning: layers are not compiled, and run more slowly: that needs {compilation.missing}")
+    compiles = compilation.wanted
+    if compiles:
+        check_cache(config.compilation)
+    backend = resolve_fused_backend(config.optimizer, config.zero, device.type, compiles=compiles)
+    attention = choose_attention(config.attention.attention_backend, **_attention(config, device))
+    return Device(device, backend, _operations(config, device, say), attention, compiles, say)
+
+
+def check_attention(config: Config, device: Device) -> None:
+    """Tries on the device the kernel that was chosen. Raises ValueError where it does not run."""
+    lengths: Sequence[int] = (config.model.seq_length,)
+    if config.evaluation.sample_prompt is not None:
+        lengths = (1, 2, *lengths)  # a text grows token by token
+    backend = config.attention.attention_backend
+    check_runs(device.attention, backend, lengths, **_attention(config, device.device))
+
+
+def _attention(config: Config, device: torch.device) -> dict[str, Any]:
+    """What a kernel of attention depends on."""
+    return {
+        "masked": config.data.reset_attention_mask,
+        "head_width": config.model.kv_channels,
+        "dropout": config.model.attention_dropout,
+        "dtype": getattr(torch, config.precision.compute_dtype(device.type)),
+        "device": device,
+    }
+
+
+def _operations(config: Config, device: torch.device, say: Callable[[str], None]) -> Operations | None:
+    """On CPUs torch's own kernels take a plain step as fast, and nobody has to wait for a compiler."""
+    required, quantizes = config.distributed.require_kernels, config.zero.quantizes
+    if not (required or quantizes or device.type == "cuda"):
+        return None
     operations = load_operations(device.type, require_kernels=required, say=say)
     return operations if operations.compiled or quantizes else None

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from megatron_zpp.data.documents import as_tensors
 from megatron_zpp.data.samples import Samples
 from megatron_zpp.train.metrics import Record
 from megatron_zpp.zero.engine import ZeroEngine
@@ -33,7 +34,7 @@ def evaluate(
         chunk = round_start + rank
         first = min(chunk, chunks - 1) * micro_batch_size
         size = min(micro_batch_size, count - first)
-        loss = engine.evaluate(torch.from_numpy(samples.batch(np.arange(first, first + size))))
+        loss = engine.evaluate(as_tensors(samples.batch(np.arange(first, first + size))))
         if chunk < chunks:
             total += loss * size
     return (engine.mean_over_ranks(total) * ranks / count).item()

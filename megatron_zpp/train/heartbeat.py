@@ -7,6 +7,7 @@ stopped: it ends the process when there is a verdict, or when the store has not 
 """
 
 import json
+import os
 import platform
 import threading
 import time
@@ -21,6 +22,7 @@ from megatron_zpp.config.command_line import one_line
 from megatron_zpp.train.activity import Activity
 from megatron_zpp.train.beats import Beat, Judge
 from megatron_zpp.train.errors import end_at_once
+from megatron_zpp.zero.meeting import SAY_AFTER
 from megatron_zpp.zero.topology import Topology
 
 _VERDICT = "verdict"
@@ -66,6 +68,7 @@ class _Pulse:
         self._found: str | None = None  # rank 0's verdict, which stands while the others take note of it
         self._verdict: str | None = None  # the one to end with
         self._answered = time.monotonic()
+        self._said = 0.0  # when it was last said who is slow
         self._store = store.clone()  # a call that blocks holds its store: nobody else uses this one
         self._store.set_timeout(timedelta(seconds=2 * self._interval))
         self._wake, self._told, self._over = threading.Event(), threading.Event(), threading.Event()
@@ -115,7 +118,8 @@ class _Pulse:
             if self._leaves or self._failed:
                 self._told.set()
                 return
-            self._verdict = self._without_store("is gone")
+            # With a verdict the others may be gone already, before this process gets to its own end.
+            self._verdict = self._verdict or self._without_store("is gone")
 
     def _watch(self) -> None:
         """The second thread."""
@@ -159,6 +163,7 @@ class _Pulse:
         self._tell(left=False)
         beats = self._read_all()
         self._found = self._found or self._judge.lost(beats) or self._judge.stuck(beats)
+        self._say_who_is_slow(beats)
         if self._found:
             self._store.set(_VERDICT, json.dumps(self._found))
             limit = time.monotonic() + _FAREWELL
@@ -168,6 +173,12 @@ class _Pulse:
             self._told.set()
         elif self._found:
             self._verdict = self._found
+
+    def _say_who_is_slow(self, beats: list[Beat | None]) -> None:
+        slow = self._judge.slow(beats, SAY_AFTER)
+        if slow and time.monotonic() - self._said > SAY_AFTER:
+            self._said = time.monotonic()
+            os.write(2, f"{self._prog}: waiting for {slow}\n".encode())
 
     def _tell(self, *, left: bool) -> None:
         """Writes this rank's beat."""
@@ -181,6 +192,7 @@ class _Pulse:
             marks=mark.number,
             seconds=time.monotonic() - mark.since,
             patient=mark.patient,
+            limit=mark.limit,
             asks=self._asks,
             failed=self._failed,
             left=left,

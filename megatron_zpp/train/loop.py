@@ -1,11 +1,10 @@
 """The training loop: steps, and between them logging, evaluation and saving."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.config.root import Config
@@ -15,11 +14,13 @@ from megatron_zpp.data.samples import Samples
 from megatron_zpp.train.activity import Activity
 from megatron_zpp.train.evaluation import evaluate
 from megatron_zpp.train.metrics import Interval, Throughput, memory_record
+from megatron_zpp.train.profile import StepProfiler
 from megatron_zpp.train.reporter import Reporter
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.train.saver import Saver
 from megatron_zpp.train.stopping import Stop, StopConditions
-from megatron_zpp.zero.engine import StepResult, ZeroEngine
+from megatron_zpp.train.timing import BATCH, FORWARD_BACKWARD, OPTIMIZER, STEP, Timing
+from megatron_zpp.zero.engine import Batch, StepResult, ZeroEngine
 
 
 class Trainer:
@@ -37,11 +38,15 @@ class Trainer:
         progress: Progress,
         stops: StopConditions,
         activity: Activity,
+        write_text: Callable[[], str] | None,
     ) -> None:
+        """`write_text` lets the model write a text after each evaluation; every rank calls it."""
         self._engine, self._splits, self._config = engine, splits, config
         self._schedule, self._throughput = schedule, throughput
         self._reporter, self._saver, self.progress = reporter, saver, progress
-        self._stops, self._activity = stops, activity
+        self._stops, self._activity, self._write_text = stops, activity, write_text
+        self._timing = Timing(config.timing, engine)
+        self._profiler = StepProfiler(config.timing, engine.topology.rank, engine.device)
         self._interval = Interval()
         self._evaluated: dict[str, int] = {}  # split -> iteration of its last evaluation
         self._warm = False  # whether a step is done
@@ -73,11 +78,13 @@ class Trainer:
             batches = iter(loader)
             while self.progress.iteration < self._schedule.iterations:
                 self._interval.watch.resume()
-                result = self._step(batches)
+                with self._engine.sections(STEP):
+                    result = self._step(batches)
                 self._reporter.step_done()
                 if self.progress.iteration % self._config.logging.log_interval == 0:
                     self._log(result)
                 self._interval.watch.pause()
+                self._end_profile()
                 if self.progress.iteration % self._config.evaluation.eval_interval == 0:
                     self._evaluate("valid")
                 self._saver.after_step()
@@ -105,24 +112,28 @@ class Trainer:
             pin_memory=self._engine.device.type == "cuda",
         )
 
-    def _step(self, batches: Iterator[Tensor]) -> StepResult:
+    def _step(self, batches: Iterator[Batch]) -> StepResult:
         """One optimizer step on the next global batch."""
         consumed, schedule = self.progress.consumed_samples, self._schedule.batches
         micro_batches = schedule.micro_batches_at(consumed)
         losses = torch.zeros((), device=self._engine.device)
         self._engine.take_traffic()  # what an evaluation sent is not this step's
-        where = f"step {self.progress.iteration + 1}"
+        where, sections = f"step {self.progress.iteration + 1}", self._engine.sections
+        self._profiler.before_step(self.progress.iteration + 1)
         for index in range(micro_batches):
             first_sample, _ = schedule.micro_batch(consumed, index, self._engine.topology.rank)
             seed_dropout(self._config.training.seed, first_sample)
             self._mark(f"{where}, reading micro-batch {index + 1} of {micro_batches}")
-            tokens = next(batches)
+            with sections(BATCH):
+                batch = next(batches)
             self._mark(f"{where}, micro-batch {index + 1} of {micro_batches}")
-            losses += self._engine.accumulate(tokens, index=index, micro_batches=micro_batches)
+            with sections(FORWARD_BACKWARD):
+                losses += self._engine.accumulate(batch, index=index, micro_batches=micro_batches)
         self._mark(f"{where}, optimizer")
         samples = schedule.global_batch_size_at(consumed)
         self._saver.before_step()
-        result = self._engine.step(self._schedule.learning_rate(consumed))
+        with sections(OPTIMIZER):
+            result = self._engine.step(self._schedule.learning_rate(consumed))
         self.progress = replace(
             self.progress, iteration=self.progress.iteration + 1, consumed_samples=consumed + samples
         )
@@ -130,6 +141,12 @@ class Trainer:
         self._mark(f"{where}, report")
         self._warm = True
         return result
+
+    def _end_profile(self) -> None:
+        """Writing a trace takes seconds, for which the other ranks wait."""
+        if self._profiler.ends_after(self.progress.iteration):
+            self._activity.now("writes a trace", patient=True)
+            self._reporter.say(self._profiler.end())
 
     def _mark(self, text: str) -> None:
         """Up to the end of the first step kernels are built and buffers taken: that may take its time."""
@@ -144,6 +161,7 @@ class Trainer:
         nans = 0 if self._engine.loss_scale.dynamic else skipped
         traffic = self._engine.sum_over_ranks(torch.tensor(interval.traffic, device=self._engine.device))
         intra_node, inter_node = (traffic // interval.iterations).tolist()
+        times, lines = self._timing.report(interval.iterations)
         seconds = interval.watch.lap()
         tokens = interval.samples * self._config.model.seq_length
         self._reporter.log(
@@ -162,8 +180,11 @@ class Trainer:
                 "intra_node_bytes": intra_node,
                 "inter_node_bytes": inter_node,
                 **memory_record(self._engine.device),
+                **times,
             }
         )
+        for line in lines:
+            self._reporter.say(line)
         interval.restart()
 
     def _evaluate(self, split: str) -> None:
@@ -177,7 +198,9 @@ class Trainer:
             count = samples.windows_per_epoch
 
         def before_round(number: int, rounds: int) -> None:
-            self._mark(f"evaluation of {split} at iteration {iteration}, round {number + 1} of {rounds}")
+            builds = number == 0 and not self._evaluated  # kernels without gradients, which no step needs
+            where = f"evaluation of {split} at iteration {iteration}, round {number + 1} of {rounds}"
+            self._activity.now(where, patient=builds or not self._warm)
             self._stops.between_rounds()
 
         loss = evaluate(
@@ -189,6 +212,9 @@ class Trainer:
         )
         self._evaluated[split] = iteration
         self._reporter.evaluation(iteration, split, loss)
+        if split == "valid" and self._write_text is not None:
+            self._activity.now(f"writes text at iteration {iteration}", patient=True)
+            self._reporter.text(iteration, self._write_text())
 
 
 def seed_dropout(seed: int, first_sample: int) -> None:

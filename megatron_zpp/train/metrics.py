@@ -11,7 +11,7 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.flops import flops_per_token, peak_tflops
 from megatron_zpp.zero.engine import StepResult
 
-Record = dict[str, float | int | None]
+Record = dict[str, float | int | str | None]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.train.console import Console
 from megatron_zpp.train.evaluation import evaluation_record
@@ -22,11 +23,11 @@ class Reporter:
         topology: Topology,
         *,
         iterations: int,
-        done: int,
+        start: Progress,
     ) -> None:
         speaks = topology.rank == 0
-        self._console = Console(iterations, done) if speaks else None
-        self._sinks: list[Beside] = open_sinks(logging, config, self.say) if speaks else []
+        self._console = Console(iterations, start.iteration) if speaks else None
+        self._sinks: list[Beside] = open_sinks(logging, config, start, self.say) if speaks else []
         self.lost_sinks = False  # known when the block is left
 
     def say(self, text: str) -> None:
@@ -55,6 +56,11 @@ class Reporter:
         if self._console:
             self._console.evaluation(record, split, f"iteration {iteration}")
         self._write(record)
+
+    def text(self, iteration: int, text: str) -> None:
+        """What the model wrote."""
+        self.say(f" text at iteration {iteration} | {text!r} |")
+        self._write({"iteration": iteration, "sample": text})
 
     def __enter__(self) -> "Reporter":
         return self

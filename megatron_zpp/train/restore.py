@@ -1,6 +1,8 @@
-"""What a run starts from: the newest whole checkpoint of --load, or initial weights."""
+"""What a run starts from: the newest whole checkpoint of --load, a GPT-2's weights, or initial ones."""
 
-from dataclasses import dataclass
+import os
+import secrets
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -8,32 +10,42 @@ import torch.distributed as dist
 
 from megatron_zpp.checkpoint.directory import TRACKER, candidates, write_tracker
 from megatron_zpp.checkpoint.exchange import Exchange
-from megatron_zpp.checkpoint.read import load_checkpoint
+from megatron_zpp.checkpoint.huggingface.load import load_weights, open_weights
+from megatron_zpp.checkpoint.read import load_checkpoint, saved_settings
 from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import refusal
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.run import CheckpointConfig
+from megatron_zpp.data.standing import Standing
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.files import check_writable
+from megatron_zpp.train.data_changes import data_changes
 from megatron_zpp.zero.engine import ZeroEngine
 
 
 @dataclass(frozen=True)
 class Start:
-    """A position, and the line that says where it comes from."""
+    """A position, and the lines that say where it comes from."""
 
     progress: Progress
-    line: str
+    lines: list[str]
 
 
-def check_start(config: CheckpointConfig) -> None:
+def check_start(run: Config, tokenizer: dict[str, Any]) -> None:
     """Refuses, before anything is built, a --load to start from or a --save to write to that cannot be."""
+    config = run.checkpoint
     if config.save:
         check_writable("--save", config.save)
         if (Path(config.save) / TRACKER).is_dir():
             raise refusal("--save", config.save, f"its {TRACKER} is a directory; remove that")
-    if config.load is None or candidates(config.load, config.ckpt_step):
+    if config.load is None:
+        return
+    if config.huggingface:
+        open_weights(config.huggingface, run.model, tokenizer).close()
+        return
+    if found := candidates(config.load, config.ckpt_step):
+        _check_going_back(config, found[0])
         return
     if config.exit_on_missing_checkpoint:
         raise refusal("--load", config.load, "holds no checkpoint, and --exit-on-missing-checkpoint is given")
@@ -43,19 +55,45 @@ def check_start(config: CheckpointConfig) -> None:
         )
 
 
+def _goes_on_where_it_saves(config: CheckpointConfig) -> bool:
+    if config.save is None or config.load is None:
+        return False
+    return os.path.realpath(config.save) == os.path.realpath(config.load)
+
+
+def _check_going_back(config: CheckpointConfig, start: Path) -> None:
+    """A run that went back in its own directory would, started again, go on from what it had left behind."""
+    if not _goes_on_where_it_saves(config):
+        return
+    newest = candidates(config.load)[0]
+    if newest != start:
+        raise refusal(
+            "--ckpt-step",
+            config.ckpt_step,
+            f"{newest.name} in --save {config.save} is newer, and what is started next would load it; move "
+            "it away, or give another --save",
+        )
+
+
 def restore(
-    config: Config, engine: ZeroEngine, tokenizer: dict[str, Any], store: dist.Store
+    config: Config, engine: ZeroEngine, tokenizer: dict[str, Any], store: dist.Store, requested: int
 ) -> tuple[Progress, list[str]]:
     """Where the run starts, with lines that say so and name damaged checkpoints that it passed over.
+
+    It asks for `requested` training samples: see data_changes.py.
 
     Raises ValueError when no checkpoint is whole: a run that has some never starts from initial weights.
     """
     settings = config.checkpoint
+    if settings.huggingface:
+        load_weights(settings.huggingface, engine, config.model, tokenizer)
+        line = f" loaded the weights of {settings.load}; starting at iteration 0"
+        return _named(Progress(), config, engine, store), [line]
     passed_over: list[tuple[Path, str]] = []
     for path in _agreed_candidates(config, engine, store):
-        problem, start = None, Start(Progress(), "")
+        problem, start = None, Start(Progress(), [])
         try:
-            start = _load(settings, path, engine, tokenizer)
+            start = _load(config, path, engine, tokenizer, requested)
         except (DamagedFile, OSError) as damage:
             problem = one_line(damage)
         exchange = _exchange(config, engine, store, f"load/{path.name}")
@@ -64,7 +102,7 @@ def restore(
             if settings.load == settings.save and engine.topology.rank == 0:
                 write_tracker(Path(settings.load))
             warnings = [f" WARNING: {path} is passed over: {problem}" for path, problem in passed_over]
-            return start.progress, [*warnings, start.line]
+            return _named(start.progress, config, engine, store), [*warnings, *start.lines]
         passed_over.append((path, problems[0]))
     if passed_over:
         raise refusal(
@@ -72,7 +110,17 @@ def restore(
             settings.load,
             f"none of its checkpoints is whole: {passed_over[0][1]}; leave --load out to begin anew",
         )
-    return Progress(), [" starting from initial weights"]
+    return _named(Progress(), config, engine, store), [" starting from initial weights"]
+
+
+def _named(progress: Progress, config: Config, engine: ZeroEngine, store: dist.Store) -> Progress:
+    """A run that goes on where it saves is the same run; one from another's checkpoint is new."""
+    if progress.run and _goes_on_where_it_saves(config.checkpoint):
+        return progress
+    exchange = _exchange(config, engine, store, "run")
+    if engine.topology.rank == 0:
+        exchange.tell("name", secrets.token_hex(4))
+    return replace(progress, run=exchange.hear("name"))
 
 
 def _agreed_candidates(config: Config, engine: ZeroEngine, store: dist.Store) -> list[Path]:
@@ -86,19 +134,23 @@ def _agreed_candidates(config: Config, engine: ZeroEngine, store: dist.Store) ->
     return [Path(path) for path in exchange.hear("candidates")]
 
 
-def _load(settings: CheckpointConfig, path: Path, engine: ZeroEngine, tokenizer: dict[str, Any]) -> Start:
+def _load(config: Config, path: Path, engine: ZeroEngine, tokenizer: dict[str, Any], requested: int) -> Start:
+    settings = config.checkpoint
     with_optimizer = settings.load_optim and not settings.finetune
     progress, errors_fit = load_checkpoint(path, engine, tokenizer, with_optimizer=with_optimizer)
     if settings.finetune:
-        return Start(Progress(), f" loaded the weights of {path}; starting at iteration 0")
+        return Start(Progress(), [f" loaded the weights of {path}; starting at iteration 0"])
     without = "" if with_optimizer else " without the optimizer's state"
     if with_optimizer and not errors_fit:
         without = " without what error feedback had kept, which fits the same nodes, ranks and blocks alone"
-    return Start(
-        progress,
+    line = (
         f" loaded {path}{without}; going on at iteration {progress.iteration}, "
-        f"{progress.consumed_samples} samples",
+        f"{progress.consumed_samples} samples"
     )
+    saved, ranks = saved_settings(path)
+    if progress.standing is None:
+        progress = replace(progress, standing=Standing.from_settings(saved.get("data", {})))
+    return Start(progress, [line, *data_changes(saved, ranks, config, requested)])
 
 
 def _exchange(config: Config, engine: ZeroEngine, store: dist.Store, purpose: str) -> Exchange:

@@ -3,30 +3,40 @@
 import os
 import platform
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatron_zpp.checkpoint.exchange import Exchange
 from megatron_zpp.config.root import Config
-from megatron_zpp.data.open import Splits
+from megatron_zpp.data.carry_on import carry_on
+from megatron_zpp.data.open import Splits, seed_of
 from megatron_zpp.model.flops import parameter_count
-from megatron_zpp.model.gpt import GPT, norm_class
+from megatron_zpp.model.fp8 import Float8Linear
+from megatron_zpp.model.gpt import GPT, Parts, norm_class
+from megatron_zpp.plan.memory import memory_of
+from megatron_zpp.tokenizer.build import build_tokenizer
 from megatron_zpp.train.activity import Activity
-from megatron_zpp.train.device import Device
+from megatron_zpp.train.compiling import compile_parts, prepare_compiler
+from megatron_zpp.train.device import Device, check_attention
+from megatron_zpp.train.dry_run import job_of
 from megatron_zpp.train.loop import Trainer
 from megatron_zpp.train.metrics import Throughput
 from megatron_zpp.train.reporter import Reporter
 from megatron_zpp.train.restore import restore
 from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.train.sampled_text import sample_text
 from megatron_zpp.train.saver import Saver
 from megatron_zpp.train.signals import StopSignals
 from megatron_zpp.train.stopping import Stop, StopConditions
 from megatron_zpp.train.verify import verify_data
 from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.sections import UNTIMED, TimedSections
 from megatron_zpp.zero.topology import Topology
 
 
@@ -52,9 +62,19 @@ class Ending:
 
 
 def build_engine(config: Config, tokenizer: dict[str, Any], device: Device, topology: Topology) -> ZeroEngine:
-    """The model with its initial weights, sharded over the ranks that have joined."""
+    """The model with its initial weights, sharded over the ranks that have joined.
+
+    Raises ValueError for a kernel of attention that does not run on the device.
+    """
+    check_attention(config, device)
+    linear = Float8Linear if config.precision.fp8 else nn.Linear
+    parts = Parts(norm_class(device.fused_backend), linear, device.attention)
     with torch.device("meta"):
-        model = GPT(config.model, tokenizer["vocab_size"], config.recompute, norm_class(device.fused_backend))
+        model = GPT(config.model, tokenizer["vocab_size"], config.recompute, parts)
+    if device.compiles:
+        prepare_compiler(config.compilation, topology, os.environ)
+        shape = (config.training.micro_batch_size, config.model.seq_length)
+        compile_parts(model, shape, device.say, masked=config.data.reset_attention_mask)
     return ZeroEngine(
         model,
         partial(model.initialize_parameter, seed=config.training.seed),
@@ -66,6 +86,7 @@ def build_engine(config: Config, tokenizer: dict[str, Any], device: Device, topo
         fused_backend=device.fused_backend,
         operations=device.operations,
         timeout=config.distributed.timeout,
+        sections=TimedSections(device.device) if config.timing.level else UNTIMED,
     )
 
 
@@ -78,11 +99,12 @@ def train(
     store: dist.Store,
     signals: StopSignals,
     activity: Activity,
+    joining: list[str],
 ) -> Ending:
     """Goes on from --load, or begins, and trains to the end; `tokenizer` describes the one of the data.
 
     `store` is what all ranks share beside their collectives. A signal ends the run sooner; `activity` is told
-    what is being done.
+    what is being done; `joining` has lines for the log on how the ranks came together.
     """
     dtype = config.precision.compute_dtype(engine.device.type)
     throughput = Throughput.of(
@@ -93,33 +115,81 @@ def train(
         dtype=dtype,
         peak=config.logging.device_peak_tflops,
     )
-    lines = []
+    lines = list(joining)
     if config.data.verify_data:
         activity.now("verifying data", patient=True)
         exchange = Exchange(store, engine.topology, config.distributed.timeout, "verify-data")
         lines.append(verify_data(splits, exchange))
     activity.now("loading", patient=True)
-    progress, start_lines = restore(config, engine, tokenizer, store)
+    requested = schedule.requested_samples(config.training, config.evaluation)["train"]
+    progress, start_lines = restore(config, engine, tokenizer, store, requested)
+    carried = carry_on(
+        splits.train,
+        progress.standing,
+        consumed=progress.consumed_samples,
+        data=config.data,
+        train_seed=seed_of("train", config.training.seed),
+    )
+    splits, progress = replace(splits, train=carried.samples), replace(progress, standing=carried.standing)
+    epochs = schedule.describe_epochs(splits.train, progress.consumed_samples)
     reporter = Reporter(
         config.logging,
         config.to_json(),
         engine.topology,
         iterations=schedule.iterations,
-        done=progress.iteration,
+        start=progress,
     )
     with reporter:
-        for line in (*_head(engine, splits, config, tokenizer, dtype), *lines, *start_lines):
+        head = _head(engine, splits, config, tokenizer, dtype)
+        plan = _planned_memory(engine, config, tokenizer, schedule)
+        for line in (*head, *plan, *lines, *start_lines, *carried.lines, *epochs):
             reporter.say(line)
         if progress.iteration >= schedule.iterations:
             reporter.say(f" the run is complete: iteration {progress.iteration} of {schedule.iterations}")
         saver = Saver(engine, config, tokenizer, reporter, store, progress)
         stops = StopConditions(config.training, engine, signals)
         trainer = Trainer(
-            engine, splits, config, schedule, throughput, reporter, saver, progress, stops, activity
+            engine,
+            splits,
+            config,
+            schedule,
+            throughput,
+            reporter,
+            saver,
+            progress,
+            stops,
+            activity,
+            _text_writer(engine, config),
         )
         stop = trainer.run()
         activity.now("closing logs", patient=True)
     return Ending(trainer.progress.iteration, stop, reporter.lost_sinks)
+
+
+def _text_writer(engine: ZeroEngine, config: Config) -> Callable[[], str] | None:
+    """--sample-prompt."""
+    if config.evaluation.sample_prompt is None:
+        return None
+    return partial(
+        sample_text,
+        engine,
+        build_tokenizer(config.tokenizer),
+        config.evaluation.sample_prompt,
+        new_tokens=config.evaluation.sample_tokens,
+        positions=config.model.max_position_embeddings,
+    )
+
+
+def _planned_memory(
+    engine: ZeroEngine, config: Config, tokenizer: dict[str, Any], schedule: RunSchedule
+) -> list[str]:
+    """What each GPU will hold; a CPU's memory is nobody's worry."""
+    if engine.device.type != "cuda" or engine.topology.rank != 0:
+        return []
+    memory = memory_of(job_of(config, tokenizer["vocab_size"], schedule, engine.topology))
+    sizes = (memory.resident, memory.peak, torch.cuda.get_device_properties(engine.device).total_memory)
+    states, peak, there = (f"{size / 2**30:.2f} GiB" for size in sizes)
+    return [f" memory planned: {states} of states and buffers, {peak} {memory.moment}, of {there}"]
 
 
 def _head(
@@ -131,11 +201,14 @@ def _head(
     name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "CPU"
     lines = [
         f" torch {torch.__version__}, python {platform.python_version()}, {topology.world_size} × {name}, "
-        f"{dtype}, {config.zero.describe()}",
+        f"{dtype}{' with 8-bit products' if config.precision.fp8 else ''}, {config.zero.describe()}"
+        f"{', compiled layers' if engine.model.compiled else ''}",
         f" GPT of {parameters / 1e6:.1f} M parameters: {model.num_layers} layers × {model.hidden_size}, "
         f"{model.num_attention_heads} heads, sequence {model.seq_length}, vocabulary "
         f"{tokenizer['vocab_size']} padded to {model.padded_vocab_size(tokenizer['vocab_size'])}",
     ]
+    if attention := engine.model.parts.attention.describe():
+        lines.append(f" attention: {attention}")
     for split in ("train", "valid", "test"):
         samples = getattr(splits, split)
         if samples is not None:

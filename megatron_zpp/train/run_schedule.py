@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from megatron_zpp.config.options import refusal
 from megatron_zpp.config.root import Config
+from megatron_zpp.config.run import EvaluationConfig, TrainingConfig
 from megatron_zpp.data.batches import BatchSchedule
-from megatron_zpp.data.samples import Samples
+from megatron_zpp.data.samples import Epochs, Samples
 from megatron_zpp.train.learning_rate import LearningRate
 
 
@@ -40,6 +41,44 @@ class RunSchedule:
         )
         return cls(batches, learning_rate, iterations)
 
+    def requested_samples(
+        self, training: TrainingConfig, evaluation: EvaluationConfig
+    ) -> dict[str, int | None]:
+        """How many samples Megatron-LM asks each split for, on which its order depends; None is one epoch.
+
+        It counts an evaluation every --eval-interval and one more, each with samples of its own, and a whole
+        --global-batch-size for every step. --full-validation here reads all of the test split as well.
+        """
+        batch, iterations = self.batches.global_batch_size, self.iterations
+        if self.batches.rampup and self.batches.samples_after(iterations) <= self.batches.rampup[2]:
+            iterations += 1  # it counts the step in which the samples run out before the ramp ends
+        evaluations = iterations // evaluation.eval_interval + 1
+        valid = evaluations * evaluation.eval_iters * batch
+        evaluated = self.evaluated_samples(evaluation)
+        return {
+            "train": training.train_samples or self.iterations * batch,
+            "valid": None if evaluated is None else valid,
+            "test": evaluated,
+        }
+
+    def evaluated_samples(self, evaluation: EvaluationConfig) -> int | None:
+        """How many samples of a split each evaluation reads; None is one epoch."""
+        if evaluation.full_validation:
+            return None
+        return evaluation.eval_iters * self.batches.global_batch_size
+
+    def describe_epochs(self, train: Samples, consumed: int) -> list[str]:
+        """Lines for the log: how often each data set is read, so far and in all; none for endless ones."""
+        samples = self.batches.samples_after(self.iterations)
+        lines = []
+        if consumed and (parts := train.epochs(consumed)):
+            lines.append(f" train: the {consumed:,} samples so far read {_listed(parts)}")
+        if parts := train.epochs(samples) if samples >= consumed else []:
+            lines.append(f" train: the run's {samples:,} samples read {_listed(parts)}")
+        if spent := [f"{'probably ' * part.about}{part.name}" for part in parts if part.times > 1]:
+            lines.append(f" train: exhausted before the end, and then read again: {', '.join(spent)}")
+        return lines
+
     def check_data(self, train: Samples) -> None:
         """Raises ValueError when one global batch would have to repeat samples."""
         size, there = self.batches.global_batch_size, train.windows_per_epoch
@@ -49,3 +88,7 @@ class RunSchedule:
                 size,
                 f"the train split has {there} samples; give more data or a smaller batch",
             )
+
+
+def _listed(parts: list[Epochs]) -> str:
+    return ", ".join(f"{'about ' * part.about}{part.times:.2f} × {part.name}" for part in parts)

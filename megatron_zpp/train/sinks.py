@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import refusal
 from megatron_zpp.config.run import LoggingConfig
@@ -49,15 +50,18 @@ class MetricsFile:
 class TensorBoard:
     """Scalars of a TensorBoard event file."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, start: Progress) -> None:
+        """What an earlier start wrote beyond `start` is hidden."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(directory)
+        self._writer = SummaryWriter(directory, purge_step=start.iteration + 1 if start.iteration else None)
 
     def write(self, record: Record) -> None:
         """Adds one point to the curve of every number."""
         for name, value in record.items():
-            if name != "iteration" and value is not None:
+            if isinstance(value, str):
+                self._writer.add_text(name, value, record["iteration"])
+            elif name != "iteration" and value is not None:
                 self._writer.add_scalar(name, value, record["iteration"])
 
     def close(self) -> None:
@@ -66,13 +70,14 @@ class TensorBoard:
 
 
 class WandB:
-    """A Weights & Biases run."""
+    """A Weights & Biases run: the same one for all starts of a run, unless WANDB_RUN_ID names another."""
 
-    def __init__(self, logging: LoggingConfig, config: dict[str, Any]) -> None:
+    def __init__(self, logging: LoggingConfig, config: dict[str, Any], start: Progress) -> None:
         import wandb
 
         if logging.wandb_save_dir:
             Path(logging.wandb_save_dir).mkdir(parents=True, exist_ok=True)  # or W&B takes another
+        mode = logging.wandb_mode or os.environ.get("WANDB_MODE")
         self._run = wandb.init(
             project=logging.wandb_project,
             name=logging.wandb_exp_name,
@@ -80,11 +85,17 @@ class WandB:
             dir=logging.wandb_save_dir,
             mode=logging.wandb_mode,
             config=config,
+            id=os.environ.get("WANDB_RUN_ID", start.run),
+            resume=None
+            if mode == "offline"
+            else "allow",  # offline there is nothing to ask; the id joins them
         )
+        # Its own steps never go back. A run does that was started again from an earlier checkpoint.
+        self._run.define_metric("*", step_metric="iteration")
 
     def write(self, record: Record) -> None:
-        """Logs one record at its iteration."""
-        self._run.log(record, step=record["iteration"])
+        """Logs one record; its iteration is the axis of all curves."""
+        self._run.log(record)
 
     def close(self) -> None:
         """Finishes the run."""
@@ -94,11 +105,11 @@ class WandB:
 class Beside:
     """A sink in a thread of its own: one that fails or hangs costs its own records, and never the run.
 
-    `name` is what `say` calls it in the one line about its end.
+    `name` is what `say` calls it in the one line about its end; `make` opens it, in that thread.
     """
 
-    def __init__(self, name: str, sink: Sink, say: Callable[[str], None]) -> None:
-        self._name, self._sink, self._say = name, sink, say
+    def __init__(self, name: str, make: Callable[[], Sink], say: Callable[[str], None]) -> None:
+        self._name, self._make, self._say = name, make, say
         self._queue: queue.Queue[Record | None] = queue.Queue(maxsize=1000)
         self._lost = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -127,9 +138,10 @@ class Beside:
 
     def _work(self) -> None:
         try:
+            sink = self._make()
             while (record := self._queue.get()) is not None:
-                self._sink.write(record)
-            self._sink.close()
+                sink.write(record)
+            sink.close()
         except Exception as error:
             self._lose(one_line(error))
 
@@ -153,13 +165,15 @@ def check_sinks(logging: LoggingConfig) -> None:
         check_writable("--metrics-file", str(path.parent))
 
 
-def open_sinks(logging: LoggingConfig, config: dict[str, Any], say: Callable[[str], None]) -> list[Beside]:
-    """The sinks that the flags ask for; called on one rank only."""
-    sinks: dict[str, Sink] = {}
+def open_sinks(
+    logging: LoggingConfig, config: dict[str, Any], start: Progress, say: Callable[[str], None]
+) -> list[Beside]:
+    """The sinks that the flags ask for, of a run that goes on from `start`; called on one rank only."""
+    sinks: dict[str, Callable[[], Sink]] = {}
     if logging.metrics_file:
-        sinks["--metrics-file"] = MetricsFile(logging.metrics_file)
+        sinks["--metrics-file"] = lambda: MetricsFile(logging.metrics_file)
     if logging.tensorboard_dir:
-        sinks["TensorBoard"] = TensorBoard(logging.tensorboard_dir)
+        sinks["TensorBoard"] = lambda: TensorBoard(logging.tensorboard_dir, start)
     if logging.wandb_project:
-        sinks["W&B"] = WandB(logging, config)
-    return [Beside(name, sink, say) for name, sink in sinks.items()]
+        sinks["W&B"] = lambda: WandB(logging, config, start)
+    return [Beside(name, make, say) for name, make in sinks.items()]

@@ -1,30 +1,40 @@
 """Whole runs that are signalled, killed and poisoned: they stop in order, and go on to the same weights."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_zpp.train.metrics import Record
 from megatron_zpp.train.sinks import Beside
-from tests.support import ROOT, Ranks, environment, run, wait_until
+from tests.support import ROOT, Run, environment, wait_until
 
-LENGTH = "--train-iters 200 --global-batch-size 8 --num-workers 0 --log-interval 5".split()
+LENGTH = "--train-iters 100 --global-batch-size 8 --num-workers 0 --log-interval 5".split()
 
 
 def newest(directory: Path) -> str:
     return (directory / "latest_checkpointed_iteration.txt").read_text().strip()
 
 
-def weights(directory: Path, iteration: int = 200) -> dict[str, bytes]:
+def weights(directory: Path, iteration: int = 100) -> dict[str, bytes]:
     """The tensors of a checkpoint, as bytes."""
     files = (directory / f"iter_{iteration:07d}").glob("*.safetensors")
     return {file.name: file.read_bytes() for file in files}
+
+
+def two_ranks(directory: Path, *flags: str) -> Run:
+    """Both started with these flags."""
+    run = Run(directory, 2)
+    for rank in range(2):
+        run.start(rank, *flags)
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -34,46 +44,52 @@ def whole(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     save = tmp_path_factory.mktemp("whole")
     flags = ["--data-path", corpus, "--split", "80,10,10", *BYTES, *TINY, *LENGTH, "--eval-iters", "0"]
-    with Ranks(save / "log", "pretrain_gpt.py", *flags, "--save", str(save)) as ranks:
-        assert ranks.statuses() == [0, 0], ranks.err(0)
+    with two_ranks(save / "log", *flags, "--save", str(save)) as ranks:
+        assert ranks.statuses() == {0: 0, 1: 0}, ranks.err(0)
     return save
 
 
 def test_a_signal_to_one_rank_saves_and_stops_all(flags: list[str], whole: Path, tmp_path: Path) -> None:
     """During an evaluation, then during steps; the third start ends with the weights of a whole run."""
     save = tmp_path / "checkpoints"
-    flags = ["pretrain_gpt.py", *flags, *LENGTH, "--save", str(save), "--load", str(save)]
-    with Ranks(tmp_path / "1", *flags, "--eval-iters", "100000") as ranks:
+    flags = [*flags, *LENGTH, "--save", str(save), "--load", str(save)]
+    with two_ranks(tmp_path / "1", *flags, "--eval-iters", "100000") as ranks:
         ranks.wait_for("starting from initial weights")
         ranks.send(0, signal.SIGUSR1)
-        assert ranks.statuses() == [75, 75], ranks.err(0)
+        assert ranks.statuses() == {0: 75, 1: 75}, ranks.err(0)
         assert "exiting at iteration 0: SIGUSR1\n" in ranks.out(0)
         assert (ranks.err(0), ranks.err(1)) == ("", "")
     flags += ["--eval-iters", "0"]
-    with Ranks(tmp_path / "2", *flags) as ranks:
+    with two_ranks(tmp_path / "2", *flags) as ranks:
         ranks.wait_for("iteration        5/")
         ranks.send(1, signal.SIGTERM)
-        assert ranks.statuses() == [75, 75], ranks.err(0)
+        assert ranks.statuses() == {0: 75, 1: 75}, ranks.err(0)
         assert f"exiting at iteration {newest(save)}: SIGTERM\n" in ranks.out(0)
         assert (ranks.err(0), ranks.err(1)) == ("", "")
-    with Ranks(tmp_path / "3", *flags) as ranks:
-        assert ranks.statuses() == [0, 0], ranks.err(0)
+    with two_ranks(tmp_path / "3", *flags) as ranks:
+        assert ranks.statuses() == {0: 0, 1: 0}, ranks.err(0)
         assert "going on at iteration" in ranks.out(0)
     assert weights(save) == weights(whole)
 
 
 def test_a_second_signal_ends_a_rank_at_once(flags: list[str], tmp_path: Path) -> None:
     """Even one whose main thread waits in a collective, for a rank that is stopped."""
-    flags = ["pretrain_gpt.py", *flags, *LENGTH, "--train-iters", "100000", "--eval-iters", "0"]
-    with Ranks(tmp_path / "log", *flags) as ranks:
+    flags = [*flags, *LENGTH, "--train-iters", "100000", "--eval-iters", "0"]
+    with two_ranks(tmp_path / "log", *flags) as ranks:
         ranks.wait_for("iteration        5/")
         ranks.send(1, signal.SIGSTOP)
         ranks.send(0, signal.SIGINT)
-        time.sleep(1.2)  # what comes within a second is the same request
-        assert ranks.processes[0].poll() is None
-        ranks.send(0, signal.SIGINT)
-        assert ranks.processes[0].wait(timeout=10) == 130
+        assert not ended_in(ranks, 1.2)  # what comes within a second is the same request
+        while not ended_in(ranks, 1.2):  # on a busy machine the first one may have come late
+            ranks.send(0, signal.SIGINT)
+        assert ranks.processes[0].exitcode == 130
         assert "SIGINT again" in ranks.err(0)
+
+
+def ended_in(ranks: Run, seconds: float) -> bool:
+    """Whether rank 0 ends in so many seconds."""
+    ranks.processes[0].join(seconds)
+    return ranks.processes[0].exitcode is not None
 
 
 def test_a_restarted_run_ends_with_the_same_weights(flags: list[str], whole: Path, tmp_path: Path) -> None:
@@ -100,28 +116,31 @@ def test_a_restarted_run_ends_with_the_same_weights(flags: list[str], whole: Pat
 
 
 def children(process_id: int) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()]
+    """Processes that any thread of it has started."""
+    threads = Path(f"/proc/{process_id}/task").glob("*/children")
+    return [int(pid) for thread in threads for pid in thread.read_text().split()]
 
 
 def environ(process_id: int) -> list[bytes]:
     return Path(f"/proc/{process_id}/environ").read_bytes().split(b"\0")
 
 
-POISON = """
-import sys
-import pretrain_gpt
-from megatron_zpp.zero.engine import ZeroEngine
+def command_line(process_id: int) -> bytes:
+    return Path(f"/proc/{process_id}/cmdline").read_bytes()
 
-healthy, poison, micro_batches = ZeroEngine._loss, float(sys.argv.pop(1)), 0
 
-def loss(engine, tokens):
-    global micro_batches
-    micro_batches += engine.model.training
-    return healthy(engine, tokens) + (poison if micro_batches > 4 else 0.0)
+def poison_losses(value: float) -> None:
+    """From the fifth step on."""
+    from megatron_zpp.zero.engine import ZeroEngine
 
-ZeroEngine._loss = loss
-pretrain_gpt.main()
-"""
+    healthy, micro_batches = ZeroEngine._loss, 0
+
+    def loss(engine: ZeroEngine, tokens: torch.Tensor) -> torch.Tensor:
+        nonlocal micro_batches
+        micro_batches += engine.model.training
+        return healthy(engine, tokens) + (value if micro_batches > 4 else 0.0)
+
+    ZeroEngine._loss = loss
 
 
 @pytest.mark.parametrize("poison", ["inf", "nan"])
@@ -129,10 +148,13 @@ def test_losses_that_are_not_finite_stop_the_run(flags: list[str], tmp_path: Pat
     """Steps 1 to 4 are healthy; 5 to 7 are skipped and end the run, which knows it one step later."""
     save = tmp_path / "checkpoints"
     flags += ["--train-iters", "100", "--max-nan-iterations", "3", "--eval-iters", "0"]
-    done = run("-c", POISON, poison, *flags, "--save", str(save), "--save-interval", "4")
-    assert done.returncode == 3, done.stderr
-    assert done.stderr.count("\n") == 1
-    assert "error: iteration 8: the 3 steps up to iteration 7 had NaN or Inf" in done.stderr
+    with Run(tmp_path / "log", 1) as run:
+        change = partial(poison_losses, float(poison))
+        run.start(0, *flags, "--save", str(save), "--save-interval", "4", change=change)
+        assert run.statuses() == {0: 3}, run.err(0)
+        said = run.err(0)
+    assert said.count("\n") == 1
+    assert "error: iteration 8: the 3 steps up to iteration 7 had NaN or Inf" in said
     assert newest(save) == "8"
     assert weights(save, 8) == weights(save, 4)
 
@@ -141,17 +163,22 @@ def test_a_log_that_fails_does_not_end_the_run(flags: list[str], tmp_path: Path)
     """A full disk, and W&B's service killed."""
     full = tmp_path / "metrics.jsonl"
     full.symlink_to("/dev/full")
-    flags = ["pretrain_gpt.py", *flags, *LENGTH, "--eval-iters", "0", "--metrics-file", str(full)]
+    flags = [*flags, *LENGTH, "--eval-iters", "0", "--metrics-file", str(full)]
+    flags += ["--train-iters", "100000"]
     flags += ["--wandb-project", "x", "--wandb-mode", "offline", "--wandb-save-dir", str(tmp_path)]
-    with Ranks(tmp_path / "log", *flags, world=1) as ranks:
-        ranks.wait_for("iteration        5/")
-        (service,) = children(ranks.processes[0].pid)
+    with Run(tmp_path / "log", 1) as run:
+        run.start(0, *flags)
+        wait_until(lambda: list(tmp_path.rglob("*.wandb")))  # W&B's service starts beside the run
+        (service,) = [pid for pid in children(run.processes[0].pid) if b"wandb" in command_line(pid)]
         os.kill(service, signal.SIGKILL)
-        assert (ranks.statuses(), ranks.err(0)) == ([0], "")
-        out = ranks.out(0)
+        lines = run.out(0).count("lm loss: ")
+        wait_until(lambda: run.out(0).count("lm loss: ") > lines + 2)
+        run.send(0, signal.SIGTERM)
+        assert (run.statuses(), run.err(0)) == ({0: 75}, "")
+        out = run.out(0)
     for name in ("--metrics-file", "W&B"):
         assert out.count(f"WARNING: {name} is lost, and the run goes on without it: ") == 1
-    assert "iteration      200/" in out
+    assert re.search(r"exiting at iteration \d+: SIGTERM; nothing is saved", out)
 
 
 class Hangs:
@@ -169,7 +196,7 @@ class Hangs:
 
 def test_a_sink_that_hangs_holds_nobody_up() -> None:
     lines, hanging = [], Hangs()
-    sink = Beside("slow", hanging, lines.append)
+    sink = Beside("slow", lambda: hanging, lines.append)
     for iteration in range(2000):
         sink.write({"iteration": iteration})
     assert [line.split(":")[0] for line in lines] == [" WARNING"]
@@ -177,7 +204,7 @@ def test_a_sink_that_hangs_holds_nobody_up() -> None:
     hanging.go_on.set()
 
     waiting = Hangs()
-    sink = Beside("slow", waiting, lines.append)
+    sink = Beside("slow", lambda: waiting, lines.append)
     sink.write({"iteration": 1})
     assert not sink.close(0.1)
     assert (

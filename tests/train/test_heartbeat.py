@@ -1,12 +1,13 @@
 """Who ended a run: judged from beats alone, and by real ranks of which one is killed, stopped or stuck."""
 
-import multiprocessing
 import os
 import platform
+import re
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,14 @@ from megatron_zpp.config.run import DistributedConfig
 from megatron_zpp.train.beats import Beat, Judge
 from megatron_zpp.train.errors import one_line_errors
 from megatron_zpp.train.heartbeat import heartbeat
+from megatron_zpp.train.joining import meet_ranks
 from megatron_zpp.zero.process_group import process_group
 from megatron_zpp.zero.topology import Topology
+from tests.forkserver import CONTEXT
 from tests.support import free_port, wait_until
 
 TIMEOUT = 3.0
+PATIENCE = 120  # seconds; collectives would wait for ten minutes
 
 
 def beat(rank: int, count: int = 1, **changes: object) -> Beat:
@@ -58,6 +62,21 @@ def test_the_rank_with_the_fewest_marks_is_stuck_and_not_those_that_wait_for_it(
     assert judge.stuck([*waiting, beat(1, marks=9, seconds=61, patient=True)]) is None  # saves, say
     assert "rank 0 [host0] and rank 2 [host2] stuck" in judge.stuck([*waiting, beat(1, marks=9, left=True)])
     assert judge.stuck([None]) is None
+    joins = {"limit": 100.0, "doing": "joins"}
+    assert judge.stuck([beat(0, seconds=61, **joins)]) is None
+    assert "rank 0 [host0] stuck for 101 s" in judge.stuck([beat(0, seconds=101, **joins)])
+
+
+def test_those_who_wait_hear_for_whom() -> None:
+    judge = Judge(timeout=60, patience=3)
+    joins = {"limit": 100.0, "doing": "joins", "seconds": 12}
+    everyone = [beat(0, **joins), beat(1, **joins)]
+    judge.see(everyone, 100)
+    assert judge.slow(everyone, 10) == "rank 0 [host0] and rank 1 [host1]: joins for 12 s"
+    assert judge.slow(everyone, 15) is None
+    judge.see([beat(0, 2, **joins), beat(1, **joins)], 104)  # the second is silent
+    assert judge.slow([beat(0, 2, **joins), beat(1, **joins)], 10) == "rank 1 [host1]: joins for 16 s"
+    assert judge.slow([beat(0, 2, **joins), beat(1, marks=9)], 10) is None  # has no limit
 
 
 def test_a_beat_survives_the_store() -> None:
@@ -72,7 +91,7 @@ def test_a_heartbeat_that_comes_after_the_collectives_give_up_is_refused(timeout
         DistributedConfig(heartbeat_timeout=timeout)
 
 
-def rank_main(directory: str, rank: int, world: int, port: int, ending: str) -> None:
+def rank_main(directory: str, rank: int, world: int, port: int, ending: str, timeout: float) -> None:
     """Steps of one small collective each, until a file of the test's says otherwise."""
     place = Path(directory)
     torch.set_num_threads(1)
@@ -80,11 +99,13 @@ def rank_main(directory: str, rank: int, world: int, port: int, ending: str) -> 
         os.dup2(err.fileno(), 2)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     topology = Topology(rank, world, rank, world)
-    config = DistributedConfig(heartbeat_timeout=TIMEOUT, distributed_backend="gloo")
+    config = DistributedConfig(heartbeat_timeout=timeout, distributed_backend="gloo")
     with (
-        one_line_errors("test", topology, debug=False, every_rank=True),
-        process_group(config, topology, torch.device("cpu")) as store,
-        heartbeat(store, topology, config.heartbeat_timeout, "test") as activity,
+        one_line_errors("test", topology, debug=False, speaks=lambda message: True),
+        heartbeat(
+            (meeting := meet_ranks(config, topology, "test")).store, topology, timeout, "test"
+        ) as activity,
+        process_group(config, topology, torch.device("cpu"), meeting),
     ):
         for step in range(10**9):
             activity.now(f"step {step}")
@@ -104,14 +125,43 @@ def rank_main(directory: str, rank: int, world: int, port: int, ending: str) -> 
             dist.barrier()
 
 
-@contextmanager
-def ranks(directory: Path, world: int, ending: str = "leave") -> Iterator[list[multiprocessing.Process]]:
-    """Processes that have beaten since their first step; forked from a server that has imported torch."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "tests.train.test_heartbeat"])
-    port = free_port()
+@dataclass(frozen=True)
+class Scenario:
+    """What becomes of a run: a signal to the victim, or it is stuck, or all go on to the ending."""
+
+    world: int
+    victim: int | None = None
+    fault: signal.Signals | None = None
+    ending: str = "leave"
+
+
+KILLS = [Scenario(3, victim, fault) for fault in (signal.SIGKILL, signal.SIGSTOP) for victim in (0, 1)]
+STUCK = [Scenario(1, 0), Scenario(3, 0), Scenario(3, 2)]
+RAISES = Scenario(3, ending="raise")
+ORDERLY = [Scenario(world, ending="leave one after another") for world in (1, 3)]
+
+
+@dataclass(frozen=True)
+class End:
+    """Of each rank the exit status and what it said."""
+
+    statuses: list[int | None]
+    said: list[list[str]]
+
+    def line(self, rank: int) -> str:
+        """What a rank said at its end; torch's own warnings of a store that is gone may come before it."""
+        said = self.said[rank]
+        assert sum(line.startswith("test") for line in said) == 1, said
+        return said[-1]
+
+
+def play(directory: Path, scenario: Scenario) -> End:
+    """Processes that beat since their first step, forked from a server that has imported torch."""
+    port, world = free_port(), scenario.world
+    # Only who is silent or stuck has to be waited for; nobody else is, on a machine that is busy.
+    timeout = 20 * TIMEOUT if scenario.victim is None else TIMEOUT
     processes = [
-        context.Process(target=rank_main, args=(str(directory), rank, world, port, ending))
+        CONTEXT.Process(target=rank_main, args=(str(directory), rank, world, port, scenario.ending, timeout))
         for rank in range(world)
     ]
     for process in processes:
@@ -119,66 +169,69 @@ def ranks(directory: Path, world: int, ending: str = "leave") -> Iterator[list[m
     try:
         for rank in range(world):
             steps = directory / f"{rank}.steps"
-            wait_until(lambda steps=steps: steps.exists() and int(steps.read_text() or 0) > 120)
-        yield processes
+            wait_until(lambda steps=steps: steps.exists() and int(steps.read_text() or 0) > 120, PATIENCE)
+        survivors = set(range(world))
+        if scenario.fault:
+            os.kill(processes[scenario.victim].pid, scenario.fault)
+            survivors.remove(scenario.victim)
+        else:
+            (directory / ("end" if scenario.victim is None else f"stick{scenario.victim}")).touch()
+        for rank in survivors:
+            processes[rank].join(PATIENCE)
+        said = [(directory / f"{rank}.err").read_text().splitlines() for rank in range(world)]
+        return End([process.exitcode for process in processes], said)
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def line_of(directory: Path, rank: int) -> str:
-    """What a rank said at its end; torch's own warnings of a store that is gone may come before it."""
-    said = (directory / f"{rank}.err").read_text().splitlines()
-    assert sum(line.startswith("test") for line in said) == 1, said
-    return said[-1]
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Scenario, Future[End]]]:
+    """Some at a time, as most of it is waiting."""
+    scenarios = [*KILLS, *STUCK, RAISES, *ORDERLY]
+    with ThreadPoolExecutor(4) as pool:
+        yield {each: pool.submit(play, tmp_path_factory.mktemp("ranks"), each) for each in scenarios}
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-def test_survivors_name_a_rank_that_is_gone(tmp_path: Path, fault: signal.Signals, victim: int) -> None:
-    """Rank 0 keeps the store as well; the other two end with the line, in time."""
-    with ranks(tmp_path, 3) as processes:
-        os.kill(processes[victim].pid, fault)
-        started = time.monotonic()
-        survivors = [rank for rank in range(3) if rank != victim]
-        for rank in survivors:
-            processes[rank].join(30)
-            assert processes[rank].exitcode == 1
-            line = line_of(tmp_path, rank)
-            assert line.startswith(
-                f"test [{platform.node()} rank {rank}]: error: rank {victim} [{platform.node()}]"
-            )
-            assert "last seen: step " in line or "last seen: thinking" in line
-        assert time.monotonic() - started < 3 * TIMEOUT
+Played = dict[Scenario, Future[End]]
 
 
-@pytest.mark.parametrize(("world", "victim"), [(1, 0), (3, 0), (3, 2)])
-def test_a_rank_that_is_stuck_ends_the_run(tmp_path: Path, world: int, victim: int) -> None:
-    with ranks(tmp_path, world) as processes:
-        (tmp_path / f"stick{victim}").touch()
-        for rank, process in enumerate(processes):
-            process.join(30)
-            assert process.exitcode == 1
-            line = line_of(tmp_path, rank)
-            assert f"error: rank {victim} [{platform.node()}] stuck for 3 s; last seen: thinking" in line
+@pytest.mark.parametrize("scenario", KILLS, ids=lambda kill: f"{kill.fault.name}-{kill.victim}")
+def test_survivors_name_a_rank_that_is_gone(played: Played, scenario: Scenario) -> None:
+    """Rank 0 keeps the store as well; the other two end with the line, long before collectives give up."""
+    end, victim = played[scenario].result(), scenario.victim
+    for rank in {0, 1, 2} - {victim}:
+        assert end.statuses[rank] == 1
+        line = end.line(rank)
+        assert line.startswith(
+            f"test [{platform.node()} rank {rank}]: error: rank {victim} [{platform.node()}]"
+        )
+        assert "last seen: step " in line or "last seen: thinking" in line
 
 
-def test_a_rank_tells_the_others_of_its_error(tmp_path: Path) -> None:
-    with ranks(tmp_path, 3, "raise") as processes:
-        (tmp_path / "end").touch()
-        for rank, process in enumerate(processes):
-            process.join(30)
-            assert process.exitcode == 1
-            failed = "" if rank == 2 else f"rank 2 [{platform.node()}] failed: "
-            assert line_of(tmp_path, rank).endswith(f"error: {failed}token 5 is outside")
+@pytest.mark.parametrize("scenario", STUCK, ids=lambda stuck: f"{stuck.world}-{stuck.victim}")
+def test_a_rank_that_is_stuck_ends_the_run(played: Played, scenario: Scenario) -> None:
+    end, host = played[scenario].result(), re.escape(platform.node())
+    for rank, status in enumerate(end.statuses):
+        assert status == 1
+        line = end.line(rank)
+        found = re.search(
+            rf"error: rank {scenario.victim} \[{host}\] stuck for (\d+) s; last seen: thinking", line
+        )
+        assert found, line
+        assert TIMEOUT <= int(found[1]) < PATIENCE, line
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_an_orderly_end_is_silent(tmp_path: Path, world: int) -> None:
+def test_a_rank_tells_the_others_of_its_error(played: Played) -> None:
+    end = played[RAISES].result()
+    for rank, status in enumerate(end.statuses):
+        assert status == 1
+        failed = "" if rank == 2 else f"rank 2 [{platform.node()}] failed: "
+        assert end.line(rank).endswith(f"error: {failed}token 5 is outside")
+
+
+@pytest.mark.parametrize("scenario", ORDERLY, ids=lambda orderly: f"{orderly.world}")
+def test_an_orderly_end_is_silent(played: Played, scenario: Scenario) -> None:
     """Though ranks end one after another, and the first of them keeps the store."""
-    with ranks(tmp_path, world, "leave one after another") as processes:
-        (tmp_path / "end").touch()
-        for rank, process in enumerate(processes):
-            process.join(30)
-            assert (process.exitcode, (tmp_path / f"{rank}.err").read_text()) == (0, "")
+    assert played[scenario].result() == End([0] * scenario.world, [[]] * scenario.world)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_zpp.data.indexed import IndexedDataset
-from tests.support import pretrain, run
+from tests.support import pretrain, program, run
 
 MEGATRON_LINE = re.compile(  # what scripts that read Megatron-LM's logs look for
     r" \[[\d\- :]+\] iteration +(\d+)/ +(\d+) \| consumed samples: +(\d+) \| "
@@ -39,7 +39,16 @@ def test_a_run_learns_and_reports_everywhere(flags: list[str], corpus: str, tmp_
         pretrain(
             *flags,
             *("--train-iters", "150", "--lr-decay-style", "cosine", "--micro-batch-size", "16"),
-            *("--eval-interval", "75", "--eval-iters", "20"),
+            *(
+                "--eval-interval",
+                "75",
+                "--eval-iters",
+                "20",
+                "--sample-prompt",
+                "32 100",
+                "--sample-tokens",
+                "5",
+            ),
             *("--metrics-file", str(tmp_path / "metrics.jsonl")),
             *("--tensorboard-dir", str(tmp_path / "tb")),
             *("--wandb-project", "megatron_zpp", "--wandb-mode", "offline"),
@@ -61,7 +70,8 @@ def test_a_run_learns_and_reports_everywhere(flags: list[str], corpus: str, tmp_
     assert valid[-1] < -sum(share * math.log(share) for share in shares if share)
     assert metrics(tmp_path / "metrics.jsonl", "valid_perplexity")[-1] == pytest.approx(math.exp(valid[-1]))
     assert len(metrics(tmp_path / "metrics.jsonl", "test_loss")) == 1
-    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    first = json.loads(next(line for line in lines if "lm_loss" in line))
     promised = "iteration consumed_samples lm_loss grad_norm learning_rate loss_scale skipped elapsed_ms"
     promised += " tokens_per_second tflops_per_gpu mfu memory_allocated_bytes memory_peak_bytes"
     promised += " intra_node_bytes inter_node_bytes"
@@ -73,23 +83,65 @@ def test_a_run_learns_and_reports_everywhere(flags: list[str], corpus: str, tmp_
     events.Reload()
     assert [event.value for event in events.Scalars("lm_loss")] == pytest.approx(losses, rel=1e-6)
     assert len(events.Scalars("valid_loss")) == 3
+    texts = metrics(tmp_path / "metrics.jsonl", "sample")
+    assert all(re.fullmatch(r"32 100( \d+){0,5}", text) for text in texts)
+    assert len(texts) == 3
+    assert all(f"| {text!r} |" in out for text in texts)
+    assert len(events.Tensors("sample/text_summary")) == 3
     (recorded,) = (tmp_path / "wandb").rglob("*.wandb")
     assert recorded.stat().st_size > 0
-    assert wandb_losses(recorded) == pytest.approx(losses)
+    assert [loss for _, loss in wandb_points(recorded)] == pytest.approx(losses)
 
 
-def wandb_losses(path: Path) -> list[float]:
-    """The lm_loss curve of an offline run."""
+def test_a_run_keeps_its_curves_when_it_is_started_again(flags: list[str], tmp_path: Path) -> None:
+    """After a step back, too: the newest checkpoint is damaged, and the one before is gone on from."""
+    save = tmp_path / "checkpoints"
+    flags += ["--eval-iters", "0", "--save", str(save), "--save-interval", "2", "--train-iters", "6"]
+    flags += ["--tensorboard-dir", str(tmp_path / "tb"), "--wandb-project", "x", "--wandb-mode", "offline"]
+    secret = "0123456789" * 4
+    succeeded(pretrain(*flags, *("--exit-interval", "4"), *wandb_to(tmp_path / "1"), WANDB_API_KEY=secret))
+    shards = next((save / "iter_0000004").glob("*.safetensors"))
+    shards.write_bytes(shards.read_bytes()[:-1])
+    on = ["--load", str(save)]
+    out = succeeded(pretrain(*flags, *on, *wandb_to(tmp_path / "2"), WANDB_API_KEY=secret))
+    assert "going on at iteration 2" in out
+    succeeded(
+        pretrain(*flags, "--load", str(save), "--save", str(tmp_path / "new"), *wandb_to(tmp_path / "3"))
+    )
+
+    first, second, third = (next((tmp_path / part).rglob("*.wandb")) for part in "123")
+    assert first.name == second.name != third.name  # run-ID.wandb
+    assert [iteration for iteration, _ in wandb_points(first)] == [1, 2, 3, 4]
+    assert [iteration for iteration, _ in wandb_points(second)] == [3, 4, 5, 6]
+    assert wandb_points(second)[:2] == wandb_points(first)[2:]
+    for file in tmp_path.rglob("*"):
+        assert not file.is_file() or secret.encode() not in file.read_bytes(), file
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("lm_loss")] == [1, 2, 3, 4, 5, 6]
+
+
+def wandb_to(directory: Path) -> tuple[str, str]:
+    return ("--wandb-save-dir", str(directory))
+
+
+def wandb_points(path: Path) -> list[tuple[int, float]]:
+    """The lm_loss curve of an offline run, by iteration."""
     from wandb.proto import wandb_internal_pb2
 
-    losses = []
+    points = []
     for content in leveldb_records(path.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(content)
-        for item in record.history.item:
-            if "lm_loss" in (item.key, *item.nested_key):
-                losses.append(json.loads(item.value_json))
-    return losses
+        values = {"/".join([item.key, *item.nested_key]).strip("/"): item for item in record.history.item}
+        if "lm_loss" in values:
+            points.append(
+                (json.loads(values["iteration"].value_json), json.loads(values["lm_loss"].value_json))
+            )
+    return points
 
 
 def leveldb_records(log: bytes) -> Iterator[bytes]:
@@ -220,24 +272,14 @@ def test_finetuning_takes_weights_and_starts_over(flags: list[str], tmp_path: Pa
 def test_text_is_sampled_and_curves_are_drawn(flags: list[str], tmp_path: Path) -> None:
     save, curve = str(tmp_path / "checkpoints"), tmp_path / "metrics.jsonl"
     succeeded(pretrain(*flags, "--train-iters", "3", "--save", save, "--metrics-file", str(curve)))
-    sample = [
-        "-m",
-        "megatron_zpp.train.sample",
-        "--load",
-        save,
-        "--prompt",
-        "100 101",
-        "--max-new-tokens",
-        "5",
-    ]
-    first, second = (succeeded(run(*sample)) for _ in range(2))
-    assert first == second
+    sample = ["megatron_zpp.train.sample", "--load", save, "--prompt", "100 101", "--max-new-tokens", "5"]
+    first = succeeded(run("-m", *sample))
+    assert first == succeeded(program(*sample))
     assert "--- sample 1 ---\n100 101" in first
-    assert succeeded(run(*sample, "--temperature", "0")) == succeeded(
-        run(*sample, "--temperature", "0", "--seed", "5")
-    )
+    greedy, other = (succeeded(program(*sample, "--temperature", "0", "--seed", seed)) for seed in ("4", "5"))
+    assert greedy == other
     picture = tmp_path / "deep" / "loss.png"
-    succeeded(run("-m", "megatron_zpp.train.plot", curve, "--output", picture))
+    succeeded(program("megatron_zpp.train.plot", str(curve), "--output", str(picture)))
     assert picture.read_bytes().startswith(b"\x89PNG")
     curve.write_text("not json\n")
     done = run("-m", "megatron_zpp.train.plot", curve, "--output", picture)

@@ -1,0 +1,103 @@
+"""torch.compile of the layers: one graph for all of them, made once a run."""
+
+import os
+from collections.abc import Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_zpp.config.compilation import CompilationConfig
+from megatron_zpp.model.attention import FlashAttention3
+from megatron_zpp.model.gpt import GPT, residual_blocks
+from megatron_zpp.model.loss import logits_to_gradient
+from megatron_zpp.native.cache import cache_directory
+from megatron_zpp.storage.files import check_writable
+from megatron_zpp.zero.topology import Topology
+
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+
+
+def check_cache(config: CompilationConfig) -> None:
+    """Raises ValueError for a --compile-cache-dir where nothing can be kept: a step would be late for it."""
+    if config.compile_cache_dir is not None:
+        check_writable("--compile-cache-dir", config.compile_cache_dir)
+
+
+def prepare_compiler(
+    config: CompilationConfig, topology: Topology, environ: MutableMapping[str, str]
+) -> None:
+    """Says by torch's variables, before it reads them, where kernels are kept and who makes them.
+
+    Torch's own place is one in /tmp that any user may have made before: what is in it is run. The ranks of a
+    node share its processors.
+    """
+    if config.compile_cache_dir is not None:
+        environ[_CACHE] = os.path.abspath(config.compile_cache_dir)
+    elif _CACHE not in environ:
+        environ[_CACHE] = str(cache_directory(environ) / "torch_compile")
+    environ.setdefault("TRITON_CACHE_DIR", str(Path(environ[_CACHE]) / "triton"))
+    processors = len(os.sched_getaffinity(0))
+    environ.setdefault(_THREADS, str(max(1, min(8, processors // topology.local_world_size))))
+
+
+def compile_parts(
+    model: GPT,
+    shape: tuple[int, int],
+    say: Callable[[str], None],
+    backend: str = "inductor",
+    *,
+    masked: bool = False,
+) -> None:
+    """Lets a graph compute every layer of `model` for micro-batches of `shape` (B, T); `say` hears of more.
+
+    What the loss does beside its products becomes another.
+    The graph is inside the hooks of a layer, so that its parameters are gathered before it runs. Other
+    inputs, such as a text that grows, or one without documents where batches have them (`masked`), are not
+    worth a graph. A layer raises RuntimeError when no graph can be made.
+    """
+    from torch._dynamo.exc import TorchDynamoException  # seconds, which a run that compiles nothing has not
+
+    maker = _Backend(backend, say)
+    whole = not isinstance(model.parts.attention, FlashAttention3)
+    compiled = torch.compile(residual_blocks, backend=maker, fullgraph=whole, dynamic=False)
+
+    def run(layer: nn.Module, x: Tensor, bounds: Tensor | None) -> Tensor:
+        if x.shape[:2] != shape or (bounds is not None) != masked:
+            return residual_blocks(layer, x, bounds)
+        try:
+            out = compiled(layer, x, bounds)
+        except TorchDynamoException as error:
+            cause = getattr(error, "inner_exception", error)
+            said = f"{type(cause).__name__}: {cause}".strip().splitlines()[0]
+            raise RuntimeError(f"torch.compile failed, and --no-compile does without it: {said}") from error
+        maker.finished.add(torch.is_grad_enabled())
+        return out
+
+    for layer in model.layers:
+        layer.compute = run
+    # One for whole chunks of tokens, and one where the last chunk is smaller.
+    model.head.to_gradient = torch.compile(logits_to_gradient, backend=backend, fullgraph=True, dynamic=False)
+
+
+class _Backend:
+    """Torch's compiler, and a word when it is called again for what a layer has already run through.
+
+    Layers run with gradients and without, and need graphs for each.
+    """
+
+    def __init__(self, name: str, say: Callable[[str], None]) -> None:
+        self._name, self._say = name, say
+        self.finished: set[bool] = set()  # whether gradients were wanted, once a layer is through
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        from torch._dynamo import lookup_backend
+
+        if torch.is_grad_enabled() in self.finished:
+            why = "TORCH_LOGS=recompiles says why"
+            self._say(
+                f"warning: torch.compile makes a layer's kernels once more, which takes its time; {why}"
+            )
+        return lookup_backend(self._name)(graph, inputs)

@@ -1,0 +1,79 @@
+"""--dry-run: says what a run would take, after all that can be checked before a device is taken."""
+
+import sys
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from megatron_zpp.config.fused_backend import resolve_fused_backend
+from megatron_zpp.config.plan import PlanConfig
+from megatron_zpp.config.root import Config
+from megatron_zpp.model.attention import TORCH_BACKENDS, check_flash3_settings
+from megatron_zpp.plan.hardware import GPUS, machine
+from megatron_zpp.plan.job import Job, units_of
+from megatron_zpp.plan.report import report
+from megatron_zpp.train.compiling import check_cache
+from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.zero.communication import check_topology
+from megatron_zpp.zero.topology import Topology
+
+
+def planned(plan: PlanConfig, started: Topology) -> Topology:
+    """The ranks to check and plan for: those that were started, but for a dry run that says others."""
+    if not plan.dry_run:
+        return started
+    local = plan.plan_gpus_per_node or started.local_world_size
+    return Topology(world_size=(plan.plan_nodes or started.nodes) * local, local_world_size=local)
+
+
+def job_of(config: Config, vocab_size: int, schedule: RunSchedule, topology: Topology) -> Job:
+    """What is to be planned of a run."""
+    batches = schedule.batches
+    return Job(
+        model=config.model,
+        vocab_size=vocab_size,
+        recompute=config.recompute,
+        zero=config.zero,
+        precision=config.precision,
+        nodes=topology.nodes,
+        local=topology.local_world_size,
+        micro_batch_size=batches.micro_batch_size,
+        micro_batches=batches.global_batch_size // (batches.micro_batch_size * topology.world_size),
+        units=units_of(config.model, vocab_size),
+    )
+
+
+def dry_run(
+    config: Config, tokenizer: dict[str, Any], schedule: RunSchedule, topology: Topology, *, speaks: bool
+) -> None:
+    """Prints the plan where this process `speaks` for the others. Raises ValueError as the run would."""
+    check_topology(config.zero, topology)
+    config.recompute.check_device("cuda")
+    compiles = config.compilation.wanted("cuda", apex=config.optimizer.fused_backend == "apex")
+    if compiles:
+        check_cache(config.compilation)
+    resolve_fused_backend(config.optimizer, config.zero, "cuda", compiles=compiles)
+    dtype = config.precision.compute_dtype("cuda")
+    gpu, rates = GPUS[config.plan.plan_gpu], machine(config.plan, dtype)
+    config.precision.check_device("cuda", gpu.capability)
+    if config.attention.attention_backend == "flash3":
+        check_flash3_settings(config.model.attention_dropout, getattr(torch, dtype))
+    if speaks:
+        job = job_of(config, tokenizer["vocab_size"], schedule, topology)
+        lines = [*report(job, gpu, rates, schedule.iterations), *_not_planned(config)]
+        sys.stdout.write("\n".join(lines) + "\n")
+        sys.stdout.flush()
+
+
+def _not_planned(config: Config) -> list[str]:
+    """What the plan, which ends with what it rests on, does not know of this run."""
+    lines, backend = [], config.attention.attention_backend
+    if TORCH_BACKENDS.get(backend) is SDPBackend.MATH:
+        lines.append(
+            f"  attention that keeps no scores; --attention-backend {backend} keeps them, for each layer and "
+            "head, and takes longer"
+        )
+    if config.data.reset_attention_mask:
+        lines.append("  attention over whole samples, also with --reset-attention-mask")
+    return lines

@@ -1,0 +1,35 @@
+"""Opens what a run reads: indexed data sets, text, or random tokens."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from megatron_zpp.config.root import Config
+from megatron_zpp.data.open import Splits, open_splits
+from megatron_zpp.text.open import open_text
+from megatron_zpp.train.run_schedule import RunSchedule
+
+
+def open_data(
+    config: Config, schedule: RunSchedule, tokenizer: Mapping[str, Any], say: Callable[[str], None]
+) -> Splits:
+    """The splits of a run, checked; `tokenizer` describes its tokenizer, `say` gets a line about what lasts.
+
+    Raises ValueError for data that cannot be read to the end of the run.
+    """
+    splits = open_splits(
+        config.data,
+        seq_length=config.model.seq_length,
+        vocab_size=tokenizer["vocab_size"],
+        seed=config.training.seed,
+        tokenizer_description=tokenizer,
+        needed=config.needed_splits(),
+        requested=schedule.requested_samples(config.training, config.evaluation),
+        say=say,
+        open_text=partial(
+            open_text, data=config.data, tokenizer=config.tokenizer, description=tokenizer, say=say
+        ),
+        evaluated=schedule.evaluated_samples(config.evaluation),
+    )
+    schedule.check_data(splits.train)
+    return splits

@@ -1,0 +1,77 @@
+"""Runs that go on with another blend: the same text whatever the ranks, and a log that says what changes."""
+
+import json
+import shutil
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import numpy as np
+import pytest
+
+from tests.support import pretrain
+from tests.train.conftest import BYTES, TINY
+
+
+def losses(path: Path) -> list[float]:
+    records = map(json.loads, path.read_text().splitlines())
+    return [record["lm_loss"] for record in records if "lm_loss" in record]
+
+
+def out_of(done: CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def state(checkpoint: Path) -> dict:
+    return json.loads((checkpoint / "state.json").read_text())
+
+
+@pytest.fixture(params=["indexed", "text"])
+def two(request: pytest.FixtureRequest, corpus: str, tmp_path: Path) -> tuple[str, str]:
+    """The corpus twice, the second reversed, tokenised or as text: other text of the same length."""
+    for kind in ("bin", "idx"):
+        shutil.copy(f"{corpus}.{kind}", tmp_path / f"one.{kind}")
+        shutil.copy(f"{corpus}.{kind}", tmp_path / f"other.{kind}")
+    tokens = np.fromfile(f"{corpus}.bin", np.uint16)
+    tokens[::-1].tofile(tmp_path / "other.bin")
+    if request.param == "indexed":
+        return str(tmp_path / "one"), str(tmp_path / "other")
+    documents = " ".join(map(str, tokens[::-1])).split("256")
+    lines = [json.dumps({"text": document}) + "\n" for document in documents]
+    (tmp_path / "other.jsonl").write_text("".join(lines))
+    return str(tmp_path / "one"), str(tmp_path / "other.jsonl")
+
+
+def test_other_weights_after_a_resume(two: tuple[str, str], tmp_path: Path) -> None:
+    """On any ranks; and where it is started again without a change, the change stays where it was."""
+    one, other = two
+    flags = [*BYTES, *TINY, "--split", "90,10,0", "--global-batch-size", "8", "--train-iters", "6", "--fp32"]
+    if other.endswith(".jsonl"):
+        flags += ["--append-eod", "--eod-mask-loss"]
+
+    def go_on(weights: tuple[str, str], name: str, stop: int, ranks: int) -> str:
+        save, metrics = str(tmp_path / name), str(tmp_path / f"{name}.jsonl")
+        blend = ["--data-path", weights[0], one, weights[1], other]
+        on = ["--save", save, "--load", save, "--metrics-file", metrics, "--exit-interval", str(stop)]
+        return out_of(pretrain(*blend, *flags, *on, processes=ranks))
+
+    out = go_on(("1", "3"), "a", 2, 1)
+    assert " train: the run's 48 samples read" in out
+    assert "so far" not in out
+    out = go_on(("3", "1"), "a", 4, 2)
+    assert (
+        f"""
+ the blend changes at sample 16; each data set goes on from where it was:
+   25.00% -> 75.00% {one}, from its sample 4 on
+   75.00% -> 25.00% {other}, from its sample 12 on
+ train: the 16 samples so far read 0."""
+        in out
+    )
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    shutil.copy(tmp_path / "a.jsonl", tmp_path / "b.jsonl")
+    assert "the blend changes" not in go_on(("3", "1"), "a", 6, 1)
+    go_on(("3", "1"), "b", 6, 2)
+    assert losses(tmp_path / "a.jsonl") == pytest.approx(losses(tmp_path / "b.jsonl"), rel=1e-5)
+    standing = state(tmp_path / "a" / "iter_0000006")["progress"]["standing"]
+    assert [(part["given"], part["weight"]) for part in standing["sets"]] == [(4, 3.0), (12, 1.0)]
+    assert standing["since"] == 16

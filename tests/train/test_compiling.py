@@ -1,0 +1,187 @@
+"""Compiled layers: the numbers of plain ones, one graph for all, at every stage and in whole runs."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo import register_backend
+
+from megatron_zpp.config.compilation import Compilation, CompilationConfig, resolve_compilation
+from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.train.compiling import compile_parts, prepare_compiler
+from megatron_zpp.zero.topology import Topology
+from tests.support import pretrain
+from tests.zero.engines import engine_of
+from tests.zero.ranks import on_ranks
+
+BATCH, LENGTH, VOCABULARY = 2, 32, 100
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
+RECOMPUTED = {"stored": {}, "full": FULL, "selective": {"recompute_granularity": "selective"}}
+
+
+def three_steps(
+    topology: Topology,
+    *,
+    backend: str | None,
+    dropout: float = 0.1,
+    stage: int = 0,
+    recompute: str = "stored",
+) -> tuple[list[float], list[str]]:
+    """Losses of steps and evaluations, with texts that grow between; what was said of further graphs."""
+    torch._dynamo.reset()
+    torch.set_num_threads(1)
+    config = ModelConfig(
+        num_layers=3,
+        hidden_size=32,
+        num_attention_heads=4,
+        seq_length=LENGTH,
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
+    )
+    zero, recomputed = ZeroConfig(zero_stage=stage), RecomputeConfig(**RECOMPUTED[recompute])
+    engine = engine_of(config, VOCABULARY, zero=zero, recompute=recomputed, topology=topology)
+    said: list[str] = []
+    if backend is not None:
+        compile_parts(engine.model, (BATCH, LENGTH), said.append, backend)
+    draw, losses = torch.Generator().manual_seed(7), []
+    for step in range(3):
+        tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=draw)
+        torch.manual_seed(step)
+        losses.append(engine.accumulate(tokens, index=0, micro_batches=1).item())
+        engine.step(1e-2)
+        losses.append(engine.evaluate(tokens).item())
+        engine.next_token_logits(tokens[:1, : 5 + step])
+    engine.close()
+    return losses, said
+
+
+def test_one_graph_for_all_layers_and_each_way_to_run_them() -> None:
+    """One with gradients and one without; recomputation and shards, on two ranks, change no bit.
+
+    Torch's own kernels run the graphs here, since making others takes a while.
+    """
+    plain, _ = three_steps(Topology(), backend=None)
+    for recompute in RECOMPUTED:
+        assert three_steps(Topology(), backend="aot_eager", recompute=recompute) == (plain, [])
+    for losses in on_ranks(2, sharded_steps):
+        assert losses == (plain, [])
+
+
+def sharded_steps(topology: Topology) -> tuple[list[float], list[str]]:
+    """Both ranks have the same batch, so that its mean is what one rank has."""
+    return three_steps(topology, backend="aot_eager", stage=3, recompute="full")
+
+
+def test_another_graph_is_said() -> None:
+    said: list[str] = []
+    torch._dynamo.reset()
+    config = ModelConfig(num_layers=1, hidden_size=32, num_attention_heads=4, seq_length=LENGTH)
+    model = GPT(config, VOCABULARY)
+    compile_parts(model, (BATCH, LENGTH), said.append, "aot_eager")
+    with torch.no_grad():
+        model.layers[0](torch.zeros(BATCH, LENGTH, 32))
+        assert said == []
+        model.double().layers[0](torch.zeros(BATCH, LENGTH, 32, dtype=torch.double))
+    assert len(said) == 1
+    assert "once more" in said[0]
+
+
+def test_a_text_without_documents_beside_batches_with_them() -> None:
+    """A text that --sample-prompt writes may have the shape of a batch, and is not worth a graph."""
+    said: list[str] = []
+    torch._dynamo.reset()
+    config = ModelConfig(num_layers=1, hidden_size=32, num_attention_heads=4, seq_length=LENGTH)
+    model = GPT(config, VOCABULARY)
+    compile_parts(model, (BATCH, LENGTH), said.append, "aot_eager", masked=True)
+    x, bounds = torch.zeros(BATCH, LENGTH, 32), torch.zeros(BATCH, 1, LENGTH, LENGTH)
+    with torch.no_grad():
+        model.layers[0](x, bounds)
+        model.layers[0](x, None)
+        assert said == []
+        model.double().layers[0](x.double(), bounds.double())
+    assert len(said) == 1  # a further graph is said
+
+
+def test_a_run_with_compiled_layers(flags: list[str], tmp_path: Path) -> None:
+    """It says so, evaluates as one without them, and goes on from its checkpoint to the same bits.
+
+    Though it is told to recompute from there on: kernels that the compiler made repeat their dropout.
+    """
+
+    def run(name: str, *extra: str) -> tuple[list[float], list[float]]:
+        """Losses of its steps and of its evaluations."""
+        out = tmp_path / f"{name}.jsonl"
+        done = pretrain(*flags, *extra, "--train-iters", "4", "--metrics-file", str(out), timeout=280)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert ("compiled layers" in done.stdout) == ("--compile" in extra)
+        assert "warning: torch.compile" not in done.stderr
+        records = [json.loads(line) for line in out.read_text().splitlines()]
+        steps, evaluations = ([r[key] for r in records if key in r] for key in ("lm_loss", "valid_loss"))
+        return steps, evaluations
+
+    compiled = ["--compile", "--compile-cache-dir", str(tmp_path / "kernels")]
+    steps, evaluations = run("whole", *compiled, "--save", str(tmp_path / "run"), "--save-interval", "2")
+    assert any(Path(tmp_path / "kernels").rglob("*.so"))
+    _, plain = run("plain")
+    assert evaluations[0] == pytest.approx(plain[0], rel=1e-6)  # fp32 sums in another order
+    recomputed = ["--recompute-granularity", "full", "--recompute-method", "uniform"]
+    resumed, after = run(
+        "resumed", *compiled, *recomputed, "--load", str(tmp_path / "run"), "--ckpt-step", "2"
+    )
+    assert (resumed, after[-1]) == (steps[2:], evaluations[-1])
+
+
+def test_a_compiler_that_fails_is_one_line() -> None:
+    """As Triton's does where Python's headers are missing."""
+
+    @register_backend(name="megatron_zpp_broken")
+    def broken(graph: torch.fx.GraphModule, inputs: list[Any]) -> None:
+        raise OSError("no Python.h\nand more")
+
+    model = GPT(ModelConfig(num_layers=1, hidden_size=32, num_attention_heads=4, seq_length=8), VOCABULARY)
+    compile_parts(model, (1, 8), print, "megatron_zpp_broken")
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.zeros((1, 8), dtype=torch.long))
+    wanted = "torch.compile failed, and --no-compile does without it: OSError: no Python.h"
+    assert str(caught.value) == wanted
+
+
+def resolved(device: str, *, path: str = "", apex: bool = False, **settings: Any) -> Compilation:
+    return resolve_compilation(CompilationConfig(**settings), device, {"PATH": path}, apex=apex)
+
+
+def test_what_is_compiled_where(tmp_path: Path) -> None:
+    """On GPUs unless told otherwise, where there is a compiler."""
+    (tmp_path / "gcc").touch(mode=0o755)
+    (tmp_path / "g++").touch(mode=0o755)
+    here = str(tmp_path)
+    assert not resolved("cpu", path=here).wanted
+    assert resolved("cpu", path=here, compile=True).wanted
+    assert not resolved("cuda", path=here, compile=False).wanted
+    assert not resolved("cuda", path=here, apex=True).wanted
+    assert resolved("cuda").missing  # triton or a C compiler
+    for expected, device, settings in (
+        ("--compile (given): needs a C\\+\\+ compiler: g\\+\\+ or clang", "cpu", {"compile": True}),
+        ("--compile \\(given\\): torch.compile makes LayerNorm", "cuda", {"compile": True, "apex": True}),
+        ("--compile-cache-dir x: nothing is compiled on a cpu", "cpu", {"compile_cache_dir": "x"}),
+        ("--compile-cache-dir x: --no-compile", "cuda", {"compile": False, "compile_cache_dir": "x"}),
+    ):
+        with pytest.raises(ValueError, match=expected.replace("(given): needs", r"\(given\): needs")):
+            resolved(device, **settings)
+
+
+def test_kernels_are_kept_where_only_this_user_can_write(tmp_path: Path) -> None:
+    """And the ranks of a node share its processors."""
+    found: dict[str, str] = {"MEGATRON_ZPP_CACHE": str(tmp_path / "own")}
+    prepare_compiler(CompilationConfig(), Topology(0, 2, 0, 2), found)
+    assert found["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "own" / "torch_compile")
+    assert (tmp_path / "own").stat().st_mode & 0o077 == 0
+    assert 1 <= int(found["TORCHINDUCTOR_COMPILE_THREADS"]) <= max(1, len(os.sched_getaffinity(0)) // 2)
+    there = {"TORCHINDUCTOR_CACHE_DIR": "/there", "TRITON_CACHE_DIR": "/triton"}
+    prepare_compiler(CompilationConfig(), Topology(), there)
+    assert (there["TORCHINDUCTOR_CACHE_DIR"], there["TRITON_CACHE_DIR"]) == ("/there", "/triton")

@@ -1,0 +1,28 @@
+"""Whole runs with --fp8: the same for any stage, ranks and recomputation, and after a resume."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support import pretrain
+
+
+def losses_of(path: Path) -> list[float]:
+    records = map(json.loads, path.read_text().splitlines())
+    return [value for record in records for name, value in record.items() if name.endswith("_loss")]
+
+
+def test_a_run_of_8_bit_products(flags: list[str], tmp_path: Path) -> None:
+    def run(name: str, *more: str, processes: int = 1) -> list[float]:
+        command = [*flags, "--fp8", "--bf16", "--global-batch-size", "8", "--train-iters", "4", *more]
+        done = pretrain(*command, "--metrics-file", str(tmp_path / name), processes=processes)
+        assert done.returncode == 0, done.stderr
+        assert "CPU, bfloat16 with 8-bit products, ZeRO stage" in done.stdout
+        return losses_of(tmp_path / name)
+
+    whole = run("whole")
+    saved = ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]
+    recomputed = "--zero-stage 3 --recompute-granularity full --recompute-method uniform".split()
+    first = run("first", *saved, *recomputed, "--exit-interval", "2", processes=2)
+    assert first + run("second", *saved) == pytest.approx(whole, rel=1e-3)  # sums of bf16 gradients

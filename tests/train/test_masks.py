@@ -1,0 +1,92 @@
+"""Runs with document masks: the loss of an independent reading, for any stage and ranks; kernels by flag."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_zpp.config.root import parse_args
+from megatron_zpp.data.open import open_splits
+from megatron_zpp.model.gpt import GPT
+from tests.support import pretrain
+
+EOD = 256
+ALL = "--reset-position-ids --reset-attention-mask --eod-mask-loss".split()
+NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0".split()
+
+
+def record_of(path: Path, flags: list[str], *more: str, processes: int = 1) -> list[dict]:
+    """The metrics of three steps and the evaluations around them."""
+    command = [*flags, *NO_DROPOUT, "--global-batch-size", "8", "--train-iters", "3", *more]
+    done = pretrain(*command, "--metrics-file", str(path), processes=processes)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "after token 256: positions begin anew, attention begins anew, no loss" in done.stdout
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def losses_of(records: list[dict]) -> list[float]:
+    return [value for record in records for name, value in record.items() if name.endswith("_loss")]
+
+
+def valid_loss_by_hand(flags: list[str], count: int, micro_batch_size: int) -> float:
+    """Of the initial weights: each document in a forward of its own; where its end is the input, no loss."""
+    config = parse_args([*flags, *NO_DROPOUT, "--train-iters", "3"])
+    model = GPT(config.model, EOD + 1).initialize(config.training.seed).eval()
+    splits = open_splits(
+        config.data,
+        seq_length=config.model.seq_length,
+        vocab_size=EOD + 1,
+        seed=config.training.seed,
+        tokenizer_description=None,
+    )
+    means = []
+    for first in range(0, count, micro_batch_size):
+        counted = []
+        for row in splits.valid.batch(np.arange(first, first + micro_batch_size)):
+            ends = np.flatnonzero(row[:-1] == EOD) + 1
+            for inputs, targets in zip(np.split(row[:-1], ends), np.split(row[1:], ends), strict=True):
+                if len(inputs):
+                    with torch.no_grad():
+                        logits = model(torch.from_numpy(inputs)[None])[0]
+                    losses = torch.nn.functional.cross_entropy(
+                        logits, torch.from_numpy(targets), reduction="none"
+                    )
+                    counted += losses[torch.from_numpy(inputs) != EOD].tolist()
+        means.append(np.mean(counted))
+    return float(np.mean(means))
+
+
+def test_a_masked_run_is_the_same_for_any_stage_ranks_and_kernel(tmp_path: Path, flags: list[str]) -> None:
+    alone = record_of(tmp_path / "alone", flags, *ALL)
+    assert alone[0]["valid_loss"] == pytest.approx(valid_loss_by_hand(flags, 16, 4), rel=1e-5)
+    assert len(losses_of(alone)) == 6  # valid, three steps, valid, test
+    others = (
+        "--recompute-granularity full --recompute-method uniform --attention-backend unfused --zero-stage 3"
+    )
+    sharded = record_of(tmp_path / "sharded", flags, *ALL, *others.split(), processes=2)
+    assert losses_of(sharded) == pytest.approx(losses_of(alone), rel=1e-5)
+
+
+def test_the_log_says_a_kernel_that_was_forced(flags: list[str]) -> None:
+    done = pretrain(*flags, *NO_DROPOUT, "--train-iters", "1", "--attention-backend", "flash")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "\n attention: flash_attention\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        ("flash", "cannot compute 32 tokens, --kv-channels 16, --attention-dropout 0.1 in float32 on this"),
+        ("fused", "cannot compute 32 tokens, --kv-channels 16, --attention-dropout 0.1 in float32 on this"),
+        ("flash3", "its kernels need a Hopper GPU; on the cpu use auto"),
+    ],
+)
+def test_a_kernel_that_does_not_run_here_is_refused_in_one_line(
+    flags: list[str], backend: str, said: str
+) -> None:
+    done = pretrain(*flags, "--train-iters", "1", "--attention-backend", backend)
+    assert done.returncode == 1
+    (line,) = done.stderr.strip().splitlines()
+    assert f"error: --attention-backend {backend}: {said}" in line

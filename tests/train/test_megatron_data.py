@@ -1,0 +1,142 @@
+"""Runs on Megatron-LM's data and in its order: its counts of samples, its batches, any ranks, any resume."""
+
+import json
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from megatron_zpp.config.run import EvaluationConfig, TrainingConfig
+from megatron_zpp.data.batches import BatchSchedule
+from megatron_zpp.train.run_schedule import RunSchedule
+from tests.support import pretrain
+from tests.train.conftest import BYTES, TINY
+
+
+def requested(training, evaluation, ranks=2):
+    batches = BatchSchedule(4, training.global_batch_size, ranks, training.rampup_batch_size)
+    iterations = training.train_iters or batches.iterations(training.train_samples)
+    return RunSchedule(batches, None, iterations).requested_samples(training, evaluation)
+
+
+@pytest.mark.parametrize(
+    ("length", "evaluation", "expected"),
+    [
+        # train_iters × batch; (train_iters // eval_interval + 1) × eval_iters × batch; eval_iters × batch
+        ({"train_iters": 100}, {"eval_iters": 3, "eval_interval": 40}, (1600, (2 + 1) * 3 * 16, 48)),
+        ({"train_iters": 80}, {"eval_iters": 3, "eval_interval": 40}, (1280, (2 + 1) * 3 * 16, 48)),
+        ({"train_samples": 1605}, {"eval_iters": 1, "eval_interval": 1000}, (1605, 16, 16)),
+        ({"train_iters": 5}, {"full_validation": True}, (80, None, None)),
+        # 8 samples a step up to 40 consumed, 16 from there on
+        (
+            {"train_samples": 100, "rampup_batch_size": (8, 8, 40)},
+            {"eval_iters": 1, "eval_interval": 1},
+            (100, (5 + 3 + 1) * 16, 16),
+        ),
+        # it counts a step past the end of a run that ends before its ramp
+        (
+            {"train_samples": 36, "rampup_batch_size": (8, 8, 40)},
+            {"eval_iters": 1, "eval_interval": 1},
+            (36, (5 + 1) * 16, 16),
+        ),
+    ],
+)
+def test_as_many_samples_as_megatron_lm_asks_for(length, evaluation, expected):
+    training = TrainingConfig(micro_batch_size=4, global_batch_size=16, **length)
+    counts = requested(training, EvaluationConfig(**evaluation))
+    assert tuple(counts.values()) == expected
+
+
+@pytest.mark.parametrize(("ranks", "consumed"), [(1, 0), (2, 0), (2, 48), (4, 16)])
+def test_ranks_read_what_its_sampler_gives_them(ranks, consumed):
+    """Its sampler collects micro_batch_size × ranks samples and gives each rank a contiguous part."""
+    micro_batch, batch, steps = 2, 16, 3
+    given = {rank: [] for rank in range(ranks)}
+    collected = []
+    for sample in range(consumed, consumed + steps * batch):
+        collected.append(sample)
+        if len(collected) == micro_batch * ranks:
+            for rank in range(ranks):
+                given[rank].append(collected[rank * micro_batch : (rank + 1) * micro_batch])
+            collected = []
+    schedule = BatchSchedule(micro_batch, batch, ranks)
+    for rank in range(ranks):
+        read = []
+        for step in range(steps):
+            begin = consumed + step * batch
+            for index in range(schedule.micro_batches_at(begin)):
+                first, count = schedule.micro_batch(begin, index, rank)
+                read.append(list(range(first, first + count)))
+        assert read == given[rank]
+
+
+def losses(path: Path) -> list[float]:
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [record["lm_loss"] for record in records if "lm_loss" in record]
+
+
+def out_of(done: CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture
+def megatron(corpus: str, tmp_path: Path) -> list[str]:
+    """A run in Megatron-LM's order on a blend, several epochs of it."""
+    blend = ["--data-path", "0.3", corpus, "0.7", corpus, "--split", "80,10,10"]
+    order = ["--dataset-order", "megatron", "--data-cache-path", str(tmp_path / "cache")]
+    return [*blend, *order, *BYTES, *TINY, "--global-batch-size", "8"]
+
+
+def test_any_ranks_and_any_resume_read_the_same(megatron: list[str], tmp_path: Path) -> None:
+    save = str(tmp_path / "checkpoints")
+    whole, parts, two = (tmp_path / f"{name}.jsonl" for name in ("whole", "parts", "two"))
+    megatron += ["--train-iters", "6"]
+    out = out_of(pretrain(*megatron, "--metrics-file", str(whole)))
+    assert "samples of 32 in Megatron-LM's order" in out
+    assert " train: the run's 48 samples read 0.0" in out
+    on = [*megatron, "--save", save, "--load", save, "--metrics-file", str(parts)]
+    out_of(pretrain(*on, "--exit-interval", "3"))
+    assert "WARNING" not in out_of(pretrain(*on))
+    out_of(pretrain(*megatron, "--metrics-file", str(two), processes=2))
+    assert losses(parts) == losses(whole)
+    assert losses(two) == pytest.approx(losses(whole), rel=1e-5)
+    windows = [*megatron[: megatron.index("--dataset-order")], *BYTES, *TINY, "--global-batch-size", "8"]
+    out_of(pretrain(*windows, "--train-iters", "6", "--metrics-file", str(tmp_path / "windows.jsonl")))
+    assert losses(tmp_path / "windows.jsonl")[0] != losses(whole)[0]
+
+
+def test_another_length_is_said_at_a_resume_and_other_weights_are_refused(
+    megatron: list[str], corpus: str, tmp_path: Path
+) -> None:
+    save = ["--save", str(tmp_path / "checkpoints"), "--load", str(tmp_path / "checkpoints")]
+    out_of(pretrain(*megatron, *save, "--train-iters", "4", "--exit-interval", "2"))
+    out = out_of(pretrain(*megatron, *save, "--train-iters", "5", "--exit-interval", "4"))
+    assert " WARNING: the run was to read 32 samples and is to read 40, on which the order" in out
+    megatron[megatron.index("0.3")] = "0.5"
+    done = pretrain(*megatron, *save, "--train-iters", "5")
+    said = f"--data-path 0.5 {corpus} 0.7 {corpus}: the run began with 0.3 {corpus} 0.7 {corpus}, and"
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert done.stderr.count("error: ") == 1
+
+
+def test_refusals(megatron: list[str], corpus: str) -> None:
+    megatron += ["--train-iters", "2"]
+    done = pretrain(*megatron, "--seed", str(2**32))
+    assert f"--seed {2**32}: --dataset-order megatron needs one below {2**32}" in done.stderr
+    done = pretrain(*megatron, "--full-validation")
+    assert "--full-validation (given): --data-path has weights" in done.stderr
+    done = pretrain("--mock-data", "--dataset-order", "megatron", *BYTES, *TINY, "--train-iters", "2")
+    assert "--dataset-order megatron: --mock-data has no documents to put in order" in done.stderr
+    unweighted = [entry for entry in megatron if entry not in ("0.3", "0.7")]
+    done = pretrain(*unweighted[:-1], "100000")
+    assert "the run asks for 800000 train samples, and one epoch of each has" in done.stderr
+    assert done.returncode == 1
+
+
+def test_a_cache_that_our_own_order_does_not_need_is_said(flags: list[str], tmp_path: Path) -> None:
+    done = pretrain(*flags, "--train-iters", "1", "--data-cache-path", str(tmp_path / "cache"))
+    assert out_of(done)
+    assert f"warning: --data-cache-path {tmp_path}/cache: --dataset-order windows has nothing" in done.stderr
+    assert not (tmp_path / "cache").exists()

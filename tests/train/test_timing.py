@@ -1,0 +1,80 @@
+"""Where the time of steps goes: the slow rank is named, parts add up, and the trace opens."""
+
+import gzip
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_zpp.train.timing import straggler_line, times_line
+from megatron_zpp.zero.sections import NoSections, TimedSections
+from tests.support import Run
+
+
+def sleep_in_every_forward() -> None:
+    """As on a host whose processors another program uses."""
+    from megatron_zpp.model.gpt import GPT
+
+    forward = GPT.forward
+
+    def slow(model: GPT, *arguments: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.5)
+        return forward(model, *arguments)
+
+    GPT.forward = slow
+
+
+def test_the_slow_rank_is_named_and_a_step_is_taken_apart(flags: list[str], tmp_path: Path) -> None:
+    flags += ["--train-iters", "6", "--log-interval", "3", "--eval-iters", "0", "--zero-stage", "3"]
+    flags += ["--timing-log-level", "2", "--log-straggler", "--metrics-file", str(tmp_path / "metrics.jsonl")]
+    flags += ["--profile", "--profile-step-start", "2", "--profile-step-end", "4", "--profile-ranks", "1"]
+    with Run(tmp_path, 3) as run:
+        for rank in range(3):
+            slow = sleep_in_every_forward if rank == 1 else None
+            run.start(rank, *flags, "--profile-dir", str(tmp_path / "traces"), change=slow)
+        assert run.statuses(90) == {0: 0, 1: 0, 2: 0}
+        out = run.out(0)
+    assert out.count("on rank 1: rank 1 is the slowest\n") == 2
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["straggler_rank"] == 1
+    assert last["straggler_busy_ms"] > 500
+    assert last["time_forward_ms"] > 500
+    parts = ("batch_generator", "forward_backward", "optimizer")
+    assert max(last[f"time_{part}_ms"] for part in parts) <= last["elapsed_ms"]
+    assert re.search(r"\(min, max\) time across ranks \(ms\): batch-generator: \(\d+\.\d\d, \d", out)
+
+    assert f" wrote traces of steps 2 to 3 to {tmp_path / 'traces'}\n" in out
+    (trace,) = (tmp_path / "traces").iterdir()
+    assert trace.name == "rank1.trace.json.gz"
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    forwards = [event for event in events if event.get("name") == "aten::embedding"]
+    assert len(forwards) == 4  # tokens and positions, two steps
+
+
+def test_lines() -> None:
+    assert times_line({"a": [1.0, 2.0], "b": [3.0, 0.5]}) == (
+        " (min, max) time across ranks (ms): a: (1.00, 2.00) | b: (0.50, 3.00)"
+    )
+    assert straggler_line([10.0, 11.0, 10.0, 20.0], [25.0] * 4) == (
+        " busy of 25.0 ms a step: median 10.5 ms, least 10.0 ms, most 20.0 ms on rank 3: "
+        "rank 3 is the slowest"
+    )
+    assert straggler_line([10.0, 10.5], [25.0] * 2).endswith("on rank 1: no rank stands out")
+
+
+def test_sections_add_up_and_begin_anew() -> None:
+    sections = TimedSections(torch.device("cpu"))
+    for _ in range(2):
+        with sections("outer"), sections("inner"):
+            time.sleep(0.01)
+    with sections.unheard(), sections("evaluation"):
+        pass
+    taken = sections.take()
+    assert list(taken) == ["outer", "inner"]
+    assert taken["outer"] >= taken["inner"] >= 0.02
+    assert sections.take() == {"outer": 0.0, "inner": 0.0}
+    with pytest.raises(ValueError, match="x"), NoSections()("outer"):
+        raise ValueError("x")
