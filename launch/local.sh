@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Starts one program on this machine, a process for each GPU, or for each CPU core where there is no GPU.
-# Usage: launch/local.sh [-n PROCESSES] [--max-restarts N] pretrain_gpt.py FLAGS…
+# Usage: launch/local.sh [-n PROCESSES] [--max-restarts N] pretrain_gpt.py FLAGS…, or -m MODULE FLAGS…
 # The first process that fails ends the others, and its exit status is this script's. With --max-restarts all
 # are then started again, to go on from the newest checkpoint, unless starting again would not help.
 # SIGINT, SIGTERM and SIGUSR1 go to the processes, which save and stop; a second one ends them at once.
 set -euo pipefail
+# shellcheck source=launch/flags.sh
+source "$(dirname "${BASH_SOURCE[0]}")/flags.sh"
 set -m # processes get a group of their own, so Ctrl-C reaches them through this script alone
 
 usage() {
@@ -24,6 +26,7 @@ while (($# > 0)); do
             if [[ $1 == -n ]]; then processes=$2; else restarts=$2; fi
             shift 2
             ;;
+        -m) break ;; # python's own: -m MODULE in place of PROGRAM.py
         -*) usage ;;
         *) break ;;
     esac
@@ -36,19 +39,7 @@ fi
 [[ $processes =~ ^[1-9][0-9]*$ ]] || refuse "-n $processes: must be a whole number of processes, 1 or more"
 [[ $restarts =~ ^(0|[1-9][0-9]*)$ ]] || refuse "--max-restarts $restarts: must be a whole number, 0 or more"
 
-# value_of --flag ARGUMENTS…: the value that the program gets for its flag, the last one as argparse does.
-value_of() {
-    local flag=$1 value='' previous=''
-    shift
-    for argument in "$@"; do
-        [[ $previous != "$flag" ]] || value=$argument
-        [[ $argument != "$flag="* ]] || value=${argument#*=}
-        previous=$argument
-    done
-    echo "$value"
-}
-save=$(value_of --save "$@")
-if ((restarts > 0)) && [[ -z $save || $save != "$(value_of --load "$@")" ]]; then
+if ((restarts > 0)) && ! goes_on "$@"; then
     refuse "--max-restarts $restarts: needs --save DIRECTORY and a --load equal to it, to go on from"
 fi
 
@@ -123,7 +114,7 @@ for ((restart = 1; ; restart++)); do
     stop 2>/dev/null # where bash would tell what it killed
     if [[ $signalled || $status =~ ^(2|130)$ ]]; then exit "$status"; fi
     what="status $status"
-    ((status <= 128)) || what=SIG$(kill -l "$status")
+    if ((status > 128)) && name=$(kill -l "$status" 2>/dev/null); then what=SIG$name; fi
     if ((restart > restarts)); then
         ((restarts == 0)) || say "rank $rank ended with $what; no restart is left"
         exit "$status"

@@ -7,13 +7,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT, environment
+from tests.support import ROOT, environment, wait_until
 
+PATIENCE = 200  # seconds; sleepers sleep longer
 SCRIPT = ROOT / "launch" / "emulate_nodes.sh"
 NAMESPACES = Path("/run/netns")
 MODEL = (
@@ -67,10 +67,7 @@ def left_behind(run: int) -> list[str]:
 
 
 def wait_for(path: Path, lines: int) -> None:
-    deadline = time.monotonic() + 60
-    while not (path.exists() and path.read_text().count("\n") >= lines):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: path.exists() and path.read_text().count("\n") >= lines, PATIENCE)
 
 
 def sleeper(directory: Path) -> tuple[str, Path]:
@@ -78,6 +75,9 @@ def sleeper(directory: Path) -> tuple[str, Path]:
     program, started = directory / "sleeper.py", directory / "started"
     program.write_text(f"import time\nopen({str(started)!r}, 'a').write('x\\n')\ntime.sleep(300)\n")
     return str(program), started
+
+
+PREFLIGHT = 4 * 3 * 2**20  # of four ranks: what each sends to the other node, to measure the link
 
 
 @pytest.mark.usefixtures("namespaces")
@@ -91,7 +91,7 @@ def test_the_ledger_is_what_the_kernel_counts(zero: list[str], tmp_path: Path) -
     metrics = tmp_path / "metrics.jsonl"
     flags = [*MODEL, *zero, "--metrics-file", str(metrics)]
     run = emulate("--nodes", "2", "--ranks-per-node", "2", "--", "pretrain_gpt.py", *flags)
-    out, err = run.communicate(timeout=120)
+    out, err = run.communicate(timeout=PATIENCE)
     assert run.returncode == 0, err[-2000:]
     steps = [record for record in map(json.loads, metrics.read_text().splitlines()) if "lm_loss" in record]
     ledger = [step["inter_node_bytes"] for step in steps]
@@ -101,7 +101,7 @@ def test_the_ledger_is_what_the_kernel_counts(zero: list[str], tmp_path: Path) -
     counted = [int(nbytes) for nbytes in re.findall(r"node \d+ (\d+)", line)]
     print(f"ledger {sum(ledger)}, counters {sum(counted)} = {counted}")
     assert counted[0] == pytest.approx(counted[1], rel=0.01)
-    assert sum(ledger) < sum(counted) < 1.03 * sum(ledger) + 150_000
+    assert sum(ledger) < sum(counted) - PREFLIGHT < 1.03 * sum(ledger) + 150_000
     assert left_behind(run.pid) == []
 
 
@@ -112,7 +112,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     wait_for(started, lines=2)
     assert len(left_behind(run.pid)) == 3 + 4  # two nodes and the switch; two launchers and two ranks
     run.send_signal(signal.SIGINT)
-    run.communicate(timeout=30)
+    run.communicate(timeout=PATIENCE)
     assert run.returncode == 130
     assert left_behind(run.pid) == []
 
@@ -133,7 +133,7 @@ def test_the_next_run_removes_what_a_killed_one_left_and_reports_its_own_failure
         "sys.exit('out of luck with ' + ' '.join(sys.argv[1:]))\n"
     )
     run = emulate("--nodes", "2", "--ranks-per-node", "1", "--", str(failing), "two words", "$HOME")
-    _, err = run.communicate(timeout=60)
+    _, err = run.communicate(timeout=PATIENCE)
     assert run.returncode == 1
     assert f"removing what the killed run {killed.pid} left behind" in err
     assert "node 1: out of luck with two words $HOME\n" in err
@@ -158,7 +158,7 @@ def test_the_next_run_removes_what_a_killed_one_left_and_reports_its_own_failure
 )
 def test_a_bad_command_line_is_refused_in_one_line(argv: str, named: str) -> None:
     run = emulate(*argv.split())
-    out, err = run.communicate(timeout=30)
+    out, err = run.communicate(timeout=PATIENCE)
     assert (run.returncode, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("launch/emulate_nodes.sh: ")
     assert named in err
@@ -173,7 +173,7 @@ def test_without_root_it_says_so() -> None:
         pytest.skip("setpriv missing: root cannot play somebody else")
     argv = [*user, "bash", SCRIPT, "--nodes", "2", "--ranks-per-node", "2", "--", "x.py"]
     done = subprocess.run(
-        argv, env=environment(CUDA_VISIBLE_DEVICES=""), capture_output=True, text=True, timeout=30
+        argv, env=environment(CUDA_VISIBLE_DEVICES=""), capture_output=True, text=True, timeout=PATIENCE
     )
     if "Permission denied" in done.stderr:
         pytest.skip(f"others may not read {SCRIPT}")

@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT, environment
+from tests.support import ROOT, environment, wait_until
 
+PATIENCE = 120  # seconds; what has to be ended sleeps longer
 SCRIPT = ROOT / "launch" / "local.sh"
 
 
@@ -37,31 +37,31 @@ def test_every_rank_gets_the_launchers_variables_and_the_flags(tmp_path: Path) -
         "values = ' '.join(os.environ[name] for name in names)\n"
         "sys.stdout.write(f\"{values} {int(os.environ['MASTER_PORT']) > 0} {sys.argv[1:]}\\n\")",
     )
-    out, err = local("-n", "3", program, "--flag", "two words").communicate(timeout=60)
+    out, err = local("-n", "3", program, "--flag", "two words").communicate(timeout=PATIENCE)
     expected = [f"{rank} 3 {rank} 3 127.0.0.1 True ['--flag', 'two words']" for rank in range(3)]
     assert (sorted(out.splitlines()), err) == (expected, "")
 
 
+def test_a_module_is_started_as_python_does() -> None:
+    out, err = local("-n", "2", "-m", "json.tool", "--help").communicate(timeout=PATIENCE)
+    assert (out.count("usage:"), err) == (2, "")
+
+
 def test_the_first_failure_ends_the_others_and_is_the_status(tmp_path: Path) -> None:
-    program = write(tmp_path, "time.sleep(0.2 if rank == 1 else 60)\nsys.exit(7)")
+    program = write(tmp_path, "time.sleep(0.2 if rank == 1 else 600)\nsys.exit(7)")
     child = local("-n", "3", program)
-    started = time.monotonic()
-    child.communicate(timeout=30)
+    child.communicate(timeout=PATIENCE)
     assert child.returncode == 7
-    assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_reaches_every_rank(tmp_path: Path, sent: signal.Signals, status: int) -> None:
     pids = tmp_path / "pids"
-    program = write(tmp_path, f"open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n')\ntime.sleep(60)")
+    program = write(tmp_path, f"open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n')\ntime.sleep(600)")
     child = local("-n", "2", program)
-    deadline = time.monotonic() + 30
-    while not (pids.exists() and pids.read_text().count("\n") == 2):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: pids.exists() and pids.read_text().count("\n") == 2, PATIENCE)
     child.send_signal(sent)
-    child.communicate(timeout=30)
+    child.communicate(timeout=PATIENCE)
     assert child.returncode == status
     for pid in pids.read_text().split():
         with pytest.raises(ProcessLookupError):
@@ -71,7 +71,7 @@ def test_a_signal_reaches_every_rank(tmp_path: Path, sent: signal.Signals, statu
 @pytest.mark.parametrize("argv", [(), ("-n", "0", "x.py"), ("-n", "two", "x.py"), ("-x",)])
 def test_bad_usage_is_status_2(argv: tuple[str, ...]) -> None:
     child = local(*argv)
-    _, err = child.communicate(timeout=30)
+    _, err = child.communicate(timeout=PATIENCE)
     assert child.returncode == 2
     assert "launch/local.sh" in err
 
@@ -80,9 +80,17 @@ SAVED = ("--save", "there", "--load=there")
 
 
 def attempts(directory: Path, text: str) -> str:
-    """A program that knows which start this is: `start` counts from 1, for each rank."""
-    count = f"open({str(directory / 'starts')!r} + str(rank), 'a+')"
-    return write(directory, f"file = {count}\nfile.write('x')\nstart = file.tell()\nfile.close()\n{text}")
+    """A program that knows which start this is: `start` counts from 1, and all ranks have begun it."""
+    begun = (
+        "ranks = range(int(os.environ['WORLD_SIZE']))\n"
+        f"files = [{str(directory / 'starts')!r} + str(each) for each in ranks]\n"
+        "with open(files[rank], 'a') as file:\n"
+        "    file.write('x')\n"
+        "    start = file.tell()\n"
+        "while any(not os.path.exists(file) or os.path.getsize(file) < start for file in files):\n"
+        "    time.sleep(0.01)\n"
+    )
+    return write(directory, begun + text)
 
 
 def test_a_crashed_job_is_started_again_with_all_its_ranks(tmp_path: Path) -> None:
@@ -92,10 +100,10 @@ def test_a_crashed_job_is_started_again_with_all_its_ranks(tmp_path: Path) -> No
         "import signal\n"
         "if start == 1 and rank == 1: os.kill(os.getpid(), signal.SIGSEGV)\n"
         "if start == 2 and rank == 0: sys.exit(7)\n"
-        "time.sleep(0 if start == 3 else 60)\n"
+        "time.sleep(0 if start == 3 else 600)\n"
         "sys.stdout.write(os.environ['MASTER_PORT'] + '\\n')\n",
     )
-    out, err = local("-n", "2", "--max-restarts", "2", program, *SAVED).communicate(timeout=60)
+    out, err = local("-n", "2", "--max-restarts", "2", program, *SAVED).communicate(timeout=PATIENCE)
     assert len(set(out.splitlines())) == 1
     said = [line for line in err.splitlines() if "restart " in line]
     assert said == [
@@ -109,14 +117,14 @@ def test_a_crashed_job_is_started_again_with_all_its_ranks(tmp_path: Path) -> No
 def test_what_would_happen_again_is_not_started_again(tmp_path: Path, status: int) -> None:
     program = attempts(tmp_path, f"sys.exit({status})")
     child = local("-n", "2", "--max-restarts", "2", program, *SAVED)
-    child.communicate(timeout=30)
+    child.communicate(timeout=PATIENCE)
     assert child.returncode == status
     assert (tmp_path / "starts0").read_text() == "x"
 
 
 def test_restarts_end(tmp_path: Path) -> None:
     child = local("-n", "1", "--max-restarts", "1", attempts(tmp_path, "sys.exit(9)"), *SAVED)
-    _, err = child.communicate(timeout=30)
+    _, err = child.communicate(timeout=PATIENCE)
     assert child.returncode == 9
     assert "rank 0 ended with status 9; no restart is left" in err
     assert (tmp_path / "starts0").read_text() == "xx"
@@ -125,6 +133,6 @@ def test_restarts_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize("flags", [(), ("--save", "a"), ("--save", "a", "--load", "b")])
 def test_restarts_need_a_place_to_go_on_from(flags: tuple[str, ...]) -> None:
     child = local("--max-restarts", "1", "-n", "1", "x.py", *flags)
-    _, err = child.communicate(timeout=30)
+    _, err = child.communicate(timeout=PATIENCE)
     assert child.returncode == 2
     assert "--max-restarts 1: needs --save" in err

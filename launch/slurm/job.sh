@@ -1,0 +1,138 @@
+#!/usr/bin/env bash
+# What a SLURM job does around its steps: it starts them, passes signals on, restarts what crashed and requeues
+# what was stopped. The .sbatch files source it; docs/launching.md says how they are used.
+#   ZPP_ENVIRONMENT  a file of bash that is sourced first: modules, a virtual environment, containers. It may set
+#                    srun_arguments=(…) and container=(…), which go before the program.
+#   PYTHON           the python to run [python3]
+#   RANKS_PER_NODE   pretrain_gpt_torchrun.sbatch: ranks of a node [its GPUs]
+#   MAX_RESTARTS     times that a run which crashed is started again inside its allocation [3]
+#   MAX_REQUEUES     times that the job requeues itself [100]
+# USR1 to the batch script (--signal=B:USR1@…, scancel --batch --signal=USR1): save, requeue, go on.
+# TERM to it (scancel --batch --signal=TERM): save and end.
+
+say() { echo "launch/slurm: job $SLURM_JOB_ID: $*" >&2; }
+refuse() { say "$*"; exit 2; }
+
+restarts=${MAX_RESTARTS:-3}
+requeues=${MAX_REQUEUES:-100}
+[[ $restarts =~ ^(0|[1-9][0-9]{0,5})$ ]] || refuse "MAX_RESTARTS $restarts: must be a whole number, 0 or more"
+[[ $requeues =~ ^(0|[1-9][0-9]{0,5})$ ]] || refuse "MAX_REQUEUES $requeues: must be a whole number, 0 or more"
+
+# shellcheck source=launch/flags.sh
+source "$ZPP_ROOT/launch/flags.sh"
+srun_arguments=() container=()
+if [[ -n ${ZPP_ENVIRONMENT:-} ]]; then
+    [[ -r $ZPP_ENVIRONMENT ]] || refuse "ZPP_ENVIRONMENT $ZPP_ENVIRONMENT: cannot be read on $(hostname)"
+    set +eu # modules and conda rely on it
+    # shellcheck source=/dev/null
+    source "$ZPP_ENVIRONMENT" || refuse "ZPP_ENVIRONMENT $ZPP_ENVIRONMENT: failed with status $?"
+    set -eu
+fi
+python=${PYTHON:-python3}
+((${#container[@]} > 0)) || command -v "$python" >/dev/null ||
+    refuse "PYTHON $python: not found; activate an environment in ZPP_ENVIRONMENT, or set PYTHON"
+export PYTHONPATH=$ZPP_ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+
+# A rank that leaves must not take the others with it, which may be closing logs; the run itself finds out who
+# died, and srun's patience is for ranks that did not come far enough for that. The rest undoes what a cluster's
+# or a user's defaults may be: every rank sees its node's GPUs, and ranks are numbered node by node.
+step=(srun --kill-on-bad-exit=0 --wait=120 --distribution=block --gpu-bind=none --mpi=none --export=ALL)
+if [[ ${SLURM_CPUS_PER_TASK:-} ]]; then
+    step+=("--cpus-per-task=$SLURM_CPUS_PER_TASK") # srun does not take it over by itself
+else
+    step+=(--cpu-bind=none) # or each task would be bound to one core
+fi
+
+# One task of the step for each rank.
+train_with_srun() {
+    local tasks=${SLURM_NTASKS_PER_NODE:-} gpus=${SLURM_GPUS_ON_NODE:-0}
+    ((gpus == 0 || ${tasks:-0} <= gpus)) || refuse "--ntasks-per-node $tasks: must be at most the $gpus GPUs of a node"
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
+    step+=("${srun_arguments[@]}" "${container[@]}" "$python" "$ZPP_ROOT/pretrain_gpt.py")
+    train "$@"
+}
+
+# One torchrun for each node, which starts the ranks there.
+train_with_torchrun() {
+    local ranks=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}
+    [[ $ranks =~ ^[1-9][0-9]{0,3}$ ]] ||
+        refuse "RANKS_PER_NODE ${ranks:-(not set)}: must be a whole number, or ask for GPUs with --gpus-per-node"
+    local threads=$((${SLURM_CPUS_PER_TASK:-1} / ranks))
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+    step+=("--ntasks=$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "${srun_arguments[@]}" "${container[@]}" "$python"
+        -m megatron_zpp.train.torchrun --nproc-per-node "$ranks" "$ZPP_ROOT/pretrain_gpt.py")
+    train "$@"
+}
+
+stopped_by='' pid='' started=0 interrupted=''
+
+# Passes the first request on as USR1, which srun gives to the ranks; TERM it takes as an order to end them.
+on_signal() {
+    interrupted=1
+    if [[ -z $stopped_by && -n $pid ]]; then
+        local young=$((started + 10 - SECONDS)) # srun drops signals for tasks that it has yet to start
+        (sleep $((young > 0 ? young : 0)); kill -USR1 "$pid") 2>/dev/null &
+    fi
+    [[ $stopped_by == TERM ]] || stopped_by=$1
+}
+
+# Runs the step once, and leaves its exit status, the highest of its tasks, in `status`.
+run_step() {
+    "${step[@]}" "$@" &
+    pid=$! started=$SECONDS
+    while :; do
+        interrupted='' status=0
+        wait "$pid" || status=$?
+        # A status above 128 may be that of the waiting, which a trap ended, and not of the step.
+        if [[ -z $interrupted ]] || ((status <= 128)); then break; fi
+    done
+    pid=''
+}
+
+# Puts the job back into the queue, unless that was done often enough or the job is being ended anyway.
+requeue() {
+    local count=${SLURM_RESTART_COUNT:-0} job=$SLURM_JOB_ID
+    # The first task of an array has the id of the whole array.
+    [[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+    if ((count >= requeues)); then
+        say "requeued $count times, which is MAX_REQUEUES; submit it again to go on"
+        return
+    fi
+    say "requeues itself, for time $((count + 1)) of $requeues"
+    local state
+    for _ in {1..10}; do # a controller that is busy does not answer
+        if state=$(squeue --noheader --jobs="$job" --format=%T); then
+            [[ $state == RUNNING ]] || { say "is $state, not requeued"; return; }
+            if scontrol requeue "$job"; then return; fi
+        fi
+        sleep 5
+    done
+    say "SLURM did not requeue it; submit it again to go on"
+}
+
+# Runs steps until one ends for good; docs/faults.md has the statuses.
+train() {
+    ((restarts == 0 && requeues == 0)) || goes_on "$@" ||
+        refuse "--save: give --save DIRECTORY and a --load equal to it, which a stopped or crashed run goes on" \
+            "from; or set MAX_RESTARTS=0 MAX_REQUEUES=0"
+    local restart what name
+    trap 'on_signal USR1' USR1
+    trap 'on_signal TERM' TERM
+    for ((restart = 1; ; restart++)); do
+        status=75
+        [[ $stopped_by ]] || run_step "$@"
+        case $status in 0 | 2 | 3 | 130) exit "$status" ;; esac
+        what="status $status"
+        if ((status > 128)) && name=$(kill -l "$status" 2>/dev/null); then what=SIG$name; fi
+        if ((status == 75)) || [[ $stopped_by ]]; then
+            ((status == 75)) || say "a rank ended with $what instead of saving"
+            [[ $stopped_by == TERM ]] || requeue # TERM is the end: by a person, a time limit or a preemption
+            exit "$status"
+        fi
+        if ((restart > restarts)); then
+            say "a rank ended with $what; no restart is left"
+            exit "$status"
+        fi
+        say "a rank ended with $what; restart $restart of $restarts"
+    done
+}
