@@ -17,6 +17,7 @@ import time
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,9 +31,10 @@ from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.config.root import Config, parse_args
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.library import load_operations
+from megatron_zpp.train.joining import meet_ranks
 from megatron_zpp.train.saver import Saver
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.process_group import barrier
+from megatron_zpp.zero.process_group import barrier, process_group, select_device
 from megatron_zpp.zero.topology import Topology
 
 TOKENIZER = {"tokenizer_type": "NullTokenizer", "vocab_size": 50_000, "eod": 49_999, "fingerprint": ""}
@@ -81,7 +83,7 @@ class Training:
     """Steps on random tokens, with the saver's calls where a run has them."""
 
     def __init__(self, engine: ZeroEngine, config: Config) -> None:
-        self._engine = engine
+        self.engine = engine
         shape = (config.training.micro_batch_size, config.model.seq_length + 1)
         self._tokens = torch.randint(49_000, shape)
         self.iteration = 0
@@ -89,12 +91,12 @@ class Training:
     def step(self, saver: Saver | None = None) -> tuple[float, float]:
         """(seconds of the step, seconds of it inside of the saver)."""
         started = time.perf_counter()
-        self._engine.accumulate(self._tokens, index=0, micro_batches=1)
+        self.engine.accumulate(self._tokens, index=0, micro_batches=1)
         inside = time.perf_counter()
         if saver is not None:
             saver.before_step()
         inside = time.perf_counter() - inside
-        self._engine.step(1e-4)
+        self.engine.step(1e-4)
         self._synchronize()
         self.iteration += 1
         after = time.perf_counter()
@@ -110,7 +112,7 @@ class Training:
         return time.perf_counter() - started
 
     def _synchronize(self) -> None:
-        if self._engine.device.type == "cuda":
+        if self.engine.device.type == "cuda":
             torch.cuda.synchronize()
 
 
@@ -140,6 +142,89 @@ def forget(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def time_saves(
+    training: Training, saver: Saver, path: Path, nbytes: int, count: int
+) -> tuple[list[float], list[tuple[float, float]]]:
+    """Seconds that synchronous saves take, and the disk's own rates just before each of them."""
+    seconds, rates = [], []
+    for _ in range(count):
+        barrier(training.engine.topology)
+        rates.append(raw_rates(path, nbytes))
+        barrier(training.engine.topology)
+        seconds.append(training.save(saver))
+        training.step(saver)
+    return seconds, rates
+
+
+def time_stalls(training: Training, saver: Saver, steps: int, count: int) -> tuple[list[float], list[float]]:
+    """Seconds that the training stands still for saves behind it, and those of the `steps` beside each."""
+    stalls, beside = [], []
+    for _ in range(count):
+        stall = training.save(saver)
+        for _ in range(steps):
+            seconds, inside = training.step(saver)
+            stall += inside
+            beside.append(seconds)
+        stalls.append(stall)
+    saver.finish()
+    return stalls, beside
+
+
+def time_loads(engine: ZeroEngine, checkpoint: Path, count: int) -> list[float]:
+    """Seconds that loads take which read from the disk."""
+    seconds = []
+    for _ in range(count):
+        for file in checkpoint.iterdir():
+            forget(file)
+        barrier(engine.topology)
+        started = time.perf_counter()
+        load_checkpoint(checkpoint, engine, TOKENIZER, with_optimizer=True)
+        barrier(engine.topology)
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def measure(
+    options: argparse.Namespace, topology: Topology, device: torch.device, store: dist.Store
+) -> dict[str, Any]:
+    """All figures, on every rank."""
+    config = config_of(options)
+    engine = build(config, topology, device)
+    training = Training(engine, config)
+    for _ in range(3):
+        training.step()
+    plain = median(training.step()[0] for _ in range(5))
+    barrier(topology)
+    kinds = ("weights", "exp_avg", "exp_avg_sq")
+    shard_bytes = sum(shard.nbytes for kind in kinds for shard in engine.shards(kind))
+    path = options.directory / f"raw_{topology.rank}"
+    options.directory.mkdir(parents=True, exist_ok=True)
+
+    waiting = Saver(engine, config, TOKENIZER, Listener(), dist.PrefixStore("waiting", store), Progress())
+    syncs, rates = time_saves(training, waiting, path, shard_bytes, options.saves)
+    sync, step = engine.mean_over_ranks(torch.tensor([median(syncs), plain], device=device)).tolist()
+    steps = 2 + math.ceil(2 * sync / step)  # of training, until a save behind it is done; on all ranks alike
+    settings = config_of(options, "--async-save")
+    behind = Saver(engine, settings, TOKENIZER, Listener(), dist.PrefixStore("behind", store), Progress())
+    stalls, beside = time_stalls(training, behind, steps, options.saves)
+    load = median(time_loads(engine, next(iter(committed(options.directory).values())), options.saves))
+    written, read = (median(rate[side] for rate in rates) for side in (0, 1))
+    return {
+        "preset": options.preset,
+        "ranks": topology.world_size,
+        "bytes_a_rank": shard_bytes,
+        "seconds_of_a_step": round(plain, 4),
+        "seconds_of_a_save": [round(value, 4) for value in syncs],
+        "stall_of_an_async_save": [round(value, 4) for value in stalls],
+        "stall_over_save": round(max(stalls) / sync, 4),
+        "step_beside_a_save_over_step": round(max(beside) / plain, 3),
+        "raw_write_gb_per_second_a_rank": round(written / 1e9, 3),
+        "raw_read_gb_per_second_a_rank": round(read / 1e9, 3),
+        "save_over_raw_write": round(shard_bytes / sync / written, 3),
+        "load_over_raw_read": round(shard_bytes / load / read, 3),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -152,88 +237,15 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     topology = Topology.from_environment(os.environ)
-    device = torch.device("cuda", topology.local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    store: dist.Store = dist.HashStore()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if topology.world_size > 1:
-        shared, _, _ = next(dist.rendezvous("env://", topology.rank, topology.world_size))
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=dist.PrefixStore("collectives", shared),
-            rank=topology.rank,
-            world_size=topology.world_size,
-        )
-        store = dist.PrefixStore("benchmark", shared)
-
-    config = config_of(options)
-    engine = build(config, topology, device)
-    training = Training(engine, config)
-    for _ in range(3):
-        training.step()
-    plain = median(training.step()[0] for _ in range(5))
-    barrier(topology)
-    shard_bytes = sum(
-        shard.nbytes for kind in ("weights", "exp_avg", "exp_avg_sq") for shard in engine.shards(kind)
-    )
-    path = options.directory / f"raw_{topology.rank}"
-    options.directory.mkdir(parents=True, exist_ok=True)
-
-    rates, syncs = [], []
-    saver = Saver(engine, config, TOKENIZER, Listener(), dist.PrefixStore("waiting", store), Progress())
-    for _ in range(options.saves):
+    distributed = config_of(options).distributed
+    device = select_device("auto", topology)
+    meeting = meet_ranks(distributed, topology, "checkpoint")
+    with process_group(distributed, topology, device, meeting):
+        figures = measure(options, topology, device, meeting.store)
+        if topology.rank == 0:
+            write_result(f"checkpoint_{device.type}_{topology.world_size}", figures, options.output)
+            shutil.rmtree(options.directory)
         barrier(topology)
-        rates.append(raw_rates(path, shard_bytes))
-        barrier(topology)
-        syncs.append(training.save(saver))
-        training.step(saver)
-    seconds_of_all = torch.tensor([median(syncs), plain], device=device)
-    sync, step = engine.mean_over_ranks(seconds_of_all).tolist()
-    steps = 2 + math.ceil(2 * sync / step)  # of training, until a save behind it is done; on all ranks alike
-    stalls: list[float] = []
-    beside: list[float] = []
-    settings = config_of(options, "--async-save")
-    behind = Saver(engine, settings, TOKENIZER, Listener(), dist.PrefixStore("behind", store), Progress())
-    for _ in range(options.saves):
-        stall = training.save(behind)
-        for _ in range(steps):
-            seconds, inside = training.step(behind)
-            stall += inside
-            beside.append(seconds)
-        stalls.append(stall)
-    behind.finish()
-    loads = []
-    newest = next(iter(committed(options.directory).values()))
-    for _ in range(options.saves):
-        for file in newest.iterdir():
-            forget(file)
-        barrier(topology)
-        started = time.perf_counter()
-        load_checkpoint(newest, engine, TOKENIZER, with_optimizer=True)
-        barrier(topology)
-        loads.append(time.perf_counter() - started)
-    load = median(loads)
-    written, read = (median(rate[side] for rate in rates) for side in (0, 1))
-    if topology.rank == 0:
-        figures = {
-            "preset": options.preset,
-            "ranks": topology.world_size,
-            "bytes_a_rank": shard_bytes,
-            "seconds_of_a_step": round(plain, 4),
-            "seconds_of_a_save": [round(value, 4) for value in syncs],
-            "stall_of_an_async_save": [round(value, 4) for value in stalls],
-            "stall_over_save": round(max(stalls) / sync, 4),
-            "step_beside_a_save_over_step": round(max(beside) / plain, 3),
-            "raw_write_gb_per_second_a_rank": round(written / 1e9, 3),
-            "raw_read_gb_per_second_a_rank": round(read / 1e9, 3),
-            "save_over_raw_write": round(shard_bytes / sync / written, 3),
-            "load_over_raw_read": round(shard_bytes / load / read, 3),
-        }
-        write_result(f"checkpoint_{device.type}_{topology.world_size}", figures, options.output)
-        shutil.rmtree(options.directory)
-    barrier(topology)
-    if topology.world_size > 1:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
 """Trains the same model with and without each technique of ZeRO++ and compares the validation loss.
 
-torchrun --nproc-per-node 4 benchmarks/convergence.py --data-path PREFIX --vocab-size 32000 [--nodes 2]
-python benchmarks/convergence.py --plot     draws docs/convergence.png from the result
+torchrun --nproc-per-node 2 benchmarks/convergence.py --data-path PREFIX --vocab-size 32000 --nodes 2
+python benchmarks/convergence.py --plot RESULT.json     draws docs/convergence.png from a result
 
 Nodes are emulated by what the ranks are told, so that the hops of qgZ run (both where a node has two ranks),
-over whatever link there is: the numbers that are sent are those of real nodes. Runs of one seed see the same
-samples from the same weights. A result that is there already is kept: call it again with other --runs and
---seeds to go on.
+over whatever link there is: the numbers that are sent are those of real nodes. More ranks than GPUs
+share them. Runs of one seed see the same samples from the same weights. A result that is there already is
+kept: call it again with other --runs and --seeds to go on.
+
+GPUs do not repeat the sums of attention's backward, and training carries the difference on: "stage 3, again"
+says how far. With --deterministic they do, more slowly; it and hpZ must then end with the bits of stage 3.
 """
 
 import argparse
@@ -14,6 +17,7 @@ import json
 import os
 import sys
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
@@ -42,13 +47,14 @@ HPZ = {"zero_hpz_partition_size": "auto"}
 QGZ = {"zero_quantized_gradients": True}
 RUNS: dict[str, dict[str, Any]] = {
     "stage 3": {},
+    "stage 3, again": {},
     "qwZ": QWZ,
     "hpZ": HPZ,
     "qgZ": QGZ,
     "all": QWZ | HPZ | QGZ,
     "all, error feedback": QWZ | HPZ | QGZ | {"zero_gradient_error_feedback": True},
 }
-NAME = "convergence"
+NAME = "convergence_{nodes}x{ranks}"
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "convergence.png"
 
 
@@ -56,7 +62,7 @@ def train(
     options: argparse.Namespace, settings: dict[str, Any], seed: int, topology: Topology, splits: Splits
 ) -> dict[str, Any]:
     """Training losses, validation losses and the final one of a run."""
-    device = torch.device("cuda", topology.rank) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu")
     config = ModelConfig(
         model_preset=options.preset,
         num_layers=options.num_layers,
@@ -87,7 +93,12 @@ def train(
         samples_per_iteration=size * ranks,
     )
     held_out = partial(
-        evaluate, engine, splits.valid, count=options.eval_samples, micro_batch_size=options.micro_batch_size
+        evaluate,
+        engine,
+        splits.valid,
+        count=options.eval_samples,
+        micro_batch_size=options.micro_batch_size,
+        before_round=lambda number, rounds: None,
     )
     curve, validation, total = [], [], torch.zeros((), device=device)
     first_sample = seed * options.steps * size * ranks  # other samples for other seeds
@@ -128,14 +139,14 @@ def compare(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def plot(directory: Path) -> None:
+def plot(result: Path) -> None:
     """Validation losses over steps, and how far above stage 3's they end."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figures = json.loads((directory / f"{NAME}.json").read_text())["figures"]
+    figures = json.loads(result.read_text())["figures"]
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.5), layout="constrained")
     for color, (name, by_seed) in zip(plt.cm.tab10.colors, figures["runs"].items(), strict=False):
         for number, run in enumerate(by_seed.values()):
@@ -157,7 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--plot", action="store_true")
+    parser.add_argument("--plot", type=Path)
     parser.add_argument("--data-path")
     parser.add_argument("--vocab-size", type=int)
     parser.add_argument("--preset", default="gpt2-125m")
@@ -170,19 +181,26 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--lr", type=float, default=6e-4)
     parser.add_argument("--interval", type=int, default=20)
+    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--eval-samples", type=int, default=512)
     parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.plot:
-        plot(options.output)
+        plot(options.plot)
         return
+    if options.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which torch refuses
+        torch.use_deterministic_algorithms(True)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     topology = Topology(rank, world, rank % (world // options.nodes), world // options.nodes)
     if torch.cuda.is_available():
-        torch.cuda.set_device(rank)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        if world > torch.cuda.device_count():  # NCCL lets only ranks of different hosts share a GPU
+            os.environ |= {"NCCL_HOSTID": f"node{topology.node_of(rank)}", "NCCL_SOCKET_IFNAME": "lo"}
+        dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
     splits = open_splits(
@@ -192,19 +210,21 @@ def main() -> None:
         seed=1234,
         tokenizer_description=None,
     )
-    path = options.output / f"{NAME}.json"
+    name_of_result = NAME.format(nodes=topology.nodes, ranks=topology.local_world_size)
+    path = options.output / f"{name_of_result}.json"
     runs = json.loads(path.read_text())["figures"]["runs"] if path.exists() else {}
     for seed in options.seeds:
         for name in options.runs:
             if str(seed) in runs.get(name, {}):
                 continue
-            run = train(options, RUNS[name], seed, topology, splits)
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if options.deterministic else nullcontext():
+                run = train(options, RUNS[name], seed, topology, splits)
             runs.setdefault(name, {})[str(seed)] = run
             if rank == 0:
                 print(name, seed, run["final_valid_loss"], run["seconds"], flush=True)
                 settings = {key: value for key, value in vars(options).items() if key != "output"}
                 figures = {"settings": settings, "percent_above_stage_3": compare(runs), "runs": runs}
-                write_result(NAME, figures, options.output)
+                write_result(name_of_result, figures, options.output)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -170,5 +170,6 @@ def _adamw(ops: Operations, elements: int, device: torch.device) -> Buffers:
 def _adamw_quantize(ops: Operations, elements: int, device: torch.device) -> Buffers:
     states, settings = _states(elements, device)
     message = torch.empty(INT8.message_bytes(elements), dtype=torch.uint8, device=device)
-    ours = partial(ops.adamw_quantize, *states, message, INT8, **settings)
+    tensors: tuple[Any, ...] = (*states, message, INT8)
+    ours = partial(ops.adamw_quantize, *tensors, **settings)
     return Buffers(7 * states[0].nbytes + message.nbytes, ours, tuple(states))

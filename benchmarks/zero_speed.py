@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
@@ -80,7 +81,7 @@ def our_step(config: ModelConfig, settings: dict[str, Any], topology: Topology) 
 
 
 def fsdp2_step(config: ModelConfig, reshard: bool | int = True) -> Contestant:
-    """FSDP2: fp32 shards, bf16 compute, fp32 reduction, fused AdamW, clipping.
+    """FSDP2: fp32 shards, bf16 compute, fp32 reduction, plain loss, fused AdamW, clipping.
 
     `reshard` is its reshard_after_forward of the layers: a number is the size of its hpZ groups.
     """
@@ -97,7 +98,8 @@ def fsdp2_step(config: ModelConfig, reshard: bool | int = True) -> Contestant:
     model.train()
 
     def step(tokens: torch.Tensor) -> None:
-        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        logits = model(tokens[:, :-1])  # and the plain loss: that of GPT's own is ours
+        F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adamw.step()
         adamw.zero_grad()

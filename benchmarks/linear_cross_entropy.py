@@ -1,0 +1,144 @@
+"""Output layer and cross-entropy, forward and backward: the plain one and ours, each also compiled.
+
+python benchmarks/linear_cross_entropy.py [--tokens 8192 16384] [--widths 1024 2048 2560]
+
+Plain is F.cross_entropy on the fp32 logits of all tokens. Compiled, it is compiled as a whole; of ours the
+part between the matrix products is. Figures: milliseconds of a forward and backward, the best of --rounds in
+turn; the rate of the three products, 6 FLOPs a token and number of the weight; on a GPU the peak of memory
+above the inputs, gradients included; and how far loss and gradients are from the plain ones.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
+
+from benchmarks.common import RESULTS, write_result
+from megatron_zpp.model.loss import linear_cross_entropy, logits_to_gradient
+
+Loss = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+
+
+def plain(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    """The loss of a plain script."""
+    return F.cross_entropy(F.linear(x, weight)[:, :vocab_size].float(), targets)
+
+
+def contestant(name: str) -> Loss:
+    """Made when its turn comes: compilation is not for a machine without a compiler."""
+    return {
+        "plain": lambda: plain,
+        "plain_compiled": lambda: torch.compile(plain),
+        "ours": lambda: linear_cross_entropy,
+        "ours_compiled": lambda: partial(linear_cross_entropy, to_gradient=torch.compile(logits_to_gradient)),
+    }[name]()
+
+
+CONTESTANTS = ("plain", "plain_compiled", "ours", "ours_compiled")
+
+
+def pass_through(loss: Loss, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    """A forward and backward; the gradients are left in `grad`."""
+    x.grad = weight.grad = None
+    value = loss(x, weight, targets, vocab_size)
+    value.backward()
+    return value.detach()
+
+
+def seconds(run: Callable[[], Tensor], device: torch.device, steps: int) -> float:
+    """Of one of `steps` runs."""
+    synchronize(device)
+    started = time.perf_counter()
+    for _ in range(steps):
+        run()
+    synchronize(device)
+    return (time.perf_counter() - started) / steps
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for what a GPU still has to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_bytes(run: Callable[[], Tensor], x: Tensor, weight: Tensor) -> int | None:
+    """Of one run above what was there before it; None where there is no CUDA to tell."""
+    if x.device.type != "cuda":
+        return None
+    x.grad = weight.grad = None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def measure(
+    tokens: int, width: int, vocab_size: int, names: list[str], device: torch.device, steps: int, rounds: int
+) -> dict[str, Any]:
+    """The figures of each contestant at one size, bf16."""
+    generator = torch.Generator(device).manual_seed(tokens + width)
+    padded = -(-vocab_size // 128) * 128
+    x, weight = (
+        torch.randn(rows, width, generator=generator, device=device).mul_(std).bfloat16().requires_grad_()
+        for rows, std in ((tokens, 1.0), (padded, 0.02))
+    )
+    targets = torch.randint(vocab_size, (tokens,), generator=generator, device=device)
+    runs = {name: partial(pass_through, contestant(name), x, weight, targets, vocab_size) for name in names}
+    exact = pass_through(plain, x, weight, targets, vocab_size), x.grad, weight.grad
+    figures: dict[str, Any] = {}
+    for name, run in runs.items():
+        for _ in range(2):  # compiles
+            loss = run()
+        pairs = zip((loss, x.grad, weight.grad), exact, strict=True)
+        off = [((one - other).float().norm() / other.float().norm()).item() for one, other in pairs]
+        figures[name] = {"off": dict(zip(("loss", "of_x", "of_weight"), off, strict=True))}
+        figures[name]["peak_bytes"] = peak_bytes(run, x, weight)
+    timed: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            timed[name].append(seconds(run, device, steps))
+    flops = 6 * tokens * width * padded
+    for name in names:
+        best = min(timed[name])
+        figures[name] |= {"milliseconds": round(1000 * best, 3), "tflops": round(flops / best / 1e12, 1)}
+    return figures
+
+
+def main() -> None:
+    """All sizes, in one result."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384])
+    parser.add_argument("--widths", type=int, nargs="+", default=[1024, 2048, 2560])
+    parser.add_argument("--vocab-size", type=int, default=50304)
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU here; --device cpu works, for small sizes")
+    device = torch.device(options.device)
+    figures = {}
+    for width in options.widths:
+        for tokens in options.tokens:
+            figures[f"tokens_{tokens}_width_{width}"] = measure(
+                tokens, width, options.vocab_size, options.contestants, device, options.steps, options.rounds
+            )
+    settings = {name: value for name, value in vars(options).items() if name != "output"}
+    write_result("linear_cross_entropy", {"settings": settings, **figures}, options.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""What others would write: GPT in plain PyTorch, and FSDP2 on it, as a program to measure beside ours.
+
+torchrun --nproc-per-node 2 benchmarks/plain_training.py --kind fsdp2 --preset 1.3b --micro-batch-size 8 \\
+    --steps 30 --metrics-file FILE
+
+plain       fp32 weights, autocast to bf16, a graph for each layer by torch.compile, fused AdamW, clipping
+whole       weights of bf16 alone, the whole model and its loss one graph by torch.compile, fused AdamW
+fsdp2       fp32 shards, bf16 compute, fp32 reduction, a graph for each layer, fused AdamW, clipping
+
+Shares nothing with megatron_zpp but shapes. Random tokens come from pinned memory; the loss is read
+every --log-interval steps, when a line of JSON goes to --metrics-file.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
+
+from megatron_zpp.config.model import ModelConfig
+
+
+class Block(nn.Module):
+    """A pre-LN layer without dropout."""
+
+    def __init__(self, width: int, heads: int, inner: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class PlainGPT(nn.Module):
+    """GPT-2 with tied embeddings."""
+
+    def __init__(self, config: ModelConfig, vocabulary: int) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.tokens, self.positions = (
+            nn.Embedding(rows, width, _weight=0.02 * torch.randn(rows, width))
+            for rows in (vocabulary, config.seq_length)
+        )
+        self.blocks = nn.ModuleList(
+            Block(width, config.num_attention_heads, config.ffn_hidden_size) for _ in range(config.num_layers)
+        )
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.norm(x), self.tokens.weight)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def build(kind: str, config: ModelConfig, vocabulary: int, device: torch.device) -> nn.Module:
+    """The model as a user of that way would set it up."""
+    torch.manual_seed(1)
+    with device:
+        model = PlainGPT(config, vocabulary)
+    if kind == "whole":
+        model = model.bfloat16()
+        model.compile(dynamic=False)
+        return model
+    for block in model.blocks:
+        block.compile(dynamic=False)
+    if kind == "fsdp2":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in model.blocks:
+            fully_shard(block, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+    return model
+
+
+def train(options: argparse.Namespace, device: torch.device, rank: int) -> None:
+    """Takes the steps and writes the lines."""
+    config = ModelConfig(
+        model_preset=options.preset,
+        num_layers=options.num_layers,
+        hidden_size=options.hidden_size,
+        num_attention_heads=options.num_attention_heads,
+        seq_length=options.seq_length,
+    )
+    model = build(options.kind, config, options.vocab_size, device)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=options.kind == "plain")
+    draw, shape = torch.Generator().manual_seed(rank), (options.micro_batch_size, options.seq_length + 1)
+    on_gpu, started = device.type == "cuda", time.perf_counter()
+    for step in range(1, options.steps + 1):
+        tokens = torch.randint(options.vocab_size, shape, generator=draw)
+        tokens = (tokens.pin_memory() if on_gpu else tokens).to(device, non_blocking=True)
+        with autocast:
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adamw.step()
+        adamw.zero_grad()
+        if step % options.log_interval == 0:
+            read = loss.item()
+            elapsed, started = time.perf_counter() - started, time.perf_counter()
+            if rank == 0:
+                record = {
+                    "iteration": step,
+                    "lm_loss": read,
+                    "elapsed_ms": 1000 * elapsed / options.log_interval,
+                }
+                if on_gpu:
+                    record["memory_peak_bytes"] = torch.cuda.max_memory_allocated()
+                with open(options.metrics_file, "a") as file:
+                    file.write(json.dumps(record) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kind", choices=("plain", "whole", "fsdp2"), required=True)
+    parser.add_argument("--preset")
+    parser.add_argument("--num-layers", type=int)
+    parser.add_argument("--hidden-size", type=int)
+    parser.add_argument("--num-attention-heads", type=int)
+    parser.add_argument("--seq-length", type=int, default=1024)
+    parser.add_argument("--vocab-size", type=int, default=50304)
+    parser.add_argument("--micro-batch-size", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--log-interval", type=int, default=10)
+    parser.add_argument("--metrics-file", required=True)
+    options = parser.parse_args()
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    if world > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    train(options, device, rank)
+    if world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

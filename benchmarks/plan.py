@@ -1,0 +1,269 @@
+"""What --dry-run predicts beside what was measured here and what the ZeRO++ paper published; needs no GPU.
+
+python benchmarks/plan.py   writes benchmarks/results/plan.json and prints the tables of docs/planning.md
+
+Memory follows from the settings alone. The measured runs had an earlier loss, of EARLIER_LOSS bytes a token
+and entry of the vocabulary at the moment of their peaks, so memory is compared without the loss. Time follows
+from the constants of plan/hardware.py, of which the share of the peak is fitted to one H200 alone, and the
+CPU's rate to the offloaded optimizer. NCCL over loopback sockets has no data sheet: what one of its
+communicators carries is fitted to the stage 3 row of each result.
+
+The paper (2306.10209) ran DeepSpeed's ZeRO-3 and ZeRO++ on 24 DGX-2 of 16 V100. Its bytes are put in here,
+3 and 0.75 models between nodes a step, since a plan has those of our engine. Each row is predicted twice:
+transfers behind the compute, and none behind it. Its TFLOP/s are taken to count the recomputation. Beside it
+stands the plan of our engine for the same model on the same machines.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
+
+from benchmarks.common import RESULTS, write_result
+from benchmarks.slow_link import NODES, RANKS_OF_A_NODE, SHAPE, VOCAB
+from benchmarks.zero_speed import CONTESTANTS
+from benchmarks.zero_speed import VOCAB as GPU_VOCAB
+from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.plan import PlanConfig
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.model.flops import parameter_count
+from megatron_zpp.plan.hardware import Machine, machine
+from megatron_zpp.plan.job import Job, units_of
+from megatron_zpp.plan.memory import memory_of
+from megatron_zpp.plan.step_time import compute_seconds, pass_seconds, step_time
+from megatron_zpp.plan.traffic import Pass, Sent, total, traffic_of
+
+Row = dict[str, Any]
+EARLIER_LOSS = 12  # fp32 softmax, gradient of its output, gradient of its input
+INFINITE = float("inf")
+PAPER_NODES, PAPER_GPUS = 24, 16
+PAPER_VOLUMES = {
+    "ZeRO-3": (1.0, 1.0, 1.0),
+    "ZeRO++": (0.5, 0.0, 0.25),
+}  # models: forward, backward, gradients
+# (link Gbit/s, tokens a GPU) -> what is published of the 18B model, or of all sizes where it says so
+PUBLISHED = {
+    (100, 1024): {"ZeRO-3": "14", "ZeRO++": "31", "speed-up": "2.16"},
+    (400, 1024): {"ZeRO-3": "", "ZeRO++": "", "speed-up": "1.28 to 1.36, or up to 1.56 (all sizes)"},
+    (400, 2048): {"ZeRO-3": "", "ZeRO++": "", "speed-up": "1.24 to 1.29, or up to 1.41 (all sizes)"},
+}
+
+OURS: dict[str, tuple[str, bool]] = {  # row -> contestant, and whether gradients are sent in bf16
+    "stage 3": ("stage_3", False),
+    "stage 3, `--grad-reduce-in-bf16`": ("stage_3", True),
+    "all of ZeRO++": ("zeropp", False),
+}
+
+
+def job_of(model: ModelConfig, vocab: int, zero: Row, nodes: int, local: int, size: int) -> Job:
+    """One bf16 micro-batch of `size` a step, nothing recomputed."""
+    return Job(
+        model=model,
+        vocab_size=vocab,
+        recompute=RecomputeConfig(),
+        zero=ZeroConfig(**zero),
+        precision=PrecisionConfig(bf16=True),
+        nodes=nodes,
+        local=local,
+        micro_batch_size=size,
+        micro_batches=1,
+        units=units_of(model, vocab),
+    )
+
+
+def fitted(job: Job, measured: float, at: Callable[[float], Machine], low: float, high: float) -> Machine:
+    """`at` of the rate at which the job's step takes `measured` seconds: a faster one takes less."""
+    passes = traffic_of(job)
+    for _ in range(60):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if step_time(job, at(middle), passes).seconds > measured else (low, middle)
+    return at(low)
+
+
+def h200_rows() -> list[Row]:
+    """Every measurement of zero_speed.py."""
+    model = ModelConfig(model_preset="1.3b", seq_length=1024, hidden_dropout=0.0, attention_dropout=0.0)
+    gpu = machine(PlanConfig(dry_run=True, plan_gpu="h200"), "bfloat16")
+    rows = []
+    for micro_batch, nodes, local in ((8, 1, 2), (8, 2, 1), (4, 2, 2)):
+        name = f"zero_speed_1.3b_mbs{micro_batch}_{nodes}x{local}"
+        figures = json.loads((RESULTS / f"{name}.json").read_text())["figures"]
+        stage_3 = job_of(model, GPU_VOCAB, CONTESTANTS["stage_3"], nodes, local, micro_batch)
+        share = local if nodes > 1 else 1  # two GPUs for all ranks
+
+        def sockets(lane: float, share: int = share) -> Machine:
+            return Machine(gpu.flops / share, gpu.memory_rate / share, gpu.inside / share, INFINITE, lane)
+
+        measured = figures["stage_3"]["milliseconds"] / 1000
+        rates = gpu if nodes == 1 else fitted(stage_3, measured, sockets, 1e6, 1e12)
+        for contestant, figure in figures.items():
+            if contestant not in CONTESTANTS and contestant != "one_gpu":
+                continue
+            alone = contestant == "one_gpu"
+            grid = (1, 1) if alone else (nodes, local)
+            job = job_of(model, GPU_VOCAB, CONTESTANTS.get(contestant, {}), *grid, micro_batch)
+            seconds = step_time(job, rates, traffic_of(job)).seconds
+            memory = memory_of(job)
+            earlier_loss = EARLIER_LOSS * job.tokens * job.vocab_size / 2**30
+            rows.append(
+                {
+                    "result": name,
+                    "run": contestant,
+                    "gib_without_loss": round((memory.resident + memory.activations) / 2**30, 2),
+                    "measured_gib_without_loss": round(figure["peak_gib"] - earlier_loss, 2),
+                    "milliseconds": round(1000 * seconds, 1),
+                    "measured_ms": figure["milliseconds"],
+                    "fitted": contestant in ("one_gpu", "stage_3_offload" if nodes == 1 else "stage_3"),
+                }
+            )
+    return rows
+
+
+def slow_link_rows() -> list[Row]:
+    """The CPU nodes of slow_link.py. Compute is fitted to stage 3 without a limit; the link is 200 Mbit/s."""
+    figures = json.loads((RESULTS / "slow_link.json").read_text())["figures"]
+    model = ModelConfig(**SHAPE, hidden_dropout=0.0, attention_dropout=0.0)
+    link = figures["settings"]["link_mbit"] * 1e6 / 8
+
+    def cpus(flops: float, link: float = INFINITE) -> Machine:
+        return Machine(flops, INFINITE, INFINITE, link)
+
+    def job(name: str) -> Job:
+        zero = CONTESTANTS[{"all_on": "zeropp"}.get(name, name)]
+        return job_of(model, VOCAB, zero, NODES, RANKS_OF_A_NODE, 1)
+
+    def seconds(name: str) -> float:
+        return step_time(job(name), cpus(free.flops, link), traffic_of(job(name))).seconds
+
+    free = fitted(job("stage_3"), figures["stage_3"]["seconds_without_a_limit"], cpus, 1e6, 1e15)
+    return [
+        {
+            "run": name,
+            "seconds": round(seconds(name), 3),
+            "measured_seconds": figure["seconds"],
+        }
+        for name, figure in figures.items()
+        if name != "settings"
+    ]
+
+
+def published_rows() -> list[Row]:
+    """The paper's 18B model: TFLOP/s a GPU with transfers `behind` the compute, and each `alone`."""
+    rows = []
+    for (gbit, tokens), published in PUBLISHED.items():
+        plan = PlanConfig(dry_run=True, plan_gpu="v100", plan_link_gbit=gbit)
+        rates = machine(plan, "float16")
+        row: Row = {"gbit": gbit, "tokens": tokens, "published": published, "behind": {}, "alone": {}}
+        for system, volumes in PAPER_VOLUMES.items():
+            row["behind"][system], row["alone"][system] = _paper(tokens, volumes, rates)
+        for predicted in (row["behind"], row["alone"]):
+            predicted["speed-up"] = round(predicted["ZeRO++"] / predicted["ZeRO-3"], 2)
+        rows.append(row)
+    return rows
+
+
+def our_rows() -> list[Row]:
+    """The same model in our engine: models sent between nodes, and TFLOP/s a GPU by link and tokens."""
+    rows = []
+    for name, (contestant, in_bf16) in OURS.items():
+        row: Row = {"run": name, "tflops": []}
+        for gbit, tokens in PUBLISHED:
+            job = _paper_job(tokens, CONTESTANTS[contestant], in_bf16)
+            rates = machine(PlanConfig(dry_run=True, plan_gpu="v100", plan_link_gbit=gbit), "float16")
+            passes = traffic_of(job)
+            row["models"] = round(total(passes).inter / _one_model(job), 2)
+            computes = sum(compute_seconds(job, rates, is_forward) for is_forward in (True, False))
+            seconds = step_time(job, rates, passes).seconds
+            row["tflops"].append(round(rates.flops / 1e12 * computes / seconds, 1))
+        rows.append(row)
+    return rows
+
+
+def _paper_job(tokens: int, zero: Row, in_bf16: bool = False) -> Job:
+    model = ModelConfig(model_preset="18b", hidden_dropout=0.0, attention_dropout=0.0)
+    return Job(
+        model=model,
+        vocab_size=GPU_VOCAB,
+        recompute=RecomputeConfig(recompute_granularity="full", recompute_method="uniform"),
+        zero=ZeroConfig(**zero),
+        precision=PrecisionConfig(fp16=True, grad_reduce_in_bf16=in_bf16),
+        nodes=PAPER_NODES,
+        local=PAPER_GPUS,
+        micro_batch_size=tokens // model.seq_length,
+        micro_batches=1,
+        units=units_of(model, GPU_VOCAB),
+    )
+
+
+def _one_model(job: Job) -> int:
+    """Bytes that all nodes send to others to move the model once."""
+    return 2 * parameter_count(job.model, GPU_VOCAB) * (PAPER_NODES - 1)
+
+
+def _paper(tokens: int, volumes: tuple[float, float, float], rates: Machine) -> tuple[float, float]:
+    """TFLOP/s a GPU, recomputation counted: overlapped, and one after the other."""
+    job = _paper_job(tokens, {"zero_stage": 3})
+    whole = _one_model(job)
+    forward, backward, gradients = volumes
+    behind = alone = computes = 0.0
+    for is_forward, models in ((True, forward), (False, backward + gradients)):
+        sent = Sent(inter=int(models * whole))
+        one = Pass(is_forward, 1, sent, Sent(), Sent(), decoded=0, summed=0)
+        compute = compute_seconds(job, rates, is_forward)
+        behind += pass_seconds(job, rates, one, compute)
+        alone += compute + pass_seconds(job, rates, one, 0.0)
+        computes += compute
+    tflops = rates.flops / 1e12 * computes
+    return round(tflops / behind, 1), round(tflops / alone, 1)
+
+
+def tables() -> dict[str, list[str]]:
+    """The tables of docs/planning.md, as lines."""
+    gpus = [
+        f"| {row['result'].removeprefix('zero_speed_1.3b_').replace('_', ', ')} | {row['run']} | "
+        f"{row['gib_without_loss']:.2f} | {row['measured_gib_without_loss']:.2f} | "
+        f"{row['milliseconds']:.1f} | {row['measured_ms']:.1f} | "
+        f"{'fitted' if row['fitted'] else format(row['milliseconds'] / row['measured_ms'] - 1, '+.1%')} |"
+        for row in h200_rows()
+    ]
+    links = [
+        f"| {row['run']} | {row['seconds']:.2f} | {row['measured_seconds']:.2f} | "
+        f"{row['seconds'] / row['measured_seconds'] - 1:+.0%} |"
+        for row in slow_link_rows()
+    ]
+    paper = [
+        f"| {row['gbit']} | {row['tokens']} | {_figures(row['behind'])} | {_figures(row['alone'])} | "
+        f"{_figures(row['published'])} |"
+        for row in published_rows()
+    ]
+    ours = [
+        f"| {row['run']} | {row['models']:.2f} | {' | '.join(map(str, row['tflops']))} |"
+        for row in our_rows()
+    ]
+    return {"gpus": gpus, "links": links, "paper": paper, "ours": ours}
+
+
+def _figures(row: Row) -> str:
+    rates = f"{row['ZeRO-3']} → {row['ZeRO++']}: " if row["ZeRO-3"] else ""
+    return f"{rates}{row['speed-up']}"
+
+
+def main() -> None:
+    """Writes the rows, and prints them as they stand in the documentation."""
+    figures = {
+        "h200": h200_rows(),
+        "slow_link": slow_link_rows(),
+        "zeropp_paper_18b": published_rows(),
+        "ours_18b": our_rows(),
+    }
+    write_result("plan", figures)
+    for name, lines in tables().items():
+        print("", name, *lines, sep="\n")
+
+
+if __name__ == "__main__":
+    main()

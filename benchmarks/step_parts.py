@@ -1,0 +1,100 @@
+"""Splits the time of a traced step by what the GPU did, and draws it.
+
+Where kernels of two kinds run at once, their time is the first one's in the order of PARTS: communication is
+exposed where nothing else ran beside it.
+"""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.timeline import kind_of
+
+KINDS = {  # kind of benchmarks/timeline.py -> part
+    "matrix product": "matrix products",
+    "attention": "attention",
+    "AdamW": "AdamW",
+    "other compute": "other compute",
+    "encode": "codes",
+    "decode": "codes",
+    "sum and encode again": "codes",
+    "decode and sum": "codes",
+    "sum": "codes",
+    "copy inside the GPU": "copies",
+}
+PARTS = (
+    *("matrix products", "attention", "AdamW", "other compute", "codes", "copies"),
+    *("exposed communication", "idle"),
+)
+Span = tuple[float, float]
+
+
+def parts_of_trace(path: Path, steps: int) -> dict[str, float]:
+    """Milliseconds of a step by part, from a trace of `steps` whole steps."""
+    with gzip.open(path, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    return parts_of(
+        [e for e in events if e.get("ph") == "X" and e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")],
+        steps,
+    )
+
+
+def parts_of(events: list[dict[str, Any]], steps: int) -> dict[str, float]:
+    """The same of the GPU's events, with times in microseconds."""
+    if not events:
+        return dict.fromkeys(PARTS, 0.0)
+    spans: dict[str, list[Span]] = {part: [] for part in PARTS}
+    for event in events:
+        spans[KINDS.get(kind_of(event), "exposed communication")].append(
+            (event["ts"], event["ts"] + event["dur"])
+        )
+    start = min(event["ts"] for event in events)
+    stop = max(event["ts"] + event["dur"] for event in events)
+    busy: list[Span] = []
+    found = {}
+    for part in PARTS[:-1]:
+        before = _length(busy)
+        busy = _union([*busy, *spans[part]])
+        found[part] = (_length(busy) - before) / steps / 1000
+    found["idle"] = (stop - start - _length(busy)) / steps / 1000
+    return {part: round(value, 3) for part, value in found.items()}
+
+
+def draw(parts: dict[str, dict[str, float]], path: Path) -> None:
+    """A bar for each run, as shares of its step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(11, 1.2 + 0.55 * len(parts)), layout="constrained")
+    names = list(parts)
+    left = [0.0] * len(names)
+    for part, color in zip(PARTS, plt.cm.tab10.colors, strict=False):
+        widths = [100 * parts[name][part] / (sum(parts[name].values()) or 1.0) for name in names]
+        axes.barh(names, widths, left=left, color=color, label=part, height=0.7)
+        for row, (begin, width) in enumerate(zip(left, widths, strict=True)):
+            if width > 4:
+                axes.text(begin + width / 2, row, f"{width:.0f}", ha="center", va="center", fontsize=8)
+        left = [begin + width for begin, width in zip(left, widths, strict=True)]
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("% of a step")
+    axes.invert_yaxis()
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def _union(spans: list[Span]) -> list[Span]:
+    """Spans that do not overlap, in order, and cover the same."""
+    merged: list[Span] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def _length(spans: list[Span]) -> float:
+    return sum(end - begin for begin, end in spans)

@@ -1,0 +1,216 @@
+"""Training steps of whole programs side by side: pretrain_gpt.py, plain PyTorch and FSDP2, in one run.
+
+python benchmarks/throughput.py --shapes 345m:16 1.3b:16 2.7b:8 --runs "stage 0" plain whole
+python benchmarks/throughput.py --gpus 2 --shapes 1.3b:8 --runs "stage 0" "stage 3" zeropp fsdp2
+
+Every run is a process of its own (a group of them with --gpus above 1), so that none inherits memory, graphs
+or a warm cache of another. They take turns, --rounds times; what counts is the best interval of ten steps,
+with data loading, clipping, optimizer and the reading of the loss in it. Figures: milliseconds of a step,
+TFLOP/s a GPU (PaLM's count), peak memory, seconds from the start of the program to its first line, without
+kernels in the cache and with them; and ratios to the peers of the same shape. With --parts a trace of
+three steps of ours is split by what ran, and drawn.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
+
+import torch
+
+from benchmarks.common import RESULTS, write_result
+from benchmarks.step_parts import draw, parts_of_trace
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.model.flops import flops_per_token
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS = {  # flags of pretrain_gpt.py
+    **{f"stage {stage}": ["--zero-stage", str(stage)] for stage in range(4)},
+    "stage 0, no compile": ["--zero-stage", "0", "--no-compile"],
+    "stage 0, fp8": ["--zero-stage", "0", "--fp8"],
+    "recompute": ["--recompute-granularity", "full", "--recompute-method", "uniform"],
+    "selective": ["--recompute-activations"],
+    "zeropp": [
+        *("--zero-stage", "3", "--zero-quantized-weights", "--zero-quantized-gradients"),
+        *("--zero-hpz-partition-size", "auto"),
+    ],
+}
+PEERS = ("plain", "whole", "fsdp2")
+
+
+def command(run: str, shape: dict[str, Any], options: argparse.Namespace, metrics: Path) -> list[str]:
+    """The command line of a run."""
+    flags = {"--seq-length": options.seq_length, "--vocab-size": options.vocab_size, **shape}
+    common = [str(part) for flag, value in flags.items() for part in (flag, value)]
+    common += ["--metrics-file", str(metrics), "--log-interval", str(options.log_interval)]
+    if run in PEERS:
+        program = ["benchmarks/plain_training.py", "--kind", run, "--steps", str(options.steps)]
+        common = ["--preset" if part == "--model-preset" else part for part in common]
+    else:
+        program = ["pretrain_gpt.py", *OURS[run], "--train-iters", str(options.steps)]
+        program += "--bf16 --mock-data --tokenizer-type NullTokenizer --eval-iters 0 --lr 1e-4".split()
+        program += "--attention-dropout 0 --hidden-dropout 0 --weight-decay 0.1 --adam-beta2 0.95".split()
+        program += options.extra
+    launcher = (
+        [] if options.gpus == 1 else ["-m", "torch.distributed.run", "--nproc-per-node", str(options.gpus)]
+    )
+    return [sys.executable, *launcher, *program, *common]
+
+
+def measure(
+    run: str, shape: dict[str, Any], options: argparse.Namespace, cache: Path, traces: Path | None = None
+) -> dict[str, Any]:
+    """Runs it once; with `traces`, ours leaves a trace there."""
+    with tempfile.TemporaryDirectory() as scratch:
+        metrics = Path(scratch) / "metrics.jsonl"
+        argv = command(run, shape, options, metrics)
+        if traces is not None:
+            argv += ["--profile", "--profile-dir", str(traces)]
+            argv += ["--profile-step-start", str(options.steps - 3), "--profile-step-end", str(options.steps)]
+        environ = {
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": str(cache),
+            "TRITON_CACHE_DIR": str(cache / "triton"),
+        }
+        output = Path(scratch) / "output"
+        started, first = time.perf_counter(), None
+        with open(output, "w") as file:
+            process = subprocess.Popen(
+                argv, cwd=ROOT, env=environ, stdout=file, stderr=file, start_new_session=True
+            )
+            try:
+                while process.poll() is None:
+                    if first is None and metrics.exists() and metrics.stat().st_size:
+                        first = time.perf_counter() - started
+                    time.sleep(0.05)
+            finally:  # nothing goes on without whoever measures it
+                _end(process)
+        records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        if process.returncode or not records:
+            return {"failed": output.read_text()[-2000:]}
+    steps = [record for record in records if "elapsed_ms" in record]
+    return {
+        "milliseconds": round(min(record["elapsed_ms"] for record in steps), 2),
+        "peak_gib": round(max(record.get("memory_peak_bytes") or 0 for record in steps) / 2**30, 2),
+        "first_line_seconds": round(first, 1) if first else None,
+        "losses": [round(record["lm_loss"], 4) for record in steps],
+    }
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """A launcher ends its ranks when it is told to, and cannot when it is killed."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def shape_of(text: str) -> dict[str, Any]:
+    """`PRESET:MICRO_BATCH`, or `LAYERSxWIDTHxHEADS:MICRO_BATCH`, as flags."""
+    name, micro_batch = text.split(":")
+    if "x" in name and name.replace("x", "").isdigit():
+        layers, width, heads = name.split("x")
+        shape = {"--num-layers": layers, "--hidden-size": width, "--num-attention-heads": heads}
+    else:
+        shape = {"--model-preset": name}
+    return {**shape, "--micro-batch-size": int(micro_batch)}
+
+
+def tflops(result: dict[str, Any], shape: dict[str, Any], options: argparse.Namespace) -> float:
+    """Of one GPU, by PaLM's count."""
+    fields = {flag.removeprefix("--").replace("-", "_"): value for flag, value in shape.items()}
+    micro_batch = fields.pop("micro_batch_size")
+    numbers = {name: int(value) if name != "model_preset" else value for name, value in fields.items()}
+    config = ModelConfig(**numbers, seq_length=options.seq_length)
+    tokens = micro_batch * options.seq_length
+    return tokens * flops_per_token(config, options.vocab_size) / result["milliseconds"] / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", nargs="+", default=["345m:16", "1.3b:16", "2.7b:8"])
+    parser.add_argument("--runs", nargs="+", default=["stage 0", "plain", "whole"], choices=[*OURS, *PEERS])
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--log-interval", type=int, default=10)
+    parser.add_argument("--seq-length", type=int, default=1024)
+    parser.add_argument("--vocab-size", type=int, default=50304)
+    parser.add_argument(
+        "--extra", nargs="*", default=[], help="more flags for pretrain_gpt.py, as FLAG=VALUE"
+    )
+    parser.add_argument("--parts", type=Path, help="where the picture of the parts of a step goes, a PNG")
+    parser.add_argument("--name", default="throughput")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    options.extra = [part for flag in options.extra for part in ("--" + flag).split("=", 1)]
+    figures: dict[str, Any] = {}
+    parts: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for text in options.shapes:
+            shape, rounds = shape_of(text), {run: [] for run in options.runs}
+            for number in range(options.rounds):
+                for run in options.runs:
+                    cache = Path(scratch) / f"{text}-{run}".replace(" ", "-").replace(":", "-").replace(
+                        ",", ""
+                    )
+                    rounds[run].append(measure(run, shape, options, cache))
+                    print(text, run, number, rounds[run][-1], flush=True)
+                    if options.parts and number == 0 and run not in PEERS:
+                        traces = cache / "traces"
+                        measure(run, shape, options, cache, traces)
+                        parts[f"{text} {run}"] = parts_of_trace(next(traces.glob("rank0.*")), steps=3)
+                        print(text, run, parts[f"{text} {run}"], flush=True)
+            figures[text] = summary(rounds, shape, options)
+    if options.parts:
+        draw(parts, options.parts)
+    settings = {
+        name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()
+    }
+    write_result(
+        options.name,
+        {"settings": settings, "gpus": torch.cuda.device_count(), **figures, "parts_ms": parts},
+        options.output,
+    )
+
+
+def summary(
+    rounds: dict[str, list[dict[str, Any]]], shape: dict[str, Any], options: argparse.Namespace
+) -> dict[str, Any]:
+    """The best round of each run, the first start and the last (kernels made, kernels kept), and ratios."""
+    found: dict[str, Any] = {}
+    for run, results in rounds.items():
+        there = [result for result in results if "failed" not in result]
+        if not there:
+            found[run] = results[0]
+            continue
+        best = min(there, key=lambda result: result["milliseconds"])
+        found[run] = {
+            **best,
+            "tflops_per_gpu": round(tflops(best, shape, options), 1),
+            "rounds_ms": [result["milliseconds"] for result in there],
+            "first_line_seconds": [result["first_line_seconds"] for result in there],
+        }
+    for run, result in found.items():
+        for peer in PEERS:
+            if peer in found and run != peer and "milliseconds" in result and "milliseconds" in found[peer]:
+                result[f"rate_over_{peer}"] = round(found[peer]["milliseconds"] / result["milliseconds"], 3)
+    return found
+
+
+if __name__ == "__main__":
+    main()
