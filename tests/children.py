@@ -1,12 +1,9 @@
 """Starts ranks of pretrain_gpt.py by forking from a process that has imported everything: in milliseconds.
 
 The ranks are processes like any others: own pid, own gloo connections, own exit status. What starts them must
-have no threads and no process group: the fault harness itself, or, for tests, a server that runs as
-`python -m tests.children`. It reads requests as JSON lines from stdin and answers each with a line when its
-ranks have ended.
+have no threads and no process group: the fault harness itself. Tests have support.py's `Run` for that.
 """
 
-import json
 import os
 import signal
 import sys
@@ -118,21 +115,3 @@ class Job:
         for rank in range(len(self.pids)):
             self.send(rank, signal.SIGKILL)
         self.wait(10)
-
-
-def serve() -> None:
-    """Answers requests until stdin ends: {directory, argv, world, environment, seconds} -> exit statuses."""
-    import pretrain_gpt  # noqa: F401 - imported once, for all ranks
-
-    for line in sys.stdin:
-        request = json.loads(line)
-        seconds = request.pop("seconds")
-        job = Job(Path(request.pop("directory")), **request)
-        ended = job.wait(seconds)
-        job.kill()
-        answer = [job.statuses[rank] for rank in range(request["world"])] if ended else None
-        print(json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    serve()

@@ -1,27 +1,34 @@
 """Starts the programs of this repository the way a user would."""
 
-import json
+import importlib
+import itertools
+import multiprocessing
+import multiprocessing.process
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+
+from tests.forkserver import CONTEXT
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def environment(**extra: str) -> dict[str, str]:
     """This environment, with the repository importable, few threads and no launcher's variables."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CI")}
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CI")
+    kept = {k: v for k, v in os.environ.items() if k not in dropped and not k.startswith("SLURM_")}
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WANDB_SILENT": "true", **extra}
 
 
-def run(*argv: str | Path, timeout: float = 120, **extra: str) -> subprocess.CompletedProcess[str]:
+def run(*argv: str | Path, timeout: float = 240, **extra: str) -> subprocess.CompletedProcess[str]:
     """Runs python with `argv` from the repository's root; `extra` joins the environment."""
     return subprocess.run(
         [sys.executable, *map(str, argv)],
@@ -34,99 +41,153 @@ def run(*argv: str | Path, timeout: float = 120, **extra: str) -> subprocess.Com
 
 
 def pretrain(
-    *argv: str, processes: int = 1, timeout: float = 120, **extra: str
+    *argv: str, processes: int = 1, timeout: float = 240, **extra: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs ranks of pretrain_gpt.py, forked from a server that has imported it; what they print, joined."""
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name) / "ranks"
-        request = {"argv": list(map(str, argv)), "world": processes, "environment": environment(**extra)}
-        server = _server()
-        server.stdin.write(json.dumps(request | {"directory": str(directory), "seconds": timeout}) + "\n")
-        server.stdin.flush()
-        statuses = json.loads(server.stdout.readline())
-        out, err = (
-            "".join(sorted_file.read_text() for sorted_file in sorted(directory.glob(f"*.{kind}")))
-            for kind in ("out", "err")
-        )
-    if statuses is None:
-        raise subprocess.TimeoutExpired(list(argv), timeout, out, err)
-    status = next((status for status in statuses if status), 0)
-    return subprocess.CompletedProcess(list(argv), status, out, err)
+    """Runs ranks of pretrain_gpt.py to their end; what they print, joined."""
+    return program("pretrain_gpt", *argv, processes=processes, timeout=timeout, **extra)
 
 
-@cache
-def _server() -> subprocess.Popen[str]:
-    """Ends when this process does, as its stdin then ends."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.children"],
-        cwd=ROOT,
-        env=environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def program(
+    name: str, *argv: object, processes: int = 1, timeout: float = 240, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """As `pretrain`, of another module that has a `main`: as `python -m` does, without the imports again."""
+    with tempfile.TemporaryDirectory() as directory, Run(Path(directory), processes, name) as run:
+        for rank in range(processes):
+            run.start(rank, *map(str, argv), **extra)
+        statuses = run.statuses(timeout)
+        out, err = ("".join(map(kind, range(processes))) for kind in (run.out, run.err))
+    status = next((status for status in statuses.values() if status), 0)
+    return subprocess.CompletedProcess([name, *argv], status, out, err)
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """A TCP port that nobody listens on, and that no other call gives soon."""
+    for port in _ports(os.getpid()):
+        with socket.socket() as free:
+            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as those do who will listen on it
+            try:
+                free.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("unreachable")
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
-    """Returns as soon as `condition` holds; fails when it does not in time."""
+@cache
+def _ports(process: int) -> Iterator[int]:
+    """Each process walks on from a place of its own, through ports below those that a kernel gives out.
+
+    Those are for whoever connects, or asks for any: one of them could be taken before it is used.
+    """
+    ports = list(range(10_000, 32_000))
+    first = random.SystemRandom().randrange(len(ports))
+    return itertools.cycle(ports[first:] + ports[:first])
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 120, every: float = 0.01) -> None:
+    """Returns as soon as `condition` holds, asked at intervals; fails when it does not in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"still not after {seconds} s"
-        time.sleep(0.01)
+        time.sleep(every)
 
 
-class Ranks:
-    """The ranks of one run, without a launcher that would end them. Use it in a `with` block."""
+def rank_main(
+    directory: Path, name: str, place: dict[str, str], flags: list[str], change: Callable[[], object] | None
+) -> None:
+    """One rank, as a launcher would start it; `change` is done to the program before."""
+    import torch
 
-    def __init__(self, directory: Path, *argv: str, world: int = 2) -> None:
-        directory.mkdir(parents=True)
-        self._directory, port = directory, str(free_port())
-        self.processes = []
-        for rank in map(str, range(world)):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            size = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-            with open(directory / f"{rank}.out", "w") as out, open(directory / f"{rank}.err", "w") as err:
-                process = subprocess.Popen(
-                    [sys.executable, *argv],
-                    cwd=ROOT,
-                    env=environment(**place, **size),
-                    stdout=out,
-                    stderr=err,
-                )
-            self.processes.append(process)
+    main = importlib.import_module(name).main
+    for descriptor, kind in ((1, "out"), (2, "err")):
+        file = directory / f"{place['RANK']}.{kind}"
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), descriptor)
+    os.environ.clear()
+    os.environ.update(place)
+    multiprocessing.set_start_method(None, force=True)  # or its workers would come from a server of their own
+    torch.set_num_threads(1)  # it was imported without OMP_NUM_THREADS
+    os.chdir(ROOT)
+    sys.argv = [f"{name.rpartition('.')[2]}.py", *flags]
+    if change:
+        change()
+    main()
 
-    def out(self, rank: int) -> str:
-        """What a rank has printed."""
-        return (self._directory / f"{rank}.out").read_text()
 
-    def err(self, rank: int) -> str:
-        """What a rank has complained of."""
-        return (self._directory / f"{rank}.err").read_text()
+def ended(process_id: int) -> bool:
+    """Whether a process has ended; where nobody reaps orphans, as in some containers, it is still listed."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
-    def wait_for(self, text: str) -> None:
-        """Returns when rank 0 has printed `text`."""
-        wait_until(lambda: text in self.out(0) or self.processes[0].poll() is not None)
+
+class Run:
+    """Ranks of a program, each with its own settings; those that a test does not start are missing.
+
+    They are forked from a process that has imported everything, in milliseconds, and are processes like any
+    others: own pid, own connections, own exit status. No launcher ends them. Use it in a `with` block.
+    """
+
+    def __init__(self, directory: Path, world: int, name: str = "pretrain_gpt") -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory, self._world, self._name = directory, world, name
+        self.port = str(free_port())
+        self.processes: dict[int, multiprocessing.process.BaseProcess] = {}
+
+    def start(self, rank: int, *flags: str, change: Callable[[], object] | None = None, **place: str) -> None:
+        """`place` joins the environment, and goes before what is right."""
+        world = str(self._world)
+        place = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": world,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": self.port,
+            **place,
+        }
+        argv = (self._directory, self._name, environment(**place), list(flags), change)
+        self.processes[rank] = CONTEXT.Process(target=rank_main, args=argv)
+        self.processes[rank].start()
+
+    def wait_for(self, text: str, seconds: float = 240) -> None:
+        """Returns when rank 0 has printed `text`; fails when it ends before."""
+        wait_until(lambda: text in self.out(0) or not self.processes[0].is_alive(), seconds)
         assert text in self.out(0), self.err(0)
 
     def send(self, rank: int, number: signal.Signals) -> None:
         """Sends a signal to one rank."""
-        self.processes[rank].send_signal(number)
+        os.kill(self.processes[rank].pid, number)
 
-    def statuses(self) -> list[int]:
-        """The exit status of each rank, when all have ended."""
-        return [process.wait(timeout=60) for process in self.processes]
+    def statuses(self, seconds: float = 240) -> dict[int, int]:
+        """The exit status of each rank; the test fails when one does not end in time."""
+        deadline = time.monotonic() + seconds
+        for rank, process in self.processes.items():
+            process.join(max(0.0, deadline - time.monotonic()))
+            assert process.exitcode is not None, f"rank {rank} is still there: {self.err(rank)}"
+        return {rank: process.exitcode for rank, process in self.processes.items()}
 
-    def __enter__(self) -> "Ranks":
+    def out(self, rank: int) -> str:
+        """What a rank has printed."""
+        return self._said(rank, "out")
+
+    def err(self, rank: int) -> str:
+        """What a rank has complained of."""
+        return self._said(rank, "err")
+
+    def errors(self) -> list[str]:
+        """The lines that end ranks."""
+        lines = [line for rank in self.processes for line in self.err(rank).splitlines()]
+        return [line for line in lines if "error: " in line]
+
+    def _said(self, rank: int, kind: str) -> str:
+        path = self._directory / f"{rank}.{kind}"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for process in self.processes:
+        for process in self.processes.values():
             process.kill()
-            process.wait()
+            process.join()

@@ -42,6 +42,15 @@ MODEL = [
     bad("--norm-epsilon 0", "--norm-epsilon 0.0: must be above 0"),
     bad("--init-method-std -1", "--init-method-std -1.0: must be above 0"),
     bad("--model-preset 9b", "--model-preset … '9b' … '13b'"),
+    bad("--attention-backend fast", "--attention-backend: invalid choice: 'fast' … 'flash'"),
+    Case(
+        "--attention-backend flash3", "--attention-backend flash3: its kernels need a Hopper GPU; … use auto"
+    ),
+    Case(
+        "--attention-backend fused",
+        "--attention-backend fused: cannot compute 32 tokens, --kv-channels 8, … in float32 on this cpu",
+    ),
+    Case("--eod-mask-loss", "--eod-mask-loss (given): text.bin has no end of document (token 256) … leave"),
     bad("--recompute-method block", "--recompute-method block: needs --recompute-granularity full"),
     bad(FULL, f"{FULL}: needs --recompute-method uniform or block"),
     bad("--recompute-num-layers 2", "--recompute-num-layers 2: needs --recompute-granularity full"),
@@ -105,6 +114,15 @@ OPTIMIZER = [
     bad("--fp16 --loss-scale 0", "--loss-scale 0.0: must be above 0"),
     bad("--min-loss-scale 1e20", "--min-loss-scale 1e+20: must be at most --initial-loss-scale"),
     bad("--hysteresis 0", "--hysteresis 0: must be at least 1"),
+    bad("--fp8 --fp16", "--fp8 (given): goes with --bf16, not --fp16"),
+    Case("--fp8", "--fp8 (given): goes with --bf16, which is not the default on the cpu"),
+    bad("--fp8 --bf16 --hidden-size 24", "--hidden-size 24: is 24, and --fp8 needs a multiple of 16"),
+    bad("--fp8 --bf16 --kv-channels 3", "--kv-channels 3 × --num-attention-heads 2: is 6, and --fp8 needs"),
+    bad("--fp8 --bf16 --seq-length 30", "--micro-batch-size 4 × --seq-length 30: is 120, and --fp8 needs"),
+    Case("--compile-cache-dir kernels", "--compile-cache-dir kernels: nothing is compiled on a cpu unless"),
+    bad("--no-compile --compile-cache-dir kernels", "--compile-cache-dir kernels: --no-compile makes no"),
+    Case("--compile --compile-cache-dir /dev/null", "--compile-cache-dir /dev/null: Not a directory; name a"),
+    Case("--compile --fused-backend apex", "--compile (given): torch.compile makes LayerNorm part"),
 ]
 
 ZERO = [
@@ -177,6 +195,15 @@ PLACES = [
     bad("--save new --keep-every 3", "--keep-every 3: needs --keep-last"),
     bad("--finetune", "--finetune (given): needs --load"),
     bad("--ckpt-step 5", "--ckpt-step 5: needs --load"),
+    bad("--sample-tokens 5", "--sample-tokens 5: needs --sample-prompt TEXT"),
+    bad("--sample-prompt 5 --eval-iters 0", "--sample-prompt 5: needs evaluations; --eval-iters is 0"),
+    bad("--profile-dir x", "--profile-dir x: needs --profile"),
+    bad("--profile --profile-step-start 12", "--profile-step-end 12: must be above --profile-step-start 12"),
+    bad("--timing-log-level 3", "argument --timing-log-level: invalid choice: '3'"),
+    bad("--preflight-timeout 0", "--preflight-timeout 0.0: must be above 0"),
+    bad("--load hf:", "--load hf:: names no directory"),
+    bad("--load hf:hf --ckpt-step 5", "--ckpt-step 5: --load hf:hf has no iterations; leave it out"),
+    bad("--save hf:new", "--save hf:new: name a directory without hf: … huggingface export"),
     bad("--no-load-optim", "--no-load-optim (given): needs --load"),
     bad("--exit-on-missing-checkpoint", "--exit-on-missing-checkpoint (given): needs --load"),
     bad("--wandb-exp-name a", "--wandb-exp-name a: needs --wandb-project"),
@@ -197,6 +224,14 @@ DATA = [
     bad("--split 0,0,0", "--split 0,0,0: must be up to three shares"),
     bad("--split 1,2,3,4", "--split 1,2,3,4: must be up to three shares"),
     bad("--data-path 0.5 text text", "--data-path 0.5 text text: … a weight before each"),
+    bad("--data-path text.jsonl text", "--data-path text.jsonl text: put a weight before each"),
+    bad(
+        "--data-path text.jsonl --dataset-order megatron", "--dataset-order megatron: text.jsonl … preprocess"
+    ),
+    bad("--data-path text.jsonl --verify-data", "--verify-data (given): text has no .bin … leave this out"),
+    bad("--append-eod", "--append-eod (given): is about text … leave it out"),
+    bad("--skip-bad-lines", "--skip-bad-lines (given): is about text … leave it out"),
+    bad("--json-key body", "--json-key body: is about text … leave it out"),
     bad("--data-path 0 text", "--data-path 0 text: the weight 0 must be a positive"),
     bad("--data-path nan text", "--data-path nan text: the weight nan must be"),
     bad("--num-workers -1", "--num-workers -1: must be at least 0"),

@@ -15,6 +15,16 @@ DEEP = "[" * 100_000
 
 DATA = [
     Case("--data-path gone", "--data-path gone: gone.idx: no such file … preprocess"),
+    Case(
+        "--data-path text.txt",
+        "--data-path text.txt: is no tokenised data set; text is JSON lines … build_corpus",
+    ),
+    Case("--data-path gone.jsonl", "--data-path gone.jsonl: gone.jsonl: No such file or directory; name"),
+    Case("--data-path x.jsonl", "--data-path x.jsonl: the file is empty", harm=put("x.jsonl", "")),
+    Case(
+        "--data-path x.jsonl", "x.jsonl: Is a directory; name", harm=lambda site: (site / "x.jsonl").mkdir()
+    ),
+    Case("--data-path hf:a:b:c:d", "--data-path hf:a:b:c:d: must be hf:NAME"),
     Case("--data-path text gone", "--data-path gone: gone.idx: no such file … preprocess"),
     Case("--data-path file/text", "--data-path file/text: … Not a directory; name"),
     Case("--data-path " + "x" * 300, "File name too long; name"),
@@ -182,6 +192,10 @@ CHECKPOINTS = [
         "--load directory: holds no checkpoint, and --exit-on-missing-checkpoint is given",
     ),
     Case(f"{LOAD} --ckpt-step 7", "--ckpt-step 7: not in checkpoints; iterations there: 1, 2"),
+    Case(
+        f"{LOAD} --save ./checkpoints --ckpt-step 1",
+        "--ckpt-step 1: iter_0000002 in --save ./checkpoints is newer … move it away, or give another --save",
+    ),
     Case(f"{LOAD} --hidden-size 32", f"{NEWEST}: … shape … this model needs … use the model flags"),
     Case(f"{LOAD} --num-layers 3", f"{NEWEST}: layers.2 … missing from it; use the model flags"),
     Case(f"{LOAD} --num-layers 1", f"{NEWEST}: layers.1 … not part of this model; use the model flags"),
@@ -220,6 +234,42 @@ CHECKPOINTS = [
     ),
 ]
 
+HF = "--load hf:hf"
+HF_WEIGHTS = "hf/model.safetensors"
+
+
+def gpt2_of(flags: str, said: str) -> Case:
+    """A model that is not the one of --load hf:hf."""
+    return Case(f"{HF} {flags}", said)
+
+
+HUGGINGFACE = [
+    Case("--load hf:gone", "--load hf:gone: is no directory; name one"),
+    Case("--load hf:file", "--load hf:file: is no directory; name one"),
+    gpt2_of("--num-layers 3", f"--num-layers 3: the model of {HF} has n_layer 2; give --num-layers 2"),
+    gpt2_of("--hidden-size 32", f"--hidden-size 32: … {HF} has n_embd 16; give --hidden-size 16"),
+    gpt2_of("--num-attention-heads 4", "--num-attention-heads 4: … n_head 2; give --num-attention-heads 2"),
+    gpt2_of("--kv-channels 4", "--kv-channels 4: … n_embd / n_head 8; give --kv-channels 8"),
+    gpt2_of("--ffn-hidden-size 32", "--ffn-hidden-size 32: … n_inner 64; give --ffn-hidden-size 64"),
+    gpt2_of("--seq-length 16", "--max-position-embeddings 16: … give --max-position-embeddings 32"),
+    gpt2_of("--norm-epsilon 1e-6", "--norm-epsilon 1e-06: … give --norm-epsilon 1e-05"),
+    gpt2_of("--untie-embeddings-and-output-weights", "output-weights (given): … ties them; leave it out"),
+    gpt2_of("--data-path plain --vocab-size 300", f"{HF}: has vocab_size 257, but … has 301 entries; give"),
+    Case(HF, "hf/config.json: cannot be read (No such", harm=remove("hf/config.json")),
+    Case(HF, "hf/config.json: line 1 column 2: not JSON", harm=put("hf/config.json", "{")),
+    Case(HF, f"{HF}: config.json: model_type is null; only gpt2", harm=put("hf/config.json", "{}")),
+    Case(HF, f"{HF}: holds neither model.safetensors nor", harm=remove(HF_WEIGHTS)),
+    Case(
+        HF,
+        f"{HF}: its weights are pickled (.bin), and a pickle can run code; save it as safetensors",
+        harm=lambda site: (site / HF_WEIGHTS).rename(site / "hf/pytorch_model.bin"),
+    ),
+    Case(HF, f"{HF}: model.safetensors: not a whole safetensors file", harm=cut(HF_WEIGHTS, -1)),
+    Case(HF, f"{HF}: model.safetensors: not a whole safetensors file", harm=put(HF_WEIGHTS, "")),
+    Case(HF, f"{HF}: model.safetensors: cannot be read", harm=directory(HF_WEIGHTS)),
+    Case(HF, f"{HF}: model.safetensors: cannot be read", harm=locked(HF_WEIGHTS)),
+]
+
 READ_ONLY = both(directory("ro"), locked("ro", 0o500))
 WRITABLE = "name a directory that can be written"
 PLACES = [
@@ -245,4 +295,4 @@ PLACES = [
     ),
 ]
 
-FILES = [*DATA, *TOKENIZERS, *CHECKPOINTS, *PLACES]
+FILES = [*DATA, *TOKENIZERS, *CHECKPOINTS, *HUGGINGFACE, *PLACES]

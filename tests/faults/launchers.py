@@ -10,7 +10,7 @@ FOUR = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29999",
 }
-ALONE = "--distributed-timeout-minutes 0.03 --heartbeat-timeout 1"
+ALONE = "--preflight-timeout 1"
 
 
 def on_four(argv: str, said: str, **env: str) -> Case:
@@ -37,9 +37,13 @@ LAUNCHERS = [
     on_four("", "MASTER_PORT 'x': must be a whole number from 1 to 65535", MASTER_PORT="x"),
     on_four("", "MASTER_PORT '70000': must be a whole number from 1", MASTER_PORT="70000"),
     on_four("", "MASTER_PORT '-1': must be a whole number from 1", MASTER_PORT="-1"),
-    on_four(ALONE, "MASTER_PORT 127.0.0.1 1: the ranks cannot meet there … this port", MASTER_PORT="1"),
-    on_four(ALONE, "nowhere.invalid 29999: the ranks cannot meet there", MASTER_ADDR="nowhere.invalid"),
-    on_four(ALONE, "1/4 clients joined … within --distributed-timeout-minutes 0.03"),
+    on_four("", "MASTER_ADDR nowhere.invalid: … give rank 0's host", MASTER_ADDR="nowhere.invalid"),
+    on_four("", "MASTER_ADDR 192.0.2.1: is no address of … it must be rank 0's", MASTER_ADDR="192.0.2.1"),
+    on_four(ALONE, "WORLD_SIZE 4: ranks 1-3 of 4 (node 0) did not come within --preflight-timeout 1 s"),
+    on_four(
+        ALONE, "29998: rank 1 on … cannot reach rank 0", RANK="1", LOCAL_WORLD_SIZE="1", MASTER_PORT="29998"
+    ),
+    on_four("--profile --profile-ranks 1 4", "--profile-ranks 1 4: this run has ranks 0 to 3"),
     on_four("--global-batch-size 6", "--global-batch-size 6: … 4 data-parallel ranks = 16, such as 16"),
     on_four("--zero-stage 3 --zero-hpz-partition-size 3", "--zero-hpz-partition-size 3: … 1, 2, 4"),
     on_four("--zero-stage 3 --zero-hpz-partition-size 8", "--zero-hpz-partition-size 8: … 1, 2, 4"),

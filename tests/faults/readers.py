@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from megatron_zpp.config.root import parse_args
+from megatron_zpp.config.root import Config, parse_args, parse_command_line
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.data.checksums import checksums_path
 from megatron_zpp.data.indexed import DTYPE_CODES, HEADER, MAGIC, IndexedDataset, IndexedDatasetWriter
@@ -22,7 +22,7 @@ from megatron_zpp.data.windows import WindowDataset
 from megatron_zpp.tokenizer.build import build_tokenizer
 from megatron_zpp.tokenizer.train_sentencepiece import train_sentencepiece
 from tests.faults.mutations import NUMBERS, change_bytes, change_json, changes_of_bytes, changes_of_json
-from tests.faults.site import train_bpe
+from tests.faults.site import train_bpe, write_gpt2
 
 Execute = Callable[[Any], None]
 TEXT = "The 1st text, twice: the 1st text.\n\tnaïve 日本 😀<|endoftext|></s>"
@@ -128,8 +128,8 @@ def _checkpoint(directory: Path) -> Execute:
     """Every file of a checkpoint, as it is and with right checksums; read into an engine and as a model."""
     from megatron_zpp.checkpoint.manifest import MANIFEST, MARKER, write_manifest
     from megatron_zpp.checkpoint.read import load_checkpoint
+    from megatron_zpp.generate.loading import load_model
     from megatron_zpp.storage.checksums import checksums_of
-    from megatron_zpp.train.sample import load_model
     from tests.checkpoint.saving import TOKENIZER, save, small, train
 
     engine = small()
@@ -240,6 +240,82 @@ def _hugging_face(directory: Path) -> Execute:
     return execute
 
 
+def _hugging_face_model(directory: Path) -> Execute:
+    """config.json, the index, and the header of the weights, of a GPT-2; read as a run with flags does."""
+    from megatron_zpp.checkpoint.huggingface.load import open_weights
+
+    write_gpt2(directory / "hf", vocabulary=50, positions=8, width=32, heads=4, layers=2)
+    config, weights = directory / "hf/config.json", directory / "hf/model.safetensors"
+    good = {path: path.read_bytes() for path in (config, weights)}
+    (length,) = struct.unpack("<Q", good[weights][:8])
+    header, tensors = json.loads(good[weights][8 : 8 + length]), good[weights][8 + length :]
+    names = [name for name in header if name != "__metadata__"]
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "a.safetensors")}
+    model = parse_args(_OF_SMALL.split()).model
+
+    def execute(change: tuple[Any, ...]) -> None:
+        target, raw, inside = change
+        for path in (directory / "hf").iterdir():
+            path.unlink()
+        for path, content in good.items():
+            path.write_bytes(content)
+        if target == "config":
+            config.write_text(change_json(json.loads(good[config]), inside))
+        elif target == "index":
+            weights.rename(directory / "hf/a.safetensors")
+            (directory / "hf/model.safetensors.index.json").write_text(change_json(index, inside))
+        elif target == "header":
+            text = change_json(header, inside).encode("utf-8", "replace")
+            weights.write_bytes(struct.pack("<Q", len(text)) + text + tensors)
+        else:
+            path = config if target == "config bytes" else weights
+            path.write_bytes(change_bytes(good[path], raw))
+        with open_weights(str(directory / "hf"), model, OURS | {"vocab_size": 50}) as opened:
+            opened.parameters()
+
+    return execute
+
+
+def _deepspeed(directory: Path) -> Execute:
+    """A file of DeepSpeed's; what it says is obeyed or refused, whatever it says."""
+    path = directory / "ds.json"
+    good = json.dumps(_DEEPSPEED, indent=2).encode()
+
+    def execute(change: tuple[Any, ...]) -> None:
+        raw, inside = change
+        if raw is not None:
+            path.write_bytes(change_bytes(good, raw))
+        else:
+            path.write_text(change_json(_DEEPSPEED, inside))
+        argv = [*_OF_SMALL.split(), "--deepspeed_config", str(path)]
+        parsed = parse_command_line(argv, ranks=lambda plan: 2)
+        assert parsed == parse_command_line(argv, ranks=lambda plan: 2)
+        assert Config.from_json(parsed.config.to_json()) == parsed.config
+
+    return execute
+
+
+_DEEPSPEED = {
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.95], "eps": 1e-8}},
+    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2},
+    "bf16": {"enabled": False},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "none", "pin_memory": True},
+        "reduce_bucket_size": 5e8,
+        "zero_quantized_weights": True,
+        "zero_hpz_partition_size": 2,
+    },
+    "tensorboard": {"enabled": True, "output_path": "out", "job_name": "gpt"},
+    "amp": {"enabled": False},
+    "wall_clock_breakdown": False,
+}
+
+
 def _either() -> st.SearchStrategy:
     """Changes of a JSON file's bytes, or of the values in it."""
     return st.one_of(
@@ -262,5 +338,11 @@ READERS = (
     Reader("sentencepiece bpe", changes_of_bytes(), _sentencepiece("bpe")),
     Reader("sentencepiece unigram", changes_of_bytes(), _sentencepiece("unigram")),
     Reader("gpt2", _of("vocab.json", "merges.txt", "values"), _gpt2),
+    Reader("deepspeed", _either(), _deepspeed),
+    Reader(
+        "hugging face model",
+        _of("config", "config bytes", "index", "header", "weights bytes"),
+        _hugging_face_model,
+    ),
     Reader("hugging face", _of("values", "values", "config", "bytes"), _hugging_face),
 )

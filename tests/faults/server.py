@@ -10,7 +10,6 @@ what each rank did.
 
 import contextlib
 import ctypes
-import gc
 import json
 import os
 import runpy
@@ -59,10 +58,10 @@ class Programs:
 
     def __exit__(self, *_: object) -> None:
         self._server.stdin.close()
-        self._server.wait(timeout=10)
+        self._server.wait(timeout=120)
         self._server.stdout.close()
 
-    def run(self, *argv: str, cwd: Path, env: dict[str, str] | None = None, timeout: float = 10) -> Done:
+    def run(self, *argv: str, cwd: Path, env: dict[str, str] | None = None, timeout: float = 120) -> Done:
         """One program to its end."""
         (done,) = self.run_ranks([(argv, env or {})], cwd, timeout)
         return done
@@ -83,13 +82,8 @@ class Programs:
 
 def serve() -> None:
     """Answers requests on stdin until it is closed."""
-    import sentencepiece  # noqa: F401 - what the programs import where they use it
-    import tokenizers  # noqa: F401
+    import tests.preloaded  # noqa: F401 - once, for all programs
 
-    import megatron_zpp.train.sample  # noqa: F401
-    import pretrain_gpt  # noqa: F401
-
-    gc.freeze()  # a fork then need not copy what its collector would only look at
     for line in sys.stdin:
         request = json.loads(line)
         answer = json.dumps(_run_ranks(request["ranks"], request["cwd"], request["timeout"]))

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.data.indexed import IndexedDatasetWriter
@@ -22,6 +23,7 @@ COMMANDS = {
     "preprocess": f"data/preprocess_data.py --input text.jsonl --output-prefix out {NULL} --workers 1",
     "corpus": "data/build_corpus.py --input text.txt --output out.jsonl",
     "tokenizer": "data/train_tokenizer.py --input text.txt --vocab-size 300 --output-prefix out",
+    "huggingface": "megatron_zpp/checkpoint/huggingface/__main__.py",
     "sample": "megatron_zpp/train/sample.py --load checkpoints --max-new-tokens 2",
 }
 
@@ -32,6 +34,7 @@ def make_site(site: Path, programs: Programs) -> None:
     text.*          a data set of bytes, as preprocess_data.py leaves it
     plain.*         another, as Megatron-LM leaves it
     checkpoints/    of iterations 1 and 2 of the command line above
+    hf/             a GPT-2 of the same shape in Hugging Face's format, without a tokenizer
     text.jsonl, text.txt, and a tokenizer of each type: t.model, vocab.json with merges.txt, tokenizer.json
     """
     documents = [np.arange(first, first + 100) % 256 for first in range(50)]
@@ -45,10 +48,11 @@ def make_site(site: Path, programs: Programs) -> None:
     (site / "text.txt").write_text("\n".join(words * 3))
     (site / "t.model").write_bytes(train_sentencepiece(words * 3, 300, "bpe"))
     train_bpe(site, words)
+    write_gpt2(site / "hf", vocabulary=257, positions=32, width=16, heads=2, layers=2)
     (site / "file").write_text("a file\n")
     (site / "directory").mkdir()
     saving = [*COMMANDS["pretrain"].split(), "--save", "checkpoints", "--save-interval", "1"]
-    done = programs.run(*saving, cwd=site, timeout=60)
+    done = programs.run(*saving, cwd=site, timeout=240)
     assert done.status == 0, done.stderr
     assert provenance_path("text") in {path.name for path in site.iterdir()}
 
@@ -57,6 +61,27 @@ def of_another_tokenizer(site: Path) -> None:
     """Makes text.* the data of another tokenizer."""
     other = {"tokenizer_type": "NullTokenizer", "vocab_size": 301, "eod": 300, "fingerprint": "0" * 64}
     write_provenance(site / "text", other)
+
+
+def write_gpt2(
+    directory: Path, *, vocabulary: int, positions: int, width: int, heads: int, layers: int
+) -> dict[str, tuple[int, ...]]:
+    """A GPT-2 as transformers saves one: its config.json, and tensors of ones, whose shapes are returned."""
+    of_layer = {"attn.c_attn": (width, 3 * width), "attn.c_proj": (width, width)}
+    of_layer |= {"mlp.c_fc": (width, 4 * width), "mlp.c_proj": (4 * width, width)}
+    shapes = {"wte.weight": (vocabulary, width), "wpe.weight": (positions, width)}
+    norms = ["ln_f", *(f"h.{index}.{norm}" for index in range(layers) for norm in ("ln_1", "ln_2"))]
+    shapes |= {f"{norm}.{kind}": (width,) for norm in norms for kind in ("weight", "bias")}
+    for index in range(layers):
+        for name, shape in of_layer.items():
+            shapes |= {f"h.{index}.{name}.weight": shape, f"h.{index}.{name}.bias": shape[1:]}
+    shapes = {f"transformer.{name}": shape for name, shape in shapes.items()}
+    config = {"model_type": "gpt2", "vocab_size": vocabulary, "n_positions": positions, "n_embd": width}
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config | {"n_head": heads, "n_layer": layers}))
+    ones = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    save_file(ones, directory / "model.safetensors", {"format": "pt"})
+    return shapes
 
 
 def train_bpe(site: Path, texts: list[str]) -> None:

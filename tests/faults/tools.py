@@ -2,7 +2,7 @@
 
 import gzip
 
-from tests.faults.cases import Case, both, directory, flip, locked, loop, put
+from tests.faults.cases import Case, both, cut, directory, flip, locked, loop, put
 from tests.faults.files import READ_ONLY, WRITABLE
 
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
@@ -28,6 +28,11 @@ def tokenizer(argv: str, said: str, **more: object) -> Case:
 def sample(argv: str, said: str, **more: object) -> Case:
     """megatron_zpp.train.sample."""
     return Case(argv, said, program="sample", **more)
+
+
+def huggingface(argv: str, said: str, **more: object) -> Case:
+    """megatron_zpp.checkpoint.huggingface."""
+    return Case(argv, said, program="huggingface", **more)
 
 
 def strict(said: str, text: bytes | str) -> Case:
@@ -136,4 +141,35 @@ OTHERS = [
     ),
 ]
 
-TOOLS = [*PREPROCESS, *OTHERS]
+IDS = "--tokenizer-type NullTokenizer --vocab-size"
+HUGGINGFACE = [
+    huggingface("", "no action: must be import HF_DIR CHECKPOINT_DIR or export", status=2),
+    huggingface("convert hf new", "convert: must be import HF_DIR CHECKPOINT_DIR or export", status=2),
+    huggingface("import hf", "are required: CHECKPOINT_DIR", status=2),
+    huggingface("import gone new", "HF_DIR gone: is no directory; name one"),
+    huggingface("import file new", "HF_DIR file: is no directory; name one"),
+    huggingface("import directory new", "HF_DIR directory/config.json: cannot be read (No such file"),
+    huggingface("import hf new", "HF_DIR hf: holds neither tokenizer.json nor … give the --tokenizer-type"),
+    huggingface(f"import hf new {IDS} 300", "HF_DIR hf: has vocab_size 257, but … has 301"),
+    huggingface(f"import hf checkpoints {IDS} 256", "CHECKPOINT_DIR checkpoints: is there and no"),
+    huggingface(f"import hf file/x {IDS} 256", f"CHECKPOINT_DIR file: Not a directory; {WRITABLE}"),
+    huggingface(
+        f"import hf new {IDS} 256",
+        "HF_DIR hf: model.safetensors: not a whole safetensors file … fetch it anew",
+        harm=cut("hf/model.safetensors", -1),
+    ),
+    huggingface("export gone new", "CHECKPOINT_DIR gone: holds no checkpoint; name"),
+    huggingface("export file new", "CHECKPOINT_DIR file: file: Not a directory; name"),
+    huggingface("export checkpoints hf", "HF_DIR hf: is there and no empty directory; name another"),
+    huggingface("export checkpoints file", "HF_DIR file: is there and no empty directory; name another"),
+    huggingface("export checkpoints file/x", f"HF_DIR file: Not a directory; {WRITABLE}"),
+    huggingface("export checkpoints new --ckpt-step 9", "--ckpt-step 9: not in checkpoints; … 1, 2"),
+    huggingface("export checkpoints new --max-file-gib 0", "--max-file-gib 0.0: must be above 0", status=2),
+    huggingface(
+        "export checkpoints new",
+        "CHECKPOINT_DIR checkpoints: … damaged between bytes 0 and … --ckpt-step",
+        harm=flip("checkpoints/iter_0000002/rank_00000.safetensors", -4),
+    ),
+]
+
+TOOLS = [*PREPROCESS, *OTHERS, *HUGGINGFACE]

@@ -14,6 +14,7 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.zero.theory import arena_bytes, model_state_bytes
+from tests.gpu.steady import assert_steady
 from tests.support import pretrain
 from tests.zero.engines import engine_of
 
@@ -35,17 +36,7 @@ def test_a_steady_step_neither_waits_for_the_device_nor_allocates(
             engine.accumulate(tokens, index=index, micro_batches=2)
         engine.step(1e-3)
 
-    for _ in range(3):
-        step()
-    torch.cuda.synchronize()
-    mallocs = torch.cuda.memory_stats()["num_device_alloc"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(5):
-            step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.memory_stats()["num_device_alloc"] == mallocs
+    assert_steady(step, warmup=3)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

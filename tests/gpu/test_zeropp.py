@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.gpu.ranks import on_gpus
+from tests.zero import test_plain_reduction as plain_reductions
 from tests.zero import test_quantized as cases
 from tests.zero import test_quantized_reduction as reductions
 
@@ -28,6 +29,14 @@ def test_every_pass_sees_the_same_bits_on_every_rank(nodes: int, local: int) -> 
 def test_reductions_are_sums_over_all_ranks(nodes: int, local: int) -> None:
     needs(local)
     reductions.check_reduced(nodes, local, on_gpus(nodes, local, reductions.reduce))
+
+
+@pytest.mark.parametrize(("nodes", "local"), GRIDS)
+def test_reductions_without_codes_are_those_of_cpus(nodes: int, local: int) -> None:
+    """On 2 × 2 some of them in two hops."""
+    needs(local)
+    ranks = on_gpus(nodes, local, plain_reductions.reduce, [(nodes, local)])
+    plain_reductions.check_reduced(nodes, local, [rank[0] for rank in ranks])
 
 
 @pytest.mark.parametrize(("nodes", "local"), [(1, 2), (2, 2)])

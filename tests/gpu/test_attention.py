@@ -1,0 +1,179 @@
+"""Kernels of attention against fp32, documents packed against a dense mask, and no host synchronisation."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_zpp.config.data import DataConfig
+from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.data.documents import as_tensors, masked_samples
+from megatron_zpp.data.mock import MockDataset
+from megatron_zpp.model.attention import (
+    AttentionKernel,
+    DotProduct,
+    PackedFlash,
+    check_runs,
+    choose_attention,
+)
+from megatron_zpp.model.gpt import GPT, Parts
+from tests.gpu.steady import waits_are_errors
+from tests.support import pretrain
+from tests.zero.engines import engine_of
+
+VOCAB, EOD, TOKENS = 40, 3, 256  # a document of 40 tokens on average
+MASKS = DataConfig(mock_data=True, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
+MODEL = ModelConfig(
+    num_layers=4,
+    hidden_size=256,
+    num_attention_heads=4,
+    seq_length=TOKENS,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+)
+EPSILON = torch.finfo(torch.bfloat16).eps
+
+
+def settings(head_width: int, masked: bool) -> dict[str, Any]:
+    device = torch.device("cuda")
+    return {
+        "masked": masked,
+        "head_width": head_width,
+        "dropout": 0.0,
+        "dtype": torch.bfloat16,
+        "device": device,
+    }
+
+
+def batches(count: int, samples: int = 4) -> list[tuple[Tensor, ...]]:
+    """Masked micro-batches in pinned memory, as the loader has them."""
+    source = masked_samples(MockDataset(TOKENS, VOCAB, 1), MASKS, EOD)
+    found = [as_tensors(source.batch(np.arange(samples) + samples * index)) for index in range(count)]
+    return [tuple(part.pin_memory() for part in batch) for batch in found]
+
+
+def results(kernel: AttentionKernel, qkv: Tensor, ends: Tensor | None, weights: Tensor) -> list[Tensor]:
+    """The output (B, T, N, H) and the gradients of q, k and v, in fp32."""
+    qkv = qkv.detach().requires_grad_()
+    bounds = None if ends is None else kernel.bounds(ends, qkv)
+    q, k, v = qkv.unbind(2)
+    mixed = kernel(q, k, v, 0.0, bounds)
+    (gradient,) = torch.autograd.grad(mixed, qkv, weights.to(mixed.dtype))
+    return [mixed.float(), *gradient.float().unbind(2)]
+
+
+@pytest.mark.parametrize("head_width", [64, 80, 128])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("backend", ["auto", "efficient", "flash", "cudnn", "flash3"])
+def test_each_kernel_is_fp32s_within_the_rounding_of_bf16(
+    backend: str, masked: bool, head_width: int
+) -> None:
+    given = settings(head_width, masked)
+    try:
+        kernel = choose_attention(backend, **given)
+        check_runs(kernel, backend, (TOKENS,), **given)
+    except ValueError as refused:
+        if backend in ("cudnn", "flash3"):
+            pytest.skip(str(refused))
+        raise
+    generator = torch.Generator("cuda").manual_seed(1)
+    qkv = torch.randn(4, TOKENS, 3, 4, head_width, generator=generator, device="cuda").bfloat16()
+    weights = torch.randn(4, TOKENS, 4, head_width, generator=generator, device="cuda").bfloat16()
+    ends = batches(1)[0][3].cuda() if masked else None
+    expected = results(DotProduct("math"), qkv.float(), ends, weights)
+    for found, exact in zip(results(kernel, qkv, ends, weights), expected, strict=True):
+        assert torch.linalg.vector_norm(found - exact) <= 2 * EPSILON * torch.linalg.vector_norm(exact)
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [{}, {"recompute_activations": True}, {"recompute_granularity": "full", "recompute_method": "uniform"}],
+    ids=["stored", "selective", "full"],
+)
+def test_packed_documents_train_as_a_dense_mask_does(recompute: dict[str, Any]) -> None:
+    curves = []
+    for kernel in (DotProduct("math"), choose_attention("auto", **settings(64, True))):
+        engine = engine_of(
+            MODEL,
+            VOCAB,
+            zero=ZeroConfig(zero_stage=3),
+            recompute=RecomputeConfig(**recompute),
+            precision=PrecisionConfig(bf16=True),
+            device="cuda",
+            kernel=kernel,
+        )
+        losses = []
+        for batch in batches(8):
+            losses.append(engine.accumulate(batch, index=0, micro_batches=1).item())
+            engine.step(1e-3)
+        losses.append(engine.evaluate(batches(1)[0]).item())
+        curves.append(losses)
+        engine.close()
+    assert type(kernel) is PackedFlash
+    assert curves[1] == pytest.approx(curves[0], rel=2 * EPSILON)
+
+
+def test_a_masked_step_does_not_wait_for_the_device() -> None:
+    kernel = choose_attention("auto", **settings(64, True))
+    engine = engine_of(MODEL, VOCAB, precision=PrecisionConfig(bf16=True), device="cuda", kernel=kernel)
+    data = batches(6)
+
+    def step(batch: tuple[Tensor, ...]) -> None:
+        engine.accumulate(batch, index=0, micro_batches=1)
+        engine.step(1e-3)
+
+    for batch in data[:3]:
+        step(batch)
+    with waits_are_errors():
+        for batch in data[3:]:
+            step(batch)
+
+
+@pytest.mark.parametrize("backend", ["auto", "flash", "cudnn"])
+def test_the_compiler_takes_a_layer_whole_and_once_for_any_documents(backend: str) -> None:
+    given = settings(64, True)
+    kernel = choose_attention(backend, **given)
+    try:
+        check_runs(kernel, backend, (TOKENS,), **given)
+    except ValueError as refused:
+        if backend == "cudnn":
+            pytest.skip(str(refused))
+        raise
+    layer = (
+        GPT(MODEL, VOCAB, parts=Parts(attention=kernel)).initialize(3).to("cuda", torch.bfloat16).layers[1]
+    )
+    compiled = torch.compile(layer.forward, fullgraph=True, dynamic=False)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for batch in batches(3):
+            x = torch.randn(4, TOKENS, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            bounds = kernel.bounds(batch[3].cuda(), x)
+            found = torch.autograd.grad(compiled(x, bounds).square().sum(), x)[0]
+            expected = torch.autograd.grad(layer(x, bounds).square().sum(), x)[0]
+            error = torch.linalg.vector_norm((found - expected).float())
+            assert error <= 2 * EPSILON * torch.linalg.vector_norm(expected.float())
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("", " attention: flash_attention over documents end to end"),
+        ("--attention-backend flash", " attention: flash_attention over documents end to end"),
+        ("--fp32", "torch's choice, documents through a dense mask; flash attention needs --bf16 or --fp16"),
+        ("--attention-dropout 0.1", "documents through a dense mask; flash attention needs --attention-dr"),
+    ],
+)
+def test_a_run_says_which_attention_it_takes(tmp_path: Path, flags: str, said: str) -> None:
+    command = (
+        "--mock-data --tokenizer-type NullTokenizer --vocab-size 40 --num-layers 2 --hidden-size 128 "
+        "--num-attention-heads 2 --seq-length 256 --micro-batch-size 4 --lr 1e-3 --train-iters 3 "
+        "--log-interval 1 --eval-iters 1 --sample-prompt 1 --reset-position-ids --reset-attention-mask "
+        "--eod-mask-loss --attention-dropout 0 --hidden-dropout 0"
+    )
+    done = pretrain(*command.split(), *flags.split())
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout

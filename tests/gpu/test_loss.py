@@ -1,0 +1,106 @@
+"""The chunked loss on a GPU, at the sizes of a 1.3B model's output layer."""
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_zpp.model.loss import chunk_rows, keeps_gradient, linear_cross_entropy
+from tests.gpu.steady import waits_are_errors
+
+WIDTH, VOCAB, PADDED = 2048, 50257, 50304
+SIZES = (512, 8192, 16384)  # one chunk; several, of which the gradient is kept; several, in fp32 sums
+
+
+def inputs(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    x = torch.randn(tokens, WIDTH, generator=generator, device="cuda").to(dtype).requires_grad_()
+    weight = torch.randn(PADDED, WIDTH, generator=generator, device="cuda").mul_(0.05)
+    targets = torch.randint(VOCAB, (tokens,), generator=generator, device="cuda")
+    targets[5] = -100
+    return x, weight.to(dtype).requires_grad_(), targets
+
+
+def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(x, weight)[:, :VOCAB].float(), targets)
+
+
+def ours(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return linear_cross_entropy(x, weight, targets, VOCAB)
+
+
+def results(
+    loss: Callable[..., Tensor], x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    x.grad = weight.grad = None
+    value = loss(x, weight, targets)
+    (value * scale).backward()
+    return value.detach(), x.grad, weight.grad
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return ((found.float() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("tokens", SIZES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_loss_and_gradients_are_as_exact_as_the_plain_ones(tokens: int, dtype: torch.dtype) -> None:
+    """Against fp32 from the same numbers: at most twice the plain error, as tests/model/test_loss.py says."""
+    assert keeps_gradient(tokens, WIDTH, 2) == (tokens <= 8192)
+    assert chunk_rows(16384, PADDED) == 2048
+    x, weight, targets = inputs(tokens, dtype)
+    scale = torch.tensor(0.7 * (1024 if dtype == torch.float16 else 1), device="cuda")
+    whole = x.detach().float().requires_grad_(), weight.detach().float().requires_grad_()
+    _, *exact = results(plain, *whole, targets, scale)
+    loss, *gradients = results(ours, x, weight, targets, scale)
+    plain_loss, *plain_gradients = results(plain, x, weight, targets, scale)
+    assert loss.item() == pytest.approx(plain_loss.item(), rel=1e-6)
+    exact_sums = torch.finfo(torch.float32).eps * tokens**0.5
+    for found, of_plain, expected in zip(gradients, plain_gradients, exact, strict=True):
+        assert error(found, expected) <= 2 * error(of_plain, expected) + exact_sums
+    assert torch.count_nonzero(gradients[1][VOCAB:]) == 0
+    assert torch.count_nonzero(gradients[0][5]) == 0
+
+
+def peak(loss: Callable[..., Tensor], *given: Tensor) -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results(loss, *given)
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("tokens", SIZES)
+def test_memory_is_a_part_of_the_plain_losses(tokens: int) -> None:
+    x, weight, targets = inputs(tokens, torch.bfloat16)
+    given = x, weight, targets, torch.ones((), device="cuda")
+    results(ours, *given)  # the products' workspaces
+    found, of_plain = peak(ours, *given), peak(plain, *given)
+    assert of_plain >= 8 * tokens * VOCAB
+    assert found <= (of_plain if tokens == 512 else 0.5 * of_plain)
+
+
+def test_nothing_waits_for_the_device() -> None:
+    for tokens in SIZES:
+        x, weight, targets = inputs(tokens, torch.bfloat16)
+        scale = torch.ones((), device="cuda")
+        results(ours, x, weight, targets, scale)
+        with waits_are_errors():
+            results(ours, x, weight, targets, scale)
+            with torch.no_grad():
+                ours(x, weight, targets)
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    for tokens in SIZES:
+        x, weight, targets = inputs(tokens, torch.bfloat16)
+        with torch.no_grad():
+            x[7, 3] = float("nan")
+        loss, of_x, of_weight = results(ours, x, weight, targets, torch.ones((), device="cuda"))
+        assert loss.isnan()
+        assert of_x[7].isnan().all()
+        assert of_weight.isnan().any()
