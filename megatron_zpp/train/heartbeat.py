@@ -3,7 +3,8 @@
 Each rank beats: a thread writes what the rank is doing under its own key of the store that all ranks share.
 Rank 0's thread reads all beats at once and writes a verdict, if there is one; the others read the verdict and
 rank 0's beat, so a beat of N ranks costs O(N). A second thread never touches the store, which may be what
-stopped: it ends the process when there is a verdict, or when the store has not answered for too long.
+stopped: it ends the process when there is a verdict, or when the store has not answered for too long. All
+go by a clock that stands still with the process, so a job that was suspended as a whole goes on.
 """
 
 import json
@@ -59,6 +60,7 @@ class _Pulse:
         self, store: dist.Store, topology: Topology, timeout: float, prog: str, activity: Activity
     ) -> None:
         self._topology, self._timeout, self._prog, self._activity = topology, timeout, prog, activity
+        self._clock = activity.clock
         self._interval = min(1.0, timeout / 6)
         self._judge = Judge(timeout=timeout, patience=3.5 * self._interval)
         self._count = 0
@@ -67,7 +69,7 @@ class _Pulse:
         self._failed: str | None = None
         self._found: str | None = None  # rank 0's verdict, which stands while the others take note of it
         self._verdict: str | None = None  # the one to end with
-        self._answered = time.monotonic()
+        self._answered = self._clock.seconds
         self._said = 0.0  # when it was last said who is slow
         self._store = store.clone()  # a call that blocks holds its store: nobody else uses this one
         self._store.set_timeout(timedelta(seconds=2 * self._interval))
@@ -124,7 +126,8 @@ class _Pulse:
     def _watch(self) -> None:
         """The second thread."""
         while not self._over.wait(self._interval / 4):
-            silence = time.monotonic() - self._answered
+            self._clock.tick(2 * self._interval)
+            silence = self._clock.seconds - self._answered
             if self._verdict is None and silence > self._timeout:
                 self._verdict = self._without_store(f"has been silent for {silence:.0f} s")
             if self._verdict is not None and self._failed is None:
@@ -147,7 +150,7 @@ class _Pulse:
         leaves, failed = self._leaves, self._failed
         self._tell(left=leaves)
         said, first = self._store.multi_get([_VERDICT, _key(0)])
-        self._answered = time.monotonic()
+        self._answered = self._clock.seconds
         self._first = Beat.decode(first) or self._first
         self._judge.see([self._first], self._answered)
         verdict = json.loads(said) or self._judge.lost([self._first])
@@ -190,7 +193,7 @@ class _Pulse:
             count=self._count,
             doing=mark.text,
             marks=mark.number,
-            seconds=time.monotonic() - mark.since,
+            seconds=self._clock.seconds - mark.since,
             patient=mark.patient,
             limit=mark.limit,
             asks=self._asks,
@@ -202,7 +205,7 @@ class _Pulse:
     def _read_all(self) -> list[Beat | None]:
         """The newest beats of all ranks, which the judge sees too."""
         texts = self._store.multi_get([_key(rank) for rank in range(self._topology.world_size)])
-        self._answered = time.monotonic()
+        self._answered = self._clock.seconds
         beats = [Beat.decode(text) for text in texts]
         self._first = beats[0]
         self._judge.see(beats, self._answered)
