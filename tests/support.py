@@ -113,6 +113,16 @@ def rank_main(
     main()
 
 
+def holding(file: Path, after: int, path: str = "") -> dict[str, str]:
+    """Environment in which ranks wait in micro-batch `after` of a start while `file`, now made, is there.
+
+    `path` is more of the PYTHONPATH.
+    """
+    file.touch()
+    place = f"{ROOT / 'tests' / 'hold'}{path and ':' + path}"
+    return {"PYTHONPATH": place, "HOLD": str(file), "HOLD_AFTER": str(after)}
+
+
 def ended(process_id: int) -> bool:
     """Whether a process has ended; where nobody reaps orphans, as in some containers, it is still listed."""
     try:

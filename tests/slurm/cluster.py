@@ -4,6 +4,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -138,6 +139,18 @@ class Job:
         """scancel with these arguments."""
         self._cluster.ask("scancel", *argv, self.id + (task and f"_{task}"))
 
+    def signal_held(self, hold: Path, variable: str, task: str = "") -> None:
+        """USR1 to a job whose ranks wait while `hold` is there; it goes when one of them has the signal.
+
+        That one, which `rank` finds by `variable`, is stopped meanwhile: its pending signals are seen.
+        """
+        rank = self.rank(variable)
+        os.kill(rank, signal.SIGSTOP)
+        self.signal("--batch", "--signal=USR1", task=task)
+        wait_until(lambda: _pending(rank, signal.SIGUSR1), _PATIENCE)
+        hold.unlink()
+        os.kill(rank, signal.SIGCONT)
+
     def wait(self, task: str = "") -> dict[str, str]:
         """What SLURM knows of the job when it has ended for good."""
         wait_until(lambda: self._ended(task), _PATIENCE, every=0.2)
@@ -158,6 +171,11 @@ class Job:
 
     def _ended(self, task: str) -> bool:
         return self._facts(task)["JobState"] in _ENDED
+
+
+def _pending(process_id: int, number: signal.Signals) -> bool:
+    status = Path(f"/proc/{process_id}/status").read_text()
+    return bool(int(re.search(r"ShdPnd:\s*(\w+)", status)[1], 16) >> (number - 1) & 1)
 
 
 def _has(process: Path, *variables: str) -> bool:

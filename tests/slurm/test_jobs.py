@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import Cluster, Job, why_not
-from tests.support import pretrain
+from tests.support import holding, pretrain
 
 MODEL = (
     "--device cpu --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --num-layers 2 --hidden-size 64"
     " --num-attention-heads 4 --seq-length 32 --micro-batch-size 4 --lr 3e-3 --log-interval 10 --eval-iters 0"
-    " --num-workers 0 --heartbeat-timeout 10"
+    " --num-workers 0"
 ).split()
 LENGTH = "--global-batch-size 8 --train-iters 200 --save-interval 10".split()
 TWO_NODES = "--nodes=2 --ntasks-per-node=1 --gpus-per-node=0 --oversubscribe"
@@ -60,17 +60,21 @@ def submit(
 def driven(
     cluster: Cluster, limited: Job, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[Job]]]:
-    """A job of each launcher, of which a rank is killed, and which is signalled once it goes on."""
+    """A job of each launcher, of which a rank is killed, and which is signalled once it goes on.
+
+    Neither is late: each start waits for it after three lines.
+    """
 
     def drive(script: str, second_rank: str) -> Job:
         directory = tmp_path_factory.mktemp("submitted here")
         flags = (*MODEL, *LENGTH, *SAVED)
-        job = submit(cluster, directory, script, TWO_NODES, *flags, RANKS_PER_NODE="1", MAX_RESTARTS="1")
-        job.wait_for("iteration       20/")
+        hold = directory / "hold"
+        variables = {"RANKS_PER_NODE": "1", "MAX_RESTARTS": "1", **holding(hold, after=33)}
+        job = submit(cluster, directory, script, TWO_NODES, *flags, **variables)
+        job.wait_for("iteration       30/")
         os.kill(job.rank(second_rank), signal.SIGKILL)
-        job.wait_for("going on at iteration")
-        job.wait_for("consumed samples:", times=job.log().count("consumed samples:") + 2)
-        job.signal("--batch", "--signal=USR1")
+        job.wait_for("iteration       50/")
+        job.signal_held(hold, second_rank)
         return job
 
     with ThreadPoolExecutor() as pool:
@@ -117,21 +121,23 @@ def test_a_cancelled_job_saves_and_stays_away(cluster: Cluster, tmp_path: Path) 
 def test_a_sweep_requeues_one_of_its_tasks(cluster: Cluster, tmp_path: Path) -> None:
     """The last one, whose id is that of the whole array."""
     (tmp_path / "points.txt").write_text(
-        "--lr 1e-3 --train-iters 3\n--lr 2e-3  --lr-decay-style constant --train-iters 400\n"
+        "--lr 1e-3 --train-iters 3\n--lr 2e-3  --lr-decay-style constant --train-iters 60\n"
     )
     flags = ("points.txt", "runs", *MODEL, "--seed", "7")
-    job = submit(cluster, tmp_path, "sweep.sbatch", f"--array=1-2 {ONE_RANK}", *flags)
-    job.wait_for("iteration       20/", task="2")
-    job.signal("--batch", "--signal=USR1", task="2")
+    hold = tmp_path / "hold"
+    resources = f"--array=1-2 {ONE_RANK}"
+    job = submit(cluster, tmp_path, "sweep.sbatch", resources, *flags, **holding(hold, after=25))
+    job.wait_for("iteration       10/", task="2")
+    job.signal_held(hold, "SLURM_STEP_ID=0", task="2")
     first, second = job.wait("1"), job.wait("2")
     assert (first["JobState"], first["Restarts"]) == ("COMPLETED", "0"), job.log("1")
     assert (second["JobState"], second["Restarts"]) == ("COMPLETED", "1"), job.log("2")
     assert second["JobId"] == second["ArrayJobId"]
     assert "learning rate: 2.000000E-03" in job.log("2")
-    for task, iterations in (("1", 3), ("2", 400)):
+    for task, iterations in (("1", 3), ("2", 60)):
         tracker = tmp_path / "runs" / task / "latest_checkpointed_iteration.txt"
         assert tracker.read_text().strip() == str(iterations)
-    assert (tmp_path / "runs" / "2" / "metrics.jsonl").read_text().count("lm_loss") >= 40
+    assert (tmp_path / "runs" / "2" / "metrics.jsonl").read_text().count("lm_loss") >= 6
 
 
 @pytest.mark.parametrize("script", SECOND_RANK)

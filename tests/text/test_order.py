@@ -214,15 +214,19 @@ def test_workers_make_each_block_once_and_the_training_process_none(text: str, t
 
 
 KILLED = """
-import sys, time
+import os, sys, time
 from functools import partial
 from pathlib import Path
 import numpy as np
 from tests.text.conftest import NULL, NotingEncoder, opened
 
+RANK = os.getpid()
+
 class SlowEncoder(NotingEncoder):
     def __call__(self, block):
         encoded = super().__call__(block)
+        while os.getppid() == RANK:
+            time.sleep(0.01)
         time.sleep(1)
         return encoded
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 
 from megatron_zpp.train.metrics import Record
 from megatron_zpp.train.sinks import Beside
-from tests.support import ROOT, Run, environment, wait_until
+from tests.support import ROOT, Run, environment, holding, wait_until
 
 LENGTH = "--train-iters 100 --global-batch-size 8 --num-workers 0 --log-interval 5".split()
 
@@ -27,6 +28,22 @@ def weights(directory: Path, iteration: int = 100) -> dict[str, bytes]:
     """The tensors of a checkpoint, as bytes."""
     files = (directory / f"iter_{iteration:07d}").glob("*.safetensors")
     return {file.name: file.read_bytes() for file in files}
+
+
+def in_micro_batch(number: int, act: Callable[[], object]) -> None:
+    """`act` is called as a rank begins this micro-batch of its training."""
+    from megatron_zpp.zero.engine import ZeroEngine
+
+    accumulate, begun = ZeroEngine.accumulate, 0
+
+    def acting(engine: ZeroEngine, *arguments: object, **more: object) -> torch.Tensor:
+        nonlocal begun
+        begun += 1
+        if begun == number:
+            act()
+        return accumulate(engine, *arguments, **more)
+
+    ZeroEngine.accumulate = acting
 
 
 def two_ranks(directory: Path, *flags: str) -> Run:
@@ -60,9 +77,11 @@ def test_a_signal_to_one_rank_saves_and_stops_all(flags: list[str], whole: Path,
         assert "exiting at iteration 0: SIGUSR1\n" in ranks.out(0)
         assert (ranks.err(0), ranks.err(1)) == ("", "")
     flags += ["--eval-iters", "0"]
-    with two_ranks(tmp_path / "2", *flags) as ranks:
-        ranks.wait_for("iteration        5/")
-        ranks.send(1, signal.SIGTERM)
+    with Run(tmp_path / "2", 2) as ranks:
+        ranks.start(0, *flags)
+        ranks.start(
+            1, *flags, change=partial(in_micro_batch, 7, partial(signal.raise_signal, signal.SIGTERM))
+        )
         assert ranks.statuses() == {0: 75, 1: 75}, ranks.err(0)
         assert f"exiting at iteration {newest(save)}: SIGTERM\n" in ranks.out(0)
         assert (ranks.err(0), ranks.err(1)) == ("", "")
@@ -97,18 +116,21 @@ def test_a_restarted_run_ends_with_the_same_weights(flags: list[str], whole: Pat
     save, log = tmp_path / "checkpoints", tmp_path / "log"
     flags = [*flags, *LENGTH, "--eval-iters", "0", "--save", str(save), "--load", str(save)]
     flags += ["--save-interval", "30", "--heartbeat-timeout", "5"]
+    hold = tmp_path / "hold"
+    held = environment(PYTHON=sys.executable, **holding(hold, after=45, path=str(ROOT)))
     with open(log, "w") as out:
         job = subprocess.Popen(
             ["launch/local.sh", "-n", "2", "--max-restarts", "1", "pretrain_gpt.py", *flags],
             cwd=ROOT,
-            env=environment(PYTHON=sys.executable),
+            env=held,
             stdout=out,
             stderr=subprocess.STDOUT,
         )
     wait_until(lambda: "iteration       40/" in log.read_text())
     (victim,) = (pid for pid in children(job.pid) if b"RANK=1" in environ(pid))
     os.kill(victim, signal.SIGKILL)
-    assert job.wait(timeout=120) == 0, log.read_text()
+    hold.unlink()
+    assert job.wait(timeout=240) == 0, log.read_text()
     text = log.read_text()
     assert "launch/local.sh: rank 1 ended with SIGKILL; restart 1 of 1" in text
     assert "going on at iteration" in text
