@@ -10,6 +10,8 @@
 # The first node that fails ends the others, and its exit status is this script's. Node 0 writes to the terminal
 # as it is, the others to stderr behind their number.
 set -euo pipefail
+# shellcheck source=launch/ports.sh
+source "$(dirname "${BASH_SOURCE[0]}")/ports.sh"
 
 say() { echo "launch/emulate_nodes.sh: $*" >&2; }
 refuse() { say "$*"; exit 2; }
@@ -136,10 +138,7 @@ if ((${#gpus[@]} > 0)); then
 else
     connect
 fi
-port=$("$python" -c 'import socket
-with socket.socket() as free:
-    free.bind(("", 0))
-    print(free.getsockname()[1])')
+port=$(free_port "$python")
 threads=$(($(nproc) / (nodes * ranks)))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 export GLOO_SOCKET_IFNAME=$interface NCCL_SOCKET_IFNAME=$interface NCCL_IB_DISABLE=1

@@ -7,6 +7,8 @@
 set -euo pipefail
 # shellcheck source=launch/flags.sh
 source "$(dirname "${BASH_SOURCE[0]}")/flags.sh"
+# shellcheck source=launch/ports.sh
+source "$(dirname "${BASH_SOURCE[0]}")/ports.sh"
 set -m # processes get a group of their own, so Ctrl-C reaches them through this script alone
 
 usage() {
@@ -61,10 +63,7 @@ pause() { read -rt 0.1 -u "$nothing" || true; } # sleep would be a job, and get 
 
 start() {
     pids=()
-    MASTER_PORT=${port:-$("$python" -c 'import socket
-with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    print(free.getsockname()[1])')}
+    MASTER_PORT=${port:-$(free_port "$python")}
     export MASTER_PORT
     local rank
     for ((rank = 0; rank < processes; rank++)); do
