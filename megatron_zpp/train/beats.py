@@ -50,9 +50,8 @@ class Judge:
 
     def __init__(self, *, timeout: float, patience: float) -> None:
         self._timeout, self._patience = timeout, patience
-        self._newest: dict[
-            int, tuple[int, float]
-        ] = {}  # rank -> count of its newest beat, and when that came
+        # Of each rank the count of its newest beat, and when that came.
+        self._newest: dict[int, tuple[int, float]] = {}
         self._now = 0.0
 
     def see(self, beats: Sequence[Beat | None], now: float) -> None:

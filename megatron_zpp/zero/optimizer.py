@@ -137,9 +137,8 @@ class ApexAdamW:
         self.moments = [_zero_moments(unit) for unit in units]
         self.steps = torch.zeros((), device=units[0].master.device)
         groups = [{"params": [], "weight_decay": decay} for decay in (config.weight_decay, 0.0)]
-        self._weights: list[
-            tuple[Unit, int, Tensor]
-        ] = []  # (unit, part of its segments, that part's weights)
+        # Unit, part of its segments, that part's weights.
+        self._weights: list[tuple[Unit, int, Tensor]] = []
         states = {}
         for unit, moments in zip(units, self.moments, strict=True):
             for part, group in enumerate(groups):
