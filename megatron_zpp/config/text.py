@@ -1,6 +1,7 @@
 """Which names of data stand for text, that a run tokenises as it reads."""
 
 import os
+import re
 
 JSON_LINES = (".jsonl", ".json", ".ndjson")
 SUFFIXES = (".gz", ".zst")  # of what is compressed
@@ -16,6 +17,11 @@ def plain_suffix(path: str) -> str:
 def is_hub(path: str) -> bool:
     """Whether it names a Hugging Face data set."""
     return path.startswith(HUB)
+
+
+def looks_like_hub(path: str) -> bool:
+    """Whether a Hugging Face data set may have this name: NAME, or OWNER/NAME."""
+    return re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path) is not None
 
 
 def is_text(path: str) -> bool:

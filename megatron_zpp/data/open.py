@@ -1,6 +1,7 @@
 """Opens what a run reads, and refuses what it could not read to the end."""
 
 import functools
+import glob
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,7 +15,7 @@ import numpy as np
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.data import DEFAULT_SPLIT, SPLITS, DataConfig, weighted_prefixes
 from megatron_zpp.config.options import refusal
-from megatron_zpp.config.text import JSON_LINES, is_text
+from megatron_zpp.config.text import HUB, JSON_LINES, is_text, looks_like_hub
 from megatron_zpp.data.blend import Blend, BlendedDataset
 from megatron_zpp.data.checksums import checksums_path
 from megatron_zpp.data.compiled_orders import CompiledOrders, compiled_orders
@@ -234,7 +235,10 @@ def _open(flag: str, prefix: str, tokenizer_description: Mapping[str, Any] | Non
     except DamagedFile as damage:
         raise refusal(flag, prefix, str(damage)) from None
     except ValueError as error:
-        raise refusal(flag, prefix, f"{error}; name another data set, or preprocess it again") from None
+        fix = "name another data set, or preprocess it again"
+        if looks_like_hub(prefix) and not glob.glob(f"{glob.escape(prefix)}.*"):
+            fix += f"; one of Hugging Face's is {HUB}{prefix}"
+        raise refusal(flag, prefix, f"{error}; {fix}") from None
     except OSError as error:
         raise refusal(flag, prefix, f"{one_line(error)}; name a data set that can be read") from None
     if tokenizer_description is not None:

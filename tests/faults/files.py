@@ -14,7 +14,8 @@ ANEW = "preprocess it again"
 DEEP = "[" * 100_000
 
 DATA = [
-    Case("--data-path gone", "--data-path gone: gone.idx: no such file … preprocess"),
+    Case("--data-path gone", "--data-path gone: gone.idx: no such file … preprocess … is hf:gone"),
+    Case("--data-path owner/gone", "no such file … preprocess … is hf:owner/gone"),
     Case(
         "--data-path text.txt",
         "--data-path text.txt: is no tokenised data set; text is JSON lines … build_corpus",
