@@ -31,9 +31,12 @@ class HuggingFaceTokenizer(Tokenizer):
 
         path = Path(model, "tokenizer.json") if Path(model).is_dir() else Path(model)
         parts = read_json(_FLAG, str(path), _FIX)
+        _check_merges(parts, path)
         try:
             self._pipeline = Pipeline.from_str(read_bytes(_FLAG, str(path), _FIX).decode())
-        except Exception as error:  # `tokenizers` raises nothing more specific
+        except BaseException as error:  # `tokenizers` raises nothing more specific, and panics
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise refusal(_FLAG, path, f"`tokenizers` cannot load it ({error}); {_FIX}") from None
         self._pipeline.no_truncation()
         self._pipeline.no_padding()
@@ -62,6 +65,30 @@ class HuggingFaceTokenizer(Tokenizer):
     def to_tokenizers(self) -> str:
         parts = json.loads(self._pipeline.to_str())
         return json.dumps(parts | {"post_processor": None}, ensure_ascii=False)
+
+
+def _check_merges(parts: dict[str, Any], path: Path) -> None:
+    """Each merge of a BPE makes a piece that the vocabulary has: `tokenizers` panics over some that do not.
+
+    What is not even of the right type is left to its own words.
+    """
+    model = parts.get("model")
+    if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
+        return
+    vocab, merges = model.get("vocab"), model.get("merges")
+    prefix = model.get("continuing_subword_prefix") or ""
+    if not isinstance(vocab, dict) or not isinstance(merges, list) or not isinstance(prefix, str):
+        return
+    for merge in merges:
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        match pair:
+            case [str(first), str(second)] if not first.startswith("#version"):
+                if not second.startswith(prefix):
+                    fix = f"which does not begin with its continuing_subword_prefix {prefix!r}; {_FIX}"
+                    raise refusal(_FLAG, path, f"merges {second!r}, {fix}")
+                for piece in (first, second, first + second.removeprefix(prefix)):
+                    if piece not in vocab:
+                        raise refusal(_FLAG, path, f"merges {piece!r}, which its vocabulary lacks; {_FIX}")
 
 
 def _find_eod(vocab: dict[str, int], path: Path) -> int:

@@ -1,5 +1,6 @@
 """Files of pretrain_gpt.py that are missing, damaged, unreadable, foreign or in the way."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -120,6 +121,17 @@ def gpt2(said: str, harm: Harm) -> Case:
     )
 
 
+def bpe(first: str, second: str, prefix: str | None = None) -> str:
+    """A tokenizer.json whose vocabulary lacks what its merge makes; longer than all that it has."""
+    model = {
+        "type": "BPE",
+        "vocab": {first: 0, second: 1},
+        "merges": [[first, second]],
+        "continuing_subword_prefix": prefix,
+    }
+    return json.dumps({"version": "1.0", "added_tokens": [], "model": model})
+
+
 def hugging_face(said: str, harm: Harm | None = None, model: str = "tokenizer.json") -> Case:
     """The tokenizer.json at `model`."""
     return tokenizer(f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {model}", said, harm)
@@ -154,6 +166,8 @@ TOKENIZERS = [
     hugging_face("--tokenizer-model file: is not JSON; give a tokenizer.json", model="file"),
     hugging_face("is not JSON; give a tokenizer.json", cut("tokenizer.json", 50)),
     hugging_face("`tokenizers` cannot load it … give a tokenizer.json", put("tokenizer.json", "{}")),
+    hugging_face("merges 'abc', which its vocabulary lacks; give", put("tokenizer.json", bpe("ab", "c"))),
+    hugging_face("merges 'c', which … prefix '##'; give", put("tokenizer.json", bpe("ab", "c", "##"))),
     hugging_face(f"{CONFIG}: is not JSON; mend or remove it", put(CONFIG, "{")),
     hugging_face(f"lacks 'zz', the eos_token of {CONFIG}", put(CONFIG, '{"eos_token": "zz"}')),
     hugging_face(f"{CONFIG}: its eos_token [1] is not text; mend", put(CONFIG, '{"eos_token": [1]}')),

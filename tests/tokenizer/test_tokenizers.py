@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.config.tokenizer import TokenizerConfig
-from megatron_zpp.tokenizer import Tokenizer, build_tokenizer, describe
+from megatron_zpp.tokenizer import Tokenizer, build_tokenizer, describe, huggingface_tokenizer
 
 ORDINARY = [
     "Hello, world! It's 2024; we'll see.",
@@ -125,6 +125,18 @@ def test_hugging_face_takes_the_eos_of_its_config(bpe_files: Path, tmp_path: Pat
     tokenizer = hugging_face(tmp_path)
     assert tokenizer.eod == top + 41
     assert tokenizer.vocab_size == top + 42
+
+
+def test_a_panic_inside_tokenizers_is_an_error(bpe_files: Path, tmp_path: Path, monkeypatch) -> None:
+    """Of a merge that is found before; a later release may have another error for it."""
+    parts = json.loads((bpe_files / "tokenizer.json").read_text())
+    parts["model"]["merges"].append(["a", "<|endoftext|>"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(parts))
+    with pytest.raises(ValueError, match=r"merges 'a<\|endoftext\|>', which its vocabulary lacks"):
+        hugging_face(tmp_path)
+    monkeypatch.setattr(huggingface_tokenizer, "_check_merges", lambda parts, path: None)
+    with pytest.raises(ValueError, match=r"^--tokenizer-model .*`tokenizers` cannot load it \("):
+        hugging_face(tmp_path)
 
 
 def test_hugging_face_without_an_end_of_document(bpe_files: Path, tmp_path: Path) -> None:
