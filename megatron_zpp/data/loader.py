@@ -52,7 +52,7 @@ class MicroBatches:
         pin_memory: bool = False,
     ) -> None:
         assert 0 <= rank < schedule.data_parallel_size, f"rank {rank} of {schedule.data_parallel_size}"
-        self._loader = DataLoader(
+        self._loader = _Loader(
             _Ranges(samples),
             sampler=_Reads(schedule, rank, consumed, end),
             collate_fn=_unchanged,
@@ -118,6 +118,11 @@ class _Reads:
             for index in range(self.schedule.micro_batches_at(consumed)):
                 yield self.schedule.micro_batch(consumed, index, self.rank)
             consumed = after
+
+
+class _Loader(DataLoader):
+    def check_worker_number_rationality(self) -> None:
+        """Not a warning on every rank that a job gives one core: workers wait for files and for the rank."""
 
 
 class _Ranges(Dataset):
