@@ -8,5 +8,6 @@ launch/setup_venv.sh requirements.txt tests/requirements.txt
 if (($# == 0)); then
     set -- --numprocesses 2 --dist loadfile --no-loadscope-reorder # but in the order of tests/conftest.py
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}                   # or threads of two files wait for each other
+    ! command -v g++ >/dev/null || .venv/bin/python -m megatron_zpp.ops.build # or runs with time limits wait for it
 fi
 exec .venv/bin/python -m pytest "$@"

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.support import ROOT, environment, free_port, wait_until
 
 _TOOLS = ("slurmctld", "slurmd", "munged", "sbatch", "scontrol", "unshare", "mount", "setpriv")
-_PATIENCE = 120.0  # seconds
+_PATIENCE = 240.0  # seconds
 _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY")
 # A requeued job waits until the credentials of its last start are void: cred_expire, which is at least 5 s.
 _CONFIGURATION = """
