@@ -148,7 +148,8 @@ def test_damage_that_one_rank_reads_ends_all(site: Path, programs: Programs) -> 
     before = contents(site)
     ended = two_ranks(site, programs, *[("--verify-data",)] * 2)
     check_one(ended, "text.bin: damaged between bytes 0 and 10000 … preprocess the data again")
-    assert [done.stdout for done in ended] == ["", ""]
+    said = [line for done in ended for line in done.stdout.splitlines() if not line.startswith("[Gloo] ")]
+    assert said == []  # but what the gloo of torch 2.8 says of its own
     assert contents(site) == before
 
 
