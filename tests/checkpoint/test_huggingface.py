@@ -26,16 +26,8 @@ from megatron_zpp.tokenizer.train_sentencepiece import train_sentencepiece
 from tests.faults.site import train_bpe
 from tests.model.test_gpt import names_in_transformers
 from tests.support import pretrain
+from tests.tokenizer.test_tokenizers import ORDINARY
 
-AWKWARD = [
-    "Hello, world! It's 2024; we'll see.",
-    "def f(x):\n\treturn  x ** 2   # naïve\r\n",
-    "   leading and trailing   ",
-    "日本語 и русский, e\u0301 and 😀👩‍👩‍👧",
-    "",
-    "\n\n\n",
-    "a\u00a0b\u2028c\x00d",
-]
 SOURCE = inspect.getsource(inspect)
 SHAPE = {"n_positions": 19, "n_embd": 20, "n_layer": 2, "n_head": 4}  # no size that anything is padded to
 SHAPE_FLAGS = (
@@ -61,7 +53,7 @@ def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with vocab.json, merges.txt and tokenizer.json of one byte-level BPE."""
     directory = tmp_path_factory.mktemp("bpe")
-    train_bpe(directory, [*AWKWARD, SOURCE])
+    train_bpe(directory, [*ORDINARY, SOURCE])
     return directory
 
 
@@ -155,7 +147,7 @@ def tokenizer_flags(bpe: Path, kind: str, directory: Path) -> list[str]:
     elif kind == "HuggingFaceTokenizer":
         files = ["--tokenizer-model", str(bpe)]
     elif kind == "SentencePieceTokenizer":
-        (directory / "t.model").write_bytes(train_sentencepiece([*AWKWARD * 3, SOURCE], 500, "bpe"))
+        (directory / "t.model").write_bytes(train_sentencepiece([*ORDINARY * 3, SOURCE], 500, "bpe"))
         files = ["--tokenizer-model", str(directory / "t.model")]
     else:
         files = ["--vocab-size", "100"]
@@ -196,7 +188,7 @@ def test_a_run_is_exported(
     auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert auto.eos_token_id == tokenizer.eod
     assert len(auto) == tokenizer.vocab_size
-    for text in [*AWKWARD, SOURCE]:
+    for text in [*ORDINARY, SOURCE]:
         ids = auto.encode(text, add_special_tokens=False)
         assert ids == tokenizer.encode(text)
         assert auto(text)["input_ids"] == ids
@@ -391,14 +383,14 @@ def test_what_a_pipeline_puts_around_a_text_is_not_exported(
         "<|endoftext|> $A", None, [("<|endoftext|>", end)]
     )
     pipeline.enable_truncation(3)
-    plain = pipeline.encode(AWKWARD[0], add_special_tokens=False)
+    plain = pipeline.encode(ORDINARY[0], add_special_tokens=False)
     pipeline.save(str(tmp_path / "tokenizer.json"))
     flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tmp_path / "tokenizer.json"]
     tool("import", good, tmp_path / "ours", *flags)
     tool("export", tmp_path / "ours", tmp_path / "out")
     auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     pipeline.no_truncation()
-    assert auto(AWKWARD[0])["input_ids"] == pipeline.encode(AWKWARD[0], add_special_tokens=False).ids
+    assert auto(ORDINARY[0])["input_ids"] == pipeline.encode(ORDINARY[0], add_special_tokens=False).ids
     assert len(plain.ids) == 3
 
 
