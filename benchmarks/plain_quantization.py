@@ -85,6 +85,11 @@ def sum_parts(parts: Tensor, shard: Tensor) -> None:
     shard.copy_(parts.sum(0, dtype=torch.float32) / len(parts))
 
 
+def sum_squares(x: Tensor, sums: Tensor) -> None:
+    """Of each 256 elements, in fp32."""
+    sums.copy_(x.view(-1, 256).float().square().sum(1))
+
+
 def adamw(
     master: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, published: Tensor | None = None
 ) -> None:

@@ -76,6 +76,7 @@ def _steps() -> list[Case]:
     written = partial(plain.adamw_quantize, format=INT8)
     fused = partial(plain.fused_adamw_quantize, format=INT8)
     return [
+        Case("sum_squares", "bf16", _sum_squares, plain.sum_squares, plain.sum_squares),
         Case("adamw", "publishes bf16", _adamw, plain.adamw, plain.fused_adamw, 4),
         Case("adamw_quantize", "int8/256", _adamw_quantize, written, fused, 4),
     ]
@@ -145,6 +146,11 @@ def _sum_parts(ops: Operations, elements: int, device: torch.device, *, count: i
     )
     ours = partial(ops.sum_parts, parts, shard, factor=1 / count)
     return Buffers(parts.nbytes + shard.nbytes, ours, (parts, torch.empty_like(shard)))
+
+
+def _sum_squares(ops: Operations, elements: int, device: torch.device) -> Buffers:
+    x, sums = _numbers(1, elements, device=device)[0], torch.empty(elements // 256, device=device)
+    return Buffers(x.nbytes + sums.nbytes, partial(ops.sum_squares, x, sums), (x, torch.empty_like(sums)))
 
 
 def _states(elements: int, device: torch.device) -> tuple[list[Tensor], dict[str, Any]]:

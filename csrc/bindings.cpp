@@ -125,6 +125,14 @@ void sum_parts(const Tensor& parts, const Tensor& shard, double factor, bool add
   run_on(shard, op);
 }
 
+void sum_squares(const Tensor& input, const Tensor& sums) {
+  checks::whole_blocks("sum_squares", "input", input, kSquaresBlock);
+  checks::contiguous("sum_squares", "sums", sums, {at::kFloat}, {input.numel() / kSquaresBlock});
+  checks::same_device("sum_squares", {{"input", &input}, {"sums", &sums}});
+  if (input.numel() == 0) return;
+  run_on(input, SumSquares{input.const_data_ptr(), type_of(input), input.numel(), floats_of(sums)});
+}
+
 // Products and differences of the numbers are taken in fp64.
 Adamw adamw_op(const Tensor& master, const Tensor& gradient, const Tensor& exp_avg, const Tensor& exp_avg_sq,
                const Tensor& divisor, const Tensor& found_inf, const Tensor& bias_corrections, double learning_rate,
@@ -198,6 +206,7 @@ void register_operators(torch::Library& library) {
   library.impl("sum_quantize", TORCH_FN(sum_quantize));
   library.impl("sum_into", TORCH_FN(sum_into));
   library.impl("sum_parts", TORCH_FN(sum_parts));
+  library.impl("sum_squares", TORCH_FN(sum_squares));
   library.impl("adamw", TORCH_FN(adamw));
   library.impl("adamw_quantize", TORCH_FN(adamw_quantize));
 }
@@ -217,6 +226,7 @@ TORCH_LIBRARY(megatron_zpp, library) {
       "sum_into(Tensor messages, Tensor(a!) shard, str codes, int block, ScalarType scales, bool rotate, "
       "float factor, bool add) -> ()");
   library.def("sum_parts(Tensor parts, Tensor(a!) shard, float factor, bool add) -> ()");
+  library.def("sum_squares(Tensor input, Tensor(a!) sums) -> ()");
   library.def(
       "adamw(Tensor(a!) master, Tensor gradient, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? published, "
       "Tensor divisor, Tensor found_inf, Tensor bias_corrections, float learning_rate, float beta1, float beta2, "

@@ -114,6 +114,14 @@ void parts(const char* op, const at::Tensor& parts) {
                     shown(parts));
 }
 
+void whole_blocks(const char* op, const char* name, const at::Tensor& tensor, int64_t block) {
+  const int64_t numel = tensor.numel();
+  TORCH_CHECK_VALUE(tensor.dim() == 1 && is_one_of(tensor.scalar_type(), kFloats) && tensor.is_contiguous() &&
+                        numel % block == 0,
+                    op, ": ", name, " must be contiguous float32, bfloat16 or float16 of shape (m,), m a multiple of ",
+                    block, ", got ", shown(tensor));
+}
+
 void contiguous(const char* op, const char* name, const at::Tensor& tensor,
                 std::initializer_list<at::ScalarType> types, at::IntArrayRef shape) {
   if (!is_one_of(tensor.scalar_type(), types) || tensor.sizes() != shape) {

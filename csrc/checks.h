@@ -37,6 +37,9 @@ void summed_output(const char* op, const at::Tensor& output, int64_t numel, cons
 // The parts (P, m) of sum_parts.
 void parts(const char* op, const at::Tensor& parts);
 
+// A contiguous vector of floats that is whole blocks of this many elements.
+void whole_blocks(const char* op, const char* name, const at::Tensor& tensor, int64_t block);
+
 // A contiguous tensor of one of the types and exactly this shape.
 void contiguous(const char* op, const char* name, const at::Tensor& tensor,
                 std::initializer_list<at::ScalarType> types, at::IntArrayRef shape);

@@ -1,4 +1,4 @@
-// sum_quantize, sum_into and sum_parts on the CPU.
+// sum_quantize, sum_into, sum_parts and sum_squares on the CPU.
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -104,6 +104,22 @@ void sum_part_elements(const SumParts& op) {
   });
 }
 
+// Of a block, in the order of a warp: eight elements a lane, then halves of the lanes onto each other.
+template <typename T>
+float sum_of_squares(const T* block) {
+  constexpr int kLanes = kSquaresBlock / 8;
+  float sums[kLanes];
+  for (int lane = 0; lane < kLanes; ++lane) {
+    for (int i = 0; i < 8; ++i) {
+      const float x = to_float(block[8 * lane + i]);
+      sums[lane] = i == 0 ? x * x : sums[lane] + x * x;
+    }
+  }
+  for (int distance = kLanes / 2; distance > 0; distance /= 2)
+    for (int lane = 0; lane < distance; ++lane) sums[lane] += sums[lane + distance];
+  return sums[0];
+}
+
 }  // namespace
 
 void run(const SumQuantize& op) {
@@ -130,6 +146,16 @@ void run(const SumInto& op) {
 
 void run(const SumParts& op) {
   with_type(op.part_type, [&](auto type) { sum_part_elements<typename decltype(type)::type>(op); });
+}
+
+void run(const SumSquares& op) {
+  with_type(op.input_type, [&](auto type) {
+    const auto* input = static_cast<const typename decltype(type)::type*>(op.input);
+    const int64_t blocks = op.elements / kSquaresBlock;
+    at::parallel_for(0, blocks, kGrainElements / kSquaresBlock, [&](int64_t begin, int64_t end) {
+      for (int64_t k = begin; k < end; ++k) op.sums[k] = sum_of_squares(input + k * kSquaresBlock);
+    });
+  });
 }
 
 }  // namespace megatron_zpp::cpu

@@ -74,6 +74,16 @@ struct SumParts {
   bool add;
 };
 
+// Sum k is that of the squares of the input's elements from k * kSquaresBlock on.
+constexpr int kSquaresBlock = 256;
+
+struct SumSquares {
+  const void* input;
+  Type input_type;
+  int64_t elements;
+  float* sums;
+};
+
 struct Adamw {
   float* master;
   const void* gradient;
@@ -107,6 +117,7 @@ void run(const Dequantize&);
 void run(const SumQuantize&);
 void run(const SumInto&);
 void run(const SumParts&);
+void run(const SumSquares&);
 void run(const AdamwPublish&);
 void run(const AdamwQuantize&);
 }  // namespace cpu
@@ -117,6 +128,7 @@ void run(const Dequantize&, CUstream_st*);
 void run(const SumQuantize&, CUstream_st*);
 void run(const SumInto&, CUstream_st*);
 void run(const SumParts&, CUstream_st*);
+void run(const SumSquares&, CUstream_st*);
 void run(const AdamwPublish&, CUstream_st*);
 void run(const AdamwQuantize&, CUstream_st*);
 }  // namespace cuda

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_zpp.ops.formats import SCALES, Format, is_block
 
+SQUARES_BLOCK = 256  # elements of one sum of squares
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -73,6 +74,18 @@ def sum_parts(parts: Tensor, shard: Tensor) -> None:
         )
     _exactly("sum_parts", "shard", shard, torch.float32, (parts.shape[1],))
     _same_device("sum_parts", parts=parts, shard=shard)
+
+
+def sum_squares(input: Tensor, sums: Tensor) -> None:
+    """See reference.sum_squares."""
+    whole = input.dim() == 1 and len(input) % SQUARES_BLOCK == 0
+    if not whole or input.dtype not in _FLOATS or not input.is_contiguous():
+        raise ValueError(
+            f"sum_squares: input must be contiguous float32, bfloat16 or float16 of shape (m,), m a multiple of "
+            f"{SQUARES_BLOCK}, got {_shown(input)}"
+        )
+    _exactly("sum_squares", "sums", sums, torch.float32, (len(input) // SQUARES_BLOCK,))
+    _same_device("sum_squares", input=input, sums=sums)
 
 
 def adamw(

@@ -13,6 +13,7 @@ _CHECKED = (
     (reference.sum_quantize, checks.sum_quantize),
     (reference.sum_into, checks.sum_into),
     (reference.sum_parts, checks.sum_parts),
+    (reference.sum_squares, checks.sum_squares),
     (reference.adamw, checks.adamw),
     (reference.adamw_quantize, checks.adamw_quantize),
 )

@@ -63,6 +63,13 @@ class Operations:
         """Sums `parts` (P, m) fp32, bf16 or fp16 likewise; `shard` (m,) may be a row of fp32 `parts`."""
         self._kernels.sum_parts(parts, shard, factor, add)
 
+    def sum_squares(self, input: Tensor, sums: Tensor) -> None:
+        """Sums the squares of each 256 elements of `input` (m,) fp32, bf16 or fp16 into `sums` (m / 256,) fp32.
+
+        In an order of its own, so that the same elements give the same bits wherever they lie.
+        """
+        self._kernels.sum_squares(input, sums)
+
     def adamw(
         self,
         master: Tensor,

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_zpp.ops import checks
 from megatron_zpp.ops.adamw_step import AdamWStep
 from megatron_zpp.ops.block_codes import decode_blocks, encode_blocks, rotate_32, to_dtype
+from megatron_zpp.ops.checks import SQUARES_BLOCK
 from megatron_zpp.ops.formats import Format
 from megatron_zpp.ops.philox import random_16_bits
 
@@ -163,6 +164,24 @@ def sum_parts(parts: Tensor, shard: Tensor, factor: float, add: bool) -> None:
         for other in parts[1:]:
             total = total + other[here].float()
         _put(shard[here], total, factor, add)
+
+
+def sum_squares(input: Tensor, sums: Tensor) -> None:
+    """`sums` (m / 256,) fp32 get those of the squares of each 256 elements of `input` (m,), in one order.
+
+    Eight neighbours in turn, then the 32 results in halves onto each other. Raises ValueError
+    (`checks.sum_squares`).
+    """
+    checks.sum_squares(input, sums)
+    for start in range(0, len(input), TILE):
+        x = input[start : start + TILE].float().view(-1, SQUARES_BLOCK // 8, 8)
+        total = x[:, :, 0] * x[:, :, 0]
+        for i in range(1, 8):
+            total = total + x[:, :, i] * x[:, :, i]
+        while total.shape[1] > 1:
+            low, high = total.chunk(2, dim=1)
+            total = low + high
+        sums[start // SQUARES_BLOCK :][: len(total)] = total[:, 0]
 
 
 def adamw(

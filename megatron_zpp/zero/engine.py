@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.ops.checks import SQUARES_BLOCK
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.build import Initialize, UnitBuilder, layouts_of
 from megatron_zpp.zero.collectives import sum_over_ranks
@@ -79,7 +80,7 @@ class ZeroEngine:
     ) -> None:
         self.model, self.topology, self.device = model, topology, device
         self._ledger, self.sections = TrafficLedger(topology), sections
-        self._clip_grad = optimizer.clip_grad
+        self._clip_grad, self._operations = optimizer.clip_grad, operations
         residency = Residency(zero.zero_stage)
         dtype = getattr(torch, precision.compute_dtype(device.type))
         sent = reduce_dtype(residency, precision, dtype)
@@ -261,11 +262,18 @@ class ZeroEngine:
 
         So the clipping factor has the same bits however the gradient is sharded.
         """
-        blocks = [
-            torch.linalg.vector_norm(unit.gradients.view(-1, SHARD_MULTIPLE), dim=1, dtype=torch.float32)
-            for unit in self.units
-        ]
-        total = torch.stack([block.double().square().sum() for block in blocks]).sum()
+        gradients = [unit.gradients for unit in self.units]
+        if self._operations is None:
+            blocks = [gradient.view(-1, SHARD_MULTIPLE) for gradient in gradients]
+            sums = torch.cat(
+                [torch.linalg.vector_norm(b, dim=1, dtype=torch.float32).square() for b in blocks]
+            )
+        else:
+            counts = [len(gradient) // SQUARES_BLOCK for gradient in gradients]
+            sums = torch.empty(sum(counts), device=self.device)
+            for gradient, part in zip(gradients, sums.split(counts), strict=True):
+                self._operations.sum_squares(gradient, part)
+        total = sums.sum(dtype=torch.float64)
         sharded = not self.units[0].whole
         return sum_over_ranks(total, self.topology) if sharded else total
 

@@ -36,12 +36,15 @@ class Update(Protocol):
 
     reads_halves: bool
 
+    def progress(self, steps: Tensor) -> Tensor:
+        """What `steps` (), the one to come included, mean to every unit: computed once a step."""
+
     def __call__(
         self,
         states: tuple[Tensor, Tensor, Tensor, Tensor],
         published: Tensor | None,
         *,
-        steps: Tensor,
+        progress: Tensor,
         divisor: Tensor,
         found_inf: Tensor,
         learning_rate: float,
@@ -61,11 +64,12 @@ class FusedAdamW:
     def step(self, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> Iterator[Unit]:
         """See AdamW.step."""
         self.steps += 1 - found_inf
+        progress = self._update.progress(self.steps)
         for unit, moments in zip(self._units, self.moments, strict=True):
             self._update(
                 (unit.master, unit.gradients, *moments.values()),
                 None if unit.published_is_master else unit.published,
-                steps=self.steps,
+                progress=progress,
                 divisor=divisor,
                 found_inf=found_inf,
                 learning_rate=learning_rate,
@@ -99,12 +103,13 @@ class OffloadedAdamW:
             yield from self._units
             return
         self.steps += 1
+        progress = self._update.progress(self.steps)
         for index, unit in enumerate(self._units):
             arrived[index].synchronize()
             self._update(
                 (unit.master, self._gradients[index], *self.moments[index].values()),
                 self._published[index],
-                steps=self.steps,
+                progress=progress,
                 divisor=divisor,
                 found_inf=found_inf,
                 learning_rate=learning_rate,
@@ -181,12 +186,17 @@ class KernelUpdate:
         self._config, self._operations, self._format = config, operations, format
         self.reads_halves = format is None
 
+    def progress(self, steps: Tensor) -> Tensor:
+        """The bias corrections (2,)."""
+        powers = [beta ** steps.double() for beta in (self._config.adam_beta1, self._config.adam_beta2)]
+        return (1 - torch.stack(powers)).float()
+
     def __call__(
         self,
         states: tuple[Tensor, Tensor, Tensor, Tensor],
         published: Tensor | None,
         *,
-        steps: Tensor,
+        progress: Tensor,
         divisor: Tensor,
         found_inf: Tensor,
         learning_rate: float,
@@ -194,11 +204,10 @@ class KernelUpdate:
     ) -> None:
         """See Update."""
         config = self._config
-        powers = [beta ** steps.double() for beta in (config.adam_beta1, config.adam_beta2)]
         settings = {
             "divisor": divisor,
             "found_inf": found_inf,
-            "bias_corrections": (1 - torch.stack(powers)).float(),
+            "bias_corrections": progress,
             "learning_rate": learning_rate,
             "beta1": config.adam_beta1,
             "beta2": config.adam_beta2,
@@ -220,12 +229,16 @@ class TorchUpdate:
     def __init__(self, config: OptimizerConfig) -> None:
         self._config = config
 
+    def progress(self, steps: Tensor) -> Tensor:
+        """The steps themselves."""
+        return steps
+
     def __call__(
         self,
         states: tuple[Tensor, Tensor, Tensor, Tensor],
         published: Tensor | None,
         *,
-        steps: Tensor,
+        progress: Tensor,
         divisor: Tensor,
         found_inf: Tensor,
         learning_rate: float,
@@ -238,7 +251,7 @@ class TorchUpdate:
                 torch._fused_adamw_(
                     *parts,
                     [],
-                    [steps],
+                    [progress],
                     lr=learning_rate,
                     beta1=self._config.adam_beta1,
                     beta2=self._config.adam_beta2,

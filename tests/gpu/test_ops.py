@@ -55,6 +55,10 @@ def test_sums_of_plain_parts() -> None:
     cases.plain_parts("cuda")
 
 
+def test_sums_of_squares() -> None:
+    cases.squares("cuda")
+
+
 def test_adamw() -> None:
     cases.adamw_steps("cuda")
 

@@ -151,6 +151,14 @@ def plain_parts(device: str) -> None:
             assert_same_bits(in_place[own].cpu(), expected, f"in place of part {own}")
 
 
+def squares(device: str) -> None:
+    """Sums of whole blocks, of numbers that are not all finite, where 16 bytes begin and where not."""
+    for blocks, dtype in itertools.product((0, 1, 2, 7, 1001), FLOATS):
+        assert_agree("sum_squares", sprinkled(256 * blocks, dtype, blocks), torch.ones(blocks), device=device)
+        behind = sprinkled(256 * blocks + 1, dtype, blocks)[1:]
+        assert_agree("sum_squares", behind, torch.ones(blocks), device=device)
+
+
 def adamw_states(m: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Weights, gradients in `dtype` and moments (m,), some gradients tiny, huge or not finite."""
     generator = torch.Generator().manual_seed(m)

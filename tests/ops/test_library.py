@@ -34,6 +34,7 @@ def calls() -> dict[str, tuple[Any, ...]]:
         ),
         "sum_into": (messages, shard, *plain(FORMAT), False, 0.5, True),
         "sum_parts": (torch.randn(3, 256), shard, 0.5, False),
+        "sum_squares": (torch.randn(512), torch.zeros(2)),
         "adamw": (*adamw_states(256), garbage(256, dtype=torch.bfloat16), *adamw_scalars(), 100),
         "adamw_quantize": (*adamw_states(256), message, *adamw_scalars(), 100, *plain(ROTATED), True),
     }
@@ -127,6 +128,16 @@ REFUSALS = [
     ("sum_parts", 0, torch.zeros(3, 256).long(), "sum_parts: parts must"),
     ("sum_parts", 0, torch.zeros(256, 3).T, "sum_parts: parts must be contiguous"),
     ("sum_parts", 1, torch.zeros(255), "sum_parts: shard must be float32 of shape (256,)"),
+    (
+        "sum_squares",
+        0,
+        torch.zeros(511),
+        "sum_squares: input must be contiguous float32, bfloat16 or float16 of",
+    ),
+    ("sum_squares", 0, torch.zeros(2, 256), "sum_squares: input must"),
+    ("sum_squares", 0, torch.zeros(1024)[::2], "sum_squares: input must be contiguous"),
+    ("sum_squares", 0, torch.zeros(512).long(), "sum_squares: input must"),
+    ("sum_squares", 1, torch.zeros(3), "sum_squares: sums must be float32 of shape (2,)"),
     ("adamw", 0, torch.zeros(2, 128), "adamw: master must be float32 of shape (m,)"),
     ("adamw", 0, torch.zeros(256).half(), "adamw: master must be float32 of shape"),
     (
@@ -206,6 +217,7 @@ def test_every_operation_of_the_object_runs_the_operator() -> None:
     )
     operations.sum_into(*given["sum_into"][:2], FORMAT, factor=0.5, add=True)
     operations.sum_parts(*given["sum_parts"][:2], factor=0.5)
+    operations.sum_squares(*given["sum_squares"])
     operations.adamw(*given["adamw"][:5], **scalars, **numbers)
     operations.adamw_quantize(*given["adamw_quantize"][:5], ROTATED, **scalars, **numbers)
     assert seen.keys() == given.keys()

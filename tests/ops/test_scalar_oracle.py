@@ -135,6 +135,16 @@ def test_sums_are_in_order_and_the_error_is_what_is_lost() -> None:
     assert np.array_equal(error.numpy(), wanted - back[0].numpy())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sums_of_squares_are_within_their_roundings(dtype: torch.dtype) -> None:
+    """Of 256 squares each is rounded, and goes through 7 sums in its lane and 5 over the lanes."""
+    x = torch.randn(100 * 256, generator=torch.Generator().manual_seed(2)).to(dtype)
+    sums = torch.empty(100)
+    reference.sum_squares(x, sums)
+    exact = x.double().square().view(100, 256).sum(1)
+    assert torch.all((sums - exact).abs() <= 13 * torch.finfo(torch.float32).eps / 2 * exact)
+
+
 @pytest.mark.parametrize(("divisor", "weight_decay"), list(itertools.product((1.0, 3.7), (0.0, 0.1))))
 def test_adamw_one_element_at_a_time(divisor: float, weight_decay: float) -> None:
     generator = torch.Generator().manual_seed(6)
