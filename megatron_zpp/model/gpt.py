@@ -22,8 +22,6 @@ from megatron_zpp.model.attention import AttentionKernel, DotProduct
 from megatron_zpp.model.loss import linear_cross_entropy, logits_to_gradient
 from megatron_zpp.model.offload import ActivationOffload
 
-_GELU_SLOPE = 2 * math.sqrt(2 / math.pi)
-
 
 @dataclass(frozen=True)
 class Parts:
@@ -70,7 +68,10 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, bounds: Tensor | None = None) -> Tensor:
         """(B, T, D) and the kernel's bounds of documents -> (B, T, D)."""
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, self.head_width))  # (B, T, 3, N, H)
-        q, k, v = qkv.unbind(2)  # each (B, T, N, H)
+        return self.mix(*qkv.unbind(2), bounds)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None) -> Tensor:
+        """Queries, keys and values, each (B, T, N, H) -> (B, T, D)."""
         dropout = self.dropout if self.training else 0.0
         if self.recompute_scores and self.training:
             mixed = checkpoint(self.kernel, q, k, v, dropout, bounds, use_reentrant=False)
@@ -89,19 +90,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D) through (B, T, F)."""
-        return self.output(_gelu(self.input(x)))
-
-
-def _gelu(x: Tensor) -> Tensor:
-    """GELU by its tanh approximation; in a graph for a GPU as x · sigmoid(2u), which equals x · (1 + tanh(u)) / 2.
-
-    The compiler's tanh takes so many instructions that the kernels would be slower than memory is.
-    """
-    if not (torch.compiler.is_compiling() and x.is_cuda):
-        return F.gelu(x, approximate="tanh")
-    wide = x.float()
-    doubled = wide * (_GELU_SLOPE + 0.044715 * _GELU_SLOPE * wide * wide)
-    return (wide * torch.sigmoid(doubled)).to(x.dtype)
+        return self.output(F.gelu(self.input(x), approximate="tanh"))
 
 
 class Layer(nn.Module):

@@ -64,7 +64,7 @@ class Operations:
         self._kernels.sum_parts(parts, shard, factor, add)
 
     def sum_squares(self, input: Tensor, sums: Tensor) -> None:
-        """Sums the squares of each 256 elements of `input` (m,) fp32, bf16 or fp16 into `sums` (m / 256,) fp32.
+        """Sums the squares of each 256 elements of `input` (m,), of any format, into `sums` (m / 256,) fp32.
 
         In an order of its own, so that the same elements give the same bits wherever they lie.
         """

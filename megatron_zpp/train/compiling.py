@@ -50,10 +50,12 @@ def compile_parts(
     backend: str = "inductor",
     *,
     masked: bool = False,
+    on_gpu: bool = False,
 ) -> None:
     """Lets a graph compute every layer of `model` for micro-batches of `shape` (B, T); `say` hears of more.
 
-    What the loss does beside its products becomes another.
+    On GPUs (`on_gpu`) parts of it, and what the loss does beside its products, are kernels of ours; elsewhere
+    the latter becomes another graph.
     The graph is inside the hooks of a layer, so that its parameters are gathered before it runs. Other
     inputs, such as a text that grows, or one without documents where batches have them (`masked`), are not
     worth a graph. A layer raises RuntimeError when no graph can be made.
@@ -62,7 +64,8 @@ def compile_parts(
 
     maker = _Backend(backend, say)
     whole = not isinstance(model.parts.attention, FlashAttention3)
-    compiled = torch.compile(residual_blocks, backend=maker, fullgraph=whole, dynamic=False)
+    blocks, to_gradient = _kernels() if on_gpu else (residual_blocks, None)
+    compiled = torch.compile(blocks, backend=maker, fullgraph=whole, dynamic=False)
 
     def run(layer: nn.Module, x: Tensor, bounds: Tensor | None) -> Tensor:
         if x.shape[:2] != shape or (bounds is not None) != masked:
@@ -78,8 +81,17 @@ def compile_parts(
 
     for layer in model.layers:
         layer.compute = run
-    # One for whole chunks of tokens, and one where the last chunk is smaller.
-    model.head.to_gradient = torch.compile(logits_to_gradient, backend=backend, fullgraph=True, dynamic=False)
+    # A graph for whole chunks of tokens, and one where the last chunk is smaller.
+    model.head.to_gradient = to_gradient or torch.compile(
+        logits_to_gradient, backend=backend, fullgraph=True, dynamic=False
+    )
+
+
+def _kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """What a layer computes, and what the loss does beside its products, with kernels of ours."""
+    from megatron_zpp.model import fused_blocks, fused_loss  # Triton, which torch has for GPUs alone
+
+    return fused_blocks.residual_blocks, fused_loss.logits_to_gradient
 
 
 class _Backend:

@@ -74,7 +74,8 @@ def build_engine(config: Config, tokenizer: dict[str, Any], device: Device, topo
     if device.compiles:
         prepare_compiler(config.compilation, topology, os.environ)
         shape = (config.training.micro_batch_size, config.model.seq_length)
-        compile_parts(model, shape, device.say, masked=config.data.reset_attention_mask)
+        on_gpu = device.device.type == "cuda"
+        compile_parts(model, shape, device.say, masked=config.data.reset_attention_mask, on_gpu=on_gpu)
     return ZeroEngine(
         model,
         partial(model.initialize_parameter, seed=config.training.seed),

@@ -22,7 +22,7 @@ def compiled(
     """An engine of four layers whose parts are compiled."""
     torch._dynamo.reset()
     engine = plain(dropout, recompute, stage)
-    compile_parts(engine.model, (BATCH, LENGTH), said.append)
+    compile_parts(engine.model, (BATCH, LENGTH), said.append, on_gpu=True)
     return engine
 
 
@@ -56,7 +56,7 @@ def test_compiled_parts_learn_what_eager_ones_do() -> None:
     eager = losses_of(plain())
     assert losses_of(compiled(said)) == pytest.approx(eager, rel=2 * torch.finfo(torch.bfloat16).eps)
     assert said == []
-    assert eager[-1] < 0.8 * eager[0]
+    assert eager[-1] < 0.9 * eager[0]  # of 6.95 that a guess among the vocabulary loses
 
 
 def test_recomputation_repeats_the_draws_of_dropout() -> None:

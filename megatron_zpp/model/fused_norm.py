@@ -1,0 +1,207 @@
+"""Layer norm with the residual sum before it, as operators whose kernels torch.compile takes into its graphs.
+
+Shapes: B batch, T tokens, D hidden size, R = B · T rows, P programs of a backward.
+
+The compiler's own backward reads a row's inputs twice, and what it needs for the sums over rows again. Here it
+is one pass: the gradient of the residual path is added where the norm's is made, and sums over rows are kept
+by as many programs as run at once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+from torch.library import triton_op, wrap_triton
+
+LARGEST = 16384  # elements of a row, which a program has in registers
+_PROGRAMS = 4  # of a backward, on each multiprocessor
+
+
+def serves(module: nn.Module) -> bool:
+    """Whether `norm` and `add_norm` can take the place of the module."""
+    return type(module) is nn.LayerNorm and module.weight.numel() <= LARGEST
+
+
+def norm(x: Tensor, module: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+    """(B, T, D) -> the norm, and a token for `add_norm` that takes the gradient of the residual path back.
+
+    The token has the shape of x and no contents.
+    """
+    normed, token, _, _ = _norm(x, module.weight, module.bias, module.eps)
+    return normed, token
+
+
+def add_norm(x: Tensor, added: Tensor, token: Tensor, module: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+    """x + added and its norm, each (B, T, D); `token` is that of x's norm, through which x has its gradient."""
+    total, normed, _, _ = _add_norm(x.detach(), added, token, module.weight, module.bias, module.eps)
+    return total, normed
+
+
+@triton_op("megatron_zpp_model::norm", mutates_args={})
+def _norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    normed, mean, rstd = torch.empty_like(x), *_statistics(x)
+    _forward(x, None, weight, bias, None, normed, mean, rstd, eps)
+    return normed, x.new_empty(1).expand(x.shape), mean, rstd
+
+
+@triton_op("megatron_zpp_model::add_norm", mutates_args={})
+def _add_norm(
+    x: Tensor, added: Tensor, token: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    total, normed, mean, rstd = torch.empty_like(x), torch.empty_like(x), *_statistics(x)
+    _forward(x, added, weight, bias, total, normed, mean, rstd, eps)
+    return total, normed, mean, rstd
+
+
+@triton_op("megatron_zpp_model::norm_backward", mutates_args={})
+def _norm_backward(
+    of_normed: Tensor, of_x: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x, with `of_x` that it has otherwise, and of weight and bias (2, D) fp32."""
+    rows, width = mean.numel(), x.shape[-1]
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+    programs = min(rows, _PROGRAMS * processors)
+    gradient = torch.empty_like(x)
+    sums = torch.empty(programs, 2, width, dtype=torch.float32, device=x.device)
+    wrap_triton(_backward_kernel)[(programs,)](
+        of_normed, of_x, x, weight, mean, rstd, gradient, sums, rows, width, **_shape(width)
+    )
+    return gradient, sums.sum(0)
+
+
+def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    mean, rstd = (torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) for _ in range(2))
+    return mean, rstd
+
+
+def _forward(
+    x: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    total: Tensor | None,
+    normed: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    eps: float,
+) -> None:
+    width, adds = x.shape[-1], added is not None
+    # Without a sum x stands for what is not touched.
+    wrap_triton(_forward_kernel)[(mean.numel(),)](
+        *(x, added if adds else x, weight, bias, total if adds else x, normed, mean, rstd, width, eps),
+        ADDS=adds,
+        **_shape(width),
+    )
+
+
+def _shape(width: int) -> dict[str, int]:
+    """Of a program: 16 elements a thread, as many as two loads of 16 bytes are."""
+    block = triton.next_power_of_2(width)
+    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
+
+
+def _save_norm(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
+    (x, weight, _, _), (_, _, mean, rstd) = inputs, output
+    ctx.save_for_backward(x, weight, mean, rstd)
+
+
+def _of_norm(
+    ctx: torch.autograd.function.FunctionCtx, of_normed: Tensor, of_token: Tensor, *_: Tensor
+) -> tuple[Tensor | None, ...]:
+    x, weight, mean, rstd = ctx.saved_tensors
+    of_x, sums = _norm_backward(of_normed.contiguous(), of_token.contiguous(), x, weight, mean, rstd)
+    of_weight, of_bias = sums.to(weight.dtype).unbind()
+    return of_x, of_weight, of_bias, None
+
+
+def _save_add_norm(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
+    (_, _, _, weight, _, _), (total, _, mean, rstd) = inputs, output
+    ctx.save_for_backward(total, weight, mean, rstd)
+
+
+def _of_add_norm(
+    ctx: torch.autograd.function.FunctionCtx, of_total: Tensor, of_normed: Tensor, *_: Tensor
+) -> tuple[Tensor | None, ...]:
+    total, weight, mean, rstd = ctx.saved_tensors
+    of_x, sums = _norm_backward(of_normed.contiguous(), of_total.contiguous(), total, weight, mean, rstd)
+    of_weight, of_bias = sums.to(weight.dtype).unbind()
+    return None, of_x, of_x, of_weight, of_bias, None
+
+
+_norm.register_autograd(_of_norm, setup_context=_save_norm)
+_add_norm.register_autograd(_of_add_norm, setup_context=_save_add_norm)
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr,  # (R, D), as are added, total and normed
+    added_ptr,
+    weight_ptr,  # (D), as is bias
+    bias_ptr,
+    total_ptr,
+    normed_ptr,
+    mean_ptr,  # (R) fp32, as is rstd
+    rstd_ptr,
+    width,
+    eps,
+    ADDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    at = row * width + columns
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        x += tl.load(added_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        rounded = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + at, rounded, mask=inside)
+        x = rounded.to(tl.float32)  # the norm is of what is kept
+    mean = tl.sum(x, axis=0) / width
+    centred = tl.where(inside, x - mean, 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=0) / width + eps)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed_ptr + at, centred * rstd * weight + bias, mask=inside)
+    tl.store(mean_ptr + row, mean)
+    tl.store(rstd_ptr + row, rstd)
+
+
+@triton.jit
+def _backward_kernel(
+    of_normed_ptr,  # (R, D), as are of_x, x and gradient
+    of_x_ptr,
+    x_ptr,
+    weight_ptr,  # (D)
+    mean_ptr,  # (R) fp32, as is rstd
+    rstd_ptr,
+    gradient_ptr,
+    sums_ptr,  # (P, 2, D) fp32
+    rows,
+    width,
+    BLOCK: tl.constexpr,
+):
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    stride = tl.full([], width, tl.int64)  # or the largest inputs would not be reached
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    of_weight = tl.zeros([BLOCK], tl.float32)
+    of_bias = tl.zeros([BLOCK], tl.float32)
+    for row in range(program, rows, programs):
+        at = row * stride + columns
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        of_normed = tl.load(of_normed_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        of_x = tl.load(of_x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
+        normalised = tl.where(inside, (x - mean) * rstd, 0.0)
+        of_weight += of_normed * normalised
+        of_bias += of_normed
+        scaled = of_normed * weight
+        along = tl.sum(scaled * normalised, axis=0) / width
+        level = tl.sum(scaled, axis=0) / width
+        gradient = of_x + (scaled - level - normalised * along) * rstd
+        tl.store(gradient_ptr + at, gradient, mask=inside)
+    place = sums_ptr + program * 2 * width + columns
+    tl.store(place, of_weight, mask=inside)
+    tl.store(place + width, of_bias, mask=inside)

@@ -1,0 +1,80 @@
+"""The kernels of layer norm against float64, as they are and inside a graph."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+
+def inputs(rows: int, width: int, dtype: torch.dtype) -> tuple[list[Tensor], list[nn.LayerNorm]]:
+    """x and what is added to it, and two norms; rows of a mean far from zero among them."""
+    draw = torch.Generator("cuda").manual_seed(width)
+    x, added = torch.randn(2, rows, width, generator=draw, device="cuda")
+    x[::3] += 5.0
+    norms = [nn.LayerNorm(width, device="cuda") for _ in range(2)]
+    for module in norms:
+        module.weight.data += 0.2 * torch.randn(width, generator=draw, device="cuda")
+        module.bias.data += 0.2 * torch.randn(width, generator=draw, device="cuda")
+    return [part.to(dtype).requires_grad_() for part in (x, added)], [module.to(dtype) for module in norms]
+
+
+def in_float64(tensors: list[Tensor], norms: list[nn.LayerNorm]) -> tuple[list[Tensor], list[nn.LayerNorm]]:
+    """Copies of the same numbers."""
+    copies = [nn.LayerNorm(len(module.weight), device="cuda").double() for module in norms]
+    for copy, module in zip(copies, norms, strict=True):
+        copy.load_state_dict(module.state_dict())
+    return [part.detach().double().requires_grad_() for part in tensors], copies
+
+
+def ours(x: Tensor, added: Tensor, first: nn.LayerNorm, second: nn.LayerNorm) -> Tensor:
+    from megatron_zpp.model.fused_norm import add_norm, norm
+
+    normed, token = norm(x, first)
+    total, again = add_norm(x, added * normed, token, second)
+    return torch.stack((normed, total, again))
+
+
+def torchs(x: Tensor, added: Tensor, first: nn.LayerNorm, second: nn.LayerNorm) -> Tensor:
+    normed = first(x)
+    total = x + added * normed
+    return torch.stack((normed, total, second(total)))
+
+
+def results(
+    function: Callable[..., Tensor], tensors: list[Tensor], norms: list[nn.LayerNorm], weights: Tensor
+) -> list[Tensor]:
+    """What it returns, and all gradients."""
+    out = function(*tensors, *norms)
+    parameters = [parameter for module in norms for parameter in module.parameters()]
+    return [out, *torch.autograd.grad(out, [*tensors, *parameters], weights.to(out.dtype))]
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (700, 1000), (4096, 2048), (1500, 2560), (300, 12288)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_results_are_as_exact_as_torchs(rows: int, width: int, dtype: torch.dtype, compiles: bool) -> None:
+    """At most twice the error of torch's own kernels in the same format, which round as often."""
+    torch._dynamo.reset()
+    given = inputs(rows, width, dtype)
+    weights = torch.randn(3, rows, width, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
+    function = torch.compile(ours, fullgraph=True, dynamic=False) if compiles else ours
+    exact = results(torchs, *in_float64(*given), weights)
+    found, plain = results(function, *given, weights), results(torchs, *given, weights)
+    for mine, theirs, expected in zip(found, plain, exact, strict=True):
+        error, allowed = (torch.linalg.vector_norm(part.double() - expected) for part in (mine, theirs))
+        smallest = torch.finfo(torch.float32).eps * torch.linalg.vector_norm(expected)
+        assert error <= 2 * allowed + smallest
+
+
+@pytest.mark.parametrize("path", [0, 1, 2])
+def test_no_gradient_is_lost_where_only_one_path_is_used(path: int) -> None:
+    """The first norm alone, the sum, or the second norm."""
+    given = inputs(10, 256, torch.float32)
+    gradients = []
+    for function, (tensors, norms) in ((ours, given), (torchs, in_float64(*given))):
+        wanted = [*tensors, *norms[0].parameters(), *norms[1].parameters()]
+        out = function(*tensors, *norms)[path].square().sum()
+        gradients.append(torch.autograd.grad(out, wanted, materialize_grads=True))
+    for found, exact in zip(*gradients, strict=True):
+        torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-4)
