@@ -2,10 +2,10 @@
 
 Shapes: R rows, W columns, P programs of a backward along the rows.
 
-The gradient of a bias is that of the map's output, summed over rows. Where a kernel makes that gradient anyway,
-it sums it too, and the map itself has its bias without a gradient. GELU is GPT-2's tanh approximation, as
-x · sigmoid(2u) = x · (1 + tanh(u)) / 2: the compiler's tanh takes so many instructions that the kernels would be
-slower than memory is.
+The gradient of a bias is that of the map's output, summed over rows. Where a kernel makes that gradient
+anyway, it sums it too, and the map itself has its bias without a gradient. GELU is GPT-2's approximation by
+tanh(u), as x · sigmoid(2u): the compiler's tanh takes so many instructions that its kernels are slower than
+memory is.
 """
 
 import math
@@ -70,7 +70,7 @@ def _join_heads(of_q: Tensor, of_k: Tensor, of_v: Tensor) -> tuple[Tensor, Tenso
     """(B, T, 3, N, H) of three (B, T, N, H), and its sum over rows (3 · N · H) fp32."""
     batch, tokens, heads, head_width = of_q.shape
     rows, width = batch * tokens, heads * head_width
-    columns, programs = _grid(of_q, rows, 3 * width)
+    _, programs = _grid(of_q, rows, 3 * width)
     joined = of_q.new_empty(batch, tokens, 3, heads, head_width)
     sums = torch.empty(programs, 3, width, dtype=torch.float32, device=of_q.device)
     wrap_triton(_join_kernel)[(triton.cdiv(width, _COLUMNS), programs, 3)](

@@ -1,4 +1,4 @@
-"""The part of the loss that is not a product as one kernel: each row of logits is read, and becomes its gradient.
+"""What of the loss is no product, as one kernel: each row of logits is read and becomes its gradient.
 
 Shapes: C tokens of a chunk, V padded vocabulary.
 """

@@ -1,10 +1,9 @@
-"""Layer norm with the residual sum before it, as operators whose kernels torch.compile takes into its graphs.
+"""Layer norm and the residual sum before it: operators whose kernels torch.compile takes into its graphs.
 
 Shapes: B batch, T tokens, D hidden size, R = B · T rows, P programs of a backward.
 
-The compiler's own backward reads a row's inputs twice, and what it needs for the sums over rows again. Here it
-is one pass: the gradient of the residual path is added where the norm's is made, and sums over rows are kept
-by as many programs as run at once.
+The compiler's own backward reads a row's inputs again for the sums over rows. Here it is one pass: the
+gradient of the residual path is added where the norm's is made, and each program keeps its rows' sums.
 """
 
 import torch
@@ -32,7 +31,7 @@ def norm(x: Tensor, module: nn.LayerNorm) -> tuple[Tensor, Tensor]:
 
 
 def add_norm(x: Tensor, added: Tensor, token: Tensor, module: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-    """x + added and its norm, each (B, T, D); `token` is that of x's norm, through which x has its gradient."""
+    """x + added and its norm, each (B, T, D); `token` is that of x's norm: x has its gradient through it."""
     total, normed, _, _ = _add_norm(x.detach(), added, token, module.weight, module.bias, module.eps)
     return total, normed
 

@@ -68,7 +68,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, bounds: Tensor | None = None) -> Tensor:
         """(B, T, D) and the kernel's bounds of documents -> (B, T, D)."""
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, self.head_width))  # (B, T, 3, N, H)
-        return self.mix(*qkv.unbind(2), bounds)
+        q, k, v = qkv.unbind(2)
+        return self.mix(q, k, v, bounds)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None) -> Tensor:
         """Queries, keys and values, each (B, T, N, H) -> (B, T, D)."""

@@ -81,8 +81,8 @@ def sum_squares(input: Tensor, sums: Tensor) -> None:
     whole = input.dim() == 1 and len(input) % SQUARES_BLOCK == 0
     if not whole or input.dtype not in _FLOATS or not input.is_contiguous():
         raise ValueError(
-            f"sum_squares: input must be contiguous float32, bfloat16 or float16 of shape (m,), m a multiple of "
-            f"{SQUARES_BLOCK}, got {_shown(input)}"
+            f"sum_squares: input must be contiguous float32, bfloat16 or float16 of shape (m,), m a multiple "
+            f"of {SQUARES_BLOCK}, got {_shown(input)}"
         )
     _exactly("sum_squares", "sums", sums, torch.float32, (len(input) // SQUARES_BLOCK,))
     _same_device("sum_squares", input=input, sums=sums)

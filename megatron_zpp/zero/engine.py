@@ -262,7 +262,7 @@ class ZeroEngine:
 
         So the clipping factor has the same bits however the gradient is sharded.
         """
-        gradients = [unit.gradients for unit in self.units]
+        gradients = [part.flat for unit in self.units for part in unit.gradients]
         if self._operations is None:
             blocks = [gradient.view(-1, SHARD_MULTIPLE) for gradient in gradients]
             sums = torch.cat(

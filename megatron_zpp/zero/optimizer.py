@@ -11,7 +11,7 @@ from megatron_zpp.ops.formats import Format
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.collectives import Gather
 from megatron_zpp.zero.communication import Communication
-from megatron_zpp.zero.unit import Unit
+from megatron_zpp.zero.unit import Part, Unit
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -66,16 +66,26 @@ class FusedAdamW:
         self.steps += 1 - found_inf
         progress = self._update.progress(self.steps)
         for unit, moments in zip(self._units, self.moments, strict=True):
-            self._update(
-                (unit.master, unit.gradients, *moments.values()),
-                None if unit.published_is_master else unit.published,
-                progress=progress,
-                divisor=divisor,
-                found_inf=found_inf,
-                learning_rate=learning_rate,
-                decayed=unit.layout.decayed_in(unit.owned),
-            )
+            decayed = unit.layout.decayed_in(unit.owned)
+            for part in unit.gradients:
+                exp_avg, exp_avg_sq = (part.of(moment) for moment in moments.values())
+                self._update(
+                    (part.of(unit.master), part.flat, exp_avg, exp_avg_sq),
+                    self._published_part(unit, part),
+                    progress=progress,
+                    divisor=divisor,
+                    found_inf=found_inf,
+                    learning_rate=learning_rate,
+                    decayed=min(max(decayed - part.start, 0), len(part.flat)),
+                )
             yield unit
+
+    def _published_part(self, unit: Unit, part: Part) -> Tensor | None:
+        if unit.published_is_master:
+            return None
+        return (
+            part.of(unit.published) if len(unit.gradients) > 1 else unit.published
+        )  # which may be a message
 
 
 class OffloadedAdamW:
@@ -97,7 +107,7 @@ class OffloadedAdamW:
 
     def step(self, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> Iterator[Unit]:
         """See AdamW.step."""
-        arrived = [self._bring(unit.gradients, gradients) for unit, gradients in self._pairs(self._gradients)]
+        arrived = [self._bring(unit.gradient, gradients) for unit, gradients in self._pairs(self._gradients)]
         divisor, found_inf = divisor.cpu(), found_inf.cpu()
         if found_inf.item():  # what is published stays, and so does the rest
             yield from self._units
@@ -168,7 +178,7 @@ class ApexAdamW:
 
     def _step(self, learning_rate: float, divisor: Tensor) -> None:
         for unit, part, weight in self._weights:
-            weight.grad = unit.segments(unit.gradients)[part]
+            weight.grad = unit.segments(unit.gradient)[part]
         for group in self._adam.param_groups:
             group["lr"], group["step"] = learning_rate, int(self.steps.item())
             torch._foreach_div_([weight.grad for weight in group["params"]], divisor)

@@ -3,7 +3,7 @@
 import torch
 
 from megatron_zpp.zero.collectives import Reduction
-from megatron_zpp.zero.unit import Residency, Unit
+from megatron_zpp.zero.unit import Part, Residency, Unit
 
 
 class Reductions:
@@ -50,7 +50,7 @@ class Reductions:
     def release(self) -> None:
         """After the optimizer: the memory of the gradients is the next forward's, for activations."""
         for unit in self._units:
-            unit.gradients = None
+            unit.gradients = ()
 
     def _take(self, unit: Unit) -> None:
         """Moves `.grad` of every parameter to a flat buffer and starts the reduction that is due."""
@@ -60,8 +60,7 @@ class Reductions:
         unit.gradient_slot.wait()
         only = self._first and self._last
         if only and not self._sums:
-            unit.gradients = unit.new_sum(produced[0].dtype)
-            torch._foreach_copy_(unit.views(unit.gradients), produced)
+            unit.gradients = unit.parts_of(produced)
             return
         if self._residency.gradients_sharded or (only and self._residency.optimizer_sharded):
             torch._foreach_copy_(unit.views(unit.gradient_slot.buffer), produced)
@@ -83,12 +82,13 @@ class Reductions:
             unit.accumulated = None  # its memory can be the shard's
             self._reduce_scatter(unit, add=False)
         else:
-            unit.gradients, unit.accumulated = unit.accumulated, None
-            sent = slot.buffer if len(slot.buffer) else unit.gradients
-            slot.pending = self._reduction.all_reduce(sent, unit.gradients)
+            total, unit.accumulated = unit.accumulated, None
+            unit.gradients = (Part(0, total),)
+            slot.pending = self._reduction.all_reduce(slot.buffer if len(slot.buffer) else total, total)
 
     def _reduce_scatter(self, unit: Unit, *, add: bool) -> None:
         slot = unit.gradient_slot
         if not add:
-            unit.gradients = torch.empty_like(unit.master, device=slot.buffer.device)
-        slot.pending = self._reduction.reduce_scatter(slot.buffer, unit.gradients, add=add, error=unit.error)
+            unit.gradients = (Part(0, torch.empty_like(unit.master, device=slot.buffer.device)),)
+        (total,) = unit.gradients
+        slot.pending = self._reduction.reduce_scatter(slot.buffer, total.flat, add=add, error=unit.error)

@@ -7,8 +7,9 @@ For a unit of n elements (padding included) on d ranks:
                  in CPU memory if offloaded
     published    like master in the compute dtype: what the next forward reads or the next gather sends; with
                  qwZ the message that the next gather sends
-    gradients    like master: the fp32 sum over micro-batches and ranks, from a step's first reduction until
-                 the optimizer is done with it; in the compute dtype where there is nothing to sum
+    gradients    parts of the whole, which is like master: the fp32 sum over micro-batches and ranks, from a
+                 step's first reduction until the optimizer is done with it; where there is nothing to sum, as
+                 the backward made them, large ones where it made them
     accumulated  (n,) fp32 at stage 1: the sum over micro-batches, from a step's first one to its last
     secondary    hpZ: this rank's part of what its group keeps of the unit, weights or codes; where the unit's
                  slot is its own alone, it is gathered once a step and needs none
@@ -19,12 +20,15 @@ the backward. Which unit a slot holds, and as of which version of its weights, i
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.zero.flat_layout import FlatLayout
+from megatron_zpp.zero.flat_layout import SHARD_MULTIPLE, FlatLayout
 from megatron_zpp.zero.lane import Pending
+
+_LARGE = 1 << 22  # elements of a gradient that is not worth a copy: one reads and writes 16 MiB
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,17 @@ class ParameterSlot(Slot):
         self.holder, self.version, self.pending = unit, unit.version, pending
 
 
+class Part(NamedTuple):
+    """The elements of a buffer like `master` from `start` on."""
+
+    start: int
+    flat: Tensor
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The same elements of another such buffer."""
+        return whole[self.start : self.start + len(self.flat)]
+
+
 @dataclass(eq=False, kw_only=True)
 class Unit:
     """Parameters that are gathered together, as this rank holds them."""
@@ -92,7 +107,7 @@ class Unit:
     master: Tensor
     published: Tensor
     accumulated: Tensor | None = None
-    gradients: Tensor | None = None
+    gradients: tuple[Part, ...] = ()
     secondary: Tensor | None = None
     secondary_version: int = -1  # of the weights that `secondary` holds a part of
     error: Tensor | None = None
@@ -111,9 +126,41 @@ class Unit:
             for offset, parameter in zip(self.layout.offsets, self.parameters, strict=False)
         ]
 
-    def new_sum(self, dtype: torch.dtype = torch.float32) -> Tensor:
+    def parts_of(self, produced: list[Tensor]) -> tuple[Part, ...]:
+        """The whole gradient from those of the parameters.
+
+        Large ones are parts themselves. Others are copied, neighbours into one part, since every part costs
+        kernels of its own. Parts begin and end where blocks of SHARD_MULTIPLE elements do.
+        """
+        parts: list[Part] = []
+        copied: list[int] = []
+        offsets = self.layout.offsets
+        for index, gradient in enumerate(produced):
+            if _is_a_part(offsets[index], gradient):
+                parts += self._copy(copied, produced, offsets[index])
+                parts.append(Part(offsets[index], gradient.view(-1)))
+                copied = []
+            else:
+                copied.append(index)
+        return (*parts, *self._copy(copied, produced, self.layout.numel))
+
+    def _copy(self, indices: list[int], produced: list[Tensor], stop: int) -> list[Part]:
+        """One part with the gradients of these parameters, up to element `stop`; none without them."""
+        offsets = self.layout.offsets
+        start = offsets[indices[0]] if indices else stop
+        if start == stop:
+            return []
+        flat = torch.zeros(stop - start, dtype=produced[0].dtype, device=produced[0].device)
+        views = [
+            flat[offsets[i] - start : offsets[i] - start + produced[i].numel()].view(produced[i].shape)
+            for i in indices
+        ]
+        torch._foreach_copy_(views, [produced[i] for i in indices])
+        return [Part(start, flat)]
+
+    def new_sum(self) -> Tensor:
         """A buffer (n,) for whole gradients: the parameters' parts are not filled, the gaps are zero."""
-        whole = torch.empty(self.layout.numel, dtype=dtype, device=self.slot.buffer.device)
+        whole = torch.empty(self.layout.numel, device=self.slot.buffer.device)
         for gap in self.layout.gaps():
             whole[gap.start : gap.stop].zero_()
         return whole
@@ -131,6 +178,12 @@ class Unit:
         return flat[:decayed], flat[decayed:]
 
     @property
+    def gradient(self) -> Tensor:
+        """The whole gradient, where it is in one part."""
+        ((_, flat),) = self.gradients
+        return flat
+
+    @property
     def published_is_master(self) -> bool:
         """Whether the compute reads the master weights themselves (fp32)."""
         return self.published.data_ptr() == self.master.data_ptr()
@@ -140,3 +193,9 @@ class Unit:
         self.version += 1
         if self.whole and self.slot.buffer.data_ptr() == self.published.data_ptr():
             self.slot.assign(self, None)
+
+
+def _is_a_part(offset: int, gradient: Tensor) -> bool:
+    """Whether a parameter's gradient is as large as that, and as it would be in a buffer."""
+    whole_blocks = offset % SHARD_MULTIPLE == 0 and gradient.numel() % SHARD_MULTIPLE == 0
+    return whole_blocks and gradient.numel() >= _LARGE and gradient.is_contiguous()

@@ -118,7 +118,7 @@ def test_gradients_of_long_micro_batches_are_plain_torchs(stage: int, untied: bo
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), whole[:, 1:].flatten()).backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     for unit in engine.units:
-        for name, found in zip(unit.names, unit.views(unit.gradients), strict=True):
+        for name, found in zip(unit.names, unit.views(unit.gradient), strict=True):
             assert torch.allclose(found, gradients[name], rtol=1e-5, atol=1e-7), name
 
 
@@ -165,7 +165,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(poison: float) -> None:
     engine = small()
     weights = weights_of(engine)
     engine.accumulate(batches(1, 1)[0, 0], index=0, micro_batches=1)
-    engine.units[1].gradients[5] = poison
+    engine.units[1].gradient[5] = poison
     assert engine.step(1e-2).skipped
     assert all(torch.equal(weights[name], weight) for name, weight in weights_of(engine).items())
     assert engine.optimizer_steps == 0
@@ -203,10 +203,15 @@ def test_evaluation_has_no_dropout_and_leaves_no_gradient() -> None:
 @pytest.mark.parametrize(
     "precision", [PrecisionConfig(bf16=True), PrecisionConfig(fp16=True, loss_scale=1024.0)]
 )
+@pytest.mark.parametrize("large", [1, 2**22])
 def test_gradients_that_need_no_sum_give_the_bits_of_those_that_are_summed(
-    precision: PrecisionConfig, stage: int
+    monkeypatch: pytest.MonkeyPatch, large: int, precision: PrecisionConfig, stage: int
 ) -> None:
-    """One rank's only micro-batch goes to AdamW's kernel in 16 bits; in fp32 it is the same numbers."""
+    """One rank's only micro-batch goes to AdamW's kernel in 16 bits; in fp32 it is the same numbers.
+
+    What is `large` is not copied first.
+    """
+    monkeypatch.setattr("megatron_zpp.zero.unit._LARGE", large)
     tokens, found = torch.randint(VOCAB, (3, 2, 9), generator=torch.Generator().manual_seed(2)), []
     for sums in (True, False):
         engine = engine_of(
@@ -217,7 +222,9 @@ def test_gradients_that_need_no_sum_give_the_bits_of_those_that_are_summed(
         for part in tokens:
             engine.accumulate(part, index=0, micro_batches=1)
             expected = torch.float32 if sums else getattr(torch, precision.compute_dtype("cpu"))
-            assert {unit.gradients.dtype for unit in engine.units} == {expected}
+            parts = [part.flat for unit in engine.units for part in unit.gradients]
+            assert {part.dtype for part in parts} == {expected}
+            assert (len(parts) > len(engine.units)) == (large == 1 and not sums)
             norms.append(engine.step(1e-2).grad_norm.item())
         found.append((norms, weights_of(engine)))
     assert found[0][0] == found[1][0]

@@ -54,7 +54,7 @@ def test_a_skipped_step_leaves_every_state_alone(kernel: bool) -> None:
         for unit, moments in zip(engine.units, engine._adamw.moments, strict=True)
     ]
     engine.accumulate(torch.zeros(1, 17, dtype=torch.long), index=0, micro_batches=1)
-    engine.units[1].gradients[7] = float("inf")
+    engine.units[1].gradient[7] = float("inf")
     assert engine.step(1e-2).skipped
     assert engine.optimizer_steps == 2
     for unit, moments, states in zip(engine.units, engine._adamw.moments, before, strict=True):

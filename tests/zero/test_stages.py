@@ -185,7 +185,7 @@ def poisoned(topology: Topology, stage: int) -> list[tuple[float, bool]]:
         engine.accumulate(torch.ones(1, 11, dtype=torch.long), index=0, micro_batches=1)
         if poison and topology.rank == topology.world_size - 1:
             engine._reductions.wait()
-            engine.units[2].gradients[3] = float("nan")
+            engine.units[2].gradient[3] = float("nan")
         result = engine.step(1e-2)
         after = weights_of(engine)
         moved = any(not torch.equal(before[name], after[name]) for name in before)
