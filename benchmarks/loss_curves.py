@@ -1,6 +1,6 @@
 """The loss of whole runs on the same data that compute in other ways: compiled, eager, fp32, fp8.
 
-python benchmarks/loss_curves.py --data-path PREFIX --vocab-size 4096 [--steps 200] [--plot curves.png]
+python benchmarks/loss_curves.py --data-path PREFIX --tokenizer-model FILE [--steps 200] [--plot curves.png]
 
 Every run is pretrain_gpt.py with fp32 master weights, the same initial weights and the same samples. What the
 rounding of bf16 does to the loss is the distance of the eager bf16 run from the eager fp32 one; that of the
@@ -45,12 +45,12 @@ def losses_of(run: str, options: argparse.Namespace) -> list[float]:
             "--train-iters": options.steps,
             "--lr": options.lr,
             "--data-path": options.data_path,
-            "--vocab-size": options.vocab_size,
+            "--tokenizer-model": options.tokenizer_model,
             "--metrics-file": metrics,
         }
         argv = [sys.executable, "pretrain_gpt.py", *RUNS[run]]
         argv += [str(part) for flag, value in flags.items() for part in (flag, value)]
-        argv += "--tokenizer-type NullTokenizer --eval-iters 0 --log-interval 1 --lr-warmup-iters 20".split()
+        argv += "--tokenizer-type SentencePieceTokenizer --eval-iters 0 --log-interval 1 --lr-warmup-iters 20".split()
         argv += "--attention-dropout 0 --hidden-dropout 0 --weight-decay 0.1 --adam-beta2 0.95".split()
         argv += options.extra
         done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
@@ -93,7 +93,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data-path", required=True)
-    parser.add_argument("--vocab-size", type=int, required=True)
+    parser.add_argument("--tokenizer-model", required=True, help="of SentencePiece")
     parser.add_argument("--preset", default="gpt2-125m")
     parser.add_argument("--seq-length", type=int, default=1024)
     parser.add_argument("--micro-batch-size", type=int, default=8)
