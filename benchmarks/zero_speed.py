@@ -5,7 +5,7 @@ torchrun --nproc-per-node 2 benchmarks/zero_speed.py [--micro-batch-size 8] [--r
 With fewer ranks a node than there are, nodes are emulated: NCCL takes them for different hosts, so that they
 talk over TCP instead of NVLink, and ranks of different nodes may share a GPU.
 Figures: tokens a second of the whole job, TFLOP/s a GPU (PaLM), peak memory and cudaMalloc calls during the
-timed steps; ratios are of rates measured in this run.
+timed steps; ratios are of rates measured in this run. Layers are compiled, ours and FSDP2's.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.model.flops import flops_per_token
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.library import load_operations
+from megatron_zpp.train.compiling import compile_parts
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.topology import Topology
 
@@ -58,10 +59,13 @@ CONTESTANTS: dict[str, dict[str, Any]] = {  # our settings
 }
 
 
-def our_step(config: ModelConfig, settings: dict[str, Any], topology: Topology) -> Contestant:
+def our_step(
+    config: ModelConfig, settings: dict[str, Any], topology: Topology, micro_batch_size: int
+) -> Contestant:
     """The engine."""
     with torch.device("meta"):
         model = GPT(config, VOCAB)
+    compile_parts(model, (micro_batch_size, config.seq_length), print, on_gpu=True)
     engine = ZeroEngine(
         model,
         partial(model.initialize_parameter, seed=1),
@@ -96,6 +100,8 @@ def fsdp2_step(config: ModelConfig, reshard: bool | int = True) -> Contestant:
         torch.nn.init.normal_(parameter.to_local(), std=0.02)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     model.train()
+    for layer in model.layers:
+        layer.compile(dynamic=False)
 
     def step(tokens: torch.Tensor) -> None:
         logits = model(tokens[:, :-1])  # and the plain loss: that of GPT's own is ours
@@ -111,6 +117,7 @@ def measure(
     build: Callable[[], Contestant], tokens: torch.Tensor, warmup: int, steps: int
 ) -> dict[str, float]:
     """Milliseconds of a step, peak memory of this rank, and cudaMalloc calls during the timed steps."""
+    torch._dynamo.reset()  # or what other contestants compiled counts as theirs
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -184,8 +191,11 @@ def main() -> None:
         model_preset=options.preset, seq_length=options.seq_length, hidden_dropout=0.0, attention_dropout=0.0
     )
     builders: dict[str, Callable[[], Contestant]] = {
-        "one_gpu": lambda: our_step(config, {"zero_stage": 0}, Topology()),
-        **{name: partial(our_step, config, settings, topology) for name, settings in CONTESTANTS.items()},
+        "one_gpu": lambda: our_step(config, {"zero_stage": 0}, Topology(), options.micro_batch_size),
+        **{
+            name: partial(our_step, config, settings, topology, options.micro_batch_size)
+            for name, settings in CONTESTANTS.items()
+        },
         "fsdp2": lambda: fsdp2_step(config),
         "fsdp2_hpz": lambda: fsdp2_step(config, reshard=ranks_per_node),
     }
