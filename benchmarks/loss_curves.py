@@ -50,7 +50,8 @@ def losses_of(run: str, options: argparse.Namespace) -> list[float]:
         }
         argv = [sys.executable, "pretrain_gpt.py", *RUNS[run]]
         argv += [str(part) for flag, value in flags.items() for part in (flag, value)]
-        argv += "--tokenizer-type SentencePieceTokenizer --eval-iters 0 --log-interval 1 --lr-warmup-iters 20".split()
+        argv += "--tokenizer-type SentencePieceTokenizer --eval-iters 0 --log-interval 1".split()
+        argv += ["--lr-warmup-iters", "20"]
         argv += "--attention-dropout 0 --hidden-dropout 0 --weight-decay 0.1 --adam-beta2 0.95".split()
         argv += options.extra
         done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)

@@ -69,7 +69,10 @@ def stored_bytes(job: Job) -> int:
 
 
 def backward(job: Job) -> list[Moment]:
-    """The moments of the backward at which most can be live: where each run of layers begins and ends."""
+    """The moments of the backward at which most can be live: where each run of layers begins and ends.
+
+    What is offloaded then does not count.
+    """
     one, moments = layer_bytes(job), []
     runs = list(segments(job.model.num_layers, job.recompute))
     for index in reversed(range(len(runs))):
@@ -77,6 +80,8 @@ def backward(job: Job) -> list[Moment]:
         if first == stop:
             continue
         before = sum(_kept(job, *run) for run in runs[:index])
+        if job.recompute.recompute_offload:
+            before = min(before, _input(job))  # the one that comes back next
         whole = _kept(job, first, stop, False) - one
         if recomputed:
             before += _kept(job, *runs[index])
@@ -93,7 +98,7 @@ def working_bytes(job: Job) -> int:
 
 
 def offloaded_bytes(job: Job) -> int:
-    """What --recompute-offload has in CPU memory: all that is stored but the newest."""
+    """What --recompute-offload has in CPU memory at the loss: all that is stored but the newest."""
     return max(0, stored_bytes(job) - _input(job)) if job.recompute.recompute_offload else 0
 
 

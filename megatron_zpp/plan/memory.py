@@ -127,8 +127,8 @@ def _moments(job: Job) -> dict[str, int]:
     produced = job.dtype.itemsize * job.layouts[1].numel  # a layer's, before they are taken
     for one in backward(job):
         for layers, live in (
-            (one.layer + 1, max(one.stored - away, 0) + working_bytes(job)),
-            (one.layer, max(one.left - away, 0) + produced),
+            (one.layer + 1, one.stored + working_bytes(job)),
+            (one.layer, one.left + produced),
         ):
             done = int(others * (1 - layers / job.model.num_layers))
             moments.setdefault("the backward", 0)

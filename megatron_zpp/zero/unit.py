@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from megatron_zpp.zero.flat_layout import SHARD_MULTIPLE, FlatLayout
 from megatron_zpp.zero.lane import Pending
 
-_LARGE = 1 << 22  # elements of a gradient that is not worth a copy: one reads and writes 16 MiB
+_LARGE = 1 << 23  # elements of a gradient that is worth kernels of its own: copying it moves 32 MiB
 
 
 @dataclass(frozen=True)

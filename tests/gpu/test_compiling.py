@@ -26,7 +26,12 @@ def compiled(
     return engine
 
 
-def plain(dropout: float = 0.0, recompute: RecomputeConfig | None = None, stage: int = 0) -> ZeroEngine:
+def plain(
+    dropout: float = 0.0,
+    recompute: RecomputeConfig | None = None,
+    stage: int = 0,
+    precision: PrecisionConfig = BF16,
+) -> ZeroEngine:
     config = ModelConfig(
         num_layers=4,
         hidden_size=256,
@@ -36,7 +41,7 @@ def plain(dropout: float = 0.0, recompute: RecomputeConfig | None = None, stage:
         attention_dropout=dropout,
     )
     zero = ZeroConfig(zero_stage=stage)
-    return engine_of(config, VOCAB, zero=zero, precision=BF16, recompute=recompute, device="cuda")
+    return engine_of(config, VOCAB, zero=zero, precision=precision, recompute=recompute, device="cuda")
 
 
 def losses_of(engine: ZeroEngine, steps: int = 20) -> list[float]:
@@ -51,10 +56,16 @@ def losses_of(engine: ZeroEngine, steps: int = 20) -> list[float]:
     return losses
 
 
+def distance(losses: list[float], others: list[float]) -> float:
+    return sum(abs(loss - other) for loss, other in zip(losses, others, strict=True)) / len(losses)
+
+
 def test_compiled_parts_learn_what_eager_ones_do() -> None:
+    """Their losses are no further from eager ones than the rounding of bf16 puts those from fp32's."""
     said: list[str] = []
-    eager = losses_of(plain())
-    assert losses_of(compiled(said)) == pytest.approx(eager, rel=2 * torch.finfo(torch.bfloat16).eps)
+    exact, eager = losses_of(plain(precision=PrecisionConfig(fp32=True))), losses_of(plain())
+    found = losses_of(compiled(said))
+    assert distance(found, eager) <= distance(eager, exact)
     assert said == []
     assert eager[-1] < 0.9 * eager[0]  # of 6.95 that a guess among the vocabulary loses
 
