@@ -8,7 +8,8 @@ or a warm cache of another. They take turns, --rounds times; what counts is the 
 with data loading, clipping, optimizer and the reading of the loss in it. Figures: milliseconds of a step,
 TFLOP/s a GPU (PaLM's count), peak memory, seconds from the start of the program to its first line, without
 kernels in the cache and with them; and ratios to the peers of the same shape. With --parts a trace of
-three steps of ours is split by what ran, and drawn.
+three steps of ours is split by what ran, and drawn: idle is what is left of a step that is not traced, since
+tracing holds the host up.
 """
 
 import argparse
@@ -173,8 +174,11 @@ def main() -> None:
                     if options.parts and number == 0 and run not in PEERS:
                         traces = cache / "traces"
                         measure(run, shape, options, cache, traces)
-                        parts[f"{text} {run}"] = parts_of_trace(next(traces.glob("rank0.*")), steps=3)
-                        print(text, run, parts[f"{text} {run}"], flush=True)
+                        found = parts_of_trace(next(traces.glob("rank0.*")), steps=3)
+                        busy = sum(found.values()) - found["idle"]
+                        found["idle"] = round(max(0.0, rounds[run][0]["milliseconds"] - busy), 3)
+                        parts[f"{text} {run}"] = found
+                        print(text, run, found, flush=True)
             figures[text] = summary(rounds, shape, options)
     if options.parts:
         draw(parts, options.parts)

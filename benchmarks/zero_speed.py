@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
 from benchmarks.common import write_result
+from benchmarks.plain_training import build
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
@@ -85,27 +84,15 @@ def our_step(
 
 
 def fsdp2_step(config: ModelConfig, reshard: bool | int = True) -> Contestant:
-    """FSDP2: fp32 shards, bf16 compute, fp32 reduction, plain loss, fused AdamW, clipping.
+    """FSDP2 as benchmarks/plain_training.py has it.
 
     `reshard` is its reshard_after_forward of the layers: a number is the size of its hpZ groups.
     """
-    with torch.device("meta"):
-        model = GPT(config, VOCAB)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in model.layers:
-        fully_shard(layer, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mp_policy=policy)
-    model.to_empty(device="cuda")
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter.to_local(), std=0.02)
+    model = build("fsdp2", config, VOCAB, torch.device("cuda", torch.cuda.current_device()), reshard)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    model.train()
-    for layer in model.layers:
-        layer.compile(dynamic=False)
 
     def step(tokens: torch.Tensor) -> None:
-        logits = model(tokens[:, :-1])  # and the plain loss: that of GPT's own is ours
-        F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adamw.step()
         adamw.zero_grad()

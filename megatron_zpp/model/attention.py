@@ -31,9 +31,6 @@ TORCH_BACKENDS = {
     "unfused": SDPBackend.MATH,
     "local": SDPBackend.MATH,
 }
-# What auto takes instead of torch's choice, by (major compute capability, head width): where
-# benchmarks/attention.py found it faster in 16-bit formats.
-MEASURED: dict[tuple[int, int], str] = {}
 
 
 class DotProduct:
@@ -158,9 +155,7 @@ def choose_attention(
         if backend == "flash":
             raise refusal(FLAG, "flash", f"with --reset-attention-mask it {hindrance}, or use auto")
         return DotProduct(remark=f", documents through a dense mask; flash attention {hindrance}")
-    if backend == "auto" and on_gpu and not masked and not dropout and dtype.itemsize == 2:
-        major, _ = torch.cuda.get_device_capability(device)
-        backend = MEASURED.get((major, head_width), "auto")
+    # On Hopper GPUs torch takes cuDNN's; benchmarks/attention.py found none faster that comes with torch.
     return DotProduct(None if backend == "auto" else backend)
 
 
