@@ -112,6 +112,12 @@ class Job:
         return self.zero.zero_hpz_secondary == "quantized"
 
     @property
+    def sums_gradients(self) -> bool:
+        """Whether the optimizer takes fp32 sums: one rank's only micro-batch leaves its gradients as they are."""
+        one = self.ranks == self.micro_batches == 1
+        return not one or self.zero.quantizes or self.zero.zero_offload_optimizer
+
+    @property
     def two_hops(self) -> bool:
         """Whether gradients are summed inside nodes and then between them."""
         if self.gradient_codes is not None:

@@ -143,14 +143,10 @@ def _moments(job: Job) -> dict[str, int]:
 
 
 def _gradients(job: Job, *, whole: bool) -> int:
-    """fp32 sums: as the optimizer takes them, or (`whole`) as they are between micro-batches.
-
-    One rank's only micro-batch leaves them as they are.
-    """
-    zero = job.zero
-    if job.ranks == job.micro_batches == 1 and not (zero.quantizes or zero.zero_offload_optimizer):
+    """As the optimizer takes them, or (`whole`) as their fp32 sums are between micro-batches."""
+    if not job.sums_gradients:
         return job.dtype.itemsize * sum(layout.numel for layout in job.layouts)
-    stage = zero.zero_stage
+    stage = job.zero.zero_stage
     sharded = stage >= 2 or (stage == 1 and not whole)
     return 4 * sum(layout.shard_numel if sharded else layout.numel for layout in job.layouts)
 

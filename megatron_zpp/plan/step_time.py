@@ -11,8 +11,8 @@ A pass is a forward or a backward of one micro-batch.
 
 Gathers run ahead of both passes and reductions behind the backward, so a pass takes as long as the longest of
 the three; only the last unit's reduction has nothing left to run behind. What a pass takes longer than its
-compute and kernels is exposed. The optimizer reads 16 bytes a parameter of its share and writes 12 and what
-is sent, at the memory's rate; offloaded, at the CPU's. Not modelled: latencies, other jobs on the links,
+compute and kernels is exposed. The optimizer reads 12 bytes a parameter of its share and the gradient, and
+writes 12 and what is sent, at the memory's rate; offloaded, at the CPU's. Not modelled: latencies, other jobs on the links,
 slow ranks, reading of data, evaluation, checkpoints.
 """
 
@@ -113,8 +113,9 @@ def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
 def _optimizer_seconds(job: Job, machine: Machine) -> float:
     """The norm reads the gradients once; AdamW reads four numbers and writes three."""
     owned = sum(layout.numel if job.zero.zero_stage == 0 else layout.shard_numel for layout in job.layouts)
-    norm = 4 * owned / machine.memory_rate
-    adamw = (28 + job.dtype.itemsize) * owned
+    gradient = 4 if job.sums_gradients else job.dtype.itemsize
+    norm = gradient * owned / machine.memory_rate
+    adamw = (24 + gradient + job.dtype.itemsize) * owned
     return norm + adamw / (CPU_BYTES_A_SECOND if job.zero.zero_offload_optimizer else machine.memory_rate)
 
 

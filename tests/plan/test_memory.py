@@ -160,12 +160,13 @@ def test_every_rank_holds_the_states_of_the_plan() -> None:
             assert memory_of(job).resident == pytest.approx(states, rel=1e-3), (zero, precision)
 
 
-def test_all_but_the_loss_is_what_gpus_reported() -> None:
-    """Within 1%, at all stages, with each option of ZeRO++, on three grids; the runs had another loss."""
+def test_peaks_are_what_gpus_reported() -> None:
+    """Of each stage on NVLink within 3%; without the loss, which was another one, of the rest within 1%."""
     rows = h200_rows()
-    assert len(rows) == 21
+    assert len(rows) == 19
     for row in rows:
-        assert row["gib_without_loss"] == pytest.approx(row["measured_gib_without_loss"], rel=0.01), row
+        limit = 0.03 if row["with_loss"] else 0.01
+        assert row["gib"] == pytest.approx(row["measured_gib"], rel=limit), row
 
 
 @pytest.mark.parametrize(
