@@ -113,7 +113,7 @@ class Job:
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether the optimizer takes fp32 sums: one rank's only micro-batch leaves its gradients as they are."""
+        """Whether the optimizer takes fp32 sums: one rank's only micro-batch leaves gradients as they are."""
         one = self.ranks == self.micro_batches == 1
         return not one or self.zero.quantizes or self.zero.zero_offload_optimizer
 
