@@ -12,8 +12,8 @@ A pass is a forward or a backward of one micro-batch.
 Gathers run ahead of both passes and reductions behind the backward, so a pass takes as long as the longest of
 the three; only the last unit's reduction has nothing left to run behind. What a pass takes longer than its
 compute and kernels is exposed. The optimizer reads 12 bytes a parameter of its share and the gradient, and
-writes 12 and what is sent, at the memory's rate; offloaded, at the CPU's. Not modelled: latencies, other jobs on the links,
-slow ranks, reading of data, evaluation, checkpoints.
+writes 12 and what is sent, at the memory's rate; offloaded, at the CPU's. Not modelled: latencies, other jobs
+on the links, slow ranks, reading of data, evaluation, checkpoints.
 """
 
 from dataclasses import dataclass
