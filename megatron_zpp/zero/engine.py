@@ -129,7 +129,8 @@ class ZeroEngine:
 
         The loss is this rank's, a scalar on the device. Sums over ranks run behind the backward.
         """
-        self.model.train()
+        if not self.model.training:  # it walks through all modules
+            self.model.train()
         self._gathers.begin(Phase.FORWARD)
         with self.sections(FORWARD):
             loss = self._loss(batch)
