@@ -1,0 +1,112 @@
+"""A program: the Triton kernels of model/fused_*.py by Triton's interpreter, on CPUs, against float64.
+
+It wants TRITON_INTERPRET=1, which Triton reads when the kernels are declared. What torch would wrap for its
+compiler is called as it is. Of number formats fp32 and fp16: the interpreter truncates to bf16.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_zpp.model import fused_linear, fused_loss, fused_norm, loss
+
+for module in (fused_norm, fused_linear):
+    module.wrap_triton = lambda kernel: kernel
+
+Function = Callable[..., list[Tensor]]
+
+
+def same(ours: Function, torchs: Function, x: list[Tensor], modules: list[nn.Module]) -> None:
+    """Results and all gradients have at most twice the error of torch's in the same format."""
+    wide = [part.detach().double().requires_grad_() for part in x]
+    copies = [type(module)(*sizes(module)).double() for module in modules]
+    for copy, module in zip(copies, modules, strict=True):
+        copy.load_state_dict(module.state_dict())
+    draw, found = torch.Generator().manual_seed(5), {}
+    weights = [torch.randn(part.shape, generator=draw) for part in torchs(*x, *modules)]
+    for name, function, tensors, parts in (
+        ("exact", torchs, wide, copies),
+        ("torch", torchs, x, modules),
+        ("ours", ours, x, modules),
+    ):
+        out = function(*tensors, *parts)
+        wanted = [*tensors, *(parameter for part in parts for parameter in part.parameters())]
+        given = [weight.to(part.dtype) for weight, part in zip(weights, out, strict=True)]
+        found[name] = [*out, *torch.autograd.grad(out, wanted, given)]
+    for mine, theirs, exact in zip(found["ours"], found["torch"], found["exact"], strict=True):
+        error, allowed = (torch.linalg.vector_norm(part.double() - exact) for part in (mine, theirs))
+        smallest = 4 * torch.finfo(torch.float32).eps * torch.linalg.vector_norm(exact)
+        assert error <= 2 * allowed + smallest, (error, allowed)
+
+
+def sizes(module: nn.Module) -> tuple[int, ...]:
+    if isinstance(module, nn.LayerNorm):
+        return (len(module.weight),)
+    return module.in_features, module.out_features
+
+
+def norms(rows: int, width: int, dtype: torch.dtype) -> None:
+    x, added = torch.randn(2, rows, width)
+    x[::3] += 5.0
+    modules = [nn.LayerNorm(width) for _ in range(2)]
+    for module in modules:
+        module.weight.data += 0.2 * torch.randn(width)
+        module.bias.data += 0.2 * torch.randn(width)
+
+    def ours(x: Tensor, added: Tensor, first: nn.LayerNorm, second: nn.LayerNorm) -> list[Tensor]:
+        normed, token = fused_norm.norm(x, first)
+        return [normed, *fused_norm.add_norm(x, added * normed, token, second)]
+
+    def torchs(x: Tensor, added: Tensor, first: nn.LayerNorm, second: nn.LayerNorm) -> list[Tensor]:
+        normed = first(x)
+        total = x + added * normed
+        return [normed, total, second(total)]
+
+    tensors = [part.to(dtype).requires_grad_() for part in (x, added)]
+    same(ours, torchs, tensors, [module.to(dtype) for module in modules])
+
+
+def linears(rows: int, heads: int, head_width: int, inner: int, dtype: torch.dtype) -> None:
+    width = heads * head_width
+    modules = [nn.Linear(width, 3 * width), nn.Linear(width, inner)]
+
+    def ours(x: Tensor, to_heads: nn.Linear, into: nn.Linear) -> list[Tensor]:
+        parts = fused_linear.heads_of_linear(x, to_heads, heads, head_width)
+        return [*parts, fused_linear.gelu_of_linear(x, into)]
+
+    def torchs(x: Tensor, to_heads: nn.Linear, into: nn.Linear) -> list[Tensor]:
+        parts = to_heads(x).unflatten(-1, (3, heads, head_width)).unbind(2)
+        return [*parts, F.gelu(into(x), approximate="tanh")]
+
+    x = torch.randn(2, rows, width).to(dtype).requires_grad_()
+    same(ours, torchs, [x], [module.to(dtype) for module in modules])
+
+
+def rows_of_logits(tokens: int, entries: int, vocab_size: int, dtype: torch.dtype) -> None:
+    logits = (3 * torch.randn(tokens, entries)).to(dtype)
+    targets = torch.randint(vocab_size, (tokens,))
+    targets[1], logits[0, targets[0]] = loss.IGNORED, 30.0
+    exact, mine = logits.double(), logits.clone()
+    expected = loss.logits_to_gradient(exact, targets, vocab_size)
+    found = fused_loss.logits_to_gradient(mine, targets, vocab_size)
+    assert abs(found - expected) <= 1e-6 * expected
+    allowed = torch.finfo(dtype).eps if dtype == torch.float16 else 1e-6
+    assert (mine.double() / loss.unit(dtype) - exact).abs().max() <= allowed
+    assert torch.count_nonzero(mine[1]) == torch.count_nonzero(mine[:, vocab_size:]) == 0
+
+
+def main() -> None:
+    torch.manual_seed(3)
+    for dtype in (torch.float32, torch.float16):
+        for rows, width in ((1, 64), (5, 96), (7, 1000)):
+            norms(rows, width, dtype)
+        for shape in ((1, 1, 8, 8), (17, 3, 40, 260), (33, 5, 64, 300)):
+            linears(*shape, dtype)
+        rows_of_logits(4, 20096, 20001, dtype)
+        rows_of_logits(3, 128, 128, dtype)
+
+
+if __name__ == "__main__":
+    main()
