@@ -149,14 +149,15 @@ class _Pulse:
         """A beat of a rank other than 0."""
         leaves, failed = self._leaves, self._failed
         self._tell(left=leaves)
+        if leaves or failed:
+            self._told.set()  # and asks for no answer: rank 0 may take the store away when it has read this
+            return
         said, first = self._store.multi_get([_VERDICT, _key(0)])
         self._answered = self._clock.seconds
         self._first = Beat.decode(first) or self._first
         self._judge.see([self._first], self._answered)
         verdict = json.loads(said) or self._judge.lost([self._first])
-        if leaves or failed:
-            self._told.set()
-        elif verdict:
+        if verdict:
             self._tell(left=True)  # rank 0 waits for it before it takes the store away
             self._verdict = verdict
 

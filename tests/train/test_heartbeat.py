@@ -5,7 +5,7 @@ import platform
 import re
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -259,3 +259,30 @@ def test_a_job_that_was_suspended_goes_on(played: Played) -> None:
 def test_an_orderly_end_is_silent(played: Played, scenario: Scenario) -> None:
     """Though ranks end one after another, and the first of them keeps the store."""
     assert played[scenario].result() == End([0] * scenario.world, [[]] * scenario.world)
+
+
+class Recorded:
+    """A store, and which of its methods were called."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self.calls = store, []
+
+    def clone(self) -> "Recorded":
+        return self
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def call(*given: object) -> object:
+            self.calls.append((name, *given))
+            return getattr(self._store, name)(*given)
+
+        return call
+
+
+def test_a_rank_asks_nothing_behind_its_good_bye() -> None:
+    """Rank 0 takes the store away once it has read that; an answer that is awaited then fails, loudly."""
+    store = Recorded(dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False))
+    with heartbeat(store, Topology(1, 2, 1, 2), 6.0, "test"):
+        wait_until(lambda: any(name == "multi_get" for name, *_ in store.calls), 30)
+    *before, (name, key, said) = store.calls
+    assert (name, key, Beat.decode(said).left) == ("set", "beat/1", True)
+    assert not any(Beat.decode(given[1]).left for name, *given in before if name == "set")
