@@ -83,9 +83,7 @@ class FusedAdamW:
     def _published_part(self, unit: Unit, part: Part) -> Tensor | None:
         if unit.published_is_master:
             return None
-        return (
-            part.of(unit.published) if len(unit.gradients) > 1 else unit.published
-        )  # which may be a message
+        return part.of(unit.published) if self.reads_halves else unit.published  # which may be a message
 
 
 class OffloadedAdamW:
