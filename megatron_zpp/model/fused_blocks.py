@@ -1,6 +1,7 @@
 """A layer with kernels of ours where they are faster than what torch.compile makes, for graphs on GPUs."""
 
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from megatron_zpp.model import fused_linear, fused_norm
 from megatron_zpp.model.gpt import MLP, Attention, Layer
@@ -11,19 +12,30 @@ def residual_blocks(layer: Layer, x: Tensor, bounds: Tensor | None) -> Tensor:
     if not (fused_norm.serves(layer.attention_norm) and fused_norm.serves(layer.mlp_norm)):
         x = x + layer.dropout(_attention(layer.attention, layer.attention_norm(x), bounds))
         return x + layer.dropout(_mlp(layer.mlp, layer.mlp_norm(x)))
+    maps = layer.attention.output, layer.mlp.output, layer.attention.qkv, layer.mlp.input
+    apart = layer.dropout.p == 0 and all(map(fused_linear.serves, maps))
     normed, token = fused_norm.norm(x, layer.attention_norm)
-    mixed = layer.dropout(_attention(layer.attention, normed, bounds))
-    x, normed = fused_norm.add_norm(x, mixed, token, layer.mlp_norm)
-    return x + layer.dropout(_mlp(layer.mlp, normed))
+    mixed = layer.dropout(_attention(layer.attention, normed, bounds, apart))
+    biases = (maps[0].bias, maps[1].bias) if apart else ()
+    x, normed = fused_norm.add_norm(x, mixed, token, layer.mlp_norm, biases)
+    return x + layer.dropout(_mlp(layer.mlp, normed, apart))
 
 
-def _attention(attention: Attention, x: Tensor, bounds: Tensor | None) -> Tensor:
+# `apart`: the gradient of the bias of `output` is made where that of the sum is.
+
+
+def _attention(attention: Attention, x: Tensor, bounds: Tensor | None, apart: bool = False) -> Tensor:
     if not fused_linear.serves(attention.qkv):
         return attention(x, bounds)
-    return attention.mix(
-        *fused_linear.heads_of_linear(x, attention.qkv, attention.heads, attention.head_width), bounds
-    )
+    heads = fused_linear.heads_of_linear(x, attention.qkv, attention.heads, attention.head_width)
+    return _map(attention.output, attention.mix(*heads, bounds), apart)
 
 
-def _mlp(mlp: MLP, x: Tensor) -> Tensor:
-    return mlp.output(fused_linear.gelu_of_linear(x, mlp.input)) if fused_linear.serves(mlp.input) else mlp(x)
+def _mlp(mlp: MLP, x: Tensor, apart: bool = False) -> Tensor:
+    if not fused_linear.serves(mlp.input):
+        return mlp(x)
+    return _map(mlp.output, fused_linear.gelu_of_linear(x, mlp.input), apart)
+
+
+def _map(linear: nn.Linear, x: Tensor, apart: bool) -> Tensor:
+    return F.linear(x, linear.weight, linear.bias.detach()) if apart else linear(x)

@@ -17,6 +17,8 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.library import triton_op, wrap_triton
 
+from megatron_zpp.model.fused_math import exp2, reciprocal
+
 _SLOPE = 2 * math.sqrt(2 / math.pi)
 _CUBIC = 0.044715 * _SLOPE
 _ROWS, _COLUMNS, _WARPS = 16, 256, 8  # of a program at a time: 16 elements a thread
@@ -131,6 +133,7 @@ def _gelu_backward_kernel(
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     stride = tl.full([], width, tl.int64)  # or the largest inputs would not be reached
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    LOG2_E: tl.constexpr = 1.4426950408889634
     for first in range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS):
         row = first + tl.arange(0, ROWS)
         at = row[:, None] * stride + columns[None, :]
@@ -138,8 +141,8 @@ def _gelu_backward_kernel(
         x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
         of_out = tl.load(of_out_ptr + at, mask=inside, other=0.0).to(tl.float32)
         square = CUBIC * x * x
-        gate = tl.sigmoid(x * (SLOPE + square))
-        gradient = of_out * (gate + x * gate * (1 - gate) * (SLOPE + 3 * square))
+        gate = reciprocal(1 + exp2(x * (SLOPE + square) * -LOG2_E))
+        gradient = of_out * gate * (1 + x * (1 - gate) * (SLOPE + 3 * square))
         sums += gradient
         tl.store(gradient_ptr + at, gradient, mask=inside)
     place = sums_ptr + tl.program_id(1) * width + columns

@@ -30,9 +30,20 @@ def norm(x: Tensor, module: nn.LayerNorm) -> tuple[Tensor, Tensor]:
     return normed, token
 
 
-def add_norm(x: Tensor, added: Tensor, token: Tensor, module: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-    """x + added and its norm, each (B, T, D); `token` is that of x's norm: x has its gradient through it."""
-    total, normed, _, _ = _add_norm(x.detach(), added, token, module.weight, module.bias, module.eps)
+def add_norm(
+    x: Tensor,
+    added: Tensor,
+    token: Tensor,
+    module: nn.LayerNorm,
+    biases: tuple[Tensor, Tensor] | tuple[()] = (),
+) -> tuple[Tensor, Tensor]:
+    """x + added and its norm, each (B, T, D); `token` is that of x's norm: x has its gradient through it.
+
+    `biases`, each (D), have their gradients here: one that `added` has in it, and one that has been added to
+    what the sum becomes, which is used nowhere else.
+    """
+    weight, bias, eps = module.weight, module.bias, module.eps
+    total, normed, _, _ = _add_norm(x.detach(), added, token, weight, bias, list(biases), eps)
     return total, normed
 
 
@@ -45,7 +56,7 @@ def _norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, 
 
 @triton_op("megatron_zpp_model::add_norm", mutates_args={})
 def _add_norm(
-    x: Tensor, added: Tensor, token: Tensor, weight: Tensor, bias: Tensor, eps: float
+    x: Tensor, added: Tensor, token: Tensor, weight: Tensor, bias: Tensor, biases: list[Tensor], eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     total, normed, mean, rstd = torch.empty_like(x), torch.empty_like(x), *_statistics(x)
     _forward(x, added, weight, bias, total, normed, mean, rstd, eps)
@@ -54,18 +65,23 @@ def _add_norm(
 
 @triton_op("megatron_zpp_model::norm_backward", mutates_args={})
 def _norm_backward(
-    of_normed: Tensor, of_x: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+    of_normed: Tensor, of_x: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, sums: int
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x, with `of_x` that it has otherwise, and of weight and bias (2, D) fp32."""
+    """The gradients of x, with `of_x` that it has otherwise, and of weight and bias (2, D) fp32.
+
+    With 4 sums those of the gradient of x and of `of_x` along the rows come after them (4, D).
+    """
     rows, width = mean.numel(), x.shape[-1]
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
     programs = min(rows, _PROGRAMS * processors)
     gradient = torch.empty_like(x)
-    sums = torch.empty(programs, 2, width, dtype=torch.float32, device=x.device)
+    parts = torch.empty(programs, sums, width, dtype=torch.float32, device=x.device)
     wrap_triton(_backward_kernel)[(programs,)](
-        of_normed, of_x, x, weight, mean, rstd, gradient, sums, rows, width, **_shape(width)
+        *(of_normed, of_x, x, weight, mean, rstd, gradient, parts, rows, width),
+        SUMS=sums,
+        **_shape(width),
     )
-    return gradient, sums.sum(0)
+    return gradient, parts.sum(0)
 
 
 def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,23 +124,26 @@ def _of_norm(
     ctx: torch.autograd.function.FunctionCtx, of_normed: Tensor, of_token: Tensor, *_: Tensor
 ) -> tuple[Tensor | None, ...]:
     x, weight, mean, rstd = ctx.saved_tensors
-    of_x, sums = _norm_backward(of_normed.contiguous(), of_token.contiguous(), x, weight, mean, rstd)
+    of_x, sums = _norm_backward(of_normed.contiguous(), of_token.contiguous(), x, weight, mean, rstd, 2)
     of_weight, of_bias = sums.to(weight.dtype).unbind()
     return of_x, of_weight, of_bias, None
 
 
 def _save_add_norm(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
-    (_, _, _, weight, _, _), (total, _, mean, rstd) = inputs, output
+    (_, _, _, weight, _, biases, _), (total, _, mean, rstd) = inputs, output
     ctx.save_for_backward(total, weight, mean, rstd)
+    ctx.sums = 2 + len(biases)
 
 
 def _of_add_norm(
     ctx: torch.autograd.function.FunctionCtx, of_total: Tensor, of_normed: Tensor, *_: Tensor
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor | list[Tensor] | None, ...]:
     total, weight, mean, rstd = ctx.saved_tensors
-    of_x, sums = _norm_backward(of_normed.contiguous(), of_total.contiguous(), total, weight, mean, rstd)
-    of_weight, of_bias = sums.to(weight.dtype).unbind()
-    return None, of_x, of_x, of_weight, of_bias, None
+    of_x, sums = _norm_backward(
+        of_normed.contiguous(), of_total.contiguous(), total, weight, mean, rstd, ctx.sums
+    )
+    of_weight, of_bias, *of_biases = sums.to(weight.dtype).unbind()
+    return None, of_x, of_x, of_weight, of_bias, of_biases, None
 
 
 _norm.register_autograd(_of_norm, setup_context=_save_norm)
@@ -175,9 +194,10 @@ def _backward_kernel(
     mean_ptr,  # (R) fp32, as is rstd
     rstd_ptr,
     gradient_ptr,
-    sums_ptr,  # (P, 2, D) fp32
+    sums_ptr,  # (P, SUMS, D) fp32
     rows,
     width,
+    SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -187,6 +207,8 @@ def _backward_kernel(
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     of_weight = tl.zeros([BLOCK], tl.float32)
     of_bias = tl.zeros([BLOCK], tl.float32)
+    of_before = tl.zeros([BLOCK], tl.float32)
+    of_after = tl.zeros([BLOCK], tl.float32)
     for row in range(program, rows, programs):
         at = row * stride + columns
         x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -201,6 +223,12 @@ def _backward_kernel(
         level = tl.sum(scaled, axis=0) / width
         gradient = of_x + (scaled - level - normalised * along) * rstd
         tl.store(gradient_ptr + at, gradient, mask=inside)
-    place = sums_ptr + program * 2 * width + columns
+        if SUMS == 4:
+            of_before += gradient
+            of_after += of_x
+    place = sums_ptr + program * SUMS * width + columns
     tl.store(place, of_weight, mask=inside)
     tl.store(place + width, of_bias, mask=inside)
+    if SUMS == 4:
+        tl.store(place + 2 * width, of_before, mask=inside)
+        tl.store(place + 3 * width, of_after, mask=inside)

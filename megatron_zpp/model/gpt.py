@@ -69,16 +69,16 @@ class Attention(nn.Module):
         """(B, T, D) and the kernel's bounds of documents -> (B, T, D)."""
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, self.head_width))  # (B, T, 3, N, H)
         q, k, v = qkv.unbind(2)
-        return self.mix(q, k, v, bounds)
+        return self.output(self.mix(q, k, v, bounds))
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None) -> Tensor:
-        """Queries, keys and values, each (B, T, N, H) -> (B, T, D)."""
+        """Queries, keys and values, each (B, T, N, H) -> what `output` maps (B, T, N · H)."""
         dropout = self.dropout if self.training else 0.0
         if self.recompute_scores and self.training:
             mixed = checkpoint(self.kernel, q, k, v, dropout, bounds, use_reentrant=False)
         else:
             mixed = self.kernel(q, k, v, dropout, bounds)
-        return self.output(mixed.flatten(2))  # of (B, T, N, H)
+        return mixed.flatten(2)  # of (B, T, N, H)
 
 
 class MLP(nn.Module):

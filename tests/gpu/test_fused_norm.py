@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+Norm = nn.LayerNorm
+Function = Callable[..., Tensor]
+
 
 def inputs(rows: int, width: int, dtype: torch.dtype) -> tuple[list[Tensor], list[nn.LayerNorm]]:
-    """x and what is added to it, and two norms; rows of a mean far from zero among them."""
+    """x, what is added to it, two biases, and two norms; rows of a mean far from zero among them."""
     draw = torch.Generator("cuda").manual_seed(width)
     x, added = torch.randn(2, rows, width, generator=draw, device="cuda")
     x[::3] += 5.0
@@ -16,7 +19,9 @@ def inputs(rows: int, width: int, dtype: torch.dtype) -> tuple[list[Tensor], lis
     for module in norms:
         module.weight.data += 0.2 * torch.randn(width, generator=draw, device="cuda")
         module.bias.data += 0.2 * torch.randn(width, generator=draw, device="cuda")
-    return [part.to(dtype).requires_grad_() for part in (x, added)], [module.to(dtype) for module in norms]
+    biases = torch.randn(2, width, generator=draw, device="cuda")
+    tensors = [part.to(dtype).requires_grad_() for part in (x, added, *biases)]
+    return tensors, [module.to(dtype) for module in norms]
 
 
 def in_float64(tensors: list[Tensor], norms: list[nn.LayerNorm]) -> tuple[list[Tensor], list[nn.LayerNorm]]:
@@ -27,22 +32,30 @@ def in_float64(tensors: list[Tensor], norms: list[nn.LayerNorm]) -> tuple[list[T
     return [part.detach().double().requires_grad_() for part in tensors], copies
 
 
-def ours(x: Tensor, added: Tensor, first: nn.LayerNorm, second: nn.LayerNorm) -> Tensor:
+def ours(x: Tensor, added: Tensor, before: Tensor, after: Tensor, first: Norm, second: Norm) -> Tensor:
     from megatron_zpp.model.fused_norm import add_norm, norm
 
     normed, token = norm(x, first)
-    total, again = add_norm(x, added * normed, token, second)
-    return torch.stack((normed, total, again))
+    total, again = add_norm(x, added * normed + before.detach(), token, second, (before, after))
+    return torch.stack((normed, total + after.detach(), again))
 
 
-def torchs(x: Tensor, added: Tensor, first: nn.LayerNorm, second: nn.LayerNorm) -> Tensor:
+def without_biases(x: Tensor, added: Tensor, before: Tensor, after: Tensor, *norms: Norm) -> Tensor:
+    from megatron_zpp.model.fused_norm import add_norm, norm
+
+    normed, token = norm(x, norms[0])
+    total, again = add_norm(x, added * normed + before, token, norms[1])
+    return torch.stack((normed, total + after, again))
+
+
+def torchs(x: Tensor, added: Tensor, before: Tensor, after: Tensor, first: Norm, second: Norm) -> Tensor:
     normed = first(x)
-    total = x + added * normed
-    return torch.stack((normed, total, second(total)))
+    total = x + (added * normed + before)
+    return torch.stack((normed, total + after, second(total)))
 
 
 def results(
-    function: Callable[..., Tensor], tensors: list[Tensor], norms: list[nn.LayerNorm], weights: Tensor
+    function: Function, tensors: list[Tensor], norms: list[nn.LayerNorm], weights: Tensor
 ) -> list[Tensor]:
     """What it returns, and all gradients."""
     out = function(*tensors, *norms)
@@ -50,15 +63,17 @@ def results(
     return [out, *torch.autograd.grad(out, [*tensors, *parameters], weights.to(out.dtype))]
 
 
-@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize(("fused", "compiles"), [(ours, False), (ours, True), (without_biases, True)])
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (700, 1000), (4096, 2048), (1500, 2560), (300, 12288)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_results_are_as_exact_as_torchs(rows: int, width: int, dtype: torch.dtype, compiles: bool) -> None:
+def test_results_are_as_exact_as_torchs(
+    rows: int, width: int, dtype: torch.dtype, fused: Function, compiles: bool
+) -> None:
     """At most twice the error of torch's own kernels in the same format, which round as often."""
     torch._dynamo.reset()
     given = inputs(rows, width, dtype)
     weights = torch.randn(3, rows, width, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
-    function = torch.compile(ours, fullgraph=True, dynamic=False) if compiles else ours
+    function = torch.compile(fused, fullgraph=True, dynamic=False) if compiles else fused
     exact = results(torchs, *in_float64(*given), weights)
     found, plain = results(function, *given, weights), results(torchs, *given, weights)
     for mine, theirs, expected in zip(found, plain, exact, strict=True):

@@ -1,0 +1,20 @@
+"""Functions of fp32 that are one instruction each; what is below 1e-38 is 0 to them."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def exp2(x):
+    """2^x."""
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x."""
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
