@@ -22,7 +22,7 @@ from megatron_zpp.model.fused_math import exp2, reciprocal
 _SLOPE = 2 * math.sqrt(2 / math.pi)
 _CUBIC = 0.044715 * _SLOPE
 _ROWS, _COLUMNS, _WARPS = 16, 256, 8  # of a program at a time: 16 elements a thread
-_PROGRAMS = 8  # on each multiprocessor
+_PROGRAMS = 4  # on each multiprocessor
 
 
 def serves(module: nn.Module) -> bool:
