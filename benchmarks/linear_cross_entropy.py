@@ -23,7 +23,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
 from benchmarks.common import RESULTS, write_result
-from megatron_zpp.model.loss import linear_cross_entropy, logits_to_gradient
+from megatron_zpp.model.loss import Passes, linear_cross_entropy, logits_to_gradient
 
 Loss = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
@@ -39,7 +39,9 @@ def contestant(name: str) -> Loss:
         "plain": lambda: plain,
         "plain_compiled": lambda: torch.compile(plain),
         "ours": lambda: linear_cross_entropy,
-        "ours_compiled": lambda: partial(linear_cross_entropy, to_gradient=torch.compile(logits_to_gradient)),
+        "ours_compiled": lambda: partial(
+            linear_cross_entropy, passes=Passes(torch.compile(logits_to_gradient))
+        ),
     }[name]()
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_zpp.model.fused_math import exp2
-from megatron_zpp.model.loss import IGNORED, unit
+from megatron_zpp.model.loss import IGNORED, Passes, unit
 
 # The fastest of 2048 to 16384 and 4 to 32 for 50,304 entries on an H200.
 _BLOCK, _WARPS = 8192, 16
@@ -25,6 +25,25 @@ def logits_to_gradient(logits: Tensor, targets: Tensor, vocab_size: int) -> Tens
         num_warps=_WARPS,
     )
     return losses.sum()
+
+
+def scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """See loss.scaled, for GPUs: `total` has no gaps."""
+    out = total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
+    block = 4096
+    _scale[(triton.cdiv(total.numel(), block),)](total, factor, out, total.numel(), BLOCK=block, num_warps=8)
+    return out
+
+
+PASSES = Passes(logits_to_gradient, scaled)
+
+
+@triton.jit
+def _scale(total_ptr, factor_ptr, out_ptr, elements, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < elements
+    total = tl.load(total_ptr + at, mask=inside)
+    tl.store(out_ptr + at, total * tl.load(factor_ptr), mask=inside)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.library import triton_op, wrap_triton
 
 LARGEST = 16384  # elements of a row, which a program has in registers
-_PROGRAMS = 4  # of a backward, on each multiprocessor
+_WARPS = 12  # of a backward's programs on each multiprocessor, which has registers for as many
 
 
 def serves(module: nn.Module) -> bool:
@@ -72,14 +72,15 @@ def _norm_backward(
     With 4 sums those of the gradient of x and of `of_x` along the rows come after them (4, D).
     """
     rows, width = mean.numel(), x.shape[-1]
+    shape = _shape(width)
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
-    programs = min(rows, _PROGRAMS * processors)
+    programs = min(rows, max(1, _WARPS // shape["num_warps"]) * processors)
     gradient = torch.empty_like(x)
     parts = torch.empty(programs, sums, width, dtype=torch.float32, device=x.device)
     wrap_triton(_backward_kernel)[(programs,)](
         *(of_normed, of_x, x, weight, mean, rstd, gradient, parts, rows, width),
         SUMS=sums,
-        **_shape(width),
+        **shape,
     )
     return gradient, parts.sum(0)
 
@@ -204,16 +205,25 @@ def _backward_kernel(
     stride = tl.full([], width, tl.int64)  # or the largest inputs would not be reached
     columns = tl.arange(0, BLOCK)
     inside = columns < width
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     of_weight = tl.zeros([BLOCK], tl.float32)
     of_bias = tl.zeros([BLOCK], tl.float32)
     of_before = tl.zeros([BLOCK], tl.float32)
     of_after = tl.zeros([BLOCK], tl.float32)
+    at = program * stride + columns
+    next_x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    next_of_normed = tl.load(of_normed_ptr + at, mask=inside, other=0.0)
+    next_of_x = tl.load(of_x_ptr + at, mask=inside, other=0.0)
     for row in range(program, rows, programs):
         at = row * stride + columns
-        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        of_normed = tl.load(of_normed_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        of_x = tl.load(of_x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        x, of_normed, of_x = next_x, next_of_normed, next_of_x
+        # The next row is on its way while this one's sums are made.
+        following = (row + programs) * stride + columns
+        there = columns < tl.where(row + programs < rows, width, 0)
+        next_x = tl.load(x_ptr + following, mask=there, other=0.0)
+        next_of_normed = tl.load(of_normed_ptr + following, mask=there, other=0.0)
+        next_of_x = tl.load(of_x_ptr + following, mask=there, other=0.0)
+        x, of_normed, of_x = x.to(tl.float32), of_normed.to(tl.float32), of_x.to(tl.float32)
+        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)  # it has no registers
         mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
         normalised = tl.where(inside, (x - mean) * rstd, 0.0)
         of_weight += of_normed * normalised

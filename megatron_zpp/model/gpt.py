@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.model.attention import AttentionKernel, DotProduct
-from megatron_zpp.model.loss import linear_cross_entropy, logits_to_gradient
+from megatron_zpp.model.loss import PLAIN, linear_cross_entropy
 from megatron_zpp.model.offload import ActivationOffload
 
 
@@ -123,7 +123,7 @@ class Head(nn.Module):
     def __init__(self, config: ModelConfig, parts: Parts, vocab_size: int, padded_vocab_size: int) -> None:
         super().__init__()
         self.vocab_size = vocab_size
-        self.to_gradient = logits_to_gradient  # or a compiled one
+        self.passes = PLAIN  # or compiled ones
         self.norm = parts.norm(config.hidden_size, eps=config.norm_epsilon)
         self.output = (
             nn.Linear(config.hidden_size, padded_vocab_size, bias=False)
@@ -141,7 +141,7 @@ class Head(nn.Module):
         if targets is None:
             return F.linear(x, weight)
         return linear_cross_entropy(
-            x.flatten(0, 1), weight, targets.flatten(), self.vocab_size, to_gradient=self.to_gradient
+            x.flatten(0, 1), weight, targets.flatten(), self.vocab_size, passes=self.passes
         )
 
 

@@ -13,6 +13,7 @@ The first grows with the tokens and the second does not: `keeps_gradient` choose
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +21,10 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 IGNORED = -100  # a token with this target does not count: F.cross_entropy's default
-CHUNK_BYTES = 512 * 2**20  # of a chunk's fp32 logits: large products, and little beside a model
+CHUNK_BYTES = 2**30  # of a chunk's fp32 logits: large products, and little beside a model
 
 # Whether addmm adds a product of 16-bit factors to fp32 sums.
 _ADDS_WIDE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
-
-ToGradient = Callable[[Tensor, Tensor, int], Tensor]  # see logits_to_gradient
 
 
 def logits_to_gradient(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
@@ -50,6 +49,23 @@ def logits_to_gradient(logits: Tensor, targets: Tensor, vocab_size: int) -> Tens
     return loss
 
 
+def scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`total` times a scalar, rounded once; in its place where that is possible."""
+    out = total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
+    return torch.mul(total, factor, out=out)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What of the loss is no product: functions of nothing but their arguments."""
+
+    to_gradient: Callable[[Tensor, Tensor, int], Tensor] = logits_to_gradient
+    scaled: Callable[[Tensor, Tensor, torch.dtype], Tensor] = scaled
+
+
+PLAIN = Passes()
+
+
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -57,7 +73,7 @@ def linear_cross_entropy(
     vocab_size: int,
     *,
     chunk_bytes: int = CHUNK_BYTES,
-    to_gradient: ToGradient = logits_to_gradient,
+    passes: Passes = PLAIN,
 ) -> Tensor:
     """F.cross_entropy(F.linear(x, weight)[:, :vocab_size].float(), targets), a mean in fp32.
 
@@ -66,7 +82,7 @@ def linear_cross_entropy(
     """
     arguments = x, weight, targets, vocab_size, chunk_bytes
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _LinearCrossEntropy.apply(*arguments, to_gradient)
+        return _LinearCrossEntropy.apply(*arguments, passes)
     return _loss_alone(*arguments)
 
 
@@ -115,7 +131,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         vocab_size: int,
         chunk_bytes: int,
-        to_gradient: ToGradient,
+        passes: Passes,
     ) -> Tensor:
         total, counted = _zero(x), _counted(targets)
         rows = chunk_rows(*_sizes(x, weight), chunk_bytes)
@@ -126,16 +142,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             gradient = x.new_empty(_sizes(x, weight))  # (N, V)
             for (part, wanted), logits in zip(chunks, gradient.split(rows), strict=True):
                 torch.mm(part, weight.T, out=logits)
-                total += to_gradient(logits, wanted, vocab_size)
+                total += passes.to_gradient(logits, wanted, vocab_size)
             ctx.save_for_backward(counted, x, weight, gradient)
             return total / counted
         sums = _Sums(x, weight, ctx.needs_input_grad)
         for index, (part, wanted) in enumerate(chunks):
             logits = torch.mm(part, weight.T)  # (C, V)
-            total += to_gradient(logits, wanted, vocab_size)
+            total += passes.to_gradient(logits, wanted, vocab_size)
             sums.add(index * rows, logits, part, weight)
             del logits  # before there are those of the next chunk
-        ctx.formats = x.dtype, weight.dtype
+        ctx.formats, ctx.scaled = (x.dtype, weight.dtype), passes.scaled
         ctx.save_for_backward(counted, sums.x, sums.weight)
         return total / counted
 
@@ -145,7 +161,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if not ctx.keeps:
             counted, *sums = ctx.saved_tensors
             of_sums = [
-                None if one is None else _scaled(one, of_loss / (counted * unit(dtype)), dtype)
+                None if one is None else ctx.scaled(one, of_loss / (counted * unit(dtype)), dtype)
                 for one, dtype in zip(sums, ctx.formats, strict=True)
             ]
             return *of_sums, None, None, None, None
@@ -185,12 +201,6 @@ def _product(a: Tensor, b: Tensor, total: Tensor, *, begins: bool) -> None:
             total.add_(torch.mm(a, b, out_dtype=total.dtype))
         return
     torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=0 if begins else 1, out=total)
-
-
-def _scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`total` times a scalar, rounded once; in its place where that is possible."""
-    out = total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
-    return torch.mul(total, factor, out=out)
 
 
 def _zero(x: Tensor) -> Tensor:

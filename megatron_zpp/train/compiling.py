@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.model.attention import FlashAttention3
 from megatron_zpp.model.gpt import GPT, residual_blocks
-from megatron_zpp.model.loss import logits_to_gradient
+from megatron_zpp.model.loss import Passes, logits_to_gradient
 from megatron_zpp.native.cache import cache_directory
 from megatron_zpp.storage.files import check_writable
 from megatron_zpp.zero.topology import Topology
@@ -64,7 +64,7 @@ def compile_parts(
 
     maker = _Backend(backend, say)
     whole = not isinstance(model.parts.attention, FlashAttention3)
-    blocks, to_gradient = _kernels() if on_gpu else (residual_blocks, None)
+    blocks, passes = _kernels() if on_gpu else (residual_blocks, None)
     compiled = torch.compile(blocks, backend=maker, fullgraph=whole, dynamic=False)
 
     def run(layer: nn.Module, x: Tensor, bounds: Tensor | None) -> Tensor:
@@ -82,16 +82,16 @@ def compile_parts(
     for layer in model.layers:
         layer.compute = run
     # A graph for whole chunks of tokens, and one where the last chunk is smaller.
-    model.head.to_gradient = to_gradient or torch.compile(
-        logits_to_gradient, backend=backend, fullgraph=True, dynamic=False
+    model.head.passes = passes or Passes(
+        torch.compile(logits_to_gradient, backend=backend, fullgraph=True, dynamic=False)
     )
 
 
-def _kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+def _kernels() -> tuple[Callable[..., Tensor], Passes]:
     """What a layer computes, and what the loss does beside its products, with kernels of ours."""
     from megatron_zpp.model import fused_blocks, fused_loss  # Triton, which torch has for GPUs alone
 
-    return fused_blocks.residual_blocks, fused_loss.logits_to_gradient
+    return fused_blocks.residual_blocks, fused_loss.PASSES
 
 
 class _Backend:
