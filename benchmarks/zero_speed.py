@@ -100,10 +100,12 @@ def fsdp2_step(config: ModelConfig, reshard: bool | int = True) -> Contestant:
     return step, lambda: None
 
 
-def measure(
-    build: Callable[[], Contestant], tokens: torch.Tensor, warmup: int, steps: int
-) -> dict[str, float]:
-    """Milliseconds of a step, peak memory of this rank, and cudaMalloc calls during the timed steps."""
+def measure(build: Callable[[], Contestant], tokens: torch.Tensor, warmup: int, steps: int) -> dict[str, Any]:
+    """Milliseconds of a step, of each rank and the slowest, peak memory of this rank, cudaMalloc calls.
+
+    The latter during the timed steps. GPUs of one kind differ by percents, and no stage is faster than the
+    slower one is alone.
+    """
     torch._dynamo.reset()  # or what other contestants compiled counts as theirs
     gc.collect()
     torch.cuda.empty_cache()
@@ -121,8 +123,11 @@ def measure(
     torch.cuda.synchronize()
     elapsed = time.perf_counter() - started
     close()
+    of_ranks = [0.0] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, round(1000 * elapsed / steps, 2))
     return {
-        "milliseconds": round(1000 * elapsed / steps, 2),
+        "milliseconds": max(of_ranks),
+        "of_ranks_ms": of_ranks,
         "peak_gib": round((torch.cuda.max_memory_allocated() - before) / 2**30, 2),
         "mallocs_in_timed_steps": torch.cuda.memory_stats()["num_device_alloc"] - mallocs,
     }
@@ -187,7 +192,7 @@ def main() -> None:
         "fsdp2_hpz": lambda: fsdp2_step(config, reshard=ranks_per_node),
     }
     tokens = torch.randint(VOCAB, (options.micro_batch_size, options.seq_length + 1), device="cuda")
-    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in options.contestants}
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in options.contestants}
     for _ in range(options.rounds):
         for name in options.contestants:
             rounds[name].append(measure(builders[name], tokens, options.warmup, options.steps))

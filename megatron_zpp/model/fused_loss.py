@@ -42,7 +42,7 @@ PASSES = Passes(logits_to_gradient, scaled)
 def _scale(total_ptr, factor_ptr, out_ptr, elements, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < elements
-    total = tl.load(total_ptr + at, mask=inside)
+    total = tl.load(total_ptr + at, mask=inside).to(tl.float32)
     tl.store(out_ptr + at, total * tl.load(factor_ptr), mask=inside)
 
 

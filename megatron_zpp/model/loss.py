@@ -50,9 +50,9 @@ def logits_to_gradient(logits: Tensor, targets: Tensor, vocab_size: int) -> Tens
 
 
 def scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`total` times a scalar, rounded once; in its place where that is possible."""
+    """A matrix `total` times a scalar, rounded once; in its place where that is possible."""
     out = total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
-    return torch.mul(total, factor, out=out)
+    return torch.mul(total, factor.view(1, 1), out=out)  # with dims, or a 16-bit product would round it
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total, counted = _zero(x), _counted(targets)
         rows = chunk_rows(*_sizes(x, weight), chunk_bytes)
         tokens, width = x.shape
-        ctx.keeps, ctx.rows = keeps_gradient(tokens, width, x.element_size()), rows
+        ctx.keeps, ctx.rows, ctx.scaled = keeps_gradient(tokens, width, x.element_size()), rows, passes.scaled
         chunks = zip(x.split(rows), targets.split(rows), strict=True)
         if ctx.keeps:
             gradient = x.new_empty(_sizes(x, weight))  # (N, V)
@@ -151,7 +151,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total += passes.to_gradient(logits, wanted, vocab_size)
             sums.add(index * rows, logits, part, weight)
             del logits  # before there are those of the next chunk
-        ctx.formats, ctx.scaled = (x.dtype, weight.dtype), passes.scaled
+        ctx.formats = x.dtype, weight.dtype
         ctx.save_for_backward(counted, sums.x, sums.weight)
         return total / counted
 
@@ -166,9 +166,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ]
             return *of_sums, None, None, None, None
         counted, x, weight, gradient = ctx.saved_tensors
-        factor = (of_loss / (counted * unit(x.dtype))).view(1, 1)  # with dims, or the product would round it
+        factor = of_loss / (counted * unit(x.dtype))
         for part in gradient.split(ctx.rows):
-            torch.mul(part, factor, out=part)  # torch refuses a second backward: what it saved has changed
+            ctx.scaled(part, factor, x.dtype)  # torch refuses a second backward: what it saved has changed
         of_x = torch.mm(gradient, weight) if ctx.needs_input_grad[0] else None
         of_weight = torch.mm(gradient.T, x) if ctx.needs_input_grad[1] else None
         return of_x, of_weight, None, None, None, None

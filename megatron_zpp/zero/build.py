@@ -65,10 +65,10 @@ class UnitBuilder:
     def _slots(self, layout: FlatLayout, units: int) -> "_Slots":
         stage, sent = self._residency, self._reduce_dtype
         count = min(self._prefetch + 1, units) if stage.parameters_sharded else units
-        lane = self._communication.gathering
+        lane = self._communication.filling
         parameters = [ParameterSlot(lane.zeros(layout.numel, self._dtype)) for _ in range(count)]
-        sends = stage.optimizer_sharded or sent != torch.float32
         lane = self._communication.reducing
+        sends = stage.optimizer_sharded or sent != torch.float32 or lane.copies
         gradients = [Slot(lane.zeros(layout.numel if sends else 0, sent)) for _ in range(min(2, units))]
         return _Slots(cycle(parameters), cycle(gradients), shared=count < units)
 

@@ -78,7 +78,7 @@ class PlainReduction:
     def __init__(
         self, lane: Lane, dtype: torch.dtype, largest: int, operations: Operations | None = None
     ) -> None:
-        """`largest` is the size of the largest unit that is scattered; 0 where none is."""
+        """`largest` is the size of the largest unit; 0 where `all_reduce` is to be the library's."""
         self._lane, self._operations = lane, operations
         self._received = lane.zeros(largest if len(lane.ranks) > 1 else 0, dtype)
 
@@ -89,10 +89,21 @@ class PlainReduction:
         return self._lane.submit(lambda: self._exchange_and_sum(full, shard, add))
 
     def all_reduce(self, full: Tensor, total: Tensor) -> Pending:
-        """Sums `full` over ranks in its own format, then into the fp32 `total`, which may be `full`."""
+        """Sums `full` over ranks, and into the fp32 `total`, which may be `full` in the library's way.
+
+        That sums in the format of `full`. The other way is a reduce-scatter and a gather of sums that are
+        rounded to that format once: as many bytes, which copy engines can move.
+        """
 
         def work() -> None:
-            self._lane.all_reduce(full)
+            if len(self._received):
+                mine = total.view(len(self._lane.ranks), -1)[self._lane.place]
+                self._exchange_and_sum(full, mine, add=False)
+                own = full.view(len(self._lane.ranks), -1)[self._lane.place]
+                own.copy_(mine)
+                self._lane.all_gather(full, own)
+            else:
+                self._lane.all_reduce(full)
             copy(total, full)
 
         return self._lane.submit(work)

@@ -53,7 +53,7 @@ class Communication:
     """What a run's weights and gradients go through."""
 
     lanes: tuple[Lane, ...]
-    gathering: Lane  # fills parameter slots
+    filling: Lane  # of those that gather weights, the one that moves them into parameter slots best
     gather: Gather
     weight_format: Format | None  # qwZ
     secondary: SecondaryShards | None
@@ -94,18 +94,24 @@ def build_communication(
     gathering = make_lane(everyone)
     lanes = [gathering]
     secondary = None
+    filling = gathering
     if zero.hpz:
-        lanes.append(make_lane(topology.neighbours(group)))
+        inside = gathering
+        if group < topology.world_size:
+            inside = make_lane(topology.neighbours(group))
+            lanes.append(inside)
         codes = weight_format if zero.zero_hpz_secondary == "quantized" else None
         secondary = SecondaryShards(
-            lane=lanes[-1], gather=gather_on(lanes[-1], codes), ranks=group, codes=codes, dtype=dtype
+            lane=inside, gather=gather_on(inside, codes), ranks=group, codes=codes, dtype=dtype
         )
+        if weight_format is not None or not gathering.copies:
+            filling = inside
     reducing, reduction = _reduction(
         zero, topology, make_lane, layouts, dtype=reduce_dtype, sum_dtype=sum_dtype, operations=operations
     )
     return Communication(
         lanes=(*lanes, *reducing),
-        gathering=gathering,
+        filling=filling,
         gather=gather_on(gathering, weight_format),
         weight_format=weight_format,
         secondary=secondary,
@@ -136,5 +142,5 @@ def _reduction(
         largest = max(layout.shard_numel for layout in layouts)
         return [inside, between], TwoHopReduction(inside, between, dtype, sum_dtype, largest, operations)
     lane = make_lane(range(topology.world_size))
-    largest = max(layout.numel for layout in layouts) if scatters else 0
+    largest = max(layout.numel for layout in layouts) if scatters or lane.copies else 0
     return [lane], PlainReduction(lane, dtype, largest, operations)

@@ -45,6 +45,7 @@ class Lane:
     ) -> None:
         """`timeout` is when a collective that does not end becomes an error; None: torch's default."""
         self.ranks, self._device, self._ledger = tuple(ranks), device, ledger
+        self.place = self.ranks.index(topology.rank)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._symmetric: SymmetricMemory | None = None
         self._group: dist.ProcessGroup | None = None
@@ -57,6 +58,11 @@ class Lane:
         beside = self._stream is None and self._group is not None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lane") if beside else None
         self._newest: Future | None = None
+
+    @property
+    def copies(self) -> bool:
+        """Whether copy engines move what lies in its `zeros`."""
+        return self._symmetric is not None
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A buffer that this lane sends or fills, where it moves it best. Every rank must make the same."""

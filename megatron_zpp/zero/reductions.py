@@ -1,6 +1,7 @@
 """Sums gradients over micro-batches and ranks, behind the backward that produces them."""
 
 import torch
+from torch import Tensor
 
 from megatron_zpp.zero.collectives import Reduction
 from megatron_zpp.zero.unit import Part, Residency, Unit
@@ -62,9 +63,14 @@ class Reductions:
         if only and not self._sums:
             unit.gradients = unit.parts_of(produced)
             return
-        if self._residency.gradients_sharded or (only and self._residency.optimizer_sharded):
+        if len(unit.gradient_slot.buffer) and (only or self._residency.gradients_sharded):
             torch._foreach_copy_(unit.views(unit.gradient_slot.buffer), produced)
-            self._reduce_scatter(unit, add=not self._first)
+            if self._residency.optimizer_sharded:
+                self._reduce_scatter(unit, add=not self._first)
+            else:
+                self._all_reduce(
+                    unit, torch.empty(unit.layout.numel, device=unit.gradient_slot.buffer.device)
+                )
             return
         if self._first:
             unit.accumulated = unit.new_sum()
@@ -75,16 +81,20 @@ class Reductions:
             self._reduce_accumulated(unit)
 
     def _reduce_accumulated(self, unit: Unit) -> None:
-        slot = unit.gradient_slot
+        slot, total = unit.gradient_slot, unit.accumulated
+        unit.accumulated = None  # its memory can be the shard's
         if len(slot.buffer):
-            slot.buffer.copy_(unit.accumulated)
+            slot.buffer.copy_(total)
         if self._residency.optimizer_sharded:
-            unit.accumulated = None  # its memory can be the shard's
+            del total
             self._reduce_scatter(unit, add=False)
         else:
-            total, unit.accumulated = unit.accumulated, None
-            unit.gradients = (Part(0, total),)
-            slot.pending = self._reduction.all_reduce(slot.buffer if len(slot.buffer) else total, total)
+            self._all_reduce(unit, total)
+
+    def _all_reduce(self, unit: Unit, total: Tensor) -> None:
+        slot = unit.gradient_slot
+        unit.gradients = (Part(0, total),)
+        slot.pending = self._reduction.all_reduce(slot.buffer if len(slot.buffer) else total, total)
 
     def _reduce_scatter(self, unit: Unit, *, add: bool) -> None:
         slot = unit.gradient_slot

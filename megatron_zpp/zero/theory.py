@@ -33,21 +33,22 @@ def arena_bytes(
     reduce_bytes: int = 4,
     nodes: int = 1,
     sum_bytes: int = 4,
+    copies: bool = False,
 ) -> int:
     """Bytes of the buffers that units share: slots of gathered parameters, and what reductions need.
 
     Slots for parameters exist beside the states at stage 3 alone; below it the parameters are the slots.
     `reduce_bytes` is the size of a gradient as it is sent, `sum_bytes` that of a node's sum of gradients. A
     reduce-scatter (stage 1 and up) has room to receive; an all-reduce (stage 0) sends fp32 sums from where
-    they are.
+    they are, unless copy engines move it: then it has what a reduce-scatter has (`copies`).
     """
     total = 0
     for layout, units in Counter(layouts).items():
         if stage >= 3:
             total += slots(units, prefetch) * layout.numel * parameter_bytes
-        if stage >= 1 or reduce_bytes != 4:
+        if stage >= 1 or reduce_bytes != 4 or copies:
             total += min(2, units) * layout.numel * reduce_bytes
-    if stage >= 1:
+    if stage >= 1 or copies:
         total += reduction_bytes(layouts, nodes, reduce_bytes=reduce_bytes, sum_bytes=sum_bytes)
     return total
 

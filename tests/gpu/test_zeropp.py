@@ -39,6 +39,11 @@ def test_reductions_without_codes_are_those_of_cpus(nodes: int, local: int) -> N
     plain_reductions.check_reduced(nodes, local, [rank[0] for rank in ranks])
 
 
+def test_whole_sums_are_on_all_ranks() -> None:
+    needs(2)
+    plain_reductions.check_all_reduced(on_gpus(1, 2, plain_reductions.all_reduce))
+
+
 @pytest.mark.parametrize(("nodes", "local"), [(1, 2), (2, 2)])
 def test_a_nan_on_one_rank_skips_the_step_on_all(nodes: int, local: int) -> None:
     needs(local)
