@@ -66,7 +66,9 @@ OURS: dict[str, tuple[str, bool]] = {  # row -> contestant, and whether gradient
 }
 
 
-def job_of(model: ModelConfig, vocab: int, zero: Row, nodes: int, local: int, size: int) -> Job:
+def job_of(
+    model: ModelConfig, vocab: int, zero: Row, nodes: int, local: int, size: int, compiled: bool = True
+) -> Job:
     """One bf16 micro-batch of `size` a step, nothing recomputed."""
     return Job(
         model=model,
@@ -79,6 +81,7 @@ def job_of(model: ModelConfig, vocab: int, zero: Row, nodes: int, local: int, si
         micro_batch_size=size,
         micro_batches=1,
         units=units_of(model, vocab),
+        compiled=compiled,
     )
 
 
@@ -100,7 +103,7 @@ def h200_rows() -> list[Row]:
         name = f"zero_speed_1.3b_{grid_name}"
         compiled = grid_name.endswith("compiled")
         figures = json.loads((RESULTS / f"{name}.json").read_text())["figures"]
-        stage_3 = job_of(model, GPU_VOCAB, CONTESTANTS["stage_3"], nodes, local, micro_batch)
+        stage_3 = job_of(model, GPU_VOCAB, CONTESTANTS["stage_3"], nodes, local, micro_batch, compiled)
         share = local if nodes > 1 else 1  # two GPUs for all ranks
 
         def sockets(lane: float, share: int = share) -> Machine:
@@ -115,7 +118,7 @@ def h200_rows() -> list[Row]:
                 continue  # measured again since
             alone = contestant == "one_gpu"
             grid = (1, 1) if alone else (nodes, local)
-            job = job_of(model, GPU_VOCAB, CONTESTANTS.get(contestant, {}), *grid, micro_batch)
+            job = job_of(model, GPU_VOCAB, CONTESTANTS.get(contestant, {}), *grid, micro_batch, compiled)
             seconds = step_time(job, rates, traffic_of(job)).seconds
             memory = memory_of(job)
             earlier_loss = 0.0 if compiled else EARLIER_LOSS * job.tokens * job.vocab_size / 2**30

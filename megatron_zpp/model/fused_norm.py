@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.library import triton_op, wrap_triton
 
 LARGEST = 16384  # elements of a row, which a program has in registers
-_WARPS = 12  # of a backward's programs on each multiprocessor, which has registers for as many
+_ELEMENTS = 6144  # of rows at a time, on a multiprocessor: those of a backward fill its registers
 
 
 def serves(module: nn.Module) -> bool:
@@ -72,9 +72,9 @@ def _norm_backward(
     With 4 sums those of the gradient of x and of `of_x` along the rows come after them (4, D).
     """
     rows, width = mean.numel(), x.shape[-1]
-    shape = _shape(width)
+    shape = _shape(width, fewest=4)  # 8 elements a thread where 16 would leave most warps out
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
-    programs = min(rows, max(1, _WARPS // shape["num_warps"]) * processors)
+    programs = min(rows, max(1, min(_ELEMENTS // width, 5)) * processors)
     gradient = torch.empty_like(x)
     parts = torch.empty(programs, sums, width, dtype=torch.float32, device=x.device)
     wrap_triton(_backward_kernel)[(programs,)](
@@ -110,10 +110,10 @@ def _forward(
     )
 
 
-def _shape(width: int) -> dict[str, int]:
-    """Of a program: 16 elements a thread, as many as two loads of 16 bytes are."""
+def _shape(width: int, fewest: int = 1) -> dict[str, int]:
+    """Of a program: 16 elements a thread, as many as two loads of 16 bytes are, or `fewest` warps."""
     block = triton.next_power_of_2(width)
-    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
+    return {"BLOCK": block, "num_warps": min(max(block // 512, fewest), 16)}
 
 
 def _save_norm(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:

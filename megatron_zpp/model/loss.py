@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 IGNORED = -100  # a token with this target does not count: F.cross_entropy's default
-CHUNK_BYTES = 2**30  # of a chunk's fp32 logits: large products, and little beside a model
+CHUNK_BYTES = 512 * 2**20  # of a chunk's fp32 logits: large products, and little beside a model
+LEAN_CHUNK_BYTES = 2**30  # the same where there are no fp32 logits, only those of the compute format
 
 # Whether addmm adds a product of 16-bit factors to fp32 sums.
 _ADDS_WIDE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
@@ -61,6 +62,7 @@ class Passes:
 
     to_gradient: Callable[[Tensor, Tensor, int], Tensor] = logits_to_gradient
     scaled: Callable[[Tensor, Tensor, torch.dtype], Tensor] = scaled
+    chunk_bytes: int = CHUNK_BYTES
 
 
 PLAIN = Passes()
@@ -72,15 +74,16 @@ def linear_cross_entropy(
     targets: Tensor,
     vocab_size: int,
     *,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     passes: Passes = PLAIN,
 ) -> Tensor:
     """F.cross_entropy(F.linear(x, weight)[:, :vocab_size].float(), targets), a mean in fp32.
 
     x (N, D) and weight (V, D) are of one format, targets (N) ids or IGNORED: the mean is over the others, and
-    0 where there are none. float64 stays float64. The result can be differentiated once.
+    0 where there are none. float64 stays float64. The result can be differentiated once. A chunk is as many
+    tokens as have `chunk_bytes` of fp32 logits, by default those of `passes`.
     """
-    arguments = x, weight, targets, vocab_size, chunk_bytes
+    arguments = x, weight, targets, vocab_size, chunk_bytes or passes.chunk_bytes
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(*arguments, passes)
     return _loss_alone(*arguments)

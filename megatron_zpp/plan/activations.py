@@ -13,7 +13,7 @@ Ids, and what kernels take for an instant, are left out.
 from dataclasses import dataclass
 
 from megatron_zpp.model.gpt import segments
-from megatron_zpp.model.loss import CHUNK_BYTES, chunk_rows, keeps_gradient
+from megatron_zpp.model.loss import CHUNK_BYTES, LEAN_CHUNK_BYTES, chunk_rows, keeps_gradient
 from megatron_zpp.plan.job import Job
 
 _NORM = 8  # bytes a token: mean and deviation
@@ -45,16 +45,18 @@ def ends_bytes(job: Job) -> int:
     return job.tokens * (2 * model.hidden_size * job.dtype.itemsize + _NORM + _masks(job))
 
 
-def loss_bytes(job: Job, chunk_bytes: int = CHUNK_BYTES) -> int:
+def loss_bytes(job: Job, chunk_bytes: int | None = None) -> int:
     """What the output layer takes at most, in its forward or its backward: see model/loss.py.
 
-    A chunk has its logits in the compute format and twice in fp32: as they are, where they are not, and their
-    log-softmax. Beside it is what waits for the backward, and in that the gradients that come of it.
+    A chunk has its logits in the compute format and, but for compiled models, twice in fp32: as they are,
+    where they are not, and their log-softmax. Beside it is what waits for the backward, and in that the
+    gradients that come of it.
     """
     tokens, entries, width = job.tokens, job.padded_vocab_size, job.model.hidden_size
     itemsize, exact = job.dtype.itemsize, 4
+    chunk_bytes = chunk_bytes or (LEAN_CHUNK_BYTES if job.compiled else CHUNK_BYTES)
     chunk = chunk_rows(tokens, entries, chunk_bytes) * entries
-    softmax = chunk * (exact if itemsize == exact else 2 * exact)
+    softmax = 0 if job.compiled else chunk * (exact if itemsize == exact else 2 * exact)
     gradients = (entries + tokens) * width
     if keeps_gradient(tokens, width, itemsize):
         kept = itemsize * tokens * entries

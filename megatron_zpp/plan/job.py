@@ -22,7 +22,10 @@ from megatron_zpp.zero.unit import Residency
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One optimizer step of `micro_batches` on `nodes` × `local` GPUs. `units` are the model's, on meta."""
+    """One optimizer step of `micro_batches` on `nodes` × `local` GPUs. `units` are the model's, on meta.
+
+    `compiled` says that parts of it are kernels made for it, as by default.
+    """
 
     model: ModelConfig
     vocab_size: int
@@ -34,6 +37,7 @@ class Job:
     micro_batch_size: int
     micro_batches: int
     units: Sequence[tuple[str, nn.Module]]
+    compiled: bool = False
 
     @property
     def ranks(self) -> int:

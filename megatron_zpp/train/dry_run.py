@@ -41,7 +41,12 @@ def job_of(config: Config, vocab_size: int, schedule: RunSchedule, topology: Top
         micro_batch_size=batches.micro_batch_size,
         micro_batches=batches.global_batch_size // (batches.micro_batch_size * topology.world_size),
         units=units_of(config.model, vocab_size),
+        compiled=_compiles(config),
     )
+
+
+def _compiles(config: Config) -> bool:
+    return config.compilation.wanted("cuda", apex=config.optimizer.fused_backend == "apex")
 
 
 def dry_run(
@@ -50,7 +55,7 @@ def dry_run(
     """Prints the plan where this process `speaks` for the others. Raises ValueError as the run would."""
     check_topology(config.zero, topology)
     config.recompute.check_device("cuda")
-    compiles = config.compilation.wanted("cuda", apex=config.optimizer.fused_backend == "apex")
+    compiles = _compiles(config)
     if compiles:
         check_cache(config.compilation)
     resolve_fused_backend(config.optimizer, config.zero, "cuda", compiles=compiles)
