@@ -116,6 +116,8 @@ def h200_rows() -> list[Row]:
                 continue
             if nodes == 1 and not compiled and contestant != "stage_3_offload":
                 continue  # measured again since
+            if nodes > 1 and contestant == "stage_1":
+                continue  # sent fp32 then
             alone = contestant == "one_gpu"
             grid = (1, 1) if alone else (nodes, local)
             job = job_of(model, GPU_VOCAB, CONTESTANTS.get(contestant, {}), *grid, micro_batch, compiled)

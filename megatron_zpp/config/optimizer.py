@@ -94,8 +94,8 @@ class PrecisionConfig(Options):
     loss_scale_window: int = option(1000, "fp16: clean steps after which the scale doubles.", at_least=1)
     grad_reduce_in_bf16: bool = option(
         False,
-        "Send gradients between ranks in bfloat16, a node's sums of them too; else float32, but gradients "
-        "at stages 2 and 3 in the compute format.",
+        "Send gradients between ranks in bfloat16, sums of them too; else sums in float32, and gradients "
+        "that are no sums, as at stages 2 and 3, in the compute format.",
     )
     hysteresis: int = option(2, "fp16: overflows before the scale halves.", at_least=1)
 

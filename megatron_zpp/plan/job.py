@@ -16,7 +16,7 @@ from megatron_zpp.ops.formats import Format
 from megatron_zpp.zero.build import layouts_of
 from megatron_zpp.zero.engine import reduce_dtype, sum_dtype
 from megatron_zpp.zero.flat_layout import FlatLayout
-from megatron_zpp.zero.theory import sums_inside_nodes
+from megatron_zpp.zero.theory import gathers_whole_sums, sums_inside_nodes
 from megatron_zpp.zero.unit import Residency
 
 
@@ -70,9 +70,20 @@ class Job:
         return getattr(torch, self.precision.compute_dtype("cuda"))
 
     @property
-    def sent_bytes(self) -> int:
-        """Of a gradient on the wire that is not quantised."""
+    def slot_bytes(self) -> int:
+        """Of a gradient in the buffers that it is sent from, where it is not quantised."""
         return reduce_dtype(Residency(self.zero.zero_stage), self.precision, self.dtype).itemsize
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of the same on the wire: those of a step's only micro-batch are sent as they are made."""
+        as_made = self.micro_batches == 1 and (self.zero.zero_stage >= 1 or self.gathers_whole_sums)
+        return min(self.slot_bytes, self.dtype.itemsize) if as_made else self.slot_bytes
+
+    @property
+    def gathers_whole_sums(self) -> bool:
+        """Whether stage 0 sums by way of buffers as stage 1 has them."""
+        return gathers_whole_sums(self.nodes, self.local)
 
     @property
     def sum_bytes(self) -> int:
@@ -126,7 +137,7 @@ class Job:
         """Whether gradients are summed inside nodes and then between them."""
         if self.gradient_codes is not None:
             return min(self.nodes, self.local) > 1
-        sizes = {"reduce_bytes": self.sent_bytes, "sum_bytes": self.sum_bytes}
+        sizes = {"reduce_bytes": self.slot_bytes, "sum_bytes": self.sum_bytes}
         return self.zero.zero_stage >= 1 and sums_inside_nodes(self.nodes, self.local, **sizes)
 
 

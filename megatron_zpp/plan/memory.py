@@ -84,14 +84,13 @@ def _weights(job: Job) -> int:
 
 def _buffers(job: Job) -> int:
     """Gradients on their way out of the backward, and the messages of gathers and reductions."""
-    stage, sent = job.zero.zero_stage, job.sent_bytes
+    stage, sent = job.zero.zero_stage, job.slot_bytes
     total = 0
-    copies = job.nodes == 1 < job.ranks  # by copy engines, stage 0's sums too
-    if stage >= 1 or sent != 4 or copies:
+    if stage >= 1 or sent != 4 or job.gathers_whole_sums:
         total += sum(min(2, units) * layout.numel * sent for layout, units in Counter(job.layouts).items())
     if job.gradient_codes is not None:
         total += quantized_reduction_bytes(job.layouts, job.nodes, job.gradient_codes)
-    elif stage >= 1 or copies:
+    elif stage >= 1 or job.gathers_whole_sums:
         total += reduction_bytes(job.layouts, job.nodes, reduce_bytes=sent, sum_bytes=job.sum_bytes)
     if job.weight_codes is not None:
         largest = max(job.weight_codes.message_bytes(layout.shard_numel) for layout in job.layouts)

@@ -102,7 +102,8 @@ def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
     if weights is not None:
         nbytes += one.decoded * (weights.block_bytes / weights.block + itemsize)
     if not one.forward:
-        nbytes += one.summed * (itemsize + (job.sent_bytes if job.zero.zero_stage >= 2 else 8))
+        as_made = job.zero.zero_stage >= 2 or job.sent_bytes < job.slot_bytes
+        nbytes += one.summed * (itemsize + (job.sent_bytes if as_made else 8))
         if one.reduced != Sent():
             code = gradients.block_bytes / gradients.block if gradients else 0
             node_sums = 2 * job.sum_bytes / job.local if job.two_hops and not gradients else 0

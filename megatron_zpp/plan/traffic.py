@@ -75,11 +75,12 @@ def reduction(job: Job, layout: FlatLayout) -> Sent:
     """One reduction of a unit's gradients."""
     ranks, local, nodes = job.ranks, job.local, job.nodes
     if job.zero.zero_stage == 0:
-        return _ring(job, ranks, 2 * (ranks - 1) * (layout.numel * job.sent_bytes // ranks))
+        there_and_back = job.sent_bytes + job.slot_bytes
+        return _ring(job, ranks, (ranks - 1) * layout.shard_numel * there_and_back)
     codes = job.gradient_codes
     if codes is None:
-        one = reduction_sends(layout, nodes, reduce_bytes=job.sent_bytes, sum_bytes=job.sum_bytes)
-        return Sent(*one) * ranks
+        sizes = {"reduce_bytes": job.slot_bytes, "sum_bytes": job.sum_bytes, "sent_bytes": job.sent_bytes}
+        return Sent(*reduction_sends(layout, nodes, **sizes)) * ranks
     sent = Sent()
     size = chunk_numel(layout.shard_numel, job.two_hops, codes.block)
     for start in range(0, layout.shard_numel, size):

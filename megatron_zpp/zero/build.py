@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.flat_layout import FlatLayout
+from megatron_zpp.zero.theory import gathers_whole_sums
 from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.unit import ParameterSlot, Residency, Slot, Unit
 
@@ -68,7 +69,9 @@ class UnitBuilder:
         lane = self._communication.filling
         parameters = [ParameterSlot(lane.zeros(layout.numel, self._dtype)) for _ in range(count)]
         lane = self._communication.reducing
-        sends = stage.optimizer_sharded or sent != torch.float32 or lane.copies
+        topology = self._topology
+        whole = gathers_whole_sums(topology.nodes, topology.local_world_size)
+        sends = stage.optimizer_sharded or sent != torch.float32 or whole
         gradients = [Slot(lane.zeros(layout.numel if sends else 0, sent)) for _ in range(min(2, units))]
         return _Slots(cycle(parameters), cycle(gradients), shared=count < units)
 

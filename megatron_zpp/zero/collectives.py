@@ -67,7 +67,7 @@ class PlainGather:
 
 
 class PlainReduction:
-    """Sends gradients in the format `dtype` and sums what is received in fp32 in the order of the ranks.
+    """Sums gradients in fp32, in the order of the ranks. They are sent in `dtype` or a smaller format.
 
     An all-to-all and then a sum: the volume of a reduce-scatter, but 16-bit numbers stay 16 bits on the wire
     without a rounding in the sum, whose bits are those of one process that accumulates the ranks' batches in
@@ -88,17 +88,18 @@ class PlainReduction:
         """See Reduction. Nothing is lost here."""
         return self._lane.submit(lambda: self._exchange_and_sum(full, shard, add))
 
-    def all_reduce(self, full: Tensor, total: Tensor) -> Pending:
-        """Sums `full` over ranks, and into the fp32 `total`, which may be `full` in the library's way.
+    def all_reduce(self, sent: Tensor, full: Tensor, total: Tensor) -> Pending:
+        """Sums `sent` over ranks into the fp32 `total`, by way of `full`, all (ranks · n,).
 
-        That sums in the format of `full`. The other way is a reduce-scatter and a gather of sums that are
-        rounded to that format once: as many bytes, which copy engines can move.
+        In the library's way `sent` is `full`. The other way is a reduce-scatter and a gather of sums that are
+        rounded to the format of `full` once, which copy engines can do; there `sent` can be in a smaller
+        format, and in the memory of `full`.
         """
 
         def work() -> None:
             if len(self._received):
                 mine = total.view(len(self._lane.ranks), -1)[self._lane.place]
-                self._exchange_and_sum(full, mine, add=False)
+                self._exchange_and_sum(sent, mine, add=False)
                 own = full.view(len(self._lane.ranks), -1)[self._lane.place]
                 own.copy_(mine)
                 self._lane.all_gather(full, own)
@@ -111,7 +112,7 @@ class PlainReduction:
     def _exchange_and_sum(self, full: Tensor, shard: Tensor, add: bool) -> None:
         parts = full.view(1, -1)
         if len(self._lane.ranks) > 1:
-            received = self._received[: len(full)]
+            received = self._received.view(full.dtype)[: len(full)]
             self._lane.all_to_all(received, full)
             parts = received.view(len(self._lane.ranks), -1)
         _sum_parts(self._operations, parts, shard, add=add)
@@ -137,7 +138,8 @@ class TwoHopReduction:
     ) -> None:
         """`inside` has the ranks of the node, `between` those of this rank's place on every node.
 
-        Gradients are sent in the format `dtype`, and a node's sums in `sum_dtype`: fp32 loses nothing.
+        Gradients are sent in the format `dtype` or a smaller one, and a node's sums in `sum_dtype`: fp32
+        loses nothing.
         """
         self._inside, self._operations = inside, operations
         self._local, self._nodes = len(inside.ranks), len(between.ranks)
@@ -153,7 +155,7 @@ class TwoHopReduction:
 
         def fill(sums: Tensor) -> None:
             for sent, node_sum in zip(full.view(self._nodes, -1), sums.view(self._nodes, -1), strict=True):
-                received = self._received[: len(sent)]
+                received = self._received.view(sent.dtype)[: len(sent)]
                 self._inside.all_to_all(received, sent)
                 exact = node_sum if self._sum is None else self._sum[: len(shard)]
                 _sum_parts(self._operations, received.view(self._local, -1), exact, add=False)

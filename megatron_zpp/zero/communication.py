@@ -14,7 +14,7 @@ from megatron_zpp.zero.collectives import Gather, PlainGather, PlainReduction, R
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.lane import Lane
 from megatron_zpp.zero.quantized_collectives import QuantizedGather, QuantizedReduction
-from megatron_zpp.zero.theory import sums_inside_nodes
+from megatron_zpp.zero.theory import gathers_whole_sums, sums_inside_nodes
 from megatron_zpp.zero.topology import Topology
 
 
@@ -142,5 +142,6 @@ def _reduction(
         largest = max(layout.shard_numel for layout in layouts)
         return [inside, between], TwoHopReduction(inside, between, dtype, sum_dtype, largest, operations)
     lane = make_lane(range(topology.world_size))
-    largest = max(layout.numel for layout in layouts) if scatters or lane.copies else 0
+    whole = gathers_whole_sums(topology.nodes, topology.local_world_size)
+    largest = max(layout.numel for layout in layouts) if scatters or whole else 0
     return [lane], PlainReduction(lane, dtype, largest, operations)

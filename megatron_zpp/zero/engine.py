@@ -290,7 +290,8 @@ def reduce_dtype(residency: Residency, precision: PrecisionConfig, dtype: torch.
     """The format in which gradients are sent.
 
     Sharded ones go out after each backward in the format it made them in, which loses nothing as they are
-    summed in fp32. Sums over micro-batches need fp32, unless told otherwise.
+    summed in fp32. Sums over micro-batches need fp32, unless told otherwise; a step's only one is sent as it
+    made them.
     """
     if precision.grad_reduce_in_bf16:
         return torch.bfloat16

@@ -64,13 +64,12 @@ class Reductions:
             unit.gradients = unit.parts_of(produced)
             return
         if len(unit.gradient_slot.buffer) and (only or self._residency.gradients_sharded):
-            torch._foreach_copy_(unit.views(unit.gradient_slot.buffer), produced)
+            sent = unit.send_buffer(produced[0].dtype)
+            torch._foreach_copy_(unit.views(sent), produced)
             if self._residency.optimizer_sharded:
-                self._reduce_scatter(unit, add=not self._first)
+                self._reduce_scatter(unit, sent, add=not self._first)
             else:
-                self._all_reduce(
-                    unit, torch.empty(unit.layout.numel, device=unit.gradient_slot.buffer.device)
-                )
+                self._all_reduce(unit, sent, torch.empty_like(sent, dtype=torch.float32))
             return
         if self._first:
             unit.accumulated = unit.new_sum()
@@ -83,22 +82,25 @@ class Reductions:
     def _reduce_accumulated(self, unit: Unit) -> None:
         slot, total = unit.gradient_slot, unit.accumulated
         unit.accumulated = None  # its memory can be the shard's
+        sent = total
         if len(slot.buffer):
-            slot.buffer.copy_(total)
+            sent = slot.buffer.copy_(total)
+            slot.gaps_of = sent.dtype
         if self._residency.optimizer_sharded:
             del total
-            self._reduce_scatter(unit, add=False)
+            self._reduce_scatter(unit, sent, add=False)
         else:
-            self._all_reduce(unit, total)
+            self._all_reduce(unit, sent, total)
 
-    def _all_reduce(self, unit: Unit, total: Tensor) -> None:
+    def _all_reduce(self, unit: Unit, sent: Tensor, total: Tensor) -> None:
         slot = unit.gradient_slot
         unit.gradients = (Part(0, total),)
-        slot.pending = self._reduction.all_reduce(slot.buffer if len(slot.buffer) else total, total)
+        slot.gaps_of = None  # sums come back in it
+        slot.pending = self._reduction.all_reduce(sent, slot.buffer if len(slot.buffer) else total, total)
 
-    def _reduce_scatter(self, unit: Unit, *, add: bool) -> None:
+    def _reduce_scatter(self, unit: Unit, sent: Tensor, *, add: bool) -> None:
         slot = unit.gradient_slot
         if not add:
             unit.gradients = (Part(0, torch.empty_like(unit.master, device=slot.buffer.device)),)
         (total,) = unit.gradients
-        slot.pending = self._reduction.reduce_scatter(slot.buffer, total.flat, add=add, error=unit.error)
+        slot.pending = self._reduction.reduce_scatter(sent, total.flat, add=add, error=unit.error)

@@ -33,22 +33,22 @@ def arena_bytes(
     reduce_bytes: int = 4,
     nodes: int = 1,
     sum_bytes: int = 4,
-    copies: bool = False,
 ) -> int:
     """Bytes of the buffers that units share: slots of gathered parameters, and what reductions need.
 
     Slots for parameters exist beside the states at stage 3 alone; below it the parameters are the slots.
     `reduce_bytes` is the size of a gradient as it is sent, `sum_bytes` that of a node's sum of gradients. A
     reduce-scatter (stage 1 and up) has room to receive; an all-reduce (stage 0) sends fp32 sums from where
-    they are, unless copy engines move it: then it has what a reduce-scatter has (`copies`).
+    they are, but on one node: there it has what a reduce-scatter has.
     """
     total = 0
+    scatters = stage >= 1 or gathers_whole_sums(nodes, layouts[0].ranks // nodes)
     for layout, units in Counter(layouts).items():
         if stage >= 3:
             total += slots(units, prefetch) * layout.numel * parameter_bytes
-        if stage >= 1 or reduce_bytes != 4 or copies:
+        if scatters or reduce_bytes != 4:
             total += min(2, units) * layout.numel * reduce_bytes
-    if stage >= 1 or copies:
+    if scatters:
         total += reduction_bytes(layouts, nodes, reduce_bytes=reduce_bytes, sum_bytes=sum_bytes)
     return total
 
@@ -60,6 +60,11 @@ def sums_inside_nodes(nodes: int, local: int, *, reduce_bytes: int, sum_bytes: i
     sends one sum. Where both are as many bytes one hop has fewer steps and rounds in the order of the ranks.
     """
     return min(nodes, local) > 1 and sum_bytes < local * reduce_bytes
+
+
+def gathers_whole_sums(nodes: int, local: int) -> bool:
+    """Whether an all-reduce (stage 0) is a reduce-scatter and a gather: on one node, for its copy engines."""
+    return nodes == 1 < local
 
 
 def reduction_bytes(layouts: Sequence[FlatLayout], nodes: int, *, reduce_bytes: int, sum_bytes: int) -> int:
@@ -168,22 +173,30 @@ def bytes_sent_a_step(
     """Bytes that each rank sends in one step, all links together.
 
     A gather sends the rank's share of a unit d - 1 times, an all-reduce twice as often. `reduce_bytes` and
-    `sum_bytes` as in `arena_bytes`.
+    `sum_bytes` as in `arena_bytes`. Those of a step's only micro-batch are sent in the format of the
+    parameters, in which they are made, where it is smaller; not by an all-reduce between nodes.
     """
-    total = 0
+    total, sent_bytes = 0, min(reduce_bytes, parameter_bytes) if accumulation == 1 else reduce_bytes
     for layout, units in Counter(layouts).items():
         share = (layout.ranks - 1) * layout.shard_numel
-        reduced = 2 * share * reduce_bytes
+        whole = gathers_whole_sums(nodes, layout.ranks // nodes)
+        reduced = share * ((sent_bytes if whole else reduce_bytes) + reduce_bytes)
         if stage >= 1:
-            reduced = sum(reduction_sends(layout, nodes, reduce_bytes=reduce_bytes, sum_bytes=sum_bytes))
+            sizes = {"reduce_bytes": reduce_bytes, "sum_bytes": sum_bytes, "sent_bytes": sent_bytes}
+            reduced = sum(reduction_sends(layout, nodes, **sizes))
         gathers = gathers_a_step(units, stage, accumulation, prefetch=prefetch)
         total += share * gathers * parameter_bytes + units * (accumulation if stage >= 2 else 1) * reduced
     return total
 
 
-def reduction_sends(layout: FlatLayout, nodes: int, *, reduce_bytes: int, sum_bytes: int) -> tuple[int, int]:
-    """Bytes that each rank sends to reduce a unit's gradients as they are: in its node, to other nodes."""
-    local, shard = layout.ranks // nodes, layout.shard_numel
+def reduction_sends(
+    layout: FlatLayout, nodes: int, *, reduce_bytes: int, sum_bytes: int, sent_bytes: int | None = None
+) -> tuple[int, int]:
+    """Bytes that each rank sends to reduce a unit's gradients as they are: in its node, to other nodes.
+
+    `sent_bytes` is the size of those of a step's only micro-batch, which stage 1 sends as they are made.
+    """
+    local, shard, sent = layout.ranks // nodes, layout.shard_numel, sent_bytes or reduce_bytes
     if sums_inside_nodes(nodes, local, reduce_bytes=reduce_bytes, sum_bytes=sum_bytes):
-        return (local - 1) * nodes * shard * reduce_bytes, (nodes - 1) * shard * sum_bytes
-    return (local - 1) * shard * reduce_bytes, (nodes - 1) * local * shard * reduce_bytes
+        return (local - 1) * nodes * shard * sent, (nodes - 1) * shard * sum_bytes
+    return (local - 1) * shard * sent, (nodes - 1) * local * shard * sent

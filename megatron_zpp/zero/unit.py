@@ -59,6 +59,7 @@ class Slot:
 
     buffer: Tensor
     pending: Pending | None = None
+    gaps_of: torch.dtype | None = None  # the format of which the gaps between parameters are zero here
 
     def wait(self) -> None:
         """Lets the compute wait until the slot's collective is done."""
@@ -158,12 +159,29 @@ class Unit:
         torch._foreach_copy_(views, [produced[i] for i in indices])
         return [Part(start, flat)]
 
+    def send_buffer(self, dtype: torch.dtype) -> Tensor:
+        """The gradient slot for gradients of `dtype` (n,): in that format if it is smaller than the slot's.
+
+        The parameters' parts are not filled, the gaps are zero.
+        """
+        slot = self.gradient_slot
+        flat = slot.buffer
+        if dtype.itemsize < flat.itemsize:
+            flat = flat.view(dtype)[: len(flat)]
+        if slot.gaps_of != flat.dtype:
+            self._clear_gaps(flat)
+            slot.gaps_of = flat.dtype
+        return flat
+
     def new_sum(self) -> Tensor:
         """A buffer (n,) for whole gradients: the parameters' parts are not filled, the gaps are zero."""
         whole = torch.empty(self.layout.numel, device=self.slot.buffer.device)
-        for gap in self.layout.gaps():
-            whole[gap.start : gap.stop].zero_()
+        self._clear_gaps(whole)
         return whole
+
+    def _clear_gaps(self, flat: Tensor) -> None:
+        for gap in self.layout.gaps():
+            flat[gap.start : gap.stop].zero_()
 
     def load(self, flat: Tensor, index: int, parameter: Tensor) -> None:
         """Copies this rank's part of a whole parameter into `flat`, a buffer like `master`."""
