@@ -98,10 +98,10 @@ class PlainReduction:
 
         def work() -> None:
             if len(self._received):
-                mine = total.view(len(self._lane.ranks), -1)[self._lane.place]
-                self._exchange_and_sum(sent, mine, add=False)
-                own = full.view(len(self._lane.ranks), -1)[self._lane.place]
-                own.copy_(mine)
+                mine, own = (t.view(len(self._lane.ranks), -1)[self._lane.place] for t in (total, full))
+                exact = own if own.dtype == torch.float32 else mine
+                self._exchange_and_sum(sent, exact, add=False)
+                copy(own, exact)
                 self._lane.all_gather(full, own)
             else:
                 self._lane.all_reduce(full)
