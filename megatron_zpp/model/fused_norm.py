@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.library import triton_op, wrap_triton
 
 LARGEST = 16384  # elements of a row, which a program has in registers
-_ELEMENTS = 6144  # of rows at a time, on a multiprocessor: those of a backward fill its registers
+_ELEMENTS, _PROGRAMS = 6144, 5  # of a backward on a multiprocessor at a time: its registers are full then
 
 
 def serves(module: nn.Module) -> bool:
@@ -74,7 +74,7 @@ def _norm_backward(
     rows, width = mean.numel(), x.shape[-1]
     shape = _shape(width, fewest=4)  # 8 elements a thread where 16 would leave most warps out
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
-    programs = min(rows, max(1, min(_ELEMENTS // width, 5)) * processors)
+    programs = min(rows, max(1, min(_ELEMENTS // width, _PROGRAMS)) * processors)
     gradient = torch.empty_like(x)
     parts = torch.empty(programs, sums, width, dtype=torch.float32, device=x.device)
     wrap_triton(_backward_kernel)[(programs,)](

@@ -104,7 +104,7 @@ class Unit:
     layout: FlatLayout
     owned: range  # the elements that this rank's optimizer changes
     slot: ParameterSlot
-    gradient_slot: Slot  # in the format that is sent; no elements where whole sums are sent as they are
+    gradient_slot: Slot  # in the format that sums are sent in; no elements where they are sent as they are
     master: Tensor
     published: Tensor
     accumulated: Tensor | None = None
