@@ -223,7 +223,7 @@ def _backward_kernel(
         next_of_normed = tl.load(of_normed_ptr + following, mask=there, other=0.0)
         next_of_x = tl.load(of_x_ptr + following, mask=there, other=0.0)
         x, of_normed, of_x = x.to(tl.float32), of_normed.to(tl.float32), of_x.to(tl.float32)
-        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)  # it has no registers
+        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)  # no room to keep it
         mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
         normalised = tl.where(inside, (x - mean) * rstd, 0.0)
         of_weight += of_normed * normalised
