@@ -16,7 +16,7 @@ def residual_blocks(layer: Layer, x: Tensor, bounds: Tensor | None) -> Tensor:
     apart = layer.dropout.p == 0 and all(map(fused_linear.serves, maps))
     normed, token = fused_norm.norm(x, layer.attention_norm)
     mixed = layer.dropout(_attention(layer.attention, normed, bounds, apart))
-    biases = (maps[0].bias, maps[1].bias) if apart else ()
+    biases = (layer.attention.output.bias, layer.mlp.output.bias) if apart else ()
     x, normed = fused_norm.add_norm(x, mixed, token, layer.mlp_norm, biases)
     return x + layer.dropout(_mlp(layer.mlp, normed, apart))
 

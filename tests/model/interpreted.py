@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from megatron_zpp.model import fused_linear, fused_loss, fused_norm, loss
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.model import fused_blocks, fused_linear, fused_loss, fused_norm, loss
+from megatron_zpp.model.gpt import GPT, residual_blocks
 
 for module in (fused_norm, fused_linear):
     module.wrap_triton = lambda kernel: kernel
@@ -127,6 +129,32 @@ def sums(rows: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(fused_loss.scaled(given, factor, dtype), expected, rtol=0, atol=0)
 
 
+def layers(dropout: float, dtype: torch.dtype) -> None:
+    """A whole layer, whose dropout draws the same numbers in both."""
+    config = ModelConfig(
+        num_layers=1,
+        hidden_size=48,
+        num_attention_heads=3,
+        seq_length=8,
+        hidden_dropout=dropout,
+        attention_dropout=0.0,
+    )
+    layer = GPT(config, 64).initialize(3).layers[0].to(dtype).train()
+    for parameter in layer.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape).to(dtype)
+    x = torch.randn(2, 8, 48).to(dtype).requires_grad_()
+    found = []
+    for blocks in (fused_blocks.residual_blocks, residual_blocks):
+        torch.manual_seed(7)
+        out = blocks(layer, x, None)
+        weights = torch.linspace(-1.0, 1.0, out.numel()).view(out.shape).to(dtype)
+        found.append([out, *torch.autograd.grad(out, [x, *layer.parameters()], weights)])
+    rounding = 16 * torch.finfo(dtype).eps
+    for mine, theirs in zip(*found, strict=True):
+        error, size = (torch.linalg.vector_norm(part.double()) for part in (mine - theirs, theirs))
+        assert error <= rounding * size, (error, size)
+
+
 def main() -> None:
     torch.manual_seed(3)
     for dtype in (torch.float32, torch.float16):
@@ -134,6 +162,8 @@ def main() -> None:
             norms(rows, width, dtype)
         for shape in ((1, 1, 8, 8), (17, 3, 40, 260), (33, 5, 64, 300)):
             linears(*shape, dtype)
+        for dropout in (0.0, 0.2):
+            layers(dropout, dtype)
         rows_of_logits(4, 20096, 20001, dtype)
         rows_of_logits(3, 128, 128, dtype)
         sums(17, dtype)
