@@ -197,6 +197,10 @@ __device__ __forceinline__ void to_quads(const float (&x)[8], float4 (&quads)[2]
   for (int h = 0; h < 2; ++h) quads[h] = {x[4 * h], x[4 * h + 1], x[4 * h + 2], x[4 * h + 3]};
 }
 
+// Where a warp keeps its 16 bytes number q in shared memory: eight neighbouring lanes access different banks, be it
+// that each has two, four or eight of them or that they are rows of 32.
+__device__ __forceinline__ uint32_t place_of_quad(uint32_t q) { return q ^ (q >> 3 & 7); }
+
 // ---- memory ----
 
 // Inputs are read once, so they should not displace what others may still need from the cache.

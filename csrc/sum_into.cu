@@ -22,15 +22,8 @@ struct SumIntoParams {
   bool add, rotate;
 };
 
-// Lanes behind the end have the last run once more.
 template <Codes C>
-__device__ __forceinline__ void begin_tile(const SumIntoParams& p, uint32_t tile, RunSum<C, kRun<C>, 1>& sum) {
-  const uint32_t run[1] = {min(tile * kWarp + lane_index(), p.runs - 1)};
-  sum.begin(p.addends, run);
-}
-
-// Where a warp keeps its quad q: eight neighbouring lanes access different banks, be it by runs or by rows.
-__device__ __forceinline__ uint32_t place_of_quad(uint32_t q) { return q ^ (q >> 3 & 7); }
+using Sums = TileSums<C, kRun<C>, 1, 3>;
 
 // What becomes of a quad of the shard.
 __device__ __forceinline__ float4 put(const float4& sum, const float4& old, float factor, bool add) {
@@ -74,17 +67,16 @@ template <Codes C, bool ALIGNED>
 __global__ void __launch_bounds__(kThreads, C == Codes::int4 ? 3 : 4)
     sum_into_kernel(const __grid_constant__ SumIntoParams p) {
   __shared__ float4 shared[kThreads / kWarp][kWarp * kQuads<C>];
+  __shared__ typename Sums<C>::Stages stages[kThreads / kWarp];
   const uint32_t tiles = (p.runs + kWarp - 1) / kWarp;
   uint32_t tile = warp_index();
   if (tile >= tiles) return;
-  RunSum<C, kRun<C>, 1> sum;
-  begin_tile(p, tile, sum);
+  Sums<C> sums(p.addends, stages[threadIdx.x / kWarp], tile, warp_count(), p.runs);
   for (; tile < tiles; tile += warp_count()) {
-    float x[1][kRun<C>];
-    sum.finish(p.addends, x);
-    if (tile + warp_count() < tiles) begin_tile(p, tile + warp_count(), sum);  // under way while this one is stored
-    if (p.rotate) rotate(x[0]);
-    store_tile<C, ALIGNED>(p, tile, x[0], shared[threadIdx.x / kWarp]);
+    float x[kRun<C>];
+    sums.next(tile, x);
+    if (p.rotate) rotate(x);
+    store_tile<C, ALIGNED>(p, tile, x, shared[threadIdx.x / kWarp]);
   }
 }
 

@@ -5,70 +5,161 @@ namespace megatron_zpp::cuda {
 
 namespace {
 
-// Runs of eight elements, as they suit the memory accesses of the error.
-template <Codes In, Codes Out, typename T, int K>
-__device__ __forceinline__ void sum_with_error(const SumQuantizeParams& p, const Target& target) {
-  const uint64_t index = first_element(p, target);
-  RunSum<In, 8, K> sum;
-  begin_sum(p, target, sum);
-  T* error = static_cast<T*>(p.error) + index;
-  Eight<T, true> loaded[K];
-#pragma unroll
-  for (int k = 0; k < K; ++k) loaded[k].load(error + p.lanes.run<8>(k));
-  float x[K][8];
-  sum.finish(p.addends, x);
-#pragma unroll
-  for (int k = 0; k < K; ++k) {
-    float eight[8];
-    loaded[k].to_floats(eight);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[k][i] += eight[i];
-  }
-  const auto keep_lost = [&](int k, const auto& words, const BlockScale& scale) {
-    float lost[8];
-    decode_codes<Out>(words, lost);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) lost[i] = lost_of(x[k][i], lost[i] * scale.stored);
-    const bool finite = bits_of(scale.stored) != kNanBits;  // else a NaN would live on
-    store_eight<true>(error + p.lanes.run<8>(k), lost, target.active && finite);
-  };
-  const Quotient place = p.by_message_blocks(target.block);
-  write_block<Out>(p.writer, p.lanes, p.writer.message(place.quotient), place.remainder, index, x, target.active,
-                   keep_lost);
-}
+// Sixteen bytes of errors, of neighbouring elements, and where they are among a lane's numbers.
+template <typename T>
+struct ErrorQuad {
+  static constexpr int kSize = 8;
 
-template <Codes In, Codes Out, int K>
-__global__ void __launch_bounds__(kThreads, K == 8 ? 1 : 2)
+  template <int RUN>
+  __device__ __forceinline__ static void add(const uint4& quad, float (&x)[RUN], int at) {
+    const uint32_t pairs[4] = {quad.x, quad.y, quad.z, quad.w};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      x[at + 2 * k] += to_float(T{uint16_t(pairs[k])});
+      x[at + 2 * k + 1] += to_float(T{uint16_t(pairs[k] >> 16)});
+    }
+  }
+
+  template <int RUN>
+  __device__ __forceinline__ static uint4 of(const float (&x)[RUN], int at) {
+    return {pair_of(T(), x[at], x[at + 1]), pair_of(T(), x[at + 2], x[at + 3]), pair_of(T(), x[at + 4], x[at + 5]),
+            pair_of(T(), x[at + 6], x[at + 7])};
+  }
+};
+
+template <>
+struct ErrorQuad<float> {
+  static constexpr int kSize = 4;
+
+  template <int RUN>
+  __device__ __forceinline__ static void add(const uint4& quad, float (&x)[RUN], int at) {
+    x[at] += float_of(quad.x);
+    x[at + 1] += float_of(quad.y);
+    x[at + 2] += float_of(quad.z);
+    x[at + 3] += float_of(quad.w);
+  }
+
+  template <int RUN>
+  __device__ __forceinline__ static uint4 of(const float (&x)[RUN], int at) {
+    return {bits_of(x[at]), bits_of(x[at + 1]), bits_of(x[at + 2]), bits_of(x[at + 3])};
+  }
+};
+
+// The errors of tiles. In memory neighbouring lanes access neighbouring 16 bytes; shared memory makes runs of them and
+// back, kTogether of each lane at a time.
+template <typename T, int RUN>
+class TileErrors {
+ public:
+  static constexpr int kQuads = RUN / ErrorQuad<T>::kSize, kTogether = 128 / RUN;
+  using Shared = uint4[kWarp * kTogether];
+
+  __device__ __forceinline__ TileErrors(const SumQuantizeParams& p, Shared& shared)
+      : errors_(static_cast<uint4*>(p.error)), runs_(p.runs), shared_(shared) {}
+
+  // Those of `tile`, which `add` needs next.
+  __device__ __forceinline__ void load(uint32_t tile) {
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) loaded_[q] = load_once<uint4>(errors_ + min(quad_of(tile, q), last_quad()));
+  }
+
+  __device__ __forceinline__ void add(float (&x)[RUN]) {
+#pragma unroll
+    for (int first = 0; first < kQuads; first += kTogether) {
+      __syncwarp();  // what was here is read
+#pragma unroll
+      for (int q = 0; q < kTogether; ++q) shared_[place_of_quad(q * kWarp + lane_index())] = loaded_[first + q];
+      __syncwarp();
+#pragma unroll
+      for (int q = 0; q < kTogether; ++q)
+        ErrorQuad<T>::add(shared_[place_of_quad(lane_index() * kTogether + q)], x, (first + q) * ErrorQuad<T>::kSize);
+    }
+  }
+
+  // All of a tile's; a lane that does not `change` them leaves its own as they are.
+  __device__ __forceinline__ void store(uint32_t tile, const float (&lost)[RUN], bool change) {
+    const uint32_t changed = __ballot_sync(kAllLanes, change);
+#pragma unroll
+    for (int first = 0; first < kQuads; first += kTogether) {
+      __syncwarp();
+#pragma unroll
+      for (int q = 0; q < kTogether; ++q)
+        shared_[place_of_quad(lane_index() * kTogether + q)] =
+            ErrorQuad<T>::of(lost, (first + q) * ErrorQuad<T>::kSize);
+      __syncwarp();
+#pragma unroll
+      for (int q = 0; q < kTogether; ++q) {
+        if (changed >> owner_of(q) & 1)
+          errors_[quad_of(tile, first + q)] = shared_[place_of_quad(q * kWarp + lane_index())];
+      }
+    }
+  }
+
+ private:
+  // The lane whose errors this one accesses for number q, and where they are.
+  __device__ __forceinline__ static uint32_t owner_of(int q) {
+    return (q % kTogether * kWarp + lane_index()) / kTogether;
+  }
+
+  __device__ __forceinline__ static uint64_t quad_of(uint32_t tile, int q) {
+    return (uint64_t(tile) * kWarp + owner_of(q)) * kQuads + q / kTogether * kTogether + lane_index() % kTogether;
+  }
+
+  __device__ __forceinline__ uint64_t last_quad() const { return uint64_t(runs_) * kQuads - 1; }
+
+  uint4* errors_;
+  uint32_t runs_;
+  Shared& shared_;
+  uint4 loaded_[kQuads];
+};
+
+template <Codes In, Codes Out, typename T, int RUN, int SCALES>
+__global__ void __launch_bounds__(kThreads, RUN == 32 ? 2 : 1)
     sum_quantize_error_kernel(const __grid_constant__ SumQuantizeParams p) {
-  const uint32_t groups = p.lanes.groups();
-  for (uint32_t first = warp_index() * groups; first < p.blocks; first += warp_count() * groups) {
-    const Target target = target_of(p, first);
-    if (p.error_type == Type::fp32)
-      sum_with_error<In, Out, float, K>(p, target);
-    else if (p.error_type == Type::bf16)
-      sum_with_error<In, Out, Bf16, K>(p, target);
-    else
-      sum_with_error<In, Out, Fp16, K>(p, target);
+  using Sums = BlockSums<In, RUN, SCALES, RUN == 32 ? 30 << 10 : 40 << 10>;
+  using Errors = TileErrors<T, RUN>;
+  __shared__ typename Sums::Stages stages[kThreads / kWarp];
+  __shared__ typename Errors::Shared shared[kThreads / kWarp];
+  uint32_t tile = warp_index();
+  if (tile >= p.tiles) return;
+  Sums sums(p.addends, stages[threadIdx.x / kWarp], tile, warp_count(), p.runs);
+  Errors errors(p, shared[threadIdx.x / kWarp]);
+  errors.load(tile);
+  for (; tile < p.tiles; tile += warp_count()) {
+    float x[1][RUN];
+    sums.next(tile, x[0]);
+    errors.add(x[0]);
+    if (tile + warp_count() < p.tiles) errors.load(tile + warp_count());  // under way while this one is encoded
+    const Target target = target_of(p, tile);
+    const auto keep_lost = [&](int, const auto& words, const BlockScale& scale) {
+      float lost[RUN];
+      decode_codes<Out>(words, lost);
+#pragma unroll
+      for (int i = 0; i < RUN; ++i) lost[i] = lost_of(x[0][i], lost[i] * scale.stored);
+      const bool finite = bits_of(scale.stored) != kNanBits;  // else a NaN would live on
+      errors.store(tile, lost, target.active && finite);
+    };
+    const Quotient place = p.by_message_blocks(target.block);
+    write_block<Out>(p.writer, p.lanes, p.writer.message(place.quotient), place.remainder, first_element(p, target), x,
+                     target.active, keep_lost);
   }
 }
 
-template <Codes In, Codes Out>
+template <Codes In, Codes Out, typename T>
 void launch_codes(const SumQuantize& op, CUstream_st* stream) {
-  const int block = op.output_format.block;
-  switch (vectors_a_lane(block)) {
-    case 1: return launch_blocks<sum_quantize_error_kernel<In, Out, 1>>(op, 8, stream);
-    case 4: return launch_blocks<sum_quantize_error_kernel<In, Out, 4>>(op, 32, stream);
-    case 8: return launch_blocks<sum_quantize_error_kernel<In, Out, 8>>(op, 64, stream);
-  }
-  throw std::invalid_argument("sum_quantize: no kernel for blocks of " + std::to_string(block));
+  if (op.output_format.block <= kWarp * 32)
+    return launch_tiles<sum_quantize_error_kernel<In, Out, T, 32, 1>>(op, 32, stream);
+  launch_tiles<sum_quantize_error_kernel<In, Out, T, 64, 2>>(op, 64, stream);
 }
 
 }  // namespace
 
 void run_with_error(const SumQuantize& op, CUstream_st* stream) {
   with_codes(op.format.codes, [&](auto in) {
-    with_codes(op.output_format.codes,
-               [&](auto out) { launch_codes<decltype(in)::value, decltype(out)::value>(op, stream); });
+    with_codes(op.output_format.codes, [&](auto out) {
+      with_type(op.error_type, [&](auto type) {
+        launch_codes<decltype(in)::value, decltype(out)::value, typename decltype(type)::type>(op, stream);
+      });
+    });
   });
 }
 

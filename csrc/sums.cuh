@@ -1,4 +1,4 @@
-// The sum of messages, in order, of the runs of elements that a lane holds.
+// Sums of messages, in order.
 #pragma once
 
 #include "codes.cuh"
@@ -14,7 +14,7 @@ struct Addends {
   // back from there.
   Addends(const uint8_t* messages, const Format& format, int64_t elements, int64_t count)
       : reader(messages, format, elements), count(index_of(count)) {
-    index_of(elements / 16);  // so that runs of eight can be counted in 32 bits
+    index_of(elements / 16);  // so that what lanes hold, and 16 bytes of codes, can be counted in 32 bits
     const float largest_code = format.codes == Codes::fp8 ? 448.f : float(1 << (bits_of_code(format.codes) - 1));
     fused_below = format.scales == Scales::fp32 ? 0.f : 0x1.fffffep127f / largest_code;
   }
@@ -22,11 +22,12 @@ struct Addends {
 
 enum class Step { set, fused, apart };
 
-// sum becomes fl(code * scale), or fl(sum + fl(code * scale)) as an fma or as two steps.
+// sum becomes fl(code * scale), or fl(sum + fl(code * scale)) as an fma or as two steps; `count` elements from `from`.
 template <Codes C, Step STEP, int RUN>
-__device__ __forceinline__ void add_run(const uint32_t (&words)[words_of<C>(RUN)], float scale, float (&sum)[RUN]) {
+__device__ __forceinline__ void add_run(const uint32_t (&words)[words_of<C>(RUN)], float scale, float (&sum)[RUN],
+                                        int from, int count) {
 #pragma unroll
-  for (int i = 0; i < RUN; i += 8) {  // only eight codes are numbers at once
+  for (int i = from; i < from + count; i += 8) {  // only eight codes are numbers at once
     uint32_t part[words_of<C>(8)];
     float codes[8];
 #pragma unroll
@@ -41,74 +42,160 @@ __device__ __forceinline__ void add_run(const uint32_t (&words)[words_of<C>(RUN)
   }
 }
 
-// The sum of messages, in order, of the K runs of RUN elements that a lane holds. BATCH messages are loaded ahead: by
-// `begin` the first ones, so that work on another sum can hide them, and then each in the place of one just added.
-template <Codes C, int RUN, int K>
-class RunSum {
+// Copies to shared memory that a lane's next instructions do not wait for (PTX ISA, cp.async). Groups of them end in
+// order; a lane sees what its own have brought.
+
+__device__ __forceinline__ void copy_16_bytes(void* shared, const uint8_t* address) {
+  const uint32_t target = uint32_t(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(address) : "memory");
+}
+
+__device__ __forceinline__ void copy_4_bytes(void* shared, const uint8_t* address) {
+  const uint32_t target = uint32_t(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(address) : "memory");
+}
+
+__device__ __forceinline__ void end_group_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int GROUPS>
+__device__ __forceinline__ void wait_for_all_groups_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+}
+
+// What a warp reads of one message at a time: RUN elements a lane, and SCALES scales of them. Of all lanes' 16 bytes
+// number q is at place_of_quad(q).
+template <Codes C, int RUN, int SCALES>
+struct alignas(128) Stage {
+  static constexpr int kQuads = words_of<C>(RUN) / 4;  // a lane
+  uint4 quads[kWarp * kQuads];
+  uint32_t scale_words[SCALES][kWarp];
+
+  __device__ __forceinline__ uint4& quad_at(uint32_t byte) {
+    return *reinterpret_cast<uint4*>(reinterpret_cast<uint8_t*>(quads) + byte);
+  }
+};
+
+// Sums of messages, in order, of tiles: RUN neighbouring elements a lane, which lie in SCALES blocks. What the next
+// STAGES steps add is on its way to shared memory, whichever tile it belongs to: registers have no room for as many
+// bytes as the memory's latency asks for. Lanes behind the end of the messages get some of what is before it.
+template <Codes C, int RUN, int SCALES, int STAGES>
+class TileSums {
  public:
-  // `run` counts runs of RUN elements from the beginning of a message; each lies in one block.
-  __device__ __forceinline__ void begin(const Addends& addends, const uint32_t (&run)[K]) {
-    const Reader& reader = addends.reader;
+  using Stages = Stage<C, RUN, SCALES>[STAGES];
+
+  // `stages` is this warp's. Its tiles are `first`, `first` + `step` and so on as far as there are `runs` runs of
+  // elements: one at least.
+  __device__ __forceinline__ TileSums(const Addends& addends, Stages& stages, uint32_t first, uint32_t step,
+                                      uint32_t runs)
+      : addends_(addends),
+        oldest_(stages),
+        end_(stages + STAGES),
+        coming_(first),
+        step_(step),
+        runs_(runs),
+        own_(16 * place_of_quad(lane_index() * kQuads)),
+        row_(16 * place_of_quad(lane_index())) {
+    point_at_tile();
 #pragma unroll
-    for (int k = 0; k < K; ++k) {
-      next_codes_[k] = reader.codes_of_run<C, RUN>(reader.messages, run[k]);
-      next_scale_words_[k] = reader.scale_word_of_run<RUN>(reader.messages, run[k]);
-      selectors_[k] = reader.scale_selector_of_run<RUN>(run[k]);
-    }
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) load_next(addends, j, j < addends.count);
+    for (int s = 0; s < STAGES; ++s) load_next(stages[s]);
   }
 
-  __device__ __forceinline__ void finish(const Addends& addends, float (&sum)[K][RUN]) {
-    add_batch<true>(addends, 0, sum);
-    for (uint32_t first = kBatch; first < addends.count; first += kBatch) add_batch<false>(addends, first, sum);
+  // The sum of `tile`, which is the next one.
+  __device__ __forceinline__ void next(uint32_t tile, float (&sum)[RUN]) {
+    uint32_t selectors[SCALES];
+#pragma unroll
+    for (int i = 0; i < SCALES; ++i)
+      selectors[i] = addends_.reader.template scale_selector_of_run<kPart>(part_of_lane(tile, i));
+    add_message<true>(selectors, sum);
+    for (uint32_t message = 1; message < addends_.count; ++message) add_message<false>(selectors, sum);
   }
 
  private:
-  // Runs in several places take so many registers for pointers that there is room for one message only.
-  static constexpr int kBatch = K == 1 ? 2 : 1;
+  using OneStage = Stage<C, RUN, SCALES>;
+  static constexpr int kQuads = OneStage::kQuads;
+  static constexpr int kPart = RUN / SCALES;  // elements of one scale
 
-  // Steps to the next message even where there is none: additions under a condition are more instructions.
-  __device__ __forceinline__ void load_next(const Addends& addends, int j, bool exists) {
-    if (exists) {
-#pragma unroll
-      for (int k = 0; k < K; ++k) {
-        scale_words_[j][k] = load_scale_word(next_scale_words_[k]);
-        load_words(next_codes_[k], words_[j][k]);
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
-      next_scale_words_[k] += addends.reader.bytes;
-      next_codes_[k] += addends.reader.bytes;
-    }
+  // Parts are counted from the beginning of a message.
+  __device__ __forceinline__ uint32_t part_of_lane(uint32_t tile, int i) const {
+    return min(tile * kWarp + lane_index(), runs_ - 1) * SCALES + i;
   }
 
-  // Adds the messages from `first` on; with FIRST the first of all is among them.
+  __device__ __forceinline__ void point_at_tile() {
+    const Reader& reader = addends_.reader;
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+      const uint32_t quad = min((coming_ * kQuads + q) * kWarp + lane_index(), runs_ * kQuads - 1);
+      quads_[q] = reader.messages + uint64_t(quad) * 16;
+    }
+#pragma unroll
+    for (int i = 0; i < SCALES; ++i)
+      scale_words_[i] = reader.scale_word_of_run<kPart>(reader.messages, part_of_lane(coming_, i));
+    left_ = addends_.count;
+  }
+
+  // A group of copies, of nothing behind the last tile.
+  __device__ __forceinline__ void load_next(OneStage& stage) {
+    if (coming_ * kWarp < runs_) {
+#pragma unroll
+      for (int q = 0; q < kQuads; ++q) {
+        copy_16_bytes(&stage.quad_at(place_of_row(q)), quads_[q]);
+        quads_[q] += addends_.reader.bytes;
+      }
+#pragma unroll
+      for (int i = 0; i < SCALES; ++i) {
+        copy_4_bytes(&stage.scale_words[i][lane_index()], scale_words_[i]);
+        scale_words_[i] += addends_.reader.bytes;
+      }
+      if (--left_ == 0) {
+        coming_ += step_;
+        if (coming_ * kWarp < runs_) point_at_tile();
+      }
+    }
+    end_group_of_copies();
+  }
+
   template <bool FIRST>
-  __device__ __forceinline__ void add_batch(const Addends& addends, uint32_t first, float (&sum)[K][RUN]) {
+  __device__ __forceinline__ void add_message(const uint32_t (&selectors)[SCALES], float (&sum)[RUN]) {
+    OneStage& stage = *oldest_;
+    wait_for_all_groups_but<STAGES - 1>();
+    if constexpr (kQuads > 1) __syncwarp();  // other lanes' copies
+    uint32_t words[words_of<C>(RUN)];
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if (j > 0 && first + j >= addends.count) break;
-#pragma unroll
-      for (int k = 0; k < K; ++k) {
-        const float scale = scale_of_word(scale_words_[j][k], selectors_[k]);
-        if (FIRST && j == 0)
-          add_run<C, Step::set>(words_[j][k], scale, sum[k]);
-        else if (fabsf(scale) < addends.fused_below)
-          add_run<C, Step::fused>(words_[j][k], scale, sum[k]);
-        else
-          add_run<C, Step::apart>(words_[j][k], scale, sum[k]);
-      }
-      load_next(addends, j, first + j + kBatch < addends.count);
+    for (int q = 0; q < kQuads; ++q) {
+      const uint4 four = stage.quad_at(place_of_own(q));
+      words[4 * q] = four.x;
+      words[4 * q + 1] = four.y;
+      words[4 * q + 2] = four.z;
+      words[4 * q + 3] = four.w;
     }
+    float scales[SCALES];
+#pragma unroll
+    for (int i = 0; i < SCALES; ++i) scales[i] = scale_of_word(stage.scale_words[i][lane_index()], selectors[i]);
+#pragma unroll
+    for (int i = 0; i < SCALES; ++i) {
+      if constexpr (FIRST)
+        add_run<C, Step::set>(words, scales[i], sum, i * kPart, kPart);
+      else if (fabsf(scales[i]) < addends_.fused_below)
+        add_run<C, Step::fused>(words, scales[i], sum, i * kPart, kPart);
+      else
+        add_run<C, Step::apart>(words, scales[i], sum, i * kPart, kPart);
+    }
+    if constexpr (kQuads > 1) __syncwarp();  // all have read
+    load_next(stage);
+    if (++oldest_ == end_) oldest_ -= STAGES;
   }
 
-  const uint8_t* next_codes_[K];
-  const uint8_t* next_scale_words_[K];
-  uint32_t selectors_[K];
-  uint32_t words_[kBatch][K][words_of<C>(RUN)];
-  uint32_t scale_words_[kBatch][K];
+  // 16 * place_of_quad(lane_index() * kQuads + q), and 16 * place_of_quad(q * kWarp + lane_index()).
+  __device__ __forceinline__ uint32_t place_of_own(int q) const { return own_ ^ 16 * q; }
+  __device__ __forceinline__ uint32_t place_of_row(int q) const { return (row_ ^ 64 * (q % 2)) + 16 * kWarp * q; }
+
+  const Addends& addends_;
+  OneStage *oldest_, *end_;        // the one that is added next
+  uint32_t coming_, step_, runs_;  // the tile that is loaded next
+  uint32_t left_;                  // messages of it
+  uint32_t own_, row_;
+  const uint8_t* quads_[kQuads];
+  const uint8_t* scale_words_[SCALES];
 };
 
 }  // namespace megatron_zpp::cuda

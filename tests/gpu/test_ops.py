@@ -51,6 +51,37 @@ def test_sums(codes: str) -> None:
     cases.sums(codes, "cuda")
 
 
+@pytest.mark.parametrize(
+    ("source", "target", "error"),
+    [
+        (Format("int4", 128), Format("int4", 128), None),
+        (Format("int4", 128), Format("int4", 128), torch.bfloat16),
+        (Format("int8", 32), Format("int4", 64), None),
+        (Format("int8", 256), Format("fp8", 2048), torch.float32),
+    ],
+)
+def test_sums_of_more_than_the_warps_hold_at_once(
+    source: Format, target: Format, error: torch.dtype | None
+) -> None:
+    """Every warp sums tile after tile, the next one's messages on their way; few blocks are left for the last."""
+    block, generator = max(source.block, target.block), torch.Generator("cuda").manual_seed(1)
+    m = block * (2**26 // block + 1)
+    x = torch.randn(3, m, generator=generator, device="cuda")
+    messages = torch.empty(3, source.message_bytes(m), dtype=torch.uint8, device="cuda")
+    torch.ops.megatron_zpp.quantize(x, messages, *cases.plain(source), False)
+    shards = [x[1].clone(), x[1].clone()]
+    outputs = [torch.zeros(1, target.message_bytes(m), dtype=torch.uint8, device="cuda") for _ in range(2)]
+    errors = [None if error is None else x[2].to(error) for _ in range(2)]
+    for operations, shard, output, left in zip(
+        (torch.ops.megatron_zpp, reference), shards, outputs, errors, strict=True
+    ):
+        operations.sum_into(messages, shard, *cases.plain(source), False, 1 / 3, True)
+        operations.sum_quantize(messages, output, *cases.plain(source), *cases.plain(target), left)
+    assert torch.equal(*shards)
+    assert torch.equal(*outputs)
+    assert error is None or torch.equal(*errors)
+
+
 def test_sums_of_plain_parts() -> None:
     cases.plain_parts("cuda")
 

@@ -98,16 +98,19 @@ def strided_output_keeps_its_gaps(device: str) -> None:
 
 
 def sums(codes: str, device: str) -> None:
-    """1 to 9 messages, into a shard, over it or added, and encoded again."""
+    """1 to 9 messages, into a shard, over it or added, and encoded again; most end within a warp's elements."""
     for count in range(1, 10):
         format = Format(codes, (32, 64, 256, 2048)[count % 4], SCALES[count % 2])
-        m = 2048 * 3
-        messages = random_messages(count, format, m, seed=count)
+        lengths = {m: random_messages(count, format, m, seed=count) for m in (256 * 42, 2048 * 3)}
+        whole = 2048 * 3 if format.block > 256 else 256 * 42
         for rotate, add in itertools.product((False, True), repeat=2):
-            shard = awkward(1, m, 32, torch.float32)[0]
-            assert_agree("sum_into", messages, shard, *plain(format), rotate, 1 / 3, add, device=device)
+            shard = awkward(1, whole, 32, torch.float32)[0]
+            assert_agree(
+                "sum_into", lengths[whole], shard, *plain(format), rotate, 1 / 3, add, device=device
+            )
         for target, groups, error, seed in _targets(count):
-            output = garbage(groups, target.message_bytes(m // groups))
+            m = whole if target.block <= 256 else 2048 * 3
+            messages, output = lengths[m], garbage(groups, target.message_bytes(m // groups))
             left = None if error is None else awkward(1, m, 64, error, seed=5)[0]
             assert_agree(
                 "sum_quantize", messages, output, *plain(format), *plain(target), left, seed, device=device
@@ -126,12 +129,11 @@ def sums(codes: str, device: str) -> None:
 
 def _targets(count: int) -> Iterator[tuple[Format, int, torch.dtype | None, int | None]]:
     """Output formats, numbers of parts, error formats and seeds; another selection for each `count`."""
-    formats = [
-        Format(codes, block, scales) for codes in CODES for block in (32, 128, 1024) for scales in SCALES
-    ]
+    parts = {32: (1, 4, 6, 16), 64: (1, 2, 4, 6), 128: (1, 3, 4, 6), 1024: (1, 2, 3), 2048: (1, 3)}
+    formats = [Format(codes, block, scales) for codes in CODES for block in parts for scales in SCALES]
     for index, format in enumerate(formats):
         turn = index + count
-        groups = (1, 2, 3)[turn % 3] if format.block == 1024 else (1, 4, 6, 16)[turn % 4]
+        groups = parts[format.block][turn % len(parts[format.block])]
         yield format, groups, (None, *FLOATS)[turn % 4], (None, SEED)[turn // 4 % 2]
 
 
