@@ -63,7 +63,7 @@ def test_sums(codes: str) -> None:
 def test_sums_of_more_than_the_warps_hold_at_once(
     source: Format, target: Format, error: torch.dtype | None
 ) -> None:
-    """Every warp sums tile after tile, the next one's messages on their way; few blocks are left for the last."""
+    """Every warp sums tile after tile, the next one's messages on their way; the last has few blocks."""
     block, generator = max(source.block, target.block), torch.Generator("cuda").manual_seed(1)
     m = block * (2**26 // block + 1)
     x = torch.randn(3, m, generator=generator, device="cuda")
@@ -71,7 +71,7 @@ def test_sums_of_more_than_the_warps_hold_at_once(
     torch.ops.megatron_zpp.quantize(x, messages, *cases.plain(source), False)
     shards = [x[1].clone(), x[1].clone()]
     outputs = [torch.zeros(1, target.message_bytes(m), dtype=torch.uint8, device="cuda") for _ in range(2)]
-    errors = [None if error is None else x[2].to(error) for _ in range(2)]
+    errors = [None if error is None else x[2].to(error, copy=True) for _ in range(2)]
     for operations, shard, output, left in zip(
         (torch.ops.megatron_zpp, reference), shards, outputs, errors, strict=True
     ):
