@@ -1,7 +1,7 @@
 """Trains the same model with and without each technique of ZeRO++ and compares the validation loss.
 
 torchrun --nproc-per-node 2 benchmarks/convergence.py --data-path PREFIX --vocab-size 32000 --nodes 2
-python benchmarks/convergence.py --plot RESULT.json     draws docs/convergence.png from a result
+python benchmarks/convergence.py --plot RESULT.json...  draws docs/convergence.png from results
 
 Nodes are emulated by what the ranks are told, so that the hops of qgZ run (both where a node has two ranks),
 over whatever link there is: the numbers that are sent are those of real nodes. More ranks than GPUs share
@@ -143,36 +143,46 @@ def compare(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def plot(result: Path) -> None:
-    """Validation losses over steps, and how far above stage 3's they end."""
+def plot(results: list[Path]) -> None:
+    """Validation losses of the first result over steps, and how far above stage 3's the runs of all end."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figures = json.loads(result.read_text())["figures"]
+    all_figures = [json.loads(result.read_text())["figures"] for result in results]
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.5), layout="constrained")
-    for color, (name, by_seed) in zip(plt.cm.tab10.colors, figures["runs"].items(), strict=False):
+    for color, (name, by_seed) in zip(plt.cm.tab10.colors, all_figures[0]["runs"].items(), strict=False):
         for number, run in enumerate(by_seed.values()):
             left.plot(*zip(*run["valid"], strict=True), color=color, label=name if number == 0 else None)
-    left.set(xlabel="step", ylabel="validation loss")
+    left.set(xlabel="step", ylabel="validation loss", title=_rate(all_figures[0]))
     left.legend(fontsize=8)
-    above = {name: list(by_seed.values()) for name, by_seed in figures["percent_above_stage_3"].items()}
-    for row, values in enumerate(above.values()):
-        right.plot(values, [row] * len(values), "o")
+    names = [name for name in RUNS if name != "stage 3" and name in all_figures[0]["runs"]]
+    for marker, figures in zip("os^D", all_figures, strict=False):
+        points = [
+            (percent, row)
+            for row, name in enumerate(names)
+            for percent in figures["percent_above_stage_3"].get(name, {}).values()
+        ]
+        right.plot(*zip(*points, strict=True), marker, fillstyle="none", label=_rate(figures))
     right.axvline(0, color="gray", linewidth=0.8)
-    right.set_yticks(range(len(above)), list(above))
+    right.set_yticks(range(len(names)), names)
     right.invert_yaxis()
-    right.set(xlabel="final validation loss above stage 3's, percent")
+    right.set(xlabel="final validation loss above stage 3's of the same seed, percent")
+    right.legend(fontsize=8)
     figure.savefig(PICTURE, dpi=110)
     print(f"written to {PICTURE}")
+
+
+def _rate(figures: dict[str, Any]) -> str:
+    return f"learning rate {figures['settings']['lr']:g}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--plot", type=Path, nargs="+")
     parser.add_argument("--data-path")
     parser.add_argument("--vocab-size", type=int)
     parser.add_argument("--preset", default="gpt2-125m")
