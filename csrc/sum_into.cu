@@ -67,11 +67,11 @@ template <Codes C, bool ALIGNED>
 __global__ void __launch_bounds__(kThreads, C == Codes::int4 ? 3 : 4)
     sum_into_kernel(const __grid_constant__ SumIntoParams p) {
   __shared__ float4 shared[kThreads / kWarp][kWarp * kQuads<C>];
-  __shared__ typename Sums<C>::Stages stages[kThreads / kWarp];
+  __shared__ typename Sums<C>::Landings landings[kThreads / kWarp];
   const uint32_t tiles = (p.runs + kWarp - 1) / kWarp;
   uint32_t tile = warp_index();
   if (tile >= tiles) return;
-  Sums<C> sums(p.addends, stages[threadIdx.x / kWarp], tile, warp_count(), p.runs);
+  Sums<C> sums(p.addends, landings[threadIdx.x / kWarp], tile, warp_count(), p.runs);
   for (; tile < tiles; tile += warp_count()) {
     float x[kRun<C>];
     sums.next(tile, x);

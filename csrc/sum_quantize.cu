@@ -10,10 +10,10 @@ template <Codes In, Codes Out, int RUN, int SCALES>
 __global__ void __launch_bounds__(kThreads, RUN == 32 ? 3 : 2)
     sum_quantize_kernel(const __grid_constant__ SumQuantizeParams p) {
   using Sums = BlockSums<In, RUN, SCALES, 40 << 10>;
-  __shared__ typename Sums::Stages stages[kThreads / kWarp];
+  __shared__ typename Sums::Landings landings[kThreads / kWarp];
   uint32_t tile = warp_index();
   if (tile >= p.tiles) return;
-  Sums sums(p.addends, stages[threadIdx.x / kWarp], tile, warp_count(), p.runs);
+  Sums sums(p.addends, landings[threadIdx.x / kWarp], tile, warp_count(), p.runs);
   for (; tile < p.tiles; tile += warp_count()) {
     float x[1][RUN];
     sums.next(tile, x[0]);

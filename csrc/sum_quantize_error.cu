@@ -117,11 +117,11 @@ __global__ void __launch_bounds__(kThreads, RUN == 32 ? 2 : 1)
     sum_quantize_error_kernel(const __grid_constant__ SumQuantizeParams p) {
   using Sums = BlockSums<In, RUN, SCALES, RUN == 32 ? 30 << 10 : 40 << 10>;
   using Errors = TileErrors<T, RUN>;
-  __shared__ typename Sums::Stages stages[kThreads / kWarp];
+  __shared__ typename Sums::Landings landings[kThreads / kWarp];
   __shared__ typename Errors::Shared shared[kThreads / kWarp];
   uint32_t tile = warp_index();
   if (tile >= p.tiles) return;
-  Sums sums(p.addends, stages[threadIdx.x / kWarp], tile, warp_count(), p.runs);
+  Sums sums(p.addends, landings[threadIdx.x / kWarp], tile, warp_count(), p.runs);
   Errors errors(p, shared[threadIdx.x / kWarp]);
   errors.load(tile);
   for (; tile < p.tiles; tile += warp_count()) {

@@ -65,7 +65,7 @@ __device__ __forceinline__ void wait_for_all_groups_but() {
 // What a warp reads of one message at a time: RUN elements a lane, and SCALES scales of them. Of all lanes' 16 bytes
 // number q is at place_of_quad(q).
 template <Codes C, int RUN, int SCALES>
-struct alignas(128) Stage {
+struct alignas(128) Landing {
   static constexpr int kQuads = words_of<C>(RUN) / 4;  // a lane
   uint4 quads[kWarp * kQuads];
   uint32_t scale_words[SCALES][kWarp];
@@ -76,20 +76,20 @@ struct alignas(128) Stage {
 };
 
 // Sums of messages, in order, of tiles: RUN neighbouring elements a lane, which lie in SCALES blocks. What the next
-// STAGES steps add is on its way to shared memory, whichever tile it belongs to: registers have no room for as many
+// LANDINGS steps add is on its way to shared memory, whichever tile it belongs to: registers have no room for as many
 // bytes as the memory's latency asks for. Lanes behind the end of the messages get some of what is before it.
-template <Codes C, int RUN, int SCALES, int STAGES>
+template <Codes C, int RUN, int SCALES, int LANDINGS>
 class TileSums {
  public:
-  using Stages = Stage<C, RUN, SCALES>[STAGES];
+  using Landings = Landing<C, RUN, SCALES>[LANDINGS];
 
-  // `stages` is this warp's. Its tiles are `first`, `first` + `step` and so on as far as there are `runs` runs of
+  // `landings` is this warp's. Its tiles are `first`, `first` + `step` and so on as far as there are `runs` runs of
   // elements: one at least.
-  __device__ __forceinline__ TileSums(const Addends& addends, Stages& stages, uint32_t first, uint32_t step,
+  __device__ __forceinline__ TileSums(const Addends& addends, Landings& landings, uint32_t first, uint32_t step,
                                       uint32_t runs)
       : addends_(addends),
-        oldest_(stages),
-        end_(stages + STAGES),
+        oldest_(landings),
+        end_(landings + LANDINGS),
         coming_(first),
         step_(step),
         runs_(runs),
@@ -97,7 +97,7 @@ class TileSums {
         row_(16 * place_of_quad(lane_index())) {
     point_at_tile();
 #pragma unroll
-    for (int s = 0; s < STAGES; ++s) load_next(stages[s]);
+    for (int s = 0; s < LANDINGS; ++s) load_next(landings[s]);
   }
 
   // The sum of `tile`, which is the next one.
@@ -111,8 +111,8 @@ class TileSums {
   }
 
  private:
-  using OneStage = Stage<C, RUN, SCALES>;
-  static constexpr int kQuads = OneStage::kQuads;
+  using OneLanding = Landing<C, RUN, SCALES>;
+  static constexpr int kQuads = OneLanding::kQuads;
   static constexpr int kPart = RUN / SCALES;  // elements of one scale
 
   // Parts are counted from the beginning of a message.
@@ -134,16 +134,16 @@ class TileSums {
   }
 
   // A group of copies, of nothing behind the last tile.
-  __device__ __forceinline__ void load_next(OneStage& stage) {
+  __device__ __forceinline__ void load_next(OneLanding& landing) {
     if (coming_ * kWarp < runs_) {
 #pragma unroll
       for (int q = 0; q < kQuads; ++q) {
-        copy_16_bytes(&stage.quad_at(place_of_row(q)), quads_[q]);
+        copy_16_bytes(&landing.quad_at(place_of_row(q)), quads_[q]);
         quads_[q] += addends_.reader.bytes;
       }
 #pragma unroll
       for (int i = 0; i < SCALES; ++i) {
-        copy_4_bytes(&stage.scale_words[i][lane_index()], scale_words_[i]);
+        copy_4_bytes(&landing.scale_words[i][lane_index()], scale_words_[i]);
         scale_words_[i] += addends_.reader.bytes;
       }
       if (--left_ == 0) {
@@ -156,13 +156,13 @@ class TileSums {
 
   template <bool FIRST>
   __device__ __forceinline__ void add_message(const uint32_t (&selectors)[SCALES], float (&sum)[RUN]) {
-    OneStage& stage = *oldest_;
-    wait_for_all_groups_but<STAGES - 1>();
+    OneLanding& landing = *oldest_;
+    wait_for_all_groups_but<LANDINGS - 1>();
     if constexpr (kQuads > 1) __syncwarp();  // other lanes' copies
     uint32_t words[words_of<C>(RUN)];
 #pragma unroll
     for (int q = 0; q < kQuads; ++q) {
-      const uint4 four = stage.quad_at(place_of_own(q));
+      const uint4 four = landing.quad_at(place_of_own(q));
       words[4 * q] = four.x;
       words[4 * q + 1] = four.y;
       words[4 * q + 2] = four.z;
@@ -170,7 +170,7 @@ class TileSums {
     }
     float scales[SCALES];
 #pragma unroll
-    for (int i = 0; i < SCALES; ++i) scales[i] = scale_of_word(stage.scale_words[i][lane_index()], selectors[i]);
+    for (int i = 0; i < SCALES; ++i) scales[i] = scale_of_word(landing.scale_words[i][lane_index()], selectors[i]);
 #pragma unroll
     for (int i = 0; i < SCALES; ++i) {
       if constexpr (FIRST)
@@ -181,8 +181,8 @@ class TileSums {
         add_run<C, Step::apart>(words, scales[i], sum, i * kPart, kPart);
     }
     if constexpr (kQuads > 1) __syncwarp();  // all have read
-    load_next(stage);
-    if (++oldest_ == end_) oldest_ -= STAGES;
+    load_next(landing);
+    if (++oldest_ == end_) oldest_ -= LANDINGS;
   }
 
   // 16 * place_of_quad(lane_index() * kQuads + q), and 16 * place_of_quad(q * kWarp + lane_index()).
@@ -190,7 +190,7 @@ class TileSums {
   __device__ __forceinline__ uint32_t place_of_row(int q) const { return (row_ ^ 64 * (q % 2)) + 16 * kWarp * q; }
 
   const Addends& addends_;
-  OneStage *oldest_, *end_;        // the one that is added next
+  OneLanding *oldest_, *end_;      // the one that is added next
   uint32_t coming_, step_, runs_;  // the tile that is loaded next
   uint32_t left_;                  // messages of it
   uint32_t own_, row_;
