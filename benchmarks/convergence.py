@@ -19,6 +19,7 @@ import sys
 import time
 from contextlib import nullcontext
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -158,13 +159,11 @@ def plot(results: list[Path]) -> None:
     left.set(xlabel="step", ylabel="validation loss", title=_rate(all_figures[0]))
     left.legend(fontsize=8)
     names = [name for name in RUNS if name != "stage 3" and name in all_figures[0]["runs"]]
-    for marker, figures in zip("os^D", all_figures, strict=False):
-        points = [
-            (percent, row)
-            for row, name in enumerate(names)
-            for percent in figures["percent_above_stage_3"].get(name, {}).values()
-        ]
-        right.plot(*zip(*points, strict=True), marker, fillstyle="none", label=_rate(figures))
+    for marker, figures in zip(cycle("os^D"), all_figures, strict=False):
+        above = [figures["percent_above_stage_3"].get(name, {}) for name in names]
+        rows = [row for row, by_seed in enumerate(above) for _ in by_seed]
+        percents = [percent for by_seed in above for percent in by_seed.values()]
+        right.plot(percents, rows, marker, fillstyle="none", label=_rate(figures))
     right.axvline(0, color="gray", linewidth=0.8)
     right.set_yticks(range(len(names)), names)
     right.invert_yaxis()

@@ -270,11 +270,6 @@ struct Reader {
   }
 
   // The same for runs of RUN elements, counted from the beginning of a message: less work with 64 bits.
-  template <Codes C, int RUN>
-  __device__ __forceinline__ const uint8_t* codes_of_run(const uint8_t* message, uint32_t run) const {
-    return message + uint64_t(run) * (RUN * bits_of_code(C) / 8);
-  }
-
   template <int RUN>
   __device__ __forceinline__ const uint8_t* scale_word_of_run(const uint8_t* message, uint32_t run) const {
     return message + code_bytes + 4 * uint64_t(run >> (log_scale_word - kLog2<RUN>));

@@ -31,7 +31,7 @@ __device__ __forceinline__ uint64_t first_element(const SumQuantizeParams& p, co
   return uint64_t(target.block) << p.writer.log_block;
 }
 
-// Sums with as many landings as BYTES of shared memory have room for; warps of a block have some of their own.
+// Sums with as many landings as BYTES of shared memory have room for. Each warp of a block has landings of its own.
 template <Codes In, int RUN, int SCALES, int BYTES>
 using BlockSums = TileSums<In, RUN, SCALES, BYTES / (kThreads / kWarp) / int(sizeof(Landing<In, RUN, SCALES>))>;
 

@@ -5,7 +5,7 @@ namespace megatron_zpp::cuda {
 
 namespace {
 
-// Sixteen bytes of errors, of neighbouring elements, and where they are among a lane's numbers.
+// Sixteen bytes of errors: those of the elements x[at] and on of a lane.
 template <typename T>
 struct ErrorQuad {
   static constexpr int kSize = 8;
@@ -115,6 +115,7 @@ class TileErrors {
 template <Codes In, Codes Out, typename T, int RUN, int SCALES>
 __global__ void __launch_bounds__(kThreads, RUN == 32 ? 2 : 1)
     sum_quantize_error_kernel(const __grid_constant__ SumQuantizeParams p) {
+  // Within 48 KiB beside `shared`, which is 16 KiB for 32 elements a lane and 8 KiB for 64.
   using Sums = BlockSums<In, RUN, SCALES, RUN == 32 ? 30 << 10 : 40 << 10>;
   using Errors = TileErrors<T, RUN>;
   __shared__ typename Sums::Landings landings[kThreads / kWarp];
@@ -146,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, RUN == 32 ? 2 : 1)
 
 template <Codes In, Codes Out, typename T>
 void launch_codes(const SumQuantize& op, CUstream_st* stream) {
-  if (op.output_format.block <= kWarp * 32)
+  if (op.output_format.block <= kWarp * 32)  // a warp has to hold a block
     return launch_tiles<sum_quantize_error_kernel<In, Out, T, 32, 1>>(op, 32, stream);
   launch_tiles<sum_quantize_error_kernel<In, Out, T, 64, 2>>(op, 64, stream);
 }
