@@ -115,13 +115,22 @@ void sum_into(const Tensor& messages, const Tensor& shard, std::string_view code
   run_on(shard, op);
 }
 
-void sum_parts(const Tensor& parts, const Tensor& shard, double factor, bool add) {
-  checks::parts("sum_parts", parts);
+void sum_parts(const Tensor& parts, const Tensor& shard, double factor, bool add, const std::optional<Tensor>& own,
+               int64_t place) {
+  checks::parts("sum_parts", parts, own ? &*own : nullptr, place);
   checks::contiguous("sum_parts", "shard", shard, {at::kFloat}, {parts.size(1)});
-  checks::same_device("sum_parts", {{"parts", &parts}, {"shard", &shard}});
+  checks::same_device("sum_parts", {{"parts", &parts}, {"shard", &shard}, {"own", own ? &*own : nullptr}});
   if (shard.numel() == 0) return;
-  const SumParts op{parts.const_data_ptr(), type_of(parts),   parts.size(0), parts.size(1),
-                    floats_of(shard),       float(factor), add};
+  const SumParts op{parts.const_data_ptr(),
+                    type_of(parts),
+                    parts.size(0),
+                    parts.size(1),
+                    parts.stride(0),
+                    own ? own->const_data_ptr() : nullptr,
+                    place,
+                    floats_of(shard),
+                    float(factor),
+                    add};
   run_on(shard, op);
 }
 
@@ -225,7 +234,8 @@ TORCH_LIBRARY(megatron_zpp, library) {
   library.def(
       "sum_into(Tensor messages, Tensor(a!) shard, str codes, int block, ScalarType scales, bool rotate, "
       "float factor, bool add) -> ()");
-  library.def("sum_parts(Tensor parts, Tensor(a!) shard, float factor, bool add) -> ()");
+  library.def(
+      "sum_parts(Tensor parts, Tensor(a!) shard, float factor, bool add, Tensor? own=None, int place=0) -> ()");
   library.def("sum_squares(Tensor input, Tensor(a!) sums) -> ()");
   library.def(
       "adamw(Tensor(a!) master, Tensor gradient, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? published, "

@@ -47,6 +47,14 @@ void aligned(const char* op, const char* name, const at::Tensor& tensor) {
                     kMessageAlignment, " bytes, got one ", address % kMessageAlignment, " bytes behind it");
 }
 
+// A matrix whose rows are contiguous and do not overlap.
+void contiguous_rows(const char* op, const char* name, const at::Tensor& matrix) {
+  const int64_t count = matrix.size(0), n = matrix.size(1);
+  const bool right = (n <= 1 || matrix.stride(1) == 1) && (count <= 1 || matrix.stride(0) >= n);
+  TORCH_CHECK_VALUE(right || matrix.numel() == 0, op, ": ", name, " must have contiguous rows at least ", n,
+                    " elements apart, got strides ", shown(matrix.strides()));
+}
+
 // A uint8 tensor of this shape, aligned; then so are all its messages.
 void messages(const char* op, const char* name, const at::Tensor& tensor, at::IntArrayRef shape) {
   contiguous(op, name, tensor, {at::kByte}, shape);
@@ -70,13 +78,10 @@ Format format(const char* op, std::string_view codes, int64_t block, at::ScalarT
 void rows(const char* op, const char* name, const at::Tensor& tensor, const Format& format) {
   TORCH_CHECK_VALUE(tensor.dim() == 2 && is_one_of(tensor.scalar_type(), kFloats), op, ": ", name,
                     " must be float32, bfloat16 or float16 of shape (R, n), got ", shown(tensor));
-  const int64_t count = tensor.size(0), n = tensor.size(1);
+  const int64_t n = tensor.size(1);
   TORCH_CHECK_VALUE(n % format.block == 0, op, ": block must divide the ", n, " columns of ", name, ", got ",
                     format.block);
-  if (tensor.numel() == 0) return;
-  const bool contiguous_rows = (n <= 1 || tensor.stride(1) == 1) && (count <= 1 || tensor.stride(0) >= n);
-  TORCH_CHECK_VALUE(contiguous_rows, op, ": ", name, " must have contiguous rows at least ", n,
-                    " elements apart, got strides ", shown(tensor.strides()));
+  contiguous_rows(op, name, tensor);
 }
 
 void error(const char* op, const at::Tensor& error, int64_t numel) {
@@ -108,10 +113,13 @@ void summed_output(const char* op, const at::Tensor& output, int64_t numel, cons
   messages(op, "output", output, {groups, message_layout(format, numel / groups).bytes});
 }
 
-void parts(const char* op, const at::Tensor& parts) {
-  TORCH_CHECK_VALUE(count_of(parts) >= 1 && is_one_of(parts.scalar_type(), kFloats) && parts.is_contiguous(), op,
-                    ": parts must be contiguous float32, bfloat16 or float16 of shape (P >= 1, m), got ",
-                    shown(parts));
+void parts(const char* op, const at::Tensor& parts, const at::Tensor* own, int64_t place) {
+  TORCH_CHECK_VALUE(count_of(parts) >= 1 && is_one_of(parts.scalar_type(), kFloats), op,
+                    ": parts must be float32, bfloat16 or float16 of shape (P >= 1, m), got ", shown(parts));
+  contiguous_rows(op, "parts", parts);
+  TORCH_CHECK_VALUE(place >= 0 && place < parts.size(0), op, ": place must be from 0 to ", parts.size(0) - 1, ", got ",
+                    place);
+  if (own) contiguous(op, "own", *own, {parts.scalar_type()}, {parts.size(1)});
 }
 
 void whole_blocks(const char* op, const char* name, const at::Tensor& tensor, int64_t block) {

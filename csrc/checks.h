@@ -34,8 +34,9 @@ int64_t numel_of_messages(const char* op, const at::Tensor& messages, const Form
 // The output (G, message_bytes(m / G)) of sum_quantize.
 void summed_output(const char* op, const at::Tensor& output, int64_t numel, const Format& format);
 
-// The parts (P, m) of sum_parts.
-void parts(const char* op, const at::Tensor& parts);
+// The parts (P, m) of sum_parts, whose rows are contiguous and do not overlap, and the one that is elsewhere (null:
+// none).
+void parts(const char* op, const at::Tensor& parts, const at::Tensor* own, int64_t place);
 
 // A contiguous vector of floats that is whole blocks of this many elements.
 void whole_blocks(const char* op, const char* name, const at::Tensor& tensor, int64_t block);

@@ -89,15 +89,17 @@ void put(const float* sum, int n, float factor, bool add, float* shard) {
 
 template <typename T>
 void sum_part_elements(const SumParts& op) {
-  const T* parts = static_cast<const T*>(op.parts);
+  const auto part = [&](int64_t p) {
+    return static_cast<const T*>(op.own && p == op.place ? op.own : static_cast<const T*>(op.parts) + p * op.distance);
+  };
   at::parallel_for(0, op.elements, kGrainElements, [&](int64_t begin, int64_t end) {
     alignas(64) float sum[kLargestBlock];
     for (int64_t start = begin; start < end; start += kLargestBlock) {
       const int n = int(std::min<int64_t>(kLargestBlock, end - start));
-      load(parts + start, sum, n);
+      load(part(0) + start, sum, n);
       for (int64_t p = 1; p < op.part_count; ++p) {
-        const T* part = parts + p * op.elements + start;
-        for (int i = 0; i < n; ++i) sum[i] += to_float(part[i]);
+        const T* next = part(p) + start;
+        for (int i = 0; i < n; ++i) sum[i] += to_float(next[i]);
       }
       put(sum, n, op.factor, op.add, op.shard + start);
     }

@@ -69,6 +69,9 @@ struct SumParts {
   Type part_type;
   int64_t part_count;
   int64_t elements;  // of one part
+  int64_t distance;  // elements from one part to the next
+  const void* own;   // null, or part `place`, in place of what lies there among the others
+  int64_t place;
   float* shard;      // may be one of the parts
   float factor;
   bool add;

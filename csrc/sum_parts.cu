@@ -7,7 +7,9 @@ namespace {
 
 struct SumPartsParams {
   const void* parts;
-  int64_t count, elements;
+  int64_t count, elements, distance;
+  const void* own;  // part `place`, if there is one
+  int64_t place;
   float* shard;
   float factor;
   bool add;
@@ -33,6 +35,7 @@ template <typename T, int N>
 __device__ __forceinline__ void sum_elements(const SumPartsParams& p, int64_t at) {
   constexpr int kBatch = 8;  // parts whose loads are under way together
   const T* next = static_cast<const T*>(p.parts) + at;
+  const T* own = static_cast<const T*>(p.own) + at;
   float sum[N];
 #pragma unroll
   for (int i = 0; i < N; ++i) sum[i] = -0.f;  // + x is x, also where x is -0
@@ -40,9 +43,9 @@ __device__ __forceinline__ void sum_elements(const SumPartsParams& p, int64_t at
     alignas(16) Loaded<T, N> loaded[kBatch];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      if (first + j < p.count) loaded[j].load(next + j * p.elements);
+      if (first + j < p.count) loaded[j].load(first + j == p.place ? own : next + j * p.distance);
     }
-    next += kBatch * p.elements;
+    next += kBatch * p.distance;
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       if (first + j >= p.count) break;
@@ -75,11 +78,13 @@ __global__ void __launch_bounds__(kThreads) sum_parts_kernel(const __grid_consta
 }  // namespace
 
 void run(const SumParts& op, CUstream_st* stream) {
-  const SumPartsParams params{op.parts, op.part_count, op.elements, op.shard, op.factor, op.add};
+  const SumPartsParams params{op.parts, op.part_count,           op.elements, op.distance, op.own,
+                              op.own ? op.place : op.part_count, op.shard,    op.factor,   op.add};
   with_type(op.part_type, [&](auto type) {
     using T = typename decltype(type)::type;
-    // Where the elements are no multiple of four, all parts but the first are not aligned either.
-    if (op.elements % 4 == 0 && is_aligned(op.parts, 4 * sizeof(T)) && is_aligned(op.shard, 16))
+    const bool parts_aligned = is_aligned(op.parts, 4 * sizeof(T)) && is_aligned(op.own, 4 * sizeof(T));
+    const bool whole_fours = op.elements % 4 == 0 && (op.distance % 4 == 0 || op.part_count == 1);
+    if (whole_fours && parts_aligned && is_aligned(op.shard, 16))
       launch<sum_parts_kernel<T, 4>>((op.elements + 4 * kWarp - 1) / (4 * kWarp), stream, params);
     else
       launch<sum_parts_kernel<T, 1>>((op.elements + kWarp - 1) / kWarp, stream, params);

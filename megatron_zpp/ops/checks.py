@@ -65,15 +65,19 @@ def sum_into(messages: Tensor, shard: Tensor, codes: str, block: int, scales: to
     _same_device("sum_into", messages=messages, shard=shard)
 
 
-def sum_parts(parts: Tensor, shard: Tensor) -> None:
+def sum_parts(parts: Tensor, shard: Tensor, own: Tensor | None, place: int) -> None:
     """See reference.sum_parts."""
-    if parts.dim() != 2 or len(parts) < 1 or parts.dtype not in _FLOATS or not parts.is_contiguous():
+    if parts.dim() != 2 or len(parts) < 1 or parts.dtype not in _FLOATS:
         raise ValueError(
-            f"sum_parts: parts must be contiguous float32, bfloat16 or float16 of shape (P >= 1, m), "
-            f"got {_shown(parts)}"
+            f"sum_parts: parts must be float32, bfloat16 or float16 of shape (P >= 1, m), got {_shown(parts)}"
         )
+    _contiguous_rows("sum_parts", "parts", parts)
+    if not 0 <= place < len(parts):
+        raise ValueError(f"sum_parts: place must be from 0 to {len(parts) - 1}, got {place}")
+    if own is not None:
+        _exactly("sum_parts", "own", own, parts.dtype, (parts.shape[1],))
     _exactly("sum_parts", "shard", shard, torch.float32, (parts.shape[1],))
-    _same_device("sum_parts", parts=parts, shard=shard)
+    _same_device("sum_parts", parts=parts, shard=shard, own=own)
 
 
 def sum_squares(input: Tensor, sums: Tensor) -> None:
@@ -163,9 +167,14 @@ def _rows(op: str, name: str, tensor: Tensor, format: Format) -> None:
         raise ValueError(
             f"{op}: {name} must be float32, bfloat16 or float16 of shape (R, n), got {_shown(tensor)}"
         )
-    rows, n = tensor.shape
+    n = tensor.shape[1]
     if n % format.block:
         raise ValueError(f"{op}: block must divide the {n} columns of {name}, got {format.block}")
+    _contiguous_rows(op, name, tensor)
+
+
+def _contiguous_rows(op: str, name: str, tensor: Tensor) -> None:
+    rows, n = tensor.shape
     if tensor.numel() and ((n > 1 and tensor.stride(1) != 1) or (rows > 1 and tensor.stride(0) < n)):
         raise ValueError(
             f"{op}: {name} must have contiguous rows at least {n} elements apart, "

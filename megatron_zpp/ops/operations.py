@@ -59,9 +59,21 @@ class Operations:
         """Sums `messages` (P, message_bytes(m)) times `factor` into `shard` (m,) fp32: over it, or added."""
         self._kernels.sum_into(messages, shard, *_plain(format), format.rotate, factor, add)
 
-    def sum_parts(self, parts: Tensor, shard: Tensor, *, factor: float = 1.0, add: bool = False) -> None:
-        """Sums `parts` (P, m) fp32, bf16 or fp16 likewise; `shard` (m,) may be a row of fp32 `parts`."""
-        self._kernels.sum_parts(parts, shard, factor, add)
+    def sum_parts(
+        self,
+        parts: Tensor,
+        shard: Tensor,
+        *,
+        factor: float = 1.0,
+        add: bool = False,
+        own: Tensor | None = None,
+        place: int = 0,
+    ) -> None:
+        """Sums `parts` (P, m) fp32, bf16 or fp16 likewise; `shard` (m,) may be a row of fp32 `parts`.
+
+        `own` (m,) is part `place` where it lies elsewhere; what the row there holds does not count.
+        """
+        self._kernels.sum_parts(parts, shard, factor, add, own, place)
 
     def sum_squares(self, input: Tensor, sums: Tensor) -> None:
         """Sums the squares of each 256 elements of `input` (m,), of any format, into `sums` (m / 256,) fp32.

@@ -152,16 +152,22 @@ def sum_into(
         _put(shard[here], rotate_32(total) if rotate else total, factor, add)
 
 
-def sum_parts(parts: Tensor, shard: Tensor, factor: float, add: bool) -> None:
+def sum_parts(
+    parts: Tensor, shard: Tensor, factor: float, add: bool, own: Tensor | None = None, place: int = 0
+) -> None:
     """Sums the rows of `parts` (P, m) in order, times `factor`, into the fp32 `shard` (m,).
 
-    `shard` may be a row of `parts`. Raises ValueError (`checks.sum_parts`).
+    `own` (m,) of the same format is summed in place of row `place`, which is not read then. `shard` may be a
+    row of `parts`, and rows may lie apart. Raises ValueError (`checks.sum_parts`).
     """
-    checks.sum_parts(parts, shard)
+    checks.sum_parts(parts, shard, own, place)
+    rows = list(parts)
+    if own is not None:
+        rows[place] = own
     for start in range(0, len(shard), TILE):
         here = slice(start, min(start + TILE, len(shard)))
-        total = parts[0, here].float()
-        for other in parts[1:]:
+        total = rows[0][here].float()
+        for other in rows[1:]:
             total = total + other[here].float()
         _put(shard[here], total, factor, add)
 

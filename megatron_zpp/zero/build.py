@@ -71,7 +71,8 @@ class UnitBuilder:
         lane = self._communication.reducing
         topology = self._topology
         whole = gathers_whole_sums(topology.nodes, topology.local_world_size)
-        sends = stage.optimizer_sharded or sent != torch.float32 or whole
+        elsewhere = self._communication.reduction.takes_parts  # gradients are sent from where they are made
+        sends = not elsewhere if stage.optimizer_sharded else sent != torch.float32 or whole
         gradients = [Slot(lane.zeros(layout.numel if sends else 0, sent)) for _ in range(min(2, units))]
         return _Slots(cycle(parameters), cycle(gradients), shared=count < units)
 

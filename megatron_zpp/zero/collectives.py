@@ -1,5 +1,6 @@
 """Gathers of weights and reductions of gradients as they are; quantised ones have the same faces."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.lane import Lane, Pending, copy
+from megatron_zpp.zero.parts import Part, parts_inside
 from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.two_hops import TwoHops
 
@@ -29,12 +31,14 @@ class Gather(Protocol):
 
 
 class Reduction(Protocol):
-    """How gradients are summed over ranks."""
+    """How gradients are summed over ranks. They are there until the sum is waited for."""
+
+    takes_parts: bool  # whether gradients may be in several parts; else they are one, in a gradient slot
 
     def reduce_scatter(
-        self, full: Tensor, shard: Tensor, *, add: bool, error: Tensor | None = None
+        self, sent: Sequence[Part], shard: Tensor, *, add: bool, error: Tensor | None = None
     ) -> Pending:
-        """Sums `full` (ranks · n,) over ranks into the fp32 `shard` (n,): overwrites it, or adds to it.
+        """Sums `sent`, together (ranks · n,), over ranks into the fp32 `shard` (n,): over it, or added.
 
         `error` is what earlier sums of this unit lost, where the reduction feeds it back.
         """
@@ -73,22 +77,36 @@ class PlainReduction:
     without a rounding in the sum, whose bits are those of one process that accumulates the ranks' batches in
     turn. Of that volume ranks that share a node send each its own to other nodes: TwoHopReduction is for
     them. `operations` are the kernels for the sum; None: torch's, a pass over memory for each rank.
+
+    Where ranks can write each other's memory, each writes what is for another from where it lies, and sums
+    what is its own from there: nothing is copied inside a GPU.
     """
 
     def __init__(
-        self, lane: Lane, dtype: torch.dtype, largest: int, operations: Operations | None = None
+        self,
+        lane: Lane,
+        dtype: torch.dtype,
+        largest: int,
+        operations: Operations | None = None,
+        rooms: Sequence[Tensor] | None = None,
     ) -> None:
-        """`largest` is the size of the largest unit; 0 where `all_reduce` is to be the library's."""
-        self._lane, self._operations = lane, operations
-        self._received = lane.zeros(largest if len(lane.ranks) > 1 else 0, dtype)
+        """`largest` is the size of the largest unit; 0 where `all_reduce` is to be the library's.
+
+        `rooms` (largest · itemsize,) uint8 are the memory in which each rank, in their order, receives,
+        all of it written by this one; None: an all-to-all.
+        """
+        self._lane, self._operations, self._rooms = lane, operations, rooms
+        self._scatters = largest > 0 and len(lane.ranks) > 1
+        self._received = lane.zeros(largest if self._scatters and rooms is None else 0, dtype)
+        self.takes_parts = rooms is not None
 
     def reduce_scatter(
-        self, full: Tensor, shard: Tensor, *, add: bool, error: Tensor | None = None
+        self, sent: Sequence[Part], shard: Tensor, *, add: bool, error: Tensor | None = None
     ) -> Pending:
         """See Reduction. Nothing is lost here."""
-        return self._lane.submit(lambda: self._exchange_and_sum(full, shard, add))
+        return self._lane.submit(lambda: self._exchange_and_sum(sent, shard, add))
 
-    def all_reduce(self, sent: Tensor, full: Tensor, total: Tensor) -> Pending:
+    def all_reduce(self, sent: Sequence[Part], full: Tensor, total: Tensor) -> Pending:
         """Sums `sent` over ranks into the fp32 `total`, by way of `full`, all (ranks · n,).
 
         In the library's way `sent` is `full`. The other way is a reduce-scatter and a gather of sums that are
@@ -97,7 +115,7 @@ class PlainReduction:
         """
 
         def work() -> None:
-            if len(self._received):
+            if self._scatters:
                 mine, own = (t.view(len(self._lane.ranks), -1)[self._lane.place] for t in (total, full))
                 exact = own if own.dtype == torch.float32 else mine
                 self._exchange_and_sum(sent, exact, add=False)
@@ -109,13 +127,40 @@ class PlainReduction:
 
         return self._lane.submit(work)
 
-    def _exchange_and_sum(self, full: Tensor, shard: Tensor, add: bool) -> None:
+    def _exchange_and_sum(self, sent: Sequence[Part], shard: Tensor, add: bool) -> None:
+        if self._rooms is not None:
+            self._write_and_sum(sent, shard, add)
+            return
+        full = _whole(sent)
         parts = full.view(1, -1)
         if len(self._lane.ranks) > 1:
             received = self._received.view(full.dtype)[: len(full)]
             self._lane.all_to_all(received, full)
             parts = received.view(len(self._lane.ranks), -1)
         _sum_parts(self._operations, parts, shard, add=add)
+
+    def _write_and_sum(self, sent: Sequence[Part], shard: Tensor, add: bool) -> None:
+        """A rank's room has a row for what each rank sends it; nobody writes the row of its own."""
+        ranks, place, numel = len(self._lane.ranks), self._lane.place, len(shard)
+        dtype = sent[0].flat.dtype
+        rooms = [room.view(dtype)[: ranks * numel].view(ranks, numel) for room in self._rooms]
+        self._lane.meet()  # all have summed what was there
+        for distance in range(1, ranks):  # each of them begins with another
+            peer = (place + distance) % ranks
+            for part in parts_inside(sent, range(peer * numel, (peer + 1) * numel)):
+                part.of(rooms[peer][place]).copy_(part.flat)
+            self._lane.wrote(peer, numel * dtype.itemsize)
+        self._lane.meet()
+        for part in parts_inside(sent, range(place * numel, (place + 1) * numel)):
+            columns = slice(part.start, part.start + len(part.flat))
+            _sum_parts(
+                self._operations,
+                rooms[place][:, columns],
+                shard[columns],
+                add=add,
+                own=part.flat,
+                place=place,
+            )
 
 
 class TwoHopReduction:
@@ -148,15 +193,18 @@ class TwoHopReduction:
         self._sum = inside.zeros(largest_shard, torch.float32) if rounded else None  # before it is rounded
         self._hops = TwoHops(inside, between, self._nodes * largest_shard, sum_dtype)
 
+    takes_parts = False
+
     def reduce_scatter(
-        self, full: Tensor, shard: Tensor, *, add: bool, error: Tensor | None = None
+        self, sent: Sequence[Part], shard: Tensor, *, add: bool, error: Tensor | None = None
     ) -> Pending:
         """See Reduction. What rounded sums lose is lost."""
+        full = _whole(sent)
 
         def fill(sums: Tensor) -> None:
-            for sent, node_sum in zip(full.view(self._nodes, -1), sums.view(self._nodes, -1), strict=True):
-                received = self._received.view(sent.dtype)[: len(sent)]
-                self._inside.all_to_all(received, sent)
+            for row, node_sum in zip(full.view(self._nodes, -1), sums.view(self._nodes, -1), strict=True):
+                received = self._received.view(row.dtype)[: len(row)]
+                self._inside.all_to_all(received, row)
                 exact = node_sum if self._sum is None else self._sum[: len(shard)]
                 _sum_parts(self._operations, received.view(self._local, -1), exact, add=False)
                 copy(node_sum, exact)
@@ -167,12 +215,27 @@ class TwoHopReduction:
         return self._hops.submit(self._nodes * len(shard), fill, take)
 
 
-def _sum_parts(operations: Operations | None, parts: Tensor, total: Tensor, *, add: bool) -> None:
-    """Sums `parts` (P, n) in order into the fp32 `total` (n,): over it, or added."""
+def _whole(sent: Sequence[Part]) -> Tensor:
+    """The gradient that is in one part."""
+    ((_, full),) = sent
+    return full
+
+
+def _sum_parts(
+    operations: Operations | None,
+    parts: Tensor,
+    total: Tensor,
+    *,
+    add: bool,
+    own: Tensor | None = None,
+    place: int = 0,
+) -> None:
+    """Sums `parts` (P, n) in order into the fp32 `total` (n,): over it, or added; `own` instead of one."""
     if operations is not None:
-        operations.sum_parts(parts, total, add=add)
+        operations.sum_parts(parts, total, add=add, own=own, place=place)
         return
-    for index, part in enumerate(parts):
+    for index, row in enumerate(parts):
+        part = own if own is not None and index == place else row
         total.add_(part) if add or index else total.copy_(part)
 
 

@@ -144,4 +144,5 @@ def _reduction(
     lane = make_lane(range(topology.world_size))
     whole = gathers_whole_sums(topology.nodes, topology.local_world_size)
     largest = max(layout.numel for layout in layouts) if scatters or whole else 0
-    return [lane], PlainReduction(lane, dtype, largest, operations)
+    rooms = lane.rooms(largest * dtype.itemsize) if largest else None
+    return [lane], PlainReduction(lane, dtype, largest, operations, rooms)

@@ -12,6 +12,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _symmetric_memory as symmetric_memory
 
 from megatron_zpp.zero.topology import Topology
 
@@ -40,9 +42,9 @@ class SymmetricMemory:
         self.group = dist.new_group(
             ranks, timeout=timeout, pg_options=options, use_local_synchronization=True
         )
-        dist.all_reduce(
-            torch.zeros(1, device=device), group=self.group
-        )  # NCCL registers with a live one only
+        far = torch.tensor([0.0 if _writes_all(ranks, device) else 1.0], device=device)
+        dist.all_reduce(far, group=self.group)  # NCCL registers with a live communicator only
+        self.peers_write = far.item() == 0
         self._backend = self.group._get_backend(device)
         self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
 
@@ -58,3 +60,20 @@ class SymmetricMemory:
         """The inverse of `register`, before the buffers are freed."""
         torch.cuda.synchronize()  # a step starts gathers for the next one
         self._backend.deregister_mem_pool(self._pool)
+
+
+def peer_memory(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> list[Tensor]:
+    """Memory (nbytes,) uint8 on each GPU of `group`, in its order, as this one writes it."""
+    mine = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+    handle = symmetric_memory.rendezvous(mine, group)
+    return [
+        mine if place == handle.rank else handle.get_buffer(place, (nbytes,), torch.uint8)
+        for place in range(handle.world_size)
+    ]
+
+
+def _writes_all(ranks: Sequence[int], device: torch.device) -> bool:
+    """Whether this GPU can write the memory of the others: it sees all, and has a way to each."""
+    others = [index for index in range(torch.cuda.device_count()) if index != device.index]
+    reached = all(torch.cuda.can_device_access_peer(device.index, index) for index in others)
+    return len(others) + 1 >= len(ranks) and reached

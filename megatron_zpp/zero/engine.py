@@ -15,7 +15,6 @@ from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.build import Initialize, UnitBuilder, layouts_of
 from megatron_zpp.zero.collectives import sum_over_ranks
 from megatron_zpp.zero.communication import build_communication
-from megatron_zpp.zero.flat_layout import SHARD_MULTIPLE
 from megatron_zpp.zero.gathers import Gathers, Phase
 from megatron_zpp.zero.hooks import register_hooks
 from megatron_zpp.zero.lane import Lane
@@ -32,7 +31,7 @@ from megatron_zpp.zero.sections import (
 )
 from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.traffic import TrafficLedger
-from megatron_zpp.zero.unit import Residency
+from megatron_zpp.zero.unit import Residency, Unit
 
 WEIGHTS = "weights"
 STATE_KINDS = (WEIGHTS, *MOMENTS)
@@ -147,11 +146,8 @@ class ZeroEngine:
 
         A NaN or Inf in the gradients of any rank skips the step on every rank: all see the same norm.
         """
-        with self.sections(WAIT_REDUCTIONS):
-            self._reductions.wait()
         scale = self.loss_scale.scale
-        with self.sections(GRADIENT_NORM):
-            grad_norm = (self._sum_of_squares().sqrt() / scale).float()
+        grad_norm = self._gradient_norm(scale)
         found_inf = 1.0 - torch.isfinite(grad_norm).float()
         shrink = torch.ones_like(grad_norm)
         if self._clip_grad > 0:
@@ -258,25 +254,35 @@ class ZeroEngine:
             return [unit.master for unit in self.units]
         return [moments[kind] for moments in self._adamw.moments]
 
-    def _sum_of_squares(self) -> Tensor:
+    def _gradient_norm(self, scale: Tensor) -> Tensor:
         """Of the whole gradient: fp32 in blocks that no shard cuts, then fp64, whose rounding does not show.
 
         So the clipping factor has the same bits however the gradient is sharded.
         """
-        gradients = [part.flat for unit in self.units for part in unit.gradients]
-        if self._operations is None:
-            blocks = [gradient.view(-1, SHARD_MULTIPLE) for gradient in gradients]
-            sums = torch.cat(
-                [torch.linalg.vector_norm(b, dim=1, dtype=torch.float32).square() for b in blocks]
-            )
-        else:
-            counts = [len(gradient) // SQUARES_BLOCK for gradient in gradients]
-            sums = torch.empty(sum(counts), device=self.device)
-            for gradient, part in zip(gradients, sums.split(counts), strict=True):
-                self._operations.sum_squares(gradient, part)
-        total = sums.sum(dtype=torch.float64)
-        sharded = not self.units[0].whole
-        return sum_over_ranks(total, self.topology) if sharded else total
+        counts = [sum(len(part.flat) for part in unit.gradients) // SQUARES_BLOCK for unit in self.units]
+        sums = torch.empty(sum(counts), device=self.device)
+        squares = list(zip(self.units, sums.split(counts), strict=True))
+        for some in (squares[1:], squares[:1]):  # the first unit's gradient is the last to be summed
+            with self.sections(WAIT_REDUCTIONS):
+                self._reductions.wait([unit for unit, _ in some])
+            with self.sections(GRADIENT_NORM):
+                for unit, its_sums in some:
+                    self._square(unit, its_sums)
+        with self.sections(GRADIENT_NORM):
+            total = sums.sum(dtype=torch.float64)
+            sharded = not self.units[0].whole
+            total = sum_over_ranks(total, self.topology) if sharded else total
+            return (total.sqrt() / scale).float()
+
+    def _square(self, unit: Unit, sums: Tensor) -> None:
+        """`sums` get those of the squares of each block of the unit's gradient."""
+        for flat in (part.flat for part in unit.gradients):
+            its_sums, sums = sums.tensor_split([len(flat) // SQUARES_BLOCK])
+            if self._operations is None:
+                blocks = flat.view(-1, SQUARES_BLOCK)
+                its_sums.copy_(torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float32).square())
+            else:
+                self._operations.sum_squares(flat, its_sums)
 
     def _loss(self, batch: Batch) -> Tensor:
         if isinstance(batch, Tensor):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_zpp.zero.copy_engines import SymmetricMemory, copy_engines_reach
+from megatron_zpp.zero.copy_engines import SymmetricMemory, copy_engines_reach, peer_memory
 from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.traffic import TrafficLedger
 
@@ -58,6 +58,7 @@ class Lane:
         beside = self._stream is None and self._group is not None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lane") if beside else None
         self._newest: Future | None = None
+        self._met: tuple[Tensor, Tensor] | None = None  # what `meet` sends and receives
 
     @property
     def copies(self) -> bool:
@@ -68,6 +69,16 @@ class Lane:
         """A buffer that this lane sends or fills, where it moves it best. Every rank must make the same."""
         with nullcontext() if self._symmetric is None else self._symmetric.allocating():
             return torch.zeros(numel, dtype=dtype, device=self._device)
+
+    def rooms(self, nbytes: int) -> list[Tensor] | None:
+        """So many bytes on each of the ranks, by place, which this one can write by its copy engines.
+
+        None where it cannot. Every rank must ask for the same.
+        """
+        if self._symmetric is None or not self._symmetric.peers_write:
+            return None
+        self._met = self.zeros(len(self.ranks), torch.float32), self.zeros(len(self.ranks), torch.float32)
+        return peer_memory(self._symmetric.group, self._device, nbytes)
 
     def ready(self) -> None:
         """After the last `zeros` and before the first collective."""
@@ -116,6 +127,15 @@ class Lane:
             return
         self._ledger.to_every_peer(self.ranks, sent.nbytes // len(self.ranks))
         dist.all_to_all_single(received, sent, group=self._group, async_op=True).wait()
+
+    def meet(self) -> None:
+        """What the ranks did on this lane so far is done before this one goes on; where there are rooms."""
+        received, sent = self._met
+        dist.all_to_all_single(received, sent, group=self._group, async_op=True).wait()
+
+    def wrote(self, peer: int, nbytes: int) -> None:
+        """Takes note of what this rank wrote itself to the one at this place."""
+        self._ledger.to_every_peer([self.ranks[peer]], nbytes)
 
     def all_reduce(self, full: Tensor) -> None:
         """Sums `full` over ranks in place, in its own format."""

@@ -11,7 +11,8 @@ from megatron_zpp.ops.formats import Format
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.collectives import Gather
 from megatron_zpp.zero.communication import Communication
-from megatron_zpp.zero.unit import Part, Unit
+from megatron_zpp.zero.parts import Part
+from megatron_zpp.zero.unit import Unit
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -9,6 +9,7 @@ from megatron_zpp.ops.formats import Format
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.lane import Lane, Pending
+from megatron_zpp.zero.parts import Part
 from megatron_zpp.zero.theory import chunk_numel
 from megatron_zpp.zero.two_hops import TwoHops
 
@@ -67,6 +68,8 @@ class QuantizedReduction:
     takes each slice to its owner. A hop of one rank is left out: one node has one, and so have nodes of one.
     """
 
+    takes_parts = False
+
     def __init__(
         self,
         inside: Lane,
@@ -96,9 +99,10 @@ class QuantizedReduction:
         return self._nodes * layout.shard_numel if self._two_hops else 0
 
     def reduce_scatter(
-        self, full: Tensor, shard: Tensor, *, add: bool, error: Tensor | None = None
+        self, sent: Sequence[Part], shard: Tensor, *, add: bool, error: Tensor | None = None
     ) -> Pending:
         """See Reduction. `error` (error_numel,) is laid out by chunks."""
+        ((_, full),) = sent
         pending = []
         for chunk in self._chunks(len(shard)):
             slices = full.view(-1, len(shard))[:, chunk.start : chunk.stop]  # row r is for rank r

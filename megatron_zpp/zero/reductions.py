@@ -4,7 +4,12 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.zero.collectives import Reduction
-from megatron_zpp.zero.unit import Part, Residency, Unit
+from megatron_zpp.zero.parts import Part
+from megatron_zpp.zero.unit import Residency, Unit
+
+# Elements of a gradient that stays where the backward made it:
+_STEPPED_THERE = 1 << 23  # copying it moves 32 MiB, and AdamW has kernels of its own for it
+_SENT_FROM_THERE = 1 << 20  # 4 MiB, for a copy and a sum of its own
 
 
 class Reductions:
@@ -43,9 +48,9 @@ class Reductions:
                         parameter.grad = torch.zeros_like(parameter)
                 self._take(unit)
 
-    def wait(self) -> None:
-        """Lets the optimizer wait for every reduction."""
-        for unit in self._units:
+    def wait(self, units: list[Unit]) -> None:
+        """Lets the optimizer wait for the reductions of these units."""
+        for unit in units:
             unit.gradient_slot.wait()
 
     def release(self) -> None:
@@ -61,15 +66,11 @@ class Reductions:
         unit.gradient_slot.wait()
         only = self._first and self._last
         if only and not self._sums:
-            unit.gradients = unit.parts_of(produced)
+            unit.gradients = unit.parts_of(produced, _STEPPED_THERE)
             return
-        if len(unit.gradient_slot.buffer) and (only or self._residency.gradients_sharded):
-            sent = unit.send_buffer(produced[0].dtype)
-            torch._foreach_copy_(unit.views(sent), produced)
-            if self._residency.optimizer_sharded:
-                self._reduce_scatter(unit, sent, add=not self._first)
-            else:
-                self._all_reduce(unit, sent, torch.empty_like(sent, dtype=torch.float32))
+        at_once = only or self._residency.gradients_sharded
+        if at_once and (self._reduction.takes_parts or len(unit.gradient_slot.buffer)):
+            self._reduce(unit, self._sent(unit, produced), add=not self._first)
             return
         if self._first:
             unit.accumulated = unit.new_sum()
@@ -79,28 +80,39 @@ class Reductions:
         if self._last:
             self._reduce_accumulated(unit)
 
+    def _sent(self, unit: Unit, produced: list[Tensor]) -> tuple[Part, ...]:
+        """The whole gradient where it can be sent from."""
+        if self._reduction.takes_parts:
+            return unit.parts_of(produced, _SENT_FROM_THERE)
+        sent = unit.send_buffer(produced[0].dtype)
+        torch._foreach_copy_(unit.views(sent), produced)
+        return (Part(0, sent),)
+
     def _reduce_accumulated(self, unit: Unit) -> None:
         slot, total = unit.gradient_slot, unit.accumulated
         unit.accumulated = None  # its memory can be the shard's
         sent = total
-        if len(slot.buffer):
+        if self._reduction.takes_parts:
+            sent = total.to(slot.buffer.dtype)
+        elif len(slot.buffer):
             sent = slot.buffer.copy_(total)
             slot.gaps_of = sent.dtype
         if self._residency.optimizer_sharded:
-            del total
-            self._reduce_scatter(unit, sent, add=False)
-        else:
-            self._all_reduce(unit, sent, total)
+            total = None
+        self._reduce(unit, (Part(0, sent),), add=False, total=total)
 
-    def _all_reduce(self, unit: Unit, sent: Tensor, total: Tensor) -> None:
+    def _reduce(self, unit: Unit, sent: tuple[Part, ...], *, add: bool, total: Tensor | None = None) -> None:
+        """Starts the sum over ranks: at stage 0 into `total`, if it is given, or else a new buffer."""
         slot = unit.gradient_slot
+        slot.reads = sent
+        if self._residency.optimizer_sharded:
+            if not add:
+                unit.gradients = (Part(0, torch.empty_like(unit.master, device=slot.buffer.device)),)
+            (shard,) = unit.gradients
+            slot.pending = self._reduction.reduce_scatter(sent, shard.flat, add=add, error=unit.error)
+            return
+        if total is None:
+            total = torch.empty(unit.layout.numel, device=slot.buffer.device)
         unit.gradients = (Part(0, total),)
         slot.gaps_of = None  # sums come back in it
         slot.pending = self._reduction.all_reduce(sent, slot.buffer if len(slot.buffer) else total, total)
-
-    def _reduce_scatter(self, unit: Unit, sent: Tensor, *, add: bool) -> None:
-        slot = unit.gradient_slot
-        if not add:
-            unit.gradients = (Part(0, torch.empty_like(unit.master, device=slot.buffer.device)),)
-        (total,) = unit.gradients
-        slot.pending = self._reduction.reduce_scatter(sent, total.flat, add=add, error=unit.error)

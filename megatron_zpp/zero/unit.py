@@ -20,15 +20,13 @@ the backward. Which unit a slot holds, and as of which version of its weights, i
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatron_zpp.zero.flat_layout import SHARD_MULTIPLE, FlatLayout
 from megatron_zpp.zero.lane import Pending
-
-_LARGE = 1 << 23  # elements of a gradient that is worth kernels of its own: copying it moves 32 MiB
+from megatron_zpp.zero.parts import Part
 
 
 @dataclass(frozen=True)
@@ -59,6 +57,7 @@ class Slot:
 
     buffer: Tensor
     pending: Pending | None = None
+    reads: tuple[Part, ...] = ()  # what the collective reads elsewhere
     gaps_of: torch.dtype | None = None  # the format of which the gaps between parameters are zero here
 
     def wait(self) -> None:
@@ -66,6 +65,7 @@ class Slot:
         if self.pending is not None:
             self.pending.wait()
             self.pending = None
+            self.reads = ()
 
 
 @dataclass
@@ -84,17 +84,6 @@ class ParameterSlot(Slot):
         self.holder, self.version, self.pending = unit, unit.version, pending
 
 
-class Part(NamedTuple):
-    """The elements of a buffer like `master` from `start` on."""
-
-    start: int
-    flat: Tensor
-
-    def of(self, whole: Tensor) -> Tensor:
-        """The same elements of another such buffer."""
-        return whole[self.start : self.start + len(self.flat)]
-
-
 @dataclass(eq=False, kw_only=True)
 class Unit:
     """Parameters that are gathered together, as this rank holds them."""
@@ -104,7 +93,7 @@ class Unit:
     layout: FlatLayout
     owned: range  # the elements that this rank's optimizer changes
     slot: ParameterSlot
-    gradient_slot: Slot  # in the format that sums are sent in; no elements where they are sent as they are
+    gradient_slot: Slot  # in the format that sums are sent in; no elements where they are sent from elsewhere
     master: Tensor
     published: Tensor
     accumulated: Tensor | None = None
@@ -127,37 +116,35 @@ class Unit:
             for offset, parameter in zip(self.layout.offsets, self.parameters, strict=False)
         ]
 
-    def parts_of(self, produced: list[Tensor]) -> tuple[Part, ...]:
-        """The whole gradient from those of the parameters.
+    def parts_of(self, produced: list[Tensor], large: int) -> tuple[Part, ...]:
+        """The whole gradient, gaps included, from those of the parameters.
 
-        Large ones are parts themselves. Others are copied, neighbours into one part, since every part costs
-        kernels of its own. Parts begin and end where blocks of SHARD_MULTIPLE elements do.
+        Those of `large` elements or more are parts themselves. Others are copied, neighbours into one part,
+        since every part costs kernels of its own. Parts begin and end where blocks of SHARD_MULTIPLE do.
         """
         parts: list[Part] = []
         copied: list[int] = []
-        offsets = self.layout.offsets
+        offsets, start = self.layout.offsets, 0
         for index, gradient in enumerate(produced):
-            if _is_a_part(offsets[index], gradient):
-                parts += self._copy(copied, produced, offsets[index])
+            if gradient.numel() >= large and _is_a_part(offsets[index], gradient):
+                parts += self._copy(range(start, offsets[index]), copied, produced)
                 parts.append(Part(offsets[index], gradient.view(-1)))
-                copied = []
+                start, copied = offsets[index + 1], []
             else:
                 copied.append(index)
-        return (*parts, *self._copy(copied, produced, self.layout.numel))
+        return (*parts, *self._copy(range(start, self.layout.numel), copied, produced))
 
-    def _copy(self, indices: list[int], produced: list[Tensor], stop: int) -> list[Part]:
-        """One part with the gradients of these parameters, up to element `stop`; none without them."""
-        offsets = self.layout.offsets
-        start = offsets[indices[0]] if indices else stop
-        if start == stop:
+    def _copy(self, elements: range, indices: list[int], produced: list[Tensor]) -> list[Part]:
+        """One part with these elements, in which the gradients of these parameters are; none without any."""
+        if not elements:
             return []
-        flat = torch.zeros(stop - start, dtype=produced[0].dtype, device=produced[0].device)
-        views = [
-            flat[offsets[i] - start : offsets[i] - start + produced[i].numel()].view(produced[i].shape)
-            for i in indices
-        ]
-        torch._foreach_copy_(views, [produced[i] for i in indices])
-        return [Part(start, flat)]
+        flat = torch.zeros(len(elements), dtype=produced[0].dtype, device=produced[0].device)
+        begins = [self.layout.offsets[i] - elements.start for i in indices]
+        copied = [produced[i] for i in indices]
+        views = [flat[b : b + g.numel()].view(g.shape) for b, g in zip(begins, copied, strict=True)]
+        if copied:
+            torch._foreach_copy_(views, copied)
+        return [Part(elements.start, flat)]
 
     def send_buffer(self, dtype: torch.dtype) -> Tensor:
         """The gradient slot for gradients of `dtype` (n,): in that format if it is smaller than the slot's.
@@ -214,6 +201,6 @@ class Unit:
 
 
 def _is_a_part(offset: int, gradient: Tensor) -> bool:
-    """Whether a parameter's gradient is as large as that, and as it would be in a buffer."""
+    """Whether a parameter's gradient is as it would be in a buffer."""
     whole_blocks = offset % SHARD_MULTIPLE == 0 and gradient.numel() % SHARD_MULTIPLE == 0
-    return whole_blocks and gradient.numel() >= _LARGE and gradient.is_contiguous()
+    return whole_blocks and gradient.is_contiguous()

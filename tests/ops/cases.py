@@ -146,6 +146,16 @@ def plain_parts(device: str) -> None:
         for dtype, add in itertools.product(FLOATS, (False, True)):
             parts = torch.stack([sprinkled(m, dtype, seed) for seed in range(count)])
             assert_agree("sum_parts", parts, torch.ones(m), 0.1, add, device=device)
+            own = sprinkled(m, dtype, 77)
+            assert_agree("sum_parts", parts, torch.ones(m), 0.1, add, own, count // 2, device=device)
+            for m_here, start in (
+                (m // 2, 0),
+                (m // 8 * 4, 4),
+                (m // 4, 1),
+            ):  # columns of rows that lie apart
+                if start + m_here <= m:
+                    columns = parts[:, start : start + m_here]
+                    assert_agree("sum_parts", columns, torch.ones(m_here), 0.1, add, device=device)
     parts = torch.randn(5, 4099, generator=torch.Generator().manual_seed(1))
     for own in range(5):
         for add in (False, True):

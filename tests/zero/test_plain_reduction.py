@@ -13,12 +13,14 @@ from megatron_zpp.zero.communication import build_communication
 from megatron_zpp.zero.engine import reduce_dtype, sum_dtype
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.lane import Lane
+from megatron_zpp.zero.parts import Part
 from megatron_zpp.zero.theory import sums_inside_nodes
 from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.traffic import TrafficLedger
 from megatron_zpp.zero.unit import Residency
 from tests.zero.quantizing import operations, this_device
 from tests.zero.ranks import on_ranks
+from tests.zero.shared_memory import SharedLane
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Case:
     format: str
     in_bf16: bool = False
     kernels: bool = False
+    rooms: bool = False  # ranks of one node write each other's memory; GPUs do wherever they can
 
     @property
     def precision(self) -> PrecisionConfig:
@@ -47,6 +50,8 @@ CASES = (
     Case(2, "fp16"),
     Case(2, "bf16", in_bf16=True, kernels=True),
     Case(3, "fp16", in_bf16=True),
+    Case(1, "fp32", rooms=True),
+    Case(3, "bf16", kernels=True, rooms=True),
 )
 SIZES = (700, 5001, 129, 5001, 1)  # parameters of units; nothing divides
 POISONED = 1  # the unit of which the last rank has a NaN in the last round
@@ -80,10 +85,12 @@ def reduce(started: Topology, grids: list[tuple[int, int]]) -> list[list[Result]
 def reduce_case(topology: Topology, case: Case) -> Result:
     """All units of a round are submitted before the first is waited for, as by a fast backward."""
     ledger, units = TrafficLedger(topology), layouts(topology.world_size)
+    writes = case.rooms and topology.nodes == 1 < topology.world_size
+    make_lane = SharedLane if writes and this_device().type == "cpu" else Lane
     communication = build_communication(
         ZeroConfig(zero_stage=case.stage),
         topology,
-        lambda ranks: Lane(ranks, topology, this_device(), ledger, None),
+        lambda ranks: make_lane(ranks, topology, this_device(), ledger, None),
         units,
         dtype=case.sent,
         reduce_dtype=case.sent,
@@ -93,13 +100,16 @@ def reduce_case(topology: Topology, case: Case) -> Result:
     slots = [communication.reducing.zeros(layout.numel, case.sent) for layout in units]
     for lane in communication.lanes:
         lane.ready()
+    assert communication.reduction.takes_parts or not writes
     shards = [torch.full((layout.shard_numel,), 7.0, device=this_device()) for layout in units]
     rounds = []
     for turn in range(ROUNDS):
         for index, (layout, slot) in enumerate(zip(units, slots, strict=True)):
             slot.copy_(gradients(topology.rank, index, layout, case.sent, turn))
         reduced = [
-            communication.reduction.reduce_scatter(slot, shard, add=turn > 0)
+            communication.reduction.reduce_scatter(
+                in_parts(slot, communication.reduction.takes_parts), shard, add=turn > 0
+            )
             for slot, shard in zip(slots, shards, strict=True)
         ]
         for one in reduced:
@@ -109,6 +119,17 @@ def reduce_case(topology: Topology, case: Case) -> Result:
         lane.settle()
         lane.close()
     return rounds, ledger.take()
+
+
+def in_parts(flat: torch.Tensor, several: bool) -> list[Part]:
+    """A gradient where it is, or in pieces of 1 to 3 blocks that lie elsewhere."""
+    if not several:
+        return [Part(0, flat)]
+    starts = sorted(
+        {*range(0, len(flat), 6 * 256), *range(256, len(flat), 6 * 256), *range(768, len(flat), 1536)}
+    )
+    stops = [*starts[1:], len(flat)]
+    return [Part(start, flat[start:stop].clone()) for start, stop in zip(starts, stops, strict=True)]
 
 
 def in_order(parts: torch.Tensor) -> torch.Tensor:
@@ -225,7 +246,10 @@ def all_reduce(topology: Topology) -> list[tuple[list[numpy.ndarray], tuple[int,
         sent = [slot.view(sent_in)[: len(slot)] for slot in slots]
         for index, (layout, flat) in enumerate(zip(units, sent, strict=True)):
             flat.copy_(gradients(topology.rank, index, layout, sent_in, 0))
-        pending = [reduction.all_reduce(*each) for each in zip(sent, slots, totals, strict=True)]
+        pending = [
+            reduction.all_reduce([Part(0, flat)], slot, total)
+            for flat, slot, total in zip(sent, slots, totals, strict=True)
+        ]
         for one in pending:
             one.wait()
         lane.settle()

@@ -12,6 +12,7 @@ from megatron_zpp.ops.formats import Format
 from megatron_zpp.zero import theory
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.lane import Lane
+from megatron_zpp.zero.parts import Part
 from megatron_zpp.zero.quantized_collectives import QuantizedReduction
 from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.traffic import TrafficLedger
@@ -73,7 +74,7 @@ def reduce_one(topology: Topology, case: Reduced) -> tuple[numpy.ndarray, numpy.
         full = torch.randn(layout.numel, generator=generator).to(case.dtype)
         full[::97] *= 30
     shard = torch.full((case.shard_numel,), 7.0, device=this_device())
-    reduction.reduce_scatter(full.to(this_device()), shard, add=True).wait()
+    reduction.reduce_scatter([Part(0, full.to(this_device()))], shard, add=True).wait()
     for lane in lanes:
         lane.close()
     return full.float().view(topology.world_size, -1).numpy(), (shard - 7.0).cpu().numpy()
@@ -126,7 +127,7 @@ def feedback(topology: Topology, steps: int) -> tuple[float, float]:
     for error in (None, torch.zeros(reduction.error_numel(layout), dtype=torch.bfloat16)):
         shard = torch.zeros(1024)
         for _ in range(steps):
-            reduction.reduce_scatter(full, shard, add=True, error=error).wait()
+            reduction.reduce_scatter([Part(0, full)], shard, add=True, error=error).wait()
         errors.append((shard / steps - exact).abs().max().item())
     return errors[0], errors[1]
 

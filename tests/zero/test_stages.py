@@ -12,12 +12,15 @@ import torch
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.zero import engine as engine_module
+from megatron_zpp.zero import reductions
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.lane import Lane
 from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.traffic import TrafficLedger
 from tests.zero.engines import engine_of, weights_of
 from tests.zero.ranks import on_ranks
+from tests.zero.shared_memory import SharedLane
 
 VOCAB, STEPS = 101, 3
 MODEL = ModelConfig(
@@ -51,11 +54,14 @@ class Case:
     prefetch: int = 1
     untied: bool = False
     precision: PrecisionConfig = FP32
+    hidden_size: int = MODEL.hidden_size
 
 
 def build(case: Case, topology: Topology) -> ZeroEngine:
     return engine_of(
-        dataclasses.replace(MODEL, untie_embeddings_and_output_weights=case.untied),
+        dataclasses.replace(
+            MODEL, hidden_size=case.hidden_size, untie_embeddings_and_output_weights=case.untied
+        ),
         VOCAB,
         zero=ZeroConfig(
             zero_stage=case.stage, zero_prefetch_units=case.prefetch if case.stage == 3 else None
@@ -90,9 +96,15 @@ def _train(engine: ZeroEngine, case: Case) -> list[float]:
 
 
 @cache
-def one_process(micro_batches: int, untied: bool = False, precision: PrecisionConfig = FP32) -> list[float]:
+def one_process(
+    micro_batches: int,
+    untied: bool = False,
+    precision: PrecisionConfig = FP32,
+    hidden_size: int = MODEL.hidden_size,
+) -> list[float]:
     """The same batches on one process at stage 0."""
-    return train(Topology(), (Case(accumulation=micro_batches, untied=untied, precision=precision),))[0]
+    case = Case(accumulation=micro_batches, untied=untied, precision=precision, hidden_size=hidden_size)
+    return train(Topology(), (case,))[0]
 
 
 def same_order(case: Case, world: int) -> bool:
@@ -174,6 +186,31 @@ def test_bf16_reduction_of_fp32_sums_costs_its_rounding_and_no_more() -> None:
         assert losses == pytest.approx(expected, rel=4 * torch.finfo(torch.bfloat16).eps), case
 
 
+def train_writing(topology: Topology, cases: tuple[Case, ...]) -> list[list[float]]:
+    """`train` where ranks write each other's memory, each gradient that can be from where it was made."""
+    engine_module.Lane, reductions._SENT_FROM_THERE = SharedLane, 1
+    return train(topology, cases)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_write_each_others_memory_equal_one_process(world: int) -> None:
+    """Widths of which some gradients begin and end with a block, and units whose end is padded."""
+    cases = tuple(
+        Case(stage, accumulation, hidden_size=hidden, precision=precision)
+        for stage, accumulation, hidden in itertools.product(STAGES, (1, 3), (48, 36))
+        for precision in ((FP32, BF16) if accumulation == 1 or stage >= 2 else (FP32,))
+    )
+    results = on_ranks(world, train_writing, cases)
+    assert all(result == results[0] for result in results[1:])
+    for case, losses in zip(cases, results[0], strict=True):
+        expected = one_process(
+            world * case.accumulation, precision=case.precision, hidden_size=case.hidden_size
+        )
+        if same_order(case, world):
+            assert losses[-1] == expected[-1], case
+        assert losses == pytest.approx(expected, rel=1e-6), case
+
+
 def poisoned(topology: Topology, stage: int) -> list[tuple[float, bool]]:
     """(gradient norm, whether weights moved) of a clean step and of one with a NaN on the last rank."""
     engine = build(Case(stage), topology)
@@ -182,7 +219,7 @@ def poisoned(topology: Topology, stage: int) -> list[tuple[float, bool]]:
         before = weights_of(engine)
         engine.accumulate(torch.ones(1, 11, dtype=torch.long), index=0, micro_batches=1)
         if poison and topology.rank == topology.world_size - 1:
-            engine._reductions.wait()
+            engine._reductions.wait(engine.units)
             engine.units[2].gradient[3] = float("nan")
         result = engine.step(1e-2)
         after = weights_of(engine)

@@ -1,0 +1,25 @@
+"""Parts of a whole gradient, each wherever it lies."""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Part(NamedTuple):
+    """The elements of a flat buffer from `start` on, here or elsewhere."""
+
+    start: int
+    flat: Tensor
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The same elements of such a buffer."""
+        return whole[self.start : self.start + len(self.flat)]
+
+
+def parts_inside(parts: Iterable[Part], owned: range) -> Iterator[Part]:
+    """What `parts` have of the `owned` elements, counted from the first of these."""
+    for start, flat in parts:
+        begin, end = max(start, owned.start), min(start + len(flat), owned.stop)
+        if begin < end:
+            yield Part(begin - owned.start, flat[begin - start : end - start])
