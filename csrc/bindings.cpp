@@ -116,10 +116,14 @@ void sum_into(const Tensor& messages, const Tensor& shard, std::string_view code
 }
 
 void sum_parts(const Tensor& parts, const Tensor& shard, double factor, bool add, const std::optional<Tensor>& own,
-               int64_t place) {
+               int64_t place, const std::optional<Tensor>& squares) {
   checks::parts("sum_parts", parts, own ? &*own : nullptr, place);
   checks::contiguous("sum_parts", "shard", shard, {at::kFloat}, {parts.size(1)});
-  checks::same_device("sum_parts", {{"parts", &parts}, {"shard", &shard}, {"own", own ? &*own : nullptr}});
+  if (squares) checks::sums_of_squares("sum_parts", "squares", *squares, "shard", shard);
+  checks::same_device("sum_parts", {{"parts", &parts},
+                                    {"shard", &shard},
+                                    {"own", own ? &*own : nullptr},
+                                    {"squares", squares ? &*squares : nullptr}});
   if (shard.numel() == 0) return;
   const SumParts op{parts.const_data_ptr(),
                     type_of(parts),
@@ -130,13 +134,13 @@ void sum_parts(const Tensor& parts, const Tensor& shard, double factor, bool add
                     place,
                     floats_of(shard),
                     float(factor),
-                    add};
+                    add,
+                    squares ? floats_of(*squares) : nullptr};
   run_on(shard, op);
 }
 
 void sum_squares(const Tensor& input, const Tensor& sums) {
-  checks::whole_blocks("sum_squares", "input", input, kSquaresBlock);
-  checks::contiguous("sum_squares", "sums", sums, {at::kFloat}, {input.numel() / kSquaresBlock});
+  checks::sums_of_squares("sum_squares", "sums", sums, "input", input);
   checks::same_device("sum_squares", {{"input", &input}, {"sums", &sums}});
   if (input.numel() == 0) return;
   run_on(input, SumSquares{input.const_data_ptr(), type_of(input), input.numel(), floats_of(sums)});
@@ -235,7 +239,8 @@ TORCH_LIBRARY(megatron_zpp, library) {
       "sum_into(Tensor messages, Tensor(a!) shard, str codes, int block, ScalarType scales, bool rotate, "
       "float factor, bool add) -> ()");
   library.def(
-      "sum_parts(Tensor parts, Tensor(a!) shard, float factor, bool add, Tensor? own=None, int place=0) -> ()");
+      "sum_parts(Tensor parts, Tensor(a!) shard, float factor, bool add, Tensor? own=None, int place=0, "
+      "Tensor(b!)? squares=None) -> ()");
   library.def("sum_squares(Tensor input, Tensor(a!) sums) -> ()");
   library.def(
       "adamw(Tensor(a!) master, Tensor gradient, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? published, "

@@ -8,6 +8,8 @@
 #include <sstream>
 #include <string>
 
+#include "operations.h"
+
 namespace megatron_zpp::checks {
 
 namespace {
@@ -122,12 +124,15 @@ void parts(const char* op, const at::Tensor& parts, const at::Tensor* own, int64
   if (own) contiguous(op, "own", *own, {parts.scalar_type()}, {parts.size(1)});
 }
 
-void whole_blocks(const char* op, const char* name, const at::Tensor& tensor, int64_t block) {
-  const int64_t numel = tensor.numel();
-  TORCH_CHECK_VALUE(tensor.dim() == 1 && is_one_of(tensor.scalar_type(), kFloats) && tensor.is_contiguous() &&
-                        numel % block == 0,
-                    op, ": ", name, " must be contiguous float32, bfloat16 or float16 of shape (m,), m a multiple of ",
-                    block, ", got ", shown(tensor));
+void sums_of_squares(const char* op, const char* name, const at::Tensor& sums, const char* input_name,
+                     const at::Tensor& input) {
+  const int64_t numel = input.numel();
+  TORCH_CHECK_VALUE(input.dim() == 1 && is_one_of(input.scalar_type(), kFloats) && input.is_contiguous() &&
+                        numel % kSquaresBlock == 0,
+                    op, ": ", input_name,
+                    " must be contiguous float32, bfloat16 or float16 of shape (m,), m a multiple of ", kSquaresBlock,
+                    ", got ", shown(input));
+  contiguous(op, name, sums, {at::kFloat}, {numel / kSquaresBlock});
 }
 
 void contiguous(const char* op, const char* name, const at::Tensor& tensor,

@@ -38,8 +38,9 @@ void summed_output(const char* op, const at::Tensor& output, int64_t numel, cons
 // none).
 void parts(const char* op, const at::Tensor& parts, const at::Tensor* own, int64_t place);
 
-// A contiguous vector of floats that is whole blocks of this many elements.
-void whole_blocks(const char* op, const char* name, const at::Tensor& tensor, int64_t block);
+// The sums of the squares of the input, a contiguous vector of floats that is whole blocks of kSquaresBlock.
+void sums_of_squares(const char* op, const char* name, const at::Tensor& sums, const char* input_name,
+                     const at::Tensor& input);
 
 // A contiguous tensor of one of the types and exactly this shape.
 void contiguous(const char* op, const char* name, const at::Tensor& tensor,

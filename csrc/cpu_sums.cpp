@@ -148,6 +148,7 @@ void run(const SumInto& op) {
 
 void run(const SumParts& op) {
   with_type(op.part_type, [&](auto type) { sum_part_elements<typename decltype(type)::type>(op); });
+  if (op.squares) run(SumSquares{op.shard, Type::fp32, op.elements, op.squares});
 }
 
 void run(const SumSquares& op) {

@@ -197,6 +197,16 @@ __device__ __forceinline__ void to_quads(const float (&x)[8], float4 (&quads)[2]
   for (int h = 0; h < 2; ++h) quads[h] = {x[4 * h], x[4 * h + 1], x[4 * h + 2], x[4 * h + 3]};
 }
 
+// Of a block of kSquaresBlock elements, eight of them a lane: these in order, then halves of the lanes onto each other.
+__device__ __forceinline__ float sum_of_squares(const float (&x)[8]) {
+  float sum = x[0] * x[0];
+#pragma unroll
+  for (int i = 1; i < 8; ++i) sum += x[i] * x[i];
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
+  return sum;
+}
+
 // Where a warp keeps its 16 bytes number q in shared memory: eight neighbouring lanes access different banks, be it
 // that each has two, four or eight of them or that they are rows of 32.
 __device__ __forceinline__ uint32_t place_of_quad(uint32_t q) { return q ^ (q >> 3 & 7); }

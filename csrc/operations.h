@@ -75,6 +75,7 @@ struct SumParts {
   float* shard;      // may be one of the parts
   float factor;
   bool add;
+  float* squares;  // null, or those of the shard as SumSquares has them
 };
 
 // Sum k is that of the squares of the input's elements from k * kSquaresBlock on.

@@ -13,19 +13,6 @@ struct SumSquaresParams {
   float* sums;
 };
 
-// Of a block: eight elements a lane in order, then halves of the lanes onto each other.
-template <typename T, bool ALIGNED>
-__device__ __forceinline__ float sum_of_block(const Eight<T, ALIGNED>& loaded) {
-  float x[8];
-  loaded.to_floats(x);
-  float sum = x[0] * x[0];
-#pragma unroll
-  for (int i = 1; i < 8; ++i) sum += x[i] * x[i];
-#pragma unroll
-  for (int distance = kWarp / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
-  return sum;
-}
-
 template <typename T, bool ALIGNED>
 __global__ void __launch_bounds__(kThreads) sum_squares_kernel(const __grid_constant__ SumSquaresParams p) {
   const T* input = static_cast<const T*>(p.input) + 8 * lane_index();
@@ -38,7 +25,9 @@ __global__ void __launch_bounds__(kThreads) sum_squares_kernel(const __grid_cons
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       if (first + j >= p.blocks) break;
-      const float sum = sum_of_block<T, ALIGNED>(loaded[j]);
+      float x[8];
+      loaded[j].to_floats(x);
+      const float sum = sum_of_squares(x);
       if (lane_index() == 0) p.sums[first + j] = sum;
     }
   }

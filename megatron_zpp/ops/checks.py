@@ -65,7 +65,7 @@ def sum_into(messages: Tensor, shard: Tensor, codes: str, block: int, scales: to
     _same_device("sum_into", messages=messages, shard=shard)
 
 
-def sum_parts(parts: Tensor, shard: Tensor, own: Tensor | None, place: int) -> None:
+def sum_parts(parts: Tensor, shard: Tensor, own: Tensor | None, place: int, squares: Tensor | None) -> None:
     """See reference.sum_parts."""
     if parts.dim() != 2 or len(parts) < 1 or parts.dtype not in _FLOATS:
         raise ValueError(
@@ -77,18 +77,14 @@ def sum_parts(parts: Tensor, shard: Tensor, own: Tensor | None, place: int) -> N
     if own is not None:
         _exactly("sum_parts", "own", own, parts.dtype, (parts.shape[1],))
     _exactly("sum_parts", "shard", shard, torch.float32, (parts.shape[1],))
-    _same_device("sum_parts", parts=parts, shard=shard, own=own)
+    if squares is not None:
+        _sums_of_squares("sum_parts", "squares", squares, "shard", shard)
+    _same_device("sum_parts", parts=parts, shard=shard, own=own, squares=squares)
 
 
 def sum_squares(input: Tensor, sums: Tensor) -> None:
     """See reference.sum_squares."""
-    whole = input.dim() == 1 and len(input) % SQUARES_BLOCK == 0
-    if not whole or input.dtype not in _FLOATS or not input.is_contiguous():
-        raise ValueError(
-            f"sum_squares: input must be contiguous float32, bfloat16 or float16 of shape (m,), m a multiple "
-            f"of {SQUARES_BLOCK}, got {_shown(input)}"
-        )
-    _exactly("sum_squares", "sums", sums, torch.float32, (len(input) // SQUARES_BLOCK,))
+    _sums_of_squares("sum_squares", "sums", sums, "input", input)
     _same_device("sum_squares", input=input, sums=sums)
 
 
@@ -180,6 +176,16 @@ def _contiguous_rows(op: str, name: str, tensor: Tensor) -> None:
             f"{op}: {name} must have contiguous rows at least {n} elements apart, "
             f"got strides {tuple(tensor.stride())}"
         )
+
+
+def _sums_of_squares(op: str, name: str, sums: Tensor, input_name: str, input: Tensor) -> None:
+    whole = input.dim() == 1 and len(input) % SQUARES_BLOCK == 0
+    if not whole or input.dtype not in _FLOATS or not input.is_contiguous():
+        raise ValueError(
+            f"{op}: {input_name} must be contiguous float32, bfloat16 or float16 of shape (m,), m a multiple "
+            f"of {SQUARES_BLOCK}, got {_shown(input)}"
+        )
+    _exactly(op, name, sums, torch.float32, (len(input) // SQUARES_BLOCK,))
 
 
 def _messages_of_rows(op: str, messages: Tensor, rows: Tensor, format: Format) -> None:

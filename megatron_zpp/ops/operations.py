@@ -68,12 +68,14 @@ class Operations:
         add: bool = False,
         own: Tensor | None = None,
         place: int = 0,
+        squares: Tensor | None = None,
     ) -> None:
         """Sums `parts` (P, m) fp32, bf16 or fp16 likewise; `shard` (m,) may be a row of fp32 `parts`.
 
-        `own` (m,) is part `place` where it lies elsewhere; what the row there holds does not count.
+        `own` (m,) is part `place` where it lies elsewhere; what the row there holds does not count. `squares`
+        get what `sum_squares` would find in the shard afterwards.
         """
-        self._kernels.sum_parts(parts, shard, factor, add, own, place)
+        self._kernels.sum_parts(parts, shard, factor, add, own, place, squares)
 
     def sum_squares(self, input: Tensor, sums: Tensor) -> None:
         """Sums the squares of each 256 elements of `input` (m,), of any format, into `sums` (m / 256,) fp32.

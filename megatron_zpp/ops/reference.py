@@ -153,14 +153,21 @@ def sum_into(
 
 
 def sum_parts(
-    parts: Tensor, shard: Tensor, factor: float, add: bool, own: Tensor | None = None, place: int = 0
+    parts: Tensor,
+    shard: Tensor,
+    factor: float,
+    add: bool,
+    own: Tensor | None = None,
+    place: int = 0,
+    squares: Tensor | None = None,
 ) -> None:
     """Sums the rows of `parts` (P, m) in order, times `factor`, into the fp32 `shard` (m,).
 
     `own` (m,) of the same format is summed in place of row `place`, which is not read then. `shard` may be a
-    row of `parts`, and rows may lie apart. Raises ValueError (`checks.sum_parts`).
+    row of `parts`, and rows may lie apart. `squares` (m / 256,) get what `sum_squares` finds in the shard
+    then. Raises ValueError (`checks.sum_parts`).
     """
-    checks.sum_parts(parts, shard, own, place)
+    checks.sum_parts(parts, shard, own, place, squares)
     rows = list(parts)
     if own is not None:
         rows[place] = own
@@ -170,6 +177,8 @@ def sum_parts(
         for other in rows[1:]:
             total = total + other[here].float()
         _put(shard[here], total, factor, add)
+    if squares is not None:
+        sum_squares(shard, squares)
 
 
 def sum_squares(input: Tensor, sums: Tensor) -> None:

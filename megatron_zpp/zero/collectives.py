@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_zpp.ops.checks import SQUARES_BLOCK
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.lane import Lane, Pending, copy
 from megatron_zpp.zero.parts import Part, parts_inside
@@ -36,11 +37,18 @@ class Reduction(Protocol):
     takes_parts: bool  # whether gradients may be in several parts; else they are one, in a gradient slot
 
     def reduce_scatter(
-        self, sent: Sequence[Part], shard: Tensor, *, add: bool, error: Tensor | None = None
+        self,
+        sent: Sequence[Part],
+        shard: Tensor,
+        *,
+        add: bool,
+        squares: Tensor | None = None,
+        error: Tensor | None = None,
     ) -> Pending:
         """Sums `sent`, together (ranks · n,), over ranks into the fp32 `shard` (n,): over it, or added.
 
-        `error` is what earlier sums of this unit lost, where the reduction feeds it back.
+        `squares` (n / SQUARES_BLOCK,) get what `sum_squares` finds in the shard then. `error` is what earlier
+        sums of this unit lost, where the reduction feeds it back.
         """
 
 
@@ -101,10 +109,16 @@ class PlainReduction:
         self.takes_parts = rooms is not None
 
     def reduce_scatter(
-        self, sent: Sequence[Part], shard: Tensor, *, add: bool, error: Tensor | None = None
+        self,
+        sent: Sequence[Part],
+        shard: Tensor,
+        *,
+        add: bool,
+        squares: Tensor | None = None,
+        error: Tensor | None = None,
     ) -> Pending:
         """See Reduction. Nothing is lost here."""
-        return self._lane.submit(lambda: self._exchange_and_sum(sent, shard, add))
+        return self._lane.submit(lambda: self._exchange_and_sum(sent, shard, add, squares))
 
     def all_reduce(self, sent: Sequence[Part], full: Tensor, total: Tensor) -> Pending:
         """Sums `sent` over ranks into the fp32 `total`, by way of `full`, all (ranks · n,).
@@ -118,7 +132,7 @@ class PlainReduction:
             if self._scatters:
                 mine, own = (t.view(len(self._lane.ranks), -1)[self._lane.place] for t in (total, full))
                 exact = own if own.dtype == torch.float32 else mine
-                self._exchange_and_sum(sent, exact, add=False)
+                self._exchange_and_sum(sent, exact, add=False, squares=None)
                 copy(own, exact)
                 self._lane.all_gather(full, own)
             else:
@@ -127,9 +141,11 @@ class PlainReduction:
 
         return self._lane.submit(work)
 
-    def _exchange_and_sum(self, sent: Sequence[Part], shard: Tensor, add: bool) -> None:
+    def _exchange_and_sum(
+        self, sent: Sequence[Part], shard: Tensor, add: bool, squares: Tensor | None
+    ) -> None:
         if self._rooms is not None:
-            self._write_and_sum(sent, shard, add)
+            self._write_and_sum(sent, shard, add, squares)
             return
         full = _whole(sent)
         parts = full.view(1, -1)
@@ -137,9 +153,9 @@ class PlainReduction:
             received = self._received.view(full.dtype)[: len(full)]
             self._lane.all_to_all(received, full)
             parts = received.view(len(self._lane.ranks), -1)
-        _sum_parts(self._operations, parts, shard, add=add)
+        _sum_parts(self._operations, parts, shard, add=add, squares=squares)
 
-    def _write_and_sum(self, sent: Sequence[Part], shard: Tensor, add: bool) -> None:
+    def _write_and_sum(self, sent: Sequence[Part], shard: Tensor, add: bool, squares: Tensor | None) -> None:
         """A rank's room has a row for what each rank sends it; nobody writes the row of its own."""
         ranks, place, numel = len(self._lane.ranks), self._lane.place, len(shard)
         dtype = sent[0].flat.dtype
@@ -153,6 +169,7 @@ class PlainReduction:
         self._lane.meet()
         for part in parts_inside(sent, range(place * numel, (place + 1) * numel)):
             columns = slice(part.start, part.start + len(part.flat))
+            blocks = slice(columns.start // SQUARES_BLOCK, columns.stop // SQUARES_BLOCK)
             _sum_parts(
                 self._operations,
                 rooms[place][:, columns],
@@ -160,6 +177,7 @@ class PlainReduction:
                 add=add,
                 own=part.flat,
                 place=place,
+                squares=None if squares is None else squares[blocks],
             )
 
 
@@ -196,7 +214,13 @@ class TwoHopReduction:
     takes_parts = False
 
     def reduce_scatter(
-        self, sent: Sequence[Part], shard: Tensor, *, add: bool, error: Tensor | None = None
+        self,
+        sent: Sequence[Part],
+        shard: Tensor,
+        *,
+        add: bool,
+        squares: Tensor | None = None,
+        error: Tensor | None = None,
     ) -> Pending:
         """See Reduction. What rounded sums lose is lost."""
         full = _whole(sent)
@@ -210,7 +234,7 @@ class TwoHopReduction:
                 copy(node_sum, exact)
 
         def take(received: Tensor) -> None:
-            _sum_parts(self._operations, received.view(self._nodes, -1), shard, add=add)
+            _sum_parts(self._operations, received.view(self._nodes, -1), shard, add=add, squares=squares)
 
         return self._hops.submit(self._nodes * len(shard), fill, take)
 
@@ -229,14 +253,26 @@ def _sum_parts(
     add: bool,
     own: Tensor | None = None,
     place: int = 0,
+    squares: Tensor | None = None,
 ) -> None:
     """Sums `parts` (P, n) in order into the fp32 `total` (n,): over it, or added; `own` instead of one."""
     if operations is not None:
-        operations.sum_parts(parts, total, add=add, own=own, place=place)
+        operations.sum_parts(parts, total, add=add, own=own, place=place, squares=squares)
         return
     for index, row in enumerate(parts):
         part = own if own is not None and index == place else row
         total.add_(part) if add or index else total.copy_(part)
+    if squares is not None:
+        sum_squares(None, total, squares)
+
+
+def sum_squares(operations: Operations | None, flat: Tensor, sums: Tensor) -> None:
+    """`sums` (n / SQUARES_BLOCK,) fp32 get those of the squares of each block of `flat` (n,)."""
+    if operations is not None:
+        operations.sum_squares(flat, sums)
+        return
+    norms = torch.linalg.vector_norm(flat.view(-1, SQUARES_BLOCK), dim=1, dtype=torch.float32)
+    torch.square(norms, out=sums)
 
 
 def sum_over_ranks(value: Tensor, topology: Topology) -> Tensor:

@@ -13,7 +13,7 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.ops.checks import SQUARES_BLOCK
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.build import Initialize, UnitBuilder, layouts_of
-from megatron_zpp.zero.collectives import sum_over_ranks
+from megatron_zpp.zero.collectives import sum_over_ranks, sum_squares
 from megatron_zpp.zero.communication import build_communication
 from megatron_zpp.zero.gathers import Gathers, Phase
 from megatron_zpp.zero.hooks import register_hooks
@@ -259,30 +259,27 @@ class ZeroEngine:
 
         So the clipping factor has the same bits however the gradient is sharded.
         """
-        counts = [sum(len(part.flat) for part in unit.gradients) // SQUARES_BLOCK for unit in self.units]
-        sums = torch.empty(sum(counts), device=self.device)
-        squares = list(zip(self.units, sums.split(counts), strict=True))
-        for some in (squares[1:], squares[:1]):  # the first unit's gradient is the last to be summed
+        squares = []
+        for units in (self.units[1:], self.units[:1]):  # the first one's gradient is the last to be summed
             with self.sections(WAIT_REDUCTIONS):
-                self._reductions.wait([unit for unit, _ in some])
+                self._reductions.wait(units)
             with self.sections(GRADIENT_NORM):
-                for unit, its_sums in some:
-                    self._square(unit, its_sums)
+                squares += [self._squares(unit) for unit in units]
         with self.sections(GRADIENT_NORM):
-            total = sums.sum(dtype=torch.float64)
-            sharded = not self.units[0].whole
-            total = sum_over_ranks(total, self.topology) if sharded else total
+            total = torch.cat(squares).sum(dtype=torch.float64)
+            if not self.units[0].whole:
+                total = sum_over_ranks(total, self.topology)
             return (total.sqrt() / scale).float()
 
-    def _square(self, unit: Unit, sums: Tensor) -> None:
-        """`sums` get those of the squares of each block of the unit's gradient."""
-        for flat in (part.flat for part in unit.gradients):
-            its_sums, sums = sums.tensor_split([len(flat) // SQUARES_BLOCK])
-            if self._operations is None:
-                blocks = flat.view(-1, SQUARES_BLOCK)
-                its_sums.copy_(torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float32).square())
-            else:
-                self._operations.sum_squares(flat, its_sums)
+    def _squares(self, unit: Unit) -> Tensor:
+        """The sums of the squares of each block of a unit's gradient."""
+        if unit.squares is not None:
+            return unit.squares
+        counts = [len(part.flat) // SQUARES_BLOCK for part in unit.gradients]
+        sums = torch.empty(sum(counts), device=self.device)
+        for part, its_sums in zip(unit.gradients, sums.split(counts), strict=True):
+            sum_squares(self._operations, part.flat, its_sums)
+        return sums
 
     def _loss(self, batch: Batch) -> Tensor:
         if isinstance(batch, Tensor):

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from megatron_zpp.ops.checks import SQUARES_BLOCK
 from megatron_zpp.zero.collectives import Reduction
 from megatron_zpp.zero.parts import Part
 from megatron_zpp.zero.unit import Residency, Unit
@@ -56,7 +57,7 @@ class Reductions:
     def release(self) -> None:
         """After the optimizer: the memory of the gradients is the next forward's, for activations."""
         for unit in self._units:
-            unit.gradients = ()
+            unit.gradients, unit.squares = (), None
 
     def _take(self, unit: Unit) -> None:
         """Moves `.grad` of every parameter to a flat buffer and starts the reduction that is due."""
@@ -108,8 +109,12 @@ class Reductions:
         if self._residency.optimizer_sharded:
             if not add:
                 unit.gradients = (Part(0, torch.empty_like(unit.master, device=slot.buffer.device)),)
-            (shard,) = unit.gradients
-            slot.pending = self._reduction.reduce_scatter(sent, shard.flat, add=add, error=unit.error)
+            ((_, shard),) = unit.gradients
+            if self._last:
+                unit.squares = torch.empty(len(shard) // SQUARES_BLOCK, device=shard.device)
+            slot.pending = self._reduction.reduce_scatter(
+                sent, shard, add=add, squares=unit.squares, error=unit.error
+            )
             return
         if total is None:
             total = torch.empty(unit.layout.numel, device=slot.buffer.device)

@@ -10,6 +10,7 @@ For a unit of n elements (padding included) on d ranks:
     gradients    parts of the whole, which is like master: the fp32 sum over micro-batches and ranks, from a
                  step's first reduction until the optimizer is done with it; where there is nothing to sum, as
                  the backward made them, large ones where it made them
+    squares      sums of the squares of a sharded gradient's blocks, as its last reduction finds them
     accumulated  (n,) fp32 at stage 1: the sum over micro-batches, from a step's first one to its last
     secondary    hpZ: this rank's part of what its group keeps of the unit, weights or codes; where the unit's
                  slot is its own alone, it is gathered once a step and needs none
@@ -98,6 +99,7 @@ class Unit:
     published: Tensor
     accumulated: Tensor | None = None
     gradients: tuple[Part, ...] = ()
+    squares: Tensor | None = None
     secondary: Tensor | None = None
     secondary_version: int = -1  # of the weights that `secondary` holds a part of
     error: Tensor | None = None

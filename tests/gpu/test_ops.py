@@ -86,6 +86,10 @@ def test_sums_of_plain_parts() -> None:
     cases.plain_parts("cuda")
 
 
+def test_sums_of_plain_parts_and_their_squares() -> None:
+    cases.plain_parts_and_squares("cuda")
+
+
 def test_sums_of_squares() -> None:
     cases.squares("cuda")
 

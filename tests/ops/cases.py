@@ -148,14 +148,8 @@ def plain_parts(device: str) -> None:
             assert_agree("sum_parts", parts, torch.ones(m), 0.1, add, device=device)
             own = sprinkled(m, dtype, 77)
             assert_agree("sum_parts", parts, torch.ones(m), 0.1, add, own, count // 2, device=device)
-            for m_here, start in (
-                (m // 2, 0),
-                (m // 8 * 4, 4),
-                (m // 4, 1),
-            ):  # columns of rows that lie apart
-                if start + m_here <= m:
-                    columns = parts[:, start : start + m_here]
-                    assert_agree("sum_parts", columns, torch.ones(m_here), 0.1, add, device=device)
+            columns = parts[:, : m // 2]  # rows lie apart
+            assert_agree("sum_parts", columns, torch.ones(m // 2), 0.1, add, device=device)
     parts = torch.randn(5, 4099, generator=torch.Generator().manual_seed(1))
     for own in range(5):
         for add in (False, True):
@@ -164,6 +158,26 @@ def plain_parts(device: str) -> None:
             reference.sum_parts(parts, expected, 0.5, add)
             torch.ops.megatron_zpp.sum_parts(in_place, in_place[own], 0.5, add)
             assert_same_bits(in_place[own].cpu(), expected, f"in place of part {own}")
+
+
+def plain_parts_and_squares(device: str) -> None:
+    """Whole blocks, in rows as far apart as all vectors divide, some of them, or none."""
+    for blocks, count in itertools.product((0, 1, 2, 67), (1, 2, 4, 5, 9)):
+        m = 256 * blocks
+        for dtype, add, gap in itertools.product(FLOATS, (False, True), (0, 8, 4, 1)):
+            columns = torch.stack([sprinkled(m + gap, dtype, seed) for seed in range(count)])[:, :m]
+            for own in (None, sprinkled(m, dtype, 77)):
+                sums = garbage(blocks, dtype=torch.float32)
+                shard = awkward(1, m, 32, torch.float32)[0]
+                assert_agree("sum_parts", columns, shard, 1 / 3, add, own, count // 2, sums, device=device)
+    parts = torch.randn(3, 1024, generator=torch.Generator().manual_seed(1))
+    for own, add in itertools.product(range(3), (False, True)):
+        expected, in_place = parts.clone(), parts.to(device, copy=True)
+        sums, expected_sums = torch.zeros(4, device=device), torch.zeros(4)
+        reference.sum_parts(parts, expected[own], 0.5, add, None, 0, expected_sums)
+        torch.ops.megatron_zpp.sum_parts(in_place, in_place[own], 0.5, add, None, 0, sums)
+        assert_same_bits(in_place.cpu(), expected, f"in place of part {own}")
+        assert_same_bits(sums.cpu(), expected_sums, f"squares in place of part {own}")
 
 
 def squares(device: str) -> None:

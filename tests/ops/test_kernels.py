@@ -41,6 +41,10 @@ def test_sums_of_plain_parts() -> None:
     cases.plain_parts("cpu")
 
 
+def test_sums_of_plain_parts_and_their_squares() -> None:
+    cases.plain_parts_and_squares("cpu")
+
+
 def test_sums_of_squares() -> None:
     cases.squares("cpu")
 

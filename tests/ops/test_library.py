@@ -33,7 +33,7 @@ def calls() -> dict[str, tuple[Any, ...]]:
             *(*plain(FORMAT), *plain(ROTATED), torch.zeros(256), None),
         ),
         "sum_into": (messages, shard, *plain(FORMAT), False, 0.5, True),
-        "sum_parts": (torch.randn(3, 256), shard, 0.5, False, torch.randn(256), 1),
+        "sum_parts": (torch.randn(3, 256), shard, 0.5, False, torch.randn(256), 1, torch.zeros(1)),
         "sum_squares": (torch.randn(512), torch.zeros(2)),
         "adamw": (*adamw_states(256), garbage(256, dtype=torch.bfloat16), *adamw_scalars(), 100),
         "adamw_quantize": (*adamw_states(256), message, *adamw_scalars(), 100, *plain(ROTATED), True),
@@ -143,6 +143,7 @@ REFUSALS = [
     ("sum_parts", 4, torch.zeros(512)[::2], "sum_parts: own must be contiguous"),
     ("sum_parts", 5, 3, "sum_parts: place must be from 0 to 2, got 3"),
     ("sum_parts", 5, -1, "sum_parts: place must be from 0 to 2, got -1"),
+    ("sum_parts", 6, torch.zeros(2), "sum_parts: squares must be float32 of shape (1,)"),
     ("sum_parts", 1, torch.zeros(255), "sum_parts: shard must be float32 of shape (256,)"),
     (
         "sum_squares",
@@ -232,7 +233,9 @@ def test_every_operation_of_the_object_runs_the_operator() -> None:
         *given["sum_quantize"][:2], FORMAT, Format("int8", 64, torch.float32), error=given["sum_quantize"][8]
     )
     operations.sum_into(*given["sum_into"][:2], FORMAT, factor=0.5, add=True)
-    operations.sum_parts(*given["sum_parts"][:2], factor=0.5, own=given["sum_parts"][4], place=1)
+    operations.sum_parts(
+        *given["sum_parts"][:2], factor=0.5, own=given["sum_parts"][4], place=1, squares=given["sum_parts"][6]
+    )
     operations.sum_squares(*given["sum_squares"])
     operations.adamw(*given["adamw"][:5], **scalars, **numbers)
     operations.adamw_quantize(*given["adamw_quantize"][:5], ROTATED, **scalars, **numbers)
