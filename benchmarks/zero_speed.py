@@ -45,6 +45,7 @@ CONTESTANTS: dict[str, dict[str, Any]] = {  # our settings
     "stage_1": {"zero_stage": 1},
     "stage_2": {"zero_stage": 2},
     "stage_3": {"zero_stage": 3},
+    "stage_3_prefetch_2": {"zero_stage": 3, "zero_prefetch_units": 2},
     "stage_3_offload": {"zero_stage": 3, "zero_offload_optimizer": True},
     "qwz": {"zero_stage": 3, "zero_quantized_weights": True},
     "hpz": {"zero_stage": 3, "zero_hpz_partition_size": "auto"},
