@@ -35,6 +35,9 @@ class Reduction(Protocol):
     """How gradients are summed over ranks. They are there until the sum is waited for."""
 
     takes_parts: bool  # whether gradients may be in several parts; else they are one, in a gradient slot
+    finds_squares: (
+        bool  # whether `squares` may be asked for: they come with the sum, without a pass of their own
+    )
 
     def reduce_scatter(
         self,
@@ -90,6 +93,8 @@ class PlainReduction:
     what is its own from there: nothing is copied inside a GPU.
     """
 
+    finds_squares = True
+
     def __init__(
         self,
         lane: Lane,
@@ -125,7 +130,7 @@ class PlainReduction:
 
         In the library's way `sent` is `full`. The other way is a reduce-scatter and a gather of sums that are
         rounded to the format of `full` once, which copy engines can do; there `sent` can be in a smaller
-        format, and in the memory of `full`.
+        format, and without rooms in the memory of `full`.
         """
 
         def work() -> None:
@@ -212,6 +217,7 @@ class TwoHopReduction:
         self._hops = TwoHops(inside, between, self._nodes * largest_shard, sum_dtype)
 
     takes_parts = False
+    finds_squares = True
 
     def reduce_scatter(
         self,

@@ -1,7 +1,6 @@
 """Gathers and reductions that send block-quantised codes (ZeRO++, 2306.10209, sections 3.1 and 3.3)."""
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -70,6 +69,7 @@ class QuantizedReduction:
     """
 
     takes_parts = False
+    finds_squares = False  # a pass beside the compute would cost more than one before the step
 
     def __init__(
         self,
@@ -109,18 +109,17 @@ class QuantizedReduction:
         error: Tensor | None = None,
     ) -> Pending:
         """See Reduction. `error` (error_numel,) is laid out by chunks."""
+        assert squares is None
         ((_, full),) = sent
         pending = []
         for chunk in self._chunks(len(shard)):
             slices = full.view(-1, len(shard))[:, chunk.start : chunk.stop]  # row r is for rank r
             owned = shard[chunk.start : chunk.stop]
-            whole = squares is not None and chunk.stop == len(shard)  # with this chunk, the last one
-            finish = partial(self._operations.sum_squares, shard, squares) if whole else None
             if self._two_hops:
                 lost = None if error is None else error[self._nodes * chunk.start : self._nodes * chunk.stop]
-                pending.append(self._in_two_hops(slices, owned, add, lost, finish))
+                pending.append(self._in_two_hops(slices, owned, add, lost))
             else:
-                pending.append(self._in_one_hop(slices, owned, add, finish))
+                pending.append(self._in_one_hop(slices, owned, add))
         return Pending(lambda: [chunk.wait() for chunk in pending])  # each, since each can fail
 
     @property
@@ -132,27 +131,16 @@ class QuantizedReduction:
         """Slices of one message of the first hop."""
         return self._nodes if self._two_hops else 1
 
-    def _in_one_hop(
-        self, slices: Tensor, shard: Tensor, add: bool, finish: Callable[[], None] | None
-    ) -> Pending:
+    def _in_one_hop(self, slices: Tensor, shard: Tensor, add: bool) -> Pending:
         lane = self._between if self._local == 1 else self._inside
 
         def work() -> None:
             received = self._exchange(lane, slices, slices.shape[1])
             self._operations.sum_into(received, shard, self._format, add=add)
-            if finish is not None:
-                finish()
 
         return lane.submit(work)
 
-    def _in_two_hops(
-        self,
-        slices: Tensor,
-        shard: Tensor,
-        add: bool,
-        error: Tensor | None,
-        finish: Callable[[], None] | None,
-    ) -> Pending:
+    def _in_two_hops(self, slices: Tensor, shard: Tensor, add: bool, error: Tensor | None) -> Pending:
         def fill(sums: Tensor) -> None:
             received = self._exchange(self._inside, slices, self._nodes * len(shard))
             messages = sums.view(self._nodes, -1)
@@ -161,8 +149,6 @@ class QuantizedReduction:
         def take(received: Tensor) -> None:
             messages = received.view(self._nodes, -1)
             self._operations.sum_into(messages, shard, self._format, add=add)
-            if finish is not None:
-                finish()
 
         return self._hops.submit(self._nodes * self._format.message_bytes(len(shard)), fill, take)
 

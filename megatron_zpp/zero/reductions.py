@@ -110,7 +110,7 @@ class Reductions:
             if not add:
                 unit.gradients = (Part(0, torch.empty_like(unit.master, device=slot.buffer.device)),)
             ((_, shard),) = unit.gradients
-            if self._last:
+            if self._last and self._reduction.finds_squares:
                 unit.squares = torch.empty(len(shard) // SQUARES_BLOCK, device=shard.device)
             slot.pending = self._reduction.reduce_scatter(
                 sent, shard, add=add, squares=unit.squares, error=unit.error

@@ -8,7 +8,7 @@ import torch
 
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.zero.collectives import PlainReduction
+from megatron_zpp.zero.collectives import PlainReduction, sum_squares
 from megatron_zpp.zero.communication import build_communication
 from megatron_zpp.zero.engine import reduce_dtype, sum_dtype
 from megatron_zpp.zero.flat_layout import FlatLayout
@@ -102,18 +102,23 @@ def reduce_case(topology: Topology, case: Case) -> Result:
         lane.ready()
     assert communication.reduction.takes_parts or not writes
     shards = [torch.full((layout.shard_numel,), 7.0, device=this_device()) for layout in units]
+    squares = [torch.full((layout.shard_numel // 256,), 7.0, device=this_device()) for layout in units]
     rounds = []
     for turn in range(ROUNDS):
         for index, (layout, slot) in enumerate(zip(units, slots, strict=True)):
             slot.copy_(gradients(topology.rank, index, layout, case.sent, turn))
         reduced = [
             communication.reduction.reduce_scatter(
-                in_parts(slot, communication.reduction.takes_parts), shard, add=turn > 0
+                in_parts(slot, communication.reduction.takes_parts), shard, add=turn > 0, squares=found
             )
-            for slot, shard in zip(slots, shards, strict=True)
+            for slot, shard, found in zip(slots, shards, squares, strict=True)
         ]
         for one in reduced:
             one.wait()
+        for shard, found in zip(shards, squares, strict=True):
+            expected = torch.empty_like(found)
+            sum_squares(operations() if case.kernels else None, shard, expected)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
         rounds.append([shard.cpu().numpy().copy() for shard in shards])
     for lane in communication.lanes:
         lane.settle()
@@ -125,9 +130,7 @@ def in_parts(flat: torch.Tensor, several: bool) -> list[Part]:
     """A gradient where it is, or in pieces of 1 to 3 blocks that lie elsewhere."""
     if not several:
         return [Part(0, flat)]
-    starts = sorted(
-        {*range(0, len(flat), 6 * 256), *range(256, len(flat), 6 * 256), *range(768, len(flat), 1536)}
-    )
+    starts = sorted(start for first in (0, 256, 768) for start in range(first, len(flat), 6 * 256))
     stops = [*starts[1:], len(flat)]
     return [Part(start, flat[start:stop].clone()) for start, stop in zip(starts, stops, strict=True)]
 
@@ -232,14 +235,20 @@ SUMMED = [  # what is sent, what sums come back in, and whether in two steps
 ]
 
 
-def all_reduce(topology: Topology) -> list[tuple[list[numpy.ndarray], tuple[int, int]]]:
-    """(the sums of all units, bytes sent) in several formats, in the library's way and in two steps."""
+def all_reduce(topology: Topology, rooms: bool = False) -> list[tuple[list[numpy.ndarray], tuple[int, int]]]:
+    """(the sums of all units, bytes sent) in several formats, in the library's way and in two steps.
+
+    With `rooms` processes write each other's memory in the latter; GPUs do without being told.
+    """
     units, found = layouts(topology.world_size), []
     for sent_in, dtype, scatters in SUMMED:
         ledger = TrafficLedger(topology)
-        lane = Lane(range(topology.world_size), topology, this_device(), ledger, None)
+        make_lane = SharedLane if rooms else Lane
+        lane = make_lane(range(topology.world_size), topology, this_device(), ledger, None)
         largest = max(layout.numel for layout in units) if scatters else 0
-        reduction = PlainReduction(lane, dtype, largest, operations())
+        written = lane.rooms(largest * dtype.itemsize) if scatters else None
+        assert written is not None or not (rooms and scatters)
+        reduction = PlainReduction(lane, dtype, largest, operations(), written)
         slots = [lane.zeros(layout.numel, dtype) for layout in units]
         lane.ready()
         totals = [torch.full((layout.numel,), 7.0, device=this_device()) for layout in units]
@@ -247,7 +256,7 @@ def all_reduce(topology: Topology) -> list[tuple[list[numpy.ndarray], tuple[int,
         for index, (layout, flat) in enumerate(zip(units, sent, strict=True)):
             flat.copy_(gradients(topology.rank, index, layout, sent_in, 0))
         pending = [
-            reduction.all_reduce([Part(0, flat)], slot, total)
+            reduction.all_reduce(in_parts(flat, reduction.takes_parts), slot, total)
             for flat, slot, total in zip(sent, slots, totals, strict=True)
         ]
         for one in pending:
@@ -274,6 +283,6 @@ def check_all_reduced(ranks: list[list[tuple[list[numpy.ndarray], tuple[int, int
         assert moved == [shares * (sent_in.itemsize + dtype.itemsize)] * world
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_whole_sums_are_on_all_ranks(world: int) -> None:
-    check_all_reduced(on_ranks(world, all_reduce))
+@pytest.mark.parametrize(("world", "rooms"), [(2, False), (2, True), (3, False), (3, True)])
+def test_whole_sums_are_on_all_ranks(world: int, rooms: bool) -> None:
+    check_all_reduced(on_ranks(world, all_reduce, rooms))
