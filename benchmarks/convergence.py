@@ -121,6 +121,9 @@ def train(
                 raise SystemExit(f"step {step} was skipped: not a finite gradient")
         if (step + 1) % (5 * options.interval) == 0 or step + 1 == options.steps:
             validation.append((step + 1, held_out()))
+            if topology.rank == 0:
+                minutes = (time.perf_counter() - started) / 60
+                print(f"step {step + 1}: {validation[-1][1]:.4f} after {minutes:.1f} minutes", flush=True)
     seconds = time.perf_counter() - started
     engine.close()
     return {

@@ -85,6 +85,12 @@ def sum_parts(parts: Tensor, shard: Tensor) -> None:
     shard.copy_(parts.sum(0, dtype=torch.float32) / len(parts))
 
 
+def sum_parts_and_squares(parts: Tensor, shard: Tensor, squares: Tensor) -> None:
+    """The same, and the squares of each 256 elements of it."""
+    sum_parts(parts, shard)
+    sum_squares(shard, squares)
+
+
 def sum_squares(x: Tensor, sums: Tensor) -> None:
     """Of each 256 elements, in fp32."""
     sums.copy_(x.view(-1, 256).float().square().sum(1))

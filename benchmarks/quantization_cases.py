@@ -65,6 +65,8 @@ def _several_messages() -> list[Case]:
         cases.append(Case("sum_into", name, partial(_sum_into, count=count), add, add))
         build = partial(_sum_parts, count=count)
         cases.append(Case("sum_parts", f"bf16, {count} parts", build, plain.sum_parts, plain.sum_parts))
+    both = plain.sum_parts_and_squares
+    cases.append(Case("sum_parts", "bf16, 2 parts, with squares", _sum_parts_and_squares, both, both))
     build = partial(_sum_quantize, count=4, error=True)
     cases.append(Case("sum_quantize", "int4/128, 4 messages, error feedback", build, encode, encode))
     build = partial(_sum_quantize, count=4, seed=1)
@@ -146,6 +148,15 @@ def _sum_parts(ops: Operations, elements: int, device: torch.device, *, count: i
     )
     ours = partial(ops.sum_parts, parts, shard, factor=1 / count)
     return Buffers(parts.nbytes + shard.nbytes, ours, (parts, torch.empty_like(shard)))
+
+
+def _sum_parts_and_squares(ops: Operations, elements: int, device: torch.device) -> Buffers:
+    m = elements // 2
+    parts, shard = _numbers(2, m, device=device), torch.empty(m, device=device)
+    squares = torch.empty(m // 256, device=device)
+    ours = partial(ops.sum_parts, parts, shard, factor=1 / 2, squares=squares)
+    plain_buffers = (parts, torch.empty_like(shard), torch.empty_like(squares))
+    return Buffers(parts.nbytes + shard.nbytes + squares.nbytes, ours, plain_buffers)
 
 
 def _sum_squares(ops: Operations, elements: int, device: torch.device) -> Buffers:

@@ -27,6 +27,7 @@ KINDS = (  # (part of a kernel's name, kind), the first that fits
     ("sum_quantize", "sum and encode again"),
     ("sum_into", "decode and sum"),
     ("sum_parts", "sum"),
+    ("sum_and_square", "sum"),
     ("adamw", "AdamW"),
     ("quantize", "encode"),
     ("nvjet", "matrix product"),

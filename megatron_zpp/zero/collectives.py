@@ -36,7 +36,7 @@ class Reduction(Protocol):
 
     takes_parts: bool  # whether gradients may be in several parts; else they are one, in a gradient slot
     finds_squares: (
-        bool  # whether `squares` may be asked for: they come with the sum, without a pass of their own
+        bool  # whether `squares` come with the sum, without a pass of their own; else None is given
     )
 
     def reduce_scatter(
