@@ -17,6 +17,7 @@ stands the plan of our engine for the same model on the same machines.
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from megatron_zpp.plan.job import Job, units_of
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.step_time import compute_seconds, pass_seconds, step_time
 from megatron_zpp.plan.traffic import Pass, Sent, total, traffic_of
+from megatron_zpp.zero.theory import reduction_bytes
 
 Row = dict[str, Any]
 GRIDS = (  # result, samples of a micro-batch, nodes, GPUs of a node
@@ -125,6 +127,8 @@ def h200_rows() -> list[Row]:
             memory = memory_of(job)
             earlier_loss = 0.0 if compiled else EARLIER_LOSS * job.tokens * job.vocab_size / 2**30
             planned = memory.peak if compiled else memory.resident + memory.activations
+            if job.writes_peers:
+                planned += _counted_otherwise(job, compiled)
             rows.append(
                 {
                     "result": name,
@@ -138,6 +142,19 @@ def h200_rows() -> list[Row]:
                 }
             )
     return rows
+
+
+def _counted_otherwise(job: Job, compiled: bool) -> int:
+    """What torch's count of a peak has besides the plan, less what it has not: memory that peers write.
+
+    Runs that were not compiled had slots in place of that, from which gradients were sent.
+    """
+    if compiled:
+        sizes = {"reduce_bytes": job.slot_bytes, "sum_bytes": job.sum_bytes}
+        return -reduction_bytes(job.layouts, job.nodes, **sizes)
+    return sum(
+        min(2, units) * layout.numel * job.slot_bytes for layout, units in Counter(job.layouts).items()
+    )
 
 
 def slow_link_rows() -> list[Row]:

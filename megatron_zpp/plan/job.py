@@ -86,6 +86,11 @@ class Job:
         return gathers_whole_sums(self.nodes, self.local)
 
     @property
+    def writes_peers(self) -> bool:
+        """Whether ranks send gradients from where they are made, into each other's memory."""
+        return self.nodes == 1 < self.local and self.gradient_codes is None
+
+    @property
     def sum_bytes(self) -> int:
         """Of a node's sum of such gradients."""
         return sum_dtype(self.precision).itemsize

@@ -1,4 +1,4 @@
-"""What one rank holds, part by part, and when it holds most: the bytes that torch's allocator hands out.
+"""What one rank holds, part by part, and when it holds most: the bytes that are handed out to tensors.
 
 Model states and buffers are those that zero/build.py and zero/communication.py make, padding included, and
 stay for the whole run. Gradients and activations come and go, and are not at their most together, so the
@@ -86,7 +86,8 @@ def _buffers(job: Job) -> int:
     """Gradients on their way out of the backward, and the messages of gathers and reductions."""
     stage, sent = job.zero.zero_stage, job.slot_bytes
     total = 0
-    if stage >= 1 or sent != 4 or job.gathers_whole_sums:
+    has_slots = not job.writes_peers if stage >= 1 else sent != 4 or job.gathers_whole_sums
+    if has_slots:
         total += sum(min(2, units) * layout.numel * sent for layout, units in Counter(job.layouts).items())
     if job.gradient_codes is not None:
         total += quantized_reduction_bytes(job.layouts, job.nodes, job.gradient_codes)
@@ -125,6 +126,7 @@ def _moments(job: Job) -> dict[str, int]:
     tied = 0 if job.model.untie_embeddings_and_output_weights else table
     moments = {"the loss": accumulated + activations + loss_bytes(job)}
     produced = job.dtype.itemsize * job.layouts[1].numel  # a layer's, before they are taken
+    on_their_way = 2 * produced if job.writes_peers else 0  # those of the layers before it
     for one in backward(job):
         for layers, live in (
             (one.layer + 1, one.stored + working_bytes(job)),
@@ -132,12 +134,14 @@ def _moments(job: Job) -> dict[str, int]:
         ):
             done = int(others * (1 - layers / job.model.num_layers))
             moments.setdefault("the backward", 0)
-            moments["the backward"] = max(moments["the backward"], max(accumulated, done) + live + tied)
+            moments["the backward"] = max(
+                moments["the backward"], max(accumulated, done) + live + tied + on_their_way
+            )
     produced = job.dtype.itemsize * first
     end = max(final + produced, others + produced + tied)
     if accumulated:  # all of it is there already when the embedding's two gradients become one
         end = accumulated + produced + tied
-    moments["the end of the backward"] = end
+    moments["the end of the backward"] = end + on_their_way
     moments["the optimizer's step"] = final
     return moments
 

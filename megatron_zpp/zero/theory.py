@@ -39,7 +39,8 @@ def arena_bytes(
     Slots for parameters exist beside the states at stage 3 alone; below it the parameters are the slots.
     `reduce_bytes` is the size of a gradient as it is sent, `sum_bytes` that of a node's sum of gradients. A
     reduce-scatter (stage 1 and up) has room to receive; an all-reduce (stage 0) sends fp32 sums from where
-    they are, but on one node: there it has what a reduce-scatter has.
+    they are, but on one node: there it has what a reduce-scatter has. GPUs that write each other's memory
+    need the room alone: their gradients are sent from where they are made.
     """
     total = 0
     scatters = stage >= 1 or gathers_whole_sums(nodes, layouts[0].ranks // nodes)

@@ -86,7 +86,7 @@ def test_measured_steps_are_predicted() -> None:
         if limit:
             assert row["milliseconds"] == pytest.approx(row["measured_ms"], rel=limit), row
             checked += 1
-    assert checked == 13
+    assert checked == 14
     for row in slow_link_rows():
         assert row["seconds"] == pytest.approx(row["measured_seconds"], rel=0.15), row
 
