@@ -182,7 +182,8 @@ def check_runs(
                 warnings.simplefilter("ignore")  # torch's, of each kernel that is not to be used anyway
                 bounds = kernel.bounds(ends, x) if masked else None
                 q, k, v = x.unbind(2)
-                kernel(q, k, v, dropout, bounds).backward(torch.ones_like(q))
+                # Not backward(gradient), which imports sympy, nor that of a mere sum, which has no strides.
+                (kernel(q, k, v, dropout, bounds) * torch.ones_like(q)).sum().backward()
         except RuntimeError as error:
             shape = f"{tokens} tokens, --kv-channels {head_width}, --attention-dropout {dropout}"
             masks = ", --reset-attention-mask" if masked else ""

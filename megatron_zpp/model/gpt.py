@@ -49,8 +49,9 @@ class Embedding(nn.Module):
 
 
 def _embedding(entries: int, width: int) -> nn.Embedding:
-    """As torch draws it; but its own way, on the meta device, would import the compiler: seconds a start."""
-    return nn.Embedding(entries, width, _weight=torch.randn(entries, width))
+    """As torch draws it; but to draw on the meta device imports sympy or the compiler: seconds a start."""
+    weight = torch.empty(entries, width)
+    return nn.Embedding(entries, width, _weight=weight if weight.is_meta else weight.normal_())
 
 
 class Attention(nn.Module):
