@@ -4,8 +4,12 @@ Exit status: 0 done, 1 an error, 2 a bad command line, 3 NaN, 75 stopped by a si
 """
 
 import os
+import signal
 import sys
 from functools import partial
+
+if __name__ == "__main__":  # the imports take a while: a scheduler's request waits for stop_signals
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 
 from megatron_zpp.config.root import parse_command_line
 from megatron_zpp.tokenizer.base import describe

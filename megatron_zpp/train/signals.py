@@ -53,6 +53,7 @@ def stop_signals(prog: str, topology: Topology) -> Iterator[StopSignals]:
     # A handler must be there for the number to be written; what it would do, the thread does.
     handlers = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # pretrain_gpt.py blocks one as it starts
     try:
         yield signals
     finally:

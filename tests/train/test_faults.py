@@ -66,6 +66,20 @@ def whole(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save
 
 
+def test_a_request_to_stop_waits_until_the_imports_are_done(tmp_path: Path) -> None:
+    flags = "--mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 1 --hidden-size 16 "
+    flags += "--num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 100000 --lr 1e-3"
+    command = [sys.executable, ROOT / "pretrain_gpt.py", *flags.split(), "--num-workers", "0"]
+    with subprocess.Popen(command, env=environment(), cwd=tmp_path, stdout=subprocess.PIPE, text=True) as run:
+        status = Path(f"/proc/{run.pid}/status")
+        blocked = partial(re.search, r"SigBlk:\s*0*200$", flags=re.MULTILINE)  # USR1 alone
+        wait_until(lambda: blocked(status.read_text()), 60, every=0.002)
+        run.send_signal(signal.SIGUSR1)
+        out, _ = run.communicate(timeout=100)
+    assert run.returncode == 75, out
+    assert "exiting at iteration 0: SIGUSR1" in out
+
+
 def test_a_signal_to_one_rank_saves_and_stops_all(flags: list[str], whole: Path, tmp_path: Path) -> None:
     """During an evaluation, then during steps; the third start ends with the weights of a whole run."""
     save = tmp_path / "checkpoints"
