@@ -8,9 +8,9 @@ from megatron_zpp.zero.collectives import Reduction
 from megatron_zpp.zero.parts import Part
 from megatron_zpp.zero.unit import Residency, Unit
 
-# Elements of a gradient that stays where the backward made it:
-_STEPPED_THERE = 1 << 23  # copying it moves 32 MiB, and AdamW has kernels of its own for it
-_SENT_FROM_THERE = 1 << 20  # 4 MiB, for a copy and a sum of its own
+# Elements of a 16-bit gradient that stays where the backward made it:
+_STEPPED_THERE = 1 << 23  # a copy would move 32 MiB; without it the norm and AdamW need kernels of its own
+_SENT_FROM_THERE = 1 << 20  # a copy would move 4 MiB; without it sending and summing need calls of its own
 
 
 class Reductions:
@@ -60,7 +60,7 @@ class Reductions:
             unit.gradients, unit.squares = (), None
 
     def _take(self, unit: Unit) -> None:
-        """Moves `.grad` of every parameter to a flat buffer and starts the reduction that is due."""
+        """Takes over `.grad` of every parameter and starts the reduction that is due."""
         produced = [parameter.grad for parameter in unit.parameters]
         for parameter in unit.parameters:
             parameter.grad = None
