@@ -127,7 +127,7 @@ def h200_rows() -> list[Row]:
             memory = memory_of(job)
             earlier_loss = 0.0 if compiled else EARLIER_LOSS * job.tokens * job.vocab_size / 2**30
             planned = memory.peak if compiled else memory.resident + memory.activations
-            if job.writes_peers:
+            if not alone:
                 planned += _counted_otherwise(job, compiled)
             rows.append(
                 {
@@ -147,14 +147,14 @@ def h200_rows() -> list[Row]:
 def _counted_otherwise(job: Job, compiled: bool) -> int:
     """What torch's count of a peak has besides the plan, less what it has not: memory that peers write.
 
-    Runs that were not compiled had slots in place of that, from which gradients were sent.
+    Runs that were not compiled sent the gradients of each layout from two buffers of its own.
     """
     if compiled:
-        sizes = {"reduce_bytes": job.slot_bytes, "sum_bytes": job.sum_bytes}
-        return -reduction_bytes(job.layouts, job.nodes, **sizes)
-    return sum(
-        min(2, units) * layout.numel * job.slot_bytes for layout, units in Counter(job.layouts).items()
-    )
+        sizes = {"reduce_bytes": job.reduce_bytes, "sum_bytes": job.sum_bytes}
+        return -reduction_bytes(job.layouts, job.nodes, **sizes) if job.writes_peers else 0
+    sent = sum(min(2, units) * layout.numel for layout, units in Counter(job.layouts).items())
+    now = 0 if job.writes_peers else max(layout.numel for layout in job.layouts)
+    return (sent - now) * job.reduce_bytes
 
 
 def slow_link_rows() -> list[Row]:

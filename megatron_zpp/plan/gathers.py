@@ -99,7 +99,7 @@ def _units(job: Job) -> list[Unit]:
     shared = {}
     for layout, count in Counter(job.layouts).items():
         own = slots(count, job.prefetch) if job.zero.zero_stage >= 3 else count
-        shared[layout] = (cycle([ParameterSlot(_meta(layout.numel)) for _ in range(own)]), own < count)
+        shared[layout] = (cycle([ParameterSlot(buffer=_meta(layout.numel)) for _ in range(own)]), own < count)
     units = []
     for layout in job.layouts:
         slot, is_shared = next(shared[layout][0]), shared[layout][1]
@@ -109,7 +109,7 @@ def _units(job: Job) -> list[Unit]:
             layout=layout,
             owned=layout.shard(0),
             slot=slot,
-            gradient_slot=Slot(_meta(0)),
+            gradient_slot=Slot(),
             master=_meta(0),
             published=_meta(0),
             secondary=_meta(0) if job.secondary_ranks and is_shared else None,

@@ -70,15 +70,15 @@ class Job:
         return getattr(torch, self.precision.compute_dtype("cuda"))
 
     @property
-    def slot_bytes(self) -> int:
-        """Of a gradient in the buffers that it is sent from, where it is not quantised."""
+    def reduce_bytes(self) -> int:
+        """Of a gradient as it is sent, where it is not quantised."""
         return reduce_dtype(Residency(self.zero.zero_stage), self.precision, self.dtype).itemsize
 
     @property
     def sent_bytes(self) -> int:
         """Of the same on the wire: those of a step's only micro-batch are sent as they are made."""
         as_made = self.micro_batches == 1 and (self.zero.zero_stage >= 1 or self.gathers_whole_sums)
-        return min(self.slot_bytes, self.dtype.itemsize) if as_made else self.slot_bytes
+        return min(self.reduce_bytes, self.dtype.itemsize) if as_made else self.reduce_bytes
 
     @property
     def gathers_whole_sums(self) -> bool:
@@ -138,11 +138,16 @@ class Job:
         return not one or self.zero.quantizes or self.zero.zero_offload_optimizer
 
     @property
+    def reduces_as_made(self) -> bool:
+        """Whether gradients are reduced as the backward makes them, not summed over micro-batches first."""
+        return self.sums_gradients and (self.zero.zero_stage >= 2 or self.micro_batches == 1)
+
+    @property
     def two_hops(self) -> bool:
         """Whether gradients are summed inside nodes and then between them."""
         if self.gradient_codes is not None:
             return min(self.nodes, self.local) > 1
-        sizes = {"reduce_bytes": self.slot_bytes, "sum_bytes": self.sum_bytes}
+        sizes = {"reduce_bytes": self.reduce_bytes, "sum_bytes": self.sum_bytes}
         return self.zero.zero_stage >= 1 and sums_inside_nodes(self.nodes, self.local, **sizes)
 
 

@@ -83,12 +83,12 @@ def _weights(job: Job) -> int:
 
 
 def _buffers(job: Job) -> int:
-    """Gradients on their way out of the backward, and the messages of gathers and reductions."""
-    stage, sent = job.zero.zero_stage, job.slot_bytes
+    """What gradients are sent from, and the messages of gathers and reductions."""
+    stage, sent = job.zero.zero_stage, job.reduce_bytes
     total = 0
-    has_slots = not job.writes_peers if stage >= 1 else sent != 4 or job.gathers_whole_sums
-    if has_slots:
-        total += sum(min(2, units) * layout.numel * sent for layout, units in Counter(job.layouts).items())
+    joined = not job.writes_peers if stage >= 1 else sent != 4 or job.gathers_whole_sums
+    if job.gradient_codes is not None or (joined and job.ranks > 1):
+        total += max(layout.numel for layout in job.layouts) * sent
     if job.gradient_codes is not None:
         total += quantized_reduction_bytes(job.layouts, job.nodes, job.gradient_codes)
     elif stage >= 1 or job.gathers_whole_sums:
@@ -124,9 +124,14 @@ def _moments(job: Job) -> dict[str, int]:
     activations = ends_bytes(job) + stored_bytes(job) - away
     table = job.dtype.itemsize * job.padded_vocab_size * job.model.hidden_size  # the head's gradient of it
     tied = 0 if job.model.untie_embeddings_and_output_weights else table
-    moments = {"the loss": accumulated + activations + loss_bytes(job)}
     produced = job.dtype.itemsize * job.layouts[1].numel  # a layer's, before they are taken
-    on_their_way = 2 * produced if job.writes_peers else 0  # those of the layers before it
+    on_their_way = 0  # those of the layers before it, and of what comes after the layers
+    if job.reduces_as_made:
+        on_their_way = 2 * produced + job.dtype.itemsize * job.layouts[-1].numel
+    still = 0  # on its way from the micro-batch before
+    if on_their_way and job.micro_batches > 1:
+        still = on_their_way + job.dtype.itemsize * first
+    moments = {"the loss": accumulated + still + activations + loss_bytes(job)}
     for one in backward(job):
         for layers, live in (
             (one.layer + 1, one.stored + working_bytes(job)),

@@ -102,7 +102,7 @@ def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
     if weights is not None:
         nbytes += one.decoded * (weights.block_bytes / weights.block + itemsize)
     if not one.forward:
-        as_made = job.zero.zero_stage >= 2 or job.sent_bytes < job.slot_bytes
+        as_made = job.zero.zero_stage >= 2 or job.sent_bytes < job.reduce_bytes
         nbytes += one.summed * (itemsize + (job.sent_bytes if as_made else 8))
         if one.reduced != Sent():
             code = gradients.block_bytes / gradients.block if gradients else 0

@@ -75,11 +75,11 @@ def reduction(job: Job, layout: FlatLayout) -> Sent:
     """One reduction of a unit's gradients."""
     ranks, local, nodes = job.ranks, job.local, job.nodes
     if job.zero.zero_stage == 0:
-        there_and_back = job.sent_bytes + job.slot_bytes
+        there_and_back = job.sent_bytes + job.reduce_bytes
         return _ring(job, ranks, (ranks - 1) * layout.shard_numel * there_and_back)
     codes = job.gradient_codes
     if codes is None:
-        sizes = {"reduce_bytes": job.slot_bytes, "sum_bytes": job.sum_bytes, "sent_bytes": job.sent_bytes}
+        sizes = {"reduce_bytes": job.reduce_bytes, "sum_bytes": job.sum_bytes, "sent_bytes": job.sent_bytes}
         return Sent(*reduction_sends(layout, nodes, **sizes)) * ranks
     sent = Sent()
     size = chunk_numel(layout.shard_numel, job.two_hops, codes.block)

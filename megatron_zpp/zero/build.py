@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.flat_layout import FlatLayout
-from megatron_zpp.zero.theory import gathers_whole_sums
 from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.unit import ParameterSlot, Residency, Slot, Unit
 
@@ -21,7 +20,7 @@ class UnitBuilder:
     """Makes the units of a model whose parameters are on the meta device.
 
     Units of equal layout share slots in turn: at stage 3 `prefetch` + 1 for their parameters, and at every
-    stage two for the reduction of their gradients. All of these are made here.
+    stage two for the reduction of their gradients, so that as many can be under way.
     """
 
     def __init__(
@@ -32,13 +31,12 @@ class UnitBuilder:
         communication: Communication,
         *,
         dtype: torch.dtype,
-        reduce_dtype: torch.dtype,
         prefetch: int,
         offload_optimizer: bool,
         error_feedback: bool,
     ) -> None:
         self._residency, self._topology, self._device = residency, topology, device
-        self._communication, self._dtype, self._reduce_dtype = communication, dtype, reduce_dtype
+        self._communication, self._dtype = communication, dtype
         self._prefetch, self._offload, self._error_feedback = prefetch, offload_optimizer, error_feedback
 
     def build(
@@ -64,16 +62,10 @@ class UnitBuilder:
         return units
 
     def _slots(self, layout: FlatLayout, units: int) -> "_Slots":
-        stage, sent = self._residency, self._reduce_dtype
-        count = min(self._prefetch + 1, units) if stage.parameters_sharded else units
+        count = min(self._prefetch + 1, units) if self._residency.parameters_sharded else units
         lane = self._communication.filling
-        parameters = [ParameterSlot(lane.zeros(layout.numel, self._dtype)) for _ in range(count)]
-        lane = self._communication.reducing
-        topology = self._topology
-        whole = gathers_whole_sums(topology.nodes, topology.local_world_size)
-        elsewhere = self._communication.reduction.takes_parts  # gradients are sent from where they are made
-        sends = not elsewhere if stage.optimizer_sharded else sent != torch.float32 or whole
-        gradients = [Slot(lane.zeros(layout.numel if sends else 0, sent)) for _ in range(min(2, units))]
+        parameters = [ParameterSlot(buffer=lane.zeros(layout.numel, self._dtype)) for _ in range(count)]
+        gradients = [Slot() for _ in range(2)]
         return _Slots(cycle(parameters), cycle(gradients), shared=count < units)
 
     def _unit(self, name: str, module: nn.Module, layout: FlatLayout, slots: "_Slots") -> Unit:

@@ -1,7 +1,7 @@
 """Gathers of weights and reductions of gradients as they are; quantised ones have the same faces."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_zpp.ops.checks import SQUARES_BLOCK
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.lane import Lane, Pending, copy
-from megatron_zpp.zero.parts import Part, parts_inside
+from megatron_zpp.zero.parts import Part, join, parts_inside
 from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.two_hops import TwoHops
 
@@ -32,9 +32,8 @@ class Gather(Protocol):
 
 
 class Reduction(Protocol):
-    """How gradients are summed over ranks. They are there until the sum is waited for."""
+    """How gradients are summed over ranks. They stay where they are until the sum is waited for."""
 
-    takes_parts: bool  # whether gradients may be in several parts; else they are one, in a gradient slot
     finds_squares: (
         bool  # whether `squares` come with the sum, without a pass of their own; else None is given
     )
@@ -90,7 +89,7 @@ class PlainReduction:
     them. `operations` are the kernels for the sum; None: torch's, a pass over memory for each rank.
 
     Where ranks can write each other's memory, each writes what is for another from where it lies, and sums
-    what is its own from there: nothing is copied inside a GPU.
+    what is its own from there: nothing is copied inside a GPU. Else it goes through a buffer of the lane's.
     """
 
     finds_squares = True
@@ -102,16 +101,21 @@ class PlainReduction:
         largest: int,
         operations: Operations | None = None,
         rooms: Sequence[Tensor] | None = None,
+        *,
+        sums_whole: Literal["no", "in two steps", "by the library"] = "no",
     ) -> None:
-        """`largest` is the size of the largest unit; 0 where `all_reduce` is to be the library's.
+        """`largest` is the size of the largest unit, `sums_whole` the way of `all_reduce`, if it is called.
 
         `rooms` (largest · itemsize,) uint8 are the memory in which each rank, in their order, receives,
         all of it written by this one; None: an all-to-all.
         """
         self._lane, self._operations, self._rooms = lane, operations, rooms
-        self._scatters = largest > 0 and len(lane.ranks) > 1
-        self._received = lane.zeros(largest if self._scatters and rooms is None else 0, dtype)
-        self.takes_parts = rooms is not None
+        self._in_two_steps = sums_whole == "in two steps"
+        scatters = sums_whole != "by the library"
+        joins = rooms is None or self._in_two_steps if scatters else dtype != torch.float32
+        alone = len(lane.ranks) == 1
+        self._whole = lane.zeros(largest if joins and not alone else 0, dtype)
+        self._received = lane.zeros(largest if scatters and rooms is None and not alone else 0, dtype)
 
     def reduce_scatter(
         self,
@@ -125,23 +129,23 @@ class PlainReduction:
         """See Reduction. Nothing is lost here."""
         return self._lane.submit(lambda: self._exchange_and_sum(sent, shard, add, squares))
 
-    def all_reduce(self, sent: Sequence[Part], full: Tensor, total: Tensor) -> Pending:
-        """Sums `sent` over ranks into the fp32 `total`, by way of `full`, all (ranks · n,).
+    def all_reduce(self, sent: Sequence[Part], total: Tensor) -> Pending:
+        """Sums `sent`, which may be `total`, over ranks into the fp32 `total`, both (ranks · n,).
 
-        In the library's way `sent` is `full`. The other way is a reduce-scatter and a gather of sums that are
-        rounded to the format of `full` once, which copy engines can do; there `sent` can be in a smaller
-        format, and without rooms in the memory of `full`.
+        In the library's way they are summed in `dtype`. The two steps are a reduce-scatter and a gather of
+        sums that are rounded to `dtype` once, which copy engines can do.
         """
 
         def work() -> None:
-            if self._scatters:
+            full = self._whole[: len(total)] if len(self._whole) else total
+            if self._in_two_steps:
                 mine, own = (t.view(len(self._lane.ranks), -1)[self._lane.place] for t in (total, full))
                 exact = own if own.dtype == torch.float32 else mine
                 self._exchange_and_sum(sent, exact, add=False, squares=None)
                 copy(own, exact)
                 self._lane.all_gather(full, own)
             else:
-                self._lane.all_reduce(full)
+                self._lane.all_reduce(join(sent, full))
             copy(total, full)
 
         return self._lane.submit(work)
@@ -149,35 +153,20 @@ class PlainReduction:
     def _exchange_and_sum(
         self, sent: Sequence[Part], shard: Tensor, add: bool, squares: Tensor | None
     ) -> None:
-        if self._rooms is not None:
-            self._write_and_sum(sent, shard, add, squares)
-            return
-        full = _whole(sent)
-        parts = full.view(1, -1)
-        if len(self._lane.ranks) > 1:
+        ranks, place, numel = len(self._lane.ranks), self._lane.place, len(shard)
+        if self._rooms is None and ranks > 1:
+            full = join(sent, self._whole.view(sent[0].flat.dtype))
             received = self._received.view(full.dtype)[: len(full)]
             self._lane.all_to_all(received, full)
-            parts = received.view(len(self._lane.ranks), -1)
-        _sum_parts(self._operations, parts, shard, add=add, squares=squares)
-
-    def _write_and_sum(self, sent: Sequence[Part], shard: Tensor, add: bool, squares: Tensor | None) -> None:
-        """A rank's room has a row for what each rank sends it; nobody writes the row of its own."""
-        ranks, place, numel = len(self._lane.ranks), self._lane.place, len(shard)
-        dtype = sent[0].flat.dtype
-        rooms = [room.view(dtype)[: ranks * numel].view(ranks, numel) for room in self._rooms]
-        self._lane.meet()  # all have summed what was there
-        for distance in range(1, ranks):  # each of them begins with another
-            peer = (place + distance) % ranks
-            for part in parts_inside(sent, range(peer * numel, (peer + 1) * numel)):
-                part.of(rooms[peer][place]).copy_(part.flat)
-            self._lane.wrote(peer, numel * dtype.itemsize)
-        self._lane.meet()
+            _sum_parts(self._operations, received.view(ranks, -1), shard, add=add, squares=squares)
+            return
+        others = None if self._rooms is None else self._write(self._rooms, sent, numel)
         for part in parts_inside(sent, range(place * numel, (place + 1) * numel)):
             columns = slice(part.start, part.start + len(part.flat))
             blocks = slice(columns.start // SQUARES_BLOCK, columns.stop // SQUARES_BLOCK)
             _sum_parts(
                 self._operations,
-                rooms[place][:, columns],
+                part.flat.view(1, -1) if others is None else others[:, columns],
                 shard[columns],
                 add=add,
                 own=part.flat,
@@ -185,13 +174,26 @@ class PlainReduction:
                 squares=None if squares is None else squares[blocks],
             )
 
+    def _write(self, rooms: Sequence[Tensor], sent: Sequence[Part], numel: int) -> Tensor:
+        """Writes to the other ranks; returns what they wrote here: (ranks, numel), no row of this one."""
+        ranks, place, dtype = len(rooms), self._lane.place, sent[0].flat.dtype
+        rows = [room.view(dtype)[: ranks * numel].view(ranks, numel) for room in rooms]
+        self._lane.meet()  # all have summed what was there
+        for distance in range(1, ranks):  # each of them begins with another
+            peer = (place + distance) % ranks
+            for part in parts_inside(sent, range(peer * numel, (peer + 1) * numel)):
+                part.of(rows[peer][place]).copy_(part.flat)
+            self._lane.wrote(peer, numel * dtype.itemsize)
+        self._lane.meet()
+        return rows[place]
+
 
 class TwoHopReduction:
     """Sums gradients inside each node first, so that each link between nodes has them once.
 
     Hop 1: the rank of place p gets, from each rank of its node, what that has for the ranks of place p on
-    all nodes, and sums it in the order of the places. `full` is in the order of the ranks, so what goes to
-    one node is in one piece, and is sent from where it lies: an all-to-all for each node. Hop 2: the sums
+    all nodes, and sums it in the order of the places. The gradient is in the order of the ranks, so what goes
+    to one node is in one piece: an all-to-all for each node. Hop 2: the sums
     travel to their owners, which add those of the nodes in their order. Sums are fp32.
     """
 
@@ -211,12 +213,12 @@ class TwoHopReduction:
         """
         self._inside, self._operations = inside, operations
         self._local, self._nodes = len(inside.ranks), len(between.ranks)
+        self._whole = inside.zeros(self._nodes * self._local * largest_shard, dtype)
         self._received = inside.zeros(self._local * largest_shard, dtype)
         rounded = sum_dtype != torch.float32
         self._sum = inside.zeros(largest_shard, torch.float32) if rounded else None  # before it is rounded
         self._hops = TwoHops(inside, between, self._nodes * largest_shard, sum_dtype)
 
-    takes_parts = False
     finds_squares = True
 
     def reduce_scatter(
@@ -229,9 +231,9 @@ class TwoHopReduction:
         error: Tensor | None = None,
     ) -> Pending:
         """See Reduction. What rounded sums lose is lost."""
-        full = _whole(sent)
 
         def fill(sums: Tensor) -> None:
+            full = join(sent, self._whole.view(sent[0].flat.dtype))
             for row, node_sum in zip(full.view(self._nodes, -1), sums.view(self._nodes, -1), strict=True):
                 received = self._received.view(row.dtype)[: len(row)]
                 self._inside.all_to_all(received, row)
@@ -243,12 +245,6 @@ class TwoHopReduction:
             _sum_parts(self._operations, received.view(self._nodes, -1), shard, add=add, squares=squares)
 
         return self._hops.submit(self._nodes * len(shard), fill, take)
-
-
-def _whole(sent: Sequence[Part]) -> Tensor:
-    """The gradient that is in one part."""
-    ((_, full),) = sent
-    return full
 
 
 def _sum_parts(

@@ -57,7 +57,6 @@ class Communication:
     gather: Gather
     weight_format: Format | None  # qwZ
     secondary: SecondaryShards | None
-    reducing: Lane  # empties gradient slots; the first of a reduction's lanes
     reduction: Reduction
 
 
@@ -106,16 +105,15 @@ def build_communication(
         )
         if weight_format is not None or not gathering.copies:
             filling = inside
-    reducing, reduction = _reduction(
+    reduction_lanes, reduction = _reduction(
         zero, topology, make_lane, layouts, dtype=reduce_dtype, sum_dtype=sum_dtype, operations=operations
     )
     return Communication(
-        lanes=(*lanes, *reducing),
+        lanes=(*lanes, *reduction_lanes),
         filling=filling,
         gather=gather_on(gathering, weight_format),
         weight_format=weight_format,
         secondary=secondary,
-        reducing=reducing[0],
         reduction=reduction,
     )
 
@@ -130,11 +128,11 @@ def _reduction(
     sum_dtype: torch.dtype,
     operations: Operations | None,
 ) -> tuple[list[Lane], Reduction]:
-    """The lanes of a reduction, that which takes the gradients first, and the reduction."""
+    """The lanes of a reduction, and the reduction."""
     if zero.zero_quantized_gradients:
         inside, between = make_lane(topology.node_ranks), make_lane(topology.counterparts)
         codes = Format(zero.zero_quantized_gradients_format, zero.zero_quantization_block or GRADIENT_BLOCK)
-        return [inside, between], QuantizedReduction(inside, between, operations, codes, layouts)
+        return [inside, between], QuantizedReduction(inside, between, operations, codes, layouts, dtype)
     sizes = {"reduce_bytes": dtype.itemsize, "sum_bytes": sum_dtype.itemsize}
     scatters = zero.zero_stage >= 1
     if scatters and sums_inside_nodes(topology.nodes, topology.local_world_size, **sizes):
@@ -142,7 +140,9 @@ def _reduction(
         largest = max(layout.shard_numel for layout in layouts)
         return [inside, between], TwoHopReduction(inside, between, dtype, sum_dtype, largest, operations)
     lane = make_lane(range(topology.world_size))
-    whole = gathers_whole_sums(topology.nodes, topology.local_world_size)
-    largest = max(layout.numel for layout in layouts) if scatters or whole else 0
-    rooms = lane.rooms(largest * dtype.itemsize) if largest else None
-    return [lane], PlainReduction(lane, dtype, largest, operations, rooms)
+    largest = max(layout.numel for layout in layouts)
+    sums_whole = "no" if scatters else "by the library"
+    if not scatters and gathers_whole_sums(topology.nodes, topology.local_world_size):
+        sums_whole = "in two steps"
+    rooms = None if sums_whole == "by the library" else lane.rooms(largest * dtype.itemsize)
+    return [lane], PlainReduction(lane, dtype, largest, operations, rooms, sums_whole=sums_whole)

@@ -102,7 +102,6 @@ class ZeroEngine:
             device,
             communication,
             dtype=dtype,
-            reduce_dtype=sent,
             prefetch=prefetch,
             offload_optimizer=zero.zero_offload_optimizer,
             error_feedback=zero.zero_gradient_error_feedback,
@@ -114,7 +113,11 @@ class ZeroEngine:
         self._adamw = build_adamw(optimizer, self.units, communication, fused_backend, operations)
         alone = topology.world_size == 1 and not zero.zero_quantized_gradients
         self._reductions = Reductions(
-            self.units, communication.reduction, residency, sums=not (alone and self._adamw.reads_halves)
+            self.units,
+            communication.reduction,
+            residency,
+            sent,
+            sums=not (alone and self._adamw.reads_halves),
         )
         self._hooks = register_hooks(
             [module for _, module in named_modules], self.units, self._gathers, self._reductions

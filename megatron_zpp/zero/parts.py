@@ -1,6 +1,6 @@
 """Parts of a whole gradient, each wherever it lies."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -23,3 +23,12 @@ def parts_inside(parts: Iterable[Part], owned: range) -> Iterator[Part]:
         begin, end = max(start, owned.start), min(start + len(flat), owned.stop)
         if begin < end:
             yield Part(begin - owned.start, flat[begin - start : end - start])
+
+
+def join(parts: Sequence[Part], room: Tensor) -> Tensor:
+    """Copies all `parts` of a buffer to their places in `room`, in its format, and returns what they fill."""
+    whole = room[: sum(len(part.flat) for part in parts)]
+    for part in parts:
+        if part.of(whole).data_ptr() != part.flat.data_ptr():  # else it is there already
+            part.of(whole).copy_(part.flat)
+    return whole

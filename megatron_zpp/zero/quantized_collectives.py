@@ -1,6 +1,7 @@
 """Gathers and reductions that send block-quantised codes (ZeRO++, 2306.10209, sections 3.1 and 3.3)."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from megatron_zpp.ops.formats import Format
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.lane import Lane, Pending
-from megatron_zpp.zero.parts import Part
+from megatron_zpp.zero.parts import Part, join
 from megatron_zpp.zero.theory import chunk_numel
 from megatron_zpp.zero.two_hops import TwoHops
 
@@ -68,7 +69,6 @@ class QuantizedReduction:
     takes each slice to its owner. A hop of one rank is left out: one node has one, and so have nodes of one.
     """
 
-    takes_parts = False
     finds_squares = False  # a pass beside the compute would cost more than one before the step
 
     def __init__(
@@ -78,13 +78,18 @@ class QuantizedReduction:
         operations: Operations,
         format: Format,
         layouts: Sequence[FlatLayout],
+        dtype: torch.dtype,
     ) -> None:
-        """`inside` has the ranks of the node, `between` those of this rank's place on every node."""
+        """`inside` has the ranks of the node, `between` those of this rank's place on every node.
+
+        `dtype` is the largest format that gradients come in.
+        """
         self._inside, self._between = inside, between
         self._operations, self._format = operations, format
         self._local, self._nodes = len(inside.ranks), len(between.ranks)
         chunk = max(self._chunk_numel(layout.shard_numel) for layout in layouts)
-        first = between if self._local == 1 else inside
+        self._first = first = between if self._local == 1 else inside
+        self._whole = first.zeros(max(layout.numel for layout in layouts), dtype)
         room = len(first.ranks) * format.message_bytes(self._slices * chunk)
         self._sent, self._received = first.zeros(room, torch.uint8), first.zeros(room, torch.uint8)
         if self._two_hops:
@@ -110,8 +115,10 @@ class QuantizedReduction:
     ) -> Pending:
         """See Reduction. `error` (error_numel,) is laid out by chunks."""
         assert squares is None
-        ((_, full),) = sent
-        pending = []
+        full, pending = sent[0].flat, []
+        if len(sent) > 1:
+            full = self._whole.view(full.dtype)[: len(shard) * self._local * self._nodes]
+            pending.append(self._first.submit(partial(join, sent, full)))
         for chunk in self._chunks(len(shard)):
             slices = full.view(-1, len(shard))[:, chunk.start : chunk.stop]  # row r is for rank r
             owned = shard[chunk.start : chunk.stop]
@@ -132,17 +139,15 @@ class QuantizedReduction:
         return self._nodes if self._two_hops else 1
 
     def _in_one_hop(self, slices: Tensor, shard: Tensor, add: bool) -> Pending:
-        lane = self._between if self._local == 1 else self._inside
-
         def work() -> None:
-            received = self._exchange(lane, slices, slices.shape[1])
+            received = self._exchange(slices, slices.shape[1])
             self._operations.sum_into(received, shard, self._format, add=add)
 
-        return lane.submit(work)
+        return self._first.submit(work)
 
     def _in_two_hops(self, slices: Tensor, shard: Tensor, add: bool, error: Tensor | None) -> Pending:
         def fill(sums: Tensor) -> None:
-            received = self._exchange(self._inside, slices, self._nodes * len(shard))
+            received = self._exchange(slices, self._nodes * len(shard))
             messages = sums.view(self._nodes, -1)
             self._operations.sum_quantize(received, messages, self._format, self._format, error=error)
 
@@ -152,12 +157,12 @@ class QuantizedReduction:
 
         return self._hops.submit(self._nodes * self._format.message_bytes(len(shard)), fill, take)
 
-    def _exchange(self, lane: Lane, slices: Tensor, numel: int) -> Tensor:
-        """The first hop: (ranks of the lane, message_bytes(numel)), a message from each of them."""
-        ranks, nbytes = len(lane.ranks), self._format.message_bytes(numel)
+    def _exchange(self, slices: Tensor, numel: int) -> Tensor:
+        """The first hop: (ranks of its lane, message_bytes(numel)), a message from each of them."""
+        ranks, nbytes = len(self._first.ranks), self._format.message_bytes(numel)
         sent, received = (room[: ranks * nbytes] for room in (self._sent, self._received))
         self._operations.quantize(slices, sent.view(ranks, nbytes), self._format)
-        lane.all_to_all(received, sent)
+        self._first.all_to_all(received, sent)
         return received.view(ranks, nbytes)
 
     def _chunk_numel(self, shard_numel: int) -> int:

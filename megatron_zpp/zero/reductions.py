@@ -22,14 +22,28 @@ class Reductions:
     """
 
     def __init__(
-        self, units: list[Unit], reduction: Reduction, residency: Residency, *, sums: bool = True
+        self,
+        units: list[Unit],
+        reduction: Reduction,
+        residency: Residency,
+        dtype: torch.dtype,
+        *,
+        sums: bool = True,
     ) -> None:
-        """`sums` is False where gradients of a step's only micro-batch are the step's as they are."""
+        """Sums over micro-batches are sent in `dtype`, and gradients as they are made unless that is larger.
+
+        `sums` is False where gradients of a step's only micro-batch are the step's as they are.
+        """
         self._units, self._reduction, self._residency, self._sums = units, reduction, residency, sums
+        self._dtype = dtype
         self._first = self._last = True
 
     def begin(self, *, first: bool, last: bool) -> None:
-        """The backward that comes is of a step's first, last or another micro-batch."""
+        """The backward that comes is of a step's first, last or another micro-batch.
+
+        What the one before sent is not needed any more: there was a forward to send it in.
+        """
+        self.wait(self._units)
         self._first, self._last = first, last
         for unit in self._units:
             unit.arrived = 0
@@ -50,7 +64,7 @@ class Reductions:
                 self._take(unit)
 
     def wait(self, units: list[Unit]) -> None:
-        """Lets the optimizer wait for the reductions of these units."""
+        """Lets the compute wait for the reductions of these units."""
         for unit in units:
             unit.gradient_slot.wait()
 
@@ -69,9 +83,10 @@ class Reductions:
         if only and not self._sums:
             unit.gradients = unit.parts_of(produced, _STEPPED_THERE)
             return
-        at_once = only or self._residency.gradients_sharded
-        if at_once and (self._reduction.takes_parts or len(unit.gradient_slot.buffer)):
-            self._reduce(unit, self._sent(unit, produced), add=not self._first)
+        if only or self._residency.gradients_sharded:
+            if produced[0].itemsize > self._dtype.itemsize:
+                produced = [gradient.to(self._dtype) for gradient in produced]
+            self._reduce(unit, unit.parts_of(produced, _SENT_FROM_THERE), add=not self._first)
             return
         if self._first:
             unit.accumulated = unit.new_sum()
@@ -81,23 +96,9 @@ class Reductions:
         if self._last:
             self._reduce_accumulated(unit)
 
-    def _sent(self, unit: Unit, produced: list[Tensor]) -> tuple[Part, ...]:
-        """The whole gradient where it can be sent from."""
-        if self._reduction.takes_parts:
-            return unit.parts_of(produced, _SENT_FROM_THERE)
-        sent = unit.send_buffer(produced[0].dtype)
-        torch._foreach_copy_(unit.views(sent), produced)
-        return (Part(0, sent),)
-
     def _reduce_accumulated(self, unit: Unit) -> None:
-        slot, total = unit.gradient_slot, unit.accumulated
-        unit.accumulated = None  # its memory can be the shard's
-        sent = total
-        if self._reduction.takes_parts:
-            sent = total.to(slot.buffer.dtype)
-        elif len(slot.buffer):
-            sent = slot.buffer.copy_(total)
-            slot.gaps_of = sent.dtype
+        total, unit.accumulated = unit.accumulated, None  # its memory can be the shard's
+        sent = total.to(self._dtype)
         if self._residency.optimizer_sharded:
             total = None
         self._reduce(unit, (Part(0, sent),), add=False, total=total)
@@ -108,7 +109,7 @@ class Reductions:
         slot.reads = sent
         if self._residency.optimizer_sharded:
             if not add:
-                unit.gradients = (Part(0, torch.empty_like(unit.master, device=slot.buffer.device)),)
+                unit.gradients = (Part(0, torch.empty_like(unit.master, device=sent[0].flat.device)),)
             ((_, shard),) = unit.gradients
             if self._last and self._reduction.finds_squares:
                 unit.squares = torch.empty(len(shard) // SQUARES_BLOCK, device=shard.device)
@@ -117,7 +118,6 @@ class Reductions:
             )
             return
         if total is None:
-            total = torch.empty(unit.layout.numel, device=slot.buffer.device)
+            total = torch.empty(unit.layout.numel, device=sent[0].flat.device)
         unit.gradients = (Part(0, total),)
-        slot.gaps_of = None  # sums come back in it
-        slot.pending = self._reduction.all_reduce(sent, slot.buffer if len(slot.buffer) else total, total)
+        slot.pending = self._reduction.all_reduce(sent, total)

@@ -37,18 +37,20 @@ def arena_bytes(
     """Bytes of the buffers that units share: slots of gathered parameters, and what reductions need.
 
     Slots for parameters exist beside the states at stage 3 alone; below it the parameters are the slots.
-    `reduce_bytes` is the size of a gradient as it is sent, `sum_bytes` that of a node's sum of gradients. A
-    reduce-scatter (stage 1 and up) has room to receive; an all-reduce (stage 0) sends fp32 sums from where
-    they are, but on one node: there it has what a reduce-scatter has. GPUs that write each other's memory
-    need the room alone: their gradients are sent from where they are made.
+    `reduce_bytes` is the size of a gradient as it is sent, `sum_bytes` that of a node's sum of gradients. The
+    gradients of two units of a layout can be on their way. Where there are other ranks a unit's are sent from
+    a buffer, and a reduce-scatter (stage 1 and up) has room to receive; an all-reduce (stage 0) is fp32 sums
+    where they are to be, but on one node: there it has what a reduce-scatter has. GPUs that write each
+    other's memory need the room alone: their gradients are sent from where they are made.
     """
     total = 0
     scatters = stage >= 1 or gathers_whole_sums(nodes, layouts[0].ranks // nodes)
     for layout, units in Counter(layouts).items():
         if stage >= 3:
             total += slots(units, prefetch) * layout.numel * parameter_bytes
-        if scatters or reduce_bytes != 4:
-            total += min(2, units) * layout.numel * reduce_bytes
+        total += min(2, units) * layout.numel * (reduce_bytes if scatters else parameter_bytes)
+    if layouts[0].ranks > 1 and (scatters or reduce_bytes != 4):
+        total += max(layout.numel for layout in layouts) * reduce_bytes
     if scatters:
         total += reduction_bytes(layouts, nodes, reduce_bytes=reduce_bytes, sum_bytes=sum_bytes)
     return total

@@ -54,12 +54,10 @@ class Residency:
 
 @dataclass
 class Slot:
-    """A buffer that one asynchronous collective at a time reads or writes."""
+    """Has one asynchronous collective at a time."""
 
-    buffer: Tensor
     pending: Pending | None = None
-    reads: tuple[Part, ...] = ()  # what the collective reads elsewhere
-    gaps_of: torch.dtype | None = None  # the format of which the gaps between parameters are zero here
+    reads: tuple[Part, ...] = ()  # what the collective reads
 
     def wait(self) -> None:
         """Lets the compute wait until the slot's collective is done."""
@@ -69,10 +67,11 @@ class Slot:
             self.reads = ()
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ParameterSlot(Slot):
     """Holds the whole parameters of one unit at a time: EMPTY -> GATHERING (`pending`) -> GATHERED."""
 
+    buffer: Tensor
     holder: "Unit | None" = None
     version: int = -1  # of the holder's weights
 
@@ -94,7 +93,7 @@ class Unit:
     layout: FlatLayout
     owned: range  # the elements that this rank's optimizer changes
     slot: ParameterSlot
-    gradient_slot: Slot  # in the format that sums are sent in; no elements where they are sent from elsewhere
+    gradient_slot: Slot
     master: Tensor
     published: Tensor
     accumulated: Tensor | None = None
@@ -148,29 +147,12 @@ class Unit:
             torch._foreach_copy_(views, copied)
         return [Part(elements.start, flat)]
 
-    def send_buffer(self, dtype: torch.dtype) -> Tensor:
-        """The gradient slot for gradients of `dtype` (n,): in that format if it is smaller than the slot's.
-
-        The parameters' parts are not filled, the gaps are zero.
-        """
-        slot = self.gradient_slot
-        flat = slot.buffer
-        if dtype.itemsize < flat.itemsize:
-            flat = flat.view(dtype)[: len(flat)]
-        if slot.gaps_of != flat.dtype:
-            self._clear_gaps(flat)
-            slot.gaps_of = flat.dtype
-        return flat
-
     def new_sum(self) -> Tensor:
         """A buffer (n,) for whole gradients: the parameters' parts are not filled, the gaps are zero."""
         whole = torch.empty(self.layout.numel, device=self.slot.buffer.device)
-        self._clear_gaps(whole)
-        return whole
-
-    def _clear_gaps(self, flat: Tensor) -> None:
         for gap in self.layout.gaps():
-            flat[gap.start : gap.stop].zero_()
+            whole[gap.start : gap.stop].zero_()
+        return whole
 
     def load(self, flat: Tensor, index: int, parameter: Tensor) -> None:
         """Copies this rank's part of a whole parameter into `flat`, a buffer like `master`."""

@@ -97,21 +97,18 @@ def reduce_case(topology: Topology, case: Case) -> Result:
         sum_dtype=sum_dtype(case.precision),
         operations=operations() if case.kernels else None,
     )
-    slots = [communication.reducing.zeros(layout.numel, case.sent) for layout in units]
+    sent = [torch.empty(layout.numel, dtype=case.sent, device=this_device()) for layout in units]
     for lane in communication.lanes:
         lane.ready()
-    assert communication.reduction.takes_parts or not writes
     shards = [torch.full((layout.shard_numel,), 7.0, device=this_device()) for layout in units]
     squares = [torch.full((layout.shard_numel // 256,), 7.0, device=this_device()) for layout in units]
     rounds = []
     for turn in range(ROUNDS):
-        for index, (layout, slot) in enumerate(zip(units, slots, strict=True)):
-            slot.copy_(gradients(topology.rank, index, layout, case.sent, turn))
+        for index, (layout, flat) in enumerate(zip(units, sent, strict=True)):
+            flat.copy_(gradients(topology.rank, index, layout, case.sent, turn))
         reduced = [
-            communication.reduction.reduce_scatter(
-                in_parts(slot, communication.reduction.takes_parts), shard, add=turn > 0, squares=found
-            )
-            for slot, shard, found in zip(slots, shards, squares, strict=True)
+            communication.reduction.reduce_scatter(in_parts(flat), shard, add=turn > 0, squares=found)
+            for flat, shard, found in zip(sent, shards, squares, strict=True)
         ]
         for one in reduced:
             one.wait()
@@ -126,10 +123,8 @@ def reduce_case(topology: Topology, case: Case) -> Result:
     return rounds, ledger.take()
 
 
-def in_parts(flat: torch.Tensor, several: bool) -> list[Part]:
-    """A gradient where it is, or in pieces of 1 to 3 blocks that lie elsewhere."""
-    if not several:
-        return [Part(0, flat)]
+def in_parts(flat: torch.Tensor) -> list[Part]:
+    """A gradient in pieces of 1 to 3 blocks that lie elsewhere."""
     starts = sorted(start for first in (0, 256, 768) for start in range(first, len(flat), 6 * 256))
     stops = [*starts[1:], len(flat)]
     return [Part(start, flat[start:stop].clone()) for start, stop in zip(starts, stops, strict=True)]
@@ -229,6 +224,7 @@ def test_two_hops_are_taken_where_they_send_less(
 SUMMED = [  # what is sent, what sums come back in, and whether in two steps
     (torch.float32, torch.float32, False),
     (torch.bfloat16, torch.bfloat16, False),
+    (torch.bfloat16, torch.float32, False),
     (torch.float32, torch.float32, True),
     (torch.bfloat16, torch.bfloat16, True),
     (torch.bfloat16, torch.float32, True),
@@ -245,20 +241,19 @@ def all_reduce(topology: Topology, rooms: bool = False) -> list[tuple[list[numpy
         ledger = TrafficLedger(topology)
         make_lane = SharedLane if rooms else Lane
         lane = make_lane(range(topology.world_size), topology, this_device(), ledger, None)
-        largest = max(layout.numel for layout in units) if scatters else 0
+        largest = max(layout.numel for layout in units)
         written = lane.rooms(largest * dtype.itemsize) if scatters else None
         assert written is not None or not (rooms and scatters)
-        reduction = PlainReduction(lane, dtype, largest, operations(), written)
-        slots = [lane.zeros(layout.numel, dtype) for layout in units]
+        way = "in two steps" if scatters else "by the library"
+        reduction = PlainReduction(lane, dtype, largest, operations(), written, sums_whole=way)
         lane.ready()
         totals = [torch.full((layout.numel,), 7.0, device=this_device()) for layout in units]
-        sent = [slot.view(sent_in)[: len(slot)] for slot in slots]
-        for index, (layout, flat) in enumerate(zip(units, sent, strict=True)):
-            flat.copy_(gradients(topology.rank, index, layout, sent_in, 0))
-        pending = [
-            reduction.all_reduce(in_parts(flat, reduction.takes_parts), slot, total)
-            for flat, slot, total in zip(sent, slots, totals, strict=True)
-        ]
+        sent = [gradients(topology.rank, i, layout, sent_in, 0) for i, layout in enumerate(units)]
+        parts = [in_parts(flat.to(this_device())) for flat in sent]
+        if sent_in == torch.float32:  # sums over micro-batches are where the result goes
+            totals[0].copy_(sent[0])
+            parts[0] = [Part(0, totals[0])]
+        pending = [reduction.all_reduce(sent, total) for sent, total in zip(parts, totals, strict=True)]
         for one in pending:
             one.wait()
         lane.settle()
@@ -280,7 +275,8 @@ def check_all_reduced(ranks: list[list[tuple[list[numpy.ndarray], tuple[int, int
                 assert (off <= (0 if scatters else allowed)).all()
         shares = (world - 1) * sum(layout.shard_numel for layout in layouts(world))
         moved = [sum(sent) for _, sent in results]
-        assert moved == [shares * (sent_in.itemsize + dtype.itemsize)] * world
+        there = sent_in if scatters else dtype
+        assert moved == [shares * (there.itemsize + dtype.itemsize)] * world
 
 
 @pytest.mark.parametrize(("world", "rooms"), [(2, False), (2, True), (3, False), (3, True)])

@@ -63,7 +63,7 @@ def reduce_one(topology: Topology, case: Reduced) -> tuple[numpy.ndarray, numpy.
     lanes = both_lanes(topology)
     layout = FlatLayout((topology.world_size * case.shard_numel,), 1, topology.world_size)
     assert layout.shard_numel == case.shard_numel
-    reduction = QuantizedReduction(*lanes, operations(), case.format, [layout])
+    reduction = QuantizedReduction(*lanes, operations(), case.format, [layout], torch.float32)
     for lane in lanes:
         lane.ready()
     generator = torch.Generator().manual_seed(1 if case.same else topology.rank)
@@ -74,7 +74,8 @@ def reduce_one(topology: Topology, case: Reduced) -> tuple[numpy.ndarray, numpy.
         full = torch.randn(layout.numel, generator=generator).to(case.dtype)
         full[::97] *= 30
     shard = torch.full((case.shard_numel,), 7.0, device=this_device())
-    reduction.reduce_scatter([Part(0, full.to(this_device()))], shard, add=True).wait()
+    parts = [Part(start, full[start : start + 512].to(this_device())) for start in range(0, len(full), 512)]
+    reduction.reduce_scatter(parts, shard, add=True).wait()
     for lane in lanes:
         lane.close()
     return full.float().view(topology.world_size, -1).numpy(), (shard - 7.0).cpu().numpy()
@@ -113,7 +114,7 @@ def feedback(topology: Topology, steps: int) -> tuple[float, float]:
     """Largest error of the mean of many reductions of the same gradients, without and with feedback."""
     format, lanes = Format("int4", 128), both_lanes(topology)
     layout = FlatLayout((topology.world_size * 1024,), 1, topology.world_size)
-    reduction = QuantizedReduction(*lanes, operations(), format, [layout])
+    reduction = QuantizedReduction(*lanes, operations(), format, [layout], torch.float32)
     # codes of scale 1 that lose nothing in hop 1, but whose sums over a node are not codes of hop 2
     full = torch.randint(
         -8, 8, (layout.numel,), generator=torch.Generator().manual_seed(topology.rank)
