@@ -106,9 +106,10 @@ def reduce_case(topology: Topology, case: Case) -> Result:
     for turn in range(ROUNDS):
         for index, (layout, flat) in enumerate(zip(units, sent, strict=True)):
             flat.copy_(gradients(topology.rank, index, layout, case.sent, turn))
+        parts = [in_parts(flat) for flat in sent]  # there until they are waited for
         reduced = [
-            communication.reduction.reduce_scatter(in_parts(flat), shard, add=turn > 0, squares=found)
-            for flat, shard, found in zip(sent, shards, squares, strict=True)
+            communication.reduction.reduce_scatter(gradient, shard, add=turn > 0, squares=found)
+            for gradient, shard, found in zip(parts, shards, squares, strict=True)
         ]
         for one in reduced:
             one.wait()
