@@ -16,7 +16,7 @@ from megatron_zpp.plan.job import Job
 from megatron_zpp.zero.gathers import Gathers, Phase
 from megatron_zpp.zero.lane import Pending
 from megatron_zpp.zero.theory import slots
-from megatron_zpp.zero.unit import ParameterSlot, Slot, Unit
+from megatron_zpp.zero.unit import InFlight, ParameterSlot, Unit
 
 _WALKED = 3  # micro-batches: the first, one like all between, the last
 
@@ -109,7 +109,7 @@ def _units(job: Job) -> list[Unit]:
             layout=layout,
             owned=layout.shard(0),
             slot=slot,
-            gradient_slot=Slot(),
+            reducing=InFlight(),
             master=_meta(0),
             published=_meta(0),
             secondary=_meta(0) if job.secondary_ranks and is_shared else None,

@@ -96,14 +96,15 @@ def _recomputed_flops(job: Job) -> float:
 
 
 def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
-    """Codes of weights decoded; gradients taken out of the backward, encoded and summed."""
+    """Codes of weights decoded; gradients copied to be sent, encoded and summed."""
     itemsize, weights, gradients = job.dtype.itemsize, job.weight_codes, job.gradient_codes
     nbytes = 0.0
     if weights is not None:
         nbytes += one.decoded * (weights.block_bytes / weights.block + itemsize)
     if not one.forward:
         as_made = job.zero.zero_stage >= 2 or job.sent_bytes < job.reduce_bytes
-        nbytes += one.summed * (itemsize + (job.sent_bytes if as_made else 8))
+        if not (as_made and job.writes_peers):
+            nbytes += one.summed * (itemsize + (job.sent_bytes if as_made else 8))
         if one.reduced != Sent():
             code = gradients.block_bytes / gradients.block if gradients else 0
             node_sums = 2 * job.sum_bytes / job.local if job.two_hops and not gradients else 0

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.topology import Topology
-from megatron_zpp.zero.unit import ParameterSlot, Residency, Slot, Unit
+from megatron_zpp.zero.unit import InFlight, ParameterSlot, Residency, Unit
 
 Initialize = Callable[[str, Tensor], None]
 
@@ -65,8 +65,8 @@ class UnitBuilder:
         count = min(self._prefetch + 1, units) if self._residency.parameters_sharded else units
         lane = self._communication.filling
         parameters = [ParameterSlot(buffer=lane.zeros(layout.numel, self._dtype)) for _ in range(count)]
-        gradients = [Slot() for _ in range(2)]
-        return _Slots(cycle(parameters), cycle(gradients), shared=count < units)
+        reducing = [InFlight(), InFlight()]
+        return _Slots(cycle(parameters), cycle(reducing), shared=count < units)
 
     def _unit(self, name: str, module: nn.Module, layout: FlatLayout, slots: "_Slots") -> Unit:
         stage, communication = self._residency, self._communication
@@ -88,7 +88,7 @@ class UnitBuilder:
             layout=layout,
             owned=owned,
             slot=slot,
-            gradient_slot=next(slots.gradients),
+            reducing=next(slots.reducing),
             master=master,
             published=published,
             secondary=self._secondary(layout) if slots.shared else None,
@@ -111,7 +111,7 @@ class _Slots:
     """The slots that units of one layout take in turn; `shared`: whether two of them use one."""
 
     parameters: Iterator[ParameterSlot]
-    gradients: Iterator[Slot]
+    reducing: Iterator[InFlight]
     shared: bool
 
 

@@ -66,7 +66,7 @@ class Reductions:
     def wait(self, units: list[Unit]) -> None:
         """Lets the compute wait for the reductions of these units."""
         for unit in units:
-            unit.gradient_slot.wait()
+            unit.reducing.wait()
 
     def release(self) -> None:
         """After the optimizer: the memory of the gradients is the next forward's, for activations."""
@@ -78,7 +78,7 @@ class Reductions:
         produced = [parameter.grad for parameter in unit.parameters]
         for parameter in unit.parameters:
             parameter.grad = None
-        unit.gradient_slot.wait()
+        unit.reducing.wait()
         only = self._first and self._last
         if only and not self._sums:
             unit.gradients = unit.parts_of(produced, _STEPPED_THERE)
@@ -105,19 +105,18 @@ class Reductions:
 
     def _reduce(self, unit: Unit, sent: tuple[Part, ...], *, add: bool, total: Tensor | None = None) -> None:
         """Starts the sum over ranks: at stage 0 into `total`, if it is given, or else a new buffer."""
-        slot = unit.gradient_slot
-        slot.reads = sent
+        unit.reducing.reads = sent
         if self._residency.optimizer_sharded:
             if not add:
                 unit.gradients = (Part(0, torch.empty_like(unit.master, device=sent[0].flat.device)),)
             ((_, shard),) = unit.gradients
             if self._last and self._reduction.finds_squares:
                 unit.squares = torch.empty(len(shard) // SQUARES_BLOCK, device=shard.device)
-            slot.pending = self._reduction.reduce_scatter(
+            unit.reducing.pending = self._reduction.reduce_scatter(
                 sent, shard, add=add, squares=unit.squares, error=unit.error
             )
             return
         if total is None:
             total = torch.empty(unit.layout.numel, device=sent[0].flat.device)
         unit.gradients = (Part(0, total),)
-        slot.pending = self._reduction.all_reduce(sent, total)
+        unit.reducing.pending = self._reduction.all_reduce(sent, total)

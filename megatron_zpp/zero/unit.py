@@ -53,14 +53,14 @@ class Residency:
 
 
 @dataclass
-class Slot:
-    """Has one asynchronous collective at a time."""
+class InFlight:
+    """At most one asynchronous collective, and what it reads."""
 
     pending: Pending | None = None
-    reads: tuple[Part, ...] = ()  # what the collective reads
+    reads: tuple[Part, ...] = ()
 
     def wait(self) -> None:
-        """Lets the compute wait until the slot's collective is done."""
+        """Lets the compute wait until the collective is done."""
         if self.pending is not None:
             self.pending.wait()
             self.pending = None
@@ -68,7 +68,7 @@ class Slot:
 
 
 @dataclass(kw_only=True)
-class ParameterSlot(Slot):
+class ParameterSlot(InFlight):
     """Holds the whole parameters of one unit at a time: EMPTY -> GATHERING (`pending`) -> GATHERED."""
 
     buffer: Tensor
@@ -93,7 +93,7 @@ class Unit:
     layout: FlatLayout
     owned: range  # the elements that this rank's optimizer changes
     slot: ParameterSlot
-    gradient_slot: Slot
+    reducing: InFlight  # the sum of this unit's gradients, or of another's that it has to wait for
     master: Tensor
     published: Tensor
     accumulated: Tensor | None = None

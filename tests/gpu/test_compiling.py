@@ -61,11 +61,11 @@ def distance(losses: list[float], others: list[float]) -> float:
 
 
 def test_compiled_parts_learn_what_eager_ones_do() -> None:
-    """Their losses are no further from eager ones than the rounding of bf16 puts those from fp32's."""
+    """Both are off from fp32's by the rounding of bf16, so no more than √2 of that from each other."""
     said: list[str] = []
     exact, eager = losses_of(plain(precision=PrecisionConfig(fp32=True))), losses_of(plain())
     found = losses_of(compiled(said))
-    assert distance(found, eager) <= distance(eager, exact)
+    assert distance(found, eager) <= 2**0.5 * distance(eager, exact)
     assert said == []
     assert eager[-1] < 0.9 * eager[0]  # of 6.95 that a guess among the vocabulary loses
 

@@ -116,7 +116,8 @@ def reduce_case(topology: Topology, case: Case) -> Result:
         for shard, found in zip(shards, squares, strict=True):
             expected = torch.empty_like(found)
             sum_squares(operations() if case.kernels else None, shard, expected)
-            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+            any_order = 0 if case.kernels else 2 * 256 * 2**-24  # torch's depends on how many sums there are
+            torch.testing.assert_close(found, expected, rtol=any_order, atol=0, equal_nan=True)
         rounds.append([shard.cpu().numpy().copy() for shard in shards])
     for lane in communication.lanes:
         lane.settle()
