@@ -87,9 +87,11 @@ def _buffers(job: Job) -> int:
     stage, sent = job.zero.zero_stage, job.reduce_bytes
     total = 0
     joined = not job.writes_peers if stage >= 1 else sent != 4 or job.gathers_whole_sums
-    if job.gradient_codes is not None or (joined and job.ranks > 1):
-        total += max(layout.numel for layout in job.layouts) * sent
+    largest = max(layout.numel for layout in job.layouts)
+    if joined and job.ranks > 1 and job.gradient_codes is None:
+        total += largest * sent
     if job.gradient_codes is not None:
+        total += largest * job.dtype.itemsize
         total += quantized_reduction_bytes(job.layouts, job.nodes, job.gradient_codes)
     elif stage >= 1 or job.gathers_whole_sums:
         total += reduction_bytes(job.layouts, job.nodes, reduce_bytes=sent, sum_bytes=job.sum_bytes)

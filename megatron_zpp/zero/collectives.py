@@ -34,9 +34,7 @@ class Gather(Protocol):
 class Reduction(Protocol):
     """How gradients are summed over ranks. They stay where they are until the sum is waited for."""
 
-    finds_squares: (
-        bool  # whether `squares` come with the sum, without a pass of their own; else None is given
-    )
+    finds_squares: bool  # whether `squares` come without a pass of their own; else None is given
 
     def reduce_scatter(
         self,
@@ -193,8 +191,8 @@ class TwoHopReduction:
 
     Hop 1: the rank of place p gets, from each rank of its node, what that has for the ranks of place p on
     all nodes, and sums it in the order of the places. The gradient is in the order of the ranks, so what goes
-    to one node is in one piece: an all-to-all for each node. Hop 2: the sums
-    travel to their owners, which add those of the nodes in their order. Sums are fp32.
+    to one node is in one piece: an all-to-all for each node. Hop 2: the sums travel to their owners, which
+    add those of the nodes in their order. Sums are fp32.
     """
 
     def __init__(

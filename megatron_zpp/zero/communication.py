@@ -106,7 +106,14 @@ def build_communication(
         if weight_format is not None or not gathering.copies:
             filling = inside
     reduction_lanes, reduction = _reduction(
-        zero, topology, make_lane, layouts, dtype=reduce_dtype, sum_dtype=sum_dtype, operations=operations
+        zero,
+        topology,
+        make_lane,
+        layouts,
+        dtype=dtype,
+        reduce_dtype=reduce_dtype,
+        sum_dtype=sum_dtype,
+        operations=operations,
     )
     return Communication(
         lanes=(*lanes, *reduction_lanes),
@@ -125,6 +132,7 @@ def _reduction(
     layouts: Sequence[FlatLayout],
     *,
     dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
     sum_dtype: torch.dtype,
     operations: Operations | None,
 ) -> tuple[list[Lane], Reduction]:
@@ -133,16 +141,18 @@ def _reduction(
         inside, between = make_lane(topology.node_ranks), make_lane(topology.counterparts)
         codes = Format(zero.zero_quantized_gradients_format, zero.zero_quantization_block or GRADIENT_BLOCK)
         return [inside, between], QuantizedReduction(inside, between, operations, codes, layouts, dtype)
-    sizes = {"reduce_bytes": dtype.itemsize, "sum_bytes": sum_dtype.itemsize}
+    sizes = {"reduce_bytes": reduce_dtype.itemsize, "sum_bytes": sum_dtype.itemsize}
     scatters = zero.zero_stage >= 1
     if scatters and sums_inside_nodes(topology.nodes, topology.local_world_size, **sizes):
         inside, between = make_lane(topology.node_ranks), make_lane(topology.counterparts)
         largest = max(layout.shard_numel for layout in layouts)
-        return [inside, between], TwoHopReduction(inside, between, dtype, sum_dtype, largest, operations)
+        reduction = TwoHopReduction(inside, between, reduce_dtype, sum_dtype, largest, operations)
+        return [inside, between], reduction
     lane = make_lane(range(topology.world_size))
     largest = max(layout.numel for layout in layouts)
     sums_whole = "no" if scatters else "by the library"
     if not scatters and gathers_whole_sums(topology.nodes, topology.local_world_size):
         sums_whole = "in two steps"
-    rooms = None if sums_whole == "by the library" else lane.rooms(largest * dtype.itemsize)
-    return [lane], PlainReduction(lane, dtype, largest, operations, rooms, sums_whole=sums_whole)
+    rooms = None if sums_whole == "by the library" else lane.rooms(largest * reduce_dtype.itemsize)
+    reduction = PlainReduction(lane, reduce_dtype, largest, operations, rooms, sums_whole=sums_whole)
+    return [lane], reduction

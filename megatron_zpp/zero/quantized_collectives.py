@@ -82,7 +82,7 @@ class QuantizedReduction:
     ) -> None:
         """`inside` has the ranks of the node, `between` those of this rank's place on every node.
 
-        `dtype` is the largest format that gradients come in.
+        `dtype` is that of gradients in several parts.
         """
         self._inside, self._between = inside, between
         self._operations, self._format = operations, format
