@@ -109,11 +109,12 @@ class PlainReduction:
         """
         self._lane, self._operations, self._rooms = lane, operations, rooms
         self._in_two_steps = sums_whole == "in two steps"
-        scatters = sums_whole != "by the library"
-        joins = rooms is None or self._in_two_steps if scatters else dtype != torch.float32
-        alone = len(lane.ranks) == 1
-        self._whole = lane.zeros(largest if joins and not alone else 0, dtype)
-        self._received = lane.zeros(largest if scatters and rooms is None and not alone else 0, dtype)
+        exchanges = rooms is None and sums_whole != "by the library"
+        rounds = sums_whole == "by the library" and dtype != torch.float32  # else it sums where `total` is
+        several = len(lane.ranks) > 1
+        whole = several and (exchanges or rounds or self._in_two_steps)
+        self._whole = lane.zeros(largest if whole else 0, dtype)  # gradients to send, sums to gather
+        self._received = lane.zeros(largest if several and exchanges else 0, dtype)
 
     def reduce_scatter(
         self,

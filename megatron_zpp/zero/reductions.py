@@ -97,11 +97,10 @@ class Reductions:
             self._reduce_accumulated(unit)
 
     def _reduce_accumulated(self, unit: Unit) -> None:
-        total, unit.accumulated = unit.accumulated, None  # its memory can be the shard's
-        sent = total.to(self._dtype)
-        if self._residency.optimizer_sharded:
-            total = None
-        self._reduce(unit, (Part(0, sent),), add=False, total=total)
+        sent = Part(0, unit.accumulated.to(self._dtype))
+        total = None if self._residency.optimizer_sharded else unit.accumulated
+        unit.accumulated = None
+        self._reduce(unit, (sent,), add=False, total=total)
 
     def _reduce(self, unit: Unit, sent: tuple[Part, ...], *, add: bool, total: Tensor | None = None) -> None:
         """Starts the sum over ranks: at stage 0 into `total`, if it is given, or else a new buffer."""

@@ -1,4 +1,4 @@
-"""The states of one unit on this rank, and the shared buffers that its whole parameters and gradients use.
+"""The states of one unit on this rank, and what it shares with others: where its whole parameters are.
 
 For a unit of n elements (padding included) on d ranks:
 
@@ -11,7 +11,9 @@ For a unit of n elements (padding included) on d ranks:
                  step's first reduction until the optimizer is done with it; where there is nothing to sum, as
                  the backward made them, large ones where it made them
     squares      sums of the squares of a sharded gradient's blocks, as its last reduction finds them
-    accumulated  (n,) fp32 at stage 1: the sum over micro-batches, from a step's first one to its last
+    accumulated  (n,) fp32 at stages 0 and 1: the sum over micro-batches, from a step's first one to its last
+    reducing     the reduction under way, and the gradients that it reads, from where they were made; units of
+                 equal layout have two of these in turn, so that no more are kept for it
     secondary    hpZ: this rank's part of what its group keeps of the unit, weights or codes; where the unit's
                  slot is its own alone, it is gathered once a step and needs none
     error        qgZ with error feedback: what this rank's sums lost in the steps before, bf16
@@ -93,7 +95,7 @@ class Unit:
     layout: FlatLayout
     owned: range  # the elements that this rank's optimizer changes
     slot: ParameterSlot
-    reducing: InFlight  # the sum of this unit's gradients, or of another's that it has to wait for
+    reducing: InFlight
     master: Tensor
     published: Tensor
     accumulated: Tensor | None = None
