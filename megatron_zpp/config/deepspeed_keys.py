@@ -258,7 +258,7 @@ _ZERO: dict[str, Rule] = {
     "zero_quantized_nontrainable_weights": Idle("every weight is trained"),
     "mics_hierarchical_params_gather": Idle("mics_shard_size is off"),
     "overlap_comm": Idle("gathers and reductions always overlap with computation"),
-    "contiguous_gradients": Idle("gradients lie in flat buffers"),
+    "contiguous_gradients": Idle("sums of gradients lie in flat buffers"),
     "reduce_scatter": Idle("every rank gets its shard alone"),
     **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size", "sub_group_size"), Idle(_BUFFERS)),
     **dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), Idle(_BUFFERS)),

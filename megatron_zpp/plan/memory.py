@@ -127,12 +127,12 @@ def _moments(job: Job) -> dict[str, int]:
     table = job.dtype.itemsize * job.padded_vocab_size * job.model.hidden_size  # the head's gradient of it
     tied = 0 if job.model.untie_embeddings_and_output_weights else table
     produced = job.dtype.itemsize * job.layouts[1].numel  # a layer's, before they are taken
-    on_their_way = 0  # those of the layers before it, and of what comes after the layers
-    if job.reduces_as_made:
-        on_their_way = 2 * produced + job.dtype.itemsize * job.layouts[-1].numel
-    still = 0  # on its way from the micro-batch before
-    if on_their_way and job.micro_batches > 1:
-        still = on_their_way + job.dtype.itemsize * first
+    sent = _sent_bytes(job)
+    on_their_way = int(sent * (2 * job.layouts[1].numel + job.layouts[-1].numel))  # layers' and the head's
+    embedding = int(sent * first)
+    still = (
+        on_their_way + embedding if job.reduces_as_made and job.micro_batches > 1 else 0
+    )  # since the last one
     moments = {"the loss": accumulated + still + activations + loss_bytes(job)}
     for one in backward(job):
         for layers, live in (
@@ -140,17 +140,34 @@ def _moments(job: Job) -> dict[str, int]:
             (one.layer, one.left + produced),
         ):
             done = int(others * (1 - layers / job.model.num_layers))
+            beside = on_their_way
+            if accumulated and not job.reduces_as_made and job.model.num_layers - layers < 2:
+                beside = 0  # no layer's sum is on its way yet, or one
             moments.setdefault("the backward", 0)
             moments["the backward"] = max(
-                moments["the backward"], max(accumulated, done) + live + tied + on_their_way
+                moments["the backward"], max(accumulated, done) + live + tied + beside
             )
     produced = job.dtype.itemsize * first
     end = max(final + produced, others + produced + tied)
     if accumulated:  # all of it is there already when the embedding's two gradients become one
-        end = accumulated + produced + tied
+        end = accumulated + produced + max(tied, 0 if job.reduces_as_made else embedding)
     moments["the end of the backward"] = end + on_their_way
     moments["the optimizer's step"] = final
     return moments
+
+
+def _sent_bytes(job: Job) -> float:
+    """What reductions under way keep of an element beside `_gradients`.
+
+    A gradient as it was made or, of a sum over micro-batches, its 16-bit copy or the shard that comes of it.
+    """
+    if job.reduces_as_made:
+        return min(job.dtype.itemsize, job.reduce_bytes)
+    if not job.sums_gradients:
+        return 0
+    if job.zero.zero_stage == 1:
+        return 4 / job.ranks
+    return job.reduce_bytes if job.reduce_bytes < 4 else 0
 
 
 def _gradients(job: Job, *, whole: bool) -> int:

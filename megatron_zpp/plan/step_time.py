@@ -102,9 +102,11 @@ def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
     if weights is not None:
         nbytes += one.decoded * (weights.block_bytes / weights.block + itemsize)
     if not one.forward:
-        as_made = job.zero.zero_stage >= 2 or job.sent_bytes < job.reduce_bytes
-        if not (as_made and job.writes_peers):
-            nbytes += one.summed * (itemsize + (job.sent_bytes if as_made else 8))
+        there = job.gradient_codes is None and (job.writes_peers or job.ranks == 1)
+        if not job.reduces_as_made:
+            nbytes += one.summed * (itemsize + 8)
+        elif not there:
+            nbytes += one.summed * (itemsize + job.sent_bytes)
         if one.reduced != Sent():
             code = gradients.block_bytes / gradients.block if gradients else 0
             node_sums = 2 * job.sum_bytes / job.local if job.two_hops and not gradients else 0

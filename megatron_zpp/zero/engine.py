@@ -137,7 +137,8 @@ class ZeroEngine:
         with self.sections(FORWARD):
             loss = self._loss(batch)
         self._gathers.begin(Phase.BACKWARD)
-        self._reductions.begin(first=index == 0, last=index == micro_batches - 1)
+        with self.sections(WAIT_REDUCTIONS):
+            self._reductions.begin(first=index == 0, last=index == micro_batches - 1)
         factor = self.loss_scale.scale / (micro_batches * self.topology.world_size)
         with self.sections(BACKWARD):
             (loss * (factor + 0.0 * loss.detach())).backward()

@@ -41,7 +41,7 @@ def arena_bytes(
     gradients of two units of a layout can be on their way. Where there are other ranks a unit's are sent from
     a buffer, and a reduce-scatter (stage 1 and up) has room to receive; an all-reduce (stage 0) is fp32 sums
     where they are to be, but on one node: there it has what a reduce-scatter has. GPUs that write each
-    other's memory need the room alone: their gradients are sent from where they are made.
+    other's memory need the room alone at stages 1 to 3: their gradients are sent from where they are made.
     """
     total = 0
     scatters = stage >= 1 or gathers_whole_sums(nodes, layouts[0].ranks // nodes)

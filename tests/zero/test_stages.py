@@ -178,13 +178,19 @@ def test_variants_equal_one_process() -> None:
         assert losses[-1] == one_process(2 * case.accumulation, case.untied, case.precision)[-1], case
 
 
+def train_in_parts(topology: Topology, cases: tuple[Case, ...]) -> list[list[float]]:
+    """`train` with each gradient, that can be, a part of its own."""
+    reductions._SENT_FROM_THERE = 1
+    return train(topology, cases)
+
+
 def train_writing(topology: Topology, cases: tuple[Case, ...]) -> list[list[float]]:
     """`train` where ranks write each other's memory, each gradient that can be from where it was made."""
     engine_module.Lane, reductions._SENT_FROM_THERE = SharedLane, 1
     return train(topology, cases)
 
 
-@pytest.mark.parametrize("train", [train, train_writing])
+@pytest.mark.parametrize("train", [train, train_in_parts, train_writing])
 def test_bf16_reduction_of_fp32_gradients_costs_its_rounding_and_no_more(train: Callable) -> None:
     reduced = PrecisionConfig(grad_reduce_in_bf16=True)
     cases = tuple(Case(stage, accumulation, precision=reduced) for stage in STAGES for accumulation in (1, 3))
