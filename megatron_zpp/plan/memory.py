@@ -130,10 +130,10 @@ def _moments(job: Job) -> dict[str, int]:
     sent = _sent_bytes(job)
     on_their_way = int(sent * (2 * job.layouts[1].numel + job.layouts[-1].numel))  # layers' and the head's
     embedding = int(sent * first)
-    still = (
-        on_their_way + embedding if job.reduces_as_made and job.micro_batches > 1 else 0
-    )  # since the last one
-    moments = {"the loss": accumulated + still + activations + loss_bytes(job)}
+    from_before = 0  # since the last micro-batch
+    if job.reduces_as_made and job.micro_batches > 1:
+        from_before = on_their_way + embedding
+    moments = {"the loss": accumulated + from_before + activations + loss_bytes(job)}
     for one in backward(job):
         for layers, live in (
             (one.layer + 1, one.stored + working_bytes(job)),
@@ -141,8 +141,9 @@ def _moments(job: Job) -> dict[str, int]:
         ):
             done = int(others * (1 - layers / job.model.num_layers))
             beside = on_their_way
-            if accumulated and not job.reduces_as_made and job.model.num_layers - layers < 2:
-                beside = 0  # no layer's sum is on its way yet, or one
+            if accumulated and not job.reduces_as_made:  # from this backward alone: none at its beginning
+                later = min(job.model.num_layers - layers, 2)
+                beside = int(sent * (later * job.layouts[1].numel + job.layouts[-1].numel))
             moments.setdefault("the backward", 0)
             moments["the backward"] = max(
                 moments["the backward"], max(accumulated, done) + live + tied + beside

@@ -102,10 +102,10 @@ def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
     if weights is not None:
         nbytes += one.decoded * (weights.block_bytes / weights.block + itemsize)
     if not one.forward:
-        there = job.gradient_codes is None and (job.writes_peers or job.ranks == 1)
+        from_where_made = job.gradient_codes is None and (job.writes_peers or job.ranks == 1)
         if not job.reduces_as_made:
             nbytes += one.summed * (itemsize + 8)
-        elif not there:
+        elif not from_where_made:
             nbytes += one.summed * (itemsize + job.sent_bytes)
         if one.reduced != Sent():
             code = gradients.block_bytes / gradients.block if gradients else 0

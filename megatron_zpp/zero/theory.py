@@ -39,8 +39,8 @@ def arena_bytes(
     Slots for parameters exist beside the states at stage 3 alone; below it the parameters are the slots.
     `reduce_bytes` is the size of a gradient as it is sent, `sum_bytes` that of a node's sum of gradients. The
     gradients of two units of a layout can be on their way. Where there are other ranks a unit's are sent from
-    a buffer, and a reduce-scatter (stage 1 and up) has room to receive; an all-reduce (stage 0) is fp32 sums
-    where they are to be, but on one node: there it has what a reduce-scatter has. GPUs that write each
+    a buffer, and a reduce-scatter (stage 1 and up) has room to receive; an all-reduce (stage 0) sums in fp32
+    where the sums are to be, but on one node: there it has what a reduce-scatter has. GPUs that write each
     other's memory need the room alone at stages 1 to 3: their gradients are sent from where they are made.
     """
     total = 0
