@@ -75,11 +75,14 @@ def free_port() -> int:
 
 @cache
 def _ports(process: int) -> Iterator[int]:
-    """Each process walks on from a place of its own, through ports below those that a kernel gives out.
+    """Each process walks on from a place of its own, through ports that are its test worker's alone.
 
-    Those are for whoever connects, or asks for any: one of them could be taken before it is used.
+    Nobody else takes them before they are used: they are above those of SLURM's steps, which SLURM numbers
+    (port_of in zero/slurm.py), and below those that a kernel gives to whoever connects, or asks for any.
     """
-    ports = list(range(10_000, 32_000))
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    ports = list(range(30_000, 32_768))[worker::workers]
     first = random.SystemRandom().randrange(len(ports))
     return itertools.cycle(ports[first:] + ports[:first])
 
