@@ -23,7 +23,8 @@ for file in "$@"; do
     stamp=.venv/installed-$(sha256sum "$file" | cut -c1-16)
     if [[ ! -e $stamp ]]; then
         echo "setup: installing $file (the first time takes some minutes)"
-        .venv/bin/python -m pip install "$quiet" --disable-pip-version-check -r "$file"
+        .venv/bin/python -m pip install "$quiet" --disable-pip-version-check --no-compile -r "$file"
+        .venv/bin/python -m compileall -qq -j 0 .venv/lib || true # pip has one process compile; not all files do
         touch "$stamp" # only a finished installation is skipped the next time
     fi
 done

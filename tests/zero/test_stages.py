@@ -118,7 +118,7 @@ def test_losses_equal_one_process(world: int) -> None:
     cases = tuple(
         Case(stage, accumulation, recompute)
         for stage, accumulation, recompute in itertools.product(STAGES, (1, 3), RECOMPUTE)
-        if world != 3 or recompute in ("stored", "chunks")  # the odd world is for sizes that do not divide
+        if world < 3 or recompute in ("stored", "chunks")  # more ranks are for other sizes of what each has
     )
     results = on_ranks(world, train, cases)
     assert all(result == results[0] for result in results[1:])  # every rank sees the same
@@ -202,10 +202,10 @@ def test_bf16_reduction_of_fp32_gradients_costs_its_rounding_and_no_more(train: 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_that_write_each_others_memory_equal_one_process(world: int) -> None:
-    """Widths of which some gradients begin and end with a block, and units whose end is padded."""
+    """Two ranks with a width at which some gradients begin and end with blocks; units whose end is padded."""
     cases = tuple(
         Case(stage, accumulation, hidden_size=hidden, precision=precision)
-        for stage, accumulation, hidden in itertools.product(STAGES, (1, 3), (48, 36))
+        for stage, accumulation, hidden in itertools.product(STAGES, (1, 3), (48, 36)[world - 2 :])
         for precision in ((FP32, BF16) if accumulation == 1 or stage >= 2 else (FP32,))
     )
     results = on_ranks(world, train_writing, cases)
