@@ -35,7 +35,7 @@ def write_result(name: str, figures: dict[str, Any], directory: Path = RESULTS) 
     result = {
         "benchmark": name,
         "command": shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
-        "commit": _commit(),
+        "commit": commit(),
         "machine": machine(),
         "figures": figures,
     }
@@ -47,14 +47,7 @@ def write_result(name: str, figures: dict[str, Any], directory: Path = RESULTS) 
     return path
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str:
+def commit() -> str:
     """BENCHMARK_COMMIT, for a copy of the tree without its history, else what git says."""
     if given := os.environ.get("BENCHMARK_COMMIT"):
         return given
@@ -65,6 +58,13 @@ def _commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return head.stdout.strip() + ("-modified" if changed.stdout.strip() else "")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _first_field(path: str, field: str) -> str | None:

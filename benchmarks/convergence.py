@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.common import RESULTS, write_result
+from benchmarks.common import RESULTS, commit, write_result
 from megatron_zpp.config.data import DataConfig
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import LearningRateConfig, OptimizerConfig, PrecisionConfig
@@ -148,36 +148,45 @@ def compare(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def plot(results: list[Path]) -> None:
-    """Validation losses of the first result over steps, and how far above stage 3's the runs of all end."""
+    """Validation losses of the first result of each grid, and how far above stage 3's the runs of all end."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     all_figures = [json.loads(result.read_text())["figures"] for result in results]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.5), layout="constrained")
-    for color, (name, by_seed) in zip(plt.cm.tab10.colors, all_figures[0]["runs"].items(), strict=False):
-        for number, run in enumerate(by_seed.values()):
-            left.plot(*zip(*run["valid"], strict=True), color=color, label=name if number == 0 else None)
-    left.set(xlabel="step", ylabel="validation loss", title=_rate(all_figures[0]))
-    left.legend(fontsize=8)
-    names = [name for name in RUNS if name != "stage 3" and name in all_figures[0]["runs"]]
-    for marker, figures in zip(cycle("os^D"), all_figures, strict=False):
+    grids = [result.stem.split("_")[1].replace("x", " × ") for result in results]
+    curves = [all_figures[grids.index(grid)] for grid in dict.fromkeys(grids)]
+    figure, (*panels, right) = plt.subplots(
+        1, len(curves) + 1, figsize=(6 * len(curves) + 6, 4.5), layout="constrained"
+    )
+    colors = dict(zip(RUNS, plt.cm.tab10.colors, strict=False))
+    for panel, grid, figures in zip(panels, dict.fromkeys(grids), curves, strict=True):
+        for name, by_seed in figures["runs"].items():
+            for number, run in enumerate(by_seed.values()):
+                label = name if number == 0 else None
+                panel.plot(*zip(*run["valid"], strict=True), color=colors[name], label=label, linewidth=1)
+        panel.set(xlabel="step", ylabel="validation loss", title=_description(grid, figures))
+        panel.legend(fontsize=8)
+    compared = [figures["percent_above_stage_3"] for figures in all_figures]
+    names = [name for name in RUNS if name != "stage 3" and any(above.get(name) for above in compared)]
+    for marker, grid, figures in zip(cycle("os^D"), grids, all_figures, strict=False):
         above = [figures["percent_above_stage_3"].get(name, {}) for name in names]
         rows = [row for row, by_seed in enumerate(above) for _ in by_seed]
         percents = [percent for by_seed in above for percent in by_seed.values()]
-        right.plot(percents, rows, marker, fillstyle="none", label=_rate(figures))
+        if percents:
+            right.plot(percents, rows, marker, fillstyle="none", label=_description(grid, figures))
     right.axvline(0, color="gray", linewidth=0.8)
     right.set_yticks(range(len(names)), names)
-    right.invert_yaxis()
+    right.set_ylim(len(names) - 0.5, -0.5)
     right.set(xlabel="final validation loss above stage 3's of the same seed, percent")
     right.legend(fontsize=8)
     figure.savefig(PICTURE, dpi=110)
     print(f"written to {PICTURE}")
 
 
-def _rate(figures: dict[str, Any]) -> str:
-    return f"learning rate {figures['settings']['lr']:g}"
+def _description(grid: str, figures: dict[str, Any]) -> str:
+    return f"{grid}, learning rate {figures['settings']['lr']:g}"
 
 
 def main() -> None:
@@ -236,7 +245,7 @@ def main() -> None:
                 continue
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if options.deterministic else nullcontext():
                 run = train(options, RUNS[name], seed, topology, splits)
-            runs.setdefault(name, {})[str(seed)] = run
+            runs.setdefault(name, {})[str(seed)] = {"commit": commit(), **run}
             if rank == 0:
                 print(name, seed, run["final_valid_loss"], run["seconds"], flush=True)
                 settings = {key: value for key, value in vars(options).items() if key != "output"}
