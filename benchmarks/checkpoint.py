@@ -1,6 +1,6 @@
 """What saving costs: how long training stands still; rates of writing and reading over the disk's own.
 
-    python benchmarks/checkpoint.py --directory DIRECTORY [--preset gpt2-345m] [--saves 3]
+    python benchmarks/checkpoint.py --directory DIRECTORY [--preset 345m] [--saves 3]
     torchrun --nproc-per-node 2 benchmarks/checkpoint.py --directory DIRECTORY
 
 Stands still: the seconds that the training's thread spends in the saver from one step to the next. The disk's

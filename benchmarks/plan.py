@@ -47,6 +47,7 @@ GRIDS = (  # result, samples of a micro-batch, nodes, GPUs of a node
     ("mbs8_2x1", 8, 2, 1),
     ("mbs4_2x2", 4, 2, 2),
 )
+SHAPES = {"345m:16": "345m_2.7b", "2.7b:8": "345m_2.7b", "6.7b:10": "6.7b"}  # of one GPU, to results
 EARLIER_LOSS = 12  # fp32 softmax, gradient of its output, gradient of its input
 INFINITE = float("inf")
 PAPER_NODES, PAPER_GPUS = 24, 16
@@ -96,10 +97,30 @@ def fitted(job: Job, measured: float, at: Callable[[float], Machine], low: float
     return at(low)
 
 
+def shape_rows() -> list[Row]:
+    """Other models on one H200, which throughput.py measured."""
+    rows, gpu = [], _h200()
+    for shape, result in SHAPES.items():
+        figures = json.loads((RESULTS / f"throughput_{result}.json").read_text())["figures"]
+        figure, (preset, size) = figures[shape]["stage 0"], shape.split(":")
+        model = ModelConfig(model_preset=preset, seq_length=1024, hidden_dropout=0.0, attention_dropout=0.0)
+        job = job_of(model, GPU_VOCAB, {}, 1, 1, int(size))
+        rows.append(
+            {
+                "shape": shape,
+                "gib": round(memory_of(job).peak / 2**30, 1),
+                "measured_gib": round(figure["peak_gib"], 1),
+                "milliseconds": round(1000 * step_time(job, gpu, traffic_of(job)).seconds, 1),
+                "measured_ms": round(figure["milliseconds"], 1),
+            }
+        )
+    return rows
+
+
 def h200_rows() -> list[Row]:
     """Every measurement of zero_speed.py."""
     model = ModelConfig(model_preset="1.3b", seq_length=1024, hidden_dropout=0.0, attention_dropout=0.0)
-    gpu = machine(PlanConfig(dry_run=True, plan_gpu="h200"), "bfloat16")
+    gpu = _h200()
     rows = []
     for grid_name, micro_batch, nodes, local in GRIDS:
         name = f"zero_speed_1.3b_{grid_name}"
@@ -233,6 +254,10 @@ def _paper_job(tokens: int, zero: Row, in_bf16: bool = False) -> Job:
     )
 
 
+def _h200() -> Machine:
+    return machine(PlanConfig(dry_run=True, plan_gpu="h200"), "bfloat16")
+
+
 def _one_model(job: Job) -> int:
     """Bytes that all nodes send to others to move the model once."""
     return 2 * parameter_count(job.model, GPU_VOCAB) * (PAPER_NODES - 1)
@@ -278,7 +303,13 @@ def tables() -> dict[str, list[str]]:
         f"| {row['run']} | {row['models']:.2f} | {' | '.join(map(str, row['tflops']))} |"
         for row in our_rows()
     ]
-    return {"gpus": gpus, "links": links, "paper": paper, "ours": ours}
+    shapes = [
+        f"| {row['shape'].replace(':', ', ')} | {row['gib']} | {row['measured_gib']} | "
+        f"{row['milliseconds']} | {row['measured_ms']} | "
+        f"{row['milliseconds'] / row['measured_ms'] - 1:+.1%} |"
+        for row in shape_rows()
+    ]
+    return {"gpus": gpus, "shapes": shapes, "links": links, "paper": paper, "ours": ours}
 
 
 def _figures(row: Row) -> str:
@@ -290,6 +321,7 @@ def main() -> None:
     """Writes the rows, and prints them as they stand in the documentation."""
     figures = {
         "h200": h200_rows(),
+        "one_h200": shape_rows(),
         "slow_link": slow_link_rows(),
         "zeropp_paper_18b": published_rows(),
         "ours_18b": our_rows(),

@@ -23,7 +23,7 @@ from megatron_zpp.zero.flat_layout import FlatLayout
 
 ERROR = "error"
 _LIMIT = 2**48  # of any count of samples or elements
-LOSS_SCALE_KEYS = ("dynamic", "scale", "clean_steps", "patience")
+_LOSS_SCALE_KEYS = ("dynamic", "scale", "clean_steps", "patience")
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,7 @@ def check_state(state: dict[str, Any]) -> None:
         if type(state[key]) is not kind:
             raise ValueError(f"{key} is {state[key]!r}")
     scale = state["loss_scale"]
-    if not all(
-        isinstance(scale[key], int | float) for key in ("dynamic", "scale", "clean_steps", "patience")
-    ):
+    if not all(isinstance(scale[key], int | float) for key in _LOSS_SCALE_KEYS):
         raise ValueError("loss_scale is not told in numbers")
     sizes = [state["ranks"], *(unit["shard_numel"] for unit in state["units"])]
     if not all(type(size) is int and 0 < size < _LIMIT for size in sizes):

@@ -5,14 +5,15 @@ import random
 from collections.abc import Iterable, Iterator
 
 _CHUNK = 16 << 10  # characters
+_SEED = 1234
 
 
-def sample_text(texts: Iterable[str], max_bytes: int, seed: int = 1234) -> list[str]:
+def sample_text(texts: Iterable[str], max_bytes: int) -> list[str]:
     """Chunks of whole lines from all over the stream, in its order, of at most `max_bytes` of UTF-8.
 
     Every chunk is equally likely to stay, and when all fit, all do. Memory holds the sample alone.
     """
-    rng = random.Random(seed)
+    rng = random.Random(_SEED)
     kept: list[tuple[float, int, int, str]] = []  # a heap: the chunk with the lowest draw goes first
     held = 0
     for order, chunk in enumerate(chunk for text in texts for chunk in _chunks(text)):

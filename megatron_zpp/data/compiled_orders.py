@@ -2,7 +2,7 @@
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -103,12 +103,10 @@ class CompiledOrders:
             counts[:, first : first + here] = inner[:, :here]
 
 
-def compiled_orders(
-    say: Callable[[str], None], environ: Mapping[str, str] = os.environ
-) -> CompiledOrders | None:
+def compiled_orders(say: Callable[[str], None]) -> CompiledOrders | None:
     """None, and a line that says why, where the library cannot be built."""
     try:
-        return CompiledOrders(load_source(SOURCE, say, environ))
+        return CompiledOrders(load_source(SOURCE, say, os.environ))
     except (BuildError, OSError) as error:
         say(f"warning: orders are built by numpy, which takes longer: {str(error).splitlines()[0]}")
         return None

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-MULTIPLE = 16  # what the widths of a product must be multiples of
 _SMALLEST = 1e-12  # of a tensor's largest magnitude, or the scale of zeros would be infinite
 
 

@@ -104,6 +104,8 @@ class Operations:
     ) -> None:
         """One step of AdamW on fp32 (m,) tensors; `published` (m,) bf16 or fp16 gets the new weights.
 
+        `gradient` may be bf16 or fp16 as well.
+
         Gradients are divided by `divisor` () and only read; nothing is written where `found_inf` () is not 0;
         `bias_corrections` (2,) is 1 - beta1^t and 1 - beta2^t; all three fp32 on the tensors' device. The
         first `decayed` elements have weight decay.

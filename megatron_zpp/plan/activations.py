@@ -71,25 +71,20 @@ def stored_bytes(job: Job) -> int:
 
 
 def backward(job: Job) -> list[Moment]:
-    """The moments of the backward at which most can be live: where each run of layers begins and ends.
-
-    What is offloaded then does not count.
-    """
+    """The backward of each layer, the last one first. What is offloaded then does not count."""
     one, moments = layer_bytes(job), []
     runs = list(segments(job.model.num_layers, job.recompute))
-    for index in reversed(range(len(runs))):
-        first, stop, recomputed = runs[index]
-        if first == stop:
-            continue
+    for index, (first, stop, recomputed) in reversed(list(enumerate(runs))):
         before = sum(_kept(job, *run) for run in runs[:index])
         if job.recompute.recompute_offload:
             before = min(before, _input(job))  # the one that comes back next
-        whole = _kept(job, first, stop, False) - one
         if recomputed:
             before += _kept(job, *runs[index])
-            whole -= job.tokens * job.model.hidden_size * job.dtype.itemsize  # its input is what was kept
-        moments.append(Moment(stop - 1, before + whole + one, before + whole))
-        moments.append(Moment(first, before + one, before))
+        for layer in reversed(range(first, stop)):
+            left = before + (layer - first) * one
+            if recomputed and layer > first:
+                left -= _input(job)  # what was kept is the run's input
+            moments.append(Moment(layer, left + one, left))
     return moments
 
 

@@ -143,6 +143,11 @@ class Job:
         return self.sums_gradients and (self.zero.zero_stage >= 2 or self.micro_batches == 1)
 
     @property
+    def finds_squares(self) -> bool:
+        """Whether the squares for the norm come with the sums over ranks, without a pass of their own."""
+        return self.sums_gradients and self.zero.zero_stage >= 1 and self.gradient_codes is None
+
+    @property
     def two_hops(self) -> bool:
         """Whether gradients are summed inside nodes and then between them."""
         if self.gradient_codes is not None:

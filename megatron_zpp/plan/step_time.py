@@ -115,10 +115,10 @@ def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
 
 
 def _optimizer_seconds(job: Job, machine: Machine) -> float:
-    """The norm reads the gradients once; AdamW reads four numbers and writes three."""
+    """The norm reads the gradients, unless their squares are there; AdamW reads and writes four numbers."""
     owned = sum(layout.numel if job.zero.zero_stage == 0 else layout.shard_numel for layout in job.layouts)
     gradient = 4 if job.sums_gradients else job.dtype.itemsize
-    norm = gradient * owned / machine.memory_rate
+    norm = 0.0 if job.finds_squares else gradient * owned / machine.memory_rate
     adamw = (24 + gradient + job.dtype.itemsize) * owned
     return norm + adamw / (CPU_BYTES_A_SECOND if job.zero.zero_offload_optimizer else machine.memory_rate)
 

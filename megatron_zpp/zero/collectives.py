@@ -32,7 +32,11 @@ class Gather(Protocol):
 
 
 class Reduction(Protocol):
-    """How gradients are summed over ranks. They stay where they are until the sum is waited for."""
+    """How gradients are summed over ranks. They stay where they are until the sum is waited for.
+
+    Beside this stage 0, which shards nothing, calls PlainReduction's `all_reduce`, and error feedback asks
+    QuantizedReduction for its `error_numel` and `block`.
+    """
 
     finds_squares: bool  # whether `squares` come without a pass of their own; else None is given
 
@@ -104,8 +108,8 @@ class PlainReduction:
     ) -> None:
         """`largest` is the size of the largest unit, `sums_whole` the way of `all_reduce`, if it is called.
 
-        `rooms` (largest · itemsize,) uint8 are the memory in which each rank, in their order, receives,
-        all of it written by this one; None: an all-to-all.
+        `rooms` (largest · itemsize,) uint8 are the memory in which each rank, in their order, receives, and
+        which this one can write; None: an all-to-all.
         """
         self._lane, self._operations, self._rooms = lane, operations, rooms
         self._in_two_steps = sums_whole == "in two steps"

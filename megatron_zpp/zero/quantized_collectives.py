@@ -84,7 +84,6 @@ class QuantizedReduction:
 
         `dtype` is that of gradients in several parts.
         """
-        self._inside, self._between = inside, between
         self._operations, self._format = operations, format
         self._local, self._nodes = len(inside.ranks), len(between.ranks)
         chunk = max(self._chunk_numel(layout.shard_numel) for layout in layouts)

@@ -11,16 +11,15 @@ from collections.abc import Sequence
 from megatron_zpp.ops.formats import Format
 from megatron_zpp.zero.flat_layout import FlatLayout
 
+PARAMETER_BYTES = 2  # as they compute, and gradients as they are made
 OPTIMIZER_BYTES = 12  # a parameter: fp32 master, first moment, second moment
 CHUNKS, SMALLEST_CHUNK = 4, 2**18  # of a shard; elements
 
 
-def model_state_bytes(
-    parameters: int, ranks: int, stage: int, *, parameter_bytes: int = 2, gradient_bytes: int = 4
-) -> float:
+def model_state_bytes(parameters: int, ranks: int, stage: int, *, gradient_bytes: int = 4) -> float:
     """Bytes of model states on each rank, without padding and buffers."""
     shares = [ranks if stage >= first else 1 for first in (3, 2, 1)]  # parameters, gradients, optimizer
-    costs = (parameter_bytes, gradient_bytes, OPTIMIZER_BYTES)
+    costs = (PARAMETER_BYTES, gradient_bytes, OPTIMIZER_BYTES)
     return parameters * sum(cost / share for cost, share in zip(costs, shares, strict=True))
 
 
@@ -29,16 +28,14 @@ def arena_bytes(
     stage: int,
     *,
     prefetch: int,
-    parameter_bytes: int = 2,
     reduce_bytes: int = 4,
     nodes: int = 1,
-    sum_bytes: int = 4,
 ) -> int:
     """Bytes of the buffers that units share: slots of gathered parameters, and what reductions need.
 
     Slots for parameters exist beside the states at stage 3 alone; below it the parameters are the slots.
-    `reduce_bytes` is the size of a gradient as it is sent, `sum_bytes` that of a node's sum of gradients. The
-    gradients of two units of a layout can be on their way. Where there are other ranks a unit's are sent from
+    `reduce_bytes` is the size of a gradient as it is sent; sums of a node are fp32. The gradients of two
+    units of a layout can be on their way. Where there are other ranks a unit's are sent from
     a buffer, and a reduce-scatter (stage 1 and up) has room to receive; an all-reduce (stage 0) sums in fp32
     where the sums are to be, but on one node: there it has what a reduce-scatter has. GPUs that write each
     other's memory need the room alone at stages 1 to 3: their gradients are sent from where they are made.
@@ -47,12 +44,12 @@ def arena_bytes(
     scatters = stage >= 1 or gathers_whole_sums(nodes, layouts[0].ranks // nodes)
     for layout, units in Counter(layouts).items():
         if stage >= 3:
-            total += slots(units, prefetch) * layout.numel * parameter_bytes
-        total += min(2, units) * layout.numel * (reduce_bytes if scatters else parameter_bytes)
+            total += slots(units, prefetch) * layout.numel * PARAMETER_BYTES
+        total += min(2, units) * layout.numel * (reduce_bytes if scatters else PARAMETER_BYTES)
     if layouts[0].ranks > 1 and (scatters or reduce_bytes != 4):
         total += max(layout.numel for layout in layouts) * reduce_bytes
     if scatters:
-        total += reduction_bytes(layouts, nodes, reduce_bytes=reduce_bytes, sum_bytes=sum_bytes)
+        total += reduction_bytes(layouts, nodes, reduce_bytes=reduce_bytes, sum_bytes=4)
     return total
 
 
@@ -168,18 +165,18 @@ def bytes_sent_a_step(
     accumulation: int,
     *,
     prefetch: int,
-    parameter_bytes: int = 2,
     reduce_bytes: int = 4,
     nodes: int = 1,
     sum_bytes: int = 4,
 ) -> int:
     """Bytes that each rank sends in one step, all links together.
 
-    A gather sends the rank's share of a unit d - 1 times, an all-reduce twice as often. `reduce_bytes` and
-    `sum_bytes` as in `arena_bytes`. Those of a step's only micro-batch are sent in the format of the
-    parameters, in which they are made, where it is smaller; not by an all-reduce between nodes.
+    A gather sends the rank's share of a unit d - 1 times, an all-reduce twice as often. `reduce_bytes` is the
+    size of a gradient as it is sent, `sum_bytes` that of a node's sum. Those of a step's only micro-batch are
+    sent in the format of the parameters, in which they are made, where it is smaller; not by an all-reduce
+    between nodes.
     """
-    total, sent_bytes = 0, min(reduce_bytes, parameter_bytes) if accumulation == 1 else reduce_bytes
+    total, sent_bytes = 0, min(reduce_bytes, PARAMETER_BYTES) if accumulation == 1 else reduce_bytes
     for layout, units in Counter(layouts).items():
         share = (layout.ranks - 1) * layout.shard_numel
         whole = gathers_whole_sums(nodes, layout.ranks // nodes)
@@ -188,7 +185,7 @@ def bytes_sent_a_step(
             sizes = {"reduce_bytes": reduce_bytes, "sum_bytes": sum_bytes, "sent_bytes": sent_bytes}
             reduced = sum(reduction_sends(layout, nodes, **sizes))
         gathers = gathers_a_step(units, stage, accumulation, prefetch=prefetch)
-        total += share * gathers * parameter_bytes + units * (accumulation if stage >= 2 else 1) * reduced
+        total += share * gathers * PARAMETER_BYTES + units * (accumulation if stage >= 2 else 1) * reduced
     return total
 
 

@@ -70,6 +70,7 @@ def peak_of(run: Callable[[], None]) -> int:
         ({"zero_stage": 1}, {}, BF16, {"untie_embeddings_and_output_weights": True}),
         ({"zero_stage": 0}, FULL, BF16, WIDE | {"micro_batches": 2}),
         ({"zero_stage": 1}, {}, BF16, WIDE | {"micro_batches": 2}),
+        ({"zero_stage": 1}, {}, {"fp32": True}, WIDE | {"micro_batches": 2}),
         ({"zero_stage": 2}, {}, {"grad_reduce_in_bf16": True, "fp32": True}, WIDE | {"micro_batches": 2}),
         ({"zero_stage": 2}, FULL, {"fp32": True}, {"vocab": 3000, "micro_batch_size": 4}),
         ({}, FULL, {"fp32": True}, {"vocab": 3000, "untie_embeddings_and_output_weights": True}),
