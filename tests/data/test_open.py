@@ -36,8 +36,8 @@ def text(by_hand):
     return by_hand("text", [[number] * 10 for number in range(100)])
 
 
-def tokens_of(samples, count=200):
-    return set(samples.batch(np.arange(count)).ravel().tolist())
+def tokens_of(samples):
+    return set(samples.batch(np.arange(200)).ravel().tolist())
 
 
 def test_split_cuts_one_data_set(text):

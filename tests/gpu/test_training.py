@@ -23,9 +23,9 @@ MODEL = ModelConfig(
 )
 
 
-def losses_on(device: str, precision: PrecisionConfig, model: ModelConfig = MODEL) -> list[float]:
+def losses_on(device: str, precision: PrecisionConfig) -> list[float]:
     """Ten steps of two micro-batches from the same CPU-made weights."""
-    engine = engine_of(model, VOCAB, precision=precision, device=device)
+    engine = engine_of(MODEL, VOCAB, precision=precision, device=device)
     data = torch.randint(VOCAB, (10, 2, 4, 129), generator=torch.Generator().manual_seed(8))
     losses = []
     for step in data:

@@ -198,10 +198,10 @@ def adamw_states(m: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [master, gradient, exp_avg, exp_avg_sq]
 
 
-def adamw_scalars(found_inf: float = 0.0, divisor: float = 3.7, step: int = 3) -> list[Any]:
+def adamw_scalars(found_inf: float = 0.0, divisor: float = 3.7) -> list[Any]:
     """The arguments from `divisor` to `weight_decay`."""
     tensors = [torch.tensor(divisor), torch.tensor(found_inf)]
-    tensors.append(torch.tensor([1 - 0.9**step, 1 - 0.95**step]))
+    tensors.append(torch.tensor([1 - 0.9**3, 1 - 0.95**3]))
     return [*tensors, 3e-4, 0.9, 0.95, 1e-8, 0.1]
 
 

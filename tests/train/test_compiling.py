@@ -28,7 +28,6 @@ def three_steps(
     topology: Topology,
     *,
     backend: str | None,
-    dropout: float = 0.1,
     stage: int = 0,
     recompute: str = "stored",
 ) -> tuple[list[float], list[str]]:
@@ -40,8 +39,8 @@ def three_steps(
         hidden_size=32,
         num_attention_heads=4,
         seq_length=LENGTH,
-        hidden_dropout=dropout,
-        attention_dropout=dropout,
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
     )
     zero, recomputed = ZeroConfig(zero_stage=stage), RecomputeConfig(**RECOMPUTED[recompute])
     engine = engine_of(config, VOCABULARY, zero=zero, recompute=recomputed, topology=topology)

@@ -13,8 +13,8 @@ from tests.support import pretrain
 from tests.train.conftest import BYTES, TINY
 
 
-def requested(training, evaluation, ranks=2):
-    batches = BatchSchedule(4, training.global_batch_size, ranks, training.rampup_batch_size)
+def requested(training, evaluation):
+    batches = BatchSchedule(4, training.global_batch_size, 2, training.rampup_batch_size)
     iterations = training.train_iters or batches.iterations(training.train_samples)
     return RunSchedule(batches, None, iterations).requested_samples(training, evaluation)
 
