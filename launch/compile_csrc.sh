@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Compiles every .cu file of csrc/ with the build's own flags where nvcc is there, to catch errors without a GPU.
+# Compiles every .cu file of csrc/ as the build does, but without optimisations, where nvcc is there: to catch errors
+# without a GPU.
 # Arguments go to the build: launch/compile_csrc.sh --verbose
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -21,7 +21,6 @@ from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import Options, option, parse_options, refusal
 from megatron_zpp.native.cache import BuildError, cache_directory, locked
 from megatron_zpp.ops.toolchain import (
-    ARCHITECTURES,
     SOURCES,
     Command,
     Toolchain,
@@ -77,13 +76,15 @@ def check_device_code(
     sources: Path = SOURCES,
     environ: Mapping[str, str] = os.environ,
 ) -> None:
-    """Compiles the .cu files for the newest architecture, which takes no GPU. Raises BuildError."""
+    """Compiles the .cu files, which takes no GPU; not optimised, if nvcc can. Raises BuildError."""
     nvcc = find_nvcc(environ)
     if nvcc is None:
         say("csrc: nvcc is not installed; device code was not compiled")
         return
     tools = find_toolchain(environ)
-    commands = device_commands(nvcc, tools.cxx, sources, ARCHITECTURES[-1:])  # or it takes twice as long
+    known = subprocess.run([nvcc, "--help"], capture_output=True, text=True, check=False).stdout
+    fast = ("-Ofc=max",) if "-Ofc" in known else ()  # CUDA 12.9 on
+    commands = device_commands(nvcc, tools.cxx, sources, *fast)
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "log"
         _run_ninja(tools.ninja, commands, Path(directory), log, say if verbose else None)

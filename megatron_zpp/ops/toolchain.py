@@ -111,11 +111,9 @@ def library_commands(tools: Toolchain, sources: Path, library: str) -> list[Comm
     return [*commands, Command(library, objects, (tools.cxx, *objects, *_link_flags(tools), "-o", library))]
 
 
-def device_commands(
-    nvcc: str, cxx: str, sources: Path, architectures: tuple[str, ...] = ARCHITECTURES
-) -> list[Command]:
-    """What compiles every .cu file."""
-    compiler = (nvcc, f"-ccbin={cxx}", *DEVICE_FLAGS, *architectures)
+def device_commands(nvcc: str, cxx: str, sources: Path, *flags: str) -> list[Command]:
+    """What compiles every .cu file, with more flags than usual where some are given."""
+    compiler = (nvcc, f"-ccbin={cxx}", *DEVICE_FLAGS, *ARCHITECTURES, *flags)
     return [_object(sources, file, compiler) for file in _files(sources, "cu")]
 
 
