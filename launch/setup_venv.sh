@@ -24,7 +24,7 @@ for file in "$@"; do
     if [[ ! -e $stamp ]]; then
         echo "setup: installing $file (the first time takes some minutes)"
         .venv/bin/python -m pip install "$quiet" --disable-pip-version-check --no-compile -r "$file"
-        .venv/bin/python -m compileall -qq -j 0 .venv/lib || true # pip has one process compile; not all files do
+        .venv/bin/python -m compileall -qq -j 0 .venv/lib || true # pip would take one process
         touch "$stamp" # only a finished installation is skipped the next time
     fi
 done

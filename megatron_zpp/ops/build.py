@@ -83,7 +83,7 @@ def check_device_code(
         return
     tools = find_toolchain(environ)
     known = subprocess.run([nvcc, "--help"], capture_output=True, text=True, check=False).stdout
-    fast = ("-Ofc=max",) if "-Ofc" in known else ()  # CUDA 12.9 on
+    fast = ("-Ofc=max",) if "-Ofc" in known else ()
     commands = device_commands(nvcc, tools.cxx, sources, *fast)
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "log"

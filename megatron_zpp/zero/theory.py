@@ -35,10 +35,10 @@ def arena_bytes(
 
     Slots for parameters exist beside the states at stage 3 alone; below it the parameters are the slots.
     `reduce_bytes` is the size of a gradient as it is sent; sums of a node are fp32. The gradients of two
-    units of a layout can be on their way. Where there are other ranks a unit's are sent from
-    a buffer, and a reduce-scatter (stage 1 and up) has room to receive; an all-reduce (stage 0) sums in fp32
-    where the sums are to be, but on one node: there it has what a reduce-scatter has. GPUs that write each
-    other's memory need the room alone at stages 1 to 3: their gradients are sent from where they are made.
+    units of a layout can be on their way. Where there are other ranks a unit's are sent from a buffer, and a
+    reduce-scatter (stage 1 and up) has room to receive; an all-reduce (stage 0) sums in fp32 where the sums
+    are to be, but on one node: there it has what a reduce-scatter has. GPUs that write each other's memory
+    need the room alone at stages 1 to 3: their gradients are sent from where they are made.
     """
     total = 0
     scatters = stage >= 1 or gathers_whole_sums(nodes, layouts[0].ranks // nodes)

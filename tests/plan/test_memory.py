@@ -163,6 +163,17 @@ def test_every_rank_holds_the_states_of_the_plan() -> None:
             assert memory_of(job).resident == pytest.approx(states, rel=1e-3), (zero, precision)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("zero", [*STATES[:4], {"zero_stage": 3} | QWZ, ALL])
+def test_squares_come_with_sums_where_the_plan_says_so(zero: dict, micro_batches: int) -> None:
+    precision = PrecisionConfig(**BF16)
+    engine = engine_of(MODEL, 300, zero=ZeroConfig(**zero), precision=precision, operations=operations())
+    for index in range(micro_batches):
+        engine.accumulate(torch.zeros(1, 17, dtype=torch.long), index=index, micro_batches=micro_batches)
+    planned = job_of(MODEL, 300, zero=zero, precision=precision, micro_batches=micro_batches)
+    assert {unit.squares is not None for unit in engine.units} == {planned.finds_squares}
+
+
 def test_peaks_are_what_gpus_reported() -> None:
     """Within 1%: of each stage on NVLink; of the others without the loss, which was another one."""
     rows = h200_rows()

@@ -203,9 +203,10 @@ def test_bf16_reduction_of_fp32_gradients_costs_its_rounding_and_no_more(train: 
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_that_write_each_others_memory_equal_one_process(world: int) -> None:
     """Two ranks with a width at which some gradients begin and end with blocks; units whose end is padded."""
+    widths = (48, 36) if world == 2 else (36,)
     cases = tuple(
         Case(stage, accumulation, hidden_size=hidden, precision=precision)
-        for stage, accumulation, hidden in itertools.product(STAGES, (1, 3), (48, 36)[world - 2 :])
+        for stage, accumulation, hidden in itertools.product(STAGES, (1, 3), widths)
         for precision in ((FP32, BF16) if accumulation == 1 or stage >= 2 else (FP32,))
     )
     results = on_ranks(world, train_writing, cases)
