@@ -7,79 +7,38 @@ namespace {
 
 struct SumPartsParams {
   const void* parts;
-  int64_t count, elements, distance;
+  int64_t elements, distance;
   const void* own;  // part `place`, if there is one
-  int64_t place;
   float* shard;
+  float* squares;
+  int count, place;
   float factor;
   bool add;
-  float* squares;
 };
 
-// N elements of a part as they are loaded. Not through the read-only cache: the shard may be one of the parts.
-template <typename T, int N>
-struct Loaded {
-  T values[N];
-
-  __device__ __forceinline__ void load(const T* address) {
-    if constexpr (N == 1)
-      values[0] = *address;
-    else if constexpr (sizeof(T) == 4)
-      *reinterpret_cast<float4*>(values) = load_once<float4>(address);
-    else
-      *reinterpret_cast<uint2*>(values) = load_once<uint2>(address);
-  }
-};
-
-// shard[at ...] becomes the sum of N elements of all parts, in order.
-template <typename T, int N>
-__device__ __forceinline__ void sum_elements(const SumPartsParams& p, int64_t at) {
-  constexpr int kBatch = 8;  // parts whose loads are under way together
-  const T* next = static_cast<const T*>(p.parts) + at;
-  const T* own = static_cast<const T*>(p.own) + at;
-  float sum[N];
-#pragma unroll
-  for (int i = 0; i < N; ++i) sum[i] = -0.f;  // + x is x, also where x is -0
-  for (int64_t first = 0; first < p.count; first += kBatch) {
-    alignas(16) Loaded<T, N> loaded[kBatch];
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if (first + j < p.count) loaded[j].load(first + j == p.place ? own : next + j * p.distance);
-    }
-    next += kBatch * p.distance;
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if (first + j >= p.count) break;
-#pragma unroll
-      for (int i = 0; i < N; ++i) sum[i] += to_float(loaded[j].values[i]);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < N; ++i) sum[i] *= p.factor;
-  float* target = p.shard + at;
-  if constexpr (N == 1) {
-    *target = p.add ? *target + sum[0] : sum[0];
-  } else {
-    float4 quad = {sum[0], sum[1], sum[2], sum[3]};
-    if (p.add) {
-      const float4 old = *reinterpret_cast<const float4*>(target);
-      quad = {old.x + quad.x, old.y + quad.y, old.z + quad.z, old.w + quad.w};
-    }
-    *reinterpret_cast<float4*>(target) = quad;
-  }
-}
-
-template <typename T, int N>
-__global__ void __launch_bounds__(kThreads) sum_parts_kernel(const __grid_constant__ SumPartsParams p) {
-  const int64_t step = int64_t(gridDim.x) * kThreads * N;
-  for (int64_t at = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * N; at < p.elements; at += step)
-    sum_elements<T, N>(p, at);
-}
-
-// The same, and the squares: a warp has a block of kSquaresBlock elements at a time, a lane eight of them.
+// One element a thread: what is left of blocks, and where nothing is aligned. Not through the read-only cache: the shard
+// may be one of the parts.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) sum_and_square_kernel(const __grid_constant__ SumPartsParams p) {
-  constexpr int kBatch = 4;
+__global__ void __launch_bounds__(kThreads) sum_elements_kernel(const __grid_constant__ SumPartsParams p) {
+  const int64_t step = int64_t(gridDim.x) * kThreads;
+  for (int64_t at = int64_t(blockIdx.x) * kThreads + threadIdx.x; at < p.elements; at += step) {
+    const T* next = static_cast<const T*>(p.parts) + at;
+    float sum = -0.f;  // + x is x, also where x is -0
+    for (int j = 0; j < p.count; ++j, next += p.distance)
+      sum += to_float(j == p.place ? static_cast<const T*>(p.own)[at] : *next);
+    sum *= p.factor;
+    p.shard[at] = p.add ? p.shard[at] + sum : sum;
+  }
+}
+
+// Blocks of threads for which a multiprocessor has registers, as far as that takes none from what is loaded.
+template <typename T>
+constexpr int kResident = sizeof(T) == 4 ? 3 : 5;
+
+// A warp has a block of kSquaresBlock elements at a time, a lane eight of them.
+template <typename T, bool SQUARES>
+__global__ void __launch_bounds__(kThreads, kResident<T>) sum_blocks_kernel(const __grid_constant__ SumPartsParams p) {
+  constexpr int kBatch = 4;  // parts whose loads are under way together
   for (int64_t block = warp_index(); block < p.elements / kSquaresBlock; block += warp_count()) {
     const int64_t at = block * kSquaresBlock + 8 * lane_index();
     const T* next = static_cast<const T*>(p.parts) + at;
@@ -87,13 +46,13 @@ __global__ void __launch_bounds__(kThreads) sum_and_square_kernel(const __grid_c
     float sum[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum[i] = -0.f;
-    for (int64_t first = 0; first < p.count; first += kBatch) {
+    for (int first = 0; first < p.count; first += kBatch) {
       Eight<T, true> loaded[kBatch];
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        if (first + j < p.count) loaded[j].load(first + j == p.place ? own : next + j * p.distance);
+        if (first + j < p.count) loaded[j].load(first + j == p.place ? own : next);
+        next += p.distance;
       }
-      next += kBatch * p.distance;
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
         if (first + j >= p.count) break;
@@ -115,8 +74,10 @@ __global__ void __launch_bounds__(kThreads) sum_and_square_kernel(const __grid_c
 #pragma unroll
       for (int i = 0; i < 8; ++i) sum[i] = old[i] + sum[i];
     }
-    const float square = sum_of_squares(sum);
-    if (lane_index() == 0) p.squares[block] = square;
+    if constexpr (SQUARES) {
+      const float square = sum_of_squares(sum);
+      if (lane_index() == 0) p.squares[block] = square;
+    }
     to_quads(sum, quads);
     exchange_with_neighbour(quads);
 #pragma unroll
@@ -127,23 +88,32 @@ __global__ void __launch_bounds__(kThreads) sum_and_square_kernel(const __grid_c
 }  // namespace
 
 void run(const SumParts& op, CUstream_st* stream) {
-  const SumPartsParams params{op.parts, op.part_count,           op.elements, op.distance, op.own,
-                              op.own ? op.place : op.part_count, op.shard,    op.factor,   op.add,
-                              op.squares};
   with_type(op.part_type, [&](auto type) {
     using T = typename decltype(type)::type;
-    const bool parts_aligned = is_aligned(op.parts, 4 * sizeof(T)) && is_aligned(op.own, 4 * sizeof(T));
-    const bool whole_fours = op.elements % 4 == 0 && (op.distance % 4 == 0 || op.part_count == 1);
-    const bool whole_eights = op.distance % 8 == 0 || op.part_count == 1;
-    if (op.squares && whole_eights && is_aligned(op.parts, 16) && is_aligned(op.own, 16) && is_aligned(op.shard, 16)) {
-      launch<sum_and_square_kernel<T>>(op.elements / kSquaresBlock, stream, params);
-      return;
-    }
-    if (whole_fours && parts_aligned && is_aligned(op.shard, 16))
-      launch<sum_parts_kernel<T, 4>>((op.elements + 4 * kWarp - 1) / (4 * kWarp), stream, params);
-    else
-      launch<sum_parts_kernel<T, 1>>((op.elements + kWarp - 1) / kWarp, stream, params);
-    if (op.squares) run(SumSquares{op.shard, Type::fp32, op.elements, op.squares}, stream);
+    SumPartsParams params{op.parts,
+                          op.elements,
+                          op.distance,
+                          op.own,
+                          op.shard,
+                          op.squares,
+                          int(op.part_count),
+                          op.own ? int(op.place) : -1,
+                          op.factor,
+                          op.add};
+    const bool aligned = is_aligned(op.parts, 16) && is_aligned(op.own, 16) && is_aligned(op.shard, 16) &&
+                         (op.distance * sizeof(T) % 16 == 0 || op.part_count == 1);
+    const int64_t blocks = aligned ? op.elements / kSquaresBlock : 0;
+    if (blocks && op.squares)
+      launch<sum_blocks_kernel<T, true>>(blocks, stream, params);
+    else if (blocks)
+      launch<sum_blocks_kernel<T, false>>(blocks, stream, params);
+    const int64_t done = blocks * kSquaresBlock;
+    params.parts = static_cast<const T*>(op.parts) + done;
+    if (op.own) params.own = static_cast<const T*>(op.own) + done;
+    params.shard += done;
+    params.elements -= done;
+    if (params.elements) launch<sum_elements_kernel<T>>((params.elements + kWarp - 1) / kWarp, stream, params);
+    if (op.squares && !blocks) run(SumSquares{op.shard, Type::fp32, op.elements, op.squares}, stream);
   });
 }
 
