@@ -33,12 +33,12 @@ __global__ void __launch_bounds__(kThreads) sum_elements_kernel(const __grid_con
 
 // Blocks of threads for which a multiprocessor has registers, as far as that takes none from what is loaded.
 template <typename T>
-constexpr int kResident = sizeof(T) == 4 ? 3 : 5;
+constexpr int kResident = sizeof(T) == 4 ? 5 : 6;
 
 // A warp has a block of kSquaresBlock elements at a time, a lane eight of them.
 template <typename T, bool SQUARES>
 __global__ void __launch_bounds__(kThreads, kResident<T>) sum_blocks_kernel(const __grid_constant__ SumPartsParams p) {
-  constexpr int kBatch = 4;  // parts whose loads are under way together
+  constexpr int kBatch = 2;  // parts whose loads are under way together
   for (int64_t block = warp_index(); block < p.elements / kSquaresBlock; block += warp_count()) {
     const int64_t at = block * kSquaresBlock + 8 * lane_index();
     const T* next = static_cast<const T*>(p.parts) + at;

@@ -16,7 +16,7 @@ from megatron_zpp.ops.formats import Format
 from megatron_zpp.zero.build import layouts_of
 from megatron_zpp.zero.engine import reduce_dtype, sum_dtype
 from megatron_zpp.zero.flat_layout import FlatLayout
-from megatron_zpp.zero.theory import gathers_whole_sums, sums_inside_nodes
+from megatron_zpp.zero.theory import WholeSums, sums_inside_nodes, whole_sums
 from megatron_zpp.zero.unit import Residency
 
 
@@ -77,13 +77,13 @@ class Job:
     @property
     def sent_bytes(self) -> int:
         """Of the same on the wire: those of a step's only micro-batch are sent as they are made."""
-        as_made = self.micro_batches == 1 and (self.zero.zero_stage >= 1 or self.gathers_whole_sums)
+        as_made = self.micro_batches == 1 and self.whole_sums != "by the library"
         return min(self.reduce_bytes, self.dtype.itemsize) if as_made else self.reduce_bytes
 
     @property
-    def gathers_whole_sums(self) -> bool:
-        """Whether stage 0 sums by way of buffers as stage 1 has them."""
-        return gathers_whole_sums(self.nodes, self.local)
+    def whole_sums(self) -> WholeSums | None:
+        """How stage 0 sums over ranks."""
+        return whole_sums(self.nodes, self.local) if self.zero.zero_stage == 0 else None
 
     @property
     def writes_peers(self) -> bool:
@@ -145,7 +145,8 @@ class Job:
     @property
     def finds_squares(self) -> bool:
         """Whether the squares for the norm come with the sums over ranks, without a pass of their own."""
-        return self.sums_gradients and self.zero.zero_stage >= 1 and self.gradient_codes is None
+        sums_itself = self.gradient_codes is None and self.whole_sums in (None, "everywhere")
+        return self.sums_gradients and sums_itself
 
     @property
     def two_hops(self) -> bool:

@@ -84,16 +84,18 @@ def _weights(job: Job) -> int:
 
 def _buffers(job: Job) -> int:
     """What gradients are sent from, and the messages of gathers and reductions."""
-    stage, sent = job.zero.zero_stage, job.reduce_bytes
+    sent, way = job.reduce_bytes, job.whole_sums
     total = 0
-    joined = not job.writes_peers if stage >= 1 else sent != 4 or job.gathers_whole_sums
+    joined = {"in two steps": True, "by the library": sent != 4}.get(way, not job.writes_peers)
     largest = max(layout.numel for layout in job.layouts)
     if joined and job.ranks > 1 and job.gradient_codes is None:
         total += largest * sent
     if job.gradient_codes is not None:
         total += largest * job.dtype.itemsize
         total += quantized_reduction_bytes(job.layouts, job.nodes, job.gradient_codes)
-    elif stage >= 1 or job.gathers_whole_sums:
+    elif way == "everywhere":
+        total += job.ranks * largest * sent
+    elif way != "by the library":
         total += reduction_bytes(job.layouts, job.nodes, reduce_bytes=sent, sum_bytes=job.sum_bytes)
     if job.weight_codes is not None:
         largest = max(job.weight_codes.message_bytes(layout.shard_numel) for layout in job.layouts)

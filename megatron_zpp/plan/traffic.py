@@ -75,6 +75,8 @@ def reduction(job: Job, layout: FlatLayout) -> Sent:
     """One reduction of a unit's gradients."""
     ranks, local, nodes = job.ranks, job.local, job.nodes
     if job.zero.zero_stage == 0:
+        if job.whole_sums == "everywhere":
+            return _exchange(job, layout.numel * job.sent_bytes)
         there_and_back = job.sent_bytes + job.reduce_bytes
         return _ring(job, ranks, (ranks - 1) * layout.shard_numel * there_and_back)
     codes = job.gradient_codes

@@ -1,7 +1,7 @@
 """Gathers of weights and reductions of gradients as they are; quantised ones have the same faces."""
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from megatron_zpp.ops.checks import SQUARES_BLOCK
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.lane import Lane, Pending, copy
 from megatron_zpp.zero.parts import Part, join, parts_inside
+from megatron_zpp.zero.theory import WholeSums
 from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.two_hops import TwoHops
 
@@ -94,31 +95,27 @@ class PlainReduction:
     what is its own from there: nothing is copied inside a GPU. Else it goes through a buffer of the lane's.
     """
 
-    finds_squares = True
-
     def __init__(
         self,
         lane: Lane,
         dtype: torch.dtype,
         largest: int,
         operations: Operations | None = None,
-        rooms: Sequence[Tensor] | None = None,
         *,
-        sums_whole: Literal["no", "in two steps", "by the library"] = "no",
+        sums_whole: WholeSums | None = None,
     ) -> None:
-        """`largest` is the size of the largest unit, `sums_whole` the way of `all_reduce`, if it is called.
-
-        `rooms` (largest · itemsize,) uint8 are the memory in which each rank, in their order, receives, and
-        which this one can write; None: an all-to-all.
-        """
-        self._lane, self._operations, self._rooms = lane, operations, rooms
-        self._in_two_steps = sums_whole == "in two steps"
-        exchanges = rooms is None and sums_whole != "by the library"
-        rounds = sums_whole == "by the library" and dtype != torch.float32  # else it sums where `total` is
-        several = len(lane.ranks) > 1
-        whole = several and (exchanges or rounds or self._in_two_steps)
+        """`largest` is the size of the largest unit, `sums_whole` the way of `all_reduce`; None: shards."""
+        self._lane, self._operations, self._way = lane, operations, sums_whole
+        self.finds_squares = sums_whole in (None, "everywhere")
+        several, library = len(lane.ranks) > 1, sums_whole == "by the library"
+        received = largest * (len(lane.ranks) if sums_whole == "everywhere" else 1)
+        # Where each rank, in their order, receives, if this one can write there; else it is sent to them.
+        self._rooms = None if library else lane.rooms(received * dtype.itemsize)
+        exchanges = several and self._rooms is None and not library
+        rounds = library and dtype != torch.float32  # else it sums where `total` is
+        whole = exchanges or (several and (rounds or sums_whole == "in two steps"))
         self._whole = lane.zeros(largest if whole else 0, dtype)  # gradients to send, sums to gather
-        self._received = lane.zeros(largest if several and exchanges else 0, dtype)
+        self._received = lane.zeros(received if exchanges else 0, dtype)
 
     def reduce_scatter(
         self,
@@ -132,16 +129,20 @@ class PlainReduction:
         """See Reduction. Nothing is lost here."""
         return self._lane.submit(lambda: self._exchange_and_sum(sent, shard, add, squares))
 
-    def all_reduce(self, sent: Sequence[Part], total: Tensor) -> Pending:
+    def all_reduce(self, sent: Sequence[Part], total: Tensor, squares: Tensor | None) -> Pending:
         """Sums `sent`, which may be `total`, over ranks into the fp32 `total`, both (ranks · n,).
 
         In the library's way they are summed in `dtype`. The two steps are a reduce-scatter and a gather of
-        sums that are rounded to `dtype` once, which copy engines can do.
+        sums that are rounded to `dtype` once, which copy engines can do. Everywhere means that each rank
+        receives all gradients and sums them itself, and finds the `squares`, as a reduce-scatter does.
         """
 
         def work() -> None:
+            if self._way == "everywhere":
+                self._exchange_and_sum(sent, total, add=False, squares=squares)
+                return
             full = self._whole[: len(total)] if len(self._whole) else total
-            if self._in_two_steps:
+            if self._way == "in two steps":
                 mine, own = (t.view(len(self._lane.ranks), -1)[self._lane.place] for t in (total, full))
                 exact = own if own.dtype == torch.float32 else mine
                 self._exchange_and_sum(sent, exact, add=False, squares=None)
@@ -156,15 +157,18 @@ class PlainReduction:
     def _exchange_and_sum(
         self, sent: Sequence[Part], shard: Tensor, add: bool, squares: Tensor | None
     ) -> None:
-        ranks, place, numel = len(self._lane.ranks), self._lane.place, len(shard)
+        ranks, place = len(self._lane.ranks), self._lane.place
         if self._rooms is None and ranks > 1:
             full = join(sent, self._whole.view(sent[0].flat.dtype))
-            received = self._received.view(full.dtype)[: len(full)]
-            self._lane.all_to_all(received, full)
+            received = self._received.view(full.dtype)[: ranks * len(shard)]
+            if self._way == "everywhere":
+                self._lane.all_gather(received, full)
+            else:
+                self._lane.all_to_all(received, full)
             _sum_parts(self._operations, received.view(ranks, -1), shard, add=add, squares=squares)
             return
-        others = None if self._rooms is None else self._write(self._rooms, sent, numel)
-        for part in parts_inside(sent, range(place * numel, (place + 1) * numel)):
+        others = None if self._rooms is None else self._write(self._rooms, sent, len(shard))
+        for part in parts_inside(sent, self._summed_by(place, len(shard))):
             columns = slice(part.start, part.start + len(part.flat))
             blocks = slice(columns.start // SQUARES_BLOCK, columns.stop // SQUARES_BLOCK)
             _sum_parts(
@@ -184,11 +188,16 @@ class PlainReduction:
         self._lane.meet()  # all have summed what was there
         for distance in range(1, ranks):  # each of them begins with another
             peer = (place + distance) % ranks
-            for part in parts_inside(sent, range(peer * numel, (peer + 1) * numel)):
+            for part in parts_inside(sent, self._summed_by(peer, numel)):
                 part.of(rows[peer][place]).copy_(part.flat)
             self._lane.wrote(peer, numel * dtype.itemsize)
         self._lane.meet()
         return rows[place]
+
+    def _summed_by(self, place: int, numel: int) -> range:
+        """The `numel` elements of a gradient that the rank of this place sums."""
+        start = 0 if self._way == "everywhere" else place * numel
+        return range(start, start + numel)
 
 
 class TwoHopReduction:
@@ -264,6 +273,8 @@ def _sum_parts(
     if operations is not None:
         operations.sum_parts(parts, total, add=add, own=own, place=place, squares=squares)
         return
+    if own is not None and own.data_ptr() == total.data_ptr():
+        own = own.clone()
     for index, row in enumerate(parts):
         part = own if own is not None and index == place else row
         total.add_(part) if add or index else total.copy_(part)

@@ -14,7 +14,7 @@ from megatron_zpp.zero.collectives import Gather, PlainGather, PlainReduction, R
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.lane import Lane
 from megatron_zpp.zero.quantized_collectives import QuantizedGather, QuantizedReduction
-from megatron_zpp.zero.theory import gathers_whole_sums, sums_inside_nodes
+from megatron_zpp.zero.theory import sums_inside_nodes, whole_sums
 from megatron_zpp.zero.topology import Topology
 
 
@@ -150,9 +150,5 @@ def _reduction(
         return [inside, between], reduction
     lane = make_lane(range(topology.world_size))
     largest = max(layout.numel for layout in layouts)
-    sums_whole = "no" if scatters else "by the library"
-    if not scatters and gathers_whole_sums(topology.nodes, topology.local_world_size):
-        sums_whole = "in two steps"
-    rooms = None if sums_whole == "by the library" else lane.rooms(largest * reduce_dtype.itemsize)
-    reduction = PlainReduction(lane, reduce_dtype, largest, operations, rooms, sums_whole=sums_whole)
-    return [lane], reduction
+    way = None if scatters else whole_sums(topology.nodes, topology.local_world_size)
+    return [lane], PlainReduction(lane, reduce_dtype, largest, operations, sums_whole=way)

@@ -109,13 +109,18 @@ class Reductions:
             if not add:
                 unit.gradients = (Part(0, torch.empty_like(unit.master, device=sent[0].flat.device)),)
             ((_, shard),) = unit.gradients
-            if self._last and self._reduction.finds_squares:
-                unit.squares = torch.empty(len(shard) // SQUARES_BLOCK, device=shard.device)
+            unit.squares = self._new_squares(shard)
             unit.reducing.pending = self._reduction.reduce_scatter(
                 sent, shard, add=add, squares=unit.squares, error=unit.error
             )
             return
         if total is None:
             total = torch.empty(unit.layout.numel, device=sent[0].flat.device)
-        unit.gradients = (Part(0, total),)
-        unit.reducing.pending = self._reduction.all_reduce(sent, total)
+        unit.gradients, unit.squares = (Part(0, total),), self._new_squares(total)
+        unit.reducing.pending = self._reduction.all_reduce(sent, total, unit.squares)
+
+    def _new_squares(self, summed: Tensor) -> Tensor | None:
+        """Where the sums of a step's last micro-batch leave their squares, if they find them."""
+        if not (self._last and self._reduction.finds_squares):
+            return None
+        return torch.empty(len(summed) // SQUARES_BLOCK, device=summed.device)

@@ -7,12 +7,14 @@ weights themselves), accumulated gradients 4 here and 2 in the paper.
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Literal
 
 from megatron_zpp.ops.formats import Format
 from megatron_zpp.zero.flat_layout import FlatLayout
 
 PARAMETER_BYTES = 2  # as they compute, and gradients as they are made
 OPTIMIZER_BYTES = 12  # a parameter: fp32 master, first moment, second moment
+WholeSums = Literal["everywhere", "in two steps", "by the library"]
 CHUNKS, SMALLEST_CHUNK = 4, 2**18  # of a shard; elements
 
 
@@ -37,18 +39,22 @@ def arena_bytes(
     `reduce_bytes` is the size of a gradient as it is sent; sums of a node are fp32. The gradients of two
     units of a layout can be on their way. Where there are other ranks a unit's are sent from a buffer, and a
     reduce-scatter (stage 1 and up) has room to receive; an all-reduce (stage 0) sums in fp32 where the sums
-    are to be, but on one node: there it has what a reduce-scatter has. GPUs that write each other's memory
-    need the room alone at stages 1 to 3: their gradients are sent from where they are made.
+    are to be, but on one node: there it has what a reduce-scatter has, and where ranks sum everywhere room
+    for all gradients. GPUs that write each other's memory need the room alone, but for sums in two steps:
+    their gradients are sent from where they are made.
     """
     total = 0
-    scatters = stage >= 1 or gathers_whole_sums(nodes, layouts[0].ranks // nodes)
+    way = whole_sums(nodes, layouts[0].ranks // nodes) if stage == 0 else None
+    scatters = way != "by the library"
     for layout, units in Counter(layouts).items():
         if stage >= 3:
             total += slots(units, prefetch) * layout.numel * PARAMETER_BYTES
         total += min(2, units) * layout.numel * (reduce_bytes if scatters else PARAMETER_BYTES)
     if layouts[0].ranks > 1 and (scatters or reduce_bytes != 4):
         total += max(layout.numel for layout in layouts) * reduce_bytes
-    if scatters:
+    if way == "everywhere":
+        total += layouts[0].ranks * max(layout.numel for layout in layouts) * reduce_bytes
+    elif scatters:
         total += reduction_bytes(layouts, nodes, reduce_bytes=reduce_bytes, sum_bytes=4)
     return total
 
@@ -62,9 +68,15 @@ def sums_inside_nodes(nodes: int, local: int, *, reduce_bytes: int, sum_bytes: i
     return min(nodes, local) > 1 and sum_bytes < local * reduce_bytes
 
 
-def gathers_whole_sums(nodes: int, local: int) -> bool:
-    """Whether an all-reduce (stage 0) is a reduce-scatter and a gather: on one node, for its copy engines."""
-    return nodes == 1 < local
+def whole_sums(nodes: int, local: int) -> WholeSums:
+    """How stage 0 sums. On one node in ways that its copy engines can go.
+
+    Where two ranks sum everywhere, 16-bit gradients are two thirds of what two steps send, fp32 ones as much,
+    and sums need not be copied from where they are gathered. More ranks would send more.
+    """
+    if nodes > 1 or local == 1:
+        return "by the library"
+    return "everywhere" if local == 2 else "in two steps"
 
 
 def reduction_bytes(layouts: Sequence[FlatLayout], nodes: int, *, reduce_bytes: int, sum_bytes: int) -> int:
@@ -171,16 +183,22 @@ def bytes_sent_a_step(
 ) -> int:
     """Bytes that each rank sends in one step, all links together.
 
-    A gather sends the rank's share of a unit d - 1 times, an all-reduce twice as often. `reduce_bytes` is the
-    size of a gradient as it is sent, `sum_bytes` that of a node's sum. Those of a step's only micro-batch are
-    sent in the format of the parameters, in which they are made, where it is smaller; not by an all-reduce
-    between nodes.
+    A gather sends the rank's share of a unit d - 1 times, an all-reduce twice as often, or all of it d - 1
+    times. `reduce_bytes` is the size of a gradient as it is sent, `sum_bytes` that of a node's sum. Those of
+    a step's only micro-batch are sent in the format of the parameters, in which they are made, where it is
+    smaller; not by an all-reduce between nodes.
     """
     total, sent_bytes = 0, min(reduce_bytes, PARAMETER_BYTES) if accumulation == 1 else reduce_bytes
     for layout, units in Counter(layouts).items():
         share = (layout.ranks - 1) * layout.shard_numel
-        whole = gathers_whole_sums(nodes, layout.ranks // nodes)
-        reduced = share * ((sent_bytes if whole else reduce_bytes) + reduce_bytes)
+        reduced = (
+            share
+            * {
+                "everywhere": layout.ranks * sent_bytes,
+                "in two steps": sent_bytes + reduce_bytes,
+                "by the library": 2 * reduce_bytes,
+            }[whole_sums(nodes, layout.ranks // nodes)]
+        )
         if stage >= 1:
             sizes = {"reduce_bytes": reduce_bytes, "sum_bytes": sum_bytes, "sent_bytes": sent_bytes}
             reduced = sum(reduction_sends(layout, nodes, **sizes))

@@ -10,7 +10,7 @@ For a unit of n elements (padding included) on d ranks:
     gradients    parts of the whole, which is like master: the fp32 sum over micro-batches and ranks, from a
                  step's first reduction until the optimizer is done with it; where there is nothing to sum, as
                  the backward made them, large ones where it made them
-    squares      sums of the squares of a sharded gradient's blocks, as its last reduction finds them
+    squares      sums of the squares of the gradient's blocks, where its last reduction finds them
     accumulated  (n,) fp32 at stages 0 and 1: the sum over micro-batches, from a step's first one to its last
     reducing     the reduction under way, and the gradients that it reads, from where they were made; units of
                  equal layout have two of these in turn, so that no more are kept for it

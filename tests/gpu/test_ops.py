@@ -130,14 +130,19 @@ def test_operators_run_on_the_present_stream_without_waiting() -> None:
     shard, states = torch.zeros(256, device="cuda"), [state.cuda() for state in cases.adamw_states(256)]
     scalars = [s.cuda() if torch.is_tensor(s) else s for s in cases.adamw_scalars()]
     stream = torch.cuda.Stream()
+
+    def call_all() -> None:
+        torch.ops.megatron_zpp.quantize(x, messages, *cases.plain(format), False)
+        torch.ops.megatron_zpp.sum_into(messages, shard, *cases.plain(format), False, 1.0, False)
+        torch.ops.megatron_zpp.adamw(*states, None, *scalars, 100)
+
+    call_all()  # CUDA waits where it loads a kernel, at its first launch
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(100_000_000)
-            torch.ops.megatron_zpp.quantize(x, messages, *cases.plain(format), False)
-            torch.ops.megatron_zpp.sum_into(messages, shard, *cases.plain(format), False, 1.0, False)
-            torch.ops.megatron_zpp.adamw(*states, None, *scalars, 100)
+            call_all()
             done = stream.record_event()
         assert not done.query()
     finally:

@@ -1,6 +1,7 @@
 """Reductions of gradients as they are, in one hop or two: their bits, their error and their bytes."""
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy
 import pytest
@@ -14,7 +15,7 @@ from megatron_zpp.zero.engine import reduce_dtype, sum_dtype
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.lane import Lane
 from megatron_zpp.zero.parts import Part
-from megatron_zpp.zero.theory import sums_inside_nodes
+from megatron_zpp.zero.theory import WholeSums, sums_inside_nodes
 from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.traffic import TrafficLedger
 from megatron_zpp.zero.unit import Residency
@@ -223,41 +224,62 @@ def test_two_hops_are_taken_where_they_send_less(
     assert sums_inside_nodes(nodes, local, reduce_bytes=reduce_bytes, sum_bytes=sum_bytes) == two_hops
 
 
-SUMMED = [  # what is sent, what sums come back in, and whether in two steps
-    (torch.float32, torch.float32, False),
-    (torch.bfloat16, torch.bfloat16, False),
-    (torch.bfloat16, torch.float32, False),
-    (torch.float32, torch.float32, True),
-    (torch.bfloat16, torch.bfloat16, True),
-    (torch.bfloat16, torch.float32, True),
+class Summed(NamedTuple):
+    """What is sent, what sums of two steps come back in, and the way; summed by kernels or by torch."""
+
+    sent: torch.dtype
+    dtype: torch.dtype
+    way: WholeSums
+    kernels: bool = True
+
+
+SUMMED = [
+    Summed(torch.float32, torch.float32, "by the library"),
+    Summed(torch.bfloat16, torch.bfloat16, "by the library"),
+    Summed(torch.bfloat16, torch.float32, "by the library"),
+    Summed(torch.float32, torch.float32, "in two steps"),
+    Summed(torch.bfloat16, torch.bfloat16, "in two steps"),
+    Summed(torch.bfloat16, torch.float32, "in two steps"),
+    Summed(torch.float32, torch.float32, "everywhere"),
+    Summed(torch.float32, torch.float32, "everywhere", kernels=False),
+    Summed(torch.bfloat16, torch.bfloat16, "everywhere"),
+    Summed(torch.bfloat16, torch.float32, "everywhere"),
 ]
 
 
 def all_reduce(topology: Topology, rooms: bool = False) -> list[tuple[list[numpy.ndarray], tuple[int, int]]]:
-    """(the sums of all units, bytes sent) in several formats, in the library's way and in two steps.
+    """(the sums of all units, bytes sent) in several formats and ways.
 
-    With `rooms` processes write each other's memory in the latter; GPUs do without being told.
+    With `rooms` processes write each other's memory where they sum; GPUs do without being told.
     """
     units, found = layouts(topology.world_size), []
-    for sent_in, dtype, scatters in SUMMED:
+    for case in SUMMED:
         ledger = TrafficLedger(topology)
         make_lane = SharedLane if rooms else Lane
         lane = make_lane(range(topology.world_size), topology, this_device(), ledger, None)
         largest = max(layout.numel for layout in units)
-        written = lane.rooms(largest * dtype.itemsize) if scatters else None
-        assert written is not None or not (rooms and scatters)
-        way = "in two steps" if scatters else "by the library"
-        reduction = PlainReduction(lane, dtype, largest, operations(), written, sums_whole=way)
+        kernels = operations() if case.kernels else None
+        reduction = PlainReduction(lane, case.dtype, largest, kernels, sums_whole=case.way)
         lane.ready()
         totals = [torch.full((layout.numel,), 7.0, device=this_device()) for layout in units]
-        sent = [gradients(topology.rank, i, layout, sent_in, 0) for i, layout in enumerate(units)]
+        squares = [torch.full((layout.numel // 256,), 7.0, device=this_device()) for layout in units]
+        sent = [gradients(topology.rank, i, layout, case.sent, 0) for i, layout in enumerate(units)]
         parts = [in_parts(flat.to(this_device())) for flat in sent]
-        if sent_in == torch.float32:  # sums over micro-batches are where the result goes
+        if case.sent == torch.float32:  # sums over micro-batches are where the result goes
             totals[0].copy_(sent[0])
             parts[0] = [Part(0, totals[0])]
-        pending = [reduction.all_reduce(sent, total) for sent, total in zip(parts, totals, strict=True)]
+        pending = [
+            reduction.all_reduce(gradient, total, its_squares if reduction.finds_squares else None)
+            for gradient, total, its_squares in zip(parts, totals, squares, strict=True)
+        ]
         for one in pending:
             one.wait()
+        for total, its_squares in zip(totals, squares, strict=True):
+            expected = torch.empty_like(its_squares)
+            sum_squares(kernels, total, expected)
+            any_order = 0 if case.kernels else 2 * 256 * 2**-24
+            if reduction.finds_squares:
+                torch.testing.assert_close(its_squares, expected, rtol=any_order, atol=0)
         lane.settle()
         found.append(([total.cpu().numpy().copy() for total in totals], ledger.take()))
         lane.close()
@@ -265,20 +287,24 @@ def all_reduce(topology: Topology, rooms: bool = False) -> list[tuple[list[numpy
 
 
 def check_all_reduced(ranks: list[list[tuple[list[numpy.ndarray], tuple[int, int]]]]) -> None:
-    """In two steps the sum in the order of the ranks, rounded once; the other's within its own roundings."""
+    """The sum in the order of the ranks, in two steps rounded once; the library's within its roundings."""
     world = len(ranks)
-    for (sent_in, dtype, scatters), *results in zip(SUMMED, *ranks, strict=True):
+    for case, *results in zip(SUMMED, *ranks, strict=True):
         for index, layout in enumerate(layouts(world)):
-            sent = torch.stack([gradients(rank, index, layout, sent_in, 0) for rank in range(world)]).float()
-            expected = in_order(sent).to(dtype).float()
-            allowed = world * torch.finfo(dtype).eps * sent.abs().sum(0)
+            sent = torch.stack([gradients(r, index, layout, case.sent, 0) for r in range(world)]).float()
+            expected = in_order(sent)
+            if case.way != "everywhere":
+                expected = expected.to(case.dtype).float()
+            allowed = world * torch.finfo(case.dtype).eps * sent.abs().sum(0)
             for totals, _ in results:
                 off = (torch.from_numpy(totals[index]) - expected).abs()
-                assert (off <= (0 if scatters else allowed)).all()
+                assert (off <= (allowed if case.way == "by the library" else 0)).all()
         shares = (world - 1) * sum(layout.shard_numel for layout in layouts(world))
-        moved = [sum(sent) for _, sent in results]
-        there = sent_in if scatters else dtype
-        assert moved == [shares * (there.itemsize + dtype.itemsize)] * world
+        there, back = case.sent.itemsize, case.dtype.itemsize
+        moved = {"by the library": 2 * back, "in two steps": there + back, "everywhere": world * there}[
+            case.way
+        ]
+        assert [sum(sent) for _, sent in results] == [shares * moved] * world
 
 
 @pytest.mark.parametrize(("world", "rooms"), [(2, False), (2, True), (3, False), (3, True)])
