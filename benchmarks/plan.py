@@ -35,10 +35,9 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.plan.hardware import Machine, machine
 from megatron_zpp.plan.job import Job, units_of
-from megatron_zpp.plan.memory import memory_of
+from megatron_zpp.plan.memory import memory_of, received_bytes
 from megatron_zpp.plan.step_time import compute_seconds, pass_seconds, step_time
 from megatron_zpp.plan.traffic import Pass, Sent, total, traffic_of
-from megatron_zpp.zero.theory import reduction_bytes
 
 Row = dict[str, Any]
 GRIDS = (  # result, samples of a micro-batch, nodes, GPUs of a node
@@ -171,8 +170,7 @@ def _counted_otherwise(job: Job, compiled: bool) -> int:
     Runs that were not compiled sent the gradients of each layout from two buffers of its own.
     """
     if compiled:
-        sizes = {"reduce_bytes": job.reduce_bytes, "sum_bytes": job.sum_bytes}
-        return -reduction_bytes(job.layouts, job.nodes, **sizes) if job.writes_peers else 0
+        return -received_bytes(job) if job.writes_peers else 0
     sent = sum(min(2, units) * layout.numel for layout, units in Counter(job.layouts).items())
     now = 0 if job.writes_peers else max(layout.numel for layout in job.layouts)
     return (sent - now) * job.reduce_bytes

@@ -93,14 +93,22 @@ def _buffers(job: Job) -> int:
     if job.gradient_codes is not None:
         total += largest * job.dtype.itemsize
         total += quantized_reduction_bytes(job.layouts, job.nodes, job.gradient_codes)
-    elif way == "everywhere":
-        total += job.ranks * largest * sent
-    elif way != "by the library":
-        total += reduction_bytes(job.layouts, job.nodes, reduce_bytes=sent, sum_bytes=job.sum_bytes)
+    else:
+        total += received_bytes(job)
     if job.weight_codes is not None:
         largest = max(job.weight_codes.message_bytes(layout.shard_numel) for layout in job.layouts)
         total += job.ranks * largest * (2 if job.secondary_codes else 1)
     return total
+
+
+def received_bytes(job: Job) -> int:
+    """What gradients as they are are received in: memory that other GPUs write if `job.writes_peers`."""
+    if job.whole_sums == "everywhere":
+        return job.ranks * max(layout.numel for layout in job.layouts) * job.reduce_bytes
+    if job.whole_sums == "by the library":
+        return 0
+    sizes = {"reduce_bytes": job.reduce_bytes, "sum_bytes": job.sum_bytes}
+    return reduction_bytes(job.layouts, job.nodes, **sizes)
 
 
 def _zeropp(job: Job) -> int:

@@ -110,8 +110,10 @@ def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
         if one.reduced != Sent():
             code = gradients.block_bytes / gradients.block if gradients else 0
             node_sums = 2 * job.sum_bytes / job.local if job.two_hops and not gradients else 0
-            summed = job.ranks if job.whole_sums == "everywhere" else 1  # times the gradient is read
-            nbytes += one.summed * (summed * job.sent_bytes + 2 * code + node_sums + 8 * summed / job.ranks)
+            sums = job.sent_bytes + 8 / job.ranks
+            if job.whole_sums == "everywhere":
+                sums = job.ranks * job.sent_bytes + 4
+            nbytes += one.summed * (sums + 2 * code + node_sums)
     return nbytes / machine.memory_rate
 
 
