@@ -167,12 +167,15 @@ def h200_rows() -> list[Row]:
 def _counted_otherwise(job: Job, compiled: bool) -> int:
     """What torch's count of a peak has besides the plan, less what it has not: memory that peers write.
 
-    Runs that were not compiled sent the gradients of each layout from two buffers of its own.
+    Runs that were not compiled sent the gradients of each layout from two buffers of its own. Stage 0 gathered
+    its sums in a buffer between two ranks too.
     """
+    largest = max(layout.numel for layout in job.layouts)
     if compiled:
-        return -received_bytes(job) if job.writes_peers else 0
+        gathered = largest * job.reduce_bytes if job.whole_sums == "everywhere" else 0
+        return gathered - (received_bytes(job) if job.writes_peers else 0)
     sent = sum(min(2, units) * layout.numel for layout, units in Counter(job.layouts).items())
-    now = 0 if job.writes_peers else max(layout.numel for layout in job.layouts)
+    now = 0 if job.writes_peers else largest
     return (sent - now) * job.reduce_bytes
 
 
