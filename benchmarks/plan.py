@@ -167,8 +167,8 @@ def h200_rows() -> list[Row]:
 def _counted_otherwise(job: Job, compiled: bool) -> int:
     """What torch's count of a peak has besides the plan, less what it has not: memory that peers write.
 
-    Runs that were not compiled sent the gradients of each layout from two buffers of its own. Stage 0 gathered
-    its sums in a buffer between two ranks too.
+    Runs that were not compiled sent the gradients of each layout from two buffers of its own. At stage 0 two
+    ranks gathered their sums in a buffer.
     """
     largest = max(layout.numel for layout in job.layouts)
     if compiled:
