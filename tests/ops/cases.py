@@ -150,14 +150,15 @@ def plain_parts(device: str) -> None:
             assert_agree("sum_parts", parts, torch.ones(m), 0.1, add, own, count // 2, device=device)
             columns = parts[:, : m // 2]  # rows lie apart
             assert_agree("sum_parts", columns, torch.ones(m // 2), 0.1, add, device=device)
-    parts = torch.randn(5, 4099, generator=torch.Generator().manual_seed(1))
-    for own in range(5):
-        for add in (False, True):
-            expected = parts[own].clone()
-            in_place = parts.to(device, copy=True)
-            reference.sum_parts(parts, expected, 0.5, add)
-            torch.ops.megatron_zpp.sum_parts(in_place, in_place[own], 0.5, add)
-            assert_same_bits(in_place[own].cpu(), expected, f"in place of part {own}")
+    for m, own, add in itertools.product((4099, 4100), range(5), (False, True)):  # 16-byte rows
+        parts = torch.randn(5, m, generator=torch.Generator().manual_seed(1))
+        expected = parts[own].clone()
+        in_place, shard = parts.to(device, copy=True), parts[own].to(device, copy=True)
+        reference.sum_parts(parts, expected, 0.5, add)
+        torch.ops.megatron_zpp.sum_parts(in_place, shard, 0.5, add, shard, own)
+        assert_same_bits(shard.cpu(), expected, f"in place of part {own}, which lies elsewhere")
+        torch.ops.megatron_zpp.sum_parts(in_place, in_place[own], 0.5, add)
+        assert_same_bits(in_place[own].cpu(), expected, f"in place of part {own}")
 
 
 def plain_parts_and_squares(device: str) -> None:
