@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads) sum_elements_kernel(const __grid_con
   }
 }
 
-// Blocks of threads for which a multiprocessor has registers, as far as that takes none from what is loaded.
+// Blocks of threads that a multiprocessor has registers for: the most at which none are spilled.
 template <typename T>
 constexpr int kResident = sizeof(T) == 4 ? 5 : 6;
 

@@ -191,14 +191,12 @@ def bytes_sent_a_step(
     total, sent_bytes = 0, min(reduce_bytes, PARAMETER_BYTES) if accumulation == 1 else reduce_bytes
     for layout, units in Counter(layouts).items():
         share = (layout.ranks - 1) * layout.shard_numel
-        reduced = (
-            share
-            * {
-                "everywhere": layout.ranks * sent_bytes,
-                "in two steps": sent_bytes + reduce_bytes,
-                "by the library": 2 * reduce_bytes,
-            }[whole_sums(nodes, layout.ranks // nodes)]
-        )
+        summed = {
+            "everywhere": layout.ranks * sent_bytes,
+            "in two steps": sent_bytes + reduce_bytes,
+            "by the library": 2 * reduce_bytes,
+        }
+        reduced = share * summed[whole_sums(nodes, layout.ranks // nodes)]
         if stage >= 1:
             sizes = {"reduce_bytes": reduce_bytes, "sum_bytes": sum_bytes, "sent_bytes": sent_bytes}
             reduced = sum(reduction_sends(layout, nodes, **sizes))
