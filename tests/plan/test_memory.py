@@ -174,6 +174,20 @@ def test_squares_come_with_sums_where_the_plan_says_so(zero: dict, micro_batches
     assert {unit.squares is not None for unit in engine.units} == {planned.finds_squares}
 
 
+def squares_are_there(topology: Topology) -> set[bool]:
+    """Of the units, at stage 0."""
+    engine = engine_of(MODEL, 300, precision=PrecisionConfig(**BF16), topology=topology)
+    engine.accumulate(torch.zeros(1, 17, dtype=torch.long), index=0, micro_batches=1)
+    return {unit.squares is not None for unit in engine.units}
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(1, 2), (1, 3), (2, 1)])
+def test_squares_come_with_whole_sums_where_the_plan_says_so(nodes: int, local: int) -> None:
+    planned = job_of(MODEL, 300, precision=PrecisionConfig(**BF16), nodes=nodes, local=local)
+    for found in on_ranks(nodes * local, squares_are_there, ranks_per_node=local):
+        assert found == {planned.finds_squares}
+
+
 def test_peaks_are_what_gpus_reported() -> None:
     """Within 1%: of each stage on NVLink; of the others without the loss, which was another one."""
     rows = h200_rows()

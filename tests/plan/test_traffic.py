@@ -52,7 +52,9 @@ ONE_HOP: list[tuple[dict[str, Any], dict[str, Any], int]] = [
 
 # bf16 gradients are summed inside nodes of three ranks, fp32 ones of two as well
 LARGE_NODES: list[tuple[dict[str, Any], dict[str, Any], int]] = [({"zero_stage": 1}, {}, 2), (STAGE_3, {}, 2)]
+WHOLE: list[tuple[dict[str, Any], dict[str, Any], int]] = [({"zero_stage": 0}, {}, n) for n in (1, 2)]
 GRIDS = {
+    2: [((1, 2), WHOLE), ((2, 1), WHOLE)],
     4: [((2, 2), CASES), ((1, 4), ONE_HOP), ((4, 1), ONE_HOP)],
     6: [((2, 3), LARGE_NODES), ((3, 2), LARGE_NODES)],
 }
@@ -106,7 +108,7 @@ def test_the_plan_is_what_the_ranks_send(world: int) -> None:
 
 @pytest.mark.parametrize("in_bf16", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("nodes", "local"), [(1, 8), (8, 1), (2, 2), (3, 2), (2, 8), (24, 16)])
+@pytest.mark.parametrize(("nodes", "local"), [(1, 2), (1, 8), (8, 1), (2, 2), (3, 2), (2, 8), (24, 16)])
 def test_the_plan_without_zeropp_is_the_closed_form(
     nodes: int, local: int, stage: int, in_bf16: bool
 ) -> None:

@@ -112,9 +112,9 @@ def measure_memory(
     return measured
 
 
-@pytest.mark.parametrize(("nodes", "local"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("nodes", "local"), [(1, 1), (1, 2), (2, 2)])
 def test_a_rank_holds_what_theory_says(nodes: int, local: int) -> None:
-    """On 2 × 2 ranks the fp32 gradients of stage 1 are reduced in two hops, the others in one."""
+    """On 2 × 2 ranks stage 1 reduces fp32 gradients in two hops; on 1 × 2 at stage 0 each rank gets all."""
     cases = [(stage, prefetch) for stage in STAGES for prefetch in ((0, 1, 2) if stage == 3 else (1,))]
     for measured in on_ranks(nodes * local, measure_memory, cases, ranks_per_node=local):
         for case, (inside, between, theory) in zip(cases, measured, strict=True):
@@ -193,12 +193,14 @@ def measure_traffic(
     return measured
 
 
-def test_the_ledger_equals_the_closed_form() -> None:
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_ledger_equals_the_closed_form(world: int) -> None:
+    """At stage 0 two ranks sum everywhere, three in two steps."""
     cases = list(itertools.product((0, 1, 2), (1, 3), (1,), (False, True)))
     cases += [
         (3, accumulation, prefetch, prefetch == 1) for accumulation in (1, 3) for prefetch in (0, 1, 2, 9)
     ]
-    for measured in on_ranks(3, measure_traffic, cases):
+    for measured in on_ranks(world, measure_traffic, cases):
         for (stage, accumulation, prefetch, reduce_in_bf16), (sent, expected) in zip(
             cases, measured, strict=True
         ):
