@@ -61,9 +61,9 @@ void run(const AdamwPublish& op, CUstream_st* stream) {
   with_type(op.step.gradient_type, [&](auto type) {
     using G = typename decltype(type)::type;
     if (is_aligned(op.step) && is_aligned(op.published, 8))
-      launch<adamw_kernel<G, true>>(tiles, stream, op);
+      launch<adamw_kernel<G, true>>(tiles, stream, op, kGridsForAll);
     else
-      launch<adamw_kernel<G, false>>(tiles, stream, op);
+      launch<adamw_kernel<G, false>>(tiles, stream, op, kGridsForAll);
   });
 }
 

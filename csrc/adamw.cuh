@@ -17,7 +17,7 @@ __device__ __forceinline__ float4 load_gradients(const Adamw& op, int64_t at) {
   if constexpr (std::is_same_v<G, float>) {
     return load_quad<ALIGNED>(source);
   } else if constexpr (ALIGNED) {
-    const uint2 words = load_once<uint2>(source);
+    const uint2 words = load_vector<uint2>(source);
     return {to_float(G{uint16_t(words.x)}), to_float(G{uint16_t(words.x >> 16)}), to_float(G{uint16_t(words.y)}),
             to_float(G{uint16_t(words.y >> 16)})};
   } else {

@@ -191,16 +191,16 @@ __device__ __forceinline__ void decode_codes(const uint32_t (&words)[words_of<C>
 template <int WORDS>
 __device__ __forceinline__ void load_words(const uint8_t* address, uint32_t (&words)[WORDS]) {
   if constexpr (WORDS == 1) {
-    words[0] = load_once<uint32_t>(address);
+    words[0] = load_vector<uint32_t>(address);
   } else if constexpr (WORDS == 2) {
-    const uint2 two = load_once<uint2>(address);
+    const uint2 two = load_vector<uint2>(address);
     words[0] = two.x;
     words[1] = two.y;
   } else {
     static_assert(WORDS % 4 == 0, "whole loads");
 #pragma unroll
     for (int k = 0; k < WORDS; k += 4) {
-      const uint4 four = load_once<uint4>(address + 4 * k);
+      const uint4 four = load_vector<uint4>(address + 4 * k);
       words[k] = four.x;
       words[k + 1] = four.y;
       words[k + 2] = four.z;

@@ -5,8 +5,8 @@ namespace megatron_zpp::cuda {
 
 namespace {
 
-constexpr int kRuns = 4;                    // of eight elements, a lane at a time
-constexpr int kTile = 8 * kRuns * kWarp;  // elements of a warp at a time
+constexpr int kElements = 32;             // of a lane at a time
+constexpr int kTile = kElements * kWarp;  // of a warp
 
 struct DequantizeParams {
   Reader reader;
@@ -17,21 +17,22 @@ struct DequantizeParams {
   bool rotate;
 };
 
-// Neighbouring lanes hold neighbouring runs: four of them are the 32 elements of a rotation.
-template <Codes C, typename T, bool ALIGNED>
+// Neighbouring lanes hold neighbouring runs of RUN elements: two or four of them are the 32 of a rotation.
+template <Codes C, typename T, int RUN, bool ALIGNED>
 __global__ void __launch_bounds__(kThreads, 4) dequantize_kernel(const __grid_constant__ DequantizeParams p) {
+  constexpr int kRuns = kElements / RUN;
   const int log_block = p.reader.log_block;
   const uint32_t in_block = (1u << log_block) - 1;
   for (uint64_t tile = warp_index();; tile += warp_count()) {
     const uint32_t first = uint32_t(tile * kTile >> log_block);
     if (first >= p.blocks) break;
-    uint32_t words[kRuns][words_of<C>(8)];
+    uint32_t words[kRuns][words_of<C>(RUN)];
     uint32_t scale_words[kRuns], selectors[kRuns];
     T* target[kRuns];
     bool active[kRuns];
 #pragma unroll
     for (int r = 0; r < kRuns; ++r) {
-      const uint32_t element = (uint32_t(tile * kTile) & in_block) + 8 * (r * kWarp + lane_index());
+      const uint32_t element = (uint32_t(tile * kTile) & in_block) + RUN * (r * kWarp + lane_index());
       const uint32_t block = first + (element >> log_block), start = element & in_block;
       active[r] = block < p.blocks;
       const Place place = p.place_of(min(block, p.blocks - 1));  // lanes behind the end read the last block once more
@@ -45,18 +46,24 @@ __global__ void __launch_bounds__(kThreads, 4) dequantize_kernel(const __grid_co
     }
 #pragma unroll
     for (int r = 0; r < kRuns; ++r) {
-      float x[8];
+      float x[RUN];
       decode_codes<C>(words[r], x);
       const float scale = scale_of_word(scale_words[r], selectors[r]);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) x[i] *= scale;
+      for (int i = 0; i < RUN; ++i) x[i] *= scale;
       if (p.rotate) rotate(x);
-      store_eight<ALIGNED>(target[r], x, active[r]);
+#pragma unroll
+      for (int i = 0; i < RUN; i += 8) {
+        float eight[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) eight[j] = x[i + j];
+        store_eight<ALIGNED>(target[r] + i, eight, active[r]);
+      }
     }
   }
 }
 
-template <Codes C, typename T>
+template <Codes C, typename T, int RUN>
 void launch_tiles(const Dequantize& op, CUstream_st* stream) {
   const int64_t row_blocks = op.columns / op.format.block;
   const DequantizeParams params{
@@ -69,9 +76,18 @@ void launch_tiles(const Dequantize& op, CUstream_st* stream) {
   };
   const int64_t tiles = (op.rows * op.columns + kTile - 1) / kTile;
   if (is_aligned(op.output, 16) && (op.rows == 1 || op.row_stride * sizeof(T) % 16 == 0))
-    launch<dequantize_kernel<C, T, true>>(tiles, stream, params);
+    launch<dequantize_kernel<C, T, RUN, true>>(tiles, stream, params, kGridsForAll);
   else
-    launch<dequantize_kernel<C, T, false>>(tiles, stream, params);
+    launch<dequantize_kernel<C, T, RUN, false>>(tiles, stream, params, kGridsForAll);
+}
+
+// Longer runs take fewer shuffles to rotate; fp32 has none but eights.
+template <Codes C, typename T>
+void launch_runs(const Dequantize& op, CUstream_st* stream) {
+  if constexpr (sizeof(T) == 2) {
+    if (op.format.rotate) return launch_tiles<C, T, 16>(op, stream);
+  }
+  launch_tiles<C, T, 8>(op, stream);
 }
 
 }  // namespace
@@ -79,7 +95,7 @@ void launch_tiles(const Dequantize& op, CUstream_st* stream) {
 void run(const Dequantize& op, CUstream_st* stream) {
   with_codes(op.format.codes, [&](auto codes) {
     with_type(op.output_type, [&](auto type) {
-      launch_tiles<decltype(codes)::value, typename decltype(type)::type>(op, stream);
+      launch_runs<decltype(codes)::value, typename decltype(type)::type>(op, stream);
     });
   });
 }

@@ -22,8 +22,13 @@ inline void check(cudaError_t status) {
 }
 
 // Threads loop over what the grid does not cover. A few times as many blocks as fit on the chip let it balance load
-// by itself; more would only start blocks for nothing. Where a warp loads ahead it wants to live longer.
-constexpr int kGridsOnChip = 16, kGridsLoadingAhead = 4;
+// by itself, and in some kernels one for each tile is faster: blocks start in order, so that accesses stay close
+// together, where loops drift apart.
+constexpr int kGridsOnChip = 16, kGridsForAll = 1 << 16;
+
+// A warp that loads ahead of its tiles wants to have some of them: where it can have fewer than these, no more blocks
+// start than fit.
+constexpr int kTilesAhead = 4;
 
 inline int multiprocessors() {
   int device = 0, count = 0;
@@ -39,13 +44,26 @@ int blocks_a_multiprocessor() {
   return count;
 }
 
-// One warp for each of `tiles` if the chip has room.
-template <auto kernel, int GRIDS = kGridsOnChip, typename Params>
-void launch(int64_t tiles, CUstream_st* stream, const Params& params) {
+// How many blocks fit on the chip.
+template <auto kernel>
+int64_t blocks_on_chip() {
   static const int resident = blocks_a_multiprocessor<kernel>();  // asking takes microseconds
+  return int64_t(std::max(resident, 1)) * multiprocessors();
+}
+
+// One warp for each of `tiles`, if `grids` times what fits on the chip are as many.
+template <auto kernel, typename Params>
+void launch(int64_t tiles, CUstream_st* stream, const Params& params, int grids = kGridsOnChip) {
   const int64_t wanted = (tiles + kThreads / kWarp - 1) / (kThreads / kWarp);
-  const int64_t most = int64_t(GRIDS) * std::max(resident, 1) * multiprocessors();
-  kernel<<<unsigned(std::min(wanted, most)), kThreads, 0, stream>>>(params);
+  const int64_t blocks = std::min(wanted, grids * blocks_on_chip<kernel>());
+  kernel<<<unsigned(blocks), kThreads, 0, stream>>>(params);
+}
+
+// Likewise, where warps load ahead.
+template <auto kernel, typename Params>
+void launch_loading_ahead(int64_t tiles, CUstream_st* stream, const Params& params, int grids = kGridsOnChip) {
+  const int64_t warps = blocks_on_chip<kernel>() * (kThreads / kWarp);
+  launch<kernel>(tiles, stream, params, tiles < kTilesAhead * warps ? 1 : grids);
 }
 
 __device__ __forceinline__ int lane_index() { return threadIdx.x % kWarp; }
@@ -213,17 +231,22 @@ __device__ __forceinline__ uint32_t place_of_quad(uint32_t q) { return q ^ (q >>
 
 // ---- memory ----
 
-// Inputs are read once, so they should not displace what others may still need from the cache.
-template <typename Vector>
-__device__ __forceinline__ Vector load_once(const void* address) {
-  return __ldcs(static_cast<const Vector*>(address));
+// PASSING data is the first to leave the caches. Where little is written for what is read, or onto what was read, that
+// is slower than the caches' own choice; where sums go elsewhere it is faster.
+template <typename Vector, bool PASSING = false>
+__device__ __forceinline__ Vector load_vector(const void* address) {
+  const Vector* vector = static_cast<const Vector*>(address);
+  if constexpr (PASSING)
+    return __ldcs(vector);
+  else
+    return *vector;
 }
 
 // ALIGNED is a template's argument because a run-time branch becomes predicates, and then loads wait for others.
-template <bool ALIGNED>
+template <bool ALIGNED, bool PASSING = false>
 __device__ __forceinline__ float4 load_quad(const float* address) {
   if constexpr (ALIGNED)
-    return load_once<float4>(address);
+    return load_vector<float4, PASSING>(address);
   else
     return {address[0], address[1], address[2], address[3]};
 }
@@ -241,12 +264,12 @@ __device__ __forceinline__ void store_quad(float* address, float4 quad) {
 }
 
 // Eight numbers of a lane as they are loaded, so that many loads can be under way before the first is used.
-template <typename T, bool ALIGNED>
+template <typename T, bool ALIGNED, bool PASSING = false>
 class Eight {
  public:
   __device__ __forceinline__ void load(const T* address) {
     if constexpr (ALIGNED) {
-      words_ = load_once<uint4>(address);
+      words_ = load_vector<uint4, PASSING>(address);
     } else {
       const uint16_t* bits = reinterpret_cast<const uint16_t*>(address);
       words_ = {bits[0] | uint32_t(bits[1]) << 16, bits[2] | uint32_t(bits[3]) << 16,
@@ -267,13 +290,13 @@ class Eight {
   uint4 words_;
 };
 
-template <bool ALIGNED>
-class Eight<float, ALIGNED> {
+template <bool ALIGNED, bool PASSING>
+class Eight<float, ALIGNED, PASSING> {
  public:
   // Both lanes of a pair must call these.
   __device__ __forceinline__ void load(const float* address) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) quads_[h] = load_quad<ALIGNED>(pair_quad(address, h));
+    for (int h = 0; h < 2; ++h) quads_[h] = load_quad<ALIGNED, PASSING>(pair_quad(address, h));
   }
 
   __device__ __forceinline__ void to_floats(float (&x)[8]) const {

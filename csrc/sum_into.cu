@@ -96,9 +96,9 @@ void run(const SumInto& op, CUstream_st* stream) {
     };
     const int64_t tiles = (params.runs + kWarp - 1) / kWarp;
     if (is_aligned(op.shard, 16))
-      launch<sum_into_kernel<C, true>>(tiles, stream, params);
+      launch_loading_ahead<sum_into_kernel<C, true>>(tiles, stream, params);
     else
-      launch<sum_into_kernel<C, false>>(tiles, stream, params);
+      launch_loading_ahead<sum_into_kernel<C, false>>(tiles, stream, params);
   });
 }
 

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T>) sum_blocks_kernel(cons
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum[i] = -0.f;
     for (int first = 0; first < p.count; first += kBatch) {
-      Eight<T, true> loaded[kBatch];
+      Eight<T, true, true> loaded[kBatch];
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
         if (first + j < p.count) loaded[j].load(first + j == p.place ? own : next);
@@ -104,9 +104,9 @@ void run(const SumParts& op, CUstream_st* stream) {
                          (op.distance * sizeof(T) % 16 == 0 || op.part_count == 1);
     const int64_t blocks = aligned ? op.elements / kSquaresBlock : 0;
     if (blocks && op.squares)
-      launch<sum_blocks_kernel<T, true>>(blocks, stream, params);
+      launch<sum_blocks_kernel<T, true>>(blocks, stream, params, kGridsForAll);
     else if (blocks)
-      launch<sum_blocks_kernel<T, false>>(blocks, stream, params);
+      launch<sum_blocks_kernel<T, false>>(blocks, stream, params, kGridsForAll);
     const int64_t done = blocks * kSquaresBlock;
     params.parts = static_cast<const T*>(op.parts) + done;
     if (op.own) params.own = static_cast<const T*>(op.own) + done;

@@ -50,10 +50,13 @@ inline SumQuantizeParams params_of(const SumQuantize& op, int elements_a_lane) {
   };
 }
 
+// Of what fits on the chip: to start is dear here, a tile takes long.
+constexpr int kGrids = 4;
+
 template <auto kernel>
 void launch_tiles(const SumQuantize& op, int elements_a_lane, CUstream_st* stream) {
   const SumQuantizeParams params = params_of(op, elements_a_lane);
-  launch<kernel, kGridsLoadingAhead>(params.tiles, stream, params);
+  launch_loading_ahead<kernel>(params.tiles, stream, params, kGrids);
 }
 
 // sum_quantize with an error to feed back.

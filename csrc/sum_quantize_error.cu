@@ -59,7 +59,7 @@ class TileErrors {
   // Those of `tile`, which `add` needs next.
   __device__ __forceinline__ void load(uint32_t tile) {
 #pragma unroll
-    for (int q = 0; q < kQuads; ++q) loaded_[q] = load_once<uint4>(errors_ + min(quad_of(tile, q), last_quad()));
+    for (int q = 0; q < kQuads; ++q) loaded_[q] = load_vector<uint4>(errors_ + min(quad_of(tile, q), last_quad()));
   }
 
   __device__ __forceinline__ void add(float (&x)[RUN]) {

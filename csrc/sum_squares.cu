@@ -17,7 +17,7 @@ template <typename T, bool ALIGNED>
 __global__ void __launch_bounds__(kThreads) sum_squares_kernel(const __grid_constant__ SumSquaresParams p) {
   const T* input = static_cast<const T*>(p.input) + 8 * lane_index();
   for (int64_t first = int64_t(warp_index()) * kAtOnce; first < p.blocks; first += int64_t(warp_count()) * kAtOnce) {
-    Eight<T, ALIGNED> loaded[kAtOnce];
+    Eight<T, ALIGNED, true> loaded[kAtOnce];
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       if (first + j < p.blocks) loaded[j].load(input + (first + j) * kSquaresBlock);
