@@ -29,8 +29,8 @@ template <typename G>
 __device__ __forceinline__ void step_rest(const AdamwPublish& op, const AdamwScalars& scalars, int64_t at) {
   for (; at < op.step.elements; ++at) {
     const AdamwState before = {op.step.master[at], op.step.exp_avg[at], op.step.exp_avg_sq[at]};
-    const AdamwState after =
-        adamw_step(before, to_float(static_cast<const G*>(op.step.gradient)[at]), at < op.step.decayed, op.step.constants, scalars);
+    const float gradient = to_float(static_cast<const G*>(op.step.gradient)[at]);
+    const AdamwState after = adamw_step(before, gradient, at < op.step.decayed, op.step.constants, scalars);
     op.step.master[at] = after.weight;
     op.step.exp_avg[at] = after.average;
     op.step.exp_avg_sq[at] = after.average_square;

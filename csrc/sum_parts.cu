@@ -16,8 +16,8 @@ struct SumPartsParams {
   bool add;
 };
 
-// One element a thread: what is left of blocks, and where nothing is aligned. Not through the read-only cache: the shard
-// may be one of the parts.
+// One element a thread: what is left of blocks, and where nothing is aligned. Not through the read-only cache: the
+// shard may be one of the parts.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) sum_elements_kernel(const __grid_constant__ SumPartsParams p) {
   const int64_t step = int64_t(gridDim.x) * kThreads;
