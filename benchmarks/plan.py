@@ -167,13 +167,11 @@ def h200_rows() -> list[Row]:
 def _counted_otherwise(job: Job, compiled: bool) -> int:
     """What torch's count of a peak has besides the plan, less what it has not: memory that peers write.
 
-    Runs that were not compiled sent the gradients of each layout from two buffers of its own. At stage 0 two
-    ranks gathered their sums in a buffer.
+    Runs that were not compiled sent the gradients of each layout from two buffers of its own.
     """
-    largest = max(layout.numel for layout in job.layouts)
     if compiled:
-        gathered = largest * job.reduce_bytes if job.whole_sums == "everywhere" else 0
-        return gathered - (received_bytes(job) if job.writes_peers else 0)
+        return -received_bytes(job) if job.writes_peers else 0
+    largest = max(layout.numel for layout in job.layouts)
     sent = sum(min(2, units) * layout.numel for layout, units in Counter(job.layouts).items())
     now = 0 if job.writes_peers else largest
     return (sent - now) * job.reduce_bytes
