@@ -43,7 +43,8 @@ def allocated_at_most(engine: Any, tokens: torch.Tensor, micro_batches: int) -> 
 def peak_of(run: Callable[[], None]) -> int:
     """The most that the CPU's allocator hands out during `run`, above what was there before it.
 
-    What a matrix product takes and gives back before it returns does not count: some processors convert 16-bit numbers.
+    What a matrix product takes and gives back before it returns does not count: some processors convert
+    16-bit numbers.
     """
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
