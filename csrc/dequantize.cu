@@ -81,7 +81,7 @@ void launch_tiles(const Dequantize& op, CUstream_st* stream) {
     launch<dequantize_kernel<C, T, RUN, false>>(tiles, stream, params, kGridsForAll);
 }
 
-// Longer runs take fewer shuffles to rotate; fp32 has none but eights.
+// Longer runs take fewer shuffles to rotate. Not of fp32, whose eights a lane stores together with its neighbour.
 template <Codes C, typename T>
 void launch_runs(const Dequantize& op, CUstream_st* stream) {
   if constexpr (sizeof(T) == 2) {
