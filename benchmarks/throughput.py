@@ -36,7 +36,8 @@ from megatron_zpp.model.flops import flops_per_token
 ROOT = Path(__file__).resolve().parents[1]
 OURS = {  # flags of pretrain_gpt.py
     **{f"stage {stage}": ["--zero-stage", str(stage)] for stage in range(4)},
-    "stage 0, no compile": ["--zero-stage", "0", "--no-compile"],
+    **{f"stage {stage}, no compile": ["--zero-stage", str(stage), "--no-compile"] for stage in range(4)},
+    **{f"stage {stage}, apex": ["--zero-stage", str(stage), "--fused-backend", "apex"] for stage in range(4)},
     "stage 0, fp8": ["--zero-stage", "0", "--fp8"],
     "recompute": ["--recompute-granularity", "full", "--recompute-method", "uniform"],
     "selective": ["--recompute-activations"],

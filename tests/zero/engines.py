@@ -1,5 +1,7 @@
 """Engines around a small GPT, the same one in every test of the engine."""
 
+from typing import Literal
+
 import torch
 import torch.distributed as dist
 
@@ -7,7 +9,7 @@ from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.model.attention import AttentionKernel, DotProduct
-from megatron_zpp.model.gpt import GPT, Parts
+from megatron_zpp.model.gpt import GPT, Parts, norm_class
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.topology import Topology
@@ -26,10 +28,12 @@ def engine_of(
     operations: Operations | None = None,
     seed: int = 3,
     kernel: AttentionKernel | None = None,
+    fused_backend: Literal["apex", "torch"] = "torch",
 ) -> ZeroEngine:
     """An engine with the initial weights of `seed`, drawn on the CPU whatever the device."""
     with torch.device("meta"):
-        model = GPT(config, vocab_size, recompute, parts=Parts(attention=kernel or DotProduct()))
+        parts = Parts(norm_class(fused_backend), attention=kernel or DotProduct())
+        model = GPT(config, vocab_size, recompute, parts)
 
     def initialize(name: str, tensor: torch.Tensor) -> None:
         drawn = torch.empty(tensor.shape)
@@ -45,6 +49,7 @@ def engine_of(
         topology=topology or Topology(),
         device=torch.device(device),
         operations=operations,
+        fused_backend=fused_backend,
     )
 
 
