@@ -1,12 +1,12 @@
 """Whether two commits train to the same bits: SHA-256 of all states after a fixed set of short CPU runs.
 
-python benchmarks/final_weights.py HEAD                    # this commit's hashes
-python benchmarks/final_weights.py main~5 HEAD --runs bf16 # of both commits, side by side; runs with bf16 in the name
+python benchmarks/final_weights.py HEAD                     # the hashes of this commit
+python benchmarks/final_weights.py main~5 HEAD --runs bf16  # both commits; runs with bf16 in their name
 
-A change that promises the same numbers is held to them here: ZeRO stages 0 to 3, ZeRO++ alone and together on
-2 nodes x 2 ranks, fp32, bf16 and fp16, recomputation, and a resume. Every commit is checked out into a directory
-of its own and trains there with this Python, on one thread per rank, since the bits of a matrix product depend
-on the processor and its threads: compare hashes of one machine only. A hash covers master weights and moments,
+A change that promises the same numbers is held to them here: ZeRO stages 0 to 3, ZeRO++ alone and together
+on 2 nodes x 2 ranks, fp32, bf16 and fp16, recomputation, and a resume. Every commit is checked out into a
+directory of its own and trains there with this Python, with one thread per rank. Compare hashes of one machine
+only, because the bits of a matrix product depend on the processor. A hash covers master weights and moments,
 shard by shard, without the names that a checkpoint gives them. Exit status 1 when commits differ.
 """
 
@@ -14,12 +14,16 @@ import argparse
 import hashlib
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
+
+import torch
+from safetensors import safe_open
 
 from benchmarks.common import RESULTS, write_result
 
@@ -96,16 +100,14 @@ def train(checkout: Path, nodes: int, local: int, flags: tuple[str, ...], save: 
 
 def digest(save: Path) -> str:
     """SHA-256 over the tensors of the last checkpoint: rank by rank, their types, shapes and bytes."""
-    from safetensors import safe_open
-
     newest = max(save.glob("iter_*"))
     found = hashlib.sha256()
     for shard in sorted(newest.glob("*.safetensors")):
-        with safe_open(str(shard), framework="np") as file:
+        with safe_open(str(shard), framework="pt") as file:
             for name in sorted(file.keys()):
                 tensor = file.get_tensor(name)
-                found.update(f"{tensor.dtype} {tensor.shape}".encode())
-                found.update(tensor.tobytes())
+                found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+                found.update(tensor.view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
@@ -131,8 +133,6 @@ def hashes(commit: str, selected: dict[str, tuple[int, int, tuple[str, ...]]]) -
 
 
 def _free_port() -> int:
-    import socket
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
