@@ -5,7 +5,7 @@ python benchmarks/final_weights.py main~5 HEAD --runs bf16  # both commits; runs
 
 A change that promises the same numbers is held to them here: ZeRO stages 0 to 3, ZeRO++ alone and together
 on 2 nodes x 2 ranks, fp32, bf16 and fp16, recomputation, and a resume. Every commit is checked out into a
-directory of its own and trains there with this Python, with one thread per rank. Compare hashes of one machine
+directory of its own and trains there with this Python, one thread per rank. Compare hashes of one machine
 only, because the bits of a matrix product depend on the processor. A hash covers master weights and moments,
 shard by shard, without the names that a checkpoint gives them. Exit status 1 when commits differ.
 """
