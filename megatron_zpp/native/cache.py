@@ -1,7 +1,8 @@
 """The directory of built libraries: private to this user, one builder at a time.
 
 What is in it runs as code. So nobody else may be able to change it: neither the directory nor any directory
-above it, by which it could be swapped. Directories are made with mode 0700 and files with 0600, whatever the umask.
+above it, by which it could be swapped. Directories are made with mode 0700 and files with 0600, whatever the
+umask.
 """
 
 import contextlib
@@ -27,9 +28,9 @@ class BuildError(OSError):
 def cache_directory(environ: Mapping[str, str]) -> Path:
     """MEGATRON_ZPP_CACHE, else megatron_zpp in XDG_CACHE_HOME or ~/.cache; made where it is missing.
 
-    Raises BuildError where it is a symbolic link, which others might redirect, where it belongs to another user
-    or others can write to it, and where a directory above it belongs to somebody other than this user and root,
-    or can be written by others and is not sticky, as /tmp is.
+    Raises BuildError where it is a symbolic link, which others might redirect, where it belongs to another
+    user or others can write to it, and where a directory above it belongs to somebody other than this user
+    and root, or can be written by others and is not sticky, as /tmp is.
     """
     if environ.get("MEGATRON_ZPP_CACHE"):
         directory = Path(environ["MEGATRON_ZPP_CACHE"]).absolute()

@@ -4,8 +4,8 @@
     python -m megatron_zpp.ops.build --check-device-code   # compiles the .cu files and keeps nothing
 
 The library lies in MEGATRON_ZPP_CACHE, else in megatron_zpp in XDG_CACHE_HOME or ~/.cache. A run builds it at
-first use; this command does so beforehand. A library is loaded only if it is as it was written: its SHA-256 lies
-beside it. CXX and CUDA_HOME name other compilers.
+first use; this command does so beforehand. A library is loaded only if it is as it was written: its SHA-256
+lies beside it. CXX and CUDA_HOME name other compilers.
 """
 
 import os

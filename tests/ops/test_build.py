@@ -166,12 +166,21 @@ def test_what_is_made_is_private_whatever_the_umask(site: Site, umask: int) -> N
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
-        (lambda library: replace(library, library.read_bytes()[:4096]), "its SHA-256 is not the one that was"),
-        (lambda library: replace(library, b"x" * library.stat().st_size), "its SHA-256 is not the one that was"),
+        (
+            lambda library: replace(library, library.read_bytes()[:4096]),
+            "its SHA-256 is not the one that was",
+        ),
+        (
+            lambda library: replace(library, b"x" * library.stat().st_size),
+            "its SHA-256 is not the one that was",
+        ),
         (lambda library: Path(f"{library}.sha256").unlink(), "its SHA-256 cannot be read"),
         (lambda library: library.chmod(0o620), "others can write to it"),
         (lambda library: library.unlink() or os.mkfifo(library), "is a FIFO, not a regular file"),
-        (lambda library: library.rename(f"{library}.x") and library.symlink_to(f"{library}.x"), "symbolic link"),
+        (
+            lambda library: library.rename(f"{library}.x") and library.symlink_to(f"{library}.x"),
+            "symbolic link",
+        ),
     ],
     ids=["truncated", "other-bytes", "no-digest", "writable", "fifo", "symbolic-link"],
 )
