@@ -13,6 +13,7 @@ from megatron_zpp.checkpoint.manifest import MARKER, is_committed
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import refusal
 from megatron_zpp.storage.files import write_text
+from megatron_zpp.storage.regular import read_limited
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _NAME = re.compile(r"iter_(\d{7,})(\.retired)?")
@@ -75,8 +76,15 @@ def write_tracker(directory: Path) -> None:
     newest = next(iter(committed(directory)), None)
     path = directory / TRACKER
     text = f"{newest}\n"
-    if newest is not None and not (path.is_file() and path.read_bytes() == text.encode()):
+    if newest is not None and not _holds(path, text.encode()):
         write_text(path, text)
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    try:
+        return read_limited(path, len(content)) == content
+    except OSError:
+        return False
 
 
 def remove_leftovers(directory: Path) -> None:

@@ -11,11 +11,13 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_zpp.storage.checksums import Checksums, DamagedFile
+from megatron_zpp.storage.checksums import JSON_LIMIT, Checksums, DamagedFile
 from megatron_zpp.storage.files import write_durably
+from megatron_zpp.storage.regular import UnfitFile, read_limited
 
 FORMAT_VERSION = 2
 MANIFEST, MARKER = "manifest.json", "COMMITTED"
+_MARKER_LIMIT = 65  # bytes: a SHA-256 in hexadecimal, and a newline
 
 
 def write_manifest(directory: Path, files: Mapping[str, Checksums]) -> None:
@@ -38,9 +40,11 @@ def read_manifest(directory: Path) -> dict[str, Checksums]:
     """
     path = directory / MANIFEST
     try:
-        marker, text = (directory / MARKER).read_bytes(), path.read_bytes()
+        marker, text = read_limited(directory / MARKER, _MARKER_LIMIT), read_limited(path, JSON_LIMIT)
     except FileNotFoundError as error:
         raise DamagedFile(f"{error.filename}: missing; {directory} is not a whole checkpoint") from None
+    except UnfitFile as error:
+        raise DamagedFile(f"{error.filename}: {error.strerror}") from None
     if marker != _marker(text):
         raise DamagedFile(f"{path}: not the manifest that {MARKER} was written for; one of them is damaged")
     try:

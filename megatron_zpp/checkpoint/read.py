@@ -14,8 +14,10 @@ from megatron_zpp.checkpoint.states import ERROR, Progress, check_state, describ
 from megatron_zpp.checkpoint.write import STATE, shard_file_name
 from megatron_zpp.config.root import Config
 from megatron_zpp.storage.checksums import DamagedFile, verify_file
+from megatron_zpp.storage.regular import read_limited
 from megatron_zpp.zero.engine import MOMENTS, WEIGHTS, ZeroEngine
 
+STATE_LIMIT = 64 << 20  # bytes of state.json: 200 for each of 300,000 parameters, and the settings
 _THREADS = 4  # that read and check chunks; both leave Python's lock
 
 
@@ -31,9 +33,11 @@ class CheckpointReader:
         self._checksums = read_manifest(path)
         if STATE not in self._checksums:
             raise DamagedFile(f"{path}: its manifest does not name {STATE}")
+        if self._checksums[STATE].size > STATE_LIMIT:
+            raise DamagedFile(f"{path / STATE}: is longer than {STATE_LIMIT:,} bytes")
         verify_file(path / STATE, self._checksums[STATE])
         try:
-            self.state: dict[str, Any] = json.loads((path / STATE).read_text())
+            self.state: dict[str, Any] = json.loads(read_limited(path / STATE, STATE_LIMIT))
             check_state(self.state)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedFile(f"{path / STATE}: not the state of a run ({error!r})") from None
@@ -140,7 +144,7 @@ def load_checkpoint(
 
 def saved_settings(path: Path) -> tuple[dict[str, Any], int]:
     """(settings by part and field, ranks) of the run that saved a checkpoint which has been loaded."""
-    state = json.loads((path / STATE).read_text())
+    state = json.loads(read_limited(path / STATE, STATE_LIMIT))
     return state["config"], state["ranks"]
 
 

@@ -18,6 +18,7 @@ from megatron_zpp.storage.checksums import ChecksummedWriter, Checksums, Damaged
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8  # of the first tensor
+_HEADER_LIMIT = 100_000_000  # bytes; safetensors' own
 
 
 def write_shard_file(path: Path, tensors: Mapping[str, Tensor]) -> Checksums:
@@ -74,6 +75,8 @@ class ShardFile:
         (length,) = _LENGTH.unpack(prefix)
         if length > size - _LENGTH.size:
             raise DamagedFile(f"{path}: a header of {length} bytes in a file of {size}")
+        if length > _HEADER_LIMIT:
+            raise DamagedFile(f"{path}: a header of {length} bytes; it may have {_HEADER_LIMIT}")
         header = bytearray(length)
         self.file.read_into(_LENGTH.size, memoryview(header))
         self._data = _LENGTH.size + length

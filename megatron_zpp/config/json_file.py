@@ -2,10 +2,10 @@
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 from megatron_zpp.config.options import refusal
+from megatron_zpp.storage.regular import open_stream
 
 LARGEST_FILE = 1 << 20  # bytes; settings are a page of text
 DEEPEST = 20
@@ -47,7 +47,7 @@ def shown_key(path: str) -> str:
 
 def _text(flag: str, path: str) -> str:
     try:
-        with Path(path).open("rb") as file:
+        with open_stream(path) as file:
             content = file.read(LARGEST_FILE + 1)
     except OSError as error:
         raise refusal(flag, path, f"cannot be read ({error.strerror}); name a JSON file") from None

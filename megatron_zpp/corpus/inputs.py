@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_zpp.config.options import refusal
 from megatron_zpp.config.text import JSON_LINES, SUFFIXES, plain_suffix
 from megatron_zpp.corpus.compression import Decompressed
+from megatron_zpp.storage.regular import UnfitFile, open_regular, open_stream
 
 TEXT = (".txt",)
 
@@ -36,8 +37,9 @@ class Block:
 def find_files(flag: str, patterns: Sequence[str]) -> list[str]:
     """The files that names, globs and directories stand for: in the order given, sorted within each.
 
-    Of a directory, every file below it whose name ends like text or JSON lines. Raises ValueError when one
-    of them stands for nothing, or cannot be read.
+    Of a directory, every file below it whose name ends like text or JSON lines. Raises ValueError when one of
+    them stands for nothing, or cannot be read, or is no regular file: text is cut into parts, which are read
+    side by side, so a pipe has to be saved to a file first.
     """
     files: list[str] = []
     for pattern in patterns:
@@ -45,8 +47,12 @@ def find_files(flag: str, patterns: Sequence[str]) -> list[str]:
         if not found:
             raise refusal(flag, pattern, "no such file, and no file matches; check the path")
         for path in found:
-            if not os.access(path, os.R_OK):
-                raise refusal(flag, path, "cannot be read; check its permissions")
+            try:
+                os.close(open_regular(path))
+            except UnfitFile as error:
+                raise refusal(flag, path, f"{error.strerror}; save the text to a file") from None
+            except OSError:
+                raise refusal(flag, path, "cannot be read; check its permissions") from None
         files += found
     return files
 
@@ -92,7 +98,7 @@ def read_blocks(span: Span, block_bytes: int) -> Iterator[Block]:
 
     Raises ValueError where compressed data is damaged or ends too early.
     """
-    with open(span.path, "rb") as raw:
+    with open_stream(span.path) as raw:
         if span.path.endswith(SUFFIXES):
             yield from _read_compressed(span, raw, block_bytes)
             return

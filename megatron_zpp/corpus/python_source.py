@@ -1,5 +1,6 @@
 """The corpus that is always there: the source of the running interpreter's standard library."""
 
+import io
 import os
 import sysconfig
 import tokenize
@@ -8,6 +9,7 @@ from pathlib import Path
 
 from megatron_zpp.corpus.problems import Problem
 from megatron_zpp.corpus.texts import Texts, keep
+from megatron_zpp.storage.regular import open_stream
 
 _INSTALLED = ("site-packages", "dist-packages")  # what was added to the interpreter differs by machine
 
@@ -35,8 +37,10 @@ def read_source(directory: Path, files: list[Path]) -> Iterator[Texts]:
     for file in files:
         path, size = file.relative_to(directory).as_posix(), file.stat().st_size
         try:
-            with tokenize.open(file) as source:
-                text = source.read()
+            with open_stream(file) as raw:
+                encoding, _ = tokenize.detect_encoding(raw.readline)
+                raw.seek(0)
+                text = io.TextIOWrapper(raw, encoding).read()
         except (SyntaxError, UnicodeDecodeError) as error:  # the library's tests have some on purpose
             yield keep(path, [], [Problem(1, "undecodable file", str(error))], size)
             continue

@@ -9,9 +9,18 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_zpp.storage.checksums import ChecksummedWriter, Checksums, DamagedFile, verify_file
+from megatron_zpp.data.file_array import FileArray, OpenFile
+from megatron_zpp.storage.checksums import (
+    JSON_LIMIT,
+    ChecksummedWriter,
+    Checksums,
+    DamagedFile,
+    verify_file,
+)
+from megatron_zpp.storage.regular import read_limited
 
 CHECKSUMS = "checksums.json"
+_HEADER_LIMIT = 4096  # bytes; what is written here has 128
 _THREADS = 4  # that read and sum; both leave Python's lock
 
 
@@ -65,7 +74,7 @@ def verify(directory: Path, names: tuple[str, ...]) -> None:
     OSError and ValueError are raised where they, or their checksums, cannot be read.
     """
     path = directory / CHECKSUMS
-    sums = json.loads(path.read_text())
+    sums = json.loads(read_limited(path, JSON_LIMIT))
     with ThreadPoolExecutor(_THREADS) as pool:
         for name in names:
             if not isinstance(sums, dict) or name not in sums:
@@ -73,12 +82,20 @@ def verify(directory: Path, names: tuple[str, ...]) -> None:
             verify_file(directory / _file(name), Checksums.from_json(sums[name], path), pool.map)
 
 
-def map_array(directory: Path, name: str) -> np.ndarray:
-    """The array, mapped. Raises OSError and ValueError when it cannot be read."""
+def open_array(directory: Path, name: str) -> FileArray:
+    """The array, of which nothing is read yet. Raises OSError and ValueError when it cannot be read."""
+    file = OpenFile(directory / _file(name))
+    start = BytesIO(file.read(0, min(file.size, _HEADER_LIMIT)))
     try:
-        return np.load(directory / _file(name), mmap_mode="r", allow_pickle=False)
-    except EOFError as error:  # numpy's for an empty file
-        raise ValueError(f"{directory / _file(name)}: {error}") from None
+        if np.lib.format.read_magic(start) != (1, 0):
+            raise ValueError("not of version 1.0")
+        shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(start)
+    except ValueError as error:
+        raise ValueError(f"{file.path}: {' '.join(str(error).split())}") from None
+    array = FileArray(file, dtype, start.tell(), shape)
+    if fortran_order or dtype.hasobject or start.tell() + array.nbytes != file.size:
+        raise ValueError(f"{file.path}: not an array of shape {shape} and type {dtype} in C order")
+    return array
 
 
 def _file(name: str) -> str:

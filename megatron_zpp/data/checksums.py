@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.storage.checksums import Checksums, DamagedFile
+from megatron_zpp.storage.checksums import JSON_LIMIT, Checksums, DamagedFile
 from megatron_zpp.storage.files import write_text
+from megatron_zpp.storage.regular import read_limited
+
+_FIX = "preprocess the data again, or remove this file to go without it"
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ def read_checksums(prefix: str) -> DataChecksums | None:
     """The checksums of a data set; None when it has none. Raises DamagedFile for a file that is none."""
     path = Path(checksums_path(prefix))
     try:
-        content = path.read_bytes()
+        content = read_limited(path, JSON_LIMIT)
     except FileNotFoundError:
         return None
     try:
@@ -49,11 +52,11 @@ def read_checksums(prefix: str) -> DataChecksums | None:
         if found["sha256"] != _digest(files):
             raise ValueError("its own SHA-256 differs")
         return DataChecksums(*(Checksums.from_json(files[name], path) for name in (".idx", ".bin")))
+    except DamagedFile as damage:
+        raise DamagedFile(f"{damage}; {_FIX}") from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise DamagedFile(
-            f"{path}: damaged ({reason}); preprocess the data again, or remove this file to go without it"
-        ) from None
+        raise DamagedFile(f"{path}: damaged ({reason}); {_FIX}") from None
 
 
 def _digest(files: Any) -> str:

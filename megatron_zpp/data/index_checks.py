@@ -2,11 +2,14 @@
 
 import numpy as np
 
+from megatron_zpp.data.file_array import FileArray
+
 _CHUNK = 1 << 20  # entries
+Rows = np.ndarray | FileArray
 
 
 def check_lengths_and_pointers(
-    path: str, lengths: np.ndarray, pointers: np.ndarray, itemsize: int, lengths_at: int, pointers_at: int
+    path: str, lengths: Rows, pointers: Rows, itemsize: int, lengths_at: int, pointers_at: int
 ) -> int:
     """The number of tokens, from lengths (S,) int32 and pointers (S,) int64 at those bytes of the file.
 
@@ -34,7 +37,7 @@ def check_lengths_and_pointers(
     return position // itemsize
 
 
-def check_document_indices(path: str, indices: np.ndarray, sequences: int, indices_at: int) -> None:
+def check_document_indices(path: str, indices: Rows, sequences: int, indices_at: int) -> None:
     """Raises ValueError unless indices (D,) int64 at that byte rise from 0 to the number of sequences."""
     if not indices.size:
         raise ValueError(f"{path}: byte 26: 0 document indices; there is at least the 0 they begin with")

@@ -16,7 +16,6 @@ Both are little-endian. PREFIX.bin is the tokens, concatenated. PREFIX.idx says 
 import contextlib
 import fcntl
 import os
-import stat
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,10 +25,12 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from megatron_zpp.data.checksums import DataChecksums, checksums_path, read_checksums, write_checksums
+from megatron_zpp.data.file_array import FileArray, OpenFile
 from megatron_zpp.data.index_checks import check_document_indices, check_lengths_and_pointers
 from megatron_zpp.data.provenance import provenance_path, write_provenance
 from megatron_zpp.storage.checksums import ChecksummedWriter, DamagedFile, checksums_of, verify_file
 from megatron_zpp.storage.files import fsync
+from megatron_zpp.storage.regular import UnfitFile
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -165,7 +166,7 @@ class IndexedDatasetWriter:
         """Header and lengths are in the file: appends pointers and document indices, fills in the header."""
         index, count = self._index, self.num_documents
         index.flush()
-        lengths = np.memmap(index_path(self.prefix) + ".partial", "<i4", "r", HEADER.size, (count,))
+        lengths = FileArray(OpenFile(index_path(self.prefix) + ".partial"), "<i4", HEADER.size, (count,))
         position = 0  # bytes of .bin
         for first in range(0, count, _CHUNK):
             ends = position + np.cumsum(lengths[first : first + _CHUNK], dtype=np.int64) * self.dtype.itemsize
@@ -178,8 +179,8 @@ class IndexedDatasetWriter:
 
 
 class IndexedDataset:
-    """A memory-mapped data set whose index has been checked against itself, the size of PREFIX.bin and, where
-    there is one, PREFIX.checksums.json.
+    """A data set whose index has been checked against itself, the size of PREFIX.bin and, where there is one,
+    PREFIX.checksums.json. Both files stay open, and are read as their arrays are indexed (see file_array.py).
 
     `prefix` may also be the name of either file. Pickling keeps the prefix alone: a worker process opens the
     files again.
@@ -192,36 +193,38 @@ class IndexedDataset:
 
     Raises ValueError, one line with the file, the byte offset, what was found and what would be right, when
     a file is missing, empty, foreign, truncated or overlong, holds no tokens or no integer tokens, or when
-    checksum, lengths, pointers, document indices and the size of PREFIX.bin do not agree.
+    checksum, lengths, pointers, document indices and the size of PREFIX.bin do not agree. Reading an array
+    raises DamagedFile, a ValueError, when its file has become shorter since.
     """
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix).removesuffix(".idx").removesuffix(".bin")
         path = index_path(self.prefix)
-        size = _size(path)
+        file = _open(path)
         self.checksums = read_checksums(self.prefix)
         if self.checksums is not None:
             self._verify_index()
-        self.dtype, sequences, documents = _read_header(path, size)
+        self.dtype, sequences, documents = _read_header(file)
         lengths_at = HEADER.size
         pointers_at = lengths_at + 4 * sequences
         documents_at = pointers_at + 8 * sequences
         expected = documents_at + 8 * documents
-        if size != expected:
-            what = "truncated" if size < expected else "longer than it should be"
+        if file.size != expected:
+            what = "truncated" if file.size < expected else "longer than it should be"
             raise ValueError(
-                f"{path}: {what} at byte {min(size, expected)}: {size} bytes found, "
+                f"{path}: {what} at byte {min(file.size, expected)}: {file.size} bytes found, "
                 f"{expected} needed for {sequences} sequences and {documents} document indices"
             )
-        index = np.memmap(path, np.uint8, "r").view(np.ndarray)
-        self.lengths = index[lengths_at:pointers_at].view("<i4")
-        self.pointers = index[pointers_at:documents_at].view("<i8")
-        self.document_indices = index[documents_at:].view("<i8")
+        self.lengths = FileArray(file, "<i4", lengths_at, (sequences,))
+        self.pointers = FileArray(file, "<i8", pointers_at, (sequences,))
+        self.document_indices = FileArray(file, "<i8", documents_at, (documents,))
+        # A sequence ends where the next begins. What follows the last pointer is the first document index.
+        self._bounds = FileArray(file, "<i8", pointers_at, (sequences + 1,))
         self.num_tokens = check_lengths_and_pointers(
             path, self.lengths, self.pointers, self.dtype.itemsize, lengths_at, pointers_at
         )
         check_document_indices(path, self.document_indices, sequences, documents_at)
-        self.tokens = self._map_tokens()
+        self.tokens = self._open_tokens()
 
     @property
     def num_sequences(self) -> int:
@@ -233,6 +236,14 @@ class IndexedDataset:
         """D - 1."""
         return self.document_indices.size - 1
 
+    def token_ranges(self, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """First token of each sequence, and the one after its last: (len,) int64 to two of them."""
+        both = (
+            self._bounds.gather(sequences, np.full(len(sequences), 2)).reshape(-1, 2) // self.dtype.itemsize
+        )
+        ends = np.where(sequences == self.num_sequences - 1, self.num_tokens, both[:, 1])
+        return both[:, 0], ends
+
     def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str]]:
         return IndexedDataset, (self.prefix,)
 
@@ -242,9 +253,10 @@ class IndexedDataset:
         except DamagedFile as damage:
             raise unlike_what_was_written(self.prefix, damage) from None
 
-    def _map_tokens(self) -> np.ndarray:
+    def _open_tokens(self) -> FileArray:
         path = tokens_path(self.prefix)
-        size, expected = _size(path), self.num_tokens * self.dtype.itemsize
+        file, expected = _open(path), self.num_tokens * self.dtype.itemsize
+        size = file.size
         if size != expected:
             what = "truncated" if size < expected else "longer than it should be"
             raise ValueError(
@@ -253,7 +265,7 @@ class IndexedDataset:
             )
         if not self.num_tokens:
             raise ValueError(f"{path}: 0 tokens; a data set needs at least one")
-        return np.memmap(path, self.dtype, "r").view(np.ndarray)
+        return FileArray(file, self.dtype, 0, (self.num_tokens,))
 
 
 def unlike_what_was_written(prefix: str, damage: DamagedFile) -> DamagedFile:
@@ -264,10 +276,10 @@ def unlike_what_was_written(prefix: str, damage: DamagedFile) -> DamagedFile:
     )
 
 
-def _read_header(path: str, size: int) -> tuple[np.dtype, int, int]:
+def _read_header(file: OpenFile) -> tuple[np.dtype, int, int]:
     """Token dtype, S and D."""
-    with open(path, "rb") as file:
-        start = file.read(HEADER.size)
+    path, size = file.path, file.size
+    start = file.read(0, min(size, HEADER.size))
     if start[: len(MAGIC)] != MAGIC:
         raise ValueError(f"{path}: byte 0: found {start[: len(MAGIC)]!r}, an index begins with {MAGIC!r}")
     if size < HEADER.size:
@@ -283,19 +295,19 @@ def _read_header(path: str, size: int) -> tuple[np.dtype, int, int]:
     return np.dtype(DTYPE_CODES[code]), sequences, documents
 
 
-def _size(path: str) -> int:
+def _open(path: str) -> OpenFile:
     try:
-        status = os.stat(path)
+        file = OpenFile(path)
     except FileNotFoundError:
         prefix = path[: -len(".idx")]
         raise ValueError(
             f"{path}: no such file; the data set {prefix} is {prefix}.bin and {prefix}.idx"
         ) from None
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path}: is not a file")
-    if not status.st_size:
+    except UnfitFile as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    if not file.size:
         raise ValueError(f"{path}: the file is empty (0 bytes)")
-    return status.st_size
+    return file
 
 
 def _open_locked(path: str) -> BinaryIO:

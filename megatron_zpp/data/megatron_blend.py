@@ -181,4 +181,8 @@ class MegatronBlend:
 
     def counts(self, samples: int) -> np.ndarray:
         """(K,): how many of the first `samples` each data set gives."""
-        return np.bincount(self.indexes[BLEND_INDEXES[0]][:samples], minlength=len(self.weights))
+        which = self.indexes[BLEND_INDEXES[0]]
+        counts = np.zeros(len(self.weights), np.int64)
+        for first in range(0, samples, _PIECE):
+            counts += np.bincount(which[first : min(first + _PIECE, samples)], minlength=len(self.weights))
+        return counts

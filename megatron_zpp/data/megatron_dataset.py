@@ -12,6 +12,7 @@ import numpy as np
 from megatron_zpp.data.array_files import ArrayFiles
 from megatron_zpp.data.blend import BlendedDataset
 from megatron_zpp.data.compiled_orders import CompiledOrders
+from megatron_zpp.data.file_array import FileArray
 from megatron_zpp.data.fingerprint import fingerprint_of
 from megatron_zpp.data.foreign_tokens import check_tokens
 from megatron_zpp.data.indexed import IndexedDataset, index_path
@@ -23,7 +24,7 @@ from megatron_zpp.data.megatron_order import (
     sample_index_dtype,
     shuffle_index,
 )
-from megatron_zpp.data.order_cache import MappedArrays, OrderCache, contents_of
+from megatron_zpp.data.order_cache import CachedArrays, OrderCache, contents_of
 from megatron_zpp.data.samples import Epochs
 
 _INDEXES = ("document_index", "sample_index", "shuffle_index")
@@ -43,7 +44,7 @@ class MegatronDataset:
     last: int
     sizes: OrderSizes
     vocab_size: int
-    indexes: MappedArrays
+    indexes: CachedArrays
 
     @property
     def name(self) -> str:
@@ -79,27 +80,33 @@ class MegatronDataset:
         Raises ValueError for a token outside the vocabulary.
         """
         cuts = self.indexes["shuffle_index"][indices].astype(np.int64)
-        batch = np.empty((len(cuts), self.sizes.seq_length + 1), np.int64)
-        for row, cut in zip(batch, cuts.tolist(), strict=True):
-            filled = 0
-            for begin, end in self._pieces(cut):
-                row[filled : filled + end - begin] = self.source.tokens[begin:end]
-                filled += end - begin
+        begins, lengths = self._pieces(cuts)
+        tokens = self.source.tokens.gather(begins, lengths)
+        batch = tokens.reshape(len(cuts), self.sizes.seq_length + 1).astype(np.int64)
         check_tokens(batch, self.vocab_size, self.source, lambda row, column: self._place(cuts[row], column))
         return batch
 
-    def _pieces(self, cut: int) -> list[tuple[int, int]]:
-        """The tokens [begin, end) of PREFIX.bin that make up a sample, one after the other."""
-        (begins_in, begin), (ends_in, end) = self.indexes["sample_index"][cut : cut + 2].tolist()
-        documents = self.indexes["document_index"][begins_in : ends_in + 1]
-        starts = self.source.pointers[documents] // self.source.dtype.itemsize
-        ends = starts + self.source.lengths[documents]
-        ends[-1] = starts[-1] + end + 1  # the label, which the next sample begins with
-        starts[0] += begin
-        return list(zip(starts.tolist(), ends.tolist(), strict=True))
+    def _pieces(self, cuts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """First token in PREFIX.bin and length of what makes up the samples, one piece after the other.
+
+        (len,) int64 to two (pieces,) int64; a sample has a piece of each document that it touches.
+        """
+        two = np.full(len(cuts), 2)
+        # (len, 2): of a sample's first token, and of its label, which the next sample begins with, the place
+        # in the document index and the token within that document
+        edges = self.indexes["sample_index"].gather(cuts, two).astype(np.int64).reshape(len(cuts), 2, 2)
+        places, within = edges[:, :, 0], edges[:, :, 1]
+        counts = places[:, 1] - places[:, 0] + 1  # documents of each sample
+        documents = self.indexes["document_index"].gather(places[:, 0], counts).astype(np.int64)
+        starts, ends = self.source.token_ranges(documents)
+        lasts = np.cumsum(counts) - 1
+        ends[lasts] = starts[lasts] + within[:, 1] + 1
+        starts[lasts - counts + 1] += within[:, 0]
+        return starts, ends - starts
 
     def _place(self, cut: int, column: int) -> int:
-        return int(np.concatenate([np.arange(*piece) for piece in self._pieces(int(cut))])[column])
+        pieces = zip(*self._pieces(np.array([cut])), strict=True)
+        return int(np.concatenate([np.arange(begin, begin + length) for begin, length in pieces])[column])
 
 
 @dataclass(frozen=True)
@@ -119,7 +126,7 @@ class MegatronOrders:
         self, source: IndexedDataset, first: int, last: int, requested: int | None, split: str
     ) -> MegatronDataset:
         """The sequences [first, last), for so many samples; None is one epoch."""
-        sizes = OrderSizes(int(source.lengths[first:last].sum(dtype=np.int64)), self.seq_length, requested)
+        sizes = OrderSizes(_total(source.lengths.part(first, last)), self.seq_length, requested)
         made_of = {
             "version": _VERSION,
             "indexes": _INDEXES,
@@ -132,7 +139,7 @@ class MegatronOrders:
         }
 
         def build(files: ArrayFiles) -> None:
-            _build_indexes(source.lengths, first, last, sizes, self.seed, self.compiled(), files)
+            _build_indexes(source.lengths[:], first, last, sizes, self.seed, self.compiled(), files)
 
         what = f"the {split} order of {source.prefix}, {sizes.samples:,} samples"
         indexes = self.cache.get(made_of, _INDEXES, build, what)
@@ -165,6 +172,10 @@ class MegatronOrders:
 def normalized(weights: np.ndarray) -> np.ndarray:
     """(K,) float64 divided by their sum, in numpy's order of summation, which decides the last bit."""
     return weights / np.sum(weights)
+
+
+def _total(lengths: FileArray) -> int:
+    return sum(int(chunk.sum(dtype=np.int64)) for chunk in lengths.chunks())
 
 
 def _build_indexes(

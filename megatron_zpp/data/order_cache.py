@@ -1,7 +1,10 @@
-"""Arrays that are computed once and then mapped from files by whoever needs them again.
+"""Arrays that are computed once and then read from files by whoever needs them again.
 
 An entry is a directory KEY of one .npy file an array, `checksums.json`, and `made_of.json`, which says what
 the key is the digest of. It gets its name when it is whole. Entries may be removed when no run uses them.
+
+An entry is data and not code, and may be shared, as the data set beside which it lies: it gets the
+permissions that the umask leaves, and is believed whoever owns it, as far as its checksums agree.
 """
 
 import contextlib
@@ -15,12 +18,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import refusal
-from megatron_zpp.data.array_files import ArrayFiles, map_array, verify
+from megatron_zpp.data.array_files import ArrayFiles, open_array, verify
+from megatron_zpp.data.file_array import FileArray
 from megatron_zpp.storage.files import fsync
+from megatron_zpp.storage.regular import open_stream
 
 _EDGE = 1 << 16  # bytes at either end of a file that its digest covers
 _MADE_OF = "made_of.json"
@@ -29,7 +32,7 @@ _MADE_OF = "made_of.json"
 def contents_of(path: str) -> dict[str, Any]:
     """What tells a file from another or a later one: its size, its time and a digest of both its ends."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with open_stream(path) as file:
         status = os.fstat(file.fileno())
         digest.update(file.read(_EDGE))
         file.seek(max(0, status.st_size - _EDGE))
@@ -37,21 +40,21 @@ def contents_of(path: str) -> dict[str, Any]:
     return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "ends": digest.hexdigest()}
 
 
-class MappedArrays:
-    """The arrays of an entry, by name. Pickling keeps the path alone: a worker process maps the files again.
+class CachedArrays:
+    """The arrays of an entry, by name. Pickling keeps the path alone: a worker process opens the files again.
 
     Raises OSError and ValueError when they cannot be read.
     """
 
     def __init__(self, entry: Path, names: tuple[str, ...]) -> None:
         self._entry, self._names = entry, names
-        self._arrays = {name: map_array(entry, name) for name in names}
+        self._arrays = {name: open_array(entry, name) for name in names}
 
-    def __getitem__(self, name: str) -> np.ndarray:
+    def __getitem__(self, name: str) -> FileArray:
         return self._arrays[name]
 
-    def __reduce__(self) -> tuple[type["MappedArrays"], tuple[Path, tuple[str, ...]]]:
-        return MappedArrays, (self._entry, self._names)
+    def __reduce__(self) -> tuple[type["CachedArrays"], tuple[Path, tuple[str, ...]]]:
+        return CachedArrays, (self._entry, self._names)
 
 
 class OrderCache:
@@ -67,8 +70,8 @@ class OrderCache:
         names: tuple[str, ...],
         build: Callable[[ArrayFiles], None],
         what: str,
-    ) -> MappedArrays:
-        """The arrays `names`, checked and mapped; built first by `build` where there are none.
+    ) -> CachedArrays:
+        """The arrays `names`, checked and opened; built first by `build` where there are none.
 
         Where several processes ask at once one builds and the others wait, as far as the file system has
         locks; without them each builds, and the first to be done is kept. An entry that cannot be read, or
@@ -93,7 +96,7 @@ class OrderCache:
         except OSError as error:
             fix = f"{error.strerror}; name a directory with room that can be written"
             raise refusal(self._flag, self._shown, fix) from None
-        return MappedArrays(entry, names)
+        return CachedArrays(entry, names)
 
     def _build(self, entry: Path, text: str, build: Callable[[ArrayFiles], None]) -> None:
         shutil.rmtree(entry, ignore_errors=True)  # what is there cannot be read
@@ -110,10 +113,10 @@ class OrderCache:
         fsync(self._directory)
 
 
-def _whole(entry: Path, names: tuple[str, ...]) -> MappedArrays:
+def _whole(entry: Path, names: tuple[str, ...]) -> CachedArrays:
     """Raises OSError or ValueError unless it is as it was written."""
     verify(entry, names)
-    return MappedArrays(entry, names)
+    return CachedArrays(entry, names)
 
 
 def _rename(whole: Path, entry: Path) -> None:
@@ -129,7 +132,12 @@ def _rename(whole: Path, entry: Path) -> None:
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """The kernel frees the lock when its holder dies, so none is left behind."""
-    with open(path, "ab") as file:
+    descriptor = os.open(
+        path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666
+    )  # writers of a group may share it
+    try:
         with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(descriptor)

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.storage.files import write_text
+from megatron_zpp.storage.regular import read_limited
 
+_LIMIT = 64 << 10  # bytes; a description is a handful of short values
 # In the order in which a difference tells a person most.
 KEYS = ("tokenizer_type", "vocab_size", "eod", "fingerprint")
 
@@ -29,7 +31,7 @@ def check_provenance(prefix: str | Path, description: Mapping[str, Any]) -> None
     """
     path = provenance_path(str(prefix))
     try:
-        text = Path(path).read_bytes()
+        text = read_limited(path, _LIMIT)
     except FileNotFoundError:
         return
     except OSError as error:

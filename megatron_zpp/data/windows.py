@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_zpp.data.file_array import FileArray
 from megatron_zpp.data.fingerprint import fingerprint_of
 from megatron_zpp.data.foreign_tokens import check_tokens
 from megatron_zpp.data.hashing import random_bits
@@ -99,9 +100,9 @@ class WindowDataset:
 
         Raises ValueError for a token outside the vocabulary.
         """
-        ring = self.source.tokens[self.first : self.last]
+        ring = self.source.tokens.part(self.first, self.last)
         starts = self.order.starts(indices)
-        batch = cut_windows(ring, starts, self.seq_length + 1)
+        batch = read_windows(ring, starts, self.seq_length + 1)
         check_tokens(
             batch, self.vocab_size, self.source, lambda row, column: self._place(starts[row], column)
         )
@@ -109,6 +110,17 @@ class WindowDataset:
 
     def _place(self, start: int, column: int) -> int:
         return self.first + int(start + column) % (self.last - self.first)
+
+
+def read_windows(ring: FileArray, starts: np.ndarray, length: int) -> np.ndarray:
+    """As `cut_windows`, of a ring (T,) that lies in a file."""
+    before_end = np.minimum(length, len(ring) - starts)
+    if (before_end == length).all():
+        found = ring.gather(starts, before_end)
+    else:  # each window is what it has before the end, and what it has from the beginning
+        firsts = np.stack([starts, np.zeros_like(starts)], axis=1)
+        found = ring.gather(firsts.ravel(), np.stack([before_end, length - before_end], axis=1).ravel())
+    return found.reshape(len(starts), length).astype(np.int64)
 
 
 def cut_windows(ring: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:

@@ -8,6 +8,8 @@ from typing import Any
 
 from megatron_zpp.config.options import Options, fits, option, refusal
 
+MOST_STOPS, LONGEST_STOP = 64, 256  # strings, characters: all are looked for after each token
+
 # Keys of Megatron-LM that would change the text and are not here, and the values that ask for nothing.
 _NOT_HERE = {
     "beam_width": (None, "there is no beam search here; leave it out"),
@@ -38,7 +40,9 @@ class GenerateRequest(Options):
         "random_seed", None, "Default: another one each time.", at_least=0, below=2**63
     )
     stop_token: int | None = key("stop_token", None, "Default: the end of document.", at_least=0)
-    stop: tuple[str, ...] = key("stop", (), "Texts end before any of these.")
+    stop: tuple[str, ...] = key(
+        "stop", (), f"Texts end before any of these; {MOST_STOPS} of {LONGEST_STOP} characters at most."
+    )
     stop_on_eol: bool = key("stop_on_eol", False, "Texts end before a newline.")
     stop_on_double_eol: bool = key("stop_on_double_eol", False, "Texts end before two newlines.")
     add_BOS: bool = key("add_BOS", False, "Begin a document: put its mark before each prompt.")
@@ -54,6 +58,12 @@ class GenerateRequest(Options):
             raise refusal("prompts", _shown(self.prompts), "an empty prompt needs add_BOS true")
         if self.tokens_to_generate == 0 and not self.logprobs:
             raise refusal("tokens_to_generate", 0, "needs logprobs true; else there is nothing to answer")
+        if len(self.stop) > MOST_STOPS:
+            raise refusal("stop", f"(list of {len(self.stop)})", f"at most {MOST_STOPS} strings")
+        for number, text in enumerate(self.stop):
+            if len(text) > LONGEST_STOP:
+                fix = f"has {len(text)} characters; at most {LONGEST_STOP}"
+                raise refusal(f"stop[{number}]", _shown(text), fix)
         if self.top_k and self.top_p:
             raise refusal("top_p", self.top_p, f"contradicts top_k {self.top_k}; give one")
 

@@ -1,12 +1,15 @@
 """Megatron-LM's text generation server: `PUT /api`, one request at a time, the others in a short queue."""
 
 import asyncio
+import logging
+import re
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from ipaddress import ip_address
 from typing import Any
 
 from aiohttp import web
@@ -20,6 +23,10 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.tokenizer.base import Tokenizer
 
 _FAREWELL = 5.0  # seconds that a request under way has left at SIGTERM
+_MOST_BODIES = 256  # that are received at a time: each is held in memory, up to --max-request-bytes
+_EVERY_ADDRESS = ("0.0.0.0", "::")
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_HOST = re.compile(r"(?P<name>\[[^\[\]]+\]|[^:\[\]]+)(:\d+)?")  # RFC 9110, 7.2
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -29,11 +36,9 @@ class TooLate(Exception):
 
 def run(model: GPT, tokenizer: Tokenizer, options: ServerOptions) -> None:
     """Answers until SIGTERM or Ctrl-C; a request under way gets some seconds. Raises OSError for a port."""
-    service = _Service(model, tokenizer, options)
-    app = web.Application(client_max_size=options.max_request_bytes, middlewares=[_errors_as_json])
-    app.router.add_put("/api", service.generate)
+    service = Service(model, tokenizer, options)
     web.run_app(
-        app,
+        application(service, options),
         host=options.host,
         port=options.port,
         print=lambda *_: _say(f"listening on http://{options.host}:{options.port}/api"),
@@ -44,31 +49,42 @@ def run(model: GPT, tokenizer: Tokenizer, options: ServerOptions) -> None:
     service.close()
 
 
-class _Service:
+def application(service: "Service", options: ServerOptions) -> web.Application:
+    """What answers HTTP: only PUT /api, and only what is addressed to this server."""
+    logger = logging.Logger("megatron_zpp.serve")  # not among those that a library configures
+    logger.addHandler(_OneLine())
+    app = web.Application(
+        client_max_size=options.max_request_bytes,
+        middlewares=[_errors_as_json, _AllowedHosts(options.host, options.allowed_hosts).check],
+        # Compressed bodies are refused, so none is ever expanded: a megabyte can become a gigabyte.
+        handler_args={"auto_decompress": False, "logger": logger},
+    )
+    app.router.add_put("/api", service.generate)
+    return app
+
+
+class Service:
     """The model and those who wait for it."""
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, options: ServerOptions) -> None:
         self._model, self._tokenizer, self._options = model, tokenizer, options
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="generate")
+        self._arriving = 0  # requests whose body is being received
         self._present = 0  # requests that are worked on or wait
 
     async def generate(self, http: web.Request) -> web.Response:
-        """PUT /api."""
+        """PUT /api. A request queues once all of it is here, so that slow senders hold up nobody."""
+        body = await self._receive(http)
         deadline = time.monotonic() + self._options.request_timeout
         if self._present > self._options.max_waiting:
-            raise web.HTTPServiceUnavailable(
-                text=f"{self._present} requests are here already; try again later",
-                headers={"Retry-After": "1"},
-            )
+            raise _unavailable(f"{self._present} requests are here already")
         self._present += 1
         given_up = threading.Event()
         try:
-            body = await asyncio.wait_for(http.read(), self._options.request_timeout)
             work = asyncio.get_running_loop().run_in_executor(
                 self._thread, self._work, body, deadline, given_up, http.remote
             )
-            left = deadline - time.monotonic()
-            return web.json_response(await asyncio.wait_for(work, left))
+            return web.json_response(await asyncio.wait_for(work, self._options.request_timeout))
         except (asyncio.TimeoutError, TooLate):
             seconds = self._options.request_timeout
             raise web.HTTPGatewayTimeout(
@@ -77,6 +93,25 @@ class _Service:
         finally:
             given_up.set()  # of no use any more when the client has left
             self._present -= 1
+
+    async def _receive(self, http: web.Request) -> bytes:
+        encoding = http.headers.get("Content-Encoding", "identity")
+        if encoding.lower() != "identity":
+            raise web.HTTPUnsupportedMediaType(
+                text=f"Content-Encoding {encoding[:40]}: send the request as it is, not compressed"
+            )
+        if self._arriving >= _MOST_BODIES:
+            raise _unavailable(f"{self._arriving} requests are arriving already")
+        self._arriving += 1
+        seconds = self._options.body_timeout
+        try:
+            return await asyncio.wait_for(http.read(), seconds)
+        except asyncio.TimeoutError:
+            raise web.HTTPRequestTimeout(
+                text=f"the request has not arrived within --body-timeout {seconds:g} s"
+            ) from None
+        finally:
+            self._arriving -= 1
 
     def close(self) -> None:
         """Waits for the thread, which notices at its next token that nobody waits for it."""
@@ -115,11 +150,62 @@ class _Service:
         return found
 
 
+class _AllowedHosts:
+    """Refuses requests that are addressed to somebody else.
+
+    A page in a user's browser can make a name of its own stand for 127.0.0.1 (DNS rebinding), and would then
+    talk to this server as if it were its own. The Host line says which name the client meant.
+    """
+
+    def __init__(self, host: str, more: tuple[str, ...]) -> None:
+        self._names = {_bare(name) for name in (*_LOOPBACK, host, *more)}
+        self._addresses = host in _EVERY_ADDRESS  # any in numbers: no name, so nobody can redirect it
+
+    @web.middleware
+    async def check(self, http: web.Request, handler: Handler) -> web.StreamResponse:
+        """Raises HTTPForbidden unless the Host line has an allowed name."""
+        given = http.headers.get("Host", "")
+        match = _HOST.fullmatch(given)
+        name = _bare(match["name"]) if match else ""
+        if name in self._names or (self._addresses and _is_address(name)):
+            return await handler(http)
+        raise web.HTTPForbidden(
+            text=f"Host {given[:100] or '(not given)'}: is not this server; --allowed-hosts adds names"
+        )
+
+
+def _bare(name: str) -> str:
+    return name.strip("[]").rstrip(".").lower()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _unavailable(why: str) -> web.HTTPServiceUnavailable:
+    return web.HTTPServiceUnavailable(text=f"{why}; try again later", headers={"Retry-After": "1"})
+
+
+class _OneLine(logging.Handler):
+    """What aiohttp says of a client that speaks no HTTP, without its traceback."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        why = f": {one_line(record.exc_info[1])}" if record.exc_info else ""
+        _say(f"{record.getMessage()}{why}")
+
+
 @web.middleware
 async def _errors_as_json(http: web.Request, handler: Handler) -> web.StreamResponse:
     """{"message": one line} for whatever is refused; Megatron-LM's client prints that."""
     try:
         return await handler(http)
+    except (ConnectionError, web.RequestPayloadError):
+        # The client left in the middle of its request, or that is no HTTP: nobody may be there to read this.
+        return web.json_response({"message": "the request is not whole"}, status=400)
     except web.HTTPException as error:
         message = " ".join((error.text or error.reason).split())
         if error.status == 404:

@@ -4,7 +4,8 @@
     python -m megatron_zpp.ops.build --check-device-code   # compiles the .cu files and keeps nothing
 
 The library lies in MEGATRON_ZPP_CACHE, else in megatron_zpp in XDG_CACHE_HOME or ~/.cache. A run builds it at
-first use; this command does so beforehand. CXX and CUDA_HOME name other compilers.
+first use; this command does so beforehand. A library is loaded only if it is as it was written: its SHA-256
+lies beside it. CXX and CUDA_HOME name other compilers.
 """
 
 import os
@@ -19,7 +20,15 @@ from pathlib import Path
 
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import Options, option, parse_options, refusal
-from megatron_zpp.native.cache import BuildError, cache_directory, locked
+from megatron_zpp.native.cache import (
+    PRIVATE_UMASK,
+    BuildError,
+    building_directory,
+    cache_directory,
+    locked,
+    open_private,
+)
+from megatron_zpp.native.library_file import install, problem_of
 from megatron_zpp.ops.toolchain import (
     SOURCES,
     Command,
@@ -46,7 +55,7 @@ def build(
     sources: Path = SOURCES,
     environ: Mapping[str, str] = os.environ,
 ) -> Path:
-    """The library of `sources`, built unless it is there already; `force` builds it anyway.
+    """The library of `sources`, built unless it is there as it was written; `force` builds it anyway.
 
     Processes that ask at the same time wait for the first, `wait_seconds` at most. Raises BuildError.
     """
@@ -55,17 +64,19 @@ def build(
     key = build_key(tools, sources, commands)
     cache = cache_directory(environ)
     library = cache / f"{key}.so"
-    if library.exists() and not force:
+    if not force and problem_of(library) is None:
         return library
     with locked(cache / f"{key}.lock", say, wait_seconds):
-        if library.exists() and not force:
+        problem = problem_of(library)
+        if problem is None and not force:
             return library
-        say(f"building the kernels with {_names(tools)}, once; {library}")
+        again = f"again: {problem}" if problem and library.exists() else "once"
+        say(f"building the kernels with {_names(tools)}, {again}; {library}")
         for abandoned in cache.glob(f"{key}.building-*"):
             shutil.rmtree(abandoned, ignore_errors=True)  # its builder died: we hold the lock
-        with tempfile.TemporaryDirectory(prefix=f"{key}.building-", dir=cache) as directory:
-            _run_ninja(tools.ninja, commands, Path(directory), cache / f"{key}.log", say if verbose else None)
-            os.replace(Path(directory) / LIBRARY, library)  # whole or not there
+        with building_directory(cache, key) as directory:
+            _run_ninja(tools.ninja, commands, directory, cache / f"{key}.log", say if verbose else None)
+            install(directory / LIBRARY, library)
     return library
 
 
@@ -99,8 +110,10 @@ def _run_ninja(
     argv = [ninja, "-C", str(directory), "-v", f"-j{len(os.sched_getaffinity(0))}"]
     lines = []
     with (
-        log.open("w") as file,
-        subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process,
+        os.fdopen(open_private(log, os.O_WRONLY | os.O_TRUNC), "w") as file,
+        subprocess.Popen(
+            argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, umask=PRIVATE_UMASK
+        ) as process,
     ):
         for line in process.stdout:
             file.write(line)

@@ -13,8 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-CHUNK_BYTES = 4 << 20
-MAX_CHUNK_BYTES = 64 << 20  # a chunk is held in memory, whatever a file of checksums says
+from megatron_zpp.storage.regular import UnfitFile, open_stream
+
+CHUNK_BYTES = 4 << 20  # of all files that are written here
+# What a file of checksums may ask for: a chunk is held in memory, and each costs a read and a digest.
+MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64 << 10, 64 << 20
+# Bytes of a JSON file of checksums: 64 digits and up to 8 characters around them for each chunk of 16 TiB.
+JSON_LIMIT = 72 * ((16 << 40) // CHUNK_BYTES)
 _HEX = 64  # characters of a SHA-256
 Runner = Callable[[Callable[[int], None], Iterable[int]], Iterable[None]]  # map, or a thread pool's
 
@@ -44,7 +49,7 @@ class Checksums:
                 type(found.size) is int
                 and type(found.chunk_bytes) is int
                 and found.size >= 0
-                and 0 < found.chunk_bytes <= MAX_CHUNK_BYTES
+                and found.chunk_bytes > 0
                 and len(found.digests) == -(-found.size // found.chunk_bytes)
                 and all(isinstance(digest, str) and len(digest) == _HEX for digest in found.digests)
             )
@@ -52,6 +57,9 @@ class Checksums:
             raise DamagedFile(f"{path}: not the checksums of a file ({error!r})") from None
         if not fits:
             raise DamagedFile(f"{path}: not the checksums of a file")
+        if not MIN_CHUNK_BYTES <= found.chunk_bytes <= MAX_CHUNK_BYTES:
+            limits = f"from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}"
+            raise DamagedFile(f"{path}: chunk_bytes {found.chunk_bytes}; must be {limits}")
         return found
 
 
@@ -111,15 +119,18 @@ class ChecksummedWriter:
 class VerifiedFile:
     """Reads ranges of a file whose checksums are known, and checks every chunk that it reads.
 
-    Raises DamagedFile at once for a file that is missing or has another size. Threads may share it.
+    Raises DamagedFile at once for a file that is missing, is no regular file or has another size. Threads may
+    share it.
     """
 
     def __init__(self, path: Path, checksums: Checksums) -> None:
         self.path, self._checksums = path, checksums
         try:
-            self._file = path.open("rb", buffering=0)
+            self._file = open_stream(path, buffering=0)
         except FileNotFoundError:
             raise DamagedFile(f"{path}: missing") from None
+        except UnfitFile as error:
+            raise DamagedFile(f"{path}: {error.strerror}") from None
         size = os.fstat(self._file.fileno()).st_size
         if size != checksums.size:
             self._file.close()
@@ -182,7 +193,7 @@ class VerifiedFile:
 def checksums_of(path: Path, chunk_bytes: int = CHUNK_BYTES) -> Checksums:
     """Of a file as it is. Raises OSError as the file system does."""
     digests, size = [], 0
-    with path.open("rb") as file:
+    with open_stream(path) as file:
         while chunk := file.read(chunk_bytes):
             digests.append(_digest(chunk))
             size += len(chunk)

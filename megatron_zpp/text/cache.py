@@ -28,6 +28,8 @@ from megatron_zpp.corpus.problems import Problem
 from megatron_zpp.data.batches import BatchSchedule
 from megatron_zpp.data.hashing import random_bits
 from megatron_zpp.data.loader import MicroBatches
+from megatron_zpp.storage.files import write_durably
+from megatron_zpp.storage.regular import read_limited
 from megatron_zpp.text.sources import TextSource
 
 _RECORD = np.dtype([("tokens", "<u8"), ("left_out", "<u8"), ("check", "<u8")])
@@ -160,7 +162,7 @@ class TokenCache:
         path.parent.mkdir(exist_ok=True)
         partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         try:
-            partial.write_bytes(_digest(tokens) + tokens)
+            write_durably(partial, _digest(tokens) + tokens)
             os.replace(partial, path)
         except OSError as error:
             partial.unlink(missing_ok=True)
@@ -194,7 +196,7 @@ class TokenCache:
 
     def _read(self, block: int, count: int) -> np.ndarray | None:
         try:
-            content = self._path(block).read_bytes()
+            content = read_limited(self._path(block), _DIGEST + count * self._dtype.itemsize)
         except OSError:
             return None
         digest, tokens = content[:_DIGEST], content[_DIGEST:]

@@ -1,18 +1,20 @@
 """Reads a tokenizer's files; whatever is wrong with one is said with its flag."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 from megatron_zpp.config.options import refusal
+from megatron_zpp.storage.regular import UnfitFile, read_limited
+
+LIMIT = 256 << 20  # bytes; a tokenizer.json of 260,000 entries has 33 MB
 
 
 def read_bytes(flag: str, path: str, fix: str) -> bytes:
     """The file's bytes. Raises ValueError that names `flag`, `path` and `fix` when there are none to read."""
     try:
-        content = Path(path).read_bytes()
-    except IsADirectoryError:
-        raise refusal(flag, path, f"is a directory; {fix}") from None
+        content = read_limited(path, LIMIT)
+    except UnfitFile as error:
+        raise refusal(flag, path, f"{error.strerror}; {fix}") from None
     except OSError as error:
         raise refusal(flag, path, f"cannot be read ({error.strerror}); {fix}") from None
     if not content:

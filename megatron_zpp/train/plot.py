@@ -7,9 +7,11 @@ from pathlib import Path
 
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import REQUIRED, Options, option, parse_options, refusal
+from megatron_zpp.storage.regular import open_stream
 from megatron_zpp.train.metrics import Record
 
 PROG = "plot"
+LINE_LIMIT = 1 << 20  # bytes; a record is some dozens of numbers
 Curve = tuple[list[int], list[float]]
 
 
@@ -36,8 +38,8 @@ def main() -> None:
 def read_metrics(path: str) -> list[Record]:
     """The records of a metrics file. Raises ValueError, with the line, where it is not one."""
     records = []
-    with open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
+    with open_stream(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(LINE_LIMIT), b""), 1):
             try:
                 record = json.loads(line)
                 record["iteration"]

@@ -392,7 +392,7 @@ def test_a_file_that_cannot_be_read(file: Path) -> None:
     file.write_bytes(b'{"a": "\xff"}')
     for name, said in (
         ("gone.json", "cannot be read (No such file or directory); name"),
-        (".", "cannot be read (Is a directory); name"),
+        (".", "cannot be read (is a directory); name"),
         ("a\0b", "cannot be read (embedded null byte); name"),
         ("ds.json", "byte 7: not UTF-8; name"),
     ):

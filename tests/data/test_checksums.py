@@ -29,6 +29,7 @@ def write(prefix: Path, tokens: int = 500) -> str:
 @pytest.fixture
 def prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A data set whose files have many chunks."""
+    monkeypatch.setattr(checksums, "MIN_CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(checksums.checksums_of, "__defaults__", (CHUNK,))
     monkeypatch.setattr(checksums.ChecksummedWriter.__init__, "__defaults__", (CHUNK,))
     return write(tmp_path / "x")

@@ -36,11 +36,11 @@ def test_each_reads_the_other(pair):
     ours, theirs, dtype = pair
     read = megatron_core.IndexedDataset(ours)
     assert [read[number].tolist() for number in range(len(read))] == DOCUMENTS
-    assert read.document_indices.tolist() == list(range(len(DOCUMENTS) + 1))
+    assert read.document_indices[:].tolist() == list(range(len(DOCUMENTS) + 1))
     data = IndexedDataset(theirs)
-    assert data.tokens.tolist() == [token for document in DOCUMENTS for token in document]
+    assert data.tokens[:].tolist() == [token for document in DOCUMENTS for token in document]
     assert data.tokens.dtype == dtype
-    assert data.lengths.tolist() == [len(document) for document in DOCUMENTS]
+    assert data.lengths[:].tolist() == [len(document) for document in DOCUMENTS]
 
 
 def test_documents_of_several_sequences_are_read(tmp_path):
@@ -51,5 +51,5 @@ def test_documents_of_several_sequences_are_read(tmp_path):
     builder.add_document(torch.arange(4), [4])
     builder.finalize(prefix + ".idx")
     data = IndexedDataset(prefix)
-    assert data.lengths.tolist() == [2, 3, 4]
-    assert data.document_indices.tolist() == [0, 2, 3]
+    assert data.lengths[:].tolist() == [2, 3, 4]
+    assert data.document_indices[:].tolist() == [0, 2, 3]

@@ -1,5 +1,6 @@
 """What a case of a bad input is: a command line, what is done to the files before it, what it must say."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,6 +93,26 @@ def directory(name: str) -> Harm:
     def harm(site: Path) -> None:
         (site / name).unlink(missing_ok=True)
         (site / name).mkdir()
+
+    return harm
+
+
+def fifo(name: str) -> Harm:
+    """Puts a FIFO, which nobody writes to, where a file was."""
+
+    def harm(site: Path) -> None:
+        (site / name).unlink(missing_ok=True)
+        os.mkfifo(site / name)
+
+    return harm
+
+
+def link(name: str, target: str) -> Harm:
+    """Puts a symbolic link where a file was."""
+
+    def harm(site: Path) -> None:
+        (site / name).unlink(missing_ok=True)
+        (site / name).symlink_to(target)
 
     return harm
 

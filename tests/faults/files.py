@@ -6,7 +6,21 @@ from pathlib import Path
 
 from megatron_zpp.checkpoint.manifest import write_manifest
 from megatron_zpp.storage.checksums import checksums_of
-from tests.faults.cases import Case, Harm, both, cut, directory, flip, locked, loop, patch, put, remove
+from tests.faults.cases import (
+    Case,
+    Harm,
+    both,
+    cut,
+    directory,
+    fifo,
+    flip,
+    link,
+    locked,
+    loop,
+    patch,
+    put,
+    remove,
+)
 from tests.faults.site import of_another_tokenizer
 
 OURS = "--data-path text: text"
@@ -24,7 +38,7 @@ DATA = [
     Case("--data-path gone.jsonl", "--data-path gone.jsonl: gone.jsonl: No such file or directory; name"),
     Case("--data-path x.jsonl", "--data-path x.jsonl: the file is empty", harm=put("x.jsonl", "")),
     Case(
-        "--data-path x.jsonl", "x.jsonl: Is a directory; name", harm=lambda site: (site / "x.jsonl").mkdir()
+        "--data-path x.jsonl", "x.jsonl: is a directory; name", harm=lambda site: (site / "x.jsonl").mkdir()
     ),
     Case("--data-path hf:a:b:c:d", "--data-path hf:a:b:c:d: must be hf:NAME"),
     Case("--data-path text gone", "--data-path gone: gone.idx: no such file … preprocess"),
@@ -34,13 +48,17 @@ DATA = [
     Case("", f"{OURS}.idx: no such file … {ANEW}", harm=remove("text.idx")),
     Case("", f"{OURS}.idx: the file is empty … {ANEW}", harm=put("text.idx", "")),
     Case("", f"{OURS}.bin: the file is empty … {ANEW}", harm=put("text.bin", "")),
-    Case("", f"{OURS}.idx: is not a file; name", harm=directory("text.idx")),
-    Case("", f"{OURS}.bin: is not a file; name", harm=directory("text.bin")),
+    Case("", f"{OURS}.idx: is a directory; name", harm=directory("text.idx")),
+    Case("", f"{OURS}.bin: is a directory; name", harm=directory("text.bin")),
+    Case("", f"{OURS}.idx: is a FIFO, not a regular file; name", harm=fifo("text.idx")),
+    Case("", f"{OURS}.bin: is a character device, not", harm=link("text.bin", "/dev/zero")),
+    Case("", f"{OURS}.checksums.json: is a FIFO, not a regular", harm=fifo("text.checksums.json")),
+    Case("--data-path x.jsonl", "x.jsonl: is a FIFO, not a regular file; name", harm=fifo("x.jsonl")),
     Case("", f"{OURS}.idx: Too many levels of symbolic links; name", harm=loop("text.idx")),
     Case("", f"{OURS}.idx: Permission denied; name", harm=locked("text.idx")),
     Case("", f"{OURS}.bin: Permission denied; name", harm=locked("text.bin")),
     Case("", f"{OURS}.checksums.json: Permission denied; name", harm=locked("text.checksums.json")),
-    Case("", f"{OURS}.checksums.json: Is a directory; name", harm=directory("text.checksums.json")),
+    Case("", f"{OURS}.checksums.json: is a directory; name", harm=directory("text.checksums.json")),
     Case("", f"{OURS}.checksums.json: damaged … remove this file", harm=put("text.checksums.json", DEEP)),
     Case("", f"{OURS}.checksums.json: damaged … remove this file", harm=flip("text.checksums.json", 30)),
     Case("", f"{OURS}.checksums.json: damaged … remove this file", harm=cut("text.checksums.json", -9)),
@@ -67,7 +85,7 @@ DATA = [
     Case("", "text.tokenizer.json: not JSON … preprocess", harm=put("text.tokenizer.json", "{")),
     Case("", "text.tokenizer.json: not JSON … preprocess", harm=put("text.tokenizer.json", DEEP)),
     Case("", "text.tokenizer.json: no JSON object with … preprocess", harm=put("text.tokenizer.json", "{}")),
-    Case("", "text.tokenizer.json: Is a directory … preprocess", harm=directory("text.tokenizer.json")),
+    Case("", "text.tokenizer.json: is a directory … preprocess", harm=directory("text.tokenizer.json")),
     Case("", "text.tokenizer.json: Permission denied … preprocess", harm=locked("text.tokenizer.json")),
     Case("--seq-length 5000", "--seq-length 5000: … text has 4000 … give more data"),
     Case("--split 1,0,0", "--split 1,0,0: this run needs valid data, or --eval-iters 0"),
@@ -165,6 +183,7 @@ TOKENIZERS = [
     hugging_face("directory/tokenizer.json: cannot be read … give a tokenizer.json", model="directory"),
     hugging_face("--tokenizer-model file: is not JSON; give a tokenizer.json", model="file"),
     hugging_face("is not JSON; give a tokenizer.json", cut("tokenizer.json", 50)),
+    hugging_face("is a FIFO, not a regular file; give a tokenizer.json", fifo("tokenizer.json")),
     hugging_face("`tokenizers` cannot load it … give a tokenizer.json", put("tokenizer.json", "{}")),
     hugging_face("merges 'abc', which its vocabulary lacks; give", put("tokenizer.json", bpe("ab", "c"))),
     hugging_face("merges 'c', which … prefix '##'; give", put("tokenizer.json", bpe("ab", "c", "##"))),
@@ -198,6 +217,12 @@ def crafted(name: str, text: str) -> Harm:
     return harm
 
 
+def small_chunks(site: Path) -> None:
+    """Seals a manifest that has a digest of every byte of state.json."""
+    path = site / NEWEST / STATE
+    write_manifest(site / NEWEST, {STATE: checksums_of(path, 1)})
+
+
 CHECKPOINTS = [
     Case("--load gone", "--load gone: holds no checkpoint; only a --load equal to --save"),
     Case("--load directory", "--load directory: holds no checkpoint; only a --load equal to --save"),
@@ -224,8 +249,14 @@ CHECKPOINTS = [
     none_whole(f"{MANIFEST}: … {MARKER} was written for", put(f"{NEWEST}/{MARKER}", "")),
     none_whole(f"{MANIFEST}: … {MARKER} was written for", flip(f"{NEWEST}/{MANIFEST}", 50)),
     none_whole(f"{MANIFEST}: missing", remove(f"{NEWEST}/{MANIFEST}")),
-    none_whole(f"{MANIFEST}: Is a directory", directory(f"{NEWEST}/{MANIFEST}")),
+    none_whole(f"{MANIFEST}: is a directory", directory(f"{NEWEST}/{MANIFEST}")),
     none_whole(f"{MANIFEST}: Permission denied", locked(f"{NEWEST}/{MANIFEST}")),
+    none_whole(f"{MANIFEST}: is a FIFO, not a regular file", fifo(f"{NEWEST}/{MANIFEST}")),
+    none_whole(f"{MANIFEST}: is a character device", link(f"{NEWEST}/{MANIFEST}", "/dev/zero")),
+    none_whole(f"{MANIFEST}: chunk_bytes 1; must be from 65536 to 67108864", small_chunks),
+    none_whole(f"{MARKER}: is longer than 65 bytes", put(f"{NEWEST}/{MARKER}", "0" * 66)),
+    none_whole(f"{STATE}: is a FIFO", fifo(f"{NEWEST}/{STATE}")),
+    none_whole(f"{SHARDS}: is a FIFO", fifo(f"{NEWEST}/{SHARDS}")),
     none_whole(f"{STATE}: missing", remove(f"{NEWEST}/{STATE}")),
     none_whole(f"{STATE}: damaged between bytes 0 and", flip(f"{NEWEST}/{STATE}", 50)),
     none_whole(f"{STATE}: … were written", cut(f"{NEWEST}/{STATE}", -1)),
@@ -234,7 +265,7 @@ CHECKPOINTS = [
     none_whole(f"{SHARDS}: missing", remove(f"{NEWEST}/{SHARDS}")),
     none_whole(f"{SHARDS}: damaged between bytes 0 and", flip(f"{NEWEST}/{SHARDS}", -5)),
     none_whole(f"{SHARDS}: … were written", cut(f"{NEWEST}/{SHARDS}", -5)),
-    none_whole(f"{SHARDS}: Is a directory", directory(f"{NEWEST}/{SHARDS}")),
+    none_whole(f"{SHARDS}: is a directory", directory(f"{NEWEST}/{SHARDS}")),
     none_whole(f"{SHARDS}: Permission denied", locked(f"{NEWEST}/{SHARDS}")),
     none_whole(f"{SHARDS}: has no tensor weights/unit_0", crafted(SHARDS, "\2\0\0\0\0\0\0\0{}")),
     Case(
@@ -281,7 +312,9 @@ HUGGINGFACE = [
     ),
     Case(HF, f"{HF}: model.safetensors: not a whole safetensors file", harm=cut(HF_WEIGHTS, -1)),
     Case(HF, f"{HF}: model.safetensors: not a whole safetensors file", harm=put(HF_WEIGHTS, "")),
-    Case(HF, f"{HF}: model.safetensors: cannot be read", harm=directory(HF_WEIGHTS)),
+    Case(HF, f"{HF}: model.safetensors: is a directory", harm=directory(HF_WEIGHTS)),
+    Case(HF, f"{HF}: model.safetensors: is a FIFO, not a regular file; fetch", harm=fifo(HF_WEIGHTS)),
+    Case(HF, "hf/config.json: cannot be read (is a FIFO, not a regular", harm=fifo("hf/config.json")),
     Case(HF, f"{HF}: model.safetensors: cannot be read", harm=locked(HF_WEIGHTS)),
 ]
 

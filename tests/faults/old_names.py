@@ -41,7 +41,7 @@ DEEPSPEED = [
         "--deepspeed_config gone.json", "--deepspeed_config gone.json: cannot be read (No such … name a JSON"
     ),
     bad("--deepspeed_config=", "--deepspeed_config '': must not be empty"),
-    bad(DS, f"{DS}: cannot be read (Is a directory)", harm=directory("ds.json")),
+    bad(DS, f"{DS}: cannot be read (is a directory)", harm=directory("ds.json")),
     bad(
         "--deepspeed_config file", "--deepspeed_config file: cannot be read (Permission", harm=locked("file")
     ),

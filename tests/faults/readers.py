@@ -66,7 +66,7 @@ def _index(directory: Path) -> Execute:
             change_bytes(bytes(range(min(tokens, 256))) * (tokens // 256 + 1), after)[:tokens]
         )
         data = IndexedDataset(path)
-        assert data.num_tokens == data.tokens.size == int(data.lengths.astype(np.int64).sum())
+        assert data.num_tokens == data.tokens.size == int(data.lengths[:].astype(np.int64).sum())
         if data.num_tokens > 1:
             WindowDataset(data, 0, data.num_tokens, 1, 2**62, 1).batch(np.arange(4))
 

@@ -2,7 +2,7 @@
 
 import gzip
 
-from tests.faults.cases import Case, both, cut, directory, flip, locked, loop, put
+from tests.faults.cases import Case, both, cut, directory, fifo, flip, locked, loop, put
 from tests.faults.files import READ_ONLY, WRITABLE
 
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
@@ -45,6 +45,7 @@ PREPROCESS = [
     preprocess("--input *.gone", "--input *.gone: no such file … check the path"),
     preprocess("--input directory", "--input directory: no such file … check the path"),
     preprocess("--input text.txt", "--input text.txt: is text … data/build_corpus.py --input converts it"),
+    preprocess("", "--input text.jsonl: is a FIFO, not a regular file; save", harm=fifo("text.jsonl")),
     preprocess("", "--input text.jsonl: cannot be read; check its permissions", harm=locked("text.jsonl")),
     preprocess("", "--input text.jsonl: no such file … check", harm=loop("text.jsonl")),
     preprocess("", "--input text.jsonl: holds no documents", harm=put("text.jsonl", "\n")),
@@ -104,6 +105,7 @@ OTHERS = [
     corpus("--hf-split test", "--hf-split test: has no meaning without --hf-dataset", status=2),
     corpus("--hf-config x", "--hf-config x: has no meaning without --hf-dataset", status=2),
     corpus("--json-key k", "--json-key k: has no meaning without --input", status=2, without="--input"),
+    corpus("", "--input text.txt: is a FIFO, not a regular file; save the text", harm=fifo("text.txt")),
     corpus("", "--input text.txt: cannot be read; check its permissions", harm=locked("text.txt")),
     corpus("--output file/o.jsonl", f"--output file: Not a directory; {WRITABLE}"),
     corpus("--output ro/o.jsonl", f"--output ro: Permission denied; {WRITABLE}", harm=READ_ONLY),

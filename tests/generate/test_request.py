@@ -50,6 +50,8 @@ REFUSED = [
     ({"top_p": 1.5}, "top_p 1.5: must be at most 1"),
     ({"top_k": 3, "top_p": 0.5}, "top_p 0.5: contradicts top_k 3; give one"),
     ({"random_seed": -1}, "random_seed -1: must be at least 0"),
+    ({"stop": ["x"] * 65}, "stop (list of 65): at most 64 strings"),
+    ({"stop": ["a", "x" * 257]}, "xxx…: has 257 characters; at most 256"),
     ({"stop": [""]}, "stop '': must not be empty"),
     ({"add_BOS": 1}, "add_BOS 1: must be true or false"),
     ({"beam_width": 4}, "beam_width 4: there is no beam search here; leave it out"),

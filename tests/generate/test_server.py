@@ -3,7 +3,6 @@
 import json
 import math
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +18,7 @@ import torch
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.tokenizer.base import Tokenizer
 from tests.generate.models import POSITIONS, PROMPTS
-from tests.support import ROOT, environment, free_port, run, wait_until
+from tests.support import ROOT, environment, free_port, run
 
 pytest.importorskip("aiohttp", reason="the server's package; pip install -r launch/requirements-serve.txt")
 
@@ -126,6 +125,7 @@ def test_keys_that_shape_the_answer(server: Server, model: GPT, tokenizer: Token
         ({"prompts": ["a" * 3000]}, 413, "2000"),
         ({"body": b"{"}, 400, "the request is not JSON"),
         ({"method": "POST", "prompts": ["a"]}, 405, "POST /api: use PUT"),
+        ({"prompts": ["a"], "stop": ["x"] * 65}, 400, "stop (list of 65): at most 64 strings"),
         ({"path": "/v1"}, 404, "/api/v1: not here; PUT /api is"),
     ],
     ids=str,
@@ -136,20 +136,6 @@ def test_a_bad_request_gets_one_line(server: Server, keys: dict[str, Any], statu
     assert list(answer) == ["message"]
     assert said in answer["message"]
     assert "\n" not in answer["message"]
-
-
-def test_more_than_may_wait_are_sent_away_and_those_who_leave_are_forgotten(server: Server) -> None:
-    """A client that connects, and says how much it will send, but does not, takes a place until it leaves."""
-    head = b"PUT /api HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
-    waiting = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2)]
-    for client in waiting:
-        client.sendall(head)
-    good = {"prompts": ["a"], "tokens_to_generate": 1}
-    wait_until(lambda: server.ask(**good)[0] == 503)
-    assert "2 requests are here already" in server.ask(**good)[1]["message"]
-    for client in waiting:
-        client.close()
-    wait_until(lambda: server.ask(**good)[0] == 200)
 
 
 def test_a_request_that_takes_too_long_is_ended_and_sigterm_ends_cleanly(checkpoint: Path) -> None:

@@ -7,11 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron_zpp.native.cache import BuildError, cache_directory, locked
+from megatron_zpp.native.library import load_source
+from megatron_zpp.native.library_file import problem_of
 from megatron_zpp.ops.build import build, check_device_code
 from megatron_zpp.ops.toolchain import cuda_problem, find_toolchain
 from tests.support import ROOT, environment
@@ -56,6 +59,12 @@ def site(tmp_path: Path) -> Site:
 
 def answer(library: Path) -> int:
     return ctypes.CDLL(str(library)).answer()
+
+
+def replace(library: Path, content: bytes) -> None:
+    """By another file, because this process may have the library mapped."""
+    library.unlink()
+    library.write_bytes(content)
 
 
 def test_a_library_is_built_once_and_again_when_something_changes(site: Site) -> None:
@@ -120,6 +129,86 @@ def test_a_cache_of_another_user_is_refused(site: Site) -> None:
     os.chown(site.cache, 12345, -1)
     with pytest.raises(BuildError, match="belongs to user 12345"):
         site.build()
+
+
+def test_a_cache_below_a_directory_that_others_can_change_is_refused(site: Site) -> None:
+    above = site.cache.parent / "above"
+    site.cache = above / "deep" / "cache"
+    site.environ["MEGATRON_ZPP_CACHE"] = str(site.cache)
+    above.mkdir()
+    for mode in (0o777, 0o775):
+        above.chmod(mode)
+        with pytest.raises(BuildError, match=f"others can write to {above} .*: chmod go-w {above}, or set"):
+            site.build()
+    above.chmod(0o1777)  # sticky, as /tmp
+    assert answer(site.build()) == 42
+    if os.geteuid() == 0:
+        os.chown(above, 12345, -1)
+        with pytest.raises(BuildError, match=f"{above}, above .*, belongs to user 12345"):
+            site.build()
+
+
+@pytest.mark.parametrize("umask", [0, 0o777])
+def test_what_is_made_is_private_whatever_the_umask(site: Site, umask: int) -> None:
+    site.environ["MEGATRON_ZPP_CACHE"] = str(site.cache / "new")
+    before = os.umask(umask)
+    try:
+        library = site.build()
+        load_source(site.sources / "answer.cpp", site.said.append, site.environ)
+    finally:
+        os.umask(before)
+    modes = {path: path.stat().st_mode & 0o777 for path in (site.cache, *site.cache.rglob("*"))}
+    assert {modes.pop(path) for path in (site.cache, library.parent)} == {0o700}
+    assert len(modes) == 7  # two libraries, their digests and locks, a log
+    assert set(modes.values()) == {0o600}
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (
+            lambda library: replace(library, library.read_bytes()[:4096]),
+            "its SHA-256 is not the one that was",
+        ),
+        (
+            lambda library: replace(library, b"x" * library.stat().st_size),
+            "its SHA-256 is not the one that was",
+        ),
+        (lambda library: Path(f"{library}.sha256").unlink(), "its SHA-256 cannot be read"),
+        (lambda library: library.chmod(0o620), "others can write to it"),
+        (lambda library: library.unlink() or os.mkfifo(library), "is a FIFO, not a regular file"),
+        (
+            lambda library: library.rename(f"{library}.x") and library.symlink_to(f"{library}.x"),
+            "symbolic link",
+        ),
+    ],
+    ids=["truncated", "other-bytes", "no-digest", "writable", "fifo", "symbolic-link"],
+)
+def test_a_library_that_is_not_as_it_was_written_is_built_again(
+    site: Site, harm: Callable[[Path], object], words: str
+) -> None:
+    """A truncated library, once loaded, ended every start with SIGBUS."""
+    source = site.sources / "answer.cpp"
+    for build_one in (site.build, lambda: Path(load_source(source, site.said.append, site.environ)._name)):
+        library = build_one()
+        assert problem_of(library) is None
+        harm(library)
+        site.said.clear()
+        assert build_one() == library
+        assert len(site.said) == 1
+        assert f"again: {words}" in site.said[0] or words in site.said[0]
+        assert problem_of(library) is None
+        assert build_one() == library
+        assert len(site.said) == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of another user")
+def test_a_library_of_another_user_is_built_again(site: Site) -> None:
+    library = site.build()
+    os.chown(library, 12345, -1)
+    assert site.build() == library
+    assert "again: it belongs to user 12345" in site.said[-1]
+    assert library.stat().st_uid == 0
 
 
 def test_where_the_cache_lies(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Checksums by chunk: what is written is summed, every flip and cut is found where it is."""
 
 import hashlib
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_zpp.storage.checksums import (
+    CHUNK_BYTES,
     ChecksummedWriter,
     Checksums,
     DamagedFile,
@@ -35,7 +37,8 @@ def test_sums_what_it_writes_whatever_the_pieces(tmp_path, pieces):
     chunks = [content[first : first + CHUNK] for first in range(0, len(content), CHUNK)]
     assert checksums.digests == tuple(hashlib.sha256(chunk).hexdigest() for chunk in chunks)
     assert checksums == checksums_of(tmp_path / "file", CHUNK)
-    assert checksums == Checksums.from_json(checksums.to_json(), tmp_path / "file")
+    usual = checksums_of(tmp_path / "file")
+    assert usual == Checksums.from_json(usual.to_json(), tmp_path / "file")
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 48, 50])
@@ -90,12 +93,28 @@ def test_reads_any_range_and_checks_no_more_than_its_chunks(tmp_path):
         {},
         {"bytes": 1},
         {"bytes": 1, "chunk_bytes": 0, "sha256": []},
-        {"bytes": 20, "chunk_bytes": 16, "sha256": ["a" * 64]},
-        {"bytes": 1, "chunk_bytes": 1, "sha256": ["a"]},
-        {"bytes": "1", "chunk_bytes": 1, "sha256": ["a" * 64]},
-        {"bytes": 1, "chunk_bytes": 1, "sha256": 5},
+        {"bytes": 2 * CHUNK_BYTES, "chunk_bytes": CHUNK_BYTES, "sha256": ["a" * 64]},
+        {"bytes": 1, "chunk_bytes": CHUNK_BYTES, "sha256": ["a"]},
+        {"bytes": "1", "chunk_bytes": CHUNK_BYTES, "sha256": ["a" * 64]},
+        {"bytes": 1, "chunk_bytes": CHUNK_BYTES, "sha256": 5},
     ],
 )
 def test_refuses_what_is_no_checksums(value):
     with pytest.raises(DamagedFile, match="manifest: not the checksums of a file"):
         Checksums.from_json(value, Path("manifest"))
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 4096, 1 << 40])
+def test_refuses_chunks_of_a_size_that_nobody_writes(chunk_bytes):
+    """A sealed manifest with chunks of one byte kept a start busy for half a minute, without a line."""
+    value = {"bytes": 1, "chunk_bytes": chunk_bytes, "sha256": ["a" * 64]}
+    with pytest.raises(DamagedFile, match=f"^m: chunk_bytes {chunk_bytes}; must be from 65536 to 67108864$"):
+        Checksums.from_json(value, Path("m"))
+
+
+def test_a_file_that_is_not_regular_is_damaged(tmp_path):
+    checksums = written(tmp_path / "file", [b"content"])
+    (tmp_path / "file").unlink()
+    os.mkfifo(tmp_path / "file")
+    with pytest.raises(DamagedFile, match=f"{tmp_path}/file: is a FIFO, not a regular file"):
+        VerifiedFile(tmp_path / "file", checksums)

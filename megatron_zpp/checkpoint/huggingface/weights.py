@@ -4,6 +4,7 @@ A directory holds model.safetensors, or model.safetensors.index.json, which says
 """
 
 import math
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from megatron_zpp.checkpoint.huggingface.place import WEIGHTS_FILE, WEIGHTS_INDE
 from megatron_zpp.config.json_file import read_json_object, shown_key
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.storage.regular import UnfitFile, open_regular
 from megatron_zpp.zero.flat_layout import FlatLayout
 
 _DTYPES = ("F32", "BF16", "F16")  # all of which fp32 holds exactly
@@ -133,10 +135,12 @@ class HuggingFaceWeights:
 
         path = self._place.path / file
         try:
-            path.open("rb").close()  # says why not; safetensors takes all for a file that is missing
+            os.close(open_regular(path))  # says why not; safetensors takes all for a file that is missing
             return self._open_files.enter_context(safe_open(str(path), framework="pt"))
         except FileNotFoundError:
             raise self._place.refuse(f"{file}: missing; fetch the files anew") from None
+        except UnfitFile as error:
+            raise self._place.refuse(f"{file}: {error.strerror}; fetch the files anew") from None
         except OSError as error:
             raise self._place.refuse(
                 f"{file}: cannot be read ({error.strerror or error}); check it"

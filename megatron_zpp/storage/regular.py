@@ -1,0 +1,69 @@
+"""Opens what a name stands for only where it is a regular file, and reads no more of it than a stated limit.
+
+A name comes from a command line or from another file, so it may stand for anything: opening a FIFO waits for
+a writer, /dev/zero never ends, and a manifest of gigabytes exhausts the memory. A symbolic link to a regular
+file is that file.
+"""
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+_KINDS = {
+    stat.S_IFDIR: "is a directory",
+    stat.S_IFIFO: "is a FIFO, not a regular file",
+    stat.S_IFCHR: "is a character device, not a regular file",
+    stat.S_IFBLK: "is a block device, not a regular file",
+    stat.S_IFSOCK: "is a socket, not a regular file",
+}
+# With O_NONBLOCK opening a FIFO returns at once; reads of a regular file do not depend on it.
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
+_PIECE = 1 << 20  # bytes read at a time
+
+
+class UnfitFile(OSError):
+    """There is no regular file under the name, or it is too long; `strerror` says so, as in "is a FIFO"."""
+
+
+def open_regular(path: str | Path) -> int:
+    """A descriptor of the regular file `path` for reading, which the caller closes.
+
+    Raises UnfitFile for anything else, and OSError as the file system does.
+    """
+    try:
+        descriptor = os.open(path, _FLAGS)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket cannot be opened, nor be looked at by a descriptor
+            raise UnfitFile(errno.ENXIO, _KINDS[stat.S_IFSOCK], str(path)) from None
+        raise
+    try:
+        kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+        if kind != stat.S_IFREG:
+            raise UnfitFile(errno.EINVAL, _KINDS.get(kind, "is not a regular file"), str(path))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def open_stream(path: str | Path, buffering: int = -1) -> BinaryIO:
+    """The regular file `path` as a stream of bytes; `buffering` as in `open`. Raises as `open_regular`."""
+    return os.fdopen(open_regular(path), "rb", buffering=buffering)
+
+
+def read_limited(path: str | Path, limit: int) -> bytes:
+    """What is in the regular file `path`, at most `limit` bytes.
+
+    Raises UnfitFile for a longer one, and as `open_regular` does.
+    """
+    with open_stream(path, buffering=0) as file:
+        left, parts = limit + 1, []
+        if os.fstat(file.fileno()).st_size <= limit:
+            while left and (part := file.read(min(left, _PIECE))):
+                parts.append(part)
+                left -= len(part)
+            if left:
+                return b"".join(parts)
+    raise UnfitFile(errno.EFBIG, f"is longer than {limit:,} bytes", str(path))
