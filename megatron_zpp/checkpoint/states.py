@@ -31,11 +31,17 @@ class Progress:
     """How far a run has come. Dropout and data order follow from the seed and these counts.
 
     `run` is its name in logs, which it keeps when it is started again; `standing` is how far it has read each
-    of its data sets, None where it reads none.
+    of its data sets, None where it reads none. Of the iterations and samples, `skipped_iterations` and
+    `skipped_samples` are those of steps that left the weights as they were; checkpoints of older versions do
+    not count them, as if there were none. `ordered_samples` is the number of samples that Megatron-LM's order
+    was built for; None for other orders, and in checkpoints of older versions.
     """
 
     iteration: int = 0
     consumed_samples: int = 0
+    skipped_iterations: int = 0
+    skipped_samples: int = 0
+    ordered_samples: int | None = None
     run: str = ""
     standing: Standing | None = None
 
@@ -119,9 +125,21 @@ def check_state(state: dict[str, Any]) -> None:
     progress = Progress.from_json(state["progress"])
     if type(progress.run) is not str:
         raise ValueError(f"the run is called {progress.run!r}")
-    numbers = [progress.iteration, progress.consumed_samples, state["optimizer_steps"]]
+    numbers = [
+        progress.iteration,
+        progress.consumed_samples,
+        progress.skipped_iterations,
+        progress.skipped_samples,
+        0 if progress.ordered_samples is None else progress.ordered_samples,
+        state["optimizer_steps"],
+    ]
     if not all(type(number) is int and 0 <= number < _LIMIT for number in numbers):
         raise ValueError("progress is not told in numbers")
+    if not (
+        progress.skipped_iterations <= progress.iteration
+        and progress.skipped_samples <= progress.consumed_samples
+    ):
+        raise ValueError("more steps were skipped than taken")
     if progress.standing and progress.standing.since > progress.consumed_samples:
         raise ValueError(f"its weights begin at sample {progress.standing.since}")
     for key, kind in (("with_optimizer", bool), ("tokenizer", dict), ("config", dict), ("errors", list)):

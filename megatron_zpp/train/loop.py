@@ -49,6 +49,7 @@ class Trainer:
         self._profiler = StepProfiler(config.timing, engine.topology.rank, engine.device)
         self._interval = Interval()
         self._evaluated: dict[str, int] = {}  # split -> iteration of its last evaluation
+        self._learning_rate = 0.0  # of the newest step
         self._warm = False  # whether a step is done
 
     def run(self) -> Stop | None:
@@ -107,7 +108,7 @@ class Trainer:
             self._schedule.batches,
             rank=self._engine.topology.rank,
             consumed=self.progress.consumed_samples,
-            end=self._schedule.batches.samples_after(self._schedule.iterations),
+            end=self._schedule.samples,
             num_workers=self._config.data.num_workers,
             pin_memory=self._engine.device.type == "cuda",
         )
@@ -133,7 +134,8 @@ class Trainer:
         samples = schedule.global_batch_size_at(consumed)
         self._saver.before_step()
         with sections(OPTIMIZER):
-            result = self._engine.step(self._schedule.learning_rate(consumed))
+            self._learning_rate = self._schedule.learning_rate_at(self.progress)
+            result = self._engine.step(self._learning_rate)
         self.progress = replace(
             self.progress, iteration=self.progress.iteration + 1, consumed_samples=consumed + samples
         )
@@ -170,7 +172,7 @@ class Trainer:
                 "consumed_samples": progress.consumed_samples,
                 "lm_loss": loss,
                 "grad_norm": result.grad_norm.item(),
-                "learning_rate": self._schedule.learning_rate(progress.consumed_samples - interval.batch),
+                "learning_rate": self._learning_rate,
                 "global_batch_size": interval.batch,
                 "loss_scale": result.loss_scale.item(),
                 "skipped": skipped,
