@@ -1,16 +1,12 @@
 """Runs that resume with another global batch: no sample twice, no lost step, no jump of the learning rate."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron_zpp.data import loader
-from tests.train.conftest import BYTES, TINY
-from tests.train.in_process import train_here
-
-LINEAR = ["--eval-iters", "0", "--lr-decay-style", "linear", "--micro-batch-size", "1"]
+from tests.train.in_process import Resumed, of
 
 
 @pytest.fixture
@@ -27,34 +23,14 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def resume(corpus: str, tmp_path: Path) -> Callable[..., list[dict]]:
-    """Trains on from the newest checkpoint; returns the records of the steps so far."""
-    save, metrics = str(tmp_path / "checkpoints"), tmp_path / "metrics.jsonl"
-    flags = ["--data-path", corpus, "--split", "100,0,0", *BYTES, *TINY, *LINEAR]
-    flags += ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "1"]
-    flags += ["--save", save, "--load", save, "--metrics-file", str(metrics)]
-
-    def train(*more: str) -> list[dict]:
-        assert train_here([*flags, *more]).stop is None or "--exit-interval" in more
-        return [json.loads(line) for line in metrics.read_text().splitlines()]
-
-    train.save = Path(save)
-    return train
-
-
-def of(records: list[dict], name: str) -> list[float]:
-    return [record[name] for record in records]
-
-
-def newest(resume: Callable[..., list[dict]]) -> dict:
-    """The progress in the newest checkpoint."""
-    name = (resume.save / "latest_checkpointed_iteration.txt").read_text().strip()
-    return json.loads((resume.save / f"iter_{int(name):07d}" / "state.json").read_text())["progress"]
+def resume(corpus: str, tmp_path: Path) -> Resumed:
+    """A run whose text is all for training."""
+    return Resumed(corpus, tmp_path)
 
 
 @pytest.mark.parametrize("now", [3, 6, 24])
 def test_a_run_in_iterations_takes_them_all(
-    resume: Callable[..., list[dict]], read: list[int], capsys: pytest.CaptureFixture[str], now: int
+    resume: Resumed, read: list[int], capsys: pytest.CaptureFixture[str], now: int
 ) -> None:
     """The rate is that of the iteration, as in a run that always had either batch."""
     resume("--global-batch-size", "12", "--train-iters", "6", "--exit-interval", "2")
@@ -63,8 +39,8 @@ def test_a_run_in_iterations_takes_them_all(
     assert read == list(range(24 + 4 * now))
     assert of(records, "global_batch_size") == [12] * 2 + [now] * 4
     assert of(records, "learning_rate") == pytest.approx([3e-3 * (6 - step) / 6 for step in range(6)])
-    assert newest(resume)["iteration"] == 6
-    assert newest(resume)["consumed_samples"] == 24 + 4 * now
+    assert resume.newest()["iteration"] == 6
+    assert resume.newest()["consumed_samples"] == 24 + 4 * now
     said = (
         f" the global batch size was 12 and is {now}: the remaining 4 iterations read {4 * now} samples, "
         "not 48; no sample is skipped or repeated\n"
@@ -73,7 +49,7 @@ def test_a_run_in_iterations_takes_them_all(
 
 
 def test_a_batch_that_was_not_given_can_be_kept(
-    resume: Callable[..., list[dict]], read: list[int], capsys: pytest.CaptureFixture[str]
+    resume: Resumed, read: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The default follows micro-batch size and ranks: 4 × 1, then 1 × 1."""
     resume("--micro-batch-size", "4", "--train-iters", "3", "--exit-interval", "2")
@@ -85,7 +61,7 @@ def test_a_batch_that_was_not_given_can_be_kept(
 
 @pytest.mark.parametrize(("now", "steps"), [(12, 4), (48, 1)])
 def test_a_run_in_samples_reads_them_all(
-    resume: Callable[..., list[dict]],
+    resume: Resumed,
     read: list[int],
     capsys: pytest.CaptureFixture[str],
     now: int,
@@ -98,13 +74,13 @@ def test_a_run_in_samples_reads_them_all(
     assert read == list(range(96))
     consumed = [0, 24, *range(48, 96, now)]
     assert of(records, "learning_rate") == pytest.approx([3e-3 * (96 - c) / 96 for c in consumed])
-    assert newest(resume)["iteration"] == 2 + steps
+    assert resume.newest()["iteration"] == 2 + steps
     said = f"was 24 and is {now}: the remaining 48 samples are {steps} iterations, not 2; no sample"
     assert said in capsys.readouterr().out
 
 
 def test_a_ramp_goes_on_from_the_samples_consumed(
-    resume: Callable[..., list[dict]], read: list[int], capsys: pytest.CaptureFixture[str]
+    resume: Resumed, read: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The steps before were of other sizes than those that the ramp would have taken."""
     resume("--global-batch-size", "10", "--train-samples", "60", "--exit-interval", "1")
@@ -121,7 +97,7 @@ def test_a_ramp_goes_on_from_the_samples_consumed(
 
 @pytest.mark.parametrize("data", ["blend", "text", "megatron", "megatron blend"])
 def test_every_kind_of_data_supplies_what_is_asked_for(
-    resume: Callable[..., list[dict]],
+    resume: Resumed,
     read: list[int],
     corpus: str,
     tmp_path: Path,
@@ -144,5 +120,5 @@ def test_every_kind_of_data_supplies_what_is_asked_for(
     resume(*flags, "--global-batch-size", "2", "--exit-interval", "3")
     resume(*flags, "--global-batch-size", "1")
     assert read == list(range(19))
-    assert newest(resume)["ordered_samples"] == (32 if "megatron" in data else None)
+    assert resume.newest()["ordered_samples"] == (32 if "megatron" in data else None)
     assert "WARNING" not in capsys.readouterr().out
