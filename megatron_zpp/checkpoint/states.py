@@ -9,6 +9,7 @@ state.json holds the rest:
     progress, with_optimizer, optimizer_steps, loss_scale, tokenizer, config, ranks
     units    by unit: `shard_numel`, elements of a shard; `parameters`, by name `shape` and `offset`
     errors   what error feedback's buffers depend on; empty without it
+    summed_gradients   how many gradients those buffers are sums of; absent in older versions, where it was 1
 """
 
 from collections.abc import Mapping
@@ -89,6 +90,7 @@ def describe_state(
         ranks=engine.topology.world_size,
         units=describe_units(engine),
         errors=engine.error_layout,
+        summed_gradients=engine.summed_gradients,
         tokenizer=tokenizer,
         config=config,
     )
@@ -103,6 +105,7 @@ def describe_state_of(
     ranks: int,
     units: list[dict[str, Any]],
     errors: list[int],
+    summed_gradients: int,
     tokenizer: dict[str, Any],
     config: dict[str, Any],
 ) -> dict[str, Any]:
@@ -115,6 +118,7 @@ def describe_state_of(
         "ranks": ranks,
         "units": units,
         "errors": errors,
+        "summed_gradients": summed_gradients,
         "tokenizer": tokenizer,
         "config": config,
     }
@@ -148,9 +152,13 @@ def check_state(state: dict[str, Any]) -> None:
     scale = state["loss_scale"]
     if not all(isinstance(scale[key], int | float) for key in _LOSS_SCALE_KEYS):
         raise ValueError("loss_scale is not told in numbers")
-    sizes = [state["ranks"], *(unit["shard_numel"] for unit in state["units"])]
+    sizes = [
+        state["ranks"],
+        state.get("summed_gradients", 1),
+        *(unit["shard_numel"] for unit in state["units"]),
+    ]
     if not all(type(size) is int and 0 < size < _LIMIT for size in sizes):
-        raise ValueError(f"ranks and elements of their shards are {sizes}")
+        raise ValueError(f"ranks, summed gradients and elements of shards are {sizes}")
     for unit in state["units"]:
         for entry in unit["parameters"].values():
             if not all(

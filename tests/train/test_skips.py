@@ -9,7 +9,7 @@ from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.train.in_process import Resumed, of
 
-FP16 = "--fp16 --initial-loss-scale 1048576 --hysteresis 1 --loss-scale-window 2 --lr-warmup-iters 4".split()
+FP16 = "--fp16 --initial-loss-scale 131072 --hysteresis 1 --loss-scale-window 2 --lr-warmup-iters 4".split()
 
 
 def test_a_skipped_step_does_not_advance_the_learning_rate(corpus: str, tmp_path: Path) -> None:
