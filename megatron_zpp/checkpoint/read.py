@@ -135,6 +135,7 @@ def load_checkpoint(
                     engine.load_states(kind, lambda unit, elements: torch.zeros(len(elements)))
             engine.load_optimizer_steps(reader.state["optimizer_steps"])
             engine.loss_scale.load_state(reader.state["loss_scale"])
+            engine.summed_gradients = reader.state.get("summed_gradients", 1)
             for index, unit in enumerate(engine.units if engine.feeds_back else ()):
                 rank, numel = engine.topology.rank, unit.error.numel()
                 unit.error.copy_(reader.error(rank, index, numel)) if fits else unit.error.zero_()

@@ -9,6 +9,7 @@ state.json holds the rest:
     progress, with_optimizer, optimizer_steps, loss_scale, tokenizer, config, ranks
     units    by unit: `shard_numel`, elements of a shard; `parameters`, by name `shape` and `offset`
     errors   what error feedback's buffers depend on; empty without it
+    summed_gradients   how many gradients those buffers are sums of; absent in older versions, where it was 1
 """
 
 from collections.abc import Mapping
@@ -31,11 +32,17 @@ class Progress:
     """How far a run has come. Dropout and data order follow from the seed and these counts.
 
     `run` is its name in logs, which it keeps when it is started again; `standing` is how far it has read each
-    of its data sets, None where it reads none.
+    of its data sets, None where it reads none. Of the iterations and samples, `skipped_iterations` and
+    `skipped_samples` are those of steps that left the weights as they were; checkpoints of older versions do
+    not count them, as if there were none. `ordered_samples` is the number of samples that Megatron-LM's order
+    was built for; None for other orders, and in checkpoints of older versions.
     """
 
     iteration: int = 0
     consumed_samples: int = 0
+    skipped_iterations: int = 0
+    skipped_samples: int = 0
+    ordered_samples: int | None = None
     run: str = ""
     standing: Standing | None = None
 
@@ -83,6 +90,7 @@ def describe_state(
         ranks=engine.topology.world_size,
         units=describe_units(engine),
         errors=engine.error_layout,
+        summed_gradients=engine.summed_gradients,
         tokenizer=tokenizer,
         config=config,
     )
@@ -97,6 +105,7 @@ def describe_state_of(
     ranks: int,
     units: list[dict[str, Any]],
     errors: list[int],
+    summed_gradients: int,
     tokenizer: dict[str, Any],
     config: dict[str, Any],
 ) -> dict[str, Any]:
@@ -109,6 +118,7 @@ def describe_state_of(
         "ranks": ranks,
         "units": units,
         "errors": errors,
+        "summed_gradients": summed_gradients,
         "tokenizer": tokenizer,
         "config": config,
     }
@@ -119,9 +129,21 @@ def check_state(state: dict[str, Any]) -> None:
     progress = Progress.from_json(state["progress"])
     if type(progress.run) is not str:
         raise ValueError(f"the run is called {progress.run!r}")
-    numbers = [progress.iteration, progress.consumed_samples, state["optimizer_steps"]]
+    numbers = [
+        progress.iteration,
+        progress.consumed_samples,
+        progress.skipped_iterations,
+        progress.skipped_samples,
+        0 if progress.ordered_samples is None else progress.ordered_samples,
+        state["optimizer_steps"],
+    ]
     if not all(type(number) is int and 0 <= number < _LIMIT for number in numbers):
         raise ValueError("progress is not told in numbers")
+    if not (
+        progress.skipped_iterations <= progress.iteration
+        and progress.skipped_samples <= progress.consumed_samples
+    ):
+        raise ValueError("more steps were skipped than taken")
     if progress.standing and progress.standing.since > progress.consumed_samples:
         raise ValueError(f"its weights begin at sample {progress.standing.since}")
     for key, kind in (("with_optimizer", bool), ("tokenizer", dict), ("config", dict), ("errors", list)):
@@ -130,9 +152,13 @@ def check_state(state: dict[str, Any]) -> None:
     scale = state["loss_scale"]
     if not all(isinstance(scale[key], int | float) for key in _LOSS_SCALE_KEYS):
         raise ValueError("loss_scale is not told in numbers")
-    sizes = [state["ranks"], *(unit["shard_numel"] for unit in state["units"])]
+    sizes = [
+        state["ranks"],
+        state.get("summed_gradients", 1),
+        *(unit["shard_numel"] for unit in state["units"]),
+    ]
     if not all(type(size) is int and 0 < size < _LIMIT for size in sizes):
-        raise ValueError(f"ranks and elements of their shards are {sizes}")
+        raise ValueError(f"ranks, summed gradients and elements of shards are {sizes}")
     for unit in state["units"]:
         for entry in unit["parameters"].values():
             if not all(

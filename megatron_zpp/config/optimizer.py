@@ -88,7 +88,9 @@ class PrecisionConfig(Options):
         "With --bf16: matrix products of layers take 8-bit floats, scaled a tensor at a time; weights, "
         "gradients and what is between products stay as they are.",
     )
-    loss_scale: float | None = option(None, "fp16: a fixed loss scale; default dynamic.", above=0)
+    loss_scale: float | None = option(
+        None, "fp16: a fixed factor of the loss, at any number of ranks; default dynamic.", above=0
+    )
     initial_loss_scale: float = option(2.0**32, "fp16: the dynamic loss scale at the start.", above=0)
     min_loss_scale: float = option(1.0, "fp16: the dynamic loss scale's floor.", above=0)
     loss_scale_window: int = option(1000, "fp16: clean steps after which the scale doubles.", at_least=1)

@@ -64,22 +64,27 @@ class BatchSchedule:
         size = self.micro_batch_size
         return consumed + (index * self.data_parallel_size + rank) * size, size
 
-    def iterations(self, samples: int) -> int:
-        """Whole steps that `samples` samples suffice for; a remainder below one global batch is not read."""
-        return self._walk(samples=samples)[0]
+    def iterations(self, samples: int, *, consumed: int = 0) -> int:
+        """Whole steps from sample `consumed` to `samples`; a remainder below one global batch is not read."""
+        return self._walk(consumed, samples=samples)[0]
 
-    def samples_after(self, iterations: int) -> int:
-        """Samples consumed by the first `iterations` steps."""
-        return self._walk(iterations=iterations)[1]
+    def samples_after(self, iterations: int, *, consumed: int = 0) -> int:
+        """Samples consumed after `iterations` more steps, when `consumed` are consumed before them."""
+        return self._walk(consumed, iterations=iterations)[1]
 
     @property
     def _increments(self) -> int:
         start, increment, _ = self.rampup
         return (self.global_batch_size - start) // increment
 
-    def _walk(self, *, samples: int | None = None, iterations: int | None = None) -> tuple[int, int]:
-        """(steps, samples consumed) when one more step would exceed either limit; a stage at a time."""
-        steps = consumed = 0
+    def _walk(
+        self, consumed: int, *, samples: int | None = None, iterations: int | None = None
+    ) -> tuple[int, int]:
+        """(steps, samples consumed) when one more step would exceed either limit; a stage at a time.
+
+        `consumed` is where the first step begins, which need not be the end of a step of this schedule.
+        """
+        steps = 0
         while True:
             size = self.global_batch_size_at(consumed)
             limits = []
@@ -88,7 +93,7 @@ class BatchSchedule:
                 stage_end = -(-(stage + 1) * self._ramp_end // self._increments)
                 limits.append(-(-(stage_end - consumed) // size))
             if samples is not None:
-                limits.append((samples - consumed) // size)
+                limits.append(max(0, samples - consumed) // size)
             if iterations is not None:
                 limits.append(iterations - steps)
             taken = min(limits)

@@ -1,12 +1,15 @@
-"""What a run that goes on reads otherwise than the run that saved: said, not refused, as it may be meant.
+"""Differences in data and batches between a resumed run and the run that saved its checkpoint.
 
-Other data sets or weights are the matter of data/carry_on.py.
+They are logged and not refused, because they may be meant. Other data sets or weights are
+the matter of data/carry_on.py.
 """
 
 from typing import Any
 
 from megatron_zpp.config.data import DEFAULT_SPLIT, MASKS
 from megatron_zpp.config.root import Config
+from megatron_zpp.data.batches import BatchSchedule
+from megatron_zpp.train.run_schedule import RunSchedule
 
 _READ = (  # settings that decide which sample has which number
     ("data", "split"),
@@ -24,34 +27,69 @@ _YOUNGER = {  # settings that older checkpoints do not name, and what their runs
 }
 
 
-def data_changes(saved: dict[str, dict[str, Any]], ranks: int, config: Config, requested: int) -> list[str]:
-    """Lines for the log, from the settings and ranks of the checkpoint.
-
-    `requested` training samples are asked for now, on which Megatron-LM's order depends.
-    """
+def data_changes(saved: dict[str, dict[str, Any]], config: Config) -> list[str]:
+    """Lines for the log on flags that number samples otherwise than the settings of the checkpoint."""
     present, lines = config.to_json(), []
     for part, name in _READ:
         before, now = (_value(settings.get(part, {}), name) for settings in (saved, present))
         if before != now and not (before is None and now == _YOUNGER.get(name)):
             flag = "--" + name.replace("_", "-")
             lines.append(f" WARNING: {flag} was {_shown(before)} and is {_shown(now)}: {_FROM_NOW}")
-    numbered = not lines
+    return lines
+
+
+def mask_changes(saved: dict[str, dict[str, Any]], config: Config) -> list[str]:
+    """Lines for the log on flags that tell the model otherwise of documents than the checkpoint's run."""
+    present, lines = config.to_json(), []
     for name in MASKS:
         before, now = (bool(settings.get("data", {}).get(name)) for settings in (saved, present))
         if before != now:
             flag = "--" + name.replace("_", "-")
             given = "given, and was not" if now else "not given, and was"
             lines.append(f" WARNING: {flag} is {given}: from here on the model is told so of documents")
-    if config.data.dataset_order == "megatron" and numbered:
-        training = saved.get("training", {})
-        batch = training.get("global_batch_size") or (training.get("micro_batch_size") or 0) * ranks
-        before = training.get("train_samples") or (training.get("train_iters") or 0) * batch
-        if before != requested:
-            lines.append(
-                f" WARNING: the run was to read {before} samples and is to read {requested}, on which the "
-                f"order of --dataset-order megatron depends: {_FROM_NOW}"
-            )
     return lines
+
+
+def batch_changes(
+    saved: dict[str, dict[str, Any]], ranks: int, config: Config, schedule: RunSchedule
+) -> list[str]:
+    """A line for the log if steps have another size than those of the run that saved; `ranks` is that run's.
+
+    `schedule` is that of the resumed run.
+    """
+    before, after = _batches(saved.get("training", {}), ranks), schedule.batches
+    if before is None or (before.global_batch_size, before.rampup) == (after.global_batch_size, after.rampup):
+        return []
+    start, left = schedule.start, max(0, schedule.iterations - schedule.start.iteration)
+    changed = f" the global batch size was {_size(before)} and is {_size(after)}"
+    if config.training.global_batch_size is None:
+        fix = f"give --global-batch-size {before.global_batch_size} to keep it"
+        changed += f" (--micro-batch-size × ranks; {fix})"
+    consumed = start.consumed_samples
+    if schedule.train_samples is None:
+        old = before.samples_after(left, consumed=consumed) - consumed
+        remain = (
+            f"the remaining {left:,} iterations read {schedule.samples - consumed:,} samples, not {old:,}"
+        )
+    else:
+        old, samples = before.iterations(schedule.train_samples, consumed=consumed), schedule.train_samples
+        remain = f"the remaining {max(0, samples - consumed):,} samples are {left:,} iterations, not {old:,}"
+    return [f"{changed}: {remain}; no sample is skipped or repeated"]
+
+
+def ordered_samples(saved: dict[str, dict[str, Any]], ranks: int) -> int:
+    """How many samples an older version's run built Megatron-LM's order for, from its settings and ranks."""
+    training = saved.get("training", {})
+    batch = training.get("global_batch_size") or (training.get("micro_batch_size") or 0) * ranks
+    return training.get("train_samples") or (training.get("train_iters") or 0) * batch
+
+
+def order_change(before: int, now: int) -> str:
+    """The line for the log when Megatron-LM's order was built for `before` samples and is for `now`."""
+    return (
+        f" WARNING: the run was to read {before} samples and is to read {now}, on which the order of "
+        f"--dataset-order megatron depends: {_FROM_NOW}"
+    )
 
 
 _FROM_NOW = "from here on samples are numbered by the present flags, so that some may repeat or be left out"
@@ -63,6 +101,20 @@ def _value(settings: dict[str, Any], name: str) -> Any:
         return settings.get(name)
     cut = settings.get("split") or DEFAULT_SPLIT
     return cut if settings.get("data_path") else "all of --train-data-path"
+
+
+def _batches(training: dict[str, Any], ranks: int) -> BatchSchedule | None:
+    """The global batches of a run on so many ranks, told to one; None where the settings do not say."""
+    size = training.get("global_batch_size") or (training.get("micro_batch_size") or 0) * ranks
+    rampup = training.get("rampup_batch_size")
+    return BatchSchedule(1, size, 1, tuple(rampup) if rampup else None) if size else None
+
+
+def _size(batches: BatchSchedule) -> str:
+    if batches.rampup is None:
+        return str(batches.global_batch_size)
+    start, increment, samples = batches.rampup
+    return f"{batches.global_batch_size} after a ramp from {start} by {increment} over {samples:,} samples"
 
 
 def _shown(value: Any) -> str:

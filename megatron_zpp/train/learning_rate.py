@@ -1,4 +1,4 @@
-"""The learning rate as a function of consumed samples, with Megatron-LM's shapes."""
+"""The learning rate as a function of samples, with Megatron-LM's shapes."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class LearningRate:
     """Warm-up from `initial` to `peak` over `warmup` samples, then decay to `floor` at `decay` samples.
 
     `style` WSD (warm-up, stable, decay) holds the peak until the last `wsd_decay` samples.
-    Call it with the samples consumed before the step.
+    Call it with the samples of the steps before that changed the weights: see RunSchedule.learning_rate_at.
     """
 
     peak: float
@@ -62,27 +62,27 @@ class LearningRate:
             wsd_style=config.lr_wsd_decay_style,
         )
 
-    def __call__(self, consumed_samples: int) -> float:
-        """The learning rate of the step that comes after `consumed_samples`."""
-        if self.warmup and consumed_samples <= self.warmup:
-            return self.initial + (self.peak - self.initial) * consumed_samples / self.warmup
+    def __call__(self, samples: int) -> float:
+        """The learning rate of the step that comes after `samples`."""
+        if self.warmup and samples <= self.warmup:
+            return self.initial + (self.peak - self.initial) * samples / self.warmup
         if self.style == "constant":
             return self.peak
-        if consumed_samples > self.decay:
+        if samples > self.decay:
             return self.floor
         if self.style == "inverse-square-root":
-            ratio = math.sqrt(max(self.warmup, 1)) / math.sqrt(max(consumed_samples, 1))
+            ratio = math.sqrt(max(self.warmup, 1)) / math.sqrt(max(samples, 1))
             return max(self.floor, self.peak * ratio)
-        return self.floor + self._share(consumed_samples) * (self.peak - self.floor)
+        return self.floor + self._share(samples) * (self.peak - self.floor)
 
-    def _share(self, consumed_samples: int) -> float:
+    def _share(self, samples: int) -> float:
         """How much of the way from floor to peak is left, from 1 down to 0."""
         if self.style == "WSD":
             start = self.decay - self.wsd_decay
-            if consumed_samples <= start:
+            if samples <= start:
                 return 1.0
-            return _falling(self.wsd_style, (consumed_samples - start) / self.wsd_decay)
-        return _falling(self.style, (consumed_samples - self.warmup) / (self.decay - self.warmup))
+            return _falling(self.wsd_style, (samples - start) / self.wsd_decay)
+        return _falling(self.style, (samples - self.warmup) / (self.decay - self.warmup))
 
 
 def _falling(style: str, done: float) -> float:

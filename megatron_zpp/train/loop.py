@@ -18,6 +18,7 @@ from megatron_zpp.train.profile import StepProfiler
 from megatron_zpp.train.reporter import Reporter
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.train.saver import Saver
+from megatron_zpp.train.skips import SkipFlag
 from megatron_zpp.train.stopping import Stop, StopConditions
 from megatron_zpp.train.timing import BATCH, FORWARD_BACKWARD, OPTIMIZER, STEP, Timing
 from megatron_zpp.zero.engine import Batch, StepResult, ZeroEngine
@@ -47,8 +48,10 @@ class Trainer:
         self._stops, self._activity, self._write_text = stops, activity, write_text
         self._timing = Timing(config.timing, engine)
         self._profiler = StepProfiler(config.timing, engine.topology.rank, engine.device)
-        self._interval = Interval()
+        self._interval = Interval(engine.device)
+        self._skip_flag = SkipFlag(engine.device)
         self._evaluated: dict[str, int] = {}  # split -> iteration of its last evaluation
+        self._learning_rate, self._samples = 0.0, 0  # of the newest step
         self._warm = False  # whether a step is done
 
     def run(self) -> Stop | None:
@@ -95,6 +98,7 @@ class Trainer:
 
     def _save(self) -> None:
         self._activity.now(f"saves iteration {self.progress.iteration}", patient=True)
+        self._count_if_skipped()
         self._saver.save(self.progress)
 
     def _finish_saving(self) -> None:
@@ -107,7 +111,7 @@ class Trainer:
             self._schedule.batches,
             rank=self._engine.topology.rank,
             consumed=self.progress.consumed_samples,
-            end=self._schedule.batches.samples_after(self._schedule.iterations),
+            end=self._schedule.samples,
             num_workers=self._config.data.num_workers,
             pin_memory=self._engine.device.type == "cuda",
         )
@@ -130,10 +134,13 @@ class Trainer:
             with sections(FORWARD_BACKWARD):
                 losses += self._engine.accumulate(batch, index=index, micro_batches=micro_batches)
         self._mark(f"{where}, optimizer")
-        samples = schedule.global_batch_size_at(consumed)
         self._saver.before_step()
+        self._count_if_skipped()
         with sections(OPTIMIZER):
-            result = self._engine.step(self._schedule.learning_rate(consumed))
+            self._learning_rate = self._schedule.learning_rate_at(self.progress)
+            result = self._engine.step(self._learning_rate)
+        self._skip_flag.send(result.skipped)
+        self._samples = samples = schedule.global_batch_size_at(consumed)
         self.progress = replace(
             self.progress, iteration=self.progress.iteration + 1, consumed_samples=consumed + samples
         )
@@ -141,6 +148,16 @@ class Trainer:
         self._mark(f"{where}, report")
         self._warm = True
         return result
+
+    def _count_if_skipped(self) -> None:
+        """Counts the newest step if it was skipped: before a rate or a checkpoint depends on the count."""
+        if not self._skip_flag.read():
+            return
+        self.progress = replace(
+            self.progress,
+            skipped_iterations=self.progress.skipped_iterations + 1,
+            skipped_samples=self.progress.skipped_samples + self._samples,
+        )
 
     def _end_profile(self) -> None:
         """Writing a trace takes seconds, for which the other ranks wait."""
@@ -156,9 +173,7 @@ class Trainer:
         """Reports the interval that ends here; every rank takes part in the mean of the loss."""
         interval, progress = self._interval, self.progress
         loss = self._engine.mean_over_ranks(interval.loss_sum / interval.iterations).item()
-        skipped = int(interval.skipped.item())
-        # A skipped step with a dynamic loss scale is the scale finding its place; else it is a NaN or Inf.
-        nans = 0 if self._engine.loss_scale.dynamic else skipped
+        nans = self._engine.sum_over_ranks(interval.not_finite) > 0  # on any rank, in each iteration
         traffic = self._engine.sum_over_ranks(torch.tensor(interval.traffic, device=self._engine.device))
         intra_node, inter_node = (traffic // interval.iterations).tolist()
         times, lines = self._timing.report(interval.iterations)
@@ -170,11 +185,11 @@ class Trainer:
                 "consumed_samples": progress.consumed_samples,
                 "lm_loss": loss,
                 "grad_norm": result.grad_norm.item(),
-                "learning_rate": self._schedule.learning_rate(progress.consumed_samples - interval.batch),
+                "learning_rate": self._learning_rate,
                 "global_batch_size": interval.batch,
                 "loss_scale": result.loss_scale.item(),
-                "skipped": skipped,
-                "nan": nans,
+                "skipped": int(interval.skipped.item()),
+                "nan": int(nans.sum().item()),
                 "elapsed_ms": 1000 * seconds / interval.iterations,
                 **self._throughput.record(tokens, seconds),
                 "intra_node_bytes": intra_node,

@@ -11,6 +11,8 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.flops import flops_per_token, peak_tflops
 from megatron_zpp.zero.engine import StepResult
 
+_LOSSES = 1024  # --log-interval is 100 if not given
+
 Record = dict[str, float | int | str | None]
 
 
@@ -72,6 +74,7 @@ class Stopwatch:
 class Interval:
     """What happened since the last log line."""
 
+    device: torch.device
     iterations: int = 0
     samples: int = 0
     batch: int = 0  # samples of the newest step
@@ -79,6 +82,11 @@ class Interval:
     skipped: Tensor | float = 0.0
     traffic: tuple[int, int] = (0, 0)  # bytes that this rank sent inside its node and between nodes
     watch: Stopwatch = field(default_factory=Stopwatch)
+
+    def __post_init__(self) -> None:
+        self._losses = torch.zeros(
+            _LOSSES, device=self.device
+        )  # of each step: it doubles where that is short
 
     def add(self, loss: Tensor, result: StepResult, samples: int, traffic: tuple[int, int]) -> None:
         """Takes note of one step; `loss` is this rank's mean over its micro-batches."""
@@ -88,6 +96,14 @@ class Interval:
         self.skipped = self.skipped + result.skipped
         self.traffic = (self.traffic[0] + traffic[0], self.traffic[1] + traffic[1])
         self.loss_sum = self.loss_sum + loss
+        if self.iterations > len(self._losses):
+            self._losses = torch.cat((self._losses, torch.zeros_like(self._losses)))
+        self._losses[self.iterations - 1] = loss
+
+    @property
+    def not_finite(self) -> Tensor:
+        """(iterations,) fp32: 1 where the loss of this rank was NaN or Inf, else 0."""
+        return 1.0 - torch.isfinite(self._losses[: self.iterations]).float()
 
     def restart(self) -> None:
         """Begins the next interval; the stopwatch was already lapped."""

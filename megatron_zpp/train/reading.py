@@ -11,12 +11,23 @@ from megatron_zpp.train.run_schedule import RunSchedule
 
 
 def open_data(
-    config: Config, schedule: RunSchedule, tokenizer: Mapping[str, Any], say: Callable[[str], None]
+    config: Config,
+    schedule: RunSchedule,
+    tokenizer: Mapping[str, Any],
+    say: Callable[[str], None],
+    *,
+    train_samples: int | None = None,
 ) -> Splits:
     """The splits of a run, checked; `tokenizer` describes its tokenizer, `say` gets a line about what lasts.
 
+    Megatron-LM's order of the training samples is built for `train_samples`; None: for those that the flags
+    ask for.
+
     Raises ValueError for data that cannot be read to the end of the run.
     """
+    requested = schedule.requested_samples(config.training, config.evaluation)
+    if train_samples is not None:
+        requested["train"] = train_samples
     splits = open_splits(
         config.data,
         seq_length=config.model.seq_length,
@@ -24,7 +35,7 @@ def open_data(
         seed=config.training.seed,
         tokenizer_description=tokenizer,
         needed=config.needed_splits(),
-        requested=schedule.requested_samples(config.training, config.evaluation),
+        requested=requested,
         say=say,
         open_text=partial(
             open_text, data=config.data, tokenizer=config.tokenizer, description=tokenizer, say=say

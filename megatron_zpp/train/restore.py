@@ -20,7 +20,14 @@ from megatron_zpp.config.run import CheckpointConfig
 from megatron_zpp.data.standing import Standing
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.files import check_writable
-from megatron_zpp.train.data_changes import data_changes
+from megatron_zpp.train.data_changes import (
+    batch_changes,
+    data_changes,
+    mask_changes,
+    order_change,
+    ordered_samples,
+)
+from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
 
 
@@ -76,11 +83,11 @@ def _check_going_back(config: CheckpointConfig, start: Path) -> None:
 
 
 def restore(
-    config: Config, engine: ZeroEngine, tokenizer: dict[str, Any], store: dist.Store, requested: int
+    config: Config, engine: ZeroEngine, tokenizer: dict[str, Any], store: dist.Store, schedule: RunSchedule
 ) -> tuple[Progress, list[str]]:
     """Where the run starts, with lines that say so and name damaged checkpoints that it passed over.
 
-    It asks for `requested` training samples: see data_changes.py.
+    `schedule` is that of a run which starts at iteration 0.
 
     Raises ValueError when no checkpoint is whole: a run that has some never starts from initial weights.
     """
@@ -93,7 +100,7 @@ def restore(
     for path in _agreed_candidates(config, engine, store):
         problem, start = None, Start(Progress(), [])
         try:
-            start = _load(config, path, engine, tokenizer, requested)
+            start = _load(config, path, engine, tokenizer, schedule)
         except (DamagedFile, OSError) as damage:
             problem = one_line(damage)
         exchange = _exchange(config, engine, store, f"load/{path.name}")
@@ -134,7 +141,9 @@ def _agreed_candidates(config: Config, engine: ZeroEngine, store: dist.Store) ->
     return [Path(path) for path in exchange.hear("candidates")]
 
 
-def _load(config: Config, path: Path, engine: ZeroEngine, tokenizer: dict[str, Any], requested: int) -> Start:
+def _load(
+    config: Config, path: Path, engine: ZeroEngine, tokenizer: dict[str, Any], schedule: RunSchedule
+) -> Start:
     settings = config.checkpoint
     with_optimizer = settings.load_optim and not settings.finetune
     progress, errors_fit = load_checkpoint(path, engine, tokenizer, with_optimizer=with_optimizer)
@@ -150,7 +159,37 @@ def _load(config: Config, path: Path, engine: ZeroEngine, tokenizer: dict[str, A
     saved, ranks = saved_settings(path)
     if progress.standing is None:
         progress = replace(progress, standing=Standing.from_settings(saved.get("data", {})))
-    return Start(progress, [line, *data_changes(saved, ranks, config, requested)])
+    lines, resumed = data_changes(saved, config), schedule.resumed(progress)
+    if config.data.dataset_order != "megatron":
+        progress = replace(progress, ordered_samples=None)
+    else:
+        progress, said = _ordered(saved, ranks, config, progress, resumed, same_numbers=not lines)
+        lines += said
+    lines += mask_changes(saved, config) + batch_changes(saved, ranks, config, resumed)
+    return Start(progress, [line, *lines])
+
+
+def _ordered(
+    saved: dict[str, Any],
+    ranks: int,
+    config: Config,
+    progress: Progress,
+    resumed: RunSchedule,
+    *,
+    same_numbers: bool,
+) -> tuple[Progress, list[str]]:
+    """`progress` with the number of samples to build Megatron-LM's order for, and lines for the log.
+
+    The order depends on that number. So the run keeps the one that it began with if this holds all samples
+    that it still has to read: another number would skip some samples and repeat others.
+    """
+    before = progress.ordered_samples
+    if before is None:
+        before = ordered_samples(saved, ranks)
+    if same_numbers and resumed.samples <= before:
+        return replace(progress, ordered_samples=before), []
+    now = max(resumed.requested_samples(config.training, config.evaluation)["train"], resumed.samples)
+    return replace(progress, ordered_samples=now), [order_change(before, now)] if same_numbers else []
 
 
 def _exchange(config: Config, engine: ZeroEngine, store: dist.Store, purpose: str) -> Exchange:

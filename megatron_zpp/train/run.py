@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_zpp.checkpoint.exchange import Exchange
+from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.config.root import Config
 from megatron_zpp.data.carry_on import carry_on
 from megatron_zpp.data.open import Splits, seed_of
@@ -27,6 +28,7 @@ from megatron_zpp.train.device import Device, check_attention
 from megatron_zpp.train.dry_run import job_of
 from megatron_zpp.train.loop import Trainer
 from megatron_zpp.train.metrics import Throughput
+from megatron_zpp.train.reading import open_data
 from megatron_zpp.train.reporter import Reporter
 from megatron_zpp.train.restore import restore
 from megatron_zpp.train.run_schedule import RunSchedule
@@ -122,8 +124,10 @@ def train(
         exchange = Exchange(store, engine.topology, config.distributed.timeout, "verify-data")
         lines.append(verify_data(splits, exchange))
     activity.now("loading", patient=True)
-    requested = schedule.requested_samples(config.training, config.evaluation)["train"]
-    progress, start_lines = restore(config, engine, tokenizer, store, requested)
+    progress, start_lines = restore(config, engine, tokenizer, store, schedule)
+    if config.data.dataset_order == "megatron":
+        splits, progress = _in_its_order(splits, progress, config, schedule, tokenizer, lines)
+    schedule = schedule.resumed(progress)
     carried = carry_on(
         splits.train,
         progress.standing,
@@ -132,7 +136,7 @@ def train(
         train_seed=seed_of("train", config.training.seed),
     )
     splits, progress = replace(splits, train=carried.samples), replace(progress, standing=carried.standing)
-    epochs = schedule.describe_epochs(splits.train, progress.consumed_samples)
+    epochs = schedule.describe_epochs(splits.train)
     reporter = Reporter(
         config.logging,
         config.to_json(),
@@ -165,6 +169,29 @@ def train(
         stop = trainer.run()
         activity.now("closing logs", patient=True)
     return Ending(trainer.progress.iteration, stop, reporter.lost_sinks)
+
+
+def _in_its_order(
+    splits: Splits,
+    progress: Progress,
+    config: Config,
+    schedule: RunSchedule,
+    tokenizer: dict[str, Any],
+    lines: list[str],
+) -> tuple[Splits, Progress]:
+    """The training samples in Megatron-LM's order for as many as `progress` says.
+
+    `splits` were opened for as many as the flags ask for, before a checkpoint was read. `lines` for the log
+    get one for each order that has to be built.
+    """
+    requested = schedule.requested_samples(config.training, config.evaluation)["train"]
+    if progress.ordered_samples in (None, requested):
+        return splits, replace(progress, ordered_samples=requested)
+    samples = progress.ordered_samples
+    reopened = open_data(
+        config, schedule, tokenizer, lambda line: lines.append(f" {line}"), train_samples=samples
+    )
+    return replace(splits, train=reopened.train), progress
 
 
 def _text_writer(engine: ZeroEngine, config: Config) -> Callable[[], str] | None:

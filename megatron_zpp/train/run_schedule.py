@@ -1,7 +1,8 @@
 """What a run will do, worked out before anything is built: batches, iterations, learning rates."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.config.options import refusal
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.run import EvaluationConfig, TrainingConfig
@@ -12,11 +13,17 @@ from megatron_zpp.train.learning_rate import LearningRate
 
 @dataclass(frozen=True)
 class RunSchedule:
-    """`iterations` steps with the batches of `batches` and the rates of `learning_rate`."""
+    """Steps up to the iteration `iterations`, with the batches of `batches` and the rates of `learning_rate`.
+
+    `train_samples` is the length of a run that is told in samples; None where it is told in iterations.
+    `start` is the position from which the present process trains: its batches begin there.
+    """
 
     batches: BatchSchedule
     learning_rate: LearningRate
     iterations: int
+    train_samples: int | None = None
+    start: Progress = Progress()
 
     @classmethod
     def from_config(cls, config: Config, ranks: int) -> "RunSchedule":
@@ -39,7 +46,35 @@ class RunSchedule:
             samples=training.train_samples or batches.samples_after(iterations),
             samples_per_iteration=batches.global_batch_size,
         )
-        return cls(batches, learning_rate, iterations)
+        return cls(batches, learning_rate, iterations, training.train_samples)
+
+    def resumed(self, start: Progress) -> "RunSchedule":
+        """The same schedule from `start` on, which a run with other batch sizes may have reached.
+
+        The run still ends at --train-iters or before it would exceed --train-samples.
+        """
+        if self.train_samples is None:
+            return replace(self, start=start)
+        left = self.batches.iterations(self.train_samples, consumed=start.consumed_samples)
+        return replace(self, iterations=start.iteration + left, start=start)
+
+    @property
+    def samples(self) -> int:
+        """Samples that the run has consumed at its end."""
+        left = max(0, self.iterations - self.start.iteration)
+        return self.batches.samples_after(left, consumed=self.start.consumed_samples)
+
+    def learning_rate_at(self, progress: Progress) -> float:
+        """The learning rate of the step that begins at `progress`.
+
+        As in Megatron-LM, a skipped step does not advance the learning rate. Where the schedule is told in
+        iterations, it counts iterations of the present global batch size. So a resumed run with another
+        batch size has the rate of its iteration: the rate does not jump, and the decay ends with the run.
+        """
+        if self.train_samples is None:
+            steps = progress.iteration - progress.skipped_iterations
+            return self.learning_rate(steps * self.batches.global_batch_size)
+        return self.learning_rate(progress.consumed_samples - progress.skipped_samples)
 
     def requested_samples(
         self, training: TrainingConfig, evaluation: EvaluationConfig
@@ -67,9 +102,10 @@ class RunSchedule:
             return None
         return evaluation.eval_iters * self.batches.global_batch_size
 
-    def describe_epochs(self, train: Samples, consumed: int) -> list[str]:
+    def describe_epochs(self, train: Samples) -> list[str]:
         """Lines for the log: how often each data set is read, so far and in all; none for endless ones."""
-        samples = self.batches.samples_after(self.iterations)
+        consumed = self.start.consumed_samples
+        samples = self.samples
         lines = []
         if consumed and (parts := train.epochs(consumed)):
             lines.append(f" train: the {consumed:,} samples so far read {_listed(parts)}")

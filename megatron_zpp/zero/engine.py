@@ -123,6 +123,7 @@ class ZeroEngine:
             [module for _, module in named_modules], self.units, self._gathers, self._reductions
         )
         self.loss_scale = LossScale(precision, device)
+        self.summed_gradients = 1  # that the sums of a step, and what feedback owes, are sums of
 
     def accumulate(self, batch: Batch, *, index: int, micro_batches: int) -> Tensor:
         """Adds the gradients of micro-batch `index` of a step's `micro_batches`; returns its mean loss.
@@ -130,6 +131,12 @@ class ZeroEngine:
         A NaN or Inf of the loss becomes one of the gradients, which would not follow from every Inf.
 
         The loss is this rank's, a scalar on the device. Sums over ranks run behind the backward.
+
+        The division by micro-batches × ranks comes behind the sums, with that by the loss scale: in `step`.
+        Before the backward it would cancel the loss scale. With 8 micro-batches on 1,024 ranks 65536 would
+        act as 8, and fp16 gradients would underflow. Dividing the 16-bit gradients themselves would lose the
+        same bits behind the backward. The sums need no division to be safe: fp16 gradients, which are at
+        most 65504, are sent as they are and summed in fp32 or bf16, which hold 2^111 times as much.
         """
         if not self.model.training:  # it walks through all modules
             self.model.train()
@@ -139,9 +146,10 @@ class ZeroEngine:
         self._gathers.begin(Phase.BACKWARD)
         with self.sections(WAIT_REDUCTIONS):
             self._reductions.begin(first=index == 0, last=index == micro_batches - 1)
-        factor = self.loss_scale.scale / (micro_batches * self.topology.world_size)
+        if index == 0:
+            self._begin_sums_of(micro_batches * self.topology.world_size)
         with self.sections(BACKWARD):
-            (loss * (factor + 0.0 * loss.detach())).backward()
+            (loss * (self.loss_scale.scale + 0.0 * loss.detach())).backward()
             self._reductions.finish_backward()
         return loss.detach()
 
@@ -151,12 +159,13 @@ class ZeroEngine:
         A NaN or Inf in the gradients of any rank skips the step on every rank: all see the same norm.
         """
         scale = self.loss_scale.scale
-        grad_norm = self._gradient_norm(scale)
+        divisor = scale * self.summed_gradients  # from sums of scaled gradients to their mean
+        grad_norm = self._gradient_norm(divisor)
         found_inf = 1.0 - torch.isfinite(grad_norm).float()
         shrink = torch.ones_like(grad_norm)
         if self._clip_grad > 0:
             shrink = torch.clamp((grad_norm + 1e-6) / self._clip_grad, min=1.0)
-        self._gathers.publish(self._adamw.step(learning_rate, scale * shrink, found_inf))
+        self._gathers.publish(self._adamw.step(learning_rate, divisor * shrink, found_inf))
         self._reductions.release()
         self.loss_scale.update(found_inf)
         if self.loss_scale.dynamic and self.feeds_back:
@@ -258,9 +267,17 @@ class ZeroEngine:
             return [unit.master for unit in self.units]
         return [moments[kind] for moments in self._adamw.moments]
 
-    def _gradient_norm(self, scale: Tensor) -> Tensor:
-        """Of the whole gradient: fp32 in blocks that no shard cuts, then fp64, whose rounding does not show.
+    def _begin_sums_of(self, gradients: int) -> None:
+        """The sums of this step are of so many gradients; what feedback owes becomes the same multiple."""
+        if self.feeds_back and gradients != self.summed_gradients:
+            for unit in self.units:
+                unit.error.mul_(gradients / self.summed_gradients)
+        self.summed_gradients = gradients
 
+    def _gradient_norm(self, divisor: Tensor) -> Tensor:
+        """Of the whole mean gradient, which is the sums / `divisor`.
+
+        It is summed in fp32 in blocks that no shard cuts, then in fp64, whose rounding does not show.
         So the clipping factor has the same bits however the gradient is sharded.
         """
         squares = []
@@ -273,7 +290,7 @@ class ZeroEngine:
             total = torch.cat(squares).sum(dtype=torch.float64)
             if not self.units[0].whole:
                 total = sum_over_ranks(total, self.topology)
-            return (total.sqrt() / scale).float()
+            return (total.sqrt() / divisor).float()
 
     def _squares(self, unit: Unit) -> Tensor:
         """The sums of the squares of each block of a unit's gradient."""

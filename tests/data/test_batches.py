@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from megatron_zpp.data.batches import BatchSchedule
 
 
-def sizes_one_by_one(schedule, samples):
+def sizes_one_by_one(schedule, samples, consumed=0):
     """Megatron's rule, written as its loop over increments of samples / increments."""
-    consumed, sizes = 0, []
+    sizes = []
     while True:
         size = schedule.global_batch_size
         if schedule.rampup:
@@ -46,6 +46,13 @@ def test_steps_against_the_loop(schedule, samples):
         assert schedule.iterations(consumed) == step
         consumed += size
     assert schedule.samples_after(len(sizes)) == consumed
+
+
+@given(schedules(), st.integers(0, 1500), st.integers(0, 1700))
+def test_steps_from_where_another_batch_size_left_off(schedule, samples, consumed):
+    sizes = sizes_one_by_one(schedule, samples, consumed)
+    assert schedule.iterations(samples, consumed=consumed) == len(sizes)
+    assert schedule.samples_after(len(sizes), consumed=consumed) == consumed + sum(sizes)
 
 
 @given(schedules(), st.integers(0, 900))

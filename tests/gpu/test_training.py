@@ -9,6 +9,8 @@ import torch
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.train.skips import SkipFlag
+from tests.gpu.steady import assert_steady
 from tests.support import pretrain
 from tests.zero.engines import engine_of
 
@@ -33,6 +35,25 @@ def losses_on(device: str, precision: PrecisionConfig) -> list[float]:
         losses.append(torch.stack(parts).mean().item())
         assert engine.step(1e-3).skipped.item() == 0
     return losses
+
+
+def test_the_flag_of_a_skipped_step_comes_without_a_wait_for_the_device() -> None:
+    """The step after reads it when its own backward is submitted."""
+    engine = engine_of(MODEL, VOCAB, precision=PrecisionConfig(fp16=True), device="cuda")
+    tokens, flag = torch.randint(VOCAB, (4, 129), device="cuda"), SkipFlag(engine.device)
+    read, skipped = [], torch.zeros(8, device="cuda")
+
+    def step() -> None:
+        engine.accumulate(tokens, index=0, micro_batches=1)
+        read.append(flag.read())
+        result = engine.step(1e-3)
+        flag.send(result.skipped)
+        skipped[len(read) - 1] = result.skipped
+
+    assert_steady(step, warmup=3)
+    read.append(flag.read())
+    assert read == [False, *skipped.bool().tolist()]
+    assert read[1]  # a scale of 2^32 overflows
 
 
 def test_fp32_equals_the_cpu() -> None:

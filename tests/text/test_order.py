@@ -109,7 +109,7 @@ def test_how_often_a_text_will_be_read_is_said_before_it_is_known(
     assert (part.name, part.about) == (text, True)
     assert part.times == pytest.approx(6000 * S / tokens, rel=0.2)
     schedule = RunSchedule(BatchSchedule(4, 24, 1), None, 250)
-    assert schedule.describe_epochs(samples, 0) == [
+    assert schedule.describe_epochs(samples) == [
         f" train: the run's 6,000 samples read about {part.times:.2f} × {text}",
         f" train: exhausted before the end, and then read again: probably {text}",
     ]
@@ -117,7 +117,7 @@ def test_how_often_a_text_will_be_read_is_said_before_it_is_known(
     samples_of(text).prepare(None)
     (part,) = samples.epochs(6000)
     assert (part.times, part.about) == (pytest.approx(6000 * S / tokens), False)
-    assert f" read {part.times:.2f} × {text}" in schedule.describe_epochs(samples, 0)[0]
+    assert f" read {part.times:.2f} × {text}" in schedule.describe_epochs(samples)[0]
 
 
 def test_what_is_counted_stays_counted_in_another_order(text: str) -> None:

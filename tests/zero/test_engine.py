@@ -118,7 +118,7 @@ def test_gradients_of_long_micro_batches_are_plain_torchs(stage: int, untied: bo
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), whole[:, 1:].flatten()).backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     for unit in engine.units:
-        for name, found in zip(unit.names, unit.views(unit.gradient), strict=True):
+        for name, found in zip(unit.names, unit.views(unit.gradient / 2), strict=True):  # a sum of two
             assert torch.allclose(found, gradients[name], rtol=1e-5, atol=1e-7), name
 
 
@@ -181,6 +181,24 @@ def test_fp16_overflow_lowers_the_scale_until_steps_succeed() -> None:
     assert results[0].skipped
     assert not results[-1].skipped
     assert results[-1].loss_scale < 2.0**24
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("scale", [{"loss_scale": 64.0}, {"initial_loss_scale": 64.0}])
+def test_more_micro_batches_do_not_weaken_the_loss_scale(stage: int, scale: dict[str, float]) -> None:
+    """64 equal micro-batches are as one, bit for bit, with many fp16 gradients near the smallest number.
+
+    Dividing before the backward would leave a scale of 1, with which some of these gradients are zero.
+    """
+    precision, found = PrecisionConfig(fp16=True, **scale), []
+    tokens = batches(1, 1)[0, 0, :1]
+    for micro_batches in (1, 64):
+        engine = engine_of(MODEL, VOCAB, zero=ZeroConfig(zero_stage=stage), precision=precision)
+        for index in range(micro_batches):
+            engine.accumulate(tokens, index=index, micro_batches=micro_batches)
+        found.append((engine.step(1e-3).grad_norm, weights_of(engine)))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[0][1][name], weights) for name, weights in found[1][1].items())
 
 
 def test_parameters_are_aligned_views_of_their_units_buffer() -> None:

@@ -92,6 +92,7 @@ def _write(
         ranks=topology.world_size,
         units=units,
         errors=[],
+        summed_gradients=1,
         config=config.to_json(),
         tokenizer=tokenizer,
     )

@@ -1,0 +1,60 @@
+"""Runs of one rank inside the process of the test, without a process group or a launcher."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_zpp.config.root import parse_args
+from megatron_zpp.tokenizer import build_tokenizer, describe
+from megatron_zpp.train.activity import Activity
+from megatron_zpp.train.device import prepare_device
+from megatron_zpp.train.reading import open_data
+from megatron_zpp.train.run import Ending, build_engine, train
+from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.train.signals import StopSignals
+from megatron_zpp.zero.topology import Topology
+from tests.train.conftest import BYTES, TINY
+
+SMALLEST = "--num-layers 1 --hidden-size 16 --num-attention-heads 1 --micro-batch-size 1".split()
+SMALLEST += ["--eval-iters", "0"]
+
+
+def train_here(argv: list[str], activity: Activity | None = None) -> Ending:
+    """Trains on the CPU, with the samples read by this process; the log goes to stdout."""
+    config, topology = parse_args([*argv, "--device", "cpu", "--num-workers", "0"]), Topology()
+    schedule = RunSchedule.from_config(config, 1)
+    tokenizer = describe(build_tokenizer(config.tokenizer))
+    splits = open_data(config, schedule, tokenizer, print)
+    engine = build_engine(config, tokenizer, prepare_device(config, topology), topology)
+    activity = activity or Activity()
+    ending = train(engine, splits, config, schedule, tokenizer, dist.HashStore(), StopSignals(), activity, [])
+    engine.close()
+    return ending
+
+
+class Resumed:
+    """A run of a model of one layer that each call starts again, from where the call before it ended."""
+
+    def __init__(self, corpus: str, directory: Path) -> None:
+        self._save, self._metrics = directory / "checkpoints", directory / "metrics.jsonl"
+        self._flags = ["--data-path", corpus, "--split", "100,0,0", *BYTES, *TINY, *SMALLEST]
+        self._flags += ["--save", str(self._save), "--load", str(self._save)]
+        self._flags += ["--metrics-file", str(self._metrics)]
+
+    def __call__(self, *flags: str) -> list[dict[str, Any]]:
+        """Trains on; returns the records of all steps so far."""
+        train_here([*self._flags, *flags])
+        return [json.loads(line) for line in self._metrics.read_text().splitlines()]
+
+    def newest(self) -> dict[str, Any]:
+        """The progress in the newest checkpoint."""
+        name = (self._save / "latest_checkpointed_iteration.txt").read_text().strip()
+        state = self._save / f"iter_{int(name):07d}" / "state.json"
+        return json.loads(state.read_text())["progress"]
+
+
+def of(records: list[dict[str, Any]], name: str) -> list[Any]:
+    """One number of each record."""
+    return [record[name] for record in records]

@@ -1,0 +1,124 @@
+"""Runs that resume with another global batch: no sample twice, no lost step, no jump of the learning rate."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.data import loader
+from tests.train.in_process import Resumed, of
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The samples that training has read, in order."""
+    samples, fetch = [], loader._Ranges.__getitem__
+
+    def fetch_and_note(ranges: loader._Ranges, place: tuple[int, int]) -> object:
+        samples.extend(range(place[0], sum(place)))
+        return fetch(ranges, place)
+
+    monkeypatch.setattr(loader._Ranges, "__getitem__", fetch_and_note)
+    return samples
+
+
+@pytest.fixture
+def resume(corpus: str, tmp_path: Path) -> Resumed:
+    """A run whose text is all for training."""
+    return Resumed(corpus, tmp_path)
+
+
+@pytest.mark.parametrize("now", [3, 6, 24])
+def test_a_run_in_iterations_takes_them_all(
+    resume: Resumed, read: list[int], capsys: pytest.CaptureFixture[str], now: int
+) -> None:
+    """The rate is that of the iteration, as in a run that always had either batch."""
+    resume("--global-batch-size", "12", "--train-iters", "6", "--exit-interval", "2")
+    capsys.readouterr()
+    records = resume("--global-batch-size", str(now), "--train-iters", "6")
+    assert read == list(range(24 + 4 * now))
+    assert of(records, "global_batch_size") == [12] * 2 + [now] * 4
+    assert of(records, "learning_rate") == pytest.approx([3e-3 * (6 - step) / 6 for step in range(6)])
+    assert resume.newest()["iteration"] == 6
+    assert resume.newest()["consumed_samples"] == 24 + 4 * now
+    said = (
+        f" the global batch size was 12 and is {now}: the remaining 4 iterations read {4 * now} samples, "
+        "not 48; no sample is skipped or repeated\n"
+    )
+    assert said in capsys.readouterr().out
+
+
+def test_a_batch_that_was_not_given_can_be_kept(
+    resume: Resumed, read: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The default follows micro-batch size and ranks: 4 × 1, then 1 × 1."""
+    resume("--micro-batch-size", "4", "--train-iters", "3", "--exit-interval", "2")
+    resume("--train-iters", "3")
+    assert read == list(range(9))
+    hint = "was 4 and is 1 (--micro-batch-size × ranks; give --global-batch-size 4 to keep it): the remaining"
+    assert hint in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("now", "steps"), [(12, 4), (48, 1)])
+def test_a_run_in_samples_reads_them_all(
+    resume: Resumed,
+    read: list[int],
+    capsys: pytest.CaptureFixture[str],
+    now: int,
+    steps: int,
+) -> None:
+    """The rate is that of the samples: only the size of the steps changes."""
+    resume("--global-batch-size", "24", "--train-samples", "96", "--exit-interval", "2")
+    capsys.readouterr()
+    records = resume("--global-batch-size", str(now), "--train-samples", "96")
+    assert read == list(range(96))
+    consumed = [0, 24, *range(48, 96, now)]
+    assert of(records, "learning_rate") == pytest.approx([3e-3 * (96 - c) / 96 for c in consumed])
+    assert resume.newest()["iteration"] == 2 + steps
+    said = f"was 24 and is {now}: the remaining 48 samples are {steps} iterations, not 2; no sample"
+    assert said in capsys.readouterr().out
+
+
+def test_a_ramp_goes_on_from_the_samples_consumed(
+    resume: Resumed, read: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The steps before were of other sizes than those that the ramp would have taken."""
+    resume("--global-batch-size", "10", "--train-samples", "60", "--exit-interval", "1")
+    capsys.readouterr()
+    ramp = ["--global-batch-size", "12", "--rampup-batch-size", "4", "4", "24", "--train-samples", "60"]
+    records = resume(*ramp)
+    # 4 samples a step while fewer than 12 are consumed, 8 while fewer than 24
+    assert of(records, "global_batch_size") == [10, 4, 8, 8, 12, 12]
+    assert read == list(range(54))
+    out = capsys.readouterr().out
+    assert "was 10 and is 12 after a ramp from 4 by 4 over 24 samples: the remaining 50 samples are 5" in out
+    assert "the global batch size" not in out.partition(" was 10 and is")[2]
+
+
+@pytest.mark.parametrize("data", ["blend", "text", "megatron", "megatron blend"])
+def test_every_kind_of_data_supplies_what_is_asked_for(
+    resume: Resumed,
+    read: list[int],
+    corpus: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    data: str,
+) -> None:
+    """Megatron-LM's order is still the one that was built for the first batch size."""
+    kinds = {
+        "blend": ["--data-path", "0.3", corpus, "0.7", corpus],
+        "text": ["--data-path", str(tmp_path / "text.jsonl"), "--append-eod"],
+        "megatron": ["--dataset-order", "megatron"],
+        "megatron blend": ["--data-path", "0.3", corpus, "0.7", corpus, "--dataset-order", "megatron"],
+    }
+    lines = (json.dumps({"text": " ".join(str(k * n % 256) for n in range(99))}) for k in range(40))
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    flags = [*kinds[data], "--train-iters", "4"]
+    if "megatron" in data:
+        flags += ["--data-cache-path", str(tmp_path / "cache")]
+    resume(*flags, "--global-batch-size", "8", "--exit-interval", "2")
+    resume(*flags, "--global-batch-size", "2", "--exit-interval", "3")
+    resume(*flags, "--global-batch-size", "1")
+    assert read == list(range(19))
+    assert resume.newest()["ordered_samples"] == (32 if "megatron" in data else None)
+    assert "WARNING" not in capsys.readouterr().out
