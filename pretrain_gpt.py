@@ -17,9 +17,10 @@ from megatron_zpp.tokenizer.build import build_tokenizer
 from megatron_zpp.train.console import tell, warn
 from megatron_zpp.train.device import prepare_device
 from megatron_zpp.train.dry_run import dry_run, planned
-from megatron_zpp.train.errors import first_to_say, one_line_errors
+from megatron_zpp.train.errors import one_line_errors, said_by_each, said_once
 from megatron_zpp.train.heartbeat import heartbeat
 from megatron_zpp.train.joining import join, meet_ranks
+from megatron_zpp.train.once_per_node import OncePerNode
 from megatron_zpp.train.reading import open_data
 from megatron_zpp.train.restore import check_start
 from megatron_zpp.train.run import build_engine, train
@@ -28,6 +29,7 @@ from megatron_zpp.train.sampled_text import check_prompt
 from megatron_zpp.train.signals import stop_signals
 from megatron_zpp.train.sinks import check_sinks
 from megatron_zpp.zero.process_group import barrier
+from megatron_zpp.zero.slurm import launcher_variables
 from megatron_zpp.zero.topology import Topology
 
 PROG = "pretrain_gpt.py"
@@ -36,9 +38,10 @@ PROG = "pretrain_gpt.py"
 def main() -> None:
     """Checks all that can be checked alone; then takes devices, joins the ranks and trains; or plans."""
     debug = "--debug" in sys.argv
-    with one_line_errors(PROG, Topology(), debug=debug, speaks=lambda message: True):
+    with one_line_errors(PROG, Topology(), debug=debug, say=said_by_each):
         topology = Topology.from_environment(os.environ)
-    with one_line_errors(PROG, Topology(), debug=debug, speaks=lambda message: topology.local_rank == 0):
+        per_node = OncePerNode.of(topology, launcher_variables(os.environ))
+    with one_line_errors(PROG, Topology(), debug=debug, say=per_node.say):
         command_line = parse_command_line(sys.argv[1:], PROG, lambda plan: planned(plan, topology).world_size)
         config = command_line.config
         ranks = planned(config.plan, topology)
@@ -54,12 +57,15 @@ def main() -> None:
             return
         device = prepare_device(config, topology)
         warn(PROG, topology.rank, command_line.notes)
-    with one_line_errors(PROG, topology, debug=debug, speaks=lambda message: topology.local_rank == 0):
+    with one_line_errors(PROG, topology, debug=debug, say=per_node.about("meeting")):
         meeting = meet_ranks(config.distributed, topology, PROG)
     store = meeting.store
-    told = one_line_errors(PROG, topology, debug=debug, speaks=first_to_say(store, topology))
-    watch = heartbeat(store, topology, config.distributed.heartbeat_timeout, PROG)
-    with told, stop_signals(PROG, topology) as signals, watch as activity:
+    timeout, saves = config.distributed.heartbeat_timeout, config.checkpoint.save is not None
+    with (
+        stop_signals(PROG, topology, per_node, saves=saves) as signals,
+        one_line_errors(PROG, topology, debug=debug, say=said_once(store, topology, per_node)),
+        heartbeat(store, topology, timeout, PROG, signals.told_to_stop) as activity,
+    ):
         settings = config.shared_settings() | device.settings()
         with join(config.distributed, topology, device.device, meeting, settings, activity) as lines:
             engine = build_engine(config, tokenizer, device, topology)

@@ -10,7 +10,8 @@ class Beat:
     """One rank at one moment; `count` grows with every beat.
 
     `doing`, `marks`, `patient` and `limit` are its newest mark (train/activity.py), made `seconds` before. It
-    `asks` when a collective failed and it does not know why; `failed` is its own error; `left` is a good-bye.
+    `asks` when a collective failed and it does not know why, or when it was told to stop; `failed` is its own
+    error; `left` is a good-bye.
     """
 
     rank: int
@@ -62,12 +63,16 @@ class Judge:
             if rank not in self._newest or self._newest[rank][0] != count:
                 self._newest[rank] = (count, now)
 
-    def lost(self, beats: Sequence[Beat | None]) -> str | None:
-        """The rank that failed, or has been silent for longest and too long; None when all are there."""
+    def lost(self, beats: Sequence[Beat | None], *, asked: bool = False) -> str | None:
+        """The rank that failed, or has been silent for longest and too long; None when all are there.
+
+        `asked`: a rank asks whose beat may not be among `beats`.
+        """
         for beat in beats:
             if beat and beat.failed:
                 return f"{beat.name} failed: {beat.failed}"
-        limit = self._patience if any(beat and beat.asks for beat in beats) else self._timeout
+        asked = asked or any(beat and beat.asks for beat in beats)
+        limit = self._patience if asked else self._timeout
         silences = [0.0 if beat and beat.left else self._silence(rank) for rank, beat in enumerate(beats)]
         longest = max(silences)
         if longest <= limit:

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+import signal
 import sys
 import time
 import traceback
@@ -14,58 +15,75 @@ import torch.distributed as dist
 
 from megatron_zpp.config.command_line import INTERRUPTED, one_line
 from megatron_zpp.config.options import UsageError
+from megatron_zpp.train.once_per_node import OncePerNode, write_line
 from megatron_zpp.zero.topology import Topology
+
+Say = Callable[[str, str], None]  # of a message that several ranks may have, and this rank's line with it
 
 
 @contextmanager
-def one_line_errors(
-    prog: str, topology: Topology, *, debug: bool, speaks: Callable[[str], bool]
-) -> Iterator[None]:
+def one_line_errors(prog: str, topology: Topology, *, debug: bool, say: Say) -> Iterator[None]:
     """Turns an exception into one line on stderr and an exit status: 1, or 2 for a bad command line.
 
-    `speaks` says of a message whether this rank is to say it, where several have the same. `debug` adds the
-    traceback.
+    `say` writes the line, unless another rank has written one with the same message. This process leaves only
+    after that, whatever its launcher sends. `debug` adds the traceback.
     """
     try:
         yield
     except KeyboardInterrupt:
-        _leave(prog, topology, "interrupted", INTERRUPTED, speaks)
+        _leave(prog, topology, "interrupted", INTERRUPTED, say)
     except UsageError as error:
-        _leave(prog, topology, f"error: {error}", 2, speaks)
+        _leave(prog, topology, f"error: {error}", 2, say)
     except Exception as error:
         if debug:
             traceback.print_exc()
         hint = "" if debug or isinstance(error, ValueError | OSError) else " (--debug shows the traceback)"
-        _leave(prog, topology, f"error: {one_line(error)}{hint}", 1, speaks)
+        _leave(prog, topology, f"error: {one_line(error)}{hint}", 1, say)
 
 
-def first_to_say(store: dist.Store, topology: Topology) -> Callable[[str], bool]:
-    """For `one_line_errors`: of the ranks that have the same message, the first one says it."""
+def said_by_each(message: str, line: str) -> None:
+    """For `one_line_errors`: every rank says its line."""
+    write_line(line)
 
-    def speaks(message: str) -> bool:
+
+def said_once(store: dist.Store, topology: Topology, per_node: OncePerNode) -> Say:
+    """For `one_line_errors`: of the ranks that have the same message, the first one says it.
+
+    Where the store is gone, the first one of each node does.
+    """
+
+    def say(message: str, line: str) -> None:
         key = hashlib.blake2b(message.encode(), digest_size=8).hexdigest()
         try:
             first = store.add(f"said/{key}", 1) == 1
         except dist.DistError:
-            return True
+            per_node.say(message, line)
+            return
+        if first:
+            write_line(line)
         if topology.rank == 0:
             time.sleep(0.3)  # others may be about to ask the store, which goes with this process
-        return first
 
-    return speaks
+    return say
 
 
 def end_at_once(prog: str, topology: Topology, message: str, status: int) -> NoReturn:
     """One line, and the end of this process: from any thread, whatever the others hold or wait for."""
-    where = f" [{platform.node()} rank {topology.rank}]" if topology.world_size > 1 else ""
-    os.write(2, f"{prog}{where}: {message}\n".encode())  # sys.stderr may be locked by a thread that is stuck
+    write_line(line_of(prog, topology, message))
     os._exit(status)
 
 
-def _leave(prog: str, topology: Topology, message: str, status: int, speaks: Callable[[str], bool]) -> None:
+def line_of(prog: str, topology: Topology, message: str) -> str:
+    """What a rank has to say, with its name where there are several."""
+    where = f" [{platform.node()} rank {topology.rank}]" if topology.world_size > 1 else ""
+    return f"{prog}{where}: {message}"
+
+
+def _leave(prog: str, topology: Topology, message: str, status: int, say: Say) -> NoReturn:
     """Exits without waiting for collectives, threads or workers of a run that cannot go on."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # a launcher ends all ranks when the first one has left
     sys.stderr.flush()
     sys.stdout.flush()
-    if speaks(message):
-        end_at_once(prog, topology, message, status)
+    say(message, line_of(prog, topology, message))
     os._exit(status)

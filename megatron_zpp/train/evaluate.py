@@ -24,10 +24,12 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.files import check_replaceable, write_text
 from megatron_zpp.tokenizer.base import Tokenizer
 from megatron_zpp.train.activity import Activity
-from megatron_zpp.train.errors import first_to_say, one_line_errors
+from megatron_zpp.train.errors import one_line_errors, said_by_each, said_once
 from megatron_zpp.train.heartbeat import heartbeat
 from megatron_zpp.train.joining import meet_ranks
+from megatron_zpp.train.once_per_node import OncePerNode
 from megatron_zpp.zero.process_group import select_device
+from megatron_zpp.zero.slurm import launcher_variables
 from megatron_zpp.zero.topology import Topology
 
 PROG = "evaluate"
@@ -83,9 +85,10 @@ _PATIENCE = timedelta(days=7)  # of a rank that has scored its share; the heartb
 def main() -> None:
     """Meets the other ranks, scores its share, and rank 0 prints what all found."""
     debug = "--debug" in sys.argv
-    with one_line_errors(PROG, Topology(), debug=debug, speaks=lambda message: True):
+    with one_line_errors(PROG, Topology(), debug=debug, say=said_by_each):
         topology = Topology.from_environment(os.environ)
-    with one_line_errors(PROG, Topology(), debug=debug, speaks=lambda message: topology.local_rank == 0):
+        per_node = OncePerNode.of(topology, launcher_variables(os.environ))
+    with one_line_errors(PROG, Topology(), debug=debug, say=per_node.say):
         options = parse_all(GROUPS, PROG, __doc__, sys.argv[1:])
         config: EvaluateConfig = options["evaluation"]
         if config.output:
@@ -93,9 +96,9 @@ def main() -> None:
         files = find_texts(config.valid_data)
         distributed = DistributedConfig()
         device = select_device(options["device"].device, topology)
-    with one_line_errors(PROG, topology, debug=debug, speaks=lambda message: True):
+    with one_line_errors(PROG, topology, debug=debug, say=per_node.about("meeting")):
         store = meet_ranks(distributed, topology, PROG).store
-    told = one_line_errors(PROG, topology, debug=debug, speaks=first_to_say(store, topology))
+    told = one_line_errors(PROG, topology, debug=debug, say=said_once(store, topology, per_node))
     with told, heartbeat(store, topology, distributed.heartbeat_timeout, PROG) as activity:
         activity.now("loading", patient=True)
         model, tokenizer = load_for(options["model"], device)

@@ -5,6 +5,11 @@ Rank 0's thread reads all beats at once and writes a verdict, if there is one; t
 rank 0's beat, so a beat of N ranks costs O(N). A second thread never touches the store, which may be what
 stopped: it ends the process when there is a verdict, or when the store has not answered for too long. All
 go by a clock that stands still with the process, so a job that was suspended as a whole goes on.
+
+A rank *asks* when a collective failed, or when its launcher told it to stop: a launcher does that when a rank
+died, and kills the others before --heartbeat-timeout is over. A silence of a few beats is then enough for a
+verdict, and beats are exchanged more often. A rank in a long step beats like any other, so a request to stop
+ends no run whose ranks are all alive.
 """
 
 import json
@@ -12,7 +17,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -32,17 +37,24 @@ _FAREWELL = 8.0  # seconds that the others get to read a verdict before rank 0 t
 
 
 @contextmanager
-def heartbeat(store: dist.Store, topology: Topology, timeout: float, prog: str) -> Iterator[Activity]:
+def heartbeat(
+    store: dist.Store,
+    topology: Topology,
+    timeout: float,
+    prog: str,
+    told_to_stop: Callable[[], bool] = lambda: False,
+) -> Iterator[Activity]:
     """Beats while the block runs, and yields where it tells what it is doing; `timeout` 0 watches nobody.
 
-    All ranks enter and leave it. A rank that leaves with an error has told the others; if a collective failed
-    it finds out first who is to blame. Rank 0, which may host the store, leaves last.
+    `told_to_stop` returns whether a launcher has asked this process to stop. All ranks enter and leave the
+    block. A rank that leaves with an error has told the others; if a collective failed it finds out first who
+    is to blame. Rank 0, which may host the store, leaves last.
     """
     activity = Activity()
     if timeout == 0:
         yield activity
         return
-    pulse = _Pulse(store, topology, timeout, prog, activity)
+    pulse = _Pulse(store, topology, timeout, prog, activity, told_to_stop)
     try:
         yield activity
     except BaseException as error:
@@ -57,15 +69,24 @@ class _Pulse:
     """The two threads of one rank, and what they know."""
 
     def __init__(
-        self, store: dist.Store, topology: Topology, timeout: float, prog: str, activity: Activity
+        self,
+        store: dist.Store,
+        topology: Topology,
+        timeout: float,
+        prog: str,
+        activity: Activity,
+        told_to_stop: Callable[[], bool],
     ) -> None:
+        self._told_to_stop = told_to_stop
         self._topology, self._timeout, self._prog, self._activity = topology, timeout, prog, activity
         self._clock = activity.clock
         self._interval = min(1.0, timeout / 6)
-        self._judge = Judge(timeout=timeout, patience=3.5 * self._interval)
+        self._patience = 3.5 * self._interval
+        self._judge = Judge(timeout=timeout, patience=self._patience)
         self._count = 0
         self._first: Beat | None = None  # the newest of rank 0, which cannot say it when it is gone
         self._asks, self._leaves = False, False
+        self._hurries = False  # some rank asks
         self._failed: str | None = None
         self._found: str | None = None  # rank 0's verdict, which stands while the others take note of it
         self._verdict: str | None = None  # the one to end with
@@ -83,8 +104,7 @@ class _Pulse:
 
     def ask(self) -> None:
         """A collective failed: gives the verdict, with which the process ends, the time that it takes."""
-        self._asks = True
-        self._wake.set()
+        self._begin_to_ask()
         self._over.wait(8 * self._interval)
         if self._found:  # and the others are being told
             self._over.wait(_FAREWELL + self._interval)
@@ -106,6 +126,10 @@ class _Pulse:
         for thread in self._threads:
             thread.join(2 * self._interval)
 
+    def _begin_to_ask(self) -> None:
+        self._asks = self._hurries = True
+        self._wake.set()
+
     def _beat(self) -> None:
         """The first thread."""
         exchange = self._exchange_as_first if self._topology.rank == 0 else self._exchange
@@ -114,7 +138,7 @@ class _Pulse:
             while not self._over.is_set():
                 with suppress(dist.DistStoreError):  # a time-out: if these last, the second thread sees it
                     exchange()
-                self._wake.wait(self._interval)
+                self._wake.wait(self._interval / 4 if self._hurries else self._interval)
                 self._wake.clear()
         except dist.DistNetworkError:
             if self._leaves or self._failed:
@@ -127,8 +151,10 @@ class _Pulse:
         """The second thread."""
         while not self._over.wait(self._interval / 4):
             self._clock.tick(2 * self._interval)
+            if not self._asks and self._told_to_stop():
+                self._begin_to_ask()
             silence = self._clock.seconds - self._answered
-            if self._verdict is None and silence > self._timeout:
+            if self._verdict is None and silence > (self._patience if self._asks else self._timeout):
                 self._verdict = self._without_store(f"has been silent for {silence:.0f} s")
             if self._verdict is not None and self._failed is None:
                 end_at_once(self._prog, self._topology, f"error: {self._verdict}", 1)
@@ -156,7 +182,7 @@ class _Pulse:
         self._answered = self._clock.seconds
         self._first = Beat.decode(first) or self._first
         self._judge.see([self._first], self._answered)
-        verdict = json.loads(said) or self._judge.lost([self._first])
+        verdict = json.loads(said) or self._judge.lost([self._first], asked=self._asks)
         if verdict:
             self._tell(left=True)  # rank 0 waits for it before it takes the store away
             self._verdict = verdict
@@ -166,6 +192,7 @@ class _Pulse:
         leaves, failed = self._leaves, self._failed
         self._tell(left=False)
         beats = self._read_all()
+        self._hurries = self._hurries or any(beat and beat.asks for beat in beats)
         self._found = self._found or self._judge.lost(beats) or self._judge.stuck(beats)
         self._say_who_is_slow(beats)
         if self._found:

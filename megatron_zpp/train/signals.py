@@ -1,6 +1,7 @@
 """What a scheduler or a person asks of a running process: the first signal to stop soon, the second now."""
 
 import os
+import platform
 import signal
 import threading
 import time
@@ -8,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron_zpp.config.command_line import INTERRUPTED
-from megatron_zpp.train.errors import end_at_once
+from megatron_zpp.train.once_per_node import OncePerNode
 from megatron_zpp.zero.topology import Topology
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -29,24 +30,44 @@ class StopSignals:
             return False
         return time.monotonic() - self._since > _SAME_REQUEST
 
+    def told_to_stop(self) -> bool:
+        """Whether a launcher or a person waits for the end; a launcher kills the ranks if it takes long."""
+        return self.first in (signal.SIGTERM, signal.SIGINT)
+
 
 @contextmanager
-def stop_signals(prog: str, topology: Topology) -> Iterator[StopSignals]:
-    """Inside the block a signal is only noted, and a second one ends the process at once; main thread only.
+def stop_signals(
+    prog: str, topology: Topology, per_node: OncePerNode, *, saves: bool
+) -> Iterator[StopSignals]:
+    """Inside the block a signal is noted, and a second one ends the process at once; main thread only.
+
+    Either is said at once, once per node; `saves` is whether the run has a place to save to.
 
     A thread reads the numbers that Python's C handler writes to a pipe, since the main thread sees no signal
     while a collective blocks it. Data loader workers ignore these signals, so the pipe is this process's.
     """
     signals = StopSignals()
+    node = f"{prog} [{platform.node()}]" if topology.world_size > 1 else prog
+    # On a terminal the progress bar, or the ^C, stands in the line of the cursor.
+    begin = f"\n{node}" if os.isatty(2) else node
+
+    def take(number: int) -> None:
+        is_first = signals.first is None
+        if signals.take(number):
+            name = signal.Signals(number).name
+            per_node.say("end", f"{begin}: {name} again: ends at once, nothing is saved")
+            os._exit(INTERRUPTED)
+        if is_first:
+            per_node.say("stop", f"{begin}: {_promise(number, saves=saves)}")
+
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
     def listen() -> None:
         while numbers := os.read(reader, 64):
             for number in numbers:
-                if number in STOP_SIGNALS and signals.take(number):
-                    name = signal.Signals(number).name
-                    end_at_once(prog, topology, f"{name} again: ends at once, nothing is saved", INTERRUPTED)
+                if number in STOP_SIGNALS:
+                    take(number)
 
     thread = threading.Thread(target=listen, name="signals", daemon=True)
     thread.start()
@@ -63,3 +84,11 @@ def stop_signals(prog: str, topology: Topology) -> Iterator[StopSignals]:
         os.close(writer)  # which ends the thread
         thread.join()
         os.close(reader)
+
+
+def _promise(number: int, *, saves: bool) -> str:
+    """What the first signal brings about."""
+    name = "" if number == signal.SIGINT else f"got {signal.Signals(number).name}: "
+    saving = " and saving" if saves else "; nothing is saved without --save"
+    again = "; press again to end now" if number == signal.SIGINT else ""
+    return f"{name}stopping after this step{saving}{again}"

@@ -203,7 +203,7 @@ def _call_the_roll(
 
 
 def _hear_of_all(store: dist.Store, topology: Topology, place: Place, deadline: float) -> None:
-    """On other ranks: waits for rank 0's word. When that is an error, which it says itself, exits."""
+    """On other ranks: waits for rank 0's word. Raises ValueError, as on rank 0, when that is an error."""
     seconds = max(1.0, deadline - time.monotonic()) + SAY_AFTER
     try:
         store.wait(["roll"], timedelta(seconds=seconds))
@@ -212,7 +212,7 @@ def _hear_of_all(store: dist.Store, topology: Topology, place: Place, deadline: 
         who = f"rank {topology.rank} on {place.host}"
         raise ValueError(f"RANK 0: came and is gone, or does not answer {who}") from None
     if problem:
-        raise SystemExit(1)
+        raise ValueError(problem)
 
 
 def _place(text: bytes) -> Place:

@@ -1,6 +1,7 @@
 """Whole runs that are signalled, killed and poisoned: they stop in order, and go on to the same weights."""
 
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from megatron_zpp.train.metrics import Record
 from megatron_zpp.train.sinks import Beside
 from tests.support import ROOT, Run, environment, holding, wait_until
 
+NODE = f"pretrain_gpt.py [{platform.node()}]"
 LENGTH = "--train-iters 100 --global-batch-size 8 --num-workers 0 --log-interval 5".split()
 
 
@@ -28,6 +30,11 @@ def weights(directory: Path, iteration: int = 100) -> dict[str, bytes]:
     """The tensors of a checkpoint, as bytes."""
     files = (directory / f"iter_{iteration:07d}").glob("*.safetensors")
     return {file.name: file.read_bytes() for file in files}
+
+
+def said_by_all(ranks: Run) -> list[str]:
+    """What the two ranks of a run wrote to stderr."""
+    return [line for rank in range(2) for line in ranks.err(rank).splitlines()]
 
 
 def in_micro_batch(number: int, act: Callable[[], object]) -> None:
@@ -89,7 +96,7 @@ def test_a_signal_to_one_rank_saves_and_stops_all(flags: list[str], whole: Path,
         ranks.send(0, signal.SIGUSR1)
         assert ranks.statuses() == {0: 75, 1: 75}, ranks.err(0)
         assert "exiting at iteration 0: SIGUSR1\n" in ranks.out(0)
-        assert (ranks.err(0), ranks.err(1)) == ("", "")
+        assert said_by_all(ranks) == [f"{NODE}: got SIGUSR1: stopping after this step and saving"]
     flags += ["--eval-iters", "0"]
     with Run(tmp_path / "2", 2) as ranks:
         ranks.start(0, *flags)
@@ -98,7 +105,7 @@ def test_a_signal_to_one_rank_saves_and_stops_all(flags: list[str], whole: Path,
         )
         assert ranks.statuses() == {0: 75, 1: 75}, ranks.err(0)
         assert f"exiting at iteration {newest(save)}: SIGTERM\n" in ranks.out(0)
-        assert (ranks.err(0), ranks.err(1)) == ("", "")
+        assert said_by_all(ranks) == [f"{NODE}: got SIGTERM: stopping after this step and saving"]
     with two_ranks(tmp_path / "3", *flags) as ranks:
         assert ranks.statuses() == {0: 0, 1: 0}, ranks.err(0)
         assert "going on at iteration" in ranks.out(0)
@@ -106,17 +113,20 @@ def test_a_signal_to_one_rank_saves_and_stops_all(flags: list[str], whole: Path,
 
 
 def test_a_second_signal_ends_a_rank_at_once(flags: list[str], tmp_path: Path) -> None:
-    """Even one whose main thread waits in a collective, for a rank that is stopped."""
+    """Even one whose main thread waits in a collective, for a rank that is stopped. The first is answered."""
     flags = [*flags, *LENGTH, "--train-iters", "100000", "--eval-iters", "0"]
     with two_ranks(tmp_path / "log", *flags) as ranks:
         ranks.wait_for("iteration        5/")
         ranks.send(1, signal.SIGSTOP)
         ranks.send(0, signal.SIGINT)
-        assert not ended_in(ranks, 1.2)  # what comes within a second is the same request
+        promise = "stopping after this step; nothing is saved without --save; press again to end now\n"
+        wait_until(lambda: ranks.err(0) == f"{NODE}: {promise}")
+        assert not ended_in(ranks, 0.5)  # what comes within a second is the same request
         while not ended_in(ranks, 1.2):  # on a busy machine the first one may have come late
             ranks.send(0, signal.SIGINT)
         assert ranks.processes[0].exitcode == 130
-        assert "SIGINT again" in ranks.err(0)
+        again = "SIGINT again: ends at once, nothing is saved\n"
+        assert ranks.err(0) == f"{NODE}: {promise}{NODE}: {again}"
 
 
 def ended_in(ranks: Run, seconds: float) -> bool:
@@ -210,7 +220,9 @@ def test_a_log_that_fails_does_not_end_the_run(flags: list[str], tmp_path: Path)
         lines = run.out(0).count("lm loss: ")
         wait_until(lambda: run.out(0).count("lm loss: ") > lines + 2)
         run.send(0, signal.SIGTERM)
-        assert (run.statuses(), run.err(0)) == ({0: 75}, "")
+        assert run.statuses() == {0: 75}
+        promise = "got SIGTERM: stopping after this step; nothing is saved without --save"
+        assert run.err(0) == f"pretrain_gpt.py: {promise}\n"
         out = run.out(0)
     for name in ("--metrics-file", "W&B"):
         assert out.count(f"WARNING: {name} is lost, and the run goes on without it: ") == 1

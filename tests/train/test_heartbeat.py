@@ -16,9 +16,11 @@ import torch.distributed as dist
 
 from megatron_zpp.config.run import DistributedConfig
 from megatron_zpp.train.beats import Beat, Judge
-from megatron_zpp.train.errors import one_line_errors
+from megatron_zpp.train.errors import one_line_errors, said_by_each
 from megatron_zpp.train.heartbeat import heartbeat
 from megatron_zpp.train.joining import meet_ranks
+from megatron_zpp.train.once_per_node import OncePerNode
+from megatron_zpp.train.signals import stop_signals
 from megatron_zpp.zero.process_group import process_group
 from megatron_zpp.zero.topology import Topology
 from tests.forkserver import CONTEXT
@@ -51,6 +53,8 @@ def test_the_judge_names_who_is_silent_failed_or_stuck() -> None:
     assert "rank 1 [host1] has been silent for 4 s" in judge.lost(
         [beat(0, 5, asks=True), beat(1, 2), beat(2)]
     )
+    assert judge.lost([beat(0, 5), beat(1, 2)]) is None
+    assert "rank 1 [host1] has been silent for 4 s" in judge.lost([beat(0, 5), beat(1, 2)], asked=True)
     assert judge.lost([beat(0), beat(1), beat(2, failed="no memory")]) == "rank 2 [host2] failed: no memory"
 
 
@@ -91,19 +95,28 @@ def test_a_heartbeat_that_comes_after_the_collectives_give_up_is_refused(timeout
         DistributedConfig(heartbeat_timeout=timeout)
 
 
-def rank_main(directory: str, rank: int, world: int, port: int, ending: str, timeout: float) -> None:
+def rank_main(
+    directory: str, rank: int, world: int, port: int, ending: str, timeout: float, kept_elsewhere: bool
+) -> None:
     """Steps of one small collective each, until a file of the test's says otherwise."""
     place = Path(directory)
     torch.set_num_threads(1)
     with open(place / f"{rank}.err", "w") as err:
         os.dup2(err.fileno(), 2)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if kept_elsewhere:
+        os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")
     topology = Topology(rank, world, rank, world)
     config = DistributedConfig(heartbeat_timeout=timeout, distributed_backend="gloo")
     with (
-        one_line_errors("test", topology, debug=False, speaks=lambda message: True),
+        stop_signals("signals", topology, OncePerNode(None), saves=True) as signals,
+        one_line_errors("test", topology, debug=False, say=said_by_each),
         heartbeat(
-            (meeting := meet_ranks(config, topology, "test")).store, topology, timeout, "test"
+            (meeting := meet_ranks(config, topology, "test")).store,
+            topology,
+            timeout,
+            "test",
+            signals.told_to_stop,
         ) as activity,
         process_group(config, topology, torch.device("cpu"), meeting),
     ):
@@ -117,6 +130,9 @@ def rank_main(directory: str, rank: int, world: int, port: int, ending: str, tim
                 break
             activity.now("thinking")
             time.sleep(1000 if (place / f"stick{rank}").exists() else 0.01)
+            if rank == 0 and signals.told_to_stop() and ending == "leave after a long step":
+                time.sleep(LONG_STEP)
+                (place / "end").touch()
         if ending == "raise" and rank == world - 1:
             raise ValueError("token 5 is outside")
         activity.now("wait", patient=True)
@@ -129,17 +145,32 @@ def rank_main(directory: str, rank: int, world: int, port: int, ending: str, tim
 class Scenario:
     """What becomes of a run: a signal to the victim, or it is stuck, or all go on to the ending.
 
-    A signal without a victim is for all, who are continued after more than the time limit.
+    A signal without a victim is for all, who are continued after more than the time limit. `told`: as when
+    torchrun finds that a rank has died, the others get SIGTERM, and `kept_elsewhere`: it keeps the store.
     """
 
     world: int
     victim: int | None = None
     fault: signal.Signals | None = None
     ending: str = "leave"
+    told: bool = False
+    kept_elsewhere: bool = False
 
 
 KILLS = [Scenario(3, victim, fault) for fault in (signal.SIGKILL, signal.SIGSTOP) for victim in (0, 1)]
 STUCK = [Scenario(1, 0), Scenario(3, 0), Scenario(3, 2)]
+# A rank that is stopped keeps the others waiting in a collective, as NCCL does for one that is dead.
+TOLD = [
+    Scenario(3, victim, fault, told=True, kept_elsewhere=elsewhere)
+    for victim, fault, elsewhere in (
+        (0, signal.SIGSTOP, False),
+        (0, signal.SIGSTOP, True),
+        (0, signal.SIGKILL, True),
+        (1, signal.SIGSTOP, False),
+    )
+]
+LONG_STEP = 5.0  # seconds, and more than a silence that is noticed
+ALIVE = Scenario(3, ending="leave after a long step", told=True)
 RAISES = Scenario(3, ending="raise")
 SUSPENDED = Scenario(3, fault=signal.SIGSTOP)
 ORDERLY = [Scenario(world, ending="leave one after another") for world in (1, 3)]
@@ -177,15 +208,20 @@ def play(directory: Path, scenario: Scenario) -> End:
     """Processes that beat since their first step, forked from a server that has imported torch."""
     port, world = free_port(), scenario.world
     # Only who is silent or stuck has to be waited for; nobody else is, on a machine that is busy.
-    timeout = 20 * TIMEOUT if scenario in (RAISES, *ORDERLY) else TIMEOUT
+    timeout = 20 * TIMEOUT if scenario in (RAISES, ALIVE, *TOLD, *ORDERLY) else TIMEOUT
+    keeper = (
+        dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        if scenario.kept_elsewhere
+        else None
+    )
+    given = (world, port, scenario.ending, timeout, scenario.kept_elsewhere)
     processes = [
-        CONTEXT.Process(target=rank_main, args=(str(directory), rank, world, port, scenario.ending, timeout))
-        for rank in range(world)
+        CONTEXT.Process(target=rank_main, args=(str(directory), rank, *given)) for rank in range(world)
     ]
     for process in processes:
         process.start()
     try:
-        wait_for_steps(directory, world, 400)  # of 10 ms and more: some beats
+        wait_for_steps(directory, world, 100 if scenario.told else 400)  # of 10 ms and more: some beats
         survivors = set(range(world))
         if scenario == SUSPENDED:
             suspend([process.pid for process in processes], timeout + 2)
@@ -194,8 +230,10 @@ def play(directory: Path, scenario: Scenario) -> End:
         elif scenario.fault:
             os.kill(processes[scenario.victim].pid, scenario.fault)
             survivors.remove(scenario.victim)
-        else:
+        elif scenario != ALIVE:
             (directory / ("end" if scenario.victim is None else f"stick{scenario.victim}")).touch()
+        for rank in survivors if scenario.told else ():
+            os.kill(processes[rank].pid, signal.SIGTERM)
         for rank in survivors:
             processes[rank].join(PATIENCE)
         said = [(directory / f"{rank}.err").read_text().splitlines() for rank in range(world)]
@@ -204,12 +242,13 @@ def play(directory: Path, scenario: Scenario) -> End:
         for process in processes:
             process.kill()
             process.join()
+        del keeper
 
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Scenario, Future[End]]]:
     """Some at a time, as most of it is waiting."""
-    scenarios = [*KILLS, *STUCK, RAISES, SUSPENDED, *ORDERLY]
+    scenarios = [*KILLS, *STUCK, *TOLD, ALIVE, RAISES, SUSPENDED, *ORDERLY]
     with ThreadPoolExecutor(4) as pool:
         yield {each: pool.submit(play, tmp_path_factory.mktemp("ranks"), each) for each in scenarios}
 
@@ -228,6 +267,31 @@ def test_survivors_name_a_rank_that_is_gone(played: Played, scenario: Scenario) 
             f"test [{platform.node()} rank {rank}]: error: rank {victim} [{platform.node()}]"
         )
         assert "last seen: step " in line or "last seen: thinking" in line
+
+
+@pytest.mark.parametrize(
+    "scenario", TOLD, ids=lambda told: f"{told.fault.name}-{told.victim}-{told.kept_elsewhere}"
+)
+def test_survivors_that_are_told_to_stop_name_a_rank_that_is_gone(played: Played, scenario: Scenario) -> None:
+    """Long before the heartbeat's time-out, after which a launcher would have killed them."""
+    end, victim = played[scenario].result(), scenario.victim
+    for rank in {0, 1, 2} - {victim}:
+        assert end.statuses[rank] == 1
+        silent = re.search(
+            rf"error: rank {victim} \[{re.escape(platform.node())}\].* has been silent for (\d+) s",
+            end.line(rank),
+        )
+        assert silent, end.line(rank)
+        assert int(silent[1]) < TIMEOUT, end.line(rank)
+
+
+def test_ranks_that_are_told_to_stop_may_finish_a_long_step(played: Played) -> None:
+    end = played[ALIVE].result()
+    assert end.statuses == [0] * 3, end
+    assert all(
+        said == [f"signals [{platform.node()}]: got SIGTERM: stopping after this step and saving"]
+        for said in end.said
+    ), end
 
 
 @pytest.mark.parametrize("scenario", STUCK, ids=lambda stuck: f"{stuck.world}-{stuck.victim}")
