@@ -10,6 +10,8 @@ from functools import partial
 
 if __name__ == "__main__":  # the imports take a while: a scheduler's request waits for stop_signals
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    # torch's library would print a page of its own frames when the store goes, beside the line that says why.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from megatron_zpp.config.root import parse_command_line
 from megatron_zpp.tokenizer.base import describe
@@ -28,6 +30,7 @@ from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.train.sampled_text import check_prompt
 from megatron_zpp.train.signals import stop_signals
 from megatron_zpp.train.sinks import check_sinks
+from megatron_zpp.zero.open_files import raise_limit
 from megatron_zpp.zero.process_group import barrier
 from megatron_zpp.zero.slurm import launcher_variables
 from megatron_zpp.zero.topology import Topology
@@ -38,6 +41,7 @@ PROG = "pretrain_gpt.py"
 def main() -> None:
     """Checks all that can be checked alone; then takes devices, joins the ranks and trains; or plans."""
     debug = "--debug" in sys.argv
+    raise_limit()
     with one_line_errors(PROG, Topology(), debug=debug, say=said_by_each):
         topology = Topology.from_environment(os.environ)
         per_node = OncePerNode.of(topology, launcher_variables(os.environ))

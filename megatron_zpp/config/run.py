@@ -198,7 +198,10 @@ class DistributedConfig(Options):
         10, "Minutes after which a collective that does not end is an error.", above=0, at_most=_LONGEST_WAIT
     )
     heartbeat_timeout: float = option(
-        60, "Seconds after which a rank that is silent or stuck ends the run; 0 watches nobody.", at_least=0
+        60,
+        "Seconds after which a rank that is silent or stuck ends the run; 4 for a silent one if others were "
+        "told to stop; 0 watches nobody.",
+        at_least=0,
     )
     preflight_timeout: float = option(
         180,

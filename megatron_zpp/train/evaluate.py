@@ -28,6 +28,7 @@ from megatron_zpp.train.errors import one_line_errors, said_by_each, said_once
 from megatron_zpp.train.heartbeat import heartbeat
 from megatron_zpp.train.joining import meet_ranks
 from megatron_zpp.train.once_per_node import OncePerNode
+from megatron_zpp.zero.open_files import raise_limit
 from megatron_zpp.zero.process_group import select_device
 from megatron_zpp.zero.slurm import launcher_variables
 from megatron_zpp.zero.topology import Topology
@@ -85,6 +86,7 @@ _PATIENCE = timedelta(days=7)  # of a rank that has scored its share; the heartb
 def main() -> None:
     """Meets the other ranks, scores its share, and rank 0 prints what all found."""
     debug = "--debug" in sys.argv
+    raise_limit()
     with one_line_errors(PROG, Topology(), debug=debug, say=said_by_each):
         topology = Topology.from_environment(os.environ)
         per_node = OncePerNode.of(topology, launcher_variables(os.environ))

@@ -6,10 +6,10 @@ rank 0's beat, so a beat of N ranks costs O(N). A second thread never touches th
 stopped: it ends the process when there is a verdict, or when the store has not answered for too long. All
 go by a clock that stands still with the process, so a job that was suspended as a whole goes on.
 
-A rank *asks* when a collective failed, or when its launcher told it to stop: a launcher does that when a rank
-died, and kills the others before --heartbeat-timeout is over. A silence of a few beats is then enough for a
-verdict, and beats are exchanged more often. A rank in a long step beats like any other, so a request to stop
-ends no run whose ranks are all alive.
+A rank *asks* when a collective failed, or when it was told to stop and stands still: a launcher tells it so
+when another rank died, and kills it before --heartbeat-timeout is over. A silence of a few beats is then
+enough for a verdict, and beats are exchanged more often. A rank in a long step beats like any other, so a
+request to stop ends no run whose ranks are all alive.
 """
 
 import json
@@ -81,8 +81,7 @@ class _Pulse:
         self._topology, self._timeout, self._prog, self._activity = topology, timeout, prog, activity
         self._clock = activity.clock
         self._interval = min(1.0, timeout / 6)
-        self._patience = 3.5 * self._interval
-        self._judge = Judge(timeout=timeout, patience=self._patience)
+        self._judge = Judge(timeout=timeout, patience=4 * self._interval)
         self._count = 0
         self._first: Beat | None = None  # the newest of rank 0, which cannot say it when it is gone
         self._asks, self._leaves = False, False
@@ -151,13 +150,19 @@ class _Pulse:
         """The second thread."""
         while not self._over.wait(self._interval / 4):
             self._clock.tick(2 * self._interval)
-            if not self._asks and self._told_to_stop():
+            if not self._asks and self._told_to_stop() and self._stands_still():
                 self._begin_to_ask()
             silence = self._clock.seconds - self._answered
-            if self._verdict is None and silence > (self._patience if self._asks else self._timeout):
+            # On a busy machine one call of the store may time out, but hardly two.
+            patience = 5 * self._interval if self._asks else self._timeout
+            if self._verdict is None and silence > patience:
                 self._verdict = self._without_store(f"has been silent for {silence:.0f} s")
             if self._verdict is not None and self._failed is None:
                 end_at_once(self._prog, self._topology, f"error: {self._verdict}", 1)
+
+    def _stands_still(self) -> bool:
+        """Whether this rank has done the same thing for some time: it may be waiting for another."""
+        return self._clock.seconds - self._activity.latest.since > 2 * self._interval
 
     def _without_store(self, what: str) -> str:
         """The verdict on rank 0, whose process or launcher keeps the store."""

@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron_zpp.config.options import refusal
+from megatron_zpp.zero.open_files import make_room
 from megatron_zpp.zero.topology import Topology
 
 SAY_AFTER = 10.0  # seconds of waiting, and again each time
@@ -53,8 +54,9 @@ def meet(
 ) -> Meeting:
     """Waits until every rank is at MASTER_ADDR and MASTER_PORT; `say` hears, every 10 s, who is not.
 
-    Rank 0 keeps the store there, or torchrun does; `timeout` is what the store's own waits have. Raises
-    ValueError, after `limit` seconds at most, that says which address, port or ranks are wrong.
+    Rank 0 keeps the store there, or torchrun does, and gets room for the connections of all ranks; `timeout`
+    is what the store's own waits have. Raises ValueError, after `limit` seconds at most, that says which
+    address, port or ranks are wrong, or that there cannot be room.
     """
     if topology.world_size == 1:
         return Meeting(dist.HashStore(), (Place(platform.node(), os.getpid(), "127.0.0.1", "lo"),))
@@ -67,7 +69,10 @@ def meet(
             "MASTER_ADDR", address, f"{error.strerror}; give rank 0's host, alike on every rank"
         ) from None
     launcher_keeps_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if launcher_keeps_store and topology.local_rank == 0 and any(map(_is_of_this_host, found)):
+        make_room(os.getppid(), topology.world_size, say)
     if topology.rank == 0 and not launcher_keeps_store:
+        make_room(os.getpid(), topology.world_size, say)
         store, own = _host(address, port, found, topology), found[0][4][0]
     else:
         own = _reach(address, port, topology, deadline, say)

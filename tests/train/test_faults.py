@@ -93,7 +93,8 @@ def test_a_signal_to_one_rank_saves_and_stops_all(flags: list[str], whole: Path,
     flags = [*flags, *LENGTH, "--save", str(save), "--load", str(save)]
     with two_ranks(tmp_path / "1", *flags, "--eval-iters", "100000") as ranks:
         ranks.wait_for("starting from initial weights")
-        ranks.send(0, signal.SIGUSR1)
+        for rank in range(2):  # as srun does
+            ranks.send(rank, signal.SIGUSR1)
         assert ranks.statuses() == {0: 75, 1: 75}, ranks.err(0)
         assert "exiting at iteration 0: SIGUSR1\n" in ranks.out(0)
         assert said_by_all(ranks) == [f"{NODE}: got SIGUSR1: stopping after this step and saving"]

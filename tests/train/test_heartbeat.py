@@ -282,7 +282,7 @@ def test_survivors_that_are_told_to_stop_name_a_rank_that_is_gone(played: Played
             end.line(rank),
         )
         assert silent, end.line(rank)
-        assert int(silent[1]) < TIMEOUT, end.line(rank)
+        assert int(silent[1]) < 3 * TIMEOUT, end.line(rank)  # 4 or 5, and the heartbeat's own is 120
 
 
 def test_ranks_that_are_told_to_stop_may_finish_a_long_step(played: Played) -> None:
