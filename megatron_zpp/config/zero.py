@@ -42,7 +42,9 @@ class ZeroConfig(Options):
     )
     zero_quantized_gradients_format: Literal["int4", "int8", "fp8"] = option("int4", "qgZ: the codes.")
     zero_gradient_error_feedback: bool = option(
-        False, "qgZ: add what the hop between nodes lost to the next step's gradients."
+        False,
+        "qgZ: add what the hop between nodes lost to the next step's gradients. Keeps two bf16 numbers for each "
+        "element that a rank sends between nodes.",
     )
     zero_quantization_block: int | None = option(
         None,

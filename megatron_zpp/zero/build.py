@@ -82,6 +82,7 @@ class UnitBuilder:
             master = published
         else:
             master = torch.zeros(len(owned), device=self._device)
+        error = self._error(layout)
         return Unit(
             names=tuple(f"{name}.{path}" for path, _ in in_order(module)),
             parameters=_replace_parameters(module, layout, slot.buffer),
@@ -92,7 +93,8 @@ class UnitBuilder:
             master=master,
             published=published,
             secondary=self._secondary(layout) if slots.shared else None,
-            error=self._error(layout),
+            error=error,
+            error_before=None if error is None else torch.empty_like(error),
         )
 
     def _secondary(self, layout: FlatLayout) -> Tensor | None:

@@ -159,9 +159,9 @@ class ZeroEngine:
         self._gathers.publish(self._adamw.step(learning_rate, scale * shrink, found_inf))
         self._reductions.release()
         self.loss_scale.update(found_inf)
-        if self.loss_scale.dynamic and self.feeds_back:
-            for unit in self.units:  # what was lost is owed in units of the next scale
-                unit.error.mul_(self.loss_scale.scale / scale)
+        self._reductions.settle_errors(
+            found_inf, self.loss_scale.scale / scale if self.loss_scale.dynamic else None
+        )
         return StepResult(grad_norm, found_inf, scale)
 
     def close(self) -> None:

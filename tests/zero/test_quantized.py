@@ -182,6 +182,61 @@ def test_a_nan_on_one_rank_skips_the_step_on_all_and_leaves_nothing_behind() -> 
         assert rank == [(0.0, 1.0, 0.0, True)] * len(settings)
 
 
+def after_a_skipped_step(
+    topology: Topology, cases: tuple[tuple[int, PrecisionConfig], ...]
+) -> list[tuple[float, bool, bool]]:
+    """Of each stage and precision: `skipped` of a step whose second micro-batch has a NaN on the last rank,
+    whether error feedback then holds the bits from before that step, in units of the loss scale that
+    follows, and whether later steps repeat those of a run that never had the batch."""
+
+    def step(engine: ZeroEngine, first_batch: int) -> float:
+        for index in range(2):
+            engine.accumulate(batch(topology, first_batch + index), index=index, micro_batches=2)
+        return engine.step(1e-2).skipped.item()
+
+    def poison(gradient: torch.Tensor) -> torch.Tensor:
+        second = next(backwards) == 1 and topology.rank == topology.world_size - 1
+        place = torch.tensor(1, device=gradient.device)
+        return gradient.index_fill(0, place, torch.nan) if second else gradient
+
+    results = []
+    for stage, precision in cases:
+        zero = {"zero_stage": stage} | QGZ | {"zero_gradient_error_feedback": True}
+        engine, clean = build(topology, zero, precision), build(topology, zero, precision)
+        for trained in (engine, clean):
+            step(trained, 0)
+        before = [unit.error.clone() for unit in engine.units]
+        assert any(error.any() for error in before)
+        scale = engine.loss_scale.scale
+        backwards = itertools.count()
+        handle = engine.units[2].parameters[0].register_hook(poison)
+        skipped = step(engine, 2)
+        handle.remove()
+        rescale = engine.loss_scale.scale / scale
+        restored = all(
+            torch.equal(unit.error, rescale * old) for unit, old in zip(engine.units, before, strict=True)
+        )
+        for first_batch in (4, 6):
+            for trained in (engine, clean):
+                step(trained, first_batch)
+        same = all(
+            torch.equal(one.error, other.error) and torch.equal(one.master, other.master)
+            for one, other in zip(engine.units, clean.units, strict=True)
+        )
+        results.append((skipped, restored, same))
+    return results
+
+
+def test_a_skipped_step_leaves_error_feedback_as_it_was() -> None:
+    """At stage 2 each micro-batch is reduced, at stage 1 their sum. In fp16 the loss scale is halved, so that
+    later steps are rounded elsewhere than those of a run that kept it."""
+    halving = PrecisionConfig(fp16=True, initial_loss_scale=2.0**12, hysteresis=1)
+    cases = ((1, BF16), (2, BF16), (2, halving))
+    for rank in on_ranks(4, after_a_skipped_step, cases, ranks_per_node=2):
+        assert rank[:2] == [(1.0, True, True)] * 2
+        assert rank[2][:2] == (1.0, True)
+
+
 def losses(topology: Topology, settings: list[tuple[dict[str, Any], PrecisionConfig]]) -> list[list[float]]:
     """The mean loss of every step on the same batch."""
     curves = []
