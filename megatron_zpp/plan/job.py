@@ -103,7 +103,7 @@ class Job:
     @cached_property
     def layouts(self) -> list[FlatLayout]:
         """Of the units, in forward order."""
-        return layouts_of(self.units, self.ranks, self.zero.shard_multiple)
+        return layouts_of(self.units, self.ranks, self.zero.shard_multiple, self.zero.largest_block)
 
     @property
     def weight_codes(self) -> Format | None:

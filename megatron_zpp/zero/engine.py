@@ -85,7 +85,7 @@ class ZeroEngine:
         sent = reduce_dtype(residency, precision, dtype)
         prefetch = zero.zero_prefetch_units or 0  # None below stage 3, where no gather is ahead of its unit
         named_modules = model.units()
-        layouts = layouts_of(named_modules, topology.world_size, zero.shard_multiple)
+        layouts = layouts_of(named_modules, topology.world_size, zero.shard_multiple, zero.largest_block)
         self._communication = communication = build_communication(
             zero,
             topology,

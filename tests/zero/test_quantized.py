@@ -318,22 +318,48 @@ def test_quantised_weights_on_one_process_are_quantised_too() -> None:
     assert all(as_expected(seen, Format(), 1) for seen in _weights_seen(Topology(), engine))
 
 
+@pytest.mark.parametrize("block", [256, 2048])
+def test_biases_do_not_vanish_beside_the_gains_of_norms(block: int) -> None:
+    """Each is off by half a step of its own block's codes at most, and by the rounding to bf16."""
+    engine = build(Topology(), QWZ | {"zero_quantization_block": block})
+    generator, drawn = torch.Generator().manual_seed(6), {}
+    for index, unit in enumerate(engine.units):
+        flat = torch.zeros_like(unit.master)
+        for name, view in zip(unit.names, unit.views(flat), strict=True):
+            spread = 0.003 if name.endswith("bias") else 0.02
+            view.copy_(
+                spread * torch.randn(view.shape, generator=generator)
+                + (view.dim() == 1 and "norm.weight" in name)
+            )
+        drawn[index] = flat
+    engine.load_states(WEIGHTS, lambda unit, elements: drawn[unit][elements.start : elements.stop])
+    for index, unit in enumerate(engine.units):
+        engine._gathers.before_forward(index)
+        for name, sent, arrived in zip(
+            unit.names, unit.views(drawn[index]), unit.views(unit.slot.buffer.float()), strict=True
+        ):
+            peak = sent.abs().max()
+            assert (arrived - sent).abs().max() <= peak * (2.0**-7 + 2.0**-8), name
+            assert (arrived == 0).float().mean() < 0.1, name
+
+
 def test_memory_of_a_secondary_shard_is_the_papers() -> None:
     """ZeRO++, section 3.2: 2 M / N bytes in bf16; int8 codes take half of that, and their scales."""
-    for plain, codes, elements in on_ranks(4, secondary_bytes, ranks_per_node=2):
+    for (plain, elements), (codes, aligned) in on_ranks(4, secondary_bytes, ranks_per_node=2):
         assert plain == 2 * elements / 2
         padding = 2 * MODEL.num_layers * 15  # of each message to 16 bytes
-        assert codes <= elements / 2 * (1 + 2 / 256) + padding
+        assert codes <= aligned / 2 * (1 + 2 / 256) + padding
 
 
-def secondary_bytes(topology: Topology) -> tuple[int, int, int]:
-    """(bytes of all secondary shards in bf16, in codes, elements of the units that have one)."""
+def secondary_bytes(topology: Topology) -> list[tuple[int, int]]:
+    """(bytes of all secondary shards, elements of the units that have one) in bf16 and in codes."""
     totals = []
     for zero in (HPZ, QWZ | HPZ | CODES):
         units = [unit for unit in build(topology, zero).units if unit.secondary is not None]
         assert len(units) == MODEL.num_layers
-        totals.append(sum(unit.secondary.nbytes for unit in units))
-    return *totals, sum(unit.layout.numel for unit in units)
+        bytes_kept = sum(unit.secondary.nbytes for unit in units)
+        totals.append((bytes_kept, sum(unit.layout.numel for unit in units)))
+    return totals
 
 
 def traffic(topology: Topology, settings: list[dict[str, Any]]) -> list[tuple[int, int]]:
