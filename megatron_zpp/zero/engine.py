@@ -55,11 +55,11 @@ class StepResult:
 class ZeroEngine:
     """Stages are residency: one engine, and the stage says what stays whole on every rank.
 
-    `model(tokens, targets)` returns a mean loss (what else it takes comes with a batch), and `model.units()`
-    its modules in forward order. Its parameters are on the meta device; `initialize(name, tensor)` fills one.
-    They become views of flat buffers on `device`, and the rank holds no more of them than the stage says.
-    Sums and optimizer steps are the kernels of `operations`, or torch's where there are none. `sections`
-    times the parts of a step.
+    `model(tokens, targets)` returns a mean loss (what else it takes comes with a batch). `model.units()` are
+    its modules in forward order, and `model.recomputed_units()` the ranges of them whose forward its backward
+    repeats. Its parameters are on the meta device; `initialize(name, tensor)` fills one. They become views of
+    flat buffers on `device`, and the rank holds no more of them than the stage says. Sums and optimizer steps
+    are the kernels of `operations`, or torch's where there are none. `sections` times the parts of a step.
     """
 
     def __init__(
@@ -109,7 +109,9 @@ class ZeroEngine:
         for lane in self._communication.lanes:
             lane.ready()
         secondary = communication.secondary.gather if communication.secondary else None
-        self._gathers = Gathers(self.units, communication.gather, secondary, prefetch, sections)
+        self._gathers = Gathers(
+            self.units, communication.gather, secondary, prefetch, sections, model.recomputed_units()
+        )
         self._adamw = build_adamw(optimizer, self.units, communication, fused_backend, operations)
         alone = topology.world_size == 1 and not zero.zero_quantized_gradients
         self._reductions = Reductions(
