@@ -25,6 +25,12 @@ class ZeroConfig(Options):
     zero_prefetch_units: int | None = option(
         None, "Stage 3: units gathered ahead of the one that computes; default 1.", at_least=0
     )
+    zero_copy_engines: Literal["auto", "on", "off"] = option(
+        "auto",
+        "Transfers inside a node by the GPUs' copy engines, which leave the multiprocessors to the compute. "
+        "auto: if a trial at the start works on all ranks, else by NCCL's kernels, and a line says why; "
+        "on: an error if they cannot be used; off: by NCCL's kernels.",
+    )
     zero_quantized_weights: bool = option(
         False, "qwZ: gather weights as block-quantised codes. Stage 1 and up."
     )

@@ -88,7 +88,8 @@ class Job:
     @property
     def writes_peers(self) -> bool:
         """Whether ranks send gradients from where they are made, into each other's memory."""
-        return self.nodes == 1 < self.local and self.gradient_codes is None
+        copies = self.zero.zero_copy_engines != "off"
+        return copies and self.nodes == 1 < self.local and self.gradient_codes is None
 
     @property
     def sum_bytes(self) -> int:

@@ -15,6 +15,7 @@ from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.build import Initialize, UnitBuilder, layouts_of
 from megatron_zpp.zero.collectives import sum_over_ranks, sum_squares
 from megatron_zpp.zero.communication import build_communication
+from megatron_zpp.zero.copy_engine_trial import choose_copy_engines
 from megatron_zpp.zero.gathers import Gathers, Phase
 from megatron_zpp.zero.hooks import register_hooks
 from megatron_zpp.zero.lane import Lane
@@ -60,6 +61,7 @@ class ZeroEngine:
     repeats. Its parameters are on the meta device; `initialize(name, tensor)` fills one. They become views of
     flat buffers on `device`, and the rank holds no more of them than the stage says. Sums and optimizer steps
     are the kernels of `operations`, or torch's where there are none. `sections` times the parts of a step.
+    `say` gets a line where copy engines were tried and cannot be used.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class ZeroEngine:
         operations: Operations | None = None,
         timeout: timedelta | None = None,
         sections: Sections = UNTIMED,
+        say: Callable[[str], None] = print,
     ) -> None:
         self.model, self.topology, self.device = model, topology, device
         self._ledger, self.sections = TrafficLedger(topology), sections
@@ -85,11 +88,14 @@ class ZeroEngine:
         sent = reduce_dtype(residency, precision, dtype)
         prefetch = zero.zero_prefetch_units or 0  # None below stage 3, where no gather is ahead of its unit
         named_modules = model.units()
+        self.copy_engines = choose_copy_engines(zero.zero_copy_engines, topology, device, timeout, say)
         layouts = layouts_of(named_modules, topology.world_size, zero.shard_multiple, zero.largest_block)
         self._communication = communication = build_communication(
             zero,
             topology,
-            lambda ranks: Lane(ranks, topology, device, self._ledger, timeout),
+            lambda ranks: Lane(
+                ranks, topology, device, self._ledger, timeout, copy_engines=self.copy_engines
+            ),
             layouts,
             dtype=dtype,
             reduce_dtype=sent,

@@ -66,6 +66,19 @@ def peak_of(run: Callable[[], None]) -> int:
     return max(peak, now)
 
 
+def test_without_copy_engines_gradients_are_copied_to_be_sent() -> None:
+    """Where GPUs write each other's memory they go from where they were made."""
+    model = ModelConfig(**SHAPE)
+    found = {}
+    for setting in ("auto", "off"):
+        zero = {"zero_stage": 1, "zero_copy_engines": setting}
+        found[setting] = job_of(model, 500, zero=zero, nodes=1, local=2)
+    copied = max(layout.numel for layout in found["off"].layouts) * found["off"].reduce_bytes
+    assert memory_of(found["off"]).buffers - memory_of(found["auto"]).buffers == copied
+    for nodes in (1, 2):
+        assert job_of(model, 500, nodes=nodes, local=2).writes_peers == (nodes == 1)
+
+
 @pytest.mark.parametrize(
     ("zero", "recompute", "precision", "changes"),
     [
