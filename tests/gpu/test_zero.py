@@ -215,7 +215,7 @@ def losses_of_setting(
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("where", ["handles", "windows"])
 def test_ranks_that_cannot_exchange_handles_fall_back_together(where: str) -> None:
-    """The second rank alone fails. Losses may differ a little: attention's backward adds in no fixed order."""
+    """The second rank alone fails. Losses may differ a little: attention sums in no fixed order."""
     used = on_gpus(1, 2, losses_of_setting, "on", None, where)
     off = on_gpus(1, 2, losses_of_setting, "off", None, where)
     fallen_back = on_gpus(1, 2, losses_of_setting, "auto", 1, where)
