@@ -56,7 +56,9 @@ def predicted_bytes(flags: list[str]) -> int:
         model = GPT(ModelConfig(**SHAPE, hidden_dropout=0.0, attention_dropout=0.0), VOCAB)
     ranks = NODES * RANKS_OF_A_NODE
     total = 0
-    for layout, units in Counter(layouts_of(model.units(), ranks, ZeroConfig().shard_multiple)).items():
+    block = WEIGHT_BLOCK if QWZ in flags else GRADIENT_BLOCK if QGZ in flags else 1
+    layouts = layouts_of(model.units(), ranks, ZeroConfig().shard_multiple, block)
+    for layout, units in Counter(layouts).items():
         shard = layout.shard_numel
         gathers = units if HPZ in flags else gathers_a_step(units, 3, 1, prefetch=1)
         message = Format("int8", WEIGHT_BLOCK).message_bytes(shard) if QWZ in flags else 2 * shard

@@ -145,8 +145,9 @@ ZPP_HOST_DEVICE uint32_t peak_key(float x) {
 
 ZPP_HOST_DEVICE float peak_of_key(uint32_t key) { return float_of((key >> 1) | ((key & 1) ? 0 : kSignBit)); }
 
-// The whole two's complement range is used: the largest magnitude becomes -2^(bits-1) exactly, so the scale has the
-// opposite sign. For fp8 it becomes 256: a power of two, so that this division is exact as well.
+// The whole two's complement range is used: the largest magnitude gets the code -2^(bits-1), so the scale has the
+// opposite sign, and a number of the other sign and nearly that magnitude is clipped by one code. For fp8 it gets 256.
+// Both are powers of two, so the division is exact; a bf16 scale is rounded after it, and the largest magnitude with it.
 ZPP_HOST_DEVICE constexpr float scale_factor(Codes codes) {
   return codes == Codes::int8 ? -0x1p-7f : codes == Codes::int4 ? -0x1p-3f : 0x1p-8f;
 }

@@ -1,9 +1,11 @@
 """Reads a checkpoint of any stage and number of ranks into an engine of any other, and checks all of it."""
 
 import json
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +18,18 @@ from megatron_zpp.config.root import Config
 from megatron_zpp.storage.checksums import DamagedFile, verify_file
 from megatron_zpp.storage.regular import read_limited
 from megatron_zpp.zero.engine import MOMENTS, WEIGHTS, ZeroEngine
+from megatron_zpp.zero.flat_layout import FlatLayout
 
 STATE_LIMIT = 64 << 20  # bytes of state.json: 200 for each of 300,000 parameters, and the settings
 _THREADS = 4  # that read and check chunks; both leave Python's lock
+
+
+class _Run(NamedTuple):
+    """Elements of a saved unit's flat buffer, which go from `place` on into what is asked for."""
+
+    unit: int
+    elements: range
+    place: int
 
 
 class CheckpointReader:
@@ -76,6 +87,43 @@ class CheckpointReader:
             position += count
         return found
 
+    def shard_elements(self, kind: str, names: Sequence[str], layout: FlatLayout, elements: range) -> Tensor:
+        """Some elements of a flat fp32 buffer of parameters `names` as `layout` has them, on the CPU.
+
+        They are found by parameter and slice, so it does not matter where they lie in the file's units. Gaps
+        are zero.
+        """
+        found = torch.zeros(len(elements))
+        for saved in self._runs(names, layout, elements):
+            found[saved.place : saved.place + len(saved.elements)] = self.elements(
+                kind, saved.unit, saved.elements
+            )
+        return found
+
+    def _runs(self, names: Sequence[str], layout: FlatLayout, elements: range) -> Iterator["_Run"]:
+        """Where the file has these elements; parameters that lie in it as in `layout` come in one run."""
+        run = None
+        for piece in layout.pieces(elements):
+            unit, offset = self._places[names[piece.parameter]]
+            start = offset + piece.start
+            if run and run.unit == unit and start - run.elements.start == piece.place - run.place:
+                run = run._replace(elements=range(run.elements.start, start + piece.length))
+                continue
+            if run:
+                yield run
+            run = _Run(unit, range(start, start + piece.length), piece.place)
+        if run:
+            yield run
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[int, int]]:
+        """The unit of each parameter, and its first element there."""
+        return {
+            name: (index, entry["offset"])
+            for index, unit in enumerate(self.units)
+            for name, entry in unit["parameters"].items()
+        }
+
     def error(self, rank: int, unit: int, numel: int) -> Tensor:
         """What the sums of a unit on a rank of that run had lost, bf16, on the CPU."""
         found = torch.empty(numel, dtype=torch.bfloat16)
@@ -124,7 +172,8 @@ def load_checkpoint(
         _check_tokenizer(path, reader.state["tokenizer"], tokenizer)
         _check_units(path, reader.units, describe_units(engine))
         _load(WEIGHTS, reader, engine)
-        fits = with_optimizer and reader.state["errors"] == engine.error_layout
+        same_places = _parameters(reader.units) == _parameters(describe_units(engine))
+        fits = with_optimizer and reader.state["errors"] == engine.error_layout and same_places
         if with_optimizer:
             if not reader.state["with_optimizer"] and reader.state["optimizer_steps"]:
                 raise ValueError(f"{path}: saved with --no-save-optim; add --no-load-optim")
@@ -150,7 +199,16 @@ def saved_settings(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _load(kind: str, reader: CheckpointReader, engine: ZeroEngine) -> None:
-    engine.load_states(kind, lambda unit, elements: reader.elements(kind, unit, elements))
+    def read(index: int, elements: range) -> Tensor:
+        unit = engine.units[index]
+        return reader.shard_elements(kind, unit.names, unit.layout, elements)
+
+    engine.load_states(kind, read)
+
+
+def _parameters(units: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Shapes and places of the parameters of each unit."""
+    return [unit["parameters"] for unit in units]
 
 
 def _check_tokenizer(path: Path, saved: dict[str, Any], present: dict[str, Any]) -> None:
@@ -162,7 +220,7 @@ def _check_tokenizer(path: Path, saved: dict[str, Any], present: dict[str, Any])
 
 
 def _check_units(path: Path, saved: list[dict[str, Any]], present: list[dict[str, Any]]) -> None:
-    """Both must cut the same parameters alike; only into how many shards may differ."""
+    """Both must have the same parameters; where these lie may differ."""
     theirs, ours = (
         {name: entry for unit in units for name, entry in unit["parameters"].items()}
         for units in (saved, present)
@@ -177,8 +235,6 @@ def _check_units(path: Path, saved: list[dict[str, Any]], present: list[dict[str
                 f"{path}: {name} has shape {shapes[0]}, this model needs {shapes[1]}; use the model flags "
                 "that it was saved with"
             )
-    if [unit["parameters"] for unit in saved] != [unit["parameters"] for unit in present]:
-        raise ValueError(f"{path}: its parameters lie in other units or places than this version's")
 
 
 def _shown(tokenizer: dict[str, Any]) -> str:

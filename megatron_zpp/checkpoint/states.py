@@ -1,9 +1,9 @@
 """What of an engine and a run goes into a checkpoint, and how it comes back.
 
 Shards lie in the files as they lie on the ranks: `weights/unit_3` is one rank's shard of unit 3's flat
-buffer. Where a parameter lies in a flat buffer depends on the model alone, so a rank of another run reads the
-elements that it owns from the one or more shards that hold them. At stage 0 every rank writes an equal part
-of what all have.
+buffer. Where a parameter lies in a flat buffer depends on the model and on the largest quantisation block of
+the run, and state.json says it. A rank of another run reads the slices of parameters that it owns from the
+one or more shards that hold them. At stage 0 every rank writes an equal part of what all have.
 
 state.json holds the rest:
     progress, with_optimizer, optimizer_steps, loss_scale, tokenizer, config, ranks

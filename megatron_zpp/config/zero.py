@@ -25,6 +25,12 @@ class ZeroConfig(Options):
     zero_prefetch_units: int | None = option(
         None, "Stage 3: units gathered ahead of the one that computes; default 1.", at_least=0
     )
+    zero_copy_engines: Literal["auto", "on", "off"] = option(
+        "auto",
+        "Transfers inside a node by the GPUs' copy engines, which leave the multiprocessors to the compute. "
+        "auto: if a trial at the start works on all ranks, else by NCCL's kernels, and a line says why; "
+        "on: an error if they cannot be used; off: by NCCL's kernels.",
+    )
     zero_quantized_weights: bool = option(
         False, "qwZ: gather weights as block-quantised codes. Stage 1 and up."
     )
@@ -42,11 +48,14 @@ class ZeroConfig(Options):
     )
     zero_quantized_gradients_format: Literal["int4", "int8", "fp8"] = option("int4", "qgZ: the codes.")
     zero_gradient_error_feedback: bool = option(
-        False, "qgZ: add what the hop between nodes lost to the next step's gradients."
+        False,
+        "qgZ: add what the hop between nodes lost to the next step's gradients. Keeps two bf16 numbers for "
+        "each element that a rank sends between nodes.",
     )
     zero_quantization_block: int | None = option(
         None,
-        "Elements that share one scale, a power of two from 32 to 2048; fewer is finer and costs bytes; "
+        "Elements that share one scale, a power of two from 32 to 2048; fewer is finer and costs bytes; each "
+        "parameter begins a block of its own, so that large blocks pad narrow models; "
         f"default {WEIGHT_BLOCK} for weights, {GRADIENT_BLOCK} for gradients.",
         at_least=32,
         at_most=2048,
@@ -101,6 +110,16 @@ class ZeroConfig(Options):
     def quantizes(self) -> bool:
         """Whether anything travels as codes."""
         return self.zero_quantized_weights or self.zero_quantized_gradients
+
+    @property
+    def largest_block(self) -> int:
+        """Elements of the largest block that weights or gradients travel in; 1 where neither is quantised."""
+        blocks = [1]
+        if self.zero_quantized_weights:
+            blocks.append(self.zero_quantization_block or WEIGHT_BLOCK)
+        if self.zero_quantized_gradients:
+            blocks.append(self.zero_quantization_block or GRADIENT_BLOCK)
+        return max(blocks)
 
     @property
     def shard_multiple(self) -> int:

@@ -205,6 +205,10 @@ class GPT(nn.Module):
         layers = [(f"layers.{index}", layer) for index, layer in enumerate(self.layers)]
         return [("embedding", self.embedding), *layers, ("head", self.head)]
 
+    def recomputed_units(self) -> list[range]:
+        """Ranges of `units()` that the backward recomputes, each as a whole before its gradients."""
+        return recomputed_units(self.config.num_layers, self.recompute)
+
     def initialize(self, seed: int) -> "GPT":
         """Fills every parameter with its initial value."""
         for name, parameter in self.named_parameters():
@@ -247,6 +251,11 @@ def segments(layers: int, plan: RecomputeConfig) -> Iterator[tuple[int, int, boo
     for first in range(recomputed):
         yield first, first + 1, True
     yield recomputed, layers, False
+
+
+def recomputed_units(layers: int, plan: RecomputeConfig) -> list[range]:
+    """See GPT.recomputed_units; unit 0 is the embedding."""
+    return [range(1 + first, 1 + stop) for first, stop, again in segments(layers, plan) if again]
 
 
 def norm_class(backend: str) -> type[nn.Module]:

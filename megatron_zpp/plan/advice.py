@@ -119,6 +119,7 @@ def _plain(zero: ZeroConfig) -> ZeroConfig:
         zero_stage=zero.zero_stage,
         zero_offload_optimizer=zero.zero_offload_optimizer,
         zero_prefetch_units=zero.zero_prefetch_units,
+        zero_copy_engines=zero.zero_copy_engines,
     )
 
 

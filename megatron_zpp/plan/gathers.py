@@ -11,7 +11,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from megatron_zpp.model.gpt import segments
+from megatron_zpp.model.gpt import recomputed_units, segments
 from megatron_zpp.plan.job import Job
 from megatron_zpp.zero.gathers import Gathers, Phase
 from megatron_zpp.zero.lane import Pending
@@ -60,7 +60,13 @@ def walk(job: Job) -> list[Walked]:
     else:
         units = _units(job)
         world, secondary = _Counted(), _Counted()
-        gathers = Gathers(units, world, secondary if job.secondary_ranks else None, job.prefetch)
+        gathers = Gathers(
+            units,
+            world,
+            secondary if job.secondary_ranks else None,
+            job.prefetch,
+            recomputed=recomputed_units(job.model.num_layers, job.recompute),
+        )
         for _ in range(2):  # the second step finds what the first one left
             gathered = []
             gathers.publish(units)

@@ -88,7 +88,8 @@ class Job:
     @property
     def writes_peers(self) -> bool:
         """Whether ranks send gradients from where they are made, into each other's memory."""
-        return self.nodes == 1 < self.local and self.gradient_codes is None
+        copies = self.zero.zero_copy_engines != "off"
+        return copies and self.nodes == 1 < self.local and self.gradient_codes is None
 
     @property
     def sum_bytes(self) -> int:
@@ -103,7 +104,7 @@ class Job:
     @cached_property
     def layouts(self) -> list[FlatLayout]:
         """Of the units, in forward order."""
-        return layouts_of(self.units, self.ranks, self.zero.shard_multiple)
+        return layouts_of(self.units, self.ranks, self.zero.shard_multiple, self.zero.largest_block)
 
     @property
     def weight_codes(self) -> Format | None:

@@ -17,7 +17,7 @@ from megatron_zpp.plan.activations import (
     working_bytes,
 )
 from megatron_zpp.plan.job import Job
-from megatron_zpp.zero.theory import quantized_reduction_bytes, reduction_bytes, slots
+from megatron_zpp.zero.theory import ERROR_BYTES, quantized_reduction_bytes, reduction_bytes, slots
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _zeropp(job: Job) -> int:
                     part = messages * job.weight_codes.message_bytes(layout.shard_numel)
                 total += units * part
     if job.zero.zero_gradient_error_feedback and job.two_hops:
-        total += 2 * job.nodes * sum(layout.shard_numel for layout in job.layouts)
+        total += ERROR_BYTES * job.nodes * sum(layout.shard_numel for layout in job.layouts)
     return total
 
 

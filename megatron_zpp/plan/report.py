@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.plan.advice import Plan, at_stage, least_that_pays, plan_of, ways_to_fit, why, zeropp_plans
 from megatron_zpp.plan.hardware import (
-    BESIDE,
     CPU_BYTES_A_SECOND,
     INSIDE_SHARE,
     MEMORY_SHARE,
@@ -15,6 +14,7 @@ from megatron_zpp.plan.hardware import (
 )
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import memory_of
+from megatron_zpp.plan.step_time import beside
 
 _PARTS = {
     "weights": "weights, as they compute and are sent",
@@ -132,7 +132,7 @@ def _assumptions(job: Job, gpu: Gpu, machine: Machine) -> Iterator[str]:
     if job.precision.fp8:
         yield "  products of --fp8 as fast as bf16 ones, and as large: on an H200 1.3B was 1.09 × as fast"
     if job.ranks > 1:
-        yield f"  that takes {BESIDE:g} × as long beside transfers, which run behind it"
+        yield f"  that takes {beside(job):g} × as long beside transfers, which run behind it"
     if job.nodes > 1:
         yield f"  a node's link at {machine.link * 8 / 1e9:g} Gbit/s each way, whole: --plan-link-gbit"
     inside = f"NVLink at {machine.inside / 1e9:,.0f} GB/s each way ({INSIDE_SHARE:g} of the data sheet)"

@@ -19,7 +19,7 @@ on the links, slow ranks, reading of data, evaluation, checkpoints.
 from dataclasses import dataclass
 
 from megatron_zpp.model.gpt import segments
-from megatron_zpp.plan.hardware import BESIDE, CPU_BYTES_A_SECOND, Machine
+from megatron_zpp.plan.hardware import BESIDE, BESIDE_KERNELS, CPU_BYTES_A_SECOND, Machine
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.traffic import Pass, Sent, total
 
@@ -81,7 +81,14 @@ def compute_seconds(job: Job, machine: Machine, forward: bool) -> float:
     """Of a forward or backward of one micro-batch, without transfers and kernels."""
     third = job.flops_a_token / 3
     flops = job.tokens * (third if forward else 2 * third + _recomputed_flops(job))
-    return flops / machine.flops * (BESIDE if job.ranks > 1 else 1.0)
+    return flops / machine.flops * beside(job)
+
+
+def beside(job: Job) -> float:
+    """How much longer compute takes beside the transfers of this job."""
+    if job.ranks == 1:
+        return 1.0
+    return BESIDE_KERNELS if job.nodes == 1 and job.zero.zero_copy_engines == "off" else BESIDE
 
 
 def _recomputed_flops(job: Job) -> float:

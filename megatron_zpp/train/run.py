@@ -90,6 +90,7 @@ def build_engine(config: Config, tokenizer: dict[str, Any], device: Device, topo
         operations=device.operations,
         timeout=config.distributed.timeout,
         sections=TimedSections(device.device) if config.timing.level else UNTIMED,
+        say=device.say,
     )
 
 
@@ -214,7 +215,9 @@ def _planned_memory(
     """What each GPU will hold; a CPU's memory is nobody's worry."""
     if engine.device.type != "cuda" or engine.topology.rank != 0:
         return []
-    memory = memory_of(job_of(config, tokenizer["vocab_size"], schedule, engine.topology))
+    job = job_of(config, tokenizer["vocab_size"], schedule, engine.topology)
+    zero = replace(job.zero, zero_copy_engines="on" if engine.copy_engines else "off")  # what auto came to
+    memory = memory_of(replace(job, zero=zero))
     sizes = (memory.resident, memory.peak, torch.cuda.get_device_properties(engine.device).total_memory)
     states, peak, there = (f"{size / 2**30:.2f} GiB" for size in sizes)
     return [f" memory planned: {states} of states and buffers, {peak} {memory.moment}, of {there}"]

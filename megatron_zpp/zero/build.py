@@ -1,7 +1,7 @@
 """Takes over a model's parameters: lays them out, makes the buffers, fills in the initial weights."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.zero.communication import Communication
-from megatron_zpp.zero.flat_layout import FlatLayout
+from megatron_zpp.zero.flat_layout import ALIGNMENT, FlatLayout
 from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.unit import InFlight, ParameterSlot, Residency, Unit
 
@@ -82,6 +82,7 @@ class UnitBuilder:
             master = published
         else:
             master = torch.zeros(len(owned), device=self._device)
+        error = self._error(layout)
         return Unit(
             names=tuple(f"{name}.{path}" for path, _ in in_order(module)),
             parameters=_replace_parameters(module, layout, slot.buffer),
@@ -92,7 +93,8 @@ class UnitBuilder:
             master=master,
             published=published,
             secondary=self._secondary(layout) if slots.shared else None,
-            error=self._error(layout),
+            error=error,
+            error_before=None if error is None else torch.empty_like(error),
         )
 
     def _secondary(self, layout: FlatLayout) -> Tensor | None:
@@ -115,13 +117,19 @@ class _Slots:
     shared: bool
 
 
-def layouts_of(modules: list[tuple[str, nn.Module]], ranks: int, multiple: int) -> list[FlatLayout]:
-    """How the parameters of each module lie in its unit's flat buffer; `multiple` as in FlatLayout."""
+def layouts_of(
+    modules: Sequence[tuple[str, nn.Module]], ranks: int, multiple: int, block: int = 1
+) -> list[FlatLayout]:
+    """How the parameters of each module lie in its unit's flat buffer; `multiple` as in FlatLayout.
+
+    `block`: elements of the largest quantisation block of the run, which no two parameters share.
+    """
     layouts = []
     for _, module in modules:
         parameters = [parameter for _, parameter in in_order(module)]
         numels = tuple(parameter.numel() for parameter in parameters)
-        layouts.append(FlatLayout(numels, sum(map(_decays, parameters)), ranks, multiple))
+        decayed = sum(map(_decays, parameters))
+        layouts.append(FlatLayout(numels, decayed, ranks, multiple, max(ALIGNMENT, block)))
     return layouts
 
 

@@ -20,15 +20,25 @@ from megatron_zpp.zero.topology import Topology
 _FIRST_NCCL = (2, 28)
 
 
-def copy_engines_reach(ranks: Sequence[int], topology: Topology, device: torch.device) -> bool:
-    """Whether collectives of `ranks` can go through the copy engines."""
-    return (
-        device.type == "cuda"
-        and len({topology.node_of(rank) for rank in ranks}) == 1
-        and dist.get_backend() == "nccl"
-        and hasattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO")
-        and torch.cuda.nccl.version() >= _FIRST_NCCL
-    )
+def missing_for_copy_engines(topology: Topology, device: torch.device) -> str | None:
+    """What this run lacks that copy engines need, as far as all ranks must have it alike; None: nothing."""
+    if device.type != "cuda":
+        return "needs GPUs, and this run is on CPUs"
+    if topology.local_world_size == 1:
+        return "needs several ranks per node"
+    if dist.get_backend() != "nccl":
+        return f"needs --distributed-backend nccl, and this run uses {dist.get_backend()}"
+    return None
+
+
+def check_nccl() -> None:
+    """Raises RuntimeError unless torch and NCCL of this rank know the copy engines."""
+    if not hasattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO"):
+        raise RuntimeError(f"torch {torch.__version__} has no zero-CTA policy")
+    version = torch.cuda.nccl.version()
+    if version < _FIRST_NCCL:
+        found, first = (".".join(map(str, numbers)) for numbers in (version, _FIRST_NCCL))
+        raise RuntimeError(f"NCCL is {found}; needs {first}")
 
 
 class SymmetricMemory:
@@ -45,6 +55,7 @@ class SymmetricMemory:
         far = torch.tensor([0.0 if _writes_all(ranks, device) else 1.0], device=device)
         dist.all_reduce(far, group=self.group)  # NCCL registers with a live communicator only
         self.peers_write = far.item() == 0
+        self._aborted = False
         self._backend = self.group._get_backend(device)
         self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
 
@@ -55,6 +66,12 @@ class SymmetricMemory:
     def register(self) -> None:
         """Tells NCCL, on all ranks together; buffers allocated from here on would be unknown to it."""
         self._backend.register_mem_pool(self._pool, symm=True)
+
+    def abort(self) -> None:
+        """Ends the communicator, once. Ranks that wait for this one in a call to it see an error."""
+        if not self._aborted:
+            self._aborted = True
+            dist.distributed_c10d._abort_process_group(self.group)
 
     def close(self) -> None:
         """The inverse of `register`, before the buffers are freed."""

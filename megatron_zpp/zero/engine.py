@@ -15,6 +15,7 @@ from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.build import Initialize, UnitBuilder, layouts_of
 from megatron_zpp.zero.collectives import sum_over_ranks, sum_squares
 from megatron_zpp.zero.communication import build_communication
+from megatron_zpp.zero.copy_engine_trial import choose_copy_engines
 from megatron_zpp.zero.gathers import Gathers, Phase
 from megatron_zpp.zero.hooks import register_hooks
 from megatron_zpp.zero.lane import Lane
@@ -55,11 +56,12 @@ class StepResult:
 class ZeroEngine:
     """Stages are residency: one engine, and the stage says what stays whole on every rank.
 
-    `model(tokens, targets)` returns a mean loss (what else it takes comes with a batch), and `model.units()`
-    its modules in forward order. Its parameters are on the meta device; `initialize(name, tensor)` fills one.
-    They become views of flat buffers on `device`, and the rank holds no more of them than the stage says.
-    Sums and optimizer steps are the kernels of `operations`, or torch's where there are none. `sections`
-    times the parts of a step.
+    `model(tokens, targets)` returns a mean loss (what else it takes comes with a batch). `model.units()` are
+    its modules in forward order, and `model.recomputed_units()` the ranges of them whose forward its backward
+    repeats. Its parameters are on the meta device; `initialize(name, tensor)` fills one. They become views of
+    flat buffers on `device`, and the rank holds no more of them than the stage says. Sums and optimizer steps
+    are the kernels of `operations`, or torch's where there are none. `sections` times the parts of a step.
+    `say` gets a line where copy engines were tried and cannot be used.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class ZeroEngine:
         operations: Operations | None = None,
         timeout: timedelta | None = None,
         sections: Sections = UNTIMED,
+        say: Callable[[str], None] = print,
     ) -> None:
         self.model, self.topology, self.device = model, topology, device
         self._ledger, self.sections = TrafficLedger(topology), sections
@@ -85,11 +88,14 @@ class ZeroEngine:
         sent = reduce_dtype(residency, precision, dtype)
         prefetch = zero.zero_prefetch_units or 0  # None below stage 3, where no gather is ahead of its unit
         named_modules = model.units()
-        layouts = layouts_of(named_modules, topology.world_size, zero.shard_multiple)
+        self.copy_engines = choose_copy_engines(zero.zero_copy_engines, topology, device, timeout, say)
+        layouts = layouts_of(named_modules, topology.world_size, zero.shard_multiple, zero.largest_block)
         self._communication = communication = build_communication(
             zero,
             topology,
-            lambda ranks: Lane(ranks, topology, device, self._ledger, timeout),
+            lambda ranks: Lane(
+                ranks, topology, device, self._ledger, timeout, copy_engines=self.copy_engines
+            ),
             layouts,
             dtype=dtype,
             reduce_dtype=sent,
@@ -109,7 +115,9 @@ class ZeroEngine:
         for lane in self._communication.lanes:
             lane.ready()
         secondary = communication.secondary.gather if communication.secondary else None
-        self._gathers = Gathers(self.units, communication.gather, secondary, prefetch, sections)
+        self._gathers = Gathers(
+            self.units, communication.gather, secondary, prefetch, sections, model.recomputed_units()
+        )
         self._adamw = build_adamw(optimizer, self.units, communication, fused_backend, operations)
         alone = topology.world_size == 1 and not zero.zero_quantized_gradients
         self._reductions = Reductions(
@@ -168,9 +176,9 @@ class ZeroEngine:
         self._gathers.publish(self._adamw.step(learning_rate, divisor * shrink, found_inf))
         self._reductions.release()
         self.loss_scale.update(found_inf)
-        if self.loss_scale.dynamic and self.feeds_back:
-            for unit in self.units:  # what was lost is owed in units of the next scale
-                unit.error.mul_(self.loss_scale.scale / scale)
+        self._reductions.settle_errors(
+            found_inf, self.loss_scale.scale / scale if self.loss_scale.dynamic else None
+        )
         return StepResult(grad_norm, found_inf, scale)
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-ALIGNMENT = 128  # elements: views start at 256 bytes even in 16-bit formats, as matrix kernels like it
+ALIGNMENT = 128  # elements, at least: views start at 256 bytes even in 16-bit formats, for matrix kernels
 SHARD_MULTIPLE = 256  # elements: a shard holds whole quantisation blocks of this size and smaller
 
 
@@ -24,18 +24,21 @@ class FlatLayout:
     """Parameters of `numels` elements one after the other, cut into `ranks` equal shards.
 
     The first `decayed` parameters have weight decay and the rest none, so both are contiguous. Each start is
-    aligned and the end is padded, so that any sizes fit any number of ranks; gaps are zero and stay zero.
+    a multiple of `alignment`. Where that is the largest quantisation block, no block has elements of two
+    parameters, whose magnitudes may differ. The end is padded, so that any sizes fit any number of ranks;
+    gaps are zero and stay zero.
     """
 
     numels: tuple[int, ...]
     decayed: int
     ranks: int
     multiple: int = SHARD_MULTIPLE  # of a shard's elements
+    alignment: int = ALIGNMENT  # of a parameter's first element
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """First element of each parameter, and the end of the last."""
-        return tuple(accumulate((_round_up(numel, ALIGNMENT) for numel in self.numels), initial=0))
+        return tuple(accumulate((_round_up(numel, self.alignment) for numel in self.numels), initial=0))
 
     @cached_property
     def shard_numel(self) -> int:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_zpp.zero.copy_engines import SymmetricMemory, copy_engines_reach, peer_memory
+from megatron_zpp.zero.copy_engines import SymmetricMemory, peer_memory
 from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.traffic import TrafficLedger
 
@@ -42,15 +42,20 @@ class Lane:
         device: torch.device,
         ledger: TrafficLedger,
         timeout: timedelta | None,
+        *,
+        copy_engines: bool = False,
     ) -> None:
-        """`timeout` is when a collective that does not end becomes an error; None: torch's default."""
+        """`timeout` is when a collective that does not end becomes an error; None: torch's default.
+
+        `copy_engines`: whether they move what ranks of one node send (`choose_copy_engines`).
+        """
         self.ranks, self._device, self._ledger = tuple(ranks), device, ledger
         self.place = self.ranks.index(topology.rank)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._symmetric: SymmetricMemory | None = None
         self._group: dist.ProcessGroup | None = None
         if len(self.ranks) > 1:
-            if copy_engines_reach(self.ranks, topology, device):
+            if copy_engines and len({topology.node_of(rank) for rank in self.ranks}) == 1:
                 self._symmetric = SymmetricMemory(self.ranks, device, timeout)
                 self._group = self._symmetric.group
             else:

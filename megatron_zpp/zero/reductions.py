@@ -44,6 +44,8 @@ class Reductions:
         What the one before sent is not needed any more: there was a forward to send it in.
         """
         self.wait(self._units)
+        if first:
+            self._remember_errors()
         self._first, self._last = first, last
         for unit in self._units:
             unit.arrived = 0
@@ -68,10 +70,31 @@ class Reductions:
         for unit in units:
             unit.reducing.wait()
 
+    def settle_errors(self, skipped: Tensor, rescale: Tensor | None) -> None:
+        """After the optimizer's decision: error feedback keeps what it must send with the next step.
+
+        The gradients of a step that was `skipped` (1, else 0) will never be used. So nothing that their sums
+        lost is owed, and what was added to them is owed again: every error is what it was before the step.
+        `rescale` is the next loss scale over this step's, in whose units errors are; None: it is fixed.
+        """
+        for unit in self._units:
+            if unit.error is None:
+                continue
+            torch.where(skipped > 0, unit.error_before, unit.error, out=unit.error)
+            if rescale is not None:
+                unit.error.mul_(rescale)
+
     def release(self) -> None:
         """After the optimizer: the memory of the gradients is the next forward's, for activations."""
         for unit in self._units:
             unit.gradients, unit.squares = (), None
+
+    def _remember_errors(self) -> None:
+        """Copies all errors: whether a step is skipped is known at its end, when every micro-batch has
+        changed them."""
+        for unit in self._units:
+            if unit.error is not None:
+                unit.error_before.copy_(unit.error)
 
     def _take(self, unit: Unit) -> None:
         """Takes over `.grad` of every parameter and starts the reduction that is due."""

@@ -14,6 +14,7 @@ from megatron_zpp.zero.flat_layout import FlatLayout
 
 PARAMETER_BYTES = 2  # as they compute, and gradients as they are made
 OPTIMIZER_BYTES = 12  # a parameter: fp32 master, first moment, second moment
+ERROR_BYTES = 2 + 2  # of error feedback, per element that hop 2 reduces: the error, and that before the step
 WholeSums = Literal["everywhere", "in two steps", "by the library"]
 CHUNKS, SMALLEST_CHUNK = 4, 2**18  # of a shard; elements
 
@@ -109,7 +110,7 @@ def zeropp_bytes(
     qwZ publishes messages instead of 16-bit shards, and receives all messages of a unit at once; so does a
     secondary shard of codes. hpZ (`secondary_ranks`) keeps a part of each unit that shares its slot:
     2 Psi / N bytes (ZeRO++, section 3.2). qgZ has room for the messages of both ways of a hop instead of for
-    16-bit gradients and fp32 sums, and error feedback 2 bytes for all that hop 2 reduces on this rank.
+    16-bit gradients and fp32 sums, and error feedback `ERROR_BYTES` for all that hop 2 reduces on this rank.
     """
     ranks = layouts[0].ranks
     total = 0
@@ -127,7 +128,7 @@ def zeropp_bytes(
         total += quantized_reduction_bytes(layouts, nodes, gradients)
         total -= reduction_bytes(layouts, nodes, reduce_bytes=2, sum_bytes=4)
         if error_feedback:
-            total += 2 * nodes * sum(layout.shard_numel for layout in layouts)
+            total += ERROR_BYTES * nodes * sum(layout.shard_numel for layout in layouts)
     return total
 
 

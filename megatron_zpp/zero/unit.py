@@ -16,7 +16,8 @@ For a unit of n elements (padding included) on d ranks:
                  equal layout have two of these in turn, so that no more are kept for it
     secondary    hpZ: this rank's part of what its group keeps of the unit, weights or codes; where the unit's
                  slot is its own alone, it is gathered once a step and needs none
-    error        qgZ with error feedback: what this rank's sums lost in the steps before, bf16
+    error        qgZ with error feedback: what this rank's sums have lost and not sent yet, bf16
+    error_before what `error` was before the present step, which a skipped step puts back
 
 A unit's slot is fixed, so autograd's references to a parameter stay right when the slot is filled again for
 the backward. Which unit a slot holds, and as of which version of its weights, is written on the slot.
@@ -104,6 +105,7 @@ class Unit:
     secondary: Tensor | None = None
     secondary_version: int = -1  # of the weights that `secondary` holds a part of
     error: Tensor | None = None
+    error_before: Tensor | None = None
     version: int = 0  # rises with every change of the weights
     arrived: int = 0  # gradients of the present backward
 

@@ -19,6 +19,7 @@ from megatron_zpp.tokenizer.null import NullTokenizer
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.topology import Topology
 from tests.zero.engines import engine_of
+from tests.zero.quantizing import operations
 
 TOKENIZER = describe(NullTokenizer(49))
 FIRST, SECOND = Progress(5, 50), Progress(10, 100)
@@ -40,6 +41,7 @@ def small(
         precision=precision,
         topology=topology,
         zero=ZeroConfig(**zero) if zero else None,
+        operations=operations() if zero.get("zero_quantized_weights") else None,
     )
 
 

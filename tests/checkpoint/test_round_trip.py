@@ -1,5 +1,6 @@
 """What is saved comes back, bit for bit, at any stage and on any number of ranks."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from safetensors import safe_open
 
 from megatron_zpp.checkpoint.read import CheckpointReader, load_checkpoint
 from megatron_zpp.config.optimizer import PrecisionConfig
-from megatron_zpp.zero.engine import STATE_KINDS
+from megatron_zpp.zero.engine import STATE_KINDS, WEIGHTS
 from megatron_zpp.zero.topology import Topology
 from tests.checkpoint.saving import FIRST, TOKENIZER, save, small, train
 from tests.zero.engines import states_of, weights_of
@@ -68,6 +69,43 @@ def test_any_stage_and_world_loads_any_other(tmp_path: Path) -> None:
     for world, stages in ((1, [0, 1, 2, 3, 0]), (3, [3, 2, 1, 0, 3]), (4, [0, 3, 3, 1, 2])):
         for found in on_ranks(world, load_at, directories, stages):
             assert found == saved
+
+
+def test_runs_with_other_quantisation_blocks_load_each_others_states(tmp_path: Path) -> None:
+    """A block decides where parameters lie; so versions that aligned them otherwise are read, too."""
+    blocks = [{}, *({"zero_quantized_weights": True, "zero_quantization_block": n} for n in (256, 2048))]
+    saved, places = [], []
+    for number, settings in enumerate(blocks):
+        engine = small(zero_stage=3, **settings)
+        train(engine, 2, seed=2)
+        saved.append((save(tmp_path / str(number), engine), states_as_lists(engine)))
+        places.append([unit.layout.offsets for unit in engine.units])
+        with CheckpointReader(saved[-1][0]) as reader:
+            whole = reader.parameters()
+        for name, weight in weights_of(engine).items():
+            assert torch.equal(whole[name], weight), name
+    assert places[0] != places[1] != places[2] != places[0]
+    for settings in blocks:
+        for path, states in saved:
+            engine = small(seed=99, zero_stage=3, **settings)
+            load_checkpoint(path, engine, TOKENIZER, with_optimizer=True)
+            assert states_as_lists(engine) == states
+            for unit in engine.units:
+                assert not any(unit.master[gap.start : gap.stop].any() for gap in unit.layout.gaps())
+
+
+def test_every_rank_reads_its_slices_of_parameters_that_lie_elsewhere(tmp_path: Path) -> None:
+    engine = small()
+    path = save(tmp_path, engine)
+    with CheckpointReader(path) as reader:
+        for unit in engine.units:
+            layout = dataclasses.replace(unit.layout, ranks=3, alignment=512)
+            shards = [
+                reader.shard_elements(WEIGHTS, unit.names, layout, layout.shard(rank)) for rank in range(3)
+            ]
+            moved = dataclasses.replace(unit, layout=layout)
+            for found, wanted in zip(moved.views(torch.cat(shards)), unit.views(unit.master), strict=True):
+                assert torch.equal(found, wanted)
 
 
 def test_safetensors_reads_the_files(tmp_path: Path) -> None:

@@ -3,17 +3,24 @@
 import dataclasses
 import gc
 import json
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
-from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.library import load_operations
+from megatron_zpp.zero import copy_engine_trial as trial
+from megatron_zpp.zero.copy_engines import SymmetricMemory
+from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.theory import arena_bytes, model_state_bytes
+from megatron_zpp.zero.topology import Topology
+from tests.gpu.ranks import on_gpus
 from tests.gpu.steady import assert_steady
 from tests.support import pretrain
 from tests.zero.engines import engine_of
@@ -167,6 +174,60 @@ def test_peak_memory_is_states_arena_and_activations(stage: int, recompute: Reco
     arena = arena_bytes(layouts, stage, prefetch=1, reduce_bytes=2 if stage >= 2 else 4)
     engine.close()
     assert peak <= 1.05 * (states + arena + activations)
+
+
+def blocked(*arguments: object) -> None:
+    raise RuntimeError("no handle of another process's memory")
+
+
+def losses_of_setting(
+    topology: Topology, setting: str, failing: int | None, where: str
+) -> tuple[bool, list[str], list[float], int]:
+    """(whether copy engines are used, lines said, losses of three steps, seconds of the start) of a rank."""
+    if topology.rank == failing:
+        setattr(
+            *{"handles": (trial, "peer_memory"), "windows": (SymmetricMemory, "register")}[where], blocked
+        )
+    with torch.device("meta"):
+        model = GPT(MODEL, VOCAB)
+    said, started = [], time.monotonic()
+    engine = ZeroEngine(
+        model,
+        partial(model.initialize_parameter, seed=3),
+        zero=ZeroConfig(zero_stage=3, zero_copy_engines=setting),
+        optimizer=OptimizerConfig(),
+        precision=PrecisionConfig(bf16=True),
+        topology=topology,
+        device=torch.device("cuda", topology.local_rank),
+        say=said.append,
+    )
+    seconds, losses = int(time.monotonic() - started), []
+    for step in range(3):
+        torch.manual_seed(10 * step + topology.rank)
+        tokens = torch.randint(VOCAB, (4, 129), device=engine.device)
+        losses.append(engine.accumulate(tokens, index=0, micro_batches=1).item())
+        engine.step(1e-3)
+    used = engine.copy_engines
+    engine.close()
+    return used, said, losses, seconds
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("where", ["handles", "windows"])
+def test_ranks_that_cannot_exchange_handles_fall_back_together(where: str) -> None:
+    """The second rank alone fails. Losses may differ a little: attention sums in no fixed order."""
+    used = on_gpus(1, 2, losses_of_setting, "on", None, where)
+    off = on_gpus(1, 2, losses_of_setting, "off", None, where)
+    fallen_back = on_gpus(1, 2, losses_of_setting, "auto", 1, where)
+    assert [rank[:2] for rank in used] == [(True, [])] * 2
+    assert [rank[:2] for rank in off] == [(False, [])] * 2
+    for rank, (copies, said, losses, seconds) in enumerate(fallen_back):
+        assert not copies
+        assert len(said) == (rank == 0)
+        for others in (off, used):
+            assert losses == pytest.approx(others[rank][2], rel=torch.finfo(torch.bfloat16).eps)
+        assert seconds < 60
+    assert "no handle of another process's memory [rank 1]" in fallen_back[0][1][0]
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")

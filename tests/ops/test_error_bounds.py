@@ -112,6 +112,31 @@ def test_the_largest_magnitude_is_exact(codes: str, dtype: torch.dtype, scales: 
     assert torch.equal(decoded.amax(1), x[:, 7].float().abs())
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("codes", CODES)
+def test_the_largest_magnitude_loses_the_rounding_of_a_bf16_scale(codes: str, dtype: torch.dtype) -> None:
+    """Nothing in bf16 and up to 2^-8 of itself in other formats: it arrives as its own rounding to bf16.
+
+    The same magnitude with the other sign lacks one code of 2^(b-1) as well. What is left of it is rounded
+    with the scale. Over many peaks both bounds are nearly reached; fp8 has both signs alike.
+    """
+    x = torch.randn(4096, 32, generator=torch.Generator().manual_seed(1)).clamp(-4, 4)
+    x[:, 7] = 5.0 + torch.rand(4096, generator=torch.Generator().manual_seed(2)) * 5
+    x[:, 9] = -x[:, 7]
+    x = x.to(dtype)
+    decoded, _ = there_and_back(x, Format(codes, 32))
+    peak = x[:, 7].double()
+    assert torch.equal(decoded[:, 7], x[:, 7].bfloat16().float())
+    lost = (decoded[:, 7] - peak).abs() / peak
+    rounding = 0.0 if dtype == torch.bfloat16 else 2.0**-8
+    assert 0.95 * rounding <= lost.max() <= rounding
+
+    missing = 0.0 if codes == "fp8" else 2.0 ** (1 - Format(codes).bits)
+    lost = (decoded[:, 9] + peak).abs() / peak
+    bound = missing + (1 - missing) * rounding
+    assert 0.95 * bound <= lost.max() <= bound
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize("codes", CODES)

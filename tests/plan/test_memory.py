@@ -13,7 +13,10 @@ from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.model.loss import keeps_gradient, linear_cross_entropy
 from megatron_zpp.plan.activations import loss_bytes
+from megatron_zpp.plan.advice import at_stage
+from megatron_zpp.plan.hardware import Machine
 from megatron_zpp.plan.memory import memory_of
+from megatron_zpp.plan.step_time import compute_seconds
 from megatron_zpp.zero.topology import Topology
 from tests.plan.jobs import FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of
 from tests.zero.engines import engine_of
@@ -27,6 +30,7 @@ SHAPE = {"num_layers": 6, "hidden_size": 128, "num_attention_heads": 4, "seq_len
 WIDE = {"seq_length": 16, "micro_batch_size": 1}  # few tokens: parameters decide
 LONG = {"micro_batch_size": 4, "vocab": 100}  # and here the layers do
 ALL = {"zero_stage": 3} | QWZ | HPZ | QGZ
+MACHINE = Machine(flops=1e15, memory_rate=1e12, inside=1e11, link=1e10)
 
 
 def allocated_at_most(engine: Any, tokens: torch.Tensor, micro_batches: int) -> int:
@@ -64,6 +68,21 @@ def peak_of(run: Callable[[], None]) -> int:
         now += event.nbytes()
         inside = product
     return max(peak, now)
+
+
+def test_without_copy_engines_gradients_are_copied_to_be_sent() -> None:
+    """Where GPUs write each other's memory they go from where they were made."""
+    model = ModelConfig(**SHAPE)
+    found = {}
+    for setting in ("auto", "off"):
+        zero = {"zero_stage": 1, "zero_copy_engines": setting}
+        found[setting] = job_of(model, 500, zero=zero, nodes=1, local=2)
+    copied = max(layout.numel for layout in found["off"].layouts) * found["off"].reduce_bytes
+    assert memory_of(found["off"]).buffers - memory_of(found["auto"]).buffers == copied
+    assert compute_seconds(found["off"], MACHINE, True) > compute_seconds(found["auto"], MACHINE, True)
+    assert not at_stage(found["off"], 3).writes_peers
+    for nodes in (1, 2):
+        assert job_of(model, 500, nodes=nodes, local=2).writes_peers == (nodes == 1)
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,19 @@ import torch.distributed as dist
 
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.ops.operations import Operations
+from megatron_zpp.zero.copy_engines import missing_for_copy_engines
+from megatron_zpp.zero.topology import Topology
 
 
 def this_device() -> torch.device:
     """The GPU of this rank where it talks through NCCL (tests/gpu runs these tests too)."""
     on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def copy_engines(topology: Topology) -> bool:
+    """Whether lanes inside a node can use them; CPUs have none."""
+    return missing_for_copy_engines(topology, this_device()) is None
 
 
 def operations() -> Operations:

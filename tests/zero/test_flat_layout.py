@@ -41,6 +41,19 @@ def test_the_shards_pieces_are_every_element_once(numels: list[int], ranks: int,
     assert decayed == layout.offsets[layout.decayed]
 
 
+@given(numels, st.integers(1, 17), st.sampled_from((256, 2048)))
+def test_a_block_has_elements_of_one_parameter_on_any_number_of_ranks(
+    numels: list[int], ranks: int, block: int
+) -> None:
+    layout = FlatLayout(tuple(numels), 0, ranks, multiple=block, alignment=block)
+    assert layout.shard_numel % block == 0
+    assert layout.offsets == FlatLayout(tuple(numels), 0, 1, multiple=block, alignment=block).offsets
+    parameters = zip(numels, layout.offsets, strict=False)
+    blocks = [index for n, start in parameters for index in range(start // block, -(-(start + n) // block))]
+    assert len(blocks) == len(set(blocks))
+    assert layout.numel < sum(numels) + block * (len(numels) + ranks)
+
+
 @given(numels, st.integers(1, 17))
 def test_gaps_are_what_no_parameter_covers(numels: list[int], ranks: int) -> None:
     layout = FlatLayout(tuple(numels), 0, ranks)

@@ -19,7 +19,7 @@ from megatron_zpp.zero.theory import WholeSums, sums_inside_nodes
 from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.traffic import TrafficLedger
 from megatron_zpp.zero.unit import Residency
-from tests.zero.quantizing import operations, this_device
+from tests.zero.quantizing import copy_engines, operations, this_device
 from tests.zero.ranks import on_ranks
 from tests.zero.shared_memory import SharedLane
 
@@ -91,7 +91,9 @@ def reduce_case(topology: Topology, case: Case) -> Result:
     communication = build_communication(
         ZeroConfig(zero_stage=case.stage),
         topology,
-        lambda ranks: make_lane(ranks, topology, this_device(), ledger, None),
+        lambda ranks: make_lane(
+            ranks, topology, this_device(), ledger, None, copy_engines=copy_engines(topology)
+        ),
         units,
         dtype=case.sent,
         reduce_dtype=case.sent,
@@ -256,7 +258,8 @@ def all_reduce(topology: Topology, rooms: bool = False) -> list[tuple[list[numpy
     for case in SUMMED:
         ledger = TrafficLedger(topology)
         make_lane = SharedLane if rooms else Lane
-        lane = make_lane(range(topology.world_size), topology, this_device(), ledger, None)
+        everyone, copies = range(topology.world_size), copy_engines(topology)
+        lane = make_lane(everyone, topology, this_device(), ledger, None, copy_engines=copies)
         largest = max(layout.numel for layout in units)
         kernels = operations() if case.kernels else None
         reduction = PlainReduction(lane, case.dtype, largest, kernels, sums_whole=case.way)

@@ -16,7 +16,7 @@ from megatron_zpp.zero.parts import Part
 from megatron_zpp.zero.quantized_collectives import QuantizedReduction
 from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.traffic import TrafficLedger
-from tests.zero.quantizing import operations, this_device
+from tests.zero.quantizing import copy_engines, operations, this_device
 from tests.zero.ranks import on_ranks
 
 
@@ -47,7 +47,8 @@ def both_lanes(topology: Topology) -> list[Lane]:
     """The lane inside this rank's node and the one between nodes."""
     ledger = TrafficLedger(topology)
     groups = topology.node_ranks, topology.counterparts
-    return [Lane(ranks, topology, this_device(), ledger, None) for ranks in groups]
+    copies = copy_engines(topology)
+    return [Lane(ranks, topology, this_device(), ledger, None, copy_engines=copies) for ranks in groups]
 
 
 def reduce(topology: Topology) -> list[tuple[numpy.ndarray, numpy.ndarray]]:

@@ -16,6 +16,7 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.zero import engine as engine_module
 from megatron_zpp.zero import reductions
 from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.gathers import Phase
 from megatron_zpp.zero.lane import Lane
 from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.traffic import TrafficLedger
@@ -127,6 +128,54 @@ def test_losses_equal_one_process(world: int) -> None:
         if same_order(case, world):
             assert losses[-1] == expected[-1], case
         assert losses == pytest.approx(expected, rel=1e-6), case
+
+
+def waits_of_a_backward(layers: int, chunk: int, prefetch: int) -> list[tuple[int, bool]]:
+    """Every unit that a second step's backward needs, in order, and whether its gather started only then.
+
+    A unit that is needed again at once, as between its recomputation and its backward, is listed once.
+    """
+    recompute = dataclasses.replace(RECOMPUTE["chunks"], recompute_num_layers=chunk)
+    engine = engine_of(
+        dataclasses.replace(MODEL, num_layers=layers),
+        VOCAB,
+        zero=ZeroConfig(zero_stage=3, zero_prefetch_units=prefetch),
+        recompute=recompute,
+    )
+    gathers, waits = engine._gathers, []
+    need = gathers._need
+
+    def record(index: int) -> None:
+        unit = engine.units[index]
+        if gathers._phase is Phase.BACKWARD and not (waits and waits[-1][0] == index):
+            waits.append((index, not unit.slot.holds(unit)))
+        need(index)
+
+    gathers._need = record
+    for _ in range(2):
+        waits.clear()
+        engine.accumulate(torch.ones(1, 11, dtype=torch.long), index=0, micro_batches=1)
+        engine.step(1e-2)
+    return waits
+
+
+def test_gathers_run_ahead_of_a_recomputed_chunk_and_inside_it() -> None:
+    """Six layers are units 1 to 6 between the embedding and the head."""
+    in_chunks = [7, 4, 5, 6, 5, 4, 1, 2, 3, 2, 1, 0]
+    for prefetch in (1, 2, 3, 5):
+        waits = waits_of_a_backward(6, 3, prefetch)
+        assert [index for index, _ in waits] == in_chunks
+        late = [index for index, late in waits if late]
+        # With three slots the first chunk's layer 4 has the slot of layer 1.
+        assert late == ([1] if prefetch == 2 else []), prefetch
+    assert waits_of_a_backward(6, 6, 1) == [
+        (index, False) for index in (7, 1, 2, 3, 4, 5, 6, 5, 4, 3, 2, 1, 0)
+    ]
+    in_pairs = waits_of_a_backward(6, 2, 1)
+    assert [index for index, _ in in_pairs] == [7, 5, 6, 5, 3, 4, 3, 1, 2, 1, 0]
+    assert [index for index, late in in_pairs if late] == [3, 1]  # two slots: 5, 3 and 1 take one of them
+    assert not any(late for _, late in waits_of_a_backward(6, 1, 1))
+    assert len(waits_of_a_backward(6, 1, 0)) == 8
 
 
 NODES = {(2, 3): (Case(2, 1), Case(3, 3)), (3, 2): (Case(1, 3),)}
