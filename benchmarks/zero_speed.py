@@ -52,7 +52,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit-seconds", type=float, default=570, help="of this call")
     parser.add_argument(
-        "--contestant-seconds", type=float, default=180, help="of one contestant in one round"
+        "--contestant-seconds", type=float, default=240, help="of one contestant in one round"
     )
     parser.add_argument("--retry-failed", action="store_true")
     parser.add_argument("--no-links", action="store_true", help="do not measure the collectives alone")
