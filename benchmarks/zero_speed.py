@@ -181,7 +181,7 @@ class Contest:
                 cut_off = limit < options.contestant_seconds and failed.startswith("ran past")
                 if not cut_off:  # else the call was over, which is not the contestant's failure
                     row["failed"] = failed
-                print(f"{name}: failed after {seconds} s: {failed.strip().splitlines()[-1]}", flush=True)
+                print(f"{name}: failed after {seconds} s: {failed.splitlines()[0]}", flush=True)
             else:
                 row["rounds"].append(
                     {"commit": commit(), "seconds": seconds, **json.loads(report.read_text())}

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ _TAIL = 3000  # characters of a failed run's output that a result keeps
 
 @dataclass(frozen=True)
 class Outcome:
-    """`failed` says why a run did not end well; None where it did."""
+    """`failed` says why a run did not end well, in its first line and then at length; None where it did."""
 
     seconds: float
     failed: str | None
@@ -58,7 +59,9 @@ def run_on_nodes(
             for process in processes:
                 _end(process)
         if failed:
-            failed += "".join(f"\nnode {node}: {_tail(path)}" for node, path in enumerate(outputs))
+            said = [_readable(path) for path in outputs]
+            failed += f": {_reason(said)}"
+            failed += "".join(f"\nnode {node}: {text[-_TAIL:].strip()}" for node, text in enumerate(said))
     return Outcome(time.perf_counter() - started, failed)
 
 
@@ -87,8 +90,20 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _tail(path: Path) -> str:
-    return path.read_text(errors="replace")[-_TAIL:].strip()
+def _readable(output: Path) -> str:
+    """What a node printed, without the directories of this machine."""
+    text = output.read_text(errors="replace")
+    for directory in (str(ROOT), sys.prefix, sys.base_prefix):
+        text = text.replace(directory, "…")
+    return text
+
+
+def _reason(outputs: list[str]) -> str:
+    """The line of a rank's output that most likely says why it ended; torchrun's own come last of all."""
+    lines = [line.strip() for text in outputs for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"(\[rank\d+\]: *)?[\w.]*(Error|Exception)\b.*", line)]
+    of_ranks = [line for line in errors if line.startswith("[rank")]
+    return (of_ranks or errors or lines or ["it printed nothing"])[-1 if of_ranks or not errors else 0]
 
 
 def _free_port() -> int:

@@ -143,7 +143,7 @@ def _table(rows: dict[str, dict[str, Any]], with_settings: bool = False) -> list
     for row in sorted(rows.values(), key=lambda row: row.get("milliseconds", math.inf)):
         if not _ran(row):
             why = row.get("absent") or row.get("failed") or "not yet run"
-            lines.append(f"| {row['title']} | {why.strip().splitlines()[-1][:160]} |")
+            lines.append(f"| {row['title']} | {why.splitlines()[0][:240]} |")
             continue
         cells = [
             row["title"] + ("" if row["same_work"] else " **(its first loss is another)**"),
