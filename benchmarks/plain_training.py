@@ -75,10 +75,8 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def build(
-    kind: str, config: ModelConfig, vocabulary: int, device: torch.device, reshard: bool | int = True
-) -> nn.Module:
-    """The model as a user of that way would set it up; `reshard` is FSDP2's reshard_after_forward."""
+def build(kind: str, config: ModelConfig, vocabulary: int, device: torch.device) -> nn.Module:
+    """The model as a user of that way would set it up."""
     torch.manual_seed(1)
     with device:
         model = PlainGPT(config, vocabulary)
@@ -91,7 +89,7 @@ def build(
     if kind == "fsdp2":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in model.blocks:
-            fully_shard(block, mp_policy=policy, reshard_after_forward=reshard)
+            fully_shard(block, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
     return model
 

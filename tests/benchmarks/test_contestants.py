@@ -82,6 +82,15 @@ def test_losses_are_those_of_plain_pytorch(name: str, plain_losses: list[float],
     assert report["loopback_bytes_per_step"] > 0
 
 
+@pytest.mark.parametrize("name", ["deepspeed_zero3", "deepspeed_zero3_keep"])
+def test_losses_of_deepspeed_where_it_is_installed(
+    name: str, plain_losses: list[float], tmp_path: Path
+) -> None:
+    if absent := contestants(2, 1, 2)[name].absent():
+        pytest.skip(absent)
+    assert reported(name, tmp_path)["losses"] == pytest.approx(plain_losses, abs=2e-5)
+
+
 def test_gradients_in_fewer_bits_train_too(plain_losses: list[float], tmp_path: Path) -> None:
     assert reported("fsdp2_bf16_hsdp", tmp_path)["losses"] == pytest.approx(plain_losses, rel=2e-3)
 
