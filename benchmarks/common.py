@@ -20,7 +20,9 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in ("torch", "numpy", "sentencepiece", "tokenizers")},
+        "versions": {
+            name: package_version(name) for name in ("torch", "numpy", "sentencepiece", "tokenizers")
+        },
     }
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
@@ -32,6 +34,14 @@ def machine() -> dict[str, Any]:
 
 def write_result(name: str, figures: dict[str, Any], directory: Path = RESULTS) -> Path:
     """Writes `figures` with machine, command and commit to DIRECTORY/NAME.json and prints them."""
+    path = save_result(name, figures, directory)
+    print(json.dumps(figures, indent=2))
+    print(f"written to {path}")
+    return path
+
+
+def save_result(name: str, figures: dict[str, Any], directory: Path = RESULTS) -> Path:
+    """As `write_result`, in silence; a reader finds the old file or the new one whole."""
     result = {
         "benchmark": name,
         "command": shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
@@ -41,9 +51,9 @@ def write_result(name: str, figures: dict[str, Any], directory: Path = RESULTS) 
     }
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(figures, indent=2))
-    print(f"written to {path}")
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(result, indent=2) + "\n")
+    os.replace(partial, path)
     return path
 
 
@@ -60,7 +70,8 @@ def commit() -> str:
     return head.stdout.strip() + ("-modified" if changed.stdout.strip() else "")
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """Of an installed package; None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -4,9 +4,10 @@ torchrun --nproc-per-node 2 benchmarks/convergence.py --data-path PREFIX --vocab
 python benchmarks/convergence.py --plot RESULT.json...  draws docs/convergence.png from results
 
 Nodes are emulated by what the ranks are told, so that the hops of qgZ run (both where a node has two ranks),
-over whatever link there is: the numbers that are sent are those of real nodes. More ranks than GPUs share
-them, and on GPUs layers are compiled. Runs of one seed see the same samples from the same weights. A result
-that is there already is kept: call it again with other --runs and --seeds to go on.
+over whatever link there is: the numbers that are sent are those of real nodes. Ranks have the GPUs that
+launch/emulate_nodes.sh would give them; where some share one the result says so. On GPUs layers are compiled.
+Runs of one seed see the same samples from the same weights. A result that is there already is kept: call it
+again with other --runs and --seeds to go on.
 
 GPUs do not repeat the sums of attention's backward, and training carries the difference on: "stage 3, again"
 says how far. With --deterministic they do, more slowly; it and hpZ must then end with the bits of stage 3.
@@ -31,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
 from benchmarks.common import RESULTS, commit, write_result
+from benchmarks.contest.grid import gpu_map, shares_gpus
 from megatron_zpp.config.data import DataConfig
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import LearningRateConfig, OptimizerConfig, PrecisionConfig
@@ -221,8 +223,11 @@ def main() -> None:
         torch.use_deterministic_algorithms(True)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     topology = Topology(rank, world, rank % (world // options.nodes), world // options.nodes)
+    mapped = gpu_map(
+        topology.nodes, topology.local_world_size, [str(gpu) for gpu in range(torch.cuda.device_count())]
+    )
     if torch.cuda.is_available():
-        device = torch.device("cuda", rank % torch.cuda.device_count())
+        device = torch.device("cuda", int(mapped[topology.node_of(rank)][topology.local_rank]))
         torch.cuda.set_device(device)
         if world > torch.cuda.device_count():  # NCCL lets only ranks of different hosts share a GPU
             os.environ |= {"NCCL_HOSTID": f"node{topology.node_of(rank)}", "NCCL_SOCKET_IFNAME": "lo"}
@@ -249,7 +254,13 @@ def main() -> None:
             if rank == 0:
                 print(name, seed, run["final_valid_loss"], run["seconds"], flush=True)
                 settings = {key: value for key, value in vars(options).items() if key != "output"}
-                figures = {"settings": settings, "percent_above_stage_3": compare(runs), "runs": runs}
+                figures = {
+                    "gpu_map": mapped,
+                    "shared_gpu": shares_gpus(mapped),
+                    "settings": settings,
+                    "percent_above_stage_3": compare(runs),
+                    "runs": runs,
+                }
                 write_result(name_of_result, figures, options.output)
     dist.barrier()
     dist.destroy_process_group()

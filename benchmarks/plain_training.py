@@ -61,19 +61,22 @@ class PlainGPT(nn.Module):
             Block(width, config.num_attention_heads, config.ffn_hidden_size) for _ in range(config.num_layers)
         )
         self.norm = nn.LayerNorm(width)
+        self.loss = cross_entropy  # or a compiled one
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        logits = F.linear(self.norm(x), self.tokens.weight)
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        return self.loss(F.linear(self.norm(x), self.tokens.weight), targets)
 
 
-def build(
-    kind: str, config: ModelConfig, vocabulary: int, device: torch.device, reshard: bool | int = True
-) -> nn.Module:
-    """The model as a user of that way would set it up; `reshard` is FSDP2's reshard_after_forward."""
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """(B, T, V) and (B, T) -> their mean cross-entropy in fp32."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def build(kind: str, config: ModelConfig, vocabulary: int, device: torch.device) -> nn.Module:
+    """The model as a user of that way would set it up."""
     torch.manual_seed(1)
     with device:
         model = PlainGPT(config, vocabulary)
@@ -86,7 +89,7 @@ def build(
     if kind == "fsdp2":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in model.blocks:
-            fully_shard(block, mp_policy=policy, reshard_after_forward=reshard)
+            fully_shard(block, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
     return model
 

@@ -4,10 +4,13 @@ python benchmarks/plan.py   writes benchmarks/results/plan.json and prints the t
 
 Memory follows from the settings alone. Runs between nodes and with an offloaded optimizer had an earlier
 loss, of EARLIER_LOSS bytes a token and entry of the vocabulary at the moment of their peaks, so their memory
-is compared without the loss; they were not compiled, which links hide. Time follows
-from the constants of plan/hardware.py, of which the share of the peak is fitted to one H200 alone, and the
-CPU's rate to the offloaded optimizer. NCCL over loopback sockets has no data sheet: what one of its
-communicators carries is fitted to the stage 3 row of each result.
+is compared without the loss. Time follows from the constants of plan/hardware.py, of which the share of the
+peak is fitted to one H200 alone, and the CPU's rate to the offloaded optimizer.
+
+In the results between nodes whose ranks shared a GPU ("shared_gpu") only memory is compared. Steps between
+nodes with a GPU for each rank are those of sockets_independent.json, planned from the rates that NCCL's
+collectives reached there: as they are, and with one factor on all rates of a set of sockets, fitted to its
+steps of one micro-batch.
 
 The paper (2306.10209) ran DeepSpeed's ZeRO-3 and ZeRO++ on 24 DGX-2 of 16 V100. Its bytes are put in here,
 3 and 0.75 models between nodes a step, since a plan has those of our engine. Each row is predicted twice:
@@ -19,15 +22,15 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
 from benchmarks.common import RESULTS, write_result
+from benchmarks.contest.contestants import OURS as CONTESTANTS
 from benchmarks.slow_link import NODES, RANKS_OF_A_NODE, SHAPE, VOCAB
-from benchmarks.zero_speed import CONTESTANTS
-from benchmarks.zero_speed import VOCAB as GPU_VOCAB
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.plan import PlanConfig
@@ -47,6 +50,8 @@ GRIDS = (  # result, samples of a micro-batch, nodes, GPUs of a node
     ("mbs4_2x2", 4, 2, 2),
 )
 SHAPES = {"345m:16": "345m_2.7b", "2.7b:8": "345m_2.7b", "6.7b:10": "6.7b"}  # of one GPU, to results
+GPU_VOCAB = 50304
+SOCKETS = "sockets_independent"  # until zero_speed.py has measured the same
 EARLIER_LOSS = 12  # fp32 softmax, gradient of its output, gradient of its input
 INFINITE = float("inf")
 PAPER_NODES, PAPER_GPUS = 24, 16
@@ -69,9 +74,16 @@ OURS: dict[str, tuple[str, bool]] = {  # row -> contestant, and whether gradient
 
 
 def job_of(
-    model: ModelConfig, vocab: int, zero: Row, nodes: int, local: int, size: int, compiled: bool = True
+    model: ModelConfig,
+    vocab: int,
+    zero: Row,
+    nodes: int,
+    local: int,
+    size: int,
+    compiled: bool = True,
+    micro_batches: int = 1,
 ) -> Job:
-    """One bf16 micro-batch of `size` a step, nothing recomputed."""
+    """Steps of bf16 micro-batches of `size` samples, nothing recomputed."""
     return Job(
         model=model,
         vocab_size=vocab,
@@ -81,7 +93,7 @@ def job_of(
         nodes=nodes,
         local=local,
         micro_batch_size=size,
-        micro_batches=1,
+        micro_batches=micro_batches,
         units=units_of(model, vocab),
         compiled=compiled,
     )
@@ -117,22 +129,15 @@ def shape_rows() -> list[Row]:
 
 
 def h200_rows() -> list[Row]:
-    """Every measurement of zero_speed.py."""
-    model = ModelConfig(model_preset="1.3b", seq_length=1024, hidden_dropout=0.0, attention_dropout=0.0)
+    """Every measurement of two GPUs: memory, and time where each rank had a GPU of its own."""
+    model = _measured_model()
     gpu = _h200()
     rows = []
     for grid_name, micro_batch, nodes, local in GRIDS:
         name = f"zero_speed_1.3b_{grid_name}"
         compiled = grid_name.endswith("compiled")
         figures = json.loads((RESULTS / f"{name}.json").read_text())["figures"]
-        stage_3 = job_of(model, GPU_VOCAB, CONTESTANTS["stage_3"], nodes, local, micro_batch, compiled)
-        share = local if nodes > 1 else 1  # two GPUs for all ranks
-
-        def sockets(lane: float, share: int = share) -> Machine:
-            return Machine(gpu.flops / share, gpu.memory_rate / share, gpu.inside / share, INFINITE, lane)
-
-        measured = figures["stage_3"]["milliseconds"] / 1000
-        rates = gpu if nodes == 1 else fitted(stage_3, measured, sockets, 1e6, 1e12)
+        timed = not figures.get("shared_gpu")
         for contestant, figure in figures.items():
             if contestant not in CONTESTANTS and contestant != "one_gpu":
                 continue
@@ -143,25 +148,91 @@ def h200_rows() -> list[Row]:
             alone = contestant == "one_gpu"
             grid = (1, 1) if alone else (nodes, local)
             job = job_of(model, GPU_VOCAB, CONTESTANTS.get(contestant, {}), *grid, micro_batch, compiled)
-            seconds = step_time(job, rates, traffic_of(job)).seconds
             memory = memory_of(job)
             earlier_loss = 0.0 if compiled else EARLIER_LOSS * job.tokens * job.vocab_size / 2**30
             planned = memory.peak if compiled else memory.resident + memory.activations
             if not alone:
                 planned += _counted_otherwise(job, compiled)
+            row: Row = {
+                "result": name,
+                "run": contestant,
+                "with_loss": compiled,
+                "gib": round(planned / 2**30, 2),
+                "measured_gib": round(figure["peak_gib"] - earlier_loss, 2),
+            }
+            if timed:
+                row["milliseconds"] = round(1000 * step_time(job, gpu, traffic_of(job)).seconds, 1)
+                row["measured_ms"] = figure["milliseconds"]
+                row["fitted"] = contestant in ("one_gpu", "stage_3_offload")
+            rows.append(row)
+    return rows
+
+
+def socket_rows() -> list[Row]:
+    """Steps between nodes, a GPU for each rank: planned from the collectives' rates, and with one factor."""
+    tables = json.loads((RESULTS / f"{SOCKETS}.json").read_text())["figures"]["tables"]
+    factors: dict[str, float] = {}
+    rows = []
+    for table in tables:
+        if table["shared_gpu"]:
+            continue
+        steps = [
+            (name, _socket_job(table, name), figure["milliseconds"] / 1000)
+            for name, figure in table["contestants"].items()
+            if name in CONTESTANTS
+        ]
+        fits = table["micro_batches"] == 1
+        if fits:
+            factors[table["nccl"]] = _factor(table, [(job, measured) for _, job, measured in steps])
+        factor = factors[table["nccl"]]
+        for name, job, measured in steps:
+            passes = traffic_of(job)
+            plain, scaled = (step_time(job, _sockets(table, each), passes).seconds for each in (1.0, factor))
             rows.append(
                 {
-                    "result": name,
-                    "run": contestant,
-                    "with_loss": compiled,
-                    "gib": round(planned / 2**30, 2),
-                    "measured_gib": round(figure["peak_gib"] - earlier_loss, 2),
-                    "milliseconds": round(1000 * seconds, 1),
-                    "measured_ms": figure["milliseconds"],
-                    "fitted": contestant in ("one_gpu", "stage_3_offload" if nodes == 1 else "stage_3"),
+                    "nccl": table["nccl"],
+                    "micro_batches": table["micro_batches"],
+                    "run": name,
+                    "milliseconds": round(1000 * plain, 1),
+                    "factor": round(factor, 3),
+                    "scaled_ms": round(1000 * scaled, 1),
+                    "measured_ms": 1000 * measured,
+                    "fitted": fits,
                 }
             )
     return rows
+
+
+def _socket_job(table: Row, contestant: str) -> Job:
+    grid = (table["nodes"], table["ranks_per_node"], table["micro_batch_size"])
+    batches = table["micro_batches"]
+    return job_of(_measured_model(), GPU_VOCAB, CONTESTANTS[contestant], *grid, micro_batches=batches)
+
+
+def _sockets(table: Row, factor: float) -> Machine:
+    """H200s whose nodes are joined by NCCL's sockets, at `factor` times the rates that were measured alone.
+
+    The engine's gathers are all-gathers and its reductions all-to-alls, on a communicator each.
+    """
+    links = {name: factor * 1e9 * rate for name, rate in table["links"].items()}
+    together = links["all_gather_beside_all_to_all"]
+    return replace(_h200(), gather=links["all_gather"], exchange=links["all_to_all"], link=together)
+
+
+def _factor(table: Row, steps: list[tuple[Job, float]]) -> float:
+    """The factor that makes the largest relative error of `steps` smallest."""
+
+    def worst(factor: float) -> float:
+        rates = _sockets(table, factor)
+        return max(
+            abs(step_time(job, rates, traffic_of(job)).seconds / measured - 1) for job, measured in steps
+        )
+
+    return min((step / 1000 for step in range(700, 1401, 5)), key=worst)
+
+
+def _measured_model() -> ModelConfig:
+    return ModelConfig(model_preset="1.3b", seq_length=1024, hidden_dropout=0.0, attention_dropout=0.0)
 
 
 def _counted_otherwise(job: Job, compiled: bool) -> int:
@@ -284,9 +355,14 @@ def tables() -> dict[str, list[str]]:
     gpus = [
         f"| {row['result'].removeprefix('zero_speed_1.3b_').replace('_', ', ')} | {row['run']} | "
         f"{row['gib']:.2f} | {row['measured_gib']:.2f} | "
-        f"{row['milliseconds']:.1f} | {row['measured_ms']:.1f} | "
-        f"{'fitted' if row['fitted'] else format(row['milliseconds'] / row['measured_ms'] - 1, '+.1%')} |"
+        f"{_times(row) if 'measured_ms' in row else '– | – | GPUs shared'} |"
         for row in h200_rows()
+    ]
+    sockets = [
+        f"| {row['nccl']} | {row['micro_batches']} | {row['run']} | {row['measured_ms']:.0f} | "
+        f"{row['milliseconds']:.0f} | {_off(row['milliseconds'], row['measured_ms'])} | "
+        f"{row['scaled_ms']:.0f} | {_off(row['scaled_ms'], row['measured_ms'])} |"
+        for row in socket_rows()
     ]
     links = [
         f"| {row['run']} | {row['seconds']:.2f} | {row['measured_seconds']:.2f} | "
@@ -308,7 +384,16 @@ def tables() -> dict[str, list[str]]:
         f"{row['milliseconds'] / row['measured_ms'] - 1:+.1%} |"
         for row in shape_rows()
     ]
-    return {"gpus": gpus, "shapes": shapes, "links": links, "paper": paper, "ours": ours}
+    return {"gpus": gpus, "sockets": sockets, "shapes": shapes, "links": links, "paper": paper, "ours": ours}
+
+
+def _times(row: Row) -> str:
+    off = "fitted" if row["fitted"] else _off(row["milliseconds"], row["measured_ms"])
+    return f"{row['milliseconds']:.1f} | {row['measured_ms']:.1f} | {off}"
+
+
+def _off(planned: float, measured: float) -> str:
+    return format(planned / measured - 1, "+.1%")
 
 
 def _figures(row: Row) -> str:
@@ -320,6 +405,7 @@ def main() -> None:
     """Writes the rows, and prints them as they stand in the documentation."""
     figures = {
         "h200": h200_rows(),
+        "sockets": socket_rows(),
         "one_h200": shape_rows(),
         "slow_link": slow_link_rows(),
         "zeropp_paper_18b": published_rows(),

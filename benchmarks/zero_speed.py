@@ -1,230 +1,242 @@
-"""ZeRO stages and ZeRO++ against one GPU and against FSDP2 on the same model, side by side in one run.
+"""Training speed of ZeRO and ZeRO++ against FSDP2 and DeepSpeed: every contestant in processes of its own.
 
-torchrun --nproc-per-node 2 benchmarks/zero_speed.py [--micro-batch-size 8] [--ranks-per-node 1]
+python benchmarks/zero_speed.py --nodes 2 --ranks-per-node 1 [--nccl default] [--contestants NAME...]
+python benchmarks/zero_speed.py --tables RESULT.json...   prints the tables of results
 
-With fewer ranks a node than there are, nodes are emulated: NCCL takes them for different hosts, so that they
-talk over TCP instead of NVLink, and ranks of different nodes may share a GPU.
-Figures: tokens a second of the whole job, TFLOP/s a GPU (PaLM), peak memory and cudaMalloc calls during the
-timed steps; ratios are of rates measured in this run. Layers are compiled, ours and FSDP2's.
+Nodes are emulated as by launch/emulate_nodes.sh: a torchrun for each, a GPU for each rank where there are
+enough, NCCL over sockets between nodes. Where ranks share a GPU the result says so ("shared_gpu"), and its
+times are no measure of a network. Contestants take turns, --rounds times, so that drift shows; all of them
+train the same weights on the same tokens with the same NCCL settings, and their losses are in the result. The
+rates of NCCL's collectives are measured in the same rounds, so that results can be scaled to another link.
+
+The result is written after every contestant. A call stops before --limit-seconds with exit status 75, and the
+same command resumes. What failed is recorded and not tried again without --retry-failed. benchmarks/README.md
+has the commands of the comparison on two GPUs.
 """
 
 import argparse
-import gc
+import json
 import os
+import signal
+import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.common import write_result
-from benchmarks.plain_training import build
-from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
-from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.model.flops import flops_per_token
-from megatron_zpp.model.gpt import GPT
-from megatron_zpp.ops.library import load_operations
-from megatron_zpp.train.compiling import compile_parts
-from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.topology import Topology
+from benchmarks.common import RESULTS, commit, package_version, save_result
+from benchmarks.contest import grid, summary
+from benchmarks.contest.contestants import Contestant, contestants, default_names
+from benchmarks.contest.launch import ROOT, run_on_nodes
+from benchmarks.contest.protocol import shape_arguments
 
-VOCAB = 50304
-Step = Callable[[torch.Tensor], None]
-Contestant = tuple[Step, Callable[[], None]]  # one training step, and how to let go of it
+LINKS = "links"  # measured in every round like a contestant
+_SHAPE = ("preset", "num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")
+_FIXED = (*_SHAPE, "micro_batch_size", "micro_batches", "dtype", "warmup", "steps", "no_compile")
+_MARGIN = 1.2  # of what a contestant took the last time
 
 
-CONTESTANTS: dict[str, dict[str, Any]] = {  # our settings
-    "stage_0": {"zero_stage": 0},
-    "stage_1": {"zero_stage": 1},
-    "stage_2": {"zero_stage": 2},
-    "stage_3": {"zero_stage": 3},
-    "stage_3_prefetch_2": {"zero_stage": 3, "zero_prefetch_units": 2},
-    "stage_3_offload": {"zero_stage": 3, "zero_offload_optimizer": True},
-    "qwz": {"zero_stage": 3, "zero_quantized_weights": True},
-    "hpz": {"zero_stage": 3, "zero_hpz_partition_size": "auto"},
-    "qgz": {"zero_stage": 3, "zero_quantized_gradients": True},
-    "zeropp": {
-        "zero_stage": 3,
-        "zero_quantized_weights": True,
-        "zero_hpz_partition_size": "auto",
-        "zero_quantized_gradients": True,
-    },
-}
-
-
-def our_step(
-    config: ModelConfig, settings: dict[str, Any], topology: Topology, micro_batch_size: int
-) -> Contestant:
-    """The engine."""
-    with torch.device("meta"):
-        model = GPT(config, VOCAB)
-    compile_parts(model, (micro_batch_size, config.seq_length), print, on_gpu=True)
-    engine = ZeroEngine(
-        model,
-        partial(model.initialize_parameter, seed=1),
-        zero=ZeroConfig(**settings),
-        optimizer=OptimizerConfig(),
-        precision=PrecisionConfig(bf16=True),
-        topology=topology,
-        device=torch.device("cuda", torch.cuda.current_device()),
-        operations=load_operations("cuda", require_kernels=True, say=print),
-    )
-
-    def step(tokens: torch.Tensor) -> None:
-        engine.accumulate(tokens, index=0, micro_batches=1)
-        engine.step(1e-4)
-
-    return step, engine.close
-
-
-def fsdp2_step(config: ModelConfig, reshard: bool | int = True) -> Contestant:
-    """FSDP2 as benchmarks/plain_training.py has it.
-
-    `reshard` is its reshard_after_forward of the layers: a number is the size of its hpZ groups.
-    """
-    model = build("fsdp2", config, VOCAB, torch.device("cuda", torch.cuda.current_device()), reshard)
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def step(tokens: torch.Tensor) -> None:
-        model(tokens[:, :-1], tokens[:, 1:]).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        adamw.step()
-        adamw.zero_grad()
-
-    return step, lambda: None
-
-
-def measure(build: Callable[[], Contestant], tokens: torch.Tensor, warmup: int, steps: int) -> dict[str, Any]:
-    """Milliseconds of a step, of each rank and the slowest, peak memory of this rank, cudaMalloc calls.
-
-    The latter during the timed steps. GPUs of one kind differ by percents, and no stage is faster than the
-    slower one is alone.
-    """
-    torch._dynamo.reset()  # or what other contestants compiled counts as theirs
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()  # FSDP2 leaves some behind
-    step, close = build()
-    for _ in range(warmup):
-        step(tokens)
-    torch.cuda.synchronize()
-    dist.barrier()
-    mallocs = torch.cuda.memory_stats()["num_device_alloc"]
-    started = time.perf_counter()
-    for _ in range(steps):
-        step(tokens)
-    torch.cuda.synchronize()
-    elapsed = time.perf_counter() - started
-    close()
-    of_ranks = [0.0] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, round(1000 * elapsed / steps, 2))
-    return {
-        "milliseconds": max(of_ranks),
-        "of_ranks_ms": of_ranks,
-        "peak_gib": round((torch.cuda.max_memory_allocated() - before) / 2**30, 2),
-        "mallocs_in_timed_steps": torch.cuda.memory_stats()["num_device_alloc"] - mallocs,
-    }
-
-
-def trace(build: Callable[[], Contestant], tokens: torch.Tensor, path: str) -> None:
-    """Three steps to a trace that Perfetto opens."""
-    step, close = build()
-    for _ in range(3):
-        step(tokens)
-    with torch.profiler.profile() as profile:
-        for _ in range(3):
-            step(tokens)
-        torch.cuda.synchronize()
-    profile.export_chrome_trace(path)
-    close()
-
-
-def main() -> None:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line, checked."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--preset", default="1.3b")
-    parser.add_argument("--seq-length", type=int, default=1024)
-    parser.add_argument("--micro-batch-size", type=int, default=8)
-    parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=2)
+    shape_arguments(parser)
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--ranks-per-node", type=int, default=2)
+    parser.add_argument("--nccl", choices=list(grid.NCCL_SETTINGS), default="default")
+    parser.add_argument("--contestants", nargs="+", help="names, or the families ours, fsdp2, deepspeed")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--limit-seconds", type=float, default=570, help="of this call")
     parser.add_argument(
-        "--contestants", nargs="+", default=["one_gpu", "stage_1", "stage_2", "stage_3", "fsdp2"]
+        "--contestant-seconds", type=float, default=240, help="of one contestant in one round"
     )
-    parser.add_argument("--ranks-per-node", type=int)
-    parser.add_argument("--trace")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
-    options = parser.parse_args()
-    topology = Topology.from_environment(os.environ)
-    ranks_per_node = options.ranks_per_node or topology.local_world_size
-    if ranks_per_node < topology.local_world_size:
-        topology = Topology(
-            topology.rank, topology.world_size, topology.rank % ranks_per_node, ranks_per_node
-        )
-        os.environ |= {
-            "NCCL_HOSTID": f"node{topology.node_of(topology.rank)}",
-            "NCCL_SOCKET_IFNAME": "lo",
-            "NCCL_IB_DISABLE": "1",
-        }
-    device = torch.device("cuda", topology.local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    torch.set_num_threads(max(1, os.cpu_count() // topology.world_size))  # torchrun leaves one
-    dist.init_process_group("nccl", device_id=device)
+    parser.add_argument("--retry-failed", action="store_true")
+    parser.add_argument("--no-links", action="store_true", help="do not measure the collectives alone")
+    parser.add_argument("--trace", type=Path, help="a directory for a trace of each contestant's first round")
+    parser.add_argument("--tables", type=Path, nargs="+", help="print these results and measure nothing")
+    parser.add_argument("--list", action="store_true", help="print the contestants of this grid")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args(argv)
+    if options.preset is None and options.num_layers is None:
+        options.preset = "1.3b"
+    every = contestants(options.nodes, options.ranks_per_node, options.micro_batches)
+    options.names = []
+    for name in options.contestants or default_names(
+        options.nodes, options.ranks_per_node, options.micro_batches
+    ):
+        family = [each for each, contestant in every.items() if contestant.family == name]
+        if not family and name not in every:
+            parser.error(f"--contestants {name}: not one of {', '.join(every)}, ours, fsdp2, deepspeed")
+        options.names += family or [name]
+    options.names = list(dict.fromkeys(options.names))
+    return options
 
-    config = ModelConfig(
-        model_preset=options.preset, seq_length=options.seq_length, hidden_dropout=0.0, attention_dropout=0.0
-    )
-    builders: dict[str, Callable[[], Contestant]] = {
-        "one_gpu": lambda: our_step(config, {"zero_stage": 0}, Topology(), options.micro_batch_size),
-        **{
-            name: partial(our_step, config, settings, topology, options.micro_batch_size)
-            for name, settings in CONTESTANTS.items()
-        },
-        "fsdp2": lambda: fsdp2_step(config),
-        "fsdp2_hpz": lambda: fsdp2_step(config, reshard=ranks_per_node),
-    }
-    tokens = torch.randint(VOCAB, (options.micro_batch_size, options.seq_length + 1), device="cuda")
-    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in options.contestants}
-    for _ in range(options.rounds):
-        for name in options.contestants:
-            rounds[name].append(measure(builders[name], tokens, options.warmup, options.steps))
-            if topology.rank == 0:
-                print(name, rounds[name][-1], flush=True)
-    if options.trace:
-        trace(builders[options.contestants[-1]], tokens, f"{options.trace}.rank{topology.rank}.json")
 
-    per_rank = options.micro_batch_size * options.seq_length
-    figures = {}
-    for name, results in rounds.items():
-        best = min(results, key=lambda result: result["milliseconds"])
-        rate = per_rank / best["milliseconds"] * 1000  # tokens a second and GPU
-        tflops = rate * flops_per_token(config, VOCAB) / 1e12
-        figures[name] = {
-            **best,
-            "tflops_per_gpu": round(tflops, 1),
-            "rounds_ms": [r["milliseconds"] for r in results],
+def result_name(options: argparse.Namespace) -> str:
+    """Of the result: model, micro-batches, grid and NCCL's settings."""
+    model = options.preset or f"{options.num_layers}x{options.hidden_size}"
+    batch = f"mbs{options.micro_batch_size}_acc{options.micro_batches}"
+    return f"zero_speed_{model}_{batch}_{options.nodes}x{options.ranks_per_node}_{options.nccl}"
+
+
+class Contest:
+    """The rounds of one result, which is on disk after each of them."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options, self._deadline = options, time.perf_counter() + options.limit_seconds
+        self._mapped = grid.gpu_map(options.nodes, options.ranks_per_node, grid.visible_gpus())
+        self._name = result_name(options)
+        self._taken: dict[str, float] = {}  # seconds of the last round
+        self.figures = self._begin()
+
+    def run(self) -> bool:
+        """Runs what is missing; False when the time is up before all of it has run."""
+        options = self._options
+        every = contestants(options.nodes, options.ranks_per_node, options.micro_batches)
+        rows = self.figures["contestants"]
+        for name in options.names:
+            if (why := every[name].absent()) is not None:
+                rows[name] = {"title": every[name].title, "absent": why}
+                print(f"{name}: absent: {why}", flush=True)
+            else:
+                row = rows.setdefault(name, {"title": every[name].title, "rounds": []})
+                row.pop("absent", None)
+                row.setdefault("rounds", [])
+                if options.retry_failed:
+                    row.pop("failed", None)
+        present = [name for name in options.names if "absent" not in rows[name]]
+        alone = options.nodes * options.ranks_per_node == 1
+        links = [] if alone or options.no_links else [LINKS]
+        for number in range(options.rounds):
+            for name in [*links, *present]:
+                row = self.figures[LINKS] if name == LINKS else rows[name]
+                if "failed" in row or len(row["rounds"]) > number:
+                    continue
+                if not self._fits(name):
+                    return False
+                self._round(name, row, None if name == LINKS else every[name])
+        self._save()
+        return True
+
+    def _begin(self) -> dict[str, Any]:
+        """The figures so far. Exits where the result is of other settings, GPUs or another mapping."""
+        options = self._options
+        settings = {name: getattr(options, name) for name in _FIXED}
+        fresh: dict[str, Any] = {
+            "settings": settings,
+            "nodes": options.nodes,
+            "ranks_per_node": options.ranks_per_node,
+            "gpu_map": self._mapped,
+            "shared_gpu": grid.shares_gpus(self._mapped),
+            "nccl": {"name": options.nccl, "environment": grid.NCCL_SETTINGS[options.nccl]},
+            "deepspeed": package_version("deepspeed"),
+            LINKS: {"rounds": []},
+            "contestants": {},
         }
-    for name, figure in figures.items():
-        for base in ("fsdp2", "fsdp2_hpz", "one_gpu", "stage_3"):
-            if base in figures and name != base:
-                figure[f"rate_over_{base}"] = round(figures[base]["milliseconds"] / figure["milliseconds"], 3)
-    if topology.rank == 0:
-        nodes = f"{topology.nodes}x{topology.local_world_size}"
-        name = f"zero_speed_{options.preset}_mbs{options.micro_batch_size}_{nodes}"
-        write_result(
-            name, {"settings": vars(options) | {"output": str(options.output)}, **figures}, options.output
-        )
-    dist.barrier()
-    dist.destroy_process_group()
+        path = options.output / f"{self._name}.json"
+        if not path.exists():
+            return fresh
+        kept = json.loads(path.read_text())["figures"]
+        for key in ("settings", "nodes", "ranks_per_node", "gpu_map", "nccl"):
+            if kept[key] != fresh[key]:
+                sys.exit(f"{path}: has {key} {kept[key]}, this run {fresh[key]}; give another --output")
+        return {**kept, "deepspeed": fresh["deepspeed"]}
+
+    def _fits(self, name: str) -> bool:
+        """Whether one more round of `name` is likely to end in time."""
+        left = self._deadline - time.perf_counter()
+        expected = _MARGIN * self._taken.get(name, min(60.0, self._options.contestant_seconds))
+        if expected <= left:
+            return True
+        print(f"{left:.0f} s are left and {name} needs about {expected:.0f}: run the same command again")
+        return False
+
+    def _round(self, name: str, row: dict[str, Any], contestant: Contestant | None) -> None:
+        """One contestant's turn, or that of the links; what it reports or how it failed goes into `row`."""
+        options = self._options
+        with tempfile.TemporaryDirectory() as scratch:
+            report = Path(scratch) / "report.json"
+            if contestant is None:
+                module, arguments = "benchmarks.contest.link_rates", ["--nodes", str(options.nodes)]
+            else:
+                module, arguments = contestant.module, [*contestant.arguments, *self._flags()]
+                if options.trace and not row["rounds"]:
+                    arguments += ["--trace", str((options.trace / name).resolve())]
+            limit = min(options.contestant_seconds, self._deadline - time.perf_counter())
+            outcome = run_on_nodes(
+                module,
+                [*arguments, "--report", str(report)],
+                self._environments(name),
+                options.ranks_per_node,
+                limit,
+            )
+            self._taken[name] = outcome.seconds
+            seconds = round(outcome.seconds, 1)
+            if outcome.failed or not report.exists():
+                failed = outcome.failed or "ended without a report"
+                cut_off = limit < options.contestant_seconds and failed.startswith("ran past")
+                if not cut_off:  # else the call was over, which is not the contestant's failure
+                    row["failed"] = failed
+                print(f"{name}: failed after {seconds} s: {failed.splitlines()[0]}", flush=True)
+            else:
+                row["rounds"].append(
+                    {"commit": commit(), "seconds": seconds, **json.loads(report.read_text())}
+                )
+                said = row["rounds"][-1]
+                shown = said if contestant is None else f"{statistics.median(said['step_ms']):.1f} ms"
+                print(f"{name}: {shown}, in {seconds} s", flush=True)
+        self._save()
+
+    def _flags(self) -> list[str]:
+        given = {name: getattr(self._options, name) for name in _FIXED if name != "no_compile"}
+        flags = [
+            (f"--{name.replace('_', '-')}", str(value)) for name, value in given.items() if value is not None
+        ]
+        return [part for pair in flags for part in pair] + ["--no-compile"] * self._options.no_compile
+
+    def _environments(self, name: str) -> list[dict[str, str]]:
+        """Of each node; every contestant keeps its compiled kernels apart, in build/, from call to call."""
+        options = self._options
+        processors = len(os.sched_getaffinity(0)) // (options.nodes * options.ranks_per_node)
+        cache = ROOT / "build" / "zero_speed" / name
+        own = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
+        settings = grid.NCCL_SETTINGS[options.nccl]
+        return [
+            {**grid.node_environment(node, gpus, settings, processors), **own}
+            for node, gpus in enumerate(self._mapped)
+        ]
+
+    def _save(self) -> None:
+        summary.summarise(self.figures)
+        path = save_result(self._name, self.figures, self._options.output)
+        self.path = path
+
+
+def main() -> None:
+    options = parse()
+    if options.tables:
+        print(summary.tables([json.loads(path.read_text()) for path in options.tables]))
+        return
+    if options.list:
+        every = contestants(options.nodes, options.ranks_per_node, options.micro_batches)
+        for name, contestant in every.items():
+            print(f"{'*' if name in options.names else ' '} {name:24} {contestant.title}")
+        return
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        contest = Contest(options)
+    except ValueError as error:
+        sys.exit(str(error))
+    if contest.figures["shared_gpu"]:
+        print("warning: ranks share GPUs and take turns on them; these times are no measure of a network")
+    finished = contest.run()
+    print(summary.tables([json.loads(contest.path.read_text())]))
+    print(f"{'complete' if finished else 'not complete'}: {contest.path}")
+    sys.exit(0 if finished else 75)
 
 
 if __name__ == "__main__":

@@ -41,17 +41,19 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """What one rank computes with and sends over; all rates in bytes or FLOPs a second.
+    """What one rank computes with and sends over; all rates in bytes or FLOPs per second.
 
-    `lane` is the most that one communicator reaches between nodes, where that is less than the link:
-    NCCL over plain sockets.
+    `link` is what a node reaches with all its communicators together. `gather` and `exchange` bound the
+    communicator of the all-gathers and that of the reductions, where one alone reaches less, as NCCL does
+    over sockets.
     """
 
     flops: float
     memory_rate: float
     inside: float
     link: float
-    lane: float = float("inf")
+    gather: float = float("inf")
+    exchange: float = float("inf")
 
 
 def machine(config: PlanConfig, dtype: str) -> Machine:

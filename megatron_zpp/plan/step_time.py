@@ -7,7 +7,8 @@ A pass is a forward or a backward of one micro-batch.
     kernels   memory traffic of what is not in those FLOPs, over the rate that kernels reach: codes decoded
               and encoded, gradients copied, sent parts summed
     links     what a node sends to others over the link's rate, and what a GPU sends inside its node over
-              NVLink's. Gathers and reductions share a link; the two links work at the same time
+              NVLink's. Gathers and reductions share a link; the two links work at the same time. Over sockets
+              a communicator alone does not fill the link, so gathers and reductions have rates of their own
 
 Gathers run ahead of both passes and reductions behind the backward, so a pass takes as long as the longest of
 the three; only the last unit's reduction has nothing left to run behind. What a pass takes longer than its
@@ -68,13 +69,14 @@ def step_time(job: Job, machine: Machine, passes: list[Pass]) -> StepTime:
 
 def pass_seconds(job: Job, machine: Machine, one: Pass, working: float) -> float:
     """One pass of `working` seconds of compute and kernels, with what is sent beside it."""
-    hops = _link_seconds(job, machine, one.alone), _inside_seconds(job, machine, one.alone)
+    between = one.alone.inter / job.nodes / min(machine.link, machine.exchange)
+    hops = between, _inside_seconds(job, machine, one.alone)
     in_turn = job.two_hops and job.gradient_codes is None  # qgZ's overlap by chunks
     alone = sum(hops) if in_turn else max(hops)
-    lanes = (one.gathered, one.reduced)
-    slowest = max(lane.inter for lane in lanes) / job.nodes / machine.lane
+    gathers = one.gathered.inter / job.nodes / machine.gather
+    reductions = one.reduced.inter / job.nodes / machine.exchange
     link, inside = _link_seconds(job, machine, one.sent), _inside_seconds(job, machine, one.sent)
-    return max(working + alone, link, inside, slowest)
+    return max(working + alone, link, inside, gathers, reductions)
 
 
 def compute_seconds(job: Job, machine: Machine, forward: bool) -> float:

@@ -1,0 +1,96 @@
+"""GB/s that each rank sends in collectives between nodes; on one node, inside it.
+
+Ranks with the same place on every node form a group, as in a reduction between nodes, and all groups work at
+once. Beside each collective alone there is an all-gather beside an all-to-all, each on a communicator and a
+stream of its own, which is what a backward of ZeRO-3 has on the link. Sizes are what one rank sends.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.contest.protocol import Rank, join
+
+Collective = Callable[[], dist.Work]
+
+
+def collectives(sent_bytes: int, group: dist.ProcessGroup, device: torch.device) -> dict[str, Collective]:
+    """Each moves `sent_bytes` from every rank of `group` to others."""
+    ranks = group.size()
+    part = sent_bytes // (ranks - 1)
+
+    def buffer(nbytes: int) -> Tensor:
+        return torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=device)
+
+    shard, whole, received = buffer(part), buffer(part * ranks), buffer(part * ranks)
+    return {
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, shard, group=group, async_op=True),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(shard, whole, group=group, async_op=True),
+        "all_to_all": lambda: dist.all_to_all_single(received, whole, group=group, async_op=True),
+    }
+
+
+def gigabytes_per_second(rank: Rank, running: list[Collective], sent_bytes: int, seconds: float) -> float:
+    """Of each rank, with the collectives of `running` side by side, over about that many seconds."""
+
+    def once() -> None:
+        for work in [start() for start in running]:
+            work.wait()
+
+    def timed(repeats: int) -> float:
+        if rank.on_gpu:
+            torch.cuda.synchronize()
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in range(repeats):
+            once()
+        if rank.on_gpu:
+            torch.cuda.synchronize()
+        slowest = torch.tensor(time.perf_counter() - started, device=rank.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return slowest.item()
+
+    timed(2)
+    repeats = max(3, int(seconds / (timed(2) / 2)))
+    return round(len(running) * sent_bytes * repeats / timed(repeats) / 1e9, 3)
+
+
+def main() -> None:
+    """Every rank runs this; rank 0 writes the rates by collective and megabytes."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[25, 100])
+    parser.add_argument("--seconds", type=float, default=0.7, help="for each figure")
+    parser.add_argument("--report", type=Path, required=True)
+    options = parser.parse_args()
+    rank = join(options)
+    ranks_per_node = rank.world_size // options.nodes
+    step = ranks_per_node if options.nodes > 1 else 1
+    mine = []
+    for _ in range(2):  # two communicators, so that two collectives can run side by side
+        groups = [dist.new_group(list(range(first, rank.world_size, step))) for first in range(step)]
+        mine.append(groups[rank.rank % step])
+    rates: dict[str, dict[str, float]] = {}
+    for size in options.megabytes:
+        first, second = (collectives(size * 10**6, group, rank.device) for group in mine)
+        cases = {name: [start] for name, start in first.items()}
+        cases["all_gather_beside_all_to_all"] = [first["all_gather"], second["all_to_all"]]
+        for name, running in cases.items():
+            rate = gigabytes_per_second(rank, running, size * 10**6, options.seconds)
+            rates.setdefault(name, {})[f"{size}MB"] = rate
+    if rank.rank == 0:
+        options.report.write_text(json.dumps(rates))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""What every contestant shares: its command line, weights, data, timed steps and report.
+
+A contestant is a program of its own that says how it takes one optimizer step. All of them start from the
+same weights (drawn by name, as megatron_zpp draws them), train on the same tokens, which do not change from
+step to step, and use the same AdamW with the same clipping. Their losses therefore agree to rounding, and the
+report has them.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.plain_training import PlainGPT
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.optimizer import OptimizerConfig
+from megatron_zpp.model.gpt import GPT
+
+LEARNING_RATE = 1e-4
+SEED = 1
+ADAMW = OptimizerConfig()
+_LOOPBACK = Path("/sys/class/net/lo/statistics/tx_bytes")
+_NAMES = {  # PlainGPT's modules, and ours that hold the same parameters
+    "norm1": "attention_norm",
+    "qkv": "attention.qkv",
+    "out": "attention.output",
+    "norm2": "mlp_norm",
+    "up": "mlp.input",
+    "down": "mlp.output",
+}
+
+Step = Callable[[Sequence[Tensor]], Tensor]  # micro-batches of (B, T + 1) tokens -> mean loss of this rank
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process, its device and what it was asked to do."""
+
+    options: argparse.Namespace
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the compute runs on a GPU."""
+        return self.device.type == "cuda"
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model, without dropout."""
+        options = self.options
+        return ModelConfig(
+            model_preset=options.preset,
+            num_layers=options.num_layers,
+            hidden_size=options.hidden_size,
+            num_attention_heads=options.num_attention_heads,
+            seq_length=options.seq_length,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        )
+
+
+def shape_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags that the driver and every contestant have."""
+    parser.add_argument("--preset", help="a model preset, or give the three sizes")
+    parser.add_argument("--num-layers", type=int)
+    parser.add_argument("--hidden-size", type=int)
+    parser.add_argument("--num-attention-heads", type=int)
+    parser.add_argument("--seq-length", type=int, default=1024)
+    parser.add_argument("--vocab-size", type=int, default=50304)
+    parser.add_argument("--micro-batch-size", type=int, default=8)
+    parser.add_argument("--micro-batches", type=int, default=1, help="in each optimizer step")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=10, help="timed ones, in each round")
+    parser.add_argument("--no-compile", action="store_true")
+
+
+def contestant_parser(description: str | None) -> argparse.ArgumentParser:
+    """The command line of a contestant, to which it adds its own flags."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    shape_arguments(parser)
+    parser.add_argument("--report", type=Path, required=True)
+    parser.add_argument("--trace", type=Path, help="a directory for a trace of three steps of each rank")
+    return parser
+
+
+def join(options: argparse.Namespace) -> Rank:
+    """Joins the ranks that torchrun started, NCCL on GPUs and gloo on CPUs."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    return Rank(options, rank, world_size, device)
+
+
+def plain_model(rank: Rank) -> PlainGPT:
+    """The peers' model on this rank's device, whole, in fp32, with the weights that ours starts from."""
+    config, vocab_size = rank.config, rank.options.vocab_size
+    with torch.device("meta"):
+        ours, model = GPT(config, vocab_size), PlainGPT(config, vocab_size)
+    if ours.config.padded_vocab_size(vocab_size) != vocab_size:
+        raise ValueError(f"--vocab-size {vocab_size}: must not need padding, which the peers' model has not")
+    model.to_empty(device=rank.device)
+    for name, parameter in model.named_parameters():
+        ours.initialize_parameter(_our_name(name), parameter.data, SEED)
+    return model
+
+
+def _our_name(name: str) -> str:
+    *modules, last = name.split(".")
+    if modules[0] == "blocks":
+        return f"layers.{modules[1]}.{_NAMES[modules[2]]}.{last}"
+    return f"head.norm.{last}" if modules[0] == "norm" else f"embedding.{name}"
+
+
+def compile_plain(model: PlainGPT) -> None:
+    """A graph for each layer, and one for the loss."""
+    for block in model.blocks:
+        block.compile(dynamic=False)
+    model.loss = torch.compile(model.loss, dynamic=False)
+
+
+def plain_adamw(model: nn.Module, on_gpu: bool) -> torch.optim.AdamW:
+    """Torch's AdamW with our settings: matrices decay, biases and norms do not."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [each for each in parameters if each.ndim > 1], "weight_decay": ADAMW.weight_decay},
+        {"params": [each for each in parameters if each.ndim <= 1], "weight_decay": 0.0},
+    ]
+    betas = (ADAMW.adam_beta1, ADAMW.adam_beta2)
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=betas, eps=ADAMW.adam_eps, fused=on_gpu or None)
+
+
+def report(rank: Rank, step: Step) -> None:
+    """Takes the steps; rank 0 writes losses, times, peak memory and bytes over loopback to --report."""
+    options, batches = rank.options, _micro_batches(rank)
+    losses, seconds_to_first = [], time.perf_counter()
+    losses.append(step(batches))
+    _synchronize(rank)
+    seconds_to_first = time.perf_counter() - seconds_to_first
+    losses += [step(batches) for _ in range(options.warmup - 1)]
+    mallocs = 0
+    if rank.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        mallocs = torch.cuda.memory_stats()["num_device_alloc"]
+    _synchronize(rank)
+    dist.barrier()
+    sent, clock, started = _loopback_bytes(), _Clock(rank.on_gpu), time.perf_counter()
+    for _ in range(options.steps):
+        losses.append(step(batches))
+        clock.tick()
+    _synchronize(rank)
+    wall = 1000 * (time.perf_counter() - started)
+    mine: dict[str, Any] = {"wall_ms": round(wall / options.steps, 3), "step_ms": clock.intervals()}
+    if rank.on_gpu:
+        mine["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
+        mine["mallocs_in_timed_steps"] = torch.cuda.memory_stats()["num_device_alloc"] - mallocs
+    dist.barrier()
+    sent = _loopback_bytes() - sent
+    ranks: list[Any] = [None] * rank.world_size
+    dist.all_gather_object(ranks, mine)
+    mean = torch.stack(losses).float()
+    dist.all_reduce(mean)
+    slowest = max(ranks, key=lambda each: each["wall_ms"])
+    if options.trace:
+        _trace(rank, step, batches)
+    if rank.rank == 0:
+        figures = {
+            **slowest,
+            "of_ranks_ms": [each["wall_ms"] for each in ranks],
+            "loopback_bytes_per_step": sent // options.steps,
+            "seconds_to_first_step": round(seconds_to_first, 1),
+            "losses": [round(loss, 5) for loss in (mean / rank.world_size).tolist()],
+        }
+        partial = options.report.with_suffix(".partial")
+        partial.write_text(json.dumps(figures))
+        os.replace(partial, options.report)
+    dist.barrier()
+
+
+def _micro_batches(rank: Rank) -> list[Tensor]:
+    """(B, T + 1) random tokens for each micro-batch, other ones on each rank, on its device."""
+    options = rank.options
+    draw = torch.Generator().manual_seed(rank.rank)
+    shape = (options.micro_batches, options.micro_batch_size, options.seq_length + 1)
+    return list(torch.randint(options.vocab_size, shape, generator=draw).to(rank.device))
+
+
+class _Clock:
+    """Time of each step, without making the host wait: events of the GPU, or the host's clock on CPUs."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._on_gpu, self._ticks = on_gpu, []
+        self.tick()
+
+    def tick(self) -> None:
+        """Ends a step."""
+        if self._on_gpu:
+            self._ticks.append(torch.cuda.Event(enable_timing=True))
+            self._ticks[-1].record()
+        else:
+            self._ticks.append(time.perf_counter())
+
+    def intervals(self) -> list[float]:
+        """Milliseconds of the steps; the last one must have ended."""
+        pairs = zip(self._ticks, self._ticks[1:], strict=False)
+        if self._on_gpu:
+            return [round(first.elapsed_time(last), 3) for first, last in pairs]
+        return [round(1000 * (last - first), 3) for first, last in pairs]
+
+
+def _synchronize(rank: Rank) -> None:
+    if rank.on_gpu:
+        torch.cuda.synchronize()
+
+
+def _loopback_bytes() -> int:
+    """What has been sent over loopback, by the kernel's counter: emulated nodes have no other link."""
+    return int(_LOOPBACK.read_text()) if _LOOPBACK.exists() else 0
+
+
+def _trace(rank: Rank, step: Step, batches: list[Tensor]) -> None:
+    """Three steps to a trace that Perfetto and benchmarks/timeline.py open."""
+    rank.options.trace.mkdir(parents=True, exist_ok=True)
+    with torch.profiler.profile() as profile:
+        for _ in range(3):
+            step(batches)
+        _synchronize(rank)
+    profile.export_chrome_trace(str(rank.options.trace / f"rank{rank.rank}.json"))

@@ -1,0 +1,160 @@
+"""Medians, intervals and tables of the rounds that benchmarks/zero_speed.py keeps."""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.model.flops import flops_per_token
+
+PEERS = ("fsdp2", "deepspeed")  # families; a name begins with its family
+_LOSS_TOLERANCE = 0.02  # of bf16 and quantised runs beside each other; other work shows at once
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """A 95% interval of the median that supposes no distribution: from the order statistics.
+
+    Below six values it is their range, which covers less.
+    """
+    ordered, count = sorted(values), len(values)
+    low, below = 0, 0.5**count  # the chance of so few values below the median
+    while low < (count - 1) // 2 and below + math.comb(count, low + 1) * 0.5**count <= 0.025:
+        low += 1
+        below += math.comb(count, low) * 0.5**count
+    return ordered[low], ordered[count - 1 - low]
+
+
+def summarise(figures: dict[str, Any]) -> None:
+    """Adds to each contestant its figures over all rounds, and the rate of ours over the strongest peers."""
+    rows = {name: row for name, row in figures["contestants"].items() if row.get("rounds")}
+    settings = figures["settings"]
+    shape = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+    config = ModelConfig(model_preset=settings["preset"], **{name: settings[name] for name in shape})
+    tokens = settings["micro_batch_size"] * settings["micro_batches"] * settings["seq_length"]
+    flops = tokens * flops_per_token(config, settings["vocab_size"])
+    for row in rows.values():
+        steps = [step for each in row["rounds"] for step in each["step_ms"]]
+        row["milliseconds"] = round(statistics.median(steps), 2)
+        row["interval_ms"] = [round(bound, 2) for bound in median_interval(steps)]
+        row["rounds_ms"] = [round(statistics.median(each["step_ms"]), 2) for each in row["rounds"]]
+        row["tflops_per_gpu"] = round(flops / row["milliseconds"] / 1e9, 1)
+        row["loopback_bytes_per_step"] = round(
+            statistics.median(each["loopback_bytes_per_step"] for each in row["rounds"])
+        )
+        if "peak_gib" in row["rounds"][0]:
+            row["peak_gib"] = max(each["peak_gib"] for each in row["rounds"])
+    if not rows:
+        return
+    strongest = {
+        family: min(of_family, key=lambda name: rows[name]["milliseconds"])
+        for family in PEERS
+        if (of_family := [name for name in rows if name.startswith(family)])
+    }
+    figures["strongest_peers"] = strongest
+    for row in rows.values():
+        for family, peer in strongest.items():
+            row[f"rate_over_{family}"] = round(rows[peer]["milliseconds"] / row["milliseconds"], 3)
+        row["last_loss"] = row["rounds"][-1]["losses"][-1]
+        row["same_work"] = _same_work(row, rows)
+    if rates := figures["links"]["rounds"]:
+        figures["links"]["gigabytes_per_second"] = {
+            name: {
+                size: round(statistics.median(each[name][size] for each in rates), 2)
+                for size in rates[0][name]
+            }
+            for name in rates[0]
+            if isinstance(rates[0][name], dict)
+        }
+
+
+def _same_work(row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> bool:
+    """Whether its first loss is that of most others, which began with the same weights and tokens."""
+    first = row["rounds"][0]["losses"][0]
+    usual = statistics.median(each["rounds"][0]["losses"][0] for each in rows.values())
+    return abs(first / usual - 1) < _LOSS_TOLERANCE  # a NaN is not
+
+
+def tables(results: Iterable[dict[str, Any]]) -> str:
+    """A table for each result, and for grids with several one of each contestant at its best settings."""
+    results = list(results)
+    lines, grids = [], {}
+    for result in results:
+        figures = result["figures"]
+        lines += [*_head(figures), *_table(figures["contestants"]), ""]
+        key = (str(figures["settings"]), figures["nodes"], figures["ranks_per_node"])
+        grids.setdefault(key, []).append(figures)
+    for same in grids.values():
+        if len(same) > 1:
+            lines += [f"### {_grid(same[0])}, each contestant at its best settings of NCCL", ""]
+            lines += [*_table(_best(same), with_settings=True), ""]
+    return "\n".join(lines)
+
+
+def _best(same: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of each contestant the fastest row, with the rates over the fastest peers anew."""
+    best: dict[str, dict[str, Any]] = {}
+    for figures in same:
+        for name, row in figures["contestants"].items():
+            faster = row.get("milliseconds", math.inf) < best.get(name, {}).get("milliseconds", math.inf)
+            if faster or name not in best:
+                best[name] = {**row, "nccl": figures["nccl"]["name"]}
+    for family in PEERS:
+        peers = [row["milliseconds"] for name, row in best.items() if name.startswith(family) and _ran(row)]
+        for row in best.values():
+            if _ran(row) and peers:
+                row[f"rate_over_{family}"] = round(min(peers) / row["milliseconds"], 3)
+    return best
+
+
+def _ran(row: dict[str, Any]) -> bool:
+    return "milliseconds" in row
+
+
+def _grid(figures: dict[str, Any]) -> str:
+    settings = figures["settings"]
+    model = settings["preset"] or f"{settings['num_layers']} layers × {settings['hidden_size']}"
+    batch = f"{settings['micro_batches']} × {settings['micro_batch_size']} samples per rank and step"
+    shared = ", **ranks share GPUs: no measure of a network**" if figures["shared_gpu"] else ""
+    return f"{figures['nodes']} nodes × {figures['ranks_per_node']}, {model}, {batch}{shared}"
+
+
+def _head(figures: dict[str, Any]) -> list[str]:
+    lines = [f"### {_grid(figures)}, NCCL {figures['nccl']['name']}", ""]
+    if rates := figures["links"].get("gigabytes_per_second"):
+        said = ", ".join(
+            f"{name.replace('_', ' ')} {' / '.join(map(str, by_size.values()))}"
+            for name, by_size in rates.items()
+        )
+        sizes = " / ".join(next(iter(rates.values())))
+        lines += [f"GB/s that a rank sends ({sizes}): {said}.", ""]
+    return lines
+
+
+def _table(rows: dict[str, dict[str, Any]], with_settings: bool = False) -> list[str]:
+    """Fastest first; what is absent or failed comes last."""
+    last = [" | NCCL", " | ---"] if with_settings else ["", ""]
+    lines = [
+        "| contestant | ms | 95% of the median | rounds | over best FSDP2 | over best DeepSpeed | GiB "
+        "| GB on loopback | last loss"
+        f"{last[0]} |",
+        f"| --- | --- | --- | --- | --- | --- | --- | --- | ---{last[1]} |",
+    ]
+    for row in sorted(rows.values(), key=lambda row: row.get("milliseconds", math.inf)):
+        if not _ran(row):
+            why = row.get("absent") or row.get("failed") or "not yet run"
+            lines.append(f"| {row['title']} | {why.splitlines()[0][:240]} |")
+            continue
+        cells = [
+            row["title"] + ("" if row["same_work"] else " **(its first loss is another)**"),
+            f"{row['milliseconds']:.1f}",
+            "–".join(f"{bound:.1f}" for bound in row["interval_ms"]),
+            " ".join(f"{each:.1f}" for each in row["rounds_ms"]),
+            *(str(row.get(f"rate_over_{family}", "")) for family in PEERS),
+            str(row.get("peak_gib", "")),
+            f"{row['loopback_bytes_per_step'] / 1e9:.2f}",
+            f"{row['last_loss']:.3f}",
+            *([row["nccl"]] if with_settings else []),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines

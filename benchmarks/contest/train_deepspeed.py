@@ -1,0 +1,94 @@
+"""Contestant: DeepSpeed's ZeRO-3 and ZeRO++ on a plain GPT.
+
+Each layer is one leaf of ZeRO-3 (set_z3_leaf_modules), so that DeepSpeed's hooks run once per layer and the
+layer compiles to one graph. --keep asks DeepSpeed to keep weights from the forward for the backward, which is
+what a node of one rank does best: nothing is gathered twice.
+
+DeepSpeed takes a node to be the GPUs that a process sees (device_count()), so a run on emulated nodes has to
+show each rank only the GPUs of its node.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.contest.protocol import (
+    ADAMW,
+    Rank,
+    contestant_parser,
+    join,
+    plain_adamw,
+    plain_model,
+    report,
+)
+from benchmarks.plain_training import Block, cross_entropy
+
+_EVERYTHING = 10**13  # parameters
+
+
+def settings(rank: Rank) -> dict[str, Any]:
+    """DeepSpeed's configuration, which it would read from a file."""
+    options = rank.options
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "zero_quantized_weights": options.quantized_weights,
+        "zero_quantized_gradients": options.quantized_gradients,
+        "zero_hpz_partition_size": options.hpz,
+    }
+    if options.keep:
+        zero["stage3_max_live_parameters"] = zero["stage3_max_reuse_distance"] = _EVERYTHING
+    return {
+        "train_micro_batch_size_per_gpu": options.micro_batch_size,
+        "gradient_accumulation_steps": options.micro_batches,
+        "gradient_clipping": ADAMW.clip_grad,
+        "bf16": {"enabled": options.dtype == "bf16"},
+        "zero_optimization": zero,
+        "steps_per_print": _EVERYTHING,
+    }
+
+
+def main() -> None:
+    """Every rank runs this."""
+    parser = contestant_parser(__doc__)
+    parser.add_argument("--quantized-weights", action="store_true")
+    parser.add_argument("--quantized-gradients", action="store_true")
+    parser.add_argument("--hpz", type=int, default=1, help="ranks that share a secondary copy; 1 is none")
+    parser.add_argument("--keep", action="store_true", help="keep gathered weights for the backward")
+    options = parser.parse_args()
+    import deepspeed  # prints as it is imported, and --help needs none of it
+
+    rank = join(options)
+    model = plain_model(rank)
+    for layer in model.blocks:
+        if not options.no_compile:
+            layer.forward = torch.compile(layer.forward, dynamic=False)  # inside the hooks of ZeRO-3
+    if not options.no_compile:
+        model.loss = torch.compile(cross_entropy, dynamic=False)
+    deepspeed.utils.set_z3_leaf_modules(model, [Block])
+    for table in (model.tokens, model.positions):  # the root's forward reads their weights itself
+        deepspeed.zero.register_external_parameter(model, table.weight)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=plain_adamw(model, rank.on_gpu), config=settings(rank)
+    )
+
+    def step(batches: Sequence[Tensor]) -> Tensor:
+        losses = []
+        for tokens in batches:
+            loss = engine(tokens[:, :-1], tokens[:, 1:])
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+    report(rank, step)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Contestant: the engine of pretrain_gpt.py with the ZeRO settings of contestants.OURS."""
+
+import os
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.contest.contestants import OURS
+from benchmarks.contest.protocol import ADAMW, LEARNING_RATE, SEED, Rank, contestant_parser, join, report
+from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.ops.library import load_operations
+from megatron_zpp.train.compiling import compile_parts
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.topology import Topology
+
+
+def build_engine(rank: Rank, topology: Topology) -> ZeroEngine:
+    """As pretrain_gpt.py builds it: compiled layers, kernels of csrc/."""
+    options, config = rank.options, rank.config
+    with torch.device("meta"):
+        model = GPT(config, options.vocab_size)
+    if not options.no_compile:
+        shape = (options.micro_batch_size, config.seq_length)
+        compile_parts(model, shape, print, on_gpu=rank.on_gpu)
+    return ZeroEngine(
+        model,
+        partial(model.initialize_parameter, seed=SEED),
+        zero=ZeroConfig(**OURS[options.settings]),
+        optimizer=ADAMW,
+        precision=PrecisionConfig(**{options.dtype: True}),
+        topology=topology,
+        device=rank.device,
+        operations=load_operations(rank.device.type, require_kernels=rank.on_gpu, say=print),
+    )
+
+
+def main() -> None:
+    """Every rank runs this."""
+    parser = contestant_parser(__doc__)
+    parser.add_argument("--settings", choices=list(OURS), required=True)
+    parser.add_argument("--alone", action="store_true", help="each rank trains for itself, all at once")
+    options = parser.parse_args()
+    rank = join(options)
+    topology = Topology() if options.alone else Topology.from_environment(os.environ)
+    engine = build_engine(rank, topology)
+
+    def step(batches: Sequence[Tensor]) -> Tensor:
+        losses = [
+            engine.accumulate(tokens, index=index, micro_batches=len(batches))
+            for index, tokens in enumerate(batches)
+        ]
+        engine.step(LEARNING_RATE)
+        return torch.stack(losses).mean()
+
+    report(rank, step)
+    engine.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Contestants do the same work: from the same weights and tokens their losses are those of plain PyTorch."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.contest.contestants import OURS, contestants, default_names
+from benchmarks.contest.protocol import ADAMW, Rank, plain_adamw, plain_model
+from tests.support import program
+
+SHAPE = {
+    "preset": None,
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "seq_length": 16,
+    "vocab_size": 128,
+    "micro_batch_size": 2,
+    "micro_batches": 2,
+    "dtype": "fp32",
+    "warmup": 2,
+    "steps": 2,
+}
+NODES = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # each rank is a node
+
+
+def reported(name: str, directory: Path) -> dict[str, Any]:
+    """What two nodes of one rank report of a contestant."""
+    contestant = contestants(2, 1, SHAPE["micro_batches"])[name]
+    flags = [(f"--{key.replace('_', '-')}", str(value)) for key, value in SHAPE.items() if value is not None]
+    report = directory / f"{name}.json"
+    argv = [
+        *contestant.arguments,
+        "--no-compile",
+        "--report",
+        report,
+        *(part for pair in flags for part in pair),
+    ]
+    done = program(contestant.module, *argv, processes=2, **NODES)
+    assert done.returncode == 0, done.stderr
+    return json.loads(report.read_text())
+
+
+@pytest.fixture(scope="module")
+def plain_losses() -> list[float]:
+    """Of one process that trains on the tokens of both ranks, without anything of the contestants' step."""
+    options = argparse.Namespace(**SHAPE)
+    model = plain_model(Rank(options, 0, 1, torch.device("cpu")))
+    adamw = plain_adamw(model, on_gpu=False)
+    shape = (options.micro_batches * options.micro_batch_size, options.seq_length + 1)
+    tokens = torch.cat(
+        [
+            torch.randint(options.vocab_size, shape, generator=torch.Generator().manual_seed(rank))
+            for rank in range(2)
+        ]
+    )
+    losses = []
+    for _ in range(options.warmup + options.steps):
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), ADAMW.clip_grad)
+        adamw.step()
+        adamw.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+FSDP2 = [name for name in contestants(2, 1, 2) if name.startswith("fsdp2_fp32")]
+
+
+@pytest.mark.parametrize("name", ["stage_3", *FSDP2])
+def test_losses_are_those_of_plain_pytorch(name: str, plain_losses: list[float], tmp_path: Path) -> None:
+    """To fp32's rounding: the last digit that a report has."""
+    report = reported(name, tmp_path)
+    assert report["losses"] == pytest.approx(plain_losses, abs=2e-5)
+    assert report["losses"] == sorted(report["losses"], reverse=True)
+    assert len(report["step_ms"]) == SHAPE["steps"]
+    assert report["loopback_bytes_per_step"] > 0
+
+
+@pytest.mark.parametrize("name", ["deepspeed_zero3", "deepspeed_zero3_keep"])
+def test_losses_of_deepspeed_where_it_is_installed(
+    name: str, plain_losses: list[float], tmp_path: Path
+) -> None:
+    if absent := contestants(2, 1, 2)[name].absent():
+        pytest.skip(absent)
+    assert reported(name, tmp_path)["losses"] == pytest.approx(plain_losses, abs=2e-5)
+
+
+def test_gradients_in_fewer_bits_train_too(plain_losses: list[float], tmp_path: Path) -> None:
+    assert reported("fsdp2_bf16_hsdp", tmp_path)["losses"] == pytest.approx(plain_losses, rel=2e-3)
+
+
+def test_every_grid_has_its_peers_at_their_best() -> None:
+    """Resharding is off on nodes of one rank and inside the node elsewhere."""
+
+    def reshard(nodes: int, ranks: int, name: str) -> str:
+        arguments = contestants(nodes, ranks, 1)[name].arguments
+        return arguments[arguments.index("--reshard") + 1]
+
+    assert reshard(2, 1, "fsdp2_bf16") == "false"
+    assert reshard(2, 1, "fsdp2_bf16_hsdp") == "false"
+    assert reshard(2, 2, "fsdp2_fp32") == "2"
+    assert "fsdp2_bf16_once" in contestants(2, 1, 8)
+    assert "deepspeed_zeropp" not in contestants(2, 1, 1)
+    assert contestants(2, 4, 1)["deepspeed_zeropp"].arguments[-2:] == ("--hpz", "4")
+    for grid in ((1, 2, 1), (2, 1, 8), (2, 2, 1)):
+        assert set(default_names(*grid)) <= set(contestants(*grid))
+    assert set(OURS) < set(contestants(2, 1, 1))
