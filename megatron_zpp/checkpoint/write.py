@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,18 +31,29 @@ def shard_file_name(rank: int) -> str:
 
 
 def write_checkpoint(
-    final: Path, tensors: Mapping[str, Tensor], state: dict[str, Any], exchange: Exchange, *, read_back: bool
+    final: Path,
+    tensors: Mapping[str, Tensor],
+    state: dict[str, Any],
+    exchange: Exchange,
+    *,
+    read_back: bool,
+    may_write: Callable[[], None] | None = None,
 ) -> None:
     """Writes `final` from all ranks; each of them returns, or raises SaveFailed, once it knows how it went.
 
     Nothing stands under the final name before all of it is durable. `read_back` reads every file again from
     the disk before the checkpoint is committed. It may take as long as some rank gets on with its file; where
     none does for the exchange's time-out, the save has failed on all ranks, however long the slow one takes.
+    Rank 0 calls `may_write` before it makes anything, and again before it commits; an OSError that this
+    raises is why the save fails.
     """
     by_rank_0 = exchange.topology.rank == 0
-    step = _lead if by_rank_0 else _follow
+    may_write = may_write or (lambda: None)
     try:
-        problem = step(final, tensors, state, exchange, read_back)
+        if by_rank_0:
+            problem = _lead(final, tensors, state, exchange, read_back, may_write)
+        else:
+            problem = _follow(final, tensors, exchange, read_back)
     except Abandoned as abandoned:
         problem = str(abandoned)
     except NoProgress as silence:
@@ -50,24 +61,31 @@ def write_checkpoint(
         if problem is None:  # rank 0 has decided to commit: what became of that is all that is missing
             problem = _outcome(exchange)
     if problem and by_rank_0:
-        shutil.rmtree(partial_path(final), ignore_errors=True)
+        if not _attempt(0, may_write):  # else what lies there may be another run's
+            shutil.rmtree(partial_path(final), ignore_errors=True)
         exchange.tell("outcome", problem)
     if problem:
         raise SaveFailed(problem)
 
 
 def _lead(
-    final: Path, tensors: Mapping[str, Tensor], state: dict[str, Any], exchange: Exchange, read_back: bool
+    final: Path,
+    tensors: Mapping[str, Tensor],
+    state: dict[str, Any],
+    exchange: Exchange,
+    read_back: bool,
+    may_write: Callable[[], None],
 ) -> str | None:
     """What rank 0 does; returns why there is no new checkpoint."""
     partial = partial_path(final)
-    problem = _attempt(0, _open, partial)
+    if not (problem := _attempt(0, may_write)):
+        problem = _attempt(0, _open, partial)
     exchange.tell("open", problem)
     if problem:
         return problem
     _write_and_report(partial, tensors, exchange, read_back)
     reports = exchange.collect("written")
-    problem = next((report["problem"] for report in reports if report["problem"]), None)
+    problem = next((report["problem"] for report in reports if report["problem"]), _attempt(0, may_write))
     if problem := exchange.abandon(problem) if problem else exchange.commit():
         return problem
     problem = _attempt(0, _commit, partial, final, state, reports)
@@ -76,9 +94,7 @@ def _lead(
     return problem
 
 
-def _follow(
-    final: Path, tensors: Mapping[str, Tensor], state: dict[str, Any], exchange: Exchange, read_back: bool
-) -> str | None:
+def _follow(final: Path, tensors: Mapping[str, Tensor], exchange: Exchange, read_back: bool) -> str | None:
     """What another rank does; returns why there is no new checkpoint."""
     if problem := exchange.hear("open"):
         return problem
