@@ -28,6 +28,7 @@ from megatron_zpp.train.restore import check_start
 from megatron_zpp.train.run import build_engine, train
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.train.sampled_text import check_prompt
+from megatron_zpp.train.save_lease import save_lease
 from megatron_zpp.train.signals import stop_signals
 from megatron_zpp.train.sinks import check_sinks
 from megatron_zpp.zero.open_files import raise_limit
@@ -71,9 +72,14 @@ def main() -> None:
         heartbeat(store, topology, timeout, PROG, signals.told_to_stop) as activity,
     ):
         settings = config.shared_settings() | device.settings()
-        with join(config.distributed, topology, device.device, meeting, settings, activity) as lines:
+        with (
+            join(config.distributed, topology, device.device, meeting, settings, activity) as lines,
+            save_lease(config.checkpoint.save, topology, store, activity, partial(tell, PROG)) as lease,
+        ):
             engine = build_engine(config, tokenizer, device, topology)
-            ending = train(engine, splits, config, schedule, tokenizer, store, signals, activity, lines)
+            ending = train(
+                engine, splits, config, schedule, tokenizer, store, signals, activity, lines, lease
+            )
             barrier(topology)  # when one rank leaves, a launcher may end others: logs are closed before that
             engine.close()
     ending.leave(PROG, topology.rank)

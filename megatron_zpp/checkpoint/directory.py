@@ -16,12 +16,19 @@ from megatron_zpp.storage.files import write_text
 from megatron_zpp.storage.regular import read_limited
 
 TRACKER = "latest_checkpointed_iteration.txt"
+_TRACKER_LIMIT = 32  # bytes
 _NAME = re.compile(r"iter_(\d{7,})(\.retired)?")
 
 
 def checkpoint_path(directory: Path, iteration: int) -> Path:
     """Where the checkpoint of an iteration lies."""
     return directory / f"iter_{iteration:07d}"
+
+
+def iteration_of(path: Path) -> int | None:
+    """The iteration that the name of a checkpoint says; None for another name."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
 
 
 def partial_path(final: Path) -> Path:
@@ -38,9 +45,9 @@ def committed(directory: Path) -> dict[int, Path]:
     """The committed checkpoints by iteration, the newest first."""
     found: dict[int, Path] = {}
     for path in sorted(directory.glob("iter_*")):  # a name sorts before the same one with .retired
-        match = _NAME.fullmatch(path.name)
-        if match and is_committed(path):
-            found.setdefault(int(match[1]), path)
+        iteration = iteration_of(path)
+        if iteration is not None and is_committed(path):
+            found.setdefault(iteration, path)
     return dict(sorted(found.items(), reverse=True))
 
 
@@ -65,10 +72,26 @@ def candidates(directory: str, iteration: int | None = None, flag: str = "--load
         return [there[iteration]]
     if not there:
         for path in sorted(root.glob("iter_*")):
-            if _NAME.fullmatch(path.name):
+            if iteration_of(path) is not None:
                 problem = f"{path.name} has no {MARKER}: it is damaged or not of this program"
                 raise refusal(flag, directory, f"{problem}; name another directory, or remove it")
     return list(there.values())
+
+
+def lost_newest(directory: Path) -> str | None:
+    """What became of the checkpoint that the tracker names, in words; None if it is committed.
+
+    A tracker that is missing or names no iteration says nothing.
+    """
+    try:
+        named = int(read_limited(directory / TRACKER, _TRACKER_LIMIT))
+    except (OSError, ValueError):
+        return None
+    path = checkpoint_path(directory, named)
+    if named < 0 or named in committed(directory):
+        return None
+    gone = f"has no {MARKER}, so it is not whole" if path.exists() else "is not there"
+    return f"{path}, which {TRACKER} names, {gone}"
 
 
 def write_tracker(directory: Path) -> None:

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_zpp.checkpoint.directory import checkpoint_path, iteration_of
 from megatron_zpp.checkpoint.manifest import read_manifest
 from megatron_zpp.checkpoint.shard_file import ShardFile
 from megatron_zpp.checkpoint.states import ERROR, Progress, check_state, describe_units, tensor_name
 from megatron_zpp.checkpoint.write import STATE, shard_file_name
 from megatron_zpp.config.root import Config
-from megatron_zpp.storage.checksums import DamagedFile, verify_file
+from megatron_zpp.storage.checksums import DamagedFile, OnProgress, no_report, verify_file
 from megatron_zpp.storage.regular import read_limited
 from megatron_zpp.zero.engine import MOMENTS, WEIGHTS, ZeroEngine
 from megatron_zpp.zero.flat_layout import FlatLayout
@@ -35,12 +36,14 @@ class _Run(NamedTuple):
 class CheckpointReader:
     """A committed checkpoint. Use it in a `with` block.
 
+    `on_progress` is called after every chunk that is read, by any thread.
+
     Raises DamagedFile, naming file and place, for whatever is not as it was written; ValueError for another
-    version of the format.
+    version of the format, and for a directory whose name is of another iteration than its content.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, on_progress: OnProgress = no_report) -> None:
+        self.path, self._on_progress = path, on_progress
         self._checksums = read_manifest(path)
         if STATE not in self._checksums:
             raise DamagedFile(f"{path}: its manifest does not name {STATE}")
@@ -52,6 +55,10 @@ class CheckpointReader:
             check_state(self.state)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedFile(f"{path / STATE}: not the state of a run ({error!r})") from None
+        named, held = iteration_of(path), self.state["progress"]["iteration"]
+        if named is not None and named != held:
+            fix = f"rename it to {checkpoint_path(path.parent, held).name}, or move it away"
+            raise ValueError(f"{path}: holds iteration {held}, not {named}; {fix}")
         self.units: list[dict[str, Any]] = self.state["units"]
         self.ranks: int = self.state["ranks"]
         self._files: dict[int, ShardFile] = {}
@@ -155,12 +162,17 @@ class CheckpointReader:
             name = shard_file_name(rank)
             if name not in self._checksums:
                 raise DamagedFile(f"{self.path}: its manifest does not name {name}")
-            self._files[rank] = ShardFile(self.path / name, self._checksums[name])
+            self._files[rank] = ShardFile(self.path / name, self._checksums[name], self._on_progress)
         return self._files[rank]
 
 
 def load_checkpoint(
-    path: Path, engine: ZeroEngine, tokenizer: dict[str, Any], *, with_optimizer: bool
+    path: Path,
+    engine: ZeroEngine,
+    tokenizer: dict[str, Any],
+    *,
+    with_optimizer: bool,
+    on_progress: OnProgress = no_report,
 ) -> tuple[Progress, bool]:
     """Puts a checkpoint's states into the engine; every rank reads what it owns, and together they check all.
 
@@ -168,7 +180,7 @@ def load_checkpoint(
     ValueError when model or tokenizer differ. After either the engine's states are of no use, until another
     checkpoint is loaded. Sends nothing: ranks may fail apart.
     """
-    with CheckpointReader(path) as reader:
+    with CheckpointReader(path, on_progress) as reader:
         _check_tokenizer(path, reader.state["tokenizer"], tokenizer)
         _check_units(path, reader.units, describe_units(engine))
         _load(WEIGHTS, reader, engine)

@@ -13,7 +13,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_zpp.storage.checksums import ChecksummedWriter, Checksums, DamagedFile, Runner, VerifiedFile
+from megatron_zpp.storage.checksums import (
+    ChecksummedWriter,
+    Checksums,
+    DamagedFile,
+    OnProgress,
+    Runner,
+    VerifiedFile,
+    no_report,
+)
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _LENGTH = struct.Struct("<Q")
@@ -21,7 +29,9 @@ _ALIGNMENT = 8  # of the first tensor
 _HEADER_LIMIT = 100_000_000  # bytes; safetensors' own
 
 
-def write_shard_file(path: Path, tensors: Mapping[str, Tensor]) -> Checksums:
+def write_shard_file(
+    path: Path, tensors: Mapping[str, Tensor], on_progress: OnProgress = no_report
+) -> Checksums:
     """Writes tensors, of any device, and makes them durable. Raises OSError as the file system does."""
     entries, place = {}, 0
     for name, tensor in tensors.items():
@@ -34,7 +44,7 @@ def write_shard_file(path: Path, tensors: Mapping[str, Tensor]) -> Checksums:
         place = stop
     header = json.dumps(entries).encode()
     header += b" " * (-(_LENGTH.size + len(header)) % _ALIGNMENT)
-    writer = ChecksummedWriter(path)
+    writer = ChecksummedWriter(path, on_progress=on_progress)
     try:
         writer.write(_LENGTH.pack(len(header)) + header)
         for tensor in tensors.values():
@@ -47,8 +57,8 @@ def write_shard_file(path: Path, tensors: Mapping[str, Tensor]) -> Checksums:
 class ShardFile:
     """Reads a file of `write_shard_file`. Raises DamagedFile for one that is not what was written."""
 
-    def __init__(self, path: Path, checksums: Checksums) -> None:
-        self.file = VerifiedFile(path, checksums)
+    def __init__(self, path: Path, checksums: Checksums, on_progress: OnProgress = no_report) -> None:
+        self.file = VerifiedFile(path, checksums, on_progress)
         try:
             self._entries = self._read_header(path, checksums.size)
         except DamagedFile:

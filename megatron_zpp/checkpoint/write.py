@@ -4,17 +4,18 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from megatron_zpp.checkpoint.directory import partial_path, remove_leftovers, retired_path, write_tracker
-from megatron_zpp.checkpoint.exchange import Exchange
+from megatron_zpp.checkpoint.exchange import Abandoned, Exchange, NoProgress
 from megatron_zpp.checkpoint.manifest import write_manifest
 from megatron_zpp.checkpoint.shard_file import write_shard_file
-from megatron_zpp.storage.checksums import Checksums, checksums_of, verify_file
+from megatron_zpp.storage.checksums import Checksums, OnProgress, checksums_of, verify_file
 from megatron_zpp.storage.files import commit_directory, write_durably
 
 STATE = "state.json"
@@ -30,37 +31,95 @@ def shard_file_name(rank: int) -> str:
 
 
 def write_checkpoint(
-    final: Path, tensors: Mapping[str, Tensor], state: dict[str, Any], exchange: Exchange, *, read_back: bool
+    final: Path,
+    tensors: Mapping[str, Tensor],
+    state: dict[str, Any],
+    exchange: Exchange,
+    *,
+    read_back: bool,
+    may_write: Callable[[], None] | None = None,
 ) -> None:
     """Writes `final` from all ranks; each of them returns, or raises SaveFailed, once it knows how it went.
 
     Nothing stands under the final name before all of it is durable. `read_back` reads every file again from
-    the disk before the checkpoint is committed.
+    the disk before the checkpoint is committed. It may take as long as some rank gets on with its file; where
+    none does for the exchange's time-out, the save has failed on all ranks, however long the slow one takes.
+    Rank 0 calls `may_write` before it makes anything, and again before it commits; an OSError that this
+    raises is why the save fails.
     """
-    rank, partial = exchange.topology.rank, partial_path(final)
-    if rank == 0:
-        problem = _attempt(rank, _open, partial)
-        exchange.tell("open", problem)
-    else:
-        problem = exchange.hear("open")
+    by_rank_0 = exchange.topology.rank == 0
+    may_write = may_write or (lambda: None)
+    try:
+        if by_rank_0:
+            problem = _lead(final, tensors, state, exchange, read_back, may_write)
+        else:
+            problem = _follow(final, tensors, exchange, read_back)
+    except Abandoned as abandoned:
+        problem = str(abandoned)
+    except NoProgress as silence:
+        problem = exchange.abandon(str(silence))
+        if problem is None:  # rank 0 has decided to commit: what became of that is all that is missing
+            problem = _outcome(exchange)
+    if problem and by_rank_0:
+        if not _attempt(0, may_write):  # else what lies there may be another run's
+            shutil.rmtree(partial_path(final), ignore_errors=True)
+        exchange.tell("outcome", problem)
     if problem:
         raise SaveFailed(problem)
 
+
+def _lead(
+    final: Path,
+    tensors: Mapping[str, Tensor],
+    state: dict[str, Any],
+    exchange: Exchange,
+    read_back: bool,
+    may_write: Callable[[], None],
+) -> str | None:
+    """What rank 0 does; returns why there is no new checkpoint."""
+    partial = partial_path(final)
+    if not (problem := _attempt(0, may_write)):
+        problem = _attempt(0, _open, partial)
+    exchange.tell("open", problem)
+    if problem:
+        return problem
+    _write_and_report(partial, tensors, exchange, read_back)
+    reports = exchange.collect("written")
+    problem = next((report["problem"] for report in reports if report["problem"]), _attempt(0, may_write))
+    if problem := exchange.abandon(problem) if problem else exchange.commit():
+        return problem
+    problem = _attempt(0, _commit, partial, final, state, reports)
+    if not problem:
+        exchange.tell("outcome", None)
+    return problem
+
+
+def _follow(final: Path, tensors: Mapping[str, Tensor], exchange: Exchange, read_back: bool) -> str | None:
+    """What another rank does; returns why there is no new checkpoint."""
+    if problem := exchange.hear("open"):
+        return problem
+    _write_and_report(partial_path(final), tensors, exchange, read_back)
+    return exchange.hear("outcome")
+
+
+def _outcome(exchange: Exchange) -> str | None:
+    """Rank 0's word after its decision to commit; it is rank 0's heartbeat that ends this if it is gone."""
+    while True:
+        with suppress(NoProgress):
+            return exchange.hear("outcome")
+
+
+def _write_and_report(
+    partial: Path, tensors: Mapping[str, Tensor], exchange: Exchange, read_back: bool
+) -> None:
+    """Writes this rank's file and tells rank 0 how that went."""
+    rank = exchange.topology.rank
     checksums: list[Checksums] = []
-    problem = _attempt(rank, lambda: checksums.append(_write_shards(partial, rank, tensors, read_back)))
+    problem = _attempt(
+        rank, lambda: checksums.append(_write_shards(partial, rank, tensors, read_back, exchange.progress))
+    )
     report = {"problem": problem, "checksums": [one.to_json() for one in checksums]}
     exchange.tell(f"written/{rank}", report)
-    if rank == 0:
-        reports = [exchange.take(f"written/{other}") for other in range(exchange.topology.world_size)]
-        problem = next((report["problem"] for report in reports if report["problem"]), None)
-        problem = problem or _attempt(rank, _commit, partial, final, state, reports)
-        if problem:
-            shutil.rmtree(partial, ignore_errors=True)
-        exchange.tell("outcome", problem)
-    else:
-        problem = exchange.hear("outcome")
-    if problem:
-        raise SaveFailed(problem)
 
 
 def _attempt(rank: int, action: Any, *arguments: Any) -> str | None:
@@ -77,13 +136,15 @@ def _open(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _write_shards(partial: Path, rank: int, tensors: Mapping[str, Tensor], read_back: bool) -> Checksums:
+def _write_shards(
+    partial: Path, rank: int, tensors: Mapping[str, Tensor], read_back: bool, on_progress: OnProgress
+) -> Checksums:
     path = partial / shard_file_name(rank)
-    checksums = write_shard_file(path, tensors)
+    checksums = write_shard_file(path, tensors, on_progress)
     if read_back:
         with path.open("rb") as file:  # or the page cache would vouch for the disk
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        verify_file(path, checksums)
+        verify_file(path, checksums, on_progress=on_progress)
     return checksums
 
 

@@ -1,12 +1,13 @@
 """The model of a checkpoint, whole on one device, and the tokenizer that it was trained with."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from megatron_zpp.checkpoint.directory import candidates
+from megatron_zpp.checkpoint.directory import candidates, lost_newest
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.checkpoint.write import STATE
 from megatron_zpp.config.options import REQUIRED, Options, option, refusal
@@ -59,6 +60,8 @@ def load_model(directory: str, iteration: int | None) -> tuple[GPT, Tokenizer]:
     checkpoint = next(iter(candidates(directory, iteration)), None)
     if checkpoint is None:
         raise refusal("--load", directory, "holds no checkpoint; name what pretrain_gpt.py --save wrote to")
+    if iteration is None and (lost := lost_newest(Path(directory))):
+        sys.stderr.write(f"warning: {lost}: it is passed over for {checkpoint}\n")
     try:
         return _read_model(checkpoint)
     except DamagedFile as damage:

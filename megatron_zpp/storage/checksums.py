@@ -8,7 +8,7 @@ A chunk's digest is its SHA-256: no flip, cut or shuffle of bytes passes. In JSO
 import hashlib
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,12 @@ MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64 << 10, 64 << 20
 JSON_LIMIT = 72 * ((16 << 40) // CHUNK_BYTES)
 _HEX = 64  # characters of a SHA-256
 Runner = Callable[[Callable[[int], None], Iterable[int]], Iterable[None]]  # map, or a thread pool's
+OnProgress = Callable[[], None]  # is called after every chunk, by the thread that read or wrote it
+_FLUSH_BYTES = 1 << 30  # so much may wait for the disk, and as much again is on its way
+
+
+def no_report() -> None:
+    """For callers that tell nobody of their progress."""
 
 
 class DamagedFile(ValueError):
@@ -66,11 +72,17 @@ class Checksums:
 class ChecksummedWriter:
     """Writes a file and takes its checksums on the way, so what is summed is what was meant.
 
-    A chunk is summed by a thread of its own while it is written. `finish` makes the file durable.
+    A chunk is summed by a thread of its own while it is written. Another one has the disk take what is
+    written, a gibibyte at a time, so that `finish`, which makes the file durable, does not wait long for it.
     """
 
-    def __init__(self, path: Path, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self._file = path.open("wb", buffering=0)
+    def __init__(
+        self, path: Path, chunk_bytes: int = CHUNK_BYTES, on_progress: OnProgress = no_report
+    ) -> None:
+        self._file, self._on_progress = path.open("wb", buffering=0), on_progress
+        self._flusher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flush")
+        self._flushing: Future[None] | None = None
+        self._flushed = 0
         self._chunk_bytes, self._size = chunk_bytes, 0
         self._chunk = bytearray()  # what of the present chunk is not written yet
         self._digests: list[str] = []
@@ -93,6 +105,9 @@ class ChecksummedWriter:
     def finish(self) -> Checksums:
         """Writes the rest and waits until the disk has it. Raises OSError as the file system does."""
         self._flush()
+        if self._flushing is not None:
+            self._flushing.result()
+            self._on_progress()
         os.fsync(self._file.fileno())
         self.close()
         return Checksums(self._size, self._chunk_bytes, tuple(self._digests))
@@ -100,6 +115,7 @@ class ChecksummedWriter:
     def close(self) -> None:
         """Lets go of the file, finished or not."""
         self._hasher.shutdown()
+        self._flusher.shutdown()
         self._file.close()
 
     def _flush(self) -> None:
@@ -114,6 +130,12 @@ class ChecksummedWriter:
             left = left[self._file.write(left) :]
         self._digests.append(digest.result())
         self._size += len(chunk)
+        self._on_progress()
+        if self._size - self._flushed >= _FLUSH_BYTES:
+            if self._flushing is not None:
+                self._flushing.result()
+            self._flushing = self._flusher.submit(os.fdatasync, self._file.fileno())
+            self._flushed = self._size
 
 
 class VerifiedFile:
@@ -123,8 +145,8 @@ class VerifiedFile:
     share it.
     """
 
-    def __init__(self, path: Path, checksums: Checksums) -> None:
-        self.path, self._checksums = path, checksums
+    def __init__(self, path: Path, checksums: Checksums, on_progress: OnProgress = no_report) -> None:
+        self.path, self._checksums, self._on_progress = path, checksums, on_progress
         try:
             self._file = open_stream(path, buffering=0)
         except FileNotFoundError:
@@ -188,6 +210,7 @@ class VerifiedFile:
                 "the one that was written"
             )
         self._checked[index] = 1
+        self._on_progress()
 
 
 def checksums_of(path: Path, chunk_bytes: int = CHUNK_BYTES) -> Checksums:
@@ -200,9 +223,11 @@ def checksums_of(path: Path, chunk_bytes: int = CHUNK_BYTES) -> Checksums:
     return Checksums(size, chunk_bytes, tuple(digests))
 
 
-def verify_file(path: Path, checksums: Checksums, run: Runner = map) -> None:
+def verify_file(
+    path: Path, checksums: Checksums, run: Runner = map, on_progress: OnProgress = no_report
+) -> None:
     """Raises DamagedFile, with the offset, unless the file is what `checksums` are of."""
-    file = VerifiedFile(path, checksums)
+    file = VerifiedFile(path, checksums, on_progress)
     try:
         file.check_rest(run)
     finally:

@@ -66,6 +66,9 @@ class Trainer:
             self._evaluate("test")
             self._finish_saving()
         except Stop as stop:
+            if not stop.saves:
+                self._saver.abandon()
+                return stop
             self._save()
             self._finish_saving()
             unsaved = "" if self._config.checkpoint.save else "; nothing is saved without --save"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_zpp.checkpoint.directory import TRACKER, candidates, write_tracker
+from megatron_zpp.checkpoint.directory import TRACKER, candidates, lost_newest, write_tracker
 from megatron_zpp.checkpoint.exchange import Exchange
 from megatron_zpp.checkpoint.huggingface.load import load_weights, open_weights
 from megatron_zpp.checkpoint.read import load_checkpoint, saved_settings
@@ -18,7 +18,7 @@ from megatron_zpp.config.options import refusal
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.run import CheckpointConfig
 from megatron_zpp.data.standing import Standing
-from megatron_zpp.storage.checksums import DamagedFile
+from megatron_zpp.storage.checksums import DamagedFile, OnProgress
 from megatron_zpp.storage.files import check_writable
 from megatron_zpp.train.data_changes import (
     batch_changes,
@@ -99,16 +99,19 @@ def restore(
     passed_over: list[tuple[Path, str]] = []
     for path in _agreed_candidates(config, engine, store):
         problem, start = None, Start(Progress(), [])
+        exchange = _exchange(config, engine, store, f"load/{path.name}")
         try:
-            start = _load(config, path, engine, tokenizer, schedule)
+            start = _load(config, path, engine, tokenizer, schedule, exchange.progress)
         except (DamagedFile, OSError) as damage:
             problem = one_line(damage)
-        exchange = _exchange(config, engine, store, f"load/{path.name}")
         problems = [problem for problem in exchange.everyone("problem", problem) if problem]
         if not problems:
+            directory = Path(settings.load)
+            lost = None if settings.ckpt_step is not None else lost_newest(directory)
             if settings.load == settings.save and engine.topology.rank == 0:
-                write_tracker(Path(settings.load))
-            warnings = [f" WARNING: {path} is passed over: {problem}" for path, problem in passed_over]
+                write_tracker(directory)
+            warnings = [f" WARNING: {lost}: it is passed over"] if lost else []
+            warnings += [f" WARNING: {path} is passed over: {problem}" for path, problem in passed_over]
             return _named(start.progress, config, engine, store), [*warnings, *start.lines]
         passed_over.append((path, problems[0]))
     if passed_over:
@@ -142,11 +145,18 @@ def _agreed_candidates(config: Config, engine: ZeroEngine, store: dist.Store) ->
 
 
 def _load(
-    config: Config, path: Path, engine: ZeroEngine, tokenizer: dict[str, Any], schedule: RunSchedule
+    config: Config,
+    path: Path,
+    engine: ZeroEngine,
+    tokenizer: dict[str, Any],
+    schedule: RunSchedule,
+    on_progress: OnProgress,
 ) -> Start:
     settings = config.checkpoint
     with_optimizer = settings.load_optim and not settings.finetune
-    progress, errors_fit = load_checkpoint(path, engine, tokenizer, with_optimizer=with_optimizer)
+    progress, errors_fit = load_checkpoint(
+        path, engine, tokenizer, with_optimizer=with_optimizer, on_progress=on_progress
+    )
     if settings.finetune:
         return Start(Progress(), [f" loaded the weights of {path}; starting at iteration 0"])
     without = "" if with_optimizer else " without the optimizer's state"

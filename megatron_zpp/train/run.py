@@ -21,6 +21,7 @@ from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.model.fp8 import Float8Linear
 from megatron_zpp.model.gpt import GPT, Parts, norm_class
 from megatron_zpp.plan.memory import memory_of
+from megatron_zpp.storage.lease import Lease
 from megatron_zpp.tokenizer.build import build_tokenizer
 from megatron_zpp.train.activity import Activity
 from megatron_zpp.train.compiling import compile_parts, prepare_compiler
@@ -104,6 +105,7 @@ def train(
     signals: StopSignals,
     activity: Activity,
     joining: list[str],
+    lease: Lease | None = None,
 ) -> Ending:
     """Goes on from --load, or begins, and trains to the end; `tokenizer` describes the one of the data.
 
@@ -152,8 +154,8 @@ def train(
             reporter.say(line)
         if progress.iteration >= schedule.iterations:
             reporter.say(f" the run is complete: iteration {progress.iteration} of {schedule.iterations}")
-        saver = Saver(engine, config, tokenizer, reporter, store, progress)
-        stops = StopConditions(config.training, engine, signals)
+        saver = Saver(engine, config, tokenizer, reporter, store, progress, lease)
+        stops = StopConditions(config.training, engine, signals, lease)
         trainer = Trainer(
             engine,
             splits,

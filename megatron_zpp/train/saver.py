@@ -14,6 +14,7 @@ from megatron_zpp.checkpoint.snapshot import Snapshot
 from megatron_zpp.checkpoint.states import Progress, describe_state, errors_of, shards_of
 from megatron_zpp.checkpoint.write import SaveFailed, write_checkpoint
 from megatron_zpp.config.root import Config
+from megatron_zpp.storage.lease import Lease
 from megatron_zpp.train.reporter import Reporter
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -33,9 +34,12 @@ class Saver:
         reporter: Reporter,
         store: dist.Store,
         start: Progress,
+        lease: Lease | None = None,
     ) -> None:
+        """`lease` is that of --save, which is checked before a checkpoint is begun and committed."""
         self._engine, self._tokenizer, self._reporter, self._store = engine, tokenizer, reporter, store
         self._settings, self._saved_config = config.checkpoint, config.to_json()
+        self._check_lease = lease.check if lease is not None else None
         self._timeout = config.distributed.timeout
         self._newest = start if config.checkpoint.save == config.checkpoint.load else None
         self._saves = 0
@@ -92,6 +96,11 @@ class Saver:
         if self._failure is not None:
             raise self._failure
 
+    def abandon(self) -> None:
+        """Waits for what is being written, whatever becomes of it."""
+        self._wait()
+        self._writer.shutdown()
+
     def _shards(self) -> dict[str, Tensor]:
         return shards_of(self._engine, with_optimizer=self._settings.save_optim)
 
@@ -103,7 +112,14 @@ class Saver:
         exchange = Exchange(self._store, self._engine.topology, self._timeout, f"save/{self._saves}")
         self._saves += 1
         path = checkpoint_path(directory, progress.iteration)
-        write_checkpoint(path, tensors, state, exchange, read_back=settings.keep_last is not None)
+        write_checkpoint(
+            path,
+            tensors,
+            state,
+            exchange,
+            read_back=settings.keep_last is not None,
+            may_write=self._check_lease,
+        )
         line = f" saved {path} in {time.perf_counter() - started:.1f} s"
         if settings.keep_last is not None and self._engine.topology.rank == 0:
             try:

@@ -3,30 +3,37 @@
 import time
 
 from megatron_zpp.config.run import TrainingConfig
+from megatron_zpp.storage.lease import Lease
 from megatron_zpp.train.signals import STOP_SIGNALS, StopSignals
 from megatron_zpp.train.vote import Vote
 from megatron_zpp.zero.engine import StepResult, ZeroEngine
 
 STOPPED = 75  # sysexits.h's EX_TEMPFAIL: start the same command again to go on
-NOT_FINITE = 3
+FAILED, NOT_FINITE = 1, 3
 
 
 class Stop(Exception):
-    """Ends the run with exit status `status`, after a save; raised on all ranks alike, at the same place."""
+    """Ends the run with exit status `status`; raised on all ranks alike, at the same place.
 
-    def __init__(self, status: int, reason: str) -> None:
+    The run saves first, unless `saves` is False.
+    """
+
+    def __init__(self, status: int, reason: str, *, saves: bool = True) -> None:
         super().__init__(reason)
-        self.status, self.is_error = status, status == NOT_FINITE
+        self.status, self.is_error, self.saves = status, status in (FAILED, NOT_FINITE), saves
 
 
 class StopConditions:
     """Votes after every step and every round of an evaluation; what it is asked to notice takes effect at
     most one turn later, on all ranks alike."""
 
-    def __init__(self, training: TrainingConfig, engine: ZeroEngine, signals: StopSignals) -> None:
-        self._training, self._signals = training, signals
+    def __init__(
+        self, training: TrainingConfig, engine: ZeroEngine, signals: StopSignals, lease: Lease | None = None
+    ) -> None:
+        """`lease` is that of --save, on rank 0."""
+        self._training, self._signals, self._lease = training, signals, lease
         self._loss_scale = engine.loss_scale
-        self._vote = Vote(len(STOP_SIGNALS) + 1, engine.topology, engine.device)
+        self._vote = Vote(len(STOP_SIGNALS) + 2, engine.topology, engine.device)
         self._started = time.monotonic()
         self._voted_step: int | None = None  # the step that the newest vote is of; None: not a step's
         self._in_a_row = 0  # newest steps whose gradients or loss were not finite
@@ -53,13 +60,16 @@ class StopConditions:
         minutes = (time.monotonic() - self._started) / 60
         limit = self._training.exit_duration_in_mins
         late = limit is not None and minutes >= limit
-        return [*(self._signals.first == number for number in STOP_SIGNALS), late]
+        lost = self._lease is not None and self._lease.lost
+        return [*(self._signals.first == number for number in STOP_SIGNALS), late, lost]
 
     def _judge(self, sums: list[float] | None) -> None:
         """Acts on the newest sums of all ranks that are known."""
         if sums is None:
             return
-        *signalled, late, not_finite = sums
+        *signalled, late, lost, not_finite = sums
+        if lost:
+            raise Stop(FAILED, "another run has taken over --save, so nothing more is saved", saves=False)
         if self._voted_step is not None:
             self._in_a_row = self._in_a_row + 1 if not_finite else 0
         limit = self._training.max_nan_iterations

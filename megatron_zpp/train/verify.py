@@ -16,7 +16,7 @@ def verify_data(splits: Splits, exchange: Exchange) -> str:
     """
     started, topology, problem = time.perf_counter(), exchange.topology, None
     try:
-        verify_tokens(splits.files, topology.rank, topology.world_size)
+        verify_tokens(splits.files, topology.rank, topology.world_size, exchange.progress)
     except (DamagedFile, OSError) as error:
         problem = one_line(error)
     problems = [problem for problem in exchange.everyone("problem", problem) if problem]

@@ -64,6 +64,7 @@ def save(
     with_optimizer: bool = True,
     read_back: bool = False,
     config: dict[str, Any] | None = None,
+    timeout: timedelta = timedelta(seconds=60),
 ) -> Path:
     """A checkpoint of `progress`."""
     path = checkpoint_path(directory, progress.iteration)
@@ -80,7 +81,7 @@ def save(
             config=config or {"note": "π"},
             tokenizer=TOKENIZER,
         ),
-        Exchange(store, engine.topology, timedelta(seconds=60), f"test/{path}"),
+        Exchange(store, engine.topology, timeout, f"test/{path}"),
         read_back=read_back,
     )
     return path

@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_zpp.config.root import parse_args
+from megatron_zpp.storage.lease import Lease
 from megatron_zpp.tokenizer import build_tokenizer, describe
 from megatron_zpp.train.activity import Activity
 from megatron_zpp.train.device import prepare_device
@@ -21,7 +22,7 @@ SMALLEST = "--num-layers 1 --hidden-size 16 --num-attention-heads 1 --micro-batc
 SMALLEST += ["--eval-iters", "0"]
 
 
-def train_here(argv: list[str], activity: Activity | None = None) -> Ending:
+def train_here(argv: list[str], activity: Activity | None = None, lease: Lease | None = None) -> Ending:
     """Trains on the CPU, with the samples read by this process; the log goes to stdout."""
     config, topology = parse_args([*argv, "--device", "cpu", "--num-workers", "0"]), Topology()
     schedule = RunSchedule.from_config(config, 1)
@@ -29,7 +30,8 @@ def train_here(argv: list[str], activity: Activity | None = None) -> Ending:
     splits = open_data(config, schedule, tokenizer, print)
     engine = build_engine(config, tokenizer, prepare_device(config, topology), topology)
     activity = activity or Activity()
-    ending = train(engine, splits, config, schedule, tokenizer, dist.HashStore(), StopSignals(), activity, [])
+    store, signals = dist.HashStore(), StopSignals()
+    ending = train(engine, splits, config, schedule, tokenizer, store, signals, activity, [], lease)
     engine.close()
     return ending
 

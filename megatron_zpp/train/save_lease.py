@@ -1,0 +1,50 @@
+"""Makes sure that one run alone saves in a directory."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_zpp.checkpoint.exchange import Exchange
+from megatron_zpp.config.options import refusal
+from megatron_zpp.storage.lease import SECONDS, Held, Lease
+from megatron_zpp.train.activity import Activity
+from megatron_zpp.zero.topology import Topology
+
+_ANSWER = timedelta(seconds=4 * SECONDS)  # that rank 0 has, which may wait for SECONDS
+
+
+@contextmanager
+def save_lease(
+    save: str | None, topology: Topology, store: dist.Store, activity: Activity, say: Callable[[str], None]
+) -> Iterator[Lease | None]:
+    """Holds the lease of --save while the block runs: on rank 0, which yields it; other ranks yield None.
+
+    Raises ValueError, on all ranks alike, when another run that lives has it or the file system does not let
+    rank 0 take it.
+    """
+    if save is None:
+        yield None
+        return
+    activity.now("takes the lease of --save", patient=True)
+    exchange = Exchange(store, topology, _ANSWER, "lease")
+    if topology.rank != 0:
+        if problem := exchange.hear("problem"):
+            raise ValueError(problem)
+        yield None
+        return
+    try:
+        lease = Lease(Path(save), say)
+    except OSError as error:
+        if isinstance(error, Held):
+            fix = f"is in use by another run, {error}; end that one, or give each run its own --save"
+        else:
+            fix = f"{error.strerror} ({error.filename}); name a directory that can be written"
+        problem = refusal("--save", save, fix)
+        exchange.tell("problem", str(problem))
+        raise problem from None
+    exchange.tell("problem", None)
+    with lease:
+        yield lease

@@ -1,0 +1,166 @@
+"""One holder of a directory: alive, dead, on another host, and two that come at once."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_zpp.storage.lease import LEASE, Held, Lease, LeaseLost
+from tests.support import ROOT, environment
+
+SECONDS = 0.6
+HOLD = """
+import sys, time
+from pathlib import Path
+from megatron_zpp.storage.lease import Lease
+with Lease(Path(sys.argv[1]), print, 30.0):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@contextlib.contextmanager
+def holder(directory: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that has the lease."""
+    command = [sys.executable, "-c", HOLD, str(directory)]
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def elsewhere(directory: Path, **changes: Any) -> Path:
+    """Makes the lease in `directory` one of another host."""
+    path = directory / LEASE
+    path.write_text(json.dumps({**json.loads(path.read_text()), "host": "far", "boot": "other", **changes}))
+    return path
+
+
+def test_it_is_given_back(tmp_path: Path) -> None:
+    directory = tmp_path / "new" / "deep"
+    with Lease(directory, print) as lease:
+        lease.check()
+        assert [path.name for path in directory.iterdir()] == [LEASE]
+    assert not directory.exists()  # nothing was saved
+    directory.mkdir()
+    with Lease(directory, print):
+        (directory / "iter_0000001").mkdir()
+    assert [path.name for path in directory.iterdir()] == ["iter_0000001"]
+
+
+def test_a_live_process_of_this_host_is_named_at_once(tmp_path: Path) -> None:
+    with holder(tmp_path) as process:
+        started = time.monotonic()
+        with pytest.raises(Held, match=rf"process {process.pid} on .*, started 20\d\d-"):
+            Lease(tmp_path, print)
+        os.kill(process.pid, signal.SIGSTOP)  # it may go on at any time
+        with pytest.raises(Held):
+            Lease(tmp_path, print)
+        assert time.monotonic() - started < 5
+
+
+def test_a_killed_process_of_this_host_blocks_nobody(tmp_path: Path) -> None:
+    with holder(tmp_path) as process:
+        process.kill()  # and not waited for: a zombie
+        time.sleep(0.1)
+        said: list[str] = []
+        with Lease(tmp_path, said.append):
+            pass
+        assert said == []
+
+
+def test_a_process_number_that_was_given_again_is_no_holder(tmp_path: Path) -> None:
+    lease = Lease(tmp_path, print)
+    path = tmp_path / LEASE
+    path.write_text(json.dumps({**json.loads(path.read_text()), "lease": "x", "process_started": 1}))
+    with Lease(tmp_path, print):
+        with pytest.raises(LeaseLost):
+            lease.check()
+        lease.__exit__()
+        assert path.exists()  # it was not the first one's to remove
+
+
+def test_a_host_that_is_gone_is_waited_for_once(tmp_path: Path) -> None:
+    Lease(tmp_path, print)
+    elsewhere(tmp_path, lease="x")
+    said: list[str] = []
+    started = time.monotonic()
+    with Lease(tmp_path, said.append, SECONDS):
+        assert SECONDS <= time.monotonic() - started < SECONDS + 5
+    assert len(said) == 1
+    assert "on far, started" in said[0]
+
+
+def test_a_host_that_renews_is_refused(tmp_path: Path) -> None:
+    with Lease(tmp_path, print, SECONDS):
+        path = elsewhere(tmp_path, lease="x", renewed="0000000001")
+        with ThreadPoolExecutor(1) as other:
+            taking = other.submit(Lease, tmp_path, print, 5.0)
+            time.sleep(0.3)
+            elsewhere(tmp_path, renewed="0000000002")
+            with pytest.raises(Held, match="on far"):
+                taking.result()
+        assert json.loads(path.read_text())["lease"] == "x"
+
+
+def test_a_holder_renews_and_finds_out_that_it_was_taken_over(tmp_path: Path) -> None:
+    with Lease(tmp_path, print, SECONDS) as lease:
+        first = (tmp_path / LEASE).read_text()
+        time.sleep(SECONDS)
+        later = (tmp_path / LEASE).read_text()
+        assert later != first
+        assert len(later) == len(first)
+        other = tmp_path / "other"
+        other.write_text(later.replace(json.loads(later)["lease"], "0" * 16))
+        os.replace(other, tmp_path / LEASE)
+        time.sleep(SECONDS)
+        assert lease.lost
+        with pytest.raises(LeaseLost, match=r"was taken over by process \d+ on "):
+            lease.check()
+        assert "0" * 16 in (tmp_path / LEASE).read_text()
+    assert (tmp_path / LEASE).exists()
+
+
+def take(directory: Path, barrier: Any, results: Any) -> None:
+    barrier.wait()
+    try:
+        with Lease(directory, print, SECONDS):
+            results.put("held")
+            time.sleep(3 * SECONDS + 1)
+    except Held:
+        results.put("refused")
+
+
+@pytest.mark.parametrize("stale", [None, "killed elsewhere", "cut off"])
+def test_of_several_that_come_at_once_one_has_it(tmp_path: Path, stale: str | None) -> None:
+    if stale:
+        lease = Lease(tmp_path, print)
+        lease._over.set()
+        elsewhere(tmp_path, lease="x")
+        if stale == "cut off":
+            (tmp_path / LEASE).write_text("")
+    context, count = multiprocessing.get_context("fork"), 4
+    barrier, results = context.Barrier(count), context.SimpleQueue()
+    processes = [context.Process(target=take, args=(tmp_path, barrier, results)) for _ in range(count)]
+    for process in processes:
+        process.start()
+    outcomes = sorted(results.get() for _ in processes)
+    for process in processes:
+        process.join()
+    assert outcomes == ["held"] + ["refused"] * (count - 1)
+
+
+def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="Not a directory"):
+        Lease(tmp_path / "file" / "below", print)
