@@ -10,6 +10,8 @@ from functools import partial
 
 if __name__ == "__main__":  # the imports take a while: a scheduler's request waits for stop_signals
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    # torch's library would print a page of its own frames when the store goes, beside the line that says why.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from megatron_zpp.config.root import parse_command_line
 from megatron_zpp.tokenizer.base import describe
