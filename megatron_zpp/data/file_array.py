@@ -21,9 +21,7 @@ from megatron_zpp.storage.regular import open_regular
 
 _NEAR = 1 << 15  # bytes; numbers that lie so near one another are read at once
 _CHUNK = 1 << 20  # rows
-_OPEN_FILES = (
-    1 << 16
-)  # wanted where the limit of open files is lower: a blend holds several for each data set
+_OPEN_FILES = 1 << 16  # wanted where the limit is lower: a blend holds several for each data set
 
 
 class OpenFile:

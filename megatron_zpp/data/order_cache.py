@@ -132,9 +132,7 @@ def _rename(whole: Path, entry: Path) -> None:
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """The kernel frees the lock when its holder dies, so none is left behind."""
-    descriptor = os.open(
-        path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666
-    )  # writers of a group may share it
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)  # a group may share it
     try:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_zpp.storage.files import write_text
 from megatron_zpp.storage.regular import read_limited
 
-_LIMIT = 64 << 10  # bytes; a description is a handful of short values
+_LIMIT = 1 << 20  # bytes; a description is a handful of short values
 # In the order in which a difference tells a person most.
 KEYS = ("tokenizer_type", "vocab_size", "eod", "fingerprint")
 
