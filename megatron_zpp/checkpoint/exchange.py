@@ -32,7 +32,7 @@ class Exchange:
     def __init__(self, store: dist.Store, topology: Topology, timeout: timedelta, purpose: str) -> None:
         self.topology, self._timeout, self._purpose = topology, timeout, purpose
         self._store = store.clone()  # a store's call keeps other threads of the same one waiting
-        self._reports = store.clone()  # `progress` may be called by a thread while another one waits
+        self._reports: dist.Store | None = None  # a connection of its own, where `progress` is slow enough
         self._reported = time.monotonic()
         self._every = min(_REPORT_EVERY, timeout.total_seconds() / 8)
 
@@ -90,6 +90,7 @@ class Exchange:
         now = time.monotonic()
         if now - self._reported > self._every:
             self._reported = now
+            self._reports = self._reports or self._store.clone()
             self._reports.add(self._key("progress"), 1)
 
     def abandon(self, reason: str) -> str | None:

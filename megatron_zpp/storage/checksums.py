@@ -77,7 +77,7 @@ class ChecksummedWriter:
     """
 
     def __init__(
-        self, path: Path, chunk_bytes: int = CHUNK_BYTES, on_progress: OnProgress = no_report
+        self, path: Path, chunk_bytes: int = CHUNK_BYTES, *, on_progress: OnProgress = no_report
     ) -> None:
         self._file, self._on_progress = path.open("wb", buffering=0), on_progress
         self._flusher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flush")

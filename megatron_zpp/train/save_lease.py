@@ -1,7 +1,7 @@
 """Makes sure that one run alone saves in a directory."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,22 +29,29 @@ def save_lease(
         yield None
         return
     activity.now("takes the lease of --save", patient=True)
-    exchange = Exchange(store, topology, _ANSWER, "lease")
-    if topology.rank != 0:
-        if problem := exchange.hear("problem"):
-            raise ValueError(problem)
-        yield None
-        return
-    try:
-        lease = Lease(Path(save), say)
-    except OSError as error:
-        if isinstance(error, Held):
-            fix = f"is in use by another run, {error}; end that one, or give each run its own --save"
-        else:
-            fix = f"{error.strerror} ({error.filename}); name a directory that can be written"
-        problem = refusal("--save", save, fix)
-        exchange.tell("problem", str(problem))
-        raise problem from None
-    exchange.tell("problem", None)
-    with lease:
+    lease: Lease | None = None
+    if topology.rank == 0:
+        problem: str | None = None
+        try:
+            lease = Lease(Path(save), say)
+        except OSError as error:
+            problem = _refused(save, error)
+        _of_all(store, topology).tell("problem", problem)
+    else:
+        problem = _of_all(store, topology).hear("problem")
+    if problem:
+        raise ValueError(problem)
+    with lease or nullcontext():
         yield lease
+
+
+def _refused(save: str, error: OSError) -> str:
+    if isinstance(error, Held):
+        fix = f"is in use by another run, {error}; end that one, or give each run its own --save"
+    else:
+        fix = f"{error.strerror} ({error.filename}); name a directory that can be written"
+    return str(refusal("--save", save, fix))
+
+
+def _of_all(store: dist.Store, topology: Topology) -> Exchange:
+    return Exchange(store, topology, _ANSWER, "lease")
