@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 
-# Forked ranks have torch imported already, so pretrain_gpt.py comes too late to set this as it does elsewhere.
+# Forked ranks have torch imported already, so pretrain_gpt.py sets this too late for them.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.preloaded"])
