@@ -275,9 +275,10 @@ class Cases:
                 job.kill()
                 return self._tally.add(fault, "hang", job.log(0)[-500:])
             mend_it(disk)
-            told = "could not be saved" in job.log(0) or "--save" in job.log(0)
+            said = "".join(map(job.log, job.statuses))  # what all ranks find out, any one of them says
+            told = "could not be saved" in said or "--save" in said
             if set(job.statuses.values()) != {0} and not told:
-                return self._tally.add(fault, "not told", job.log(0)[-800:])
+                return self._tally.add(fault, "not told", said[-800:])
             self._to_the_end(fault, index, save, expected)
         finally:
             disk.remove()
