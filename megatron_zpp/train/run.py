@@ -124,8 +124,8 @@ def train(
     lines = list(joining)
     if config.data.verify_data:
         activity.now("verifying data", patient=True)
-        exchange = Exchange(store, engine.topology, config.distributed.timeout, "verify-data")
-        lines.append(verify_data(splits, exchange))
+        timeout = config.distributed.timeout
+        lines.append(verify_data(splits, Exchange(store, engine.topology, timeout, "verify-data")))
     activity.now("loading", patient=True)
     progress, start_lines = restore(config, engine, tokenizer, store, schedule)
     if config.data.dataset_order == "megatron":

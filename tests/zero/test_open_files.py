@@ -75,8 +75,7 @@ def test_ranks_have_as_many_connections_as_are_reckoned_with(tmp_path: Path) -> 
                 if most > 2:  # past the start
                     limits.add(resource.prlimit(processes[1].pid, resource.RLIMIT_NOFILE))
         assert run.statuses() == {0: 0, 1: 0}, run.err(0)
-    # --verify-data has one more, which mock data cannot have.
-    assert 2 * 3 <= most <= 2 * (STORE_CONNECTIONS - 1)
+    assert 2 * 3 <= most <= 2 * STORE_CONNECTIONS
     assert limits == {(HARD, HARD)}
 
 
