@@ -9,8 +9,7 @@ from contextlib import suppress
 
 from megatron_zpp.config.options import refusal
 
-# Of each rank: for the rendezvous, the heartbeat, the preflight, and for a load, save or check of the data, which
-# reports its progress by another one if it takes long.
+# Of each rank: for rendezvous, heartbeat, preflight, a load, save or data check, and the progress of that.
 STORE_CONNECTIONS = 5
 _BEFORE_THE_FIRST_STEP = 3  # of these, on every rank
 _OTHER_FILES = 256  # libraries, devices, data and logs of the process
