@@ -21,7 +21,7 @@ from megatron_zpp.train.device import prepare_device
 from megatron_zpp.train.dry_run import dry_run, planned
 from megatron_zpp.train.errors import one_line_errors, said_by_each, said_once
 from megatron_zpp.train.heartbeat import heartbeat
-from megatron_zpp.train.joining import join, meet_ranks
+from megatron_zpp.train.joining import connect_ranks, join
 from megatron_zpp.train.once_per_node import OncePerNode
 from megatron_zpp.train.reading import open_data
 from megatron_zpp.train.restore import check_start
@@ -63,8 +63,8 @@ def main() -> None:
         device = prepare_device(config, topology)
         warn(PROG, topology.rank, command_line.notes)
     with one_line_errors(PROG, topology, debug=debug, say=per_node.about("meeting")):
-        meeting = meet_ranks(config.distributed, topology, PROG)
-    store = meeting.store
+        rendezvous = connect_ranks(config.distributed, topology, PROG)
+    store = rendezvous.store
     timeout, saves = config.distributed.heartbeat_timeout, config.checkpoint.save is not None
     with (
         stop_signals(PROG, topology, per_node, saves=saves) as signals,
@@ -73,7 +73,7 @@ def main() -> None:
     ):
         settings = config.shared_settings() | device.settings()
         with (
-            join(config.distributed, topology, device.device, meeting, settings, activity) as lines,
+            join(config.distributed, topology, device.device, rendezvous, settings, activity) as lines,
             save_lease(config.checkpoint.save, topology, store, activity, partial(tell, PROG)) as lease,
         ):
             engine = build_engine(config, tokenizer, device, topology)

@@ -27,12 +27,12 @@ from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.data import DataConfig
 from megatron_zpp.config.model import ModelConfig, ModelPreset
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
-from megatron_zpp.config.options import Options, option, parse_options, refusal
+from megatron_zpp.config.options import Options, option, option_error, parse_options
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.data.documents import as_tensors, masked_samples
 from megatron_zpp.data.mock import MockDataset
 from megatron_zpp.model.attention import AttentionKernel, check_runs, choose_attention
-from megatron_zpp.model.gpt import GPT, Parts
+from megatron_zpp.model.gpt import GPT, ModelComponents
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.train.compiling import compile_parts
 from megatron_zpp.zero.engine import Batch, ZeroEngine
@@ -63,7 +63,7 @@ class Settings(Options):
         """Raises ValueError for a shape that is none."""
         for shape in self.shapes:
             if len(parts := shape.split("x")) != 2 or not all(part.isdigit() and int(part) for part in parts):
-                raise refusal("--shapes", shape, "must be heads × width, as in 16x64")
+                raise option_error("--shapes", shape, "must be heads × width, as in 16x64")
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def step_figures(settings: Settings, device: torch.device) -> dict[str, Any]:
             "auto", masked=masked, head_width=config.kv_channels, dropout=0.0, dtype=dtype, device=device
         )
         with torch.device("meta"):
-            model = GPT(config, VOCABULARY, parts=Parts(attention=kernel))
+            model = GPT(config, VOCABULARY, parts=ModelComponents(attention=kernel))
         if device.type == "cuda":
             shape = (settings.micro_batch_size, config.seq_length)
             compile_parts(model, shape, print, masked=masked, on_gpu=True)

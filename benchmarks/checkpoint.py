@@ -31,7 +31,7 @@ from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.config.root import Config, parse_args
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.library import load_operations
-from megatron_zpp.train.joining import meet_ranks
+from megatron_zpp.train.joining import connect_ranks
 from megatron_zpp.train.saver import Saver
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.process_group import barrier, process_group, select_device
@@ -239,7 +239,7 @@ def main() -> None:
     topology = Topology.from_environment(os.environ)
     distributed = config_of(options).distributed
     device = select_device("auto", topology)
-    meeting = meet_ranks(distributed, topology, "checkpoint")
+    meeting = connect_ranks(distributed, topology, "checkpoint")
     with process_group(distributed, topology, device, meeting):
         figures = measure(options, topology, device, meeting.store)
         if topology.rank == 0:

@@ -23,7 +23,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
 from benchmarks.common import RESULTS, write_result
-from megatron_zpp.model.loss import Passes, linear_cross_entropy, logits_to_gradient
+from megatron_zpp.model.loss import LossKernels, linear_cross_entropy, logits_to_gradient
 
 Loss = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
@@ -40,7 +40,7 @@ def contestant(name: str) -> Loss:
         "plain_compiled": lambda: torch.compile(plain),
         "ours": lambda: linear_cross_entropy,
         "ours_compiled": lambda: partial(
-            linear_cross_entropy, passes=Passes(torch.compile(logits_to_gradient))
+            linear_cross_entropy, passes=LossKernels(torch.compile(logits_to_gradient))
         ),
     }[name]()
 

@@ -7,7 +7,7 @@ functions go through torch.compile.
 import torch
 from torch import Tensor
 
-from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.formats import QuantFormat
 
 Quantized = tuple[Tensor, Tensor]  # codes and scales, blocks first
 
@@ -21,7 +21,7 @@ def hadamard(device: torch.device) -> Tensor:
 
 
 def quantize(
-    x: Tensor, matrix: Tensor | None = None, *, format: Format, stochastic: bool = False
+    x: Tensor, matrix: Tensor | None = None, *, format: QuantFormat, stochastic: bool = False
 ) -> Quantized:
     """x of any shape, in blocks."""
     x = x.float()
@@ -40,7 +40,7 @@ def quantize(
     return codes, scales
 
 
-def dequantize(codes: Tensor, scales: Tensor, format: Format, matrix: Tensor | None = None) -> Tensor:
+def dequantize(codes: Tensor, scales: Tensor, format: QuantFormat, matrix: Tensor | None = None) -> Tensor:
     """fp32 (blocks, block)."""
     if format.codes == "int4":
         codes = torch.stack((codes << 4 >> 4, codes >> 4), dim=-1).flatten(-2)
@@ -51,19 +51,19 @@ def dequantize(codes: Tensor, scales: Tensor, format: Format, matrix: Tensor | N
 
 
 def dequantize_into(
-    codes: Tensor, scales: Tensor, output: Tensor, matrix: Tensor | None = None, *, format: Format
+    codes: Tensor, scales: Tensor, output: Tensor, matrix: Tensor | None = None, *, format: QuantFormat
 ) -> None:
     """Into an output of any number format."""
     output.copy_(dequantize(codes, scales, format, matrix).view(output.shape))
 
 
-def total(messages: list[Quantized], format: Format) -> Tensor:
+def total(messages: list[Quantized], format: QuantFormat) -> Tensor:
     """The fp32 sum of messages."""
     return sum(dequantize(*message, format) for message in messages)
 
 
 def sum_quantize(
-    messages: list[Quantized], error: Tensor | None = None, *, format: Format, stochastic: bool = False
+    messages: list[Quantized], error: Tensor | None = None, *, format: QuantFormat, stochastic: bool = False
 ) -> Quantized:
     """Sum and encode again, with what is lost kept in `error`."""
     x = total(messages, format)
@@ -75,7 +75,7 @@ def sum_quantize(
     return codes, scales
 
 
-def sum_into(messages: list[Quantized], shard: Tensor, *, format: Format) -> None:
+def sum_into(messages: list[Quantized], shard: Tensor, *, format: QuantFormat) -> None:
     """Sum, mean."""
     shard.copy_(total(messages, format).view(shard.shape) / len(messages))
 
@@ -97,18 +97,18 @@ def sum_squares(x: Tensor, sums: Tensor) -> None:
 
 
 def adamw(
-    master: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, published: Tensor | None = None
+    master: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gather_source: Tensor | None = None
 ) -> None:
     """One step, written out."""
     exp_avg.lerp_(gradient, 0.1)
     exp_avg_sq.mul_(0.95).addcmul_(gradient, gradient, value=0.05)
     master.mul_(1 - 3e-5).addcdiv_(exp_avg / 0.1, (exp_avg_sq / 0.05).sqrt() + 1e-8, value=-3e-4)
-    if published is not None:
-        published.copy_(master)
+    if gather_source is not None:
+        gather_source.copy_(master)
 
 
 def fused_adamw(
-    master: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, published: Tensor | None = None
+    master: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gather_source: Tensor | None = None
 ) -> None:
     """torch's own fused kernel, then the cast."""
     one = torch.ones((), device=master.device)
@@ -124,17 +124,17 @@ def fused_adamw(
         grad_scale=one,
         found_inf=one - 1,
     )
-    if published is not None:
-        published.copy_(master)
+    if gather_source is not None:
+        gather_source.copy_(master)
 
 
-def adamw_quantize(*states: Tensor, format: Format) -> Quantized:
+def adamw_quantize(*states: Tensor, format: QuantFormat) -> Quantized:
     """`adamw`, then the new weights' encoding."""
     adamw(*states)
     return quantize(states[0], format=format)
 
 
-def fused_adamw_quantize(*states: Tensor, format: Format) -> Quantized:
+def fused_adamw_quantize(*states: Tensor, format: QuantFormat) -> Quantized:
     """`fused_adamw`, then the new weights' encoding."""
     fused_adamw(*states)
     return quantize(states[0], format=format)

@@ -27,7 +27,7 @@ import torch
 from benchmarks.common import write_result
 from benchmarks.quantization_cases import Buffers, Case, all_cases
 from megatron_zpp.config.command_line import run_tool
-from megatron_zpp.config.options import Options, option, parse_options, refusal
+from megatron_zpp.config.options import Options, option, option_error, parse_options
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.ops.operations import Operations
 
@@ -51,7 +51,7 @@ class Settings(Options):
         known = sorted({case.operation for case in all_cases()})
         for operation in self.operations:
             if operation not in known:
-                raise refusal("--operations", operation, f"must be of {' '.join(known)}")
+                raise option_error("--operations", operation, f"must be of {' '.join(known)}")
 
 
 class Stopwatch:

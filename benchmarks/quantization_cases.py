@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from benchmarks import plain_quantization as plain
-from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.operations import Operations
 
-INT8, INT4, FP8 = Format("int8", 256), Format("int4", 128), Format("fp8", 256)
+INT8, INT4, FP8 = QuantFormat("int8", 256), QuantFormat("int4", 128), QuantFormat("fp8", 256)
 ROTATED = replace(INT8, rotate=True)
 
 
@@ -88,19 +88,19 @@ def _numbers(*shape: int, device: torch.device) -> Tensor:
     return torch.randn(*shape, device=device, dtype=torch.bfloat16)
 
 
-def _messages(ops: Operations, x: Tensor, format: Format) -> tuple[Tensor, list[plain.Quantized]]:
+def _messages(ops: Operations, x: Tensor, format: QuantFormat) -> tuple[Tensor, list[plain.Quantized]]:
     """x (P, m) as our messages and as the plain functions'."""
     messages = torch.empty(len(x), format.message_bytes(x.shape[1]), dtype=torch.uint8, device=x.device)
     ops.quantize(x, messages, format)
     return messages, [plain.quantize(row, format=format) for row in x]
 
 
-def _matrix(format: Format, device: torch.device) -> tuple[Tensor, ...]:
+def _matrix(format: QuantFormat, device: torch.device) -> tuple[Tensor, ...]:
     return (plain.hadamard(device),) if format.rotate else ()
 
 
 def _quantize(
-    ops: Operations, elements: int, device: torch.device, *, format: Format, seed: int | None = None
+    ops: Operations, elements: int, device: torch.device, *, format: QuantFormat, seed: int | None = None
 ) -> Buffers:
     x = _numbers(1, elements, device=device)
     message = torch.empty(1, format.message_bytes(elements), dtype=torch.uint8, device=device)
@@ -108,7 +108,7 @@ def _quantize(
     return Buffers(x.nbytes + message.nbytes, ours, (x, *_matrix(format, device)))
 
 
-def _dequantize(ops: Operations, elements: int, device: torch.device, *, format: Format) -> Buffers:
+def _dequantize(ops: Operations, elements: int, device: torch.device, *, format: QuantFormat) -> Buffers:
     output = _numbers(1, elements, device=device)
     message, (quantized,) = _messages(ops, output, format)
     theirs = (*quantized, torch.empty_like(output), *_matrix(format, device))

@@ -24,7 +24,7 @@ from benchmarks.common import write_result
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops import reference
-from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.build import in_order, layouts_of
 from megatron_zpp.zero.flat_layout import SHARD_MULTIPLE, FlatLayout
@@ -74,7 +74,7 @@ def layer_rows(width: int, block: int) -> list[dict[str, Any]]:
     for way in ("packed", "aligned", "bf16"):
         (layout,) = layouts(modules, 1, block, aligned=way == "aligned")
         flat, kinds = drawn(modules[0][1], layout, block)
-        arrived = flat.bfloat16() if way == "bf16" else there_and_back(flat, Format("int8", block))
+        arrived = flat.bfloat16() if way == "bf16" else there_and_back(flat, QuantFormat("int8", block))
         row: dict[str, Any] = {"width": width, "block": block, "way": way}
         for kind, mask in kinds.items():
             x, y = flat[mask], arrived.float()[mask]
@@ -107,7 +107,7 @@ def drawn(layer: nn.Module, layout: FlatLayout, block: int) -> tuple[Tensor, dic
     return flat, kinds
 
 
-def there_and_back(x: Tensor, quant_format: Format, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def there_and_back(x: Tensor, quant_format: QuantFormat, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """What arrives of `x` (n,)."""
     message = torch.empty(1, quant_format.message_bytes(x.numel()), dtype=torch.uint8)
     ORACLE.quantize(x[None], message, quant_format)
@@ -128,10 +128,12 @@ def byte_rows(name: str, layers: int, width: int, vocab: int) -> list[dict[str, 
             row: dict[str, Any] = {"model": name, "parameters": numel, "block": block, "ranks": ranks}
             for way in ("packed", "aligned"):
                 found = layouts(modules, ranks, block, aligned=way == "aligned")
-                message = sum(ranks * Format("int8", block).message_bytes(one.shard_numel) for one in found)
+                message = sum(
+                    ranks * QuantFormat("int8", block).message_bytes(one.shard_numel) for one in found
+                )
                 row[f"{way}_bytes_per_parameter"] = round(message / numel, 5)
                 row[f"{way}_elements_per_parameter"] = round(sum(one.numel for one in found) / numel, 5)
-            extra = (2 - Format("int8", block).block_bytes / block) * undecayed / numel
+            extra = (2 - QuantFormat("int8", block).block_bytes / block) * undecayed / numel
             row["bf16_bytes_per_parameter"] = round(row["packed_bytes_per_parameter"] + extra, 5)
             rows.append(row)
     return rows
@@ -147,13 +149,13 @@ def extremes(codes: str, dtype: str) -> dict[str, Any]:
     top = x.abs().amax(1, keepdim=True) * 1.0001
     x[:, :1], x[:, 1:2] = top, -top
     x = x.to(getattr(torch, dtype)).float()
-    arrived = there_and_back(x.flatten(), Format(codes, block), torch.float32).view(x.shape)
+    arrived = there_and_back(x.flatten(), QuantFormat(codes, block), torch.float32).view(x.shape)
     peak = x[:, 0].abs()
     normal = torch.randn(4000, block, generator=torch.Generator().manual_seed(3))
     normal = normal.to(getattr(torch, dtype)).float()
     step = normal.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
     symmetric = (normal / step).round() * step
-    signed = there_and_back(normal.flatten(), Format(codes, block, torch.float32), torch.float32)
+    signed = there_and_back(normal.flatten(), QuantFormat(codes, block, torch.float32), torch.float32)
     signed = signed.view(x.shape)
     return {
         "codes": codes,

@@ -27,7 +27,7 @@ from benchmarks.common import write_result
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.zero import GRADIENT_BLOCK, WEIGHT_BLOCK, ZeroConfig
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.zero.build import layouts_of
 from megatron_zpp.zero.theory import gathers_a_step
 
@@ -61,10 +61,10 @@ def predicted_bytes(flags: list[str]) -> int:
     for layout, units in Counter(layouts).items():
         shard = layout.shard_numel
         gathers = units if HPZ in flags else gathers_a_step(units, 3, 1, prefetch=1)
-        message = Format("int8", WEIGHT_BLOCK).message_bytes(shard) if QWZ in flags else 2 * shard
+        message = QuantFormat("int8", WEIGHT_BLOCK).message_bytes(shard) if QWZ in flags else 2 * shard
         total += gathers * NODES * (ranks - 1) * message
         if QGZ in flags:
-            total += units * ranks * (NODES - 1) * Format("int4", GRADIENT_BLOCK).message_bytes(shard)
+            total += units * ranks * (NODES - 1) * QuantFormat("int4", GRADIENT_BLOCK).message_bytes(shard)
         else:
             total += units * ranks * (ranks - RANKS_OF_A_NODE) * 2 * shard
     return total

@@ -34,13 +34,13 @@ def parts_of_trace(path: Path, steps: int) -> dict[str, float]:
     """Milliseconds of a step by part, from a trace of `steps` whole steps."""
     with gzip.open(path, "rt") as file:
         events = json.load(file)["traceEvents"]
-    return parts_of(
+    return grad_segments(
         [e for e in events if e.get("ph") == "X" and e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")],
         steps,
     )
 
 
-def parts_of(events: list[dict[str, Any]], steps: int) -> dict[str, float]:
+def grad_segments(events: list[dict[str, Any]], steps: int) -> dict[str, float]:
     """The same of the GPU's events, with times in microseconds."""
     if not events:
         return dict.fromkeys(PARTS, 0.0)

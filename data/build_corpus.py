@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory, not installed
 
 from megatron_zpp.config.command_line import run_tool
-from megatron_zpp.config.options import REQUIRED, Options, option, parse_options, refusal
+from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_options
 from megatron_zpp.config.text import JSON_LINES, plain_suffix
 from megatron_zpp.corpus.compression import replacing
 from megatron_zpp.corpus.hub import read_hub
@@ -46,9 +46,11 @@ class CorpusConfig(Options):
     def check(self) -> None:
         """One source; its own flags only; an output that says what it is."""
         if not self.output.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
-            raise refusal("--output", self.output, "must end in .jsonl, .jsonl.gz or .jsonl.zst")
+            raise option_error("--output", self.output, "must end in .jsonl, .jsonl.gz or .jsonl.zst")
         if self.input and self.hf_dataset:
-            raise refusal("--hf-dataset", self.hf_dataset, "cannot be joined with --input; give one of them")
+            raise option_error(
+                "--hf-dataset", self.hf_dataset, "cannot be joined with --input; give one of them"
+            )
         for flag, value in (
             ("--hf-config", self.hf_config),
             ("--hf-data-files", self.hf_data_files),
@@ -56,9 +58,9 @@ class CorpusConfig(Options):
             ("--hf-text-key", self.hf_text_key if self.hf_text_key != "text" else None),
         ):
             if value and not self.hf_dataset:
-                raise refusal(flag, value, "has no meaning without --hf-dataset")
+                raise option_error(flag, value, "has no meaning without --hf-dataset")
         if self.json_key != "text" and not self.input:
-            raise refusal("--json-key", self.json_key, "has no meaning without --input")
+            raise option_error("--json-key", self.json_key, "has no meaning without --input")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory, not installed
 
 from megatron_zpp.config.command_line import run_tool
-from megatron_zpp.config.options import REQUIRED, Options, UsageError, option, parse_all, refusal
+from megatron_zpp.config.options import REQUIRED, Options, UsageError, option, option_error, parse_all
 from megatron_zpp.config.text import plain_suffix
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.corpus.encode import Encoder
@@ -58,11 +58,11 @@ class PreprocessConfig(Options):
         """Two equal keys would be written to one name; partitions share the workers out evenly."""
         for key in self.json_keys:
             if "/" in key:
-                raise refusal("--json-keys", key, "becomes part of a file's name and cannot hold a /")
+                raise option_error("--json-keys", key, "becomes part of a file's name and cannot hold a /")
         if len(set(self.json_keys)) < len(self.json_keys):
-            raise refusal("--json-keys", self.json_keys, "names a key twice")
+            raise option_error("--json-keys", self.json_keys, "names a key twice")
         if self.num_workers() % self.partitions:
-            raise refusal(
+            raise option_error(
                 "--partitions", self.partitions, f"must divide the number of workers, {self.num_workers()}"
             )
 
@@ -76,7 +76,7 @@ def main() -> None:
     files = find_files("--input", config.input)
     for path in files:
         if plain_suffix(path) in TEXT:
-            raise refusal(
+            raise option_error(
                 "--input", path, "is text, not JSON lines; data/build_corpus.py --input converts it"
             )
     tokenizer = build_tokenizer(tokenizer_config)
@@ -102,7 +102,7 @@ def main() -> None:
         runs = partition(files, config.partitions)
         encode_partitions(runs, build, config.num_workers() // config.partitions, writers, observe)
         if not progress.documents:
-            raise refusal("--input", config.input, f"holds no documents (left out: {report.summary()})")
+            raise option_error("--input", config.input, f"holds no documents (left out: {report.summary()})")
     for writer in writers:
         print(f"{writer.prefix}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens")
     print(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_zpp.checkpoint.manifest import MARKER, is_committed
 from megatron_zpp.config.command_line import one_line
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.storage.files import write_text
 from megatron_zpp.storage.regular import read_limited
 
@@ -64,17 +64,17 @@ def candidates(directory: str, iteration: int | None = None, flag: str = "--load
             os.listdir(root)  # or a directory that cannot be read would pass for an empty one
         there = committed(root)
     except OSError as error:
-        raise refusal(flag, directory, f"{one_line(error)}; name a directory that can be read") from None
+        raise option_error(flag, directory, f"{one_line(error)}; name a directory that can be read") from None
     if iteration is not None:
         if iteration not in there:
             shown = ", ".join(map(str, sorted(there))) or "none"
-            raise refusal("--ckpt-step", iteration, f"not in {directory}; iterations there: {shown}")
+            raise option_error("--ckpt-step", iteration, f"not in {directory}; iterations there: {shown}")
         return [there[iteration]]
     if not there:
         for path in sorted(root.glob("iter_*")):
             if iteration_of(path) is not None:
                 problem = f"{path.name} has no {MARKER}: it is damaged or not of this program"
-                raise refusal(flag, directory, f"{problem}; name another directory, or remove it")
+                raise option_error(flag, directory, f"{problem}; name another directory, or remove it")
     return list(there.values())
 
 

@@ -36,11 +36,11 @@ class Exchange:
         self._reported = time.monotonic()
         self._every = min(_REPORT_EVERY, timeout.total_seconds() / 8)
 
-    def tell(self, name: str, value: Any) -> None:
+    def put(self, name: str, value: Any) -> None:
         """Says a value to all ranks, once."""
         self._store.set(self._key(name), json.dumps(value))
 
-    def hear(self, name: str) -> Any:
+    def get(self, name: str) -> Any:
         """The value that some rank says.
 
         Raises NoProgress when none does, and none reports progress, for the time-out; Abandoned when a rank
@@ -62,28 +62,28 @@ class Exchange:
             poll = min(_LAST_POLL, 1.5 * poll)
         return json.loads(self._store.get(key))
 
-    def take(self, name: str) -> Any:
-        """Like `hear`, for a value that is said to this rank alone."""
-        value = self.hear(name)
+    def pop(self, name: str) -> Any:
+        """Like `get`, for a value that is said to this rank alone."""
+        value = self.get(name)
         self._store.delete_key(self._key(name))
         return value
 
-    def collect(self, name: str) -> list[Any]:
+    def gather(self, name: str) -> list[Any]:
         """On rank 0: what every rank says as `name`/RANK, by rank. NoProgress names the rank."""
         values = []
         for rank in range(self.topology.world_size):
             try:
-                values.append(self.take(f"{name}/{rank}"))
+                values.append(self.pop(f"{name}/{rank}"))
             except NoProgress:
                 raise NoProgress(f"rank {rank} reported no progress for {self._timeout}") from None
         return values
 
-    def everyone(self, name: str, value: Any) -> list[Any]:
+    def all_gather(self, name: str, value: Any) -> list[Any]:
         """What each rank says, by rank; this one says `value`. Rank 0 collects it for all."""
-        self.tell(f"{name}/{self.topology.rank}", value)
+        self.put(f"{name}/{self.topology.rank}", value)
         if self.topology.rank == 0:
-            self.tell(name, self.collect(name))
-        return self.hear(name)
+            self.put(name, self.gather(name))
+        return self.get(name)
 
     def progress(self) -> None:
         """Reports that this rank gets on; to be called often, and by any thread: most calls do nothing."""

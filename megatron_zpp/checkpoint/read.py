@@ -26,11 +26,11 @@ _THREADS = 4  # that read and check chunks; both leave Python's lock
 
 
 class _Run(NamedTuple):
-    """Elements of a saved unit's flat buffer, which go from `place` on into what is asked for."""
+    """Elements of a saved unit's flat buffer, which go from `destination` on into what is asked for."""
 
     unit: int
     elements: range
-    place: int
+    destination: int
 
 
 class CheckpointReader:
@@ -102,7 +102,7 @@ class CheckpointReader:
         """
         found = torch.zeros(len(elements))
         for saved in self._runs(names, layout, elements):
-            found[saved.place : saved.place + len(saved.elements)] = self.elements(
+            found[saved.destination : saved.destination + len(saved.elements)] = self.elements(
                 kind, saved.unit, saved.elements
             )
         return found
@@ -113,12 +113,12 @@ class CheckpointReader:
         for piece in layout.pieces(elements):
             unit, offset = self._places[names[piece.parameter]]
             start = offset + piece.start
-            if run and run.unit == unit and start - run.elements.start == piece.place - run.place:
+            if run and run.unit == unit and start - run.elements.start == piece.destination - run.destination:
                 run = run._replace(elements=range(run.elements.start, start + piece.length))
                 continue
             if run:
                 yield run
-            run = _Run(unit, range(start, start + piece.length), piece.place)
+            run = _Run(unit, range(start, start + piece.length), piece.destination)
         if run:
             yield run
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_zpp.data.standing import Standing
+from megatron_zpp.data.dataset_progress import DatasetProgress
 from megatron_zpp.zero.engine import STATE_KINDS, WEIGHTS, ZeroEngine
 from megatron_zpp.zero.flat_layout import FlatLayout
 
@@ -31,9 +31,9 @@ _LOSS_SCALE_KEYS = ("dynamic", "scale", "clean_steps", "patience")
 class Progress:
     """How far a run has come. Dropout and data order follow from the seed and these counts.
 
-    `run` is its name in logs, which it keeps when it is started again; `standing` is how far it has read each
-    of its data sets, None where it reads none. Of the iterations and samples, `skipped_iterations` and
-    `skipped_samples` are those of steps that left the weights as they were; checkpoints of older versions do
+    `run` is its name in logs, which it keeps when it is started again. `dataset_progress` is how far it has
+    read each of its data sets, None where it reads none. `skipped_iterations` and `skipped_samples` are those
+    of steps that left the weights as they were; checkpoints of older versions do
     not count them, as if there were none. `ordered_samples` is the number of samples that Megatron-LM's order
     was built for; None for other orders, and in checkpoints of older versions.
     """
@@ -44,13 +44,16 @@ class Progress:
     skipped_samples: int = 0
     ordered_samples: int | None = None
     run: str = ""
-    standing: Standing | None = None
+    dataset_progress: DatasetProgress | None = None
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Progress":
         """The inverse of `asdict`. Raises ValueError, KeyError or TypeError for anything else."""
-        standing = value.get("standing")
-        return cls(**value | {"standing": None if standing is None else Standing.from_json(standing)})
+        value = dict(value)
+        if "standing" in value:  # as format version 2 calls it
+            value["dataset_progress"] = value.pop("standing")
+        data = value.get("dataset_progress")
+        return cls(**value | {"dataset_progress": None if data is None else DatasetProgress.from_json(data)})
 
 
 def tensor_name(kind: str, unit: int) -> str:
@@ -144,8 +147,8 @@ def check_state(state: dict[str, Any]) -> None:
         and progress.skipped_samples <= progress.consumed_samples
     ):
         raise ValueError("more steps were skipped than taken")
-    if progress.standing and progress.standing.since > progress.consumed_samples:
-        raise ValueError(f"its weights begin at sample {progress.standing.since}")
+    if progress.dataset_progress and progress.dataset_progress.since > progress.consumed_samples:
+        raise ValueError(f"its weights begin at sample {progress.dataset_progress.since}")
     for key, kind in (("with_optimizer", bool), ("tokenizer", dict), ("config", dict), ("errors", list)):
         if type(state[key]) is not kind:
             raise ValueError(f"{key} is {state[key]!r}")

@@ -63,7 +63,7 @@ def write_checkpoint(
     if problem and by_rank_0:
         if not _attempt(0, may_write):  # else what lies there may be another run's
             shutil.rmtree(partial_path(final), ignore_errors=True)
-        exchange.tell("outcome", problem)
+        exchange.put("outcome", problem)
     if problem:
         raise SaveFailed(problem)
 
@@ -80,33 +80,33 @@ def _lead(
     partial = partial_path(final)
     if not (problem := _attempt(0, may_write)):
         problem = _attempt(0, _open, partial)
-    exchange.tell("open", problem)
+    exchange.put("open", problem)
     if problem:
         return problem
     _write_and_report(partial, tensors, exchange, read_back)
-    reports = exchange.collect("written")
+    reports = exchange.gather("written")
     problem = next((report["problem"] for report in reports if report["problem"]), _attempt(0, may_write))
     if problem := exchange.abandon(problem) if problem else exchange.commit():
         return problem
     problem = _attempt(0, _commit, partial, final, state, reports)
     if not problem:
-        exchange.tell("outcome", None)
+        exchange.put("outcome", None)
     return problem
 
 
 def _follow(final: Path, tensors: Mapping[str, Tensor], exchange: Exchange, read_back: bool) -> str | None:
     """What another rank does; returns why there is no new checkpoint."""
-    if problem := exchange.hear("open"):
+    if problem := exchange.get("open"):
         return problem
     _write_and_report(partial_path(final), tensors, exchange, read_back)
-    return exchange.hear("outcome")
+    return exchange.get("outcome")
 
 
 def _outcome(exchange: Exchange) -> str | None:
     """Rank 0's word after its decision to commit; it is rank 0's heartbeat that ends this if it is gone."""
     while True:
         with suppress(NoProgress):
-            return exchange.hear("outcome")
+            return exchange.get("outcome")
 
 
 def _write_and_report(
@@ -119,7 +119,7 @@ def _write_and_report(
         rank, lambda: checksums.append(_write_shards(partial, rank, tensors, read_back, exchange.progress))
     )
     report = {"problem": problem, "checksums": [one.to_json() for one in checksums]}
-    exchange.tell(f"written/{rank}", report)
+    exchange.put(f"written/{rank}", report)
 
 
 def _attempt(rank: int, action: Any, *arguments: Any) -> str | None:

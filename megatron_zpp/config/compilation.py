@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_zpp.config.options import Options, option, refusal
+from megatron_zpp.config.options import Options, option, option_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class CompilationConfig(Options):
     def check(self) -> None:
         """What is not made is not kept."""
         if self.compile is False and self.compile_cache_dir is not None:
-            raise refusal("--compile-cache-dir", self.compile_cache_dir, "--no-compile makes no kernels")
+            raise option_error("--compile-cache-dir", self.compile_cache_dir, "--no-compile makes no kernels")
 
     def wanted(self, device: str, *, apex: bool) -> bool:
         """Whether layers are to be compiled on `device`; `apex` says that --fused-backend asks for that.
@@ -35,7 +35,7 @@ class CompilationConfig(Options):
         """
         if apex and self.compile:
             fix = "torch.compile makes LayerNorm part of what it fuses; leave out --fused-backend apex"
-            raise refusal("--compile", "(given)", fix)
+            raise option_error("--compile", "(given)", fix)
         return device == "cuda" and not apex if self.compile is None else self.compile
 
 
@@ -57,11 +57,11 @@ def resolve_compilation(
     if not config.wanted(device, apex=apex):
         if config.compile_cache_dir is not None:
             fix = f"nothing is compiled on a {device} unless --compile says so"
-            raise refusal("--compile-cache-dir", config.compile_cache_dir, fix)
+            raise option_error("--compile-cache-dir", config.compile_cache_dir, fix)
         return Compilation(False, None)
     missing = _missing(device, environ)
     if missing and config.compile:
-        raise refusal("--compile", "(given)", f"needs {missing}")
+        raise option_error("--compile", "(given)", f"needs {missing}")
     return Compilation(not missing, missing)
 
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_zpp.config.options import Options, option, refusal
+from megatron_zpp.config.options import Options, option, option_error
 from megatron_zpp.config.text import is_hub, is_text
 
 DEFAULT_SPLIT = "969,30,1"
@@ -75,24 +75,26 @@ class DataConfig(Options):
         own = [f"--{split}-data-path" for split in SPLITS if getattr(self, f"{split}_data_path")]
         if self.mock_data and (self.data_path or own):
             flag = "--data-path" if self.data_path else own[0]
-            raise refusal("--mock-data", "(given)", f"reads no files; leave out {flag} or --mock-data")
+            raise option_error("--mock-data", "(given)", f"reads no files; leave out {flag} or --mock-data")
         if self.mock_data and self.verify_data:
-            raise refusal("--verify-data", "(given)", "--mock-data reads no files; leave out one of them")
+            raise option_error(
+                "--verify-data", "(given)", "--mock-data reads no files; leave out one of them"
+            )
         if self.mock_data and self.dataset_order != "windows":
             fix = "--mock-data has no documents to put in order; leave out one of them"
-            raise refusal("--dataset-order", self.dataset_order, fix)
+            raise option_error("--dataset-order", self.dataset_order, fix)
         if self.data_path and own:
-            raise refusal(
+            raise option_error(
                 own[0], "(given)", "--data-path is cut into all three splits; give one or the other"
             )
         if not (self.data_path or own or self.mock_data):
-            raise refusal(
+            raise option_error(
                 "--data-path",
                 "(not given)",
                 "a run needs data: --data-path PREFIX, or --train-data-path PREFIX, or --mock-data",
             )
         if self.split is not None and not self.data_path:
-            raise refusal(
+            raise option_error(
                 "--split", self.split, f"cuts --data-path alone; leave it out with {(*own, '--mock-data')[0]}"
             )
         split_shares(self.split or DEFAULT_SPLIT)
@@ -106,19 +108,19 @@ class DataConfig(Options):
         texts = [path for path in paths if is_text(path)]
         if texts and self.dataset_order != "windows":
             fix = f"{texts[0]} is text, whose tokens are not counted; run data/preprocess_data.py first"
-            raise refusal("--dataset-order", self.dataset_order, fix)
+            raise option_error("--dataset-order", self.dataset_order, fix)
         if texts and self.verify_data and len(texts) == len(paths):
             fix = (
                 "text has no .bin; what is kept of its tokens is checked whenever it is read; leave this out"
             )
-            raise refusal("--verify-data", "(given)", fix)
+            raise option_error("--verify-data", "(given)", fix)
         for flag, value in (
             ("--json-key", self.json_key if self.json_key != "text" else None),
             ("--append-eod", "(given)" if self.append_eod else None),
             ("--skip-bad-lines", "(given)" if self.skip_bad_lines else None),
         ):
             if value and not texts:
-                raise refusal(flag, value, "is about text, and no data path names any; leave it out")
+                raise option_error(flag, value, "is about text, and no data path names any; leave it out")
 
     def sources(self) -> tuple[tuple[float | None, str], ...]:
         """(weight, path) of everything that the splits are given."""
@@ -148,7 +150,7 @@ def split_shares(text: str) -> tuple[float, float, float]:
     total = padded[0] + padded[1] + padded[2]
     usable = all(number >= 0 and math.isfinite(number) for number in numbers)
     if not (1 <= len(numbers) <= len(SPLITS) and usable and 0 < total < math.inf):
-        raise refusal("--split", text, f"must be up to three shares of 0 or more, as in {DEFAULT_SPLIT}")
+        raise option_error("--split", text, f"must be up to three shares of 0 or more, as in {DEFAULT_SPLIT}")
     train, valid, test = (number / total for number in padded)
     return train, valid, test
 
@@ -165,10 +167,10 @@ def weighted_prefixes(flag: str, entries: tuple[str, ...]) -> tuple[tuple[float 
     weights, prefixes = numbers[::2], numbers[1::2]
     alternating = len(weights) == len(prefixes) and None not in weights and set(prefixes) == {None}
     if not alternating:
-        raise refusal(flag, entries, "must be prefixes alone, or a weight before each prefix")
+        raise option_error(flag, entries, "must be prefixes alone, or a weight before each prefix")
     for weight, shown in zip(weights, entries[::2], strict=True):
         if not (0 < weight < math.inf):
-            raise refusal(flag, entries, f"the weight {shown} must be a positive, finite number")
+            raise option_error(flag, entries, f"the weight {shown} must be a positive, finite number")
     return tuple(zip(weights, entries[1::2], strict=True))
 
 
@@ -178,7 +180,7 @@ def _check_mixture(flag: str, entries: tuple[str, ...]) -> None:
     texts = [path for path in paths if is_text(path)]
     if len(paths) > 1 and texts and (len(texts) < len(paths) or any(map(is_hub, texts))):
         fix = "put a weight before each; only tokenised data, or files of text, are mixed by their size"
-        raise refusal(flag, entries, fix)
+        raise option_error(flag, entries, fix)
 
 
 def _number(entry: str) -> float | None:

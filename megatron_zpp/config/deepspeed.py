@@ -16,9 +16,9 @@ from megatron_zpp.config.deepspeed_keys import (
     Only,
     Rule,
 )
-from megatron_zpp.config.given import Given
 from megatron_zpp.config.json_file import read_json_object, shown, shown_key
-from megatron_zpp.config.options import Options, option, refusal
+from megatron_zpp.config.options import Options, option, option_error
+from megatron_zpp.config.provided import Provided
 
 FLAG = "--deepspeed_config"
 AUTO = "auto"  # Hugging Face's word for: as the command line says
@@ -38,16 +38,16 @@ class DeepSpeedFile(Options):
     )
 
 
-def obey_file(path: str, given: Given, ranks: int) -> tuple[str, ...]:
-    """Puts what the file says into `given`; returns a note that lists the keys without effect, if there are.
+def obey_file(path: str, provided: Provided, ranks: int) -> tuple[str, ...]:
+    """Puts what the file says into `provided`; returns a note that lists keys without effect, if any.
 
-    Raises ValueError, naming file and key, for what is unknown, contradicts `given` or cannot be obeyed.
+    Raises ValueError, naming file and key, for what is unknown, contradicts `provided` or cannot be obeyed.
     """
-    file = _File(path, given)
+    file = _File(path, provided)
     keys = dict(_flatten(path, read_json_object(FLAG, path)))
     idle = [key for key in keys if isinstance(KEYS[key], Idle)]
     for key in sorted(keys, key=lambda key: not key.endswith(".enabled")):
-        if _is_off(key, keys, given):
+        if _is_off(key, keys, provided):
             idle.append(key)
         else:
             file.obey(key, keys[key])
@@ -60,8 +60,8 @@ def obey_file(path: str, given: Given, ranks: int) -> tuple[str, ...]:
 class _File:
     """Puts one file's keys into what was given, under their names."""
 
-    def __init__(self, path: str, given: Given) -> None:
-        self._path, self._given = path, given
+    def __init__(self, path: str, provided: Provided) -> None:
+        self._path, self._provided = path, provided
 
     def obey(self, key: str, value: Any) -> None:
         """Does what the rule of `key` says."""
@@ -70,26 +70,26 @@ class _File:
             try:
                 settings = rule.settings(_typed(value, rule.kind))
             except ValueError as error:
-                raise self._refusal(key, value, str(error)) from None
-            for place, setting in settings.items():
-                self._put(place, setting, key, value)
+                raise self._option_error(key, value, str(error)) from None
+            for field_path, setting in settings.items():
+                self._put(field_path, setting, key, value)
         elif isinstance(rule, Only):
             if value not in rule.values or isinstance(value, bool) != isinstance(rule.values[0], bool):
                 allowed = " or ".join(map(shown, rule.values))
-                raise self._refusal(key, value, f"only {allowed} is possible: {rule.otherwise}")
+                raise self._option_error(key, value, f"only {allowed} is possible: {rule.otherwise}")
         elif isinstance(rule, Off):
             if not isinstance(value, dict):
-                raise self._refusal(key, value, "must be an object")
+                raise self._option_error(key, value, "must be an object")
             if value.get("enabled") not in (False, None, AUTO):
-                raise self._refusal(f"{key}.enabled", value["enabled"], f"not here: {rule.otherwise}")
+                raise self._option_error(f"{key}.enabled", value["enabled"], f"not here: {rule.otherwise}")
         elif not isinstance(rule, Idle):
-            raise self._refusal(key, value, f"not here: {rule.otherwise}")
+            raise self._option_error(key, value, f"not here: {rule.otherwise}")
 
     def settle_format(self, keys: dict[str, Any]) -> None:
         """A format switched off and none switched on is DeepSpeed's way to say fp32."""
         formats = ("precision.fp16", "precision.bf16", "precision.fp32")
         off = next((key for key in ("fp16.enabled", "bf16.enabled") if keys.get(key) is False), None)
-        if off and not any(map(self._given.get, formats)):
+        if off and not any(map(self._provided.get, formats)):
             self._put("precision.fp32", True, off, False)
 
     def settle_reports(self, keys: dict[str, Any]) -> None:
@@ -104,14 +104,14 @@ class _File:
 
     def settle_batch(self, keys: dict[str, Any], ranks: int) -> None:
         """Batch = micro-batch × accumulation × ranks: checked if all are given, else the third is filled."""
-        batch, micro = (self._given.get(f"training.{name}_batch_size") for name in ("global", "micro"))
+        batch, micro = (self._provided.get(f"training.{name}_batch_size") for name in ("global", "micro"))
         if ACCUMULATION not in keys and (BATCH_SIZE not in keys or micro is not None):
             return
         steps = int(keys.get(ACCUMULATION, 1))
         if micro is None and batch is not None:
             if batch % (steps * ranks):
                 fix = f"must be a multiple of {ACCUMULATION} {steps} × {ranks} ranks"
-                raise self._refusal(self._name("training.global_batch_size"), batch, fix)
+                raise self._option_error(self._name("training.global_batch_size"), batch, fix)
             self._put("training.micro_batch_size", batch // (steps * ranks), BATCH_SIZE, batch)
         elif batch is None and micro is not None:
             self._put("training.global_batch_size", micro * steps * ranks, ACCUMULATION, steps)
@@ -119,17 +119,17 @@ class _File:
             micros = f"{self._name('training.micro_batch_size')} {micro}"
             fix = f"must be {micro * steps * ranks}, {micros} × {ACCUMULATION} {steps} × {ranks} ranks"
             fix += "; change one of them or leave it out"
-            raise self._refusal(self._name("training.global_batch_size"), batch, fix)
+            raise self._option_error(self._name("training.global_batch_size"), batch, fix)
 
-    def _name(self, place: str) -> str:
+    def _name(self, field_path: str) -> str:
         """What a place was given by: a key of this file without the file's name, or a flag."""
-        return self._given.name(place).removeprefix(f"{FLAG} {self._path}: ")
+        return self._provided.name(field_path).removeprefix(f"{FLAG} {self._path}: ")
 
-    def _put(self, place: str, setting: Any, key: str, value: Any) -> None:
-        self._given.put(place, setting, f"{FLAG} {self._path}: {key}", shown(value))
+    def _put(self, field_path: str, setting: Any, key: str, value: Any) -> None:
+        self._provided.put(field_path, setting, f"{FLAG} {self._path}: {key}", shown(value))
 
-    def _refusal(self, key: str, value: Any, fix: str) -> ValueError:
-        return refusal(FLAG, self._path, f"{key} {shown(value)}: {fix}")
+    def _option_error(self, key: str, value: Any, fix: str) -> ValueError:
+        return option_error(FLAG, self._path, f"{key} {shown(value)}: {fix}")
 
 
 def _typed(value: Any, kind: str) -> Any:
@@ -156,11 +156,11 @@ def _flatten(file: str, values: dict[str, Any], block: str = "") -> Iterator[tup
             if value is not None and (value != AUTO or _lists(KEYS[path])):
                 yield path, value
         elif path not in _BLOCKS or "." in name:
-            raise refusal(FLAG, file, f"{shown_key(path)}: {_unknown(path)}")
+            raise option_error(FLAG, file, f"{shown_key(path)}: {_unknown(path)}")
         elif isinstance(value, dict):
             yield from _flatten(file, value, f"{path}.")
         elif value is not None:
-            raise refusal(FLAG, file, f"{path} {shown(value)}: must be an object")
+            raise option_error(FLAG, file, f"{path} {shown(value)}: must be an object")
 
 
 def _lists(rule: Rule) -> bool:
@@ -174,11 +174,11 @@ def _unknown(path: str) -> str:
     return f"is no key of DeepSpeed's that is known here; {hint} leave it out if it does not matter"
 
 
-def _is_off(key: str, keys: dict[str, Any], given: Given) -> bool:
+def _is_off(key: str, keys: dict[str, Any], provided: Provided) -> bool:
     """Whether a key belongs to a format or a report that is not switched on."""
     block, _, name = key.partition(".")
     if name == "enabled" or isinstance(KEYS[key], Idle):
         return False
     if block in ("fp16", "bf16"):
-        return not given.get(f"precision.{block}")
+        return not provided.get(f"precision.{block}")
     return block in ("tensorboard", "wandb") and keys.get(f"{block}.enabled") is not True

@@ -52,20 +52,20 @@ class Idle:
 Rule = Obeyed | Only | Off | Refused | Idle
 
 
-def _sets(place: str, kind: Kind, flag: str) -> Obeyed:
-    return Obeyed(flag, kind, lambda value: {place: value})
+def _sets(field_path: str, kind: Kind, flag: str) -> Obeyed:
+    return Obeyed(flag, kind, lambda value: {field_path: value})
 
 
-def _whole(place: str, flag: str) -> Obeyed:
-    return _sets(place, "a whole number", flag)
+def _whole(field_path: str, flag: str) -> Obeyed:
+    return _sets(field_path, "a whole number", flag)
 
 
-def _number(place: str, flag: str) -> Obeyed:
-    return _sets(place, "a number", flag)
+def _number(field_path: str, flag: str) -> Obeyed:
+    return _sets(field_path, "a number", flag)
 
 
-def _switch(place: str, flag: str) -> Obeyed:
-    return _sets(place, "true or false", flag)
+def _switch(field_path: str, flag: str) -> Obeyed:
+    return _sets(field_path, "true or false", flag)
 
 
 def _hpz(size: int) -> Settings:
@@ -108,11 +108,11 @@ def _communication(dtype: str) -> Settings:
     return {"precision.grad_reduce_in_bf16": dtype.lower() == "bf16"}
 
 
-def _batch(place: str, flag: str) -> Obeyed:
+def _batch(field_path: str, flag: str) -> Obeyed:
     def settings(size: int) -> Settings:
         if size < 1:
             raise ValueError("must be 1 or more")
-        return {place: size} if place else {}
+        return {field_path: size} if field_path else {}
 
     return Obeyed(flag, "a whole number", settings)
 

@@ -4,7 +4,7 @@ import json
 import math
 from typing import Any
 
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.storage.regular import open_stream
 
 LARGEST_FILE = 1 << 20  # bytes; settings are a page of text
@@ -18,7 +18,7 @@ def read_json_object(flag: str, path: str) -> dict[str, Any]:
             _text(flag, path), object_pairs_hook=_without_duplicates, parse_int=_int, parse_constant=_constant
         )
     except json.JSONDecodeError as error:
-        raise refusal(
+        raise option_error(
             flag,
             path,
             f"line {error.lineno} column {error.colno}: not JSON ({error.msg}); JSON has no comments and no "
@@ -27,9 +27,9 @@ def read_json_object(flag: str, path: str) -> dict[str, Any]:
     except RecursionError:
         raise _too_deep(flag, path) from None
     except ValueError as error:
-        raise refusal(flag, path, str(error)) from None
+        raise option_error(flag, path, str(error)) from None
     if not isinstance(value, dict):
-        raise refusal(flag, path, "holds no JSON object; must be one, {…}")
+        raise option_error(flag, path, "holds no JSON object; must be one, {…}")
     _check_values(flag, path, value)
     return value
 
@@ -50,15 +50,15 @@ def _text(flag: str, path: str) -> str:
         with open_stream(path) as file:
             content = file.read(LARGEST_FILE + 1)
     except OSError as error:
-        raise refusal(flag, path, f"cannot be read ({error.strerror}); name a JSON file") from None
+        raise option_error(flag, path, f"cannot be read ({error.strerror}); name a JSON file") from None
     except ValueError as error:
-        raise refusal(flag, shown(path), f"cannot be read ({error}); name a JSON file") from None
+        raise option_error(flag, shown(path), f"cannot be read ({error}); name a JSON file") from None
     if len(content) > LARGEST_FILE:
-        raise refusal(flag, path, f"is longer than {LARGEST_FILE} bytes; name a JSON file of settings")
+        raise option_error(flag, path, f"is longer than {LARGEST_FILE} bytes; name a JSON file of settings")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise refusal(flag, path, f"byte {error.start}: not UTF-8; name a JSON file") from None
+        raise option_error(flag, path, f"byte {error.start}: not UTF-8; name a JSON file") from None
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -93,8 +93,8 @@ def _check_values(flag: str, path: str, value: dict[str, Any]) -> None:
                 rest.append((inside, inner, depth + 1))
             elif isinstance(inner, float) and not math.isfinite(inner):
                 fix = f"{shown_key(inside)} {inner}: must be a finite number"
-                raise refusal(flag, path, fix)
+                raise option_error(flag, path, fix)
 
 
 def _too_deep(flag: str, path: str) -> ValueError:
-    return refusal(flag, path, f"is nested deeper than {DEEPEST} levels; name a JSON file of settings")
+    return option_error(flag, path, f"is nested deeper than {DEEPEST} levels; name a JSON file of settings")

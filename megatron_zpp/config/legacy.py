@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_zpp.config.given import Given
 from megatron_zpp.config.old_flags import OLD_FLAGS, RENAMED, VALUE, OldFlag
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
+from megatron_zpp.config.provided import Provided
 
 GROUP = "old"
 _BY_NAME = {flag.name: flag for flag in OLD_FLAGS}
@@ -32,8 +32,8 @@ def add_old_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def obey_old_flags(typed: Mapping[str, Any], given: Given) -> tuple[str, ...]:
-    """Puts what old flags say, by name and value, into `given`; returns a note for each that is not today's.
+def obey_old_flags(typed: Mapping[str, Any], provided: Provided) -> tuple[str, ...]:
+    """Puts what old flags say into `provided`; returns a note for each flag that is not today's.
 
     Raises ValueError for a value that contradicts another flag or cannot be obeyed.
     """
@@ -41,25 +41,27 @@ def obey_old_flags(typed: Mapping[str, Any], given: Given) -> tuple[str, ...]:
     for name, value in typed.items():
         flag, shown = _BY_NAME[name], "(given)" if value is True or value == () else value
         if flag.refused:
-            raise refusal(name, shown, f"not here: {flag.otherwise}")
+            raise option_error(name, shown, f"not here: {flag.otherwise}")
         if flag.allowed and value not in flag.allowed:
             allowed = " or ".join(map(str, flag.allowed))
-            raise refusal(name, value, f"only {allowed} is possible: {flag.otherwise}")
-        for place, setting in flag.gives.items():
-            given.put(place, value if setting is VALUE else setting, name, shown)
+            raise option_error(name, value, f"only {allowed} is possible: {flag.otherwise}")
+        for field_path, setting in flag.gives.items():
+            provided.put(field_path, value if setting is VALUE else setting, name, shown)
         notes += _note(name, flag)
     return tuple(notes)
 
 
-def settle_old_flags(typed: Mapping[str, Any], given: Given) -> None:
+def settle_old_flags(typed: Mapping[str, Any], provided: Provided) -> None:
     """What old flags ask for at least, when everything else has been said. Raises ValueError for less."""
     for name in typed:
-        for place, least in _BY_NAME[name].at_least.items():
-            value = given.get(place)
+        for field_path, least in _BY_NAME[name].at_least.items():
+            value = provided.get(field_path)
             if value is None:
-                given.put(place, least, name)
+                provided.put(field_path, least, name)
             elif value < least:
-                raise refusal(name, "(given)", f"contradicts {given.name(place)} {value}; leave one out")
+                raise option_error(
+                    name, "(given)", f"contradicts {provided.name(field_path)} {value}; leave one out"
+                )
 
 
 def _note(name: str, flag: OldFlag) -> list[str]:

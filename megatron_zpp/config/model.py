@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_zpp.config.options import Options, option, refusal
+from megatron_zpp.config.options import Options, option, option_error
 
 # GPT-2 and GPT-3 shapes (GPT-3 paper, table 2.1; 345m is Megatron-LM's GPT-2; 18b is the ZeRO++ tutorial's).
 _SHAPES = {  # layers, hidden size, attention heads, sequence length
@@ -68,18 +68,20 @@ class ModelConfig(Options):
         for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
             if getattr(self, name) is None:
                 flag = "--" + name.replace("_", "-")
-                raise refusal(flag, "(not given)", f"give it, or a --model-preset of {', '.join(_SHAPES)}")
+                raise option_error(
+                    flag, "(not given)", f"give it, or a --model-preset of {', '.join(_SHAPES)}"
+                )
         self._fill("max_position_embeddings", self.seq_length)
         self._fill("ffn_hidden_size", 4 * self.hidden_size)
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
-            raise refusal(
+            raise option_error(
                 "--num-attention-heads",
                 self.num_attention_heads,
                 f"must divide --hidden-size {self.hidden_size}, or give --kv-channels",
             )
         self._fill("kv_channels", self.hidden_size // self.num_attention_heads)
         if self.seq_length > self.max_position_embeddings:
-            raise refusal(
+            raise option_error(
                 "--seq-length",
                 self.seq_length,
                 f"must be at most --max-position-embeddings {self.max_position_embeddings}",
@@ -118,24 +120,26 @@ class RecomputeConfig(Options):
         """--recompute-activations resolves to selective; the others belong to full."""
         if self.recompute_activations:
             if self.recompute_granularity == "full":
-                raise refusal(
+                raise option_error(
                     "--recompute-granularity", "full", "contradicts --recompute-activations; give one"
                 )
             object.__setattr__(self, "recompute_granularity", "selective")
         if self.recompute_granularity == "full":
             if self.recompute_method is None:
-                raise refusal("--recompute-granularity", "full", "needs --recompute-method uniform or block")
+                raise option_error(
+                    "--recompute-granularity", "full", "needs --recompute-method uniform or block"
+                )
             if self.recompute_num_layers is None:
                 object.__setattr__(self, "recompute_num_layers", 1)
             return
         for name in ("recompute_method", "recompute_num_layers"):
             if getattr(self, name) is not None:
                 flag = "--" + name.replace("_", "-")
-                raise refusal(flag, getattr(self, name), "needs --recompute-granularity full")
+                raise option_error(flag, getattr(self, name), "needs --recompute-granularity full")
         if self.recompute_offload:
-            raise refusal("--recompute-offload", "(given)", "needs --recompute-granularity full")
+            raise option_error("--recompute-offload", "(given)", "needs --recompute-granularity full")
 
     def check_device(self, device: str) -> None:
         """Raises ValueError where there is no memory but the CPU's to keep activations in."""
         if self.recompute_offload and device != "cuda":
-            raise refusal("--recompute-offload", "(given)", f"needs GPUs; this run is on the {device}")
+            raise option_error("--recompute-offload", "(given)", f"needs GPUs; this run is on the {device}")

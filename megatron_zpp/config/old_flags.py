@@ -35,8 +35,8 @@ class OldFlag:
 VALUE = object()
 
 
-def _renamed(name: str, today: str, place: str, takes: type | None = None) -> OldFlag:
-    return OldFlag(name=name, takes=takes, gives={place: True if takes is None else VALUE}, today=today)
+def _renamed(name: str, today: str, field_path: str, takes: type | None = None) -> OldFlag:
+    return OldFlag(name=name, takes=takes, gives={field_path: True if takes is None else VALUE}, today=today)
 
 
 def _idle(why: str, *names: str, takes: type | None = None) -> list[OldFlag]:

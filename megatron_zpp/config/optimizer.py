@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_zpp.config.options import Options, option, refusal
+from megatron_zpp.config.options import Options, option, option_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,24 +54,24 @@ class LearningRateConfig(Options):
     def check(self) -> None:
         """Floors lie below the peak, and one length is given once."""
         if self.lr is None:
-            raise refusal("--lr", "(not given)", "give the peak learning rate, e.g. --lr 3e-4")
+            raise option_error("--lr", "(not given)", "give the peak learning rate, e.g. --lr 3e-4")
         if self.min_lr > self.lr:
-            raise refusal("--min-lr", self.min_lr, f"must be at most --lr {self.lr}")
+            raise option_error("--min-lr", self.min_lr, f"must be at most --lr {self.lr}")
         if self.lr_warmup_init > self.lr:
-            raise refusal("--lr-warmup-init", self.lr_warmup_init, f"must be at most --lr {self.lr}")
+            raise option_error("--lr-warmup-init", self.lr_warmup_init, f"must be at most --lr {self.lr}")
         warmups = ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")
         given = [name for name in warmups if getattr(self, name)]
         if len(given) > 1:
             first, second = ("--" + name.replace("_", "-") for name in given[:2])
-            raise refusal(second, getattr(self, given[1]), f"contradicts {first}; give one")
+            raise option_error(second, getattr(self, given[1]), f"contradicts {first}; give one")
         if self.lr_decay_style != "WSD":
             for name in ("lr_wsd_decay_iters", "lr_wsd_decay_samples"):
                 if getattr(self, name) is not None:
-                    raise refusal(
+                    raise option_error(
                         "--" + name.replace("_", "-"), getattr(self, name), "needs --lr-decay-style WSD"
                     )
         elif (self.lr_wsd_decay_iters is None) == (self.lr_wsd_decay_samples is None):
-            raise refusal(
+            raise option_error(
                 "--lr-decay-style", "WSD", "needs one of --lr-wsd-decay-iters and --lr-wsd-decay-samples"
             )
 
@@ -105,13 +105,13 @@ class PrecisionConfig(Options):
         """One format; a loss scale only with fp16."""
         formats = [name for name in ("bf16", "fp16", "fp32") if getattr(self, name)]
         if len(formats) > 1:
-            raise refusal(f"--{formats[1]}", "(given)", f"contradicts --{formats[0]}; give one")
+            raise option_error(f"--{formats[1]}", "(given)", f"contradicts --{formats[0]}; give one")
         if self.fp8 and (self.fp16 or self.fp32):
-            raise refusal("--fp8", "(given)", f"goes with --bf16, not --{formats[0]}")
+            raise option_error("--fp8", "(given)", f"goes with --bf16, not --{formats[0]}")
         if self.loss_scale is not None and not self.fp16:
-            raise refusal("--loss-scale", self.loss_scale, "needs --fp16")
+            raise option_error("--loss-scale", self.loss_scale, "needs --fp16")
         if self.min_loss_scale > self.initial_loss_scale:
-            raise refusal(
+            raise option_error(
                 "--min-loss-scale",
                 self.min_loss_scale,
                 f"must be at most --initial-loss-scale {self.initial_loss_scale}",
@@ -120,10 +120,14 @@ class PrecisionConfig(Options):
     def check_device(self, device: str, capability: tuple[int, int] | None) -> None:
         """Raises ValueError where there are no products of 8-bit floats; `capability` is a GPU's."""
         if self.fp8 and self.compute_dtype(device) != "bfloat16":
-            raise refusal("--fp8", "(given)", f"goes with --bf16, which is not the default on the {device}")
+            raise option_error(
+                "--fp8", "(given)", f"goes with --bf16, which is not the default on the {device}"
+            )
         if self.fp8 and capability is not None and capability < (8, 9):
             has = ".".join(map(str, capability))
-            raise refusal("--fp8", "(given)", f"needs a GPU of compute capability 8.9; this one has {has}")
+            raise option_error(
+                "--fp8", "(given)", f"needs a GPU of compute capability 8.9; this one has {has}"
+            )
 
     def compute_dtype(self, device: str) -> str:
         """`float32`, `bfloat16` or `float16`: what was asked for, else the device's default."""

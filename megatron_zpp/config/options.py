@@ -40,7 +40,7 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def refusal(flag: str, value: object, fix: str) -> ValueError:
+def option_error(flag: str, value: object, fix: str) -> ValueError:
     """The one form in which a setting is refused: its flag, the value it got, what would be right."""
     shown = " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
     return ValueError(f"{flag} {shown}: {fix}")
@@ -56,7 +56,7 @@ class Options:
         self.check()
 
     def check(self) -> None:
-        """Raises ValueError through `refusal` when fields contradict each other."""
+        """Raises ValueError through `option_error` when fields contradict each other."""
 
 
 def flag_of(field: dataclasses.Field) -> str:
@@ -200,15 +200,17 @@ def _check_bounds(field: dataclasses.Field, value: object) -> None:
     defaults = field.default if isinstance(field.default, tuple) else (field.default,)
     for number in numbers:
         if number == "" and "" not in defaults:
-            raise refusal(flag_of(field), "''", "must not be empty; leave the flag out or give it a value")
+            raise option_error(
+                flag_of(field), "''", "must not be empty; leave the flag out or give it a value"
+            )
         if isinstance(number, bool) or not isinstance(number, int | float):
             continue
         if isinstance(number, float) and not math.isfinite(number):
-            raise refusal(flag_of(field), number, "must be a finite number")
+            raise option_error(flag_of(field), number, "must be a finite number")
         for name, bound in field.metadata["bounds"].items():
             holds, words = _BOUNDS[name]
             if not holds(number, bound):
-                raise refusal(flag_of(field), value, f"must be {words} {bound}")
+                raise option_error(flag_of(field), value, f"must be {words} {bound}")
 
 
 _BOUNDS = {

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_zpp.config.options import Options, option, refusal
+from megatron_zpp.config.options import Options, option, option_error
 
 _MOST_RANKS = 2**16
 _DEFAULTS = {"plan_gpu": "h100", "plan_link_gbit": 100.0}
@@ -41,7 +41,7 @@ class PlanConfig(Options):
         for name in ("plan_nodes", "plan_gpus_per_node", "plan_compute_share", *_DEFAULTS):
             value = getattr(self, name)
             if value is not None and not self.dry_run:
-                raise refusal("--" + name.replace("_", "-"), value, "needs --dry-run")
+                raise option_error("--" + name.replace("_", "-"), value, "needs --dry-run")
         for name, default in _DEFAULTS.items():
             if self.dry_run and getattr(self, name) is None:
                 object.__setattr__(self, name, default)

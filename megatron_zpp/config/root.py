@@ -11,12 +11,12 @@ from megatron_zpp.config.attention import AttentionConfig
 from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.config.data import DataConfig
 from megatron_zpp.config.deepspeed import DeepSpeedFile, obey_file
-from megatron_zpp.config.given import Given
 from megatron_zpp.config.legacy import GROUP, add_old_flags, obey_old_flags, settle_old_flags
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import LearningRateConfig, OptimizerConfig, PrecisionConfig
-from megatron_zpp.config.options import UsageError, fits, make_parser, parse_groups, refusal
+from megatron_zpp.config.options import UsageError, fits, make_parser, option_error, parse_groups
 from megatron_zpp.config.plan import PlanConfig
+from megatron_zpp.config.provided import Provided
 from megatron_zpp.config.run import (
     CheckpointConfig,
     DistributedConfig,
@@ -57,18 +57,18 @@ class Config:
         _check_lengths(self.training, self.learning_rate)
         _check_recompute(self.model, self.recompute)
         if self.precision.grad_reduce_in_bf16 and self.zero.zero_quantized_gradients:
-            raise refusal(
+            raise option_error(
                 "--grad-reduce-in-bf16", "(given)", "contradicts --zero-quantized-gradients; give one"
             )
         if self.evaluation.full_validation and self.data.mock_data:
-            raise refusal("--full-validation", "(given)", "--mock-data has no end; use --eval-iters")
+            raise option_error("--full-validation", "(given)", "--mock-data has no end; use --eval-iters")
         _check_order(self.data, self.training)
         if self.precision.fp8:
             _check_fp8(self.model, self.training)
         if self.tokenizer.tokenizer_type is None:
-            raise refusal("--tokenizer-type", "(not given)", "give the tokenizer that made the data")
+            raise option_error("--tokenizer-type", "(not given)", "give the tokenizer that made the data")
         if self.plan.dry_run and self.distributed.device == "cpu":
-            raise refusal("--dry-run", "(given)", "plans for GPUs; leave out --device cpu")
+            raise option_error("--dry-run", "(given)", "plans for GPUs; leave out --device cpu")
 
     def needed_splits(self) -> tuple[str, ...]:
         """The splits that the run reads: train; valid if it evaluates; test if there is one as well."""
@@ -135,17 +135,17 @@ def parse_command_line(
     )
     add_old_flags(parser)
     typed = parse_groups(parser, (*parts, "deepspeed", GROUP), argv)
-    given = Given(parts, typed)
+    provided = Provided(parts, typed)
     try:
-        notes = obey_old_flags(typed[GROUP], given)
+        notes = obey_old_flags(typed[GROUP], provided)
         file = DeepSpeedFile(**typed["deepspeed"]).deepspeed_config
         if file is not None:
-            notes += obey_file(file, given, ranks(PlanConfig(**given.values["plan"])))
-        settle_old_flags(typed[GROUP], given)
-        parsed = {name: part(**given.values[name]) for name, part in parts.items()}
+            notes += obey_file(file, provided, ranks(PlanConfig(**provided.values["plan"])))
+        settle_old_flags(typed[GROUP], provided)
+        parsed = {name: part(**provided.values[name]) for name, part in parts.items()}
         return CommandLine(Config(**parsed), notes + _without_effect(parsed["data"]))
     except ValueError as error:
-        raise UsageError(given.explain(str(error))) from error
+        raise UsageError(provided.explain(str(error))) from error
 
 
 def _without_effect(data: DataConfig) -> tuple[str, ...]:
@@ -167,13 +167,13 @@ def _check_lengths(training: TrainingConfig, learning_rate: LearningRateConfig) 
         if value:
             flag = "--" + name.replace("_", "-")
             right = flag.replace(other, own)
-            raise refusal(flag, value, f"the run is told by --train-{own}; use {right}")
+            raise option_error(flag, value, f"the run is told by --train-{own}; use {right}")
 
 
 def _check_order(data: DataConfig, training: TrainingConfig) -> None:
     """What numpy's older generator, which Megatron-LM's order is drawn from, can be given."""
     if data.dataset_order == "megatron" and training.seed >= 2**32:
-        raise refusal("--seed", training.seed, f"--dataset-order megatron needs one below {2**32}")
+        raise option_error("--seed", training.seed, f"--dataset-order megatron needs one below {2**32}")
 
 
 def _check_fp8(model: ModelConfig, training: TrainingConfig) -> None:
@@ -187,12 +187,12 @@ def _check_fp8(model: ModelConfig, training: TrainingConfig) -> None:
         ("--micro-batch-size", f"{training.micro_batch_size} × --seq-length {model.seq_length}", tokens),
     ):
         if width % 16:
-            raise refusal(flag, value, f"is {width}, and --fp8 needs a multiple of 16")
+            raise option_error(flag, value, f"is {width}, and --fp8 needs a multiple of 16")
 
 
 def _check_recompute(model: ModelConfig, recompute: RecomputeConfig) -> None:
     if recompute.recompute_num_layers and recompute.recompute_num_layers > model.num_layers:
-        raise refusal(
+        raise option_error(
             "--recompute-num-layers",
             recompute.recompute_num_layers,
             f"must be at most --num-layers {model.num_layers}",

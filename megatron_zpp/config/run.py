@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
-from megatron_zpp.config.options import Options, option, refusal
+from megatron_zpp.config.options import Options, option, option_error
 
 _LONGEST = 2**40  # steps or samples; any product with a batch still is an int64's
 _LARGEST_BATCH = 2**22
@@ -49,14 +49,18 @@ class TrainingConfig(Options):
     def check(self) -> None:
         """A length in iterations or in samples; a ramp needs samples, since its steps differ in size."""
         if self.micro_batch_size is None:
-            raise refusal("--micro-batch-size", "(not given)", "give the samples of one forward on one rank")
+            raise option_error(
+                "--micro-batch-size", "(not given)", "give the samples of one forward on one rank"
+            )
         if (self.train_iters is None) == (self.train_samples is None):
             shown = "(not given)" if self.train_iters is None else self.train_iters
-            raise refusal("--train-iters", shown, "give exactly one of --train-iters and --train-samples")
+            raise option_error(
+                "--train-iters", shown, "give exactly one of --train-iters and --train-samples"
+            )
         if self.rampup_batch_size and self.train_samples is None:
-            raise refusal("--rampup-batch-size", self.rampup_batch_size, "needs --train-samples")
+            raise option_error("--rampup-batch-size", self.rampup_batch_size, "needs --train-samples")
         if self.rampup_batch_size and self.global_batch_size is None:
-            raise refusal(
+            raise option_error(
                 "--rampup-batch-size", self.rampup_batch_size, "needs --global-batch-size as its end"
             )
 
@@ -77,9 +81,9 @@ class EvaluationConfig(Options):
     def check(self) -> None:
         """A length needs a text, and a text an evaluation."""
         if self.sample_prompt is None and self.sample_tokens != 64:
-            raise refusal("--sample-tokens", self.sample_tokens, "needs --sample-prompt TEXT")
+            raise option_error("--sample-tokens", self.sample_tokens, "needs --sample-prompt TEXT")
         if self.sample_prompt is not None and not self.enabled:
-            raise refusal("--sample-prompt", self.sample_prompt, "needs evaluations; --eval-iters is 0")
+            raise option_error("--sample-prompt", self.sample_prompt, "needs evaluations; --eval-iters is 0")
 
     @property
     def enabled(self) -> bool:
@@ -129,11 +133,11 @@ class CheckpointConfig(Options):
         """Saving needs a place to save to, loading a place to load from."""
         if self.save is not None and self.save.startswith(HUGGINGFACE):
             tool = "python -m megatron_zpp.checkpoint.huggingface export"
-            raise refusal("--save", self.save, f"name a directory without {HUGGINGFACE}, and use {tool}")
+            raise option_error("--save", self.save, f"name a directory without {HUGGINGFACE}, and use {tool}")
         if self.huggingface == "":
-            raise refusal("--load", self.load, "names no directory; give one behind the colon")
+            raise option_error("--load", self.load, "names no directory; give one behind the colon")
         if self.huggingface and self.ckpt_step:
-            raise refusal(
+            raise option_error(
                 "--ckpt-step", self.ckpt_step, f"--load {self.load} has no iterations; leave it out"
             )
         if self.save is None:
@@ -144,9 +148,11 @@ class CheckpointConfig(Options):
                 (self.keep_last, "--keep-last"),
             ):
                 if given:
-                    raise refusal(flag, "(given)" if given is True else given, "needs --save DIRECTORY")
+                    raise option_error(flag, "(given)" if given is True else given, "needs --save DIRECTORY")
         if self.keep_every and not self.keep_last:
-            raise refusal("--keep-every", self.keep_every, "needs --keep-last K; without it all are kept")
+            raise option_error(
+                "--keep-every", self.keep_every, "needs --keep-last K; without it all are kept"
+            )
         if self.load is None:
             given = {
                 "--ckpt-step": self.ckpt_step,
@@ -156,7 +162,7 @@ class CheckpointConfig(Options):
             }
             for flag, value in given.items():
                 if value:
-                    raise refusal(flag, "(given)" if value is True else value, "needs --load DIRECTORY")
+                    raise option_error(flag, "(given)" if value is True else value, "needs --load DIRECTORY")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +189,7 @@ class LoggingConfig(Options):
         for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir", "wandb_mode"):
             if getattr(self, name) is not None and self.wandb_project is None:
                 flag = "--" + name.replace("_", "-")
-                raise refusal(flag, getattr(self, name), "needs --wandb-project NAME")
+                raise option_error(flag, getattr(self, name), "needs --wandb-project NAME")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,9 +226,9 @@ class DistributedConfig(Options):
     def check(self) -> None:
         """NCCL moves GPU memory only; the heartbeat is there to know first."""
         if self.device == "cpu" and self.distributed_backend == "nccl":
-            raise refusal("--distributed-backend", "nccl", "needs GPUs; --device cpu works with gloo")
+            raise option_error("--distributed-backend", "nccl", "needs GPUs; --device cpu works with gloo")
         if self.heartbeat_timeout >= self.timeout.total_seconds():
-            raise refusal(
+            raise option_error(
                 "--heartbeat-timeout",
                 self.heartbeat_timeout,
                 f"must be below --distributed-timeout-minutes {self.distributed_timeout_minutes}, "

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_zpp.config.options import Options, option, refusal
+from megatron_zpp.config.options import Options, option, option_error
 
 PROFILE_FLAGS = {
     "profile_step_start": 10,
@@ -40,9 +40,9 @@ class TimingConfig(Options):
         if not self.profile:
             for name, default in PROFILE_FLAGS.items():
                 if getattr(self, name) != default:
-                    raise refusal("--" + name.replace("_", "-"), getattr(self, name), "needs --profile")
+                    raise option_error("--" + name.replace("_", "-"), getattr(self, name), "needs --profile")
         if self.profile_step_end <= self.profile_step_start:
-            raise refusal(
+            raise option_error(
                 "--profile-step-end",
                 self.profile_step_end,
                 f"must be above --profile-step-start {self.profile_step_start}",
@@ -52,7 +52,9 @@ class TimingConfig(Options):
         """Raises ValueError for a trace of a rank that is not there."""
         for rank in self.profile_ranks:
             if self.profile and rank >= ranks:
-                raise refusal("--profile-ranks", self.profile_ranks, f"this run has ranks 0 to {ranks - 1}")
+                raise option_error(
+                    "--profile-ranks", self.profile_ranks, f"this run has ranks 0 to {ranks - 1}"
+                )
 
     @property
     def level(self) -> int:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_zpp.config.options import Options, option, refusal
+from megatron_zpp.config.options import Options, option, option_error
 
 TokenizerType = Literal["SentencePieceTokenizer", "GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer"]
 
@@ -35,11 +35,11 @@ class TokenizerConfig(Options):
         for name in ("tokenizer_model", "vocab_file", "merge_file", "vocab_size"):
             flag, value = "--" + name.replace("_", "-"), getattr(self, name)
             if name in needs and value is None:
-                raise refusal("--tokenizer-type", self.tokenizer_type, f"needs {flag}")
+                raise option_error("--tokenizer-type", self.tokenizer_type, f"needs {flag}")
             if name not in needs and value is not None:
                 whose = (
                     f"--tokenizer-type {self.tokenizer_type}"
                     if self.tokenizer_type
                     else "no --tokenizer-type"
                 )
-                raise refusal(flag, value, f"has no meaning with {whose}")
+                raise option_error(flag, value, f"has no meaning with {whose}")

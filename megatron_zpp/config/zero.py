@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_zpp.config.options import Options, option, refusal
+from megatron_zpp.config.options import Options, option, option_error
 
 WEIGHT_BLOCK, GRADIENT_BLOCK = 256, 128  # ZeRO++'s defaults: what each of the two tolerates
 
@@ -67,7 +67,7 @@ class ZeroConfig(Options):
             if self.zero_prefetch_units is None:
                 object.__setattr__(self, "zero_prefetch_units", 1)
         elif self.zero_prefetch_units is not None:
-            raise refusal("--zero-prefetch-units", self.zero_prefetch_units, "needs --zero-stage 3")
+            raise option_error("--zero-prefetch-units", self.zero_prefetch_units, "needs --zero-stage 3")
         self._check_hpz()
         weights, gradients = self.zero_quantized_weights, self.zero_quantized_gradients
         for flag, given in (
@@ -75,31 +75,35 @@ class ZeroConfig(Options):
             ("--zero-quantized-gradients", gradients),
         ):
             if given and self.zero_stage < 1:
-                raise refusal(flag, "(given)", "needs --zero-stage 1, 2 or 3")
+                raise option_error(flag, "(given)", "needs --zero-stage 1, 2 or 3")
         if self.zero_quantized_weights_format != "int8" and not weights:
-            raise refusal(
+            raise option_error(
                 "--zero-quantized-weights-format",
                 self.zero_quantized_weights_format,
                 "needs --zero-quantized-weights",
             )
         if self.zero_quantized_gradients_format != "int4" and not gradients:
-            raise refusal(
+            raise option_error(
                 "--zero-quantized-gradients-format",
                 self.zero_quantized_gradients_format,
                 "needs --zero-quantized-gradients",
             )
         if self.zero_gradient_error_feedback and not gradients:
-            raise refusal("--zero-gradient-error-feedback", "(given)", "needs --zero-quantized-gradients")
+            raise option_error(
+                "--zero-gradient-error-feedback", "(given)", "needs --zero-quantized-gradients"
+            )
         block = self.zero_quantization_block
         if block is not None:
             if not (weights or gradients):
-                raise refusal(
+                raise option_error(
                     "--zero-quantization-block",
                     block,
                     "needs --zero-quantized-weights or --zero-quantized-gradients",
                 )
             if block & (block - 1):
-                raise refusal("--zero-quantization-block", block, "must be a power of two from 32 to 2048")
+                raise option_error(
+                    "--zero-quantization-block", block, "must be a power of two from 32 to 2048"
+                )
 
     @property
     def hpz(self) -> bool:
@@ -149,7 +153,7 @@ class ZeroConfig(Options):
         inside = [n for n in range(1, ranks_of_a_node + 1) if ranks_of_a_node % n == 0]
         across = [n * ranks_of_a_node for n in range(2, nodes + 1) if nodes % n == 0]
         if size not in inside + across:
-            raise refusal(
+            raise option_error(
                 "--zero-hpz-partition-size",
                 size,
                 f"must divide the {ranks_of_a_node} ranks of a node, or be whole nodes that divide the "
@@ -160,11 +164,11 @@ class ZeroConfig(Options):
     def _check_hpz(self) -> None:
         size = self.zero_hpz_partition_size
         if size != "auto" and not (size.isdecimal() and int(size) >= 1):
-            raise refusal("--zero-hpz-partition-size", size, "must be a whole number of ranks, or auto")
+            raise option_error("--zero-hpz-partition-size", size, "must be a whole number of ranks, or auto")
         if self.hpz and self.zero_stage < 3:
-            raise refusal("--zero-hpz-partition-size", size, "needs --zero-stage 3")
+            raise option_error("--zero-hpz-partition-size", size, "needs --zero-stage 3")
         if self.zero_hpz_secondary == "quantized":
             if not self.hpz:
-                raise refusal("--zero-hpz-secondary", "quantized", "needs --zero-hpz-partition-size")
+                raise option_error("--zero-hpz-secondary", "quantized", "needs --zero-hpz-partition-size")
             if not self.zero_quantized_weights:
-                raise refusal("--zero-hpz-secondary", "quantized", "needs --zero-quantized-weights")
+                raise option_error("--zero-hpz-secondary", "quantized", "needs --zero-quantized-weights")

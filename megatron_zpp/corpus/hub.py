@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.corpus.json_lines import NOT_TEXT
 from megatron_zpp.corpus.problems import Problem
 from megatron_zpp.corpus.texts import Texts, keep
@@ -22,7 +22,9 @@ def read_hub(name: str, config: str | None, split: str, key: str, files: Sequenc
         problems: list[Problem] = []
         for number, row in chunk:
             if key not in row:
-                raise refusal("--hf-text-key", key, f"{name} has no such column; it has {', '.join(row)}")
+                raise option_error(
+                    "--hf-text-key", key, f"{name} has no such column; it has {', '.join(row)}"
+                )
             if isinstance(row[key], str):
                 texts.append((number, row[key]))
             else:
@@ -39,7 +41,7 @@ def _rows(name: str, config: str | None, split: str, files: Sequence[str]) -> It
             name, config, split=split, data_files=list(files) or None, streaming=True
         )
     except Exception as error:  # `datasets` lets through whatever its readers and the network raise
-        raise refusal(
+        raise option_error(
             "--hf-dataset",
             name,
             f"cannot be read ({type(error).__name__}: {error}); check name, network and --hf-data-files",

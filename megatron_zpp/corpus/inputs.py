@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.config.text import JSON_LINES, SUFFIXES, plain_suffix
 from megatron_zpp.corpus.compression import Decompressed
 from megatron_zpp.storage.regular import UnfitFile, open_regular, open_stream
@@ -45,14 +45,14 @@ def find_files(flag: str, patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
         found = _find(pattern)
         if not found:
-            raise refusal(flag, pattern, "no such file, and no file matches; check the path")
+            raise option_error(flag, pattern, "no such file, and no file matches; check the path")
         for path in found:
             try:
                 os.close(open_regular(path))
             except UnfitFile as error:
-                raise refusal(flag, path, f"{error.strerror}; save the text to a file") from None
+                raise option_error(flag, path, f"{error.strerror}; save the text to a file") from None
             except OSError:
-                raise refusal(flag, path, "cannot be read; check its permissions") from None
+                raise option_error(flag, path, "cannot be read; check its permissions") from None
         files += found
     return files
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.config.text import JSON_LINES, plain_suffix
 from megatron_zpp.corpus.inputs import TEXT, read_blocks, whole
 from megatron_zpp.corpus.json_lines import MALFORMED, parse_lines, split_lines
@@ -28,7 +28,7 @@ def check_suffix(flag: str, path: str) -> None:
     """Raises ValueError when the name does not say how the file holds its documents."""
     if plain_suffix(path) not in JSON_LINES + TEXT:
         endings = " or ".join(JSON_LINES + TEXT)
-        raise refusal(flag, path, f"its name must end in {endings}, then .gz or .zst when compressed")
+        raise option_error(flag, path, f"its name must end in {endings}, then .gz or .zst when compressed")
 
 
 def keep(path: str, numbered: Iterable[tuple[int, str]], problems: list[Problem], disk_bytes: int) -> Texts:

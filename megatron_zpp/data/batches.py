@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class BatchSchedule:
         start, increment, samples = self.rampup
         flag, growth = "--rampup-batch-size", self.global_batch_size - start
         if start < 1 or increment < 1 or samples < 1:
-            raise refusal(flag, self.rampup, "START, INCREMENT and SAMPLES must be at least 1")
+            raise option_error(flag, self.rampup, "START, INCREMENT and SAMPLES must be at least 1")
         if growth <= 0:
-            raise refusal(
+            raise option_error(
                 flag, self.rampup, f"START must be below --global-batch-size {self.global_batch_size}"
             )
         if growth % increment:
-            raise refusal(
+            raise option_error(
                 flag,
                 self.rampup,
                 f"INCREMENT {increment} must divide --global-batch-size {self.global_batch_size} "
@@ -110,7 +110,7 @@ class BatchSchedule:
         if size % one_round:
             below, above = size // one_round * one_round, -(-size // one_round) * one_round
             nearest = f"{below} or {above}" if below else str(above)
-            raise refusal(
+            raise option_error(
                 flag,
                 shown,
                 f"{name}{size} must be a multiple of --micro-batch-size {self.micro_batch_size} × "

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megatron_zpp.config.data import MASKS, DataConfig
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.data.indexed import IndexedDataset, tokens_path
 from megatron_zpp.data.samples import Epochs, Samples
 
@@ -97,7 +97,7 @@ def check_ends(data: IndexedDataset, masks: tuple[str, ...], eod: int) -> None:
             f"{tokens_path(data.prefix)} has no end of document (token {eod}) in its first {_LOOKED_AT:,} "
             "tokens; preprocess it again with --append-eod, or leave the flag out"
         )
-        raise refusal("--" + masks[0].replace("_", "-"), "(given)", fix)
+        raise option_error("--" + masks[0].replace("_", "-"), "(given)", fix)
 
 
 def as_tensors(batch: np.ndarray | ModelInputs) -> torch.Tensor | tuple[torch.Tensor | None, ...]:

@@ -14,7 +14,6 @@ from megatron_zpp.data.blend import BlendedDataset
 from megatron_zpp.data.compiled_orders import CompiledOrders
 from megatron_zpp.data.file_array import FileArray
 from megatron_zpp.data.fingerprint import fingerprint_of
-from megatron_zpp.data.foreign_tokens import check_tokens
 from megatron_zpp.data.indexed import IndexedDataset, index_path
 from megatron_zpp.data.megatron_blend import BLEND_INDEXES, MegatronBlend, blend_pieces, exhaustive_order
 from megatron_zpp.data.megatron_order import (
@@ -26,6 +25,7 @@ from megatron_zpp.data.megatron_order import (
 )
 from megatron_zpp.data.order_cache import CachedArrays, OrderCache, contents_of
 from megatron_zpp.data.samples import Epochs
+from megatron_zpp.data.token_range_check import check_tokens
 
 _INDEXES = ("document_index", "sample_index", "shuffle_index")
 _VERSION = 2  # of what is cached

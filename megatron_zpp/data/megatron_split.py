@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.megatron_dataset import MegatronDataset, MegatronOrders, normalized
 from megatron_zpp.data.samples import Samples
@@ -15,7 +15,7 @@ _SURPLUS = 0.005  # of each data set of a blend, so that a share that is rounded
 
 
 @dataclass(frozen=True)
-class Part:
+class DatasetSlice:
     """The sequences [first, last) of a data set, and its weight in the blend; None where none is given."""
 
     weight: float | None
@@ -25,7 +25,7 @@ class Part:
 
 
 def build_split(
-    orders: MegatronOrders, flag: str, split: str, parts: Sequence[Part], requested: int | None
+    orders: MegatronOrders, flag: str, split: str, parts: Sequence[DatasetSlice], requested: int | None
 ) -> Samples:
     """`requested` samples of what `flag` names; None is every sample of one epoch.
 
@@ -34,7 +34,7 @@ def build_split(
     for weights without a number of samples.
     """
 
-    def dataset(part: Part, samples: int | None) -> MegatronDataset:
+    def dataset(part: DatasetSlice, samples: int | None) -> MegatronDataset:
         return orders.dataset(part.source, part.first, part.last, samples, split)
 
     weighted = parts[0].weight is not None
@@ -43,7 +43,7 @@ def build_split(
     shown = [part.source.prefix for part in parts]
     if weighted and requested is None:
         fix = f"{flag} has weights, and Megatron-LM's blend of them has no end; use --eval-iters"
-        raise refusal("--full-validation", "(given)", fix)
+        raise option_error("--full-validation", "(given)", fix)
     if weighted:
         weights = normalized(np.array([part.weight for part in parts], np.float64)).tolist()
         shares = [math.ceil(requested * weight) for weight in weights]
@@ -60,7 +60,7 @@ def build_split(
                 f"the run asks for {size} {split} samples, and one epoch of each has {there}; Megatron-LM "
                 "repeats data sets that have weights only: give a weight before each prefix"
             )
-            raise refusal(flag, shown, fix)
+            raise option_error(flag, shown, fix)
     blend = orders.blend(sources, weights, size, split)
     _check_supply(flag, shown, sources, blend.blend.counts(size or sum(map(len, sources))))
     return blend
@@ -76,4 +76,4 @@ def _check_supply(
                 f"the blend takes {count} samples of {source.source.prefix}, and Megatron-LM's order has "
                 f"{len(source)}, with which it ends in an error itself; use --dataset-order windows"
             )
-            raise refusal(flag, shown, fix)
+            raise option_error(flag, shown, fix)

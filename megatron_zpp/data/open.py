@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.data import DEFAULT_SPLIT, SPLITS, DataConfig, weighted_prefixes
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.config.text import HUB, JSON_LINES, is_text, looks_like_hub
 from megatron_zpp.data.blend import Blend, BlendedDataset
 from megatron_zpp.data.checksums import checksums_path
@@ -23,7 +23,7 @@ from megatron_zpp.data.documents import check_ends, masked_samples
 from megatron_zpp.data.hashing import random_bits
 from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.megatron_dataset import MegatronOrders
-from megatron_zpp.data.megatron_split import Part, build_split
+from megatron_zpp.data.megatron_split import DatasetSlice, build_split
 from megatron_zpp.data.mock import MockDataset
 from megatron_zpp.data.order_cache import OrderCache
 from megatron_zpp.data.provenance import check_provenance
@@ -45,7 +45,7 @@ class Splits:
     files: tuple[IndexedDataset, ...]
 
 
-class TextPart(Protocol):
+class TextSlice(Protocol):
     """A text that is cut into blocks, of which a split reads some."""
 
     blocks: int
@@ -60,8 +60,8 @@ class TextPart(Protocol):
         """
 
 
-def _no_text(flag: str, path: str) -> TextPart:
-    raise refusal(flag, path, "is text, which this program does not tokenise")
+def _no_text(flag: str, path: str) -> TextSlice:
+    raise option_error(flag, path, "is text, which this program does not tokenise")
 
 
 def open_splits(
@@ -74,7 +74,7 @@ def open_splits(
     needed: Collection[str] = ("train", "valid"),
     requested: Mapping[str, int | None] = MappingProxyType({}),
     say: Callable[[str], None] = lambda line: None,
-    open_text: Callable[[str, str], TextPart] = _no_text,
+    open_text: Callable[[str, str], TextSlice] = _no_text,
     evaluated: int | None = None,
 ) -> Splits:
     """Opens and checks the splits in `needed` (of train, valid, test), before a device or group is taken.
@@ -125,12 +125,12 @@ class _Opening:
     tokenizer_description: Mapping[str, Any] | None
     requested: Mapping[str, int | None]
     say: Callable[[str], None]
-    open_text: Callable[[str, str], TextPart]
+    open_text: Callable[[str, str], TextSlice]
     evaluated: int | None
     compiled: Callable[[], CompiledOrders | None]
     eod: int  # the end of a document, where documents are kept apart
     data: dict[str, IndexedDataset] = field(default_factory=dict)  # what all splits share is read once
-    texts: dict[str, TextPart] = field(default_factory=dict)
+    texts: dict[str, TextSlice] = field(default_factory=dict)
 
     def split(self, split: str) -> Samples:
         """Opens one of train, valid, test."""
@@ -140,7 +140,7 @@ class _Opening:
         flag = "--data-path" if config.data_path else f"--{split}-data-path"
         entries = config.data_path or getattr(config, f"{split}_data_path")
         if not entries:
-            raise refusal(flag, "(not given)", f"this run needs {split} data{_WITHOUT[split]}")
+            raise option_error(flag, "(not given)", f"this run needs {split} data{_WITHOUT[split]}")
         weighted = weighted_prefixes(flag, entries)
         if config.dataset_order == "megatron":
             return self._megatron(split, flag, [self._part(split, flag, *each) for each in weighted])
@@ -161,7 +161,7 @@ class _Opening:
         first, last = _tokens(self._part(split, flag, None, path))
         return float(last - first)
 
-    def _windows(self, split: str, part: Part, seed: int) -> WindowDataset:
+    def _windows(self, split: str, part: DatasetSlice, seed: int) -> WindowDataset:
         _check_enough(self.config, split, part, self.seq_length, self.seq_length + 1)
         samples = WindowDataset(part.source, *_tokens(part), self.seq_length, self.vocab_size, seed)
         samples.batch(np.arange(min(_PROBED, samples.windows_per_epoch)))
@@ -174,18 +174,20 @@ class _Opening:
         if self.config.masks and not self.config.append_eod:
             mask = "--" + self.config.masks[0].replace("_", "-")
             fix = f"{path} is text, whose documents have an end where --append-eod says so; add it"
-            raise refusal(mask, "(given)", fix)
+            raise option_error(mask, "(given)", fix)
         text = self._text(flag, path)
         blocks = _sequences(self.config, split, text.blocks)
         if blocks[0] == blocks[1]:
             fix = f"leaves no {split} part of {path}, which is cut into {text.blocks} blocks"
-            raise refusal("--split", self.config.split or DEFAULT_SPLIT, f"{fix}; give it a larger share")
+            raise option_error(
+                "--split", self.config.split or DEFAULT_SPLIT, f"{fix}; give it a larger share"
+            )
         prepared = 1 if split == "train" else self.evaluated
         if prepared is not None:  # a blend is within half a sample for each of its levels of the share
             prepared = math.ceil(prepared * weight / sum(weights)) + len(weights)
         return text.samples(split, blocks, self.seq_length, seed, prepared)
 
-    def _megatron(self, split: str, flag: str, parts: list[Part]) -> Samples:
+    def _megatron(self, split: str, flag: str, parts: list[DatasetSlice]) -> Samples:
         requested = self.requested[split]
         repeats = requested is not None and (len(parts) == 1 or parts[0].weight is not None)
         for part in parts:
@@ -196,9 +198,9 @@ class _Opening:
         samples.batch(np.arange(min(_PROBED, requested or samples.windows_per_epoch)))
         return samples
 
-    def _part(self, split: str, flag: str, weight: float | None, prefix: str) -> Part:
+    def _part(self, split: str, flag: str, weight: float | None, prefix: str) -> DatasetSlice:
         data = self._data(flag, prefix)
-        return Part(weight, data, *_sequences(self.config, split, data.num_sequences))
+        return DatasetSlice(weight, data, *_sequences(self.config, split, data.num_sequences))
 
     def _data(self, flag: str, prefix: str) -> IndexedDataset:
         if prefix not in self.data:
@@ -207,10 +209,10 @@ class _Opening:
             if self.config.verify_data and self.data[prefix].checksums is None:
                 missing = checksums_path(self.data[prefix].prefix)
                 fix = f"{missing} is missing; preprocess the data again, or leave the flag out"
-                raise refusal("--verify-data", "(given)", fix)
+                raise option_error("--verify-data", "(given)", fix)
         return self.data[prefix]
 
-    def _text(self, flag: str, path: str) -> TextPart:
+    def _text(self, flag: str, path: str) -> TextSlice:
         if path not in self.texts:
             self.texts[path] = self.open_text(flag, path)
         return self.texts[path]
@@ -229,18 +231,18 @@ def _open(flag: str, prefix: str, tokenizer_description: Mapping[str, Any] | Non
     if os.path.isfile(prefix) and not prefix.endswith((".bin", ".idx")):
         endings = " or ".join(JSON_LINES)
         fix = f"is no tokenised data set; text is JSON lines, and ends in {endings}, then .gz or .zst"
-        raise refusal(flag, prefix, f"{fix}; data/build_corpus.py converts other text")
+        raise option_error(flag, prefix, f"{fix}; data/build_corpus.py converts other text")
     try:
         data = IndexedDataset(prefix)
     except DamagedFile as damage:
-        raise refusal(flag, prefix, str(damage)) from None
+        raise option_error(flag, prefix, str(damage)) from None
     except ValueError as error:
         fix = "name another data set, or preprocess it again"
         if looks_like_hub(prefix) and not glob.glob(f"{glob.escape(prefix)}.*"):
             fix += f"; one of Hugging Face's is {HUB}{prefix}"
-        raise refusal(flag, prefix, f"{error}; {fix}") from None
+        raise option_error(flag, prefix, f"{error}; {fix}") from None
     except OSError as error:
-        raise refusal(flag, prefix, f"{one_line(error)}; name a data set that can be read") from None
+        raise option_error(flag, prefix, f"{one_line(error)}; name a data set that can be read") from None
     if tokenizer_description is not None:
         check_provenance(data.prefix, tokenizer_description)
     return data
@@ -258,11 +260,11 @@ def _sequences(config: DataConfig, split: str, count: int) -> tuple[int, int]:
     if not config.data_path:
         return 0, count
     if not config.shares[SPLITS.index(split)]:
-        raise refusal("--split", config.split, f"this run needs {split} data{_WITHOUT[split]}")
+        raise option_error("--split", config.split, f"this run needs {split} data{_WITHOUT[split]}")
     return cut(config.shares, count)[SPLITS.index(split)]
 
 
-def _tokens(part: Part) -> tuple[int, int]:
+def _tokens(part: DatasetSlice) -> tuple[int, int]:
     """The tokens [first, last) of its sequences."""
     data = part.source
     first, last = (
@@ -274,12 +276,12 @@ def _tokens(part: Part) -> tuple[int, int]:
     return first, last
 
 
-def _check_enough(config: DataConfig, split: str, part: Part, seq_length: int, needed: int) -> None:
+def _check_enough(config: DataConfig, split: str, part: DatasetSlice, seq_length: int, needed: int) -> None:
     """Raises ValueError when the tokens are too few for one sample."""
     first, last = _tokens(part)
     if last - first < needed:
         fix = "a larger share in --split, " if config.data_path else ""
-        raise refusal(
+        raise option_error(
             "--seq-length",
             seq_length,
             f"one sample needs {needed} tokens, but the {split} split of {part.source.prefix} has "

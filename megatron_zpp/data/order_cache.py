@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.config.command_line import one_line
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.data.array_files import ArrayFiles, open_array, verify
 from megatron_zpp.data.file_array import FileArray
 from megatron_zpp.storage.files import fsync
@@ -95,7 +95,7 @@ class OrderCache:
                 self._build(entry, text, build)
         except OSError as error:
             fix = f"{error.strerror}; name a directory with room that can be written"
-            raise refusal(self._flag, self._shown, fix) from None
+            raise option_error(self._flag, self._shown, fix) from None
         return CachedArrays(entry, names)
 
     def _build(self, entry: Path, text: str, build: Callable[[ArrayFiles], None]) -> None:

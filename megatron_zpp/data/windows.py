@@ -11,11 +11,11 @@ import numpy as np
 
 from megatron_zpp.data.file_array import FileArray
 from megatron_zpp.data.fingerprint import fingerprint_of
-from megatron_zpp.data.foreign_tokens import check_tokens
 from megatron_zpp.data.hashing import random_bits
 from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.permutation import permute
 from megatron_zpp.data.samples import Epochs
+from megatron_zpp.data.token_range_check import check_tokens
 
 _OFFSET, _ORDER = 0, 1  # what the random bits of an epoch decide
 

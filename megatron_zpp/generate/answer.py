@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.generate.continuation import Continuation, Stop, continue_texts
 from megatron_zpp.generate.draw import Sampling
 from megatron_zpp.generate.request import GenerateRequest
@@ -22,13 +22,13 @@ def encode_prompts(request: GenerateRequest, model: GPT, tokenizer: Tokenizer) -
         try:
             ids = [tokenizer.eod] * request.add_BOS + tokenizer.encode(text)
         except ValueError as error:
-            raise refusal(f"prompts[{number}]", _short(text), str(error)) from None
+            raise option_error(f"prompts[{number}]", _short(text), str(error)) from None
         if not ids:
-            raise refusal(
+            raise option_error(
                 f"prompts[{number}]", _short(text), "has no tokens; an empty prompt needs add_BOS true"
             )
         if len(ids) + request.tokens_to_generate > positions:
-            raise refusal(
+            raise option_error(
                 "tokens_to_generate",
                 request.tokens_to_generate,
                 f"prompts[{number}] has {len(ids)} tokens and the model {positions} positions: at most "
@@ -36,7 +36,7 @@ def encode_prompts(request: GenerateRequest, model: GPT, tokenizer: Tokenizer) -
             )
         prompts.append(ids)
     if request.stop_token is not None and request.stop_token >= tokenizer.vocab_size:
-        raise refusal("stop_token", request.stop_token, f"must be below {tokenizer.vocab_size}")
+        raise option_error("stop_token", request.stop_token, f"must be below {tokenizer.vocab_size}")
     return prompts
 
 

@@ -10,7 +10,7 @@ import torch
 from megatron_zpp.checkpoint.directory import candidates, lost_newest
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.checkpoint.write import STATE
-from megatron_zpp.config.options import REQUIRED, Options, option, refusal
+from megatron_zpp.config.options import REQUIRED, Options, option, option_error
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.tokenizer.base import Tokenizer, describe
@@ -31,7 +31,7 @@ class CheckpointOptions(Options):
         """One format."""
         formats = [name for name in ("bf16", "fp16", "fp32") if getattr(self, name)]
         if len(formats) > 1:
-            raise refusal(f"--{formats[1]}", "(given)", f"contradicts --{formats[0]}; give one")
+            raise option_error(f"--{formats[1]}", "(given)", f"contradicts --{formats[0]}; give one")
 
     def dtype(self, device: torch.device) -> torch.dtype:
         """What was asked for, else the device's default."""
@@ -59,13 +59,15 @@ def load_model(directory: str, iteration: int | None) -> tuple[GPT, Tokenizer]:
     """The model of a checkpoint on the CPU in fp32, and the tokenizer that it was trained with."""
     checkpoint = next(iter(candidates(directory, iteration)), None)
     if checkpoint is None:
-        raise refusal("--load", directory, "holds no checkpoint; name what pretrain_gpt.py --save wrote to")
+        raise option_error(
+            "--load", directory, "holds no checkpoint; name what pretrain_gpt.py --save wrote to"
+        )
     if iteration is None and (lost := lost_newest(Path(directory))):
         sys.stderr.write(f"warning: {lost}: it is passed over for {checkpoint}\n")
     try:
         return _read_model(checkpoint)
     except DamagedFile as damage:
-        raise refusal("--load", directory, f"{damage}; choose another one with --ckpt-step") from None
+        raise option_error("--load", directory, f"{damage}; choose another one with --ckpt-step") from None
 
 
 def _read_model(checkpoint: Path) -> tuple[GPT, Tokenizer]:

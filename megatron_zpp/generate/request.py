@@ -6,7 +6,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_zpp.config.options import Options, fits, option, refusal
+from megatron_zpp.config.options import Options, fits, option, option_error
 
 MOST_STOPS, LONGEST_STOP = 64, 256  # strings, characters: all are looked for after each token
 
@@ -53,19 +53,21 @@ class GenerateRequest(Options):
     def check(self) -> None:
         """Rules over several keys, as Megatron-LM has them."""
         if not self.prompts:
-            raise refusal("prompts", "[]", "is empty; give at least one text")
+            raise option_error("prompts", "[]", "is empty; give at least one text")
         if "" in self.prompts and not self.add_BOS:
-            raise refusal("prompts", _shown(self.prompts), "an empty prompt needs add_BOS true")
+            raise option_error("prompts", _shown(self.prompts), "an empty prompt needs add_BOS true")
         if self.tokens_to_generate == 0 and not self.logprobs:
-            raise refusal("tokens_to_generate", 0, "needs logprobs true; else there is nothing to answer")
+            raise option_error(
+                "tokens_to_generate", 0, "needs logprobs true; else there is nothing to answer"
+            )
         if len(self.stop) > MOST_STOPS:
-            raise refusal("stop", f"(list of {len(self.stop)})", f"at most {MOST_STOPS} strings")
+            raise option_error("stop", f"(list of {len(self.stop)})", f"at most {MOST_STOPS} strings")
         for number, text in enumerate(self.stop):
             if len(text) > LONGEST_STOP:
                 fix = f"has {len(text)} characters; at most {LONGEST_STOP}"
-                raise refusal(f"stop[{number}]", _shown(text), fix)
+                raise option_error(f"stop[{number}]", _shown(text), fix)
         if self.top_k and self.top_p:
-            raise refusal("top_p", self.top_p, f"contradicts top_k {self.top_k}; give one")
+            raise option_error("top_p", self.top_p, f"contradicts top_k {self.top_k}; give one")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -89,18 +91,18 @@ def parse_request(body: bytes) -> GenerateRequest:
         if name in _NOT_HERE:
             neutral, fix = _NOT_HERE[name]
             if value != neutral:
-                raise refusal(name, _shown(value), fix)
+                raise option_error(name, _shown(value), fix)
             continue
         if name not in hints:
             close = difflib.get_close_matches(name, hints, n=1)
             known = f"did you mean {close[0]}?" if close else f"the keys are {', '.join(hints)}"
-            raise refusal(name, _shown(value), f"no such key; {known}")
+            raise option_error(name, _shown(value), f"no such key; {known}")
         value = tuple(value) if isinstance(value, list) else value
         if not fits(value, hints[name]):
-            raise refusal(name, _shown(value), f"must be {_words(hints[name])}")
+            raise option_error(name, _shown(value), f"must be {_words(hints[name])}")
         given[name] = value
     if "prompts" not in given:
-        raise refusal("prompts", "(not given)", "give a list of texts")
+        raise option_error("prompts", "(not given)", "give a list of texts")
     return GenerateRequest(**given)
 
 

@@ -4,7 +4,7 @@ import importlib.util
 import sys
 
 from megatron_zpp.config.command_line import run_tool
-from megatron_zpp.config.options import parse_all, refusal
+from megatron_zpp.config.options import option_error, parse_all
 from megatron_zpp.generate.loading import CheckpointOptions, DeviceOptions, load_for
 from megatron_zpp.generate.server_options import ServerOptions
 from megatron_zpp.zero.process_group import select_device
@@ -29,7 +29,9 @@ def main() -> None:
         run(model, tokenizer, options["server"])
     except OSError as error:
         server = options["server"]
-        raise refusal("--port", server.port, f"cannot listen on {server.host}: {error.strerror}") from None
+        raise option_error(
+            "--port", server.port, f"cannot listen on {server.host}: {error.strerror}"
+        ) from None
 
 
 if __name__ == "__main__":

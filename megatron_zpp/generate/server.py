@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from megatron_zpp.config.command_line import one_line
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.generate.answer import answer, encode_prompts
 from megatron_zpp.generate.request import GenerateRequest, parse_request
 from megatron_zpp.generate.server_options import ServerOptions
@@ -131,7 +131,7 @@ class Service:
         try:
             request = parse_request(body)
             if len(request.prompts) > self._options.max_prompts:
-                raise refusal(
+                raise option_error(
                     "prompts", f"(list of {len(request.prompts)})", f"at most {self._options.max_prompts}"
                 )
             prompts = encode_prompts(request, self._model, self._tokenizer)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.config.text import JSON_LINES, plain_suffix
 from megatron_zpp.corpus.inputs import find_files
 from megatron_zpp.corpus.texts import read_documents
@@ -72,7 +72,7 @@ def lambada_task(files: Sequence[str], json_key: str, tokenizer: Tokenizer, *, w
     """The last word of each line, after the words before it."""
     for path in files:
         if plain_suffix(path) not in JSON_LINES:
-            raise refusal(
+            raise option_error(
                 "--valid-data", path, f"LAMBADA is JSON lines: its name must end in {' or '.join(JSON_LINES)}"
             )
     texts = list(_documents(files, json_key))
@@ -96,7 +96,7 @@ def last_word(tokenizer: Tokenizer, path: str, text: str, width: int) -> Passage
     whole = ids if shared else [tokenizer.eod, *ids]
     scored = len(ids) - shared
     if scored > width:
-        raise refusal(
+        raise option_error(
             "--valid-data", path, f"its last word {text.split()[-1][:20]!r}… has {scored} tokens of {width}"
         )
     return Passage(whole[-(width + 1) :], scored)
@@ -113,23 +113,25 @@ def _documents(files: Sequence[str], json_key: str) -> Iterator[tuple[str, str]]
         found = False
         for block in read_documents(path, json_key):
             for problem in block.problems.first:
-                raise refusal(
+                raise option_error(
                     "--valid-data", f"{path} line {problem.line}", f"{problem.kind}: {problem.detail}"
                 )
             for text in block.texts:
                 found = True
                 yield path, text
         if not found:
-            raise refusal("--valid-data", path, "is empty; give a file with text")
+            raise option_error("--valid-data", path, "is empty; give a file with text")
 
 
 def _encode(tokenizer: Tokenizer, path: str, text: str) -> list[int]:
     try:
         ids = tokenizer.encode(text)
     except ValueError as error:
-        raise refusal("--valid-data", path, f"the tokenizer of the checkpoint refuses it: {error}") from None
+        raise option_error(
+            "--valid-data", path, f"the tokenizer of the checkpoint refuses it: {error}"
+        ) from None
     if not ids:
-        raise refusal(
+        raise option_error(
             "--valid-data", path, f"the tokenizer of the checkpoint has no tokens for {text[:20]!r}"
         )
     return ids

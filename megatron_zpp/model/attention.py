@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 
 FLAG = "--attention-backend"
 TORCH_BACKENDS = {
@@ -153,7 +153,7 @@ def choose_attention(
         if not hindrance:
             return PackedFlash("flash" if backend == "flash" else None)
         if backend == "flash":
-            raise refusal(FLAG, "flash", f"with --reset-attention-mask it {hindrance}, or use auto")
+            raise option_error(FLAG, "flash", f"with --reset-attention-mask it {hindrance}, or use auto")
         return DotProduct(remark=f", documents through a dense mask; flash attention {hindrance}")
     # On Hopper GPUs torch takes cuDNN's; benchmarks/attention.py found none faster that comes with torch.
     return DotProduct(None if backend == "auto" else backend)
@@ -189,7 +189,7 @@ def check_runs(
             masks = ", --reset-attention-mask" if masked else ""
             name = str(dtype).removeprefix("torch.")
             reason = str(error).strip().splitlines()[0]
-            raise refusal(
+            raise option_error(
                 FLAG,
                 backend,
                 f"cannot compute {shape}{masks} in {name} on this {device.type} ({reason}); use another",
@@ -198,9 +198,9 @@ def check_runs(
 
 def _check_flash3(dropout: float, dtype: torch.dtype, device: torch.device) -> None:
     if device.type != "cuda":
-        raise refusal(FLAG, "flash3", f"its kernels need a Hopper GPU; on the {device.type} use auto")
+        raise option_error(FLAG, "flash3", f"its kernels need a Hopper GPU; on the {device.type} use auto")
     if importlib.util.find_spec("flash_attn_interface") is None:
-        raise refusal(
+        raise option_error(
             FLAG, "flash3", "module flash_attn_interface, of FlashAttention-3, is not installed; use auto"
         )
     check_flash3_settings(dropout, dtype)
@@ -209,9 +209,9 @@ def _check_flash3(dropout: float, dtype: torch.dtype, device: torch.device) -> N
 def check_flash3_settings(dropout: float, dtype: torch.dtype) -> None:
     """Raises ValueError for what it cannot do on any device."""
     if dropout:
-        raise refusal(FLAG, "flash3", f"has no dropout; use --attention-dropout 0 instead of {dropout}")
+        raise option_error(FLAG, "flash3", f"has no dropout; use --attention-dropout 0 instead of {dropout}")
     if dtype.itemsize != 2:
-        raise refusal(FLAG, "flash3", "computes in bf16 and fp16; leave out --fp32, or use auto")
+        raise option_error(FLAG, "flash3", "computes in bf16 and fp16; leave out --fp32, or use auto")
 
 
 def _no_packed_flash(head_width: int, dropout: float, dtype: torch.dtype, device: torch.device) -> str:

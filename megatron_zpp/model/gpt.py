@@ -24,7 +24,7 @@ from megatron_zpp.model.offload import ActivationOffload
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelComponents:
     """What layers are made of; `norm` and `linear` have the constructors of torch's."""
 
     norm: type[nn.Module] = nn.LayerNorm
@@ -57,7 +57,7 @@ def _embedding(entries: int, width: int) -> nn.Embedding:
 class Attention(nn.Module):
     """Causal multi-head self-attention."""
 
-    def __init__(self, config: ModelConfig, parts: Parts, recompute_scores: bool) -> None:
+    def __init__(self, config: ModelConfig, parts: ModelComponents, recompute_scores: bool) -> None:
         super().__init__()
         self.heads, self.head_width = config.num_attention_heads, config.kv_channels
         self.dropout = config.attention_dropout
@@ -85,7 +85,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Two linear maps with GPT-2's tanh-approximated GELU between them."""
 
-    def __init__(self, config: ModelConfig, parts: Parts) -> None:
+    def __init__(self, config: ModelConfig, parts: ModelComponents) -> None:
         super().__init__()
         self.input = parts.linear(config.hidden_size, config.ffn_hidden_size)
         self.output = parts.linear(config.ffn_hidden_size, config.hidden_size)
@@ -98,7 +98,7 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, parts: Parts, recompute_scores: bool) -> None:
+    def __init__(self, config: ModelConfig, parts: ModelComponents, recompute_scores: bool) -> None:
         super().__init__()
         self.attention_norm = parts.norm(config.hidden_size, eps=config.norm_epsilon)
         self.attention = Attention(config, parts, recompute_scores)
@@ -121,7 +121,9 @@ def residual_blocks(layer: Layer, x: Tensor, bounds: Tensor | None) -> Tensor:
 class Head(nn.Module):
     """Final norm, and the output weights where they are not the token embedding's; with targets the loss."""
 
-    def __init__(self, config: ModelConfig, parts: Parts, vocab_size: int, padded_vocab_size: int) -> None:
+    def __init__(
+        self, config: ModelConfig, parts: ModelComponents, vocab_size: int, padded_vocab_size: int
+    ) -> None:
         super().__init__()
         self.vocab_size = vocab_size
         self.passes = PLAIN  # or compiled ones
@@ -157,7 +159,7 @@ class GPT(nn.Module):
         config: ModelConfig,
         vocab_size: int,
         recompute: RecomputeConfig | None = None,
-        parts: Parts | None = None,
+        parts: ModelComponents | None = None,
     ) -> None:
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
@@ -166,7 +168,7 @@ class GPT(nn.Module):
         selective = self.recompute.recompute_granularity == "selective"
         self.offload = ActivationOffload() if self.recompute.recompute_offload else None
         self.embedding = Embedding(config, padded)
-        self.parts = parts or Parts()
+        self.parts = parts or ModelComponents()
         self.layers = nn.ModuleList(Layer(config, self.parts, selective) for _ in range(config.num_layers))
         self.head = Head(config, self.parts, vocab_size, padded)
 

@@ -57,7 +57,7 @@ def scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Passes:
+class LossKernels:
     """What of the loss is no product: functions of nothing but their arguments."""
 
     to_gradient: Callable[[Tensor, Tensor, int], Tensor] = logits_to_gradient
@@ -65,7 +65,7 @@ class Passes:
     chunk_bytes: int = CHUNK_BYTES
 
 
-PLAIN = Passes()
+PLAIN = LossKernels()
 
 
 def linear_cross_entropy(
@@ -75,7 +75,7 @@ def linear_cross_entropy(
     vocab_size: int,
     *,
     chunk_bytes: int | None = None,
-    passes: Passes = PLAIN,
+    passes: LossKernels = PLAIN,
 ) -> Tensor:
     """F.cross_entropy(F.linear(x, weight)[:, :vocab_size].float(), targets), a mean in fp32.
 
@@ -134,7 +134,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         vocab_size: int,
         chunk_bytes: int,
-        passes: Passes,
+        passes: LossKernels,
     ) -> Tensor:
         total, counted = _zero(x), _counted(targets)
         rows = chunk_rows(*_sizes(x, weight), chunk_bytes)

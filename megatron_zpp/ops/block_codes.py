@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.formats import QuantFormat
 
 # K blocks, B elements in a block
 _FACTORS = {"int8": -(2.0**-7), "int4": -(2.0**-3), "fp8": 2.0**-8}
@@ -22,7 +22,7 @@ def rotate_32(x: Tensor) -> Tensor:
     return x.reshape(shape) * _ROOT_32
 
 
-def encode_blocks(x: Tensor, format: Format, random: Tensor | None) -> tuple[Tensor, Tensor]:
+def encode_blocks(x: Tensor, format: QuantFormat, random: Tensor | None) -> tuple[Tensor, Tensor]:
     """Codes (K, bytes) and scales (K,) of the fp32 blocks x (K, B); `random` (K, B): stochastic rounding."""
     stored, usable = _block_scales(x, format)
     zero = torch.zeros_like(x[:, :1])
@@ -33,7 +33,7 @@ def encode_blocks(x: Tensor, format: Format, random: Tensor | None) -> tuple[Ten
     return _to_integers(x, inverse, random, format.bits), stored
 
 
-def decode_blocks(codes: Tensor, stored: Tensor, format: Format) -> Tensor:
+def decode_blocks(codes: Tensor, stored: Tensor, format: QuantFormat) -> Tensor:
     """The fp32 values (K, B) of codes (K, bytes) and scales (K,); a NaN scale gives NaN."""
     if format.codes == "fp8":
         numbers = codes.view(torch.float8_e4m3fn).float()
@@ -52,7 +52,7 @@ def to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def _block_scales(x: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+def _block_scales(x: Tensor, format: QuantFormat) -> tuple[Tensor, Tensor]:
     """Scales (K,) as they are stored, and whether (K,) bool anything but zeros can be coded with them."""
     finite = x.isfinite().all(1)
     magnitude = x.abs().amax(1)

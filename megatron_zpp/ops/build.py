@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_zpp.config.command_line import run_tool
-from megatron_zpp.config.options import Options, option, parse_options, refusal
+from megatron_zpp.config.options import Options, option, option_error, parse_options
 from megatron_zpp.native.cache import (
     PRIVATE_UMASK,
     BuildError,
@@ -141,7 +141,7 @@ class Settings(Options):
     def check(self) -> None:
         """The check keeps nothing that could be forced."""
         if self.check_device_code and self.force:
-            raise refusal("--check-device-code", "(given)", "contradicts --force; give one")
+            raise option_error("--check-device-code", "(given)", "contradicts --force; give one")
 
 
 def main() -> None:

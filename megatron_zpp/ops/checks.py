@@ -7,7 +7,7 @@ look at shapes and formats alone, so they serve tensors without storage too.
 import torch
 from torch import Tensor
 
-from megatron_zpp.ops.formats import SCALES, Format, is_block
+from megatron_zpp.ops.formats import SCALES, QuantFormat, is_block
 
 SQUARES_BLOCK = 256  # elements of one sum of squares
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -93,7 +93,7 @@ def adamw(
     gradient: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    published: Tensor | None,
+    gather_source: Tensor | None,
     divisor: Tensor,
     found_inf: Tensor,
     bias_corrections: Tensor,
@@ -104,9 +104,9 @@ def adamw(
     scalars = {"divisor": divisor, "found_inf": found_inf, "bias_corrections": bias_corrections}
     _adamw("adamw", states, scalars, decayed)
     _one_of("adamw", "gradient", gradient, _FLOATS, tuple(master.shape))
-    if published is not None:
-        _one_of("adamw", "published", published, _HALVES, tuple(master.shape))
-    _same_device("adamw", **states, gradient=gradient, published=published, **scalars)
+    if gather_source is not None:
+        _one_of("adamw", "published", gather_source, _HALVES, tuple(master.shape))
+    _same_device("adamw", **states, gradient=gradient, gather_source=gather_source, **scalars)
 
 
 def adamw_quantize(
@@ -147,17 +147,17 @@ def _adamw(op: str, states: dict[str, Tensor], scalars: dict[str, Tensor], decay
         raise ValueError(f"{op}: decayed must be from 0 to {len(master)}, got {decayed}")
 
 
-def _format(op: str, codes: str, block: int, scales: torch.dtype, prefix: str = "") -> Format:
+def _format(op: str, codes: str, block: int, scales: torch.dtype, prefix: str = "") -> QuantFormat:
     if codes not in ("int8", "int4", "fp8"):
         raise ValueError(f"{op}: {prefix}codes must be int8, int4 or fp8, got {codes}")
     if not is_block(block):
         raise ValueError(f"{op}: {prefix}block must be a power of two from 32 to 2048, got {block}")
     if scales not in SCALES:
         raise ValueError(f"{op}: {prefix}scales must be bfloat16 or float32, got {scales}")
-    return Format(codes, block, scales)
+    return QuantFormat(codes, block, scales)
 
 
-def _rows(op: str, name: str, tensor: Tensor, format: Format) -> None:
+def _rows(op: str, name: str, tensor: Tensor, format: QuantFormat) -> None:
     """A matrix (R, n) of floats whose rows are contiguous and do not overlap."""
     if tensor.dim() != 2 or tensor.dtype not in _FLOATS:
         raise ValueError(
@@ -188,7 +188,7 @@ def _sums_of_squares(op: str, name: str, sums: Tensor, input_name: str, input: T
     _exactly(op, name, sums, torch.float32, (len(input) // SQUARES_BLOCK,))
 
 
-def _messages_of_rows(op: str, messages: Tensor, rows: Tensor, format: Format) -> None:
+def _messages_of_rows(op: str, messages: Tensor, rows: Tensor, format: QuantFormat) -> None:
     count, n = rows.shape
     groups = len(messages) if messages.dim() == 2 else 0
     if groups < 1 or count % groups:
@@ -198,7 +198,7 @@ def _messages_of_rows(op: str, messages: Tensor, rows: Tensor, format: Format) -
     _exactly(op, "messages", messages, torch.uint8, (groups, format.message_bytes(count // groups * n)))
 
 
-def _numel_of_messages(op: str, messages: Tensor, format: Format) -> int:
+def _numel_of_messages(op: str, messages: Tensor, format: QuantFormat) -> int:
     """m of messages (P, message_bytes(m))."""
     if messages.dim() == 2 and len(messages) >= 1:
         numel = messages.shape[1] // format.block_bytes * format.block

@@ -13,7 +13,7 @@ ALIGNMENT = 16  # bytes: what a kernel loads at once, and so where the next mess
 
 
 @dataclass(frozen=True)
-class Format:
+class QuantFormat:
     """How a run of numbers becomes a message: codes, then one scale a block, then zero padding.
 
     `codes`: two's complement `int8` or `int4` (two in a byte, the first in the low half), or `fp8`, which is

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.formats import QuantFormat
 
 
 class Operations:
@@ -19,7 +19,9 @@ class Operations:
         """`kernels` has the operators by name: those of torch.ops.megatron_zpp are `compiled`."""
         self._kernels, self.compiled = kernels, compiled
 
-    def quantize(self, input: Tensor, messages: Tensor, format: Format, *, seed: int | None = None) -> None:
+    def quantize(
+        self, input: Tensor, messages: Tensor, format: QuantFormat, *, seed: int | None = None
+    ) -> None:
         """Encodes `input` (R, n) fp32, bf16 or fp16 into `messages` (G, message_bytes(R/G · n)) uint8.
 
         Row r goes to message r % G, to place r // G in it. Rows may lie any stride apart. With a `seed`,
@@ -27,7 +29,7 @@ class Operations:
         """
         self._kernels.quantize(input, messages, *_plain(format), format.rotate, seed)
 
-    def dequantize(self, messages: Tensor, output: Tensor, format: Format) -> None:
+    def dequantize(self, messages: Tensor, output: Tensor, format: QuantFormat) -> None:
         """The inverse of `quantize`: `messages` (G, message_bytes(R/G · n)) into `output` (R, n)."""
         self._kernels.dequantize(messages, output, *_plain(format), format.rotate)
 
@@ -35,8 +37,8 @@ class Operations:
         self,
         messages: Tensor,
         output: Tensor,
-        format: Format,
-        output_format: Format,
+        format: QuantFormat,
+        output_format: QuantFormat,
         *,
         error: Tensor | None = None,
         seed: int | None = None,
@@ -54,7 +56,7 @@ class Operations:
         self._kernels.sum_quantize(messages, output, *_plain(format), *_plain(output_format), error, seed)
 
     def sum_into(
-        self, messages: Tensor, shard: Tensor, format: Format, *, factor: float = 1.0, add: bool = False
+        self, messages: Tensor, shard: Tensor, format: QuantFormat, *, factor: float = 1.0, add: bool = False
     ) -> None:
         """Sums `messages` (P, message_bytes(m)) times `factor` into `shard` (m,) fp32: over it, or added."""
         self._kernels.sum_into(messages, shard, *_plain(format), format.rotate, factor, add)
@@ -90,7 +92,7 @@ class Operations:
         gradient: Tensor,
         exp_avg: Tensor,
         exp_avg_sq: Tensor,
-        published: Tensor | None,
+        gather_source: Tensor | None,
         *,
         divisor: Tensor,
         found_inf: Tensor,
@@ -102,7 +104,7 @@ class Operations:
         weight_decay: float,
         decayed: int,
     ) -> None:
-        """One step of AdamW on fp32 (m,) tensors; `published` (m,) bf16 or fp16 gets the new weights.
+        """One step of AdamW on fp32 (m,) tensors; `gather_source` (m,) bf16 or fp16 gets the new weights.
 
         `gradient` may be bf16 or fp16 as well.
 
@@ -110,7 +112,7 @@ class Operations:
         `bias_corrections` (2,) is 1 - beta1^t and 1 - beta2^t; all three fp32 on the tensors' device. The
         first `decayed` elements have weight decay.
         """
-        states = master, gradient, exp_avg, exp_avg_sq, published
+        states = master, gradient, exp_avg, exp_avg_sq, gather_source
         scalars = divisor, found_inf, bias_corrections
         self._kernels.adamw(*states, *scalars, learning_rate, beta1, beta2, eps, weight_decay, decayed)
 
@@ -121,7 +123,7 @@ class Operations:
         exp_avg: Tensor,
         exp_avg_sq: Tensor,
         message: Tensor,
-        format: Format,
+        format: QuantFormat,
         *,
         divisor: Tensor,
         found_inf: Tensor,
@@ -140,5 +142,5 @@ class Operations:
         self._kernels.adamw_quantize(*states, *scalars, *numbers, decayed, *_plain(format), format.rotate)
 
 
-def _plain(format: Format) -> tuple[Any, ...]:
+def _plain(format: QuantFormat) -> tuple[Any, ...]:
     return format.codes, format.block, format.scales

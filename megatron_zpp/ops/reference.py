@@ -12,7 +12,7 @@ from megatron_zpp.ops import checks
 from megatron_zpp.ops.adamw_step import AdamWStep
 from megatron_zpp.ops.block_codes import decode_blocks, encode_blocks, rotate_32, to_dtype
 from megatron_zpp.ops.checks import SQUARES_BLOCK
-from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.philox import random_16_bits
 
 # R rows, n columns, G messages out, P messages in, m elements, K blocks, B elements in a block
@@ -33,7 +33,7 @@ def quantize(
     With a `seed`, rounding is stochastic. Raises ValueError (`checks.quantize`).
     """
     checks.quantize(input, messages, codes, block, scales)
-    format = Format(codes, block, scales, rotate)
+    format = QuantFormat(codes, block, scales, rotate)
     groups, n = len(messages), input.shape[1]
     for group, message in enumerate(messages):
         rows = input[group::groups]
@@ -64,7 +64,7 @@ def dequantize(
     Raises ValueError (`checks.dequantize`).
     """
     checks.dequantize(messages, output, codes, block, scales)
-    format = Format(codes, block, scales, rotate)
+    format = QuantFormat(codes, block, scales, rotate)
     groups, n = len(messages), output.shape[1]
     for group, message in enumerate(messages):
         rows = output[group::groups]
@@ -99,7 +99,7 @@ def sum_quantize(
     checks.sum_quantize(
         messages, output, codes, block, scales, output_codes, output_block, output_scales, error
     )
-    source, target = Format(codes, block, scales), Format(output_codes, output_block, output_scales)
+    source, target = QuantFormat(codes, block, scales), QuantFormat(output_codes, output_block, output_scales)
     m = source.message_numel(messages.shape[1])
     part = m // max(len(output), 1)
     for group, message in enumerate(output):
@@ -145,7 +145,7 @@ def sum_into(
     Raises ValueError (`checks.sum_into`).
     """
     checks.sum_into(messages, shard, codes, block, scales)
-    format = Format(codes, block, scales, rotate)
+    format = QuantFormat(codes, block, scales, rotate)
     for start in range(0, len(shard), TILE):
         here = slice(start, min(start + TILE, len(shard)))
         total = _sum_of(messages, format, len(shard), here)
@@ -204,7 +204,7 @@ def adamw(
     gradient: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    published: Tensor | None,
+    gather_source: Tensor | None,
     divisor: Tensor,
     found_inf: Tensor,
     bias_corrections: Tensor,
@@ -218,11 +218,11 @@ def adamw(
     """One step of AdamW (Decoupled Weight Decay Regularization, algorithm 2) on fp32 tensors (m,).
 
     `gradient`, which may have 16 bits, is divided by `divisor`; the first `decayed` elements decay;
-    `published` (m,) gets the new weights in its own format. Nothing changes where `found_inf` is not 0.
+    `gather_source` (m,) gets the new weights in its own format. Nothing changes where `found_inf` is not 0.
     Raises ValueError (`checks.adamw`).
     """
     checks.adamw(
-        master, gradient, exp_avg, exp_avg_sq, published, divisor, found_inf, bias_corrections, decayed
+        master, gradient, exp_avg, exp_avg_sq, gather_source, divisor, found_inf, bias_corrections, decayed
     )
     skip = found_inf != 0
     step = AdamWStep(divisor, bias_corrections, learning_rate, beta1, beta2, eps, weight_decay)
@@ -231,8 +231,8 @@ def adamw(
         new = step(master, gradient, exp_avg, exp_avg_sq, here, decayed)
         for old, changed in zip((master, exp_avg, exp_avg_sq), new, strict=True):
             old[here] = torch.where(skip, old[here], changed)
-        if published is not None:
-            published[here] = torch.where(skip, published[here], new[0].to(published.dtype))
+        if gather_source is not None:
+            gather_source[here] = torch.where(skip, gather_source[here], new[0].to(gather_source.dtype))
 
 
 def adamw_quantize(
@@ -269,7 +269,7 @@ def adamw_quantize(
     message.copy_(torch.where(found_inf != 0, message, encoded))
 
 
-def _message_parts(message: Tensor, format: Format, numel: int) -> tuple[Tensor, Tensor]:
+def _message_parts(message: Tensor, format: QuantFormat, numel: int) -> tuple[Tensor, Tensor]:
     """A message's codes (K, bytes a block) and scales (K, bytes a scale), as views."""
     blocks = numel // format.block
     code_bytes = numel * format.bits // 8
@@ -280,7 +280,7 @@ def _message_parts(message: Tensor, format: Format, numel: int) -> tuple[Tensor,
     )
 
 
-def _zero_padding(message: Tensor, format: Format, numel: int) -> None:
+def _zero_padding(message: Tensor, format: QuantFormat, numel: int) -> None:
     message[numel // format.block * format.block_bytes :] = 0
 
 
@@ -306,7 +306,7 @@ def _tile_of(blocks: Tensor, rows: int, row_tile: slice, column_tile: slice, blo
     return matrix[row_tile, column_tile.start // block : column_tile.stop // block]
 
 
-def _sum_of(messages: Tensor, format: Format, m: int, here: slice) -> Tensor:
+def _sum_of(messages: Tensor, format: QuantFormat, m: int, here: slice) -> Tensor:
     """The fp32 sum of the elements `here` of all messages, added in order, not rotated back."""
     first, last = here.start // format.block, -(-here.stop // format.block)
     total = None

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_zpp.model.gpt import recomputed_units, segments
 from megatron_zpp.plan.job import Job
+from megatron_zpp.zero.comm_stream import Pending
 from megatron_zpp.zero.gathers import Gathers, Phase
-from megatron_zpp.zero.lane import Pending
 from megatron_zpp.zero.theory import slots
 from megatron_zpp.zero.unit import InFlight, ParameterSlot, Unit
 
@@ -45,7 +45,7 @@ class _Counted:
     def __init__(self) -> None:
         self.sizes: Counter = Counter()
 
-    def gather(self, full: Tensor, published: Tensor, keep: Tensor | None = None) -> Pending:
+    def gather(self, full: Tensor, gather_source: Tensor, keep: Tensor | None = None) -> Pending:
         """See zero.collectives.Gather."""
         self.sizes[full.numel()] += 1
         return Pending()
@@ -69,7 +69,7 @@ def walk(job: Job) -> list[Walked]:
         )
         for _ in range(2):  # the second step finds what the first one left
             gathered = []
-            gathers.publish(units)
+            gathers.write_gather_source(units)
             for forward, _index in order:
                 _visit(gathers, job, forward)
                 gathered.append(Gathered(world.sizes, secondary.sizes))
@@ -117,7 +117,7 @@ def _units(job: Job) -> list[Unit]:
             slot=slot,
             reducing=InFlight(),
             master=_meta(0),
-            published=_meta(0),
+            gather_source=_meta(0),
             secondary=_meta(0) if job.secondary_ranks and is_shared else None,
         )
         units.append(unit)

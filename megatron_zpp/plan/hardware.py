@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.model.flops import peak_tflops
 
@@ -61,7 +61,7 @@ def machine(config: PlanConfig, dtype: str) -> Machine:
     gpu = GPUS[config.plan_gpu]
     peak = peak_tflops(gpu.name, dtype)
     if peak is None:
-        raise refusal("--plan-gpu", config.plan_gpu, f"does not compute in {dtype}; add --fp16")
+        raise option_error("--plan-gpu", config.plan_gpu, f"does not compute in {dtype}; add --fp16")
     share = config.plan_compute_share or gpu.compute_share
     return Machine(
         flops=share * peak * 1e12,

@@ -12,11 +12,11 @@ from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import GRADIENT_BLOCK, WEIGHT_BLOCK, ZeroConfig
 from megatron_zpp.model.flops import flops_per_token
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.zero.build import layouts_of
 from megatron_zpp.zero.engine import reduce_dtype, sum_dtype
 from megatron_zpp.zero.flat_layout import FlatLayout
-from megatron_zpp.zero.theory import WholeSums, sums_inside_nodes, whole_sums
+from megatron_zpp.zero.theory import AllReduceAlgorithm, all_reduce_algorithm, reduces_in_two_hops
 from megatron_zpp.zero.unit import Residency
 
 
@@ -77,19 +77,19 @@ class Job:
     @property
     def sent_bytes(self) -> int:
         """Of the same on the wire: those of a step's only micro-batch are sent as they are made."""
-        as_made = self.micro_batches == 1 and self.whole_sums != "by the library"
+        as_made = self.micro_batches == 1 and self.all_reduce_algorithm is not AllReduceAlgorithm.LIBRARY
         return min(self.reduce_bytes, self.dtype.itemsize) if as_made else self.reduce_bytes
 
     @property
-    def whole_sums(self) -> WholeSums | None:
+    def all_reduce_algorithm(self) -> AllReduceAlgorithm | None:
         """How stage 0 sums over ranks."""
-        return whole_sums(self.nodes, self.local) if self.zero.zero_stage == 0 else None
+        return all_reduce_algorithm(self.nodes, self.local) if self.zero.zero_stage == 0 else None
 
     @property
     def writes_peers(self) -> bool:
         """Whether ranks send gradients from where they are made, into each other's memory."""
         copies = self.zero.zero_copy_engines != "off"
-        return copies and self.nodes == 1 < self.local and self.gradient_codes is None
+        return copies and self.nodes == 1 < self.local and self.gradient_format is None
 
     @property
     def sum_bytes(self) -> int:
@@ -107,20 +107,20 @@ class Job:
         return layouts_of(self.units, self.ranks, self.zero.shard_multiple, self.zero.largest_block)
 
     @property
-    def weight_codes(self) -> Format | None:
+    def weight_format(self) -> QuantFormat | None:
         """What qwZ sends."""
         if not self.zero.zero_quantized_weights:
             return None
         block = self.zero.zero_quantization_block or WEIGHT_BLOCK
-        return Format(self.zero.zero_quantized_weights_format, block)
+        return QuantFormat(self.zero.zero_quantized_weights_format, block)
 
     @property
-    def gradient_codes(self) -> Format | None:
+    def gradient_format(self) -> QuantFormat | None:
         """What qgZ sends."""
         if not self.zero.zero_quantized_gradients:
             return None
         block = self.zero.zero_quantization_block or GRADIENT_BLOCK
-        return Format(self.zero.zero_quantized_gradients_format, block)
+        return QuantFormat(self.zero.zero_quantized_gradients_format, block)
 
     @property
     def secondary_ranks(self) -> int | None:
@@ -144,18 +144,21 @@ class Job:
         return self.sums_gradients and (self.zero.zero_stage >= 2 or self.micro_batches == 1)
 
     @property
-    def finds_squares(self) -> bool:
+    def returns_squared_norms(self) -> bool:
         """Whether the squares for the norm come with the sums over ranks, without a pass of their own."""
-        sums_itself = self.gradient_codes is None and self.whole_sums in (None, "everywhere")
+        sums_itself = self.gradient_format is None and self.all_reduce_algorithm in (
+            None,
+            AllReduceAlgorithm.LOCAL_SUM,
+        )
         return self.sums_gradients and sums_itself
 
     @property
     def two_hops(self) -> bool:
         """Whether gradients are summed inside nodes and then between them."""
-        if self.gradient_codes is not None:
+        if self.gradient_format is not None:
             return min(self.nodes, self.local) > 1
         sizes = {"reduce_bytes": self.reduce_bytes, "sum_bytes": self.sum_bytes}
-        return self.zero.zero_stage >= 1 and sums_inside_nodes(self.nodes, self.local, **sizes)
+        return self.zero.zero_stage >= 1 and reduces_in_two_hops(self.nodes, self.local, **sizes)
 
 
 def units_of(model: ModelConfig, vocab_size: int) -> list[tuple[str, nn.Module]]:

@@ -17,7 +17,13 @@ from megatron_zpp.plan.activations import (
     working_bytes,
 )
 from megatron_zpp.plan.job import Job
-from megatron_zpp.zero.theory import ERROR_BYTES, quantized_reduction_bytes, reduction_bytes, slots
+from megatron_zpp.zero.theory import (
+    ERROR_BYTES,
+    AllReduceAlgorithm,
+    quantized_reduction_bytes,
+    reduction_bytes,
+    slots,
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ def memory_of(job: Job) -> Memory:
     """Of each rank: all hold the same."""
     owned = sum(layout.numel if job.zero.zero_stage == 0 else layout.shard_numel for layout in job.layouts)
     offloaded = job.zero.zero_offload_optimizer
-    master_bytes = 4 if offloaded or job.dtype.itemsize < 4 or job.weight_codes else 0
+    master_bytes = 4 if offloaded or job.dtype.itemsize < 4 or job.weight_format else 0
     optimizer = (8 + master_bytes) * owned
     parts = {
         "weights": _weights(job),
@@ -75,8 +81,8 @@ def _weights(job: Job) -> int:
     for layout, units in Counter(job.layouts).items():
         count = slots(units, job.prefetch) if stage >= 3 else units
         total += count * layout.numel * itemsize
-        if job.weight_codes is not None:
-            total += units * job.weight_codes.message_bytes(layout.shard_numel)
+        if job.weight_format is not None:
+            total += units * job.weight_format.message_bytes(layout.shard_numel)
         elif stage >= 3:
             total += units * layout.shard_numel * itemsize
     return total
@@ -84,28 +90,30 @@ def _weights(job: Job) -> int:
 
 def _buffers(job: Job) -> int:
     """What gradients are sent from, and the messages of gathers and reductions."""
-    sent, way = job.reduce_bytes, job.whole_sums
+    sent, algorithm = job.reduce_bytes, job.all_reduce_algorithm
     total = 0
-    joined = {"in two steps": True, "by the library": sent != 4}.get(way, not job.writes_peers)
+    joined = {AllReduceAlgorithm.TWO_STEP: True, AllReduceAlgorithm.LIBRARY: sent != 4}.get(
+        algorithm, not job.writes_peers
+    )
     largest = max(layout.numel for layout in job.layouts)
-    if joined and job.ranks > 1 and job.gradient_codes is None:
+    if joined and job.ranks > 1 and job.gradient_format is None:
         total += largest * sent
-    if job.gradient_codes is not None:
+    if job.gradient_format is not None:
         total += largest * job.dtype.itemsize
-        total += quantized_reduction_bytes(job.layouts, job.nodes, job.gradient_codes)
+        total += quantized_reduction_bytes(job.layouts, job.nodes, job.gradient_format)
     else:
         total += received_bytes(job)
-    if job.weight_codes is not None:
-        largest = max(job.weight_codes.message_bytes(layout.shard_numel) for layout in job.layouts)
+    if job.weight_format is not None:
+        largest = max(job.weight_format.message_bytes(layout.shard_numel) for layout in job.layouts)
         total += job.ranks * largest * (2 if job.secondary_codes else 1)
     return total
 
 
 def received_bytes(job: Job) -> int:
     """What gradients as they are are received in: memory that other GPUs write if `job.writes_peers`."""
-    if job.whole_sums == "everywhere":
+    if job.all_reduce_algorithm is AllReduceAlgorithm.LOCAL_SUM:
         return job.ranks * max(layout.numel for layout in job.layouts) * job.reduce_bytes
-    if job.whole_sums == "by the library":
+    if job.all_reduce_algorithm is AllReduceAlgorithm.LIBRARY:
         return 0
     sizes = {"reduce_bytes": job.reduce_bytes, "sum_bytes": job.sum_bytes}
     return reduction_bytes(job.layouts, job.nodes, **sizes)
@@ -119,7 +127,7 @@ def _zeropp(job: Job) -> int:
                 part = layout.numel // job.secondary_ranks * job.dtype.itemsize
                 if job.secondary_codes:
                     messages = job.ranks // job.secondary_ranks
-                    part = messages * job.weight_codes.message_bytes(layout.shard_numel)
+                    part = messages * job.weight_format.message_bytes(layout.shard_numel)
                 total += units * part
     if job.zero.zero_gradient_error_feedback and job.two_hops:
         total += ERROR_BYTES * job.nodes * sum(layout.shard_numel for layout in job.layouts)
@@ -191,6 +199,6 @@ def _gradients(job: Job, *, whole: bool) -> int:
 
 
 def _published_itemsize(job: Job) -> float:
-    if job.weight_codes is not None:
-        return job.weight_codes.block_bytes / job.weight_codes.block
+    if job.weight_format is not None:
+        return job.weight_format.block_bytes / job.weight_format.block
     return 0 if job.dtype.itemsize == 4 else job.dtype.itemsize

@@ -23,6 +23,7 @@ from megatron_zpp.model.gpt import segments
 from megatron_zpp.plan.hardware import BESIDE, BESIDE_KERNELS, CPU_BYTES_A_SECOND, Machine
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.traffic import Pass, Sent, total
+from megatron_zpp.zero.theory import AllReduceAlgorithm
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def pass_seconds(job: Job, machine: Machine, one: Pass, working: float) -> float
     """One pass of `working` seconds of compute and kernels, with what is sent beside it."""
     between = one.alone.inter / job.nodes / min(machine.link, machine.exchange)
     hops = between, _inside_seconds(job, machine, one.alone)
-    in_turn = job.two_hops and job.gradient_codes is None  # qgZ's overlap by chunks
+    in_turn = job.two_hops and job.gradient_format is None  # qgZ's overlap by chunks
     alone = sum(hops) if in_turn else max(hops)
     gathers = one.gathered.inter / job.nodes / machine.gather
     reductions = one.reduced.inter / job.nodes / machine.exchange
@@ -106,12 +107,12 @@ def _recomputed_flops(job: Job) -> float:
 
 def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
     """Codes of weights decoded; gradients copied to be sent, encoded and summed."""
-    itemsize, weights, gradients = job.dtype.itemsize, job.weight_codes, job.gradient_codes
+    itemsize, weights, gradients = job.dtype.itemsize, job.weight_format, job.gradient_format
     nbytes = 0.0
     if weights is not None:
         nbytes += one.decoded * (weights.block_bytes / weights.block + itemsize)
     if not one.forward:
-        from_where_made = job.gradient_codes is None and (job.writes_peers or job.ranks == 1)
+        from_where_made = job.gradient_format is None and (job.writes_peers or job.ranks == 1)
         if not job.reduces_as_made:
             nbytes += one.summed * (itemsize + 8)
         elif not from_where_made:
@@ -120,7 +121,7 @@ def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
             code = gradients.block_bytes / gradients.block if gradients else 0
             node_sums = 2 * job.sum_bytes / job.local if job.two_hops and not gradients else 0
             sums = job.sent_bytes + 8 / job.ranks
-            if job.whole_sums == "everywhere":
+            if job.all_reduce_algorithm is AllReduceAlgorithm.LOCAL_SUM:
                 sums = job.ranks * job.sent_bytes + 4
             nbytes += one.summed * (sums + 2 * code + node_sums)
     return nbytes / machine.memory_rate
@@ -130,7 +131,7 @@ def _optimizer_seconds(job: Job, machine: Machine) -> float:
     """The norm reads the gradients, unless their squares are there; AdamW reads and writes four numbers."""
     owned = sum(layout.numel if job.zero.zero_stage == 0 else layout.shard_numel for layout in job.layouts)
     gradient = 4 if job.sums_gradients else job.dtype.itemsize
-    norm = 0.0 if job.finds_squares else gradient * owned / machine.memory_rate
+    norm = 0.0 if job.returns_squared_norms else gradient * owned / machine.memory_rate
     adamw = (24 + gradient + job.dtype.itemsize) * owned
     return norm + adamw / (CPU_BYTES_A_SECOND if job.zero.zero_offload_optimizer else machine.memory_rate)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from megatron_zpp.plan.gathers import Gathered, walk
 from megatron_zpp.plan.job import Job
 from megatron_zpp.zero.flat_layout import FlatLayout
-from megatron_zpp.zero.theory import chunk_numel, reduction_sends
+from megatron_zpp.zero.theory import AllReduceAlgorithm, chunk_numel, reduction_sends
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def traffic_of(job: Job) -> list[Pass]:
                 if reduces
                 else Sent(),
                 alone=reduction(job, job.layouts[0]) if reduces else Sent(),
-                decoded=decoded if job.weight_codes else 0,
+                decoded=decoded if job.weight_format else 0,
                 summed=0 if one.forward else sum(layout.numel for layout in job.layouts),
             )
         )
@@ -75,23 +75,23 @@ def reduction(job: Job, layout: FlatLayout) -> Sent:
     """One reduction of a unit's gradients."""
     ranks, local, nodes = job.ranks, job.local, job.nodes
     if job.zero.zero_stage == 0:
-        if job.whole_sums == "everywhere":
+        if job.all_reduce_algorithm is AllReduceAlgorithm.LOCAL_SUM:
             return _exchange(job, layout.numel * job.sent_bytes)
         there_and_back = job.sent_bytes + job.reduce_bytes
         return _ring(job, ranks, (ranks - 1) * layout.shard_numel * there_and_back)
-    codes = job.gradient_codes
-    if codes is None:
+    quant_format = job.gradient_format
+    if quant_format is None:
         sizes = {"reduce_bytes": job.reduce_bytes, "sum_bytes": job.sum_bytes, "sent_bytes": job.sent_bytes}
         return Sent(*reduction_sends(layout, nodes, **sizes)) * ranks
     sent = Sent()
-    size = chunk_numel(layout.shard_numel, job.two_hops, codes.block)
+    size = chunk_numel(layout.shard_numel, job.two_hops, quant_format.block)
     for start in range(0, layout.shard_numel, size):
         chunk = min(size, layout.shard_numel - start)
         if job.two_hops:
-            inside = ranks * (local - 1) * codes.message_bytes(nodes * chunk)
-            sent += Sent(inside, ranks * (nodes - 1) * codes.message_bytes(chunk))
+            inside = ranks * (local - 1) * quant_format.message_bytes(nodes * chunk)
+            sent += Sent(inside, ranks * (nodes - 1) * quant_format.message_bytes(chunk))
         else:
-            sent += _exchange(job, codes.message_bytes(chunk))
+            sent += _exchange(job, quant_format.message_bytes(chunk))
     return sent
 
 
@@ -110,8 +110,8 @@ def _gathers(job: Job, gathered: Gathered) -> Sent:
 
 def _message(job: Job, numel: int) -> int:
     """Bytes of one rank's shard of a unit as it is gathered."""
-    shard, codes = numel // job.ranks, job.weight_codes
-    return shard * job.dtype.itemsize if codes is None else codes.message_bytes(shard)
+    shard, quant_format = numel // job.ranks, job.weight_format
+    return shard * job.dtype.itemsize if quant_format is None else quant_format.message_bytes(shard)
 
 
 def _ring(job: Job, group: int, nbytes: int) -> Sent:

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from torch.utils.data import get_worker_info
 
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.corpus.encode import NO_TOKENS, Encoded, Encoder
 from megatron_zpp.corpus.json_lines import split_lines
 from megatron_zpp.corpus.problems import Problem
@@ -103,7 +103,7 @@ class TokenCache:
             parts = self._read_all(blocks)
         if any(part is None for part in parts):
             fix = "what was just written there reads otherwise; name another directory"
-            raise refusal("--data-cache-path", self._directory, fix)
+            raise option_error("--data-cache-path", self._directory, fix)
         return np.concatenate(parts)
 
     def _missing(self, blocks: np.ndarray) -> np.ndarray:
@@ -167,7 +167,7 @@ class TokenCache:
         except OSError as error:
             partial.unlink(missing_ok=True)
             fix = f"{error.strerror}; name a directory with room in --data-cache-path"
-            raise refusal("--data-cache-path", self._directory, fix) from None
+            raise option_error("--data-cache-path", self._directory, fix) from None
         record = np.zeros(1, _RECORD)
         record["tokens"], record["left_out"] = encoded.tokens[0].size, left_out
         record["check"] = _check(record["tokens"], record["left_out"], np.array([block]))

@@ -4,7 +4,7 @@ import hashlib
 import json
 from typing import Any
 
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.config.text import HUB
 from megatron_zpp.text.sources import GROUP_BLOCKS, size_of_block
 
@@ -26,14 +26,14 @@ class HubText:
         self.name, self._key = name, key
         parts = name.removeprefix(HUB).split(":")
         if not parts[0] or len(parts) > 3:
-            raise refusal(flag, name, f"must be {HUB}NAME, {HUB}NAME:CONFIG or {HUB}NAME:CONFIG:SPLIT")
+            raise option_error(flag, name, f"must be {HUB}NAME, {HUB}NAME:CONFIG or {HUB}NAME:CONFIG:SPLIT")
         self._rows = _load(flag, name, *parts)
         if key not in self._rows.column_names:
             there = ", ".join(self._rows.column_names)
-            raise refusal("--json-key", key, f"{name} has no such column; it has {there}")
+            raise option_error("--json-key", key, f"{name} has no such column; it has {there}")
         self.size = rows = len(self._rows)
         if not rows:
-            raise refusal(flag, name, "has no rows; name another split")
+            raise option_error(flag, name, "has no rows; name another split")
         self._rows_of_block = size_of_block(rows, _LEAST_ROWS, _MOST_ROWS)
         self.blocks = -(-rows // self._rows_of_block)
         self.group = max(GROUP_BLOCKS, _GROUP_ROWS // self._rows_of_block)
@@ -57,7 +57,7 @@ def _load(flag: str, name: str, path: str, config: str = "", split: str = "") ->
     try:
         import datasets
     except ModuleNotFoundError:
-        raise refusal(flag, name, "needs the package datasets; pip install datasets") from None
+        raise option_error(flag, name, "needs the package datasets; pip install datasets") from None
     datasets.disable_progress_bars()
     try:
         return datasets.load_dataset(path, config or None, split=split or "train")
@@ -65,4 +65,4 @@ def _load(flag: str, name: str, path: str, config: str = "", split: str = "") ->
         fix = (
             f"cannot be read ({type(error).__name__}: {error}); check name, configuration, split and network"
         )
-        raise refusal(flag, name, fix) from None
+        raise option_error(flag, name, fix) from None

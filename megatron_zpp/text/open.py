@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.config.data import DataConfig
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.config.text import HUB, SUFFIXES, is_hub
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.corpus.encode import Encoder
@@ -88,7 +88,7 @@ def open_text(
         )
     except OSError as error:
         fix = f"{error.strerror}; name a directory with room that can be written"
-        raise refusal(cache_flag, shown, fix) from None
+        raise option_error(cache_flag, shown, fix) from None
     return OpenText(source, cache)
 
 
@@ -106,7 +106,7 @@ def _unpacked(flag: str, path: str, directory: Path, say: Callable[[str], None])
     try:
         contents = contents_of(path)
     except OSError as error:
-        raise refusal(flag, path, f"{error.strerror}; name a file that can be read") from None
+        raise option_error(flag, path, f"{error.strerror}; name a file that can be read") from None
     digest = hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:32]
     plain = directory / f"{digest}.jsonl"
     directory.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.data.hashing import random_bits
 from megatron_zpp.data.permutation import permute
 from megatron_zpp.data.samples import Epochs
@@ -145,7 +145,7 @@ class TextDataset:
     def _too_few(self) -> ValueError:
         """Of an epoch without a window."""
         tokens = int(self._cache.counts(np.arange(self._order.first, self._order.last)).sum())
-        return refusal(
+        return option_error(
             "--seq-length",
             self._seq_length,
             f"one sample needs {self._seq_length + 1} tokens, but the {self._split} split of "

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from megatron_zpp.config.command_line import one_line
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.corpus.inputs import Span, lines_before, read_blocks
 from megatron_zpp.data.order_cache import contents_of
 
@@ -48,10 +48,10 @@ class JsonLinesText:
         try:
             self.made_of = contents_of(path)
         except OSError as error:
-            raise refusal(flag, name, f"{one_line(error)}; name a file that can be read") from None
+            raise option_error(flag, name, f"{one_line(error)}; name a file that can be read") from None
         self.size = self.made_of["size"]
         if not self.size:
-            raise refusal(flag, name, "the file is empty (0 bytes); give one with a JSON object a line")
+            raise option_error(flag, name, "the file is empty (0 bytes); give one with a JSON object a line")
         self._bytes = size_of_block(self.size, _LEAST_BYTES, _MOST_BYTES)
         self.blocks = -(-self.size // self._bytes)
         self.group = max(GROUP_BLOCKS, _GROUP_BYTES // self._bytes)

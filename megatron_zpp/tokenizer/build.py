@@ -1,6 +1,6 @@
 """Builds the tokenizer that the settings ask for."""
 
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.tokenizer.base import Tokenizer
 
@@ -23,4 +23,4 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         from megatron_zpp.tokenizer.null import NullTokenizer
 
         return NullTokenizer(config.vocab_size)
-    raise refusal("--tokenizer-type", config.tokenizer_type, "say which kind of tokenizer")
+    raise option_error("--tokenizer-type", config.tokenizer_type, "say which kind of tokenizer")

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.storage.regular import UnfitFile, read_limited
 
 LIMIT = 256 << 20  # bytes; a tokenizer.json of 260,000 entries has 33 MB
@@ -14,11 +14,11 @@ def read_bytes(flag: str, path: str, fix: str) -> bytes:
     try:
         content = read_limited(path, LIMIT)
     except UnfitFile as error:
-        raise refusal(flag, path, f"{error.strerror}; {fix}") from None
+        raise option_error(flag, path, f"{error.strerror}; {fix}") from None
     except OSError as error:
-        raise refusal(flag, path, f"cannot be read ({error.strerror}); {fix}") from None
+        raise option_error(flag, path, f"cannot be read ({error.strerror}); {fix}") from None
     if not content:
-        raise refusal(flag, path, f"is empty; {fix}")
+        raise option_error(flag, path, f"is empty; {fix}")
     return content
 
 
@@ -27,7 +27,7 @@ def read_json(flag: str, path: str, fix: str) -> dict[str, Any]:
     try:
         content = json.loads(read_bytes(flag, path, fix).decode())
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
-        raise refusal(flag, path, f"is not JSON; {fix}") from None
+        raise option_error(flag, path, f"is not JSON; {fix}") from None
     if not isinstance(content, dict):
-        raise refusal(flag, path, f"is not a JSON object; {fix}")
+        raise option_error(flag, path, f"is not a JSON object; {fix}")
     return content

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.tokenizer.base import Tokenizer, fingerprint_of
 from megatron_zpp.tokenizer.files import read_bytes, read_json
 
@@ -26,7 +26,7 @@ class GPT2BPETokenizer(Tokenizer):
         for first, second in merges:
             for piece in (first, second, first + second):
                 if piece not in vocab:
-                    raise refusal(
+                    raise option_error(
                         "--merge-file", merge_file, f"merges {piece!r}, which --vocab-file {vocab_file} lacks"
                     )
         # no added token: with one, a document that spells <|endoftext|> would end there
@@ -35,7 +35,9 @@ class GPT2BPETokenizer(Tokenizer):
         self._pipeline.decoder = decoders.ByteLevel()
         missing = [symbol for symbol in pre_tokenizers.ByteLevel.alphabet() if symbol not in vocab]
         if missing:
-            raise refusal("--vocab-file", vocab_file, f"lacks {len(missing)} of the 256 bytes; {_VOCAB_FIX}")
+            raise option_error(
+                "--vocab-file", vocab_file, f"lacks {len(missing)} of the 256 bytes; {_VOCAB_FIX}"
+            )
         self.vocab_size = max(vocab.values()) + 1
         self.eod = vocab[_EOD]
         self._digest = fingerprint_of(self.kind, [vocab, merges])
@@ -66,9 +68,9 @@ def _read_vocab(path: str) -> dict[str, int]:
     vocab = read_json("--vocab-file", path, _VOCAB_FIX)
     for piece, index in vocab.items():
         if type(index) is not int or not 0 <= index < 2**31:
-            raise refusal("--vocab-file", path, f"gives {piece!r} the id {index!r}; {_VOCAB_FIX}")
+            raise option_error("--vocab-file", path, f"gives {piece!r} the id {index!r}; {_VOCAB_FIX}")
     if _EOD not in vocab:
-        raise refusal("--vocab-file", path, f"has no {_EOD} to end a document with; {_VOCAB_FIX}")
+        raise option_error("--vocab-file", path, f"has no {_EOD} to end a document with; {_VOCAB_FIX}")
     return vocab
 
 
@@ -76,13 +78,13 @@ def _read_merges(path: str) -> list[tuple[str, str]]:
     try:
         lines = read_bytes("--merge-file", path, _MERGES_FIX).decode().replace("\r\n", "\n").split("\n")
     except UnicodeDecodeError:
-        raise refusal("--merge-file", path, f"is not UTF-8 text; {_MERGES_FIX}") from None
+        raise option_error("--merge-file", path, f"is not UTF-8 text; {_MERGES_FIX}") from None
     merges = []
     for number, line in enumerate(lines, start=1):
         if line.startswith("#version") or not line.strip():
             continue
         pieces = line.split(" ")
         if len(pieces) != 2:
-            raise refusal("--merge-file", path, f"line {number} is not two pieces; {_MERGES_FIX}")
+            raise option_error("--merge-file", path, f"line {number} is not two pieces; {_MERGES_FIX}")
         merges.append((pieces[0], pieces[1]))
     return merges

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.tokenizer.base import Tokenizer, fingerprint_of
 from megatron_zpp.tokenizer.files import read_bytes, read_json
 
@@ -37,13 +37,13 @@ class HuggingFaceTokenizer(Tokenizer):
         except BaseException as error:  # `tokenizers` raises nothing more specific, and panics
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            raise refusal(_FLAG, path, f"`tokenizers` cannot load it ({error}); {_FIX}") from None
+            raise option_error(_FLAG, path, f"`tokenizers` cannot load it ({error}); {_FIX}") from None
         self._pipeline.no_truncation()
         self._pipeline.no_padding()
         self._pipeline.encode_special_tokens = True
         vocab = self._pipeline.get_vocab(with_added_tokens=True)
         if not vocab:
-            raise refusal(_FLAG, path, f"has an empty vocabulary; {_FIX}")
+            raise option_error(_FLAG, path, f"has an empty vocabulary; {_FIX}")
         self.vocab_size = max(vocab.values()) + 1
         self.eod = _find_eod(vocab, path)
         decisive = {name: parts.get(name) for name in _PARTS_THAT_DECIDE_IDS}
@@ -85,10 +85,12 @@ def _check_merges(parts: dict[str, Any], path: Path) -> None:
             case [str(first), str(second)] if not first.startswith("#version"):
                 if not second.startswith(prefix):
                     fix = f"which does not begin with its continuing_subword_prefix {prefix!r}; {_FIX}"
-                    raise refusal(_FLAG, path, f"merges {second!r}, {fix}")
+                    raise option_error(_FLAG, path, f"merges {second!r}, {fix}")
                 for piece in (first, second, first + second.removeprefix(prefix)):
                     if piece not in vocab:
-                        raise refusal(_FLAG, path, f"merges {piece!r}, which its vocabulary lacks; {_FIX}")
+                        raise option_error(
+                            _FLAG, path, f"merges {piece!r}, which its vocabulary lacks; {_FIX}"
+                        )
 
 
 def _find_eod(vocab: dict[str, int], path: Path) -> int:
@@ -96,16 +98,16 @@ def _find_eod(vocab: dict[str, int], path: Path) -> int:
     if config_path.exists():
         eos = _token_text(read_json(_FLAG, str(config_path), "mend or remove it").get("eos_token"))
         if not isinstance(eos, str | None):
-            raise refusal(_FLAG, config_path, f"its eos_token {eos!r} is not text; mend or remove it")
+            raise option_error(_FLAG, config_path, f"its eos_token {eos!r} is not text; mend or remove it")
         if eos is not None:
             if eos not in vocab:
                 fix = "name one that it has there"
-                raise refusal(_FLAG, path, f"lacks {eos!r}, the eos_token of {config_path}; {fix}")
+                raise option_error(_FLAG, path, f"lacks {eos!r}, the eos_token of {config_path}; {fix}")
             return vocab[eos]
     for eos in _USUAL_EODS:
         if eos in vocab:
             return vocab[eos]
-    raise refusal(
+    raise option_error(
         _FLAG,
         path,
         f"has no end of document: name an eos_token in {config_path}, or add {_USUAL_EODS[0]}",

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.tokenizer.base import Tokenizer, fingerprint_of
 
 
@@ -14,7 +14,9 @@ class NullTokenizer(Tokenizer):
     def __init__(self, largest: int) -> None:
         """Raises ValueError when the ids would not fit the int32 that data sets are written in."""
         if largest >= 2**31:
-            raise refusal("--vocab-size", largest, "ids are stored in 32 bits, so give less than 2147483648")
+            raise option_error(
+                "--vocab-size", largest, "ids are stored in 32 bits, so give less than 2147483648"
+            )
         self.vocab_size = largest + 1
         self.eod = largest
 

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.tokenizer.base import Tokenizer
 from megatron_zpp.tokenizer.files import read_bytes
 
@@ -24,11 +24,11 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             self._model.LoadFromSerializedProto(content)
         except (RuntimeError, UnicodeDecodeError):  # the second where its message quotes a damaged piece
-            raise refusal("--tokenizer-model", model, f"is not a SentencePiece model; {_FIX}") from None
+            raise option_error("--tokenizer-model", model, f"is not a SentencePiece model; {_FIX}") from None
         self.vocab_size = self._model.get_piece_size()
         self.eod = self._model.eos_id()
         if self.eod < 0:
-            raise refusal(
+            raise option_error(
                 "--tokenizer-model", model, "has no end-of-sentence piece; train one without --eos_id=-1"
             )
         self._content = content

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 
 ModelType = Literal["bpe", "unigram"]
 
@@ -59,9 +59,11 @@ def _lines(passages: Iterable[str]) -> Iterator[str]:
 
 def _explain(message: str, vocab_size: int) -> ValueError:
     if too_high := re.search(r"value <= (\d+)", message):
-        return refusal("--vocab-size", vocab_size, f"the text is enough for {too_high[1]} pieces at most")
+        return option_error(
+            "--vocab-size", vocab_size, f"the text is enough for {too_high[1]} pieces at most"
+        )
     if too_low := re.search(r"required_chars\. \d+ vs (\d+)", message):
-        return refusal(
+        return option_error(
             "--vocab-size", vocab_size, f"bytes and frequent characters alone take {too_low[1]}; give more"
         )
     if "sentences_.empty()" in message:

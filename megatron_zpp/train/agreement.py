@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from megatron_zpp.checkpoint.exchange import Exchange
-from megatron_zpp.zero.meeting import ranges
+from megatron_zpp.zero.rendezvous import ranges
 
 
 def check_agreement(settings: dict[str, dict[str, Any]], exchange: Exchange) -> None:
@@ -15,15 +15,15 @@ def check_agreement(settings: dict[str, dict[str, Any]], exchange: Exchange) -> 
     fields = {f"{part}.{name}": value for part, values in settings.items() for name, value in values.items()}
     own = json.loads(json.dumps(fields))
     if exchange.topology.rank == 0:
-        exchange.tell("settings", own)
-    first = exchange.hear("settings")
+        exchange.put("settings", own)
+    first = exchange.get("settings")
     names = sorted(first.keys() | own.keys())
     absent = "(not known there)"
     differing = next((name for name in names if first.get(name, absent) != own.get(name, absent)), None)
     told = (
         None if differing is None else [differing, first.get(differing, absent), own.get(differing, absent)]
     )
-    problems = {rank: problem for rank, problem in enumerate(exchange.everyone("differs", told)) if problem}
+    problems = {rank: problem for rank, problem in enumerate(exchange.all_gather("differs", told)) if problem}
     if problems:
         name, expected, got = next(iter(problems.values()))
         ranks = [rank for rank, problem in problems.items() if problem[0] == name]

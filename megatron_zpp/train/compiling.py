@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.model.attention import FlashAttention3
 from megatron_zpp.model.gpt import GPT, residual_blocks
-from megatron_zpp.model.loss import Passes, logits_to_gradient
+from megatron_zpp.model.loss import LossKernels, logits_to_gradient
 from megatron_zpp.native.cache import cache_directory
 from megatron_zpp.storage.files import check_writable
 from megatron_zpp.zero.topology import Topology
@@ -82,12 +82,12 @@ def compile_parts(
     for layer in model.layers:
         layer.compute = run
     # A graph for whole chunks of tokens, and one where the last chunk is smaller.
-    model.head.passes = passes or Passes(
+    model.head.passes = passes or LossKernels(
         torch.compile(logits_to_gradient, backend=backend, fullgraph=True, dynamic=False)
     )
 
 
-def _kernels() -> tuple[Callable[..., Tensor], Passes]:
+def _kernels() -> tuple[Callable[..., Tensor], LossKernels]:
     """What a layer computes, and what the loss does beside its products, with kernels of ours."""
     from megatron_zpp.model import fused_blocks, fused_loss  # Triton, which torch has for GPUs alone
 

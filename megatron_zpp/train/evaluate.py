@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_zpp.checkpoint.exchange import Exchange
-from megatron_zpp.config.options import REQUIRED, Options, option, parse_all, refusal
+from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_all
 from megatron_zpp.config.run import DistributedConfig
 from megatron_zpp.generate.loading import CheckpointOptions, DeviceOptions, load_for
 from megatron_zpp.generate.scoring import score_passages
@@ -26,7 +26,7 @@ from megatron_zpp.tokenizer.base import Tokenizer
 from megatron_zpp.train.activity import Activity
 from megatron_zpp.train.errors import one_line_errors, said_by_each, said_once
 from megatron_zpp.train.heartbeat import heartbeat
-from megatron_zpp.train.joining import meet_ranks
+from megatron_zpp.train.joining import connect_ranks
 from megatron_zpp.train.once_per_node import OncePerNode
 from megatron_zpp.zero.open_files import raise_limit
 from megatron_zpp.zero.process_group import select_device
@@ -62,18 +62,18 @@ class EvaluateConfig(Options):
     def check(self) -> None:
         """A stride belongs to windows."""
         if self.stride is not None and self.task != "perplexity":
-            raise refusal("--stride", self.stride, f"has no meaning with --task {self.task}")
+            raise option_error("--stride", self.stride, f"has no meaning with --task {self.task}")
 
     def width(self, model: GPT) -> int:
         """Tokens seen at once. Raises ValueError where the model cannot see them, or a stride skips some."""
         config = model.config
         width = self.seq_length or config.seq_length
         if width > config.max_position_embeddings:
-            raise refusal(
+            raise option_error(
                 "--seq-length", width, f"must be at most the model's {config.max_position_embeddings}"
             )
         if self.stride is not None and self.stride > width:
-            raise refusal(
+            raise option_error(
                 "--stride", self.stride, f"must be at most --seq-length {width}; else tokens are skipped"
             )
         return width
@@ -99,7 +99,7 @@ def main() -> None:
         distributed = DistributedConfig()
         device = select_device(options["device"].device, topology)
     with one_line_errors(PROG, topology, debug=debug, say=per_node.about("meeting")):
-        store = meet_ranks(distributed, topology, PROG).store
+        store = connect_ranks(distributed, topology, PROG).store
     told = one_line_errors(PROG, topology, debug=debug, say=said_once(store, topology, per_node))
     with told, heartbeat(store, topology, distributed.heartbeat_timeout, PROG) as activity:
         activity.now("loading", patient=True)
@@ -138,7 +138,7 @@ def score_together(
 
     scores = [outcome_of(score) for score in score_passages(model, mine, batch_size, next_batch)]
     activity.now("waiting for the others' scores", patient=True)
-    return [outcome for share in exchange.everyone("scores", scores) for outcome in map(tuple, share)]
+    return [outcome for share in exchange.all_gather("scores", scores) for outcome in map(tuple, share)]
 
 
 def report(figures: dict[str, Any], config: EvaluateConfig, device: torch.device, dtype: torch.dtype) -> None:

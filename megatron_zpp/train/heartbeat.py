@@ -26,9 +26,9 @@ import torch.distributed as dist
 
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.train.activity import Activity
-from megatron_zpp.train.beats import Beat, Judge
 from megatron_zpp.train.errors import end_at_once
-from megatron_zpp.zero.meeting import SAY_AFTER
+from megatron_zpp.train.heartbeat_messages import HeartbeatMessage, LivenessMonitor
+from megatron_zpp.zero.rendezvous import SAY_AFTER
 from megatron_zpp.zero.topology import Topology
 
 _VERDICT = "verdict"
@@ -81,9 +81,11 @@ class _Pulse:
         self._topology, self._timeout, self._prog, self._activity = topology, timeout, prog, activity
         self._clock = activity.clock
         self._interval = min(1.0, timeout / 6)
-        self._judge = Judge(timeout=timeout, patience=4 * self._interval)
+        self._judge = LivenessMonitor(timeout=timeout, patience=4 * self._interval)
         self._count = 0
-        self._first: Beat | None = None  # the newest of rank 0, which cannot say it when it is gone
+        self._first: HeartbeatMessage | None = (
+            None  # the newest of rank 0, which cannot say it when it is gone
+        )
         self._asks, self._leaves = False, False
         self._hurries = False  # some rank asks
         self._failed: str | None = None
@@ -185,7 +187,7 @@ class _Pulse:
             return
         said, first = self._store.multi_get([_VERDICT, _key(0)])
         self._answered = self._clock.seconds
-        self._first = Beat.decode(first) or self._first
+        self._first = HeartbeatMessage.decode(first) or self._first
         self._judge.see([self._first], self._answered)
         verdict = json.loads(said) or self._judge.lost([self._first], asked=self._asks)
         if verdict:
@@ -210,7 +212,7 @@ class _Pulse:
         elif self._found:
             self._verdict = self._found
 
-    def _say_who_is_slow(self, beats: list[Beat | None]) -> None:
+    def _say_who_is_slow(self, beats: list[HeartbeatMessage | None]) -> None:
         slow = self._judge.slow(beats, SAY_AFTER)
         if slow and time.monotonic() - self._said > SAY_AFTER:
             self._said = time.monotonic()
@@ -220,7 +222,7 @@ class _Pulse:
         """Writes this rank's beat."""
         self._count += 1
         mark = self._activity.latest
-        beat = Beat(
+        beat = HeartbeatMessage(
             rank=self._topology.rank,
             host=platform.node(),
             count=self._count,
@@ -235,11 +237,11 @@ class _Pulse:
         )
         self._store.set(_key(self._topology.rank), beat.encode())
 
-    def _read_all(self) -> list[Beat | None]:
+    def _read_all(self) -> list[HeartbeatMessage | None]:
         """The newest beats of all ranks, which the judge sees too."""
         texts = self._store.multi_get([_key(rank) for rank in range(self._topology.world_size)])
         self._answered = self._clock.seconds
-        beats = [Beat.decode(text) for text in texts]
+        beats = [HeartbeatMessage.decode(text) for text in texts]
         self._first = beats[0]
         self._judge.see(beats, self._answered)
         return beats

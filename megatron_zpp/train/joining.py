@@ -15,13 +15,13 @@ from megatron_zpp.config.run import DistributedConfig
 from megatron_zpp.train.activity import Activity
 from megatron_zpp.train.agreement import check_agreement
 from megatron_zpp.train.preflight import preflight
-from megatron_zpp.zero.meeting import Meeting, meet
 from megatron_zpp.zero.process_group import process_group
+from megatron_zpp.zero.rendezvous import Rendezvous, rendezvous
 from megatron_zpp.zero.slurm import launcher_variables
 from megatron_zpp.zero.topology import Topology
 
 
-def meet_ranks(config: DistributedConfig, topology: Topology, prog: str) -> Meeting:
+def connect_ranks(config: DistributedConfig, topology: Topology, prog: str) -> Rendezvous:
     """Waits for all ranks where the launcher says; who keeps them waiting is said on stderr."""
 
     def say(line: str) -> None:
@@ -29,8 +29,8 @@ def meet_ranks(config: DistributedConfig, topology: Topology, prog: str) -> Meet
             sys.stderr.write(f"{prog} [{platform.node()} rank {topology.rank}]: {line}\n")
 
     limit = config.preflight_timeout
-    place = launcher_variables(os.environ)
-    return meet(topology, place, limit=limit, timeout=config.timeout, say=say)
+    rank_address = launcher_variables(os.environ)
+    return rendezvous(topology, rank_address, limit=limit, timeout=config.timeout, say=say)
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def join(
     config: DistributedConfig,
     topology: Topology,
     device: torch.device,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     settings: dict[str, dict[str, Any]],
     activity: Activity,
 ) -> Iterator[list[str]]:
@@ -47,11 +47,11 @@ def join(
     Yields lines for the log. Raises ValueError on all ranks that says what is wrong, and where.
     """
     limit = config.preflight_timeout
-    exchange = Exchange(meeting.store, topology, timedelta(seconds=limit), "preflight")
+    exchange = Exchange(rendezvous.store, topology, timedelta(seconds=limit), "preflight")
     activity.now("preflight, comparing settings", limit=limit)
     check_agreement(settings, exchange)
     activity.now("preflight, joining the process group", limit=limit)
-    with process_group(config, topology, device, meeting):
-        lines = preflight(topology, meeting.places, device, exchange, activity, limit=limit)
+    with process_group(config, topology, device, rendezvous):
+        lines = preflight(topology, rendezvous.addresses, device, exchange, activity, limit=limit)
         activity.now("building", patient=True)
         yield lines

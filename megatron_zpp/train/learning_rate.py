@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_zpp.config.optimizer import LearningRateConfig
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +44,12 @@ class LearningRate:
             warmup = config.lr_warmup_samples or config.lr_warmup_iters * samples_per_iteration
         wsd_decay = in_samples(config.lr_wsd_decay_iters, config.lr_wsd_decay_samples) or 0
         if config.lr_decay_style not in ("constant", "inverse-square-root") and warmup >= decay:
-            raise refusal(*_given(config, "lr_warmup"), f"must end before the decay does, at {decay} samples")
+            raise option_error(
+                *_given(config, "lr_warmup"), f"must end before the decay does, at {decay} samples"
+            )
         if wsd_decay > decay - warmup:
             room = decay - warmup
-            raise refusal(
+            raise option_error(
                 *_given(config, "lr_wsd_decay"),
                 f"must fit between warm-up and end of decay, into {room} samples",
             )

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from megatron_zpp.zero.meeting import Place
+from megatron_zpp.zero.rendezvous import RankAddress
 from megatron_zpp.zero.topology import Topology
 
 INSIDE, BETWEEN = "inside a node", "between nodes"
@@ -20,13 +20,13 @@ class Ring:
 
     def neighbours(self, rank: int) -> tuple[int, int]:
         """The ranks that `rank` sends to and receives from."""
-        place, size = self.members.index(rank), len(self.members)
-        return self.members[(place + 1) % size], self.members[place - 1]
+        rank_address, size = self.members.index(rank), len(self.members)
+        return self.members[(rank_address + 1) % size], self.members[rank_address - 1]
 
 
 def rings_of(topology: Topology) -> list[Ring]:
     """The rings that a rank is in: its node's, and that of the same place on all nodes."""
-    rings = [Ring(INSIDE, topology.node_ranks), Ring(BETWEEN, topology.counterparts)]
+    rings = [Ring(INSIDE, topology.node_ranks), Ring(BETWEEN, topology.cross_node_ranks)]
     return [ring for ring in rings if len(ring.members) > 1]
 
 
@@ -39,23 +39,23 @@ def describe_rates(name: str, rates: Sequence[float]) -> str:
 
 
 def slow_links(
-    name: str, rates: Sequence[float], senders: Sequence[int], places: Sequence[Place]
+    name: str, rates: Sequence[float], senders: Sequence[int], addresses: Sequence[RankAddress]
 ) -> list[str]:
     """A line for each rank that received at less than half the median rate, the slowest first, up to four."""
     usual = median(rates)
     slow = sorted((rate, rank) for rank, rate in enumerate(rates) if rate < _SLOW * usual)
     return [
-        f"a slow link {name}: rank {rank} [{places[rank]}] receives {_gigabytes(rate)} from rank "
-        f"{senders[rank]} [{places[senders[rank]]}], and ranks usually {_gigabytes(usual)}"
+        f"a slow link {name}: rank {rank} [{addresses[rank]}] receives {_gigabytes(rate)} from rank "
+        f"{senders[rank]} [{addresses[senders[rank]]}], and ranks usually {_gigabytes(usual)}"
         for rate, rank in slow[:4]
     ]
 
 
-def split_nodes(topology: Topology, places: Sequence[Place]) -> list[str]:
+def split_nodes(topology: Topology, addresses: Sequence[RankAddress]) -> list[str]:
     """A line for each node, as the launcher counts them, whose ranks are on several hosts."""
     lines = []
     for first in range(0, topology.world_size, topology.local_world_size):
-        hosts = [place.host for place in places[first : first + topology.local_world_size]]
+        hosts = [rank_address.host for rank_address in addresses[first : first + topology.local_world_size]]
         if len(set(hosts)) > 1:
             other = next(index for index, host in enumerate(hosts) if host != hosts[0])
             lines.append(

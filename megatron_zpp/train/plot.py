@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_zpp.config.command_line import run_tool
-from megatron_zpp.config.options import REQUIRED, Options, option, parse_options, refusal
+from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_options
 from megatron_zpp.storage.regular import open_stream
 from megatron_zpp.train.metrics import Record
 
@@ -25,7 +25,7 @@ class PlotConfig(Options):
     def check(self) -> None:
         """The suffix decides the format; only PNG is offered."""
         if not self.output.endswith(".png"):
-            raise refusal("--output", self.output, "must end in .png")
+            raise option_error("--output", self.output, "must end in .png")
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_zpp.checkpoint.exchange import Exchange
 from megatron_zpp.train.activity import Activity
 from megatron_zpp.train.links import BETWEEN, Ring, describe_rates, rings_of, slow_links, split_nodes
-from megatron_zpp.zero.meeting import Place
+from megatron_zpp.zero.rendezvous import RankAddress
 from megatron_zpp.zero.topology import Topology
 
 _BYTES = {"cpu": 2**20, "cuda": 2**26}  # of one message that is timed
@@ -20,7 +20,7 @@ _SUMMANDS = 1000
 
 def preflight(
     topology: Topology,
-    places: Sequence[Place],
+    addresses: Sequence[RankAddress],
     device: torch.device,
     exchange: Exchange,
     activity: Activity,
@@ -36,25 +36,25 @@ def preflight(
         return []
     started = time.perf_counter()
     activity.now("preflight, a sum over all ranks", limit=limit)
-    problem = _wrong_sum(topology, places, device)
+    problem = _wrong_sum(topology, addresses, device)
     rates = []
     for ring in rings_of(topology):
         activity.now(f"preflight, messages {ring.name}", limit=limit)
-        rate, damage = _time_ring(ring, topology.rank, places, device)
+        rate, damage = _time_ring(ring, topology.rank, addresses, device)
         problem = problem or damage
         rates.append((ring.name, rate, ring.neighbours(topology.rank)[1]))
     activity.now("preflight, results", limit=limit)
-    reports = exchange.everyone("reports", [problem, rates])
+    reports = exchange.all_gather("reports", [problem, rates])
     problems = [problem for problem, _ in reports if problem]
     if problems:
         raise ValueError(f"the network changes what it carries: {problems[0]}")
-    warnings, parts = split_nodes(topology, places), []
+    warnings, parts = split_nodes(topology, addresses), []
     for index, (name, _, _) in enumerate(rates):
         received = [by_ring[index][1] for _, by_ring in reports]
         senders = [by_ring[index][2] for _, by_ring in reports]
         parts.append(describe_rates(name, received))
         if device.type == "cuda" or name == BETWEEN:  # inside a node of CPUs it is the scheduler that is slow
-            warnings += slow_links(name, received, senders, places)
+            warnings += slow_links(name, received, senders, addresses)
     seconds = time.perf_counter() - started
     return [
         f" preflight: {topology.world_size} ranks in {seconds:.1f} s; {', '.join(parts)}",
@@ -62,7 +62,7 @@ def preflight(
     ]
 
 
-def _wrong_sum(topology: Topology, places: Sequence[Place], device: torch.device) -> str | None:
+def _wrong_sum(topology: Topology, addresses: Sequence[RankAddress], device: torch.device) -> str | None:
     """What is wrong with a sum of whole numbers, whose result is known; None when nothing is."""
     ranks = topology.world_size
     numbers = torch.arange(_SUMMANDS, device=device) * ranks  # int64
@@ -72,11 +72,11 @@ def _wrong_sum(topology: Topology, places: Sequence[Place], device: torch.device
     wrong = int((total != expected).sum())
     if not wrong:
         return None
-    return f"{wrong} of {_SUMMANDS} sums are wrong on rank {topology.rank} [{places[topology.rank]}]"
+    return f"{wrong} of {_SUMMANDS} sums are wrong on rank {topology.rank} [{addresses[topology.rank]}]"
 
 
 def _time_ring(
-    ring: Ring, rank: int, places: Sequence[Place], device: torch.device
+    ring: Ring, rank: int, addresses: Sequence[RankAddress], device: torch.device
 ) -> tuple[float, str | None]:
     """Bytes/s that this rank received, and what is wrong with them."""
     after, before = ring.neighbours(rank)
@@ -94,7 +94,10 @@ def _time_ring(
     rate = _BYTES[device.type] / min(seconds)
     if torch.equal(received, torch.arange(before, before + numel, device=device)):
         return rate, None
-    return rate, f"rank {rank} [{places[rank]}] did not receive what rank {before} [{places[before]}] sent"
+    return (
+        rate,
+        f"rank {rank} [{addresses[rank]}] did not receive what rank {before} [{addresses[before]}] sent",
+    )
 
 
 def _send(sent: Tensor, after: int, received: Tensor, before: int) -> None:

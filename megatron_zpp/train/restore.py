@@ -14,10 +14,10 @@ from megatron_zpp.checkpoint.huggingface.load import load_weights, open_weights
 from megatron_zpp.checkpoint.read import load_checkpoint, saved_settings
 from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.config.command_line import one_line
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.run import CheckpointConfig
-from megatron_zpp.data.standing import Standing
+from megatron_zpp.data.dataset_progress import DatasetProgress
 from megatron_zpp.storage.checksums import DamagedFile, OnProgress
 from megatron_zpp.storage.files import check_writable
 from megatron_zpp.train.data_changes import (
@@ -45,7 +45,7 @@ def check_start(run: Config, tokenizer: dict[str, Any]) -> None:
     if config.save:
         check_writable("--save", config.save)
         if (Path(config.save) / TRACKER).is_dir():
-            raise refusal("--save", config.save, f"its {TRACKER} is a directory; remove that")
+            raise option_error("--save", config.save, f"its {TRACKER} is a directory; remove that")
     if config.load is None:
         return
     if config.huggingface:
@@ -55,9 +55,11 @@ def check_start(run: Config, tokenizer: dict[str, Any]) -> None:
         _check_going_back(config, found[0])
         return
     if config.exit_on_missing_checkpoint:
-        raise refusal("--load", config.load, "holds no checkpoint, and --exit-on-missing-checkpoint is given")
+        raise option_error(
+            "--load", config.load, "holds no checkpoint, and --exit-on-missing-checkpoint is given"
+        )
     if config.load != config.save:
-        raise refusal(
+        raise option_error(
             "--load", config.load, "holds no checkpoint; only a --load equal to --save may still be empty"
         )
 
@@ -74,7 +76,7 @@ def _check_going_back(config: CheckpointConfig, start: Path) -> None:
         return
     newest = candidates(config.load)[0]
     if newest != start:
-        raise refusal(
+        raise option_error(
             "--ckpt-step",
             config.ckpt_step,
             f"{newest.name} in --save {config.save} is newer, and what is started next would load it; move "
@@ -104,7 +106,7 @@ def restore(
             start = _load(config, path, engine, tokenizer, schedule, exchange.progress)
         except (DamagedFile, OSError) as damage:
             problem = one_line(damage)
-        problems = [problem for problem in exchange.everyone("problem", problem) if problem]
+        problems = [problem for problem in exchange.all_gather("problem", problem) if problem]
         if not problems:
             directory = Path(settings.load)
             lost = None if settings.ckpt_step is not None else lost_newest(directory)
@@ -115,7 +117,7 @@ def restore(
             return _named(start.progress, config, engine, store), [*warnings, *start.lines]
         passed_over.append((path, problems[0]))
     if passed_over:
-        raise refusal(
+        raise option_error(
             "--load",
             settings.load,
             f"none of its checkpoints is whole: {passed_over[0][1]}; leave --load out to begin anew",
@@ -129,8 +131,8 @@ def _named(progress: Progress, config: Config, engine: ZeroEngine, store: dist.S
         return progress
     exchange = _exchange(config, engine, store, "run")
     if engine.topology.rank == 0:
-        exchange.tell("name", secrets.token_hex(4))
-    return replace(progress, run=exchange.hear("name"))
+        exchange.put("name", secrets.token_hex(4))
+    return replace(progress, run=exchange.get("name"))
 
 
 def _agreed_candidates(config: Config, engine: ZeroEngine, store: dist.Store) -> list[Path]:
@@ -140,8 +142,8 @@ def _agreed_candidates(config: Config, engine: ZeroEngine, store: dist.Store) ->
     exchange = _exchange(config, engine, store, "load")
     if engine.topology.rank == 0:
         found = candidates(config.checkpoint.load, config.checkpoint.ckpt_step)
-        exchange.tell("candidates", [str(path) for path in found])
-    return [Path(path) for path in exchange.hear("candidates")]
+        exchange.put("candidates", [str(path) for path in found])
+    return [Path(path) for path in exchange.get("candidates")]
 
 
 def _load(
@@ -167,8 +169,8 @@ def _load(
         f"{progress.consumed_samples} samples"
     )
     saved, ranks = saved_settings(path)
-    if progress.standing is None:
-        progress = replace(progress, standing=Standing.from_settings(saved.get("data", {})))
+    if progress.dataset_progress is None:
+        progress = replace(progress, dataset_progress=DatasetProgress.from_settings(saved.get("data", {})))
     lines, resumed = data_changes(saved, config), schedule.resumed(progress)
     if config.data.dataset_order != "megatron":
         progress = replace(progress, ordered_samples=None)

@@ -15,11 +15,11 @@ from torch import nn
 from megatron_zpp.checkpoint.exchange import Exchange
 from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.config.root import Config
-from megatron_zpp.data.carry_on import carry_on
 from megatron_zpp.data.open import Splits, seed_of
+from megatron_zpp.data.resume import resume_data
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.model.fp8 import Float8Linear
-from megatron_zpp.model.gpt import GPT, Parts, norm_class
+from megatron_zpp.model.gpt import GPT, ModelComponents, norm_class
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.storage.lease import Lease
 from megatron_zpp.tokenizer.build import build_tokenizer
@@ -71,7 +71,7 @@ def build_engine(config: Config, tokenizer: dict[str, Any], device: Device, topo
     """
     check_attention(config, device)
     linear = Float8Linear if config.precision.fp8 else nn.Linear
-    parts = Parts(norm_class(device.fused_backend), linear, device.attention)
+    parts = ModelComponents(norm_class(device.fused_backend), linear, device.attention)
     with torch.device("meta"):
         model = GPT(config.model, tokenizer["vocab_size"], config.recompute, parts)
     if device.compiles:
@@ -131,14 +131,17 @@ def train(
     if config.data.dataset_order == "megatron":
         splits, progress = _in_its_order(splits, progress, config, schedule, tokenizer, lines)
     schedule = schedule.resumed(progress)
-    carried = carry_on(
+    resumed = resume_data(
         splits.train,
-        progress.standing,
+        progress.dataset_progress,
         consumed=progress.consumed_samples,
         data=config.data,
         train_seed=seed_of("train", config.training.seed),
     )
-    splits, progress = replace(splits, train=carried.samples), replace(progress, standing=carried.standing)
+    splits, progress = (
+        replace(splits, train=resumed.samples),
+        replace(progress, dataset_progress=resumed.dataset_progress),
+    )
     epochs = schedule.describe_epochs(splits.train)
     reporter = Reporter(
         config.logging,
@@ -150,7 +153,7 @@ def train(
     with reporter:
         head = _head(engine, splits, config, tokenizer, dtype)
         plan = _planned_memory(engine, config, tokenizer, schedule)
-        for line in (*head, *plan, *lines, *start_lines, *carried.lines, *epochs):
+        for line in (*head, *plan, *lines, *start_lines, *resumed.lines, *epochs):
             reporter.say(line)
         if progress.iteration >= schedule.iterations:
             reporter.say(f" the run is complete: iteration {progress.iteration} of {schedule.iterations}")

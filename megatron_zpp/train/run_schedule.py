@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from megatron_zpp.checkpoint.states import Progress
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.run import EvaluationConfig, TrainingConfig
 from megatron_zpp.data.batches import BatchSchedule
@@ -38,7 +38,7 @@ class RunSchedule:
         iterations = training.train_iters or batches.iterations(training.train_samples)
         if iterations == 0:
             size = batches.global_batch_size_at(0)
-            raise refusal(
+            raise option_error(
                 "--train-samples", training.train_samples, f"must hold one global batch of {size} samples"
             )
         learning_rate = LearningRate.from_config(
@@ -119,7 +119,7 @@ class RunSchedule:
         """Raises ValueError when one global batch would have to repeat samples."""
         size, there = self.batches.global_batch_size, train.windows_per_epoch
         if there is not None and there < size:
-            raise refusal(
+            raise option_error(
                 "--global-batch-size",
                 size,
                 f"the train split has {there} samples; give more data or a smaller batch",

@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass
 
 from megatron_zpp.config.command_line import run_tool
-from megatron_zpp.config.options import Options, option, parse_all, refusal
+from megatron_zpp.config.options import Options, option, option_error, parse_all
 from megatron_zpp.generate.continuation import Stop, continue_texts
 from megatron_zpp.generate.draw import Sampling
 from megatron_zpp.generate.loading import CheckpointOptions, DeviceOptions, load_for
@@ -48,7 +48,7 @@ def main() -> None:
         try:
             prompts.append(tokenizer.encode(prompt))
         except ValueError as error:
-            raise refusal("--prompt", prompt, str(error)) from None
+            raise option_error("--prompt", prompt, str(error)) from None
     texts = continue_texts(
         model,
         tokenizer,

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.config.root import Config
 from megatron_zpp.generate.draw import Sampling, draw, generator_of, uniforms
 from megatron_zpp.tokenizer.base import Tokenizer
@@ -19,7 +19,7 @@ def check_prompt(config: Config) -> None:
         try:
             build_tokenizer(config.tokenizer).encode(prompt)
         except ValueError as error:
-            raise refusal("--sample-prompt", prompt, str(error)) from None
+            raise option_error("--sample-prompt", prompt, str(error)) from None
 
 
 def sample_text(

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_zpp.checkpoint.exchange import Exchange
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.storage.lease import SECONDS, Held, Lease
 from megatron_zpp.train.activity import Activity
 from megatron_zpp.zero.topology import Topology
@@ -36,9 +36,9 @@ def save_lease(
             lease = Lease(Path(save), say)
         except OSError as error:
             problem = _refused(save, error)
-        _of_all(store, topology).tell("problem", problem)
+        _of_all(store, topology).put("problem", problem)
     else:
-        problem = _of_all(store, topology).hear("problem")
+        problem = _of_all(store, topology).get("problem")
     if problem:
         raise ValueError(problem)
     with lease or nullcontext():
@@ -50,7 +50,7 @@ def _refused(save: str, error: OSError) -> str:
         fix = f"is in use by another run, {error}; end that one, or give each run its own --save"
     else:
         fix = f"{error.strerror} ({error.filename}); name a directory that can be written"
-    return str(refusal("--save", save, fix))
+    return str(option_error("--save", save, fix))
 
 
 def _of_all(store: dist.Store, topology: Topology) -> Exchange:

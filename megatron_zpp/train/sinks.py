@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.config.command_line import one_line
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.storage.files import check_writable
 from megatron_zpp.train.metrics import Record
@@ -159,9 +159,11 @@ def check_sinks(logging: LoggingConfig) -> None:
     if logging.metrics_file:
         path = Path(logging.metrics_file)
         if path.is_dir():
-            raise refusal("--metrics-file", path, "is a directory; name a file")
+            raise option_error("--metrics-file", path, "is a directory; name a file")
         if path.exists() and not os.access(path, os.W_OK):
-            raise refusal("--metrics-file", path, "cannot be written; check its permissions or name another")
+            raise option_error(
+                "--metrics-file", path, "cannot be written; check its permissions or name another"
+            )
         check_writable("--metrics-file", str(path.parent))
 
 

@@ -16,7 +16,7 @@ from torch.distributed.run import parse_args, run
 
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.train.stopping import NOT_FINITE, STOPPED
-from megatron_zpp.zero.slurm import meeting_place
+from megatron_zpp.zero.slurm import rendezvous_endpoint
 
 PROG = "torchrun"
 _USAGE = 2
@@ -45,7 +45,7 @@ def where(environment: Mapping[str, str]) -> list[str]:
     for name in ("SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURMD_NODENAME"):
         if not environment.get(name):
             raise ValueError(f"{name} (not set): start it with srun; on one machine torchrun serves")
-    place = meeting_place(environment)
+    place = rendezvous_endpoint(environment)
     flags = {
         "nnodes": environment["SLURM_STEP_NUM_NODES"],
         "max-restarts": "0",  # which restarts after any status; the job knows better, and has other nodes

@@ -19,7 +19,7 @@ def verify_data(splits: Splits, exchange: Exchange) -> str:
         verify_tokens(splits.files, topology.rank, topology.world_size, exchange.progress)
     except (DamagedFile, OSError) as error:
         problem = one_line(error)
-    problems = [problem for problem in exchange.everyone("problem", problem) if problem]
+    problems = [problem for problem in exchange.all_gather("problem", problem) if problem]
     if problems:
         raise DamagedFile(problems[0])
     size = sum(data.tokens.nbytes for data in splits.files)

@@ -56,15 +56,17 @@ class UnitBuilder:
                     initial = torch.empty(parameter.shape, dtype=torch.float32, device=self._device)
                     initialize(unit.names[index], initial)
                     unit.load(unit.master, index, initial)
-            self._communication.gather.publish(unit.master, unit.published)
+            self._communication.gather.write_gather_source(unit.master, unit.gather_source)
             unit.changed()
             units.append(unit)
         return units
 
     def _slots(self, layout: FlatLayout, units: int) -> "_Slots":
         count = min(self._prefetch + 1, units) if self._residency.parameters_sharded else units
-        lane = self._communication.filling
-        parameters = [ParameterSlot(buffer=lane.zeros(layout.numel, self._dtype)) for _ in range(count)]
+        comm_stream = self._communication.filling
+        parameters = [
+            ParameterSlot(buffer=comm_stream.zeros(layout.numel, self._dtype)) for _ in range(count)
+        ]
         reducing = [InFlight(), InFlight()]
         return _Slots(cycle(parameters), cycle(reducing), shared=count < units)
 
@@ -73,13 +75,13 @@ class UnitBuilder:
         owned = layout.shard(self._topology.rank) if stage.optimizer_sharded else range(layout.numel)
         slot = next(slots.parameters)
         if stage.parameters_sharded or communication.weight_format is not None:
-            published = communication.gather.published(layout.shard_numel)
+            gather_source = communication.gather.gather_source(layout.shard_numel)
         else:
-            published = slot.buffer[owned.start : owned.stop]
+            gather_source = slot.buffer[owned.start : owned.stop]
         if self._offload:
             master = torch.zeros(len(owned), pin_memory=self._device.type == "cuda")
-        elif published.dtype == torch.float32:
-            master = published
+        elif gather_source.dtype == torch.float32:
+            master = gather_source
         else:
             master = torch.zeros(len(owned), device=self._device)
         error = self._error(layout)
@@ -91,7 +93,7 @@ class UnitBuilder:
             slot=slot,
             reducing=next(slots.reducing),
             master=master,
-            published=published,
+            gather_source=gather_source,
             secondary=self._secondary(layout) if slots.shared else None,
             error=error,
             error_before=None if error is None else torch.empty_like(error),

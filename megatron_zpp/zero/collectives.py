@@ -9,9 +9,9 @@ from torch import Tensor
 
 from megatron_zpp.ops.checks import SQUARES_BLOCK
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.zero.lane import Lane, Pending, copy
-from megatron_zpp.zero.parts import Part, join, parts_inside
-from megatron_zpp.zero.theory import WholeSums
+from megatron_zpp.zero.comm_stream import CommStream, Pending, copy
+from megatron_zpp.zero.grad_segments import GradSegment, join, segments_inside
+from megatron_zpp.zero.theory import AllReduceAlgorithm
 from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.two_hops import TwoHops
 
@@ -19,14 +19,14 @@ from megatron_zpp.zero.two_hops import TwoHops
 class Gather(Protocol):
     """How a rank publishes its shard of a unit, and how all shards become the whole unit."""
 
-    def published(self, shard_numel: int) -> Tensor:
+    def gather_source(self, shard_numel: int) -> Tensor:
         """A new buffer to publish a shard in."""
 
-    def publish(self, master: Tensor, published: Tensor) -> None:
+    def write_gather_source(self, master: Tensor, gather_source: Tensor) -> None:
         """Writes master weights (n,) fp32 as they are sent."""
 
-    def gather(self, full: Tensor, published: Tensor, keep: Tensor | None = None) -> Pending:
-        """Fills `full` (ranks · n,) from every rank's `published`: the same bits on every rank.
+    def gather(self, full: Tensor, gather_source: Tensor, keep: Tensor | None = None) -> Pending:
+        """Fills `full` (ranks · n,) from every rank's `gather_source`: the same bits on every rank.
 
         `keep`, a secondary shard, gets this rank's part of what was filled.
         """
@@ -39,11 +39,11 @@ class Reduction(Protocol):
     QuantizedReduction for its `error_numel` and `block`.
     """
 
-    finds_squares: bool  # whether `squares` come without a pass of their own; else None is given
+    returns_squared_norms: bool  # whether `squares` come without a pass of their own; else None is given
 
     def reduce_scatter(
         self,
-        sent: Sequence[Part],
+        sent: Sequence[GradSegment],
         shard: Tensor,
         *,
         add: bool,
@@ -60,27 +60,27 @@ class Reduction(Protocol):
 class PlainGather:
     """Sends shards in the compute format `dtype`."""
 
-    def __init__(self, lane: Lane, dtype: torch.dtype, place: int) -> None:
-        """`place` says which part is this rank's to keep."""
-        self._lane, self._dtype, self._place = lane, dtype, place
+    def __init__(self, comm_stream: CommStream, dtype: torch.dtype, group_rank: int) -> None:
+        """`group_rank` says which part is this rank's to keep."""
+        self._comm_stream, self._dtype, self._group_rank = comm_stream, dtype, group_rank
 
-    def published(self, shard_numel: int) -> Tensor:
+    def gather_source(self, shard_numel: int) -> Tensor:
         """See Gather."""
-        return self._lane.zeros(shard_numel, self._dtype)
+        return self._comm_stream.zeros(shard_numel, self._dtype)
 
-    def publish(self, master: Tensor, published: Tensor) -> None:
+    def write_gather_source(self, master: Tensor, gather_source: Tensor) -> None:
         """See Gather. Where both are the same memory there is nothing to write."""
-        copy(published, master)
+        copy(gather_source, master)
 
-    def gather(self, full: Tensor, published: Tensor, keep: Tensor | None = None) -> Pending:
-        """See Gather. `published` may be this rank's own part of `full`."""
+    def gather(self, full: Tensor, gather_source: Tensor, keep: Tensor | None = None) -> Pending:
+        """See Gather. `gather_source` may be this rank's own part of `full`."""
 
         def work() -> None:
-            self._lane.all_gather(full, published)
+            self._comm_stream.all_gather(full, gather_source)
             if keep is not None:
-                keep.copy_(full.view(-1, len(keep))[self._place])
+                keep.copy_(full.view(-1, len(keep))[self._group_rank])
 
-        return self._lane.submit(work)
+        return self._comm_stream.submit(work)
 
 
 class PlainReduction:
@@ -97,29 +97,31 @@ class PlainReduction:
 
     def __init__(
         self,
-        lane: Lane,
+        comm_stream: CommStream,
         dtype: torch.dtype,
         largest: int,
         operations: Operations | None = None,
         *,
-        sums_whole: WholeSums | None = None,
+        all_reduce_algorithm: AllReduceAlgorithm | None = None,
     ) -> None:
-        """`largest` is the size of the largest unit, `sums_whole` the way of `all_reduce`; None: shards."""
-        self._lane, self._operations, self._way = lane, operations, sums_whole
-        self.finds_squares = sums_whole in (None, "everywhere")
-        several, library = len(lane.ranks) > 1, sums_whole == "by the library"
-        received = largest * (len(lane.ranks) if sums_whole == "everywhere" else 1)
+        """`largest` is the size of the largest unit; without `all_reduce_algorithm` there are only shards."""
+        self._comm_stream, self._operations, self._algorithm = comm_stream, operations, all_reduce_algorithm
+        self.returns_squared_norms = all_reduce_algorithm in (None, AllReduceAlgorithm.LOCAL_SUM)
+        several, library = len(comm_stream.ranks) > 1, all_reduce_algorithm is AllReduceAlgorithm.LIBRARY
+        received = largest * (
+            len(comm_stream.ranks) if all_reduce_algorithm is AllReduceAlgorithm.LOCAL_SUM else 1
+        )
         # Where each rank, in their order, receives, if this one can write there; else it is sent to them.
-        self._rooms = None if library else lane.rooms(received * dtype.itemsize)
-        exchanges = several and self._rooms is None and not library
+        self._peer_buffers = None if library else comm_stream.peer_buffers(received * dtype.itemsize)
+        exchanges = several and self._peer_buffers is None and not library
         rounds = library and dtype != torch.float32  # else it sums where `total` is
-        whole = exchanges or (several and (rounds or sums_whole == "in two steps"))
-        self._whole = lane.zeros(largest if whole else 0, dtype)  # gradients to send, sums to gather
-        self._received = lane.zeros(received if exchanges else 0, dtype)
+        whole = exchanges or (several and (rounds or all_reduce_algorithm is AllReduceAlgorithm.TWO_STEP))
+        self._whole = comm_stream.zeros(largest if whole else 0, dtype)  # gradients to send, sums to gather
+        self._received = comm_stream.zeros(received if exchanges else 0, dtype)
 
     def reduce_scatter(
         self,
-        sent: Sequence[Part],
+        sent: Sequence[GradSegment],
         shard: Tensor,
         *,
         add: bool,
@@ -127,9 +129,9 @@ class PlainReduction:
         error: Tensor | None = None,
     ) -> Pending:
         """See Reduction. Nothing is lost here."""
-        return self._lane.submit(lambda: self._exchange_and_sum(sent, shard, add, squares))
+        return self._comm_stream.submit(lambda: self._exchange_and_sum(sent, shard, add, squares))
 
-    def all_reduce(self, sent: Sequence[Part], total: Tensor, squares: Tensor | None) -> Pending:
+    def all_reduce(self, sent: Sequence[GradSegment], total: Tensor, squares: Tensor | None) -> Pending:
         """Sums `sent`, which may be `total`, over ranks into the fp32 `total`, both (ranks · n,).
 
         In the library's way they are summed in `dtype`. The two steps are a reduce-scatter and a gather of
@@ -138,37 +140,40 @@ class PlainReduction:
         """
 
         def work() -> None:
-            if self._way == "everywhere":
+            if self._algorithm is AllReduceAlgorithm.LOCAL_SUM:
                 self._exchange_and_sum(sent, total, add=False, squares=squares)
                 return
             full = self._whole[: len(total)] if len(self._whole) else total
-            if self._way == "in two steps":
-                mine, own = (t.view(len(self._lane.ranks), -1)[self._lane.place] for t in (total, full))
+            if self._algorithm is AllReduceAlgorithm.TWO_STEP:
+                mine, own = (
+                    t.view(len(self._comm_stream.ranks), -1)[self._comm_stream.group_rank]
+                    for t in (total, full)
+                )
                 exact = own if own.dtype == torch.float32 else mine
                 self._exchange_and_sum(sent, exact, add=False, squares=None)
                 copy(own, exact)
-                self._lane.all_gather(full, own)
+                self._comm_stream.all_gather(full, own)
             else:
-                self._lane.all_reduce(join(sent, full))
+                self._comm_stream.all_reduce(join(sent, full))
             copy(total, full)
 
-        return self._lane.submit(work)
+        return self._comm_stream.submit(work)
 
     def _exchange_and_sum(
-        self, sent: Sequence[Part], shard: Tensor, add: bool, squares: Tensor | None
+        self, sent: Sequence[GradSegment], shard: Tensor, add: bool, squares: Tensor | None
     ) -> None:
-        ranks, place = len(self._lane.ranks), self._lane.place
-        if self._rooms is None and ranks > 1:
+        ranks, group_rank = len(self._comm_stream.ranks), self._comm_stream.group_rank
+        if self._peer_buffers is None and ranks > 1:
             full = join(sent, self._whole.view(sent[0].flat.dtype))
             received = self._received.view(full.dtype)[: ranks * len(shard)]
-            if self._way == "everywhere":
-                self._lane.all_gather(received, full)
+            if self._algorithm is AllReduceAlgorithm.LOCAL_SUM:
+                self._comm_stream.all_gather(received, full)
             else:
-                self._lane.all_to_all(received, full)
+                self._comm_stream.all_to_all(received, full)
             _sum_parts(self._operations, received.view(ranks, -1), shard, add=add, squares=squares)
             return
-        others = None if self._rooms is None else self._write(self._rooms, sent, len(shard))
-        for part in parts_inside(sent, self._summed_by(place, len(shard))):
+        others = None if self._peer_buffers is None else self._write(self._peer_buffers, sent, len(shard))
+        for part in segments_inside(sent, self._summed_by(group_rank, len(shard))):
             columns = slice(part.start, part.start + len(part.flat))
             blocks = slice(columns.start // SQUARES_BLOCK, columns.stop // SQUARES_BLOCK)
             _sum_parts(
@@ -177,26 +182,26 @@ class PlainReduction:
                 shard[columns],
                 add=add,
                 own=part.flat,
-                place=place,
+                group_rank=group_rank,
                 squares=None if squares is None else squares[blocks],
             )
 
-    def _write(self, rooms: Sequence[Tensor], sent: Sequence[Part], numel: int) -> Tensor:
+    def _write(self, peer_buffers: Sequence[Tensor], sent: Sequence[GradSegment], numel: int) -> Tensor:
         """Writes to the other ranks; returns what they wrote here: (ranks, numel), no row of this one."""
-        ranks, place, dtype = len(rooms), self._lane.place, sent[0].flat.dtype
-        rows = [room.view(dtype)[: ranks * numel].view(ranks, numel) for room in rooms]
-        self._lane.meet()  # all have summed what was there
+        ranks, group_rank, dtype = len(peer_buffers), self._comm_stream.group_rank, sent[0].flat.dtype
+        rows = [room.view(dtype)[: ranks * numel].view(ranks, numel) for room in peer_buffers]
+        self._comm_stream.barrier()  # all have summed what was there
         for distance in range(1, ranks):  # each of them begins with another
-            peer = (place + distance) % ranks
-            for part in parts_inside(sent, self._summed_by(peer, numel)):
-                part.of(rows[peer][place]).copy_(part.flat)
-            self._lane.wrote(peer, numel * dtype.itemsize)
-        self._lane.meet()
-        return rows[place]
+            peer = (group_rank + distance) % ranks
+            for part in segments_inside(sent, self._summed_by(peer, numel)):
+                part.of(rows[peer][group_rank]).copy_(part.flat)
+            self._comm_stream.record_write(peer, numel * dtype.itemsize)
+        self._comm_stream.barrier()
+        return rows[group_rank]
 
-    def _summed_by(self, place: int, numel: int) -> range:
+    def _summed_by(self, group_rank: int, numel: int) -> range:
         """The `numel` elements of a gradient that the rank of this place sums."""
-        start = 0 if self._way == "everywhere" else place * numel
+        start = 0 if self._algorithm is AllReduceAlgorithm.LOCAL_SUM else group_rank * numel
         return range(start, start + numel)
 
 
@@ -211,8 +216,8 @@ class TwoHopReduction:
 
     def __init__(
         self,
-        inside: Lane,
-        between: Lane,
+        inside: CommStream,
+        between: CommStream,
         dtype: torch.dtype,
         sum_dtype: torch.dtype,
         largest_shard: int,
@@ -231,11 +236,11 @@ class TwoHopReduction:
         self._sum = inside.zeros(largest_shard, torch.float32) if rounded else None  # before it is rounded
         self._hops = TwoHops(inside, between, self._nodes * largest_shard, sum_dtype)
 
-    finds_squares = True
+    returns_squared_norms = True
 
     def reduce_scatter(
         self,
-        sent: Sequence[Part],
+        sent: Sequence[GradSegment],
         shard: Tensor,
         *,
         add: bool,
@@ -266,17 +271,17 @@ def _sum_parts(
     *,
     add: bool,
     own: Tensor | None = None,
-    place: int = 0,
+    group_rank: int = 0,
     squares: Tensor | None = None,
 ) -> None:
     """Sums `parts` (P, n) in order into the fp32 `total` (n,): over it, or added; `own` instead of one."""
     if operations is not None:
-        operations.sum_parts(parts, total, add=add, own=own, place=place, squares=squares)
+        operations.sum_parts(parts, total, add=add, own=own, place=group_rank, squares=squares)
         return
     if own is not None and own.data_ptr() == total.data_ptr():
         own = own.clone()
     for index, row in enumerate(parts):
-        part = own if own is not None and index == place else row
+        part = own if own is not None and index == group_rank else row
         total.add_(part) if add or index else total.copy_(part)
     if squares is not None:
         sum_squares(None, total, squares)

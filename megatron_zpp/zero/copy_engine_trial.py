@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.config.command_line import one_line
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.zero.copy_engines import (
     SymmetricMemory,
     check_nccl,
@@ -52,7 +52,7 @@ def choose_copy_engines(
         return False
     if problem := missing_for_copy_engines(topology, device):
         if setting == "on":
-            raise refusal("--zero-copy-engines", "on", problem)
+            raise option_error("--zero-copy-engines", "on", problem)
         return False
     return decide(setting, topology, device, _trial(topology, device, timeout), say)
 
@@ -80,7 +80,7 @@ def decide(
             if problem is None:
                 continue
             if setting == "on":
-                raise refusal("--zero-copy-engines", "on", problem)
+                raise option_error("--zero-copy-engines", "on", problem)
             if topology.rank == 0:
                 say(f"warning: transfers inside nodes use NCCL's kernels, not the copy engines: {problem}")
             return False

@@ -84,8 +84,8 @@ def peer_memory(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> 
     mine = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
     handle = symmetric_memory.rendezvous(mine, group)
     return [
-        mine if place == handle.rank else handle.get_buffer(place, (nbytes,), torch.uint8)
-        for place in range(handle.world_size)
+        mine if group_rank == handle.rank else handle.get_buffer(group_rank, (nbytes,), torch.uint8)
+        for group_rank in range(handle.world_size)
     ]
 
 

@@ -14,11 +14,11 @@ from megatron_zpp.ops.checks import SQUARES_BLOCK
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.build import Initialize, UnitBuilder, layouts_of
 from megatron_zpp.zero.collectives import sum_over_ranks, sum_squares
+from megatron_zpp.zero.comm_stream import CommStream
 from megatron_zpp.zero.communication import build_communication
 from megatron_zpp.zero.copy_engine_trial import choose_copy_engines
 from megatron_zpp.zero.gathers import Gathers, Phase
 from megatron_zpp.zero.hooks import register_hooks
-from megatron_zpp.zero.lane import Lane
 from megatron_zpp.zero.loss_scale import LossScale
 from megatron_zpp.zero.optimizer import MOMENTS, build_adamw
 from megatron_zpp.zero.reductions import Reductions
@@ -93,7 +93,7 @@ class ZeroEngine:
         self._communication = communication = build_communication(
             zero,
             topology,
-            lambda ranks: Lane(
+            lambda ranks: CommStream(
                 ranks, topology, device, self._ledger, timeout, copy_engines=self.copy_engines
             ),
             layouts,
@@ -112,8 +112,8 @@ class ZeroEngine:
             offload_optimizer=zero.zero_offload_optimizer,
             error_feedback=zero.zero_gradient_error_feedback,
         ).build(named_modules, layouts, initialize)
-        for lane in self._communication.lanes:
-            lane.ready()
+        for comm_stream in self._communication.comm_streams:
+            comm_stream.ready()
         secondary = communication.secondary.gather if communication.secondary else None
         self._gathers = Gathers(
             self.units, communication.gather, secondary, prefetch, sections, model.recomputed_units()
@@ -125,7 +125,7 @@ class ZeroEngine:
             communication.reduction,
             residency,
             sent,
-            sums=not (alone and self._adamw.reads_halves),
+            sums=not (alone and self._adamw.accepts_16bit_gradients),
         )
         self._hooks = register_hooks(
             [module for _, module in named_modules], self.units, self._gathers, self._reductions
@@ -173,7 +173,7 @@ class ZeroEngine:
         shrink = torch.ones_like(grad_norm)
         if self._clip_grad > 0:
             shrink = torch.clamp((grad_norm + 1e-6) / self._clip_grad, min=1.0)
-        self._gathers.publish(self._adamw.step(learning_rate, divisor * shrink, found_inf))
+        self._gathers.write_gather_source(self._adamw.step(learning_rate, divisor * shrink, found_inf))
         self._reductions.release()
         self.loss_scale.update(found_inf)
         self._reductions.settle_errors(
@@ -188,8 +188,8 @@ class ZeroEngine:
         """
         for handle in self._hooks:
             handle.remove()
-        for lane in self._communication.lanes:
-            lane.close()
+        for comm_stream in self._communication.comm_streams:
+            comm_stream.close()
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
@@ -209,8 +209,8 @@ class ZeroEngine:
 
     def take_traffic(self) -> tuple[int, int]:
         """Bytes sent by this rank (inside its node, between nodes) since the last call."""
-        for lane in self._communication.lanes:
-            lane.settle()
+        for comm_stream in self._communication.comm_streams:
+            comm_stream.settle()
         return self._ledger.take()
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ class ZeroEngine:
                 elements = range(unit.owned.start, stop)
                 flat[: len(elements)].copy_(read(index, elements))
             if kind == WEIGHTS:
-                self._communication.gather.publish(unit.master, unit.published)
+                self._communication.gather.write_gather_source(unit.master, unit.gather_source)
                 unit.changed()
 
     @property

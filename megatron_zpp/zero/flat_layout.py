@@ -11,11 +11,11 @@ SHARD_MULTIPLE = 256  # elements: a shard holds whole quantisation blocks of thi
 
 
 class Piece(NamedTuple):
-    """`length` elements: from `start` on in the parameter, from `place` on in the range asked for."""
+    """`length` elements: from `start` on in the parameter, from `destination` on in the range asked for."""
 
     parameter: int
     start: int
-    place: int
+    destination: int
     length: int
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
 from megatron_zpp.zero.collectives import Gather
-from megatron_zpp.zero.lane import Pending
+from megatron_zpp.zero.comm_stream import Pending
 from megatron_zpp.zero.sections import UNTIMED, WAIT_GATHERS, Sections
 from megatron_zpp.zero.unit import Unit
 
@@ -68,7 +68,7 @@ class Gathers:
         """The pass that starts now goes in this direction."""
         self._phase, self._to_recompute = phase, None
 
-    def publish(self, stepped: Iterable[Unit]) -> None:
+    def write_gather_source(self, stepped: Iterable[Unit]) -> None:
         """Takes the units as the optimizer is done with them, and starts to gather those that slots can hold.
 
         They are the ones that the next forward reads first.
@@ -128,4 +128,4 @@ class Gathers:
         if unit.secondary is not None and unit.secondary_version == unit.version:
             return self._secondary.gather(unit.slot.buffer, unit.secondary)
         unit.secondary_version = unit.version
-        return self._gather.gather(unit.slot.buffer, unit.published, unit.secondary)
+        return self._gather.gather(unit.slot.buffer, unit.gather_source, unit.secondary)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 
 # Of each rank: for rendezvous, heartbeat, preflight, a load, save or data check, and the progress of that.
 STORE_CONNECTIONS = 5
@@ -46,5 +46,5 @@ def make_room(keeper: int, ranks: int, say: Callable[[str], None]) -> None:
         "the hard limit (ulimit -Hn) where the run is started"
     )
     if limit < _BEFORE_THE_FIRST_STEP * ranks:
-        raise refusal("ulimit -n", limit, problem)
+        raise option_error("ulimit -n", limit, problem)
     say(f"warning: ulimit -n {limit}: {problem}")

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.config.optimizer import OptimizerConfig
-from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.collectives import Gather
 from megatron_zpp.zero.communication import Communication
-from megatron_zpp.zero.parts import Part
+from megatron_zpp.zero.grad_segments import GradSegment
 from megatron_zpp.zero.unit import Unit
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -22,7 +22,7 @@ class AdamW(Protocol):
 
     moments: list[dict[str, Tensor]]
     steps: Tensor  # taken so far: the t of the bias correction
-    reads_halves: bool  # whether gradients may be in a 16-bit format
+    accepts_16bit_gradients: bool  # whether gradients may be in a 16-bit format
 
     def step(self, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> Iterator[Unit]:
         """One step on gradients / `divisor`; none where `found_inf` is 1. All three scalars.
@@ -33,9 +33,9 @@ class AdamW(Protocol):
 
 
 class Update(Protocol):
-    """How one unit's states change; all tensors on one device, `published` None where it is `master`."""
+    """How one unit's states change; all tensors on one device, `gather_source` None where it is `master`."""
 
-    reads_halves: bool
+    accepts_16bit_gradients: bool
 
     def progress(self, steps: Tensor) -> Tensor:
         """What `steps` (), the one to come included, mean to every unit: computed once a step."""
@@ -43,7 +43,7 @@ class Update(Protocol):
     def __call__(
         self,
         states: tuple[Tensor, Tensor, Tensor, Tensor],
-        published: Tensor | None,
+        gather_source: Tensor | None,
         *,
         progress: Tensor,
         divisor: Tensor,
@@ -58,7 +58,11 @@ class FusedAdamW:
     """Steps where the gradients are. Nothing here waits for the device."""
 
     def __init__(self, update: Update, units: list[Unit]) -> None:
-        self._update, self._units, self.reads_halves = update, units, update.reads_halves
+        self._update, self._units, self.accepts_16bit_gradients = (
+            update,
+            units,
+            update.accepts_16bit_gradients,
+        )
         self.moments = [_zero_moments(unit) for unit in units]
         self.steps = torch.zeros((), device=units[0].master.device)
 
@@ -72,7 +76,7 @@ class FusedAdamW:
                 exp_avg, exp_avg_sq = (part.of(moment) for moment in moments.values())
                 self._update(
                     (part.of(unit.master), part.flat, exp_avg, exp_avg_sq),
-                    self._published_part(unit, part),
+                    self._gather_source_segment(unit, part),
                     progress=progress,
                     divisor=divisor,
                     found_inf=found_inf,
@@ -81,10 +85,12 @@ class FusedAdamW:
                 )
             yield unit
 
-    def _published_part(self, unit: Unit, part: Part) -> Tensor | None:
-        if unit.published_is_master:
+    def _gather_source_segment(self, unit: Unit, part: GradSegment) -> Tensor | None:
+        if unit.gathers_from_master:
             return None
-        return part.of(unit.published) if self.reads_halves else unit.published  # which may be a message
+        return (
+            part.of(unit.gather_source) if self.accepts_16bit_gradients else unit.gather_source
+        )  # which may be a message
 
 
 class OffloadedAdamW:
@@ -94,15 +100,17 @@ class OffloadedAdamW:
     the other units. It waits for the device: for the clipping factor, and for each unit's gradients.
     """
 
-    reads_halves = False
+    accepts_16bit_gradients = False
 
     def __init__(self, update: Update, units: list[Unit]) -> None:
         self._update, self._units = update, units
         self.moments = [_zero_moments(unit) for unit in units]
         self.steps = torch.zeros(())
-        self._stream = torch.cuda.Stream(units[0].published.device)
+        self._stream = torch.cuda.Stream(units[0].gather_source.device)
         self._gradients = [_pinned_like(unit.master) for unit in units]
-        self._published = [None if _is_fp32(unit) else _pinned_like(unit.published) for unit in units]
+        self._gather_sources = [
+            None if _is_fp32(unit) else _pinned_like(unit.gather_source) for unit in units
+        ]
 
     def step(self, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> Iterator[Unit]:
         """See AdamW.step."""
@@ -117,15 +125,15 @@ class OffloadedAdamW:
             arrived[index].synchronize()
             self._update(
                 (unit.master, self._gradients[index], *self.moments[index].values()),
-                self._published[index],
+                self._gather_sources[index],
                 progress=progress,
                 divisor=divisor,
                 found_inf=found_inf,
                 learning_rate=learning_rate,
                 decayed=unit.layout.decayed_in(unit.owned),
             )
-            new = unit.master if self._published[index] is None else self._published[index]
-            torch.cuda.current_stream().wait_event(self._bring(new, unit.published))
+            new = unit.master if self._gather_sources[index] is None else self._gather_sources[index]
+            torch.cuda.current_stream().wait_event(self._bring(new, unit.gather_source))
             yield unit
 
     def _pairs(self, tensors: list[Tensor]) -> Iterator[tuple[Unit, Tensor]]:
@@ -142,7 +150,7 @@ class OffloadedAdamW:
 class ApexAdamW:
     """NVIDIA apex's FusedAdam. It decides on the host, so each step waits for the device."""
 
-    reads_halves = False
+    accepts_16bit_gradients = False
 
     def __init__(self, config: OptimizerConfig, units: list[Unit], gather: Gather) -> None:
         from apex.optimizers import FusedAdam
@@ -172,7 +180,7 @@ class ApexAdamW:
         if not found_inf.item():
             self._step(learning_rate, divisor)
         for unit in self._units:
-            self._gather.publish(unit.master, unit.published)
+            self._gather.write_gather_source(unit.master, unit.gather_source)
             yield unit
 
     def _step(self, learning_rate: float, divisor: Tensor) -> None:
@@ -190,10 +198,12 @@ class ApexAdamW:
 class KernelUpdate:
     """The project's kernel: one pass over the states, which also writes the weights as they are published."""
 
-    def __init__(self, config: OptimizerConfig, operations: Operations, format: Format | None = None) -> None:
+    def __init__(
+        self, config: OptimizerConfig, operations: Operations, format: QuantFormat | None = None
+    ) -> None:
         """`format` is that of the published messages; None: weights in the compute format."""
         self._config, self._operations, self._format = config, operations, format
-        self.reads_halves = format is None
+        self.accepts_16bit_gradients = format is None
 
     def progress(self, steps: Tensor) -> Tensor:
         """The bias corrections (2,)."""
@@ -203,7 +213,7 @@ class KernelUpdate:
     def __call__(
         self,
         states: tuple[Tensor, Tensor, Tensor, Tensor],
-        published: Tensor | None,
+        gather_source: Tensor | None,
         *,
         progress: Tensor,
         divisor: Tensor,
@@ -225,15 +235,15 @@ class KernelUpdate:
             "decayed": decayed,
         }
         if self._format is None:
-            self._operations.adamw(*states, published, **settings)
+            self._operations.adamw(*states, gather_source, **settings)
         else:
-            self._operations.adamw_quantize(*states, published, self._format, **settings)
+            self._operations.adamw_quantize(*states, gather_source, self._format, **settings)
 
 
 class TorchUpdate:
     """torch's fused kernel, and a cast."""
 
-    reads_halves = False
+    accepts_16bit_gradients = False
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._config = config
@@ -245,7 +255,7 @@ class TorchUpdate:
     def __call__(
         self,
         states: tuple[Tensor, Tensor, Tensor, Tensor],
-        published: Tensor | None,
+        gather_source: Tensor | None,
         *,
         progress: Tensor,
         divisor: Tensor,
@@ -271,8 +281,8 @@ class TorchUpdate:
                     grad_scale=divisor,
                     found_inf=found_inf,
                 )
-        if published is not None:
-            published.copy_(states[0])
+        if gather_source is not None:
+            gather_source.copy_(states[0])
 
 
 def build_adamw(
@@ -289,7 +299,7 @@ def build_adamw(
         update = TorchUpdate(config)
     else:
         update = KernelUpdate(config, operations, communication.weight_format)
-    offloaded = units[0].master.device != units[0].published.device
+    offloaded = units[0].master.device != units[0].gather_source.device
     return OffloadedAdamW(update, units) if offloaded else FusedAdamW(update, units)
 
 
@@ -302,4 +312,4 @@ def _pinned_like(tensor: Tensor) -> Tensor:
 
 
 def _is_fp32(unit: Unit) -> bool:
-    return unit.published.dtype == torch.float32
+    return unit.gather_source.dtype == torch.float32

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.config.command_line import one_line
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.config.run import DistributedConfig
-from megatron_zpp.zero.meeting import Meeting
+from megatron_zpp.zero.rendezvous import Rendezvous
 from megatron_zpp.zero.topology import Topology
 
 
@@ -23,9 +23,9 @@ def select_device(requested: str, topology: Topology) -> torch.device:
     if requested == "cpu" or (requested == "auto" and count == 0):
         return torch.device("cpu")
     if count == 0:
-        raise refusal("--device", requested, "torch sees no GPU here; use --device cpu")
+        raise option_error("--device", requested, "torch sees no GPU here; use --device cpu")
     if topology.local_world_size > count:
-        raise refusal(
+        raise option_error(
             "--device",
             requested,
             f"{topology.local_world_size} ranks on this node but {count} GPUs; start at most {count}",
@@ -35,7 +35,7 @@ def select_device(requested: str, topology: Topology) -> torch.device:
 
 @contextmanager
 def process_group(
-    config: DistributedConfig, topology: Topology, device: torch.device, meeting: Meeting
+    config: DistributedConfig, topology: Topology, device: torch.device, rendezvous: Rendezvous
 ) -> Iterator[None]:
     """Takes the device and joins the ranks that have met; leaves both at the end. One rank needs no group.
 
@@ -50,7 +50,7 @@ def process_group(
     try:
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("collectives", meeting.store),
+            store=dist.PrefixStore("collectives", rendezvous.store),
             rank=topology.rank,
             world_size=topology.world_size,
             timeout=config.timeout,
@@ -58,12 +58,12 @@ def process_group(
         )
     except RuntimeError as error:
         variable = f"{backend.upper()}_SOCKET_IFNAME"
-        place, told = meeting.places[topology.rank], os.environ.get(variable, "(not set)")
-        raise refusal(
+        rank_address, told = rendezvous.addresses[topology.rank], os.environ.get(variable, "(not set)")
+        raise option_error(
             variable,
             told,
             f"the ranks have met, but {backend} cannot join them ({one_line(error)}); it must name the "
-            f"interface by which nodes reach each other: rank {topology.rank} was met by {place}",
+            f"interface by which nodes reach each other: rank {topology.rank} was met by {rank_address}",
         ) from error
     yield
     dist.destroy_process_group()  # not after an error: that would wait for ranks that wait for this one

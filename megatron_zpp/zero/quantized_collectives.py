@@ -6,11 +6,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.operations import Operations
+from megatron_zpp.zero.comm_stream import CommStream, Pending
 from megatron_zpp.zero.flat_layout import FlatLayout
-from megatron_zpp.zero.lane import Lane, Pending
-from megatron_zpp.zero.parts import Part, join
+from megatron_zpp.zero.grad_segments import GradSegment, join
 from megatron_zpp.zero.theory import chunk_numel
 from megatron_zpp.zero.two_hops import TwoHops
 
@@ -23,42 +23,47 @@ class QuantizedGather:
 
     def __init__(
         self,
-        lane: Lane,
+        comm_stream: CommStream,
         operations: Operations,
-        format: Format,
+        format: QuantFormat,
         layouts: Sequence[FlatLayout],
-        place: int,
+        group_rank: int,
     ) -> None:
         """The lane's ranks hold the messages of all shards of a unit: one each, or several.
 
-        `place` says which part is this rank's to keep.
+        `group_rank` says which part is this rank's to keep.
         """
-        self._lane, self._operations, self._format, self._place = lane, operations, format, place
+        self._comm_stream, self._operations, self._format, self._group_rank = (
+            comm_stream,
+            operations,
+            format,
+            group_rank,
+        )
         self._shards = layouts[0].ranks
         largest = max(format.message_bytes(layout.shard_numel) for layout in layouts)
-        self._received = lane.zeros(self._shards * largest, torch.uint8)
+        self._received = comm_stream.zeros(self._shards * largest, torch.uint8)
 
-    def published(self, shard_numel: int) -> Tensor:
+    def gather_source(self, shard_numel: int) -> Tensor:
         """See Gather."""
-        return self._lane.zeros(self._format.message_bytes(shard_numel), torch.uint8)
+        return self._comm_stream.zeros(self._format.message_bytes(shard_numel), torch.uint8)
 
-    def publish(self, master: Tensor, published: Tensor) -> None:
+    def write_gather_source(self, master: Tensor, gather_source: Tensor) -> None:
         """See Gather."""
-        self._operations.quantize(master.to(published.device)[None], published[None], self._format)
+        self._operations.quantize(master.to(gather_source.device)[None], gather_source[None], self._format)
 
-    def gather(self, full: Tensor, published: Tensor, keep: Tensor | None = None) -> Pending:
+    def gather(self, full: Tensor, gather_source: Tensor, keep: Tensor | None = None) -> Pending:
         """See Gather. A `keep` of bytes keeps the codes, which are then never quantised again."""
 
         def work() -> None:
-            received = self._received[: len(self._lane.ranks) * len(published)]
-            self._lane.all_gather(received, published)
+            received = self._received[: len(self._comm_stream.ranks) * len(gather_source)]
+            self._comm_stream.all_gather(received, gather_source)
             messages = received.view(self._shards, -1)
             self._operations.dequantize(messages, full.view(self._shards, -1), self._format)
             if keep is not None:
                 whole = received if keep.dtype == torch.uint8 else full
-                keep.copy_(whole.view(-1, len(keep))[self._place])
+                keep.copy_(whole.view(-1, len(keep))[self._group_rank])
 
-        return self._lane.submit(work)
+        return self._comm_stream.submit(work)
 
 
 class QuantizedReduction:
@@ -69,14 +74,14 @@ class QuantizedReduction:
     takes each slice to its owner. A hop of one rank is left out: one node has one, and so have nodes of one.
     """
 
-    finds_squares = False  # a pass beside the compute would cost more than one before the step
+    returns_squared_norms = False  # a pass beside the compute would cost more than one before the step
 
     def __init__(
         self,
-        inside: Lane,
-        between: Lane,
+        inside: CommStream,
+        between: CommStream,
         operations: Operations,
-        format: Format,
+        format: QuantFormat,
         layouts: Sequence[FlatLayout],
         dtype: torch.dtype,
     ) -> None:
@@ -105,7 +110,7 @@ class QuantizedReduction:
 
     def reduce_scatter(
         self,
-        sent: Sequence[Part],
+        sent: Sequence[GradSegment],
         shard: Tensor,
         *,
         add: bool,

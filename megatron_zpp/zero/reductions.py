@@ -5,7 +5,7 @@ from torch import Tensor
 
 from megatron_zpp.ops.checks import SQUARES_BLOCK
 from megatron_zpp.zero.collectives import Reduction
-from megatron_zpp.zero.parts import Part
+from megatron_zpp.zero.grad_segments import GradSegment
 from megatron_zpp.zero.unit import Residency, Unit
 
 # Elements of a 16-bit gradient that stays where the backward made it:
@@ -104,12 +104,12 @@ class Reductions:
         unit.reducing.wait()
         only = self._first and self._last
         if only and not self._sums:
-            unit.gradients = unit.parts_of(produced, _STEPPED_THERE)
+            unit.gradients = unit.grad_segments(produced, _STEPPED_THERE)
             return
         if only or self._residency.gradients_sharded:
             if produced[0].itemsize > self._dtype.itemsize:
                 produced = [gradient.to(self._dtype) for gradient in produced]
-            self._reduce(unit, unit.parts_of(produced, _SENT_FROM_THERE), add=not self._first)
+            self._reduce(unit, unit.grad_segments(produced, _SENT_FROM_THERE), add=not self._first)
             return
         if self._first:
             unit.accumulated = unit.new_sum()
@@ -120,17 +120,19 @@ class Reductions:
             self._reduce_accumulated(unit)
 
     def _reduce_accumulated(self, unit: Unit) -> None:
-        sent = Part(0, unit.accumulated.to(self._dtype))
+        sent = GradSegment(0, unit.accumulated.to(self._dtype))
         total = None if self._residency.optimizer_sharded else unit.accumulated
         unit.accumulated = None
         self._reduce(unit, (sent,), add=False, total=total)
 
-    def _reduce(self, unit: Unit, sent: tuple[Part, ...], *, add: bool, total: Tensor | None = None) -> None:
+    def _reduce(
+        self, unit: Unit, sent: tuple[GradSegment, ...], *, add: bool, total: Tensor | None = None
+    ) -> None:
         """Starts the sum over ranks: at stage 0 into `total`, if it is given, or else a new buffer."""
         unit.reducing.reads = sent
         if self._residency.optimizer_sharded:
             if not add:
-                unit.gradients = (Part(0, torch.empty_like(unit.master, device=sent[0].flat.device)),)
+                unit.gradients = (GradSegment(0, torch.empty_like(unit.master, device=sent[0].flat.device)),)
             ((_, shard),) = unit.gradients
             unit.squares = self._new_squares(shard)
             unit.reducing.pending = self._reduction.reduce_scatter(
@@ -139,11 +141,11 @@ class Reductions:
             return
         if total is None:
             total = torch.empty(unit.layout.numel, device=sent[0].flat.device)
-        unit.gradients, unit.squares = (Part(0, total),), self._new_squares(total)
+        unit.gradients, unit.squares = (GradSegment(0, total),), self._new_squares(total)
         unit.reducing.pending = self._reduction.all_reduce(sent, total, unit.squares)
 
     def _new_squares(self, summed: Tensor) -> Tensor | None:
         """Where the sums of a step's last micro-batch leave their squares, if they find them."""
-        if not (self._last and self._reduction.finds_squares):
+        if not (self._last and self._reduction.returns_squared_norms):
             return None
         return torch.empty(len(summed) // SQUARES_BLOCK, device=summed.device)

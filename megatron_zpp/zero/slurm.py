@@ -38,10 +38,10 @@ def launcher_variables(environment: Mapping[str, str]) -> Mapping[str, str]:
         )
     values = (rank, world_size, local_rank, local_world_size)
     said = dict(zip(TORCHRUN_VARIABLES, map(str, values), strict=True))
-    return {**meeting_place(environment), **environment, **said}
+    return {**rendezvous_endpoint(environment), **environment, **said}
 
 
-def meeting_place(environment: Mapping[str, str]) -> dict[str, str]:
+def rendezvous_endpoint(environment: Mapping[str, str]) -> dict[str, str]:
     """MASTER_ADDR and MASTER_PORT, alike on every task of a step: its first node, and a port of its own.
 
     What is set already is kept. Raises ValueError when SLURM's variables are missing or garbled.

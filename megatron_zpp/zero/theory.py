@@ -7,16 +7,23 @@ weights themselves), accumulated gradients 4 here and 2 in the paper.
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal
+from enum import Enum
 
-from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.zero.flat_layout import FlatLayout
 
 PARAMETER_BYTES = 2  # as they compute, and gradients as they are made
 OPTIMIZER_BYTES = 12  # a parameter: fp32 master, first moment, second moment
 ERROR_BYTES = 2 + 2  # of error feedback, per element that hop 2 reduces: the error, and that before the step
-WholeSums = Literal["everywhere", "in two steps", "by the library"]
 CHUNKS, SMALLEST_CHUNK = 4, 2**18  # of a shard; elements
+
+
+class AllReduceAlgorithm(Enum):
+    """How stage 0 sums gradients over all ranks."""
+
+    LOCAL_SUM = "every rank receives all gradients and sums them itself"
+    TWO_STEP = "a reduce-scatter, and an all-gather of the sums"
+    LIBRARY = "NCCL's or gloo's all-reduce"
 
 
 def model_state_bytes(parameters: int, ranks: int, stage: int, *, gradient_bytes: int = 4) -> float:
@@ -45,22 +52,22 @@ def arena_bytes(
     their gradients are sent from where they are made.
     """
     total = 0
-    way = whole_sums(nodes, layouts[0].ranks // nodes) if stage == 0 else None
-    scatters = way != "by the library"
+    algorithm = all_reduce_algorithm(nodes, layouts[0].ranks // nodes) if stage == 0 else None
+    scatters = algorithm is not AllReduceAlgorithm.LIBRARY
     for layout, units in Counter(layouts).items():
         if stage >= 3:
             total += slots(units, prefetch) * layout.numel * PARAMETER_BYTES
         total += min(2, units) * layout.numel * (reduce_bytes if scatters else PARAMETER_BYTES)
     if layouts[0].ranks > 1 and (scatters or reduce_bytes != 4):
         total += max(layout.numel for layout in layouts) * reduce_bytes
-    if way == "everywhere":
+    if algorithm is AllReduceAlgorithm.LOCAL_SUM:
         total += layouts[0].ranks * max(layout.numel for layout in layouts) * reduce_bytes
     elif scatters:
         total += reduction_bytes(layouts, nodes, reduce_bytes=reduce_bytes, sum_bytes=4)
     return total
 
 
-def sums_inside_nodes(nodes: int, local: int, *, reduce_bytes: int, sum_bytes: int) -> bool:
+def reduces_in_two_hops(nodes: int, local: int, *, reduce_bytes: int, sum_bytes: int) -> bool:
     """Whether a reduction of gradients as they are has two hops, on nodes of `local` ranks.
 
     In one hop each rank of a node sends a gradient for every element of another node, in two hops the node
@@ -69,15 +76,15 @@ def sums_inside_nodes(nodes: int, local: int, *, reduce_bytes: int, sum_bytes: i
     return min(nodes, local) > 1 and sum_bytes < local * reduce_bytes
 
 
-def whole_sums(nodes: int, local: int) -> WholeSums:
+def all_reduce_algorithm(nodes: int, local: int) -> AllReduceAlgorithm:
     """How stage 0 sums. On one node in ways that its copy engines can go.
 
     Where two ranks sum everywhere, 16-bit gradients are two thirds of what two steps send, fp32 ones as much,
     and sums need not be copied from where they are gathered. More ranks would send more.
     """
     if nodes > 1 or local == 1:
-        return "by the library"
-    return "everywhere" if local == 2 else "in two steps"
+        return AllReduceAlgorithm.LIBRARY
+    return AllReduceAlgorithm.LOCAL_SUM if local == 2 else AllReduceAlgorithm.TWO_STEP
 
 
 def reduction_bytes(layouts: Sequence[FlatLayout], nodes: int, *, reduce_bytes: int, sum_bytes: int) -> int:
@@ -88,7 +95,7 @@ def reduction_bytes(layouts: Sequence[FlatLayout], nodes: int, *, reduce_bytes: 
     """
     local = layouts[0].ranks // nodes
     shard = max(layout.shard_numel for layout in layouts)
-    if sums_inside_nodes(nodes, local, reduce_bytes=reduce_bytes, sum_bytes=sum_bytes):
+    if reduces_in_two_hops(nodes, local, reduce_bytes=reduce_bytes, sum_bytes=sum_bytes):
         exact = 4 * shard if sum_bytes < 4 else 0
         return local * shard * reduce_bytes + 3 * nodes * shard * sum_bytes + exact
     return nodes * local * shard * reduce_bytes if nodes * local > 1 else 0
@@ -99,8 +106,8 @@ def zeropp_bytes(
     nodes: int,
     *,
     prefetch: int,
-    weights: Format | None,
-    gradients: Format | None,
+    weights: QuantFormat | None,
+    gradients: QuantFormat | None,
     secondary_ranks: int | None,
     secondary_codes: bool = False,
     error_feedback: bool = False,
@@ -121,9 +128,11 @@ def zeropp_bytes(
     if secondary_ranks is not None:
         for layout, units in Counter(layouts).items():
             if slots(units, prefetch) < units:
-                codes = ranks // secondary_ranks * weights.message_bytes(layout.shard_numel) if weights else 0
+                quant_format = (
+                    ranks // secondary_ranks * weights.message_bytes(layout.shard_numel) if weights else 0
+                )
                 plain = 2 * layout.numel // secondary_ranks
-                total += units * (codes if secondary_codes else plain)
+                total += units * (quant_format if secondary_codes else plain)
     if gradients is not None and ranks > 1:
         total += quantized_reduction_bytes(layouts, nodes, gradients)
         total -= reduction_bytes(layouts, nodes, reduce_bytes=2, sum_bytes=4)
@@ -132,14 +141,16 @@ def zeropp_bytes(
     return total
 
 
-def quantized_reduction_bytes(layouts: Sequence[FlatLayout], nodes: int, codes: Format) -> int:
+def quantized_reduction_bytes(layouts: Sequence[FlatLayout], nodes: int, quant_format: QuantFormat) -> int:
     """Room for the messages of qgZ: sent and received by hop 1, two sums in turn and what hop 2 receives."""
     local = layouts[0].ranks // nodes
     two_hops = nodes > 1 and local > 1
-    chunk = max(chunk_numel(layout.shard_numel, two_hops, codes.block) for layout in layouts)
+    chunk = max(chunk_numel(layout.shard_numel, two_hops, quant_format.block) for layout in layouts)
     if not two_hops:
-        return 2 * layouts[0].ranks * codes.message_bytes(chunk)
-    return 2 * local * codes.message_bytes(nodes * chunk) + 3 * nodes * codes.message_bytes(chunk)
+        return 2 * layouts[0].ranks * quant_format.message_bytes(chunk)
+    return 2 * local * quant_format.message_bytes(nodes * chunk) + 3 * nodes * quant_format.message_bytes(
+        chunk
+    )
 
 
 def chunk_numel(shard_numel: int, two_hops: bool, block: int) -> int:
@@ -193,11 +204,11 @@ def bytes_sent_a_step(
     for layout, units in Counter(layouts).items():
         share = (layout.ranks - 1) * layout.shard_numel
         summed = {
-            "everywhere": layout.ranks * sent_bytes,
-            "in two steps": sent_bytes + reduce_bytes,
-            "by the library": 2 * reduce_bytes,
+            AllReduceAlgorithm.LOCAL_SUM: layout.ranks * sent_bytes,
+            AllReduceAlgorithm.TWO_STEP: sent_bytes + reduce_bytes,
+            AllReduceAlgorithm.LIBRARY: 2 * reduce_bytes,
         }
-        reduced = share * summed[whole_sums(nodes, layout.ranks // nodes)]
+        reduced = share * summed[all_reduce_algorithm(nodes, layout.ranks // nodes)]
         if stage >= 1:
             sizes = {"reduce_bytes": reduce_bytes, "sum_bytes": sum_bytes, "sent_bytes": sent_bytes}
             reduced = sum(reduction_sends(layout, nodes, **sizes))
@@ -214,6 +225,6 @@ def reduction_sends(
     `sent_bytes` is the size of those of a step's only micro-batch, which stage 1 sends as they are made.
     """
     local, shard, sent = layout.ranks // nodes, layout.shard_numel, sent_bytes or reduce_bytes
-    if sums_inside_nodes(nodes, local, reduce_bytes=reduce_bytes, sum_bytes=sum_bytes):
+    if reduces_in_two_hops(nodes, local, reduce_bytes=reduce_bytes, sum_bytes=sum_bytes):
         return (local - 1) * nodes * shard * sent, (nodes - 1) * shard * sum_bytes
     return (local - 1) * shard * sent, (nodes - 1) * local * shard * sent

@@ -45,7 +45,7 @@ class Topology:
         return range(first, first + self.local_world_size)
 
     @property
-    def counterparts(self) -> range:
+    def cross_node_ranks(self) -> range:
         """The ranks that have this rank's place on every node."""
         return range(self.rank % self.local_world_size, self.world_size, self.local_world_size)
 
@@ -77,11 +77,11 @@ class Topology:
             values.append(int(given[name]))
         topology = cls(*values)
         if topology.world_size > 1:
-            _check_meeting_place(environment)
+            _check_rendezvous_endpoint(environment)
         return topology
 
 
-def _check_meeting_place(environment: Mapping[str, str]) -> None:
+def _check_rendezvous_endpoint(environment: Mapping[str, str]) -> None:
     """Raises ValueError unless the launcher says where the ranks find one another."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not environment.get(name):

@@ -16,8 +16,8 @@ class TrafficLedger:
 
     def around_the_ring(self, ranks: Sequence[int], nbytes: int) -> None:
         """`nbytes` to the next of `ranks`, as ring all-gathers and ring reductions send all they send."""
-        place = ranks.index(self.topology.rank)
-        self._count(ranks[(place + 1) % len(ranks)], nbytes)
+        group_rank = ranks.index(self.topology.rank)
+        self._count(ranks[(group_rank + 1) % len(ranks)], nbytes)
 
     def to_every_peer(self, ranks: Sequence[int], nbytes: int) -> None:
         """`nbytes` to each other one of `ranks`, as an all-to-all sends them."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_zpp.zero.lane import Lane, Pending
+from megatron_zpp.zero.comm_stream import CommStream, Pending
 
 
 class TwoHops:
@@ -15,7 +15,7 @@ class TwoHops:
     counterpart there. Sums lie in one of two buffers in turn, which is not filled again before it is sent.
     """
 
-    def __init__(self, inside: Lane, between: Lane, numel: int, dtype: torch.dtype) -> None:
+    def __init__(self, inside: CommStream, between: CommStream, numel: int, dtype: torch.dtype) -> None:
         """`between` has the ranks of this one's place on every node; sums have at most `numel` elements."""
         self._inside, self._between = inside, between
         self._sums = [between.zeros(numel, dtype) for _ in range(2)]

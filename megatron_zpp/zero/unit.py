@@ -28,9 +28,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatron_zpp.zero.comm_stream import Pending
 from megatron_zpp.zero.flat_layout import SHARD_MULTIPLE, FlatLayout
-from megatron_zpp.zero.lane import Pending
-from megatron_zpp.zero.parts import Part
+from megatron_zpp.zero.grad_segments import GradSegment
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class InFlight:
     """At most one asynchronous collective, and what it reads."""
 
     pending: Pending | None = None
-    reads: tuple[Part, ...] = ()
+    reads: tuple[GradSegment, ...] = ()
 
     def wait(self) -> None:
         """Lets the compute wait until the collective is done."""
@@ -98,9 +98,9 @@ class Unit:
     slot: ParameterSlot
     reducing: InFlight
     master: Tensor
-    published: Tensor
+    gather_source: Tensor
     accumulated: Tensor | None = None
-    gradients: tuple[Part, ...] = ()
+    gradients: tuple[GradSegment, ...] = ()
     squares: Tensor | None = None
     secondary: Tensor | None = None
     secondary_version: int = -1  # of the weights that `secondary` holds a part of
@@ -121,25 +121,25 @@ class Unit:
             for offset, parameter in zip(self.layout.offsets, self.parameters, strict=False)
         ]
 
-    def parts_of(self, produced: list[Tensor], large: int) -> tuple[Part, ...]:
+    def grad_segments(self, produced: list[Tensor], large: int) -> tuple[GradSegment, ...]:
         """The whole gradient, gaps included, from those of the parameters.
 
         Those of `large` elements or more are parts themselves. Others are copied, neighbours into one part,
         since every part costs kernels of its own. Parts begin and end where blocks of SHARD_MULTIPLE do.
         """
-        parts: list[Part] = []
+        parts: list[GradSegment] = []
         copied: list[int] = []
         offsets, start = self.layout.offsets, 0
         for index, gradient in enumerate(produced):
             if gradient.numel() >= large and _is_a_part(offsets[index], gradient):
                 parts += self._copy(range(start, offsets[index]), copied, produced)
-                parts.append(Part(offsets[index], gradient.view(-1)))
+                parts.append(GradSegment(offsets[index], gradient.view(-1)))
                 start, copied = offsets[index + 1], []
             else:
                 copied.append(index)
         return (*parts, *self._copy(range(start, self.layout.numel), copied, produced))
 
-    def _copy(self, elements: range, indices: list[int], produced: list[Tensor]) -> list[Part]:
+    def _copy(self, elements: range, indices: list[int], produced: list[Tensor]) -> list[GradSegment]:
         """One part with these elements, in which the gradients of these parameters are; none without any."""
         if not elements:
             return []
@@ -149,7 +149,7 @@ class Unit:
         views = [flat[b : b + g.numel()].view(g.shape) for b, g in zip(begins, copied, strict=True)]
         if copied:
             torch._foreach_copy_(views, copied)
-        return [Part(elements.start, flat)]
+        return [GradSegment(elements.start, flat)]
 
     def new_sum(self) -> Tensor:
         """A buffer (n,) for whole gradients: the parameters' parts are not filled, the gaps are zero."""
@@ -163,7 +163,7 @@ class Unit:
         for piece in self.layout.pieces(self.owned):
             if piece.parameter == index:
                 part = parameter.flatten()[piece.start : piece.start + piece.length]
-                flat[piece.place : piece.place + piece.length].copy_(part)
+                flat[piece.destination : piece.destination + piece.length].copy_(part)
 
     def segments(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """The parts of a buffer like `master` with and without weight decay."""
@@ -177,14 +177,14 @@ class Unit:
         return flat
 
     @property
-    def published_is_master(self) -> bool:
+    def gathers_from_master(self) -> bool:
         """Whether the compute reads the master weights themselves (fp32)."""
-        return self.published.data_ptr() == self.master.data_ptr()
+        return self.gather_source.data_ptr() == self.master.data_ptr()
 
     def changed(self) -> None:
         """Takes note that the published weights are new ones."""
         self.version += 1
-        if self.whole and self.slot.buffer.data_ptr() == self.published.data_ptr():
+        if self.whole and self.slot.buffer.data_ptr() == self.gather_source.data_ptr():
             self.slot.assign(self, None)
 
 

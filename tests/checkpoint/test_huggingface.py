@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron_zpp.checkpoint.directory import candidates
 from megatron_zpp.checkpoint.huggingface import compare
 from megatron_zpp.checkpoint.huggingface.__main__ import main
-from megatron_zpp.checkpoint.huggingface.place import Place
+from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
 from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.config.model import ModelConfig
@@ -231,8 +231,8 @@ def test_an_imported_run_is_started_again(tool: Callable[..., str], bpe: Path, t
     for name, lengths in (("whole", [4]), ("parts", [2, 4])):
         tool("import", source, tmp_path / name)
         for length in lengths:
-            place = ["--save", str(tmp_path / name), "--load", str(tmp_path / name)]
-            ran = pretrain(*flags, *place, "--train-iters", str(length))
+            named = ["--save", str(tmp_path / name), "--load", str(tmp_path / name)]
+            ran = pretrain(*flags, *named, "--train-iters", str(length))
             assert ran.returncode == 0, ran.stderr
         with CheckpointReader(candidates(str(tmp_path / name))[0]) as reader:
             assert reader.state["with_optimizer"]
@@ -360,15 +360,15 @@ def test_a_wrong_conversion_is_found(bpe: Path, good: Path) -> None:
         model = GPT(
             ModelConfig(num_layers=2, hidden_size=20, num_attention_heads=4, seq_length=19), entries(bpe)
         )
-    place = Place("HF_DIR", str(good), good)
-    with HuggingFaceWeights(place, model.config, entries(bpe)) as opened:
+    named = NamedDirectory("HF_DIR", str(good), good)
+    with HuggingFaceWeights(named, model.config, entries(bpe)) as opened:
         model.load_state_dict(opened.parameters(), assign=True)
-    assert "largest difference" in compare.compare_logits(place, good, model)
+    assert "largest difference" in compare.compare_logits(named, good, model)
     with torch.no_grad():
         weight = model.layers[1].attention.qkv.weight
         weight.copy_(torch.cat([weight[20:40], weight[:20], weight[40:]]))
     with pytest.raises(ValueError, match="so this conversion is wrong"):
-        compare.compare_logits(place, good, model)
+        compare.compare_logits(named, good, model)
 
 
 def test_what_a_pipeline_puts_around_a_text_is_not_exported(

@@ -69,16 +69,16 @@ def test_the_first_decision_counts_for_all() -> None:
     assert one.abandon("the disk is full") == "the disk is full"
     assert other.commit() == "the disk is full"
     with pytest.raises(Abandoned, match="the disk is full"):
-        other.hear("outcome")
+        other.get("outcome")
     one, other = pair()
     assert one.commit() is None
     assert other.abandon("too late") is None
     with pytest.raises(NoProgress):
-        other.hear("outcome")
+        other.get("outcome")
 
 
 def test_a_silent_rank_is_named() -> None:
     one, _ = pair()
-    one.tell("written/0", None)
+    one.put("written/0", None)
     with pytest.raises(NoProgress, match=r"rank 1 reported no progress for 0:00:00\.6"):
-        one.collect("written")
+        one.gather("written")

@@ -12,8 +12,8 @@ from megatron_zpp.config.options import (
     UsageError,
     make_parser,
     option,
+    option_error,
     parse_options,
-    refusal,
 )
 from tests.support import run
 
@@ -41,7 +41,7 @@ def test_defaults_are_the_fields_own() -> None:
 
 
 def test_every_kind_of_field_is_read() -> None:
-    given = parse(
+    provided = parse(
         *("--burners", "2", "--heat", "0.25", "--gas", "--no-timer", "--style", "boil", "--limit", "7"),
         *("--pans", "wok", "pot", "--range", "3", "9"),
     )
@@ -55,7 +55,7 @@ def test_every_kind_of_field_is_read() -> None:
         pans=("wok", "pot"),
         range=(3, 9),
     )
-    assert given == expected
+    assert provided == expected
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_required_flag_is_missed_by_name() -> None:
 
 
 def test_refusal_names_flag_value_and_fix() -> None:
-    assert str(refusal("--x", (1, 2), "must be one number")) == "--x 1 2: must be one number"
+    assert str(option_error("--x", (1, 2), "must be one number")) == "--x 1 2: must be one number"
 
 
 def test_a_tool_exits_with_the_documented_statuses(tmp_path: Path) -> None:

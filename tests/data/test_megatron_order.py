@@ -90,8 +90,8 @@ def test_same_samples_as_megatron_core(case, by_hand, tmp_path):
 
         try:
             mine = open_split(config, split, requested, seq_length, seed)
-        except ValueError as refusal:
-            assert_cannot(str(refusal), reference, requested[split])
+        except ValueError as option_error:
+            assert_cannot(str(option_error), reference, requested[split])
         else:
             assert_same(mine, reference(), 50)
 

@@ -17,9 +17,11 @@ def on_gpus(nodes: int, local: int, function: Callable[..., Any], *arguments: An
     Ranks of different nodes talk over TCP, as NCCL takes them for different hosts.
     """
     results = mp.get_context("spawn").SimpleQueue()
-    meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # at a port that is free
+    rendezvous = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )  # at a port that is free
     processes = mp.spawn(
-        _rank, (nodes, local, meeting.port, results, function, arguments), nprocs=nodes * local, join=False
+        _rank, (nodes, local, rendezvous.port, results, function, arguments), nprocs=nodes * local, join=False
     )
     collected = {}
     while not processes.join(timeout=0.05) or not results.empty():
@@ -38,8 +40,8 @@ def _rank(
         os.environ |= {"NCCL_HOSTID": node, "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     device = torch.device("cuda", topology.local_rank)
     torch.cuda.set_device(device)
-    meeting = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("nccl", store=meeting, rank=rank, world_size=nodes * local, device_id=device)
+    rendezvous = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("nccl", store=rendezvous, rank=rank, world_size=nodes * local, device_id=device)
     results.put((rank, function(topology, *arguments)))
     dist.barrier()
     dist.destroy_process_group()

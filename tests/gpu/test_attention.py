@@ -21,7 +21,7 @@ from megatron_zpp.model.attention import (
     check_runs,
     choose_attention,
 )
-from megatron_zpp.model.gpt import GPT, Parts
+from megatron_zpp.model.gpt import GPT, ModelComponents
 from tests.gpu.steady import waits_are_errors
 from tests.support import pretrain
 from tests.zero.engines import engine_of
@@ -145,7 +145,10 @@ def test_the_compiler_takes_a_layer_whole_and_once_for_any_documents(backend: st
             pytest.skip(str(refused))
         raise
     layer = (
-        GPT(MODEL, VOCAB, parts=Parts(attention=kernel)).initialize(3).to("cuda", torch.bfloat16).layers[1]
+        GPT(MODEL, VOCAB, parts=ModelComponents(attention=kernel))
+        .initialize(3)
+        .to("cuda", torch.bfloat16)
+        .layers[1]
     )
     torch._dynamo.reset()  # another kernel's documents have another format
     compiled = torch.compile(layer.forward, fullgraph=True, dynamic=False)

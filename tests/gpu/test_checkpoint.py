@@ -43,8 +43,8 @@ def test_copies_hold_the_states_of_their_step_while_the_next_one_runs() -> None:
             snapshot.take(shards_of(engine, with_optimizer=True), {})
             train(engine, snapshot)
             train(engine)
-            copies = snapshot.wait()
-            assert all(torch.equal(copies[name], shard.cpu()) for name, shard in expected.items())
+            uses_copy_engines = snapshot.wait()
+            assert all(torch.equal(uses_copy_engines[name], shard.cpu()) for name, shard in expected.items())
 
 
 def test_a_gpu_goes_on_from_what_a_gpu_saved(tmp_path: Path) -> None:

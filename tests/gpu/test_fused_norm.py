@@ -26,10 +26,10 @@ def inputs(rows: int, width: int, dtype: torch.dtype) -> tuple[list[Tensor], lis
 
 def in_float64(tensors: list[Tensor], norms: list[nn.LayerNorm]) -> tuple[list[Tensor], list[nn.LayerNorm]]:
     """Copies of the same numbers."""
-    copies = [nn.LayerNorm(len(module.weight), device="cuda").double() for module in norms]
-    for copy, module in zip(copies, norms, strict=True):
+    uses_copy_engines = [nn.LayerNorm(len(module.weight), device="cuda").double() for module in norms]
+    for copy, module in zip(uses_copy_engines, norms, strict=True):
         copy.load_state_dict(module.state_dict())
-    return [part.detach().double().requires_grad_() for part in tensors], copies
+    return [part.detach().double().requires_grad_() for part in tensors], uses_copy_engines
 
 
 def ours(x: Tensor, added: Tensor, before: Tensor, after: Tensor, first: Norm, second: Norm) -> Tensor:

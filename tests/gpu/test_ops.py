@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_zpp.ops import reference
-from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.library import load_kernels
 from tests.ops import cases
 from tests.ops.agreement import assert_agree, assert_same_bits
@@ -54,14 +54,14 @@ def test_sums(codes: str) -> None:
 @pytest.mark.parametrize(
     ("source", "target", "error"),
     [
-        (Format("int4", 128), Format("int4", 128), None),
-        (Format("int4", 128), Format("int4", 128), torch.bfloat16),
-        (Format("int8", 32), Format("int4", 64), None),
-        (Format("int8", 256), Format("fp8", 2048), torch.float32),
+        (QuantFormat("int4", 128), QuantFormat("int4", 128), None),
+        (QuantFormat("int4", 128), QuantFormat("int4", 128), torch.bfloat16),
+        (QuantFormat("int8", 32), QuantFormat("int4", 64), None),
+        (QuantFormat("int8", 256), QuantFormat("fp8", 2048), torch.float32),
     ],
 )
 def test_sums_of_more_than_the_warps_hold_at_once(
-    source: Format, target: Format, error: torch.dtype | None
+    source: QuantFormat, target: QuantFormat, error: torch.dtype | None
 ) -> None:
     """Every warp sums tile after tile, the next one's messages on their way; the last has few blocks."""
     block, generator = max(source.block, target.block), torch.Generator("cuda").manual_seed(1)
@@ -105,7 +105,7 @@ def test_zero_elements() -> None:
 @pytest.mark.parametrize("codes", cases.CODES)
 def test_the_reference_gives_the_same_bits_on_a_gpu(codes: str) -> None:
     """It serves GPUs where nothing can be compiled."""
-    format = Format(codes, 64, rotate=True)
+    format = QuantFormat(codes, 64, rotate=True)
     x = awkward(4, 64 * 40, 64, torch.bfloat16)
     for seed in (None, cases.SEED):
         messages = cases.garbage(2, format.message_bytes(64 * 80))
@@ -125,7 +125,7 @@ def test_the_reference_gives_the_same_bits_on_a_gpu(codes: str) -> None:
 
 def test_operators_run_on_the_present_stream_without_waiting() -> None:
     """Work queued behind a sleeping kernel on a side stream has not run when the call returns."""
-    format = Format()
+    format = QuantFormat()
     x, messages = torch.randn(4, 256, device="cuda"), torch.zeros(4, 272, dtype=torch.uint8, device="cuda")
     shard, states = torch.zeros(256, device="cuda"), [state.cuda() for state in cases.adamw_states(256)]
     scalars = [s.cuda() if torch.is_tensor(s) else s for s in cases.adamw_scalars()]
@@ -160,7 +160,7 @@ def test_tensors_on_two_devices_are_refused() -> None:
 def test_more_elements_than_an_int32_counts(seed: int | None) -> None:
     """Quantise and decode 2^31 of them; the reference does all of it as well, in tiles."""
     needs(24)
-    format = Format("int4", 256)
+    format = QuantFormat("int4", 256)
     generator = torch.Generator("cuda").manual_seed(1)
     x = torch.randn(2, BEYOND // 2, generator=generator, device="cuda", dtype=torch.bfloat16)
     mine = torch.empty(1, format.message_bytes(BEYOND), dtype=torch.uint8, device="cuda")
@@ -176,7 +176,7 @@ def test_more_elements_than_an_int32_counts(seed: int | None) -> None:
 
 def test_sums_of_more_elements_than_an_int32_counts() -> None:
     needs(24)
-    source, target = Format("int4", 256), Format("int8", 256)
+    source, target = QuantFormat("int4", 256), QuantFormat("int8", 256)
     small = random_messages(1, source, 2**20, seed=3).cuda()
     small[0, -(2**13) :] = torch.full((2**12,), 0.5, dtype=torch.bfloat16, device="cuda").view(torch.uint8)
     messages = torch.empty(1, source.message_bytes(BEYOND), dtype=torch.uint8, device="cuda")
@@ -204,9 +204,9 @@ def test_a_step_on_more_elements_than_an_int32_counts() -> None:
     states = [torch.ones(BEYOND + 3, device="cuda") for _ in alone]
     for state, tail in zip(states, alone, strict=True):
         state[-last:] = tail
-    published = torch.zeros(BEYOND + 3, dtype=torch.bfloat16, device="cuda")
-    torch.ops.megatron_zpp.adamw(*states, published, *scalars, BEYOND)
+    gather_source = torch.zeros(BEYOND + 3, dtype=torch.bfloat16, device="cuda")
+    torch.ops.megatron_zpp.adamw(*states, gather_source, *scalars, BEYOND)
     reference.adamw(*alone, None, *scalars, last - 3)
     for state, tail in zip(states, alone, strict=True):
         assert_same_bits(state[-last:], tail)
-    assert torch.equal(published, states[0].bfloat16())
+    assert torch.equal(gather_source, states[0].bfloat16())

@@ -82,11 +82,11 @@ def test_a_skipped_step_of_an_offloaded_optimizer_publishes_nothing(quantized: b
         device="cuda",
         operations=load_operations("cuda", require_kernels=True, say=print),
     )
-    before = [unit.published.clone() for unit in engine.units]
+    before = [unit.gather_source.clone() for unit in engine.units]
     tokens = torch.randint(VOCAB, (4, 129), device="cuda")
     engine.accumulate(tokens, index=0, micro_batches=1)
     assert engine.step(1e-3).skipped
-    assert all(torch.equal(unit.published, old) for unit, old in zip(engine.units, before, strict=True))
+    assert all(torch.equal(unit.gather_source, old) for unit, old in zip(engine.units, before, strict=True))
 
 
 FULL = RecomputeConfig(recompute_granularity="full", recompute_method="uniform")
@@ -221,8 +221,8 @@ def test_ranks_that_cannot_exchange_handles_fall_back_together(where: str) -> No
     fallen_back = on_gpus(1, 2, losses_of_setting, "auto", 1, where)
     assert [rank[:2] for rank in used] == [(True, [])] * 2
     assert [rank[:2] for rank in off] == [(False, [])] * 2
-    for rank, (copies, said, losses, seconds) in enumerate(fallen_back):
-        assert not copies
+    for rank, (uses_copy_engines, said, losses, seconds) in enumerate(fallen_back):
+        assert not uses_copy_engines
         assert len(said) == (rank == 0)
         for others in (off, used):
             assert losses == pytest.approx(others[rank][2], rel=torch.finfo(torch.bfloat16).eps)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.model.attention import DotProduct, PackedFlash, check_runs, choose_attention
-from megatron_zpp.model.gpt import GPT, Parts
+from megatron_zpp.model.gpt import GPT, ModelComponents
 
 VOCAB = 50
 MODEL = ModelConfig(
@@ -27,7 +27,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def model_of(recompute: RecomputeConfig | None = None, kernel: DotProduct = TORCHS) -> GPT:
-    return GPT(MODEL, VOCAB, recompute, parts=Parts(attention=kernel)).initialize(3).double()
+    return GPT(MODEL, VOCAB, recompute, parts=ModelComponents(attention=kernel)).initialize(3).double()
 
 
 def packed(lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,7 +130,7 @@ def test_flash_of_variable_lengths_fits_the_model() -> None:
     """On the meta device, where the kernel's own shapes are checked and nothing is computed."""
     pytest.importorskip("torch.nn.attention.varlen", reason="torch 2.10 brought it")
     with torch.device("meta"):
-        model = GPT(MODEL, VOCAB, parts=Parts(attention=PackedFlash())).bfloat16()
+        model = GPT(MODEL, VOCAB, parts=ModelComponents(attention=PackedFlash())).bfloat16()
         tokens, positions, ends = (part.to("meta") for part in packed())
         loss = model(tokens, tokens, positions, ends)
         loss.backward()

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.model.fp8 import Float8Linear
-from megatron_zpp.model.gpt import GPT, Parts
+from megatron_zpp.model.gpt import GPT, ModelComponents
 
 E4M3, E5M2 = (3, -9, 448.0), (2, -16, 57344.0)  # bits of the fraction, log2 of the least, the largest
 FP32 = 2.0**-23
@@ -124,7 +124,7 @@ def test_a_model_of_them_learns_what_a_plain_one_does(recompute: str | None) -> 
     tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(4))
     torch.set_num_threads(1)
     curves = []
-    for parts in (Parts(), Parts(linear=Float8Linear)):
+    for parts in (ModelComponents(), ModelComponents(linear=Float8Linear)):
         model = GPT(config, 64, recomputed, parts).initialize(1).bfloat16()
         masters = [parameter.detach().float().requires_grad_() for parameter in model.parameters()]
         adamw, losses = torch.optim.AdamW(masters, lr=2e-2), []

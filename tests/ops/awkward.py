@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.formats import QuantFormat
 
 KINDS = 18
 
@@ -72,7 +72,7 @@ def _make(x: Tensor, kind: int, dtype: torch.dtype, generator: torch.Generator) 
         x *= 100.0
 
 
-def random_messages(count: int, format: Format, numel: int, seed: int = 0) -> Tensor:
+def random_messages(count: int, format: QuantFormat, numel: int, seed: int = 0) -> Tensor:
     """(count, message_bytes(numel)) of any codes, with scales of any sign, size, and some not finite."""
     generator = torch.Generator().manual_seed(seed)
     size = format.message_bytes(numel)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.ops import reference
-from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.formats import QuantFormat
 from tests.ops.agreement import assert_agree, assert_same_bits
 from tests.ops.awkward import KINDS, awkward, random_messages, sprinkled
 
@@ -24,7 +24,7 @@ def garbage(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
     return torch.full(shape, 165, dtype=dtype)
 
 
-def plain(format: Format) -> tuple[Any, ...]:
+def plain(format: QuantFormat) -> tuple[Any, ...]:
     """The operators' arguments for a format, without `rotate`."""
     return format.codes, format.block, format.scales
 
@@ -33,7 +33,7 @@ def quantize_and_back(codes: str, block: int, device: str) -> None:
     """Every scale format, number format, rotation and rounding, on every kind of block."""
     rows, groups, n = 6, 3, block * -(-KINDS // 6)
     for scales, dtype, rotate, seed in itertools.product(SCALES, FLOATS, (False, True), (None, SEED)):
-        format = Format(codes, block, scales, rotate)
+        format = QuantFormat(codes, block, scales, rotate)
         messages = garbage(groups, format.message_bytes(rows // groups * n))
         x = awkward(rows, n, block, dtype)
         _, messages, *_ = assert_agree("quantize", x, messages, *plain(format), rotate, seed, device=device)
@@ -44,7 +44,7 @@ def quantize_and_back(codes: str, block: int, device: str) -> None:
 def any_bytes(codes: str, device: str) -> None:
     """Every code, with scales of every kind."""
     for scales, dtype, rotate in itertools.product(SCALES, FLOATS, (False, True)):
-        format = Format(codes, 64, scales, rotate)
+        format = QuantFormat(codes, 64, scales, rotate)
         messages = random_messages(2, format, 4096)
         assert_agree(
             "dequantize", messages, garbage(8, 1024, dtype=dtype), *plain(format), rotate, device=device
@@ -53,7 +53,7 @@ def any_bytes(codes: str, device: str) -> None:
 
 def largest_fp16_number(codes: str, device: str) -> None:
     """Every code with a scale for which one of them is 65520, the first number that rounds to infinity."""
-    format = Format(codes, 256, torch.float32)
+    format = QuantFormat(codes, 256, torch.float32)
     numel = 256 * 8 // format.bits
     begin, blocks = numel * format.bits // 8, numel // 256
     message = garbage(1, format.message_bytes(numel))
@@ -68,7 +68,7 @@ def largest_fp16_number(codes: str, device: str) -> None:
 
 def row_orders(device: str) -> None:
     """Every number of messages, odd counts of rows, rows that lie apart, and sizes beyond one thread's."""
-    format = Format("int4", 32)
+    format = QuantFormat("int4", 32)
     for rows, groups in ((1, 1), (5, 5), (7, 1), (9, 3), (12, 4), (12, 6), (16, 8)):
         for n, gap in ((32, 0), (96, 32), (32 * 37, 8), (32, 1)):
             for dtype in FLOATS:
@@ -81,7 +81,7 @@ def row_orders(device: str) -> None:
                 output = garbage(rows, n + gap, dtype=dtype)[:, :n]
                 assert_agree("dequantize", messages, output, *plain(format), False, device=device)
     for codes in CODES:
-        format = Format(codes, 128, rotate=True)
+        format = QuantFormat(codes, 128, rotate=True)
         x = awkward(3, 128 * 1001, 128, torch.bfloat16)
         messages = garbage(3, format.message_bytes(x.shape[1]))
         assert_agree("quantize", x, messages, *plain(format), True, None, device=device)
@@ -89,7 +89,7 @@ def row_orders(device: str) -> None:
 
 def strided_output_keeps_its_gaps(device: str) -> None:
     """Rows of an output may lie apart; what lies between them is someone else's."""
-    format = Format()
+    format = QuantFormat()
     messages = random_messages(2, format, 512).to(device)
     buffer = garbage(4, 300, dtype=torch.float32).to(device)
     torch.ops.megatron_zpp.dequantize(messages, buffer[:, :256], *plain(format), False)
@@ -100,7 +100,7 @@ def strided_output_keeps_its_gaps(device: str) -> None:
 def sums(codes: str, device: str) -> None:
     """1 to 9 messages into a shard, over it or added, and encoded again. The last warp may be half empty."""
     for count in range(1, 10):
-        format = Format(codes, (32, 64, 256, 2048)[count % 4], SCALES[count % 2])
+        format = QuantFormat(codes, (32, 64, 256, 2048)[count % 4], SCALES[count % 2])
         for rotate, add in itertools.product((False, True), repeat=2):
             m = _elements(format.block)
             messages = random_messages(count, format, m, seed=count)
@@ -116,13 +116,19 @@ def sums(codes: str, device: str) -> None:
             )
     largest = torch.full((1, 64), torch.finfo(torch.float32).max)
     messages = torch.empty(
-        1, (source := Format(codes, 32, torch.float32)).message_bytes(64), dtype=torch.uint8
+        1, (source := QuantFormat(codes, 32, torch.float32)).message_bytes(64), dtype=torch.uint8
     )
     reference.quantize(largest, messages, *plain(source), False)
-    output = garbage(1, Format("int4", 64).message_bytes(64))
+    output = garbage(1, QuantFormat("int4", 64).message_bytes(64))
     error = torch.ones(64)
     assert_agree(
-        "sum_quantize", messages, output, *plain(source), *plain(Format("int4", 64)), error, device=device
+        "sum_quantize",
+        messages,
+        output,
+        *plain(source),
+        *plain(QuantFormat("int4", 64)),
+        error,
+        device=device,
     )
 
 
@@ -130,10 +136,10 @@ def _elements(block: int) -> int:
     return 2048 * 3 if block > 256 else 256 * 42
 
 
-def _targets(count: int) -> Iterator[tuple[Format, int, torch.dtype | None, int | None]]:
+def _targets(count: int) -> Iterator[tuple[QuantFormat, int, torch.dtype | None, int | None]]:
     """Output formats, numbers of parts, error formats and seeds; another selection for each `count`."""
     parts = {32: (1, 4, 6, 16), 64: (1, 2, 4, 6), 128: (1, 3, 4, 6), 1024: (1, 2, 3), 2048: (1, 3)}
-    formats = [Format(codes, block, scales) for codes in CODES for block in parts for scales in SCALES]
+    formats = [QuantFormat(codes, block, scales) for codes in CODES for block in parts for scales in SCALES]
     for index, format in enumerate(formats):
         turn = index + count
         groups = parts[format.block][turn % len(parts[format.block])]
@@ -210,20 +216,20 @@ def adamw_steps(device: str) -> None:
     """Every format of weights and gradients, decayed prefixes, loss scales, and steps that are skipped."""
     for m in (0, 1, 7, 1000, 1002, 4099, 40_001):
         for dtype, part in zip((None, torch.bfloat16, torch.float16), (0.0, 0.37, 1.0), strict=True):
-            published = None if dtype is None else garbage(m, dtype=dtype)
+            gather_source = None if dtype is None else garbage(m, dtype=dtype)
             gradients = dtype if dtype is not None and m % 2 == 0 else torch.float32
             for found_inf, divisor in ((0.0, 1.0), (0.0, 3.7), (1.0, 1.0), (float("nan"), 2.0)):
                 assert_agree(
                     "adamw",
                     *adamw_states(m, gradients),
-                    published,
+                    gather_source,
                     *adamw_scalars(found_inf, divisor),
                     int(part * m),
                     device=device,
                 )
     for codes, scales, rotate, blocks in itertools.product(CODES, SCALES, (False, True), (1, 13)):
         for block, found_inf in ((32, 0.0), (256, 0.0), (2048, 0.0), (64, 1.0)):
-            format = Format(codes, block, scales, rotate)
+            format = QuantFormat(codes, block, scales, rotate)
             m = blocks * block
             assert_agree(
                 "adamw_quantize",
@@ -239,7 +245,7 @@ def adamw_steps(device: str) -> None:
 
 def nothing_at_all(device: str) -> None:
     """Zero elements are fine."""
-    format = Format()
+    format = QuantFormat()
     for rows, n in ((0, 256), (4, 0)):
         assert_agree(
             "quantize", torch.empty(rows, n), garbage(2, 0), *plain(format), False, None, device=device

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_zpp.ops import reference
-from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.formats import QuantFormat
 from tests.ops.awkward import awkward
 from tests.ops.cases import CODES, FLOATS, SCALES, garbage, plain
 
 EPS = 2.0**-14
 
 
-def there_and_back(x: Tensor, format: Format, seed: int | None = None) -> tuple[Tensor, Tensor]:
+def there_and_back(x: Tensor, format: QuantFormat, seed: int | None = None) -> tuple[Tensor, Tensor]:
     """Decoded numbers (fp32, like x) and the scale of each number, from x (rows, n)."""
     message = garbage(1, format.message_bytes(x.numel()))
     reference.quantize(x, message, *plain(format), format.rotate, seed)
@@ -36,7 +36,7 @@ def there_and_back(x: Tensor, format: Format, seed: int | None = None) -> tuple[
     return decoded, stored.repeat_interleave(format.block).view(x.shape)
 
 
-def bound(x: Tensor, stored: Tensor, format: Format, stochastic: bool) -> Tensor:
+def bound(x: Tensor, stored: Tensor, format: QuantFormat, stochastic: bool) -> Tensor:
     """The largest error that each number may have; see the top of the file."""
     x, step = x.double(), stored.double().abs()
     if format.codes == "fp8":
@@ -71,7 +71,7 @@ def test_errors_are_within_the_formats_bound(
     draw: int,
 ) -> None:
     """Normal numbers to a power, so that blocks go from flat to one outlier above nothing."""
-    format = Format(codes, block, scales)
+    format = QuantFormat(codes, block, scales)
     x = torch.randn(8, 2 * block, generator=torch.Generator().manual_seed(draw))
     x = (x.sign() * x.abs() ** tail).clamp(-60, 60) * 2.0**magnitude
     x = x.to(dtype)
@@ -83,7 +83,7 @@ def test_errors_are_within_the_formats_bound(
 @pytest.mark.parametrize("codes", CODES)
 def test_stochastic_rounding_is_right_on_average(codes: str, rotate: bool) -> None:
     """The mean of N draws is within 5 standard deviations, each at most half a step / sqrt(N)."""
-    format, draws = Format(codes, 256, torch.float32, rotate), 2000
+    format, draws = QuantFormat(codes, 256, torch.float32, rotate), 2000
     x = torch.randn(256, generator=torch.Generator().manual_seed(9))
     x[3] = -9.0  # negative, so that the largest positive numbers are not clipped
     decoded, _ = there_and_back(x.repeat(draws, 1), format, seed=77)
@@ -105,10 +105,10 @@ def test_the_largest_magnitude_is_exact(codes: str, dtype: torch.dtype, scales: 
     x[:, 7] = 5.0 + torch.arange(64) / 32
     x[::2, 7] *= -1
     for seed in (None, 5):
-        decoded, _ = there_and_back(x, Format(codes, 256, scales), seed)
+        decoded, _ = there_and_back(x, QuantFormat(codes, 256, scales), seed)
         assert torch.equal(decoded[:, 7], x[:, 7].float())
     x[:, 9] = -x[:, 7]  # both signs: the positive one is exact
-    decoded, _ = there_and_back(x, Format(codes, 256, scales))
+    decoded, _ = there_and_back(x, QuantFormat(codes, 256, scales))
     assert torch.equal(decoded.amax(1), x[:, 7].float().abs())
 
 
@@ -124,14 +124,14 @@ def test_the_largest_magnitude_loses_the_rounding_of_a_bf16_scale(codes: str, dt
     x[:, 7] = 5.0 + torch.rand(4096, generator=torch.Generator().manual_seed(2)) * 5
     x[:, 9] = -x[:, 7]
     x = x.to(dtype)
-    decoded, _ = there_and_back(x, Format(codes, 32))
+    decoded, _ = there_and_back(x, QuantFormat(codes, 32))
     peak = x[:, 7].double()
     assert torch.equal(decoded[:, 7], x[:, 7].bfloat16().float())
     lost = (decoded[:, 7] - peak).abs() / peak
     rounding = 0.0 if dtype == torch.bfloat16 else 2.0**-8
     assert 0.95 * rounding <= lost.max() <= rounding
 
-    missing = 0.0 if codes == "fp8" else 2.0 ** (1 - Format(codes).bits)
+    missing = 0.0 if codes == "fp8" else 2.0 ** (1 - QuantFormat(codes).bits)
     lost = (decoded[:, 9] + peak).abs() / peak
     bound = missing + (1 - missing) * rounding
     assert 0.95 * bound <= lost.max() <= bound
@@ -146,7 +146,7 @@ def test_a_number_that_is_not_finite_arrives_as_nan_with_its_block(
     x = torch.ones(4, 64)
     x[2, 33] = poison
     for dtype in FLOATS:
-        format = Format(codes, 64, rotate=rotate)
+        format = QuantFormat(codes, 64, rotate=rotate)
         message, output = garbage(1, format.message_bytes(256)), garbage(4, 64, dtype=dtype)
         reference.quantize(x, message, *plain(format), rotate)
         reference.dequantize(message, output, *plain(format), rotate)
@@ -159,7 +159,7 @@ def test_a_number_that_is_not_finite_arrives_as_nan_with_its_block(
 
 def test_what_the_rounding_of_a_scale_makes_infinite_is_not_fed_back() -> None:
     """The largest number of fp32: a bf16 scale is rounded up, and then the decoded number has no room."""
-    source, target = Format("int8", 32, torch.float32), Format("int4", 64)
+    source, target = QuantFormat("int8", 32, torch.float32), QuantFormat("int4", 64)
     x = torch.zeros(1, 64)
     x[0, 5], x[0, 6] = torch.finfo(torch.float32).max, 1e37
     messages, output = garbage(1, source.message_bytes(64)), garbage(1, target.message_bytes(64))
@@ -176,7 +176,7 @@ def test_what_the_rounding_of_a_scale_makes_infinite_is_not_fed_back() -> None:
 
 def test_a_block_that_is_not_finite_leaves_its_error_alone() -> None:
     """A NaN that came once must not come again with the error."""
-    source, target = Format("int8", 32), Format("int4", 64)
+    source, target = QuantFormat("int8", 32), QuantFormat("int4", 64)
     x = torch.randn(1, 256, generator=torch.Generator().manual_seed(3))
     x[0, 70] = float("nan")
     messages = garbage(1, source.message_bytes(256))
@@ -193,7 +193,7 @@ def test_a_block_that_is_not_finite_leaves_its_error_alone() -> None:
 
 def test_error_feedback_sends_everything_in_the_end() -> None:
     """The mean of what was sent over N rounds is off by one error / N, not by an error."""
-    source, target, rounds = Format("int8", 32, torch.float32), Format("int4", 64), 50
+    source, target, rounds = QuantFormat("int8", 32, torch.float32), QuantFormat("int4", 64), 50
     messages = garbage(2, source.message_bytes(256))
     x = torch.randn(2, 256, generator=torch.Generator().manual_seed(4))
     reference.quantize(x, messages, *plain(source), False)
@@ -210,7 +210,7 @@ def test_error_feedback_sends_everything_in_the_end() -> None:
 
 def test_fp16_saturates_but_keeps_infinity_out_of_finite_numbers() -> None:
     """A finite number past 65504 becomes 65504: a gather must not make weights infinite."""
-    format = Format("int8", 32)
+    format = QuantFormat("int8", 32)
     x = torch.full((1, 64), 70000.0)
     x[0, 32:] = -1e30
     message, output = garbage(1, format.message_bytes(64)), torch.empty(1, 64, dtype=torch.float16)
@@ -222,7 +222,7 @@ def test_fp16_saturates_but_keeps_infinity_out_of_finite_numbers() -> None:
 
 @pytest.mark.parametrize("codes", CODES)
 def test_padding_is_zero_and_inputs_stay(codes: str) -> None:
-    format = Format(codes, 32)
+    format = QuantFormat(codes, 32)
     x = awkward(3, 32 * 7, 32, torch.bfloat16)
     before, messages = x.clone(), garbage(3, format.message_bytes(32 * 7))
     reference.quantize(x, messages, *plain(format), False)

@@ -5,29 +5,29 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.formats import QuantFormat
 from tests.ops.cases import BLOCKS, CODES, SCALES
 
-formats = st.builds(Format, st.sampled_from(CODES), st.sampled_from(BLOCKS), st.sampled_from(SCALES))
+formats = st.builds(QuantFormat, st.sampled_from(CODES), st.sampled_from(BLOCKS), st.sampled_from(SCALES))
 
 
 @pytest.mark.parametrize(
     ("format", "numel", "size"),
     [
-        (Format(), 4096, 4096 + 16 * 2),
-        (Format(), 256, 272),  # 258 and padding
-        (Format("int4", 128), 1024, 512 + 16),
-        (Format("fp8", 32, torch.float32), 32, 48),
-        (Format("int4", 2048, torch.float32), 0, 0),
-        (Format(), 2**40, 2**40 + 2**33),
+        (QuantFormat(), 4096, 4096 + 16 * 2),
+        (QuantFormat(), 256, 272),  # 258 and padding
+        (QuantFormat("int4", 128), 1024, 512 + 16),
+        (QuantFormat("fp8", 32, torch.float32), 32, 48),
+        (QuantFormat("int4", 2048, torch.float32), 0, 0),
+        (QuantFormat(), 2**40, 2**40 + 2**33),
     ],
 )
-def test_message_bytes(format: Format, numel: int, size: int) -> None:
+def test_message_bytes(format: QuantFormat, numel: int, size: int) -> None:
     assert format.message_bytes(numel) == size
 
 
 @given(formats, st.integers(0, 10**6))
-def test_a_size_says_how_many_elements(format: Format, blocks: int) -> None:
+def test_a_size_says_how_many_elements(format: QuantFormat, blocks: int) -> None:
     numel = blocks * format.block
     size = format.message_bytes(numel)
     assert size % 16 == 0
@@ -36,7 +36,7 @@ def test_a_size_says_how_many_elements(format: Format, blocks: int) -> None:
 
 
 @given(formats, st.integers(0, 10**6))
-def test_any_other_size_is_refused(format: Format, size: int) -> None:
+def test_any_other_size_is_refused(format: QuantFormat, size: int) -> None:
     try:
         numel = format.message_numel(size)
     except ValueError:
@@ -57,10 +57,10 @@ def test_any_other_size_is_refused(format: Format, size: int) -> None:
 )
 def test_what_is_no_format(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match="^" + message.replace(".", r"\.") + "$"):
-        Format(**settings)
+        QuantFormat(**settings)
 
 
 @pytest.mark.parametrize("numel", [-256, 255, 257])
 def test_only_whole_blocks_make_a_message(numel: int) -> None:
     with pytest.raises(ValueError, match=f"whole blocks of 256 elements, got {numel} elements"):
-        Format().message_bytes(numel)
+        QuantFormat().message_bytes(numel)

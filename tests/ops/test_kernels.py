@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.formats import QuantFormat
 from tests.ops import cases
 from tests.ops.agreement import assert_agree
 
@@ -83,7 +83,7 @@ def test_any_numbers_encode_the_same(
     blocks: int,
     values: list[float],
 ) -> None:
-    format, rows, n = Format(codes, 32, scales, rotate), per_message * groups, 32 * blocks
+    format, rows, n = QuantFormat(codes, 32, scales, rotate), per_message * groups, 32 * blocks
     x = torch.tensor(values).repeat(-(-rows * n // len(values)))[: rows * n].view(rows, n).to(dtype)
     messages = cases.garbage(groups, format.message_bytes(per_message * n))
     _, messages, *_ = assert_agree("quantize", x, messages, *cases.plain(format), rotate, seed)
@@ -92,8 +92,12 @@ def test_any_numbers_encode_the_same(
 
 @settings(max_examples=50, deadline=None)
 @given(
-    source=st.sampled_from([Format("int4", 64), Format("int8", 32), Format("fp8", 128, torch.float32)]),
-    target=st.sampled_from([Format("int4", 32), Format("int8", 256), Format("fp8", 64, torch.float32)]),
+    source=st.sampled_from(
+        [QuantFormat("int4", 64), QuantFormat("int8", 32), QuantFormat("fp8", 128, torch.float32)]
+    ),
+    target=st.sampled_from(
+        [QuantFormat("int4", 32), QuantFormat("int8", 256), QuantFormat("fp8", 64, torch.float32)]
+    ),
     count=st.integers(1, 17),
     groups=st.integers(1, 9),
     blocks=st.integers(1, 4),
@@ -101,8 +105,8 @@ def test_any_numbers_encode_the_same(
     seed=st.none() | st.integers(-(2**63), 2**63 - 1),
 )
 def test_any_parts_of_a_sum_encode_the_same(
-    source: Format,
-    target: Format,
+    source: QuantFormat,
+    target: QuantFormat,
     count: int,
     groups: int,
     blocks: int,

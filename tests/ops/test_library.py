@@ -10,14 +10,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_zpp.native.cache import BuildError
 from megatron_zpp.ops import library, reference
-from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.ops.operations import Operations
 from tests.ops.agreement import assert_same_bits
 from tests.ops.cases import adamw_scalars, adamw_states, garbage, plain
 
-FORMAT = Format("int4", 32)
-ROTATED = Format("int8", 64, torch.float32, rotate=True)
+FORMAT = QuantFormat("int4", 32)
+ROTATED = QuantFormat("int8", 64, torch.float32, rotate=True)
 
 
 def calls() -> dict[str, tuple[Any, ...]]:
@@ -230,7 +230,10 @@ def test_every_operation_of_the_object_runs_the_operator() -> None:
     operations.quantize(*given["quantize"][:2], ROTATED, seed=5)
     operations.dequantize(*given["dequantize"][:2], ROTATED)
     operations.sum_quantize(
-        *given["sum_quantize"][:2], FORMAT, Format("int8", 64, torch.float32), error=given["sum_quantize"][8]
+        *given["sum_quantize"][:2],
+        FORMAT,
+        QuantFormat("int8", 64, torch.float32),
+        error=given["sum_quantize"][8],
     )
     operations.sum_into(*given["sum_into"][:2], FORMAT, factor=0.5, add=True)
     operations.sum_parts(
@@ -299,17 +302,17 @@ def test_adamw_follows_torchs() -> None:
     groups = [{"params": parts[:1], "weight_decay": 0.1}, {"params": parts[1:], "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8)
     master, exp_avg, exp_avg_sq = start.clone(), torch.zeros(m), torch.zeros(m)
-    published = torch.empty(m, dtype=torch.bfloat16)
+    gather_source = torch.empty(m, dtype=torch.bfloat16)
     for step in range(1, 11):
         gradient = torch.randn(m, generator=generator)
         for part, own in zip(parts, (gradient[:decayed], gradient[decayed:]), strict=True):
             part.grad = own.double()
         adamw.step()
         reference.adamw(
-            *(master, gradient * 4, exp_avg, exp_avg_sq, published),
+            *(master, gradient * 4, exp_avg, exp_avg_sq, gather_source),
             *(torch.tensor(4.0), torch.tensor(0.0), torch.tensor([1 - 0.9**step, 1 - 0.95**step])),
             *(rate, 0.9, 0.95, 1e-8, 0.1, decayed),
         )
     exact = torch.cat([part.detach() for part in parts])
     assert ((master - exact).abs() <= 10 * 16 * 2.0**-24 * (exact.abs() + 10 * rate)).all()
-    assert torch.equal(published, master.bfloat16())
+    assert torch.equal(gather_source, master.bfloat16())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_zpp.ops import reference
-from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.philox import philox, random_16_bits
 from tests.ops import scalar_oracle
 from tests.ops.awkward import KINDS, awkward
@@ -56,7 +56,7 @@ def test_messages(codes: str, scales: torch.dtype, rotate: bool) -> None:
     if rotate:
         x = x.clamp(-1e30, 1e30)  # fractions do not overflow
     for seed in (None, SEED):
-        messages = garbage(1, Format(codes, block, scales).message_bytes(x.numel()))
+        messages = garbage(1, QuantFormat(codes, block, scales).message_bytes(x.numel()))
         reference.quantize(x, messages, codes, block, scales, rotate, seed)
         random = None
         if seed is not None:
@@ -67,7 +67,7 @@ def test_messages(codes: str, scales: torch.dtype, rotate: bool) -> None:
 
 def test_two_rows_a_message_and_their_random_numbers() -> None:
     """Row r goes to message r % G, to place r // G; the generator goes by the place in the input."""
-    format, groups = Format("int4", 32), 3
+    format, groups = QuantFormat("int4", 32), 3
     x = torch.randn(6, 96, generator=torch.Generator().manual_seed(2))
     messages = garbage(groups, format.message_bytes(192))
     reference.quantize(x, messages, *plain(format), False, SEED)
@@ -83,7 +83,7 @@ def test_two_rows_a_message_and_their_random_numbers() -> None:
 @pytest.mark.parametrize("codes", CODES)
 def test_every_code_decodes(codes: str) -> None:
     """All bytes but E4M3's NaNs, with an awkward scale."""
-    format = Format(codes, 256, torch.float32)
+    format = QuantFormat(codes, 256, torch.float32)
     stored = np.float32(-0.3)
     message = torch.zeros(1, format.message_bytes(256), dtype=torch.uint8)
     numbers = torch.arange(256) if codes != "int4" else torch.arange(128) * 2  # 16 times every code
@@ -107,7 +107,7 @@ def test_every_code_decodes(codes: str) -> None:
 
 def test_sums_are_in_order_and_the_error_is_what_is_lost() -> None:
     """sum_into, sum_parts and sum_quantize against numpy's fp32, message after message."""
-    source, target = Format("int4", 32), Format("int8", 64, torch.float32)
+    source, target = QuantFormat("int4", 32), QuantFormat("int8", 64, torch.float32)
     parts = (
         torch.randn(5, 192, generator=torch.Generator().manual_seed(4)) * torch.logspace(-3, 3, 5)[:, None]
     )

@@ -205,7 +205,7 @@ def test_squares_come_with_sums_where_the_plan_says_so(zero: dict, micro_batches
     for index in range(micro_batches):
         engine.accumulate(torch.zeros(1, 17, dtype=torch.long), index=index, micro_batches=micro_batches)
     planned = job_of(MODEL, 300, zero=zero, precision=precision, micro_batches=micro_batches)
-    assert {unit.squares is not None for unit in engine.units} == {planned.finds_squares}
+    assert {unit.squares is not None for unit in engine.units} == {planned.returns_squared_norms}
 
 
 def squares_are_there(topology: Topology) -> set[bool]:
@@ -219,7 +219,7 @@ def squares_are_there(topology: Topology) -> set[bool]:
 def test_squares_come_with_whole_sums_where_the_plan_says_so(nodes: int, local: int) -> None:
     planned = job_of(MODEL, 300, precision=PrecisionConfig(**BF16), nodes=nodes, local=local)
     for found in on_ranks(nodes * local, squares_are_there, ranks_per_node=local):
-        assert found == {planned.finds_squares}
+        assert found == {planned.returns_squared_norms}
 
 
 def test_peaks_are_what_gpus_reported() -> None:

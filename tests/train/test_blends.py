@@ -72,6 +72,9 @@ def test_other_weights_after_a_resume(two: tuple[str, str], tmp_path: Path) -> N
     assert "the blend changes" not in go_on(("3", "1"), "a", 6, 1)
     go_on(("3", "1"), "b", 6, 2)
     assert losses(tmp_path / "a.jsonl") == pytest.approx(losses(tmp_path / "b.jsonl"), rel=1e-5)
-    standing = state(tmp_path / "a" / "iter_0000006")["progress"]["standing"]
-    assert [(part["given"], part["weight"]) for part in standing["sets"]] == [(4, 3.0), (12, 1.0)]
-    assert standing["since"] == 16
+    dataset_progress = state(tmp_path / "a" / "iter_0000006")["progress"]["dataset_progress"]
+    assert [(part["consumed_before"], part["weight"]) for part in dataset_progress["sets"]] == [
+        (4, 3.0),
+        (12, 1.0),
+    ]
+    assert dataset_progress["since"] == 16

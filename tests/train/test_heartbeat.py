@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.config.run import DistributedConfig
-from megatron_zpp.train.beats import Beat, Judge
 from megatron_zpp.train.errors import one_line_errors, said_by_each
 from megatron_zpp.train.heartbeat import heartbeat
-from megatron_zpp.train.joining import meet_ranks
+from megatron_zpp.train.heartbeat_messages import HeartbeatMessage, LivenessMonitor
+from megatron_zpp.train.joining import connect_ranks
 from megatron_zpp.train.once_per_node import OncePerNode
 from megatron_zpp.train.signals import stop_signals
 from megatron_zpp.zero.process_group import process_group
@@ -30,13 +30,13 @@ TIMEOUT = 6.0  # who is well is never that late, however busy the machine
 PATIENCE = 120  # seconds; collectives would wait for ten minutes
 
 
-def beat(rank: int, count: int = 1, **changes: object) -> Beat:
+def beat(rank: int, count: int = 1, **changes: object) -> HeartbeatMessage:
     values = {"doing": "step 7", "marks": 10, "seconds": 0.0, "patient": False, **changes}
-    return Beat(rank=rank, host=f"host{rank}", count=count, **values)
+    return HeartbeatMessage(rank=rank, host=f"host{rank}", count=count, **values)
 
 
 def test_the_judge_names_who_is_silent_failed_or_stuck() -> None:
-    judge = Judge(timeout=60, patience=3)
+    judge = LivenessMonitor(timeout=60, patience=3)
     judge.see([beat(0), beat(1), None], 100)
     judge.see([beat(0, 2), beat(1), None], 160)
     assert judge.lost([beat(0, 2), beat(1), None]) is None
@@ -59,7 +59,7 @@ def test_the_judge_names_who_is_silent_failed_or_stuck() -> None:
 
 
 def test_the_rank_with_the_fewest_marks_is_stuck_and_not_those_that_wait_for_it() -> None:
-    judge = Judge(timeout=60, patience=3)
+    judge = LivenessMonitor(timeout=60, patience=3)
     waiting = [beat(0, seconds=61), beat(2, seconds=61)]
     assert "rank 1 [host1] stuck for 61 s" in judge.stuck([*waiting, beat(1, marks=9, seconds=61)])
     assert judge.stuck([*waiting, beat(1, marks=9, seconds=5)]) is None  # slow, not stuck
@@ -72,7 +72,7 @@ def test_the_rank_with_the_fewest_marks_is_stuck_and_not_those_that_wait_for_it(
 
 
 def test_those_who_wait_hear_for_whom() -> None:
-    judge = Judge(timeout=60, patience=3)
+    judge = LivenessMonitor(timeout=60, patience=3)
     joins = {"limit": 100.0, "doing": "joins", "seconds": 12}
     everyone = [beat(0, **joins), beat(1, **joins)]
     judge.see(everyone, 100)
@@ -85,8 +85,8 @@ def test_those_who_wait_hear_for_whom() -> None:
 
 def test_a_beat_survives_the_store() -> None:
     there = beat(3, failed='quoted "text"', asks=True)
-    assert Beat.decode(there.encode().encode()) == there
-    assert Beat.decode(b"null") is None
+    assert HeartbeatMessage.decode(there.encode().encode()) == there
+    assert HeartbeatMessage.decode(b"null") is None
 
 
 @pytest.mark.parametrize("timeout", [600, 1e9])
@@ -112,7 +112,7 @@ def rank_main(
         stop_signals("signals", topology, OncePerNode(None), saves=True) as signals,
         one_line_errors("test", topology, debug=False, say=said_by_each),
         heartbeat(
-            (meeting := meet_ranks(config, topology, "test")).store,
+            (meeting := connect_ranks(config, topology, "test")).store,
             topology,
             timeout,
             "test",
@@ -348,5 +348,5 @@ def test_a_rank_asks_nothing_behind_its_good_bye() -> None:
     with heartbeat(store, Topology(1, 2, 1, 2), 6.0, "test"):
         wait_until(lambda: any(name == "multi_get" for name, *_ in store.calls), 30)
     *before, (name, key, said) = store.calls
-    assert (name, key, Beat.decode(said).left) == ("set", "beat/1", True)
-    assert not any(Beat.decode(given[1]).left for name, *given in before if name == "set")
+    assert (name, key, HeartbeatMessage.decode(said).left) == ("set", "beat/1", True)
+    assert not any(HeartbeatMessage.decode(given[1]).left for name, *given in before if name == "set")

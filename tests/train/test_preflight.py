@@ -13,7 +13,7 @@ import pytest
 
 from megatron_zpp.train import joining
 from megatron_zpp.train.links import Ring, describe_rates, rings_of, slow_links, split_nodes
-from megatron_zpp.zero.meeting import Place, interface_of, meet, ranges
+from megatron_zpp.zero.rendezvous import RankAddress, interface_of, ranges, rendezvous
 from megatron_zpp.zero.topology import Topology
 from tests.support import Run
 
@@ -50,9 +50,9 @@ def hang_when_it_joins() -> None:
 def test_a_rank_that_is_not_heard_of_again_ends_the_run(waiting: dict[str, Run]) -> None:
     """It came, and hangs before it says anything."""
     run = waiting["silent"]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": run.port}
-    meeting = meet(Topology(1, 2, 1, 2), place, limit=120, timeout=timedelta(seconds=120), say=print)
-    assert meeting.places[0].interface == "lo"
+    rank_address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": run.port}
+    met = rendezvous(Topology(1, 2, 1, 2), rank_address, limit=120, timeout=timedelta(seconds=120), say=print)
+    assert met.addresses[0].interface == "lo"
     assert run.statuses() == {0: 1}
     assert "pretrain_gpt.py: waiting for rank 1: starting for 1" in run.err(0)
     (line,) = run.errors()
@@ -139,7 +139,7 @@ def test_ranks_that_meet_but_cannot_join_end_the_run(waiting: dict[str, Run]) ->
 
 
 def test_links_in_words() -> None:
-    hosts = [Place(f"host{rank // 2}", 1, f"10.0.0.{rank}", "eth0") for rank in range(6)]
+    hosts = [RankAddress(f"host{rank // 2}", 1, f"10.0.0.{rank}", "eth0") for rank in range(6)]
     rates = [10e9, 11e9, 10e9, 3e9, 12e9, 10e9]
     assert describe_rates("inside", rates) == "inside 10 GB/s a rank, at least 3 GB/s (rank 3)"
     assert slow_links("inside", rates, [1, 0, 3, 2, 5, 4], hosts) == [

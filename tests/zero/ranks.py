@@ -21,10 +21,12 @@ def on_ranks(
         return [function(Topology(), *arguments)]
     results = CONTEXT.SimpleQueue()
     per_node = ranks_per_node or world
-    meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # at a port that is free
+    rendezvous = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )  # at a port that is free
     processes = mp.start_processes(
         _rank,
-        (world, per_node, meeting.port, results, function, arguments),
+        (world, per_node, rendezvous.port, results, function, arguments),
         nprocs=world,
         join=False,
         start_method="forkserver",
@@ -41,8 +43,8 @@ def _rank(
     rank: int, world: int, per_node: int, port: int, results: Any, function: Callable, arguments: tuple
 ) -> None:
     torch.set_num_threads(1)
-    meeting = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world)
+    rendezvous = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=rendezvous, rank=rank, world_size=world)
     results.put((rank, function(Topology(rank, world, rank % per_node, per_node), *arguments)))
     dist.barrier()
     dist.destroy_process_group()

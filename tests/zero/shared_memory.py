@@ -7,16 +7,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_zpp.zero.lane import Lane
+from megatron_zpp.zero.comm_stream import CommStream
 
 
-class SharedLane(Lane):
+class SharedLane(CommStream):
     """A lane of processes of this machine that has rooms."""
 
-    def rooms(self, nbytes: int) -> list[Tensor]:
+    def peer_buffers(self, nbytes: int) -> list[Tensor]:
         """See Lane."""
         directory = [tempfile.mkdtemp()]
         dist.broadcast_object_list(directory, src=self.ranks[0], group=self._group)
-        self._met = torch.zeros(len(self.ranks)), torch.zeros(len(self.ranks))
-        files = (str(Path(directory[0], str(place))) for place in range(len(self.ranks)))
+        self._barrier_buffers = torch.zeros(len(self.ranks)), torch.zeros(len(self.ranks))
+        files = (str(Path(directory[0], str(group_rank))) for group_rank in range(len(self.ranks)))
         return [torch.from_file(file, shared=True, size=nbytes, dtype=torch.uint8) for file in files]

@@ -53,11 +53,13 @@ def test_error_feedback_needs_a_second_hop(nodes: int, local: int) -> None:
     check_topology(config, Topology(0, 4, 0, 2))
 
 
-@pytest.mark.parametrize(("rank", "node", "counterparts"), [(0, [0, 1, 2], [0, 3]), (5, [3, 4, 5], [2, 5])])
-def test_hops_of_a_rank(rank: int, node: list[int], counterparts: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("rank", "node", "cross_node_ranks"), [(0, [0, 1, 2], [0, 3]), (5, [3, 4, 5], [2, 5])]
+)
+def test_hops_of_a_rank(rank: int, node: list[int], cross_node_ranks: list[int]) -> None:
     topology = Topology(rank, 6, rank % 3, 3)
     assert list(topology.node_ranks) == node
-    assert list(topology.counterparts) == counterparts
+    assert list(topology.cross_node_ranks) == cross_node_ranks
     assert list(topology.neighbours(2)) == [rank // 2 * 2, rank // 2 * 2 + 1]
 
 

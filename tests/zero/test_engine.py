@@ -147,7 +147,7 @@ def test_low_precision_follows_fp32_within_its_rounding(dtype: str) -> None:
     # A mean of ~1e3 losses near ln(101): each is off by at most a few units in the last place of its format.
     tolerance = 8 * torch.finfo(getattr(torch, dtype)).eps
     assert exact == pytest.approx(rounded, rel=tolerance)
-    assert small(precision=precision).units[0].published.dtype == getattr(torch, dtype)
+    assert small(precision=precision).units[0].gather_source.dtype == getattr(torch, dtype)
 
 
 def test_master_weights_keep_what_bf16_would_lose() -> None:

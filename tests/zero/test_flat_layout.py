@@ -33,10 +33,10 @@ def test_the_shards_pieces_are_every_element_once(numels: list[int], ranks: int,
         for piece in layout.pieces(owned):
             assert piece.start == seen[piece.parameter]  # in order, without a gap
             seen[piece.parameter] += piece.length
-            assert piece.place >= 0
-            assert piece.place + piece.length <= len(owned)
-            assert layout.offsets[piece.parameter] + piece.start == owned.start + piece.place
-            assert (piece.place < inside) == (piece.parameter < layout.decayed)
+            assert piece.destination >= 0
+            assert piece.destination + piece.length <= len(owned)
+            assert layout.offsets[piece.parameter] + piece.start == owned.start + piece.destination
+            assert (piece.destination < inside) == (piece.parameter < layout.decayed)
     assert seen == numels
     assert decayed == layout.offsets[layout.decayed]
 

@@ -43,14 +43,14 @@ def test_our_update_is_torchs_but_for_rounding() -> None:
 def test_published_weights_are_the_masters_rounded(kernel: bool) -> None:
     engine = trained(PrecisionConfig(bf16=True), kernel, 3)
     for unit in engine.units:
-        assert torch.equal(unit.published, unit.master.bfloat16())
+        assert torch.equal(unit.gather_source, unit.master.bfloat16())
 
 
 @pytest.mark.parametrize("kernel", [True, False])
 def test_a_skipped_step_leaves_every_state_alone(kernel: bool) -> None:
     engine = trained(PrecisionConfig(bf16=True), kernel, 2)
     before = [
-        [state.clone() for state in (unit.master, unit.published, *moments.values())]
+        [state.clone() for state in (unit.master, unit.gather_source, *moments.values())]
         for unit, moments in zip(engine.units, engine._adamw.moments, strict=True)
     ]
     engine.accumulate(torch.zeros(1, 17, dtype=torch.long), index=0, micro_batches=1)
@@ -58,5 +58,5 @@ def test_a_skipped_step_leaves_every_state_alone(kernel: bool) -> None:
     assert engine.step(1e-2).skipped
     assert engine.optimizer_steps == 2
     for unit, moments, states in zip(engine.units, engine._adamw.moments, before, strict=True):
-        for state, old in zip((unit.master, unit.published, *moments.values()), states, strict=True):
+        for state, old in zip((unit.master, unit.gather_source, *moments.values()), states, strict=True):
             assert torch.equal(state, old)

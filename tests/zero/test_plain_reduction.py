@@ -10,12 +10,12 @@ import torch
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.zero.collectives import PlainReduction, sum_squares
+from megatron_zpp.zero.comm_stream import CommStream
 from megatron_zpp.zero.communication import build_communication
 from megatron_zpp.zero.engine import reduce_dtype, sum_dtype
 from megatron_zpp.zero.flat_layout import FlatLayout
-from megatron_zpp.zero.lane import Lane
-from megatron_zpp.zero.parts import Part
-from megatron_zpp.zero.theory import WholeSums, sums_inside_nodes
+from megatron_zpp.zero.grad_segments import GradSegment
+from megatron_zpp.zero.theory import AllReduceAlgorithm, reduces_in_two_hops
 from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.traffic import TrafficLedger
 from megatron_zpp.zero.unit import Residency
@@ -32,7 +32,7 @@ class Case:
     format: str
     in_bf16: bool = False
     kernels: bool = False
-    rooms: bool = False  # ranks of one node write each other's memory; GPUs do wherever they can
+    peer_buffers: bool = False  # ranks of one node write each other's memory; GPUs do wherever they can
 
     @property
     def precision(self) -> PrecisionConfig:
@@ -51,8 +51,8 @@ CASES = (
     Case(2, "fp16"),
     Case(2, "bf16", in_bf16=True, kernels=True),
     Case(3, "fp16", in_bf16=True),
-    Case(1, "fp32", rooms=True),
-    Case(3, "bf16", kernels=True, rooms=True),
+    Case(1, "fp32", peer_buffers=True),
+    Case(3, "bf16", kernels=True, peer_buffers=True),
 )
 SIZES = (700, 5001, 129, 5001, 1)  # parameters of units; nothing divides
 POISONED = 1  # the unit of which the last rank has a NaN in the last round
@@ -86,12 +86,12 @@ def reduce(started: Topology, grids: list[tuple[int, int]]) -> list[list[Result]
 def reduce_case(topology: Topology, case: Case) -> Result:
     """All units of a round are submitted before the first is waited for, as by a fast backward."""
     ledger, units = TrafficLedger(topology), layouts(topology.world_size)
-    writes = case.rooms and topology.nodes == 1 < topology.world_size
-    make_lane = SharedLane if writes and this_device().type == "cpu" else Lane
+    writes = case.peer_buffers and topology.nodes == 1 < topology.world_size
+    make_comm_stream = SharedLane if writes and this_device().type == "cpu" else CommStream
     communication = build_communication(
         ZeroConfig(zero_stage=case.stage),
         topology,
-        lambda ranks: make_lane(
+        lambda ranks: make_comm_stream(
             ranks, topology, this_device(), ledger, None, copy_engines=copy_engines(topology)
         ),
         units,
@@ -101,8 +101,8 @@ def reduce_case(topology: Topology, case: Case) -> Result:
         operations=operations() if case.kernels else None,
     )
     sent = [torch.empty(layout.numel, dtype=case.sent, device=this_device()) for layout in units]
-    for lane in communication.lanes:
-        lane.ready()
+    for comm_stream in communication.comm_streams:
+        comm_stream.ready()
     shards = [torch.full((layout.shard_numel,), 7.0, device=this_device()) for layout in units]
     squares = [torch.full((layout.shard_numel // 256,), 7.0, device=this_device()) for layout in units]
     rounds = []
@@ -122,17 +122,17 @@ def reduce_case(topology: Topology, case: Case) -> Result:
             any_order = 0 if case.kernels else 2 * 256 * 2**-24  # torch's depends on how many sums there are
             torch.testing.assert_close(found, expected, rtol=any_order, atol=0, equal_nan=True)
         rounds.append([shard.cpu().numpy().copy() for shard in shards])
-    for lane in communication.lanes:
-        lane.settle()
-        lane.close()
+    for comm_stream in communication.comm_streams:
+        comm_stream.settle()
+        comm_stream.close()
     return rounds, ledger.take()
 
 
-def in_parts(flat: torch.Tensor) -> list[Part]:
+def in_parts(flat: torch.Tensor) -> list[GradSegment]:
     """A gradient in pieces of 1 to 3 blocks that lie elsewhere."""
     starts = sorted(start for first in (0, 256, 768) for start in range(first, len(flat), 6 * 256))
     stops = [*starts[1:], len(flat)]
-    return [Part(start, flat[start:stop].clone()) for start, stop in zip(starts, stops, strict=True)]
+    return [GradSegment(start, flat[start:stop].clone()) for start, stop in zip(starts, stops, strict=True)]
 
 
 def in_order(parts: torch.Tensor) -> torch.Tensor:
@@ -223,7 +223,7 @@ def test_a_reduction_is_the_sum_over_all_ranks(grids: list[tuple[int, int]]) -> 
 def test_two_hops_are_taken_where_they_send_less(
     nodes: int, local: int, reduce_bytes: int, sum_bytes: int, two_hops: bool
 ) -> None:
-    assert sums_inside_nodes(nodes, local, reduce_bytes=reduce_bytes, sum_bytes=sum_bytes) == two_hops
+    assert reduces_in_two_hops(nodes, local, reduce_bytes=reduce_bytes, sum_bytes=sum_bytes) == two_hops
 
 
 class Summed(NamedTuple):
@@ -231,48 +231,54 @@ class Summed(NamedTuple):
 
     sent: torch.dtype
     dtype: torch.dtype
-    way: WholeSums
+    algorithm: AllReduceAlgorithm
     kernels: bool = True
 
 
 SUMMED = [
-    Summed(torch.float32, torch.float32, "by the library"),
-    Summed(torch.bfloat16, torch.bfloat16, "by the library"),
-    Summed(torch.bfloat16, torch.float32, "by the library"),
-    Summed(torch.float32, torch.float32, "in two steps"),
-    Summed(torch.bfloat16, torch.bfloat16, "in two steps"),
-    Summed(torch.bfloat16, torch.float32, "in two steps"),
-    Summed(torch.float32, torch.float32, "everywhere"),
-    Summed(torch.float32, torch.float32, "everywhere", kernels=False),
-    Summed(torch.bfloat16, torch.bfloat16, "everywhere"),
-    Summed(torch.bfloat16, torch.float32, "everywhere"),
+    Summed(torch.float32, torch.float32, AllReduceAlgorithm.LIBRARY),
+    Summed(torch.bfloat16, torch.bfloat16, AllReduceAlgorithm.LIBRARY),
+    Summed(torch.bfloat16, torch.float32, AllReduceAlgorithm.LIBRARY),
+    Summed(torch.float32, torch.float32, AllReduceAlgorithm.TWO_STEP),
+    Summed(torch.bfloat16, torch.bfloat16, AllReduceAlgorithm.TWO_STEP),
+    Summed(torch.bfloat16, torch.float32, AllReduceAlgorithm.TWO_STEP),
+    Summed(torch.float32, torch.float32, AllReduceAlgorithm.LOCAL_SUM),
+    Summed(torch.float32, torch.float32, AllReduceAlgorithm.LOCAL_SUM, kernels=False),
+    Summed(torch.bfloat16, torch.bfloat16, AllReduceAlgorithm.LOCAL_SUM),
+    Summed(torch.bfloat16, torch.float32, AllReduceAlgorithm.LOCAL_SUM),
 ]
 
 
-def all_reduce(topology: Topology, rooms: bool = False) -> list[tuple[list[numpy.ndarray], tuple[int, int]]]:
+def all_reduce(
+    topology: Topology, peer_buffers: bool = False
+) -> list[tuple[list[numpy.ndarray], tuple[int, int]]]:
     """(the sums of all units, bytes sent) in several formats and ways.
 
-    With `rooms` processes write each other's memory where they sum; GPUs do without being told.
+    With `peer_buffers` processes write each other's memory where they sum; GPUs do without being told.
     """
     units, found = layouts(topology.world_size), []
     for case in SUMMED:
         ledger = TrafficLedger(topology)
-        make_lane = SharedLane if rooms else Lane
-        everyone, copies = range(topology.world_size), copy_engines(topology)
-        lane = make_lane(everyone, topology, this_device(), ledger, None, copy_engines=copies)
+        make_comm_stream = SharedLane if peer_buffers else CommStream
+        everyone, uses_copy_engines = range(topology.world_size), copy_engines(topology)
+        comm_stream = make_comm_stream(
+            everyone, topology, this_device(), ledger, None, copy_engines=uses_copy_engines
+        )
         largest = max(layout.numel for layout in units)
         kernels = operations() if case.kernels else None
-        reduction = PlainReduction(lane, case.dtype, largest, kernels, sums_whole=case.way)
-        lane.ready()
+        reduction = PlainReduction(
+            comm_stream, case.dtype, largest, kernels, all_reduce_algorithm=case.algorithm
+        )
+        comm_stream.ready()
         totals = [torch.full((layout.numel,), 7.0, device=this_device()) for layout in units]
         squares = [torch.full((layout.numel // 256,), 7.0, device=this_device()) for layout in units]
         sent = [gradients(topology.rank, i, layout, case.sent, 0) for i, layout in enumerate(units)]
         parts = [in_parts(flat.to(this_device())) for flat in sent]
         if case.sent == torch.float32:  # sums over micro-batches are where the result goes
             totals[0].copy_(sent[0])
-            parts[0] = [Part(0, totals[0])]
+            parts[0] = [GradSegment(0, totals[0])]
         pending = [
-            reduction.all_reduce(gradient, total, its_squares if reduction.finds_squares else None)
+            reduction.all_reduce(gradient, total, its_squares if reduction.returns_squared_norms else None)
             for gradient, total, its_squares in zip(parts, totals, squares, strict=True)
         ]
         for one in pending:
@@ -281,11 +287,11 @@ def all_reduce(topology: Topology, rooms: bool = False) -> list[tuple[list[numpy
             expected = torch.empty_like(its_squares)
             sum_squares(kernels, total, expected)
             any_order = 0 if case.kernels else 2 * 256 * 2**-24
-            if reduction.finds_squares:
+            if reduction.returns_squared_norms:
                 torch.testing.assert_close(its_squares, expected, rtol=any_order, atol=0)
-        lane.settle()
+        comm_stream.settle()
         found.append(([total.cpu().numpy().copy() for total in totals], ledger.take()))
-        lane.close()
+        comm_stream.close()
     return found
 
 
@@ -296,20 +302,22 @@ def check_all_reduced(ranks: list[list[tuple[list[numpy.ndarray], tuple[int, int
         for index, layout in enumerate(layouts(world)):
             sent = torch.stack([gradients(r, index, layout, case.sent, 0) for r in range(world)]).float()
             expected = in_order(sent)
-            if case.way != "everywhere":
+            if case.algorithm is not AllReduceAlgorithm.LOCAL_SUM:
                 expected = expected.to(case.dtype).float()
             allowed = world * torch.finfo(case.dtype).eps * sent.abs().sum(0)
             for totals, _ in results:
                 off = (torch.from_numpy(totals[index]) - expected).abs()
-                assert (off <= (allowed if case.way == "by the library" else 0)).all()
+                assert (off <= (allowed if case.algorithm is AllReduceAlgorithm.LIBRARY else 0)).all()
         shares = (world - 1) * sum(layout.shard_numel for layout in layouts(world))
         there, back = case.sent.itemsize, case.dtype.itemsize
-        moved = {"by the library": 2 * back, "in two steps": there + back, "everywhere": world * there}[
-            case.way
-        ]
+        moved = {
+            AllReduceAlgorithm.LIBRARY: 2 * back,
+            AllReduceAlgorithm.TWO_STEP: there + back,
+            AllReduceAlgorithm.LOCAL_SUM: world * there,
+        }[case.algorithm]
         assert [sum(sent) for _, sent in results] == [shares * moved] * world
 
 
-@pytest.mark.parametrize(("world", "rooms"), [(2, False), (2, True), (3, False), (3, True)])
-def test_whole_sums_are_on_all_ranks(world: int, rooms: bool) -> None:
-    check_all_reduced(on_ranks(world, all_reduce, rooms))
+@pytest.mark.parametrize(("world", "peer_buffers"), [(2, False), (2, True), (3, False), (3, True)])
+def test_whole_sums_are_on_all_ranks(world: int, peer_buffers: bool) -> None:
+    check_all_reduced(on_ranks(world, all_reduce, peer_buffers))

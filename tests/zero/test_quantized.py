@@ -14,7 +14,7 @@ from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.ops import reference
-from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.engine import WEIGHTS, ZeroEngine
 from megatron_zpp.zero.topology import Topology
@@ -63,7 +63,7 @@ def weights_seen(topology: Topology, settings: list[dict[str, Any]]) -> list[lis
     for zero in settings:
         codes = None
         if zero.get("zero_quantized_weights"):
-            codes = Format(zero.get("zero_quantized_weights_format", "int8"))
+            codes = QuantFormat(zero.get("zero_quantized_weights_format", "int8"))
         steps = _weights_seen(topology, build(topology, zero))
         assert all(as_expected(seen, codes, topology.world_size) for seen in steps), zero
         results.append([{name: digest(buffer) for name, buffer in seen.items()} for seen in steps])
@@ -98,7 +98,7 @@ def _weights_seen(topology: Topology, engine: ZeroEngine) -> list[dict[str, torc
     return steps
 
 
-def as_expected(seen: dict[str, torch.Tensor], codes: Format | None, shards: int) -> bool:
+def as_expected(seen: dict[str, torch.Tensor], codes: QuantFormat | None, shards: int) -> bool:
     """Whether every pass saw one rounding of the master weights: to bf16, or of each shard to codes."""
     passes = [name for name in seen if not name.endswith("master")]
     assert len(passes) == 2 * 6 + 2 * (6 + 4) + 6  # forwards, backwards with recomputed layers, evaluation
@@ -121,7 +121,7 @@ def test_every_pass_of_a_step_sees_the_same_bits_on_every_rank() -> None:
     assert all(rank == ranks[0] for rank in ranks[1:])
 
 
-def decoded(flat: torch.Tensor, format: Format, shards: int) -> torch.Tensor:
+def decoded(flat: torch.Tensor, format: QuantFormat, shards: int) -> torch.Tensor:
     """What is left of `flat` when each of its shards is sent."""
     rows = flat.view(shards, -1)
     messages = torch.empty(shards, format.message_bytes(rows.shape[1]), dtype=torch.uint8)
@@ -139,7 +139,9 @@ def secondary_after_load(topology: Topology) -> bool:
     engine.step(1e-2)
     shards = [2 * shard for shard in engine.shards(WEIGHTS)]
     engine.load_states(WEIGHTS, lambda unit, elements: shards[unit][: len(elements)])
-    return all(as_expected(seen, Format(), topology.world_size) for seen in _weights_seen(topology, engine))
+    return all(
+        as_expected(seen, QuantFormat(), topology.world_size) for seen in _weights_seen(topology, engine)
+    )
 
 
 def test_secondary_shards_are_not_stale_after_a_load() -> None:
@@ -196,8 +198,8 @@ def after_a_skipped_step(
 
     def poison(gradient: torch.Tensor) -> torch.Tensor:
         second = next(backwards) == 1 and topology.rank == topology.world_size - 1
-        place = torch.tensor(1, device=gradient.device)
-        return gradient.index_fill(0, place, torch.nan) if second else gradient
+        group_rank = torch.tensor(1, device=gradient.device)
+        return gradient.index_fill(0, group_rank, torch.nan) if second else gradient
 
     results = []
     for stage, precision in cases:
@@ -321,7 +323,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(tmp_path: Path)
 def test_quantised_weights_on_one_process_are_quantised_too() -> None:
     """No flag is without effect on one rank: the compute reads decoded weights."""
     engine = build(Topology(), QWZ | QGZ)
-    assert all(as_expected(seen, Format(), 1) for seen in _weights_seen(Topology(), engine))
+    assert all(as_expected(seen, QuantFormat(), 1) for seen in _weights_seen(Topology(), engine))
 
 
 @pytest.mark.parametrize("block", [256, 2048])

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.zero import theory
+from megatron_zpp.zero.comm_stream import CommStream
 from megatron_zpp.zero.flat_layout import FlatLayout
-from megatron_zpp.zero.lane import Lane
-from megatron_zpp.zero.parts import Part
+from megatron_zpp.zero.grad_segments import GradSegment
 from megatron_zpp.zero.quantized_collectives import QuantizedReduction
 from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.traffic import TrafficLedger
@@ -31,8 +31,8 @@ class Reduced:
     same: bool = False
 
     @property
-    def format(self) -> Format:
-        return Format(self.codes, 128, torch.float32)
+    def format(self) -> QuantFormat:
+        return QuantFormat(self.codes, 128, torch.float32)
 
 
 REDUCED = (
@@ -43,12 +43,15 @@ REDUCED = (
 )
 
 
-def both_lanes(topology: Topology) -> list[Lane]:
+def both_lanes(topology: Topology) -> list[CommStream]:
     """The lane inside this rank's node and the one between nodes."""
     ledger = TrafficLedger(topology)
-    groups = topology.node_ranks, topology.counterparts
-    copies = copy_engines(topology)
-    return [Lane(ranks, topology, this_device(), ledger, None, copy_engines=copies) for ranks in groups]
+    groups = topology.node_ranks, topology.cross_node_ranks
+    uses_copy_engines = copy_engines(topology)
+    return [
+        CommStream(ranks, topology, this_device(), ledger, None, copy_engines=uses_copy_engines)
+        for ranks in groups
+    ]
 
 
 def reduce(topology: Topology) -> list[tuple[numpy.ndarray, numpy.ndarray]]:
@@ -61,12 +64,12 @@ def reduce(topology: Topology) -> list[tuple[numpy.ndarray, numpy.ndarray]]:
 
 
 def reduce_one(topology: Topology, case: Reduced) -> tuple[numpy.ndarray, numpy.ndarray]:
-    lanes = both_lanes(topology)
+    comm_streams = both_lanes(topology)
     layout = FlatLayout((topology.world_size * case.shard_numel,), 1, topology.world_size)
     assert layout.shard_numel == case.shard_numel
-    reduction = QuantizedReduction(*lanes, operations(), case.format, [layout], torch.float32)
-    for lane in lanes:
-        lane.ready()
+    reduction = QuantizedReduction(*comm_streams, operations(), case.format, [layout], torch.float32)
+    for comm_stream in comm_streams:
+        comm_stream.ready()
     generator = torch.Generator().manual_seed(1 if case.same else topology.rank)
     if case.same:
         full = torch.randint(-8, 8, (layout.numel,), generator=generator).to(case.dtype)
@@ -75,10 +78,12 @@ def reduce_one(topology: Topology, case: Reduced) -> tuple[numpy.ndarray, numpy.
         full = torch.randn(layout.numel, generator=generator).to(case.dtype)
         full[::97] *= 30
     shard = torch.full((case.shard_numel,), 7.0, device=this_device())
-    parts = [Part(start, full[start : start + 512].to(this_device())) for start in range(0, len(full), 512)]
+    parts = [
+        GradSegment(start, full[start : start + 512].to(this_device())) for start in range(0, len(full), 512)
+    ]
     reduction.reduce_scatter(parts, shard, add=True).wait()
-    for lane in lanes:
-        lane.close()
+    for comm_stream in comm_streams:
+        comm_stream.close()
     return full.float().view(topology.world_size, -1).numpy(), (shard - 7.0).cpu().numpy()
 
 
@@ -113,9 +118,9 @@ def test_a_reduction_is_the_sum_over_all_ranks_within_its_formats_error(nodes: i
 
 def feedback(topology: Topology, steps: int) -> tuple[float, float]:
     """Largest error of the mean of many reductions of the same gradients, without and with feedback."""
-    format, lanes = Format("int4", 128), both_lanes(topology)
+    format, comm_streams = QuantFormat("int4", 128), both_lanes(topology)
     layout = FlatLayout((topology.world_size * 1024,), 1, topology.world_size)
-    reduction = QuantizedReduction(*lanes, operations(), format, [layout], torch.float32)
+    reduction = QuantizedReduction(*comm_streams, operations(), format, [layout], torch.float32)
     # codes of scale 1 that lose nothing in hop 1, but whose sums over a node are not codes of hop 2
     full = torch.randint(
         -8, 8, (layout.numel,), generator=torch.Generator().manual_seed(topology.rank)
@@ -129,7 +134,7 @@ def feedback(topology: Topology, steps: int) -> tuple[float, float]:
     for error in (None, torch.zeros(reduction.error_numel(layout), dtype=torch.bfloat16)):
         shard = torch.zeros(1024)
         for _ in range(steps):
-            reduction.reduce_scatter([Part(0, full)], shard, add=True, error=error).wait()
+            reduction.reduce_scatter([GradSegment(0, full)], shard, add=True, error=error).wait()
         errors.append((shard / steps - exact).abs().max().item())
     return errors[0], errors[1]
 

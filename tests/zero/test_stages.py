@@ -15,9 +15,9 @@ from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.zero import engine as engine_module
 from megatron_zpp.zero import reductions
+from megatron_zpp.zero.comm_stream import CommStream
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.gathers import Phase
-from megatron_zpp.zero.lane import Lane
 from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.traffic import TrafficLedger
 from tests.zero.engines import engine_of, weights_of
@@ -235,7 +235,7 @@ def train_in_parts(topology: Topology, cases: tuple[Case, ...]) -> list[list[flo
 
 def train_writing(topology: Topology, cases: tuple[Case, ...]) -> list[list[float]]:
     """`train` where ranks write each other's memory, each gradient that can be from where it was made."""
-    engine_module.Lane, reductions._SENT_FROM_THERE = SharedLane, 1
+    engine_module.CommStream, reductions._SENT_FROM_THERE = SharedLane, 1
     return train(topology, cases)
 
 
@@ -327,11 +327,13 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(world: int, stage: int) -> None
 
 def wait_for_a_silent_peer(topology: Topology) -> float:
     """Seconds until rank 0's gather fails, rank 1 taking no part in it."""
-    lane = Lane(range(2), topology, torch.device("cpu"), TrafficLedger(topology), timedelta(seconds=2))
+    comm_stream = CommStream(
+        range(2), topology, torch.device("cpu"), TrafficLedger(topology), timedelta(seconds=2)
+    )
     started = time.monotonic()
     if topology.rank == 0:
         with pytest.raises(RuntimeError):
-            lane.submit(lambda: lane.all_gather(torch.zeros(8), torch.zeros(4))).wait()
+            comm_stream.submit(lambda: comm_stream.all_gather(torch.zeros(8), torch.zeros(4))).wait()
     return time.monotonic() - started
 
 

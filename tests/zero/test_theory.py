@@ -10,7 +10,7 @@ import torch
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import GRADIENT_BLOCK, WEIGHT_BLOCK, ZeroConfig
-from megatron_zpp.ops.formats import Format
+from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.theory import arena_bytes, bytes_sent_a_step, model_state_bytes, zeropp_bytes
 from megatron_zpp.zero.topology import Topology
@@ -153,8 +153,8 @@ def measure_zeropp_memory(topology: Topology) -> list[tuple[int, float]]:
             layouts,
             topology.nodes,
             prefetch=1,
-            weights=Format("int8", WEIGHT_BLOCK) if zero.zero_quantized_weights else None,
-            gradients=Format("int4", GRADIENT_BLOCK) if zero.zero_quantized_gradients else None,
+            weights=QuantFormat("int8", WEIGHT_BLOCK) if zero.zero_quantized_weights else None,
+            gradients=QuantFormat("int4", GRADIENT_BLOCK) if zero.zero_quantized_gradients else None,
             secondary_ranks=zero.hpz_ranks(2, 2) if zero.hpz else None,
             secondary_codes=zero.zero_hpz_secondary == "quantized",
             error_feedback=zero.zero_gradient_error_feedback,

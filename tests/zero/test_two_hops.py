@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from megatron_zpp.zero.lane import Lane
+from megatron_zpp.zero.comm_stream import CommStream
 from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.traffic import TrafficLedger
 from megatron_zpp.zero.two_hops import TwoHops
@@ -15,11 +15,11 @@ UNITS, SECONDS = 3, 120.0
 
 def hold_hop_two(topology: Topology) -> tuple[list[bool], list[list[float]]]:
     """Whether hop 1 of each unit ran while hop 2 of the one before it was held, and what arrived."""
-    lanes = [
-        Lane(ranks, topology, torch.device("cpu"), TrafficLedger(topology), None)
-        for ranks in (topology.node_ranks, topology.counterparts)
+    comm_streams = [
+        CommStream(ranks, topology, torch.device("cpu"), TrafficLedger(topology), None)
+        for ranks in (topology.node_ranks, topology.cross_node_ranks)
     ]
-    hops = TwoHops(*lanes, 2, torch.float32)
+    hops = TwoHops(*comm_streams, 2, torch.float32)
     filled = [threading.Event() for _ in range(UNITS)]
     beside, arrived, pending = [], [], []
 
@@ -39,8 +39,8 @@ def hold_hop_two(topology: Topology) -> tuple[list[bool], list[list[float]]]:
         )
     for one in pending:
         one.wait()
-    for lane in lanes:
-        lane.close()
+    for comm_stream in comm_streams:
+        comm_stream.close()
     return beside, arrived
 
 

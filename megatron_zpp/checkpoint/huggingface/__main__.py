@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_zpp.checkpoint.directory import candidates
 from megatron_zpp.checkpoint.huggingface.exporting import export_checkpoint
 from megatron_zpp.checkpoint.huggingface.importing import import_checkpoint
-from megatron_zpp.checkpoint.huggingface.place import Place, check_empty
+from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory, check_empty
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import REQUIRED, Options, UsageError, option, parse_all, parse_options
 from megatron_zpp.config.tokenizer import TokenizerConfig
@@ -69,7 +69,7 @@ def _import(argv: list[str]) -> list[str]:
     parsed = parse_all(groups, f"{PROG} import", ImportConfig.__doc__, argv)
     config, tokenizer = parsed["import"], parsed["tokenizer"]
     return import_checkpoint(
-        Place("HF_DIR", config.hf_dir, Path(config.hf_dir)),
+        NamedDirectory("HF_DIR", config.hf_dir, Path(config.hf_dir)),
         Path(config.checkpoint_dir),
         tokenizer if tokenizer.tokenizer_type else None,
         config.make_vocab_size_divisible_by,
@@ -78,21 +78,21 @@ def _import(argv: list[str]) -> list[str]:
 
 def _export(argv: list[str]) -> list[str]:
     config = parse_options(ExportConfig, f"{PROG} export", ExportConfig.__doc__, argv)
-    place = Place("CHECKPOINT_DIR", config.checkpoint_dir, Path(config.checkpoint_dir))
-    found = candidates(config.checkpoint_dir, config.ckpt_step, place.flag)
+    named = NamedDirectory("CHECKPOINT_DIR", config.checkpoint_dir, Path(config.checkpoint_dir))
+    found = candidates(config.checkpoint_dir, config.ckpt_step, named.flag)
     if not found:
-        raise place.refuse("holds no checkpoint; name what pretrain_gpt.py --save wrote to")
+        raise named.error("holds no checkpoint; name what pretrain_gpt.py --save wrote to")
     check_empty("HF_DIR", Path(config.hf_dir))
     try:
         return export_checkpoint(
-            place,
+            named,
             found[0],
             Path(config.hf_dir),
             with_tokenizer=config.tokenizer,
             file_bytes=int(config.max_file_gib * _GIB),
         )
     except DamagedFile as damage:
-        raise place.refuse(f"{damage}; choose another one with --ckpt-step") from None
+        raise named.error(f"{damage}; choose another one with --ckpt-step") from None
 
 
 if __name__ == "__main__":

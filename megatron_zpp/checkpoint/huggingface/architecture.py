@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_zpp.checkpoint.huggingface.place import CONFIG, Place
+from megatron_zpp.checkpoint.huggingface.named_directory import CONFIG, NamedDirectory
 from megatron_zpp.config.json_file import read_json_object, shown
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 
 _DEFAULTS = {  # of transformers' GPT2Config, for keys that are left out
     "vocab_size": 50257,
@@ -51,23 +51,23 @@ class Architecture:
     notes: tuple[str, ...] = ()
 
 
-def read_architecture(place: Place, divisible_by: int = 128) -> Architecture:
+def read_architecture(named: NamedDirectory, divisible_by: int = 128) -> Architecture:
     """What config.json says. Raises ValueError, in one line, for what is no GPT-2 as ours."""
-    if not place.path.is_dir():
-        raise place.refuse(f"is no directory; name one that holds {CONFIG} and model.safetensors")
-    values = read_json_object(place.flag, str(place.path / CONFIG))
+    if not named.path.is_dir():
+        raise named.error(f"is no directory; name one that holds {CONFIG} and model.safetensors")
+    values = read_json_object(named.flag, str(named.path / CONFIG))
     if values.get("model_type") != "gpt2":
         found = shown(values.get("model_type"))
-        raise place.refuse(f"{CONFIG}: model_type is {found}; only gpt2 is supported")
+        raise named.error(f"{CONFIG}: model_type is {found}; only gpt2 is supported")
     for key, supported in _ONLY.items():
         value = values.get(key, supported[0])
         if not any(value == one and type(value) is type(one) for one in supported):
-            raise place.refuse(
+            raise named.error(
                 f"{CONFIG}: {key} {shown(value)} is not supported; must be {shown(supported[0])}"
             )
     their = {key: values.get(key, default) for key, default in _DEFAULTS.items()}
     their |= {name: values[other] for other, name in _OTHER_NAMES.items() if other in values}
-    _check_types(place, their)
+    _check_types(named, their)
     hidden = their["n_embd"]
     try:
         model = ModelConfig(
@@ -84,7 +84,7 @@ def read_architecture(place: Place, divisible_by: int = 128) -> Architecture:
             hidden_dropout=float(their["resid_pdrop"]),
         )
     except ValueError as error:
-        raise place.refuse(f"{CONFIG}: {error}") from None
+        raise named.error(f"{CONFIG}: {error}") from None
     notes = ()
     if their["embd_pdrop"] != their["resid_pdrop"]:
         notes = (
@@ -94,29 +94,29 @@ def read_architecture(place: Place, divisible_by: int = 128) -> Architecture:
     return Architecture(model, their["vocab_size"], notes)
 
 
-def _check_types(place: Place, their: dict[str, Any]) -> None:
+def _check_types(named: NamedDirectory, their: dict[str, Any]) -> None:
     for key in _SIZES:
         value = their[key]
         if not (type(value) is int and 0 < value <= _LARGEST) and not (key == "n_inner" and value is None):
-            raise place.refuse(f"{CONFIG}: {key} is {shown(value)}; must be a whole number from 1 on")
+            raise named.error(f"{CONFIG}: {key} is {shown(value)}; must be a whole number from 1 on")
     for key in _NUMBERS:
         if type(their[key]) not in (int, float):
-            raise place.refuse(f"{CONFIG}: {key} is {shown(their[key])}; must be a number")
+            raise named.error(f"{CONFIG}: {key} is {shown(their[key])}; must be a number")
     if type(their["tie_word_embeddings"]) is not bool:
         found = shown(their["tie_word_embeddings"])
-        raise place.refuse(f"{CONFIG}: tie_word_embeddings is {found}; must be true or false")
+        raise named.error(f"{CONFIG}: tie_word_embeddings is {found}; must be true or false")
 
 
-def check_vocabulary(place: Place, architecture: Architecture, tokenizer: dict[str, Any]) -> None:
+def check_vocabulary(named: NamedDirectory, architecture: Architecture, tokenizer: dict[str, Any]) -> None:
     """Raises ValueError unless the tokenizer that `tokenizer` describes has as many ids as the model."""
     if tokenizer["vocab_size"] != architecture.vocab_size:
-        raise place.refuse(
+        raise named.error(
             f"has vocab_size {architecture.vocab_size}, but this {tokenizer['tokenizer_type']} has "
             f"{tokenizer['vocab_size']} entries; give the tokenizer of that model"
         )
 
 
-def check_flags(place: Place, theirs: ModelConfig, flags: ModelConfig) -> None:
+def check_flags(named: NamedDirectory, theirs: ModelConfig, flags: ModelConfig) -> None:
     """Raises ValueError that names the first model flag which does not fit the directory's model."""
     told = {
         "num_layers": "n_layer",
@@ -131,24 +131,24 @@ def check_flags(place: Place, theirs: ModelConfig, flags: ModelConfig) -> None:
         given, needed = getattr(flags, name), getattr(theirs, name)
         if given != needed:
             flag = "--" + name.replace("_", "-")
-            fix = f"the model of {place.flag} {place.shown} has {key} {needed}; give {flag} {needed}"
-            raise refusal(flag, given, fix)
+            fix = f"the model of {named.flag} {named.shown} has {key} {needed}; give {flag} {needed}"
+            raise option_error(flag, given, fix)
     untied = theirs.untie_embeddings_and_output_weights
     if flags.untie_embeddings_and_output_weights != untied:
         given, does, fix = (
             ("(not given)", "does not tie", "give it") if untied else ("(given)", "ties", "leave it out")
         )
-        raise refusal(
+        raise option_error(
             "--untie-embeddings-and-output-weights",
             given,
-            f"the model of {place.flag} {place.shown} {does} them; {fix}",
+            f"the model of {named.flag} {named.shown} {does} them; {fix}",
         )
 
 
-def config_json(place: Place, model: ModelConfig, vocab_size: int, eod: int) -> dict[str, Any]:
+def config_json(named: NamedDirectory, model: ModelConfig, vocab_size: int, eod: int) -> dict[str, Any]:
     """The contents of config.json. Raises ValueError for a model that GPT2LMHeadModel cannot be."""
     if model.kv_channels * model.num_attention_heads != model.hidden_size:
-        raise place.refuse(
+        raise named.error(
             f"its heads are {model.kv_channels} wide (--kv-channels); transformers' GPT-2 has only "
             f"--hidden-size {model.hidden_size} / --num-attention-heads {model.num_attention_heads}"
         )

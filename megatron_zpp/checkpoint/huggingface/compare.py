@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_zpp.checkpoint.huggingface.place import Place
+from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
 from megatron_zpp.model.gpt import GPT
 
 LIMIT = 1e-5  # of a difference between logits in fp32; of the largest logit where that is above 1
@@ -21,7 +21,7 @@ def have_transformers() -> bool:
 
 
 @torch.inference_mode()
-def compare_logits(place: Place, directory: Path, model: GPT) -> str:
+def compare_logits(named: NamedDirectory, directory: Path, model: GPT) -> str:
     """A line that says the largest difference. Raises ValueError when it is above the limit."""
     import transformers
 
@@ -39,5 +39,5 @@ def compare_logits(place: Place, directory: Path, model: GPT) -> str:
     limit = LIMIT * max(1.0, largest)
     line = f"logits: largest difference from transformers' {difference:.1e}, of logits up to {largest:.1f}"
     if not difference <= limit:  # a NaN is above it
-        raise place.refuse(f"{line}; must be at most {limit:.1e}, so this conversion is wrong")
+        raise named.error(f"{line}; must be at most {limit:.1e}, so this conversion is wrong")
     return line

@@ -11,8 +11,13 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.huggingface.architecture import config_json
 from megatron_zpp.checkpoint.huggingface.compare import LEFT_OUT, compare_logits, have_transformers
+from megatron_zpp.checkpoint.huggingface.named_directory import (
+    CONFIG,
+    WEIGHTS_FILE,
+    WEIGHTS_INDEX,
+    NamedDirectory,
+)
 from megatron_zpp.checkpoint.huggingface.names import OUTPUT, TOKENS, their_name, with_prefix
-from megatron_zpp.checkpoint.huggingface.place import CONFIG, WEIGHTS_FILE, WEIGHTS_INDEX, Place
 from megatron_zpp.checkpoint.huggingface.tokenizer_files import (
     check_auto_tokenizer,
     is_written,
@@ -44,7 +49,7 @@ class _Source:
 
 
 def export_checkpoint(
-    place: Place, checkpoint: Path, target: Path, *, with_tokenizer: bool, file_bytes: int
+    named: NamedDirectory, checkpoint: Path, target: Path, *, with_tokenizer: bool, file_bytes: int
 ) -> list[str]:
     """Writes `target`, which gets its name when all of it is checked, and returns lines that say so.
 
@@ -55,10 +60,10 @@ def export_checkpoint(
         config = reader.config()
         tokenizer = build_tokenizer(config.tokenizer)
         if describe(tokenizer) != reader.state["tokenizer"]:
-            raise place.refuse(
+            raise named.error(
                 f"{checkpoint.name} was trained with another tokenizer than its files hold now; restore them"
             )
-        described = config_json(place, config.model, tokenizer.vocab_size, tokenizer.eod)
+        described = config_json(named, config.model, tokenizer.vocab_size, tokenizer.eod)
         partial = target.with_name(f"{target.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)  # what a killed export left
         partial.mkdir(parents=True)
@@ -68,11 +73,11 @@ def export_checkpoint(
             lines = []
             if with_tokenizer:
                 longest = config.model.max_position_embeddings
-                lines.append(write_tokenizer(place, tokenizer, config.tokenizer, partial, longest))
+                lines.append(write_tokenizer(named, tokenizer, config.tokenizer, partial, longest))
             sources = _sources(checkpoint, reader, config, tokenizer.vocab_size)
             _write_weights(partial, reader, sources, file_bytes)
             reader.check_rest(0, 1)
-            lines.append(_check(place, partial, reader, sources, config, tokenizer))
+            lines.append(_check(named, partial, reader, sources, config, tokenizer))
             for path in partial.iterdir():
                 fsync(path)
             if target.exists():
@@ -140,7 +145,7 @@ def _write_weights(
 
 
 def _check(
-    place: Place,
+    named: NamedDirectory,
     directory: Path,
     reader: CheckpointReader,
     sources: dict[str, _Source],
@@ -148,12 +153,12 @@ def _check(
     tokenizer: Tokenizer,
 ) -> str:
     """Reads all of it back, by our reader and by transformers if that is there; a line on how it went."""
-    written = Place(place.flag, place.shown, directory)
+    written = NamedDirectory(named.flag, named.shown, directory)
     with HuggingFaceWeights(written, config.model, tokenizer.vocab_size) as weights:
         for name, source in sources.items():
             wanted = source.read(reader).flatten().view(torch.int32)
             if not torch.equal(wanted, weights.elements(name, 0, len(wanted)).view(torch.int32)):
-                raise place.refuse(
+                raise named.error(
                     f"{name} did not come back from {directory} as it was written; check the disk"
                 )
     if not have_transformers():
@@ -161,7 +166,7 @@ def _check(
     with torch.device("meta"):
         model = GPT(config.model, tokenizer.vocab_size)
     model.load_state_dict(reader.parameters(), assign=True)
-    line = compare_logits(place, directory, model)
+    line = compare_logits(named, directory, model)
     if is_written(directory):
-        check_auto_tokenizer(place, tokenizer, directory)
+        check_auto_tokenizer(named, tokenizer, directory)
     return line

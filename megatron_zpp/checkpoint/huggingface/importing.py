@@ -12,7 +12,7 @@ from megatron_zpp.checkpoint.directory import checkpoint_path
 from megatron_zpp.checkpoint.exchange import Exchange
 from megatron_zpp.checkpoint.huggingface.architecture import Architecture, check_vocabulary, read_architecture
 from megatron_zpp.checkpoint.huggingface.compare import LEFT_OUT, compare_logits, have_transformers
-from megatron_zpp.checkpoint.huggingface.place import Place, check_empty
+from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory, check_empty
 from megatron_zpp.checkpoint.huggingface.tokenizer_files import find_tokenizer
 from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
 from megatron_zpp.checkpoint.read import CheckpointReader
@@ -33,25 +33,25 @@ from megatron_zpp.zero.topology import Topology
 
 
 def import_checkpoint(
-    place: Place, target: Path, flags: TokenizerConfig | None, divisible_by: int
+    named: NamedDirectory, target: Path, flags: TokenizerConfig | None, divisible_by: int
 ) -> list[str]:
     """Writes `target`/iter_0000000, and returns lines that say so; `flags` name another tokenizer.
 
     All weights are held in memory, twice where transformers is there to compare with.
     """
-    architecture = read_architecture(place, divisible_by)
-    settings = flags or find_tokenizer(place)
+    architecture = read_architecture(named, divisible_by)
+    settings = flags or find_tokenizer(named)
     tokenizer = describe(build_tokenizer(settings))
-    check_vocabulary(place, architecture, tokenizer)
+    check_vocabulary(named, architecture, tokenizer)
     check_empty("CHECKPOINT_DIR", target)
-    with HuggingFaceWeights(place, architecture.model, architecture.vocab_size) as weights:
+    with HuggingFaceWeights(named, architecture.model, architecture.vocab_size) as weights:
         with torch.device("meta"):
             model = GPT(architecture.model, architecture.vocab_size)
         compared = LEFT_OUT
         if have_transformers():
             whole = GPT(architecture.model, architecture.vocab_size)
             whole.load_state_dict(weights.parameters(), assign=True)
-            compared = compare_logits(place, place.path, whole)
+            compared = compare_logits(named, named.path, whole)
             del whole
         config = _config(architecture, settings)
         path = _write(target, model, weights, config, tokenizer)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.checkpoint.huggingface.architecture import check_flags, check_vocabulary, read_architecture
-from megatron_zpp.checkpoint.huggingface.place import Place
+from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
 from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.run import HUGGINGFACE
@@ -13,11 +13,11 @@ from megatron_zpp.zero.engine import WEIGHTS, ZeroEngine
 
 def open_weights(directory: str, model: ModelConfig, tokenizer: dict[str, Any]) -> HuggingFaceWeights:
     """The weights in `directory`. Raises ValueError that names the flag unless they fit this run."""
-    place = Place("--load", HUGGINGFACE + directory, Path(directory))
-    architecture = read_architecture(place)
-    check_flags(place, architecture.model, model)
-    check_vocabulary(place, architecture, tokenizer)
-    return HuggingFaceWeights(place, model, architecture.vocab_size)
+    named = NamedDirectory("--load", HUGGINGFACE + directory, Path(directory))
+    architecture = read_architecture(named)
+    check_flags(named, architecture.model, model)
+    check_vocabulary(named, architecture, tokenizer)
+    return HuggingFaceWeights(named, model, architecture.vocab_size)
 
 
 def load_weights(directory: str, engine: ZeroEngine, model: ModelConfig, tokenizer: dict[str, Any]) -> None:

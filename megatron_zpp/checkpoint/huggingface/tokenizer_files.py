@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.checkpoint.huggingface.place import Place
+from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.storage.files import write_durably
 from megatron_zpp.tokenizer.base import Tokenizer
@@ -25,26 +25,26 @@ TEXTS = (
 )
 
 
-def find_tokenizer(place: Place) -> TokenizerConfig:
+def find_tokenizer(named: NamedDirectory) -> TokenizerConfig:
     """The settings of the tokenizer that lies beside the model."""
-    if (place.path / _TOKENIZER).exists():
-        return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(place.path))
-    vocab, merges = place.path / _VOCAB, place.path / _MERGES
+    if (named.path / _TOKENIZER).exists():
+        return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(named.path))
+    vocab, merges = named.path / _VOCAB, named.path / _MERGES
     if vocab.exists() and merges.exists():
         return TokenizerConfig(
             tokenizer_type="GPT2BPETokenizer", vocab_file=str(vocab), merge_file=str(merges)
         )
-    raise place.refuse(
+    raise named.error(
         f"holds neither {_TOKENIZER} nor {_VOCAB} with {_MERGES}; give the --tokenizer-type of its model"
     )
 
 
 def write_tokenizer(
-    place: Place, tokenizer: Tokenizer, config: TokenizerConfig, directory: Path, longest: int
+    named: NamedDirectory, tokenizer: Tokenizer, config: TokenizerConfig, directory: Path, longest: int
 ) -> str:
     """Writes the files that AutoTokenizer reads, and returns a line about them.
 
-    `longest` is the model's length in tokens. Raises ValueError, naming `place`, when some text would get
+    `longest` is the model's length in tokens. Raises ValueError, naming `named`, when some text would get
     other ids from them.
     """
     from tokenizers import Tokenizer as Pipeline
@@ -52,7 +52,7 @@ def write_tokenizer(
     try:
         written = tokenizer.to_tokenizers()
     except ValueError as error:
-        raise _cannot(place, tokenizer, str(error)) from None
+        raise _cannot(named, tokenizer, str(error)) from None
     if written is None:
         return f"no tokenizer is written: the text of a {tokenizer.kind} is ids"
     pipeline = Pipeline.from_str(written)
@@ -73,13 +73,13 @@ def write_tokenizer(
     _write_json(directory / _SPECIAL_TOKENS, special)
     texts = check_texts(tokenizer, pipeline)
     encoded = [encoding.ids for encoding in pipeline.encode_batch(texts, add_special_tokens=False)]
-    _check_ids(place, tokenizer, texts, encoded)
+    _check_ids(named, tokenizer, texts, encoded)
     return (
         f"tokenizer: {tokenizer.kind} of {tokenizer.vocab_size} entries, the same ids on {len(texts)} texts"
     )
 
 
-def check_auto_tokenizer(place: Place, tokenizer: Tokenizer, directory: Path) -> None:
+def check_auto_tokenizer(named: NamedDirectory, tokenizer: Tokenizer, directory: Path) -> None:
     """Raises ValueError when transformers' AutoTokenizer gives other ids; there must be a tokenizer."""
     from tokenizers import Tokenizer as Pipeline
     from transformers import AutoTokenizer
@@ -87,10 +87,10 @@ def check_auto_tokenizer(place: Place, tokenizer: Tokenizer, directory: Path) ->
     theirs = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     texts = check_texts(tokenizer, Pipeline.from_file(str(directory / _TOKENIZER)))
     encoded = [theirs.encode(text, add_special_tokens=False) for text in texts]
-    _check_ids(place, tokenizer, texts, encoded)
+    _check_ids(named, tokenizer, texts, encoded)
     if theirs.eos_token_id != tokenizer.eod:
         raise _cannot(
-            place, tokenizer, f"AutoTokenizer ends a text with {theirs.eos_token_id}, not {tokenizer.eod}"
+            named, tokenizer, f"AutoTokenizer ends a text with {theirs.eos_token_id}, not {tokenizer.eod}"
         )
 
 
@@ -107,16 +107,18 @@ def check_texts(tokenizer: Tokenizer, pipeline: Any) -> list[str]:
     return [text for text in (*TEXTS, *together) if not any(token in text for token in special)]
 
 
-def _check_ids(place: Place, tokenizer: Tokenizer, texts: list[str], encoded: list[list[int]]) -> None:
+def _check_ids(
+    named: NamedDirectory, tokenizer: Tokenizer, texts: list[str], encoded: list[list[int]]
+) -> None:
     for ours, theirs in zip(tokenizer.encode_batch(texts), encoded, strict=True):
         if ours != theirs:
             at = next((n for n, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), 0)
             near = tokenizer.decode(ours[max(0, at - 2) : at + 4])
-            raise _cannot(place, tokenizer, f"near {near!r} ids differ")
+            raise _cannot(named, tokenizer, f"near {near!r} ids differ")
 
 
-def _cannot(place: Place, tokenizer: Tokenizer, problem: str) -> ValueError:
-    return place.refuse(
+def _cannot(named: NamedDirectory, tokenizer: Tokenizer, problem: str) -> ValueError:
+    return named.error(
         f"its {tokenizer.kind} cannot be written for transformers: {problem}; --no-tokenizer leaves it out"
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_zpp.checkpoint.huggingface.named_directory import WEIGHTS_FILE, WEIGHTS_INDEX, NamedDirectory
 from megatron_zpp.checkpoint.huggingface.names import (
     OUTPUT,
     PREFIX,
@@ -22,7 +23,6 @@ from megatron_zpp.checkpoint.huggingface.names import (
     is_mask,
     their_name,
 )
-from megatron_zpp.checkpoint.huggingface.place import WEIGHTS_FILE, WEIGHTS_INDEX, Place
 from megatron_zpp.config.json_file import read_json_object, shown_key
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.gpt import GPT
@@ -34,14 +34,14 @@ _TABLES = (TOKENS, OUTPUT)
 
 
 class HuggingFaceWeights:
-    """The weights of `place` for a model of `config`. Use it in a `with` block.
+    """The weights of `named` for a model of `config`. Use it in a `with` block.
 
     Raises ValueError, in one line, unless the files hold the tensors of that GPT-2 and nothing else.
     Rows that only pad the vocabulary are zero.
     """
 
-    def __init__(self, place: Place, config: ModelConfig, vocab_size: int) -> None:
-        self._place, self._vocab_size = place, vocab_size
+    def __init__(self, named: NamedDirectory, config: ModelConfig, vocab_size: int) -> None:
+        self._named, self._vocab_size = named, vocab_size
         self._open_files = ExitStack()
         try:
             self._slices = self._open()
@@ -81,7 +81,7 @@ class HuggingFaceWeights:
         found = torch.zeros(len(elements))
         for piece in layout.pieces(elements):
             part = self.elements(names[piece.parameter], piece.start, piece.start + piece.length)
-            found[piece.place : piece.place + piece.length] = part
+            found[piece.destination : piece.destination + piece.length] = part
         return found
 
     def parameters(self) -> dict[str, Tensor]:
@@ -98,7 +98,7 @@ class HuggingFaceWeights:
             there = set(handle.keys())
             for name in there if names is None else names:
                 if name not in there:
-                    raise self._place.refuse(
+                    raise self._named.error(
                         f"{WEIGHTS_INDEX}: {file} has no tensor {shown_key(name)}; fetch the files anew"
                     )
                 slices[name.removeprefix(PREFIX)] = handle.get_slice(name)
@@ -106,25 +106,25 @@ class HuggingFaceWeights:
 
     def _files(self) -> dict[str, list[str] | None]:
         """The names of tensors by file; None stands for all that it has."""
-        path = self._place.path
+        path = self._named.path
         if (path / WEIGHTS_FILE).exists():
             return {WEIGHTS_FILE: None}
         if not (path / WEIGHTS_INDEX).exists():
             if any(path.glob("*.bin")):
-                raise self._place.refuse(
+                raise self._named.error(
                     "its weights are pickled (.bin), and a pickle can run code; save it as safetensors "
                     "(save_pretrained of a recent transformers)"
                 )
-            raise self._place.refuse(
+            raise self._named.error(
                 f"holds neither {WEIGHTS_FILE} nor {WEIGHTS_INDEX}; name a directory that does"
             )
         files: dict[str, list[str]] = {}
-        weight_map = read_json_object(self._place.flag, str(path / WEIGHTS_INDEX)).get("weight_map")
+        weight_map = read_json_object(self._named.flag, str(path / WEIGHTS_INDEX)).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise self._place.refuse(f"{WEIGHTS_INDEX}: has no weight_map; fetch it anew")
+            raise self._named.error(f"{WEIGHTS_INDEX}: has no weight_map; fetch it anew")
         for name, file in weight_map.items():
             if not _is_file_name(file):
-                raise self._place.refuse(
+                raise self._named.error(
                     f"{WEIGHTS_INDEX}: {shown_key(name)} is in no file beside it; fetch it anew"
                 )
             files.setdefault(file, []).append(name)
@@ -133,27 +133,25 @@ class HuggingFaceWeights:
     def _open_file(self, file: str) -> Any:
         from safetensors import SafetensorError, safe_open
 
-        path = self._place.path / file
+        path = self._named.path / file
         try:
             os.close(open_regular(path))  # says why not; safetensors takes all for a file that is missing
             return self._open_files.enter_context(safe_open(str(path), framework="pt"))
         except FileNotFoundError:
-            raise self._place.refuse(f"{file}: missing; fetch the files anew") from None
+            raise self._named.error(f"{file}: missing; fetch the files anew") from None
         except UnfitFile as error:
-            raise self._place.refuse(f"{file}: {error.strerror}; fetch the files anew") from None
+            raise self._named.error(f"{file}: {error.strerror}; fetch the files anew") from None
         except OSError as error:
-            raise self._place.refuse(
-                f"{file}: cannot be read ({error.strerror or error}); check it"
-            ) from None
+            raise self._named.error(f"{file}: cannot be read ({error.strerror or error}); check it") from None
         except SafetensorError as error:
-            raise self._place.refuse(
+            raise self._named.error(
                 f"{file}: not a whole safetensors file ({error}); fetch it anew"
             ) from None
 
     def _expected_shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         last = their_name(f"layers.{config.num_layers - 1}.attention_norm.weight").name
         if last not in self._slices:  # before thousands of layers are made because a file asks for them
-            raise self._place.refuse(f"has no tensor {last}; config.json asks for {config.num_layers} layers")
+            raise self._named.error(f"has no tensor {last}; config.json asks for {config.num_layers} layers")
         with torch.device("meta"):
             parameters = GPT(config, self._vocab_size).named_parameters()
         return {name: tuple(parameter.shape) for name, parameter in parameters}
@@ -165,25 +163,25 @@ class HuggingFaceWeights:
         for theirs in sorted(self._slices.keys() - expected.keys()):
             if theirs == THEIR_OUTPUT:
                 if not torch.equal(self._slices[THEIR_OUTPUT][:], self._slices[THEIR_TOKENS][:]):
-                    raise self._place.refuse(
+                    raise self._named.error(
                         "lm_head.weight is not wte.weight, but tie_word_embeddings says so; set that to false"
                     )
             elif not is_mask(theirs):
-                raise self._place.refuse(
+                raise self._named.error(
                     f"its tensor {shown_key(theirs)} is no part of a GPT-2 language model of its config.json"
                 )
 
     def _check_tensor(self, theirs: Theirs, ours: str) -> None:
         if theirs.name not in self._slices:
-            raise self._place.refuse(f"has no tensor {theirs.name}; config.json asks for one")
+            raise self._named.error(f"has no tensor {theirs.name}; config.json asks for one")
         tensor, shape = self._slices[theirs.name], self.shapes[ours]
         if ours in _TABLES:
             shape = (self._vocab_size, *shape[1:])
         needed, found = tuple(reversed(shape)) if theirs.transposed else shape, tuple(tensor.get_shape())
         if found != needed:
-            raise self._place.refuse(f"{theirs.name} has shape {found}; config.json asks for {needed}")
+            raise self._named.error(f"{theirs.name} has shape {found}; config.json asks for {needed}")
         if tensor.get_dtype() not in _DTYPES:
-            raise self._place.refuse(
+            raise self._named.error(
                 f"{theirs.name} is {tensor.get_dtype()}; must be one of {', '.join(_DTYPES)}"
             )
 

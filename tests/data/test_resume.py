@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from megatron_zpp.config.data import DataConfig
 from megatron_zpp.data.blend import Blend
-from megatron_zpp.data.carry_on import carry_on
+from megatron_zpp.data.dataset_progress import DatasetProgress
 from megatron_zpp.data.open import open_splits, seed_of
-from megatron_zpp.data.standing import Standing
+from megatron_zpp.data.resume import resume_data
 from megatron_zpp.data.windows import order_seed
 from tests.data.format_by_hand import write_by_hand
 from tests.text.conftest import json_lines
@@ -74,10 +74,10 @@ def opened(folder, parts, order="windows", requested=40):
     return splits.train, data
 
 
-def carried(folder, parts, saved, consumed, **options):
+def resumed(folder, parts, saved, consumed, **options):
     samples, data = opened(folder, parts, **options)
-    kept = saved and Standing.from_json(json.loads(json.dumps(asdict(saved))))
-    return carry_on(samples, kept, consumed=consumed, data=data, train_seed=seed_of("train", SEED))
+    kept = saved and DatasetProgress.from_json(json.loads(json.dumps(asdict(saved))))
+    return resume_data(samples, kept, consumed=consumed, data=data, train_seed=seed_of("train", SEED))
 
 
 def order_of(folder, name, stream, count):
@@ -102,11 +102,11 @@ blends = st.lists(st.sampled_from(SETS), min_size=1, max_size=4, unique=True).fl
 @given(st.lists(st.tuples(blends, st.integers(1, 60)), min_size=2, max_size=6))
 def test_no_sample_of_any_set_is_lost_or_repeated(folder, stages):
     """Over any changes, also sets left out and taken back: what is read of a set is its own sequence."""
-    consumed, standing = 0, None
+    consumed, dataset_progress = 0, None
     read: dict[str, list] = {name: [] for name in SETS}
     streams: dict[str, int] = {}
     for parts, samples in stages:
-        on = carried(folder, parts, standing, consumed)
+        on = resumed(folder, parts, dataset_progress, consumed)
         rows = on.samples.batch(np.arange(consumed, consumed + samples)).tolist()
         middle = on.samples.batch(np.arange(consumed + samples // 2, consumed + samples)).tolist()
         assert middle == rows[samples // 2 :]  # any rank may begin anywhere
@@ -116,14 +116,14 @@ def test_no_sample_of_any_set_is_lost_or_repeated(folder, stages):
         total = sum(weight for weight, _ in parts)
         for count, (weight, _) in zip(taken, parts, strict=True):
             assert abs(count - samples * weight / total) <= 2.01  # twice the bound of four sets
-        standing, consumed = on.standing, consumed + samples
-        for part in standing.sets:
+        dataset_progress, consumed = on.dataset_progress, consumed + samples
+        for part in dataset_progress.sets:
             name = Path(part.prefix).stem
             assert streams.setdefault(name, part.stream) == part.stream
     assert len(set(streams.values())) == len(streams)  # two sets of one content have no common order
     for name, rows in read.items():
         assert rows == (order_of(folder, name, streams[name], len(rows)) if rows else [])
-    for part, count in zip(standing.sets, standing.given_at(consumed), strict=True):
+    for part, count in zip(dataset_progress.sets, dataset_progress.consumed_by(consumed), strict=True):
         assert count == len(read[Path(part.prefix).stem])
 
 
@@ -148,21 +148,23 @@ def test_counts_are_exact(weights, samples):
 )
 @pytest.mark.parametrize("known", [True, False])
 def test_nothing_moves_where_nothing_changes(folder, parts, known):
-    first = carried(folder, parts, None, 0)
-    saved = first.standing if known else Standing.from_settings(asdict(opened(folder, parts)[1]))
-    on = carried(folder, parts, saved, 17)
+    first = resumed(folder, parts, None, 0)
+    saved = (
+        first.dataset_progress if known else DatasetProgress.from_settings(asdict(opened(folder, parts)[1]))
+    )
+    on = resumed(folder, parts, saved, 17)
     assert on.lines == []
     assert on.samples is not None
-    assert on.standing == first.standing or not known
+    assert on.dataset_progress == first.dataset_progress or not known
     numbers = np.arange(17, 80)
     assert on.samples.batch(numbers).tolist() == first.samples.batch(numbers).tolist()
-    later = carried(folder, parts, on.standing, 40)
+    later = resumed(folder, parts, on.dataset_progress, 40)
     assert later.samples.batch(numbers).tolist() == first.samples.batch(numbers).tolist()
 
 
 def test_the_same_proportions_are_no_change(folder):
-    first = carried(folder, [(0.3, "a"), (0.7, "b")], None, 0)
-    on = carried(folder, [(3, "a"), (7, "b")], first.standing, 10)
+    first = resumed(folder, [(0.3, "a"), (0.7, "b")], None, 0)
+    on = resumed(folder, [(3, "a"), (7, "b")], first.dataset_progress, 10)
     assert on.lines == []
     assert on.samples.batch(np.arange(500)).tolist() == first.samples.batch(np.arange(500)).tolist()
 
@@ -170,23 +172,23 @@ def test_the_same_proportions_are_no_change(folder):
 def test_a_checkpoint_without_a_standing_had_its_weights_from_the_start(folder):
     """As those of versions before this one: told by its settings, also of a data set that was moved."""
     before = DataConfig(train_data_path=("0.25", "/elsewhere/b", "0.75", str(folder / "a")))
-    on = carried(folder, [(1, "a"), (1, "b")], Standing.from_settings(asdict(before)), 20)
-    given = {Path(part.prefix).name: part.given for part in on.standing.sets}
+    on = resumed(folder, [(1, "a"), (1, "b")], DatasetProgress.from_settings(asdict(before)), 20)
+    given = {Path(part.prefix).name: part.consumed_before for part in on.dataset_progress.sets}
     assert given == {"a": 15, "b": 5}
-    assert {Path(part.prefix).name: part.stream for part in on.standing.sets} == {"a": 1, "b": 0}
+    assert {Path(part.prefix).name: part.stream for part in on.dataset_progress.sets} == {"a": 1, "b": 0}
 
 
 def test_without_weights_it_is_not_known_and_said(folder):
     before = DataConfig(train_data_path=(str(folder / "a"), str(folder / "b")))
-    on = carried(folder, [(1, "a"), (1, "c")], Standing.from_settings(asdict(before)), 20)
+    on = resumed(folder, [(1, "a"), (1, "c")], DatasetProgress.from_settings(asdict(before)), 20)
     assert [line[:60] for line in on.lines] == [
         " WARNING: other data sets or weights than before, and it is "
     ]
 
 
 def test_what_is_said(folder):
-    first = carried(folder, [(0.5, "a"), (0.5, "b")], None, 0)
-    on = carried(folder, [(0.6, "a"), (0.4, "c")], first.standing, 30)
+    first = resumed(folder, [(0.5, "a"), (0.5, "b")], None, 0)
+    on = resumed(folder, [(0.6, "a"), (0.4, "c")], first.dataset_progress, 30)
     assert on.lines == [
         " the blend changes at sample 30; each data set goes on from where it was:",
         f"   50.00% -> 60.00% {folder}/a, from its sample 15 on",
@@ -203,8 +205,8 @@ def test_data_made_anew_under_its_name_begins_anew(folder, tmp_path):
     for content in (range(40), range(48)):
         write_by_hand(tmp_path / "set", [list(content)])
         if len(content) == 40:
-            first = carried(tmp_path, [(1, "set")], None, 0)
-    on = carried(tmp_path, [(1, "set")], first.standing, 3)
+            first = resumed(tmp_path, [(1, "set")], None, 0)
+    on = resumed(tmp_path, [(1, "set")], first.dataset_progress, 3)
     assert on.lines[1:] == [
         f"   0.00% -> 100.00% {tmp_path}/set, anew, as its contents have changed",
         f"   100.00% -> 0 {tmp_path}/set, left out after 3 samples",
@@ -212,24 +214,24 @@ def test_data_made_anew_under_its_name_begins_anew(folder, tmp_path):
 
 
 def test_one_data_set_given_twice_is_two(folder):
-    first = carried(folder, [(0.5, "a"), (0.5, "a")], None, 0)
-    on = carried(folder, [(0.2, "a"), (0.8, "a")], first.standing, 10)
-    assert [part.stream for part in on.standing.sets] == [0, 1]
-    assert [part.given for part in on.standing.sets] == [5, 5]
+    first = resumed(folder, [(0.5, "a"), (0.5, "a")], None, 0)
+    on = resumed(folder, [(0.2, "a"), (0.8, "a")], first.dataset_progress, 10)
+    assert [part.stream for part in on.dataset_progress.sets] == [0, 1]
+    assert [part.consumed_before for part in on.dataset_progress.sets] == [5, 5]
 
 
 def test_megatrons_order_takes_no_other_blend(folder):
     parts, other = [(0.3, "a"), (0.7, "b")], [(0.4, "a"), (0.6, "b")]
-    first = carried(folder, parts, None, 0, order="megatron")
-    on = carried(folder, parts, first.standing, 10, order="megatron")
-    assert (on.lines, on.standing) == ([], first.standing)
+    first = resumed(folder, parts, None, 0, order="megatron")
+    on = resumed(folder, parts, first.dataset_progress, 10, order="megatron")
+    assert (on.lines, on.dataset_progress) == ([], first.dataset_progress)
     message = rf"^--train-data-path 0.4 {folder}/a 0.6 {folder}/b: the run began with 0.3 {folder}/a 0.7 "
     with pytest.raises(ValueError, match=message):
-        carried(folder, other, first.standing, 10, order="megatron")
-    older = Standing.from_settings(asdict(opened(folder, parts, order="megatron")[1]))
-    assert carried(folder, parts, older, 10, order="megatron").lines == []
+        resumed(folder, other, first.dataset_progress, 10, order="megatron")
+    older = DatasetProgress.from_settings(asdict(opened(folder, parts, order="megatron")[1]))
+    assert resumed(folder, parts, older, 10, order="megatron").lines == []
     with pytest.raises(ValueError, match=message):
-        carried(folder, other, older, 10, order="megatron")
+        resumed(folder, other, older, 10, order="megatron")
 
 
 @pytest.mark.parametrize(
@@ -242,16 +244,20 @@ def test_megatrons_order_takes_no_other_blend(folder):
         {"sets": [{"prefix": "a"}]},
         {
             "sets": [
-                {"prefix": "a", "fingerprint": "", "stream": 0, "weight": weight, "given": 0}
+                {"prefix": "a", "fingerprint": "", "stream": 0, "weight": weight, "consumed_before": 0}
                 for weight in (0.0, 1.0)
             ]
         },
-        {"sets": [{"prefix": "a", "fingerprint": "", "stream": 0, "weight": float("nan"), "given": 0}]},
-        {"sets": [{"prefix": "a", "fingerprint": "", "stream": 0, "weight": 0.0, "given": 0}]},
-        {"sets": [{"prefix": "a", "fingerprint": "", "stream": 0, "weight": 1.0, "given": -1}]},
+        {
+            "sets": [
+                {"prefix": "a", "fingerprint": "", "stream": 0, "weight": float("nan"), "consumed_before": 0}
+            ]
+        },
+        {"sets": [{"prefix": "a", "fingerprint": "", "stream": 0, "weight": 0.0, "consumed_before": 0}]},
+        {"sets": [{"prefix": "a", "fingerprint": "", "stream": 0, "weight": 1.0, "consumed_before": -1}]},
     ],
 )
 def test_what_no_run_has_written_is_refused(folder, harm):
-    value = json.loads(json.dumps(asdict(carried(folder, [(1, "a")], None, 0).standing)))
+    value = json.loads(json.dumps(asdict(resumed(folder, [(1, "a")], None, 0).dataset_progress)))
     with pytest.raises((ValueError, KeyError, TypeError)):
-        Standing.from_json(value | harm)
+        DatasetProgress.from_json(value | harm)

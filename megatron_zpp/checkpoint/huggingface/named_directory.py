@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.storage.files import check_writable
 
 CONFIG = "config.json"
@@ -12,21 +12,21 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
-class Place:
+class NamedDirectory:
     """`flag` and `shown` begin every line that says what is wrong with what lies at `path`."""
 
     flag: str
     shown: str
     path: Path
 
-    def refuse(self, fix: str) -> ValueError:
+    def error(self, fix: str) -> ValueError:
         """What is wrong with it, and what would be right."""
-        return refusal(self.flag, self.shown, fix)
+        return option_error(self.flag, self.shown, fix)
 
 
 def check_empty(flag: str, target: Path) -> None:
     """Raises ValueError unless `target` is an empty directory, or can be made."""
-    place = Place(flag, str(target), target)
+    named = NamedDirectory(flag, str(target), target)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise place.refuse("is there and no empty directory; name another one")
+        raise named.error("is there and no empty directory; name another one")
     check_writable(flag, str(target.parent))

@@ -6,10 +6,10 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_zpp.config.options import Options, fits, flag_of, refusal
+from megatron_zpp.config.options import Options, fits, flag_of, option_error
 
 
-class Given:
+class Provided:
     """Values by part and field, each with the name that it was given by.
 
     A place is "part.field", as in "zero.zero_stage". What was given twice must be equal.
@@ -30,43 +30,45 @@ class Given:
         }
         self._names: dict[str, str] = {}  # of what no flag of today's said
 
-    def get(self, place: str) -> Any:
+    def get(self, field_path: str) -> Any:
         """The value of a place; None where nothing was given."""
-        part, field = place.split(".")
+        part, field = field_path.split(".")
         return self.values[part].get(field)
 
-    def name(self, place: str) -> str:
+    def name(self, field_path: str) -> str:
         """What a place was given by, else today's flag of it."""
-        return self._names.get(place, self._flags[place])
+        return self._names.get(field_path, self._flags[field_path])
 
-    def put(self, place: str, value: Any, name: str, shown: object = "(given)") -> None:
+    def put(self, field_path: str, value: Any, name: str, shown: object = "(given)") -> None:
         """Takes a value that `name` gives in the words `shown`.
 
         Raises ValueError when it is none of the place's choices, or when the place has another one already.
         """
-        part, field = place.split(".")
-        if not fits(value, self._hints[place]):
-            choices = " or ".join(str(choice) for choice in _choices(self._hints[place]))
-            raise refusal(name, shown, f"must be {choices}")
+        part, field = field_path.split(".")
+        if not fits(value, self._hints[field_path]):
+            choices = " or ".join(str(choice) for choice in _choices(self._hints[field_path]))
+            raise option_error(name, shown, f"must be {choices}")
         if field not in self.values[part]:
             self.values[part][field] = value
-            self._names[place] = name
+            self._names[field_path] = name
         elif self.values[part][field] != value:
-            raise refusal(name, shown, f"contradicts {self._there(place)}; make them equal or leave one out")
+            raise option_error(
+                name, shown, f"contradicts {self._there(field_path)}; make them equal or leave one out"
+            )
 
     def explain(self, message: str) -> str:
         """`message` with the names behind those flags in it that were not typed as they stand there."""
         behind = [
-            f"{self._flags[place]} is {name}"
-            for place, name in self._names.items()
-            if re.search(rf"(?<![\w-]){re.escape(self._flags[place])}(?![\w-])", message)
+            f"{self._flags[field_path]} is {name}"
+            for field_path, name in self._names.items()
+            if re.search(rf"(?<![\w-]){re.escape(self._flags[field_path])}(?![\w-])", message)
         ]
         return f"{message} ({', '.join(behind)})" if behind else message
 
-    def _there(self, place: str) -> str:
-        value = self.get(place)
+    def _there(self, field_path: str) -> str:
+        value = self.get(field_path)
         shown = "" if value is True else f" {str(value).lower() if value is False else value}"
-        return self.name(place) + shown
+        return self.name(field_path) + shown
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:

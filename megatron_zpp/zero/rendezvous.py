@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron_zpp.config.options import refusal
+from megatron_zpp.config.options import option_error
 from megatron_zpp.zero.open_files import make_room
 from megatron_zpp.zero.topology import Topology
 
@@ -24,7 +24,7 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
 
 @dataclass(frozen=True)
-class Place:
+class RankAddress:
     """Where a rank runs, and by which of its addresses it reaches rank 0."""
 
     host: str
@@ -37,21 +37,21 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """The store that all ranks share, and where each of them runs."""
 
     store: dist.Store
-    places: tuple[Place, ...]
+    addresses: tuple[RankAddress, ...]
 
 
-def meet(
+def rendezvous(
     topology: Topology,
     environment: Mapping[str, str],
     *,
     limit: float,
     timeout: timedelta,
     say: Callable[[str], None],
-) -> Meeting:
+) -> Rendezvous:
     """Waits until every rank is at MASTER_ADDR and MASTER_PORT; `say` hears, every 10 s, who is not.
 
     Rank 0 keeps the store there, or torchrun does, and gets room for the connections of all ranks; `timeout`
@@ -59,13 +59,13 @@ def meet(
     address, port or ranks are wrong, or that there cannot be room.
     """
     if topology.world_size == 1:
-        return Meeting(dist.HashStore(), (Place(platform.node(), os.getpid(), "127.0.0.1", "lo"),))
+        return Rendezvous(dist.HashStore(), (RankAddress(platform.node(), os.getpid(), "127.0.0.1", "lo"),))
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     deadline = time.monotonic() + limit
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise refusal(
+        raise option_error(
             "MASTER_ADDR", address, f"{error.strerror}; give rank 0's host, alike on every rank"
         ) from None
     launcher_keeps_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -80,8 +80,8 @@ def meet(
     store.set_timeout(timeout)
     # What ranks of a failed attempt left in a launcher's store is not for this one.
     store = dist.PrefixStore(f"attempt_{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    place = Place(platform.node(), os.getpid(), own, interface_of(own))
-    return Meeting(store, _call_the_roll(store, topology, place, deadline, limit, say))
+    rank_address = RankAddress(platform.node(), os.getpid(), own, interface_of(own))
+    return Rendezvous(store, _exchange_addresses(store, topology, rank_address, deadline, limit, say))
 
 
 def interface_of(address: str) -> str:
@@ -100,7 +100,7 @@ def interface_of(address: str) -> str:
 def _host(address: str, port: int, found: list[tuple], topology: Topology) -> dist.Store:
     """Rank 0's store."""
     if not any(map(_is_of_this_host, found)):
-        raise refusal(
+        raise option_error(
             "MASTER_ADDR",
             address,
             f"is no address of {platform.node()}, where rank 0 runs; it must be rank 0's host",
@@ -120,7 +120,7 @@ def _host(address: str, port: int, found: list[tuple], topology: Topology) -> di
             if "EADDRINUSE" in str(error)
             else f"cannot be opened ({error})"
         )
-        raise refusal(
+        raise option_error(
             "MASTER_PORT", port, f"{held}: {platform.node()}; give a free port, alike on every rank"
         ) from None
 
@@ -137,7 +137,7 @@ def _is_of_this_host(found: tuple) -> bool:
 
 def _reach(address: str, port: int, topology: Topology, deadline: float, say: Callable[[str], None]) -> str:
     """Waits until rank 0's port accepts a connection; returns this host's address of it."""
-    patience = Patience(say)
+    patience = Backoff(say)
     while True:
         try:
             with socket.create_connection((address, port), timeout=5) as probe:
@@ -146,7 +146,9 @@ def _reach(address: str, port: int, topology: Topology, deadline: float, say: Ca
             why = error.strerror or str(error)
         problem = f"rank {topology.rank} on {platform.node()} cannot reach rank 0 at {address}:{port} ({why})"
         if time.monotonic() > deadline:
-            raise refusal("MASTER_ADDR and MASTER_PORT", (address, port), f"{problem}; is it rank 0's host?")
+            raise option_error(
+                "MASTER_ADDR and MASTER_PORT", (address, port), f"{problem}; is it rank 0's host?"
+            )
         patience.wait(problem)
 
 
@@ -169,7 +171,7 @@ def _join(address: str, port: int, deadline: float) -> dist.Store:
     asking.join(seconds + 1)
     if not stores:
         why = f" ({problems[0]})" if problems else ""
-        raise refusal(
+        raise option_error(
             "MASTER_PORT",
             port,
             f"what answers at {address}:{port} is not this run's store{why}; give all ranks one free port",
@@ -177,23 +179,23 @@ def _join(address: str, port: int, deadline: float) -> dist.Store:
     return stores[0]
 
 
-def _call_the_roll(
+def _exchange_addresses(
     store: dist.Store,
     topology: Topology,
-    place: Place,
+    rank_address: RankAddress,
     deadline: float,
     limit: float,
     say: Callable[[str], None],
-) -> tuple[Place, ...]:
+) -> tuple[RankAddress, ...]:
     """Every rank's place, once all are here."""
     rank, world = topology.rank, topology.world_size
-    text = json.dumps(asdict(place))
+    text = json.dumps(asdict(rank_address))
     if store.add(f"claims/{rank}", 1) > 1:
-        other = _place(store.get(f"here/{rank}"))
-        both = f"process {other.process} on {other.host} and process {place.process} on {place.host}"
+        other = _parse_rank_address(store.get(f"here/{rank}"))
+        both = " and ".join(f"process {one.process} on {one.host}" for one in (other, rank_address))
         problem = f"is taken by {both}; give every process its own"
         store.set("roll", json.dumps(f"RANK {rank}: {problem}"))
-        raise refusal("RANK", rank, problem)
+        raise option_error("RANK", rank, problem)
     store.set(f"here/{rank}", text)
     store.add("here", 1)
     if rank == 0:
@@ -203,32 +205,32 @@ def _call_the_roll(
             time.sleep(0.3)  # others may be about to read it in this process
             raise ValueError(problem)
     else:
-        _hear_of_all(store, topology, place, deadline)
-    return tuple(map(_place, store.multi_get([f"here/{rank}" for rank in range(world)])))
+        _await_verdict(store, topology, rank_address, deadline)
+    return tuple(map(_parse_rank_address, store.multi_get([f"here/{rank}" for rank in range(world)])))
 
 
-def _hear_of_all(store: dist.Store, topology: Topology, place: Place, deadline: float) -> None:
+def _await_verdict(store: dist.Store, topology: Topology, rank_address: RankAddress, deadline: float) -> None:
     """On other ranks: waits for rank 0's word. Raises ValueError, as on rank 0, when that is an error."""
     seconds = max(1.0, deadline - time.monotonic()) + SAY_AFTER
     try:
         store.wait(["roll"], timedelta(seconds=seconds))
         problem = json.loads(store.get("roll"))
     except dist.DistError:
-        who = f"rank {topology.rank} on {place.host}"
+        who = f"rank {topology.rank} on {rank_address.host}"
         raise ValueError(f"RANK 0: came and is gone, or does not answer {who}") from None
     if problem:
         raise ValueError(problem)
 
 
-def _place(text: bytes) -> Place:
-    return Place(**json.loads(text))
+def _parse_rank_address(text: bytes) -> RankAddress:
+    return RankAddress(**json.loads(text))
 
 
 def _await_all(
     store: dist.Store, topology: Topology, deadline: float, limit: float, say: Callable[[str], None]
 ) -> str | None:
     """On rank 0: None once all are here, or what is wrong when some are not in time."""
-    patience = Patience(say)
+    patience = Backoff(say)
     while store.add("here", 0) < topology.world_size:
         if store.check(["roll"]):
             return json.loads(store.get("roll"))
@@ -246,7 +248,7 @@ def _await_all(
     return None
 
 
-class Patience:
+class Backoff:
     """Waits a little at a time, and tells every ten seconds what for."""
 
     def __init__(self, say: Callable[[str], None]) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Part(NamedTuple):
+class GradSegment(NamedTuple):
     """The elements of a flat buffer from `start` on, here or elsewhere."""
 
     start: int
@@ -17,15 +17,15 @@ class Part(NamedTuple):
         return whole[self.start : self.start + len(self.flat)]
 
 
-def parts_inside(parts: Iterable[Part], owned: range) -> Iterator[Part]:
+def segments_inside(parts: Iterable[GradSegment], owned: range) -> Iterator[GradSegment]:
     """What `parts` have of the `owned` elements, counted from the first of these."""
     for start, flat in parts:
         begin, end = max(start, owned.start), min(start + len(flat), owned.stop)
         if begin < end:
-            yield Part(begin - owned.start, flat[begin - start : end - start])
+            yield GradSegment(begin - owned.start, flat[begin - start : end - start])
 
 
-def join(parts: Sequence[Part], room: Tensor) -> Tensor:
+def join(parts: Sequence[GradSegment], room: Tensor) -> Tensor:
     """Copies all `parts` of a buffer to their places in `room`, in its format, and returns what they fill."""
     whole = room[: sum(len(part.flat) for part in parts)]
     for part in parts:

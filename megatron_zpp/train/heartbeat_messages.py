@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True)
-class Beat:
+class HeartbeatMessage:
     """One rank at one moment; `count` grows with every beat.
 
     `doing`, `marks`, `patient` and `limit` are its newest mark (train/activity.py), made `seconds` before. It
@@ -36,13 +36,13 @@ class Beat:
         return json.dumps(asdict(self))
 
     @classmethod
-    def decode(cls, text: bytes) -> "Beat | None":
+    def decode(cls, text: bytes) -> "HeartbeatMessage | None":
         """The inverse; None for a rank that has not come yet."""
         values = json.loads(text)
         return None if values is None else cls(**values)
 
 
-class Judge:
+class LivenessMonitor:
     """Says which rank ended a run, from the beats that it has seen at some moments.
 
     A rank is silent while its beats stay the same: lost after `timeout` seconds, or after `patience` when
@@ -55,7 +55,7 @@ class Judge:
         self._newest: dict[int, tuple[int, float]] = {}
         self._now = 0.0
 
-    def see(self, beats: Sequence[Beat | None], now: float) -> None:
+    def see(self, beats: Sequence[HeartbeatMessage | None], now: float) -> None:
         """Takes note of the beats of ranks 0 to … at the time `now`, in seconds."""
         self._now = now
         for rank, beat in enumerate(beats):
@@ -63,7 +63,7 @@ class Judge:
             if rank not in self._newest or self._newest[rank][0] != count:
                 self._newest[rank] = (count, now)
 
-    def lost(self, beats: Sequence[Beat | None], *, asked: bool = False) -> str | None:
+    def lost(self, beats: Sequence[HeartbeatMessage | None], *, asked: bool = False) -> str | None:
         """The rank that failed, or has been silent for longest and too long; None when all are there.
 
         `asked`: a rank asks whose beat may not be among `beats`.
@@ -82,7 +82,7 @@ class Judge:
         name, doing = (beat.name, beat.doing) if beat else (f"rank {rank}", "starting")
         return f"{name} has been silent for {longest:.0f} s; last seen: {doing}"
 
-    def stuck(self, beats: Sequence[Beat | None]) -> str | None:
+    def stuck(self, beats: Sequence[HeartbeatMessage | None]) -> str | None:
         """The rank with the fewest marks, for which the others may be waiting, if its newest is too old."""
         last = _last(beats)
         if not last or any(beat.patient or beat.seconds <= (beat.limit or self._timeout) for beat in last):
@@ -93,7 +93,7 @@ class Judge:
             f"(if it is only slow, raise {flag})"
         )
 
-    def slow(self, beats: Sequence[Beat | None], seconds: float) -> str | None:
+    def slow(self, beats: Sequence[HeartbeatMessage | None], seconds: float) -> str | None:
         """For whom the others have waited so many seconds, where the mark has a limit; None for nobody."""
         if None in beats:  # met the others and was not heard of again
             absent = beats.index(None)
@@ -106,7 +106,7 @@ class Judge:
         waited = min(beat.seconds + self._silence(beat.rank) for beat in last)
         return f"{_names(last)}: {last[0].doing} for {waited:.0f} s" if waited > seconds else None
 
-    def gone(self, beats: Sequence[Beat | None], silence: float) -> bool:
+    def gone(self, beats: Sequence[HeartbeatMessage | None], silence: float) -> bool:
         """Whether each of them has left or failed, or been silent for so many seconds."""
         return all(
             beat is None or beat.left or beat.failed or self._silence(beat.rank) > silence for beat in beats
@@ -117,12 +117,12 @@ class Judge:
         return self._now - self._newest[rank][1]
 
 
-def _last(beats: Sequence[Beat | None]) -> list[Beat]:
+def _last(beats: Sequence[HeartbeatMessage | None]) -> list[HeartbeatMessage]:
     """Those of the ranks present that have the fewest marks."""
     present = [beat for beat in beats if beat and not beat.left]
     fewest = min((beat.marks for beat in present), default=0)
     return [beat for beat in present if beat.marks == fewest]
 
 
-def _names(beats: Sequence[Beat]) -> str:
+def _names(beats: Sequence[HeartbeatMessage]) -> str:
     return " and ".join(beat.name for beat in beats[:4]) + (" and others" if len(beats) > 4 else "")

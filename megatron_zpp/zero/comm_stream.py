@@ -32,7 +32,7 @@ class Pending:
         self._wait()
 
 
-class Lane:
+class CommStream:
     """Runs collectives of `ranks` in order beside the compute. Each of them must submit the same ones."""
 
     def __init__(
@@ -50,7 +50,7 @@ class Lane:
         `copy_engines`: whether they move what ranks of one node send (`choose_copy_engines`).
         """
         self.ranks, self._device, self._ledger = tuple(ranks), device, ledger
-        self.place = self.ranks.index(topology.rank)
+        self.group_rank = self.ranks.index(topology.rank)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._symmetric: SymmetricMemory | None = None
         self._group: dist.ProcessGroup | None = None
@@ -63,10 +63,10 @@ class Lane:
         beside = self._stream is None and self._group is not None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lane") if beside else None
         self._newest: Future | None = None
-        self._met: tuple[Tensor, Tensor] | None = None  # what `meet` sends and receives
+        self._barrier_buffers: tuple[Tensor, Tensor] | None = None  # what `barrier` sends and receives
 
     @property
-    def copies(self) -> bool:
+    def uses_copy_engines(self) -> bool:
         """Whether copy engines move what lies in its `zeros`."""
         return self._symmetric is not None
 
@@ -75,14 +75,17 @@ class Lane:
         with nullcontext() if self._symmetric is None else self._symmetric.allocating():
             return torch.zeros(numel, dtype=dtype, device=self._device)
 
-    def rooms(self, nbytes: int) -> list[Tensor] | None:
+    def peer_buffers(self, nbytes: int) -> list[Tensor] | None:
         """So many bytes on each of the ranks, by place, which this one can write by its copy engines.
 
         None where it cannot. Every rank must ask for the same.
         """
         if self._symmetric is None or not self._symmetric.peers_write:
             return None
-        self._met = self.zeros(len(self.ranks), torch.float32), self.zeros(len(self.ranks), torch.float32)
+        self._barrier_buffers = (
+            self.zeros(len(self.ranks), torch.float32),
+            self.zeros(len(self.ranks), torch.float32),
+        )
         return peer_memory(self._symmetric.group, self._device, nbytes)
 
     def ready(self) -> None:
@@ -133,12 +136,12 @@ class Lane:
         self._ledger.to_every_peer(self.ranks, sent.nbytes // len(self.ranks))
         dist.all_to_all_single(received, sent, group=self._group, async_op=True).wait()
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """What the ranks did on this lane so far is done before this one goes on; where there are rooms."""
-        received, sent = self._met
+        received, sent = self._barrier_buffers
         dist.all_to_all_single(received, sent, group=self._group, async_op=True).wait()
 
-    def wrote(self, peer: int, nbytes: int) -> None:
+    def record_write(self, peer: int, nbytes: int) -> None:
         """Takes note of what this rank wrote itself to the one at this place."""
         self._ledger.to_every_peer([self.ranks[peer]], nbytes)
 
