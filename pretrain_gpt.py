@@ -14,27 +14,27 @@ if __name__ == "__main__":  # the imports take a while: a scheduler's request wa
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from megatron_zpp.config.root import parse_command_line
+from megatron_zpp.distributed.open_files import raise_limit
+from megatron_zpp.distributed.process_group import barrier
+from megatron_zpp.distributed.slurm import launcher_variables
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.reporting.console import tell, warn
+from megatron_zpp.reporting.sinks import check_sinks
+from megatron_zpp.supervision.errors import one_line_errors, said_by_each, said_once
+from megatron_zpp.supervision.heartbeat import heartbeat
+from megatron_zpp.supervision.joining import connect_ranks, join
+from megatron_zpp.supervision.once_per_node import OncePerNode
+from megatron_zpp.supervision.signals import stop_signals
 from megatron_zpp.tokenizer.base import describe
 from megatron_zpp.tokenizer.build import build_tokenizer
-from megatron_zpp.train.console import tell, warn
 from megatron_zpp.train.device import prepare_device
 from megatron_zpp.train.dry_run import dry_run, planned
-from megatron_zpp.train.errors import one_line_errors, said_by_each, said_once
-from megatron_zpp.train.heartbeat import heartbeat
-from megatron_zpp.train.joining import connect_ranks, join
-from megatron_zpp.train.once_per_node import OncePerNode
 from megatron_zpp.train.reading import open_data
 from megatron_zpp.train.restore import check_start
 from megatron_zpp.train.run import build_engine, train
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.train.sampled_text import check_prompt
 from megatron_zpp.train.save_lease import save_lease
-from megatron_zpp.train.signals import stop_signals
-from megatron_zpp.train.sinks import check_sinks
-from megatron_zpp.zero.open_files import raise_limit
-from megatron_zpp.zero.process_group import barrier
-from megatron_zpp.zero.slurm import launcher_variables
-from megatron_zpp.zero.topology import Topology
 
 PROG = "pretrain_gpt.py"
 

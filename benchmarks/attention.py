@@ -31,12 +31,12 @@ from megatron_zpp.config.options import Options, option, option_error, parse_opt
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.data.documents import as_tensors, masked_samples
 from megatron_zpp.data.mock import MockDataset
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import AttentionKernel, check_runs, choose_attention
 from megatron_zpp.model.gpt import GPT, ModelComponents
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.train.compiling import compile_parts
 from megatron_zpp.zero.engine import Batch, ZeroEngine
-from megatron_zpp.zero.topology import Topology
 
 VOCABULARY, EOD = 50_304, 0
 BACKENDS = ("auto", "math", "efficient", "flash", "cudnn", "flash3")

@@ -29,13 +29,13 @@ from megatron_zpp.checkpoint.directory import committed
 from megatron_zpp.checkpoint.read import load_checkpoint
 from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.config.root import Config, parse_args
+from megatron_zpp.distributed.process_group import barrier, process_group, select_device
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.library import load_operations
-from megatron_zpp.train.joining import connect_ranks
+from megatron_zpp.supervision.joining import connect_ranks
 from megatron_zpp.train.saver import Saver
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.process_group import barrier, process_group, select_device
-from megatron_zpp.zero.topology import Topology
 
 TOKENIZER = {"tokenizer_type": "NullTokenizer", "vocab_size": 50_000, "eod": 49_999, "fingerprint": ""}
 PIECE = 8 << 20  # bytes

@@ -38,13 +38,13 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import LearningRateConfig, OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.data.open import Splits, open_splits
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.train.compiling import compile_parts
 from megatron_zpp.train.evaluation import evaluate
 from megatron_zpp.train.learning_rate import LearningRate
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.topology import Topology
 
 QWZ = {"zero_quantized_weights": True}
 HPZ = {"zero_hpz_partition_size": "auto"}

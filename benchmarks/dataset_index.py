@@ -30,9 +30,9 @@ import numpy as np
 from benchmarks.common import write_result
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import Options, option, parse_options
-from megatron_zpp.data.compiled_orders import compiled_orders
 from megatron_zpp.data.indexed import HEADER, MAGIC, VERSION, IndexedDataset
-from megatron_zpp.data.megatron_dataset import MegatronOrders
+from megatron_zpp.data.megatron.compiled_orders import compiled_orders
+from megatron_zpp.data.megatron.dataset import MegatronOrders
 from megatron_zpp.data.order_cache import OrderCache
 
 SEQ_LENGTH, SEED, LONGEST = 2048, 1234, 2000  # tokens of a document: 0 to LONGEST

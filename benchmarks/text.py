@@ -26,7 +26,7 @@ from megatron_zpp.config.options import Options, option, parse_options
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.data.batches import BatchSchedule
 from megatron_zpp.data.loader import MicroBatches
-from megatron_zpp.text.open import OpenText, open_text
+from megatron_zpp.data.text.open import OpenText, open_text
 from megatron_zpp.tokenizer import build_tokenizer, describe
 
 SEQ_LENGTH, MICRO_BATCH = 1024, 4

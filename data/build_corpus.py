@@ -12,14 +12,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any di
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_options
 from megatron_zpp.config.text import JSON_LINES, plain_suffix
-from megatron_zpp.corpus.compression import replacing
-from megatron_zpp.corpus.hub import read_hub
-from megatron_zpp.corpus.inputs import find_files
-from megatron_zpp.corpus.problems import Report
-from megatron_zpp.corpus.progress import Progress
-from megatron_zpp.corpus.python_source import read_source, source_files, standard_library
-from megatron_zpp.corpus.terminate import unwind_on_sigterm
-from megatron_zpp.corpus.texts import Texts, check_suffix, read_documents
+from megatron_zpp.data.corpus.compression import replacing
+from megatron_zpp.data.corpus.hub import read_hub
+from megatron_zpp.data.corpus.inputs import find_files
+from megatron_zpp.data.corpus.problems import Report
+from megatron_zpp.data.corpus.progress import Progress
+from megatron_zpp.data.corpus.python_source import read_source, source_files, standard_library
+from megatron_zpp.data.corpus.terminate import unwind_on_sigterm
+from megatron_zpp.data.corpus.texts import Texts, check_suffix, read_documents
 from megatron_zpp.storage.files import check_replaceable
 
 PROG = "build_corpus.py"

@@ -14,14 +14,14 @@ from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import REQUIRED, Options, UsageError, option, option_error, parse_all
 from megatron_zpp.config.text import plain_suffix
 from megatron_zpp.config.tokenizer import TokenizerConfig
-from megatron_zpp.corpus.encode import Encoder
-from megatron_zpp.corpus.inputs import TEXT, find_files, partition
-from megatron_zpp.corpus.partitions import encode_partitions
-from megatron_zpp.corpus.pieces import Piece
-from megatron_zpp.corpus.problems import Report
-from megatron_zpp.corpus.progress import Progress
-from megatron_zpp.corpus.terminate import unwind_on_sigterm
 from megatron_zpp.data.checksums import checksums_path
+from megatron_zpp.data.corpus.encode import Encoder
+from megatron_zpp.data.corpus.inputs import TEXT, find_files, partition
+from megatron_zpp.data.corpus.partitions import encode_partitions
+from megatron_zpp.data.corpus.pieces import Piece
+from megatron_zpp.data.corpus.problems import Report
+from megatron_zpp.data.corpus.progress import Progress
+from megatron_zpp.data.corpus.terminate import unwind_on_sigterm
 from megatron_zpp.data.indexed import IndexedDatasetWriter, index_path, token_dtype, tokens_path
 from megatron_zpp.data.provenance import provenance_path
 from megatron_zpp.storage.files import check_replaceable

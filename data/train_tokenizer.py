@@ -11,13 +11,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any di
 
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import REQUIRED, Options, option, parse_options
-from megatron_zpp.corpus.compression import replacing
-from megatron_zpp.corpus.inputs import find_files
-from megatron_zpp.corpus.problems import Report
-from megatron_zpp.corpus.progress import Progress
-from megatron_zpp.corpus.sample import sample_text
-from megatron_zpp.corpus.terminate import unwind_on_sigterm
-from megatron_zpp.corpus.texts import check_suffix, read_passages
+from megatron_zpp.data.corpus.compression import replacing
+from megatron_zpp.data.corpus.inputs import find_files
+from megatron_zpp.data.corpus.problems import Report
+from megatron_zpp.data.corpus.progress import Progress
+from megatron_zpp.data.corpus.sample import sample_text
+from megatron_zpp.data.corpus.terminate import unwind_on_sigterm
+from megatron_zpp.data.corpus.texts import check_suffix, read_passages
 from megatron_zpp.storage.files import check_replaceable
 from megatron_zpp.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
 from megatron_zpp.tokenizer.train_sentencepiece import ModelType, train_sentencepiece

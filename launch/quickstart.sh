@@ -66,8 +66,8 @@ PYTHON=$python launch/local.sh -n "$processes" pretrain_gpt.py \
     --metrics-file "$work/metrics.jsonl" "$@"
 
 step "5/5 loss curve and samples"
-"$python" -m megatron_zpp.train.plot "$work/metrics.jsonl" --output "$work/loss.png"
-"$python" -m megatron_zpp.train.sample --load "$work/checkpoints" --num-samples 2 --max-new-tokens 160 \
+"$python" -m megatron_zpp.commands.plot "$work/metrics.jsonl" --output "$work/loss.png"
+"$python" -m megatron_zpp.commands.sample --load "$work/checkpoints" --num-samples 2 --max-new-tokens 160 \
     --prompt "def main():" | tee "$work/sample.txt"
 
 step "done: $work/loss.png is the curve, $work/sample.txt the text, $work/checkpoints the model"

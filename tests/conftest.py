@@ -17,7 +17,7 @@ LONGEST = (
     "launch/test_emulate_nodes.py",
     "faults/test_bad_inputs.py",
     "faults/test_fuzz.py",
-    "train/test_preflight.py",
+    "supervision/test_preflight.py",
 )
 
 

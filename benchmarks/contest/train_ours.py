@@ -12,11 +12,11 @@ from benchmarks.contest.contestants import OURS
 from benchmarks.contest.protocol import ADAMW, LEARNING_RATE, SEED, Rank, contestant_parser, join, report
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.train.compiling import compile_parts
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.topology import Topology
 
 
 def build_engine(rank: Rank, topology: Topology) -> ZeroEngine:

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from megatron_zpp.checkpoint.directory import partial_path, remove_leftovers, retired_path, write_tracker
-from megatron_zpp.checkpoint.exchange import Abandoned, Exchange, NoProgress
 from megatron_zpp.checkpoint.manifest import write_manifest
 from megatron_zpp.checkpoint.shard_file import write_shard_file
+from megatron_zpp.distributed.exchange import Abandoned, Exchange, NoProgress
 from megatron_zpp.storage.checksums import Checksums, OnProgress, checksums_of, verify_file
 from megatron_zpp.storage.files import commit_directory, write_durably
 

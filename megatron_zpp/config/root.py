@@ -10,8 +10,8 @@ from typing import Any
 from megatron_zpp.config.attention import AttentionConfig
 from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.config.data import DataConfig
-from megatron_zpp.config.deepspeed import DeepSpeedFile, obey_file
-from megatron_zpp.config.legacy import GROUP, add_old_flags, obey_old_flags, settle_old_flags
+from megatron_zpp.config.legacy.deepspeed import DeepSpeedFile, obey_file
+from megatron_zpp.config.legacy.translate import GROUP, add_old_flags, obey_old_flags, settle_old_flags
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import LearningRateConfig, OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.options import UsageError, fits, make_parser, option_error, parse_groups

@@ -132,7 +132,7 @@ class CheckpointConfig(Options):
     def check(self) -> None:
         """Saving needs a place to save to, loading a place to load from."""
         if self.save is not None and self.save.startswith(HUGGINGFACE):
-            tool = "python -m megatron_zpp.checkpoint.huggingface export"
+            tool = "python -m megatron_zpp.commands.huggingface export"
             raise option_error("--save", self.save, f"name a directory without {HUGGINGFACE}, and use {tool}")
         if self.huggingface == "":
             raise option_error("--load", self.load, "names no directory; give one behind the colon")

@@ -18,12 +18,12 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.config.text import HUB, JSON_LINES, is_text, looks_like_hub
 from megatron_zpp.data.blend import Blend, BlendedDataset
 from megatron_zpp.data.checksums import checksums_path
-from megatron_zpp.data.compiled_orders import CompiledOrders, compiled_orders
 from megatron_zpp.data.documents import check_ends, masked_samples
 from megatron_zpp.data.hashing import random_bits
 from megatron_zpp.data.indexed import IndexedDataset
-from megatron_zpp.data.megatron_dataset import MegatronOrders
-from megatron_zpp.data.megatron_split import DatasetSlice, build_split
+from megatron_zpp.data.megatron.compiled_orders import CompiledOrders, compiled_orders
+from megatron_zpp.data.megatron.dataset import MegatronOrders
+from megatron_zpp.data.megatron.split import DatasetSlice, build_split
 from megatron_zpp.data.mock import MockDataset
 from megatron_zpp.data.order_cache import OrderCache
 from megatron_zpp.data.provenance import check_provenance

@@ -11,8 +11,8 @@ from typing import Any
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.text import JSON_LINES, plain_suffix
-from megatron_zpp.corpus.inputs import find_files
-from megatron_zpp.corpus.texts import read_documents
+from megatron_zpp.data.corpus.inputs import find_files
+from megatron_zpp.data.corpus.texts import read_documents
 from megatron_zpp.generate.scoring import Passage, Score, sliding_passages
 from megatron_zpp.tokenizer.base import Tokenizer
 

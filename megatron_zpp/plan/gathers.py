@@ -11,9 +11,9 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
+from megatron_zpp.distributed.comm_stream import Pending
 from megatron_zpp.model.gpt import recomputed_units, segments
 from megatron_zpp.plan.job import Job
-from megatron_zpp.zero.comm_stream import Pending
 from megatron_zpp.zero.gathers import Gathers, Phase
 from megatron_zpp.zero.theory import slots
 from megatron_zpp.zero.unit import InFlight, ParameterSlot, Unit

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.config.compilation import CompilationConfig
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import FlashAttention3
 from megatron_zpp.model.gpt import GPT, residual_blocks
 from megatron_zpp.model.loss import LossKernels, logits_to_gradient
 from megatron_zpp.native.cache import cache_directory
 from megatron_zpp.storage.files import check_writable
-from megatron_zpp.zero.topology import Topology
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
@@ -89,7 +89,9 @@ def compile_parts(
 
 def _kernels() -> tuple[Callable[..., Tensor], LossKernels]:
     """What a layer computes, and what the loss does beside its products, with kernels of ours."""
-    from megatron_zpp.model import fused_blocks, fused_loss  # Triton, which torch has for GPUs alone
+    # Triton, which torch has for GPUs alone
+    from megatron_zpp.model.fused import blocks as fused_blocks
+    from megatron_zpp.model.fused import loss as fused_loss
 
     return fused_blocks.residual_blocks, fused_loss.PASSES
 

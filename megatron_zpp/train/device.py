@@ -11,13 +11,13 @@ import torch
 from megatron_zpp.config.compilation import resolve_compilation
 from megatron_zpp.config.fused_backend import resolve_fused_backend
 from megatron_zpp.config.root import Config
+from megatron_zpp.distributed.process_group import select_device
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import AttentionKernel, check_runs, choose_attention
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.train.compiling import check_cache
 from megatron_zpp.zero.communication import check_topology
-from megatron_zpp.zero.process_group import select_device
-from megatron_zpp.zero.topology import Topology
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend
 from megatron_zpp.config.fused_backend import resolve_fused_backend
 from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.root import Config
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import TORCH_BACKENDS, check_flash3_settings
 from megatron_zpp.plan.hardware import GPUS, machine
 from megatron_zpp.plan.job import Job, units_of
@@ -16,7 +17,6 @@ from megatron_zpp.plan.report import report
 from megatron_zpp.train.compiling import check_cache
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.zero.communication import check_topology
-from megatron_zpp.zero.topology import Topology
 
 
 def planned(plan: PlanConfig, started: Topology) -> Topology:

@@ -1,6 +1,5 @@
 """Loss and perplexity on held-out tokens."""
 
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -8,7 +7,6 @@ import torch
 
 from megatron_zpp.data.documents import as_tensors
 from megatron_zpp.data.samples import Samples
-from megatron_zpp.train.metrics import Record
 from megatron_zpp.zero.engine import ZeroEngine
 
 
@@ -38,12 +36,3 @@ def evaluate(
         if chunk < chunks:
             total += loss * size
     return (engine.mean_over_ranks(total) * ranks / count).item()
-
-
-def evaluation_record(iteration: int, split: str, loss: float) -> Record:
-    """What the sinks keep of an evaluation; perplexity as Megatron-LM caps it."""
-    return {
-        "iteration": iteration,
-        f"{split}_loss": loss,
-        f"{split}_perplexity": math.exp(min(20.0, loss)) if loss == loss else loss,
-    }

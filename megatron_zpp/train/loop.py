@@ -11,16 +11,16 @@ from megatron_zpp.config.root import Config
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.open import Splits
 from megatron_zpp.data.samples import Samples
-from megatron_zpp.train.activity import Activity
+from megatron_zpp.reporting.metrics import Interval, Throughput, memory_record
+from megatron_zpp.reporting.profile import StepProfiler
+from megatron_zpp.reporting.reporter import Reporter
+from megatron_zpp.reporting.timing import BATCH, FORWARD_BACKWARD, OPTIMIZER, STEP, Timing
+from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.train.evaluation import evaluate
-from megatron_zpp.train.metrics import Interval, Throughput, memory_record
-from megatron_zpp.train.profile import StepProfiler
-from megatron_zpp.train.reporter import Reporter
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.train.saver import Saver
 from megatron_zpp.train.skips import SkipFlag
 from megatron_zpp.train.stopping import Stop, StopConditions
-from megatron_zpp.train.timing import BATCH, FORWARD_BACKWARD, OPTIMIZER, STEP, Timing
 from megatron_zpp.zero.engine import Batch, StepResult, ZeroEngine
 
 

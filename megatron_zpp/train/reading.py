@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_zpp.config.root import Config
 from megatron_zpp.data.open import Splits, open_splits
-from megatron_zpp.text.open import open_text
+from megatron_zpp.data.text.open import open_text
 from megatron_zpp.train.run_schedule import RunSchedule
 
 

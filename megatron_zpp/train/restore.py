@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_zpp.checkpoint.directory import TRACKER, candidates, lost_newest, write_tracker
-from megatron_zpp.checkpoint.exchange import Exchange
 from megatron_zpp.checkpoint.huggingface.load import load_weights, open_weights
 from megatron_zpp.checkpoint.read import load_checkpoint, saved_settings
 from megatron_zpp.checkpoint.states import Progress
@@ -18,6 +17,7 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.run import CheckpointConfig
 from megatron_zpp.data.dataset_progress import DatasetProgress
+from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.storage.checksums import DamagedFile, OnProgress
 from megatron_zpp.storage.files import check_writable
 from megatron_zpp.train.data_changes import (

@@ -12,35 +12,35 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_zpp.checkpoint.exchange import Exchange
 from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.config.root import Config
 from megatron_zpp.data.open import Splits, seed_of
 from megatron_zpp.data.resume import resume_data
+from megatron_zpp.distributed.exchange import Exchange
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.model.fp8 import Float8Linear
 from megatron_zpp.model.gpt import GPT, ModelComponents, norm_class
 from megatron_zpp.plan.memory import memory_of
+from megatron_zpp.reporting.metrics import Throughput
+from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.storage.lease import Lease
+from megatron_zpp.supervision.activity import Activity
+from megatron_zpp.supervision.signals import StopSignals
 from megatron_zpp.tokenizer.build import build_tokenizer
-from megatron_zpp.train.activity import Activity
 from megatron_zpp.train.compiling import compile_parts, prepare_compiler
 from megatron_zpp.train.device import Device, check_attention
 from megatron_zpp.train.dry_run import job_of
 from megatron_zpp.train.loop import Trainer
-from megatron_zpp.train.metrics import Throughput
 from megatron_zpp.train.reading import open_data
-from megatron_zpp.train.reporter import Reporter
 from megatron_zpp.train.restore import restore
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.train.sampled_text import sample_text
 from megatron_zpp.train.saver import Saver
-from megatron_zpp.train.signals import StopSignals
 from megatron_zpp.train.stopping import Stop, StopConditions
 from megatron_zpp.train.verify import verify_data
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.sections import UNTIMED, TimedSections
-from megatron_zpp.zero.topology import Topology
 
 
 @dataclass(frozen=True)

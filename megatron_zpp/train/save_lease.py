@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_zpp.checkpoint.exchange import Exchange
 from megatron_zpp.config.options import option_error
+from megatron_zpp.distributed.exchange import Exchange
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.lease import SECONDS, Held, Lease
-from megatron_zpp.train.activity import Activity
-from megatron_zpp.zero.topology import Topology
+from megatron_zpp.supervision.activity import Activity
 
 _ANSWER = timedelta(seconds=4 * SECONDS)  # that rank 0 has, which may wait for SECONDS
 

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.checkpoint.directory import checkpoint_path, committed, remove_old
-from megatron_zpp.checkpoint.exchange import Exchange
 from megatron_zpp.checkpoint.snapshot import Snapshot
 from megatron_zpp.checkpoint.states import Progress, describe_state, errors_of, shards_of
 from megatron_zpp.checkpoint.write import SaveFailed, write_checkpoint
 from megatron_zpp.config.root import Config
+from megatron_zpp.distributed.exchange import Exchange
+from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.storage.lease import Lease
-from megatron_zpp.train.reporter import Reporter
 from megatron_zpp.zero.engine import ZeroEngine
 
 

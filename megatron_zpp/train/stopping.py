@@ -3,9 +3,9 @@
 import time
 
 from megatron_zpp.config.run import TrainingConfig
+from megatron_zpp.distributed.vote import Vote
 from megatron_zpp.storage.lease import Lease
-from megatron_zpp.train.signals import STOP_SIGNALS, StopSignals
-from megatron_zpp.train.vote import Vote
+from megatron_zpp.supervision.signals import STOP_SIGNALS, StopSignals
 from megatron_zpp.zero.engine import StepResult, ZeroEngine
 
 STOPPED = 75  # sysexits.h's EX_TEMPFAIL: start the same command again to go on

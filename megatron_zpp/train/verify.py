@@ -2,10 +2,10 @@
 
 import time
 
-from megatron_zpp.checkpoint.exchange import Exchange
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.data.open import Splits
 from megatron_zpp.data.verify import verify_tokens
+from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.storage.checksums import DamagedFile
 
 

@@ -8,9 +8,9 @@ from itertools import cycle
 import torch
 from torch import Tensor, nn
 
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.flat_layout import ALIGNMENT, FlatLayout
-from megatron_zpp.zero.topology import Topology
 from megatron_zpp.zero.unit import InFlight, ParameterSlot, Residency, Unit
 
 Initialize = Callable[[str, Tensor], None]

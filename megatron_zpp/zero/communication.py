@@ -8,14 +8,20 @@ from torch import Tensor
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.zero import GRADIENT_BLOCK, WEIGHT_BLOCK, ZeroConfig
+from megatron_zpp.distributed.comm_stream import CommStream
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.zero.collectives import Gather, PlainGather, PlainReduction, Reduction, TwoHopReduction
-from megatron_zpp.zero.comm_stream import CommStream
+from megatron_zpp.zero.collectives.plain import (
+    Gather,
+    PlainGather,
+    PlainReduction,
+    Reduction,
+    TwoHopReduction,
+)
+from megatron_zpp.zero.collectives.quantized import QuantizedGather, QuantizedReduction
 from megatron_zpp.zero.flat_layout import FlatLayout
-from megatron_zpp.zero.quantized_collectives import QuantizedGather, QuantizedReduction
 from megatron_zpp.zero.theory import all_reduce_algorithm, reduces_in_two_hops
-from megatron_zpp.zero.topology import Topology
 
 
 def check_topology(zero: ZeroConfig, topology: Topology) -> None:
@@ -76,7 +82,7 @@ def build_communication(
     """Weights travel in `dtype` or as codes, gradients in `reduce_dtype` or as codes.
 
     Sums over a node of gradients that are not codes travel in `sum_dtype`. Codes need `operations`. Every
-    rank makes the same lanes in the same order.
+    rank makes the same streams in the same order.
     """
     everyone = range(topology.world_size)
     group = zero.hpz_ranks(topology.local_world_size, topology.nodes)
@@ -142,7 +148,7 @@ def _reduction(
     sum_dtype: torch.dtype,
     operations: Operations | None,
 ) -> tuple[list[CommStream], Reduction]:
-    """The lanes of a reduction, and the reduction."""
+    """The streams of a reduction, and the reduction."""
     if zero.zero_quantized_gradients:
         inside, between = make_comm_stream(topology.node_ranks), make_comm_stream(topology.cross_node_ranks)
         quant_format = QuantFormat(

@@ -10,13 +10,15 @@ from torch import Tensor, nn
 
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.comm_stream import CommStream
+from megatron_zpp.distributed.copy_engine_trial import choose_copy_engines
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.ops.checks import SQUARES_BLOCK
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.build import Initialize, UnitBuilder, layouts_of
-from megatron_zpp.zero.collectives import sum_over_ranks, sum_squares
-from megatron_zpp.zero.comm_stream import CommStream
+from megatron_zpp.zero.collectives.plain import sum_over_ranks, sum_squares
 from megatron_zpp.zero.communication import build_communication
-from megatron_zpp.zero.copy_engine_trial import choose_copy_engines
 from megatron_zpp.zero.gathers import Gathers, Phase
 from megatron_zpp.zero.hooks import register_hooks
 from megatron_zpp.zero.loss_scale import LossScale
@@ -30,8 +32,6 @@ from megatron_zpp.zero.sections import (
     WAIT_REDUCTIONS,
     Sections,
 )
-from megatron_zpp.zero.topology import Topology
-from megatron_zpp.zero.traffic import TrafficLedger
 from megatron_zpp.zero.unit import Residency, Unit
 
 WEIGHTS = "weights"

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.ops.checks import SQUARES_BLOCK
-from megatron_zpp.zero.collectives import Reduction
+from megatron_zpp.zero.collectives.plain import Reduction
 from megatron_zpp.zero.grad_segments import GradSegment
 from megatron_zpp.zero.unit import Residency, Unit
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.zero.comm_stream import Pending
+from megatron_zpp.distributed.comm_stream import Pending
 from megatron_zpp.zero.flat_layout import SHARD_MULTIPLE, FlatLayout
 from megatron_zpp.zero.grad_segments import GradSegment
 

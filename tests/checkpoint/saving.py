@@ -8,16 +8,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.checkpoint.directory import checkpoint_path
-from megatron_zpp.checkpoint.exchange import Exchange
 from megatron_zpp.checkpoint.states import Progress, describe_state, errors_of, shards_of
 from megatron_zpp.checkpoint.write import write_checkpoint
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.exchange import Exchange
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.tokenizer.base import describe
 from megatron_zpp.tokenizer.null import NullTokenizer
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.topology import Topology
 from tests.zero.engines import engine_of
 from tests.zero.quantizing import operations
 

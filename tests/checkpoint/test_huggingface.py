@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from megatron_zpp.checkpoint.directory import candidates
 from megatron_zpp.checkpoint.huggingface import compare
-from megatron_zpp.checkpoint.huggingface.__main__ import main
 from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
 from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
 from megatron_zpp.checkpoint.read import CheckpointReader
+from megatron_zpp.commands.huggingface import main
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.generate.loading import load_model
 from megatron_zpp.model.gpt import GPT

@@ -9,8 +9,8 @@ from safetensors import safe_open
 
 from megatron_zpp.checkpoint.read import CheckpointReader, load_checkpoint
 from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.engine import STATE_KINDS, WEIGHTS
-from megatron_zpp.zero.topology import Topology
 from tests.checkpoint.saving import FIRST, TOKENIZER, save, small, train
 from tests.zero.engines import states_of, weights_of
 from tests.zero.ranks import on_ranks

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from megatron_zpp.checkpoint import write
 from megatron_zpp.checkpoint.directory import candidates
-from megatron_zpp.checkpoint.exchange import Abandoned, Exchange, NoProgress
 from megatron_zpp.checkpoint.write import SaveFailed
-from megatron_zpp.zero.topology import Topology
+from megatron_zpp.distributed.exchange import Abandoned, Exchange, NoProgress
+from megatron_zpp.distributed.topology import Topology
 from tests.checkpoint.saving import FIRST, SECOND, save, small
 from tests.zero.ranks import on_ranks
 

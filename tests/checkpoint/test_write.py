@@ -14,8 +14,8 @@ import pytest
 from megatron_zpp.checkpoint.directory import TRACKER, candidates, committed
 from megatron_zpp.checkpoint.read import load_checkpoint
 from megatron_zpp.checkpoint.write import SaveFailed
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.files import check_writable, write_text
-from megatron_zpp.zero.topology import Topology
 from tests.checkpoint.saving import FIRST, SECOND, TOKENIZER, save, small, train
 from tests.support import ROOT, environment
 from tests.zero.engines import weights_of

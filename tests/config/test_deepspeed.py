@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_zpp.config.deepspeed_keys import KEYS, Idle, Obeyed, Off, Only, Refused
+from megatron_zpp.config.legacy.deepspeed_keys import KEYS, Idle, Obeyed, Off, Only, Refused
 from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import CommandLine, parse_args, parse_command_line
 from tests.config.command_line import MINIMAL, without

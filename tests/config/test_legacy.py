@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.config.old_flags import IDLE, ONLY, REFUSED, RENAMED
+from megatron_zpp.config.legacy.old_flags import IDLE, ONLY, REFUSED, RENAMED
 from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import CommandLine, parse_args, parse_command_line
 from tests.config.command_line import MINIMAL, without

@@ -5,7 +5,7 @@ import typing
 
 import pytest
 
-from megatron_zpp.config.deepspeed import DeepSpeedFile
+from megatron_zpp.config.legacy.deepspeed import DeepSpeedFile
 from megatron_zpp.config.root import Config, parse_args
 from tests.config.command_line import MINIMAL
 

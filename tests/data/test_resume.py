@@ -17,8 +17,8 @@ from megatron_zpp.data.open import open_splits, seed_of
 from megatron_zpp.data.resume import resume_data
 from megatron_zpp.data.windows import order_seed
 from tests.data.format_by_hand import write_by_hand
-from tests.text.conftest import json_lines
-from tests.text.conftest import opened as opened_text
+from tests.data.text.conftest import json_lines
+from tests.data.text.conftest import opened as opened_text
 
 SEQ_LENGTH, SEED = 4, 7
 SETS, TEXTS = "abcde", "de"

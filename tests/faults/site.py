@@ -23,8 +23,8 @@ COMMANDS = {
     "preprocess": f"data/preprocess_data.py --input text.jsonl --output-prefix out {NULL} --workers 1",
     "corpus": "data/build_corpus.py --input text.txt --output out.jsonl",
     "tokenizer": "data/train_tokenizer.py --input text.txt --vocab-size 300 --output-prefix out",
-    "huggingface": "megatron_zpp/checkpoint/huggingface/__main__.py",
-    "sample": "megatron_zpp/train/sample.py --load checkpoints --max-new-tokens 2",
+    "huggingface": "megatron_zpp/commands/huggingface.py",
+    "sample": "megatron_zpp/commands/sample.py --load checkpoints --max-new-tokens 2",
 }
 
 

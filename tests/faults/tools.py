@@ -26,7 +26,7 @@ def tokenizer(argv: str, said: str, **more: object) -> Case:
 
 
 def sample(argv: str, said: str, **more: object) -> Case:
-    """megatron_zpp.train.sample."""
+    """megatron_zpp.commands.sample."""
     return Case(argv, said, program="sample", **more)
 
 

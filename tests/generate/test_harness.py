@@ -39,7 +39,7 @@ metric_list: [{{metric: acc}}]
 
 @pytest.fixture
 def ours(checkpoint: Path) -> object:
-    from megatron_zpp.generate.harness import CheckpointLM
+    from megatron_zpp.commands.harness import CheckpointLM
 
     return CheckpointLM(load=str(checkpoint), device="cpu", batch_size=3)
 
@@ -97,7 +97,7 @@ def test_a_task_from_the_command_line(checkpoint: Path, tmp_path: Path, referenc
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "local_words.yaml").write_text(TASK.format(data=data))
     done = run(
-        *("-m", "megatron_zpp.generate.harness", "run", "--model", "megatron_zpp", "--device", "cpu"),
+        *("-m", "megatron_zpp.commands.harness", "run", "--model", "megatron_zpp", "--device", "cpu"),
         *("--model_args", f"load={checkpoint}", "--tasks", "local_words", "--include_path", tmp_path),
         *("--output_path", tmp_path / "results.json"),
         timeout=240,

@@ -29,7 +29,7 @@ class Server:
     def __init__(self, checkpoint: Path, *flags: str) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}/api"
-        command = [sys.executable, "-m", "megatron_zpp.generate.serve", "--load", str(checkpoint)]
+        command = [sys.executable, "-m", "megatron_zpp.commands.serve", "--load", str(checkpoint)]
         self.process = subprocess.Popen(
             [*command, "--port", str(self.port), "--device", "cpu", *flags],
             cwd=ROOT,
@@ -159,7 +159,7 @@ def test_a_request_that_takes_too_long_is_ended_and_sigterm_ends_cleanly(checkpo
 
 
 def test_a_port_that_is_taken_is_said_in_a_line(checkpoint: Path, server: Server) -> None:
-    done = run("-m", "megatron_zpp.generate.serve", "--load", checkpoint, "--port", str(server.port))
+    done = run("-m", "megatron_zpp.commands.serve", "--load", checkpoint, "--port", str(server.port))
     assert done.returncode == 1
     assert done.stderr.startswith(f"serve: error: --port {server.port}: cannot listen on 127.0.0.1: ")
     assert len(done.stderr.splitlines()) == 1

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megatron_zpp.zero.topology import Topology
+from megatron_zpp.distributed.topology import Topology
 
 
 def on_gpus(nodes: int, local: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -32,7 +32,7 @@ def in_float64(x: Tensor, maps: list[nn.Linear]) -> tuple[Tensor, list[nn.Linear
 
 
 def ours(x: Tensor, to_heads: nn.Linear, into: nn.Linear) -> list[Tensor]:
-    from megatron_zpp.model.fused_linear import gelu_of_linear, heads_of_linear
+    from megatron_zpp.model.fused.linear import gelu_of_linear, heads_of_linear
 
     q, k, v = heads_of_linear(x, to_heads, HEADS, x.shape[-1] // HEADS)
     return [q, k, v, gelu_of_linear(x, into)]
@@ -72,7 +72,7 @@ def test_results_are_as_exact_as_torchs(rows: int, width: int, dtype: torch.dtyp
 
 
 def test_large_and_special_numbers_go_through_gelu_as_through_torchs() -> None:
-    from megatron_zpp.model.fused_linear import gelu_of_linear
+    from megatron_zpp.model.fused.linear import gelu_of_linear
 
     numbers = [0.0, -0.0, 1e-30, 30.0, -30.0, 1e4, -1e4, 3e38, -3e38, float("inf"), float("nan")]
     x = torch.tensor(numbers, device="cuda")[:, None]

@@ -33,7 +33,7 @@ def in_float64(tensors: list[Tensor], norms: list[nn.LayerNorm]) -> tuple[list[T
 
 
 def ours(x: Tensor, added: Tensor, before: Tensor, after: Tensor, first: Norm, second: Norm) -> Tensor:
-    from megatron_zpp.model.fused_norm import add_norm, norm
+    from megatron_zpp.model.fused.norm import add_norm, norm
 
     normed, token = norm(x, first)
     total, again = add_norm(x, added * normed + before.detach(), token, second, (before, after))
@@ -41,7 +41,7 @@ def ours(x: Tensor, added: Tensor, before: Tensor, after: Tensor, first: Norm, s
 
 
 def without_biases(x: Tensor, added: Tensor, before: Tensor, after: Tensor, *norms: Norm) -> Tensor:
-    from megatron_zpp.model.fused_norm import add_norm, norm
+    from megatron_zpp.model.fused.norm import add_norm, norm
 
     normed, token = norm(x, norms[0])
     total, again = add_norm(x, added * normed + before, token, norms[1])

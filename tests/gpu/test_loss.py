@@ -33,7 +33,7 @@ def ours(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def fused(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    from megatron_zpp.model.fused_loss import PASSES
+    from megatron_zpp.model.fused.loss import PASSES
 
     return linear_cross_entropy(x, weight, targets, VOCAB, passes=PASSES)
 
@@ -94,7 +94,7 @@ def test_memory_is_a_part_of_the_plain_losses(tokens: int) -> None:
 
 def test_a_certain_prediction_keeps_its_small_gradient() -> None:
     """Where softmax is nearly one, it less one is the sum of the others but for roundings."""
-    from megatron_zpp.model.fused_loss import logits_to_gradient
+    from megatron_zpp.model.fused.loss import logits_to_gradient
 
     logits = torch.zeros(2, 1000, device="cuda")
     logits[0, 3], logits[1, 3] = 14.0, 8.0

@@ -13,13 +13,13 @@ import torch
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed import copy_engine_trial as trial
+from megatron_zpp.distributed.symmetric_memory import SymmetricMemory
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.library import load_operations
-from megatron_zpp.zero import copy_engine_trial as trial
-from megatron_zpp.zero.copy_engines import SymmetricMemory
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.theory import arena_bytes, model_state_bytes
-from megatron_zpp.zero.topology import Topology
 from tests.gpu.ranks import on_gpus
 from tests.gpu.steady import assert_steady
 from tests.support import pretrain

@@ -13,7 +13,11 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.model import fused_blocks, fused_linear, fused_loss, fused_norm, loss
+from megatron_zpp.model import loss
+from megatron_zpp.model.fused import blocks as fused_blocks
+from megatron_zpp.model.fused import linear as fused_linear
+from megatron_zpp.model.fused import loss as fused_loss
+from megatron_zpp.model.fused import norm as fused_norm
 from megatron_zpp.model.gpt import GPT, residual_blocks
 
 for module in (fused_norm, fused_linear):

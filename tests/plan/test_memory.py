@@ -11,13 +11,13 @@ from benchmarks.plan import h200_rows
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.loss import keeps_gradient, linear_cross_entropy
 from megatron_zpp.plan.activations import loss_bytes
 from megatron_zpp.plan.advice import at_stage
 from megatron_zpp.plan.hardware import Machine
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.step_time import compute_seconds
-from megatron_zpp.zero.topology import Topology
 from tests.plan.jobs import FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of
 from tests.zero.engines import engine_of
 from tests.zero.quantizing import operations

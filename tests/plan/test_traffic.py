@@ -10,9 +10,9 @@ import torch
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.plan.traffic import Sent, total, traffic_of
 from megatron_zpp.zero.theory import bytes_sent_a_step
-from megatron_zpp.zero.topology import Topology
 from tests.plan.jobs import FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of
 from tests.support import pretrain
 from tests.zero.engines import engine_of

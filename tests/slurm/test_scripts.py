@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.config.root import parse_args
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.communication import check_topology
-from megatron_zpp.zero.topology import Topology
 from tests.support import ROOT, environment
 
 SCRIPTS = sorted(path.name for path in (ROOT / "launch" / "slurm").glob("*.sbatch"))

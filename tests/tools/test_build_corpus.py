@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from megatron_zpp.corpus.hub import read_hub
+from megatron_zpp.data.corpus.hub import read_hub
 from tests.tools.run import fail, succeed
 
 TOOL = "build_corpus.py"

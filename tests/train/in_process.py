@@ -7,15 +7,15 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_zpp.config.root import parse_args
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.lease import Lease
+from megatron_zpp.supervision.activity import Activity
+from megatron_zpp.supervision.signals import StopSignals
 from megatron_zpp.tokenizer import build_tokenizer, describe
-from megatron_zpp.train.activity import Activity
 from megatron_zpp.train.device import prepare_device
 from megatron_zpp.train.reading import open_data
 from megatron_zpp.train.run import Ending, build_engine, train
 from megatron_zpp.train.run_schedule import RunSchedule
-from megatron_zpp.train.signals import StopSignals
-from megatron_zpp.zero.topology import Topology
 from tests.train.conftest import BYTES, TINY
 
 SMALLEST = "--num-layers 1 --hidden-size 16 --num-attention-heads 1 --micro-batch-size 1".split()

@@ -12,9 +12,9 @@ from torch._dynamo import register_backend
 from megatron_zpp.config.compilation import Compilation, CompilationConfig, resolve_compilation
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.train.compiling import compile_parts, prepare_compiler
-from megatron_zpp.zero.topology import Topology
 from tests.support import pretrain
 from tests.zero.engines import engine_of
 from tests.zero.ranks import on_ranks

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_zpp.train.metrics import Record
-from megatron_zpp.train.sinks import Beside
+from megatron_zpp.reporting.metrics import Record
+from megatron_zpp.reporting.sinks import Beside
 from tests.support import ROOT, Run, environment, holding, wait_until
 
 NODE = f"pretrain_gpt.py [{platform.node()}]"

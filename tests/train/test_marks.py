@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megatron_zpp.train.activity import Activity
+from megatron_zpp.supervision.activity import Activity
 from tests.train.in_process import train_here
 
 

@@ -272,16 +272,16 @@ def test_finetuning_takes_weights_and_starts_over(flags: list[str], tmp_path: Pa
 def test_text_is_sampled_and_curves_are_drawn(flags: list[str], tmp_path: Path) -> None:
     save, curve = str(tmp_path / "checkpoints"), tmp_path / "metrics.jsonl"
     succeeded(pretrain(*flags, "--train-iters", "3", "--save", save, "--metrics-file", str(curve)))
-    sample = ["megatron_zpp.train.sample", "--load", save, "--prompt", "100 101", "--max-new-tokens", "5"]
+    sample = ["megatron_zpp.commands.sample", "--load", save, "--prompt", "100 101", "--max-new-tokens", "5"]
     first = succeeded(run("-m", *sample))
     assert first == succeeded(program(*sample))
     assert "--- sample 1 ---\n100 101" in first
     greedy, other = (succeeded(program(*sample, "--temperature", "0", "--seed", seed)) for seed in ("4", "5"))
     assert greedy == other
     picture = tmp_path / "deep" / "loss.png"
-    succeeded(program("megatron_zpp.train.plot", str(curve), "--output", str(picture)))
+    succeeded(program("megatron_zpp.commands.plot", str(curve), "--output", str(picture)))
     assert picture.read_bytes().startswith(b"\x89PNG")
     curve.write_text("not json\n")
-    done = run("-m", "megatron_zpp.train.plot", curve, "--output", picture)
+    done = run("-m", "megatron_zpp.commands.plot", curve, "--output", picture)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "metrics.jsonl:1" in done.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_zpp.train.timing import straggler_line, times_line
+from megatron_zpp.reporting.timing import straggler_line, times_line
 from megatron_zpp.zero.sections import NoSections, TimedSections
 from tests.support import Run
 

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import AttentionKernel, DotProduct
 from megatron_zpp.model.gpt import GPT, ModelComponents, norm_class
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.topology import Topology
 
 
 def engine_of(

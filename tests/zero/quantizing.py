@@ -3,10 +3,10 @@
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.distributed.symmetric_memory import missing_for_copy_engines
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.zero.copy_engines import missing_for_copy_engines
-from megatron_zpp.zero.topology import Topology
 
 
 def this_device() -> torch.device:
@@ -16,7 +16,7 @@ def this_device() -> torch.device:
 
 
 def copy_engines(topology: Topology) -> bool:
-    """Whether lanes inside a node can use them; CPUs have none."""
+    """Whether communication streams inside a node can use them; CPUs have none."""
     return missing_for_copy_engines(topology, this_device()) is None
 
 

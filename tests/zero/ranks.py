@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megatron_zpp.zero.topology import Topology
+from megatron_zpp.distributed.topology import Topology
 from tests.forkserver import CONTEXT
 
 

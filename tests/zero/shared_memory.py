@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_zpp.zero.comm_stream import CommStream
+from megatron_zpp.distributed.comm_stream import CommStream
 
 
 class SharedLane(CommStream):
-    """A lane of processes of this machine that has rooms."""
+    """A communication stream of processes of this machine that has peer buffers."""
 
     def peer_buffers(self, nbytes: int) -> list[Tensor]:
-        """See Lane."""
+        """See CommStream."""
         directory = [tempfile.mkdtemp()]
         dist.broadcast_object_list(directory, src=self.ranks[0], group=self._group)
         self._barrier_buffers = torch.zeros(len(self.ranks)), torch.zeros(len(self.ranks))

@@ -3,8 +3,8 @@
 import pytest
 
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.communication import check_topology
-from megatron_zpp.zero.topology import Topology
 
 
 def zero(**settings: object) -> ZeroConfig:

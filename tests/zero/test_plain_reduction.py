@@ -9,15 +9,15 @@ import torch
 
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.zero.collectives import PlainReduction, sum_squares
-from megatron_zpp.zero.comm_stream import CommStream
+from megatron_zpp.distributed.comm_stream import CommStream
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.distributed.traffic import TrafficLedger
+from megatron_zpp.zero.collectives.plain import PlainReduction, sum_squares
 from megatron_zpp.zero.communication import build_communication
 from megatron_zpp.zero.engine import reduce_dtype, sum_dtype
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.grad_segments import GradSegment
 from megatron_zpp.zero.theory import AllReduceAlgorithm, reduces_in_two_hops
-from megatron_zpp.zero.topology import Topology
-from megatron_zpp.zero.traffic import TrafficLedger
 from megatron_zpp.zero.unit import Residency
 from tests.zero.quantizing import copy_engines, operations, this_device
 from tests.zero.ranks import on_ranks

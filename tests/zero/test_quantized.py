@@ -13,11 +13,11 @@ from megatron_zpp.checkpoint.read import load_checkpoint
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops import reference
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.engine import WEIGHTS, ZeroEngine
-from megatron_zpp.zero.topology import Topology
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.zero.engines import engine_of, weights_of
 from tests.zero.quantizing import operations, this_device

@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.distributed.comm_stream import CommStream
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.zero import theory
-from megatron_zpp.zero.comm_stream import CommStream
+from megatron_zpp.zero.collectives.quantized import QuantizedReduction
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.grad_segments import GradSegment
-from megatron_zpp.zero.quantized_collectives import QuantizedReduction
-from megatron_zpp.zero.topology import Topology
-from megatron_zpp.zero.traffic import TrafficLedger
 from tests.zero.quantizing import copy_engines, operations, this_device
 from tests.zero.ranks import on_ranks
 
@@ -44,7 +44,7 @@ REDUCED = (
 
 
 def both_lanes(topology: Topology) -> list[CommStream]:
-    """The lane inside this rank's node and the one between nodes."""
+    """The communication stream inside this rank's node and the one between nodes."""
     ledger = TrafficLedger(topology)
     groups = topology.node_ranks, topology.cross_node_ranks
     uses_copy_engines = copy_engines(topology)

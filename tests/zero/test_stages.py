@@ -13,13 +13,13 @@ import torch
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.comm_stream import CommStream
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.zero import engine as engine_module
 from megatron_zpp.zero import reductions
-from megatron_zpp.zero.comm_stream import CommStream
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.gathers import Phase
-from megatron_zpp.zero.topology import Topology
-from megatron_zpp.zero.traffic import TrafficLedger
 from tests.zero.engines import engine_of, weights_of
 from tests.zero.ranks import on_ranks
 from tests.zero.shared_memory import SharedLane

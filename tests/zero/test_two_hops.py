@@ -4,10 +4,10 @@ import threading
 
 import torch
 
-from megatron_zpp.zero.comm_stream import CommStream
-from megatron_zpp.zero.topology import Topology
-from megatron_zpp.zero.traffic import TrafficLedger
-from megatron_zpp.zero.two_hops import TwoHops
+from megatron_zpp.distributed.comm_stream import CommStream
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.distributed.traffic import TrafficLedger
+from megatron_zpp.zero.collectives.two_hops import TwoHops
 from tests.zero.ranks import on_ranks
 
 UNITS, SECONDS = 3, 120.0

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.checkpoint.directory import checkpoint_path
-from megatron_zpp.checkpoint.exchange import Exchange
 from megatron_zpp.checkpoint.huggingface.architecture import Architecture, check_vocabulary, read_architecture
 from megatron_zpp.checkpoint.huggingface.compare import LEFT_OUT, compare_logits, have_transformers
 from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory, check_empty
@@ -21,6 +20,8 @@ from megatron_zpp.checkpoint.write import write_checkpoint
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.tokenizer import TokenizerConfig
+from megatron_zpp.distributed.exchange import Exchange
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.tokenizer.base import describe
@@ -29,7 +30,6 @@ from megatron_zpp.zero.build import in_order, layouts_of
 from megatron_zpp.zero.engine import WEIGHTS
 from megatron_zpp.zero.flat_layout import SHARD_MULTIPLE
 from megatron_zpp.zero.loss_scale import LossScale
-from megatron_zpp.zero.topology import Topology
 
 
 def import_checkpoint(

@@ -1,0 +1,164 @@
+"""Measures a checkpoint on text: `python -m megatron_zpp.commands.evaluate --load DIR --valid-data FILE …`.
+
+On several ranks (launch/local.sh -m megatron_zpp.commands.evaluate …, or torchrun -m) each rank scores its
+share of the batches, and the figures are the same.
+"""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_all
+from megatron_zpp.config.run import DistributedConfig
+from megatron_zpp.distributed.exchange import Exchange
+from megatron_zpp.distributed.open_files import raise_limit
+from megatron_zpp.distributed.process_group import select_device
+from megatron_zpp.distributed.slurm import launcher_variables
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.generate.loading import CheckpointOptions, DeviceOptions, load_for
+from megatron_zpp.generate.scoring import score_passages
+from megatron_zpp.generate.tasks import Outcome, Task, find_texts, lambada_task, outcome_of, perplexity_task
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.storage.files import check_replaceable, write_text
+from megatron_zpp.supervision.activity import Activity
+from megatron_zpp.supervision.errors import one_line_errors, said_by_each, said_once
+from megatron_zpp.supervision.heartbeat import heartbeat
+from megatron_zpp.supervision.joining import connect_ranks
+from megatron_zpp.supervision.once_per_node import OncePerNode
+from megatron_zpp.tokenizer.base import Tokenizer
+
+PROG = "evaluate"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig(Options):
+    """evaluation: what is measured"""
+
+    task: Literal["perplexity", "lambada"] = option(
+        "perplexity", "perplexity of all tokens; lambada: is the last word of each JSON line the likeliest?"
+    )
+    valid_data: tuple[str, ...] = option(
+        REQUIRED, "Files, globs or folders: JSON lines of documents; any other file is one document."
+    )
+    json_key: str = option("text", "JSON lines: the key of the text.")
+    seq_length: int | None = option(
+        None, "Tokens that the model sees at once; default that of its training.", at_least=1
+    )
+    stride: int | None = option(
+        None,
+        "perplexity: tokens from one window to the next; default --seq-length, windows side by side.",
+        at_least=1,
+    )
+    micro_batch_size: int = option(4, "Windows or lines that are scored at once.", at_least=1)
+    output: str | None = option(None, "Write the figures to this JSON file.")
+    debug: bool = option(False, "Show tracebacks.")
+
+    def check(self) -> None:
+        """A stride belongs to windows."""
+        if self.stride is not None and self.task != "perplexity":
+            raise option_error("--stride", self.stride, f"has no meaning with --task {self.task}")
+
+    def width(self, model: GPT) -> int:
+        """Tokens seen at once. Raises ValueError where the model cannot see them, or a stride skips some."""
+        config = model.config
+        width = self.seq_length or config.seq_length
+        if width > config.max_position_embeddings:
+            raise option_error(
+                "--seq-length", width, f"must be at most the model's {config.max_position_embeddings}"
+            )
+        if self.stride is not None and self.stride > width:
+            raise option_error(
+                "--stride", self.stride, f"must be at most --seq-length {width}; else tokens are skipped"
+            )
+        return width
+
+
+GROUPS = {"model": CheckpointOptions, "device": DeviceOptions, "evaluation": EvaluateConfig}
+_PATIENCE = timedelta(days=7)  # of a rank that has scored its share; the heartbeat knows of a dead one
+
+
+def main() -> None:
+    """Meets the other ranks, scores its share, and rank 0 prints what all found."""
+    debug = "--debug" in sys.argv
+    raise_limit()
+    with one_line_errors(PROG, Topology(), debug=debug, say=said_by_each):
+        topology = Topology.from_environment(os.environ)
+        per_node = OncePerNode.of(topology, launcher_variables(os.environ))
+    with one_line_errors(PROG, Topology(), debug=debug, say=per_node.say):
+        options = parse_all(GROUPS, PROG, __doc__, sys.argv[1:])
+        config: EvaluateConfig = options["evaluation"]
+        if config.output:
+            check_replaceable("--output", config.output)
+        files = find_texts(config.valid_data)
+        distributed = DistributedConfig()
+        device = select_device(options["device"].device, topology)
+    with one_line_errors(PROG, topology, debug=debug, say=per_node.about("meeting")):
+        store = connect_ranks(distributed, topology, PROG).store
+    told = one_line_errors(PROG, topology, debug=debug, say=said_once(store, topology, per_node))
+    with told, heartbeat(store, topology, distributed.heartbeat_timeout, PROG) as activity:
+        activity.now("loading", patient=True)
+        model, tokenizer = load_for(options["model"], device)
+        task = build_task(config, files, model, tokenizer)
+        exchange = Exchange(store, topology, _PATIENCE, "evaluate")
+        outcomes = score_together(task, model, config.micro_batch_size, exchange, activity)
+        if topology.rank == 0:
+            report(task.figures(outcomes), config, device, model.embedding.tokens.weight.dtype)
+
+
+def build_task(config: EvaluateConfig, files: list[str], model: GPT, tokenizer: Tokenizer) -> Task:
+    """The passages of --task; the same on every rank."""
+    width = config.width(model)
+    if config.task == "lambada":
+        return lambada_task(files, config.json_key, tokenizer, width=width)
+    return perplexity_task(files, config.json_key, tokenizer, width=width, stride=config.stride or width)
+
+
+def score_together(
+    task: Task, model: GPT, batch_size: int, exchange: Exchange, activity: Activity
+) -> list[Outcome]:
+    """What each passage came to, on every rank; each scores its share of the batches.
+
+    Batches do not depend on the number of ranks: neither do the roundings inside of them.
+    """
+    topology = exchange.topology
+    starts = range(0, len(task.passages), batch_size)[topology.rank :: topology.world_size]
+    mine = [passage for start in starts for passage in task.passages[start : start + batch_size]]
+    count = 0
+
+    def next_batch() -> None:
+        nonlocal count
+        count += 1
+        activity.now(f"scoring batch {count} of {len(starts)}", patient=True)
+
+    scores = [outcome_of(score) for score in score_passages(model, mine, batch_size, next_batch)]
+    activity.now("waiting for the others' scores", patient=True)
+    return [outcome for share in exchange.all_gather("scores", scores) for outcome in map(tuple, share)]
+
+
+def report(figures: dict[str, Any], config: EvaluateConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """One line a figure on stdout, and --output."""
+    said = {"task": config.task, "valid_data": list(config.valid_data), "device": device.type}
+    said |= {"precision": str(dtype).removeprefix("torch."), **figures}
+    for name, value in said.items():
+        sys.stdout.write(f"{name:>17}: {_shown(value)}\n")
+    sys.stdout.flush()
+    if config.output:
+        write_text(Path(config.output), json.dumps(said, indent=2) + "\n")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return (
+        f"{value:,}" if isinstance(value, int) else " ".join(value) if isinstance(value, list) else str(value)
+    )
+
+
+if __name__ == "__main__":
+    main()

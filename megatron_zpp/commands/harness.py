@@ -1,0 +1,130 @@
+"""EleutherAI's lm-evaluation-harness on a checkpoint: `python -m megatron_zpp.commands.harness run …`.
+
+All arguments go to lm_eval's own command line; there `--model megatron_zpp --model_args load=DIR` is it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from megatron_zpp.distributed.process_group import select_device
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.generate.continuation import Stop, continue_texts
+from megatron_zpp.generate.draw import Sampling
+from megatron_zpp.generate.loading import CheckpointOptions, load_for
+from megatron_zpp.generate.scoring import Passage, score_passages
+
+_NEW_TOKENS = 256  # where a task does not say how many, as the harness's own models have it
+
+
+@register_model("megatron_zpp")
+class CheckpointLM(LM):
+    """The harness's three questions, put to a checkpoint."""
+
+    def __init__(
+        self,
+        load: str,
+        ckpt_step: int | None = None,
+        device: str | None = None,
+        batch_size: int | str = 8,
+        max_batch_size: int | None = None,
+        precision: str | None = None,
+    ) -> None:
+        """`load` and `ckpt_step` as evaluate has them; `device` and `batch_size` are what lm_eval passes on.
+
+        `precision` is bf16, fp16 or fp32.
+        """
+        super().__init__()
+        if max_batch_size is not None:
+            raise ValueError(f"max_batch_size {max_batch_size}: is for --batch_size auto, which is not here")
+        if precision not in (None, "bf16", "fp16", "fp32"):
+            raise ValueError(f"precision {precision}: must be bf16, fp16 or fp32")
+        if not str(batch_size).isdecimal() or int(batch_size) < 1:
+            raise ValueError(f"batch_size {batch_size}: must be a whole number, 1 or more")
+        kind = (device or "auto").partition(":")[0]
+        numbers = {precision: True} if precision else {}
+        options = CheckpointOptions(load=load, ckpt_step=ckpt_step, **numbers)
+        self._place = select_device(kind, Topology())
+        self._batch_size = int(batch_size)
+        self._model, self._tokenizer = load_for(options, self._place)
+        self._positions = self._model.config.max_position_embeddings
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self._place
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Of each continuation after its context, and whether greedy decoding would write it.
+
+        An empty context is an end of document; of one that is too long the last tokens are seen.
+        """
+        passages = [self._passage(*instance.args) for instance in requests]
+        scores = score_passages(self._model, passages, self._batch_size)
+        return [(sum(score.log_probabilities), score.greedy) for score in scores]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Of whole texts, every token once, in the harness's windows, the first after an end of document."""
+        found = []
+        for instance in requests:
+            windows = get_rolling_token_windows(
+                self._tokenizer.encode(instance.args[0]), self._tokenizer.eod, self._positions, context_len=1
+            )
+            passages = [
+                Passage([*before, *scored], len(scored))
+                for before, scored in map(make_disjoint_window, windows)
+            ]
+            scores = score_passages(self._model, passages, self._batch_size)
+            found.append(sum(sum(score.log_probabilities) for score in scores))
+        return found
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """What the model writes after each context until one of the task's strings."""
+        return [self._continue(*instance.args) for instance in requests]
+
+    def _passage(self, context: str, continuation: str) -> Passage:
+        """Spaces at the end of a context belong to the continuation: tokens begin with them."""
+        kept = context.rstrip()
+        before = self._tokenizer.encode(kept) if kept else [self._tokenizer.eod]
+        whole = self._tokenizer.encode(context + continuation)
+        whole = whole if kept else before + whole
+        scored = len(whole) - len(before)
+        if not 0 < scored <= self._positions:
+            raise ValueError(f"a continuation has {scored} tokens; the model has {self._positions} positions")
+        return Passage(whole[-(self._positions + 1) :], scored)
+
+    def _continue(self, context: str, settings: dict[str, Any]) -> str:
+        settings = dict(settings)
+        until: str | Sequence[str] = settings.pop("until", None) or ()
+        stop = (until,) if isinstance(until, str) else tuple(until)
+        temperature = settings.pop("temperature", 1.0 if settings.get("do_sample") else 0.0)
+        if not settings.pop("do_sample", True):
+            temperature = 0.0
+        sampling = Sampling(temperature, settings.pop("top_k", 0), settings.pop("top_p", 0.0))
+        new_tokens = settings.pop("max_gen_toks", _NEW_TOKENS)
+        if settings:
+            raise ValueError(f"{', '.join(settings)}: generation settings that are not here")
+        # Where both do not fit the context gives way; where it could not, the window slides.
+        room = self._positions - new_tokens if new_tokens < self._positions else self._positions
+        written = continue_texts(
+            self._model,
+            self._tokenizer,
+            [self._tokenizer.encode(context)[-room:]],
+            new_tokens=new_tokens,
+            sampling=sampling,
+            seed=1234,
+            stop=Stop(frozenset([self._tokenizer.eod]), stop),
+            batch_size=1,
+        )
+        return next(written).text
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()

@@ -1,0 +1,99 @@
+"""GPT-2 weights from and to Hugging Face's format, with their tokenizer:
+
+python -m megatron_zpp.commands.huggingface import HF_DIR CHECKPOINT_DIR
+python -m megatron_zpp.commands.huggingface export CHECKPOINT_DIR HF_DIR
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_zpp.checkpoint.directory import candidates
+from megatron_zpp.checkpoint.huggingface.exporting import export_checkpoint
+from megatron_zpp.checkpoint.huggingface.importing import import_checkpoint
+from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory, check_empty
+from megatron_zpp.config.command_line import run_tool
+from megatron_zpp.config.options import REQUIRED, Options, UsageError, option, parse_all, parse_options
+from megatron_zpp.config.tokenizer import TokenizerConfig
+from megatron_zpp.storage.checksums import DamagedFile
+
+PROG = "huggingface"
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportConfig(Options):
+    """import: a directory of Hugging Face's to a checkpoint"""
+
+    hf_dir: str = option(REQUIRED, "Holds config.json and safetensors.", positional=True, metavar="HF_DIR")
+    checkpoint_dir: str = option(REQUIRED, "To be made.", positional=True, metavar="CHECKPOINT_DIR")
+    make_vocab_size_divisible_by: int = option(
+        128,
+        "The vocabulary is padded to a multiple of this, as the run's flag says.",
+        at_least=1,
+        at_most=2**20,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig(Options):
+    """export: a checkpoint to a directory of Hugging Face's"""
+
+    checkpoint_dir: str = option(
+        REQUIRED, "What pretrain_gpt.py --save wrote to.", positional=True, metavar="CHECKPOINT_DIR"
+    )
+    hf_dir: str = option(REQUIRED, "To be made.", positional=True, metavar="HF_DIR")
+    ckpt_step: int | None = option(None, "This iteration instead of the latest.", at_least=0)
+    max_file_gib: float = option(4, "Weights in one file.", above=0)
+    tokenizer: bool = option(True, "Leave the tokenizer out.")
+
+
+def main() -> None:
+    """Imports or exports, as the first argument says."""
+    action, *argv = sys.argv[1:] or [""]
+    if action == "import":
+        lines = _import(argv)
+    elif action == "export":
+        lines = _export(argv)
+    elif action in ("-h", "--help"):
+        lines = [__doc__.strip(), "", "--help behind import or export lists its flags"]
+    else:
+        raise UsageError(
+            f"{action or 'no action'}: must be import HF_DIR CHECKPOINT_DIR or export CHECKPOINT_DIR HF_DIR"
+        )
+    print("\n".join(lines))
+
+
+def _import(argv: list[str]) -> list[str]:
+    groups = {"import": ImportConfig, "tokenizer": TokenizerConfig}
+    parsed = parse_all(groups, f"{PROG} import", ImportConfig.__doc__, argv)
+    config, tokenizer = parsed["import"], parsed["tokenizer"]
+    return import_checkpoint(
+        NamedDirectory("HF_DIR", config.hf_dir, Path(config.hf_dir)),
+        Path(config.checkpoint_dir),
+        tokenizer if tokenizer.tokenizer_type else None,
+        config.make_vocab_size_divisible_by,
+    )
+
+
+def _export(argv: list[str]) -> list[str]:
+    config = parse_options(ExportConfig, f"{PROG} export", ExportConfig.__doc__, argv)
+    named = NamedDirectory("CHECKPOINT_DIR", config.checkpoint_dir, Path(config.checkpoint_dir))
+    found = candidates(config.checkpoint_dir, config.ckpt_step, named.flag)
+    if not found:
+        raise named.error("holds no checkpoint; name what pretrain_gpt.py --save wrote to")
+    check_empty("HF_DIR", Path(config.hf_dir))
+    try:
+        return export_checkpoint(
+            named,
+            found[0],
+            Path(config.hf_dir),
+            with_tokenizer=config.tokenizer,
+            file_bytes=int(config.max_file_gib * _GIB),
+        )
+    except DamagedFile as damage:
+        raise named.error(f"{damage}; choose another one with --ckpt-step") from None
+
+
+if __name__ == "__main__":
+    run_tool(PROG, main)

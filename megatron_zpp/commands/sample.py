@@ -1,0 +1,70 @@
+"""Prints text from a checkpoint: `python -m megatron_zpp.commands.sample --load DIR --prompt TEXT`."""
+
+import sys
+from dataclasses import dataclass
+
+from megatron_zpp.config.command_line import run_tool
+from megatron_zpp.config.options import Options, option, option_error, parse_all
+from megatron_zpp.distributed.process_group import select_device
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.generate.continuation import Stop, continue_texts
+from megatron_zpp.generate.draw import Sampling
+from megatron_zpp.generate.loading import CheckpointOptions, DeviceOptions, load_for
+
+PROG = "sample"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig(Options):
+    """sample: what is written, and how"""
+
+    prompt: tuple[str, ...] = option(("",), "Texts to go on from; an empty one begins a document.")
+    num_samples: int = option(1, "Texts to draw from each prompt.", at_least=1)
+    max_new_tokens: int = option(128, "Tokens of each text, unless it ends first.", at_least=1)
+    temperature: float = option(0.8, "Below 1 sharpens the distribution; 0 takes the likeliest.", at_least=0)
+    top_k: int = option(50, "Draw among so many likeliest tokens; 0 among all.", at_least=0)
+    top_p: float = option(
+        0.0,
+        "Draw among the likeliest tokens (of --top-k) that make up this share of probability; 0: all.",
+        at_least=0,
+        at_most=1,
+    )
+    seed: int = option(
+        1234, "Same seed and prompt, same text, whatever is drawn beside it.", at_least=0, below=2**63
+    )
+    stop: tuple[str, ...] = option((), "A text ends before any of these; the end of a document ends it too.")
+    batch_size: int = option(16, "Texts that are written at once.", at_least=1)
+
+
+def main() -> None:
+    """Draws what the command line asks for."""
+    groups = {"model": CheckpointOptions, "device": DeviceOptions, "sample": SampleConfig}
+    options = parse_all(groups, PROG, __doc__, sys.argv[1:])
+    config: SampleConfig = options["sample"]
+    device = select_device(options["device"].device, Topology())
+    model, tokenizer = load_for(options["model"], device)
+    prompts = []
+    for prompt in config.prompt:
+        try:
+            prompts.append(tokenizer.encode(prompt))
+        except ValueError as error:
+            raise option_error("--prompt", prompt, str(error)) from None
+    texts = continue_texts(
+        model,
+        tokenizer,
+        [ids for ids in prompts for _ in range(config.num_samples)],
+        new_tokens=config.max_new_tokens,
+        sampling=Sampling(config.temperature, config.top_k, config.top_p),
+        seed=config.seed,
+        stop=Stop(frozenset([tokenizer.eod]), config.stop),
+        batch_size=config.batch_size,
+    )
+    for number, text in enumerate(texts):
+        print(
+            f"--- sample {number + 1} ---\n{config.prompt[number // config.num_samples]}{text.text}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    run_tool(PROG, main)

@@ -1,0 +1,98 @@
+"""One node's torchrun in a SLURM step: `python -m megatron_zpp.commands.torchrun --nproc-per-node N FILE …`.
+
+It is torchrun but for three things. SLURM says how many nodes there are and where they meet; USR1 and TERM go
+to the ranks, and torchrun waits for these; the exit status is theirs, by which a job knows whether to go on.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
+
+from megatron_zpp.config.command_line import one_line
+from megatron_zpp.distributed.slurm import rendezvous_endpoint
+from megatron_zpp.train.stopping import NOT_FINITE, STOPPED
+
+PROG = "torchrun"
+_USAGE = 2
+_SAID_BY_ALL = (STOPPED, NOT_FINITE, _USAGE)  # statuses with which ranks end together
+
+
+def main() -> None:
+    """Runs the ranks of this node; leaves with 0, or with the status of the rank that failed first."""
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, lambda number, _: pass_on(number))
+    # At TERM torchrun would end ranks that are saving, and not tell how they ended.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"
+    # Ranks then meet at a store of rank 0's own, which does not end with a torchrun that ends first.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    try:
+        run(parse_args([*where(os.environ), *sys.argv[1:]]))
+    except ChildFailedError as error:
+        sys.exit(status_of([failure.exitcode for failure in by_time(error)]))
+    except Exception as error:
+        sys.stderr.write(f"{PROG} [{os.uname().nodename}]: error: {one_line(error)}\n")
+        sys.exit(1)
+
+
+def where(environment: Mapping[str, str]) -> list[str]:
+    """torchrun's flags for this node of a SLURM step. Raises ValueError when a variable of it is missing."""
+    for name in ("SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURMD_NODENAME"):
+        if not environment.get(name):
+            raise ValueError(f"{name} (not set): start it with srun; on one machine torchrun serves")
+    place = rendezvous_endpoint(environment)
+    flags = {
+        "nnodes": environment["SLURM_STEP_NUM_NODES"],
+        "max-restarts": "0",  # which restarts after any status; the job knows better, and has other nodes
+        "local-addr": environment["SLURMD_NODENAME"],
+        "rdzv-backend": "c10d",
+        "rdzv-endpoint": f"{place['MASTER_ADDR']}:{place['MASTER_PORT']}",
+        "rdzv-id": f"{environment['SLURM_JOB_ID']}.{environment['SLURM_STEP_ID']}",
+        "rdzv-conf": f"is_host={int(environment['SLURM_NODEID'] == '0')}",
+    }
+    return [f"--{name}={value}" for name, value in flags.items()]
+
+
+def pass_on(number: int) -> None:
+    """Sends a signal to the ranks; before they are started it ends this process: there is nothing to save."""
+    ranks = children(os.getpid())
+    if not ranks:
+        sys.exit(128 + number)
+    for rank in ranks:
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(rank, number)
+
+
+def children(parent: int) -> list[int]:
+    """The processes that `parent` has started and that have not ended."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, its_parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except OSError:  # it has just ended
+            continue
+        if int(its_parent) == parent and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def by_time(error: ChildFailedError) -> list:
+    """The failures of a node's ranks, the first one first."""
+    return sorted(error.failures.values(), key=lambda failure: failure.timestamp)
+
+
+def status_of(codes: Sequence[int]) -> int:
+    """One status for a node: torchrun ends what is left when a rank has left, so a signal says least."""
+    for status in _SAID_BY_ALL:
+        if status in codes:
+            return status
+    return codes[0] if codes[0] > 0 else 128 - codes[0]
+
+
+if __name__ == "__main__":
+    main()

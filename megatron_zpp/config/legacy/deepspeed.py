@@ -1,0 +1,184 @@
+"""DeepSpeed's JSON file, translated: what it says becomes what today's flags would have said."""
+
+import difflib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_zpp.config.json_file import read_json_object, shown, shown_key
+from megatron_zpp.config.legacy.deepspeed_keys import (
+    ACCUMULATION,
+    BATCH_SIZE,
+    KEYS,
+    Idle,
+    Obeyed,
+    Off,
+    Only,
+    Rule,
+)
+from megatron_zpp.config.options import Options, option, option_error
+from megatron_zpp.config.provided import Provided
+
+FLAG = "--deepspeed_config"
+AUTO = "auto"  # Hugging Face's word for: as the command line says
+_BLOCKS = {path.rsplit(".", depth)[0] for path in KEYS for depth in range(1, path.count(".") + 1)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedFile(Options):
+    """DeepSpeed: settings from its JSON file"""
+
+    deepspeed_config: str | None = option(
+        None,
+        "A JSON file of DeepSpeed's. A key is obeyed, listed as one without effect here, or refused; "
+        "docs/deepspeed.md has them all.",
+        flag=FLAG,
+        metavar="FILE",
+    )
+
+
+def obey_file(path: str, provided: Provided, ranks: int) -> tuple[str, ...]:
+    """Puts what the file says into `provided`; returns a note that lists keys without effect, if any.
+
+    Raises ValueError, naming file and key, for what is unknown, contradicts `provided` or cannot be obeyed.
+    """
+    file = _File(path, provided)
+    keys = dict(_flatten(path, read_json_object(FLAG, path)))
+    idle = [key for key in keys if isinstance(KEYS[key], Idle)]
+    for key in sorted(keys, key=lambda key: not key.endswith(".enabled")):
+        if _is_off(key, keys, provided):
+            idle.append(key)
+        else:
+            file.obey(key, keys[key])
+    file.settle_format(keys)
+    file.settle_reports(keys)
+    file.settle_batch(keys, ranks)
+    return (f"{FLAG} {path}: no effect here: {', '.join(sorted(idle))}",) if idle else ()
+
+
+class _File:
+    """Puts one file's keys into what was given, under their names."""
+
+    def __init__(self, path: str, provided: Provided) -> None:
+        self._path, self._provided = path, provided
+
+    def obey(self, key: str, value: Any) -> None:
+        """Does what the rule of `key` says."""
+        rule = KEYS[key]
+        if isinstance(rule, Obeyed):
+            try:
+                settings = rule.settings(_typed(value, rule.kind))
+            except ValueError as error:
+                raise self._option_error(key, value, str(error)) from None
+            for field_path, setting in settings.items():
+                self._put(field_path, setting, key, value)
+        elif isinstance(rule, Only):
+            if value not in rule.values or isinstance(value, bool) != isinstance(rule.values[0], bool):
+                allowed = " or ".join(map(shown, rule.values))
+                raise self._option_error(key, value, f"only {allowed} is possible: {rule.otherwise}")
+        elif isinstance(rule, Off):
+            if not isinstance(value, dict):
+                raise self._option_error(key, value, "must be an object")
+            if value.get("enabled") not in (False, None, AUTO):
+                raise self._option_error(f"{key}.enabled", value["enabled"], f"not here: {rule.otherwise}")
+        elif not isinstance(rule, Idle):
+            raise self._option_error(key, value, f"not here: {rule.otherwise}")
+
+    def settle_format(self, keys: dict[str, Any]) -> None:
+        """A format switched off and none switched on is DeepSpeed's way to say fp32."""
+        formats = ("precision.fp16", "precision.bf16", "precision.fp32")
+        off = next((key for key in ("fp16.enabled", "bf16.enabled") if keys.get(key) is False), None)
+        if off and not any(map(self._provided.get, formats)):
+            self._put("precision.fp32", True, off, False)
+
+    def settle_reports(self, keys: dict[str, Any]) -> None:
+        """TensorBoard's directory is made of two keys; W&B's project has a default."""
+        if keys.get("tensorboard.enabled") is True:
+            name = keys.get("tensorboard.job_name", "DeepSpeedJobName")
+            directory = os.path.join(keys.get("tensorboard.output_path", ""), name)
+            self._put("logging.tensorboard_dir", directory, "tensorboard", directory)
+        if keys.get("wandb.enabled") is True:
+            project = keys.get("wandb.project", "deepspeed")
+            self._put("logging.wandb_project", project, "wandb.project", project)
+
+    def settle_batch(self, keys: dict[str, Any], ranks: int) -> None:
+        """Batch = micro-batch × accumulation × ranks: checked if all are given, else the third is filled."""
+        batch, micro = (self._provided.get(f"training.{name}_batch_size") for name in ("global", "micro"))
+        if ACCUMULATION not in keys and (BATCH_SIZE not in keys or micro is not None):
+            return
+        steps = int(keys.get(ACCUMULATION, 1))
+        if micro is None and batch is not None:
+            if batch % (steps * ranks):
+                fix = f"must be a multiple of {ACCUMULATION} {steps} × {ranks} ranks"
+                raise self._option_error(self._name("training.global_batch_size"), batch, fix)
+            self._put("training.micro_batch_size", batch // (steps * ranks), BATCH_SIZE, batch)
+        elif batch is None and micro is not None:
+            self._put("training.global_batch_size", micro * steps * ranks, ACCUMULATION, steps)
+        elif batch is not None and batch != micro * steps * ranks:
+            micros = f"{self._name('training.micro_batch_size')} {micro}"
+            fix = f"must be {micro * steps * ranks}, {micros} × {ACCUMULATION} {steps} × {ranks} ranks"
+            fix += "; change one of them or leave it out"
+            raise self._option_error(self._name("training.global_batch_size"), batch, fix)
+
+    def _name(self, field_path: str) -> str:
+        """What a place was given by: a key of this file without the file's name, or a flag."""
+        return self._provided.name(field_path).removeprefix(f"{FLAG} {self._path}: ")
+
+    def _put(self, field_path: str, setting: Any, key: str, value: Any) -> None:
+        self._provided.put(field_path, setting, f"{FLAG} {self._path}: {key}", shown(value))
+
+    def _option_error(self, key: str, value: Any, fix: str) -> ValueError:
+        return option_error(FLAG, self._path, f"{key} {shown(value)}: {fix}")
+
+
+def _typed(value: Any, kind: str) -> Any:
+    """A value of `kind` as Python has it. Raises ValueError when it is none."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind == "true or false" and isinstance(value, bool):
+        return value
+    if kind == "text" and isinstance(value, str):
+        return value
+    if kind == "a number" and number:
+        return float(value)
+    if kind == "a whole number" and number and value == int(value):
+        return int(value)
+    if kind == "a list of two numbers" and isinstance(value, list) and len(value) == 2:
+        return tuple(_typed(one, "a number") for one in value)
+    raise ValueError(f"must be {kind}")
+
+
+def _flatten(file: str, values: dict[str, Any], block: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, value) of every key with a rule that says something: `null` and `auto` are as if left out."""
+    for name, value in values.items():
+        path = f"{block}{name}"
+        if path in KEYS and "." not in name:
+            if value is not None and (value != AUTO or _lists(KEYS[path])):
+                yield path, value
+        elif path not in _BLOCKS or "." in name:
+            raise option_error(FLAG, file, f"{shown_key(path)}: {_unknown(path)}")
+        elif isinstance(value, dict):
+            yield from _flatten(file, value, f"{path}.")
+        elif value is not None:
+            raise option_error(FLAG, file, f"{path} {shown(value)}: must be an object")
+
+
+def _lists(rule: Rule) -> bool:
+    """Whether a key of this rule is told of, or refused, whatever its value is."""
+    return not isinstance(rule, Obeyed | Only)
+
+
+def _unknown(path: str) -> str:
+    close = difflib.get_close_matches(path, [*KEYS, *_BLOCKS], n=1)
+    hint = f"did you mean {close[0]}?" if close else "docs/deepspeed.md has the known ones;"
+    return f"is no key of DeepSpeed's that is known here; {hint} leave it out if it does not matter"
+
+
+def _is_off(key: str, keys: dict[str, Any], provided: Provided) -> bool:
+    """Whether a key belongs to a format or a report that is not switched on."""
+    block, _, name = key.partition(".")
+    if name == "enabled" or isinstance(KEYS[key], Idle):
+        return False
+    if block in ("fp16", "bf16"):
+        return not provided.get(f"precision.{block}")
+    return block in ("tensorboard", "wandb") and keys.get(f"{block}.enabled") is not True

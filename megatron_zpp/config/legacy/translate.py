@@ -1,0 +1,70 @@
+"""Old flags, translated: each becomes what today's would have said, with a note that names today's."""
+
+import argparse
+import shutil
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_zpp.config.legacy.old_flags import OLD_FLAGS, RENAMED, VALUE, OldFlag
+from megatron_zpp.config.options import option_error
+from megatron_zpp.config.provided import Provided
+
+GROUP = "old"
+_BY_NAME = {flag.name: flag for flag in OLD_FLAGS}
+
+
+def add_old_flags(parser: argparse.ArgumentParser) -> None:
+    """Makes a parser know them, most without a word in its help; what is typed is in the group `GROUP`."""
+    parser.add_argument("--deepspeed-config", dest="deepspeed.deepspeed_config", help=argparse.SUPPRESS)
+    for name, flag in _BY_NAME.items():
+        if flag.refused:
+            details: dict[str, Any] = {"nargs": "*"}  # so that its values are not complained of instead
+        else:
+            details = {"action": "store_true"} if flag.takes is None else {"type": flag.takes}
+        parser.add_argument(name, dest=f"{GROUP}.{name}", help=argparse.SUPPRESS, **details)
+    known = ", ".join(flag.name for flag in RENAMED)
+    parser.epilog = textwrap.fill(
+        f"Old flags of Megatron-LM and Megatron-DeepSpeed work and say what they are today: {known}. "
+        "docs/deepspeed.md has these, those without effect here and those that are refused.",
+        width=shutil.get_terminal_size().columns - 2,
+        break_on_hyphens=False,
+    )
+
+
+def obey_old_flags(typed: Mapping[str, Any], provided: Provided) -> tuple[str, ...]:
+    """Puts what old flags say into `provided`; returns a note for each flag that is not today's.
+
+    Raises ValueError for a value that contradicts another flag or cannot be obeyed.
+    """
+    notes = []
+    for name, value in typed.items():
+        flag, shown = _BY_NAME[name], "(given)" if value is True or value == () else value
+        if flag.refused:
+            raise option_error(name, shown, f"not here: {flag.otherwise}")
+        if flag.allowed and value not in flag.allowed:
+            allowed = " or ".join(map(str, flag.allowed))
+            raise option_error(name, value, f"only {allowed} is possible: {flag.otherwise}")
+        for field_path, setting in flag.gives.items():
+            provided.put(field_path, value if setting is VALUE else setting, name, shown)
+        notes += _note(name, flag)
+    return tuple(notes)
+
+
+def settle_old_flags(typed: Mapping[str, Any], provided: Provided) -> None:
+    """What old flags ask for at least, when everything else has been said. Raises ValueError for less."""
+    for name in typed:
+        for field_path, least in _BY_NAME[name].at_least.items():
+            value = provided.get(field_path)
+            if value is None:
+                provided.put(field_path, least, name)
+            elif value < least:
+                raise option_error(
+                    name, "(given)", f"contradicts {provided.name(field_path)} {value}; leave one out"
+                )
+
+
+def _note(name: str, flag: OldFlag) -> list[str]:
+    if flag.why:
+        return [f"{name}: no effect here: {flag.why}"]
+    return [f"{name}: an old name; today's is {flag.today}"] if flag.today else []

@@ -1,0 +1,133 @@
+"""Finds the input files, and reads them in blocks of whole lines."""
+
+import glob
+import io
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from megatron_zpp.config.options import option_error
+from megatron_zpp.config.text import JSON_LINES, SUFFIXES, plain_suffix
+from megatron_zpp.data.corpus.compression import Decompressed
+from megatron_zpp.storage.regular import UnfitFile, open_regular, open_stream
+
+TEXT = (".txt",)
+
+
+@dataclass(frozen=True)
+class Span:
+    """The lines of a file that begin in the bytes [start, end); a compressed file is always a whole span."""
+
+    path: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """Whole lines of one span; the last line of a file may lack its newline."""
+
+    span: Span
+    content: bytes
+    disk_bytes: int  # what the block took of the file, which for a compressed one is less than its content
+
+
+def find_files(flag: str, patterns: Sequence[str]) -> list[str]:
+    """The files that names, globs and directories stand for: in the order given, sorted within each.
+
+    Of a directory, every file below it whose name ends like text or JSON lines. Raises ValueError when one of
+    them stands for nothing, or cannot be read, or is no regular file: text is cut into parts, which are read
+    side by side, so a pipe has to be saved to a file first.
+    """
+    files: list[str] = []
+    for pattern in patterns:
+        found = _find(pattern)
+        if not found:
+            raise option_error(flag, pattern, "no such file, and no file matches; check the path")
+        for path in found:
+            try:
+                os.close(open_regular(path))
+            except UnfitFile as error:
+                raise option_error(flag, path, f"{error.strerror}; save the text to a file") from None
+            except OSError:
+                raise option_error(flag, path, "cannot be read; check its permissions") from None
+        files += found
+    return files
+
+
+def _find(pattern: str) -> list[str]:
+    if os.path.isdir(pattern):
+        below = (str(path) for path in Path(pattern).rglob("*") if path.is_file())
+        return sorted(path for path in below if plain_suffix(path) in JSON_LINES + TEXT)
+    if os.path.exists(pattern):
+        return [pattern]
+    return sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
+
+
+def whole(path: str) -> Span:
+    """All of a file."""
+    return Span(path, 0, os.path.getsize(path))
+
+
+def partition(files: Sequence[str], count: int) -> list[list[Span]]:
+    """Cuts the files, in order, into `count` runs of spans of about the same size on disk.
+
+    A plain file is cut wherever the size says, a compressed one only at its ends, so a run may be empty.
+    """
+    spans = [whole(path) for path in files]
+    total = sum(span.end for span in spans)
+    edges = [total * k // count for k in range(count + 1)]
+    runs: list[list[Span]] = [[] for _ in range(count)]
+    before = 0  # bytes of the files already dealt out
+    for span in spans:
+        cuts = [0, *(edge - before for edge in edges if 0 < edge - before < span.end), span.end]
+        if span.path.endswith(SUFFIXES):
+            cuts = [0, span.end]
+        for start, end in pairwise(cuts):
+            middle = before + (start + end) // 2
+            index = max(k for k in range(count) if edges[k] <= middle)
+            runs[index].append(Span(span.path, start, end))
+        before += span.end
+    return runs
+
+
+def read_blocks(span: Span, block_bytes: int) -> Iterator[Block]:
+    """Cuts a span into blocks of about `block_bytes`; one longer line is a block of its own.
+
+    Raises ValueError where compressed data is damaged or ends too early.
+    """
+    with open_stream(span.path) as raw:
+        if span.path.endswith(SUFFIXES):
+            yield from _read_compressed(span, raw, block_bytes)
+            return
+        if span.start:
+            raw.seek(span.start - 1)
+            raw.readline()  # a line that began before the span belongs to the one before
+        position = raw.tell()
+        while position < span.end:
+            content = raw.read(min(block_bytes, span.end - position))
+            if not content:
+                return  # the file has shrunk under us
+            if not content.endswith(b"\n"):
+                content += raw.readline()
+            position += len(content)
+            yield Block(span, content, len(content))
+
+
+def _read_compressed(span: Span, raw: io.BufferedReader, block_bytes: int) -> Iterator[Block]:
+    stream = io.BufferedReader(Decompressed(raw, span.path), block_bytes)
+    before = 0
+    while content := stream.read(block_bytes):
+        if not content.endswith(b"\n"):
+            content += stream.readline()
+        yield Block(span, content, raw.tell() - before)
+        before = raw.tell()
+
+
+def lines_before(span: Span) -> int:
+    """Lines of the file before the span: added to a line of the span they give the line of the file."""
+    if not span.start:
+        return 0
+    return sum(block.content.count(b"\n") for block in read_blocks(Span(span.path, 0, span.start), 1 << 20))

@@ -1,0 +1,74 @@
+"""Parses lines of JSON, and says what is wrong with those that give no document."""
+
+import json
+from collections.abc import Iterator, Sequence
+
+from megatron_zpp.data.corpus.problems import Problem
+
+MALFORMED = "malformed line"
+MISSING_KEY = "missing key"
+NOT_TEXT = "value that is not text"
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class BadLine(Exception):
+    """A line without a document; `kind` and `detail` as in Problem."""
+
+    def __init__(self, kind: str, detail: str) -> None:
+        super().__init__(kind, detail)
+        self.kind, self.detail = kind, detail
+
+
+def split_lines(content: bytes) -> list[bytes]:
+    """The lines of a block without their newlines; only \\n ends one, as JSON strings may hold the others."""
+    lines = content.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def parse_lines(lines: Sequence[bytes], keys: Sequence[str]) -> Iterator[tuple[int, list[str]] | Problem]:
+    """For each line that is not blank: its number from 1 and its texts, one a key, or the problem with it."""
+    for number, line in enumerate(lines, start=1):
+        if not line or line.isspace():
+            continue
+        try:
+            yield number, _parse(line, keys)
+        except BadLine as bad:
+            yield Problem(number, bad.kind, bad.detail)
+
+
+def _parse(line: bytes, keys: Sequence[str]) -> list[str]:
+    try:
+        record = json.loads(line.removeprefix(_BYTE_ORDER_MARK).decode())
+    except UnicodeDecodeError as error:
+        raise BadLine(MALFORMED, f"not UTF-8 at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise BadLine(MALFORMED, f"not JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or brackets as deep
+        raise BadLine(MALFORMED, f"not JSON that can be read: {error}") from None
+    if not isinstance(record, dict):
+        raise BadLine(MALFORMED, f"not a JSON object but {_json_type(record)}")
+    return [_text(record, key) for key in keys]
+
+
+def _text(record: dict[str, object], key: str) -> str:
+    if key not in record:
+        shown = ", ".join(map(repr, list(record)[:5])) or "none"
+        raise BadLine(MISSING_KEY, f"no {key!r}; its keys: {shown}")
+    text = record[key]
+    if not isinstance(text, str):
+        raise BadLine(NOT_TEXT, f"{key!r} is {_json_type(text)}")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            lone = f"\\u{ord(text[error.start]):04x}"
+            raise BadLine(NOT_TEXT, f"{key!r} holds half a surrogate pair, {lone}") from None
+    return text
+
+
+def _json_type(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

@@ -1,0 +1,122 @@
+"""Opens text for a run, and keeps its tokens where later runs find them."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_zpp.config.data import DataConfig
+from megatron_zpp.config.options import option_error
+from megatron_zpp.config.text import HUB, SUFFIXES, is_hub
+from megatron_zpp.config.tokenizer import TokenizerConfig
+from megatron_zpp.data.corpus.encode import Encoder
+from megatron_zpp.data.corpus.inputs import read_blocks, whole
+from megatron_zpp.data.indexed import token_dtype
+from megatron_zpp.data.order_cache import contents_of, locked
+from megatron_zpp.data.samples import Samples
+from megatron_zpp.data.text.cache import TokenCache
+from megatron_zpp.data.text.hub import HubText
+from megatron_zpp.data.text.samples import GroupOrder, TextDataset
+from megatron_zpp.data.text.sources import JsonLinesText, TextSource
+from megatron_zpp.storage.files import fsync
+
+_VERSION = 1  # of what lies in the cache
+_BLOCK_BYTES = 1 << 20
+
+
+class OpenText:
+    """A text and the cache of its tokens; see TextPart in data/open.py."""
+
+    def __init__(self, source: TextSource, cache: TokenCache) -> None:
+        self.source, self.cache = source, cache
+        self.blocks = source.blocks
+        self.size = source.size
+
+    def samples(
+        self, split: str, blocks: tuple[int, int], seq_length: int, seed: int, prepared: int | None
+    ) -> Samples:
+        order = GroupOrder(*blocks, self.source.group, seed)
+        dataset = TextDataset(split, self.source, self.cache, order, seq_length)
+        dataset.prepare(prepared)
+        return dataset
+
+
+def open_text(
+    flag: str,
+    path: str,
+    *,
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    description: Mapping[str, Any],
+    say: Callable[[str], None],
+) -> OpenText:
+    """Opens the text `path` of `flag`, of which nothing is tokenised yet unless an earlier run did it.
+
+    `description` is that of the `tokenizer`; `say` gets a line about what takes its time.
+
+    Raises ValueError, one line, when text or cache cannot be used.
+    """
+    shown = data.data_cache_path or f"{path.removeprefix(HUB)}.tokens"
+    cache_flag = "--data-cache-path" if data.data_cache_path else "--data-cache-path (not given)"
+    directory = Path(shown)
+    try:
+        if is_hub(path):
+            source: TextSource = HubText(flag, path, data.json_key)
+        elif path.endswith(SUFFIXES):
+            source = JsonLinesText(flag, path, _unpacked(flag, path, directory, say))
+        else:
+            source = JsonLinesText(flag, path, path)
+        made_of = {
+            "version": _VERSION,
+            "text": dict(source.made_of),
+            "blocks": source.blocks,
+            "tokenizer": dict(description),
+            "json_key": data.json_key,
+            "append_eod": data.append_eod,
+        }
+        entry = _entry(directory, made_of)
+        cache = TokenCache(
+            entry,
+            source,
+            partial(Encoder, tokenizer, (data.json_key,), data.append_eod),
+            token_dtype(description["vocab_size"]),
+            skip=data.skip_bad_lines,
+            workers=data.num_workers,
+        )
+    except OSError as error:
+        fix = f"{error.strerror}; name a directory with room that can be written"
+        raise option_error(cache_flag, shown, fix) from None
+    return OpenText(source, cache)
+
+
+def _entry(directory: Path, made_of: Mapping[str, Any]) -> Path:
+    """The directory of what is made of that, which says so for people."""
+    text = json.dumps(made_of, sort_keys=True, indent=1)
+    entry = directory / hashlib.sha256(text.encode()).hexdigest()[:32]
+    entry.mkdir(parents=True, exist_ok=True)
+    (entry / "made_of.json").write_text(text + "\n")
+    return entry
+
+
+def _unpacked(flag: str, path: str, directory: Path, say: Callable[[str], None]) -> str:
+    """A plain copy of a compressed file: in that any block is as near as the first. One process makes it."""
+    try:
+        contents = contents_of(path)
+    except OSError as error:
+        raise option_error(flag, path, f"{error.strerror}; name a file that can be read") from None
+    digest = hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:32]
+    plain = directory / f"{digest}.jsonl"
+    directory.mkdir(parents=True, exist_ok=True)
+    with locked(directory / "lock"):
+        if not plain.exists():
+            say(f"unpacking {path}, once; {plain}")
+            partial_copy = plain.with_name(f"{plain.name}.partial")
+            with open(partial_copy, "wb") as output:
+                for block in read_blocks(whole(path), _BLOCK_BYTES):
+                    output.write(block.content)
+            fsync(partial_copy)  # it is taken for the whole of the text from here on
+            os.replace(partial_copy, plain)
+    return str(plain)

@@ -1,0 +1,160 @@
+"""A communication stream: a communicator and what runs beside the compute, in order.
+
+Submitted work starts after all compute that was submitted before it and runs beside compute that is submitted
+later. On a GPU a communication stream is a CUDA stream, on a CPU a thread.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_zpp.distributed.symmetric_memory import SymmetricMemory, peer_memory
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.distributed.traffic import TrafficLedger
+
+# torch 2.13 gave it a new name and warns of the old one, which is all that 2.8 has.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Pending:
+    """Submitted work. It owns its buffers until `wait` has returned."""
+
+    def __init__(self, wait: Callable[[], object] = lambda: None) -> None:
+        self._wait = wait
+
+    def wait(self) -> None:
+        """Lets the present stream (on a CPU the caller) wait for the result; any number may."""
+        self._wait()
+
+
+class CommStream:
+    """Runs collectives of `ranks` in order beside the compute. Each of them must submit the same ones."""
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        topology: Topology,
+        device: torch.device,
+        ledger: TrafficLedger,
+        timeout: timedelta | None,
+        *,
+        copy_engines: bool = False,
+    ) -> None:
+        """`timeout` is when a collective that does not end becomes an error; None: torch's default.
+
+        `copy_engines`: whether they move what ranks of one node send (`choose_copy_engines`).
+        """
+        self.ranks, self._device, self._ledger = tuple(ranks), device, ledger
+        self.group_rank = self.ranks.index(topology.rank)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._symmetric: SymmetricMemory | None = None
+        self._group: dist.ProcessGroup | None = None
+        if len(self.ranks) > 1:
+            if copy_engines and len({topology.node_of(rank) for rank in self.ranks}) == 1:
+                self._symmetric = SymmetricMemory(self.ranks, device, timeout)
+                self._group = self._symmetric.group
+            else:
+                self._group = dist.new_group(self.ranks, timeout=timeout, use_local_synchronization=True)
+        beside = self._stream is None and self._group is not None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="comm_stream") if beside else None
+        self._newest: Future | None = None
+        self._barrier_buffers: tuple[Tensor, Tensor] | None = None  # what `barrier` sends and receives
+
+    @property
+    def uses_copy_engines(self) -> bool:
+        """Whether copy engines move what lies in its `zeros`."""
+        return self._symmetric is not None
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A buffer that this stream sends or fills, where it moves it best. Every rank must make the same."""
+        with nullcontext() if self._symmetric is None else self._symmetric.allocating():
+            return torch.zeros(numel, dtype=dtype, device=self._device)
+
+    def peer_buffers(self, nbytes: int) -> list[Tensor] | None:
+        """So many bytes on each of the ranks, by place, which this one can write by its copy engines.
+
+        None where it cannot. Every rank must ask for the same.
+        """
+        if self._symmetric is None or not self._symmetric.peers_write:
+            return None
+        self._barrier_buffers = (
+            self.zeros(len(self.ranks), torch.float32),
+            self.zeros(len(self.ranks), torch.float32),
+        )
+        return peer_memory(self._symmetric.group, self._device, nbytes)
+
+    def ready(self) -> None:
+        """After the last `zeros` and before the first collective."""
+        if self._symmetric is not None:
+            self._symmetric.register()
+
+    def close(self) -> None:
+        """After the last collective, before the buffers are freed."""
+        if self._thread is not None:
+            self._thread.shutdown()
+        if self._symmetric is not None:
+            self._symmetric.close()
+
+    def submit(self, work: Callable[[], None]) -> Pending:
+        """Runs `work`, which calls the collectives below, beside what the caller does next."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                work()
+                done = self._stream.record_event()
+            return Pending(lambda: torch.cuda.current_stream().wait_event(done))
+        if self._thread is None:
+            work()
+            return Pending()
+        self._newest = self._thread.submit(work)
+        return Pending(self._newest.result)
+
+    def settle(self) -> None:
+        """Returns when the ledger holds everything that was submitted: on a GPU, and on one rank, at once."""
+        if self._newest is not None:
+            self._newest.result()
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> None:
+        """Fills `full` (ranks · n,) with every rank's `shard` (n,), which may be its own part of `full`."""
+        if self._group is None:
+            copy(full, shard)
+            return
+        self._ledger.around_the_ring(self.ranks, (len(self.ranks) - 1) * shard.nbytes)
+        # The CUDA stream, or the thread, waits for the result.
+        all_gather_single(full, shard, group=self._group, async_op=True).wait()
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        """Part r of `sent` (ranks · n,) goes to rank r; part r of `received`, like it, comes from there."""
+        if self._group is None:
+            copy(received, sent)
+            return
+        self._ledger.to_every_peer(self.ranks, sent.nbytes // len(self.ranks))
+        dist.all_to_all_single(received, sent, group=self._group, async_op=True).wait()
+
+    def barrier(self) -> None:
+        """What the ranks did on this stream so far is done before this one goes on; where there are rooms."""
+        received, sent = self._barrier_buffers
+        dist.all_to_all_single(received, sent, group=self._group, async_op=True).wait()
+
+    def record_write(self, peer: int, nbytes: int) -> None:
+        """Takes note of what this rank wrote itself to the one at this place."""
+        self._ledger.to_every_peer([self.ranks[peer]], nbytes)
+
+    def all_reduce(self, full: Tensor) -> None:
+        """Sums `full` over ranks in place, in its own format."""
+        if self._group is None:
+            return
+        share = full.nbytes // len(self.ranks)
+        self._ledger.around_the_ring(self.ranks, 2 * (len(self.ranks) - 1) * share)
+        dist.all_reduce(full, group=self._group, async_op=True).wait()
+
+
+def copy(target: Tensor, source: Tensor) -> None:
+    """Copies unless both are the same memory."""
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)

@@ -1,0 +1,97 @@
+"""Which ranks there are and which of them share a node: arithmetic on what the launcher says."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_zpp.distributed.slurm import TORCHRUN_VARIABLES, launcher_variables
+
+
+@dataclass(frozen=True)
+class Topology:
+    """One rank's place. A node is the `local_world_size` ranks that share a fast link."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name, part, whole in (
+            ("RANK", self.rank, self.world_size),
+            ("LOCAL_RANK", self.local_rank, self.local_world_size),
+        ):
+            if whole < 1 or not 0 <= part < whole:
+                size = name.replace("RANK", "WORLD_SIZE")
+                raise ValueError(f"{name} {part}: must be from 0 to below {size}, which is {whole}")
+        if self.world_size % self.local_world_size:
+            raise ValueError(
+                f"WORLD_SIZE {self.world_size}: must be a multiple of LOCAL_WORLD_SIZE "
+                f"{self.local_world_size}; start equally many ranks on every node"
+            )
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes there are."""
+        return self.world_size // self.local_world_size
+
+    def node_of(self, rank: int) -> int:
+        """The node of `rank`: launchers number ranks node by node."""
+        return rank // self.local_world_size
+
+    @property
+    def node_ranks(self) -> range:
+        """The ranks of this rank's node."""
+        first = self.node_of(self.rank) * self.local_world_size
+        return range(first, first + self.local_world_size)
+
+    @property
+    def cross_node_ranks(self) -> range:
+        """The ranks that have this rank's place on every node."""
+        return range(self.rank % self.local_world_size, self.world_size, self.local_world_size)
+
+    def neighbours(self, size: int) -> range:
+        """The `size` consecutive ranks that this rank is one of, where `size` divides the job."""
+        first = self.rank // size * size
+        return range(first, first + size)
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> "Topology":
+        """Reads torchrun's variables, or those that SLURM gives a task; none means one process on its own.
+
+        Raises ValueError when some are missing or not numbers, when several ranks are not told where to meet,
+        and when SLURM's tasks are not laid out node by node.
+        """
+        environment = launcher_variables(environment)
+        given = {name: environment[name] for name in TORCHRUN_VARIABLES if name in environment}
+        if not given:
+            return cls()
+        values = []
+        for name in TORCHRUN_VARIABLES:
+            if name not in given:
+                raise ValueError(
+                    f"{name} (not set): {', '.join(given)} are set; start with torchrun, or set all of "
+                    f"{', '.join(TORCHRUN_VARIABLES)}"
+                )
+            if not _is_number(given[name]):
+                raise ValueError(f"{name} {given[name]!r}: must be a whole number")
+            values.append(int(given[name]))
+        topology = cls(*values)
+        if topology.world_size > 1:
+            _check_rendezvous_endpoint(environment)
+        return topology
+
+
+def _check_rendezvous_endpoint(environment: Mapping[str, str]) -> None:
+    """Raises ValueError unless the launcher says where the ranks find one another."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not environment.get(name):
+            raise ValueError(
+                f"{name} (not set): start with torchrun, or set it to rank 0's, alike on every rank"
+            )
+    port = environment["MASTER_PORT"]
+    if not _is_number(port) or not 0 < int(port) < 2**16:
+        raise ValueError(f"MASTER_PORT {port!r}: must be a whole number from 1 to 65535")
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) < 10

@@ -1,0 +1,38 @@
+"""Counts the bytes that this rank sends, by the link they cross."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_zpp.distributed.topology import Topology
+
+
+@dataclass
+class TrafficLedger:
+    """Bytes sent since the last `take`: to ranks of this node, and to ranks of other nodes."""
+
+    topology: Topology
+    intra_node: int = 0
+    inter_node: int = 0
+
+    def around_the_ring(self, ranks: Sequence[int], nbytes: int) -> None:
+        """`nbytes` to the next of `ranks`, as ring all-gathers and ring reductions send all they send."""
+        group_rank = ranks.index(self.topology.rank)
+        self._count(ranks[(group_rank + 1) % len(ranks)], nbytes)
+
+    def to_every_peer(self, ranks: Sequence[int], nbytes: int) -> None:
+        """`nbytes` to each other one of `ranks`, as an all-to-all sends them."""
+        for peer in ranks:
+            if peer != self.topology.rank:
+                self._count(peer, nbytes)
+
+    def take(self) -> tuple[int, int]:
+        """(inside the node, between nodes) since the last call."""
+        taken = self.intra_node, self.inter_node
+        self.intra_node = self.inter_node = 0
+        return taken
+
+    def _count(self, peer: int, nbytes: int) -> None:
+        if self.topology.node_of(peer) == self.topology.node_of(self.topology.rank):
+            self.intra_node += nbytes
+        else:
+            self.inter_node += nbytes

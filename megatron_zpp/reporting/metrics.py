@@ -1,0 +1,133 @@
+"""What a logged step says about the run: measured here, shown by the sinks."""
+
+import math
+import resource
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.model.flops import flops_per_token, peak_tflops
+from megatron_zpp.zero.engine import StepResult
+
+_LOSSES = 1024  # --log-interval is 100 if not given
+
+Record = dict[str, float | int | str | None]
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Turns tokens a second into model FLOPs; `peak` is one device's in TFLOP/s, None when unknown."""
+
+    flops_per_token: float
+    devices: int
+    peak: float | None
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelConfig,
+        vocab_size: int,
+        *,
+        devices: int,
+        device: torch.device,
+        dtype: str,
+        peak: float | None,
+    ) -> "Throughput":
+        """The peak is the one given, else the data sheet's for a known GPU."""
+        if peak is None and device.type == "cuda":
+            peak = peak_tflops(torch.cuda.get_device_name(device), dtype)
+        return cls(flops_per_token(model, vocab_size), devices, peak)
+
+    def record(self, tokens: int, seconds: float) -> Record:
+        """tokens_per_second of the whole run; tflops_per_gpu and mfu of one device."""
+        rate = tokens / seconds
+        tflops = rate * self.flops_per_token / self.devices / 1e12
+        mfu = None if self.peak is None else tflops / self.peak
+        return {"tokens_per_second": rate, "tflops_per_gpu": tflops, "mfu": mfu}
+
+
+class Stopwatch:
+    """Seconds spent training, without those between `pause` and `resume`."""
+
+    def __init__(self) -> None:
+        self._total, self._started = 0.0, time.perf_counter()
+
+    def pause(self) -> None:
+        """Stops counting, for an evaluation or a save."""
+        self._total += time.perf_counter() - self._started
+
+    def resume(self) -> None:
+        """Counts again."""
+        self._started = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        self.pause()
+        seconds, self._total = self._total, 0.0
+        self.resume()
+        return seconds
+
+
+@dataclass
+class Interval:
+    """What happened since the last log line."""
+
+    device: torch.device
+    iterations: int = 0
+    samples: int = 0
+    batch: int = 0  # samples of the newest step
+    loss_sum: Tensor | float = 0.0  # these stay on the device: reading them would wait for it
+    skipped: Tensor | float = 0.0
+    traffic: tuple[int, int] = (0, 0)  # bytes that this rank sent inside its node and between nodes
+    watch: Stopwatch = field(default_factory=Stopwatch)
+
+    def __post_init__(self) -> None:
+        self._losses = torch.zeros(
+            _LOSSES, device=self.device
+        )  # of each step: it doubles where that is short
+
+    def add(self, loss: Tensor, result: StepResult, samples: int, traffic: tuple[int, int]) -> None:
+        """Takes note of one step; `loss` is this rank's mean over its micro-batches."""
+        self.iterations += 1
+        self.samples += samples
+        self.batch = samples
+        self.skipped = self.skipped + result.skipped
+        self.traffic = (self.traffic[0] + traffic[0], self.traffic[1] + traffic[1])
+        self.loss_sum = self.loss_sum + loss
+        if self.iterations > len(self._losses):
+            self._losses = torch.cat((self._losses, torch.zeros_like(self._losses)))
+        self._losses[self.iterations - 1] = loss
+
+    @property
+    def not_finite(self) -> Tensor:
+        """(iterations,) fp32: 1 where the loss of this rank was NaN or Inf, else 0."""
+        return 1.0 - torch.isfinite(self._losses[: self.iterations]).float()
+
+    def restart(self) -> None:
+        """Begins the next interval; the stopwatch was already lapped."""
+        self.iterations = self.samples = self.batch = 0
+        self.loss_sum = self.skipped = 0.0
+        self.traffic = (0, 0)
+
+
+def memory_record(device: torch.device) -> Record:
+    """Bytes that this process holds now and held at most: tensors on a GPU, resident memory on a CPU."""
+    if device.type == "cuda":
+        allocated, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    else:
+        with open("/proc/self/statm") as statm:
+            allocated = int(statm.read().split()[1]) * resource.getpagesize()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"memory_allocated_bytes": allocated, "memory_peak_bytes": peak}
+
+
+def evaluation_record(iteration: int, split: str, loss: float) -> Record:
+    """What the sinks keep of an evaluation; perplexity as Megatron-LM caps it."""
+    return {
+        "iteration": iteration,
+        f"{split}_loss": loss,
+        f"{split}_perplexity": math.exp(min(20.0, loss)) if loss == loss else loss,
+    }

@@ -1,0 +1,61 @@
+"""What was measured of the parts of steps, over all ranks: lines for the log, and who is slow."""
+
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+
+from megatron_zpp.config.timing import TimingConfig
+from megatron_zpp.reporting.metrics import Record
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.sections import WAITS, TimedSections
+
+STEP, BATCH, FORWARD_BACKWARD, OPTIMIZER = "step", "batch-generator", "forward-backward", "optimizer"
+LEVEL_1 = (BATCH, FORWARD_BACKWARD, OPTIMIZER)
+_SLOW = 1.1  # of the median rank: worth a name
+
+
+class Timing:
+    """Collects the parts of steps on every rank, and puts them together when a step is logged."""
+
+    def __init__(self, config: TimingConfig, engine: ZeroEngine) -> None:
+        self._engine, self._straggler = engine, config.log_straggler
+        self._level = int(config.timing_log_level)
+
+    def report(self, steps: int) -> tuple[Record, list[str]]:
+        """Numbers and lines on the steps since the last report; every rank must call it."""
+        if not isinstance(self._engine.sections, TimedSections):
+            return {}, []
+        seconds = self._engine.sections.take()
+        names, topology = list(seconds), self._engine.topology
+        table = torch.zeros(topology.world_size, len(names), dtype=torch.float64, device=self._engine.device)
+        own = [1000 * seconds[name] / steps for name in names]
+        table[topology.rank] = torch.tensor(own, dtype=torch.float64)
+        by_name = dict(zip(names, self._engine.sum_over_ranks(table).T.tolist(), strict=True))
+        shown = {0: [], 1: LEVEL_1, 2: [name for name in names if name != STEP]}[self._level]
+        record: Record = {f"time_{name.replace('-', '_')}_ms": max(by_name[name]) for name in shown}
+        lines = [times_line({name: by_name[name] for name in shown})] if self._level else []
+        if self._straggler:
+            waits = zip(*(by_name.get(name, [0.0] * len(table)) for name in WAITS), strict=True)
+            busy = [step - sum(waited) for step, waited in zip(by_name[STEP], waits, strict=True)]
+            lines.append(straggler_line(busy, by_name[STEP]))
+            record["straggler_rank"] = busy.index(max(busy))
+            record["straggler_busy_ms"] = max(busy)
+        return record, lines
+
+
+def times_line(by_name: dict[str, Sequence[float]]) -> str:
+    """One line with the least and the most of any rank, in milliseconds a step."""
+    parts = (f"{name}: ({min(values):.2f}, {max(values):.2f})" for name, values in by_name.items())
+    return f" (min, max) time across ranks (ms): {' | '.join(parts)}"
+
+
+def straggler_line(busy: Sequence[float], steps: Sequence[float]) -> str:
+    """One line on the milliseconds of a step in which each rank did not wait for others."""
+    usual, most = median(busy), max(busy)
+    rank = list(busy).index(most)
+    verdict = f"rank {rank} is the slowest" if most > _SLOW * usual else "no rank stands out"
+    return (
+        f" busy of {max(steps):.1f} ms a step: median {usual:.1f} ms, least {min(busy):.1f} ms, most "
+        f"{most:.1f} ms on rank {rank}: {verdict}"
+    )

@@ -1,0 +1,89 @@
+"""Ends a run that failed: one line that says what, on which host and rank; never a hang at exit."""
+
+import hashlib
+import os
+import platform
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from megatron_zpp.config.command_line import INTERRUPTED, one_line
+from megatron_zpp.config.options import UsageError
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.supervision.once_per_node import OncePerNode, write_line
+
+Say = Callable[[str, str], None]  # of a message that several ranks may have, and this rank's line with it
+
+
+@contextmanager
+def one_line_errors(prog: str, topology: Topology, *, debug: bool, say: Say) -> Iterator[None]:
+    """Turns an exception into one line on stderr and an exit status: 1, or 2 for a bad command line.
+
+    `say` writes the line, unless another rank has written one with the same message. This process leaves only
+    after that, whatever its launcher sends. `debug` adds the traceback.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        _leave(prog, topology, "interrupted", INTERRUPTED, say)
+    except UsageError as error:
+        _leave(prog, topology, f"error: {error}", 2, say)
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        hint = "" if debug or isinstance(error, ValueError | OSError) else " (--debug shows the traceback)"
+        _leave(prog, topology, f"error: {one_line(error)}{hint}", 1, say)
+
+
+def said_by_each(message: str, line: str) -> None:
+    """For `one_line_errors`: every rank says its line."""
+    write_line(line)
+
+
+def said_once(store: dist.Store, topology: Topology, per_node: OncePerNode) -> Say:
+    """For `one_line_errors`: of the ranks that have the same message, the first one says it.
+
+    Where the store is gone, the first one of each node does.
+    """
+
+    def say(message: str, line: str) -> None:
+        key = hashlib.blake2b(message.encode(), digest_size=8).hexdigest()
+        try:
+            first = store.add(f"said/{key}", 1) == 1
+        except dist.DistError:
+            per_node.say(message, line)
+            return
+        if first:
+            write_line(line)
+        if topology.rank == 0:
+            time.sleep(0.3)  # others may be about to ask the store, which goes with this process
+
+    return say
+
+
+def end_at_once(prog: str, topology: Topology, message: str, status: int) -> NoReturn:
+    """One line, and the end of this process: from any thread, whatever the others hold or wait for."""
+    write_line(line_of(prog, topology, message))
+    os._exit(status)
+
+
+def line_of(prog: str, topology: Topology, message: str) -> str:
+    """What a rank has to say, with its name where there are several."""
+    where = f" [{platform.node()} rank {topology.rank}]" if topology.world_size > 1 else ""
+    return f"{prog}{where}: {message}"
+
+
+def _leave(prog: str, topology: Topology, message: str, status: int, say: Say) -> NoReturn:
+    """Exits without waiting for collectives, threads or workers of a run that cannot go on."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # a launcher ends all ranks when the first one has left
+    sys.stderr.flush()
+    sys.stdout.flush()
+    say(message, line_of(prog, topology, message))
+    os._exit(status)

@@ -1,0 +1,260 @@
+"""Ends a run whose ranks cannot go on together: every rank says which one stopped, and what it was doing.
+
+Each rank beats: a thread writes what the rank is doing under its own key of the store that all ranks share.
+Rank 0's thread reads all beats at once and writes a verdict, if there is one; the others read the verdict and
+rank 0's beat, so a beat of N ranks costs O(N). A second thread never touches the store, which may be what
+stopped: it ends the process when there is a verdict, or when the store has not answered for too long. All
+go by a clock that stands still with the process, so a job that was suspended as a whole goes on.
+
+A rank *asks* when a collective failed, or when it was told to stop and stands still: a launcher tells it so
+when another rank died, and kills it before --heartbeat-timeout is over. A silence of a few beats is then
+enough for a verdict, and beats are exchanged more often. A rank in a long step beats like any other, so a
+request to stop ends no run whose ranks are all alive.
+"""
+
+import json
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_zpp.config.command_line import one_line
+from megatron_zpp.distributed.rendezvous import SAY_AFTER
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.supervision.activity import Activity
+from megatron_zpp.supervision.errors import end_at_once
+from megatron_zpp.supervision.heartbeat_messages import HeartbeatMessage, LivenessMonitor
+
+_VERDICT = "verdict"
+_NOTHING_YET = "null"
+_FAREWELL = 8.0  # seconds that the others get to read a verdict before rank 0 takes the store away
+
+
+@contextmanager
+def heartbeat(
+    store: dist.Store,
+    topology: Topology,
+    timeout: float,
+    prog: str,
+    told_to_stop: Callable[[], bool] = lambda: False,
+) -> Iterator[Activity]:
+    """Beats while the block runs, and yields where it tells what it is doing; `timeout` 0 watches nobody.
+
+    `told_to_stop` returns whether a launcher has asked this process to stop. All ranks enter and leave the
+    block. A rank that leaves with an error has told the others; if a collective failed it finds out first who
+    is to blame. Rank 0, which may host the store, leaves last.
+    """
+    activity = Activity()
+    if timeout == 0:
+        yield activity
+        return
+    pulse = _Pulse(store, topology, timeout, prog, activity, told_to_stop)
+    try:
+        yield activity
+    except BaseException as error:
+        if topology.world_size > 1 and _of_a_collective(error):
+            pulse.ask()
+        pulse.fail(one_line(error))
+        raise
+    pulse.leave()
+
+
+class _Pulse:
+    """The two threads of one rank, and what they know."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        topology: Topology,
+        timeout: float,
+        prog: str,
+        activity: Activity,
+        told_to_stop: Callable[[], bool],
+    ) -> None:
+        self._told_to_stop = told_to_stop
+        self._topology, self._timeout, self._prog, self._activity = topology, timeout, prog, activity
+        self._clock = activity.clock
+        self._interval = min(1.0, timeout / 6)
+        self._judge = LivenessMonitor(timeout=timeout, patience=4 * self._interval)
+        self._count = 0
+        self._first: HeartbeatMessage | None = (
+            None  # the newest of rank 0, which cannot say it when it is gone
+        )
+        self._asks, self._leaves = False, False
+        self._hurries = False  # some rank asks
+        self._failed: str | None = None
+        self._found: str | None = None  # rank 0's verdict, which stands while the others take note of it
+        self._verdict: str | None = None  # the one to end with
+        self._answered = self._clock.seconds
+        self._said = 0.0  # when it was last said who is slow
+        self._store = store.clone()  # a call that blocks holds its store: nobody else uses this one
+        self._store.set_timeout(timedelta(seconds=2 * self._interval))
+        self._wake, self._told, self._over = threading.Event(), threading.Event(), threading.Event()
+        self._threads = [
+            threading.Thread(target=work, name=f"heartbeat {work.__name__}", daemon=True)
+            for work in (self._beat, self._watch)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def ask(self) -> None:
+        """A collective failed: gives the verdict, with which the process ends, the time that it takes."""
+        self._begin_to_ask()
+        self._over.wait(8 * self._interval)
+        if self._found:  # and the others are being told
+            self._over.wait(_FAREWELL + self._interval)
+
+    def fail(self, message: str) -> None:
+        """Tells the others, as far as they can be reached soon, that this rank ends with an error."""
+        self._failed = message
+        self._wake.set()
+        self._told.wait(_FAREWELL + 2 * self._interval if self._topology.rank == 0 else 6 * self._interval)
+        self._over.set()
+
+    def leave(self) -> None:
+        """Says good-bye; rank 0 waits until all others have. Nobody is watched from here on."""
+        self._leaves = True
+        self._wake.set()
+        self._told.wait()  # or a verdict ends the process
+        self._over.set()
+        self._wake.set()
+        for thread in self._threads:
+            thread.join(2 * self._interval)
+
+    def _begin_to_ask(self) -> None:
+        self._asks = self._hurries = True
+        self._wake.set()
+
+    def _beat(self) -> None:
+        """The first thread."""
+        exchange = self._exchange_as_first if self._topology.rank == 0 else self._exchange
+        try:
+            self._make_keys()
+            while not self._over.is_set():
+                with suppress(dist.DistStoreError):  # a time-out: if these last, the second thread sees it
+                    exchange()
+                self._wake.wait(self._interval / 4 if self._hurries else self._interval)
+                self._wake.clear()
+        except dist.DistNetworkError:
+            if self._leaves or self._failed:
+                self._told.set()
+                return
+            # With a verdict the others may be gone already, before this process gets to its own end.
+            self._verdict = self._verdict or self._without_store("is gone")
+
+    def _watch(self) -> None:
+        """The second thread."""
+        while not self._over.wait(self._interval / 4):
+            self._clock.tick(2 * self._interval)
+            if not self._asks and self._told_to_stop() and self._stands_still():
+                self._begin_to_ask()
+            silence = self._clock.seconds - self._answered
+            # On a busy machine one call of the store may time out, but hardly two.
+            patience = 5 * self._interval if self._asks else self._timeout
+            if self._verdict is None and silence > patience:
+                self._verdict = self._without_store(f"has been silent for {silence:.0f} s")
+            if self._verdict is not None and self._failed is None:
+                end_at_once(self._prog, self._topology, f"error: {self._verdict}", 1)
+
+    def _stands_still(self) -> bool:
+        """Whether this rank has done the same thing for some time: it may be waiting for another."""
+        return self._clock.seconds - self._activity.latest.since > 2 * self._interval
+
+    def _without_store(self, what: str) -> str:
+        """The verdict on rank 0, whose process or launcher keeps the store."""
+        first = self._first
+        name, doing = (first.name, first.doing) if first else ("rank 0", "starting")
+        return f"{name}, where the run's store is kept, {what}; last seen: {doing}"
+
+    def _make_keys(self) -> None:
+        """The keys that this rank reads, since reading waits for one that is missing."""
+        ranks = range(self._topology.world_size) if self._topology.rank == 0 else (0,)
+        for key in (_VERDICT, *map(_key, ranks)):
+            self._store.compare_set(key, "", _NOTHING_YET)
+
+    def _exchange(self) -> None:
+        """A beat of a rank other than 0."""
+        leaves, failed = self._leaves, self._failed
+        self._tell(left=leaves)
+        if leaves or failed:
+            self._told.set()  # and asks for no answer: rank 0 may take the store away when it has read this
+            return
+        said, first = self._store.multi_get([_VERDICT, _key(0)])
+        self._answered = self._clock.seconds
+        self._first = HeartbeatMessage.decode(first) or self._first
+        self._judge.see([self._first], self._answered)
+        verdict = json.loads(said) or self._judge.lost([self._first], asked=self._asks)
+        if verdict:
+            self._tell(left=True)  # rank 0 waits for it before it takes the store away
+            self._verdict = verdict
+
+    def _exchange_as_first(self) -> None:
+        """A beat of rank 0."""
+        leaves, failed = self._leaves, self._failed
+        self._tell(left=False)
+        beats = self._read_all()
+        self._hurries = self._hurries or any(beat and beat.asks for beat in beats)
+        self._found = self._found or self._judge.lost(beats) or self._judge.stuck(beats)
+        self._say_who_is_slow(beats)
+        if self._found:
+            self._store.set(_VERDICT, json.dumps(self._found))
+            limit = time.monotonic() + _FAREWELL
+            while not self._judge.gone(self._read_all()[1:], _FAREWELL / 2) and time.monotonic() < limit:
+                time.sleep(self._interval / 4)
+        if failed or (leaves and all(beat and beat.left for beat in beats[1:])):
+            self._told.set()
+        elif self._found:
+            self._verdict = self._found
+
+    def _say_who_is_slow(self, beats: list[HeartbeatMessage | None]) -> None:
+        slow = self._judge.slow(beats, SAY_AFTER)
+        if slow and time.monotonic() - self._said > SAY_AFTER:
+            self._said = time.monotonic()
+            os.write(2, f"{self._prog}: waiting for {slow}\n".encode())
+
+    def _tell(self, *, left: bool) -> None:
+        """Writes this rank's beat."""
+        self._count += 1
+        mark = self._activity.latest
+        beat = HeartbeatMessage(
+            rank=self._topology.rank,
+            host=platform.node(),
+            count=self._count,
+            doing=mark.text,
+            marks=mark.number,
+            seconds=self._clock.seconds - mark.since,
+            patient=mark.patient,
+            limit=mark.limit,
+            asks=self._asks,
+            failed=self._failed,
+            left=left,
+        )
+        self._store.set(_key(self._topology.rank), beat.encode())
+
+    def _read_all(self) -> list[HeartbeatMessage | None]:
+        """The newest beats of all ranks, which the judge sees too."""
+        texts = self._store.multi_get([_key(rank) for rank in range(self._topology.world_size)])
+        self._answered = self._clock.seconds
+        beats = [HeartbeatMessage.decode(text) for text in texts]
+        self._first = beats[0]
+        self._judge.see(beats, self._answered)
+        return beats
+
+
+def _key(rank: int) -> str:
+    return f"beat/{rank}"
+
+
+def _of_a_collective(error: BaseException) -> bool:
+    """Whether another rank's end may be the cause: gloo's and NCCL's errors have no class of their own."""
+    if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, dist.DistError) or any(
+        word in str(error) for word in ("gloo", "NCCL", "nccl", "onnection", "ocket")
+    )

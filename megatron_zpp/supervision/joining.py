@@ -1,0 +1,57 @@
+"""How a run begins on several ranks: they meet, agree on their settings, join and try the network."""
+
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from megatron_zpp.config.run import DistributedConfig
+from megatron_zpp.distributed.agreement import check_agreement
+from megatron_zpp.distributed.exchange import Exchange
+from megatron_zpp.distributed.process_group import process_group
+from megatron_zpp.distributed.rendezvous import Rendezvous, rendezvous
+from megatron_zpp.distributed.slurm import launcher_variables
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.supervision.activity import Activity
+from megatron_zpp.supervision.preflight import preflight
+
+
+def connect_ranks(config: DistributedConfig, topology: Topology, prog: str) -> Rendezvous:
+    """Waits for all ranks where the launcher says; who keeps them waiting is said on stderr."""
+
+    def say(line: str) -> None:
+        if topology.local_rank == 0:
+            sys.stderr.write(f"{prog} [{platform.node()} rank {topology.rank}]: {line}\n")
+
+    limit = config.preflight_timeout
+    rank_address = launcher_variables(os.environ)
+    return rendezvous(topology, rank_address, limit=limit, timeout=config.timeout, say=say)
+
+
+@contextmanager
+def join(
+    config: DistributedConfig,
+    topology: Topology,
+    device: torch.device,
+    rendezvous: Rendezvous,
+    settings: dict[str, dict[str, Any]],
+    activity: Activity,
+) -> Iterator[list[str]]:
+    """The process group of ranks that were started with the same `settings` and whose network works.
+
+    Yields lines for the log. Raises ValueError on all ranks that says what is wrong, and where.
+    """
+    limit = config.preflight_timeout
+    exchange = Exchange(rendezvous.store, topology, timedelta(seconds=limit), "preflight")
+    activity.now("preflight, comparing settings", limit=limit)
+    check_agreement(settings, exchange)
+    activity.now("preflight, joining the process group", limit=limit)
+    with process_group(config, topology, device, rendezvous):
+        lines = preflight(topology, rendezvous.addresses, device, exchange, activity, limit=limit)
+        activity.now("building", patient=True)
+        yield lines

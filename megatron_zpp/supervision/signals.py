@@ -1,0 +1,94 @@
+"""What a scheduler or a person asks of a running process: the first signal to stop soon, the second now."""
+
+import os
+import platform
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megatron_zpp.config.command_line import INTERRUPTED
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.supervision.once_per_node import OncePerNode
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_SAME_REQUEST = 1.0  # seconds: Ctrl-C reaches a rank from the terminal, and again from its launcher
+
+
+class StopSignals:
+    """Which of STOP_SIGNALS this process got first, if any."""
+
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        self._since = 0.0
+
+    def take(self, number: int) -> bool:
+        """Takes note of a signal; True if it is a second request."""
+        if self.first is None:
+            self.first, self._since = signal.Signals(number), time.monotonic()
+            return False
+        return time.monotonic() - self._since > _SAME_REQUEST
+
+    def told_to_stop(self) -> bool:
+        """Whether a launcher or a person waits for the end; a launcher kills the ranks if it takes long."""
+        return self.first in (signal.SIGTERM, signal.SIGINT)
+
+
+@contextmanager
+def stop_signals(
+    prog: str, topology: Topology, per_node: OncePerNode, *, saves: bool
+) -> Iterator[StopSignals]:
+    """Inside the block a signal is noted, and a second one ends the process at once; main thread only.
+
+    Either is said at once, once per node; `saves` is whether the run has a place to save to.
+
+    A thread reads the numbers that Python's C handler writes to a pipe, since the main thread sees no signal
+    while a collective blocks it. Data loader workers ignore these signals, so the pipe is this process's.
+    """
+    signals = StopSignals()
+    node = f"{prog} [{platform.node()}]" if topology.world_size > 1 else prog
+    # On a terminal the progress bar, or the ^C, stands in the line of the cursor.
+    begin = f"\n{node}" if os.isatty(2) else node
+
+    def take(number: int) -> None:
+        is_first = signals.first is None
+        if signals.take(number):
+            name = signal.Signals(number).name
+            per_node.say("end", f"{begin}: {name} again: ends at once, nothing is saved")
+            os._exit(INTERRUPTED)
+        if is_first:
+            per_node.say("stop", f"{begin}: {_promise(number, saves=saves)}")
+
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def listen() -> None:
+        while numbers := os.read(reader, 64):
+            for number in numbers:
+                if number in STOP_SIGNALS:
+                    take(number)
+
+    thread = threading.Thread(target=listen, name="signals", daemon=True)
+    thread.start()
+    # A handler must be there for the number to be written; what it would do, the thread does.
+    handlers = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # pretrain_gpt.py blocks one as it starts
+    try:
+        yield signals
+    finally:
+        signal.set_wakeup_fd(before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.close(writer)  # which ends the thread
+        thread.join()
+        os.close(reader)
+
+
+def _promise(number: int, *, saves: bool) -> str:
+    """What the first signal brings about."""
+    name = "" if number == signal.SIGINT else f"got {signal.Signals(number).name}: "
+    saving = " and saving" if saves else "; nothing is saved without --save"
+    again = "; press again to end now" if number == signal.SIGINT else ""
+    return f"{name}stopping after this step{saving}{again}"

@@ -1,0 +1,230 @@
+"""evaluate's figures against transformers in float64, for any number of ranks; what it refuses."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_zpp.commands.evaluate import GROUPS, build_task
+from megatron_zpp.config.options import parse_all
+from megatron_zpp.generate.loading import load_model
+from megatron_zpp.generate.scoring import score_passages
+from megatron_zpp.generate.tasks import find_texts, last_word
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.tokenizer.base import Tokenizer
+from megatron_zpp.tokenizer.null import NullTokenizer
+from tests.generate.models import TRAINED, as_transformers, make_checkpoint
+from tests.support import program
+
+ARTICLES = [
+    f"Article {number}: the fox jumps over the lazy dog, and then sleeps.\n" * 3 for number in range(3)
+]
+SENTENCES = ["the quick brown fox jumps", "over the lazy dog", "single", "one  two ", "naïve – 東京"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("evaluate"))
+
+
+@pytest.fixture(scope="module")
+def loaded(checkpoint: Path) -> tuple[GPT, Tokenizer]:
+    return load_model(str(checkpoint), None)
+
+
+def jsonl(path: Path, texts: list[str]) -> str:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def evaluate(*argv: object, ranks: int = 1) -> tuple[int, str, str]:
+    """The exit status, and what all ranks have said on stdout and stderr."""
+    done = program("megatron_zpp.commands.evaluate", *argv, "--device", "cpu", processes=ranks)
+    return done.returncode, done.stdout, done.stderr
+
+
+def figures(directory: Path, *argv: object, ranks: int = 1) -> dict[str, object]:
+    output = directory / f"figures.{ranks}.json"
+    status, out, err = evaluate(*argv, "--output", output, ranks=ranks)
+    assert status == 0, err
+    assert "token_perplexity" in out
+    return json.loads(output.read_text())
+
+
+def nats(model: GPT, ids: list[int], width: int, stride: int) -> list[float]:
+    """-log p of each id but the first, each from one forward of its own in float64."""
+    theirs, found = as_transformers(model).double(), []
+    for place in range(1, len(ids)):
+        # The last window that begins at a multiple of the stride and was the first to reach this place.
+        begin = max(0, -(-(place - width) // stride)) * stride
+        with torch.no_grad():
+            logits = theirs(torch.tensor([ids[begin:place]])).logits[0, -1]
+        found.append(-logits.log_softmax(-1)[ids[place]].item())
+    return found
+
+
+@pytest.mark.parametrize("stride", [None, 5])
+def test_perplexity_is_the_plain_one_on_any_number_of_ranks(
+    checkpoint: Path, loaded: tuple[GPT, Tokenizer], tmp_path: Path, stride: int | None
+) -> None:
+    """JSON lines, and a file that is one document; three ranks find the same bits as one."""
+    model, tokenizer = loaded
+    jsonl(tmp_path / "articles.jsonl", ARTICLES[:2])
+    (tmp_path / "wiki.test.tokens").write_text(ARTICLES[2])
+    flags = ["--load", checkpoint, "--valid-data", tmp_path / "articles.jsonl", tmp_path / "wiki.test.tokens"]
+    flags += ["--stride", stride] if stride else []
+    found = figures(tmp_path, *flags)
+    expected = []
+    for text in ARTICLES:
+        expected += nats(model, [tokenizer.eod, *tokenizer.encode(text)], TRAINED, stride or TRAINED)
+    words, size = sum(len(text.split()) for text in ARTICLES), sum(len(text) for text in ARTICLES)
+    assert found["documents"] == 3
+    assert found["tokens"] == len(expected)
+    assert found["words"] == words
+    assert found["loss"] == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+    assert found["token_perplexity"] == pytest.approx(math.exp(sum(expected) / len(expected)), rel=1e-4)
+    assert found["word_perplexity"] == pytest.approx(math.exp(sum(expected) / words), rel=1e-3)
+    assert found["bits_per_byte"] == pytest.approx(sum(expected) / math.log(2) / size, rel=1e-5)
+    if stride:
+        assert figures(tmp_path, *flags, ranks=3) == found
+
+
+def test_lambada_is_what_greedy_generation_says(
+    checkpoint: Path, loaded: tuple[GPT, Tokenizer], tmp_path: Path
+) -> None:
+    """A last word counts when transformers' model, going on from the words before, writes just its tokens."""
+    model, tokenizer = loaded
+    theirs = as_transformers(model)
+    # Half of the lines get the last word that the model itself would write, where that is text.
+    texts = list(SENTENCES)
+    for text in SENTENCES[:2]:
+        ids = tokenizer.encode(text)
+        passage = last_word(tokenizer, "x", text, TRAINED)
+        context = list(passage.ids[: len(passage.ids) - passage.scored])
+        written = theirs.generate(torch.tensor([context]), max_new_tokens=2, do_sample=False, pad_token_id=0)
+        assert ids[: len(context)] == context
+        texts.append(tokenizer.decode(written[0].tolist()))
+    right = 0
+    for text in texts:
+        passage = last_word(tokenizer, "x", text, TRAINED)
+        context, word = passage.ids[: -passage.scored], list(passage.ids[-passage.scored :])
+        written = theirs.generate(
+            torch.tensor([list(context)]), max_new_tokens=len(word), do_sample=False, pad_token_id=0
+        )
+        right += written[0, len(context) :].tolist() == word
+    flags = ["--task", "lambada", "--load", checkpoint, "--valid-data", jsonl(tmp_path / "l.jsonl", texts)]
+    found = figures(tmp_path, *flags)
+    assert (found["documents"], found["right"]) == (len(texts), right)
+    assert found["accuracy"] == right / len(texts)
+    assert figures(tmp_path, *flags, ranks=2) == found
+
+
+def test_a_word_that_the_model_writes_counts(loaded: tuple[GPT, Tokenizer]) -> None:
+    """With ids for words the model's own choice is right, and any other is wrong."""
+    model, null = loaded[0], NullTokenizer(loaded[0].vocab_size - 1)
+    context = [7, 8, 9]
+    choice = int(model(torch.tensor([context]))[0, -1].argmax())
+    for word, right in ((choice, True), ((choice + 1) % 200, False)):
+        passage = last_word(null, "x", null.decode([*context, word]), TRAINED)
+        assert (list(passage.ids), passage.scored) == ([*context, word], 1)
+        assert next(score_passages(model, [passage], 1)).greedy is right
+
+
+def test_last_words(loaded: tuple[GPT, Tokenizer]) -> None:
+    tokenizer = loaded[1]
+    for text in SENTENCES:
+        passage = last_word(tokenizer, "x", text, width=TRAINED)
+        whole = [*passage.ids]
+        assert tokenizer.decode([id for id in whole if id != tokenizer.eod]) == text.strip()
+        word = tokenizer.decode(whole[len(whole) - passage.scored :])
+        assert word.strip() == text.split()[-1]
+        assert 0 < passage.scored < len(whole)
+    long = last_word(tokenizer, "x", "ab " * 90 + "end", width=10)
+    assert len(long.ids) == 11
+    with pytest.raises(ValueError, match="its last word"):
+        last_word(tokenizer, "x", "a " + "z!" * 90, width=10)
+
+
+def test_bf16_is_close(checkpoint: Path, tmp_path: Path) -> None:
+    data = jsonl(tmp_path / "a.jsonl", ARTICLES)
+    exact, rounded = (
+        figures(tmp_path, "--load", checkpoint, "--valid-data", data, *flags) for flags in ([], ["--bf16"])
+    )
+    assert (exact["precision"], rounded["precision"]) == ("float32", "bfloat16")
+    assert rounded["loss"] != exact["loss"]
+    assert rounded["loss"] == pytest.approx(exact["loss"], rel=0.02)
+
+
+LAMBADA = "--task lambada"
+REFUSED = [
+    ("", "gone", None, "--valid-data {path}: no such file, and no file matches; check the path"),
+    ("", "a.txt", "", "--valid-data {path} line 1: blank document: it has no text"),
+    ("", "a.jsonl", "", "--valid-data {path}: is empty; give a file with text"),
+    ("", "a.jsonl", '{"text": "x"}\n7\n', "{path} line 2: malformed line: not a JSON object but a number"),
+    ("", "a.jsonl", '{"body": "x"}\n', "{path} line 1: missing key: no 'text'; its keys: 'body'"),
+    (LAMBADA, "a.txt", "a b", "--valid-data {path}: LAMBADA is JSON lines: its name must end in .jsonl"),
+    (f"{LAMBADA} --stride 4", "a.jsonl", "{}", "--stride 4: has no meaning with --task lambada"),
+    ("--stride 0", "a.txt", "a", "--stride 0: must be at least 1"),
+    ("--stride 25", "a.txt", "a", "--stride 25: must be at most --seq-length 24; else tokens are skipped"),
+    ("--seq-length 33", "a.txt", "a", "--seq-length 33: must be at most the model's 32"),
+    ("--bf16 --fp32", "a.txt", "a", "--fp32 (given): contradicts --bf16; give one"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "name", "content", "said"), REFUSED, ids=str)
+def test_refused(
+    loaded: tuple[GPT, Tokenizer], tmp_path: Path, flags: str, name: str, content: str | None, said: str
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_text(content)
+
+    def prepare() -> None:
+        config = parse_all(GROUPS, "", "", ["--load", "x", "--valid-data", str(path), *flags.split()])
+        build_task(config["evaluation"], find_texts(config["evaluation"].valid_data), *loaded)
+
+    with pytest.raises(ValueError, match=re.escape(said.format(path=path))):
+        prepare()
+
+
+def test_an_error_is_one_line_and_its_status(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    argv = ["--load", checkpoint, "--valid-data", tmp_path / "a.txt"]
+    status, out, err = evaluate(*argv, "--output", tmp_path / "a.txt" / "x")
+    assert (status, out) == (1, "")
+    assert err.startswith(f"evaluate: error: --output {tmp_path}/a.txt: Not a directory; name a")
+    assert len(err.splitlines()) == 1
+    status, out, err = evaluate(*argv, "--strides", 5)
+    assert (status, out) == (2, "")
+    assert err.startswith("evaluate: error: unrecognized argument --strides")
+    assert len(err.splitlines()) == 1
+
+
+def test_another_tokenizer_than_the_models_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    """Its files lie beside the data: they may have been trained again since."""
+    file = checkpoint.parent / "tokenizer.json"
+    good = file.read_text()
+    content = json.loads(good)
+    vocab = content["model"]["vocab"]
+    vocab["zzz"] = max(vocab.values()) + 1
+    (tmp_path / "a.txt").write_text("a")
+    file.write_text(json.dumps(content))
+    try:
+        status, _, err = evaluate("--load", checkpoint, "--valid-data", tmp_path / "a.txt")
+    finally:
+        file.write_text(good)
+    assert status == 1
+    assert "was trained with HuggingFaceTokenizer of 280 entries" in err
+    assert "put back the files of that run" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_ranks_that_are_refused_say_it_once(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    argv = ["--load", checkpoint, "--valid-data", tmp_path / "a.txt", "--stride", 99]
+    status, out, err = evaluate(*argv, ranks=2)
+    assert (status, out) == (1, "")
+    assert err.count("--stride 99: must be at most") == 1

@@ -1,0 +1,69 @@
+"""ordered_map: order, bounded look-ahead, and no hang whatever a worker does."""
+
+import os
+import signal
+import time
+from functools import partial
+
+import pytest
+
+from megatron_zpp.data.corpus.ordered_map import ordered_map
+
+
+def uneven(number: int) -> int:
+    time.sleep(0.002 * (number % 7))
+    return number * number
+
+
+def grow(number: int) -> bytes:
+    return bytes(number)
+
+
+def kill_itself(number: int) -> int:
+    if number == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+def divide(number: int) -> float:
+    return 1 / (3 - number)
+
+
+def constant(function):
+    """What ordered_map calls in a worker to make its function; here the function itself."""
+    return function
+
+
+def test_order_is_kept() -> None:
+    assert list(ordered_map(partial(constant, uneven), range(100), workers=3)) == [n * n for n in range(100)]
+
+
+def test_nothing_to_do() -> None:
+    assert list(ordered_map(partial(constant, uneven), [], workers=2)) == []
+
+
+def test_items_are_drawn_only_as_they_are_used() -> None:
+    drawn = []
+    results = ordered_map(partial(constant, uneven), (drawn.append(n) or n for n in range(10_000)), workers=2)
+    for _ in range(5):
+        next(results)
+    results.close()
+    assert len(drawn) < 50
+
+
+def test_items_and_results_far_beyond_a_pipe() -> None:
+    """Parent and worker both have megabytes to send at once: neither may wait for the other for ever."""
+    sizes = [4_000_000] * 8
+    items = (bytes(size) for size in sizes)
+    assert [len(result) for result in ordered_map(partial(constant, bytes), items, workers=1)] == sizes
+
+
+def test_a_dead_worker() -> None:
+    with pytest.raises(ChildProcessError, match="killed by signal 9"):
+        list(ordered_map(partial(constant, kill_itself), range(100), workers=2))
+
+
+@pytest.mark.parametrize("build", [partial(constant, divide), partial(int, "no number")])
+def test_a_function_or_build_that_raises(build) -> None:
+    with pytest.raises(RuntimeError, match=r"in a worker process:\n(.|\n)*Error: "):
+        list(ordered_map(build, range(10), workers=2))

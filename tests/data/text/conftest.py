@@ -1,0 +1,67 @@
+"""A text whose tokens tell where they stand, and what opens it."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_zpp.config.data import DataConfig
+from megatron_zpp.config.tokenizer import TokenizerConfig
+from megatron_zpp.data.corpus.encode import Encoder
+from megatron_zpp.data.text.open import OpenText, open_text
+from megatron_zpp.tokenizer import build_tokenizer, describe
+
+NULL = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=70_000)
+
+
+@pytest.fixture(scope="session")
+def documents() -> list[list[int]]:
+    """500 documents of 1 to 99 tokens; every token is there once, in rising order."""
+    lengths = np.random.default_rng(0).integers(1, 100, 500)
+    return [part.tolist() for part in np.split(np.arange(lengths.sum()), np.cumsum(lengths)[:-1])]
+
+
+def json_lines(documents: list[list[int]]) -> bytes:
+    return b"".join(json.dumps({"text": " ".join(map(str, ids))}).encode() + b"\n" for ids in documents)
+
+
+@pytest.fixture
+def text(documents: list[list[int]], tmp_path: Path) -> str:
+    """A file of them; some 150 KB, so that a block is the least, 1 KiB."""
+    (tmp_path / "text.jsonl").write_bytes(json_lines(documents))
+    return str(tmp_path / "text.jsonl")
+
+
+def opened(
+    path: str,
+    *,
+    tokenizer: TokenizerConfig = NULL,
+    say: Callable[[str], None] = lambda line: None,
+    **settings,
+) -> OpenText:
+    """A text as a run opens it."""
+    data = DataConfig(data_path=(path,), **{"num_workers": 0, **settings})
+    description = describe(build_tokenizer(tokenizer))
+    return open_text("--data-path", path, data=data, tokenizer=tokenizer, description=description, say=say)
+
+
+def documents_of(text: OpenText, eod: int) -> list[list[int]]:
+    """All that it has, in the order of the file; each ends with the token `eod`."""
+    tokens = text.cache.tokens(np.arange(text.blocks))
+    return [part.tolist() for part in np.split(tokens, np.flatnonzero(tokens == eod) + 1)[:-1]]
+
+
+class NotingEncoder(Encoder):
+    """Writes down which process encodes each block."""
+
+    def __init__(self, notes: Path, *arguments: object) -> None:
+        super().__init__(*arguments)
+        self._notes = notes
+
+    def __call__(self, block: bytes) -> object:
+        with self._notes.open("a") as notes:
+            notes.write(f"{os.getpid()}\n")
+        return super().__call__(block)

@@ -1,0 +1,138 @@
+"""Blends with text that change when a run goes on: what a text is known by again, and the masks around it."""
+
+import gzip
+import json
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_zpp.config.data import DataConfig
+from megatron_zpp.config.tokenizer import TokenizerConfig
+from megatron_zpp.data.dataset_progress import DatasetProgress
+from megatron_zpp.data.open import open_splits, seed_of
+from megatron_zpp.data.resume import ResumedData, resume_data
+from megatron_zpp.data.text.open import open_text
+from megatron_zpp.data.text.samples import TextDataset
+from megatron_zpp.tokenizer import build_tokenizer, describe
+from tests.data.format_by_hand import write_by_hand
+from tests.data.text.conftest import json_lines, opened
+
+S, EOD, SEED = 8, 60_000, 1
+TOKENIZER = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=EOD)
+
+
+def resumed(saved: ResumedData | None, consumed: int, *paths: str, **settings: object) -> ResumedData:
+    """As a run reads `paths` that goes on from a checkpoint of another."""
+    data = DataConfig(train_data_path=paths, num_workers=0, append_eod=True, **settings)
+    description = describe(build_tokenizer(TOKENIZER))
+    splits = open_splits(
+        data,
+        seq_length=S,
+        vocab_size=description["vocab_size"],
+        seed=SEED,
+        tokenizer_description=description,
+        needed=("train",),
+        open_text=partial(
+            open_text, data=data, tokenizer=TOKENIZER, description=description, say=lambda line: None
+        ),
+    )
+    kept = saved and DatasetProgress.from_json(json.loads(json.dumps(asdict(saved.dataset_progress))))
+    seed = seed_of("train", SEED)
+    return resume_data(splits.train, kept, consumed=consumed, data=data, train_seed=seed)
+
+
+@pytest.fixture
+def tokens(documents: list[list[int]], tmp_path: Path) -> str:
+    """A tokenised data set of the same documents, 30,000 higher."""
+    write_by_hand(tmp_path / "tokens", [[30_000 + token for token in ids] + [EOD] for ids in documents])
+    return str(tmp_path / "tokens")
+
+
+def test_text_that_was_moved_or_compressed_goes_on(text: str, tokens: str, tmp_path: Path) -> None:
+    """With another time of its last change, and nothing tokenised where it is now."""
+    first = resumed(None, 0, "0.5", text, "0.5", tokens)
+    (tmp_path / "moved").mkdir()
+    content = Path(text).read_bytes()
+    (tmp_path / "moved" / "other.jsonl").write_bytes(content)
+    (tmp_path / "moved" / "text.jsonl.gz").write_bytes(gzip.compress(content))
+    numbers = np.arange(100, 300)
+    for name in ("other.jsonl", "text.jsonl.gz"):
+        path = str(tmp_path / "moved" / name)
+        on = resumed(first, 100, "0.5", path, "0.5", tokens)
+        assert on.lines == []
+        assert np.array_equal(on.samples.batch(numbers), first.samples.batch(numbers))
+        on = resumed(first, 100, "1", path)
+        assert on.lines == [
+            " the blend changes at sample 100; each data set goes on from where it was:",
+            f"   50.00% -> 100.00% {path}, from its sample 50 on",
+            f"   50.00% -> 0 {tokens}, left out after 50 samples",
+        ]
+
+
+@pytest.mark.parametrize("place", [0, -1, None])
+def test_text_that_was_changed_begins_anew(
+    documents: list[list[int]], text: str, tokens: str, place: int | None
+) -> None:
+    """At either end, or anywhere where it has become longer."""
+    first = resumed(None, 0, "0.5", text, "0.5", tokens)
+    if place is None:
+        documents = [*documents[:250], [7], *documents[250:]]
+    else:
+        documents = [ids[::-1] if ids is documents[place] else ids for ids in documents]
+    Path(text).write_bytes(json_lines(documents))
+    on = resumed(first, 100, "0.5", text, "0.5", tokens)
+    assert on.lines[1:] == [
+        f"   0.00% -> 50.00% {text}, anew, as its contents have changed",
+        f"   50.00% -> 50.00% {tokens}, from its sample 50 on",
+        f"   50.00% -> 0 {text}, left out after 50 samples",
+    ]
+    assert [part.stream for part in on.dataset_progress.sets] == [2, 1, 0]
+
+
+def test_a_text_of_an_older_checkpoint_had_its_weight_from_the_start(text: str, tokens: str) -> None:
+    before = ResumedData(None, DatasetProgress.from_settings({"data_path": ["1", tokens, "3", text]}), [])
+    on = resumed(before, 100, "1", text, "1", tokens)
+    assert [(part.prefix, part.consumed_before, part.stream) for part in on.dataset_progress.sets] == [
+        (text, 75, 1),
+        (tokens, 25, 0),
+    ]
+
+
+def test_a_masked_blend_changes_as_one_without_masks(text: str, tokens: str) -> None:
+    """Sample for sample, with the masks around what is read then."""
+    blends = (("1", text, "3", tokens), ("3", text, "1", tokens), ("1", text))
+    plain = masked = None
+    for stage, blend in enumerate(blends):
+        numbers = np.arange(100 * stage, 100 * stage + 100)
+        plain = resumed(plain, 100 * stage, *blend)
+        masked = resumed(masked, 100 * stage, *blend, eod_mask_loss=True)
+        assert masked.dataset_progress == plain.dataset_progress
+        assert masked.lines == plain.lines
+        assert len(plain.lines) == (stage and 3)
+        rows, inputs = plain.samples.batch(numbers), masked.samples.batch(numbers)
+        assert np.array_equal(inputs.tokens, rows[:, :-1])
+        assert np.array_equal(inputs.targets, np.where(rows[:, :-1] == EOD, -100, rows[:, 1:]))
+        assert (inputs.targets == -100).any()
+    assert [part.consumed_before for part in masked.dataset_progress.sets] == [100, 100]
+
+
+def test_a_data_set_of_the_hub_is_known_by_its_rows(
+    documents: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under any name; with one row more it is another."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
+
+    def fingerprint(name: str, count: int) -> str:
+        (tmp_path / name).mkdir()
+        rows = {"text": [" ".join(map(str, ids)) for ids in documents[:count]]}
+        datasets.Dataset.from_dict(rows).to_parquet(str(tmp_path / name / "train.parquet"))
+        text = opened(f"hf:{tmp_path / name}", data_cache_path=str(tmp_path / "cache"))
+        return TextDataset("train", text.source, text.cache, None, S).fingerprint()
+
+    one, copy, more = fingerprint("a", 50), fingerprint("b", 50), fingerprint("c", 51)
+    assert one == copy != more

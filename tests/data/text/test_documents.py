@@ -1,0 +1,166 @@
+"""A text gives the documents that preprocess_data.py makes of it, or says which line it cannot read."""
+
+import gzip
+import inspect
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+
+from megatron_zpp.config.tokenizer import TokenizerConfig
+from megatron_zpp.data.indexed import IndexedDataset
+from megatron_zpp.tokenizer import build_tokenizer
+from tests.data.text.conftest import documents_of, json_lines, opened
+from tests.tools.run import succeed
+from tests.tools.test_preprocess_data import AWKWARD
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> TokenizerConfig:
+    """A byte-level BPE of Hugging Face's `tokenizers`."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    pipeline = ByteLevelBPETokenizer()
+    pipeline.train_from_iterator([inspect.getsource(inspect)], 600, special_tokens=["<|endoftext|>"])
+    pipeline.save(str(path))
+    return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(path))
+
+
+def preprocessed(path: Path, tokenizer: TokenizerConfig) -> list[list[int]]:
+    """By the tool."""
+    flags = ["--tokenizer-type", tokenizer.tokenizer_type]
+    if tokenizer.tokenizer_model:
+        flags += ["--tokenizer-model", tokenizer.tokenizer_model]
+    else:
+        flags += ["--vocab-size", tokenizer.vocab_size]
+    prefix = path.parent / "indexed"
+    succeed("preprocess_data.py", "--input", path, "--output-prefix", prefix, "--append-eod", "--workers", 1,
+            *flags)  # fmt: skip
+    data = IndexedDataset(f"{prefix}_text_document")
+    return [part.tolist() for part in np.split(np.asarray(data.tokens), np.cumsum(data.lengths)[:-1])]
+
+
+def test_documents_are_those_of_the_indexed_path(tmp_path: Path, bpe: TokenizerConfig) -> None:
+    """Plain and compressed, with lines that end in all ways, texts in all scripts, and empty ones."""
+    texts = [
+        *re.split(r"\n(?=def |class )", inspect.getsource(inspect)),
+        "",
+        "日本語 — ñ 🙂\r\n",
+        " ",
+        "<|endoftext|>",
+    ]
+    content = b"".join(json.dumps({"n": n, "text": text}).encode() + b"\n" for n, text in enumerate(texts))
+    (tmp_path / "x.jsonl").write_bytes(content)
+    expected = preprocessed(tmp_path / "x.jsonl", bpe)
+    assert len(expected) == len(texts) - 1
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(content[:9000]) + gzip.compress(content[9000:]))
+    (tmp_path / "x.json.zst").write_bytes(zstandard.compress(content))
+    eod = build_tokenizer(bpe).eod
+    for name in ("x.jsonl", "x.jsonl.gz", "x.json.zst"):
+        text = opened(str(tmp_path / name), tokenizer=bpe, append_eod=True)
+        assert text.blocks > 30
+        assert documents_of(text, eod) == expected, name
+
+
+def test_lines_that_hold_no_document_are_left_out_when_asked_for(tmp_path: Path) -> None:
+    """The same ones as preprocess_data.py leaves out."""
+    tokenizer = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=70_000)
+    (tmp_path / "x.jsonl").write_bytes(AWKWARD)
+    expected = preprocessed(tmp_path / "x.jsonl", tokenizer)
+    text = opened(str(tmp_path / "x.jsonl"), append_eod=True, skip_bad_lines=True)
+    assert documents_of(text, 70_000) == expected
+    with pytest.raises(ValueError, match=r"x\.jsonl line 6: malformed line: .*--skip-bad-lines$"):
+        documents_of(opened(str(tmp_path / "x.jsonl"), append_eod=True), 70_000)  # from the same cache
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz"])
+def test_a_bad_line_is_named(documents: list[list[int]], tmp_path: Path, ending: str, workers: int) -> None:
+    """Also where it comes after empty texts, of which a block tells the first few alone."""
+    lines = json_lines(documents).splitlines(keepends=True)
+    lines[300:301] = [b'{"text": ""}\n'] * 9 + [b'["text"]\n']
+    path = tmp_path / f"x.{ending}"
+    path.write_bytes(gzip.compress(b"".join(lines)) if ending.endswith(".gz") else b"".join(lines))
+    text = opened(str(path), num_workers=workers)
+    with pytest.raises(
+        ValueError, match=r"x\.jsonl\S* line 310: malformed line: not a JSON object but a list; "
+    ) as error:
+        text.samples("train", (0, text.blocks), 8, 1, None)
+    assert "\n" not in str(error.value)
+    assert "worker" not in str(error.value)
+
+
+def test_what_cannot_be_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_bytes(b"")
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "1"}\n' * 9)[:-9])
+    (tmp_path / "blank.jsonl").write_bytes(b"\n\n")
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "ok.jsonl").write_bytes(b'{"text": "1 2 3"}\n')
+    for name, message in (
+        ("no.jsonl", "no.jsonl: No such file or directory; "),
+        ("no.jsonl.gz", "no.jsonl.gz: No such file or directory; "),
+        ("empty.jsonl", "empty.jsonl: the file is empty"),
+        ("cut.jsonl.gz", "the file ends in the middle of its compressed data"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            opened(str(tmp_path / name))
+    with pytest.raises(ValueError, match=r"--data-cache-path .*file/x: Not a directory; name a directory"):
+        opened(str(tmp_path / "ok.jsonl"), data_cache_path=str(tmp_path / "file" / "x"))
+    for name, tokens in (("blank", 0), ("ok", 3)):
+        text = opened(str(tmp_path / f"{name}.jsonl"))
+        with pytest.raises(ValueError, match=rf"--seq-length 3: one sample needs 4 .* has {tokens}; "):
+            text.samples("train", (0, text.blocks), 3, 1, 1)
+
+
+def test_text_that_changes_under_a_run_is_noticed(text: str) -> None:
+    source = opened(text)
+    with open(text, "ab") as file:
+        file.write(b'{"text": "1"}\n')
+    with pytest.raises(ValueError, match=r"text\.jsonl: has changed since the run began"):
+        source.cache.tokens(np.arange(3))
+
+
+def test_another_tokenizer_or_key_gets_other_tokens(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes(b'{"text": "1 2", "other": "3 4"}\n')
+    path = str(tmp_path / "x.jsonl")
+    smaller = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=10)
+    assert documents_of(opened(path, append_eod=True), 70_000) == [[1, 2, 70_000]]
+    assert documents_of(opened(path, append_eod=True, json_key="other"), 70_000) == [[3, 4, 70_000]]
+    assert documents_of(opened(path, append_eod=True, tokenizer=smaller), 10) == [[1, 2, 10]]
+    assert opened(path).cache.tokens(np.arange(1)).tolist() == [1, 2]
+
+
+@pytest.fixture
+def hub(documents: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A directory as the hub would hold it."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = {"number": list(range(len(documents))), "content": [" ".join(map(str, ids)) for ids in documents]}
+    directory = tmp_path / "set"
+    for split in ("train", "test"):
+        (directory / "data").mkdir(parents=True, exist_ok=True)
+        name = str(directory / "data" / f"{split}-00000-of-00001.parquet")
+        datasets.Dataset.from_dict({k: v if split == "train" else v[:7] for k, v in rows.items()}).to_parquet(
+            name
+        )
+    return str(directory)
+
+
+def test_a_hub_data_set_gives_its_rows(hub: str, documents: list[list[int]]) -> None:
+    text = opened(f"hf:{hub}", json_key="content", append_eod=True, num_workers=1)
+    assert documents_of(text, 70_000) == [[*ids, 70_000] for ids in documents]
+    test = opened(f"hf:{hub}:default:test", json_key="content", append_eod=True)
+    assert documents_of(test, 70_000) == [[*ids, 70_000] for ids in documents[:7]]
+    with pytest.raises(
+        ValueError, match=r"^--json-key text: hf:.* has no such column; it has number, content$"
+    ):
+        opened(f"hf:{hub}")
+    with pytest.raises(ValueError, match=r"^--data-path hf:.*:default:nope: cannot be read .*check name"):
+        opened(f"hf:{hub}:default:nope", json_key="content")
+    with pytest.raises(ValueError, match=r"number' is a number; mend"):
+        documents_of(opened(f"hf:{hub}", json_key="number"), 0)

@@ -1,0 +1,250 @@
+"""The samples of a text: the same whoever reads them and from where on, each token once an epoch."""
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_zpp.config.data import DataConfig
+from megatron_zpp.data.batches import BatchSchedule
+from megatron_zpp.data.loader import MicroBatches
+from megatron_zpp.data.open import Splits, open_splits
+from megatron_zpp.data.samples import Samples
+from megatron_zpp.data.text.open import open_text
+from megatron_zpp.data.text.samples import TextDataset
+from megatron_zpp.tokenizer import build_tokenizer, describe
+from megatron_zpp.train.run_schedule import RunSchedule
+from tests.data.format_by_hand import write_by_hand
+from tests.data.text.conftest import NULL, NotingEncoder, opened
+from tests.support import ROOT, ended, environment, wait_until
+
+S, GROUP = 8, 16  # tokens, blocks
+
+
+def samples_of(
+    path: str, *, group: int = GROUP, blocks: tuple[int, int] | None = None, **settings
+) -> TextDataset:
+    """All of a text, its groups smaller than a run would have them."""
+    text = opened(path, **settings)
+    text.source.group = group
+    return text.samples("train", blocks or (0, text.blocks), S, 7, 0)
+
+
+def steps(samples: Samples, world: int, *, consumed: int = 0, end: int, num_workers: int) -> list[list[int]]:
+    """The samples that a world reads, in their order; its ranks' workers read at the same time."""
+    schedule = BatchSchedule(4, 24, world)
+    loaders = [
+        MicroBatches(samples, schedule, rank=rank, consumed=consumed, end=end, num_workers=num_workers)
+        for rank in range(world)
+    ]
+    rows: list[list[int]] = []
+    streams = [iter(loader) for loader in loaders]
+    for _ in range((end - consumed) // (4 * world)):
+        rows += torch.cat([next(stream) for stream in streams]).tolist()
+    for loader in loaders:
+        loader.close()
+    return rows
+
+
+@pytest.fixture
+def cold(text: str):
+    """Opens the text as if for the first time."""
+
+    def open_anew(**settings) -> TextDataset:
+        shutil.rmtree(f"{text}.tokens", ignore_errors=True)
+        return samples_of(text, **settings)
+
+    return open_anew
+
+
+def test_samples_are_the_same_for_any_world_workers_and_start(cold, text: str) -> None:
+    """With and without what an earlier run has kept; past the end of the first epoch, too."""
+    end = 24 * 150
+    whole = steps(cold(), 1, end=end, num_workers=0)
+    first_epoch = cold().batch(np.arange(100)).tolist()
+    assert whole[:100] == first_epoch
+    for world, workers, consumed in ((1, 2, 0), (2, 1, 1200), (3, 1, 3480)):
+        rows = steps(cold(num_workers=workers), world, consumed=consumed, end=end, num_workers=workers)
+        assert rows == whole[consumed:], (world, workers, consumed)
+    kept = samples_of(text, num_workers=2)  # the last of these has tokenised all
+    assert steps(kept, 2, consumed=24, end=240, num_workers=2) == whole[24:240]
+
+
+def test_an_epoch_reads_every_token_once(cold, text: str, documents: list[list[int]]) -> None:
+    samples = cold()
+    tokens = sum(map(len, documents))
+    groups = samples._order.groups
+    assert groups > 5
+    known = samples_of(text)
+    known.prepare(None)
+    assert known.windows_per_epoch > tokens / S - 2 * groups
+    rows = samples.batch(np.arange(known.windows_per_epoch))
+    inputs = rows[:, :-1].ravel()
+    assert len(set(inputs.tolist())) == inputs.size  # S - 1 of each group at the most are left out
+    assert inputs.size > tokens - groups * S
+    # Labels follow their inputs but where one block ends and another begins.
+    assert (np.diff(rows, axis=1) != 1).sum() < 1.2 * opened(text).blocks
+    second = samples.batch(np.arange(known.windows_per_epoch, 2 * known.windows_per_epoch - 2 * groups))
+    assert not np.array_equal(second[:50], rows[:50])
+    assert len(set(second[:, :-1].ravel().tolist())) == second[:, :-1].size
+    # Neighbours in the order are not neighbours in the text.
+    assert np.mean(np.abs(np.diff(rows[:, 0])) < 3 * S) < 0.1
+
+
+def test_how_often_a_text_will_be_read_is_said_before_it_is_known(
+    cold, text: str, documents: list[list[int]]
+) -> None:
+    """From the first group, as all of it is counted when all of it is tokenised."""
+    samples, tokens = cold(), sum(map(len, documents))
+    assert samples.epochs(100) == []
+    samples.prepare(1)
+    (part,) = samples.epochs(6000)
+    assert (part.name, part.about) == (text, True)
+    assert part.times == pytest.approx(6000 * S / tokens, rel=0.2)
+    schedule = RunSchedule(BatchSchedule(4, 24, 1), None, 250)
+    assert schedule.describe_epochs(samples) == [
+        f" train: the run's 6,000 samples read about {part.times:.2f} × {text}",
+        f" train: exhausted before the end, and then read again: probably {text}",
+    ]
+    assert part.times == samples_of(text).with_seed(5).epochs(6000)[0].times
+    samples_of(text).prepare(None)
+    (part,) = samples.epochs(6000)
+    assert (part.times, part.about) == (pytest.approx(6000 * S / tokens), False)
+    assert f" read {part.times:.2f} × {text}" in schedule.describe_epochs(samples)[0]
+
+
+def test_what_is_counted_stays_counted_in_another_order(text: str) -> None:
+    samples = samples_of(text)
+    assert samples.with_seed(8).windows_per_epoch is None
+    samples.prepare(None)
+    counted = samples_of(text).with_seed(8)
+    counted.prepare(None)
+    assert samples.with_seed(8).windows_per_epoch == counted.windows_per_epoch > 0
+
+
+def test_splits_share_no_document(text: str, documents: list[list[int]]) -> None:
+    """A cut never goes through a document."""
+    parts = []
+    for split in ("train", "valid", "test"):
+        samples = open_run(text, split="60,30,10", needed=(split,)).__getattribute__(split)
+        samples.prepare(None)
+        rows = samples.batch(np.arange(3 * samples.windows_per_epoch))
+        parts.append(set(rows.ravel().tolist()))
+    document_of = np.repeat(np.arange(len(documents)), list(map(len, documents)))
+    owners = [set(document_of[list(part)].tolist()) for part in parts]
+    assert all(not (one & other) for one, other in itertools.combinations(owners, 2))
+    assert sum(map(len, parts)) > 0.99 * len(document_of)
+    assert [round(10 * len(part) / len(document_of)) for part in parts] == [6, 3, 1]
+
+
+def open_run(path: str, *paths: str, needed: tuple[str, ...] = ("train",), **settings) -> Splits:
+    """As pretrain_gpt.py opens it."""
+    data = DataConfig(**{"data_path": (path, *paths), "num_workers": 0, **settings})
+    description = describe(build_tokenizer(NULL))
+    return open_splits(
+        data,
+        seq_length=S,
+        vocab_size=description["vocab_size"],
+        seed=1,
+        tokenizer_description=description,
+        needed=needed,
+        open_text=partial(
+            open_text, data=data, tokenizer=NULL, description=description, say=lambda line: None
+        ),
+        evaluated=20,
+    )
+
+
+def test_text_and_tokens_mix_by_weight(text: str, tmp_path: Path) -> None:
+    write_by_hand(tmp_path / "tokens", [[60_000] * 300])
+    tokens = str(tmp_path / "tokens")
+    blend = open_run("0.25", text, "0.75", tokens, split="1").train
+    assert (blend.batch(np.arange(400))[:, 0] == 60_000).sum() == 300
+    shutil.copy(text, tmp_path / "half.jsonl")
+    os.truncate(tmp_path / "half.jsonl", os.path.getsize(text) // 2)
+    (tmp_path / "half.jsonl").write_bytes((tmp_path / "half.jsonl").read_bytes().rpartition(b"\n")[0])
+    by_size = open_run(text, str(tmp_path / "half.jsonl"), split="1").train
+    assert by_size.blend.counts(300) == pytest.approx([200, 100], abs=1)
+
+
+def test_a_split_without_a_block_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes(b'{"text": "1 2 3 4 5 6 7 8 9"}\n')
+    with pytest.raises(ValueError, match=r"^--split 969,30,1: leaves no valid part of .*x\.jsonl"):
+        open_run(str(tmp_path / "x.jsonl"), needed=("train", "valid"))
+
+
+def test_what_is_damaged_or_lost_is_made_again(text: str) -> None:
+    expected = samples_of(text).batch(np.arange(500))
+    (entry,) = Path(f"{text}.tokens").iterdir()
+    first, second, *_, last = sorted(entry.glob("*/*"))
+    content = bytearray(first.read_bytes())
+    content[20] ^= 1
+    first.write_bytes(content)
+    second.write_bytes(b"")
+    last.unlink()
+    counts = bytearray((entry / "counts").read_bytes())
+    counts[24 * 40] ^= 1
+    (entry / "counts").write_bytes(counts[: -24 * 5])
+    assert np.array_equal(samples_of(text).batch(np.arange(500)), expected)
+
+
+def test_workers_make_each_block_once_and_the_training_process_none(text: str, tmp_path: Path) -> None:
+    """Two of them at a time, for two ranks' loaders; evaluation too reads what workers have made."""
+    opened_text = opened(text, num_workers=2)
+    opened_text.cache._build = partial(NotingEncoder, tmp_path / "notes", NULL, ("text",), False)
+    opened_text.source.group = GROUP
+    valid = opened_text.samples("valid", (100, opened_text.blocks), S, 7, 50)
+    valid.batch(np.arange(50))
+    valid.batch(np.arange(1500))  # more than was prepared
+    train = opened_text.samples("train", (0, 100), S, 7, 1)
+    steps(train, 2, end=12 * 150, num_workers=2)
+    processes = (tmp_path / "notes").read_text().split()
+    assert len(processes) <= opened_text.blocks
+    made = opened_text.cache.counts(np.arange(opened_text.blocks)) >= 0
+    assert len(processes) == made.sum() > 100
+    assert len(set(processes)) > 2
+    assert str(os.getpid()) not in processes
+
+
+KILLED = """
+import os, sys, time
+from functools import partial
+from pathlib import Path
+import numpy as np
+from tests.data.text.conftest import NULL, NotingEncoder, opened
+
+RANK = os.getpid()
+
+class SlowEncoder(NotingEncoder):
+    def __call__(self, block):
+        encoded = super().__call__(block)
+        while os.getppid() == RANK:
+            time.sleep(0.01)
+        time.sleep(1)
+        return encoded
+
+text = opened(sys.argv[1], num_workers=2)
+text.cache._build = partial(SlowEncoder, Path(sys.argv[2]), NULL, ("text",), False)
+text.cache.fill(np.arange(text.blocks))
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self"), reason="reads /proc")
+def test_a_worker_whose_rank_is_killed_makes_no_more_blocks(text: str, tmp_path: Path) -> None:
+    """Each has some of them to make before it would ask for more."""
+    notes = tmp_path / "notes"
+    process = subprocess.Popen([sys.executable, "-c", KILLED, text, str(notes)], cwd=ROOT, env=environment())
+    try:
+        wait_until(notes.exists)
+    finally:
+        process.kill()
+        process.wait()
+    wait_until(lambda: all(ended(int(worker)) for worker in notes.read_text().split()))
+    assert len(notes.read_text().split()) <= 6

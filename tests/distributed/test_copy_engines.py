@@ -1,0 +1,98 @@
+"""Whether a run uses the copy engines: its ranks agree whatever fails on one of them, and none hangs."""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_zpp.distributed.copy_engine_trial import Steps, choose_copy_engines, decide, descriptor_steps
+from megatron_zpp.distributed.topology import Topology
+from tests.zero.ranks import on_ranks
+
+CPU = torch.device("cpu")
+Outcome = tuple[bool | str, list[str], list[str]]  # the decision or the error, what was said, steps taken
+
+
+def outcome(topology: Topology, setting: str, steps: Callable[[list[str]], Steps]) -> Outcome:
+    said: list[str] = []
+    taken: list[str] = []
+    try:
+        return decide(setting, topology, CPU, steps(taken), said.append), said, taken
+    except ValueError as error:
+        return str(error), said, taken
+
+
+def three_steps(topology: Topology, failing: int | None, taken: list[str]) -> Steps:
+    """Of which the second fails on one rank."""
+
+    def second() -> None:
+        if topology.rank == failing:
+            raise RuntimeError("the driver\nsays no")
+        taken.append("second")
+
+    try:
+        yield lambda: taken.append("first")
+        yield second
+        yield lambda: taken.append("third")
+    finally:
+        taken.append("cleaned")
+
+
+def passed_descriptors(topology: Topology, taken: list[str]) -> Steps:
+    pids = [0] * topology.world_size
+    dist.all_gather_object(pids, os.getpid())
+    yield from descriptor_steps(pids, topology.rank, patience=0.5)
+
+
+def outcomes(topology: Topology) -> tuple[list[Outcome], float]:
+    """Of all scenarios in turn, and the seconds of the last one."""
+    results = [
+        outcome(topology, setting, partial(three_steps, topology, failing))
+        for setting, failing in (("auto", None), ("auto", 1), ("on", 1), ("on", None))
+    ]
+    passed = partial(passed_descriptors, topology)
+    results.append(outcome(topology, "on", passed))
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as directory:
+        if topology.rank == 1:  # as in a container of its own: it finds no other's sockets, nor they its
+            tempfile.tempdir = directory
+        results.append(outcome(topology, "auto", passed))
+    return results, time.monotonic() - started
+
+
+def test_one_rank_that_fails_decides_for_all_and_one_line_says_why() -> None:
+    ranks = on_ranks(3, outcomes)
+    reason = "RuntimeError: the driver says no [rank 1]"
+    line = f"warning: transfers inside nodes use NCCL's kernels, not the copy engines: {reason}"
+    for rank, (found, seconds) in enumerate(ranks):
+        works, falls_back, refuses, insists, passes, blocked = found
+        whole = ["first", "second", "third", "cleaned"]
+        partly = ["first", "cleaned"] if rank == 1 else ["first", "second", "cleaned"]
+        assert works == insists == (True, [], whole)
+        assert falls_back == (False, [line] if rank == 0 else [], partly)
+        assert refuses == (f"--zero-copy-engines on: {reason}", [], partly)
+        assert passes == (True, [], [])
+        assert blocked[0] is False
+        assert len(blocked[1]) == (rank == 0)
+        assert seconds < 10
+    (why,) = ranks[0][0][-1][1]
+    assert "cannot pass a file descriptor to process" in why
+    assert "[rank 0]" in why
+
+
+@pytest.mark.parametrize(
+    ("topology", "device", "why"),
+    [(Topology(0, 2, 0, 2), "cpu", "on CPUs"), (Topology(0, 2, 0, 1), "cuda", "several ranks per node")],
+)
+def test_runs_that_cannot_have_them_do_not_try(topology: Topology, device: str, why: str) -> None:
+    said: list[str] = []
+    for setting in ("auto", "off"):
+        assert not choose_copy_engines(setting, topology, torch.device(device), None, said.append)
+    assert not said
+    with pytest.raises(ValueError, match=f"--zero-copy-engines on: .*{why}"):
+        choose_copy_engines("on", topology, torch.device(device), None, said.append)

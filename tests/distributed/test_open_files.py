@@ -1,0 +1,88 @@
+"""Open files of the process that keeps the store: its limit is raised, and its connections are counted."""
+
+import os
+import resource
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.distributed.open_files import STORE_CONNECTIONS, make_room, raise_limit
+from tests.support import Run
+
+SOFT, HARD = 256, 1024
+FLAGS = (
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 1 --hidden-size 16 --lr 1e-3 "
+    "--num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 20 --eval-iters 1 "
+    "--num-workers 0 --device cpu"
+).split()
+ESTABLISHED = "01"  # linux/tcp_states.h
+
+
+def lower_limit() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (SOFT, HARD))
+
+
+@pytest.fixture
+def keeper() -> Iterator[subprocess.Popen[bytes]]:
+    """A process with a low limit, as torchrun's may be."""
+    with subprocess.Popen(["sleep", "600"], preexec_fn=lower_limit) as process:
+        yield process
+        process.kill()
+
+
+def test_the_limit_is_raised_as_far_as_it_goes(keeper: subprocess.Popen[bytes]) -> None:
+    assert raise_limit(keeper.pid) == HARD
+    assert resource.prlimit(keeper.pid, resource.RLIMIT_NOFILE) == (HARD, HARD)
+    assert raise_limit(keeper.pid) == HARD
+
+
+def test_too_low_a_limit_is_said_and_one_that_cannot_do_is_refused(
+    keeper: subprocess.Popen[bytes],
+) -> None:
+    said: list[str] = []
+    make_room(keeper.pid, 153, said.append)  # 5 * 153 + 256 = 1021
+    assert said == []
+    make_room(keeper.pid, 154, said.append)
+    (line,) = said
+    assert line.startswith(f"warning: ulimit -n {HARD}: process {keeper.pid} on ")
+    assert "keeps the store of 154 ranks, needs 1026 open files; raise the hard limit (ulimit -Hn)" in line
+    make_room(keeper.pid, HARD // 3, said.append)
+    with pytest.raises(ValueError, match=rf"^ulimit -n {HARD}: process .* 342 ranks, needs 1966 open files"):
+        make_room(keeper.pid, HARD // 3 + 1, said.append)
+
+
+def connections(port: int) -> int:
+    """Connections that a server at `port` has accepted."""
+    lines = [line for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    fields = [line.split() for line in lines]
+    return sum(row[3] == ESTABLISHED and row[1].endswith(f":{port:04X}") for row in fields)
+
+
+def test_ranks_have_as_many_connections_as_are_reckoned_with(tmp_path: Path) -> None:
+    """And a rank raises its own limit: this one would do with fewer files, but not with so few."""
+    most, limits, save = 0, set(), str(tmp_path / "checkpoints")
+    saving = ("--save", save, "--load", save, "--save-interval", "5")
+    with Run(tmp_path, 2) as run:
+        for rank in range(2):
+            run.start(rank, *FLAGS, *saving, change=lower_limit)
+        processes = list(run.processes.values())
+        while all(process.exitcode is None for process in processes):
+            most = max(most, connections(int(run.port)))
+            with suppress(ProcessLookupError):  # it has just ended
+                if most > 2:  # past the start
+                    limits.add(resource.prlimit(processes[1].pid, resource.RLIMIT_NOFILE))
+        assert run.statuses() == {0: 0, 1: 0}, run.err(0)
+    assert 2 * 3 <= most <= 2 * STORE_CONNECTIONS
+    assert limits == {(HARD, HARD)}
+
+
+def test_a_store_that_cannot_have_all_ranks_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    with Run(tmp_path, 400) as run:
+        run.start(0, *FLAGS, change=lower_limit)
+        assert run.statuses() == {0: 1}
+        (line,) = run.errors()
+    assert f"error: ulimit -n {HARD}: this process on {os.uname().nodename}" in line
+    assert "keeps the store of 400 ranks, needs 2256 open files" in line

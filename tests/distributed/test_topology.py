@@ -1,0 +1,56 @@
+"""The launcher's variables: arithmetic that one process can test for many ranks."""
+
+import pytest
+
+from megatron_zpp.distributed.topology import Topology
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node-0",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_no_launcher_is_one_process() -> None:
+    assert Topology.from_environment({}) == Topology(0, 1, 0, 1)
+
+
+def test_torchruns_variables_are_read() -> None:
+    assert Topology.from_environment(TORCHRUN) == Topology(5, 8, 1, 4)
+
+
+@pytest.mark.parametrize("name", TORCHRUN)
+def test_a_missing_variable_is_named(name: str) -> None:
+    rest = {key: value for key, value in TORCHRUN.items() if key != name}
+    with pytest.raises(ValueError, match=rf"^{name} \(not set\)"):
+        Topology.from_environment(rest)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(
+            ("RANK", "8"),
+            ("RANK", "-1"),
+            ("RANK", "x"),
+            ("WORLD_SIZE", "0"),
+            ("LOCAL_RANK", "4"),
+            ("RANK", ""),
+        ),
+        *(("MASTER_PORT", "0"), ("MASTER_PORT", "65536"), ("MASTER_PORT", "x")),
+    ],
+)
+def test_impossible_values_are_named(name: str, value: str) -> None:
+    with pytest.raises(ValueError, match=rf"{'RANK' if name == 'WORLD_SIZE' else name} "):
+        Topology.from_environment({**TORCHRUN, name: value})
+
+
+def test_nodes_are_counted_from_the_launcher() -> None:
+    topology = Topology(5, 8, 1, 4)
+    assert topology.nodes == 2
+    assert [topology.node_of(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    with pytest.raises(ValueError, match=r"WORLD_SIZE 6.*LOCAL_WORLD_SIZE 4"):
+        Topology(0, 6, 0, 4)

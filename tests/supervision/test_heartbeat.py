@@ -1,0 +1,352 @@
+"""Who ended a run: judged from beats alone, and by real ranks of which one is killed, stopped or stuck."""
+
+import os
+import platform
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_zpp.config.run import DistributedConfig
+from megatron_zpp.distributed.process_group import process_group
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.supervision.errors import one_line_errors, said_by_each
+from megatron_zpp.supervision.heartbeat import heartbeat
+from megatron_zpp.supervision.heartbeat_messages import HeartbeatMessage, LivenessMonitor
+from megatron_zpp.supervision.joining import connect_ranks
+from megatron_zpp.supervision.once_per_node import OncePerNode
+from megatron_zpp.supervision.signals import stop_signals
+from tests.forkserver import CONTEXT
+from tests.support import free_port, wait_until
+
+TIMEOUT = 6.0  # who is well is never that late, however busy the machine
+PATIENCE = 120  # seconds; collectives would wait for ten minutes
+
+
+def beat(rank: int, count: int = 1, **changes: object) -> HeartbeatMessage:
+    values = {"doing": "step 7", "marks": 10, "seconds": 0.0, "patient": False, **changes}
+    return HeartbeatMessage(rank=rank, host=f"host{rank}", count=count, **values)
+
+
+def test_the_judge_names_who_is_silent_failed_or_stuck() -> None:
+    judge = LivenessMonitor(timeout=60, patience=3)
+    judge.see([beat(0), beat(1), None], 100)
+    judge.see([beat(0, 2), beat(1), None], 160)
+    assert judge.lost([beat(0, 2), beat(1), None]) is None
+    judge.see([beat(0, 3), beat(1), None], 161)
+    assert (
+        judge.lost([beat(0, 3), beat(1), None])
+        == "rank 1 [host1] has been silent for 61 s; last seen: step 7"
+    )
+    judge.see([beat(0, 4), beat(1, 2), None], 162)
+    everyone = [beat(0, 4), beat(1, 2, left=True), None]
+    assert judge.lost(everyone) == "rank 2 has been silent for 62 s; last seen: starting"
+    judge.see([beat(0, 5), beat(1, 2), beat(2)], 166)
+    assert judge.lost([beat(0, 5), beat(1, 2), beat(2)]) is None
+    assert "rank 1 [host1] has been silent for 4 s" in judge.lost(
+        [beat(0, 5, asks=True), beat(1, 2), beat(2)]
+    )
+    assert judge.lost([beat(0, 5), beat(1, 2)]) is None
+    assert "rank 1 [host1] has been silent for 4 s" in judge.lost([beat(0, 5), beat(1, 2)], asked=True)
+    assert judge.lost([beat(0), beat(1), beat(2, failed="no memory")]) == "rank 2 [host2] failed: no memory"
+
+
+def test_the_rank_with_the_fewest_marks_is_stuck_and_not_those_that_wait_for_it() -> None:
+    judge = LivenessMonitor(timeout=60, patience=3)
+    waiting = [beat(0, seconds=61), beat(2, seconds=61)]
+    assert "rank 1 [host1] stuck for 61 s" in judge.stuck([*waiting, beat(1, marks=9, seconds=61)])
+    assert judge.stuck([*waiting, beat(1, marks=9, seconds=5)]) is None  # slow, not stuck
+    assert judge.stuck([*waiting, beat(1, marks=9, seconds=61, patient=True)]) is None  # saves, say
+    assert "rank 0 [host0] and rank 2 [host2] stuck" in judge.stuck([*waiting, beat(1, marks=9, left=True)])
+    assert judge.stuck([None]) is None
+    joins = {"limit": 100.0, "doing": "joins"}
+    assert judge.stuck([beat(0, seconds=61, **joins)]) is None
+    assert "rank 0 [host0] stuck for 101 s" in judge.stuck([beat(0, seconds=101, **joins)])
+
+
+def test_those_who_wait_hear_for_whom() -> None:
+    judge = LivenessMonitor(timeout=60, patience=3)
+    joins = {"limit": 100.0, "doing": "joins", "seconds": 12}
+    everyone = [beat(0, **joins), beat(1, **joins)]
+    judge.see(everyone, 100)
+    assert judge.slow(everyone, 10) == "rank 0 [host0] and rank 1 [host1]: joins for 12 s"
+    assert judge.slow(everyone, 15) is None
+    judge.see([beat(0, 2, **joins), beat(1, **joins)], 104)  # the second is silent
+    assert judge.slow([beat(0, 2, **joins), beat(1, **joins)], 10) == "rank 1 [host1]: joins for 16 s"
+    assert judge.slow([beat(0, 2, **joins), beat(1, marks=9)], 10) is None  # has no limit
+
+
+def test_a_beat_survives_the_store() -> None:
+    there = beat(3, failed='quoted "text"', asks=True)
+    assert HeartbeatMessage.decode(there.encode().encode()) == there
+    assert HeartbeatMessage.decode(b"null") is None
+
+
+@pytest.mark.parametrize("timeout", [600, 1e9])
+def test_a_heartbeat_that_comes_after_the_collectives_give_up_is_refused(timeout: float) -> None:
+    with pytest.raises(ValueError, match=r"--heartbeat-timeout .* --distributed-timeout-minutes 10"):
+        DistributedConfig(heartbeat_timeout=timeout)
+
+
+def rank_main(
+    directory: str, rank: int, world: int, port: int, ending: str, timeout: float, kept_elsewhere: bool
+) -> None:
+    """Steps of one small collective each, until a file of the test's says otherwise."""
+    place = Path(directory)
+    torch.set_num_threads(1)
+    with open(place / f"{rank}.err", "w") as err:
+        os.dup2(err.fileno(), 2)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if kept_elsewhere:
+        os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")
+    topology = Topology(rank, world, rank, world)
+    config = DistributedConfig(heartbeat_timeout=timeout, distributed_backend="gloo")
+    with (
+        stop_signals("signals", topology, OncePerNode(None), saves=True) as signals,
+        one_line_errors("test", topology, debug=False, say=said_by_each),
+        heartbeat(
+            (meeting := connect_ranks(config, topology, "test")).store,
+            topology,
+            timeout,
+            "test",
+            signals.told_to_stop,
+        ) as activity,
+        process_group(config, topology, torch.device("cpu"), meeting),
+    ):
+        for step in range(10**9):
+            activity.now(f"step {step}")
+            total = torch.tensor([float((place / "end").exists())])
+            if world > 1:
+                dist.all_reduce(total)
+            (place / f"{rank}.steps").write_text(str(step))
+            if total.item():
+                break
+            activity.now("thinking")
+            time.sleep(1000 if (place / f"stick{rank}").exists() else 0.01)
+            if rank == 0 and signals.told_to_stop() and ending == "leave after a long step":
+                time.sleep(LONG_STEP)
+                (place / "end").touch()
+        if ending == "raise" and rank == world - 1:
+            raise ValueError("token 5 is outside")
+        activity.now("wait", patient=True)
+        time.sleep(0.5 * rank if ending == "leave one after another" else 0.0)
+        if ending == "raise":
+            dist.barrier()
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What becomes of a run: a signal to the victim, or it is stuck, or all go on to the ending.
+
+    A signal without a victim is for all, who are continued after more than the time limit. `told`: as when
+    torchrun finds that a rank has died, the others get SIGTERM, and `kept_elsewhere`: it keeps the store.
+    """
+
+    world: int
+    victim: int | None = None
+    fault: signal.Signals | None = None
+    ending: str = "leave"
+    told: bool = False
+    kept_elsewhere: bool = False
+
+
+KILLS = [Scenario(3, victim, fault) for fault in (signal.SIGKILL, signal.SIGSTOP) for victim in (0, 1)]
+STUCK = [Scenario(1, 0), Scenario(3, 0), Scenario(3, 2)]
+# A rank that is stopped keeps the others waiting in a collective, as NCCL does for one that is dead.
+TOLD = [
+    Scenario(3, victim, fault, told=True, kept_elsewhere=elsewhere)
+    for victim, fault, elsewhere in (
+        (0, signal.SIGSTOP, False),
+        (0, signal.SIGSTOP, True),
+        (0, signal.SIGKILL, True),
+        (1, signal.SIGSTOP, False),
+    )
+]
+LONG_STEP = 5.0  # seconds, and more than a silence that is noticed
+ALIVE = Scenario(3, ending="leave after a long step", told=True)
+RAISES = Scenario(3, ending="raise")
+SUSPENDED = Scenario(3, fault=signal.SIGSTOP)
+ORDERLY = [Scenario(world, ending="leave one after another") for world in (1, 3)]
+
+
+@dataclass(frozen=True)
+class End:
+    """Of each rank the exit status and what it said."""
+
+    statuses: list[int | None]
+    said: list[list[str]]
+
+    def line(self, rank: int) -> str:
+        """What a rank said at its end; torch's own warnings of a store that is gone may come before it."""
+        said = self.said[rank]
+        assert sum(line.startswith("test") for line in said) == 1, said
+        return said[-1]
+
+
+def wait_for_steps(directory: Path, world: int, steps: int) -> None:
+    """Until every rank has made more."""
+    for path in (directory / f"{rank}.steps" for rank in range(world)):
+        wait_until(lambda path=path: path.exists() and int(path.read_text() or 0) > steps, PATIENCE)
+
+
+def suspend(process_ids: Sequence[int], seconds: float) -> None:
+    for process_id in process_ids:
+        os.kill(process_id, signal.SIGSTOP)
+    time.sleep(seconds)
+    for process_id in process_ids:
+        os.kill(process_id, signal.SIGCONT)
+
+
+def play(directory: Path, scenario: Scenario) -> End:
+    """Processes that beat since their first step, forked from a server that has imported torch."""
+    port, world = free_port(), scenario.world
+    # Only who is silent or stuck has to be waited for; nobody else is, on a machine that is busy.
+    timeout = 20 * TIMEOUT if scenario in (RAISES, ALIVE, *TOLD, *ORDERLY) else TIMEOUT
+    keeper = (
+        dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        if scenario.kept_elsewhere
+        else None
+    )
+    given = (world, port, scenario.ending, timeout, scenario.kept_elsewhere)
+    processes = [
+        CONTEXT.Process(target=rank_main, args=(str(directory), rank, *given)) for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        wait_for_steps(directory, world, 100 if scenario.told else 400)  # of 10 ms and more: some beats
+        survivors = set(range(world))
+        if scenario == SUSPENDED:
+            suspend([process.pid for process in processes], timeout + 2)
+            wait_for_steps(directory, world, int((directory / "0.steps").read_text() or 0) + 200)
+            (directory / "end").touch()
+        elif scenario.fault:
+            os.kill(processes[scenario.victim].pid, scenario.fault)
+            survivors.remove(scenario.victim)
+        elif scenario != ALIVE:
+            (directory / ("end" if scenario.victim is None else f"stick{scenario.victim}")).touch()
+        for rank in survivors if scenario.told else ():
+            os.kill(processes[rank].pid, signal.SIGTERM)
+        for rank in survivors:
+            processes[rank].join(PATIENCE)
+        said = [(directory / f"{rank}.err").read_text().splitlines() for rank in range(world)]
+        return End([process.exitcode for process in processes], said)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        del keeper
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Scenario, Future[End]]]:
+    """Some at a time, as most of it is waiting."""
+    scenarios = [*KILLS, *STUCK, *TOLD, ALIVE, RAISES, SUSPENDED, *ORDERLY]
+    with ThreadPoolExecutor(4) as pool:
+        yield {each: pool.submit(play, tmp_path_factory.mktemp("ranks"), each) for each in scenarios}
+
+
+Played = dict[Scenario, Future[End]]
+
+
+@pytest.mark.parametrize("scenario", KILLS, ids=lambda kill: f"{kill.fault.name}-{kill.victim}")
+def test_survivors_name_a_rank_that_is_gone(played: Played, scenario: Scenario) -> None:
+    """Rank 0 keeps the store as well; the other two end with the line, long before collectives give up."""
+    end, victim = played[scenario].result(), scenario.victim
+    for rank in {0, 1, 2} - {victim}:
+        assert end.statuses[rank] == 1
+        line = end.line(rank)
+        assert line.startswith(
+            f"test [{platform.node()} rank {rank}]: error: rank {victim} [{platform.node()}]"
+        )
+        assert "last seen: step " in line or "last seen: thinking" in line
+
+
+@pytest.mark.parametrize(
+    "scenario", TOLD, ids=lambda told: f"{told.fault.name}-{told.victim}-{told.kept_elsewhere}"
+)
+def test_survivors_that_are_told_to_stop_name_a_rank_that_is_gone(played: Played, scenario: Scenario) -> None:
+    """Long before the heartbeat's time-out, after which a launcher would have killed them."""
+    end, victim = played[scenario].result(), scenario.victim
+    for rank in {0, 1, 2} - {victim}:
+        assert end.statuses[rank] == 1
+        silent = re.search(
+            rf"error: rank {victim} \[{re.escape(platform.node())}\].* has been silent for (\d+) s",
+            end.line(rank),
+        )
+        assert silent, end.line(rank)
+        assert int(silent[1]) < 3 * TIMEOUT, end.line(rank)  # 4 or 5, and the heartbeat's own is 120
+
+
+def test_ranks_that_are_told_to_stop_may_finish_a_long_step(played: Played) -> None:
+    end = played[ALIVE].result()
+    assert end.statuses == [0] * 3, end
+    assert all(
+        said == [f"signals [{platform.node()}]: got SIGTERM: stopping after this step and saving"]
+        for said in end.said
+    ), end
+
+
+@pytest.mark.parametrize("scenario", STUCK, ids=lambda stuck: f"{stuck.world}-{stuck.victim}")
+def test_a_rank_that_is_stuck_ends_the_run(played: Played, scenario: Scenario) -> None:
+    end, host = played[scenario].result(), re.escape(platform.node())
+    for rank, status in enumerate(end.statuses):
+        assert status == 1
+        line = end.line(rank)
+        found = re.search(
+            rf"error: rank {scenario.victim} \[{host}\] stuck for (\d+) s; last seen: thinking", line
+        )
+        assert found, line
+        assert TIMEOUT <= int(found[1]) < PATIENCE, line
+
+
+def test_a_rank_tells_the_others_of_its_error(played: Played) -> None:
+    end = played[RAISES].result()
+    for rank, status in enumerate(end.statuses):
+        assert status == 1
+        failed = "" if rank == 2 else f"rank 2 [{platform.node()}] failed: "
+        assert end.line(rank).endswith(f"error: {failed}token 5 is outside")
+
+
+def test_a_job_that_was_suspended_goes_on(played: Played) -> None:
+    assert played[SUSPENDED].result() == End([0] * 3, [[]] * 3)
+
+
+@pytest.mark.parametrize("scenario", ORDERLY, ids=lambda orderly: f"{orderly.world}")
+def test_an_orderly_end_is_silent(played: Played, scenario: Scenario) -> None:
+    """Though ranks end one after another, and the first of them keeps the store."""
+    assert played[scenario].result() == End([0] * scenario.world, [[]] * scenario.world)
+
+
+class Recorded:
+    """A store, and which of its methods were called."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self.calls = store, []
+
+    def clone(self) -> "Recorded":
+        return self
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def call(*given: object) -> object:
+            self.calls.append((name, *given))
+            return getattr(self._store, name)(*given)
+
+        return call
+
+
+def test_a_rank_asks_nothing_behind_its_good_bye() -> None:
+    """Rank 0 takes the store away once it has read that; an answer that is awaited then fails, loudly."""
+    store = Recorded(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    with heartbeat(store, Topology(1, 2, 1, 2), 6.0, "test"):
+        wait_until(lambda: any(name == "multi_get" for name, *_ in store.calls), 30)
+    *before, (name, key, said) = store.calls
+    assert (name, key, HeartbeatMessage.decode(said).left) == ("set", "beat/1", True)
+    assert not any(HeartbeatMessage.decode(given[1]).left for name, *given in before if name == "set")

@@ -1,0 +1,121 @@
+"""One of a node's ranks says what several have to say, and before a launcher ends them."""
+
+import fcntl
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.supervision import once_per_node
+from megatron_zpp.supervision.once_per_node import OncePerNode
+from tests.support import Run, wait_until
+
+RANKS = 4
+REFUSED = (
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 50 --model-preset gpt2-125m --train-iters 1 "
+    "--micro-batch-size 1 --lr 1 --bf16 --fp16"
+).split()
+LINE = "pretrain_gpt.py: error: --fp16 (given): contradicts --bf16; give one"
+
+
+@pytest.mark.parametrize("late", [0, 3])
+@pytest.mark.parametrize("launcher_ends_ranks", [True, False], ids=["torchrun", "srun"])
+def test_a_refused_command_line_is_said_once(tmp_path: Path, late: int, launcher_ends_ranks: bool) -> None:
+    """torchrun sends SIGTERM to the others as soon as one has left; for srun each task is on its own."""
+    go = tmp_path / "go"
+    with Run(tmp_path, RANKS) as run:
+        for rank in range(RANKS):
+            run.start(rank, *REFUSED, change=partial(begin, go, 0.3 * (rank == late)))
+        go.touch()  # imports take longer than a launcher's start of all ranks
+        if launcher_ends_ranks:
+            wait_until(lambda: any(rank.exitcode is not None for rank in run.processes.values()))
+            for process in run.processes.values():
+                if process.exitcode is None:
+                    process.terminate()
+        assert set(run.statuses().values()) <= {2, -signal.SIGTERM}
+        assert run.errors() == [LINE]
+
+
+def begin(go: Path, later: float) -> None:
+    wait_until(go.exists)
+    time.sleep(later)
+
+
+def test_a_rank_whose_line_is_its_own_says_it_too(tmp_path: Path) -> None:
+    with Run(tmp_path, 2) as run:
+        run.start(0, *REFUSED)
+        run.start(1, "--no-such-flag", *REFUSED)
+        assert run.statuses() == {0: 2, 1: 2}
+        assert len(run.errors()) == 2
+
+
+@pytest.fixture
+def said(capfd: pytest.CaptureFixture[str]) -> "Said":
+    return Said(capfd)
+
+
+class Said:
+    """How often something was said since the last time."""
+
+    def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
+        self._capfd = capfd
+
+    def __call__(self, node: OncePerNode, topic: str = "topic") -> int:
+        node.say(topic, "line")
+        return self._capfd.readouterr().err.count("line\n")
+
+
+def test_what_was_said_in_another_start_is_said_again(
+    said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, other = OncePerNode("job", tmp_path), OncePerNode("another job", tmp_path)
+    assert [said(node), said(node), said(other), said(other), said(node, "more")] == [1, 0, 1, 0, 1]
+    monkeypatch.setattr(once_per_node, "_started", partial(time.clock_gettime, time.CLOCK_BOOTTIME))
+    assert said(node) == 1  # by a process that begins after it was said
+    monkeypatch.undo()
+    (file,) = tmp_path.iterdir()
+    claims = [line.split() for line in file.read_text().splitlines()]
+    file.write_text("".join(f"{float(when) + 10**6} {key}\n" for when, key in claims) + "cut")
+    assert [said(node), said(node)] == [1, 0]  # the machine was started again: its clock began anew
+    assert len(file.read_text().splitlines()) == 1  # nothing old is kept
+
+
+def test_where_others_may_have_a_hand_in_it_each_rank_speaks(said: Said, tmp_path: Path) -> None:
+    node = OncePerNode("job", tmp_path)
+    assert [said(node), said(node)] == [1, 0]
+    (file,) = tmp_path.iterdir()
+    file.chmod(0o666)
+    assert said(node) == 1
+    file.chmod(0o600)
+    assert said(node) == 0
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    assert said(node) == 1
+    file.unlink()
+    os.mkfifo(file, 0o600)
+    assert said(node) == 1
+    assert said(OncePerNode("job", tmp_path / "missing")) == 1
+
+
+def test_a_lock_that_is_held_silences_nobody(
+    said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = OncePerNode("job", tmp_path)
+    assert said(node) == 1
+    monkeypatch.setattr(once_per_node, "_LOCK_SECONDS", 0.05)
+    (file,) = tmp_path.iterdir()
+    with open(file) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert said(node) == 1
+
+
+def test_a_rank_that_is_alone_on_its_node_asks_nobody() -> None:
+    environment = {"MASTER_ADDR": "n0", "MASTER_PORT": "29500"}
+    alone = OncePerNode.of(Topology(1, 2, 0, 1), {})
+    first, second, third = (OncePerNode.of(Topology(rank, 4, rank % 2, 2), environment) for rank in range(3))
+    assert alone._job is None
+    assert first._job == second._job != third._job

@@ -1,0 +1,170 @@
+"""Runs whose network or launcher is wrong: each ends soon, with a line that says what is wrong, and where."""
+
+import platform
+import re
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.distributed.rendezvous import RankAddress, interface_of, ranges, rendezvous
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.supervision import joining
+from megatron_zpp.supervision.links import Ring, describe_rates, rings_of, slow_links, split_nodes
+from tests.support import Run
+
+FLAGS = (
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 1 --hidden-size 16 "
+    "--num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 2 --lr 1e-3 --eval-iters 0 "
+    "--num-workers 0 --device cpu --log-interval 1"
+).split()
+
+
+ON_ANOTHER_NODE = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # each node says what its ranks see alike
+
+
+@pytest.fixture(scope="module", autouse=True)
+def waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
+    """Runs that wait for ten seconds and more before they end: all of them at once, beside the others."""
+    with ExitStack() as stack:
+        runs = {
+            name: stack.enter_context(Run(tmp_path_factory.mktemp(name), world))
+            for name, world in (("absent", 4), ("silent", 2), ("apart", 2))
+        }
+        for rank in (0, 2):
+            runs["absent"].start(rank, *FLAGS, "--preflight-timeout", "12")
+        for rank, change in enumerate((None, hang_when_it_joins)):
+            runs["apart"].start(rank, *FLAGS, "--preflight-timeout", "12", change=change)
+        runs["silent"].start(0, *FLAGS, "--heartbeat-timeout", "12")
+        yield runs
+
+
+def hang_when_it_joins() -> None:
+    joining.process_group = lambda *_: time.sleep(1000)
+
+
+def test_a_rank_that_is_not_heard_of_again_ends_the_run(waiting: dict[str, Run]) -> None:
+    """It came, and hangs before it says anything."""
+    run = waiting["silent"]
+    rank_address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": run.port}
+    met = rendezvous(Topology(1, 2, 1, 2), rank_address, limit=120, timeout=timedelta(seconds=120), say=print)
+    assert met.addresses[0].interface == "lo"
+    assert run.statuses() == {0: 1}
+    assert "pretrain_gpt.py: waiting for rank 1: starting for 1" in run.err(0)
+    (line,) = run.errors()
+    silent = re.search(r"rank 1 has been silent for (\d+) s; last seen: starting", line)
+    assert silent, line
+    assert 12 <= int(silent[1]) < 120
+
+
+def test_a_sound_network_is_measured(tmp_path: Path) -> None:
+    """Two nodes of two ranks on this machine."""
+    with Run(tmp_path, 4) as run:
+        for rank in range(4):
+            run.start(rank, *FLAGS, LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(rank % 2))
+        assert run.statuses() == dict.fromkeys(range(4), 0)
+        (line,) = (line for line in run.out(0).splitlines() if line.startswith(" preflight: 4 ranks in "))
+        assert "inside a node " in line
+        assert "between nodes " in line
+        assert run.errors() == []
+
+
+def test_an_address_that_is_not_rank_0s_is_refused(tmp_path: Path) -> None:
+    """By rank 0 at once (192.0.2.0/24 belongs to nobody), by the others when they cannot reach it in time."""
+    with Run(tmp_path, 2) as run:
+        run.start(0, *FLAGS, MASTER_ADDR="192.0.2.1")
+        run.start(1, *FLAGS, "--preflight-timeout", "2", **ON_ANOTHER_NODE)
+        assert run.statuses() == {0: 1, 1: 1}
+        assert "error: MASTER_ADDR 192.0.2.1: is no address of" in run.err(0)
+        assert f"rank 1 on {platform.node()} cannot reach rank 0 at 127.0.0.1:{run.port}" in run.err(1)
+        assert len(run.errors()) == 2
+
+
+def test_a_port_that_another_program_holds_is_refused(tmp_path: Path) -> None:
+    """Rank 0 cannot have it; the others are never answered, and do not wait for ever."""
+    with Run(tmp_path, 2) as run, socket.create_server(("", int(run.port))):
+        run.start(0, *FLAGS)
+        run.start(1, *FLAGS, "--preflight-timeout", "3", **ON_ANOTHER_NODE)
+        assert run.statuses() == {0: 1, 1: 1}
+        assert f"error: MASTER_PORT {run.port}: is held by another program there" in run.err(0)
+        assert f"MASTER_PORT {run.port}: what answers at 127.0.0.1:{run.port} is not this run's" in run.err(1)
+
+
+def test_a_rank_that_does_not_come_is_named(waiting: dict[str, Run]) -> None:
+    """Every ten seconds, and at the end by one rank."""
+    run = waiting["absent"]
+    assert run.statuses() == {0: 1, 2: 1}
+    assert f"[{platform.node()} rank 0]: waiting for ranks 1, 3 of 4 (node 0)\n" in run.err(0)
+    (line,) = run.errors()
+    assert "WORLD_SIZE 4: ranks 1, 3 of 4 (node 0) did not come within --preflight-timeout 12 s" in line
+
+
+def test_a_rank_that_comes_twice_is_refused(tmp_path: Path) -> None:
+    with Run(tmp_path, 3) as run:
+        run.start(0, *FLAGS)
+        run.start(1, *FLAGS)
+        run.start(2, *FLAGS, RANK="1")
+        assert sum(run.statuses().values()) == 3
+        assert all("RANK 1: is taken by process " in line for line in run.errors())
+        assert len(run.errors()) in (1, 2)  # rank 0's, and that of the rank that came second
+
+
+def test_ranks_that_were_told_other_things_are_refused_once(tmp_path: Path) -> None:
+    with Run(tmp_path, 4) as run:
+        for rank in range(4):
+            run.start(rank, *FLAGS, "--seed", "7" if rank in (1, 3) else "6")
+        assert set(run.statuses().values()) == {1}
+        (line,) = run.errors()
+        assert "training.seed differs between ranks: ranks 1, 3 and rank 0 were started with other" in line
+        assert "(rank 1: 7, rank 0: 6)" in line
+
+
+def test_ranks_that_meet_but_cannot_join_end_the_run(waiting: dict[str, Run]) -> None:
+    """As behind a firewall that lets one port through."""
+    run = waiting["apart"]
+    assert run.statuses() == {0: 1, 1: 1}
+    both = f"rank 0 [{platform.node()}] and rank 1 [{platform.node()}]"
+    assert f"waiting for {both}: preflight, joining the process group for 1" in run.err(0)
+    assert len(run.errors()) == 2
+    for line in run.errors():
+        stuck = re.search(rf"{re.escape(both)} stuck for (\d+) s", line)
+        assert stuck, line
+        assert 12 <= int(stuck[1]) < 120
+        assert "last seen: preflight, joining the process group" in line
+        assert "raise --preflight-timeout" in line
+
+
+def test_links_in_words() -> None:
+    hosts = [RankAddress(f"host{rank // 2}", 1, f"10.0.0.{rank}", "eth0") for rank in range(6)]
+    rates = [10e9, 11e9, 10e9, 3e9, 12e9, 10e9]
+    assert describe_rates("inside", rates) == "inside 10 GB/s a rank, at least 3 GB/s (rank 3)"
+    assert slow_links("inside", rates, [1, 0, 3, 2, 5, 4], hosts) == [
+        "a slow link inside: rank 3 [host1, eth0 10.0.0.3] receives 3 GB/s from rank 2 "
+        "[host1, eth0 10.0.0.2], and ranks usually 10 GB/s"
+    ]
+    assert split_nodes(Topology(0, 6, 0, 2), hosts) == []
+    assert split_nodes(Topology(0, 6, 0, 3), hosts) == [
+        "ranks 0 and 2 are told to share node 0, but run on host0 and host1: LOCAL_WORLD_SIZE 3 is wrong",
+        "ranks 3 and 4 are told to share node 1, but run on host1 and host2: LOCAL_WORLD_SIZE 3 is wrong",
+    ]
+
+
+@pytest.mark.parametrize(("world", "local"), [(4, 2), (4, 4), (3, 1), (6, 3)])
+def test_in_every_ring_each_rank_sends_to_who_receives_from_it(world: int, local: int) -> None:
+    for rank in range(world):
+        for ring in rings_of(Topology(rank, world, rank % local, local)):
+            after, before = ring.neighbours(rank)
+            assert ring.neighbours(after)[1] == rank
+            assert ring.neighbours(before)[0] == rank
+            assert after != rank
+    assert Ring("of two", range(2)).neighbours(0) == (1, 1)
+
+
+def test_an_address_has_an_interface_or_none() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.1") == "?"
+    assert ranges([0, 2, 3, 4, 9]) == "0, 2-4, 9"
