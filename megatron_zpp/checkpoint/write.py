@@ -6,12 +6,15 @@ import platform
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint.directory import partial_path, remove_leftovers, retired_path, write_tracker
+from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.manifest import write_manifest
 from megatron_zpp.checkpoint.shard_file import write_shard_file
 from megatron_zpp.distributed.exchange import Abandoned, Exchange, NoProgress
@@ -30,30 +33,41 @@ def shard_file_name(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions:
+    """How a checkpoint is written.
+
+    `read_back` reads every file again from the disk before the checkpoint is committed. Rank 0 calls
+    `may_write` before it makes anything, and again before it commits: an OSError that this raises is why the
+    save fails. `files` does what may get stuck in the file system.
+    """
+
+    read_back: bool = False
+    may_write: Callable[[], None] = lambda: None
+    files: FileWorker = field(default_factory=FileWorker)
+
+
 def write_checkpoint(
     final: Path,
     tensors: Mapping[str, Tensor],
     state: dict[str, Any],
     exchange: Exchange,
-    *,
-    read_back: bool,
-    may_write: Callable[[], None] | None = None,
+    options: SaveOptions,
 ) -> None:
     """Writes `final` from all ranks; each of them returns, or raises SaveFailed, once it knows how it went.
 
-    Nothing stands under the final name before all of it is durable. `read_back` reads every file again from
-    the disk before the checkpoint is committed. It may take as long as some rank gets on with its file; where
-    none does for the exchange's time-out, the save has failed on all ranks, however long the slow one takes.
-    Rank 0 calls `may_write` before it makes anything, and again before it commits; an OSError that this
-    raises is why the save fails.
+    Nothing stands under the final name before all of it is durable. It may take as long as some rank makes
+    progress with its file. Where none does for the exchange's time-out, the save has failed on all ranks, and
+    the slow one leaves its work behind.
     """
+    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()  # another thread reads them, on another stream
     by_rank_0 = exchange.topology.rank == 0
-    may_write = may_write or (lambda: None)
     try:
         if by_rank_0:
-            problem = _lead(final, tensors, state, exchange, read_back, may_write)
+            problem = _lead(final, tensors, state, exchange, options)
         else:
-            problem = _follow(final, tensors, exchange, read_back)
+            problem = _follow(final, tensors, exchange, options)
     except Abandoned as abandoned:
         problem = str(abandoned)
     except NoProgress as silence:
@@ -61,8 +75,7 @@ def write_checkpoint(
         if problem is None:  # rank 0 has decided to commit: what became of that is all that is missing
             problem = _outcome(exchange)
     if problem and by_rank_0:
-        if not _attempt(0, may_write):  # else what lies there may be another run's
-            shutil.rmtree(partial_path(final), ignore_errors=True)
+        _attempt(exchange, options, lambda on_progress: _remove(partial_path(final), options.may_write))
         exchange.put("outcome", problem)
     if problem:
         raise SaveFailed(problem)
@@ -73,32 +86,37 @@ def _lead(
     tensors: Mapping[str, Tensor],
     state: dict[str, Any],
     exchange: Exchange,
-    read_back: bool,
-    may_write: Callable[[], None],
+    options: SaveOptions,
 ) -> str | None:
     """What rank 0 does; returns why there is no new checkpoint."""
     partial = partial_path(final)
-    if not (problem := _attempt(0, may_write)):
-        problem = _attempt(0, _open, partial)
+
+    def attempt(action: Callable[[OnProgress], Any]) -> str | None:
+        return _attempt(exchange, options, action)
+
+    problem = attempt(lambda on_progress: _open(partial, options.may_write))
     exchange.put("open", problem)
     if problem:
         return problem
-    _write_and_report(partial, tensors, exchange, read_back)
+    _write_and_report(partial, tensors, exchange, options)
     reports = exchange.gather("written")
-    problem = next((report["problem"] for report in reports if report["problem"]), _attempt(0, may_write))
+    problem = next((report["problem"] for report in reports if report["problem"]), None)
+    problem = problem or attempt(lambda on_progress: options.may_write())
     if problem := exchange.abandon(problem) if problem else exchange.commit():
         return problem
-    problem = _attempt(0, _commit, partial, final, state, reports)
+    problem = attempt(lambda on_progress: _commit(partial, final, state, reports, on_progress))
     if not problem:
         exchange.put("outcome", None)
     return problem
 
 
-def _follow(final: Path, tensors: Mapping[str, Tensor], exchange: Exchange, read_back: bool) -> str | None:
+def _follow(
+    final: Path, tensors: Mapping[str, Tensor], exchange: Exchange, options: SaveOptions
+) -> str | None:
     """What another rank does; returns why there is no new checkpoint."""
     if problem := exchange.get("open"):
         return problem
-    _write_and_report(partial_path(final), tensors, exchange, read_back)
+    _write_and_report(partial_path(final), tensors, exchange, options)
     return exchange.get("outcome")
 
 
@@ -110,30 +128,39 @@ def _outcome(exchange: Exchange) -> str | None:
 
 
 def _write_and_report(
-    partial: Path, tensors: Mapping[str, Tensor], exchange: Exchange, read_back: bool
+    partial: Path, tensors: Mapping[str, Tensor], exchange: Exchange, options: SaveOptions
 ) -> None:
     """Writes this rank's file and tells rank 0 how that went."""
     rank = exchange.topology.rank
     checksums: list[Checksums] = []
-    problem = _attempt(
-        rank, lambda: checksums.append(_write_shards(partial, rank, tensors, read_back, exchange.progress))
-    )
-    report = {"problem": problem, "checksums": [one.to_json() for one in checksums]}
+
+    def write(on_progress: OnProgress) -> None:
+        checksums.append(_write_shards(partial, rank, tensors, options.read_back, on_progress))
+
+    problem = _attempt(exchange, options, write)
+    report = {"problem": problem, "checksums": [] if problem else [one.to_json() for one in checksums]}
     exchange.put(f"written/{rank}", report)
 
 
-def _attempt(rank: int, action: Any, *arguments: Any) -> str | None:
+def _attempt(exchange: Exchange, options: SaveOptions, action: Callable[[OnProgress], Any]) -> str | None:
     """Why an action failed, in a line; None if it did not. What is no failure of files is raised."""
     try:
-        action(*arguments)
+        options.files.run(action, exchange)
     except (OSError, ValueError) as error:
-        return f"rank {rank} on {platform.node()}: {error}"
+        return f"rank {exchange.topology.rank} on {platform.node()}: {error}"
     return None
 
 
-def _open(partial: Path) -> None:
+def _open(partial: Path, may_write: Callable[[], None]) -> None:
+    may_write()
     remove_leftovers(partial.parent)
     partial.mkdir(parents=True)
+
+
+def _remove(partial: Path, may_write: Callable[[], None]) -> None:
+    """Removes a save that failed, unless what lies there may be another run's."""
+    may_write()
+    shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write_shards(
@@ -148,7 +175,9 @@ def _write_shards(
     return checksums
 
 
-def _commit(partial: Path, final: Path, state: dict[str, Any], reports: list[dict[str, Any]]) -> None:
+def _commit(
+    partial: Path, final: Path, state: dict[str, Any], reports: list[dict[str, Any]], on_progress: OnProgress
+) -> None:
     write_durably(partial / STATE, (json.dumps(state, indent=1) + "\n").encode())
     files = {STATE: checksums_of(partial / STATE)}
     for rank, report in enumerate(reports):
@@ -159,6 +188,8 @@ def _commit(partial: Path, final: Path, state: dict[str, Any], reports: list[dic
                 f"{path}: rank {rank} wrote it, but it is not there as seen from here; --save must name a "
                 "directory that all nodes share"
             )
+        on_progress()
     write_manifest(partial, files)
+    on_progress()  # a save that was given up does not get its name
     commit_directory(partial, final, retired_path(final))
     write_tracker(final.parent)

@@ -30,7 +30,7 @@ class Exchange:
     """
 
     def __init__(self, store: dist.Store, topology: Topology, timeout: timedelta, purpose: str) -> None:
-        self.topology, self._timeout, self._purpose = topology, timeout, purpose
+        self.topology, self.timeout, self._purpose = topology, timeout, purpose
         self._store = store.clone()  # a store's call keeps other threads of the same one waiting
         self._reports: dist.Store | None = None  # a connection of its own, where `progress` is slow enough
         self._reported = time.monotonic()
@@ -48,16 +48,16 @@ class Exchange:
         """
         key, poll = self._key(name), _FIRST_POLL
         seen, looked = None, time.monotonic()
-        deadline = looked + self._timeout.total_seconds()
+        deadline = looked + self.timeout.total_seconds()
         while not self._store.check([key]):
             now = time.monotonic()
             if now - looked > self._every or now > deadline:
                 looked = now
                 self._raise_if_abandoned()
                 if seen != (seen := self._store.add(self._key("progress"), 0)):
-                    deadline = now + self._timeout.total_seconds()
+                    deadline = now + self.timeout.total_seconds()
             if now > deadline:
-                raise NoProgress(f"no rank said {key!r} or reported progress for {self._timeout}")
+                raise NoProgress(f"no rank said {key!r} or reported progress for {self.timeout}")
             time.sleep(poll)
             poll = min(_LAST_POLL, 1.5 * poll)
         return json.loads(self._store.get(key))
@@ -75,7 +75,7 @@ class Exchange:
             try:
                 values.append(self.pop(f"{name}/{rank}"))
             except NoProgress:
-                raise NoProgress(f"rank {rank} reported no progress for {self._timeout}") from None
+                raise NoProgress(f"rank {rank} reported no progress for {self.timeout}") from None
         return values
 
     def all_gather(self, name: str, value: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_zpp.checkpoint.directory import checkpoint_path, committed, remove_old
 from megatron_zpp.checkpoint.snapshot import Snapshot
 from megatron_zpp.checkpoint.states import Progress, describe_state, errors_of, shards_of
-from megatron_zpp.checkpoint.write import SaveFailed, write_checkpoint
+from megatron_zpp.checkpoint.write import SaveFailed, SaveOptions, write_checkpoint
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.reporting.reporter import Reporter
@@ -39,7 +39,10 @@ class Saver:
         """`lease` is that of --save, which is checked before a checkpoint is begun and committed."""
         self._engine, self._tokenizer, self._reporter, self._store = engine, tokenizer, reporter, store
         self._settings, self._saved_config = config.checkpoint, config.to_json()
-        self._check_lease = lease.check if lease is not None else None
+        self._options = SaveOptions(
+            read_back=config.checkpoint.keep_last is not None,
+            may_write=lease.check if lease is not None else lambda: None,
+        )
         self._timeout = config.distributed.timeout
         self._newest = start if config.checkpoint.save == config.checkpoint.load else None
         self._saves = 0
@@ -112,14 +115,7 @@ class Saver:
         exchange = Exchange(self._store, self._engine.topology, self._timeout, f"save/{self._saves}")
         self._saves += 1
         path = checkpoint_path(directory, progress.iteration)
-        write_checkpoint(
-            path,
-            tensors,
-            state,
-            exchange,
-            read_back=settings.keep_last is not None,
-            may_write=self._check_lease,
-        )
+        write_checkpoint(path, tensors, state, exchange, self._options)
         line = f" saved {path} in {time.perf_counter() - started:.1f} s"
         if settings.keep_last is not None and self._engine.topology.rank == 0:
             try:

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.checkpoint.directory import checkpoint_path
+from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.states import Progress, describe_state, errors_of, shards_of
-from megatron_zpp.checkpoint.write import write_checkpoint
+from megatron_zpp.checkpoint.write import SaveOptions, write_checkpoint
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
@@ -65,6 +66,7 @@ def save(
     read_back: bool = False,
     config: dict[str, Any] | None = None,
     timeout: timedelta = timedelta(seconds=60),
+    files: FileWorker | None = None,
 ) -> Path:
     """A checkpoint of `progress`."""
     path = checkpoint_path(directory, progress.iteration)
@@ -82,6 +84,6 @@ def save(
             tokenizer=TOKENIZER,
         ),
         Exchange(store, engine.topology, timeout, f"test/{path}"),
-        read_back=read_back,
+        SaveOptions(read_back=read_back, files=files or FileWorker()),
     )
     return path

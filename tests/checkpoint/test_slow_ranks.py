@@ -1,5 +1,6 @@
 """Saves and loads in which one rank is slow, or does nothing for longer than the time-out."""
 
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -10,10 +11,12 @@ import torch.distributed as dist
 
 from megatron_zpp.checkpoint import write
 from megatron_zpp.checkpoint.directory import candidates
+from megatron_zpp.checkpoint.file_worker import FileWorker, Stuck
 from megatron_zpp.checkpoint.write import SaveFailed
 from megatron_zpp.distributed.exchange import Abandoned, Exchange, NoProgress
 from megatron_zpp.distributed.topology import Topology
 from tests.checkpoint.saving import FIRST, SECOND, save, small
+from tests.support import wait_until
 from tests.zero.ranks import on_ranks
 
 TIMEOUT = timedelta(seconds=0.6)
@@ -31,13 +34,14 @@ def saved_by(topology: Topology, slow: int, pause: float, directory: str) -> lis
         return written(path, tensors, on_progress)
 
     write.write_shard_file = slowly
-    outcomes = []
+    outcomes, files = [], FileWorker()
     for progress in (FIRST, SECOND):
         outcomes.append("saved")
         try:
-            save(Path(directory), engine, progress, timeout=TIMEOUT)
+            save(Path(directory), engine, progress, timeout=TIMEOUT, files=files)
         except SaveFailed as failure:
             outcomes[-1] = str(failure)
+            time.sleep(2)  # the training goes on, and the work that was left behind ends
     return outcomes
 
 
@@ -82,3 +86,19 @@ def test_a_silent_rank_is_named() -> None:
     one.put("written/0", None)
     with pytest.raises(NoProgress, match=r"rank 1 reported no progress for 0:00:00\.6"):
         one.gather("written")
+
+
+def test_work_that_never_returns_is_left_behind() -> None:
+    one, _ = pair()
+    files, over = FileWorker(), threading.Event()
+    started = time.monotonic()
+    with pytest.raises(Stuck, match=r"no progress for 0:00:00\.6"):
+        files.run(lambda on_progress: over.wait(), one)
+    with pytest.raises(Stuck, match="still busy"):
+        files.run(lambda on_progress: None, one)
+    assert time.monotonic() - started < 5
+    over.set()
+    wait_until(lambda: not files.busy)
+    assert files.run(lambda on_progress: "done", one) == "done"
+    with pytest.raises(OSError, match="the disk is full"):
+        files.run(lambda on_progress: (_ for _ in ()).throw(OSError("the disk is full")), one)

@@ -16,7 +16,7 @@ from megatron_zpp.checkpoint.huggingface.tokenizer_files import find_tokenizer
 from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.checkpoint.states import Progress, describe_state_of, describe_unit, tensor_name
-from megatron_zpp.checkpoint.write import write_checkpoint
+from megatron_zpp.checkpoint.write import SaveOptions, write_checkpoint
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.tokenizer import TokenizerConfig
@@ -97,7 +97,7 @@ def _write(
         tokenizer=tokenizer,
     )
     exchange = Exchange(dist.HashStore(), topology, timedelta(minutes=1), "import")
-    write_checkpoint(path, tensors, state, exchange, read_back=True)
+    write_checkpoint(path, tensors, state, exchange, SaveOptions(read_back=True))
     return path
 
 
