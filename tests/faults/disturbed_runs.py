@@ -17,7 +17,7 @@ from tests.faults.tally import Tally
 
 ITERATIONS = 24
 STARTS = 6
-HEARTBEAT = 3  # seconds
+HEARTBEAT = 5  # seconds
 PATIENCE = 240  # seconds, on a busy machine
 MODEL = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --num-layers 2 --hidden-size 32 "
