@@ -1,4 +1,4 @@
-"""Model-state memory of each rank on paper, from the formulas that the tests hold the engine to.
+"""Model-state memory of each rank on paper, from the formula that the tests hold the engine to.
 
 python benchmarks/memory_table.py   writes benchmarks/results/memory_table.json and prints a table
 """
@@ -9,11 +9,22 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
 from benchmarks.common import write_result
-from megatron_zpp.zero.theory import model_state_bytes
 
 SIZES = {"1.3B": 1.3e9, "7.5B": 7.5e9, "18B": 18.4e9, "175B": 175e9, "1T": 1e12}
 RANKS = (8, 64, 256, 1024)
+PARAMETER_BYTES = 2  # per parameter, as it computes
+OPTIMIZER_BYTES = 12  # per parameter: fp32 master weight, first moment, second moment
 PAPER = {0: 120.0, 1: 31.4, 2: 16.6, 3: 1.9}  # ZeRO paper, figure 1: 7.5B on 64 GPUs, GB
+
+
+def model_state_bytes(parameters: int, ranks: int, stage: int, *, gradient_bytes: int = 4) -> float:
+    """Bytes of model states on each rank, without padding and buffers (ZeRO paper, section 5 and figure 1).
+
+    Parameters as they compute take 2 bytes, accumulated gradients 4 here and 2 in the paper.
+    """
+    shares = [ranks if stage >= first else 1 for first in (3, 2, 1)]  # parameters, gradients, optimizer
+    costs = (PARAMETER_BYTES, gradient_bytes, OPTIMIZER_BYTES)
+    return parameters * sum(cost / share for cost, share in zip(costs, shares, strict=True))
 
 
 def main() -> None:

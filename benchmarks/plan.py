@@ -38,9 +38,10 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.plan.hardware import Machine, machine
 from megatron_zpp.plan.job import Job, units_of
-from megatron_zpp.plan.memory import memory_of, received_bytes
+from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.step_time import compute_seconds, pass_seconds, step_time
-from megatron_zpp.plan.traffic import Pass, Sent, total, traffic_of
+from megatron_zpp.plan.traffic import Pass, total, traffic_of
+from megatron_zpp.zero.hop import Sent
 
 Row = dict[str, Any]
 GRIDS = (  # result, samples of a micro-batch, nodes, GPUs of a node
@@ -240,12 +241,13 @@ def _counted_otherwise(job: Job, compiled: bool) -> int:
 
     Runs that were not compiled sent the gradients of each layout from two buffers of its own.
     """
+    reduction = job.communication.reduction
     if compiled:
-        return -received_bytes(job) if job.writes_peers else 0
+        return -reduction.buffers.received.nbytes if reduction.peer_writes else 0
     largest = max(layout.numel for layout in job.layouts)
     sent = sum(min(2, units) * layout.numel for layout, units in Counter(job.layouts).items())
-    now = 0 if job.writes_peers else largest
-    return (sent - now) * job.reduce_bytes
+    now = 0 if reduction.peer_writes else largest
+    return (sent - now) * reduction.gradient_dtype.itemsize
 
 
 def slow_link_rows() -> list[Row]:

@@ -13,7 +13,7 @@ LONGEST = (
     "train/test_faults.py",
     "launch/test_quickstart.py",
     "train/test_pretrain.py",
-    "zero/test_theory.py",
+    "zero/test_closed_forms.py",
     "launch/test_emulate_nodes.py",
     "faults/test_bad_inputs.py",
     "faults/test_fuzz.py",

@@ -75,13 +75,17 @@ class CommStream:
         with nullcontext() if self._symmetric is None else self._symmetric.allocating():
             return torch.zeros(numel, dtype=dtype, device=self._device)
 
-    def peer_buffers(self, nbytes: int) -> list[Tensor] | None:
-        """So many bytes on each of the ranks, by place, which this one can write by its copy engines.
+    @property
+    def writes_peers(self) -> bool:
+        """Whether this rank can write the memory of the others by its copy engines; alike on all ranks."""
+        return self._symmetric is not None and self._symmetric.peers_write
 
-        None where it cannot. Every rank must ask for the same.
+    def peer_buffers(self, nbytes: int) -> list[Tensor]:
+        """So many bytes on each of the ranks, in their order, for streams that can write them.
+
+        Every rank must ask for the same.
         """
-        if self._symmetric is None or not self._symmetric.peers_write:
-            return None
+        assert self._symmetric is not None
         self._barrier_buffers = (
             self.zeros(len(self.ranks), torch.float32),
             self.zeros(len(self.ranks), torch.float32),

@@ -5,8 +5,8 @@ does, for any stage, prefetch and recomputation.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -14,8 +14,8 @@ from torch import Tensor
 from megatron_zpp.distributed.comm_stream import Pending
 from megatron_zpp.model.gpt import recomputed_units, segments
 from megatron_zpp.plan.job import Job
+from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.gathers import Gathers, Phase
-from megatron_zpp.zero.theory import slots
 from megatron_zpp.zero.unit import InFlight, ParameterSlot, Unit
 
 _WALKED = 3  # micro-batches: the first, one like all between, the last
@@ -23,10 +23,10 @@ _WALKED = 3  # micro-batches: the first, one like all between, the last
 
 @dataclass
 class Gathered:
-    """Elements of the units that one pass gathers, padding included: a count of gathers for each size."""
+    """How many times one pass gathers a unit of each layout."""
 
-    world: Counter = field(default_factory=Counter)  # over all ranks
-    secondary: Counter = field(default_factory=Counter)  # inside hpZ groups
+    world: Counter[FlatLayout] = field(default_factory=Counter)  # over all ranks
+    secondary: Counter[FlatLayout] = field(default_factory=Counter)  # inside hpZ groups
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,13 @@ class Walked:
 class _Counted:
     """A Gather that only takes note."""
 
-    def __init__(self) -> None:
-        self.sizes: Counter = Counter()
+    def __init__(self, layouts: Iterable[FlatLayout]) -> None:
+        self.units: Counter[FlatLayout] = Counter()
+        self._layouts = {layout.numel: layout for layout in layouts}  # those of equal size travel alike
 
     def gather(self, full: Tensor, gather_source: Tensor, keep: Tensor | None = None) -> Pending:
         """See zero.collectives.Gather."""
-        self.sizes[full.numel()] += 1
+        self.units[self._layouts[full.numel()]] += 1
         return Pending()
 
 
@@ -59,12 +60,13 @@ def walk(job: Job) -> list[Walked]:
         gathered = [Gathered() for _ in order]
     else:
         units = _units(job)
-        world, secondary = _Counted(), _Counted()
+        world, secondary = _Counted(job.layouts), _Counted(job.layouts)
+        plan = job.communication
         gathers = Gathers(
             units,
             world,
-            secondary if job.secondary_ranks else None,
-            job.prefetch,
+            secondary if plan.secondary else None,
+            plan.prefetch,
             recomputed=recomputed_units(job.model.num_layers, job.recompute),
         )
         for _ in range(2):  # the second step finds what the first one left
@@ -72,8 +74,8 @@ def walk(job: Job) -> list[Walked]:
             gathers.write_gather_source(units)
             for forward, _index in order:
                 _visit(gathers, job, forward)
-                gathered.append(Gathered(world.sizes, secondary.sizes))
-                world.sizes, secondary.sizes = Counter(), Counter()
+                gathered.append(Gathered(world.units, secondary.units))
+                world.units, secondary.units = Counter(), Counter()
     between = job.micro_batches - walked + 1
     return [
         Walked(forward, index, between if walked == _WALKED and index == 1 else 1, sizes)
@@ -102,23 +104,20 @@ def _visit(gathers: Gathers, job: Job, forward: bool) -> None:
 
 def _units(job: Job) -> list[Unit]:
     """Units like those of UnitBuilder, without memory."""
-    shared = {}
-    for layout, count in Counter(job.layouts).items():
-        own = slots(count, job.prefetch) if job.zero.zero_stage >= 3 else count
-        shared[layout] = (cycle([ParameterSlot(buffer=_meta(layout.numel)) for _ in range(own)]), own < count)
-    units = []
-    for layout in job.layouts:
-        slot, is_shared = next(shared[layout][0]), shared[layout][1]
+    plan, slots, units = job.communication, {}, []
+    for index, layout in zip(plan.slots, plan.layouts, strict=True):
+        if index not in slots:
+            slots[index] = ParameterSlot(buffer=_meta(layout.numel))
         unit = Unit(
             names=(),
             parameters=(),
             layout=layout,
             owned=layout.shard(0),
-            slot=slot,
+            slot=slots[index],
             reducing=InFlight(),
             master=_meta(0),
             gather_source=_meta(0),
-            secondary=_meta(0) if job.secondary_ranks and is_shared else None,
+            secondary=None if plan.secondary_part(layout) is None else _meta(0),
         )
         units.append(unit)
     return units

@@ -9,15 +9,13 @@ from torch import nn
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
-from megatron_zpp.config.zero import GRADIENT_BLOCK, WEIGHT_BLOCK, ZeroConfig
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.flops import flops_per_token
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.zero.build import layouts_of
-from megatron_zpp.zero.engine import reduce_dtype, sum_dtype
+from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
 from megatron_zpp.zero.flat_layout import FlatLayout
-from megatron_zpp.zero.theory import AllReduceAlgorithm, all_reduce_algorithm, reduces_in_two_hops
-from megatron_zpp.zero.unit import Residency
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,96 +67,51 @@ class Job:
         """Of the compute, on a GPU."""
         return getattr(torch, self.precision.compute_dtype("cuda"))
 
-    @property
-    def reduce_bytes(self) -> int:
-        """Of a gradient as it is sent, where it is not quantised."""
-        return reduce_dtype(Residency(self.zero.zero_stage), self.precision, self.dtype).itemsize
-
-    @property
-    def sent_bytes(self) -> int:
-        """Of the same on the wire: those of a step's only micro-batch are sent as they are made."""
-        as_made = self.micro_batches == 1 and self.all_reduce_algorithm is not AllReduceAlgorithm.LIBRARY
-        return min(self.reduce_bytes, self.dtype.itemsize) if as_made else self.reduce_bytes
-
-    @property
-    def all_reduce_algorithm(self) -> AllReduceAlgorithm | None:
-        """How stage 0 sums over ranks."""
-        return all_reduce_algorithm(self.nodes, self.local) if self.zero.zero_stage == 0 else None
-
-    @property
-    def writes_peers(self) -> bool:
-        """Whether ranks send gradients from where they are made, into each other's memory."""
-        copies = self.zero.zero_copy_engines != "off"
-        return copies and self.nodes == 1 < self.local and self.gradient_format is None
-
-    @property
-    def sum_bytes(self) -> int:
-        """Of a node's sum of such gradients."""
-        return sum_dtype(self.precision).itemsize
-
-    @property
-    def prefetch(self) -> int:
-        """Units gathered ahead."""
-        return self.zero.zero_prefetch_units or 0
-
     @cached_property
     def layouts(self) -> list[FlatLayout]:
         """Of the units, in forward order."""
         return layouts_of(self.units, self.ranks, self.zero.shard_multiple, self.zero.largest_block)
 
     @property
-    def weight_format(self) -> QuantFormat | None:
-        """What qwZ sends."""
-        if not self.zero.zero_quantized_weights:
-            return None
-        block = self.zero.zero_quantization_block or WEIGHT_BLOCK
-        return QuantFormat(self.zero.zero_quantized_weights_format, block)
+    def communication(self) -> CommunicationPlan:
+        """The engine's plan on rank 0."""
+        return self.node_communication[0]
 
-    @property
-    def gradient_format(self) -> QuantFormat | None:
-        """What qgZ sends."""
-        if not self.zero.zero_quantized_gradients:
-            return None
-        block = self.zero.zero_quantization_block or GRADIENT_BLOCK
-        return QuantFormat(self.zero.zero_quantized_gradients_format, block)
+    @cached_property
+    def node_communication(self) -> list[CommunicationPlan]:
+        """The engine's plans on the ranks of node 0, to which those of every other node are alike.
 
-    @property
-    def secondary_ranks(self) -> int | None:
-        """Ranks of an hpZ group; None without hpZ."""
-        return self.zero.hpz_ranks(self.local, self.nodes) if self.zero.hpz else None
-
-    @property
-    def secondary_codes(self) -> bool:
-        """Whether an hpZ group keeps codes."""
-        return self.zero.zero_hpz_secondary == "quantized"
+        Copy engines are taken to work where --zero-copy-engines allows them.
+        """
+        return [
+            plan_communication(
+                self.zero,
+                Topology(rank, self.ranks, rank, self.local),
+                self.layouts,
+                compute_dtype=self.dtype,
+                reduce_in_bf16=self.precision.grad_reduce_in_bf16,
+                copy_engines=self.zero.zero_copy_engines != "off",
+            )
+            for rank in range(self.local)
+        ]
 
     @property
     def sums_gradients(self) -> bool:
         """Whether the optimizer takes fp32 sums: one rank's only micro-batch leaves gradients as they are."""
-        one = self.ranks == self.micro_batches == 1
-        return not one or self.zero.quantizes or self.zero.zero_offload_optimizer
+        weights_in_dtype = self.communication.gather.hop.quant_format is None
+        accepts_16bit = weights_in_dtype and not self.zero.zero_offload_optimizer
+        return self.communication.sums_gradients(self.micro_batches, accepts_16bit=accepts_16bit)
 
     @property
     def reduces_as_made(self) -> bool:
         """Whether gradients are reduced as the backward makes them, not summed over micro-batches first."""
-        return self.sums_gradients and (self.zero.zero_stage >= 2 or self.micro_batches == 1)
+        every = self.communication.reduction.every_micro_batch
+        return self.sums_gradients and (every or self.micro_batches == 1)
 
     @property
     def returns_squared_norms(self) -> bool:
         """Whether the squares for the norm come with the sums over ranks, without a pass of their own."""
-        sums_itself = self.gradient_format is None and self.all_reduce_algorithm in (
-            None,
-            AllReduceAlgorithm.LOCAL_SUM,
-        )
-        return self.sums_gradients and sums_itself
-
-    @property
-    def two_hops(self) -> bool:
-        """Whether gradients are summed inside nodes and then between them."""
-        if self.gradient_format is not None:
-            return min(self.nodes, self.local) > 1
-        sizes = {"reduce_bytes": self.reduce_bytes, "sum_bytes": self.sum_bytes}
-        return self.zero.zero_stage >= 1 and reduces_in_two_hops(self.nodes, self.local, **sizes)
+        return self.sums_gradients and self.communication.reduction.returns_squared_norms
 
 
 def units_of(model: ModelConfig, vocab_size: int) -> list[tuple[str, nn.Module]]:

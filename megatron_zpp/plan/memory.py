@@ -1,11 +1,10 @@
 """What one rank holds, part by part, and when it holds most: the bytes that are handed out to tensors.
 
-Model states and buffers are those that zero/build.py and zero/communication.py make, padding included, and
-stay for the whole run. Gradients and activations come and go, and are not at their most together, so the
-peak is looked for at the moments where it can be: in the loss, along the backward, in the optimizer.
+Model states and buffers are those of the engine's communication plan, padding included, and stay for the
+whole run. Gradients and activations come and go and do not peak together. So the peak is looked for at the
+moments where it can be: in the loss, along the backward, in the optimizer's step.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 
 from megatron_zpp.plan.activations import (
@@ -17,13 +16,6 @@ from megatron_zpp.plan.activations import (
     working_bytes,
 )
 from megatron_zpp.plan.job import Job
-from megatron_zpp.zero.theory import (
-    ERROR_BYTES,
-    AllReduceAlgorithm,
-    quantized_reduction_bytes,
-    reduction_bytes,
-    slots,
-)
 
 
 @dataclass(frozen=True)
@@ -51,13 +43,15 @@ def memory_of(job: Job) -> Memory:
     """Of each rank: all hold the same."""
     owned = sum(layout.numel if job.zero.zero_stage == 0 else layout.shard_numel for layout in job.layouts)
     offloaded = job.zero.zero_offload_optimizer
-    master_bytes = 4 if offloaded or job.dtype.itemsize < 4 or job.weight_format else 0
+    communication = job.communication
+    quantized = communication.gather.hop.quant_format is not None
+    master_bytes = 4 if offloaded or job.dtype.itemsize < 4 or quantized else 0
     optimizer = (8 + master_bytes) * owned
     parts = {
-        "weights": _weights(job),
+        "weights": communication.weight_bytes,
         "optimizer": 0 if offloaded else optimizer,
-        "buffers": _buffers(job),
-        "zeropp": _zeropp(job),
+        "buffers": communication.arena_bytes,
+        "zeropp": communication.secondary_bytes + communication.error_bytes,
     }
     moments = _moments(job)
     moment, highest = max(moments.items(), key=lambda item: item[1])
@@ -72,66 +66,6 @@ def memory_of(job: Job) -> Memory:
         moment=moment,
         cpu=away + (int(optimizer + pinned) if offloaded else 0),
     )
-
-
-def _weights(job: Job) -> int:
-    """Slots of whole units; at stage 3 and for qwZ also the shard or message that is sent."""
-    itemsize, stage = job.dtype.itemsize, job.zero.zero_stage
-    total = 0
-    for layout, units in Counter(job.layouts).items():
-        count = slots(units, job.prefetch) if stage >= 3 else units
-        total += count * layout.numel * itemsize
-        if job.weight_format is not None:
-            total += units * job.weight_format.message_bytes(layout.shard_numel)
-        elif stage >= 3:
-            total += units * layout.shard_numel * itemsize
-    return total
-
-
-def _buffers(job: Job) -> int:
-    """What gradients are sent from, and the messages of gathers and reductions."""
-    sent, algorithm = job.reduce_bytes, job.all_reduce_algorithm
-    total = 0
-    joined = {AllReduceAlgorithm.TWO_STEP: True, AllReduceAlgorithm.LIBRARY: sent != 4}.get(
-        algorithm, not job.writes_peers
-    )
-    largest = max(layout.numel for layout in job.layouts)
-    if joined and job.ranks > 1 and job.gradient_format is None:
-        total += largest * sent
-    if job.gradient_format is not None:
-        total += largest * job.dtype.itemsize
-        total += quantized_reduction_bytes(job.layouts, job.nodes, job.gradient_format)
-    else:
-        total += received_bytes(job)
-    if job.weight_format is not None:
-        largest = max(job.weight_format.message_bytes(layout.shard_numel) for layout in job.layouts)
-        total += job.ranks * largest * (2 if job.secondary_codes else 1)
-    return total
-
-
-def received_bytes(job: Job) -> int:
-    """What gradients as they are are received in: memory that other GPUs write if `job.writes_peers`."""
-    if job.all_reduce_algorithm is AllReduceAlgorithm.LOCAL_SUM:
-        return job.ranks * max(layout.numel for layout in job.layouts) * job.reduce_bytes
-    if job.all_reduce_algorithm is AllReduceAlgorithm.LIBRARY:
-        return 0
-    sizes = {"reduce_bytes": job.reduce_bytes, "sum_bytes": job.sum_bytes}
-    return reduction_bytes(job.layouts, job.nodes, **sizes)
-
-
-def _zeropp(job: Job) -> int:
-    total = 0
-    if job.secondary_ranks is not None:
-        for layout, units in Counter(job.layouts).items():
-            if slots(units, job.prefetch) < units:
-                part = layout.numel // job.secondary_ranks * job.dtype.itemsize
-                if job.secondary_codes:
-                    messages = job.ranks // job.secondary_ranks
-                    part = messages * job.weight_format.message_bytes(layout.shard_numel)
-                total += units * part
-    if job.zero.zero_gradient_error_feedback and job.two_hops:
-        total += ERROR_BYTES * job.nodes * sum(layout.shard_numel for layout in job.layouts)
-    return total
 
 
 def _moments(job: Job) -> dict[str, int]:
@@ -180,13 +114,14 @@ def _sent_bytes(job: Job) -> float:
 
     A gradient as it was made or, of a sum over micro-batches, its 16-bit copy or the shard that comes of it.
     """
+    reduce_bytes = job.communication.reduction.gradient_dtype.itemsize
     if job.reduces_as_made:
-        return min(job.dtype.itemsize, job.reduce_bytes)
+        return min(job.dtype.itemsize, reduce_bytes)
     if not job.sums_gradients:
         return 0
     if job.zero.zero_stage == 1:
         return 4 / job.ranks
-    return job.reduce_bytes if job.reduce_bytes < 4 else 0
+    return reduce_bytes if reduce_bytes < 4 else 0
 
 
 def _gradients(job: Job, *, whole: bool) -> int:
@@ -199,6 +134,7 @@ def _gradients(job: Job, *, whole: bool) -> int:
 
 
 def _published_itemsize(job: Job) -> float:
-    if job.weight_format is not None:
-        return job.weight_format.block_bytes / job.weight_format.block
+    quant_format = job.communication.gather.hop.quant_format
+    if quant_format is not None:
+        return quant_format.block_bytes / quant_format.block
     return 0 if job.dtype.itemsize == 4 else job.dtype.itemsize

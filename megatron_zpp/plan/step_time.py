@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from megatron_zpp.model.gpt import segments
 from megatron_zpp.plan.hardware import BESIDE, BESIDE_KERNELS, CPU_BYTES_A_SECOND, Machine
 from megatron_zpp.plan.job import Job
-from megatron_zpp.plan.traffic import Pass, Sent, total
-from megatron_zpp.zero.theory import AllReduceAlgorithm
+from megatron_zpp.plan.traffic import Pass, total
+from megatron_zpp.zero.hop import Sent
+from megatron_zpp.zero.reduction_plan import ReductionAlgorithm
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def pass_seconds(job: Job, machine: Machine, one: Pass, working: float) -> float
     """One pass of `working` seconds of compute and kernels, with what is sent beside it."""
     between = one.alone.inter / job.nodes / min(machine.link, machine.exchange)
     hops = between, _inside_seconds(job, machine, one.alone)
-    in_turn = job.two_hops and job.gradient_format is None  # qgZ's overlap by chunks
+    in_turn = job.communication.reduction.algorithm is ReductionAlgorithm.TWO_HOPS  # qgZ overlaps
     alone = sum(hops) if in_turn else max(hops)
     gathers = one.gathered.inter / job.nodes / machine.gather
     reductions = one.reduced.inter / job.nodes / machine.exchange
@@ -107,24 +108,31 @@ def _recomputed_flops(job: Job) -> float:
 
 def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
     """Codes of weights decoded; gradients copied to be sent, encoded and summed."""
-    itemsize, weights, gradients = job.dtype.itemsize, job.weight_format, job.gradient_format
-    nbytes = 0.0
-    if weights is not None:
+    plan, itemsize, nbytes = job.communication, job.dtype.itemsize, 0.0
+    if weights := plan.gather.hop.quant_format:
         nbytes += one.decoded * (weights.block_bytes / weights.block + itemsize)
     if not one.forward:
-        from_where_made = job.gradient_format is None and (job.writes_peers or job.ranks == 1)
+        sent_bytes = plan.reduction.sent_itemsize(job.micro_batches)
         if not job.reduces_as_made:
             nbytes += one.summed * (itemsize + 8)
-        elif not from_where_made:
-            nbytes += one.summed * (itemsize + job.sent_bytes)
+        elif not plan.reduction.sends_in_place:
+            nbytes += one.summed * (itemsize + sent_bytes)
         if one.reduced != Sent():
-            code = gradients.block_bytes / gradients.block if gradients else 0
-            node_sums = 2 * job.sum_bytes / job.local if job.two_hops and not gradients else 0
-            sums = job.sent_bytes + 8 / job.ranks
-            if job.all_reduce_algorithm is AllReduceAlgorithm.LOCAL_SUM:
-                sums = job.ranks * job.sent_bytes + 4
-            nbytes += one.summed * (sums + 2 * code + node_sums)
+            nbytes += one.summed * _reduced_bytes(job, sent_bytes)
     return nbytes / machine.memory_rate
+
+
+def _reduced_bytes(job: Job, sent_bytes: int) -> float:
+    """What a reduction reads and writes in memory, in bytes per element of the whole gradient."""
+    reduction = job.communication.reduction
+    if reduction.algorithm is ReductionAlgorithm.LOCAL_SUM:
+        return job.ranks * sent_bytes + 4
+    nbytes = sent_bytes + 8 / job.ranks
+    if reduction.quant_format is not None:
+        nbytes += 2 * reduction.quant_format.block_bytes / reduction.quant_format.block
+    elif reduction.algorithm is ReductionAlgorithm.TWO_HOPS:
+        nbytes += 2 * reduction.hops[1].nbytes(1) / job.local
+    return nbytes
 
 
 def _optimizer_seconds(job: Job, machine: Machine) -> float:

@@ -1,17 +1,16 @@
 """Takes over a model's parameters: lays them out, makes the buffers, fills in the initial weights."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import cycle
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.communication import Communication
+from megatron_zpp.zero.communication_plan import ERROR_DTYPE
 from megatron_zpp.zero.flat_layout import ALIGNMENT, FlatLayout
-from megatron_zpp.zero.unit import InFlight, ParameterSlot, Residency, Unit
+from megatron_zpp.zero.hop import Buffer
+from megatron_zpp.zero.unit import InFlight, ParameterSlot, Unit
 
 Initialize = Callable[[str, Tensor], None]
 
@@ -19,38 +18,34 @@ Initialize = Callable[[str, Tensor], None]
 class UnitBuilder:
     """Makes the units of a model whose parameters are on the meta device.
 
-    Units of equal layout share slots in turn: at stage 3 `prefetch` + 1 for their parameters, and at every
-    stage two for the reduction of their gradients, so that as many can be under way.
+    Units of equal layout also share two places for a reduction in turn, so that two of them can be under way.
     """
 
     def __init__(
-        self,
-        residency: Residency,
-        topology: Topology,
-        device: torch.device,
-        communication: Communication,
-        *,
-        dtype: torch.dtype,
-        prefetch: int,
-        offload_optimizer: bool,
-        error_feedback: bool,
+        self, communication: Communication, device: torch.device, *, offload_optimizer: bool
     ) -> None:
-        self._residency, self._topology, self._device = residency, topology, device
-        self._communication, self._dtype = communication, dtype
-        self._prefetch, self._offload, self._error_feedback = prefetch, offload_optimizer, error_feedback
+        self._communication, self._plan = communication, communication.plan
+        self._device, self._offload = device, offload_optimizer
 
-    def build(
-        self, modules: list[tuple[str, nn.Module]], layouts: list[FlatLayout], initialize: Initialize
-    ) -> list[Unit]:
-        """One unit a module, in order. `initialize(name, tensor)` fills one whole fp32 parameter.
+    def build(self, modules: list[tuple[str, nn.Module]], initialize: Initialize) -> list[Unit]:
+        """One unit per module, in order. `initialize(name, tensor)` fills one whole fp32 parameter.
 
         The modules' parameters become views of the units' slots. A rank never holds more of the model than
         its shards, the slots and the one parameter that is being initialised.
         """
-        slots = {layout: self._slots(layout, count) for layout, count in Counter(layouts).items()}
+        plan = self._plan
+        slots: dict[int, ParameterSlot] = {}
+        reducing: dict[tuple[FlatLayout, int], InFlight] = {}
+        turns: Counter[FlatLayout] = Counter()
+        for slot, layout in zip(plan.slots, plan.layouts, strict=True):
+            if slot not in slots:
+                buffer = Buffer(layout.numel, plan.compute_dtype)
+                slots[slot] = ParameterSlot(buffer=self._communication.zeros(plan.slot_stream, buffer))
         units = []
-        for (name, module), layout in zip(modules, layouts, strict=True):
-            unit = self._unit(name, module, layout, slots[layout])
+        for (name, module), slot, layout in zip(modules, plan.slots, plan.layouts, strict=True):
+            place = reducing.setdefault((layout, turns[layout] % 2), InFlight())
+            turns[layout] += 1
+            unit = self._unit(name, module, layout, slots[slot], place)
             for index, parameter in enumerate(unit.parameters):
                 if any(piece.parameter == index for piece in layout.pieces(unit.owned)):
                     initial = torch.empty(parameter.shape, dtype=torch.float32, device=self._device)
@@ -61,23 +56,15 @@ class UnitBuilder:
             units.append(unit)
         return units
 
-    def _slots(self, layout: FlatLayout, units: int) -> "_Slots":
-        count = min(self._prefetch + 1, units) if self._residency.parameters_sharded else units
-        comm_stream = self._communication.filling
-        parameters = [
-            ParameterSlot(buffer=comm_stream.zeros(layout.numel, self._dtype)) for _ in range(count)
-        ]
-        reducing = [InFlight(), InFlight()]
-        return _Slots(cycle(parameters), cycle(reducing), shared=count < units)
-
-    def _unit(self, name: str, module: nn.Module, layout: FlatLayout, slots: "_Slots") -> Unit:
-        stage, communication = self._residency, self._communication
-        owned = layout.shard(self._topology.rank) if stage.optimizer_sharded else range(layout.numel)
-        slot = next(slots.parameters)
-        if stage.parameters_sharded or communication.weight_format is not None:
-            gather_source = communication.gather.gather_source(layout.shard_numel)
-        else:
+    def _unit(
+        self, name: str, module: nn.Module, layout: FlatLayout, slot: ParameterSlot, reducing: InFlight
+    ) -> Unit:
+        plan = self._plan
+        owned = layout.shard(plan.grid.rank) if plan.residency.optimizer_sharded else range(layout.numel)
+        if plan.sends_from_slots:
             gather_source = slot.buffer[owned.start : owned.stop]
+        else:
+            gather_source = self._communication.zeros(plan.gather.hop.stream, plan.gather.part(layout))
         if self._offload:
             master = torch.zeros(len(owned), pin_memory=self._device.type == "cuda")
         elif gather_source.dtype == torch.float32:
@@ -91,32 +78,23 @@ class UnitBuilder:
             layout=layout,
             owned=owned,
             slot=slot,
-            reducing=next(slots.reducing),
+            reducing=reducing,
             master=master,
             gather_source=gather_source,
-            secondary=self._secondary(layout) if slots.shared else None,
+            secondary=self._secondary(layout),
             error=error,
             error_before=None if error is None else torch.empty_like(error),
         )
 
     def _secondary(self, layout: FlatLayout) -> Tensor | None:
-        secondary = self._communication.secondary
-        return None if secondary is None else secondary.new(layout)
+        part = self._plan.secondary_part(layout)
+        return None if part is None else self._communication.zeros(self._plan.secondary.hop.stream, part)
 
     def _error(self, layout: FlatLayout) -> Tensor | None:
-        if not self._error_feedback:
+        if not self._plan.reduction.error_feedback:
             return None
-        numel = self._communication.reduction.error_numel(layout)
-        return torch.zeros(numel, dtype=torch.bfloat16, device=self._device)
-
-
-@dataclass(frozen=True)
-class _Slots:
-    """The slots that units of one layout take in turn; `shared`: whether two of them use one."""
-
-    parameters: Iterator[ParameterSlot]
-    reducing: Iterator[InFlight]
-    shared: bool
+        numel = self._plan.reduction.error_numel(layout)
+        return torch.zeros(numel, dtype=ERROR_DTYPE, device=self._device)
 
 
 def layouts_of(

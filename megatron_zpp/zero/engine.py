@@ -17,8 +17,9 @@ from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.ops.checks import SQUARES_BLOCK
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.build import Initialize, UnitBuilder, layouts_of
-from megatron_zpp.zero.collectives.plain import sum_over_ranks, sum_squares
+from megatron_zpp.zero.collectives.sums import sum_over_ranks, sum_squares
 from megatron_zpp.zero.communication import build_communication
+from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
 from megatron_zpp.zero.gathers import Gathers, Phase
 from megatron_zpp.zero.hooks import register_hooks
 from megatron_zpp.zero.loss_scale import LossScale
@@ -32,7 +33,7 @@ from megatron_zpp.zero.sections import (
     WAIT_REDUCTIONS,
     Sections,
 )
-from megatron_zpp.zero.unit import Residency, Unit
+from megatron_zpp.zero.unit import Unit
 
 WEIGHTS = "weights"
 STATE_KINDS = (WEIGHTS, *MOMENTS)
@@ -83,49 +84,41 @@ class ZeroEngine:
         self.model, self.topology, self.device = model, topology, device
         self._ledger, self.sections = TrafficLedger(topology), sections
         self._clip_grad, self._operations = optimizer.clip_grad, operations
-        residency = Residency(zero.zero_stage)
         dtype = getattr(torch, precision.compute_dtype(device.type))
-        sent = reduce_dtype(residency, precision, dtype)
-        prefetch = zero.zero_prefetch_units or 0  # None below stage 3, where no gather is ahead of its unit
         named_modules = model.units()
         self.copy_engines = choose_copy_engines(zero.zero_copy_engines, topology, device, timeout, say)
         layouts = layouts_of(named_modules, topology.world_size, zero.shard_multiple, zero.largest_block)
-        self._communication = communication = build_communication(
+        plan = plan_communication(
             zero,
             topology,
+            layouts,
+            compute_dtype=dtype,
+            reduce_in_bf16=precision.grad_reduce_in_bf16,
+            copy_engines=self.copy_engines,
+        )
+        self._communication = communication = build_communication(
+            plan,
             lambda ranks: CommStream(
                 ranks, topology, device, self._ledger, timeout, copy_engines=self.copy_engines
             ),
-            layouts,
-            dtype=dtype,
-            reduce_dtype=sent,
-            sum_dtype=sum_dtype(precision),
-            operations=operations,
+            operations,
         )
-        self.units = UnitBuilder(
-            residency,
-            topology,
-            device,
-            communication,
-            dtype=dtype,
-            prefetch=prefetch,
-            offload_optimizer=zero.zero_offload_optimizer,
-            error_feedback=zero.zero_gradient_error_feedback,
-        ).build(named_modules, layouts, initialize)
-        for comm_stream in self._communication.comm_streams:
+        self.units = UnitBuilder(communication, device, offload_optimizer=zero.zero_offload_optimizer).build(
+            named_modules, initialize
+        )
+        for comm_stream in communication.comm_streams:
             comm_stream.ready()
-        secondary = communication.secondary.gather if communication.secondary else None
         self._gathers = Gathers(
-            self.units, communication.gather, secondary, prefetch, sections, model.recomputed_units()
+            self.units,
+            communication.gather,
+            communication.secondary,
+            plan.prefetch,
+            sections,
+            model.recomputed_units(),
         )
         self._adamw = build_adamw(optimizer, self.units, communication, fused_backend, operations)
-        alone = topology.world_size == 1 and not zero.zero_quantized_gradients
         self._reductions = Reductions(
-            self.units,
-            communication.reduction,
-            residency,
-            sent,
-            sums=not (alone and self._adamw.accepts_16bit_gradients),
+            self.units, communication, accepts_16bit=self._adamw.accepts_16bit_gradients
         )
         self._hooks = register_hooks(
             [module for _, module in named_modules], self.units, self._gathers, self._reductions
@@ -254,9 +247,14 @@ class ZeroEngine:
                 unit.changed()
 
     @property
+    def plan(self) -> CommunicationPlan:
+        """How the weights and gradients of this rank travel."""
+        return self._communication.plan
+
+    @property
     def feeds_back(self) -> bool:
         """Whether reductions keep what they lost (--zero-gradient-error-feedback)."""
-        return self.units[0].error is not None
+        return self.plan.reduction.error_feedback
 
     @property
     def error_layout(self) -> list[int]:
@@ -264,7 +262,8 @@ class ZeroEngine:
         if not self.feeds_back:
             return []
         grid = [self.topology.nodes, self.topology.local_world_size]
-        return [*grid, self._communication.reduction.block, *(unit.error.numel() for unit in self.units)]
+        block = self.plan.reduction.quant_format.block
+        return [*grid, block, *(unit.error.numel() for unit in self.units)]
 
     def load_optimizer_steps(self, steps: int) -> None:
         """The inverse of `optimizer_steps`."""
@@ -316,20 +315,3 @@ class ZeroEngine:
             return self.model(tokens[:, :-1], tokens[:, 1:])
         moved = (part if part is None else part.to(self.device, non_blocking=True) for part in batch)
         return self.model(*moved)
-
-
-def reduce_dtype(residency: Residency, precision: PrecisionConfig, dtype: torch.dtype) -> torch.dtype:
-    """The format in which gradients are sent.
-
-    Sharded ones go out after each backward in the format it made them in, which loses nothing as they are
-    summed in fp32. Sums over micro-batches need fp32, unless told otherwise; a step's only one is sent as it
-    made them.
-    """
-    if precision.grad_reduce_in_bf16:
-        return torch.bfloat16
-    return dtype if residency.gradients_sharded else torch.float32
-
-
-def sum_dtype(precision: PrecisionConfig) -> torch.dtype:
-    """The format in which a node's sums of gradients are sent to others: a 16-bit one would round them."""
-    return torch.bfloat16 if precision.grad_reduce_in_bf16 else torch.float32

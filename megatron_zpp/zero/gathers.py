@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
 from megatron_zpp.distributed.comm_stream import Pending
-from megatron_zpp.zero.collectives.plain import Gather
+from megatron_zpp.zero.collectives.interface import Gather
 from megatron_zpp.zero.sections import UNTIMED, WAIT_GATHERS, Sections
 from megatron_zpp.zero.unit import Unit
 

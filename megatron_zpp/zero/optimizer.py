@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.zero.collectives.plain import Gather
+from megatron_zpp.zero.collectives.interface import Gather
 from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.grad_segments import GradSegment
 from megatron_zpp.zero.unit import Unit

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.ops.checks import SQUARES_BLOCK
-from megatron_zpp.zero.collectives.plain import Reduction
+from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.grad_segments import GradSegment
-from megatron_zpp.zero.unit import Residency, Unit
+from megatron_zpp.zero.unit import Unit
 
 # Elements of a 16-bit gradient that stays where the backward made it:
 _STEPPED_THERE = 1 << 23  # a copy would move 32 MiB; without it the norm and AdamW need kernels of its own
@@ -21,21 +21,12 @@ class Reductions:
     nothing to sum they stay as they are.
     """
 
-    def __init__(
-        self,
-        units: list[Unit],
-        reduction: Reduction,
-        residency: Residency,
-        dtype: torch.dtype,
-        *,
-        sums: bool = True,
-    ) -> None:
-        """Sums over micro-batches are sent in `dtype`, and gradients as they are made unless that is larger.
-
-        `sums` is False where gradients of a step's only micro-batch are the step's as they are.
-        """
-        self._units, self._reduction, self._residency, self._sums = units, reduction, residency, sums
-        self._dtype = dtype
+    def __init__(self, units: list[Unit], communication: Communication, *, accepts_16bit: bool) -> None:
+        """`accepts_16bit`: whether the optimizer takes gradients in 16 bits."""
+        self._units, self._reduction = units, communication.reduction
+        self._plan, self._residency = communication.plan.reduction, communication.plan.residency
+        self._sums = communication.plan.sums_gradients(1, accepts_16bit=accepts_16bit)
+        self._dtype = self._plan.gradient_dtype
         self._first = self._last = True
 
     def begin(self, *, first: bool, last: bool) -> None:
@@ -106,7 +97,7 @@ class Reductions:
         if only and not self._sums:
             unit.gradients = unit.grad_segments(produced, _STEPPED_THERE)
             return
-        if only or self._residency.gradients_sharded:
+        if only or self._plan.every_micro_batch:
             if produced[0].itemsize > self._dtype.itemsize:
                 produced = [gradient.to(self._dtype) for gradient in produced]
             self._reduce(unit, unit.grad_segments(produced, _SENT_FROM_THERE), add=not self._first)
@@ -130,22 +121,21 @@ class Reductions:
     ) -> None:
         """Starts the sum over ranks: at stage 0 into `total`, if it is given, or else a new buffer."""
         unit.reducing.reads = sent
-        if self._residency.optimizer_sharded:
-            if not add:
-                unit.gradients = (GradSegment(0, torch.empty_like(unit.master, device=sent[0].flat.device)),)
-            ((_, shard),) = unit.gradients
-            unit.squares = self._new_squares(shard)
-            unit.reducing.pending = self._reduction.reduce_scatter(
-                sent, shard, add=add, squares=unit.squares, error=unit.error
-            )
-            return
-        if total is None:
-            total = torch.empty(unit.layout.numel, device=sent[0].flat.device)
-        unit.gradients, unit.squares = (GradSegment(0, total),), self._new_squares(total)
-        unit.reducing.pending = self._reduction.all_reduce(sent, total, unit.squares)
+        device = sent[0].flat.device
+        if not self._residency.optimizer_sharded:
+            if total is None:
+                total = torch.empty(unit.layout.numel, device=device)
+            unit.gradients = (GradSegment(0, total),)
+        elif not add:
+            unit.gradients = (GradSegment(0, torch.empty_like(unit.master, device=device)),)
+        ((_, summed),) = unit.gradients
+        unit.squares = self._new_squares(summed)
+        unit.reducing.pending = self._reduction.reduce(
+            sent, summed, add=add, squares=unit.squares, error=unit.error
+        )
 
     def _new_squares(self, summed: Tensor) -> Tensor | None:
         """Where the sums of a step's last micro-batch leave their squares, if they find them."""
-        if not (self._last and self._reduction.returns_squared_norms):
+        if not (self._last and self._plan.returns_squared_norms):
             return None
         return torch.empty(len(summed) // SQUARES_BLOCK, device=summed.device)

@@ -33,28 +33,6 @@ from megatron_zpp.zero.flat_layout import SHARD_MULTIPLE, FlatLayout
 from megatron_zpp.zero.grad_segments import GradSegment
 
 
-@dataclass(frozen=True)
-class Residency:
-    """What a ZeRO stage leaves whole on every rank (ZeRO paper, section 5)."""
-
-    stage: int
-
-    @property
-    def optimizer_sharded(self) -> bool:
-        """Stage 1 and up: master weights and moments."""
-        return self.stage >= 1
-
-    @property
-    def gradients_sharded(self) -> bool:
-        """Stage 2 and up: the accumulated gradients."""
-        return self.stage >= 2
-
-    @property
-    def parameters_sharded(self) -> bool:
-        """Stage 3: the compute-precision parameters."""
-        return self.stage >= 3
-
-
 @dataclass
 class InFlight:
     """At most one asynchronous collective, and what it reads."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.memory_table import model_state_bytes
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
@@ -19,10 +20,10 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.theory import arena_bytes, model_state_bytes
 from tests.gpu.ranks import on_gpus
 from tests.gpu.steady import assert_steady
 from tests.support import pretrain
+from tests.zero.closed_forms import arena_bytes
 from tests.zero.engines import engine_of
 
 VOCAB = 1000

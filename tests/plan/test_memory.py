@@ -22,7 +22,7 @@ from tests.plan.jobs import FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of
 from tests.zero.engines import engine_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
-from tests.zero.test_theory import live_bytes
+from tests.zero.test_closed_forms import live_bytes
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
 BF16 = {"bf16": True}
@@ -77,12 +77,13 @@ def test_without_copy_engines_gradients_are_copied_to_be_sent() -> None:
     for setting in ("auto", "off"):
         zero = {"zero_stage": 1, "zero_copy_engines": setting}
         found[setting] = job_of(model, 500, zero=zero, nodes=1, local=2)
-    copied = max(layout.numel for layout in found["off"].layouts) * found["off"].reduce_bytes
+    copied = found["off"].communication.reduction.buffers.joined.nbytes
+    assert copied == 4 * max(layout.numel for layout in found["off"].layouts)
     assert memory_of(found["off"]).buffers - memory_of(found["auto"]).buffers == copied
     assert compute_seconds(found["off"], MACHINE, True) > compute_seconds(found["auto"], MACHINE, True)
-    assert not at_stage(found["off"], 3).writes_peers
+    assert not at_stage(found["off"], 3).communication.reduction.peer_writes
     for nodes in (1, 2):
-        assert job_of(model, 500, nodes=nodes, local=2).writes_peers == (nodes == 1)
+        assert job_of(model, 500, nodes=nodes, local=2).communication.reduction.peer_writes == (nodes == 1)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,11 @@ from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.plan.traffic import Sent, total, traffic_of
-from megatron_zpp.zero.theory import bytes_sent_a_step
+from megatron_zpp.plan.traffic import total, traffic_of
+from megatron_zpp.zero.hop import Sent
 from tests.plan.jobs import FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of
 from tests.support import pretrain
+from tests.zero.closed_forms import bytes_sent_a_step
 from tests.zero.engines import engine_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
@@ -128,7 +129,7 @@ def test_the_plan_without_zeropp_is_the_closed_form(
         job.layouts,
         stage,
         3,
-        prefetch=job.prefetch,
+        prefetch=job.communication.prefetch,
         reduce_bytes=2 if in_bf16 or stage >= 2 else 4,
         nodes=nodes,
         sum_bytes=2 if in_bf16 else 4,

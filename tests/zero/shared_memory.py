@@ -13,6 +13,11 @@ from megatron_zpp.distributed.comm_stream import CommStream
 class SharedLane(CommStream):
     """A communication stream of processes of this machine that has peer buffers."""
 
+    @property
+    def writes_peers(self) -> bool:
+        """See CommStream."""
+        return True
+
     def peer_buffers(self, nbytes: int) -> list[Tensor]:
         """See CommStream."""
         directory = [tempfile.mkdtemp()]

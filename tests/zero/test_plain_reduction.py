@@ -12,13 +12,13 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.comm_stream import CommStream
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
-from megatron_zpp.zero.collectives.plain import PlainReduction, sum_squares
-from megatron_zpp.zero.communication import build_communication
-from megatron_zpp.zero.engine import reduce_dtype, sum_dtype
+from megatron_zpp.zero.collectives.sums import sum_squares
+from megatron_zpp.zero.communication import build_communication, build_reduction
+from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.grad_segments import GradSegment
-from megatron_zpp.zero.theory import AllReduceAlgorithm, reduces_in_two_hops
-from megatron_zpp.zero.unit import Residency
+from megatron_zpp.zero.hop import Sent
+from megatron_zpp.zero.reduction_plan import ReductionAlgorithm, ReductionPlan, choose_algorithm
 from tests.zero.quantizing import copy_engines, operations, this_device
 from tests.zero.ranks import on_ranks
 from tests.zero.shared_memory import SharedLane
@@ -39,9 +39,24 @@ class Case:
         return PrecisionConfig(**{self.format: True}, grad_reduce_in_bf16=self.in_bf16)
 
     @property
+    def compute(self) -> torch.dtype:
+        return getattr(torch, self.precision.compute_dtype("cpu"))
+
+    @property
     def sent(self) -> torch.dtype:
-        compute = getattr(torch, self.precision.compute_dtype("cpu"))
-        return reduce_dtype(Residency(self.stage), self.precision, compute)
+        if self.in_bf16:
+            return torch.bfloat16
+        return self.compute if self.stage >= 2 else torch.float32
+
+    def plan(self, topology: Topology) -> CommunicationPlan:
+        return plan_communication(
+            ZeroConfig(zero_stage=self.stage),
+            topology,
+            layouts(topology.world_size),
+            compute_dtype=self.compute,
+            reduce_in_bf16=self.in_bf16,
+            copy_engines=copy_engines(topology),
+        )
 
 
 CASES = (
@@ -89,16 +104,11 @@ def reduce_case(topology: Topology, case: Case) -> Result:
     writes = case.peer_buffers and topology.nodes == 1 < topology.world_size
     make_comm_stream = SharedLane if writes and this_device().type == "cpu" else CommStream
     communication = build_communication(
-        ZeroConfig(zero_stage=case.stage),
-        topology,
+        case.plan(topology),
         lambda ranks: make_comm_stream(
             ranks, topology, this_device(), ledger, None, copy_engines=copy_engines(topology)
         ),
-        units,
-        dtype=case.sent,
-        reduce_dtype=case.sent,
-        sum_dtype=sum_dtype(case.precision),
-        operations=operations() if case.kernels else None,
+        operations() if case.kernels else None,
     )
     sent = [torch.empty(layout.numel, dtype=case.sent, device=this_device()) for layout in units]
     for comm_stream in communication.comm_streams:
@@ -111,7 +121,7 @@ def reduce_case(topology: Topology, case: Case) -> Result:
             flat.copy_(gradients(topology.rank, index, layout, case.sent, turn))
         parts = [in_parts(flat) for flat in sent]  # there until they are waited for
         reduced = [
-            communication.reduction.reduce_scatter(gradient, shard, add=turn > 0, squares=found)
+            communication.reduction.reduce(gradient, shard, add=turn > 0, squares=found)
             for gradient, shard, found in zip(parts, shards, squares, strict=True)
         ]
         for one in reduced:
@@ -208,6 +218,18 @@ def test_a_reduction_is_the_sum_over_all_ranks(grids: list[tuple[int, int]]) -> 
         check_reduced(nodes, local, by_rank)
 
 
+def test_one_plan_per_rank_says_what_its_ledger_counts() -> None:
+    """Without a process group, and for ranks of any place: what all of them send, by link."""
+    for case in CASES:
+        for nodes, local in ((1, 1), (1, 4), (4, 1), (2, 2), (2, 3), (3, 2), (2, 4), (24, 16)):
+            for rank in {0, local - 1, nodes * local - 1}:
+                reduction = case.plan(Topology(rank, nodes * local, rank % local, local)).reduction
+                sent = [reduction.sent(layout, ROUNDS) for layout in layouts(nodes * local)]
+                elements = sum(layout.shard_numel for layout in layouts(nodes * local))
+                expected = tuple(elements * each for each in fewest_bytes(case, nodes, local))
+                assert (sum(one.intra for one in sent), sum(one.inter for one in sent)) == expected
+
+
 @pytest.mark.parametrize(
     ("nodes", "local", "reduce_bytes", "sum_bytes", "two_hops"),
     [
@@ -223,7 +245,10 @@ def test_a_reduction_is_the_sum_over_all_ranks(grids: list[tuple[int, int]]) -> 
 def test_two_hops_are_taken_where_they_send_less(
     nodes: int, local: int, reduce_bytes: int, sum_bytes: int, two_hops: bool
 ) -> None:
-    assert reduces_in_two_hops(nodes, local, reduce_bytes=reduce_bytes, sum_bytes=sum_bytes) == two_hops
+    grid = Topology(0, nodes * local, 0, local)
+    formats = {2: torch.bfloat16, 4: torch.float32}
+    algorithm = choose_algorithm(1, grid, formats[reduce_bytes], formats[sum_bytes], quantized=False)
+    assert algorithm is (ReductionAlgorithm.TWO_HOPS if two_hops else ReductionAlgorithm.ONE_HOP)
 
 
 class Summed(NamedTuple):
@@ -231,21 +256,34 @@ class Summed(NamedTuple):
 
     sent: torch.dtype
     dtype: torch.dtype
-    algorithm: AllReduceAlgorithm
+    algorithm: ReductionAlgorithm
     kernels: bool = True
+
+    def plan(self, topology: Topology, peer_writes: bool) -> ReductionPlan:
+        """Of any stage 0, but for what is tried here."""
+        reduction = Case(0, "bf16").plan(topology).reduction
+        (hop,) = reduction.hops
+        return dataclasses.replace(
+            reduction,
+            algorithm=self.algorithm,
+            hops=(dataclasses.replace(hop, stream=0, format=self.dtype),),
+            compute_dtype=self.sent,
+            gradient_dtype=self.dtype,
+            peer_writes=peer_writes and self.algorithm is not ReductionAlgorithm.LIBRARY,
+        )
 
 
 SUMMED = [
-    Summed(torch.float32, torch.float32, AllReduceAlgorithm.LIBRARY),
-    Summed(torch.bfloat16, torch.bfloat16, AllReduceAlgorithm.LIBRARY),
-    Summed(torch.bfloat16, torch.float32, AllReduceAlgorithm.LIBRARY),
-    Summed(torch.float32, torch.float32, AllReduceAlgorithm.TWO_STEP),
-    Summed(torch.bfloat16, torch.bfloat16, AllReduceAlgorithm.TWO_STEP),
-    Summed(torch.bfloat16, torch.float32, AllReduceAlgorithm.TWO_STEP),
-    Summed(torch.float32, torch.float32, AllReduceAlgorithm.LOCAL_SUM),
-    Summed(torch.float32, torch.float32, AllReduceAlgorithm.LOCAL_SUM, kernels=False),
-    Summed(torch.bfloat16, torch.bfloat16, AllReduceAlgorithm.LOCAL_SUM),
-    Summed(torch.bfloat16, torch.float32, AllReduceAlgorithm.LOCAL_SUM),
+    Summed(torch.float32, torch.float32, ReductionAlgorithm.LIBRARY),
+    Summed(torch.bfloat16, torch.bfloat16, ReductionAlgorithm.LIBRARY),
+    Summed(torch.bfloat16, torch.float32, ReductionAlgorithm.LIBRARY),
+    Summed(torch.float32, torch.float32, ReductionAlgorithm.TWO_STEP),
+    Summed(torch.bfloat16, torch.bfloat16, ReductionAlgorithm.TWO_STEP),
+    Summed(torch.bfloat16, torch.float32, ReductionAlgorithm.TWO_STEP),
+    Summed(torch.float32, torch.float32, ReductionAlgorithm.LOCAL_SUM),
+    Summed(torch.float32, torch.float32, ReductionAlgorithm.LOCAL_SUM, kernels=False),
+    Summed(torch.bfloat16, torch.bfloat16, ReductionAlgorithm.LOCAL_SUM),
+    Summed(torch.bfloat16, torch.float32, ReductionAlgorithm.LOCAL_SUM),
 ]
 
 
@@ -264,11 +302,9 @@ def all_reduce(
         comm_stream = make_comm_stream(
             everyone, topology, this_device(), ledger, None, copy_engines=uses_copy_engines
         )
-        largest = max(layout.numel for layout in units)
         kernels = operations() if case.kernels else None
-        reduction = PlainReduction(
-            comm_stream, case.dtype, largest, kernels, all_reduce_algorithm=case.algorithm
-        )
+        plan = case.plan(topology, peer_writes=comm_stream.writes_peers)
+        reduction = build_reduction(plan, [comm_stream], kernels)
         comm_stream.ready()
         totals = [torch.full((layout.numel,), 7.0, device=this_device()) for layout in units]
         squares = [torch.full((layout.numel // 256,), 7.0, device=this_device()) for layout in units]
@@ -278,7 +314,9 @@ def all_reduce(
             totals[0].copy_(sent[0])
             parts[0] = [GradSegment(0, totals[0])]
         pending = [
-            reduction.all_reduce(gradient, total, its_squares if reduction.returns_squared_norms else None)
+            reduction.reduce(
+                gradient, total, add=False, squares=its_squares if plan.returns_squared_norms else None
+            )
             for gradient, total, its_squares in zip(parts, totals, squares, strict=True)
         ]
         for one in pending:
@@ -287,10 +325,13 @@ def all_reduce(
             expected = torch.empty_like(its_squares)
             sum_squares(kernels, total, expected)
             any_order = 0 if case.kernels else 2 * 256 * 2**-24
-            if reduction.returns_squared_norms:
+            if plan.returns_squared_norms:
                 torch.testing.assert_close(its_squares, expected, rtol=any_order, atol=0)
         comm_stream.settle()
-        found.append(([total.cpu().numpy().copy() for total in totals], ledger.take()))
+        sent_bytes = sum((plan.sent(layout, 1 if case.sent != case.dtype else 2) for layout in units), Sent())
+        taken = ledger.take()
+        assert taken == (sent_bytes.intra, sent_bytes.inter)
+        found.append(([total.cpu().numpy().copy() for total in totals], taken))
         comm_stream.close()
     return found
 
@@ -302,18 +343,18 @@ def check_all_reduced(ranks: list[list[tuple[list[numpy.ndarray], tuple[int, int
         for index, layout in enumerate(layouts(world)):
             sent = torch.stack([gradients(r, index, layout, case.sent, 0) for r in range(world)]).float()
             expected = in_order(sent)
-            if case.algorithm is not AllReduceAlgorithm.LOCAL_SUM:
+            if case.algorithm is not ReductionAlgorithm.LOCAL_SUM:
                 expected = expected.to(case.dtype).float()
             allowed = world * torch.finfo(case.dtype).eps * sent.abs().sum(0)
             for totals, _ in results:
                 off = (torch.from_numpy(totals[index]) - expected).abs()
-                assert (off <= (allowed if case.algorithm is AllReduceAlgorithm.LIBRARY else 0)).all()
+                assert (off <= (allowed if case.algorithm is ReductionAlgorithm.LIBRARY else 0)).all()
         shares = (world - 1) * sum(layout.shard_numel for layout in layouts(world))
         there, back = case.sent.itemsize, case.dtype.itemsize
         moved = {
-            AllReduceAlgorithm.LIBRARY: 2 * back,
-            AllReduceAlgorithm.TWO_STEP: there + back,
-            AllReduceAlgorithm.LOCAL_SUM: world * there,
+            ReductionAlgorithm.LIBRARY: 2 * back,
+            ReductionAlgorithm.TWO_STEP: there + back,
+            ReductionAlgorithm.LOCAL_SUM: world * there,
         }[case.algorithm]
         assert [sum(sent) for _, sent in results] == [shares * moved] * world
 

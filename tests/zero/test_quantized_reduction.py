@@ -8,14 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.comm_stream import CommStream
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.ops.formats import QuantFormat
-from megatron_zpp.zero import theory
-from megatron_zpp.zero.collectives.quantized import QuantizedReduction
+from megatron_zpp.zero import reduction_plan
+from megatron_zpp.zero.communication import build_reduction
+from megatron_zpp.zero.communication_plan import plan_communication
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.grad_segments import GradSegment
+from megatron_zpp.zero.reduction_plan import ReductionPlan
 from tests.zero.quantizing import copy_engines, operations, this_device
 from tests.zero.ranks import on_ranks
 
@@ -43,14 +46,26 @@ REDUCED = (
 )
 
 
-def both_lanes(topology: Topology) -> list[CommStream]:
-    """The communication stream inside this rank's node and the one between nodes."""
-    ledger = TrafficLedger(topology)
-    groups = topology.node_ranks, topology.cross_node_ranks
+def plan_of(topology: Topology, quant_format: QuantFormat, layout: FlatLayout) -> ReductionPlan:
+    """The plan of a reduction of fp32 gradients in this format."""
+    plan = plan_communication(
+        ZeroConfig(zero_stage=2, zero_quantized_gradients=True),
+        topology,
+        [layout],
+        compute_dtype=torch.float32,
+        reduce_in_bf16=False,
+        copy_engines=copy_engines(topology),
+    ).reduction
+    hops = (dataclasses.replace(hop, stream=i, format=quant_format) for i, hop in enumerate(plan.hops))
+    return dataclasses.replace(plan, hops=tuple(hops))
+
+
+def streams_of(plan: ReductionPlan, topology: Topology, ledger: TrafficLedger) -> list[CommStream]:
+    """A communication stream for each hop."""
     uses_copy_engines = copy_engines(topology)
     return [
-        CommStream(ranks, topology, this_device(), ledger, None, copy_engines=uses_copy_engines)
-        for ranks in groups
+        CommStream(hop.ranks, topology, this_device(), ledger, None, copy_engines=uses_copy_engines)
+        for hop in plan.hops
     ]
 
 
@@ -58,16 +73,17 @@ def reduce(topology: Topology) -> list[tuple[numpy.ndarray, numpy.ndarray]]:
     """(this rank's gradients (world, shard), its shard of the reduced ones) of each of REDUCED."""
     results = []
     for case in REDUCED:
-        with patch.object(theory, "SMALLEST_CHUNK", case.chunk):
+        with patch.object(reduction_plan, "SMALLEST_CHUNK", case.chunk):
             results.append(reduce_one(topology, case))
     return results
 
 
 def reduce_one(topology: Topology, case: Reduced) -> tuple[numpy.ndarray, numpy.ndarray]:
-    comm_streams = both_lanes(topology)
     layout = FlatLayout((topology.world_size * case.shard_numel,), 1, topology.world_size)
     assert layout.shard_numel == case.shard_numel
-    reduction = QuantizedReduction(*comm_streams, operations(), case.format, [layout], torch.float32)
+    plan, ledger = plan_of(topology, case.format, layout), TrafficLedger(topology)
+    comm_streams = streams_of(plan, topology, ledger)
+    reduction = build_reduction(plan, comm_streams, operations())
     for comm_stream in comm_streams:
         comm_stream.ready()
     generator = torch.Generator().manual_seed(1 if case.same else topology.rank)
@@ -81,7 +97,11 @@ def reduce_one(topology: Topology, case: Reduced) -> tuple[numpy.ndarray, numpy.
     parts = [
         GradSegment(start, full[start : start + 512].to(this_device())) for start in range(0, len(full), 512)
     ]
-    reduction.reduce_scatter(parts, shard, add=True).wait()
+    reduction.reduce(parts, shard, add=True).wait()
+    for comm_stream in comm_streams:
+        comm_stream.settle()
+    sent = plan.sent(layout, 1)
+    assert ledger.take() == (sent.intra, sent.inter)
     for comm_stream in comm_streams:
         comm_stream.close()
     return full.float().view(topology.world_size, -1).numpy(), (shard - 7.0).cpu().numpy()
@@ -118,9 +138,9 @@ def test_a_reduction_is_the_sum_over_all_ranks_within_its_formats_error(nodes: i
 
 def feedback(topology: Topology, steps: int) -> tuple[float, float]:
     """Largest error of the mean of many reductions of the same gradients, without and with feedback."""
-    format, comm_streams = QuantFormat("int4", 128), both_lanes(topology)
     layout = FlatLayout((topology.world_size * 1024,), 1, topology.world_size)
-    reduction = QuantizedReduction(*comm_streams, operations(), format, [layout], torch.float32)
+    plan = plan_of(topology, QuantFormat("int4", 128), layout)
+    reduction = build_reduction(plan, streams_of(plan, topology, TrafficLedger(topology)), operations())
     # codes of scale 1 that lose nothing in hop 1, but whose sums over a node are not codes of hop 2
     full = torch.randint(
         -8, 8, (layout.numel,), generator=torch.Generator().manual_seed(topology.rank)
@@ -131,10 +151,10 @@ def feedback(topology: Topology, steps: int) -> tuple[float, float]:
     dist.all_reduce(own)
     exact = own.view(topology.world_size, -1)[topology.rank]
     errors = []
-    for error in (None, torch.zeros(reduction.error_numel(layout), dtype=torch.bfloat16)):
+    for error in (None, torch.zeros(plan.error_numel(layout), dtype=torch.bfloat16)):
         shard = torch.zeros(1024)
         for _ in range(steps):
-            reduction.reduce_scatter([GradSegment(0, full)], shard, add=True, error=error).wait()
+            reduction.reduce([GradSegment(0, full)], shard, add=True, error=error).wait()
         errors.append((shard / steps - exact).abs().max().item())
     return errors[0], errors[1]
 

@@ -8,6 +8,8 @@ from megatron_zpp.distributed.comm_stream import CommStream
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.zero.collectives.two_hops import TwoHops
+from megatron_zpp.zero.hop import Buffer
+from megatron_zpp.zero.reduction_plan import ReductionBuffers
 from tests.zero.ranks import on_ranks
 
 UNITS, SECONDS = 3, 120.0
@@ -19,7 +21,8 @@ def hold_hop_two(topology: Topology) -> tuple[list[bool], list[list[float]]]:
         CommStream(ranks, topology, torch.device("cpu"), TrafficLedger(topology), None)
         for ranks in (topology.node_ranks, topology.cross_node_ranks)
     ]
-    hops = TwoHops(*comm_streams, 2, torch.float32)
+    sums = Buffer(2, torch.float32)
+    hops = TwoHops(*comm_streams, ReductionBuffers(node_sums=sums, received_sums=sums))
     filled = [threading.Event() for _ in range(UNITS)]
     beside, arrived, pending = [], [], []
 

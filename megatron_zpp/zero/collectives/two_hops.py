@@ -2,32 +2,32 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from megatron_zpp.distributed.comm_stream import CommStream, Pending
+from megatron_zpp.zero.reduction_plan import ReductionBuffers
 
 
 class TwoHops:
     """Hop 1 of a reduction runs while hop 2 of the one before it is on the wire.
 
-    Hop 1 makes the sums of this node, a part for each node, and hop 2 takes each part to this rank's
-    counterpart there. Sums lie in one of two buffers in turn, which is not filled again before it is sent.
+    Hop 1 makes the sums of this node, a part for each node, and hop 2 sends each part to the cross-node rank
+    of that node. Sums lie in one of two buffers in turn, which is not filled again before it is sent.
     """
 
-    def __init__(self, inside: CommStream, between: CommStream, numel: int, dtype: torch.dtype) -> None:
-        """`between` has the ranks of this one's place on every node; sums have at most `numel` elements."""
+    def __init__(self, inside: CommStream, between: CommStream, buffers: ReductionBuffers) -> None:
+        """`inside` has the ranks of this rank's node, `between` its cross-node ranks."""
         self._inside, self._between = inside, between
-        self._sums = [between.zeros(numel, dtype) for _ in range(2)]
-        self._received = between.zeros(numel, dtype)
+        self._sums = [between.zeros(*buffers.node_sums) for _ in range(2)]
+        self._received = between.zeros(*buffers.received_sums)
         self._sending = [Pending(), Pending()]  # the work that reads each of `_sums`
         self._turn = 0
 
     def submit(self, numel: int, fill: Callable[[Tensor], None], take: Callable[[Tensor], None]) -> Pending:
         """`fill` writes this node's sums (numel,), and `take` gets all nodes' sums for this rank (numel,).
 
-        `fill` runs on the stream inside the node. What `take` gets is in the order of the nodes, and is this
-        call's until `take` has returned.
+        `fill` runs on the stream inside the node. What `take` gets is in the order of the nodes. Its memory
+        belongs to this call until `take` returns.
         """
         turn, self._turn = self._turn, 1 - self._turn
         sums, received, sent_before = self._sums[turn][:numel], self._received[:numel], self._sending[turn]

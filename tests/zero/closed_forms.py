@@ -1,36 +1,17 @@
-"""What a stage must cost in memory and traffic: closed forms, to plan with and to hold the engine to.
+"""What a stage must cost in memory and traffic: closed forms that share no code with the communication plan.
 
-Psi is the number of parameters, d of ranks (ZeRO paper, section 5 and figure 1). The moments and the master
-weights take 12 bytes a parameter, the compute-precision parameters 2 (4 in fp32, where they are the master
-weights themselves), accumulated gradients 4 here and 2 in the paper.
+`model_state_bytes` of benchmarks/memory_table.py is the closed form of the states without buffers.
 """
 
 from collections import Counter
 from collections.abc import Sequence
-from enum import Enum
 
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.zero.flat_layout import FlatLayout
 
 PARAMETER_BYTES = 2  # as they compute, and gradients as they are made
-OPTIMIZER_BYTES = 12  # a parameter: fp32 master, first moment, second moment
 ERROR_BYTES = 2 + 2  # of error feedback, per element that hop 2 reduces: the error, and that before the step
 CHUNKS, SMALLEST_CHUNK = 4, 2**18  # of a shard; elements
-
-
-class AllReduceAlgorithm(Enum):
-    """How stage 0 sums gradients over all ranks."""
-
-    LOCAL_SUM = "every rank receives all gradients and sums them itself"
-    TWO_STEP = "a reduce-scatter, and an all-gather of the sums"
-    LIBRARY = "NCCL's or gloo's all-reduce"
-
-
-def model_state_bytes(parameters: int, ranks: int, stage: int, *, gradient_bytes: int = 4) -> float:
-    """Bytes of model states on each rank, without padding and buffers."""
-    shares = [ranks if stage >= first else 1 for first in (3, 2, 1)]  # parameters, gradients, optimizer
-    costs = (PARAMETER_BYTES, gradient_bytes, OPTIMIZER_BYTES)
-    return parameters * sum(cost / share for cost, share in zip(costs, shares, strict=True))
 
 
 def arena_bytes(
@@ -52,15 +33,15 @@ def arena_bytes(
     their gradients are sent from where they are made.
     """
     total = 0
-    algorithm = all_reduce_algorithm(nodes, layouts[0].ranks // nodes) if stage == 0 else None
-    scatters = algorithm is not AllReduceAlgorithm.LIBRARY
+    local = layouts[0].ranks // nodes
+    scatters = stage > 0 or not calls_library(nodes, local)
     for layout, units in Counter(layouts).items():
         if stage >= 3:
             total += slots(units, prefetch) * layout.numel * PARAMETER_BYTES
         total += min(2, units) * layout.numel * (reduce_bytes if scatters else PARAMETER_BYTES)
     if layouts[0].ranks > 1 and (scatters or reduce_bytes != 4):
         total += max(layout.numel for layout in layouts) * reduce_bytes
-    if algorithm is AllReduceAlgorithm.LOCAL_SUM:
+    if stage == 0 and (nodes, local) == (1, 2):  # every rank receives all gradients
         total += layouts[0].ranks * max(layout.numel for layout in layouts) * reduce_bytes
     elif scatters:
         total += reduction_bytes(layouts, nodes, reduce_bytes=reduce_bytes, sum_bytes=4)
@@ -76,15 +57,9 @@ def reduces_in_two_hops(nodes: int, local: int, *, reduce_bytes: int, sum_bytes:
     return min(nodes, local) > 1 and sum_bytes < local * reduce_bytes
 
 
-def all_reduce_algorithm(nodes: int, local: int) -> AllReduceAlgorithm:
-    """How stage 0 sums. On one node in ways that its copy engines can go.
-
-    Where two ranks sum everywhere, 16-bit gradients are two thirds of what two steps send, fp32 ones as much,
-    and sums need not be copied from where they are gathered. More ranks would send more.
-    """
-    if nodes > 1 or local == 1:
-        return AllReduceAlgorithm.LIBRARY
-    return AllReduceAlgorithm.LOCAL_SUM if local == 2 else AllReduceAlgorithm.TWO_STEP
+def calls_library(nodes: int, local: int) -> bool:
+    """Whether stage 0 calls the all-reduce of NCCL or gloo: between nodes."""
+    return nodes > 1 or local == 1
 
 
 def reduction_bytes(layouts: Sequence[FlatLayout], nodes: int, *, reduce_bytes: int, sum_bytes: int) -> int:
@@ -203,13 +178,12 @@ def bytes_sent_a_step(
     total, sent_bytes = 0, min(reduce_bytes, PARAMETER_BYTES) if accumulation == 1 else reduce_bytes
     for layout, units in Counter(layouts).items():
         share = (layout.ranks - 1) * layout.shard_numel
-        summed = {
-            AllReduceAlgorithm.LOCAL_SUM: layout.ranks * sent_bytes,
-            AllReduceAlgorithm.TWO_STEP: sent_bytes + reduce_bytes,
-            AllReduceAlgorithm.LIBRARY: 2 * reduce_bytes,
-        }
-        reduced = share * summed[all_reduce_algorithm(nodes, layout.ranks // nodes)]
-        if stage >= 1:
+        local = layout.ranks // nodes
+        if stage == 0 and calls_library(nodes, local):
+            reduced = share * 2 * reduce_bytes
+        elif stage == 0:
+            reduced = share * (2 * sent_bytes if local == 2 else sent_bytes + reduce_bytes)
+        else:
             sizes = {"reduce_bytes": reduce_bytes, "sum_bytes": sum_bytes, "sent_bytes": sent_bytes}
             reduced = sum(reduction_sends(layout, nodes, **sizes))
         gathers = gathers_a_step(units, stage, accumulation, prefetch=prefetch)

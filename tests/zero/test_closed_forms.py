@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.memory_table import model_state_bytes
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import GRADIENT_BLOCK, WEIGHT_BLOCK, ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.theory import arena_bytes, bytes_sent_a_step, model_state_bytes, zeropp_bytes
+from tests.zero.closed_forms import arena_bytes, bytes_sent_a_step, zeropp_bytes
 from tests.zero.engines import engine_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks

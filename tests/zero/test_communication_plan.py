@@ -4,7 +4,7 @@ import pytest
 
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.zero.communication import check_topology
+from megatron_zpp.zero.communication_plan import check_topology
 
 
 def zero(**settings: object) -> ZeroConfig:

@@ -1,0 +1,44 @@
+"""What every collective of weights and gradients does, plain or quantised."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_zpp.distributed.comm_stream import Pending
+from megatron_zpp.zero.grad_segments import GradSegment
+
+
+class Gather(Protocol):
+    """Writes this rank's part of a unit as it is sent, and makes the whole unit from the parts of a group."""
+
+    def write_gather_source(self, master: Tensor, gather_source: Tensor) -> None:
+        """Writes master weights (n,) fp32 as they are sent."""
+
+    def gather(self, full: Tensor, gather_source: Tensor, keep: Tensor | None = None) -> Pending:
+        """Fills `full` (ranks · n,) from every rank's `gather_source`: the same bits on every rank.
+
+        `keep`, a secondary shard, gets this rank's part of what was filled.
+        """
+
+
+class Reduction(Protocol):
+    """Sums the gradients of a unit over all ranks."""
+
+    def reduce(
+        self,
+        sent: Sequence[GradSegment],
+        total: Tensor,
+        *,
+        add: bool,
+        squares: Tensor | None = None,
+        error: Tensor | None = None,
+    ) -> Pending:
+        """Sums `sent`, together (ranks · n,), over ranks into the fp32 `total`: over it, or added to it.
+
+        `total` is this rank's shard (n,), or the whole (ranks · n,) for the algorithms of stage 0. Those do
+        not add, and `sent` may be `total`. Gradients stay where they are until the sum is waited for.
+        `squares` (len(total) / SQUARES_BLOCK,) get what `sum_squares` finds in `total` afterwards; given only
+        if the plan `returns_squared_norms`. `error` is what earlier sums of this unit lost; given only if the
+        plan has `error_feedback`.
+        """

@@ -1,0 +1,300 @@
+"""How the weights and gradients of a run travel: decided once, on values alone.
+
+`plan_communication` makes the plan of one rank from the configuration, the grid and the layouts of the
+units. It needs no tensors and no process groups, so one process can plan for every rank of any grid. The
+engine builds its streams, collectives and buffers from the plan, --dry-run reads the same plan, and tests
+compare the traffic ledger with it.
+
+    collective              group                      algorithm
+    gather of weights       all ranks                  all-gather around a ring
+    secondary gather (hpZ)  --zero-hpz-partition-size  all-gather around a ring
+    reduction of gradients  see ReductionAlgorithm     one of ReductionAlgorithm
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from megatron_zpp.config.options import option_error
+from megatron_zpp.config.zero import GRADIENT_BLOCK, WEIGHT_BLOCK, ZeroConfig
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.ops.formats import QuantFormat
+from megatron_zpp.zero.flat_layout import FlatLayout
+from megatron_zpp.zero.hop import Buffer, Hop, Sent, WireFormat, make_hop
+from megatron_zpp.zero.reduction_plan import (
+    ReductionAlgorithm,
+    ReductionPlan,
+    choose_algorithm,
+    may_write_peers,
+)
+
+ERROR_DTYPE = torch.bfloat16  # of what error feedback keeps
+
+
+@dataclass(frozen=True)
+class Residency:
+    """What a ZeRO stage leaves whole on every rank (ZeRO paper, section 5)."""
+
+    stage: int
+
+    @property
+    def optimizer_sharded(self) -> bool:
+        """Stage 1 and up: master weights and moments."""
+        return self.stage >= 1
+
+    @property
+    def gradients_sharded(self) -> bool:
+        """Stage 2 and up: the accumulated gradients."""
+        return self.stage >= 2
+
+    @property
+    def parameters_sharded(self) -> bool:
+        """Stage 3: the compute-precision parameters."""
+        return self.stage >= 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherPlan:
+    """How the parts of a unit that the ranks of a group hold become the whole unit: an all-gather.
+
+    A part has `shards` shards: one in the gather over all ranks, more in a group that holds the unit as well.
+    A quantised part has a message for each of its shards.
+    """
+
+    hop: Hop
+    shards: int
+    kept: int  # index of the part of the whole that becomes this rank's secondary shard
+    layouts: tuple[FlatLayout, ...]
+
+    def part(self, layout: FlatLayout) -> Buffer:
+        """What this rank sends of a unit."""
+        return self.hop.buffer(layout.shard_numel, self.shards)
+
+    @cached_property
+    def received(self) -> Buffer:
+        """All messages of the largest unit. Parts in a dtype are received where the parameters are."""
+        if self.hop.quant_format is None:
+            return Buffer(0, torch.uint8)
+        messages = len(self.hop.ranks) * self.shards
+        return self.hop.buffer(max(layout.shard_numel for layout in self.layouts), messages)
+
+    def sent(self, layout: FlatLayout) -> Sent:
+        """Bytes that this rank sends in one gather of a unit."""
+        return self.hop.ring((len(self.hop.ranks) - 1) * self.part(layout).nbytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicationPlan:
+    """How the weights and gradients of this rank's run travel, and the memory that this takes.
+
+    `slots` has the slot of each unit, in forward order: the buffer that holds its gathered parameters. Units
+    with equal slots have equal layouts and take turns. `streams` has the ranks of each communication stream;
+    every rank makes its streams in this order. `slot_stream` is the stream in whose memory slots lie.
+    """
+
+    grid: Topology
+    residency: Residency
+    layouts: tuple[FlatLayout, ...]
+    compute_dtype: torch.dtype
+    streams: tuple[tuple[int, ...], ...]
+    gather: GatherPlan
+    secondary: GatherPlan | None  # hpZ
+    reduction: ReductionPlan
+    prefetch: int  # units gathered ahead of the one that computes
+    slots: tuple[int, ...]
+    slot_stream: int
+
+    @property
+    def sends_from_slots(self) -> bool:
+        """Whether a gather sends a part of the slot that it fills, so that no rank keeps its shard twice."""
+        return not self.residency.parameters_sharded and self.gather.hop.quant_format is None
+
+    def secondary_part(self, layout: FlatLayout) -> Buffer | None:
+        """This rank's secondary shard of a unit; None where it has none.
+
+        Units that do not take turns in slots are gathered once per step and need none.
+        """
+        if self.secondary is None or layout not in self._layouts_in_turn:
+            return None
+        return self.secondary.part(layout)
+
+    def sums_gradients(self, micro_batches: int, *, accepts_16bit: bool) -> bool:
+        """Whether the optimizer takes fp32 sums, and not the gradients of a step's only micro-batch as made.
+
+        `accepts_16bit`: whether the optimizer takes gradients in 16 bits.
+        """
+        alone = self.grid.world_size == 1 and self.reduction.quant_format is None
+        return not (alone and micro_batches == 1 and accepts_16bit)
+
+    def with_peer_writes(self, possible: bool) -> "CommunicationPlan":
+        """The plan where ranks of a node can, or cannot, write each other's memory."""
+        writes = possible and may_write_peers(self.grid, self.reduction.algorithm)
+        return replace(self, reduction=replace(self.reduction, peer_writes=writes))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of slots, and of what this rank's gathers send where that is not a part of them."""
+        slots = {slot: layout.numel for slot, layout in zip(self.slots, self.layouts, strict=True)}
+        total = sum(slots.values()) * self.compute_dtype.itemsize
+        if not self.sends_from_slots:
+            total += sum(self.gather.part(layout).nbytes for layout in self.layouts)
+        return total
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of the buffers of gathers and reductions."""
+        secondary = 0 if self.secondary is None else self.secondary.received.nbytes
+        return self.gather.received.nbytes + secondary + self.reduction.buffers.nbytes
+
+    @property
+    def secondary_bytes(self) -> int:
+        """Bytes of all secondary shards of this rank."""
+        return sum(part.nbytes for part in map(self.secondary_part, self.layouts) if part is not None)
+
+    @property
+    def error_bytes(self) -> int:
+        """Bytes that error feedback keeps: the errors, and those from before the present step."""
+        if not self.reduction.error_feedback:
+            return 0
+        return 2 * ERROR_DTYPE.itemsize * sum(map(self.reduction.error_numel, self.layouts))
+
+    @cached_property
+    def _layouts_in_turn(self) -> set[FlatLayout]:
+        """Layouts of which there are more units than slots."""
+        slots = Counter(layout for layout, _ in {*zip(self.layouts, self.slots, strict=True)})
+        return {layout for layout, units in Counter(self.layouts).items() if slots[layout] < units}
+
+
+def plan_communication(
+    zero: ZeroConfig,
+    grid: Topology,
+    layouts: Sequence[FlatLayout],
+    *,
+    compute_dtype: torch.dtype,
+    reduce_in_bf16: bool,
+    copy_engines: bool,
+) -> CommunicationPlan:
+    """The plan of rank `grid.rank` for units of these layouts.
+
+    Weights travel in `compute_dtype` or quantised. Gradients travel quantised, in bf16 (`reduce_in_bf16`) or
+    in the dtype that `_gradient_dtype` chooses. `copy_engines` says whether these move what ranks of one node
+    send.
+    """
+    residency, layouts = Residency(zero.zero_stage), tuple(layouts)
+    streams: list[tuple[int, ...]] = []
+
+    def new_stream(ranks: Sequence[int]) -> int:
+        streams.append(tuple(ranks))
+        return len(streams) - 1
+
+    def hop(stream: int, format: WireFormat) -> Hop:
+        return make_hop(grid, stream, streams[stream], format)
+
+    def gather(stream: int, format: WireFormat) -> GatherPlan:
+        shards = grid.world_size // len(streams[stream])
+        return GatherPlan(hop=hop(stream, format), shards=shards, kept=kept, layouts=layouts)
+
+    group = zero.hpz_ranks(grid.local_world_size, grid.nodes)
+    kept = grid.rank % group
+    weight_format: WireFormat = compute_dtype
+    if zero.zero_quantized_weights:
+        block = zero.zero_quantization_block or WEIGHT_BLOCK
+        weight_format = QuantFormat(zero.zero_quantized_weights_format, block)
+    world = new_stream(range(grid.world_size))
+    secondary, slot_stream = None, world
+    if zero.hpz:
+        inside = new_stream(grid.neighbours(group)) if group < grid.world_size else world
+        keeps_messages = zero.zero_hpz_secondary == "quantized"
+        secondary = gather(inside, weight_format if keeps_messages else compute_dtype)
+        # where a gather lands without a copy by the compute
+        if zero.zero_quantized_weights or not (copy_engines and grid.nodes == 1 < grid.world_size):
+            slot_stream = inside
+
+    gradient_dtype = _gradient_dtype(residency, compute_dtype, reduce_in_bf16)
+    algorithm = choose_algorithm(
+        zero.zero_stage,
+        grid,
+        gradient_dtype,
+        _sum_dtype(reduce_in_bf16),
+        quantized=zero.zero_quantized_gradients,
+    )
+    first_format: WireFormat = gradient_dtype
+    second_format: WireFormat = _sum_dtype(reduce_in_bf16)
+    if zero.zero_quantized_gradients:
+        block = zero.zero_quantization_block or GRADIENT_BLOCK
+        first_format = second_format = QuantFormat(zero.zero_quantized_gradients_format, block)
+    if algorithm in (ReductionAlgorithm.TWO_HOPS, ReductionAlgorithm.QUANTIZED_TWO_HOPS):
+        near, far = new_stream(grid.node_ranks), new_stream(grid.cross_node_ranks)
+        hops: tuple[Hop, ...] = hop(near, first_format), hop(far, second_format)
+    else:
+        hops = (hop(new_stream(range(grid.world_size)), first_format),)
+    return CommunicationPlan(
+        grid=grid,
+        residency=residency,
+        layouts=layouts,
+        compute_dtype=compute_dtype,
+        streams=tuple(streams),
+        gather=gather(world, weight_format),
+        secondary=secondary,
+        reduction=ReductionPlan(
+            algorithm=algorithm,
+            hops=hops,
+            layouts=layouts,
+            compute_dtype=compute_dtype,
+            gradient_dtype=gradient_dtype,
+            every_micro_batch=residency.gradients_sharded,
+            error_feedback=zero.zero_gradient_error_feedback,
+            peer_writes=copy_engines and may_write_peers(grid, algorithm),
+        ),
+        prefetch=zero.zero_prefetch_units or 0,  # None below stage 3, where no gather is ahead of its unit
+        slots=tuple(_slots(layouts, zero.zero_prefetch_units if residency.parameters_sharded else None)),
+        slot_stream=slot_stream,
+    )
+
+
+def check_topology(zero: ZeroConfig, topology: Topology) -> None:
+    """Raises ValueError, with the sizes that would do, for ZeRO++ flags that these ranks cannot obey."""
+    zero.hpz_ranks(topology.local_world_size, topology.nodes)
+    if zero.zero_gradient_error_feedback and min(topology.nodes, topology.local_world_size) < 2:
+        raise option_error(
+            "--zero-gradient-error-feedback",
+            "(given)",
+            "needs a second hop, so 2 or more nodes of 2 or more ranks; this run has "
+            f"{topology.nodes} × {topology.local_world_size}",
+        )
+
+
+def _gradient_dtype(residency: Residency, compute_dtype: torch.dtype, in_bf16: bool) -> torch.dtype:
+    """The format in which gradients enter a reduction.
+
+    Sharded gradients are reduced after each backward in the format that it made them in, which loses nothing
+    because the sums are fp32. Sums over micro-batches need fp32, unless bf16 is asked for.
+    """
+    if in_bf16:
+        return torch.bfloat16
+    return compute_dtype if residency.gradients_sharded else torch.float32
+
+
+def _sum_dtype(in_bf16: bool) -> torch.dtype:
+    """The format in which a node's sums of gradients travel to other nodes: 16 bits would round them."""
+    return torch.bfloat16 if in_bf16 else torch.float32
+
+
+def _slots(layouts: Sequence[FlatLayout], prefetch: int | None) -> Iterator[int]:
+    """The slot of each unit. Units of equal layout share `prefetch` + 1 in turn; None: each has its own."""
+    if prefetch is None:
+        yield from range(len(layouts))
+        return
+    slots: dict[FlatLayout, list[int]] = {}  # those of a layout
+    turns: Counter[FlatLayout] = Counter()
+    count = 0
+    for layout in layouts:
+        own = slots.setdefault(layout, [])
+        if len(own) <= prefetch:
+            own.append(count)
+            count += 1
+        yield own[turns[layout] % (prefetch + 1)]
+        turns[layout] += 1

@@ -1,0 +1,93 @@
+"""One exchange between the ranks of a group: what travels, in which format, over which links."""
+
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.ops.formats import QuantFormat
+
+WireFormat: TypeAlias = torch.dtype | QuantFormat
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes sent to ranks of the same node, and to ranks of other nodes."""
+
+    intra: int = 0
+    inter: int = 0
+
+    def __add__(self, other: "Sent") -> "Sent":
+        return Sent(self.intra + other.intra, self.inter + other.inter)
+
+    def __mul__(self, times: int) -> "Sent":
+        return Sent(self.intra * times, self.inter * times)
+
+
+class Buffer(NamedTuple):
+    """Memory for `numel` elements: the arguments of `CommStream.zeros`."""
+
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hop:
+    """The group of one exchange, as this rank sees it, and the format in which elements travel.
+
+    `stream` is the index of the group's communication stream in `CommunicationPlan.streams`.
+    """
+
+    stream: int
+    ranks: tuple[int, ...]
+    group_rank: int
+    format: WireFormat
+    neighbours: int  # other ranks of the group on this node
+    next_is_near: bool  # whether the next rank of the ring is on this node
+
+    @property
+    def quant_format(self) -> QuantFormat | None:
+        """The format of quantised messages; None where elements travel in a dtype."""
+        return self.format if isinstance(self.format, QuantFormat) else None
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of `numel` elements as they travel."""
+        if isinstance(self.format, QuantFormat):
+            return self.format.message_bytes(numel)
+        return numel * self.format.itemsize
+
+    def buffer(self, numel: int, messages: int = 1) -> Buffer:
+        """A buffer for `messages` of `numel` elements each, as they travel."""
+        if isinstance(self.format, QuantFormat):
+            return Buffer(messages * self.format.message_bytes(numel), torch.uint8)
+        return Buffer(messages * numel, self.format)
+
+    def ring(self, nbytes: int) -> Sent:
+        """`nbytes` to the next rank."""
+        if len(self.ranks) == 1:
+            return Sent()
+        return Sent(intra=nbytes) if self.next_is_near else Sent(inter=nbytes)
+
+    def exchange(self, nbytes: int) -> Sent:
+        """`nbytes` to every other rank."""
+        far = len(self.ranks) - 1 - self.neighbours
+        return Sent(self.neighbours * nbytes, far * nbytes)
+
+
+def make_hop(grid: Topology, stream: int, ranks: tuple[int, ...], format: WireFormat) -> Hop:
+    """The hop of rank `grid.rank`, which is one of `ranks`."""
+    group_rank, node = ranks.index(grid.rank), grid.node_of(grid.rank)
+    return Hop(
+        stream=stream,
+        ranks=ranks,
+        group_rank=group_rank,
+        format=format,
+        neighbours=sum(grid.node_of(rank) == node for rank in ranks) - 1,
+        next_is_near=grid.node_of(ranks[(group_rank + 1) % len(ranks)]) == node,
+    )
