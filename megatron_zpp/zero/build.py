@@ -1,6 +1,5 @@
 """Takes over a model's parameters: lays them out, makes the buffers, fills in the initial weights."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,16 +9,13 @@ from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.communication_plan import ERROR_DTYPE
 from megatron_zpp.zero.flat_layout import ALIGNMENT, FlatLayout
 from megatron_zpp.zero.hop import Buffer
-from megatron_zpp.zero.unit import InFlight, ParameterSlot, Unit
+from megatron_zpp.zero.sharded_unit import Unit
 
 Initialize = Callable[[str, Tensor], None]
 
 
 class UnitBuilder:
-    """Makes the units of a model whose parameters are on the meta device.
-
-    Units of equal layout also share two places for a reduction in turn, so that two of them can be under way.
-    """
+    """Makes the units of a model whose parameters are on the meta device."""
 
     def __init__(
         self, communication: Communication, device: torch.device, *, offload_optimizer: bool
@@ -34,35 +30,24 @@ class UnitBuilder:
         its shards, the slots and the one parameter that is being initialised.
         """
         plan = self._plan
-        slots: dict[int, ParameterSlot] = {}
-        reducing: dict[tuple[FlatLayout, int], InFlight] = {}
-        turns: Counter[FlatLayout] = Counter()
+        slots: dict[int, Tensor] = {}
         for slot, layout in zip(plan.slots, plan.layouts, strict=True):
             if slot not in slots:
                 buffer = Buffer(layout.numel, plan.compute_dtype)
-                slots[slot] = ParameterSlot(buffer=self._communication.zeros(plan.slot_stream, buffer))
+                slots[slot] = self._communication.zeros(plan.slot_stream, buffer)
         units = []
         for (name, module), slot, layout in zip(modules, plan.slots, plan.layouts, strict=True):
-            place = reducing.setdefault((layout, turns[layout] % 2), InFlight())
-            turns[layout] += 1
-            unit = self._unit(name, module, layout, slots[slot], place)
-            for index, parameter in enumerate(unit.parameters):
-                if any(piece.parameter == index for piece in layout.pieces(unit.owned)):
-                    initial = torch.empty(parameter.shape, dtype=torch.float32, device=self._device)
-                    initialize(unit.names[index], initial)
-                    unit.load(unit.master, index, initial)
+            unit = self._unit(name, module, layout, slots[slot])
+            self._initialize_master(unit, initialize)
             self._communication.gather.write_gather_source(unit.master, unit.gather_source)
-            unit.changed()
             units.append(unit)
         return units
 
-    def _unit(
-        self, name: str, module: nn.Module, layout: FlatLayout, slot: ParameterSlot, reducing: InFlight
-    ) -> Unit:
+    def _unit(self, name: str, module: nn.Module, layout: FlatLayout, full: Tensor) -> Unit:
         plan = self._plan
         owned = layout.shard(plan.grid.rank) if plan.residency.optimizer_sharded else range(layout.numel)
         if plan.sends_from_slots:
-            gather_source = slot.buffer[owned.start : owned.stop]
+            gather_source = full[owned.start : owned.stop]
         else:
             gather_source = self._communication.zeros(plan.gather.hop.stream, plan.gather.part(layout))
         if self._offload:
@@ -74,17 +59,28 @@ class UnitBuilder:
         error = self._error(layout)
         return Unit(
             names=tuple(f"{name}.{path}" for path, _ in in_order(module)),
-            parameters=_replace_parameters(module, layout, slot.buffer),
+            parameters=_replace_parameters(module, layout, full),
             layout=layout,
             owned=owned,
-            slot=slot,
-            reducing=reducing,
+            full=full,
             master=master,
             gather_source=gather_source,
             secondary=self._secondary(layout),
             error=error,
             error_before=None if error is None else torch.empty_like(error),
         )
+
+    def _initialize_master(self, unit: Unit, initialize: Initialize) -> None:
+        """Fills this rank's part of each parameter that it owns a part of."""
+        for index, parameter in enumerate(unit.parameters):
+            owned = [piece for piece in unit.layout.pieces(unit.owned) if piece.parameter == index]
+            if not owned:
+                continue
+            initial = torch.empty(parameter.shape, dtype=torch.float32, device=self._device)
+            initialize(unit.names[index], initial)
+            for piece in owned:
+                part = initial.flatten()[piece.start : piece.start + piece.length]
+                unit.master[piece.destination : piece.destination + piece.length].copy_(part)
 
     def _secondary(self, layout: FlatLayout) -> Tensor | None:
         part = self._plan.secondary_part(layout)

@@ -91,8 +91,9 @@ class CommunicationPlan:
     """How the weights and gradients of this rank's run travel, and the memory that this takes.
 
     `slots` has the slot of each unit, in forward order: the buffer that holds its gathered parameters. Units
-    with equal slots have equal layouts and take turns. `streams` has the ranks of each communication stream;
-    every rank makes its streams in this order. `slot_stream` is the stream in whose memory slots lie.
+    with equal slots have equal layouts and take turns. Units with equal `reduction_slots` have one reduction
+    under way at a time. `streams` has the ranks of each communication stream; every rank makes its streams in
+    this order. `slot_stream` is the stream in whose memory slots lie.
     """
 
     grid: Topology
@@ -106,11 +107,18 @@ class CommunicationPlan:
     prefetch: int  # units gathered ahead of the one that computes
     slots: tuple[int, ...]
     slot_stream: int
+    reduction_slots: tuple[int, ...]
 
     @property
     def sends_from_slots(self) -> bool:
         """Whether a gather sends a part of the slot that it fills, so that no rank keeps its shard twice."""
         return not self.residency.parameters_sharded and self.gather.hop.quant_format is None
+
+    @property
+    def gathers_in_place(self) -> bool:
+        """Whether the optimizer writes all of a unit into its slot, so that nothing has to be gathered."""
+        whole = not self.residency.optimizer_sharded or self.grid.world_size == 1
+        return whole and self.sends_from_slots
 
     def secondary_part(self, layout: FlatLayout) -> Buffer | None:
         """This rank's secondary shard of a unit; None where it has none.
@@ -252,6 +260,7 @@ def plan_communication(
         prefetch=zero.zero_prefetch_units or 0,  # None below stage 3, where no gather is ahead of its unit
         slots=tuple(_slots(layouts, zero.zero_prefetch_units if residency.parameters_sharded else None)),
         slot_stream=slot_stream,
+        reduction_slots=tuple(_slots(layouts, 1)),  # two per layout
     )
 
 
@@ -284,7 +293,7 @@ def _sum_dtype(in_bf16: bool) -> torch.dtype:
 
 
 def _slots(layouts: Sequence[FlatLayout], prefetch: int | None) -> Iterator[int]:
-    """The slot of each unit. Units of equal layout share `prefetch` + 1 in turn; None: each has its own."""
+    """A slot for each unit. Units of equal layout share `prefetch` + 1 in turn; None: each has its own."""
     if prefetch is None:
         yield from range(len(layouts))
         return

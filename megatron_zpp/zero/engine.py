@@ -10,21 +10,20 @@ from torch import Tensor, nn
 
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.distributed.comm_stream import CommStream
+from megatron_zpp.distributed.comm_stream import CommStream, Pending
 from megatron_zpp.distributed.copy_engine_trial import choose_copy_engines
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
-from megatron_zpp.ops.checks import SQUARES_BLOCK
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.build import Initialize, UnitBuilder, layouts_of
-from megatron_zpp.zero.collectives.sums import sum_over_ranks, sum_squares
+from megatron_zpp.zero.collectives.sums import sum_over_ranks
 from megatron_zpp.zero.communication import build_communication
 from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
-from megatron_zpp.zero.gathers import Gathers, Phase
+from megatron_zpp.zero.gradients import Gradients
 from megatron_zpp.zero.hooks import register_hooks
 from megatron_zpp.zero.loss_scale import LossScale
 from megatron_zpp.zero.optimizer import MOMENTS, build_adamw
-from megatron_zpp.zero.reductions import Reductions
+from megatron_zpp.zero.prefetch import Phase, Prefetcher
 from megatron_zpp.zero.sections import (
     BACKWARD,
     FORWARD,
@@ -33,7 +32,6 @@ from megatron_zpp.zero.sections import (
     WAIT_REDUCTIONS,
     Sections,
 )
-from megatron_zpp.zero.unit import Unit
 
 WEIGHTS = "weights"
 STATE_KINDS = (WEIGHTS, *MOMENTS)
@@ -83,7 +81,7 @@ class ZeroEngine:
     ) -> None:
         self.model, self.topology, self.device = model, topology, device
         self._ledger, self.sections = TrafficLedger(topology), sections
-        self._clip_grad, self._operations = optimizer.clip_grad, operations
+        self._clip_grad = optimizer.clip_grad
         dtype = getattr(torch, precision.compute_dtype(device.type))
         named_modules = model.units()
         self.copy_engines = choose_copy_engines(zero.zero_copy_engines, topology, device, timeout, say)
@@ -108,20 +106,12 @@ class ZeroEngine:
         )
         for comm_stream in communication.comm_streams:
             comm_stream.ready()
-        self._gathers = Gathers(
-            self.units,
-            communication.gather,
-            communication.secondary,
-            plan.prefetch,
-            sections,
-            model.recomputed_units(),
-        )
+        self._prefetcher = Prefetcher(plan, self._gather, model.recomputed_units(), sections)
         self._adamw = build_adamw(optimizer, self.units, communication, fused_backend, operations)
-        self._reductions = Reductions(
-            self.units, communication, accepts_16bit=self._adamw.accepts_16bit_gradients
-        )
+        accepts_16bit = self._adamw.accepts_16bit_gradients
+        self._gradients = Gradients(self.units, communication, operations, accepts_16bit=accepts_16bit)
         self._hooks = register_hooks(
-            [module for _, module in named_modules], self.units, self._gathers, self._reductions
+            [module for _, module in named_modules], self.units, self._prefetcher, self._gradients
         )
         self.loss_scale = LossScale(precision, device)
         self.summed_gradients = 1  # that the sums of a step, and what feedback owes, are sums of
@@ -141,17 +131,17 @@ class ZeroEngine:
         """
         if not self.model.training:  # it walks through all modules
             self.model.train()
-        self._gathers.begin(Phase.FORWARD)
+        self._prefetcher.begin(Phase.FORWARD)
         with self.sections(FORWARD):
             loss = self._loss(batch)
-        self._gathers.begin(Phase.BACKWARD)
+        self._prefetcher.begin(Phase.BACKWARD)
         with self.sections(WAIT_REDUCTIONS):
-            self._reductions.begin(first=index == 0, last=index == micro_batches - 1)
+            self._gradients.begin(first=index == 0, last=index == micro_batches - 1)
         if index == 0:
             self._begin_sums_of(micro_batches * self.topology.world_size)
         with self.sections(BACKWARD):
             (loss * (self.loss_scale.scale + 0.0 * loss.detach())).backward()
-            self._reductions.finish_backward()
+            self._gradients.finish_backward()
         return loss.detach()
 
     def step(self, learning_rate: float) -> StepResult:
@@ -166,10 +156,11 @@ class ZeroEngine:
         shrink = torch.ones_like(grad_norm)
         if self._clip_grad > 0:
             shrink = torch.clamp((grad_norm + 1e-6) / self._clip_grad, min=1.0)
-        self._gathers.write_gather_source(self._adamw.step(learning_rate, divisor * shrink, found_inf))
-        self._reductions.release()
+        stepped = enumerate(self._adamw.step(learning_rate, divisor * shrink, found_inf))
+        self._prefetcher.gather_after_step(index for index, _ in stepped)
+        self._gradients.release()
         self.loss_scale.update(found_inf)
-        self._reductions.settle_errors(
+        self._gradients.settle_errors(
             found_inf, self.loss_scale.scale / scale if self.loss_scale.dynamic else None
         )
         return StepResult(grad_norm, found_inf, scale)
@@ -188,7 +179,7 @@ class ZeroEngine:
     def evaluate(self, batch: Batch) -> Tensor:
         """The mean loss of a batch without dropout, not reduced over ranks."""
         self.model.eval()
-        self._gathers.begin(Phase.FORWARD)
+        self._prefetcher.begin(Phase.FORWARD)
         with self.sections.unheard():
             return self._loss(batch)
 
@@ -196,7 +187,7 @@ class ZeroEngine:
     def next_token_logits(self, tokens: Tensor) -> Tensor:
         """The logits (V) fp32, on the CPU, of what follows `tokens` (1, T); every rank must call it."""
         self.model.eval()
-        self._gathers.begin(Phase.FORWARD)
+        self._prefetcher.begin(Phase.FORWARD)
         with self.sections.unheard():
             return self.model(tokens.to(self.device))[0, -1].float().cpu()
 
@@ -237,14 +228,14 @@ class ZeroEngine:
         Elements behind the last parameter are not asked for. They are zero and stay zero.
         """
         for index, (unit, flat) in enumerate(zip(self.units, self._flats(kind), strict=True)):
-            unit.slot.wait()  # a gather ahead may still be reading what is published
+            self._prefetcher.wait(index)  # a gather ahead may still be reading the gather source
             stop = min(unit.owned.stop, unit.layout.offsets[-1])
             if unit.owned.start < stop:
                 elements = range(unit.owned.start, stop)
                 flat[: len(elements)].copy_(read(index, elements))
             if kind == WEIGHTS:
                 self._communication.gather.write_gather_source(unit.master, unit.gather_source)
-                unit.changed()
+                self._prefetcher.changed(index)
 
     @property
     def plan(self) -> CommunicationPlan:
@@ -274,11 +265,17 @@ class ZeroEngine:
             return [unit.master for unit in self.units]
         return [moments[kind] for moments in self._adamw.moments]
 
+    def _gather(self, index: int, from_secondary: bool) -> Pending:
+        """Starts to fill a unit's slot, from the secondary shards of this rank's group or from all ranks."""
+        unit, communication = self.units[index], self._communication
+        if from_secondary:
+            return communication.secondary.gather(unit.full, unit.secondary)
+        return communication.gather.gather(unit.full, unit.gather_source, unit.secondary)
+
     def _begin_sums_of(self, gradients: int) -> None:
         """The sums of this step are of so many gradients; what feedback owes becomes the same multiple."""
         if self.feeds_back and gradients != self.summed_gradients:
-            for unit in self.units:
-                unit.error.mul_(gradients / self.summed_gradients)
+            self._gradients.scale_errors(gradients / self.summed_gradients)
         self.summed_gradients = gradients
 
     def _gradient_norm(self, divisor: Tensor) -> Tensor:
@@ -290,24 +287,14 @@ class ZeroEngine:
         squares = []
         for units in (self.units[1:], self.units[:1]):  # the first one's gradient is the last to be summed
             with self.sections(WAIT_REDUCTIONS):
-                self._reductions.wait(units)
+                self._gradients.wait(units)
             with self.sections(GRADIENT_NORM):
-                squares += [self._squares(unit) for unit in units]
+                squares += [self._gradients.squares_of(unit) for unit in units]
         with self.sections(GRADIENT_NORM):
             total = torch.cat(squares).sum(dtype=torch.float64)
             if not self.units[0].whole:
                 total = sum_over_ranks(total, self.topology)
             return (total.sqrt() / divisor).float()
-
-    def _squares(self, unit: Unit) -> Tensor:
-        """The sums of the squares of each block of a unit's gradient."""
-        if unit.squares is not None:
-            return unit.squares
-        counts = [len(part.flat) // SQUARES_BLOCK for part in unit.gradients]
-        sums = torch.empty(sum(counts), device=self.device)
-        for part, its_sums in zip(unit.gradients, sums.split(counts), strict=True):
-            sum_squares(self._operations, part.flat, its_sums)
-        return sums
 
     def _loss(self, batch: Batch) -> Tensor:
         if isinstance(batch, Tensor):

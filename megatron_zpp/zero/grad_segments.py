@@ -3,11 +3,14 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from megatron_zpp.zero.flat_layout import SHARD_MULTIPLE, FlatLayout
 
 
 class GradSegment(NamedTuple):
-    """The elements of a flat buffer from `start` on, here or elsewhere."""
+    """The elements of a flat buffer from `start` on, in that buffer or elsewhere."""
 
     start: int
     flat: Tensor
@@ -18,7 +21,7 @@ class GradSegment(NamedTuple):
 
 
 def segments_inside(parts: Iterable[GradSegment], owned: range) -> Iterator[GradSegment]:
-    """What `parts` have of the `owned` elements, counted from the first of these."""
+    """The segments of the `owned` elements; their starts count from the first of these."""
     for start, flat in parts:
         begin, end = max(start, owned.start), min(start + len(flat), owned.stop)
         if begin < end:
@@ -26,9 +29,50 @@ def segments_inside(parts: Iterable[GradSegment], owned: range) -> Iterator[Grad
 
 
 def join(parts: Sequence[GradSegment], room: Tensor) -> Tensor:
-    """Copies all `parts` of a buffer to their places in `room`, in its format, and returns what they fill."""
+    """Copies all segments to their places in `room`, in its dtype, and returns the part that they fill."""
     whole = room[: sum(len(part.flat) for part in parts)]
     for part in parts:
         if part.of(whole).data_ptr() != part.flat.data_ptr():  # else it is there already
             part.of(whole).copy_(part.flat)
     return whole
+
+
+def segments_of(layout: FlatLayout, produced: list[Tensor], large: int) -> tuple[GradSegment, ...]:
+    """The whole gradient of a unit, gaps included, from those of its parameters.
+
+    A gradient of `large` elements or more is a segment itself. Others are copied, neighbours into one
+    segment, since every segment costs kernel launches. Segments begin and end where blocks of SHARD_MULTIPLE
+    do.
+    """
+    segments: list[GradSegment] = []
+    copied: list[int] = []
+    start = 0
+    for index, gradient in enumerate(produced):
+        if gradient.numel() >= large and _is_segment(layout.offsets[index], gradient):
+            segments += _copy(layout, range(start, layout.offsets[index]), copied, produced)
+            segments.append(GradSegment(layout.offsets[index], gradient.view(-1)))
+            start, copied = layout.offsets[index + 1], []
+        else:
+            copied.append(index)
+    return (*segments, *_copy(layout, range(start, layout.numel), copied, produced))
+
+
+def _copy(
+    layout: FlatLayout, elements: range, indices: list[int], produced: list[Tensor]
+) -> list[GradSegment]:
+    """One segment with these elements, which holds the gradients of these parameters; none if it is empty."""
+    if not elements:
+        return []
+    flat = torch.zeros(len(elements), dtype=produced[0].dtype, device=produced[0].device)
+    begins = [layout.offsets[i] - elements.start for i in indices]
+    copied = [produced[i] for i in indices]
+    views = [flat[b : b + g.numel()].view(g.shape) for b, g in zip(begins, copied, strict=True)]
+    if copied:
+        torch._foreach_copy_(views, copied)
+    return [GradSegment(elements.start, flat)]
+
+
+def _is_segment(offset: int, gradient: Tensor) -> bool:
+    """Whether a parameter's gradient lies as it would in a buffer."""
+    whole_blocks = offset % SHARD_MULTIPLE == 0 and gradient.numel() % SHARD_MULTIPLE == 0
+    return whole_blocks and gradient.is_contiguous()

@@ -12,7 +12,7 @@ from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.collectives.interface import Gather
 from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.grad_segments import GradSegment
-from megatron_zpp.zero.unit import Unit
+from megatron_zpp.zero.sharded_unit import Unit
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

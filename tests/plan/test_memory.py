@@ -206,14 +206,14 @@ def test_squares_come_with_sums_where_the_plan_says_so(zero: dict, micro_batches
     for index in range(micro_batches):
         engine.accumulate(torch.zeros(1, 17, dtype=torch.long), index=index, micro_batches=micro_batches)
     planned = job_of(MODEL, 300, zero=zero, precision=precision, micro_batches=micro_batches)
-    assert {unit.squares is not None for unit in engine.units} == {planned.returns_squared_norms}
+    assert {unit.grad.squares is not None for unit in engine.units} == {planned.returns_squared_norms}
 
 
 def squares_are_there(topology: Topology) -> set[bool]:
     """Of the units, at stage 0."""
     engine = engine_of(MODEL, 300, precision=PrecisionConfig(**BF16), topology=topology)
     engine.accumulate(torch.zeros(1, 17, dtype=torch.long), index=0, micro_batches=1)
-    return {unit.squares is not None for unit in engine.units}
+    return {unit.grad.squares is not None for unit in engine.units}
 
 
 @pytest.mark.parametrize(("nodes", "local"), [(1, 2), (1, 3), (2, 1)])

@@ -107,6 +107,18 @@ def test_the_plan_is_what_the_ranks_send(world: int) -> None:
             assert sent == total(traffic_of(job)), (nodes, local, zero, recompute, micro_batches)
 
 
+def test_the_plan_of_dry_run_is_the_engines() -> None:
+    """On one rank, whose engine needs no group; elsewhere the bytes and the memory are compared."""
+    for zero, recompute, _ in CASES:
+        if zero.get("zero_gradient_error_feedback") or zero.get("zero_hpz_partition_size") == "4":
+            continue  # needs more ranks
+        settings = ZeroConfig(**zero, zero_copy_engines="off")
+        precision = PrecisionConfig(bf16=True)
+        engine = engine_of(MODEL, VOCAB, zero=settings, precision=precision, operations=operations())
+        job = job_of(MODEL, VOCAB, zero=zero | {"zero_copy_engines": "off"}, recompute=recompute)
+        assert engine.plan == job.communication
+
+
 @pytest.mark.parametrize("in_bf16", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("nodes", "local"), [(1, 2), (1, 8), (8, 1), (2, 2), (3, 2), (2, 8), (24, 16)])

@@ -1,10 +1,16 @@
-"""ZeRO++ flags against the ranks that there are."""
+"""The plan of every rank of a grid, made by one process; ZeRO++ flags against the ranks that there are."""
+
+from itertools import product
+from typing import Any
 
 import pytest
+import torch
 
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.zero.communication_plan import check_topology
+from megatron_zpp.zero.communication_plan import CommunicationPlan, check_topology, plan_communication
+from megatron_zpp.zero.flat_layout import FlatLayout
+from megatron_zpp.zero.reduction_plan import ReductionAlgorithm
 
 
 def zero(**settings: object) -> ZeroConfig:
@@ -72,3 +78,78 @@ def test_the_head_of_a_log_says_what_is_on() -> None:
     )
     assert everything.describe() == "ZeRO stage 3 + qwZ int8 + hpZ auto + qgZ int4 with error feedback"
     assert zero().describe() == "ZeRO stage 3"
+
+
+QWZ = {"zero_quantized_weights": True}
+QGZ = {"zero_quantized_gradients": True}
+SETTINGS: list[dict[str, Any]] = [
+    *({"zero_stage": stage} for stage in (0, 1, 2, 3)),
+    {"zero_stage": 1} | QWZ | QGZ,
+    {"zero_stage": 3, "zero_hpz_partition_size": "auto"},
+    {"zero_stage": 3, "zero_hpz_partition_size": "auto", "zero_hpz_secondary": "quantized"} | QWZ | QGZ,
+]
+GRIDS = ((1, 1), (1, 2), (1, 4), (4, 1), (2, 2), (3, 2), (2, 8), (24, 16))
+SIZES = (700, 5001, 129, 5001, 5001, 1)
+
+
+def plans_of(settings: dict[str, Any], nodes: int, local: int, **more: Any) -> list[CommunicationPlan]:
+    """Of every rank."""
+    world = nodes * local
+    inputs = {"compute_dtype": torch.bfloat16, "reduce_in_bf16": False, "copy_engines": False} | more
+    layouts = [FlatLayout((size,), 1, world) for size in SIZES]
+    grid = (Topology(rank, world, rank % local, local) for rank in range(world))
+    return [plan_communication(ZeroConfig(**settings), each, layouts, **inputs) for each in grid]
+
+
+def test_ranks_of_a_stream_agree_on_it() -> None:
+    """Every rank makes its streams in one order, each over ranks that make the same one."""
+    for settings, (nodes, local) in product(SETTINGS, GRIDS):
+        plans = plans_of(settings, nodes, local)
+        for rank, plan in enumerate(plans):
+            assert len(plan.streams) == len(plans[0].streams)
+            for index, ranks in enumerate(plan.streams):
+                assert rank in ranks
+                assert all(plans[peer].streams[index] == ranks for peer in ranks)
+            hops = (plan.gather.hop, *plan.reduction.hops, *([plan.secondary.hop] if plan.secondary else []))
+            for hop in hops:
+                assert plan.streams[hop.stream] == hop.ranks
+                assert hop.ranks[hop.group_rank] == rank
+
+
+def test_nodes_are_alike() -> None:
+    """So that --dry-run, which asks the ranks of one node, knows what all nodes send and hold."""
+    for settings, (nodes, local) in product(SETTINGS, GRIDS):
+        plans = plans_of(settings, nodes, local)
+        for rank, plan in enumerate(plans):
+            other = plans[rank % local]
+            for layout in plan.layouts:
+                assert plan.gather.sent(layout) == other.gather.sent(layout)
+                assert plan.reduction.sent(layout, 2) == other.reduction.sent(layout, 2)
+            assert plan.arena_bytes == other.arena_bytes == plans[0].arena_bytes
+            assert plan.weight_bytes == plans[0].weight_bytes
+
+
+def test_algorithms_of_the_grids() -> None:
+    """In two hops of nodes of two ranks an fp32 sum is as many bytes as the two bf16 gradients in it."""
+    inside = {(1, 2): ReductionAlgorithm.LOCAL_SUM, (1, 4): ReductionAlgorithm.TWO_STEP}
+    for nodes, local in GRIDS:
+        whole, sharded = (
+            plans_of({"zero_stage": stage}, nodes, local)[0].reduction.algorithm for stage in (0, 2)
+        )
+        assert whole is inside.get((nodes, local), ReductionAlgorithm.LIBRARY)
+        two_hops = nodes > 1 and local > 2
+        assert sharded is (ReductionAlgorithm.TWO_HOPS if two_hops else ReductionAlgorithm.ONE_HOP)
+
+
+def test_peers_are_written_inside_one_node_alone() -> None:
+    for settings, (nodes, local) in product(SETTINGS, GRIDS):
+        plan = plans_of(settings, nodes, local, copy_engines=True)[-1]
+        algorithm = plan.reduction.algorithm
+        expected = nodes == 1 < local and algorithm is not ReductionAlgorithm.QUANTIZED_ONE_HOP
+        assert plan.reduction.peer_writes == expected
+        assert plan.with_peer_writes(False).with_peer_writes(True) == plan
+        without = plan.with_peer_writes(False).reduction.buffers
+        saved = expected and algorithm is not ReductionAlgorithm.TWO_STEP  # which gathers sums there
+        assert without.joined.nbytes - plan.reduction.buffers.joined.nbytes == (
+            saved and without.joined.nbytes
+        )

@@ -130,7 +130,7 @@ def test_a_loss_that_is_not_finite_skips_the_step(stage: int, size: int, poison:
     tokens = torch.zeros(size, 17, dtype=torch.long)
     engine.accumulate(tokens, index=0, micro_batches=1)
     assert not engine.step(1e-3).skipped
-    engine.units[0].slot.wait()
+    engine._prefetcher.wait(0)
     with torch.no_grad():
         engine.model.embedding.tokens.weight[3] = poison  # an entry that only the softmax looks at
     assert not torch.isfinite(engine.accumulate(tokens, index=0, micro_batches=1))
@@ -203,7 +203,7 @@ def test_more_micro_batches_do_not_weaken_the_loss_scale(stage: int, scale: dict
 
 def test_parameters_are_aligned_views_of_their_units_buffer() -> None:
     engine = small(precision=PrecisionConfig(bf16=True))
-    starts = {unit.slot.buffer.untyped_storage().data_ptr() for unit in engine.units}
+    starts = {unit.full.untyped_storage().data_ptr() for unit in engine.units}
     assert len(starts) == len(engine.units) == 4
     for parameter in engine.model.parameters():
         assert parameter.untyped_storage().data_ptr() in starts
@@ -229,13 +229,13 @@ def test_gradients_that_need_no_sum_give_the_bits_of_those_that_are_summed(
 
     What is `large` is not copied first.
     """
-    monkeypatch.setattr("megatron_zpp.zero.reductions._STEPPED_THERE", large)
+    monkeypatch.setattr("megatron_zpp.zero.gradients._STEPPED_THERE", large)
     tokens, found = torch.randint(VOCAB, (3, 2, 9), generator=torch.Generator().manual_seed(2)), []
     for sums in (True, False):
         engine = engine_of(
             MODEL, VOCAB, zero=ZeroConfig(zero_stage=stage), precision=precision, operations=operations()
         )
-        engine._reductions._sums = sums
+        engine._gradients._sums = sums
         norms = []
         for part in tokens:
             engine.accumulate(part, index=0, micro_batches=1)

@@ -73,15 +73,15 @@ def weights_seen(topology: Topology, settings: list[dict[str, Any]]) -> list[lis
 def _weights_seen(topology: Topology, engine: ZeroEngine) -> list[dict[str, torch.Tensor]]:
     """For each of two steps, every content of a unit's buffer that computed, and the master weights."""
     seen: dict[str, torch.Tensor] = {}
-    need = engine._gathers._need
+    need = engine._prefetcher._need
 
     def record(index: int) -> None:
         need(index)
-        phase = f"{index} {engine._gathers._phase.name}"
-        buffer = engine.units[index].slot.buffer
+        phase = f"{index} {engine._prefetcher._phase.name}"
+        buffer = engine.units[index].full
         seen[f"{phase} {sum(name.startswith(phase) for name in seen)}"] = buffer.clone().cpu()
 
-    engine._gathers._need = record
+    engine._prefetcher._need = record
     steps = []
     for step in range(2):
         seen.clear()
@@ -342,9 +342,9 @@ def test_biases_do_not_vanish_beside_the_gains_of_norms(block: int) -> None:
         drawn[index] = flat
     engine.load_states(WEIGHTS, lambda unit, elements: drawn[unit][elements.start : elements.stop])
     for index, unit in enumerate(engine.units):
-        engine._gathers.before_forward(index)
+        engine._prefetcher.before_forward(index)
         for name, sent, arrived in zip(
-            unit.names, unit.views(drawn[index]), unit.views(unit.slot.buffer.float()), strict=True
+            unit.names, unit.views(drawn[index]), unit.views(unit.full.float()), strict=True
         ):
             peak = sent.abs().max()
             assert (arrived - sent).abs().max() <= peak * (2.0**-7 + 2.0**-8), name

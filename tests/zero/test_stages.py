@@ -17,9 +17,9 @@ from megatron_zpp.distributed.comm_stream import CommStream
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.zero import engine as engine_module
-from megatron_zpp.zero import reductions
+from megatron_zpp.zero import gradients
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.gathers import Phase
+from megatron_zpp.zero.prefetch import Phase, Weights
 from tests.zero.engines import engine_of, weights_of
 from tests.zero.ranks import on_ranks
 from tests.zero.shared_memory import SharedLane
@@ -142,16 +142,15 @@ def waits_of_a_backward(layers: int, chunk: int, prefetch: int) -> list[tuple[in
         zero=ZeroConfig(zero_stage=3, zero_prefetch_units=prefetch),
         recompute=recompute,
     )
-    gathers, waits = engine._gathers, []
-    need = gathers._need
+    prefetcher, waits = engine._prefetcher, []
+    need = prefetcher._need
 
     def record(index: int) -> None:
-        unit = engine.units[index]
-        if gathers._phase is Phase.BACKWARD and not (waits and waits[-1][0] == index):
-            waits.append((index, not unit.slot.holds(unit)))
+        if prefetcher._phase is Phase.BACKWARD and not (waits and waits[-1][0] == index):
+            waits.append((index, prefetcher.weights_of(index) is Weights.SHARDED))
         need(index)
 
-    gathers._need = record
+    prefetcher._need = record
     for _ in range(2):
         waits.clear()
         engine.accumulate(torch.ones(1, 11, dtype=torch.long), index=0, micro_batches=1)
@@ -229,13 +228,13 @@ def test_variants_equal_one_process() -> None:
 
 def train_in_parts(topology: Topology, cases: tuple[Case, ...]) -> list[list[float]]:
     """`train` with each gradient, that can be, a part of its own."""
-    reductions._SENT_FROM_THERE = 1
+    gradients._SENT_FROM_THERE = 1
     return train(topology, cases)
 
 
 def train_writing(topology: Topology, cases: tuple[Case, ...]) -> list[list[float]]:
     """`train` where ranks write each other's memory, each gradient that can be from where it was made."""
-    engine_module.CommStream, reductions._SENT_FROM_THERE = SharedLane, 1
+    engine_module.CommStream, gradients._SENT_FROM_THERE = SharedLane, 1
     return train(topology, cases)
 
 

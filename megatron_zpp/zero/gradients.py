@@ -1,0 +1,180 @@
+"""Sums gradients over micro-batches and ranks, behind the backward that produces them."""
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.ops.checks import SQUARES_BLOCK
+from megatron_zpp.ops.operations import Operations
+from megatron_zpp.zero.collectives.sums import sum_squares
+from megatron_zpp.zero.communication import Communication
+from megatron_zpp.zero.flat_layout import FlatLayout
+from megatron_zpp.zero.grad_segments import GradSegment, segments_of
+from megatron_zpp.zero.sharded_unit import Unit
+
+# Elements of a 16-bit gradient that stays where the backward made it:
+_STEPPED_THERE = 1 << 23  # a copy would move 32 MiB; without it the norm and AdamW launch more kernels
+_SENT_FROM_THERE = 1 << 20  # a copy would move 4 MiB; without it sending and summing take more calls
+
+
+class Gradients:
+    """Takes each unit's gradients when its backward is done.
+
+    Sharded gradients (stages 2 and 3) are reduced after every micro-batch, since no rank keeps them whole;
+    at stages 0 and 1 they accumulate whole and are reduced after the step's last one. Where there is
+    nothing to sum they stay as they are.
+    """
+
+    def __init__(
+        self,
+        units: list[Unit],
+        communication: Communication,
+        operations: Operations | None,
+        *,
+        accepts_16bit: bool,
+    ) -> None:
+        """`accepts_16bit`: whether the optimizer takes gradients in 16 bits."""
+        plan = communication.plan
+        self._units, self._reduction, self._operations = units, communication.reduction, operations
+        self._plan, self._residency = plan.reduction, plan.residency
+        self._sums = plan.sums_gradients(1, accepts_16bit=accepts_16bit)
+        self._slots = dict(zip(units, plan.reduction_slots, strict=True))
+        self._reducing: dict[int, Unit] = {}  # the last unit that was reduced in each slot
+        self._first = self._last = True
+
+    def begin(self, *, first: bool, last: bool) -> None:
+        """The backward that comes is of a step's first, last or another micro-batch.
+
+        Waits for the reductions of the micro-batch before: there was a forward to hide them. A first
+        micro-batch drops what an abandoned step left.
+        """
+        self.wait(self._units)
+        if first:
+            self.release()
+            self._remember_errors()
+        self._first, self._last = first, last
+        for unit in self._units:
+            unit.grad.arrived = 0
+
+    def gradient_arrived(self, unit: Unit) -> None:
+        """One more parameter of `unit` has its `.grad`."""
+        unit.grad.arrived += 1
+        if unit.grad.arrived == len(unit.parameters):
+            self._take(unit)
+
+    def finish_backward(self) -> None:
+        """Takes the units of which a parameter had no part in the loss."""
+        for unit in self._units:
+            if unit.grad.arrived < len(unit.parameters):
+                for parameter in unit.parameters:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                self._take(unit)
+
+    def wait(self, units: list[Unit]) -> None:
+        """Lets the compute wait for the reductions of these units: REDUCING -> SUMMED."""
+        for unit in units:
+            unit.grad.wait()
+
+    def squares_of(self, unit: Unit) -> Tensor:
+        """The sums of the squares of each block of a unit's gradient, which is SUMMED."""
+        if unit.grad.squares is not None:
+            return unit.grad.squares
+        counts = [len(segment.flat) // SQUARES_BLOCK for segment in unit.gradients]
+        sums = torch.empty(sum(counts), device=unit.full.device)
+        for segment, its_sums in zip(unit.gradients, sums.split(counts), strict=True):
+            sum_squares(self._operations, segment.flat, its_sums)
+        return sums
+
+    def scale_errors(self, factor: float) -> None:
+        """What error feedback owes becomes the same multiple of the mean of so many more gradients."""
+        for unit in self._units:
+            unit.error.mul_(factor)
+
+    def settle_errors(self, skipped: Tensor, rescale: Tensor | None) -> None:
+        """After the optimizer's decision: error feedback keeps what it must send with the next step.
+
+        The gradients of a step that was `skipped` (1, else 0) will never be used. So nothing that their sums
+        lost is owed, and what was added to them is owed again: every error is what it was before the step.
+        `rescale` is the next loss scale over this step's, in whose units errors are; None: it is fixed.
+        """
+        for unit in self._units:
+            if unit.error is None:
+                continue
+            torch.where(skipped > 0, unit.error_before, unit.error, out=unit.error)
+            if rescale is not None:
+                unit.error.mul_(rescale)
+
+    def release(self) -> None:
+        """Gives the memory of all gradients to the next forward, for activations: any state -> EMPTY."""
+        for unit in self._units:
+            unit.grad.release()
+
+    def _remember_errors(self) -> None:
+        """Copies all errors: whether a step is skipped is known at its end, when every micro-batch has
+        changed them."""
+        for unit in self._units:
+            if unit.error is not None:
+                unit.error_before.copy_(unit.error)
+
+    def _take(self, unit: Unit) -> None:
+        """Takes over `.grad` of every parameter, and starts the reduction that is due.
+
+        EMPTY -> SUMMED where there is nothing to sum; else -> ACCUMULATING or REDUCING.
+        """
+        produced = [parameter.grad for parameter in unit.parameters]
+        for parameter in unit.parameters:
+            parameter.grad = None
+        if reducing := self._reducing.get(self._slots[unit]):
+            reducing.grad.wait()  # so that no more than two units of a layout keep what they send
+        only = self._first and self._last
+        if only and not self._sums:
+            unit.grad.take(segments_of(unit.layout, produced, _STEPPED_THERE))
+            return
+        if only or self._plan.every_micro_batch:
+            dtype = self._plan.gradient_dtype
+            if produced[0].itemsize > dtype.itemsize:
+                produced = [gradient.to(dtype) for gradient in produced]
+            sent = segments_of(unit.layout, produced, _SENT_FROM_THERE)
+            self._reduce(unit, sent, add=not self._first)
+            return
+        if self._first:
+            whole = _new_sum(unit.layout, unit.full.device)
+            torch._foreach_copy_(unit.views(whole), produced)
+        else:
+            whole = unit.grad.accumulated
+            torch._foreach_add_(unit.views(whole), produced)
+        unit.grad.accumulate(whole)
+        if self._last:
+            sent = (GradSegment(0, whole.to(self._plan.gradient_dtype)),)
+            total = None if self._residency.optimizer_sharded else whole
+            whole = unit.grad.accumulated = None  # a 16-bit copy is sent instead: the sum takes its memory
+            self._reduce(unit, sent, add=False, total=total)
+
+    def _reduce(
+        self, unit: Unit, sent: tuple[GradSegment, ...], *, add: bool, total: Tensor | None = None
+    ) -> None:
+        """Starts the sum over ranks, at stage 0 into `total`, if it is given: -> REDUCING.
+
+        Adds to what earlier micro-batches left, or begins a new sum.
+        """
+        device = sent[0].flat.device
+        if add:
+            total = unit.gradient
+        elif self._residency.optimizer_sharded:
+            total = torch.empty_like(unit.master, device=device)
+        elif total is None:
+            total = torch.empty(unit.layout.numel, device=device)
+        squares = None
+        if self._last and self._plan.returns_squared_norms:
+            squares = torch.empty(len(total) // SQUARES_BLOCK, device=device)
+        pending = self._reduction.reduce(sent, total, add=add, squares=squares, error=unit.error)
+        unit.grad.reduce(pending, sent, total, squares)
+        self._reducing[self._slots[unit]] = unit
+
+
+def _new_sum(layout: FlatLayout, device: torch.device) -> Tensor:
+    """A buffer (n,) for whole gradients: the parameters' parts are not filled, the gaps are zero."""
+    whole = torch.empty(layout.numel, device=device)
+    for gap in layout.gaps():
+        whole[gap.start : gap.stop].zero_()
+    return whole

@@ -1,0 +1,180 @@
+"""Which unit's parameters are gathered when: ahead of the compute that reads them, in its order.
+
+Only numbers of units and slots are handled here, so that --dry-run walks through a step with the same code.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum, auto
+
+from megatron_zpp.distributed.comm_stream import Pending
+from megatron_zpp.zero.communication_plan import CommunicationPlan
+from megatron_zpp.zero.sections import UNTIMED, WAIT_GATHERS, Sections
+
+
+class Phase(Enum):
+    """The direction in which a pass goes through the units."""
+
+    FORWARD = auto()
+    BACKWARD = auto()
+
+
+class Weights(Enum):
+    """Where the present weights of a unit are: SHARDED -> GATHERING -> GATHERED -> SHARDED."""
+
+    SHARDED = auto()  # not in the unit's slot
+    GATHERING = auto()  # on their way into the slot
+    GATHERED = auto()  # in the slot
+
+
+Gather = Callable[[int, bool], Pending]  # starts to fill the slot of a unit; True: from secondary shards
+
+
+def backward_order(units: int, recomputed: Iterable[range]) -> list[int]:
+    """The units in the order in which a backward reads their parameters: from the last to the first.
+
+    Before the backward of a range of `recomputed` units comes their forward. Its last unit is read once for
+    both.
+    """
+    order: list[int] = []
+    first_of = {chunk[-1]: chunk[0] for chunk in recomputed}
+    for index in reversed(range(units)):
+        order += range(first_of.get(index, index), index + 1)
+    return order
+
+
+class _Slot:
+    """A buffer that holds the whole parameters of one unit at a time."""
+
+    def __init__(self) -> None:
+        self.holder: int | None = None  # the unit whose weights, old or present ones, are here
+        self.pending: Pending | None = None  # the gather under way
+
+
+class Prefetcher:
+    """Fills parameter slots `prefetch` units ahead of the compute, in the order in which it reads them.
+
+    A slot that holds a unit's present weights is not filled again: the last layers of a forward are still
+    there for the backward, and parameters that never share a slot are gathered once per step. No slot is
+    filled for a later unit while the compute has yet to read what it holds for an earlier one. So where
+    `prefetch` + 1, the number of slots, divides the number of units that are recomputed together, the first
+    gather of each such range but the last starts only when the compute needs it.
+    """
+
+    def __init__(
+        self,
+        plan: CommunicationPlan,
+        gather: Gather,
+        recomputed: Sequence[range] = (),
+        sections: Sections = UNTIMED,
+    ) -> None:
+        """`recomputed`: ranges of units whose forward the backward repeats, each before the gradients of its
+        last unit.
+        """
+        self._gather, self._prefetch, self._sections = gather, plan.prefetch, sections
+        self._changed = Weights.GATHERED if plan.gathers_in_place else Weights.SHARDED
+        slots = {slot: _Slot() for slot in plan.slots}
+        self._slots = [slots[slot] for slot in plan.slots]  # of each unit
+        self._weights = [self._changed for _ in plan.layouts]
+        self._keeps_secondary = [plan.secondary_part(layout) is not None for layout in plan.layouts]
+        self._secondary_is_present = [False for _ in plan.layouts]  # as opposed to weights before the step
+        self._phase, self._forward = Phase.FORWARD, list(range(len(plan.layouts)))
+        self._backward = backward_order(len(plan.layouts), recomputed)
+        # Where in `_backward` a unit is recomputed, and where its gradients are made.
+        self._recomputed_at: dict[int, int] = {}
+        self._gradients_at: dict[int, int] = {}
+        for at, index in enumerate(self._backward):
+            self._recomputed_at.setdefault(index, at)
+            self._gradients_at[index] = at
+        self._first_of = {chunk[-1]: chunk[0] for chunk in recomputed}
+        self._to_recompute: int | None = None  # the last unit of the range that is being recomputed
+
+    def begin(self, phase: Phase) -> None:
+        """The pass that starts now goes in this direction."""
+        self._phase, self._to_recompute = phase, None
+
+    def weights_of(self, index: int) -> Weights:
+        """Where the present weights of a unit are."""
+        return self._weights[index]
+
+    def changed(self, index: int) -> None:
+        """Unit `index` has new weights: any state -> SHARDED.
+
+        Where they were written into the slot, there is nothing to gather: any state -> GATHERED.
+        """
+        self._secondary_is_present[index] = False
+        self._weights[index] = self._changed
+
+    def gather_after_step(self, stepped: Iterable[int]) -> None:
+        """Starts to gather the units that slots can hold, as the optimizer is done with each of `stepped`.
+
+        They are the ones that the next forward reads first.
+        """
+        taken = set()
+        for index in stepped:
+            self.changed(index)
+            if self._slots[index] not in taken:
+                taken.add(self._slots[index])
+                self._start(index)
+
+    def before_forward(self, index: int) -> None:
+        """Unit `index` is about to compute. In the backward phase that is a recomputation."""
+        self._need(index)
+        if self._phase is Phase.FORWARD:
+            self._start_ahead(self._forward, index)
+            return
+        if index == self._to_recompute:
+            self._to_recompute = None
+        self._start_ahead(self._backward, self._recomputed_at[index])
+
+    def before_backward(self, index: int) -> None:
+        """The gradient of a unit's output has arrived. A range that the unit ends is recomputed first."""
+        assert self._to_recompute is None, f"unit {self._to_recompute} was to be recomputed and was not"
+        if index in self._first_of:
+            self._to_recompute, first = index, self._first_of[index]
+            self._need(first)
+            self._start_ahead(self._backward, self._recomputed_at[first])
+            return
+        self._need(index)
+        self._start_ahead(self._backward, self._gradients_at[index])
+
+    def wait(self, index: int) -> None:
+        """Lets the compute wait for the gather into the slot of unit `index`: GATHERING -> GATHERED."""
+        slot = self._slots[index]
+        if slot.pending is not None:
+            slot.pending.wait()
+            slot.pending = None
+            if self._weights[slot.holder] is Weights.GATHERING:  # else they changed on their way
+                self._weights[slot.holder] = Weights.GATHERED
+
+    def _start_ahead(self, order: list[int], at: int) -> None:
+        """Starts the gathers of the units that are read next, up to one whose slot is still to be read."""
+        taken = {order[at]: self._slots[order[at]]}
+        for index in order[at + 1 :]:
+            if index in taken:
+                continue
+            slot = self._slots[index]
+            if len(taken) > self._prefetch or slot in taken.values():
+                return
+            taken[index] = slot
+            self._start(index)
+
+    def _need(self, index: int) -> None:
+        """SHARDED or GATHERING -> GATHERED."""
+        self._start(index)
+        with self._sections(WAIT_GATHERS):
+            self.wait(index)
+
+    def _start(self, index: int) -> None:
+        """SHARDED -> GATHERING; the unit that was in the slot: GATHERING or GATHERED -> SHARDED.
+
+        The first gather of new weights refreshes the secondary shard, and later ones come from those.
+        """
+        if self._weights[index] is not Weights.SHARDED:
+            return
+        slot = self._slots[index]
+        self.wait(index)  # a gather that nobody needed after all must not end later than this one
+        if slot.holder is not None:
+            self._weights[slot.holder] = Weights.SHARDED
+        slot.holder, self._weights[index] = index, Weights.GATHERING
+        slot.pending = self._gather(index, self._secondary_is_present[index])
+        self._secondary_is_present[index] = self._keeps_secondary[index]

@@ -1,0 +1,144 @@
+"""A unit, parameters that are gathered together, as this rank holds it.
+
+The tensors of a unit of n elements (padding included) on d ranks:
+
+    tensor         changed by  what it is
+    full           prefetch    (n,) compute dtype: the buffer of the unit's slot, which the module's
+                               parameters view for good; units with the same slot take turns in it
+    gather_source  optimizer   what this rank's next gather sends: its shard in the compute dtype, or qwZ's
+                               message; a part of `full` where parameters stay whole
+    master         optimizer   fp32 weights that this rank's optimizer changes: all n at stage 0, else its
+                               shard (n / d,); in CPU memory if offloaded; in fp32 the gather source itself
+    moments        optimizer   two of AdamW, like `master`; the optimizer's own `moments`
+    secondary      prefetch    hpZ: this rank's part of what its group keeps of the unit, weights or messages;
+                               None where no other unit has the slot, since it is gathered once per step then
+    error          gradients   qgZ with error feedback: what this rank's sums lost and have yet to send, bf16
+    error_before   gradients   `error` before the present step, which a skipped step puts back
+    accumulated    gradients   (n,) fp32 at stages 0 and 1: the sum over micro-batches, from a step's first to
+                               its last
+    segments       gradients   the gradient that the optimizer takes, like `master`, in one part or several:
+                               the fp32 sum over micro-batches and ranks, from a step's first reduction until
+                               the optimizer is done; where there is nothing to sum, as the backward made it
+    squares        gradients   sums of the squares of each block of `segments`, where a reduction finds them
+    sent           gradients   what the reduction under way reads
+
+The last four belong to the unit's `grad`.
+
+A `Unit` itself never changes. prefetch.py keeps where its weights are (`Weights`). How far its gradient has
+come is in `grad`, which gradients.py alone changes.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from torch import Tensor, nn
+
+from megatron_zpp.distributed.comm_stream import Pending
+from megatron_zpp.zero.flat_layout import FlatLayout
+from megatron_zpp.zero.grad_segments import GradSegment
+
+
+class GradientState(Enum):
+    """How far the gradient of a unit has come in a step.
+
+    EMPTY -> ACCUMULATING -> REDUCING -> SUMMED -> EMPTY where gradients accumulate whole. Where they are
+    reduced after every micro-batch: EMPTY -> REDUCING -> SUMMED, and REDUCING again for the next one. Where
+    there is nothing to sum: EMPTY -> SUMMED.
+    """
+
+    EMPTY = auto()
+    ACCUMULATING = auto()  # `accumulated` is this rank's sum over the micro-batches so far
+    REDUCING = auto()  # `pending` sums `sent` over ranks into `segments`
+    SUMMED = auto()  # `segments` are over all ranks, and of the micro-batches so far
+
+
+@dataclass(eq=False)
+class UnitGradient:
+    """The gradient of a unit in the present step. gradients.py alone changes it."""
+
+    state: GradientState = GradientState.EMPTY
+    arrived: int = 0  # parameters whose gradients the present backward has made
+    accumulated: Tensor | None = None
+    segments: tuple[GradSegment, ...] = ()
+    squares: Tensor | None = None
+    sent: tuple[GradSegment, ...] = ()
+    pending: Pending | None = None
+
+    def accumulate(self, whole: Tensor) -> None:
+        """EMPTY or ACCUMULATING -> ACCUMULATING."""
+        assert self.state in (GradientState.EMPTY, GradientState.ACCUMULATING), self.state
+        self.state, self.accumulated = GradientState.ACCUMULATING, whole
+
+    def reduce(
+        self, pending: Pending, sent: tuple[GradSegment, ...], total: Tensor, squares: Tensor | None
+    ) -> None:
+        """Owns what a submitted reduction uses: EMPTY, ACCUMULATING or SUMMED -> REDUCING."""
+        assert self.state is not GradientState.REDUCING
+        self.state, self.pending, self.sent = GradientState.REDUCING, pending, sent
+        self.accumulated, self.segments, self.squares = None, (GradSegment(0, total),), squares
+
+    def wait(self) -> None:
+        """Lets the compute wait for a reduction under way: REDUCING -> SUMMED."""
+        if self.state is GradientState.REDUCING:
+            self.pending.wait()
+            self.state, self.pending, self.sent = GradientState.SUMMED, None, ()
+
+    def take(self, segments: tuple[GradSegment, ...]) -> None:
+        """Takes gradients that need no sum: EMPTY -> SUMMED."""
+        assert self.state is GradientState.EMPTY, self.state
+        self.state, self.segments = GradientState.SUMMED, segments
+
+    def release(self) -> None:
+        """Gives the memory back: any state but REDUCING -> EMPTY."""
+        assert self.state is not GradientState.REDUCING
+        self.state, self.accumulated, self.segments, self.squares = GradientState.EMPTY, None, (), None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Unit:
+    """Parameters that are gathered together, as this rank holds them."""
+
+    names: tuple[str, ...]  # of the parameters, as the model calls them
+    parameters: tuple[nn.Parameter, ...]
+    layout: FlatLayout
+    owned: range  # the elements that this rank's optimizer changes
+    full: Tensor
+    master: Tensor
+    gather_source: Tensor
+    secondary: Tensor | None
+    error: Tensor | None
+    error_before: Tensor | None
+    grad: UnitGradient = field(default_factory=UnitGradient)
+
+    @property
+    def whole(self) -> bool:
+        """Whether this rank changes all of the unit (stage 0, or one rank)."""
+        return len(self.owned) == self.layout.numel
+
+    @property
+    def gradients(self) -> tuple[GradSegment, ...]:
+        """The gradient that the optimizer takes, in one segment or several."""
+        return self.grad.segments
+
+    @property
+    def gradient(self) -> Tensor:
+        """The same, where it is in one segment."""
+        ((_, flat),) = self.gradients
+        return flat
+
+    @property
+    def gathers_from_master(self) -> bool:
+        """Whether the compute reads the master weights themselves (fp32)."""
+        return self.gather_source.data_ptr() == self.master.data_ptr()
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The parameters' parts of a buffer (n,), each in its parameter's shape."""
+        return [
+            flat[offset : offset + parameter.numel()].view(parameter.shape)
+            for offset, parameter in zip(self.layout.offsets, self.parameters, strict=False)
+        ]
+
+    def segments(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """The parts of a buffer like `master` with and without weight decay."""
+        decayed = self.layout.decayed_in(self.owned)
+        return flat[:decayed], flat[decayed:]

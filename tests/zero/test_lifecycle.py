@@ -1,0 +1,144 @@
+"""The states of a unit's weights and gradient: every transition on values, without ranks."""
+
+import pytest
+import torch
+
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.comm_stream import Pending
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
+from megatron_zpp.zero.flat_layout import FlatLayout
+from megatron_zpp.zero.grad_segments import GradSegment
+from megatron_zpp.zero.prefetch import Phase, Prefetcher, Weights
+from megatron_zpp.zero.sharded_unit import GradientState, UnitGradient
+
+SHARDED, GATHERING, GATHERED = Weights.SHARDED, Weights.GATHERING, Weights.GATHERED
+LAYER = FlatLayout((5000,), 1, 4)
+
+
+def plan_of(units: int, **zero: object) -> CommunicationPlan:
+    return plan_communication(
+        ZeroConfig(**zero),
+        Topology(1, 4, 1, 2),
+        [LAYER] * units,
+        compute_dtype=torch.bfloat16,
+        reduce_in_bf16=False,
+        copy_engines=False,
+    )
+
+
+class Walk:
+    """A prefetcher whose gathers are taken down: (unit, whether from secondary shards)."""
+
+    def __init__(self, plan: CommunicationPlan) -> None:
+        self.gathers: list[tuple[int, bool]] = []
+        self.units = range(len(plan.layouts))
+        self.prefetcher = Prefetcher(plan, self._gather)
+
+    def _gather(self, index: int, from_secondary: bool) -> Pending:
+        self.gathers.append((index, from_secondary))
+        return Pending()
+
+    def weights(self) -> list[Weights]:
+        return [self.prefetcher.weights_of(index) for index in self.units]
+
+    def taken(self) -> list[tuple[int, bool]]:
+        taken, self.gathers = self.gathers, []
+        return taken
+
+
+def test_weights_go_through_their_slots() -> None:
+    """Four units in two slots: each gather takes the slot of the unit before the last."""
+    walk = Walk(plan_of(4, zero_stage=3))
+    assert walk.weights() == [SHARDED] * 4
+    walk.prefetcher.begin(Phase.FORWARD)
+    walk.prefetcher.before_forward(0)
+    assert walk.weights() == [GATHERED, GATHERING, SHARDED, SHARDED]
+    walk.prefetcher.before_forward(1)
+    assert walk.weights() == [SHARDED, GATHERED, GATHERING, SHARDED]
+    for index in (2, 3):
+        walk.prefetcher.before_forward(index)
+    assert walk.weights() == [SHARDED, SHARDED, GATHERED, GATHERED]
+    assert walk.taken() == [(index, False) for index in range(4)]
+    walk.prefetcher.begin(Phase.BACKWARD)
+    for index in (3, 2, 1, 0):
+        walk.prefetcher.before_backward(index)
+    assert walk.taken() == [(1, False), (0, False)]  # the last two were there
+    walk.prefetcher.gather_after_step(walk.units)
+    assert walk.weights() == [GATHERING, GATHERING, SHARDED, SHARDED]
+
+
+def test_a_load_makes_gathers_on_their_way_useless() -> None:
+    walk = Walk(plan_of(3, zero_stage=3))
+    walk.prefetcher.gather_after_step(walk.units)
+    for index in walk.units:
+        walk.prefetcher.changed(index)
+    assert walk.weights() == [SHARDED] * 3
+    assert walk.taken() == [(0, False), (1, False)]
+    walk.prefetcher.begin(Phase.FORWARD)
+    walk.prefetcher.before_forward(0)
+    assert walk.weights() == [GATHERED, GATHERING, SHARDED]
+    assert walk.taken() == [(0, False), (1, False)]
+
+
+def test_later_gathers_of_a_step_come_from_secondary_shards() -> None:
+    walk = Walk(plan_of(4, zero_stage=3, zero_hpz_partition_size="2"))
+    for _ in range(2):
+        walk.prefetcher.gather_after_step(walk.units)
+        for phase, order in ((Phase.FORWARD, (0, 1, 2, 3)), (Phase.BACKWARD, (3, 2, 1, 0))):
+            walk.prefetcher.begin(phase)
+            visit = walk.prefetcher.before_forward
+            for index in order:
+                (visit if phase is Phase.FORWARD else walk.prefetcher.before_backward)(index)
+        assert walk.taken() == [*((index, False) for index in range(4)), (1, True), (0, True)]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_below_stage_3_each_unit_has_its_slot(stage: int) -> None:
+    walk = Walk(plan_of(3, zero_stage=stage))
+    walk.prefetcher.gather_after_step(walk.units)
+    assert walk.taken() == ([] if stage == 0 else [(index, False) for index in range(3)])
+    walk.prefetcher.begin(Phase.FORWARD)
+    for index in walk.units:
+        walk.prefetcher.before_forward(index)
+    walk.prefetcher.begin(Phase.BACKWARD)
+    for index in reversed(walk.units):
+        walk.prefetcher.before_backward(index)
+    assert walk.weights() == [GATHERED] * 3
+    assert walk.taken() == []
+
+
+def test_a_gradient_that_accumulates_is_reduced_once() -> None:
+    waited, gradient, total = [], UnitGradient(), torch.zeros(4)
+    assert gradient.state is GradientState.EMPTY
+    for _ in range(2):
+        gradient.accumulate(total)
+        assert gradient.state is GradientState.ACCUMULATING
+    sent = (GradSegment(0, total),)
+    gradient.reduce(Pending(lambda: waited.append(1)), sent, torch.ones(4), None)
+    assert gradient.state is GradientState.REDUCING
+    assert gradient.sent is sent
+    assert gradient.accumulated is None
+    for _ in range(2):  # it is waited for once
+        gradient.wait()
+        assert gradient.state is GradientState.SUMMED
+    assert (waited, gradient.sent) == ([1], ())
+    gradient.release()
+    assert gradient.state is GradientState.EMPTY
+    assert gradient.segments == ()
+
+
+def test_a_gradient_is_reduced_again_only_after_it_was_waited_for() -> None:
+    gradient, sent = UnitGradient(), (GradSegment(0, torch.zeros(4)),)
+    gradient.reduce(Pending(), sent, torch.ones(4), None)
+    for change in (lambda: gradient.reduce(Pending(), sent, torch.ones(4), None), gradient.release):
+        with pytest.raises(AssertionError):
+            change()
+    gradient.wait()
+    gradient.reduce(Pending(), sent, torch.ones(4), None)
+    gradient.wait()
+    with pytest.raises(AssertionError):
+        gradient.take(sent)
+    gradient.release()
+    gradient.take(sent)
+    assert gradient.state is GradientState.SUMMED
