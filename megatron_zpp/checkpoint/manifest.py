@@ -1,6 +1,6 @@
 """What belongs to a checkpoint and that it is whole: manifest.json, and the marker that is written last.
 
-manifest.json   {"format_version": 3, "files": {NAME: checksums, …}}, checksums as in storage/checksums.py
+manifest.json   {"format_version": 4, "files": {NAME: checksums, …}}, checksums as in storage/checksums.py
 COMMITTED       the SHA-256 of manifest.json in hexadecimal, and a newline
 
 A directory without a marker is not a checkpoint; one whose marker, manifest or files disagree is damaged.
@@ -15,8 +15,9 @@ from megatron_zpp.storage.checksums import JSON_LIMIT, Checksums, DamagedFile
 from megatron_zpp.storage.files import write_durably
 from megatron_zpp.storage.regular import UnfitFile, read_limited
 
-FORMAT_VERSION = 3
-READABLE_VERSIONS = (2, 3)  # 2 names the progress of data sets otherwise in state.json
+FORMAT_VERSION = 4
+# 2 names the progress of data sets otherwise in state.json. 3 has no `nodes` there: rank r owned shard r.
+READABLE_VERSIONS = (2, 3, 4)
 MANIFEST, MARKER = "manifest.json", "COMMITTED"
 _MARKER_LIMIT = 65  # bytes: a SHA-256 in hexadecimal, and a newline
 
@@ -55,7 +56,7 @@ def read_manifest(directory: Path) -> dict[str, Checksums]:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DamagedFile(f"{path}: not the manifest of a checkpoint ({error!r})") from None
     if version not in READABLE_VERSIONS:
-        readable = " and ".join(map(str, READABLE_VERSIONS))
+        readable = ", ".join(map(str, READABLE_VERSIONS))
         raise ValueError(f"{path}: format version {version}; this program reads {readable}")
     for name in names:
         if name != Path(name).name:

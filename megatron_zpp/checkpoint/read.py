@@ -16,6 +16,7 @@ from megatron_zpp.checkpoint.shard_file import ShardFile
 from megatron_zpp.checkpoint.states import ERROR, Progress, check_state, describe_units, tensor_name
 from megatron_zpp.checkpoint.write import STATE, shard_file_name
 from megatron_zpp.config.root import Config
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.checksums import DamagedFile, OnProgress, no_report, verify_file
 from megatron_zpp.storage.regular import read_limited
 from megatron_zpp.zero.engine import MOMENTS, WEIGHTS, ZeroEngine
@@ -61,6 +62,7 @@ class CheckpointReader:
             raise ValueError(f"{path}: holds iteration {held}, not {named}; {fix}")
         self.units: list[dict[str, Any]] = self.state["units"]
         self.ranks: int = self.state["ranks"]
+        self._grid = Topology(0, self.ranks, 0, self.ranks // self.state.get("nodes", 1))
         self._files: dict[int, ShardFile] = {}
         self._pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="checkpoint")
 
@@ -85,10 +87,10 @@ class CheckpointReader:
         shard = self.units[unit]["shard_numel"]
         position = elements.start
         while position < elements.stop:
-            rank, first = divmod(position, shard)
+            index, first = divmod(position, shard)
             count = min(shard - first, elements.stop - position)
             place = position - elements.start
-            self._file(rank).read_into(
+            self._file(self._grid.owner_of(index)).read_into(
                 tensor_name(kind, unit), first, found[place : place + count], self._pool.map
             )
             position += count

@@ -6,7 +6,9 @@ the run, and state.json says it. A rank of another run reads the slices of param
 one or more shards that hold them. At stage 0 every rank writes an equal part of what all have.
 
 state.json holds the rest:
-    progress, with_optimizer, optimizer_steps, loss_scale, tokenizer, config, ranks
+    progress, with_optimizer, optimizer_steps, loss_scale, tokenizer, config
+    ranks, nodes   the grid of the run, which says whose file has a shard (`Topology.owner_of`); without
+             `nodes`, as in older versions, rank r owns shard r
     units    by unit: `shard_numel`, elements of a shard; `parameters`, by name `shape` and `offset`
     errors   what error feedback's buffers depend on; empty without it
     summed_gradients   how many gradients those buffers are sums of; absent in older versions, where it was 1
@@ -91,6 +93,7 @@ def describe_state(
         optimizer_steps=engine.optimizer_steps,
         loss_scale=engine.loss_scale.state(),
         ranks=engine.topology.world_size,
+        nodes=engine.topology.nodes,
         units=describe_units(engine),
         errors=engine.error_layout,
         summed_gradients=engine.summed_gradients,
@@ -106,6 +109,7 @@ def describe_state_of(
     optimizer_steps: int,
     loss_scale: dict[str, float],
     ranks: int,
+    nodes: int,
     units: list[dict[str, Any]],
     errors: list[int],
     summed_gradients: int,
@@ -119,6 +123,7 @@ def describe_state_of(
         "optimizer_steps": optimizer_steps,
         "loss_scale": loss_scale,
         "ranks": ranks,
+        "nodes": nodes,
         "units": units,
         "errors": errors,
         "summed_gradients": summed_gradients,
@@ -157,11 +162,14 @@ def check_state(state: dict[str, Any]) -> None:
         raise ValueError("loss_scale is not told in numbers")
     sizes = [
         state["ranks"],
+        state.get("nodes", 1),
         state.get("summed_gradients", 1),
         *(unit["shard_numel"] for unit in state["units"]),
     ]
     if not all(type(size) is int and 0 < size < _LIMIT for size in sizes):
-        raise ValueError(f"ranks, summed gradients and elements of shards are {sizes}")
+        raise ValueError(f"ranks, nodes, summed gradients and elements of shards are {sizes}")
+    if state["ranks"] % state.get("nodes", 1):
+        raise ValueError(f"{state['ranks']} ranks on {state['nodes']} nodes")
     for unit in state["units"]:
         for entry in unit["parameters"].values():
             if not all(

@@ -43,6 +43,13 @@ class ZeroConfig(Options):
     zero_hpz_secondary: Literal["bf16", "quantized"] = option(
         "bf16", "hpZ: what a group keeps: weights as they compute (bf16 or fp16), or qwZ's codes."
     )
+    zero_gradient_partition_size: str = option(
+        "off",
+        "Accumulate the gradients of a step's micro-batches among groups of so many ranks inside a node, and "
+        "send them between groups and nodes once per step, not after every micro-batch. Keeps 4 / N bytes "
+        "per parameter on every rank. auto: the ranks of a node; 1: whole on every rank; off: in the shards "
+        "at stages 2 and 3, whole at stage 1. Stage 1 and up.",
+    )
     zero_quantized_gradients: bool = option(
         False, "qgZ: reduce gradients as block-quantised codes, in one hop inside nodes and one between them."
     )
@@ -69,6 +76,13 @@ class ZeroConfig(Options):
         elif self.zero_prefetch_units is not None:
             raise option_error("--zero-prefetch-units", self.zero_prefetch_units, "needs --zero-stage 3")
         self._check_hpz()
+        size = self.zero_gradient_partition_size
+        if size not in ("off", "auto") and not (size.isdecimal() and int(size) >= 1):
+            raise option_error(
+                "--zero-gradient-partition-size", size, "must be a whole number of ranks, auto or off"
+            )
+        if size != "off" and self.zero_stage < 1:
+            raise option_error("--zero-gradient-partition-size", size, "needs --zero-stage 1, 2 or 3")
         weights, gradients = self.zero_quantized_weights, self.zero_quantized_gradients
         for flag, given in (
             ("--zero-quantized-weights", weights),
@@ -140,6 +154,8 @@ class ZeroConfig(Options):
         if self.zero_quantized_gradients:
             feedback = " with error feedback" if self.zero_gradient_error_feedback else ""
             parts.append(f"qgZ {self.zero_quantized_gradients_format}{feedback}")
+        if self.zero_gradient_partition_size != "off":
+            parts.append(f"gradients accumulated over {self.zero_gradient_partition_size}")
         return " + ".join(parts)
 
     def hpz_ranks(self, ranks_of_a_node: int, nodes: int) -> int:
@@ -158,6 +174,25 @@ class ZeroConfig(Options):
                 size,
                 f"must divide the {ranks_of_a_node} ranks of a node, or be whole nodes that divide the "
                 f"{world} ranks: {', '.join(map(str, inside + across))}",
+            )
+        return size
+
+    def gradient_ranks(self, ranks_of_a_node: int) -> int | None:
+        """Ranks of a group in which gradients accumulate; None: the stage says where.
+
+        Raises ValueError unless the groups divide nodes evenly.
+        """
+        if self.zero_gradient_partition_size == "off":
+            return None
+        if self.zero_gradient_partition_size == "auto":
+            return ranks_of_a_node
+        size = int(self.zero_gradient_partition_size)
+        sizes = [n for n in range(1, ranks_of_a_node + 1) if ranks_of_a_node % n == 0]
+        if size not in sizes:
+            raise option_error(
+                "--zero-gradient-partition-size",
+                size,
+                f"must divide the {ranks_of_a_node} ranks of a node: {', '.join(map(str, sizes))}",
             )
         return size
 

@@ -119,7 +119,7 @@ def _sent_bytes(job: Job) -> float:
         return min(job.dtype.itemsize, reduce_bytes)
     if not job.sums_gradients:
         return 0
-    if job.zero.zero_stage == 1:
+    if job.zero.zero_stage >= 1:
         return 4 / job.ranks
     return reduce_bytes if reduce_bytes < 4 else 0
 
@@ -128,8 +128,10 @@ def _gradients(job: Job, *, whole: bool) -> int:
     """As the optimizer takes them, or (`whole`) as their fp32 sums are between micro-batches."""
     if not job.sums_gradients:
         return job.dtype.itemsize * sum(layout.numel for layout in job.layouts)
-    stage = job.zero.zero_stage
-    sharded = stage >= 2 or (stage == 1 and not whole)
+    accumulated = job.communication.accumulator_bytes
+    if whole and accumulated:
+        return accumulated
+    sharded = job.zero.zero_stage >= 1
     return 4 * sum(layout.shard_numel if sharded else layout.numel for layout in job.layouts)
 
 

@@ -36,17 +36,16 @@ def traffic_of(job: Job) -> list[Pass]:
     """The passes of one optimizer step in the midst of a run."""
     passes = []
     plan, walked = job.communication, walk(job)
-    last = walked[-1].micro_batch
     units = Counter(job.layouts)
     for one in walked:
-        reduces = not one.forward and (plan.reduction.every_micro_batch or one.micro_batch == last)
+        last = one.micro_batch == walked[-1].micro_batch
         passes.append(
             Pass(
                 forward=one.forward,
                 times=one.times,
                 gathered=_gathers(job, one.gathered),
-                reduced=_reductions(job, units) if reduces else Sent(),
-                alone=_reductions(job, Counter(job.layouts[:1])) if reduces else Sent(),
+                reduced=Sent() if one.forward else _reductions(job, units, last),
+                alone=Sent() if one.forward else _reductions(job, Counter(job.layouts[:1]), last),
                 decoded=_decoded(plan, one.gathered),
                 summed=0 if one.forward else sum(layout.numel for layout in job.layouts),
             )
@@ -59,14 +58,16 @@ def total(passes: list[Pass]) -> Sent:
     return sum((one.sent * one.times for one in passes), Sent())
 
 
-def _reductions(job: Job, units: Counter[FlatLayout]) -> Sent:
-    """One reduction of each of these units, by all ranks."""
-    return _by_all_ranks(job, units, lambda plan, unit: plan.reduction.sent(unit, job.micro_batches))
+def _reductions(job: Job, units: Counter[FlatLayout], last: bool) -> Sent:
+    """What a micro-batch, a step's `last` or another one, sends to reduce these units, by all ranks."""
+    return _by_all_ranks(
+        job, units, lambda plan, unit: plan.reduction.sent(unit, job.micro_batches, last=last)
+    )
 
 
 def _gathers(job: Job, gathered: Gathered) -> Sent:
     """By all ranks."""
-    sent = _by_all_ranks(job, gathered.world, lambda plan, unit: plan.gather.sent(unit))
+    sent = _by_all_ranks(job, gathered.world, lambda plan, unit: plan.gather_sent(unit))
     return sent + _by_all_ranks(job, gathered.secondary, lambda plan, unit: plan.secondary.sent(unit))
 
 
@@ -79,8 +80,7 @@ def _by_all_ranks(
 
 def _decoded(plan: CommunicationPlan, gathered: Gathered) -> int:
     """Elements that a rank decodes."""
-    decoded = 0
-    for gather, units in ((plan.gather, gathered.world), (plan.secondary, gathered.secondary)):
-        if gather is not None and gather.hop.quant_format is not None:
-            decoded += sum(unit.numel * times for unit, times in units.items())
+    decoded = sum(plan.gather_decodes(unit) * times for unit, times in gathered.world.items())
+    if plan.secondary is not None and plan.secondary.hop.quant_format is not None:
+        decoded += sum(unit.numel * times for unit, times in gathered.secondary.items())
     return decoded

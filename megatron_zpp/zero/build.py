@@ -45,7 +45,7 @@ class UnitBuilder:
 
     def _unit(self, name: str, module: nn.Module, layout: FlatLayout, full: Tensor) -> Unit:
         plan = self._plan
-        owned = layout.shard(plan.grid.rank) if plan.residency.optimizer_sharded else range(layout.numel)
+        owned = layout.shard(plan.shard) if plan.residency.optimizer_sharded else range(layout.numel)
         if plan.sends_from_slots:
             gather_source = full[owned.start : owned.stop]
         else:

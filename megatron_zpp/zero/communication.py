@@ -8,8 +8,9 @@ from torch import Tensor
 from megatron_zpp.distributed.comm_stream import CommStream
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.zero.collectives.gathers import PlainGather, QuantizedGather
-from megatron_zpp.zero.collectives.interface import Gather, Reduction
+from megatron_zpp.zero.collectives.gathers import PlainGather, QuantizedGather, TwoHopGather
+from megatron_zpp.zero.collectives.group_reductions import FoldedReduceScatter
+from megatron_zpp.zero.collectives.interface import Gather, GroupReduction, Reduction
 from megatron_zpp.zero.collectives.quantized_reductions import (
     QuantizedOneHopReduceScatter,
     QuantizedTwoHopReduceScatter,
@@ -23,7 +24,7 @@ from megatron_zpp.zero.collectives.reductions import (
 )
 from megatron_zpp.zero.communication_plan import CommunicationPlan, GatherPlan
 from megatron_zpp.zero.hop import Buffer
-from megatron_zpp.zero.reduction_plan import ReductionAlgorithm, ReductionPlan
+from megatron_zpp.zero.reduction_plan import Accumulation, ReductionAlgorithm, ReductionPlan
 
 _REDUCTIONS: dict[ReductionAlgorithm, Callable[..., Reduction]] = {
     ReductionAlgorithm.LIBRARY: LibraryAllReduce,
@@ -32,6 +33,12 @@ _REDUCTIONS: dict[ReductionAlgorithm, Callable[..., Reduction]] = {
     ReductionAlgorithm.ONE_HOP: OneHopReduceScatter,
     ReductionAlgorithm.TWO_HOPS: TwoHopReduceScatter,
     ReductionAlgorithm.QUANTIZED_ONE_HOP: QuantizedOneHopReduceScatter,
+    ReductionAlgorithm.QUANTIZED_TWO_HOPS: QuantizedTwoHopReduceScatter,
+}
+_GROUP_REDUCTIONS: dict[ReductionAlgorithm, Callable[..., GroupReduction]] = {
+    ReductionAlgorithm.ONE_HOP: FoldedReduceScatter,
+    ReductionAlgorithm.TWO_HOPS: TwoHopReduceScatter,
+    ReductionAlgorithm.QUANTIZED_ONE_HOP: FoldedReduceScatter,
     ReductionAlgorithm.QUANTIZED_TWO_HOPS: QuantizedTwoHopReduceScatter,
 }
 
@@ -45,6 +52,7 @@ class Communication:
     gather: Gather
     secondary: Gather | None  # hpZ
     reduction: Reduction
+    group_reduction: GroupReduction | None  # `reduction`, where gradients accumulate in groups
 
     @property
     def weight_format(self) -> QuantFormat | None:
@@ -67,13 +75,25 @@ def build_communication(
     """
     comm_streams = tuple(make_comm_stream(ranks) for ranks in plan.streams)
     plan = plan.with_peer_writes(comm_streams[plan.reduction.hops[0].stream].writes_peers)
-    secondary = None if plan.secondary is None else build_gather(plan.secondary, comm_streams, operations)
+    inside = secondary = None
+    if plan.inside_gather is not None:
+        inside = build_gather(plan.inside_gather, comm_streams, operations)
+    if plan.secondary is not None:
+        same = plan.secondary == plan.inside_gather
+        secondary = inside if same else build_gather(plan.secondary, comm_streams, operations)
+    gather = build_gather(plan.gather, comm_streams, operations)
+    if inside is not None:
+        gather = TwoHopGather(plan, comm_streams, gather, inside, secondary)
+    group_reduction = None
+    if plan.reduction.accumulation is Accumulation.GROUP:
+        group_reduction = build_group_reduction(plan.reduction, comm_streams, operations)
     return Communication(
         plan=plan,
         comm_streams=comm_streams,
-        gather=build_gather(plan.gather, comm_streams, operations),
+        gather=gather,
         secondary=secondary,
-        reduction=build_reduction(plan.reduction, comm_streams, operations),
+        reduction=group_reduction or build_reduction(plan.reduction, comm_streams, operations),
+        group_reduction=group_reduction,
     )
 
 
@@ -92,3 +112,11 @@ def build_reduction(
 ) -> Reduction:
     """The reduction of a plan, on the streams of its hops."""
     return _REDUCTIONS[plan.algorithm](plan, [comm_streams[hop.stream] for hop in plan.hops], operations)
+
+
+def build_group_reduction(
+    plan: ReductionPlan, comm_streams: Sequence[CommStream], operations: Operations | None
+) -> GroupReduction:
+    """The reduction of a plan whose gradients accumulate in groups, on the streams of its hops and fold."""
+    hops = plan.hops if plan.fold is None else (*plan.hops, plan.fold)
+    return _GROUP_REDUCTIONS[plan.algorithm](plan, [comm_streams[hop.stream] for hop in hops], operations)

@@ -6,8 +6,9 @@ engine builds its streams, collectives and buffers from the plan, --dry-run read
 compare the traffic ledger with it.
 
     collective              group                      algorithm
-    gather of weights       all ranks                  all-gather around a ring
-    secondary gather (hpZ)  --zero-hpz-partition-size  all-gather around a ring
+    gather of weights       all ranks                  all-gather; on several nodes of several ranks in two
+                                                       hops, between nodes and then inside them
+    secondary gather (hpZ)  --zero-hpz-partition-size  all-gather
     reduction of gradients  see ReductionAlgorithm     one of ReductionAlgorithm
 """
 
@@ -25,7 +26,7 @@ from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.hop import Buffer, Hop, Sent, WireFormat, make_hop
 from megatron_zpp.zero.reduction_plan import (
-    ReductionAlgorithm,
+    Accumulation,
     ReductionPlan,
     choose_algorithm,
     may_write_peers,
@@ -44,11 +45,6 @@ class Residency:
     def optimizer_sharded(self) -> bool:
         """Stage 1 and up: master weights and moments."""
         return self.stage >= 1
-
-    @property
-    def gradients_sharded(self) -> bool:
-        """Stage 2 and up: the accumulated gradients."""
-        return self.stage >= 2
 
     @property
     def parameters_sharded(self) -> bool:
@@ -72,6 +68,11 @@ class GatherPlan:
     def part(self, layout: FlatLayout) -> Buffer:
         """What this rank sends of a unit."""
         return self.hop.buffer(layout.shard_numel, self.shards)
+
+    @cached_property
+    def largest_part(self) -> Buffer:
+        """What this rank sends of the largest unit."""
+        return max(map(self.part, self.layouts), key=lambda part: part.nbytes)
 
     @cached_property
     def received(self) -> Buffer:
@@ -101,13 +102,19 @@ class CommunicationPlan:
     layouts: tuple[FlatLayout, ...]
     compute_dtype: torch.dtype
     streams: tuple[tuple[int, ...], ...]
-    gather: GatherPlan
+    gather: GatherPlan  # over all ranks; or between nodes, where `inside_gather` is its second hop
+    inside_gather: GatherPlan | None  # the parts that the nodes sent, inside the node
     secondary: GatherPlan | None  # hpZ
     reduction: ReductionPlan
     prefetch: int  # units gathered ahead of the one that computes
     slots: tuple[int, ...]
     slot_stream: int
     reduction_slots: tuple[int, ...]
+
+    @property
+    def shard(self) -> int:
+        """The index of the shard that this rank owns of each unit."""
+        return self.grid.shard_of(self.grid.rank)
 
     @property
     def sends_from_slots(self) -> bool:
@@ -140,7 +147,34 @@ class CommunicationPlan:
     def with_peer_writes(self, possible: bool) -> "CommunicationPlan":
         """The plan where ranks of a node can, or cannot, write each other's memory."""
         writes = possible and may_write_peers(self.grid, self.reduction.algorithm)
+        writes = writes and self.reduction.fold is None
         return replace(self, reduction=replace(self.reduction, peer_writes=writes))
+
+    @property
+    def fills_secondary(self) -> bool:
+        """Whether the hop between nodes fills the secondary shards, from which the node gathers the unit.
+
+        They are the same part of a unit where an hpZ group is a node.
+        """
+        inside, secondary = self.inside_gather, self.secondary
+        return inside is not None and secondary is not None and inside.hop.ranks == secondary.hop.ranks
+
+    def gather_sent(self, layout: FlatLayout) -> Sent:
+        """Bytes that this rank sends to gather new weights of a unit."""
+        if self.inside_gather is None:
+            return self.gather.sent(layout)
+        through_secondary = self.fills_secondary and self.secondary_part(layout) is not None
+        inside = self.secondary if through_secondary else self.inside_gather
+        return self.gather.sent(layout) + inside.sent(layout)
+
+    def gather_decodes(self, layout: FlatLayout) -> int:
+        """Elements that this rank decodes to gather new weights of a unit."""
+        if self.gather.hop.quant_format is None:
+            return 0
+        through_secondary = self.fills_secondary and self.secondary_part(layout) is not None
+        if through_secondary and self.secondary.hop.quant_format is None:
+            return layout.numel // self.grid.local_world_size
+        return layout.numel
 
     @property
     def weight_bytes(self) -> int:
@@ -152,10 +186,30 @@ class CommunicationPlan:
         return total
 
     @property
+    def accumulator_bytes(self) -> int:
+        """Bytes of the sums of gradients over micro-batches that this rank keeps during a step.
+
+        `Accumulation.SHARD` keeps them in the gradient that the optimizer takes.
+        """
+        return 4 * sum(map(self.reduction.accumulator_numel, self.layouts))
+
+    @property
     def arena_bytes(self) -> int:
         """Bytes of the buffers of gathers and reductions."""
-        secondary = 0 if self.secondary is None else self.secondary.received.nbytes
-        return self.gather.received.nbytes + secondary + self.reduction.buffers.nbytes
+        gathers = self.gather.received.nbytes
+        if self.secondary is not None and self.secondary != self.inside_gather:  # else they share theirs
+            gathers += self.secondary.received.nbytes
+        if self.inside_gather is not None:
+            gathers += self.inside_gather.received.nbytes + self.relayed.nbytes
+        return gathers + self.reduction.buffers.nbytes
+
+    @property
+    def relayed(self) -> Buffer:
+        """Two parts of the largest unit in turn: messages on their way from other nodes."""
+        if self.inside_gather is None or self.gather.hop.quant_format is None:
+            return Buffer(0, torch.uint8)
+        part = self.inside_gather.largest_part
+        return Buffer(2 * part.numel, part.dtype)
 
     @property
     def secondary_bytes(self) -> int:
@@ -201,8 +255,7 @@ def plan_communication(
     def hop(stream: int, format: WireFormat) -> Hop:
         return make_hop(grid, stream, streams[stream], format)
 
-    def gather(stream: int, format: WireFormat) -> GatherPlan:
-        shards = grid.world_size // len(streams[stream])
+    def gather(stream: int, format: WireFormat, shards: int) -> GatherPlan:
         return GatherPlan(hop=hop(stream, format), shards=shards, kept=kept, layouts=layouts)
 
     group = zero.hpz_ranks(grid.local_world_size, grid.nodes)
@@ -211,41 +264,53 @@ def plan_communication(
     if zero.zero_quantized_weights:
         block = zero.zero_quantization_block or WEIGHT_BLOCK
         weight_format = QuantFormat(zero.zero_quantized_weights_format, block)
-    world = new_stream(range(grid.world_size))
-    secondary, slot_stream = None, world
+    inside_gather = secondary = None
+    if grid.nodes > 1 and grid.local_world_size > 1:
+        weights = gather(new_stream(grid.cross_node_ranks), weight_format, 1)
+        slot_stream = new_stream(grid.node_ranks)
+        inside_gather = gather(slot_stream, weight_format, grid.nodes)
+    else:
+        slot_stream = new_stream(range(grid.world_size))
+        weights = gather(slot_stream, weight_format, 1)
     if zero.hpz:
-        inside = new_stream(grid.neighbours(group)) if group < grid.world_size else world
+        ranks = tuple(grid.neighbours(group))
+        inside = slot_stream if streams[slot_stream] == ranks else new_stream(ranks)
         keeps_messages = zero.zero_hpz_secondary == "quantized"
-        secondary = gather(inside, weight_format if keeps_messages else compute_dtype)
+        secondary = gather(
+            inside, weight_format if keeps_messages else compute_dtype, grid.world_size // group
+        )
         # where a gather lands without a copy by the compute
         if zero.zero_quantized_weights or not (copy_engines and grid.nodes == 1 < grid.world_size):
             slot_stream = inside
 
-    gradient_dtype = _gradient_dtype(residency, compute_dtype, reduce_in_bf16)
-    algorithm = choose_algorithm(
-        zero.zero_stage,
-        grid,
-        gradient_dtype,
-        _sum_dtype(reduce_in_bf16),
-        quantized=zero.zero_quantized_gradients,
-    )
+    accumulation = choose_accumulation(zero, grid)
+    gradient_dtype = _gradient_dtype(accumulation, compute_dtype, reduce_in_bf16)
+    algorithm = choose_algorithm(zero.zero_stage, grid, quantized=zero.zero_quantized_gradients)
     first_format: WireFormat = gradient_dtype
     second_format: WireFormat = _sum_dtype(reduce_in_bf16)
     if zero.zero_quantized_gradients:
         block = zero.zero_quantization_block or GRADIENT_BLOCK
         first_format = second_format = QuantFormat(zero.zero_quantized_gradients_format, block)
-    if algorithm in (ReductionAlgorithm.TWO_HOPS, ReductionAlgorithm.QUANTIZED_TWO_HOPS):
-        near, far = new_stream(grid.node_ranks), new_stream(grid.cross_node_ranks)
-        hops: tuple[Hop, ...] = hop(near, first_format), hop(far, second_format)
+    fold = None
+    if accumulation is Accumulation.GROUP:
+        group = zero.gradient_ranks(grid.local_world_size)
+        hops = (hop(new_stream(grid.neighbours(group)), first_format),)
+        if group < grid.local_world_size:
+            fold = hop(new_stream(grid.group_peers(group)), torch.float32)
+    elif algorithm.several_hops:
+        hops = (hop(new_stream(grid.node_ranks), first_format),)
     else:
         hops = (hop(new_stream(range(grid.world_size)), first_format),)
+    if algorithm.several_hops:
+        hops = (*hops, hop(new_stream(grid.cross_node_ranks), second_format))
     return CommunicationPlan(
         grid=grid,
         residency=residency,
         layouts=layouts,
         compute_dtype=compute_dtype,
         streams=tuple(streams),
-        gather=gather(world, weight_format),
+        gather=weights,
+        inside_gather=inside_gather,
         secondary=secondary,
         reduction=ReductionPlan(
             algorithm=algorithm,
@@ -253,9 +318,10 @@ def plan_communication(
             layouts=layouts,
             compute_dtype=compute_dtype,
             gradient_dtype=gradient_dtype,
-            every_micro_batch=residency.gradients_sharded,
+            accumulation=accumulation,
+            fold=fold,
             error_feedback=zero.zero_gradient_error_feedback,
-            peer_writes=copy_engines and may_write_peers(grid, algorithm),
+            peer_writes=copy_engines and may_write_peers(grid, algorithm) and fold is None,
         ),
         prefetch=zero.zero_prefetch_units or 0,  # None below stage 3, where no gather is ahead of its unit
         slots=tuple(_slots(layouts, zero.zero_prefetch_units if residency.parameters_sharded else None)),
@@ -266,7 +332,16 @@ def plan_communication(
 
 def check_topology(zero: ZeroConfig, topology: Topology) -> None:
     """Raises ValueError, with the sizes that would do, for ZeRO++ flags that these ranks cannot obey."""
-    zero.hpz_ranks(topology.local_world_size, topology.nodes)
+    hpz_ranks = zero.hpz_ranks(topology.local_world_size, topology.nodes)
+    gradient_ranks = zero.gradient_ranks(topology.local_world_size)
+    if zero.hpz and gradient_ranks and hpz_ranks % gradient_ranks and gradient_ranks % hpz_ranks:
+        sizes = [n for n in _divisors(topology.local_world_size) if hpz_ranks % n == 0 or n % hpz_ranks == 0]
+        raise option_error(
+            "--zero-gradient-partition-size",
+            gradient_ranks,
+            f"does not nest with --zero-hpz-partition-size {hpz_ranks}; one group must hold whole groups of "
+            f"the other: {', '.join(map(str, sizes))}",
+        )
     if zero.zero_gradient_error_feedback and min(topology.nodes, topology.local_world_size) < 2:
         raise option_error(
             "--zero-gradient-error-feedback",
@@ -276,15 +351,32 @@ def check_topology(zero: ZeroConfig, topology: Topology) -> None:
         )
 
 
-def _gradient_dtype(residency: Residency, compute_dtype: torch.dtype, in_bf16: bool) -> torch.dtype:
+def choose_accumulation(zero: ZeroConfig, grid: Topology) -> Accumulation:
+    """Where the gradients of a step's micro-batches are added up.
+
+    A group of all ranks is what stages 2 and 3 have anyway, and a group of one rank is what stage 1 has.
+    """
+    ranks = zero.gradient_ranks(grid.local_world_size)
+    if ranks is None:
+        return Accumulation.SHARD if zero.zero_stage >= 2 else Accumulation.WHOLE
+    if ranks == grid.world_size:
+        return Accumulation.SHARD
+    return Accumulation.WHOLE if ranks == 1 else Accumulation.GROUP
+
+
+def _gradient_dtype(accumulation: Accumulation, compute_dtype: torch.dtype, in_bf16: bool) -> torch.dtype:
     """The format in which gradients enter a reduction.
 
-    Sharded gradients are reduced after each backward in the format that it made them in, which loses nothing
-    because the sums are fp32. Sums over micro-batches need fp32, unless bf16 is asked for.
+    Gradients that are reduced after each backward are sent in the format that it made them in, which loses
+    nothing because the sums are fp32. Sums over micro-batches need fp32, unless bf16 is asked for.
     """
     if in_bf16:
         return torch.bfloat16
-    return compute_dtype if residency.gradients_sharded else torch.float32
+    return torch.float32 if accumulation is Accumulation.WHOLE else compute_dtype
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _sum_dtype(in_bf16: bool) -> torch.dtype:

@@ -35,6 +35,7 @@ from megatron_zpp.zero.sections import (
 
 WEIGHTS = "weights"
 STATE_KINDS = (WEIGHTS, *MOMENTS)
+ERROR_ORDER = 2  # of the elements of errors; checkpoints of format version 3 have another one, and no number
 
 # Of (B, T + 1) tokens inputs and targets overlap by T - 1; else the arguments of the model, targets second.
 Batch: TypeAlias = Tensor | Sequence[Tensor | None]
@@ -216,7 +217,7 @@ class ZeroEngine:
         At stage 0, where every rank has all, the shard that it would have at other stages.
         """
         flats = zip(self.units, self._flats(kind), strict=True)
-        owned = (unit.layout.shard(self.topology.rank) for unit in self.units)
+        owned = (unit.layout.shard(self.plan.shard) for unit in self.units)
         return [
             flat[shard.start : shard.stop] if unit.whole else flat
             for (unit, flat), shard in zip(flats, owned, strict=True)
@@ -254,7 +255,7 @@ class ZeroEngine:
             return []
         grid = [self.topology.nodes, self.topology.local_world_size]
         block = self.plan.reduction.quant_format.block
-        return [*grid, block, *(unit.error.numel() for unit in self.units)]
+        return [ERROR_ORDER, *grid, block, *(unit.error.numel() for unit in self.units)]
 
     def load_optimizer_steps(self, steps: int) -> None:
         """The inverse of `optimizer_steps`."""

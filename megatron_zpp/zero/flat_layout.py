@@ -50,9 +50,9 @@ class FlatLayout:
         """Elements of the whole buffer, gaps and padding included."""
         return self.shard_numel * self.ranks
 
-    def shard(self, rank: int) -> range:
-        """The elements of the buffer that `rank` owns."""
-        return range(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+    def shard(self, index: int) -> range:
+        """The elements of the buffer in a shard; `Topology.shard_of` says whose it is."""
+        return range(index * self.shard_numel, (index + 1) * self.shard_numel)
 
     def decayed_in(self, owned: range) -> int:
         """How many of the `owned` elements, its first ones, have weight decay."""

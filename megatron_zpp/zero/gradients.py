@@ -5,6 +5,7 @@ from torch import Tensor
 
 from megatron_zpp.ops.checks import SQUARES_BLOCK
 from megatron_zpp.ops.operations import Operations
+from megatron_zpp.zero.collectives.interface import GroupReduction
 from megatron_zpp.zero.collectives.sums import sum_squares
 from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.flat_layout import FlatLayout
@@ -19,9 +20,10 @@ _SENT_FROM_THERE = 1 << 20  # a copy would move 4 MiB; without it sending and su
 class Gradients:
     """Takes each unit's gradients when its backward is done.
 
-    Sharded gradients (stages 2 and 3) are reduced after every micro-batch, since no rank keeps them whole;
-    at stages 0 and 1 they accumulate whole and are reduced after the step's last one. Where there is
-    nothing to sum they stay as they are.
+    The plan's `Accumulation` says what is sent when. SHARD: gradients are reduced after every micro-batch.
+    GROUP: hop 1 of every micro-batch adds into what a group keeps; the other hops run once per step, unit by
+    unit, behind the last micro-batch's backward. WHOLE: gradients accumulate whole and are reduced behind the
+    last backward. Where there is nothing to sum they stay as they are.
     """
 
     def __init__(
@@ -34,7 +36,8 @@ class Gradients:
     ) -> None:
         """`accepts_16bit`: whether the optimizer takes gradients in 16 bits."""
         plan = communication.plan
-        self._units, self._reduction, self._operations = units, communication.reduction, operations
+        self._units, self._operations = units, operations
+        self._reduction, self._group_reduction = communication.reduction, communication.group_reduction
         self._plan, self._residency = plan.reduction, plan.residency
         self._sums = plan.sums_gradients(1, accepts_16bit=accepts_16bit)
         self._slots = dict(zip(units, plan.reduction_slots, strict=True))
@@ -135,7 +138,10 @@ class Gradients:
             if produced[0].itemsize > dtype.itemsize:
                 produced = [gradient.to(dtype) for gradient in produced]
             sent = segments_of(unit.layout, produced, _SENT_FROM_THERE)
-            self._reduce(unit, sent, add=not self._first)
+            if only or self._group_reduction is None:
+                self._reduce(unit, sent, add=not self._first)
+            else:
+                self._accumulate_in_group(unit, sent, self._group_reduction)
             return
         if self._first:
             whole = _new_sum(unit.layout, unit.full.device)
@@ -149,6 +155,24 @@ class Gradients:
             total = None if self._residency.optimizer_sharded else whole
             whole = unit.grad.accumulated = None  # a 16-bit copy is sent instead: the sum takes its memory
             self._reduce(unit, sent, add=False, total=total)
+
+    def _accumulate_in_group(
+        self, unit: Unit, sent: tuple[GradSegment, ...], reduction: GroupReduction
+    ) -> None:
+        """Starts hop 1, and behind a step's last one the other hops: EMPTY or ACCUMULATING -> REDUCING."""
+        accumulated = unit.grad.accumulated
+        if accumulated is None:
+            numel = self._plan.accumulator_numel(unit.layout)
+            accumulated = torch.empty(numel, device=sent[0].flat.device)
+        pending = reduction.accumulate(sent, accumulated, add=not self._first)
+        if self._last:
+            total = torch.empty_like(unit.master, device=accumulated.device)
+            squares = self._new_squares(total)
+            pending = reduction.reduce_accumulated(accumulated, total, squares=squares, error=unit.error)
+            unit.grad.reduce(pending, sent, total, squares, accumulated)
+        else:
+            unit.grad.reduce_in_group(pending, sent, accumulated)
+        self._reducing[self._slots[unit]] = unit
 
     def _reduce(
         self, unit: Unit, sent: tuple[GradSegment, ...], *, add: bool, total: Tensor | None = None
@@ -164,12 +188,16 @@ class Gradients:
             total = torch.empty_like(unit.master, device=device)
         elif total is None:
             total = torch.empty(unit.layout.numel, device=device)
-        squares = None
-        if self._last and self._plan.returns_squared_norms:
-            squares = torch.empty(len(total) // SQUARES_BLOCK, device=device)
+        squares = self._new_squares(total)
         pending = self._reduction.reduce(sent, total, add=add, squares=squares, error=unit.error)
         unit.grad.reduce(pending, sent, total, squares)
         self._reducing[self._slots[unit]] = unit
+
+    def _new_squares(self, total: Tensor) -> Tensor | None:
+        """Memory for the sums of squares of a unit's last reduction of a step, if that finds them."""
+        if not (self._last and self._plan.returns_squared_norms):
+            return None
+        return torch.empty(len(total) // SQUARES_BLOCK, device=total.device)
 
 
 def _new_sum(layout: FlatLayout, device: torch.device) -> Tensor:

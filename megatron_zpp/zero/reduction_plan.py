@@ -26,6 +26,19 @@ class ReductionAlgorithm(Enum):
     QUANTIZED_ONE_HOP = "ONE_HOP of block-quantised messages"
     QUANTIZED_TWO_HOPS = "TWO_HOPS of block-quantised messages, pipelined by chunk"
 
+    @property
+    def several_hops(self) -> bool:
+        """Whether there is a hop inside nodes and one between them."""
+        return self in (ReductionAlgorithm.TWO_HOPS, ReductionAlgorithm.QUANTIZED_TWO_HOPS)
+
+
+class Accumulation(Enum):
+    """Where the gradients of a step's micro-batches are added up."""
+
+    WHOLE = "whole on every rank, in the reduction's input: one reduction per step"
+    GROUP = "among the ranks of a group inside the node: hop 1 per micro-batch, the other hops once per step"
+    SHARD = "in each rank's shard, in the reduction's output: one reduction per micro-batch"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReductionBuffers:
@@ -35,6 +48,7 @@ class ReductionBuffers:
     sent: Buffer = Buffer(0, torch.uint8)  # messages of the first hop
     received: Buffer = Buffer(0, torch.uint8)  # by the first hop; with peer writes, what other ranks write
     exact: Buffer = Buffer(0, torch.float32)  # a node's sum, where it travels in a smaller format
+    folded: Buffer = Buffer(0, torch.float32)  # received by the fold: sums of the groups of a node
     node_sums: Buffer = Buffer(0, torch.uint8)  # a node's sums, twice, so that one is filled and one is sent
     received_sums: Buffer = Buffer(0, torch.uint8)  # by the second hop
 
@@ -48,8 +62,10 @@ class ReductionBuffers:
 class ReductionPlan:
     """How the gradients of a unit are summed over all ranks.
 
-    `hops` has one entry, or one inside nodes and one between them. `compute_dtype` is the format in which a
-    backward makes gradients and `gradient_dtype` the largest one in which they enter a reduction.
+    `hops` has one entry, or one inside nodes and one between them. Where a node has several groups in which
+    gradients accumulate, the first hop is inside a group, and `fold` is an fp32 exchange between the groups
+    of a node, once per step. `compute_dtype` is the format in which a backward makes gradients and
+    `gradient_dtype` the largest one in which they enter a reduction.
     """
 
     algorithm: ReductionAlgorithm
@@ -57,7 +73,8 @@ class ReductionPlan:
     layouts: tuple[FlatLayout, ...]
     compute_dtype: torch.dtype
     gradient_dtype: torch.dtype
-    every_micro_batch: bool  # else gradients accumulate whole, and are reduced once per step
+    accumulation: Accumulation
+    fold: Hop | None
     error_feedback: bool
     peer_writes: bool  # whether ranks write gradients into each other's memory
 
@@ -83,9 +100,30 @@ class ReductionPlan:
         """Whether gradients are sent and summed from where the backward made them."""
         return self.quant_format is None and (self.peer_writes or len(self.hops[0].ranks) == 1)
 
-    def per_step(self, micro_batches: int) -> int:
-        """Reductions of each unit in a step."""
-        return micro_batches if self.every_micro_batch else 1
+    @property
+    def every_micro_batch(self) -> bool:
+        """Whether gradients are sent after every backward; else once per step."""
+        return self.accumulation is not Accumulation.WHOLE
+
+    @property
+    def groups(self) -> int:
+        """Groups of a node whose sums the fold adds."""
+        return 1 if self.fold is None else len(self.fold.ranks)
+
+    @property
+    def nodes(self) -> int:
+        """Shards that the first hop sums side by side: those of the cross-node ranks."""
+        return len(self.hops[1].ranks) if self.algorithm.several_hops else 1
+
+    def accumulator_numel(self, layout: FlatLayout) -> int:
+        """Elements of a unit's gradient that this rank accumulates where it is not its shard."""
+        match self.accumulation:
+            case Accumulation.WHOLE:
+                return layout.numel
+            case Accumulation.GROUP:
+                return self.groups * self.nodes * layout.shard_numel
+            case Accumulation.SHARD:
+                return 0
 
     def sent_itemsize(self, micro_batches: int) -> int:
         """Bytes per element of gradients that travel in a dtype, in a step of so many micro-batches.
@@ -108,8 +146,27 @@ class ReductionPlan:
             return 0
         return len(self.hops[1].ranks) * layout.shard_numel
 
-    def sent(self, layout: FlatLayout, micro_batches: int) -> Sent:
-        """Bytes that this rank sends in one reduction of a unit."""
+    def sent(self, layout: FlatLayout, micro_batches: int, *, last: bool = True) -> Sent:
+        """Bytes that this rank sends to reduce a unit's gradient of one micro-batch.
+
+        Where gradients accumulate in groups, all but the `last` micro-batch of a step take the first hop
+        alone.
+        """
+        if not last and self.accumulation is not Accumulation.SHARD:
+            return self._first_hop(layout, micro_batches) if self.every_micro_batch else Sent()
+        sent = self._all_hops(layout, micro_batches)
+        return sent if self.fold is None else sent + self.fold.exchange(4 * self.nodes * layout.shard_numel)
+
+    def _first_hop(self, layout: FlatLayout, micro_batches: int) -> Sent:
+        """Bytes of the hop inside a group or a node."""
+        first, slices = self.hops[0], self.groups * self.nodes
+        if self.quant_format is None:
+            return first.exchange(slices * layout.shard_numel * self.sent_itemsize(micro_batches))
+        chunks = map(len, self.chunks(layout.shard_numel))
+        messages = (self.groups * first.nbytes(self.nodes * chunk) for chunk in chunks)
+        return first.exchange(sum(messages))
+
+    def _all_hops(self, layout: FlatLayout, micro_batches: int) -> Sent:
         first, shard, itemsize = self.hops[0], layout.shard_numel, self.sent_itemsize(micro_batches)
         others = len(first.ranks) - 1
         match self.algorithm:
@@ -119,20 +176,11 @@ class ReductionPlan:
                 return first.exchange(layout.numel * itemsize)
             case ReductionAlgorithm.TWO_STEP:
                 return first.exchange(shard * itemsize) + first.ring(others * first.nbytes(shard))
-            case ReductionAlgorithm.ONE_HOP:
-                return first.exchange(shard * itemsize)
-            case ReductionAlgorithm.TWO_HOPS:
-                second = self.hops[1]
-                inside = first.exchange(len(second.ranks) * shard * itemsize)
-                return inside + second.exchange(second.nbytes(shard))
-            case ReductionAlgorithm.QUANTIZED_ONE_HOP:
-                return first.exchange(first.nbytes(shard))
-            case ReductionAlgorithm.QUANTIZED_TWO_HOPS:
-                second, total = self.hops[1], Sent()
-                for chunk in map(len, self.chunks(shard)):
-                    inside = first.exchange(first.nbytes(len(second.ranks) * chunk))
-                    total += inside + second.exchange(second.nbytes(chunk))
-                return total
+            case ReductionAlgorithm.ONE_HOP | ReductionAlgorithm.QUANTIZED_ONE_HOP:
+                return self._first_hop(layout, micro_batches)
+            case ReductionAlgorithm.TWO_HOPS | ReductionAlgorithm.QUANTIZED_TWO_HOPS:
+                between = sum(self.hops[1].nbytes(len(chunk)) for chunk in self.chunks(shard))
+                return self._first_hop(layout, micro_batches) + self.hops[1].exchange(between)
 
     @cached_property
     def buffers(self) -> ReductionBuffers:
@@ -155,33 +203,43 @@ class ReductionPlan:
                     joined=whole if several else nothing, received=whole if several else nothing
                 )
             case ReductionAlgorithm.ONE_HOP:
-                return ReductionBuffers(joined=exchanged, received=whole if several else nothing)
+                return ReductionBuffers(
+                    joined=exchanged, received=whole if several else nothing, folded=self._folded(shard)
+                )
             case ReductionAlgorithm.TWO_HOPS:
-                second = self.hops[1]
-                sums = second.buffer(shard, len(second.ranks))
-                rounded = sums.dtype != torch.float32
+                sums = self.hops[1].buffer(shard, self.nodes)
+                rounded = sums.dtype != torch.float32 or self.fold is not None
                 return ReductionBuffers(
                     joined=whole,
-                    received=Buffer(ranks * shard, self.gradient_dtype),
-                    exact=Buffer(shard if rounded else 0, torch.float32),
+                    received=Buffer(ranks * self.nodes * shard, self.gradient_dtype),
+                    exact=Buffer(self.nodes * shard if rounded else 0, torch.float32),
+                    folded=self._folded(shard),
                     node_sums=sums,
                     received_sums=sums,
                 )
             case ReductionAlgorithm.QUANTIZED_ONE_HOP:
                 messages = first.buffer(shard, ranks)
                 joined = Buffer(numel, self.compute_dtype)
-                return ReductionBuffers(joined=joined, sent=messages, received=messages)
+                return ReductionBuffers(
+                    joined=joined, sent=messages, received=messages, folded=self._folded(shard)
+                )
             case ReductionAlgorithm.QUANTIZED_TWO_HOPS:
-                second, chunk = self.hops[1], self._chunk_numel(shard)
-                messages = first.buffer(len(second.ranks) * chunk, ranks)
-                sums = second.buffer(chunk, len(second.ranks))
+                chunk = self._chunk_numel(shard)
+                messages = first.buffer(self.nodes * chunk, ranks)
+                sums = self.hops[1].buffer(chunk, self.nodes)
                 return ReductionBuffers(
                     joined=Buffer(numel, self.compute_dtype),
                     sent=messages,
                     received=messages,
+                    exact=Buffer(0 if self.fold is None else self.nodes * chunk, torch.float32),
+                    folded=self._folded(chunk),
                     node_sums=sums,
                     received_sums=sums,
                 )
+
+    def _folded(self, numel: int) -> Buffer:
+        """What the fold receives of so many elements of each shard."""
+        return Buffer(0 if self.fold is None else self.groups * self.nodes * numel, torch.float32)
 
     def _chunk_numel(self, shard_numel: int) -> int:
         """Elements of a chunk.
@@ -196,18 +254,15 @@ class ReductionPlan:
         return min(-(-wanted // block) * block, shard_numel)
 
 
-def choose_algorithm(
-    stage: int, grid: Topology, gradient_dtype: torch.dtype, sum_dtype: torch.dtype, *, quantized: bool
-) -> ReductionAlgorithm:
+def choose_algorithm(stage: int, grid: Topology, *, quantized: bool) -> ReductionAlgorithm:
     """How gradients are summed over all ranks.
 
     Stage 0 on one node of several ranks takes an algorithm that copy engines can run. With two ranks that is
     LOCAL_SUM: it sends two thirds of TWO_STEP's bytes in 16 bits, as many in fp32, and copies no sums from a
     gather's buffer. With more ranks it would send more.
 
-    With one hop, each rank of a node sends a gradient for every element that another node owns; with two
-    hops, the node sends one sum. Where both send as many bytes, one hop has fewer steps and sums in the order
-    of the ranks.
+    With one hop, each rank of a node would send a gradient for every element that another node owns; with two
+    hops, the node sends one sum.
     """
     local = grid.local_world_size
     several = grid.nodes > 1 and local > 1
@@ -217,9 +272,7 @@ def choose_algorithm(
         if grid.nodes > 1 or local == 1:
             return ReductionAlgorithm.LIBRARY
         return ReductionAlgorithm.LOCAL_SUM if local == 2 else ReductionAlgorithm.TWO_STEP
-    if several and sum_dtype.itemsize < local * gradient_dtype.itemsize:
-        return ReductionAlgorithm.TWO_HOPS
-    return ReductionAlgorithm.ONE_HOP
+    return ReductionAlgorithm.TWO_HOPS if several else ReductionAlgorithm.ONE_HOP
 
 
 def may_write_peers(grid: Topology, algorithm: ReductionAlgorithm) -> bool:

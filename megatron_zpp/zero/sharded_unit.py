@@ -14,8 +14,8 @@ The tensors of a unit of n elements (padding included) on d ranks:
                                None where no other unit has the slot, since it is gathered once per step then
     error          gradients   qgZ with error feedback: what this rank's sums lost and have yet to send, bf16
     error_before   gradients   `error` before the present step, which a skipped step puts back
-    accumulated    gradients   (n,) fp32 at stages 0 and 1: the sum over micro-batches, from a step's first to
-                               its last
+    accumulated    gradients   fp32, the sum over micro-batches from a step's first to its last: (n,) where
+                               gradients accumulate whole, (n / N,) where groups of N ranks accumulate them
     segments       gradients   the gradient that the optimizer takes, like `master`, in one part or several:
                                the fp32 sum over micro-batches and ranks, from a step's first reduction until
                                the optimizer is done; where there is nothing to sum, as the backward made it
@@ -41,14 +41,17 @@ from megatron_zpp.zero.grad_segments import GradSegment
 class GradientState(Enum):
     """How far the gradient of a unit has come in a step.
 
-    EMPTY -> ACCUMULATING -> REDUCING -> SUMMED -> EMPTY where gradients accumulate whole. Where they are
-    reduced after every micro-batch: EMPTY -> REDUCING -> SUMMED, and REDUCING again for the next one. Where
-    there is nothing to sum: EMPTY -> SUMMED.
+    EMPTY -> ACCUMULATING -> REDUCING -> SUMMED -> EMPTY where gradients accumulate whole. Where they
+    accumulate in groups: EMPTY -> REDUCING (in the group) -> ACCUMULATING for each micro-batch but the last,
+    which is REDUCING -> SUMMED. Where they are reduced after every micro-batch: EMPTY -> REDUCING -> SUMMED,
+    and REDUCING again for the next one. Where there is nothing to sum: EMPTY -> SUMMED.
     """
 
     EMPTY = auto()
-    ACCUMULATING = auto()  # `accumulated` is this rank's sum over the micro-batches so far
-    REDUCING = auto()  # `pending` sums `sent` over ranks into `segments`
+    ACCUMULATING = auto()  # `accumulated` is this rank's or group's sum over the micro-batches so far
+    REDUCING = (
+        auto()
+    )  # `pending` sums `sent` over ranks into `segments`, or over the group into `accumulated`
     SUMMED = auto()  # `segments` are over all ranks, and of the micro-batches so far
 
 
@@ -70,18 +73,32 @@ class UnitGradient:
         self.state, self.accumulated = GradientState.ACCUMULATING, whole
 
     def reduce(
-        self, pending: Pending, sent: tuple[GradSegment, ...], total: Tensor, squares: Tensor | None
+        self,
+        pending: Pending,
+        sent: tuple[GradSegment, ...],
+        total: Tensor,
+        squares: Tensor | None,
+        accumulated: Tensor | None = None,
     ) -> None:
         """Owns what a submitted reduction uses: EMPTY, ACCUMULATING or SUMMED -> REDUCING."""
         assert self.state is not GradientState.REDUCING
         self.state, self.pending, self.sent = GradientState.REDUCING, pending, sent
-        self.accumulated, self.segments, self.squares = None, (GradSegment(0, total),), squares
+        self.accumulated, self.segments, self.squares = accumulated, (GradSegment(0, total),), squares
+
+    def reduce_in_group(self, pending: Pending, sent: tuple[GradSegment, ...], accumulated: Tensor) -> None:
+        """Owns what a submitted first hop uses: EMPTY or ACCUMULATING -> REDUCING."""
+        assert self.state in (GradientState.EMPTY, GradientState.ACCUMULATING), self.state
+        self.state, self.pending, self.sent = GradientState.REDUCING, pending, sent
+        self.accumulated = accumulated
 
     def wait(self) -> None:
-        """Lets the compute wait for a reduction under way: REDUCING -> SUMMED."""
+        """Lets the compute wait for a reduction under way: REDUCING -> SUMMED, or ACCUMULATING in a group."""
         if self.state is GradientState.REDUCING:
             self.pending.wait()
-            self.state, self.pending, self.sent = GradientState.SUMMED, None, ()
+            self.pending, self.sent = None, ()
+            self.state = GradientState.SUMMED if self.segments else GradientState.ACCUMULATING
+            if self.segments:
+                self.accumulated = None
 
     def take(self, segments: tuple[GradSegment, ...]) -> None:
         """Takes gradients that need no sum: EMPTY -> SUMMED."""

@@ -90,6 +90,7 @@ def _write(
         optimizer_steps=0,
         loss_scale=LossScale(PrecisionConfig(), torch.device("cpu")).state(),
         ranks=topology.world_size,
+        nodes=topology.nodes,
         units=units,
         errors=[],
         summed_gradients=1,

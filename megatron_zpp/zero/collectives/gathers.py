@@ -1,10 +1,13 @@
 """Gathers of weights, in the compute format or as block-quantised messages (ZeRO++, section 3.1)."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from megatron_zpp.distributed.comm_stream import CommStream, Pending, copy
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.zero.communication_plan import GatherPlan
+from megatron_zpp.zero.collectives.interface import Gather
+from megatron_zpp.zero.communication_plan import CommunicationPlan, GatherPlan
 
 
 class PlainGather:
@@ -17,10 +20,18 @@ class PlainGather:
         """See Gather. Where both are the same memory there is nothing to write."""
         copy(gather_source, master)
 
-    def gather(self, full: Tensor, gather_source: Tensor, keep: Tensor | None = None) -> Pending:
+    def gather(
+        self,
+        full: Tensor,
+        gather_source: Tensor,
+        keep: Tensor | None = None,
+        after: Pending | None = None,
+    ) -> Pending:
         """See Gather. `gather_source` may be this rank's own part of `full`."""
 
         def work() -> None:
+            if after is not None:
+                after.wait()
             self._comm_stream.all_gather(full, gather_source)
             if keep is not None:
                 keep.copy_(full.view(-1, len(keep))[self._kept])
@@ -44,10 +55,18 @@ class QuantizedGather:
         """See Gather."""
         self._operations.quantize(master.to(gather_source.device)[None], gather_source[None], self._format)
 
-    def gather(self, full: Tensor, gather_source: Tensor, keep: Tensor | None = None) -> Pending:
+    def gather(
+        self,
+        full: Tensor,
+        gather_source: Tensor,
+        keep: Tensor | None = None,
+        after: Pending | None = None,
+    ) -> Pending:
         """See Gather. A `keep` of bytes gets messages, so that weights are never quantised a second time."""
 
         def work() -> None:
+            if after is not None:
+                after.wait()
             received = self._received[: len(self._comm_stream.ranks) * len(gather_source)]
             self._comm_stream.all_gather(received, gather_source)
             messages = received.view(self._messages, -1)
@@ -57,3 +76,73 @@ class QuantizedGather:
                 keep.copy_(whole.view(-1, len(keep))[self._kept])
 
         return self._comm_stream.submit(work)
+
+
+class TwoHopGather:
+    """Gathers between nodes first and then inside the node, so that each element enters a node once.
+
+    Hop 1: a rank gets what its cross-node ranks own, a contiguous part of the unit. Hop 2: the ranks of the
+    node exchange these parts. Around one ring of all ranks, (ranks - 1) / ranks of a unit would leave every
+    node; this way it is (nodes - 1) / nodes.
+
+    A secondary shard of a node is that same part, so hop 1 fills it and hop 2 is a secondary gather. Hop 2 of
+    a unit runs while hop 1 of the next one is on the wire.
+    """
+
+    def __init__(
+        self,
+        plan: CommunicationPlan,
+        comm_streams: Sequence[CommStream],
+        between: Gather,
+        inside: Gather,
+        secondary: Gather | None,
+    ) -> None:
+        """`between` gathers what the cross-node ranks own, `inside` the parts of the ranks of the node."""
+        self._between, self._inside, self._secondary = between, inside, secondary
+        self._stream = comm_streams[plan.gather.hop.stream]
+        self._group_rank, self._ranks = plan.inside_gather.hop.group_rank, len(plan.inside_gather.hop.ranks)
+        self._fills_secondary = plan.fills_secondary
+        self._keeps_messages = plan.fills_secondary and plan.secondary.hop.quant_format is not None
+        # Parts in a dtype are relayed from where they belong.
+        self._relayed = self._stream.zeros(*plan.relayed).view(2, -1) if plan.relayed.numel else None
+        self._reading = [Pending(), Pending()]  # the work that reads each of `_relayed`
+        self._turn = 0
+
+    def write_gather_source(self, master: Tensor, gather_source: Tensor) -> None:
+        """See Gather."""
+        self._between.write_gather_source(master, gather_source)
+
+    def gather(
+        self,
+        full: Tensor,
+        gather_source: Tensor,
+        keep: Tensor | None = None,
+        after: Pending | None = None,
+    ) -> Pending:
+        """See Gather."""
+        if keep is not None and self._fills_secondary:
+            if self._keeps_messages:
+                kept = self._relay(keep, gather_source, after)
+            else:
+                kept = self._between.gather(keep, gather_source, after=after)
+            return self._secondary.gather(full, keep, after=kept)
+        if self._relayed is None:
+            part = full.view(self._ranks, -1)[self._group_rank]
+            arrived = self._between.gather(part, gather_source, after=after)
+            return self._inside.gather(full, part, keep, after=arrived)
+        turn, self._turn = self._turn, 1 - self._turn
+        part = self._relayed[turn, : len(self._stream.ranks) * len(gather_source)]
+        arrived = self._relay(part, gather_source, after, self._reading[turn])
+        self._reading[turn] = self._inside.gather(full, part, keep, after=arrived)
+        return self._reading[turn]
+
+    def _relay(self, part: Tensor, gather_source: Tensor, *after: Pending | None) -> Pending:
+        """Hop 1 of messages that are sent on as they are."""
+
+        def work() -> None:
+            for earlier in after:
+                if earlier is not None:
+                    earlier.wait()
+            self._stream.all_gather(part, gather_source)
+
+        return self._stream.submit(work)

@@ -15,10 +15,17 @@ class Gather(Protocol):
     def write_gather_source(self, master: Tensor, gather_source: Tensor) -> None:
         """Writes master weights (n,) fp32 as they are sent."""
 
-    def gather(self, full: Tensor, gather_source: Tensor, keep: Tensor | None = None) -> Pending:
+    def gather(
+        self,
+        full: Tensor,
+        gather_source: Tensor,
+        keep: Tensor | None = None,
+        after: Pending | None = None,
+    ) -> Pending:
         """Fills `full` (ranks · n,) from every rank's `gather_source`: the same bits on every rank.
 
-        `keep`, a secondary shard, gets this rank's part of what was filled.
+        `keep`, a secondary shard, gets this rank's part of what was filled. The gather starts `after` the
+        work that fills `gather_source`, where that is on another communication stream.
         """
 
 
@@ -41,4 +48,27 @@ class Reduction(Protocol):
         `squares` (len(total) / SQUARES_BLOCK,) get what `sum_squares` finds in `total` afterwards; given only
         if the plan `returns_squared_norms`. `error` is what earlier sums of this unit lost; given only if the
         plan has `error_feedback`.
+        """
+
+
+class GroupReduction(Reduction, Protocol):
+    """A reduction whose first hop and other hops run apart, for gradients that accumulate in groups."""
+
+    def accumulate(self, sent: Sequence[GradSegment], accumulated: Tensor, *, add: bool) -> Pending:
+        """The first hop alone: sums `sent` over the group into the fp32 `accumulated`: over it, or added.
+
+        `accumulated` (plan.accumulator_numel,) has the order of elements that suits the other hops.
+        """
+
+    def reduce_accumulated(
+        self,
+        accumulated: Tensor,
+        total: Tensor,
+        *,
+        squares: Tensor | None = None,
+        error: Tensor | None = None,
+    ) -> Pending:
+        """The other hops: sums what the groups accumulated into the fp32 `total`. See `reduce`.
+
+        `accumulated` is scratch memory afterwards.
         """

@@ -1,6 +1,6 @@
 """Reductions of gradients as they are, one class for each algorithm. Every sum is in fp32."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch import Tensor
 from megatron_zpp.distributed.comm_stream import CommStream, Pending, copy
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.collectives.exchange import build_exchange
+from megatron_zpp.zero.collectives.first_hop import Fold, PlainFirstHop, owning
 from megatron_zpp.zero.collectives.sums import sum_parts
 from megatron_zpp.zero.collectives.two_hops import TwoHops
 from megatron_zpp.zero.grad_segments import GradSegment, join
@@ -131,22 +132,22 @@ class OneHopReduceScatter:
 class TwoHopReduceScatter:
     """Sums gradients inside each node first, so that each link between nodes has them once.
 
-    Hop 1: a rank gets from each rank of its node the gradients that its cross-node ranks own, and sums them
-    in the order of the ranks. The gradient is in the order of its owners, so what one node owns is
-    contiguous, and hop 1 is an all-to-all for each node. Hop 2: the sums travel to their owners, which add
-    those of the nodes in the order of the nodes. Rounding of the sums between nodes is not fed back.
+    Hop 1: a rank sums the gradients that its cross-node ranks own (`FirstHop`), and the fold, if there is
+    one, adds the sums of the node's groups. Hop 2: the sums travel to their owners, which add those of the
+    nodes in the order of the nodes. Rounding of the sums between nodes is not fed back.
     """
 
     def __init__(
         self, plan: ReductionPlan, comm_streams: Sequence[CommStream], operations: Operations | None
     ) -> None:
-        self._inside, between = comm_streams
+        inside, between, *others = comm_streams
         self._operations, buffers = operations, plan.buffers
-        self._local, self._nodes = len(self._inside.ranks), len(between.ranks)
-        self._joined = self._inside.zeros(*buffers.joined)
-        self._received = self._inside.zeros(*buffers.received)
-        self._exact = self._inside.zeros(*buffers.exact) if buffers.exact.numel else None
-        self._hops = TwoHops(self._inside, between, buffers)
+        self._nodes = len(between.ranks)
+        self._inside, self._first = inside, PlainFirstHop(plan, inside, operations)
+        self._fold = Fold(plan, *others, operations) if others else None
+        self._groups = plan.groups
+        self._exact = inside.zeros(*buffers.exact) if buffers.exact.numel else None
+        self._hops = TwoHops(inside, between, buffers)
 
     def reduce(
         self,
@@ -158,15 +159,46 @@ class TwoHopReduceScatter:
         error: Tensor | None = None,
     ) -> Pending:
         """See Reduction."""
+        if self._fold is not None:
+            assert not add
+            accumulated = torch.empty(self._groups * self._nodes * len(total), device=total.device)
+            self.accumulate(sent, accumulated, add=False)
+            return owning(accumulated, self.reduce_accumulated(accumulated, total, squares=squares))
 
         def fill(sums: Tensor) -> None:
-            full = join(sent, self._joined.view(sent[0].flat.dtype))
-            for row, node_sum in zip(full.view(self._nodes, -1), sums.view(self._nodes, -1), strict=True):
-                received = self._received.view(row.dtype)[: len(row)]
-                self._inside.all_to_all(received, row)
-                exact = node_sum if self._exact is None else self._exact[: len(total)]
-                sum_parts(self._operations, received.view(self._local, -1), exact, add=False)
-                copy(node_sum, exact)
+            exact = sums if self._exact is None else self._exact[: len(sums)]
+            self._first.sum_now(sent, exact, add=False)
+            copy(sums, exact)
+
+        return self._send(fill, total, add, squares)
+
+    def accumulate(self, sent: Sequence[GradSegment], accumulated: Tensor, *, add: bool) -> Pending:
+        """See GroupReduction."""
+        return self._first.sum(sent, accumulated, add=add)
+
+    def reduce_accumulated(
+        self,
+        accumulated: Tensor,
+        total: Tensor,
+        *,
+        squares: Tensor | None = None,
+        error: Tensor | None = None,
+    ) -> Pending:
+        """See GroupReduction."""
+
+        def fill(sums: Tensor) -> None:
+            node_sum = accumulated
+            if self._fold is not None:
+                node_sum = self._exact[: len(sums)]
+                self._fold.sum_now(accumulated, node_sum)
+            sums.copy_(node_sum)
+
+        return self._send(fill, total, False, squares)
+
+    def _send(
+        self, fill: Callable[[Tensor], None], total: Tensor, add: bool, squares: Tensor | None
+    ) -> Pending:
+        """Hop 2 of the node's sums that `fill` writes."""
 
         def take(received: Tensor) -> None:
             sum_parts(self._operations, received.view(self._nodes, -1), total, add=add, squares=squares)
