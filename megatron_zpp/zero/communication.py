@@ -81,9 +81,10 @@ def build_communication(
     if plan.secondary is not None:
         same = plan.secondary == plan.inside_gather
         secondary = inside if same else build_gather(plan.secondary, comm_streams, operations)
-    gather = build_gather(plan.gather, comm_streams, operations)
-    if inside is not None:
-        gather = TwoHopGather(plan, comm_streams, gather, inside, secondary)
+    if inside is None:
+        gather = build_gather(plan.gather, comm_streams, operations)
+    else:
+        gather = TwoHopGather(plan, comm_streams, inside, secondary, operations)
     group_reduction = None
     if plan.reduction.accumulation is Accumulation.GROUP:
         group_reduction = build_group_reduction(plan.reduction, comm_streams, operations)

@@ -196,11 +196,10 @@ class CommunicationPlan:
     @property
     def arena_bytes(self) -> int:
         """Bytes of the buffers of gathers and reductions."""
-        gathers = self.gather.received.nbytes
+        gathers = self.relayed.nbytes
+        gathers += (self.inside_gather or self.gather).received.nbytes
         if self.secondary is not None and self.secondary != self.inside_gather:  # else they share theirs
             gathers += self.secondary.received.nbytes
-        if self.inside_gather is not None:
-            gathers += self.inside_gather.received.nbytes + self.relayed.nbytes
         return gathers + self.reduction.buffers.nbytes
 
     @property

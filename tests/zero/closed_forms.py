@@ -48,15 +48,6 @@ def arena_bytes(
     return total
 
 
-def reduces_in_two_hops(nodes: int, local: int, *, reduce_bytes: int, sum_bytes: int) -> bool:
-    """Whether a reduction of gradients as they are has two hops, on nodes of `local` ranks.
-
-    In one hop each rank of a node sends a gradient for every element of another node, in two hops the node
-    sends one sum. Where both are as many bytes one hop has fewer steps and rounds in the order of the ranks.
-    """
-    return min(nodes, local) > 1 and sum_bytes < local * reduce_bytes
-
-
 def calls_library(nodes: int, local: int) -> bool:
     """Whether stage 0 calls the all-reduce of NCCL or gloo: between nodes."""
     return nodes > 1 or local == 1
@@ -65,14 +56,14 @@ def calls_library(nodes: int, local: int) -> bool:
 def reduction_bytes(layouts: Sequence[FlatLayout], nodes: int, *, reduce_bytes: int, sum_bytes: int) -> int:
     """Room that reductions of gradients as they are receive in, one unit at a time.
 
-    In two hops: what one node's owners get of this rank's node, two units' sums in turn and what hop 2
-    receives, and an fp32 sum before it is rounded to less.
+    In two hops: what the ranks of the node send, two units' sums in turn and what hop 2 receives, and an fp32
+    sum before it is rounded to less.
     """
     local = layouts[0].ranks // nodes
     shard = max(layout.shard_numel for layout in layouts)
-    if reduces_in_two_hops(nodes, local, reduce_bytes=reduce_bytes, sum_bytes=sum_bytes):
-        exact = 4 * shard if sum_bytes < 4 else 0
-        return local * shard * reduce_bytes + 3 * nodes * shard * sum_bytes + exact
+    if min(nodes, local) > 1:
+        exact = 4 * nodes * shard if sum_bytes < 4 else 0
+        return nodes * local * shard * reduce_bytes + 3 * nodes * shard * sum_bytes + exact
     return nodes * local * shard * reduce_bytes if nodes * local > 1 else 0
 
 
@@ -90,16 +81,21 @@ def zeropp_bytes(
     """What ZeRO++ at stage 3 adds to `model_state_bytes` and `arena_bytes`; less where codes replace weights.
 
     qwZ publishes messages instead of 16-bit shards, and receives all messages of a unit at once; so does a
-    secondary shard of codes. hpZ (`secondary_ranks`) keeps a part of each unit that shares its slot:
-    2 Psi / N bytes (ZeRO++, section 3.2). qgZ has room for the messages of both ways of a hop instead of for
-    16-bit gradients and fp32 sums, and error feedback `ERROR_BYTES` for all that hop 2 reduces on this rank.
+    secondary shard of codes, but in the same memory where its group is a node. Between nodes of several ranks
+    the messages of two units for one rank of a node are on their way. hpZ (`secondary_ranks`) keeps a part of
+    each unit that shares its slot: 2 Psi / N bytes (ZeRO++, section 3.2). qgZ has room for the messages of
+    both ways of a hop instead of for 16-bit gradients and fp32 sums, and error feedback `ERROR_BYTES` for all
+    that hop 2 reduces on this rank.
     """
     ranks = layouts[0].ranks
     total = 0
     if weights is not None:
         total += sum(weights.message_bytes(layout.shard_numel) - 2 * layout.shard_numel for layout in layouts)
-        received = ranks * max(weights.message_bytes(layout.shard_numel) for layout in layouts)
-        total += received * (2 if secondary_codes else 1)
+        largest = max(weights.message_bytes(layout.shard_numel) for layout in layouts)
+        several = nodes > 1 and ranks > nodes
+        total += ranks * largest + (2 * nodes * largest if several else 0)
+        if secondary_codes and not (several and secondary_ranks == ranks // nodes):
+            total += ranks * largest
     if secondary_ranks is not None:
         for layout, units in Counter(layouts).items():
             if slots(units, prefetch) < units:
@@ -199,6 +195,6 @@ def reduction_sends(
     `sent_bytes` is the size of those of a step's only micro-batch, which stage 1 sends as they are made.
     """
     local, shard, sent = layout.ranks // nodes, layout.shard_numel, sent_bytes or reduce_bytes
-    if reduces_in_two_hops(nodes, local, reduce_bytes=reduce_bytes, sum_bytes=sum_bytes):
+    if min(nodes, local) > 1:
         return (local - 1) * nodes * shard * sent, (nodes - 1) * shard * sum_bytes
     return (local - 1) * shard * sent, (nodes - 1) * local * shard * sent

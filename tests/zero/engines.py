@@ -62,6 +62,7 @@ def states_of(engine: ZeroEngine, kind: str) -> dict[str, torch.Tensor]:
             dist.all_gather(shards, shard.to(engine.device))
         else:
             shards = [shard]
+        shards = [shards[engine.topology.owner_of(index)] for index in range(ranks)]
         states |= dict(zip(unit.names, unit.views(torch.cat(shards).clone()), strict=True))
     return states
 

@@ -116,7 +116,9 @@ def check_reduced(nodes: int, local: int, ranks: list[list[tuple[numpy.ndarray, 
     world = nodes * local
     for case, *results in zip(REDUCED, *ranks, strict=True):
         gradients = torch.from_numpy(numpy.stack([full for full, _ in results]))  # (from, to, shard)
-        shards = torch.from_numpy(numpy.stack([shard for _, shard in results]))
+        grid = Topology(0, world, 0, local)
+        owned = [results[grid.owner_of(shard)][1] for shard in range(world)]
+        shards = torch.from_numpy(numpy.stack(owned))
         if case.same:
             assert torch.equal(shards, gradients[0] * world)
             continue
@@ -149,7 +151,7 @@ def feedback(topology: Topology, steps: int) -> tuple[float, float]:
     exact = torch.zeros(1024)
     own = full.clone()
     dist.all_reduce(own)
-    exact = own.view(topology.world_size, -1)[topology.rank]
+    exact = own.view(topology.world_size, -1)[topology.shard_of(topology.rank)]
     errors = []
     for error in (None, torch.zeros(plan.error_numel(layout), dtype=torch.bfloat16)):
         shard = torch.zeros(1024)

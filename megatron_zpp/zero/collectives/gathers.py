@@ -93,24 +93,22 @@ class TwoHopGather:
         self,
         plan: CommunicationPlan,
         comm_streams: Sequence[CommStream],
-        between: Gather,
         inside: Gather,
         secondary: Gather | None,
+        operations: Operations | None,
     ) -> None:
-        """`between` gathers what the cross-node ranks own, `inside` the parts of the ranks of the node."""
-        self._between, self._inside, self._secondary = between, inside, secondary
-        self._stream = comm_streams[plan.gather.hop.stream]
-        self._group_rank, self._ranks = plan.inside_gather.hop.group_rank, len(plan.inside_gather.hop.ranks)
-        self._fills_secondary = plan.fills_secondary
-        self._keeps_messages = plan.fills_secondary and plan.secondary.hop.quant_format is not None
-        # Parts in a dtype are relayed from where they belong.
-        self._relayed = self._stream.zeros(*plan.relayed).view(2, -1) if plan.relayed.numel else None
+        """`inside` gathers the parts of the ranks of the node, `secondary` hpZ's parts."""
+        self._plan, self._inside, self._secondary, self._operations = plan, inside, secondary, operations
+        self._between = comm_streams[plan.gather.hop.stream]
+        self._nodes, self._format = len(plan.gather.hop.ranks), plan.gather.hop.quant_format
+        # Messages on their way; parts in a dtype arrive where they belong.
+        self._relayed = None if self._format is None else self._between.zeros(*plan.relayed).view(2, -1)
         self._reading = [Pending(), Pending()]  # the work that reads each of `_relayed`
         self._turn = 0
 
     def write_gather_source(self, master: Tensor, gather_source: Tensor) -> None:
         """See Gather."""
-        self._between.write_gather_source(master, gather_source)
+        self._inside.write_gather_source(master, gather_source)
 
     def gather(
         self,
@@ -120,29 +118,33 @@ class TwoHopGather:
         after: Pending | None = None,
     ) -> Pending:
         """See Gather."""
-        if keep is not None and self._fills_secondary:
-            if self._keeps_messages:
-                kept = self._relay(keep, gather_source, after)
-            else:
-                kept = self._between.gather(keep, gather_source, after=after)
-            return self._secondary.gather(full, keep, after=kept)
-        if self._relayed is None:
-            part = full.view(self._ranks, -1)[self._group_rank]
-            arrived = self._between.gather(part, gather_source, after=after)
-            return self._inside.gather(full, part, keep, after=arrived)
-        turn, self._turn = self._turn, 1 - self._turn
-        part = self._relayed[turn, : len(self._stream.ranks) * len(gather_source)]
-        arrived = self._relay(part, gather_source, after, self._reading[turn])
-        self._reading[turn] = self._inside.gather(full, part, keep, after=arrived)
-        return self._reading[turn]
+        through_secondary = keep is not None and self._plan.fills_secondary
+        if self._relayed is None or (through_secondary and keep.dtype == gather_source.dtype):
+            hop = self._plan.inside_gather.hop
+            part = keep if through_secondary else full.view(len(hop.ranks), -1)[hop.group_rank]
+            arrived = self._between.submit(lambda: self._relay(part, gather_source, after))
+        else:
+            turn, self._turn = self._turn, 1 - self._turn
+            part = self._relayed[turn, : self._nodes * len(gather_source)]
+            read = self._reading[turn]
 
-    def _relay(self, part: Tensor, gather_source: Tensor, *after: Pending | None) -> Pending:
-        """Hop 1 of messages that are sent on as they are."""
+            def work() -> None:
+                read.wait()
+                self._relay(part, gather_source, after)
+                if through_secondary:
+                    messages = part.view(self._nodes, -1)
+                    self._operations.dequantize(messages, keep.view(self._nodes, -1), self._format)
 
-        def work() -> None:
-            for earlier in after:
-                if earlier is not None:
-                    earlier.wait()
-            self._stream.all_gather(part, gather_source)
+            arrived = self._between.submit(work)
+            if not through_secondary:
+                self._reading[turn] = self._inside.gather(full, part, keep, after=arrived)
+                return self._reading[turn]
+        if through_secondary:
+            return self._secondary.gather(full, keep, after=arrived)
+        return self._inside.gather(full, part, keep, after=arrived)
 
-        return self._stream.submit(work)
+    def _relay(self, part: Tensor, gather_source: Tensor, after: Pending | None) -> None:
+        """Hop 1."""
+        if after is not None:
+            after.wait()
+        self._between.all_gather(part, gather_source)

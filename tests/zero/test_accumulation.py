@@ -1,0 +1,280 @@
+"""Gradients that accumulate inside nodes (--zero-gradient-partition-size): the same sums, fewer bytes."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_zpp.checkpoint.read import load_checkpoint
+from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.zero.communication_plan import check_topology
+from megatron_zpp.zero.engine import STATE_KINDS, ZeroEngine
+from tests.checkpoint.saving import TOKENIZER, save
+from tests.zero.engines import engine_of, states_of
+from tests.zero.quantizing import operations, this_device
+from tests.zero.ranks import on_ranks
+
+VOCAB = 101
+MODEL = ModelConfig(  # nothing divides: not by ranks, not by blocks
+    num_layers=4, hidden_size=36, num_attention_heads=3, seq_length=10, hidden_dropout=0, attention_dropout=0
+)
+FP32, BF16 = PrecisionConfig(), PrecisionConfig(bf16=True)
+AUTO = {"zero_gradient_partition_size": "auto"}
+HPZ = {"zero_hpz_partition_size": "auto"}
+ALL = HPZ | {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+STEPS = 3
+
+
+def build(
+    topology: Topology, zero: dict[str, Any], precision: PrecisionConfig = FP32, model: ModelConfig = MODEL
+) -> ZeroEngine:
+    torch.set_num_threads(1)
+    return engine_of(
+        model,
+        VOCAB,
+        zero=ZeroConfig(**({"zero_stage": 3} | zero)),
+        precision=precision,
+        recompute=RecomputeConfig(recompute_granularity="full", recompute_method="uniform"),
+        topology=topology,
+        device=str(this_device()),
+        operations=operations(),
+    )
+
+
+def batches(ranks: int, micro_batches: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(8)
+    return torch.randint(VOCAB, (STEPS, micro_batches, ranks, 2, 11), generator=generator)
+
+
+def train(engine: ZeroEngine, micro_batches: int, *, evaluate: bool = False, repeat: int = 0) -> list[float]:
+    """The mean loss of every step, and of an evaluation; of `repeat` steps on the same batch."""
+    ranks, rank = engine.topology.world_size, engine.topology.rank
+    data, losses = batches(ranks, micro_batches), []
+    if repeat:
+        data = data[:1].expand(repeat, *data.shape[1:])
+    for step in data:
+        total = torch.zeros((), device=engine.device)
+        for index, tokens in enumerate(step):
+            total += engine.accumulate(tokens[rank], index=index, micro_batches=micro_batches)
+            if evaluate:
+                engine.evaluate(tokens[0])
+        engine.step(1e-2)
+        losses.append(engine.mean_over_ranks(total / micro_batches).item())
+    losses.append(engine.evaluate(data[0, 0, 0]).item())
+    return losses
+
+
+def curves(topology: Topology, cases: list[tuple[dict[str, Any], int]]) -> list[list[float]]:
+    return [train(build(topology, zero), micro_batches) for zero, micro_batches in cases]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local"), [(1, 1), (1, 2), (1, 4), (2, 1), (4, 1), (2, 2), (3, 2), (2, 3), (2, 4)]
+)
+def test_losses_equal_one_process(nodes: int, local: int) -> None:
+    """fp32, every stage and group size. Sums of a node are rounded before those of another are added."""
+    sizes = ["auto", *(str(size) for size in range(1, local + 1) if local % size == 0)]
+    micro_batches = (1, 3) if nodes * local <= 4 else (3,)
+    cases = [
+        ({"zero_stage": stage, "zero_gradient_partition_size": size}, count)
+        for stage, size, count in itertools.product((1, 2, 3), sizes, micro_batches)
+    ]
+    cases += [(HPZ | AUTO, 3)]
+    results = on_ranks(nodes * local, curves, cases, ranks_per_node=local)
+    assert all(result == results[0] for result in results[1:])
+    for count in micro_batches:
+        alone = Topology()
+        engine, data, expected = build(alone, {"zero_stage": 0}), batches(nodes * local, count), []
+        for step in data:
+            parts = [tokens for micro_batch in step for tokens in micro_batch]
+            losses = [
+                engine.accumulate(tokens, index=index, micro_batches=len(parts))
+                for index, tokens in enumerate(parts)
+            ]
+            engine.step(1e-2)
+            expected.append(torch.stack(losses).mean().item())
+        expected.append(engine.evaluate(data[0, 0, 0]).item())
+        for (zero, its_count), losses in zip(cases, results[0], strict=True):
+            if its_count == count:
+                assert losses == pytest.approx(expected, rel=1e-6), (zero, count)
+
+
+def weights_after(topology: Topology, cases: list[tuple[dict[str, Any], bool]]) -> list[list[bytes]]:
+    """The bits of this rank's weights after steps of three micro-batches, with evaluations between or not."""
+    found = []
+    for zero, evaluate in cases:
+        engine = build(topology, zero, BF16)
+        train(engine, 3, evaluate=evaluate)
+        found.append([unit.master.view(torch.uint8).numpy().tobytes() for unit in engine.units])
+    return found
+
+
+def test_an_evaluation_between_micro_batches_changes_nothing() -> None:
+    feedback = {"zero_gradient_error_feedback": True}
+    settings = [HPZ | AUTO, ALL | AUTO, ALL | AUTO | feedback]
+    cases = [(zero, evaluate) for zero in settings for evaluate in (False, True)]
+    for rank in on_ranks(4, weights_after, cases, ranks_per_node=2):
+        for without, between in zip(rank[::2], rank[1::2], strict=True):
+            assert without == between
+
+
+def quantised_curves(topology: Topology, settings: list[dict[str, Any]]) -> list[list[float]]:
+    return [train(build(topology, zero, BF16), 3, repeat=12) for zero in settings]
+
+
+QUANTISED: list[dict[str, Any]] = [
+    {},
+    ALL | AUTO,
+    ALL | {"zero_gradient_partition_size": "1"},
+    ALL | AUTO | {"zero_gradient_error_feedback": True},
+    {"zero_stage": 1, "zero_quantized_gradients": True} | AUTO,
+    {"zero_stage": 2, "zero_quantized_gradients": True, "zero_quantized_gradients_format": "int8"} | AUTO,
+]
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (1, 4)])
+def test_quantised_gradients_accumulate_too(nodes: int, local: int) -> None:
+    """Every step is within an eighth of all that the plain run learns, as without accumulation in groups."""
+    settings = [zero for zero in QUANTISED if nodes > 1 or "zero_gradient_error_feedback" not in zero]
+    results = on_ranks(nodes * local, quantised_curves, settings, ranks_per_node=local)
+    assert all(result == results[0] for result in results[1:])
+    plain = results[0][0]
+    assert plain[0] - plain[-1] > 0.2 * plain[0]
+    for zero, losses in zip(settings, results[0], strict=True):
+        assert losses == pytest.approx(plain, abs=(plain[0] - plain[-1]) / 8), zero
+
+
+def overflow(topology: Topology, settings: list[dict[str, Any]]) -> list[list[float]]:
+    """`skipped` of three steps; the first micro-batch of the second has an Inf on the last rank."""
+    found = []
+    for zero in settings:
+        engine = build(topology, zero, PrecisionConfig(fp16=True, initial_loss_scale=2.0**12))
+        skipped = []
+        for step in range(3):
+            handles = []
+            if step == 1 and topology.rank == topology.world_size - 1:
+                parameter = engine.units[2].parameters[0]
+                poison = lambda gradient: gradient.index_fill(0, torch.tensor(1), torch.inf)  # noqa: E731
+                handles.append(parameter.register_hook(poison))
+            for index in range(3):
+                tokens = batches(topology.world_size, 3)[step, index, topology.rank]
+                engine.accumulate(tokens, index=index, micro_batches=3)
+                for handle in handles:
+                    handle.remove()
+            skipped.append(engine.step(1e-2).skipped.item())
+        found.append(skipped)
+    return found
+
+
+def test_an_overflow_stays_in_the_accumulator_until_the_step() -> None:
+    feedback = {"zero_gradient_error_feedback": True}
+    settings = [AUTO, ALL | AUTO, ALL | AUTO | feedback, {"zero_gradient_partition_size": "1"}]
+    for rank in on_ranks(4, overflow, settings, ranks_per_node=2):
+        assert rank == [[0.0, 1.0, 0.0]] * len(settings)
+
+
+def traffic(topology: Topology, cases: list[tuple[dict[str, Any], int]]) -> list[tuple[int, int]]:
+    """(bytes to other nodes of a steady step, elements of the model) of each case."""
+    wide, found = dataclasses.replace(MODEL, hidden_size=192, seq_length=8), []
+    for zero, micro_batches in cases:
+        engine = build(topology, zero, BF16, wide)
+        for step in range(2):
+            engine.take_traffic()
+            for index in range(micro_batches):
+                tokens = torch.full((1, 9), 3 + step)
+                engine.accumulate(tokens, index=index, micro_batches=micro_batches)
+                engine.evaluate(tokens)
+            engine.step(1e-3)
+        found.append((engine.take_traffic()[1], sum(unit.layout.numel for unit in engine.units)))
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(2, 1), (2, 2), (3, 2)])
+def test_the_slow_link_is_crossed_once_per_step(nodes: int, local: int) -> None:
+    """Bytes per parameter and other node do not grow with micro-batches, recomputation or evaluations.
+
+    All of ZeRO++: 1 byte and a scale of 2 bytes per 256 weights, half a byte and a scale per 128 gradients.
+    Plain: 2 bytes of weights and 4 of the node's fp32 sum, or 2 of each rank's where it is the only one.
+    """
+    counts = (1, 4, 16)
+    cases = [(zero | AUTO, count) for zero in (ALL, HPZ) for count in counts]
+    ranks = on_ranks(nodes * local, traffic, cases, ranks_per_node=local)
+    per_parameter = [
+        sum(rank[index][0] for rank in ranks) / ranks[0][index][1] / (nodes - 1)
+        for index in range(len(cases))
+    ]
+    everything, plain = per_parameter[: len(counts)], per_parameter[len(counts) :]
+    # the embedding and the head keep no secondary shard, and are gathered once per step as well
+    assert everything[0] == everything[1] == everything[2] <= 1.56
+    assert plain[1] == plain[2] <= 6.01
+    assert plain[0] <= plain[1]
+
+
+def moved(topology: Topology, directory: str) -> list[str]:
+    """The kinds of states that a checkpoint of this grid does not bring back bit for bit, here or there."""
+    engine = build(topology, ALL | AUTO)
+    train(engine, 2)
+    path = save(Path(directory), engine)
+    differing = []
+    for zero in (ALL | AUTO, {"zero_stage": 1}, {"zero_stage": 0}):
+        other = build(topology, zero)
+        load_checkpoint(path, other, TOKENIZER, with_optimizer=True)
+        for kind in STATE_KINDS:
+            ours, theirs = states_of(engine, kind), states_of(other, kind)
+            if not all(torch.equal(ours[name], theirs[name]) for name in ours):
+                differing.append(kind)
+    return differing
+
+
+def loaded(topology: Topology, directory: str) -> list[bytes]:
+    """The whole states of a checkpoint as this grid loads it."""
+    engine = build(topology, {"zero_stage": 2})
+    path = next(Path(directory).glob("iter_*"))
+    load_checkpoint(path, engine, TOKENIZER, with_optimizer=True)
+    states = [states_of(engine, kind) for kind in STATE_KINDS]
+    return [tensor.numpy().tobytes() for state in states for tensor in state.values()]
+
+
+def test_any_grid_loads_what_another_one_owned(tmp_path: Path) -> None:
+    """Who owns which shard depends on nodes and ranks; the checkpoint records it."""
+    assert on_ranks(4, moved, str(tmp_path), ranks_per_node=2) == [[]] * 4
+    alone = loaded(Topology(), str(tmp_path))
+    for world, local in ((4, 4), (4, 2), (6, 2)):
+        assert all(rank == alone for rank in on_ranks(world, loaded, str(tmp_path), ranks_per_node=local))
+
+
+@pytest.mark.parametrize(
+    ("local", "settings", "message"),
+    [
+        (4, {"zero_gradient_partition_size": "3"}, "must divide the 4 ranks of a node: 1, 2, 4$"),
+        (4, {"zero_gradient_partition_size": "8"}, "must divide the 4 ranks of a node: 1, 2, 4$"),
+        (
+            6,
+            {"zero_gradient_partition_size": "3", "zero_hpz_partition_size": "2"},
+            "does not nest with --zero-hpz-partition-size 2; .*: 1, 2, 6$",
+        ),
+    ],
+)
+def test_sizes_that_do_not_divide_or_nest_are_refused(
+    local: int, settings: dict[str, str], message: str
+) -> None:
+    config = ZeroConfig(zero_stage=3, **settings)
+    flag = f"--zero-gradient-partition-size {settings['zero_gradient_partition_size']}"
+    with pytest.raises(ValueError, match=f"{flag}: {message}"):
+        check_topology(config, Topology(0, 2 * local, 0, local))
+
+
+@pytest.mark.parametrize(
+    ("stage", "size", "message"),
+    [(0, "auto", "needs --zero-stage 1, 2 or 3"), (3, "node", "whole number"), (3, "0", "whole number")],
+)
+def test_values_without_a_meaning_are_refused(stage: int, size: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"--zero-gradient-partition-size {size}: .*{message}"):
+        ZeroConfig(zero_stage=stage, zero_gradient_partition_size=size)
