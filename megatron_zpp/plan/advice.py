@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_zpp.config.model import RecomputeConfig
 from megatron_zpp.config.zero import ZeroConfig
@@ -125,7 +126,7 @@ def _plain(zero: ZeroConfig) -> ZeroConfig:
 
 def _options(plain: ZeroConfig, given: ZeroConfig, weights: bool, hpz: bool, gradients: bool) -> ZeroConfig:
     """Some of ZeRO++ on top of `plain`, in the formats that are `given`."""
-    settings = {}
+    settings: dict[str, Any] = {}
     if weights:
         settings["zero_quantized_weights"] = True
         settings["zero_quantized_weights_format"] = given.zero_quantized_weights_format
