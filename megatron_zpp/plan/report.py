@@ -14,7 +14,7 @@ from megatron_zpp.plan.hardware import (
 )
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import memory_of
-from megatron_zpp.plan.step_time import beside
+from megatron_zpp.plan.step_time import overlap_slowdown
 
 _PARTS = {
     "weights": "weights, as they compute and are sent",
@@ -133,7 +133,7 @@ def _assumptions(job: Job, gpu: Gpu, machine: Machine) -> Iterator[str]:
     if job.precision.fp8:
         yield "  products of --fp8 take the time and memory of bf16: on an H200 1.3B was 1.09 × as fast"
     if job.ranks > 1:
-        yield f"  compute takes {beside(job):g} × as long beside the transfers that run behind it"
+        yield f"  compute takes {overlap_slowdown(job):g} × as long beside the transfers that run behind it"
     if job.nodes > 1:
         yield f"  a node's link at {machine.link * 8 / 1e9:g} Gbit/s in each direction: --plan-link-gbit"
     inside = f"NVLink at {machine.inside / 1e9:,.0f} GB/s each way ({INSIDE_SHARE:g} of the data sheet)"

@@ -20,7 +20,7 @@ latencies, other jobs on the links, slow ranks, reading of data, evaluation, che
 from dataclasses import dataclass
 
 from megatron_zpp.model.gpt import segments
-from megatron_zpp.plan.hardware import BESIDE, BESIDE_KERNELS, CPU_BYTES_PER_SECOND, Machine
+from megatron_zpp.plan.hardware import CPU_BYTES_PER_SECOND, KERNEL_SLOWDOWN, SLOWDOWN, Machine
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.traffic import Pass, total
 from megatron_zpp.zero.hop import Sent
@@ -85,14 +85,14 @@ def compute_seconds(job: Job, machine: Machine, forward: bool) -> float:
     """Seconds of a forward or backward of one micro-batch, without transfers and kernels."""
     third = job.flops_per_token / 3
     flops = job.tokens * (third if forward else 2 * third + _recomputed_flops(job))
-    return flops / machine.flops * beside(job)
+    return flops / machine.flops * overlap_slowdown(job)
 
 
-def beside(job: Job) -> float:
+def overlap_slowdown(job: Job) -> float:
     """The factor by which compute takes longer beside the transfers of this job."""
     if job.ranks == 1:
         return 1.0
-    return BESIDE_KERNELS if job.nodes == 1 and job.zero.zero_copy_engines == "off" else BESIDE
+    return KERNEL_SLOWDOWN if job.nodes == 1 and job.zero.zero_copy_engines == "off" else SLOWDOWN
 
 
 def _recomputed_flops(job: Job) -> float:

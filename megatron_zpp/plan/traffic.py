@@ -58,13 +58,13 @@ def total(passes: list[Pass]) -> Sent:
 
 def _reductions(job: Job, units: Counter[FlatLayout]) -> Sent:
     """Bytes of one reduction of each of these units."""
-    return _by_all_ranks(job, units, lambda plan, unit: plan.reduction.sent(unit, job.micro_batches))
+    return _by_all_ranks(job, units, lambda plan, unit: plan.reduction.bytes_sent(unit, job.micro_batches))
 
 
 def _gathers(job: Job, gathered: Gathered) -> Sent:
     """Bytes of the gathers of a pass."""
-    sent = _by_all_ranks(job, gathered.world, lambda plan, unit: plan.gather.sent(unit))
-    return sent + _by_all_ranks(job, gathered.secondary, lambda plan, unit: plan.secondary.sent(unit))
+    sent = _by_all_ranks(job, gathered.world, lambda plan, unit: plan.gather.bytes_sent(unit))
+    return sent + _by_all_ranks(job, gathered.secondary, lambda plan, unit: plan.secondary.bytes_sent(unit))
 
 
 def _by_all_ranks(

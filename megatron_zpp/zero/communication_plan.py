@@ -81,7 +81,7 @@ class GatherPlan:
         messages = len(self.hop.ranks) * self.shards
         return self.hop.buffer(max(layout.shard_numel for layout in self.layouts), messages)
 
-    def sent(self, layout: FlatLayout) -> Sent:
+    def bytes_sent(self, layout: FlatLayout) -> Sent:
         """Bytes that this rank sends in one gather of a unit."""
         return self.hop.ring((len(self.hop.ranks) - 1) * self.part(layout).nbytes)
 

@@ -18,7 +18,7 @@ class Phase(Enum):
     BACKWARD = auto()
 
 
-class Weights(Enum):
+class WeightState(Enum):
     """Where the present weights of a unit are: SHARDED -> GATHERING -> GATHERED -> SHARDED."""
 
     SHARDED = auto()  # not in the unit's slot
@@ -26,7 +26,7 @@ class Weights(Enum):
     GATHERED = auto()  # in the slot
 
 
-Gather = Callable[[int, bool], Pending]  # starts to fill the slot of a unit; True: from secondary shards
+StartGather = Callable[[int, bool], Pending]  # starts to fill the slot of a unit; True: from secondary shards
 
 
 def backward_order(units: int, recomputed: Iterable[range]) -> list[int]:
@@ -63,13 +63,13 @@ class Prefetcher:
     def __init__(
         self,
         plan: CommunicationPlan,
-        gather: Gather,
+        gather: StartGather,
         recomputed: Sequence[range] = (),
         sections: Sections = UNTIMED,
     ) -> None:
         """`recomputed`: ranges of units whose forward is repeated before the backward of their last unit."""
         self._gather, self._prefetch, self._sections = gather, plan.prefetch, sections
-        self._changed = Weights.GATHERED if plan.gathers_in_place else Weights.SHARDED
+        self._changed = WeightState.GATHERED if plan.gathers_in_place else WeightState.SHARDED
         slots = {slot: _Slot() for slot in plan.slots}
         self._slots = [slots[slot] for slot in plan.slots]  # of each unit
         self._weights = [self._changed for _ in plan.layouts]
@@ -90,7 +90,7 @@ class Prefetcher:
         """Starts a pass in this direction."""
         self._phase, self._to_recompute = phase, None
 
-    def weights_of(self, index: int) -> Weights:
+    def weights_of(self, index: int) -> WeightState:
         """Where the present weights of a unit are."""
         return self._weights[index]
 
@@ -147,8 +147,8 @@ class Prefetcher:
         if slot.pending is not None:
             slot.pending.wait()
             slot.pending = None
-            if self._weights[slot.holder] is Weights.GATHERING:  # else they changed meanwhile
-                self._weights[slot.holder] = Weights.GATHERED
+            if self._weights[slot.holder] is WeightState.GATHERING:  # else they changed meanwhile
+                self._weights[slot.holder] = WeightState.GATHERED
 
     def _start_ahead(self, order: list[int], at: int) -> None:
         """Starts the gathers of the units that are read next, up to one whose slot has yet to be read."""
@@ -173,12 +173,12 @@ class Prefetcher:
 
         The first gather of new weights refreshes the secondary shard, and later ones come from those.
         """
-        if self._weights[index] is not Weights.SHARDED:
+        if self._weights[index] is not WeightState.SHARDED:
             return
         slot = self._slots[index]
         self.wait(index)  # a gather whose result was not needed must not end later than this one
         if slot.holder is not None:
-            self._weights[slot.holder] = Weights.SHARDED
-        slot.holder, self._weights[index] = index, Weights.GATHERING
+            self._weights[slot.holder] = WeightState.SHARDED
+        slot.holder, self._weights[index] = index, WeightState.GATHERING
         slot.pending = self._gather(index, self._secondary_is_present[index])
         self._secondary_is_present[index] = self._keeps_secondary[index]

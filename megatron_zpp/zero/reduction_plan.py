@@ -32,7 +32,7 @@ class ReductionBuffers:
     """Memory that reductions share; each is of the largest unit, or chunk of a unit."""
 
     joined: Buffer = Buffer(0, torch.uint8)  # segments of a gradient side by side; sums to be gathered
-    sent: Buffer = Buffer(0, torch.uint8)  # messages of the first hop
+    to_send: Buffer = Buffer(0, torch.uint8)  # messages of the first hop
     received: Buffer = Buffer(0, torch.uint8)  # by the first hop; with peer writes, what other ranks write
     exact: Buffer = Buffer(0, torch.float32)  # a node's sum, where it travels in a smaller format
     node_sums: Buffer = Buffer(0, torch.uint8)  # a node's sums, twice, so that one is filled and one is sent
@@ -83,10 +83,6 @@ class ReductionPlan:
         """Whether gradients are sent and summed from where the backward made them."""
         return self.quant_format is None and (self.peer_writes or len(self.hops[0].ranks) == 1)
 
-    def per_step(self, micro_batches: int) -> int:
-        """Reductions of each unit in a step."""
-        return micro_batches if self.every_micro_batch else 1
-
     def sent_itemsize(self, micro_batches: int) -> int:
         """Bytes per element of gradients that travel in a dtype, in a step of so many micro-batches.
 
@@ -108,7 +104,7 @@ class ReductionPlan:
             return 0
         return len(self.hops[1].ranks) * layout.shard_numel
 
-    def sent(self, layout: FlatLayout, micro_batches: int) -> Sent:
+    def bytes_sent(self, layout: FlatLayout, micro_batches: int) -> Sent:
         """Bytes that this rank sends in one reduction of a unit."""
         first, shard, itemsize = self.hops[0], layout.shard_numel, self.sent_itemsize(micro_batches)
         others = len(first.ranks) - 1
@@ -170,14 +166,14 @@ class ReductionPlan:
             case ReductionAlgorithm.QUANTIZED_ONE_HOP:
                 messages = first.buffer(shard, ranks)
                 joined = Buffer(numel, self.compute_dtype)
-                return ReductionBuffers(joined=joined, sent=messages, received=messages)
+                return ReductionBuffers(joined=joined, to_send=messages, received=messages)
             case ReductionAlgorithm.QUANTIZED_TWO_HOPS:
                 second, chunk = self.hops[1], self._chunk_numel(shard)
                 messages = first.buffer(len(second.ranks) * chunk, ranks)
                 sums = second.buffer(chunk, len(second.ranks))
                 return ReductionBuffers(
                     joined=Buffer(numel, self.compute_dtype),
-                    sent=messages,
+                    to_send=messages,
                     received=messages,
                     node_sums=sums,
                     received_sums=sums,

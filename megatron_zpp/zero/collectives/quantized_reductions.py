@@ -20,7 +20,7 @@ class _FirstHop:
         self.format, self._operations = plan.quant_format, operations
         self._comm_stream, buffers = comm_stream, plan.buffers
         self._joined = comm_stream.zeros(*buffers.joined)
-        self._sent = comm_stream.zeros(*buffers.sent)
+        self._sent = comm_stream.zeros(*buffers.to_send)
         self._received = comm_stream.zeros(*buffers.received)
 
     def joined(self, sent: Sequence[GradSegment], numel: int) -> tuple[Tensor, list[Pending]]:
