@@ -1,13 +1,14 @@
-"""Bytes that a forward leaves for its backward, and what either takes beside: of one micro-batch on one GPU.
+"""Bytes of activations of one micro-batch on one GPU: saved for the backward, and worked with meanwhile.
 
 Counted are the tensors that autograd saves of model/gpt.py on a GPU, where attention keeps its inputs, its
-output and one number a row, never the square of the scores:
+output and one number per row, never the square of the scores:
 
-    a layer   its input, both norms' outputs, q, k, v, the mixed heads, what comes between attention and MLP,
-              both sides of the GELU; 8 bytes a token and norm; a byte for each number that dropout may drop
+    a layer   its input, both norms' outputs, q, k, v, attention's output, the residual between attention and
+              MLP, both sides of the GELU; 8 bytes per token and norm; a byte for each number that dropout may
+              drop
     the head  its input, the norm's output, and what model/loss.py works with and keeps (`loss_bytes`)
 
-Ids, and what kernels take for an instant, are left out.
+Ids and the temporary memory of kernels do not count.
 """
 
 from dataclasses import dataclass
@@ -16,20 +17,20 @@ from megatron_zpp.model.gpt import segments
 from megatron_zpp.model.loss import CHUNK_BYTES, LEAN_CHUNK_BYTES, chunk_rows, keeps_gradient
 from megatron_zpp.plan.job import Job
 
-_NORM = 8  # bytes a token: mean and deviation
+_NORM = 8  # bytes per token: mean and deviation
 
 
 @dataclass(frozen=True)
 class Moment:
-    """The backward of layer `layer`, counted from 0: all behind it are done, and all before it are not."""
+    """The backward of layer `layer`, counted from 0: later layers are done, and earlier ones are not."""
 
     layer: int
-    stored: int
-    left: int  # of that when the layer is done
+    stored: int  # bytes
+    left: int  # of `stored`, when the layer is done
 
 
 def layer_bytes(job: Job) -> int:
-    """What one layer that is not recomputed leaves for its backward."""
+    """Bytes that one layer saves for its backward if it is not recomputed."""
     model = job.model
     width = model.num_attention_heads * model.kv_channels
     numbers = 4 * model.hidden_size + 4 * width + 2 * model.ffn_hidden_size
@@ -40,17 +41,17 @@ def layer_bytes(job: Job) -> int:
 
 
 def ends_bytes(job: Job) -> int:
-    """What the embedding and the head leave, but for the loss."""
+    """Bytes that the embedding and the head save, without the loss."""
     model = job.model
     return job.tokens * (2 * model.hidden_size * job.dtype.itemsize + _NORM + _masks(job))
 
 
 def loss_bytes(job: Job, chunk_bytes: int | None = None) -> int:
-    """What the output layer takes at most, in its forward or its backward: see model/loss.py.
+    """The peak of the output layer, in its forward or its backward (model/loss.py).
 
-    A chunk has its logits in the compute format and, but for compiled models, twice in fp32: as they are,
-    where they are not, and their log-softmax. Beside it is what waits for the backward, and in that the
-    gradients that come of it.
+    A chunk holds its logits in the compute format and, unless the model is compiled, their log-softmax in
+    fp32, and fp32 logits where the compute format is another. In addition there is what the forward saves
+    for the backward, or in the backward the gradients.
     """
     tokens, entries, width = job.tokens, job.padded_vocab_size, job.model.hidden_size
     itemsize, exact = job.dtype.itemsize, 4
@@ -66,18 +67,18 @@ def loss_bytes(job: Job, chunk_bytes: int | None = None) -> int:
 
 
 def stored_bytes(job: Job) -> int:
-    """What all layers leave together."""
+    """Bytes that all layers save."""
     return sum(_kept(job, *segment) for segment in segments(job.model.num_layers, job.recompute))
 
 
 def backward(job: Job) -> list[Moment]:
-    """The backward of each layer, the last one first. What is offloaded then does not count."""
+    """The backward of each layer, the last layer first. Activations that are offloaded then do not count."""
     one, moments = layer_bytes(job), []
     runs = list(segments(job.model.num_layers, job.recompute))
     for index, (first, stop, recomputed) in reversed(list(enumerate(runs))):
         before = sum(_kept(job, *run) for run in runs[:index])
         if job.recompute.recompute_offload:
-            before = min(before, _input(job))  # the one that comes back next
+            before = min(before, _input(job))  # the one that is fetched next
         if recomputed:
             before += _kept(job, *runs[index])
         for layer in reversed(range(first, stop)):
@@ -89,23 +90,23 @@ def backward(job: Job) -> list[Moment]:
 
 
 def working_bytes(job: Job) -> int:
-    """Gradients within a layer's backward: of the GELU's output, the residual, one of the MLP's matrices."""
+    """Bytes of gradients within a layer's backward: of GELU's output, the residual, one MLP matrix."""
     hidden, inner = job.model.hidden_size, job.model.ffn_hidden_size
     return job.dtype.itemsize * (job.tokens * (hidden + inner) + hidden * inner)
 
 
 def offloaded_bytes(job: Job) -> int:
-    """What --recompute-offload has in CPU memory at the loss: all that is stored but the newest."""
+    """Bytes that --recompute-offload holds in CPU memory at the loss: all saved inputs but the newest."""
     return max(0, stored_bytes(job) - _input(job)) if job.recompute.recompute_offload else 0
 
 
 def _kept(job: Job, first: int, stop: int, recomputed: bool) -> int:
-    """Of a run of layers."""
+    """Bytes that the layers from `first` to before `stop` save."""
     return _input(job) if recomputed else (stop - first) * layer_bytes(job)
 
 
 def _input(job: Job) -> int:
-    """Of a layer."""
+    """Bytes of the input of a layer."""
     return job.tokens * job.model.hidden_size * job.dtype.itemsize
 
 

@@ -1,9 +1,10 @@
-"""Which of ZeRO++'s options pay and what would fit: the same plan with other settings, side by side."""
+"""Compares the plan with those of other settings: which options of ZeRO++ pay, and what would fit."""
 
 import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_zpp.config.model import RecomputeConfig
 from megatron_zpp.config.zero import ZeroConfig
@@ -13,12 +14,12 @@ from megatron_zpp.plan.memory import Memory, memory_of
 from megatron_zpp.plan.step_time import StepTime, step_time
 from megatron_zpp.plan.traffic import Sent, total, traffic_of
 
-_WORTH = 0.01  # of a step: less is within what the model of the time cannot tell apart
+_WORTH = 0.01  # of a step's time: the model of the time cannot tell smaller differences
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One setting and what it takes."""
+    """One setting and its predictions."""
 
     name: str
     job: Job
@@ -27,7 +28,7 @@ class Plan:
     time: StepTime
 
     def fits(self, gibibytes: float) -> bool:
-        """Whether the peak leaves a GPU of that memory enough for what is not counted."""
+        """Whether the peak leaves enough of a GPU's memory for what is not counted."""
         return self.memory.peak <= USABLE * gibibytes * 2**30
 
 
@@ -38,7 +39,7 @@ def plan_of(name: str, job: Job, machine: Machine) -> Plan:
 
 
 def zeropp_plans(job: Job, machine: Machine) -> list[Plan]:
-    """The run's stage with every set of ZeRO++'s options, small sets first; stage 0 has the empty one."""
+    """Plans of the run's stage with every set of ZeRO++'s options, small sets first; at stage 0 with none."""
     options = _OPTIONS if job.zero.zero_stage == 3 else tuple(flag for flag in _OPTIONS if flag != _HPZ)
     if job.zero.zero_stage == 0:
         options = ()
@@ -51,14 +52,17 @@ def zeropp_plans(job: Job, machine: Machine) -> list[Plan]:
 
 
 def least_that_pays(plans: list[Plan], gibibytes: float) -> Plan:
-    """Of `zeropp_plans` the one with fewest options that is as fast as any; of those that fit, if some do."""
+    """The plan of `zeropp_plans` with the fewest options that is as fast as any plan that fits.
+
+    If none fits, as fast as any plan at all.
+    """
     fitting = [plan for plan in plans if plan.fits(gibibytes)] or plans
     fastest = min(plan.time.seconds for plan in fitting)
     return next(plan for plan in fitting if plan.time.seconds <= (1 + _WORTH) * fastest)
 
 
 def why(plain: Plan, plan: Plan) -> str:
-    """What options do to the time of a step, and why."""
+    """Says whether options shorten a step, and why."""
     before, after = plain.time.seconds, plan.time.seconds
     waits = f"{_milliseconds(plan.time.exposed)}, not {_milliseconds(plain.time.exposed)} ms"
     if before - after > _WORTH * before:
@@ -74,7 +78,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def ways_to_fit(job: Job, machine: Machine) -> Iterator[Plan]:
-    """What takes less memory: each change alone, and more and more of them together, the dear ones last."""
+    """Plans that take less memory: each change alone, then all of them together."""
     alone = {
         **({"--zero-stage 3": at_stage(job, 3)} if job.zero.zero_stage < 3 and job.ranks > 1 else {}),
         **_micro_batches(job),
@@ -93,7 +97,7 @@ def ways_to_fit(job: Job, machine: Machine) -> Iterator[Plan]:
 
 
 def at_stage(job: Job, stage: int) -> Job:
-    """The job at another stage, with what of ZeRO++ that has."""
+    """The job at another stage, with the options of ZeRO++ that this stage allows."""
     zero = job.zero
     options = (zero.zero_quantized_weights, zero.hpz, zero.zero_quantized_gradients)
     weights, hpz, gradients = (
@@ -114,7 +118,7 @@ def _with(job: Job, weights: bool, hpz: bool, gradients: bool) -> Job:
 
 
 def _plain(zero: ZeroConfig) -> ZeroConfig:
-    """Without any of ZeRO++."""
+    """The configuration without ZeRO++'s options."""
     return ZeroConfig(
         zero_stage=zero.zero_stage,
         zero_offload_optimizer=zero.zero_offload_optimizer,
@@ -124,8 +128,8 @@ def _plain(zero: ZeroConfig) -> ZeroConfig:
 
 
 def _options(plain: ZeroConfig, given: ZeroConfig, weights: bool, hpz: bool, gradients: bool) -> ZeroConfig:
-    """Some of ZeRO++ on top of `plain`, in the formats that are `given`."""
-    settings = {}
+    """`plain` with some of ZeRO++'s options, in the formats of `given`."""
+    settings: dict[str, Any] = {}
     if weights:
         settings["zero_quantized_weights"] = True
         settings["zero_quantized_weights_format"] = given.zero_quantized_weights_format
@@ -142,7 +146,7 @@ def _options(plain: ZeroConfig, given: ZeroConfig, weights: bool, hpz: bool, gra
 
 
 def _micro_batches(job: Job) -> dict[str, Job]:
-    """Half of the micro-batch and half of that, as far as it goes, in as many more of them."""
+    """Micro-batches halved again and again, as far as their size divides, and as many more of them."""
     changed, size = {}, job.micro_batch_size
     while size % 2 == 0:
         size //= 2

@@ -1,7 +1,7 @@
-"""Which weights a step gathers, pass by pass: the engine's own Prefetcher, walked through a step on paper.
+"""Counts the gathers of a step, pass by pass: the engine's Prefetcher goes through it without tensors.
 
-So the slots that still hold a unit, what is gathered ahead and what recomputation asks for are what a run
-does, for any stage, prefetch and recomputation.
+So what slots still hold, what is gathered ahead and what recomputation needs are as in a run, for any stage,
+prefetch and recomputation.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from megatron_zpp.plan.job import Job
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.prefetch import Phase, Prefetcher
 
-_WALKED = 3  # micro-batches: the first, one like all between, the last
+_WALKED = 3  # micro-batches: the first, one for all in between, the last
 
 
 @dataclass
@@ -26,16 +26,19 @@ class Gathered:
 
 @dataclass(frozen=True)
 class Walked:
-    """A forward or a backward, with the recomputation in it, that a step repeats `times` times."""
+    """A forward, or a backward with its recomputation, that a step repeats `times` times."""
 
     forward: bool
-    micro_batch: int  # from 0; the last one walked stands for a step's last
+    micro_batch: int  # from 0; the last of them is a step's last
     times: int
     gathered: Gathered
 
 
 def walk(job: Job) -> list[Walked]:
-    """The passes of a step in the midst of a run. What its optimizer gathers ahead is its first forward's."""
+    """The passes of a step in the middle of a run.
+
+    Gathers that the previous step's optimizer starts count as those of the first forward.
+    """
     walked = min(job.micro_batches, _WALKED)
     order = [(forward, index) for index in range(walked) for forward in (True, False)]
     if job.zero.zero_stage == 0 or job.ranks == 1:

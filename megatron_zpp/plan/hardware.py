@@ -1,4 +1,4 @@
-"""GPUs that a plan knows, and what of their data sheets a run of ours reaches."""
+"""The GPUs that --dry-run can plan for, and the share of their data sheets that our runs reach."""
 
 from dataclasses import dataclass
 
@@ -6,20 +6,20 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.model.flops import peak_tflops
 
-USABLE = 0.92  # of the memory: the rest is CUDA's context, NCCL's buffers and what fragmentation loses
-MEMORY_SHARE = 0.8  # of the memory's rate: kernels reach 0.92 of a copy, a copy 0.87 (quantization_cuda.json)
+USABLE = 0.92  # of the memory: the rest is for CUDA's context, NCCL's buffers and fragmentation
+MEMORY_SHARE = 0.8  # of the memory's rate: a copy reaches 0.87, kernels 0.92 of that (quantization_cuda.json)
 INSIDE_SHARE = 0.54  # of NVLink's rate: an all-gather on two H200s, 243 of 450 GB/s
-BESIDE = 1.07  # how much longer compute takes beside transfers (docs/zero.md)
-BESIDE_KERNELS = 1.24  # and beside those of NCCL's kernels inside a node, without copy engines (docs/zero.md)
-CPU_BYTES_A_SECOND = 55e9  # that one rank's AdamW reads and writes in CPU memory (docs/zero.md, Measured)
+SLOWDOWN = 1.07  # factor on the time of compute beside transfers (docs/zero.md)
+KERNEL_SLOWDOWN = 1.24  # beside NCCL's kernels inside a node, without copy engines (docs/zero.md)
+CPU_BYTES_PER_SECOND = 55e9  # that AdamW of one rank reads and writes in CPU memory (docs/zero.md, Measured)
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """NVIDIA's data sheets: SXM parts; `memory` in GiB as CUDA reports it, rates in bytes a second.
+    """NVIDIA's data sheets of SXM parts; `memory` in GiB as CUDA reports it, rates in bytes per second.
 
-    `inside` is NVLink, each way. `compute_share` is what forward and backward reach of the dense peak, in
-    PaLM's FLOPs, where a micro-batch has thousands of tokens.
+    `inside` is NVLink in one direction. `compute_share` is the share of the dense peak that forward and
+    backward reach, in PaLM's FLOPs, with micro-batches of thousands of tokens.
     """
 
     name: str
@@ -41,11 +41,11 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """What one rank computes with and sends over; all rates in bytes or FLOPs per second.
+    """The rates of one rank and its links, in bytes or FLOPs per second.
 
-    `link` is what a node reaches with all its communicators together. `gather` and `exchange` bound the
-    communicator of the all-gathers and that of the reductions, where one alone reaches less, as NCCL does
-    over sockets.
+    `link` is the rate of a node with all its communicators together. `gather` and `exchange` bound the
+    communicator of the all-gathers and that of the reductions, for links that one communicator cannot fill,
+    as NCCL over sockets.
     """
 
     flops: float
@@ -57,7 +57,7 @@ class Machine:
 
 
 def machine(config: PlanConfig, dtype: str) -> Machine:
-    """The planned one. Raises ValueError for a number format that the GPU does not have."""
+    """The machine to plan for. Raises ValueError for a number format that the GPU does not have."""
     gpu = GPUS[config.plan_gpu]
     peak = peak_tflops(gpu.name, dtype)
     if peak is None:

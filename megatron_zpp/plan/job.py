@@ -1,4 +1,4 @@
-"""What is planned: a model, its settings and the ranks it would run on."""
+"""What is planned: a model, its settings and the ranks that it would run on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ from megatron_zpp.zero.flat_layout import FlatLayout
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One optimizer step of `micro_batches` on `nodes` × `local` GPUs. `units` are the model's, on meta.
+    """One optimizer step of `micro_batches` on `nodes` × `local` GPUs.
 
-    `compiled` says that parts of it are kernels made for it, as by default.
+    `units` are the model's, on the meta device. `compiled`: layers and loss are compiled, as by default.
     """
 
     model: ModelConfig
@@ -39,22 +39,22 @@ class Job:
 
     @property
     def ranks(self) -> int:
-        """Of all nodes."""
+        """Ranks of all nodes."""
         return self.nodes * self.local
 
     @property
     def tokens(self) -> int:
-        """Of one micro-batch on one rank."""
+        """Tokens of one micro-batch on one rank."""
         return self.micro_batch_size * self.model.seq_length
 
     @property
-    def tokens_a_step(self) -> int:
-        """Of all ranks."""
+    def tokens_per_step(self) -> int:
+        """Tokens of all ranks."""
         return self.tokens * self.micro_batches * self.ranks
 
     @property
-    def flops_a_token(self) -> float:
-        """Forward and backward, as PaLM counts them."""
+    def flops_per_token(self) -> float:
+        """FLOPs of forward and backward, as PaLM counts them."""
         return flops_per_token(self.model, self.vocab_size)
 
     @property
@@ -64,12 +64,12 @@ class Job:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the compute, on a GPU."""
+        """The compute format on a GPU."""
         return getattr(torch, self.precision.compute_dtype("cuda"))
 
     @cached_property
     def layouts(self) -> list[FlatLayout]:
-        """Of the units, in forward order."""
+        """The layouts of the units, in forward order."""
         return layouts_of(self.units, self.ranks, self.zero.shard_multiple, self.zero.largest_block)
 
     @property
@@ -79,9 +79,9 @@ class Job:
 
     @cached_property
     def node_communication(self) -> list[CommunicationPlan]:
-        """The engine's plans on the ranks of node 0, to which those of every other node are alike.
+        """The engine's plans on the ranks of node 0. Those of other nodes send and hold the same.
 
-        Copy engines are taken to work where --zero-copy-engines allows them.
+        Copy engines are assumed to work where --zero-copy-engines allows them.
         """
         return [
             plan_communication(
@@ -97,24 +97,24 @@ class Job:
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether the optimizer takes fp32 sums: one rank's only micro-batch leaves gradients as they are."""
+        """Whether the optimizer takes fp32 sums, and not gradients as the backward made them."""
         weights_in_dtype = self.communication.gather.hop.quant_format is None
         accepts_16bit = weights_in_dtype and not self.zero.zero_offload_optimizer
         return self.communication.sums_gradients(self.micro_batches, accepts_16bit=accepts_16bit)
 
     @property
     def reduces_as_made(self) -> bool:
-        """Whether gradients are reduced as the backward makes them, not summed over micro-batches first."""
+        """Whether gradients are reduced as the backward makes them, before any sum over micro-batches."""
         every = self.communication.reduction.every_micro_batch
         return self.sums_gradients and (every or self.micro_batches == 1)
 
     @property
     def returns_squared_norms(self) -> bool:
-        """Whether the squares for the norm come with the sums over ranks, without a pass of their own."""
+        """Whether reductions compute the squares for the norm, so that it needs no further pass."""
         return self.sums_gradients and self.communication.reduction.returns_squared_norms
 
 
 def units_of(model: ModelConfig, vocab_size: int) -> list[tuple[str, nn.Module]]:
-    """The units of a model that takes no memory."""
+    """The units of a model on the meta device, which takes no memory."""
     with torch.device("meta"):
         return GPT(model, vocab_size).units()

@@ -1,4 +1,4 @@
-"""What one rank holds, part by part, and when it holds most: the bytes that are handed out to tensors.
+"""The memory of one rank, part by part, and its peak: the bytes that tensors are given.
 
 Model states and buffers are those of the engine's communication plan, padding included, and stay for the
 whole run. Gradients and activations come and go and do not peak together. So the peak is looked for at the
@@ -20,12 +20,12 @@ from megatron_zpp.plan.job import Job
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank. `weights` to `zeropp` are there always, the others for a time; `peak` is of all."""
+    """Bytes of one rank. `weights` to `zeropp` stay for the run, the others come and go; `peak` is of all."""
 
     weights: int  # as they compute and as they are sent
     optimizer: int  # fp32 weights and moments
     buffers: int  # gathers and reductions
-    zeropp: int  # secondary shards, and what error feedback has kept
+    zeropp: int  # secondary shards and the errors of error feedback
     gradients: int
     activations: int
     loss: int
@@ -35,12 +35,12 @@ class Memory:
 
     @property
     def resident(self) -> int:
-        """What is there always."""
+        """Bytes that stay for the run."""
         return self.weights + self.optimizer + self.buffers + self.zeropp
 
 
 def memory_of(job: Job) -> Memory:
-    """Of each rank: all hold the same."""
+    """The memory of each rank: all hold the same."""
     owned = sum(layout.numel if job.zero.zero_stage == 0 else layout.shard_numel for layout in job.layouts)
     offloaded = job.zero.zero_offload_optimizer
     communication = job.communication
@@ -55,7 +55,7 @@ def memory_of(job: Job) -> Memory:
     }
     moments = _moments(job)
     moment, highest = max(moments.items(), key=lambda item: item[1])
-    pinned = (4 + _published_itemsize(job)) * owned  # gradients on their way in, weights on their way out
+    pinned = (4 + _source_itemsize(job)) * owned  # gradients that arrive, weights that leave
     away = offloaded_bytes(job)
     return Memory(
         **parts,
@@ -69,7 +69,7 @@ def memory_of(job: Job) -> Memory:
 
 
 def _moments(job: Job) -> dict[str, int]:
-    """Gradients, activations and what is worked with, at each moment that can be the peak."""
+    """Bytes of gradients, activations and temporary tensors at each moment that can be the peak."""
     accumulated = _gradients(job, whole=True) if job.micro_batches > 1 else 0
     final = _gradients(job, whole=False)
     first = job.layouts[0].numel
@@ -110,9 +110,9 @@ def _moments(job: Job) -> dict[str, int]:
 
 
 def _sent_bytes(job: Job) -> float:
-    """What reductions under way keep of an element beside `_gradients`.
+    """Bytes per element that reductions under way keep in addition to `_gradients`.
 
-    A gradient as it was made or, of a sum over micro-batches, its 16-bit copy or the shard that comes of it.
+    A gradient as it was made or, for a sum over micro-batches, its 16-bit copy or the shard that results.
     """
     reduce_bytes = job.communication.reduction.gradient_dtype.itemsize
     if job.reduces_as_made:
@@ -125,7 +125,7 @@ def _sent_bytes(job: Job) -> float:
 
 
 def _gradients(job: Job, *, whole: bool) -> int:
-    """As the optimizer takes them, or (`whole`) as their fp32 sums are between micro-batches."""
+    """Bytes of gradients as the optimizer takes them, or (`whole`) of their sums between micro-batches."""
     if not job.sums_gradients:
         return job.dtype.itemsize * sum(layout.numel for layout in job.layouts)
     accumulated = job.communication.accumulator_bytes
@@ -135,7 +135,8 @@ def _gradients(job: Job, *, whole: bool) -> int:
     return 4 * sum(layout.shard_numel if sharded else layout.numel for layout in job.layouts)
 
 
-def _published_itemsize(job: Job) -> float:
+def _source_itemsize(job: Job) -> float:
+    """Bytes per element of what a rank's gathers send, where that is not the master weights."""
     quant_format = job.communication.gather.hop.quant_format
     if quant_format is not None:
         return quant_format.block_bytes / quant_format.block

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.plan.advice import Plan, at_stage, least_that_pays, plan_of, ways_to_fit, why, zeropp_plans
 from megatron_zpp.plan.hardware import (
-    CPU_BYTES_A_SECOND,
+    CPU_BYTES_PER_SECOND,
     INSIDE_SHARE,
     MEMORY_SHARE,
     USABLE,
@@ -14,7 +14,7 @@ from megatron_zpp.plan.hardware import (
 )
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import memory_of
-from megatron_zpp.plan.step_time import beside
+from megatron_zpp.plan.step_time import overlap_slowdown
 
 _PARTS = {
     "weights": "weights, as they compute and are sent",
@@ -30,7 +30,7 @@ _DAY = 86400
 
 
 def report(job: Job, gpu: Gpu, machine: Machine, iterations: int) -> list[str]:
-    """All of it, with what it rests on; `iterations` is the length of the run."""
+    """The lines of the whole plan, its assumptions included; `iterations` is the length of the run."""
     plan = plan_of("this run", job, machine)
     lines = [*_head(plan, gpu, iterations), "", *_memory(plan, gpu, machine), "", *_traffic(plan), ""]
     lines += [*_time(plan, iterations), ""]
@@ -42,7 +42,7 @@ def report(job: Job, gpu: Gpu, machine: Machine, iterations: int) -> list[str]:
 def _head(plan: Plan, gpu: Gpu, iterations: int) -> Iterator[str]:
     job, model = plan.job, plan.job.model
     parameters = parameter_count(model, job.vocab_size) / 1e6
-    run = job.tokens_a_step * iterations / 1e9
+    run = job.tokens_per_step * iterations / 1e9
     yield (
         f"plan for {job.nodes} × {job.local} {gpu.name}, {job.precision.compute_dtype('cuda')}"
         f"{' with 8-bit products' if job.precision.fp8 else ''}, {job.zero.describe()}"
@@ -53,7 +53,7 @@ def _head(plan: Plan, gpu: Gpu, iterations: int) -> Iterator[str]:
     )
     yield (
         f"  a step: {job.ranks} ranks × {job.micro_batches} micro-batches × {job.micro_batch_size} samples = "
-        f"{job.tokens_a_step:,} tokens; {iterations:,} steps = {run:,.3f} B tokens"
+        f"{job.tokens_per_step:,} tokens; {iterations:,} steps = {run:,.3f} B tokens"
     )
 
 
@@ -90,8 +90,8 @@ def _traffic(plan: Plan) -> Iterator[str]:
 def _time(plan: Plan, iterations: int) -> Iterator[str]:
     time, job = plan.time, plan.job
     seconds = time.seconds
-    tokens = job.tokens_a_step / seconds
-    tflops = tokens * job.flops_a_token / job.ranks / 1e12
+    tokens = job.tokens_per_step / seconds
+    tflops = tokens * job.flops_per_token / job.ranks / 1e12
     yield f"a step takes {1e3 * seconds:,.1f} ms"
     for name, part in (
         ("forward", time.forward),
@@ -103,21 +103,21 @@ def _time(plan: Plan, iterations: int) -> Iterator[str]:
         yield f"  {name:36}{1e3 * part:10,.1f} ms {part / seconds:7.1%}"
     link, inside = 1e3 * time.link, 1e3 * time.inside
     yield f"  busy meanwhile: the link of a node {link:,.1f} ms, NVLink {inside:,.1f} ms"
-    yield f"  {tokens:,.0f} tokens/s, {tflops:,.1f} TFLOP/s a GPU (PaLM)"
+    yield f"  {tokens:,.0f} tokens/s, {tflops:,.1f} TFLOP/s per GPU (PaLM)"
     span = _span(iterations * seconds)
-    yield f"  {tokens * _DAY / 1e9:,.2f} B tokens a day; {iterations:,} steps take {span}"
+    yield f"  {tokens * _DAY / 1e9:,.2f} B tokens per day; {iterations:,} steps take {span}"
 
 
 def _zeropp(plan: Plan, gpu: Gpu, machine: Machine) -> Iterator[str]:
-    """Nothing, each option alone and all of them; then the least that gives what they give."""
+    """Compares no option, each option alone and all of them, and names the smallest set that pays."""
     plans = zeropp_plans(plan.job, machine)
     if len(plans) == 1:
         return
     plain, best = plans[0], least_that_pays(plans, gpu.memory)
     alone = [other for other in plans if " " not in other.name]
-    yield f"{'ZeRO++ at this stage':30}{'ms a step':>11}{'GB a node':>11}{'GiB':>8}  (! does not fit)"
+    yield f"{'ZeRO++ at this stage':30}{'ms per step':>13}{'GB per node':>13}{'GiB':>8}  (! does not fit)"
     for other in [plain, *alone, plans[-1]]:
-        figures = f"{1e3 * other.time.seconds:11,.1f}{other.sent.inter / other.job.nodes / 1e9:11.3f}"
+        figures = f"{1e3 * other.time.seconds:13,.1f}{other.sent.inter / other.job.nodes / 1e9:13.3f}"
         reason = "" if other is plain else why(plain, other)
         fits = " " if other.fits(gpu.memory) else "!"
         mark = "*" if other.job.zero == plan.job.zero else " "
@@ -127,19 +127,20 @@ def _zeropp(plan: Plan, gpu: Gpu, machine: Machine) -> Iterator[str]:
 
 
 def _assumptions(job: Job, gpu: Gpu, machine: Machine) -> Iterator[str]:
-    yield "this rests on (docs/planning.md says how well it holds)"
-    yield f"  compute at {machine.flops / 1e12:,.0f} TFLOP/s a GPU ({gpu.seen}); --plan-compute-share sets it"
+    yield "assumptions (docs/planning.md says how well they hold)"
+    flops = machine.flops / 1e12
+    yield f"  compute at {flops:,.0f} TFLOP/s per GPU ({gpu.seen}); --plan-compute-share sets it"
     if job.precision.fp8:
-        yield "  products of --fp8 as fast as bf16 ones, and as large: on an H200 1.3B was 1.09 × as fast"
+        yield "  products of --fp8 take the time and memory of bf16: on an H200 1.3B was 1.09 × as fast"
     if job.ranks > 1:
-        yield f"  that takes {beside(job):g} × as long beside transfers, which run behind it"
+        yield f"  compute takes {overlap_slowdown(job):g} × as long beside the transfers that run behind it"
     if job.nodes > 1:
-        yield f"  a node's link at {machine.link * 8 / 1e9:g} Gbit/s each way, whole: --plan-link-gbit"
+        yield f"  a node's link at {machine.link * 8 / 1e9:g} Gbit/s in each direction: --plan-link-gbit"
     inside = f"NVLink at {machine.inside / 1e9:,.0f} GB/s each way ({INSIDE_SHARE:g} of the data sheet)"
     yield f"  {inside}, memory at {machine.memory_rate / 1e12:.2f} TB/s ({MEMORY_SHARE:g})"
     if job.zero.zero_offload_optimizer:
-        yield f"  AdamW in CPU memory at {CPU_BYTES_A_SECOND / 1e9:g} GB/s for each rank"
-    yield f"  {1 - USABLE:.0%} of a GPU's memory kept free for CUDA, NCCL and fragmentation"
+        yield f"  AdamW in CPU memory at {CPU_BYTES_PER_SECOND / 1e9:g} GB/s per rank"
+    yield f"  {1 - USABLE:.0%} of a GPU's memory is left for CUDA, NCCL and fragmentation"
 
 
 def _span(seconds: float) -> str:

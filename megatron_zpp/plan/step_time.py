@@ -1,26 +1,26 @@
-"""How long a step takes: FLOPs over the GPU's rate, bytes over the links', each beside the other.
+"""Predicts the time of a step: FLOPs over the GPU's rate, and at the same time bytes over those of links.
 
 A pass is a forward or a backward of one micro-batch.
 
-    compute   PaLM's FLOPs, a third in the forward and two in the backward, and those of the recomputation,
+    compute   PaLM's FLOPs, one third in the forward and two in the backward, and those of the recomputation,
               over the share of the peak that is reached; a little longer beside transfers
-    kernels   memory traffic of what is not in those FLOPs, over the rate that kernels reach: codes decoded
-              and encoded, gradients copied, sent parts summed
-    links     what a node sends to others over the link's rate, and what a GPU sends inside its node over
-              NVLink's. Gathers and reductions share a link; the two links work at the same time. Over sockets
-              a communicator alone does not fill the link, so gathers and reductions have rates of their own
+    kernels   memory traffic that these FLOPs do not cover, over the rate that kernels reach: messages decoded
+              and encoded, gradients copied, received parts summed
+    links     bytes that a node sends to others over the link's rate, and bytes that a GPU sends inside its
+              node over NVLink's. Gathers and reductions share a link; the two links work at the same time.
+              Over sockets one communicator does not fill the link, so each of the two has its own rate
 
 Gathers run ahead of both passes and reductions behind the backward, so a pass takes as long as the longest of
-the three; only the last unit's reduction has nothing left to run behind. What a pass takes longer than its
-compute and kernels is exposed. The optimizer reads 12 bytes a parameter of its share and the gradient, and
-writes 12 and what is sent, at the memory's rate; offloaded, at the CPU's. Not modelled: latencies, other jobs
-on the links, slow ranks, reading of data, evaluation, checkpoints.
+the three. Only the last unit's reduction has no compute left to run behind. The time that a pass takes beyond
+its compute and kernels is exposed. The optimizer reads 12 bytes per parameter of its share and the gradient,
+and writes 12 bytes and what is sent, at the memory's rate, or if offloaded at the CPU's. Not modelled:
+latencies, other jobs on the links, slow ranks, reading of data, evaluation, checkpoints.
 """
 
 from dataclasses import dataclass
 
 from megatron_zpp.model.gpt import segments
-from megatron_zpp.plan.hardware import BESIDE, BESIDE_KERNELS, CPU_BYTES_A_SECOND, Machine
+from megatron_zpp.plan.hardware import CPU_BYTES_PER_SECOND, KERNEL_SLOWDOWN, SLOWDOWN, Machine
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.traffic import Pass, total
 from megatron_zpp.zero.hop import Sent
@@ -29,7 +29,7 @@ from megatron_zpp.zero.reduction_plan import ReductionAlgorithm
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step; `link` and `inside` are how long these are busy, most of it behind the compute."""
+    """Seconds of one step. `link` and `inside` are how long these are busy, mostly behind the compute."""
 
     forward: float  # compute and kernels
     backward: float
@@ -41,17 +41,17 @@ class StepTime:
 
     @property
     def exposed(self) -> float:
-        """What the GPU waits for its links."""
+        """Seconds that the GPU waits for links."""
         return self.exposed_forward + self.exposed_backward
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """Seconds of the whole step."""
         return self.forward + self.backward + self.exposed + self.optimizer
 
 
 def step_time(job: Job, machine: Machine, passes: list[Pass]) -> StepTime:
-    """Of a step with these passes, which are `traffic_of(job)`."""
+    """The time of a step with these passes, which are `traffic_of(job)`."""
     busy, exposed = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
     for one in passes:
         working = compute_seconds(job, machine, one.forward) + _kernel_seconds(job, machine, one)
@@ -70,7 +70,7 @@ def step_time(job: Job, machine: Machine, passes: list[Pass]) -> StepTime:
 
 
 def pass_seconds(job: Job, machine: Machine, one: Pass, working: float) -> float:
-    """One pass of `working` seconds of compute and kernels, with what is sent beside it."""
+    """Seconds of one pass with `working` seconds of compute and kernels."""
     between = one.alone.inter / job.nodes / min(machine.link, machine.exchange)
     hops = between, _inside_seconds(job, machine, one.alone)
     in_turn = job.communication.reduction.algorithm is ReductionAlgorithm.TWO_HOPS  # qgZ overlaps
@@ -82,21 +82,21 @@ def pass_seconds(job: Job, machine: Machine, one: Pass, working: float) -> float
 
 
 def compute_seconds(job: Job, machine: Machine, forward: bool) -> float:
-    """Of a forward or backward of one micro-batch, without transfers and kernels."""
-    third = job.flops_a_token / 3
+    """Seconds of a forward or backward of one micro-batch, without transfers and kernels."""
+    third = job.flops_per_token / 3
     flops = job.tokens * (third if forward else 2 * third + _recomputed_flops(job))
-    return flops / machine.flops * beside(job)
+    return flops / machine.flops * overlap_slowdown(job)
 
 
-def beside(job: Job) -> float:
-    """How much longer compute takes beside the transfers of this job."""
+def overlap_slowdown(job: Job) -> float:
+    """The factor by which compute takes longer beside the transfers of this job."""
     if job.ranks == 1:
         return 1.0
-    return BESIDE_KERNELS if job.nodes == 1 and job.zero.zero_copy_engines == "off" else BESIDE
+    return KERNEL_SLOWDOWN if job.nodes == 1 and job.zero.zero_copy_engines == "off" else SLOWDOWN
 
 
 def _recomputed_flops(job: Job) -> float:
-    """A token's: whole layers, or with `selective` the attention's scores."""
+    """FLOPs per token that are recomputed: of whole layers, or with `selective` of attention's scores."""
     model = job.model
     scores = 4.0 * model.num_attention_heads * model.kv_channels * model.seq_length
     if job.recompute.recompute_granularity == "selective":
@@ -107,7 +107,7 @@ def _recomputed_flops(job: Job) -> float:
 
 
 def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
-    """Codes of weights decoded; gradients copied to be sent, encoded and summed."""
+    """Seconds to decode messages of weights, and to copy, encode and sum gradients."""
     plan, itemsize, nbytes = job.communication, job.dtype.itemsize, 0.0
     if weights := plan.gather.hop.quant_format:
         nbytes += one.decoded * (weights.block_bytes / weights.block + itemsize)
@@ -123,7 +123,7 @@ def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
 
 
 def _reduced_bytes(job: Job, sent_bytes: int) -> float:
-    """What a reduction reads and writes in memory, in bytes per element of the whole gradient."""
+    """Bytes per element of the whole gradient that a reduction reads and writes in memory."""
     reduction = job.communication.reduction
     if reduction.algorithm is ReductionAlgorithm.LOCAL_SUM:
         return job.ranks * sent_bytes + 4
@@ -136,12 +136,12 @@ def _reduced_bytes(job: Job, sent_bytes: int) -> float:
 
 
 def _optimizer_seconds(job: Job, machine: Machine) -> float:
-    """The norm reads the gradients, unless their squares are there; AdamW reads and writes four numbers."""
+    """Seconds of the norm, which reads the gradients unless their squares are known, and of AdamW."""
     owned = sum(layout.numel if job.zero.zero_stage == 0 else layout.shard_numel for layout in job.layouts)
     gradient = 4 if job.sums_gradients else job.dtype.itemsize
     norm = 0.0 if job.returns_squared_norms else gradient * owned / machine.memory_rate
     adamw = (24 + gradient + job.dtype.itemsize) * owned
-    return norm + adamw / (CPU_BYTES_A_SECOND if job.zero.zero_offload_optimizer else machine.memory_rate)
+    return norm + adamw / (CPU_BYTES_PER_SECOND if job.zero.zero_offload_optimizer else machine.memory_rate)
 
 
 def _link_seconds(job: Job, machine: Machine, sent: Sent) -> float:

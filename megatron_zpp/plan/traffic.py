@@ -1,7 +1,4 @@
-"""Bytes that a step sends, by link: what the ledgers of all ranks together will count, to the byte.
-
-`Sent` is of all ranks together.
-"""
+"""Bytes that all ranks together send in a step, by link: exactly what their ledgers will count."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -16,24 +13,24 @@ from megatron_zpp.zero.hop import Sent
 
 @dataclass(frozen=True)
 class Pass:
-    """What runs beside a forward or a backward that a step repeats `times` times."""
+    """The transfers beside a forward or a backward, which a step repeats `times` times."""
 
     forward: bool
     times: int
     gathered: Sent
     reduced: Sent
-    alone: Sent  # of `reduced`: the last unit's, with no compute left to run behind
-    decoded: int  # elements that each rank decodes from qwZ's codes
-    summed: int  # elements of gradients that each rank takes out of the backward
+    alone: Sent  # of `reduced`: the last unit's reduction, which has no compute left to run behind
+    decoded: int  # elements of quantised weights that each rank decodes
+    summed: int  # elements of gradients that a backward makes on each rank
 
     @property
     def sent(self) -> Sent:
-        """In one of them."""
+        """Bytes of one such pass."""
         return self.gathered + self.reduced
 
 
 def traffic_of(job: Job) -> list[Pass]:
-    """The passes of one optimizer step in the midst of a run."""
+    """The passes of one optimizer step in the middle of a run."""
     passes = []
     plan, walked = job.communication, walk(job)
     units = Counter(job.layouts)
@@ -54,21 +51,21 @@ def traffic_of(job: Job) -> list[Pass]:
 
 
 def total(passes: list[Pass]) -> Sent:
-    """Of the whole step: `intra_node_bytes` and `inter_node_bytes` of metrics.jsonl."""
+    """Bytes of the whole step: `intra_node_bytes` and `inter_node_bytes` of metrics.jsonl."""
     return sum((one.sent * one.times for one in passes), Sent())
 
 
 def _reductions(job: Job, units: Counter[FlatLayout], last: bool) -> Sent:
     """What a micro-batch, a step's `last` or another one, sends to reduce these units, by all ranks."""
     return _by_all_ranks(
-        job, units, lambda plan, unit: plan.reduction.sent(unit, job.micro_batches, last=last)
+        job, units, lambda plan, unit: plan.reduction.bytes_sent(unit, job.micro_batches, last=last)
     )
 
 
 def _gathers(job: Job, gathered: Gathered) -> Sent:
     """By all ranks."""
-    sent = _by_all_ranks(job, gathered.world, lambda plan, unit: plan.gather_sent(unit))
-    return sent + _by_all_ranks(job, gathered.secondary, lambda plan, unit: plan.secondary.sent(unit))
+    sent = _by_all_ranks(job, gathered.world, lambda plan, unit: plan.gather_bytes_sent(unit))
+    return sent + _by_all_ranks(job, gathered.secondary, lambda plan, unit: plan.secondary.bytes_sent(unit))
 
 
 def _by_all_ranks(

@@ -1,4 +1,4 @@
-"""Takes over a model's parameters: lays them out, makes the buffers, fills in the initial weights."""
+"""Makes the units of a model: lays out its parameters, allocates the buffers, fills in initial weights."""
 
 from collections.abc import Callable, Sequence
 
@@ -96,9 +96,9 @@ class UnitBuilder:
 def layouts_of(
     modules: Sequence[tuple[str, nn.Module]], ranks: int, multiple: int, block: int = 1
 ) -> list[FlatLayout]:
-    """How the parameters of each module lie in its unit's flat buffer; `multiple` as in FlatLayout.
+    """The layout of each module's parameters in its unit's flat buffer; `multiple` as in FlatLayout.
 
-    `block`: elements of the largest quantisation block of the run, which no two parameters share.
+    `block`: elements of the largest quantisation block of the run; no two parameters share a block.
     """
     layouts = []
     for _, module in modules:
@@ -115,7 +115,7 @@ def _decays(parameter: nn.Parameter) -> bool:
 
 
 def in_order(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """A module's parameters as they lie in its flat buffer: those with weight decay first."""
+    """A module's parameters in the order of its flat buffer: those with weight decay first."""
     return sorted(module.named_parameters(), key=lambda named: not _decays(named[1]))
 
 
@@ -125,7 +125,7 @@ def _replace_parameters(module: nn.Module, layout: FlatLayout, buffer: Tensor) -
     for (path, parameter), offset in zip(in_order(module), layout.offsets, strict=False):
         view = buffer[offset : offset + parameter.numel()].view(parameter.shape)
         owner, _, leaf = path.rpartition(".")
-        # .data has a version counter of its own: that the slot is filled again is no change of the parameter
+        # .data has its own version counter: filling the slot again must not count as a change
         views.append(nn.Parameter(view.data))
         setattr(module.get_submodule(owner), leaf, views[-1])
     return tuple(views)

@@ -1,6 +1,6 @@
 """Makes what a communication plan names: the streams, and the collectives with their buffers."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -66,7 +66,7 @@ class Communication:
 
 def build_communication(
     plan: CommunicationPlan,
-    make_comm_stream: Callable[[Iterable[int]], CommStream],
+    make_comm_stream: Callable[[Sequence[int]], CommStream],
     operations: Operations | None,
 ) -> Communication:
     """The streams and collectives of a plan. Quantised ones need `operations`.

@@ -82,7 +82,7 @@ class GatherPlan:
         messages = len(self.hop.ranks) * self.shards
         return self.hop.buffer(max(layout.shard_numel for layout in self.layouts), messages)
 
-    def sent(self, layout: FlatLayout) -> Sent:
+    def bytes_sent(self, layout: FlatLayout) -> Sent:
         """Bytes that this rank sends in one gather of a unit."""
         return self.hop.ring((len(self.hop.ranks) - 1) * self.part(layout).nbytes)
 
@@ -159,13 +159,13 @@ class CommunicationPlan:
         inside, secondary = self.inside_gather, self.secondary
         return inside is not None and secondary is not None and inside.hop.ranks == secondary.hop.ranks
 
-    def gather_sent(self, layout: FlatLayout) -> Sent:
+    def gather_bytes_sent(self, layout: FlatLayout) -> Sent:
         """Bytes that this rank sends to gather new weights of a unit."""
         if self.inside_gather is None:
-            return self.gather.sent(layout)
+            return self.gather.bytes_sent(layout)
         through_secondary = self.fills_secondary and self.secondary_part(layout) is not None
         inside = self.secondary if through_secondary else self.inside_gather
-        return self.gather.sent(layout) + inside.sent(layout)
+        return self.gather.bytes_sent(layout) + inside.bytes_sent(layout)
 
     def gather_decodes(self, layout: FlatLayout) -> int:
         """Elements that this rank decodes to gather new weights of a unit."""

@@ -1,4 +1,4 @@
-"""Holds the model states of a run, sharded as far as the ZeRO stage says, and takes optimizer steps."""
+"""The engine: holds the model states of a run, sharded as the ZeRO stage says, and takes optimizer steps."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ WEIGHTS = "weights"
 STATE_KINDS = (WEIGHTS, *MOMENTS)
 ERROR_ORDER = 2  # of the elements of errors; checkpoints of format version 3 have another one, and no number
 
-# Of (B, T + 1) tokens inputs and targets overlap by T - 1; else the arguments of the model, targets second.
+# (B, T + 1) tokens, whose inputs and targets overlap by T - 1; or the model's arguments, targets second.
 Batch: TypeAlias = Tensor | Sequence[Tensor | None]
 
 
@@ -54,14 +54,14 @@ class StepResult:
 
 
 class ZeroEngine:
-    """Stages are residency: one engine, and the stage says what stays whole on every rank.
+    """One engine for all stages: the stage says what stays whole on every rank.
 
-    `model(tokens, targets)` returns a mean loss (what else it takes comes with a batch). `model.units()` are
-    its modules in forward order, and `model.recomputed_units()` the ranges of them whose forward its backward
-    repeats. Its parameters are on the meta device; `initialize(name, tensor)` fills one. They become views of
-    flat buffers on `device`, and the rank holds no more of them than the stage says. Sums and optimizer steps
-    are the kernels of `operations`, or torch's where there are none. `sections` times the parts of a step.
-    `say` gets a line where copy engines were tried and cannot be used.
+    `model(tokens, targets)` returns a mean loss; a batch may bring more arguments. `model.units()` are its
+    modules in forward order, and `model.recomputed_units()` the ranges of them whose forward its backward
+    repeats. The model's parameters are on the meta device; `initialize(name, tensor)` fills one. They become
+    views of flat buffers on `device`, and this rank holds no more of them than the stage says. `operations`
+    has the kernels for sums and optimizer steps; None: torch's. `sections` times the parts of a step. `say`
+    gets a line if copy engines were tried and cannot be used.
     """
 
     def __init__(
@@ -115,20 +115,19 @@ class ZeroEngine:
             [module for _, module in named_modules], self.units, self._prefetcher, self._gradients
         )
         self.loss_scale = LossScale(precision, device)
-        self.summed_gradients = 1  # that the sums of a step, and what feedback owes, are sums of
+        self.summed_gradients = 1  # how many gradients the sums of a step, and errors, are sums of
 
     def accumulate(self, batch: Batch, *, index: int, micro_batches: int) -> Tensor:
         """Adds the gradients of micro-batch `index` of a step's `micro_batches`; returns its mean loss.
 
-        A NaN or Inf of the loss becomes one of the gradients, which would not follow from every Inf.
+        The loss is this rank's, a scalar on the device. Sums over ranks run behind the backward. A NaN or Inf
+        of the loss becomes one of the gradients, which would not follow from every Inf.
 
-        The loss is this rank's, a scalar on the device. Sums over ranks run behind the backward.
-
-        The division by micro-batches × ranks comes behind the sums, with that by the loss scale: in `step`.
-        Before the backward it would cancel the loss scale. With 8 micro-batches on 1,024 ranks 65536 would
-        act as 8, and fp16 gradients would underflow. Dividing the 16-bit gradients themselves would lose the
-        same bits behind the backward. The sums need no division to be safe: fp16 gradients, which are at
-        most 65504, are sent as they are and summed in fp32 or bf16, which hold 2^111 times as much.
+        `step` divides by micro-batches × ranks, together with the loss scale. A division before the backward
+        would cancel the loss scale: with 8 micro-batches on 1,024 ranks a scale of 65536 would act as 8, and
+        fp16 gradients would underflow. A division of the 16-bit gradients would lose the same bits. The sums
+        cannot overflow without it, because fp16 gradients, at most 65504, are summed in fp32 or bf16, which
+        hold 2^111 times as much.
         """
         if not self.model.training:  # it walks through all modules
             self.model.train()
@@ -167,9 +166,9 @@ class ZeroEngine:
         return StepResult(grad_norm, found_inf, scale)
 
     def close(self) -> None:
-        """Unhooks the model, since the hooks tie it to the engine in a cycle, and lets go of the lanes.
+        """Removes the hooks, which tie model and engine in a cycle, and closes the communication streams.
 
-        At the end of a run on every rank; after an error it may wait for the others.
+        Every rank must call it at the end of a run. After an error it may wait for the others.
         """
         for handle in self._hooks:
             handle.remove()
@@ -186,7 +185,7 @@ class ZeroEngine:
 
     @torch.no_grad()
     def next_token_logits(self, tokens: Tensor) -> Tensor:
-        """The logits (V) fp32, on the CPU, of what follows `tokens` (1, T); every rank must call it."""
+        """The logits (V,) fp32, on the CPU, of the token after `tokens` (1, T); every rank must call it."""
         self.model.eval()
         self._prefetcher.begin(Phase.FORWARD)
         with self.sections.unheard():
@@ -212,9 +211,9 @@ class ZeroEngine:
         return int(self._adamw.steps.item())
 
     def shards(self, kind: str) -> list[Tensor]:
-        """This rank's shard (shard_numel,) fp32 of the weights or a moment, by unit: not a copy.
+        """This rank's shard (shard_numel,) fp32 of the weights or a moment for each unit: not a copy.
 
-        At stage 0, where every rank has all, the shard that it would have at other stages.
+        At stage 0, where every rank has the whole, the shard that it would have at other stages.
         """
         flats = zip(self.units, self._flats(kind), strict=True)
         owned = (unit.layout.shard(self.plan.shard) for unit in self.units)
@@ -224,9 +223,9 @@ class ZeroEngine:
         ]
 
     def load_states(self, kind: str, read: Callable[[int, range], Tensor]) -> None:
-        """Takes over the weights or a moment; `read(unit, elements)` gives a part of a unit's flat buffer.
+        """Loads the weights or a moment; `read(unit, elements)` returns a part of a unit's flat buffer.
 
-        Elements behind the last parameter are not asked for. They are zero and stay zero.
+        Elements behind the last parameter are not read: they are zero and stay zero.
         """
         for index, (unit, flat) in enumerate(zip(self.units, self._flats(kind), strict=True)):
             self._prefetcher.wait(index)  # a gather ahead may still be reading the gather source
@@ -250,7 +249,7 @@ class ZeroEngine:
 
     @property
     def error_layout(self) -> list[int]:
-        """What the errors of two runs must have in common to be of use to both; empty without feedback."""
+        """What must be equal in two runs for one to take over the other's errors; empty without feedback."""
         if not self.feeds_back:
             return []
         grid = [self.topology.nodes, self.topology.local_world_size]
@@ -274,19 +273,19 @@ class ZeroEngine:
         return communication.gather.gather(unit.full, unit.gather_source, unit.secondary)
 
     def _begin_sums_of(self, gradients: int) -> None:
-        """The sums of this step are of so many gradients; what feedback owes becomes the same multiple."""
+        """The sums of this step are of so many gradients; errors become the same multiple of the mean."""
         if self.feeds_back and gradients != self.summed_gradients:
             self._gradients.scale_errors(gradients / self.summed_gradients)
         self.summed_gradients = gradients
 
     def _gradient_norm(self, divisor: Tensor) -> Tensor:
-        """Of the whole mean gradient, which is the sums / `divisor`.
+        """The norm of the whole mean gradient, which is the sums / `divisor`.
 
-        It is summed in fp32 in blocks that no shard cuts, then in fp64, whose rounding does not show.
-        So the clipping factor has the same bits however the gradient is sharded.
+        Squares are summed in fp32 in blocks that no shard boundary divides, then in fp64, whose rounding does
+        not reach the result. So the clipping factor has the same bits however the gradient is sharded.
         """
         squares = []
-        for units in (self.units[1:], self.units[:1]):  # the first one's gradient is the last to be summed
+        for units in (self.units[1:], self.units[:1]):  # the first unit's gradient is summed last
             with self.sections(WAIT_REDUCTIONS):
                 self._gradients.wait(units)
             with self.sections(GRADIENT_NORM):

@@ -11,7 +11,7 @@ SHARD_MULTIPLE = 256  # elements: a shard holds whole quantisation blocks of thi
 
 
 class Piece(NamedTuple):
-    """`length` elements: from `start` on in the parameter, from `destination` on in the range asked for."""
+    """`length` elements: of a parameter from `start` on, and of a range of its unit from `destination` on."""
 
     parameter: int
     start: int
@@ -23,10 +23,10 @@ class Piece(NamedTuple):
 class FlatLayout:
     """Parameters of `numels` elements one after the other, cut into `ranks` equal shards.
 
-    The first `decayed` parameters have weight decay and the rest none, so both are contiguous. Each start is
-    a multiple of `alignment`. Where that is the largest quantisation block, no block has elements of two
-    parameters, whose magnitudes may differ. The end is padded, so that any sizes fit any number of ranks;
-    gaps are zero and stay zero.
+    The first `decayed` parameters have weight decay and the others have none, so both are contiguous. Every
+    parameter starts at a multiple of `alignment`. If that is the largest quantisation block, no block holds
+    elements of two parameters, whose magnitudes may differ. The end is padded, so that any sizes fit any
+    number of ranks. Gaps are zero and stay zero.
     """
 
     numels: tuple[int, ...]
@@ -37,7 +37,7 @@ class FlatLayout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """First element of each parameter, and the end of the last."""
+        """The first element of each parameter, and the end of the last one."""
         return tuple(accumulate((_round_up(numel, self.alignment) for numel in self.numels), initial=0))
 
     @cached_property
@@ -66,7 +66,7 @@ class FlatLayout:
                 yield range(self.offsets[index] + numel, stop)
 
     def pieces(self, owned: range) -> Iterator[Piece]:
-        """What the `owned` elements hold of each parameter."""
+        """The parts of parameters that the `owned` elements hold."""
         for index, numel in enumerate(self.numels):
             start = max(self.offsets[index], owned.start)
             stop = min(self.offsets[index] + numel, owned.stop)

@@ -12,7 +12,7 @@ from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.grad_segments import GradSegment, segments_of
 from megatron_zpp.zero.sharded_unit import Unit
 
-# Elements of a 16-bit gradient that stays where the backward made it:
+# A 16-bit gradient of so many elements stays where the backward made it:
 _STEPPED_THERE = 1 << 23  # a copy would move 32 MiB; without it the norm and AdamW launch more kernels
 _SENT_FROM_THERE = 1 << 20  # a copy would move 4 MiB; without it sending and summing take more calls
 
@@ -45,10 +45,10 @@ class Gradients:
         self._first = self._last = True
 
     def begin(self, *, first: bool, last: bool) -> None:
-        """The backward that comes is of a step's first, last or another micro-batch.
+        """Prepares for the backward of a step's first, last or another micro-batch.
 
-        Waits for the reductions of the micro-batch before: there was a forward to hide them. A first
-        micro-batch drops what an abandoned step left.
+        Waits for the reductions of the previous micro-batch, which the forward hid. The first micro-batch
+        drops what an abandoned step left.
         """
         self.wait(self._units)
         if first:
@@ -59,13 +59,13 @@ class Gradients:
             unit.grad.arrived = 0
 
     def gradient_arrived(self, unit: Unit) -> None:
-        """One more parameter of `unit` has its `.grad`."""
+        """Counts a parameter of `unit` whose `.grad` has arrived; the last one starts the reduction."""
         unit.grad.arrived += 1
         if unit.grad.arrived == len(unit.parameters):
             self._take(unit)
 
     def finish_backward(self) -> None:
-        """Takes the units of which a parameter had no part in the loss."""
+        """Takes the units with a parameter that had no part in the loss."""
         for unit in self._units:
             if unit.grad.arrived < len(unit.parameters):
                 for parameter in unit.parameters:
@@ -89,16 +89,16 @@ class Gradients:
         return sums
 
     def scale_errors(self, factor: float) -> None:
-        """What error feedback owes becomes the same multiple of the mean of so many more gradients."""
+        """Multiplies all errors, which are sums of as many gradients as the step's, by `factor`."""
         for unit in self._units:
             unit.error.mul_(factor)
 
     def settle_errors(self, skipped: Tensor, rescale: Tensor | None) -> None:
-        """After the optimizer's decision: error feedback keeps what it must send with the next step.
+        """Keeps, after the optimizer's step, the errors that the next step must send.
 
-        The gradients of a step that was `skipped` (1, else 0) will never be used. So nothing that their sums
-        lost is owed, and what was added to them is owed again: every error is what it was before the step.
-        `rescale` is the next loss scale over this step's, in whose units errors are; None: it is fixed.
+        The gradients of a step that was `skipped` (1, else 0) are never used. So every error becomes what it
+        was before the step. Errors are in units of the loss scale; `rescale` is the next loss scale divided
+        by this step's. None: it is fixed.
         """
         for unit in self._units:
             if unit.error is None:
@@ -113,8 +113,7 @@ class Gradients:
             unit.grad.release()
 
     def _remember_errors(self) -> None:
-        """Copies all errors: whether a step is skipped is known at its end, when every micro-batch has
-        changed them."""
+        """Copies all errors, because whether the step is skipped is known only after they have changed."""
         for unit in self._units:
             if unit.error is not None:
                 unit.error_before.copy_(unit.error)

@@ -9,8 +9,8 @@ from megatron_zpp.config.optimizer import PrecisionConfig
 class LossScale:
     """A fixed or dynamic loss scale with Megatron-LM's window and hysteresis, held on the device.
 
-    Dynamic: after `hysteresis` overflows every further one halves the scale, down to the minimum; a window
-    of clean steps in a row doubles it and renews the patience. Nothing here waits for the device.
+    Dynamic: from the `hysteresis`-th overflow on, each overflow halves the scale, down to the minimum. A
+    window of steps without overflow doubles it and resets the count. Nothing here waits for the device.
     """
 
     def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
@@ -23,7 +23,7 @@ class LossScale:
         self._patience = torch.full((), float(config.hysteresis), device=device)
 
     def update(self, found_inf: Tensor) -> None:
-        """Takes note of one step; `found_inf` is 1 for an overflow, else 0."""
+        """Adjusts the scale after a step; `found_inf` is 1 for an overflow, else 0."""
         if not self.dynamic:
             return
         overflow = found_inf > 0
@@ -37,11 +37,11 @@ class LossScale:
         self._clean_steps = torch.where(double, torch.zeros_like(found_inf), self._clean_steps)
 
     def is_lowest(self, scale: Tensor) -> Tensor:
-        """1 where an overflow at `scale` is not the scale finding its place: it is fixed, or at its floor."""
+        """1 if an overflow cannot lower `scale`, which is fixed or at the minimum; else 0."""
         return (scale <= self._minimum).float() if self.dynamic else torch.ones_like(scale)
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """The state for a checkpoint. Waits for the device."""
         return {
             "dynamic": self.dynamic,
             "scale": self.scale.item(),
@@ -50,9 +50,9 @@ class LossScale:
         }
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Goes on from `state`; a fixed scale stays what the command line says.
+        """Continues from `state`. A fixed scale remains what the command line says.
 
-        A dynamic one begins anew behind a run that had none, whose state says nothing of it.
+        A dynamic scale starts afresh after a run with a fixed one.
         """
         if self.dynamic and state.get("dynamic", True):
             self.scale.fill_(state["scale"])

@@ -1,7 +1,7 @@
 """AdamW on fp32 master weights (Decoupled Weight Decay Regularization, algorithm 2), a unit at a time."""
 
 from collections.abc import Iterator
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -158,7 +158,9 @@ class ApexAdamW:
         self._units, self._gather = units, gather
         self.moments = [_zero_moments(unit) for unit in units]
         self.steps = torch.zeros((), device=units[0].master.device)
-        groups = [{"params": [], "weight_decay": decay} for decay in (config.weight_decay, 0.0)]
+        groups: list[dict[str, Any]] = [
+            {"params": [], "weight_decay": decay} for decay in (config.weight_decay, 0.0)
+        ]
         # Unit, part of its segments, that part's weights.
         self._weights: list[tuple[Unit, int, Tensor]] = []
         states = {}

@@ -1,6 +1,6 @@
-"""Which unit's parameters are gathered when: ahead of the compute that reads them, in its order.
+"""Decides which unit's parameters are gathered when: ahead of the compute that reads them, in its order.
 
-Only numbers of units and slots are handled here, so that --dry-run walks through a step with the same code.
+Units and slots are numbers here, without tensors, so that --dry-run walks through a step with the same code.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +18,7 @@ class Phase(Enum):
     BACKWARD = auto()
 
 
-class Weights(Enum):
+class WeightState(Enum):
     """Where the present weights of a unit are: SHARDED -> GATHERING -> GATHERED -> SHARDED."""
 
     SHARDED = auto()  # not in the unit's slot
@@ -26,14 +26,14 @@ class Weights(Enum):
     GATHERED = auto()  # in the slot
 
 
-Gather = Callable[[int, bool], Pending]  # starts to fill the slot of a unit; True: from secondary shards
+StartGather = Callable[[int, bool], Pending]  # starts to fill the slot of a unit; True: from secondary shards
 
 
 def backward_order(units: int, recomputed: Iterable[range]) -> list[int]:
     """The units in the order in which a backward reads their parameters: from the last to the first.
 
-    Before the backward of a range of `recomputed` units comes their forward. Its last unit is read once for
-    both.
+    The forward of a range of `recomputed` units runs again before their backward. The last unit of the range
+    is read once for both.
     """
     order: list[int] = []
     first_of = {chunk[-1]: chunk[0] for chunk in recomputed}
@@ -54,29 +54,27 @@ class Prefetcher:
     """Fills parameter slots `prefetch` units ahead of the compute, in the order in which it reads them.
 
     A slot that holds a unit's present weights is not filled again: the last layers of a forward are still
-    there for the backward, and parameters that never share a slot are gathered once per step. No slot is
-    filled for a later unit while the compute has yet to read what it holds for an earlier one. So where
-    `prefetch` + 1, the number of slots, divides the number of units that are recomputed together, the first
-    gather of each such range but the last starts only when the compute needs it.
+    there for the backward, and units that share no slot are gathered once per step. A slot is not filled for
+    a later unit while the compute has yet to read the earlier unit in it. So if `prefetch` + 1, the number of
+    slots, divides the number of units that are recomputed together, the first gather of each such range but
+    the last starts only when the compute needs it.
     """
 
     def __init__(
         self,
         plan: CommunicationPlan,
-        gather: Gather,
+        gather: StartGather,
         recomputed: Sequence[range] = (),
         sections: Sections = UNTIMED,
     ) -> None:
-        """`recomputed`: ranges of units whose forward the backward repeats, each before the gradients of its
-        last unit.
-        """
+        """`recomputed`: ranges of units whose forward is repeated before the backward of their last unit."""
         self._gather, self._prefetch, self._sections = gather, plan.prefetch, sections
-        self._changed = Weights.GATHERED if plan.gathers_in_place else Weights.SHARDED
+        self._changed = WeightState.GATHERED if plan.gathers_in_place else WeightState.SHARDED
         slots = {slot: _Slot() for slot in plan.slots}
         self._slots = [slots[slot] for slot in plan.slots]  # of each unit
         self._weights = [self._changed for _ in plan.layouts]
         self._keeps_secondary = [plan.secondary_part(layout) is not None for layout in plan.layouts]
-        self._secondary_is_present = [False for _ in plan.layouts]  # as opposed to weights before the step
+        self._secondary_is_present = [False for _ in plan.layouts]  # False: of older weights, or empty
         self._phase, self._forward = Phase.FORWARD, list(range(len(plan.layouts)))
         self._backward = backward_order(len(plan.layouts), recomputed)
         # Where in `_backward` a unit is recomputed, and where its gradients are made.
@@ -89,10 +87,10 @@ class Prefetcher:
         self._to_recompute: int | None = None  # the last unit of the range that is being recomputed
 
     def begin(self, phase: Phase) -> None:
-        """The pass that starts now goes in this direction."""
+        """Starts a pass in this direction."""
         self._phase, self._to_recompute = phase, None
 
-    def weights_of(self, index: int) -> Weights:
+    def weights_of(self, index: int) -> WeightState:
         """Where the present weights of a unit are."""
         return self._weights[index]
 
@@ -105,9 +103,9 @@ class Prefetcher:
         self._weights[index] = self._changed
 
     def gather_after_step(self, stepped: Iterable[int]) -> None:
-        """Starts to gather the units that slots can hold, as the optimizer is done with each of `stepped`.
+        """Starts to gather, as the optimizer finishes each of `stepped`, the units that slots can hold.
 
-        They are the ones that the next forward reads first.
+        They are the units that the next forward reads first.
         """
         taken = set()
         for index in stepped:
@@ -117,7 +115,10 @@ class Prefetcher:
                 self._start(index)
 
     def before_forward(self, index: int) -> None:
-        """Unit `index` is about to compute. In the backward phase that is a recomputation."""
+        """Gathers a unit that is about to compute, and starts the next gathers.
+
+        In the backward phase this is a recomputation.
+        """
         self._need(index)
         if self._phase is Phase.FORWARD:
             self._start_ahead(self._forward, index)
@@ -127,7 +128,10 @@ class Prefetcher:
         self._start_ahead(self._backward, self._recomputed_at[index])
 
     def before_backward(self, index: int) -> None:
-        """The gradient of a unit's output has arrived. A range that the unit ends is recomputed first."""
+        """Gathers what is needed now that the gradient of a unit's output has arrived.
+
+        If the unit ends a range that is recomputed, the first unit of the range is needed first.
+        """
         assert self._to_recompute is None, f"unit {self._to_recompute} was to be recomputed and was not"
         if index in self._first_of:
             self._to_recompute, first = index, self._first_of[index]
@@ -143,11 +147,11 @@ class Prefetcher:
         if slot.pending is not None:
             slot.pending.wait()
             slot.pending = None
-            if self._weights[slot.holder] is Weights.GATHERING:  # else they changed on their way
-                self._weights[slot.holder] = Weights.GATHERED
+            if self._weights[slot.holder] is WeightState.GATHERING:  # else they changed meanwhile
+                self._weights[slot.holder] = WeightState.GATHERED
 
     def _start_ahead(self, order: list[int], at: int) -> None:
-        """Starts the gathers of the units that are read next, up to one whose slot is still to be read."""
+        """Starts the gathers of the units that are read next, up to one whose slot has yet to be read."""
         taken = {order[at]: self._slots[order[at]]}
         for index in order[at + 1 :]:
             if index in taken:
@@ -169,12 +173,12 @@ class Prefetcher:
 
         The first gather of new weights refreshes the secondary shard, and later ones come from those.
         """
-        if self._weights[index] is not Weights.SHARDED:
+        if self._weights[index] is not WeightState.SHARDED:
             return
         slot = self._slots[index]
-        self.wait(index)  # a gather that nobody needed after all must not end later than this one
+        self.wait(index)  # a gather whose result was not needed must not end later than this one
         if slot.holder is not None:
-            self._weights[slot.holder] = Weights.SHARDED
-        slot.holder, self._weights[index] = index, Weights.GATHERING
+            self._weights[slot.holder] = WeightState.SHARDED
+        slot.holder, self._weights[index] = index, WeightState.GATHERING
         slot.pending = self._gather(index, self._secondary_is_present[index])
         self._secondary_is_present[index] = self._keeps_secondary[index]

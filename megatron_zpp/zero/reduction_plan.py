@@ -45,7 +45,7 @@ class ReductionBuffers:
     """Memory that reductions share; each is of the largest unit, or chunk of a unit."""
 
     joined: Buffer = Buffer(0, torch.uint8)  # segments of a gradient side by side; sums to be gathered
-    sent: Buffer = Buffer(0, torch.uint8)  # messages of the first hop
+    to_send: Buffer = Buffer(0, torch.uint8)  # messages of the first hop
     received: Buffer = Buffer(0, torch.uint8)  # by the first hop; with peer writes, what other ranks write
     exact: Buffer = Buffer(0, torch.float32)  # a node's sum, where it travels in a smaller format
     folded: Buffer = Buffer(0, torch.float32)  # received by the fold: sums of the groups of a node
@@ -146,7 +146,7 @@ class ReductionPlan:
             return 0
         return len(self.hops[1].ranks) * layout.shard_numel
 
-    def sent(self, layout: FlatLayout, micro_batches: int, *, last: bool = True) -> Sent:
+    def bytes_sent(self, layout: FlatLayout, micro_batches: int, *, last: bool = True) -> Sent:
         """Bytes that this rank sends to reduce a unit's gradient of one micro-batch.
 
         Where gradients accumulate in groups, all but the `last` micro-batch of a step take the first hop
@@ -221,7 +221,7 @@ class ReductionPlan:
                 messages = first.buffer(shard, ranks)
                 joined = Buffer(numel, self.compute_dtype)
                 return ReductionBuffers(
-                    joined=joined, sent=messages, received=messages, folded=self._folded(shard)
+                    joined=joined, to_send=messages, received=messages, folded=self._folded(shard)
                 )
             case ReductionAlgorithm.QUANTIZED_TWO_HOPS:
                 chunk = self._chunk_numel(shard)
@@ -229,7 +229,7 @@ class ReductionPlan:
                 sums = self.hops[1].buffer(chunk, self.nodes)
                 return ReductionBuffers(
                     joined=Buffer(numel, self.compute_dtype),
-                    sent=messages,
+                    to_send=messages,
                     received=messages,
                     exact=Buffer(0 if self.fold is None else self.nodes * chunk, torch.float32),
                     folded=self._folded(chunk),

@@ -9,17 +9,17 @@ import torch
 
 FORWARD, BACKWARD = "forward", "backward"
 WAIT_GATHERS, WAIT_REDUCTIONS, GRADIENT_NORM = "wait-for-gathers", "wait-for-reductions", "gradient-norm"
-WAITS = (WAIT_GATHERS, WAIT_REDUCTIONS, GRADIENT_NORM)  # where a rank that is ahead spends its time
+WAITS = (WAIT_GATHERS, WAIT_REDUCTIONS, GRADIENT_NORM)  # in which a rank that is ahead waits for others
 
 
 class Sections(Protocol):
-    """Is told when a part of a step begins and ends."""
+    """Receives the begin and end of the parts of a step."""
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
         """A context manager around the part `name`."""
 
     def unheard(self) -> AbstractContextManager[None]:
-        """A context manager around what is no part of a step."""
+        """A context manager around work that is no part of a step and is not timed."""
 
 
 class NoSections:
@@ -44,7 +44,7 @@ UNTIMED = NoSections()
 
 
 class TimedSections:
-    """Adds up the times of parts between two reports: the stream's on a GPU, this thread's on a CPU."""
+    """Adds up the times of parts between two reports: of the CUDA stream, or on a CPU of this thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu, self._hears = device.type == "cuda", True
@@ -77,7 +77,7 @@ class TimedSections:
         self._hears = True
 
     def take(self) -> dict[str, float]:
-        """Seconds by name since the last call; waits for the device."""
+        """Seconds by name since the last call. Waits for the device."""
         if self._events:
             self._events[-1][2].synchronize()
         for name, start, end in self._events:

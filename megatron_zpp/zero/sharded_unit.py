@@ -24,8 +24,8 @@ The tensors of a unit of n elements (padding included) on d ranks:
 
 The last four belong to the unit's `grad`.
 
-A `Unit` itself never changes. prefetch.py keeps where its weights are (`Weights`). How far its gradient has
-come is in `grad`, which gradients.py alone changes.
+A `Unit` itself never changes. prefetch.py keeps where its weights are (`WeightState`). How far its gradient
+has come is in `grad`, which gradients.py alone changes.
 """
 
 from dataclasses import dataclass, field

@@ -69,6 +69,6 @@ def test_what_would_fit_is_worked_out() -> None:
     }
     assert all(plan.memory.peak < whole.memory.peak for plan in ways.values())
     assert ways["all of these"].memory.peak == min(plan.memory.peak for plan in ways.values())
-    assert all(plan.job.tokens_a_step == job.tokens_a_step for plan in ways.values())
+    assert all(plan.job.tokens_per_step == job.tokens_per_step for plan in ways.values())
     assert ways[recompute].time.seconds > whole.time.seconds
     assert ways["--zero-offload-optimizer"].memory.cpu > 0

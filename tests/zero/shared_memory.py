@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_zpp.distributed.comm_stream import CommStream
 
 
-class SharedLane(CommStream):
+class SharedMemoryStream(CommStream):
     """A communication stream of processes of this machine that has peer buffers."""
 
     @property

@@ -123,8 +123,8 @@ def test_nodes_are_alike() -> None:
         for rank, plan in enumerate(plans):
             other = plans[rank % local]
             for layout in plan.layouts:
-                assert plan.gather.sent(layout) == other.gather.sent(layout)
-                assert plan.reduction.sent(layout, 2) == other.reduction.sent(layout, 2)
+                assert plan.gather.bytes_sent(layout) == other.gather.bytes_sent(layout)
+                assert plan.reduction.bytes_sent(layout, 2) == other.reduction.bytes_sent(layout, 2)
             assert plan.arena_bytes == other.arena_bytes == plans[0].arena_bytes
             assert plan.weight_bytes == plans[0].weight_bytes
 

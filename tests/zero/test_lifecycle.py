@@ -9,10 +9,10 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.grad_segments import GradSegment
-from megatron_zpp.zero.prefetch import Phase, Prefetcher, Weights
+from megatron_zpp.zero.prefetch import Phase, Prefetcher, WeightState
 from megatron_zpp.zero.sharded_unit import GradientState, UnitGradient
 
-SHARDED, GATHERING, GATHERED = Weights.SHARDED, Weights.GATHERING, Weights.GATHERED
+SHARDED, GATHERING, GATHERED = WeightState.SHARDED, WeightState.GATHERING, WeightState.GATHERED
 LAYER = FlatLayout((5000,), 1, 4)
 
 
@@ -39,7 +39,7 @@ class Walk:
         self.gathers.append((index, from_secondary))
         return Pending()
 
-    def weights(self) -> list[Weights]:
+    def weights(self) -> list[WeightState]:
         return [self.prefetcher.weights_of(index) for index in self.units]
 
     def taken(self) -> list[tuple[int, bool]]:

@@ -21,7 +21,7 @@ from megatron_zpp.zero.hop import Sent
 from megatron_zpp.zero.reduction_plan import ReductionAlgorithm, ReductionPlan, choose_algorithm
 from tests.zero.quantizing import copy_engines, operations, this_device
 from tests.zero.ranks import on_ranks
-from tests.zero.shared_memory import SharedLane
+from tests.zero.shared_memory import SharedMemoryStream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ def reduce_case(topology: Topology, case: Case) -> Result:
     """All units of a round are submitted before the first is waited for, as by a fast backward."""
     ledger, units = TrafficLedger(topology), layouts(topology.world_size)
     writes = case.peer_buffers and topology.nodes == 1 < topology.world_size
-    make_comm_stream = SharedLane if writes and this_device().type == "cpu" else CommStream
+    make_comm_stream = SharedMemoryStream if writes and this_device().type == "cpu" else CommStream
     communication = build_communication(
         case.plan(topology),
         lambda ranks: make_comm_stream(
@@ -227,7 +227,7 @@ def test_one_plan_per_rank_says_what_its_ledger_counts() -> None:
         for nodes, local in ((1, 1), (1, 4), (4, 1), (2, 2), (2, 3), (3, 2), (2, 4), (24, 16)):
             for rank in {0, local - 1, nodes * local - 1}:
                 reduction = case.plan(Topology(rank, nodes * local, rank % local, local)).reduction
-                sent = [reduction.sent(layout, ROUNDS) for layout in layouts(nodes * local)]
+                sent = [reduction.bytes_sent(layout, ROUNDS) for layout in layouts(nodes * local)]
                 elements = sum(layout.shard_numel for layout in layouts(nodes * local))
                 expected = tuple(elements * each for each in fewest_bytes(case, nodes, local))
                 assert (sum(one.intra for one in sent), sum(one.inter for one in sent)) == expected
@@ -286,7 +286,7 @@ def all_reduce(
     units, found = layouts(topology.world_size), []
     for case in SUMMED:
         ledger = TrafficLedger(topology)
-        make_comm_stream = SharedLane if peer_buffers else CommStream
+        make_comm_stream = SharedMemoryStream if peer_buffers else CommStream
         everyone, uses_copy_engines = range(topology.world_size), copy_engines(topology)
         comm_stream = make_comm_stream(
             everyone, topology, this_device(), ledger, None, copy_engines=uses_copy_engines
@@ -317,7 +317,9 @@ def all_reduce(
             if plan.returns_squared_norms:
                 torch.testing.assert_close(its_squares, expected, rtol=any_order, atol=0)
         comm_stream.settle()
-        sent_bytes = sum((plan.sent(layout, 1 if case.sent != case.dtype else 2) for layout in units), Sent())
+        sent_bytes = sum(
+            (plan.bytes_sent(layout, 1 if case.sent != case.dtype else 2) for layout in units), Sent()
+        )
         taken = ledger.take()
         assert taken == (sent_bytes.intra, sent_bytes.inter)
         found.append(([total.cpu().numpy().copy() for total in totals], taken))

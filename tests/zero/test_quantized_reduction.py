@@ -100,7 +100,7 @@ def reduce_one(topology: Topology, case: Reduced) -> tuple[numpy.ndarray, numpy.
     reduction.reduce(parts, shard, add=True).wait()
     for comm_stream in comm_streams:
         comm_stream.settle()
-    sent = plan.sent(layout, 1)
+    sent = plan.bytes_sent(layout, 1)
     assert ledger.take() == (sent.intra, sent.inter)
     for comm_stream in comm_streams:
         comm_stream.close()

@@ -19,10 +19,10 @@ from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.zero import engine as engine_module
 from megatron_zpp.zero import gradients
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.prefetch import Phase, Weights
+from megatron_zpp.zero.prefetch import Phase, WeightState
 from tests.zero.engines import engine_of, weights_of
 from tests.zero.ranks import on_ranks
-from tests.zero.shared_memory import SharedLane
+from tests.zero.shared_memory import SharedMemoryStream
 
 VOCAB, STEPS = 101, 3
 MODEL = ModelConfig(
@@ -147,7 +147,7 @@ def waits_of_a_backward(layers: int, chunk: int, prefetch: int) -> list[tuple[in
 
     def record(index: int) -> None:
         if prefetcher._phase is Phase.BACKWARD and not (waits and waits[-1][0] == index):
-            waits.append((index, prefetcher.weights_of(index) is Weights.SHARDED))
+            waits.append((index, prefetcher.weights_of(index) is WeightState.SHARDED))
         need(index)
 
     prefetcher._need = record
@@ -234,7 +234,7 @@ def train_in_parts(topology: Topology, cases: tuple[Case, ...]) -> list[list[flo
 
 def train_writing(topology: Topology, cases: tuple[Case, ...]) -> list[list[float]]:
     """`train` where ranks write each other's memory, each gradient that can be from where it was made."""
-    engine_module.CommStream, gradients._SENT_FROM_THERE = SharedLane, 1
+    engine_module.CommStream, gradients._SENT_FROM_THERE = SharedMemoryStream, 1
     return train(topology, cases)
 
 
@@ -336,6 +336,6 @@ def wait_for_a_silent_peer(topology: Topology) -> float:
     return time.monotonic() - started
 
 
-def test_the_time_limit_of_collectives_holds_on_every_lane() -> None:
+def test_the_time_limit_of_collectives_holds_on_every_stream() -> None:
     waited, _ = on_ranks(2, wait_for_a_silent_peer)
     assert 1.5 < waited < 120

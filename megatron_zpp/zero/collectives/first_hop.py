@@ -61,7 +61,7 @@ class QuantizedFirstHop:
         self.format, self._operations, self._plan = plan.quant_format, operations, plan
         self._comm_stream, buffers = comm_stream, plan.buffers
         self._joined = comm_stream.zeros(*buffers.joined)
-        self._sent = comm_stream.zeros(*buffers.sent)
+        self._sent = comm_stream.zeros(*buffers.to_send)
         self._received = comm_stream.zeros(*buffers.received)
 
     def sum(self, sent: Sequence[GradSegment], target: Tensor, *, add: bool) -> Pending:
