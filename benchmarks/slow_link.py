@@ -1,11 +1,14 @@
-"""Each technique of ZeRO++ over a slow link: two emulated nodes of two ranks, on CPUs.
+"""Each technique of ZeRO++ over a slow link, between emulated nodes on CPUs.
 
 python benchmarks/slow_link.py [--link-rate 200]   (needs root, for network namespaces)
+python benchmarks/slow_link.py --accumulation 1 4 16 --grids 2x1 2x2 3x2   gradients accumulated inside nodes
 
 Prediction, before anything is measured: the bytes that a step sends between nodes follow from the layouts of
-the units, and a node sends half of them, so a step takes at least that half divided by the link's rate. Where
-the link is what a step waits for, measured time is near it; where it is not, the compute shows. The last
-column says how the bytes that the kernel counted in the whole run compare with the ledger's.
+the units, and every node sends an equal part of them, so a step takes at least that part divided by the
+link's rate. Where the link is what a step waits for, measured time is near it; where it is not, the compute
+shows. `counted_over_ledger` compares the bytes that the kernel counted in the whole run with the ledger's.
+With --accumulation, `bytes_per_parameter` are the bytes sent by all nodes in a step / parameters / (nodes -
+1), and the time of a step is not limited by --link-rate.
 """
 
 import argparse
@@ -17,23 +20,26 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.common import write_result
+from benchmarks.common import RESULTS, write_result
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.zero import GRADIENT_BLOCK, WEIGHT_BLOCK, ZeroConfig
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.zero.build import layouts_of
+from megatron_zpp.zero.flat_layout import FlatLayout
 
 ROOT = Path(__file__).resolve().parents[1]
 NODES, RANKS_OF_A_NODE, VOCAB = 2, 2, 256
 SHAPE = {"num_layers": 8, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 64}
 QWZ, HPZ, QGZ = "--zero-quantized-weights", "--zero-hpz-partition-size", "--zero-quantized-gradients"
+ACCUMULATE = "--zero-gradient-partition-size"
 CONTESTANTS = {
     "stage_3": [],
     "qwz": [QWZ],
@@ -41,44 +47,66 @@ CONTESTANTS = {
     "qgz": [QGZ],
     "all_on": [QWZ, HPZ, "auto", QGZ],
 }
+ACCUMULATING = {
+    "hpz": [HPZ, "auto"],
+    "hpz_accumulated": [HPZ, "auto", ACCUMULATE, "auto"],
+    "all_on": [QWZ, HPZ, "auto", QGZ],
+    "all_on_accumulated": [QWZ, HPZ, "auto", QGZ, ACCUMULATE, "auto"],
+}
 WARMUP = 2  # steps
 
 
-def predicted_bytes(flags: list[str]) -> int:
-    """Sent between nodes by all ranks together in one step of one micro-batch, in bf16 or as codes.
+@dataclass(frozen=True)
+class Grid:
+    """Nodes, ranks of each, and micro-batches of a step."""
 
-    A gather goes around a ring that crosses from node to node NODES times, and on each of its links all
-    shards but one. hpZ leaves the first gather of a step. A plain reduction sends every rank its slice of
-    every other rank's gradients; qgZ's nodes send each other node its slices once.
-    """
+    nodes: int = NODES
+    local: int = RANKS_OF_A_NODE
+    micro_batches: int = 1
+
+
+def layouts(flags: list[str], grid: Grid) -> list[FlatLayout]:
+    """Of the model's units."""
     with torch.device("meta"):
         model = GPT(ModelConfig(**SHAPE, hidden_dropout=0.0, attention_dropout=0.0), VOCAB)
-    ranks = NODES * RANKS_OF_A_NODE
-    total = 0
     block = WEIGHT_BLOCK if QWZ in flags else GRADIENT_BLOCK if QGZ in flags else 1
-    layouts = layouts_of(model.units(), ranks, ZeroConfig().shard_multiple, block)
-    for layout, units in Counter(layouts).items():
+    return layouts_of(model.units(), grid.nodes * grid.local, ZeroConfig().shard_multiple, block)
+
+
+def predicted_bytes(flags: list[str], grid: Grid) -> int:
+    """Sent between nodes by all ranks together in one step, in bf16 or as codes.
+
+    Each rank sends its shard of a gather to its cross-node ranks, once per step with hpZ. A plain reduction
+    sends the node's fp32 sum, or where the node has one rank its gradients: in bf16 as they are made, in fp32
+    if they were accumulated.
+    """
+    total, others, several = 0, grid.nodes - 1, grid.local > 1
+    accumulated = ACCUMULATE in flags and grid.micro_batches > 1
+    for layout, units in Counter(layouts(flags, grid)).items():
         shard = layout.shard_numel
-        in_slots = min(units, 2)  # the backward finds the forward's last units there
-        gathers = units if HPZ in flags else 2 * units - in_slots
+        in_slots = min(units, 2)  # a pass finds the last units of the pass before there
+        gathers = units
+        if HPZ not in flags:
+            gathers += (2 * grid.micro_batches - 1) * (units - in_slots)
         message = QuantFormat("int8", WEIGHT_BLOCK).message_bytes(shard) if QWZ in flags else 2 * shard
-        total += gathers * NODES * (ranks - 1) * message
+        reduced = (4 if several or accumulated else 2) * shard
         if QGZ in flags:
-            total += units * ranks * (NODES - 1) * QuantFormat("int4", GRADIENT_BLOCK).message_bytes(shard)
-        else:
-            total += units * ranks * (ranks - RANKS_OF_A_NODE) * 2 * shard
+            reduced = QuantFormat("int4", GRADIENT_BLOCK).message_bytes(shard)
+        reductions = units * (1 if ACCUMULATE in flags else grid.micro_batches)
+        total += layout.ranks * others * (gathers * message + reductions * reduced)
     return total
 
 
-def measure(flags: list[str], rate: int | None, steps: int) -> dict[str, float]:
-    """Seconds a step (median after the warm-up), bytes between nodes a step, and counters over ledger."""
+def measure(flags: list[str], grid: Grid, rate: int | None, steps: int) -> dict[str, float]:
+    """Seconds per step (median after the warm-up), bytes between nodes per step, and counters over ledger."""
     shape = [word for key, value in SHAPE.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     with tempfile.TemporaryDirectory() as directory:
         metrics = Path(directory) / "metrics.jsonl"
-        command = ["launch/emulate_nodes.sh", "--nodes", NODES, "--ranks-per-node", RANKS_OF_A_NODE]
+        command = ["launch/emulate_nodes.sh", "--nodes", grid.nodes, "--ranks-per-node", grid.local]
         command += ["--link-rate", f"{rate}mbit"] if rate else []
         command += ["--", "pretrain_gpt.py", *shape, "--mock-data", "--tokenizer-type", "NullTokenizer"]
         command += ["--vocab-size", VOCAB - 1, "--attention-dropout", 0, "--hidden-dropout", 0, "--bf16"]
+        command += ["--global-batch-size", grid.nodes * grid.local * grid.micro_batches]
         command += ["--micro-batch-size", 1, "--lr", 1e-3, "--num-workers", 0, "--log-interval", 1]
         command += ["--eval-iters", 0, "--train-iters", WARMUP + steps, "--metrics-file", metrics]
         command += ["--zero-stage", 3, *flags]
@@ -105,32 +133,62 @@ def main() -> None:
     )
     parser.add_argument("--link-rate", type=int, default=200, help="Mbit/s, each way, of a node's link.")
     parser.add_argument("--steps", type=int, default=8, help="Timed steps.")
+    parser.add_argument("--accumulation", type=int, nargs="*", default=[], help="Micro-batches per step.")
+    parser.add_argument(
+        "--grids", nargs="+", default=["2x2"], help="Nodes x ranks of each, to accumulate on."
+    )
+    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
+    settings = {**SHAPE, "vocab": VOCAB, "dtype": "bf16", "warmup": WARMUP, "steps": options.steps}
+    if options.accumulation:
+        grids = [tuple(map(int, grid.split("x"))) for grid in options.grids]
+        figures = accumulation(
+            [Grid(*grid, count) for grid in grids for count in options.accumulation], options
+        )
+        write_result("slow_link_accumulation", {"settings": settings, **figures}, options.output)
+    else:
+        figures = techniques(options)
+        settings |= {"nodes": NODES, "ranks_of_a_node": RANKS_OF_A_NODE, "link_mbit": options.link_rate}
+        write_result("slow_link", {"settings": settings, **figures}, options.output)
+    columns = list(next(iter(figures.values())))
+    print("", *["run", *columns], "", sep=" | ")
+    print("", *["---"] * (1 + len(columns)), "", sep=" | ")
+    for name, figure in figures.items():
+        print("", name, *[figure[column] for column in columns], "", sep=" | ")
 
-    figures = {}
+
+def techniques(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Each technique alone and all together, with one micro-batch, at the link's rate and without a limit."""
+    figures, grid = {}, Grid()
     for name, flags in CONTESTANTS.items():
-        nbytes = predicted_bytes(flags)
+        nbytes = predicted_bytes(flags, grid)
         seconds = nbytes / NODES * 8 / (options.link_rate * 1e6)
         figures[name] = {"predicted_bytes": nbytes, "predicted_seconds": round(seconds, 4)}
     print(json.dumps(figures, indent=2), flush=True)
-
     for name, flags in CONTESTANTS.items():
-        figures[name] |= measure(flags, options.link_rate, options.steps)
-        figures[name]["seconds_without_a_limit"] = measure(flags, None, options.steps)["seconds"]
+        figures[name] |= measure(flags, grid, options.link_rate, options.steps)
+        figures[name]["seconds_without_a_limit"] = measure(flags, grid, None, options.steps)["seconds"]
         print(name, figures[name], flush=True)
     plain = figures["stage_3"]
     for figure in figures.values():
         figure["rate_over_stage_3"] = round(plain["seconds"] / figure["seconds"], 3)
         figure["bytes_over_stage_3"] = round(figure["bytes_between_nodes"] / plain["bytes_between_nodes"], 4)
+    return figures
 
-    shape = {**SHAPE, "vocab": VOCAB, "nodes": NODES, "ranks_of_a_node": RANKS_OF_A_NODE, "dtype": "bf16"}
-    settings = {**shape, "link_mbit": options.link_rate, "warmup": WARMUP, "steps": options.steps}
-    write_result("slow_link", {"settings": settings, **figures})
-    columns = list(plain)
-    print("", *["run", *columns], "", sep=" | ")
-    print("", *["---"] * (1 + len(columns)), "", sep=" | ")
-    for name, figure in figures.items():
-        print("", name, *[figure[column] for column in columns], "", sep=" | ")
+
+def accumulation(grids: list[Grid], options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Bytes of plain stage 3 with hpZ and of all of ZeRO++, with and without accumulation inside nodes."""
+    figures = {}
+    for grid in grids:
+        for name, flags in ACCUMULATING.items():
+            key = f"{grid.nodes}x{grid.local}, {grid.micro_batches} micro-batches, {name}"
+            figures[key] = {"predicted_bytes": predicted_bytes(flags, grid)}
+            figures[key] |= measure(flags, grid, None, options.steps)
+            elements = sum(layout.numel for layout in layouts(flags, grid))
+            per_parameter = figures[key]["bytes_between_nodes"] / elements / (grid.nodes - 1)
+            figures[key]["bytes_per_parameter"] = round(per_parameter, 4)
+            print(key, figures[key], flush=True)
+    return figures
 
 
 if __name__ == "__main__":

@@ -40,15 +40,41 @@ def plan_of(name: str, job: Job, machine: Machine) -> Plan:
 
 def zeropp_plans(job: Job, machine: Machine) -> list[Plan]:
     """Plans of the run's stage with every set of ZeRO++'s options, small sets first; at stage 0 with none."""
-    options = _OPTIONS if job.zero.zero_stage == 3 else tuple(flag for flag in _OPTIONS if flag != _HPZ)
-    if job.zero.zero_stage == 0:
-        options = ()
+    options = tuple(flag for flag in _OPTIONS if _means_something(flag, job))
     sets = [chosen for count in range(len(options) + 1) for chosen in itertools.combinations(options, count)]
     plans = []
     for chosen in sets:
         name = "all of them" if chosen and chosen == options else " ".join(chosen) or "none of them"
         plans.append(plan_of(name, _with(job, *(flag in chosen for flag in _OPTIONS)), machine))
     return plans
+
+
+def _means_something(flag: str, job: Job) -> bool:
+    """Whether an option of ZeRO++ does anything in this job."""
+    if flag == _HPZ:
+        return job.zero.zero_stage == 3
+    if flag == _ACCUMULATE:
+        return job.zero.zero_stage >= 2 and job.nodes > 1 and job.micro_batches > 1
+    return job.zero.zero_stage >= 1
+
+
+def accumulation_advice(job: Job, gibibytes: float) -> str | None:
+    """A line that recommends --zero-gradient-partition-size auto; None where it does not pay or fit.
+
+    It pays where gradients cross the link between nodes after every micro-batch.
+    """
+    if job.zero.zero_gradient_partition_size != "off" or not _means_something(_ACCUMULATE, job):
+        return None
+    zero = dataclasses.replace(job.zero, zero_gradient_partition_size="auto")
+    changed = dataclasses.replace(job, zero=zero)
+    before, after = memory_of(job).peak, memory_of(changed).peak
+    if after > USABLE * gibibytes * 2**30:
+        return None
+    sent, less = (total(traffic_of(each)).inter / job.nodes / 1e9 for each in (job, changed))
+    return (
+        f"{_ACCUMULATE} auto would send {less:.3g} GB per step from each node instead of {sent:.3g}, for "
+        f"{max(after - before, 0) / 2**30:.2f} GiB more on each GPU"
+    )
 
 
 def least_that_pays(plans: list[Plan], gibibytes: float) -> Plan:
@@ -83,6 +109,7 @@ def ways_to_fit(job: Job, machine: Machine) -> Iterator[Plan]:
         **({"--zero-stage 3": at_stage(job, 3)} if job.zero.zero_stage < 3 and job.ranks > 1 else {}),
         **_micro_batches(job),
         **({f"without {_HPZ}": _without_hpz(job)} if job.zero.hpz else {}),
+        **({f"without {_ACCUMULATE}": _without_accumulation(job)} if _accumulates(job.zero) else {}),
         **({_RECOMPUTE: _recomputed(job)} if job.recompute.recompute_granularity != "full" else {}),
         **({} if job.zero.zero_offload_optimizer else {"--zero-offload-optimizer": _offloaded(job)}),
     }
@@ -99,21 +126,19 @@ def ways_to_fit(job: Job, machine: Machine) -> Iterator[Plan]:
 def at_stage(job: Job, stage: int) -> Job:
     """The job at another stage, with the options of ZeRO++ that this stage allows."""
     zero = job.zero
-    options = (zero.zero_quantized_weights, zero.hpz, zero.zero_quantized_gradients)
-    weights, hpz, gradients = (
-        given and stage >= least for given, least in zip(options, (1, 3, 1), strict=True)
-    )
+    options = (zero.zero_quantized_weights, zero.hpz, zero.zero_quantized_gradients, _accumulates(zero))
+    chosen = [given and stage >= least for given, least in zip(options, (1, 3, 1, 1), strict=True)]
     plain = dataclasses.replace(_plain(zero), zero_stage=stage, zero_prefetch_units=None)
     if stage == 3 and zero.zero_stage == 3:
         plain = dataclasses.replace(plain, zero_prefetch_units=zero.zero_prefetch_units)
-    return dataclasses.replace(job, zero=_options(plain, zero, weights, hpz, gradients))
+    return dataclasses.replace(job, zero=_options(plain, zero, *chosen))
 
 
-def _with(job: Job, weights: bool, hpz: bool, gradients: bool) -> Job:
+def _with(job: Job, weights: bool, hpz: bool, gradients: bool, accumulate: bool) -> Job:
     precision = job.precision
     if gradients:
         precision = dataclasses.replace(precision, grad_reduce_in_bf16=False)
-    zero = _options(_plain(job.zero), job.zero, weights, hpz, gradients)
+    zero = _options(_plain(job.zero), job.zero, weights, hpz, gradients, accumulate)
     return dataclasses.replace(job, zero=zero, precision=precision)
 
 
@@ -127,7 +152,13 @@ def _plain(zero: ZeroConfig) -> ZeroConfig:
     )
 
 
-def _options(plain: ZeroConfig, given: ZeroConfig, weights: bool, hpz: bool, gradients: bool) -> ZeroConfig:
+def _accumulates(zero: ZeroConfig) -> bool:
+    return zero.zero_gradient_partition_size != "off"
+
+
+def _options(
+    plain: ZeroConfig, given: ZeroConfig, weights: bool, hpz: bool, gradients: bool, accumulate: bool
+) -> ZeroConfig:
     """`plain` with some of ZeRO++'s options, in the formats of `given`."""
     settings: dict[str, Any] = {}
     if weights:
@@ -140,6 +171,9 @@ def _options(plain: ZeroConfig, given: ZeroConfig, weights: bool, hpz: bool, gra
         settings["zero_quantized_gradients"] = True
         settings["zero_quantized_gradients_format"] = given.zero_quantized_gradients_format
         settings["zero_gradient_error_feedback"] = given.zero_gradient_error_feedback
+    if accumulate:
+        size = given.zero_gradient_partition_size
+        settings["zero_gradient_partition_size"] = size if _accumulates(given) else "auto"
     if weights or gradients:
         settings["zero_quantization_block"] = given.zero_quantization_block
     return dataclasses.replace(plain, **settings)
@@ -160,7 +194,12 @@ def _in_micro_batches_of(job: Job, size: int) -> Job:
 
 
 def _without_hpz(job: Job) -> Job:
-    return _with(job, job.zero.zero_quantized_weights, False, job.zero.zero_quantized_gradients)
+    zero = job.zero
+    return _with(job, zero.zero_quantized_weights, False, zero.zero_quantized_gradients, _accumulates(zero))
+
+
+def _without_accumulation(job: Job) -> Job:
+    return dataclasses.replace(job, zero=dataclasses.replace(job.zero, zero_gradient_partition_size="off"))
 
 
 def _recomputed(job: Job) -> Job:
@@ -173,11 +212,13 @@ def _offloaded(job: Job) -> Job:
 
 
 _HPZ = "--zero-hpz-partition-size"
-_OPTIONS = ("--zero-quantized-weights", _HPZ, "--zero-quantized-gradients")
+_ACCUMULATE = "--zero-gradient-partition-size"
+_OPTIONS = ("--zero-quantized-weights", _HPZ, "--zero-quantized-gradients", _ACCUMULATE)
 _MICRO, _RECOMPUTE = "--micro-batch-size", "--recompute-granularity full --recompute-method uniform"
 _CHANGES = {
     "--zero-stage 3": lambda job: at_stage(job, 3),
     f"without {_HPZ}": _without_hpz,
+    f"without {_ACCUMULATE}": _without_accumulation,
     f"{_MICRO} 1": lambda job: _in_micro_batches_of(job, 1),
     _RECOMPUTE: _recomputed,
     "--zero-offload-optimizer": _offloaded,

@@ -1,5 +1,6 @@
 """Builds the engine, puts it together with its data and its schedule, and trains."""
 
+import math
 import os
 import platform
 import sys
@@ -21,6 +22,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.model.fp8 import Float8Linear
 from megatron_zpp.model.gpt import GPT, ModelComponents, norm_class
+from megatron_zpp.plan.advice import accumulation_advice
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.reporting.metrics import Throughput
 from megatron_zpp.reporting.reporter import Reporter
@@ -152,7 +154,7 @@ def train(
     )
     with reporter:
         head = _head(engine, splits, config, tokenizer, dtype)
-        plan = _planned_memory(engine, config, tokenizer, schedule)
+        plan = _plan_lines(engine, config, tokenizer, schedule)
         for line in (*head, *plan, *lines, *start_lines, *resumed.lines, *epochs):
             reporter.say(line)
         if progress.iteration >= schedule.iterations:
@@ -214,18 +216,27 @@ def _text_writer(engine: ZeroEngine, config: Config) -> Callable[[], str] | None
     )
 
 
-def _planned_memory(
+def _plan_lines(
     engine: ZeroEngine, config: Config, tokenizer: dict[str, Any], schedule: RunSchedule
 ) -> list[str]:
-    """What each GPU will hold; a CPU's memory is nobody's worry."""
-    if engine.device.type != "cuda" or engine.topology.rank != 0:
+    """The memory that each GPU will hold, and advice to accumulate gradients inside nodes where that pays.
+
+    The memory of a CPU is not planned, and taken to be enough.
+    """
+    if engine.topology.rank != 0:
         return []
     job = job_of(config, tokenizer["vocab_size"], schedule, engine.topology)
     zero = replace(job.zero, zero_copy_engines="on" if engine.copy_engines else "off")  # what auto came to
-    memory = memory_of(replace(job, zero=zero))
-    sizes = (memory.resident, memory.peak, torch.cuda.get_device_properties(engine.device).total_memory)
-    states, peak, there = (f"{size / 2**30:.2f} GiB" for size in sizes)
-    return [f" memory planned: {states} of states and buffers, {peak} {memory.moment}, of {there}"]
+    job, lines, total = replace(job, zero=zero), [], math.inf
+    if engine.device.type == "cuda":
+        total = torch.cuda.get_device_properties(engine.device).total_memory
+        memory = memory_of(job)
+        sizes = (memory.resident, memory.peak, total)
+        states, peak, there = (f"{size / 2**30:.2f} GiB" for size in sizes)
+        lines.append(f" memory planned: {states} of states and buffers, {peak} {memory.moment}, of {there}")
+    if advice := accumulation_advice(job, total / 2**30):
+        lines.append(f" advice: {advice}")
+    return lines
 
 
 def _head(

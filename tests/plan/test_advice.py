@@ -1,10 +1,23 @@
 """What a plan recommends must follow from its own numbers, and be right where the answer is known."""
 
+import dataclasses
+import math
+
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.plan import PlanConfig
-from megatron_zpp.plan.advice import at_stage, least_that_pays, plan_of, ways_to_fit, why, zeropp_plans
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.plan.advice import (
+    accumulation_advice,
+    at_stage,
+    least_that_pays,
+    plan_of,
+    ways_to_fit,
+    why,
+    zeropp_plans,
+)
 from megatron_zpp.plan.hardware import GPUS, Machine, machine
-from tests.plan.jobs import NO_DROPOUT, QGZ, QWZ, job_of
+from megatron_zpp.plan.memory import memory_of
+from tests.plan.jobs import HPZ, NO_DROPOUT, QGZ, QWZ, job_of
 
 SMALL = ModelConfig(model_preset="1.3b", **NO_DROPOUT)
 
@@ -72,3 +85,26 @@ def test_what_would_fit_is_worked_out() -> None:
     assert all(plan.job.tokens_per_step == job.tokens_per_step for plan in ways.values())
     assert ways[recompute].time.seconds > whole.time.seconds
     assert ways["--zero-offload-optimizer"].memory.cpu > 0
+
+
+def test_accumulation_inside_nodes_is_advised_where_gradients_cross_the_link_every_micro_batch() -> None:
+    job = job_of(SMALL, 50304, zero={"zero_stage": 3}, nodes=2, local=2, micro_batches=4)
+    advice = accumulation_advice(job, math.inf)
+    assert advice is not None
+    assert advice.startswith("--zero-gradient-partition-size auto would send ")
+    assert accumulation_advice(job, memory_of(job).peak / 2**30) is None  # it would not fit
+    silent = [
+        dataclasses.replace(job, micro_batches=1),
+        dataclasses.replace(job, nodes=1),
+        dataclasses.replace(job, zero=dataclasses.replace(job.zero, zero_gradient_partition_size="auto")),
+        dataclasses.replace(job, zero=ZeroConfig(zero_stage=1)),
+    ]
+    for other in silent:
+        assert accumulation_advice(other, math.inf) is None
+
+
+def test_accumulation_pays_with_micro_batches_on_a_slow_link() -> None:
+    settings = {"zero_stage": 3} | QWZ | QGZ | HPZ
+    job = job_of(SMALL, 50304, zero=settings, nodes=2, local=2, micro_batches=8)
+    best = least_that_pays(zeropp_plans(job, rates(1)), GPUS["h200"].memory)
+    assert best.job.zero.zero_gradient_partition_size == "auto"

@@ -43,20 +43,32 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     (ALL | {"zero_hpz_secondary": "quantized", "zero_gradient_error_feedback": True}, {}, 2),
     (ALL | {"zero_quantization_block": 512, "zero_quantized_weights_format": "int4"}, {}, 1),
     (STAGE_3 | QWZ | {"zero_hpz_partition_size": "4"}, {}, 1),
+    *((ALL | {"zero_gradient_partition_size": size}, FULL, n) for size in ("auto", "1") for n in (1, 4)),
+    ({"zero_stage": 1, "zero_gradient_partition_size": "auto"}, {}, 3),
+    (STAGE_3 | HPZ | {"zero_gradient_partition_size": "auto"}, {}, 3),
 ]
 ONE_HOP: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     *(({"zero_stage": stage}, {}, 1) for stage in (0, 1)),
     (STAGE_3 | HPZ, FULL, 1),
     (ALL, {}, 2),
+    *((ALL | {"zero_gradient_partition_size": size}, {}, 3) for size in ("auto", "1")),
+    ({"zero_stage": 2, "zero_gradient_partition_size": "auto"}, {}, 3),
+]
+# two groups of two ranks in a node
+GROUPS: list[tuple[dict[str, Any], dict[str, Any], int]] = [
+    ({"zero_stage": stage, "zero_gradient_partition_size": "2"} | more, {}, count)
+    for stage in (1, 3)
+    for more in ({}, QGZ)
+    for count in (1, 3)
 ]
 
 
-# bf16 gradients are summed inside nodes of three ranks, fp32 ones of two as well
 LARGE_NODES: list[tuple[dict[str, Any], dict[str, Any], int]] = [({"zero_stage": 1}, {}, 2), (STAGE_3, {}, 2)]
 WHOLE: list[tuple[dict[str, Any], dict[str, Any], int]] = [({"zero_stage": 0}, {}, n) for n in (1, 2)]
 GRIDS = {
     2: [((1, 2), WHOLE), ((2, 1), WHOLE)],
-    4: [((2, 2), CASES), ((1, 4), ONE_HOP), ((4, 1), ONE_HOP)],
+    4: [((2, 2), CASES), ((1, 4), ONE_HOP + GROUPS), ((4, 1), ONE_HOP)],
+    8: [((2, 4), GROUPS)],
     6: [((2, 3), LARGE_NODES), ((3, 2), LARGE_NODES)],
 }
 
