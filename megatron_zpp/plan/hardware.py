@@ -9,9 +9,10 @@ from megatron_zpp.model.flops import peak_tflops
 USABLE = 0.92  # of the memory: the rest is CUDA's context, NCCL's buffers and what fragmentation loses
 MEMORY_SHARE = 0.8  # of the memory's rate: kernels reach 0.92 of a copy, a copy 0.87 (quantization_cuda.json)
 INSIDE_SHARE = 0.54  # of NVLink's rate: an all-gather on two H200s, 243 of 450 GB/s
-BESIDE = 1.07  # how much longer compute takes beside transfers (docs/zero.md)
-BESIDE_KERNELS = 1.24  # and beside those of NCCL's kernels inside a node, without copy engines (docs/zero.md)
-CPU_BYTES_A_SECOND = 55e9  # that one rank's AdamW reads and writes in CPU memory (docs/zero.md, Measured)
+# docs/internals/communication.md has the first two, docs/internals/planner.md the third.
+BESIDE = 1.07  # how much longer compute takes beside transfers
+BESIDE_KERNELS = 1.24  # and beside those of NCCL's kernels inside a node, without copy engines
+CPU_BYTES_A_SECOND = 55e9  # that one rank's AdamW reads and writes in CPU memory
 
 
 @dataclass(frozen=True)

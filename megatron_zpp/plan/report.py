@@ -127,7 +127,7 @@ def _zeropp(plan: Plan, gpu: Gpu, machine: Machine) -> Iterator[str]:
 
 
 def _assumptions(job: Job, gpu: Gpu, machine: Machine) -> Iterator[str]:
-    yield "this rests on (docs/planning.md says how well it holds)"
+    yield "this rests on (docs/internals/planner.md says how well it holds)"
     yield f"  compute at {machine.flops / 1e12:,.0f} TFLOP/s a GPU ({gpu.seen}); --plan-compute-share sets it"
     if job.precision.fp8:
         yield "  products of --fp8 as fast as bf16 ones, and as large: on an H200 1.3B was 1.09 × as fast"
