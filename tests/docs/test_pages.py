@@ -2,11 +2,14 @@
 
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from megatron_zpp.config.root import parse_command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -161,3 +164,21 @@ def flags() -> frozenset[str]:
 def test_flags_on_pages_exist(page: Path) -> None:
     named = set(re.findall(r"(?<![\w-])--[a-zA-Z](?:[\w-]*[a-zA-Z0-9])?(?!-?[…\w])", page.read_text()))
     assert sorted(named - flags()) == []
+
+
+def whole_commands() -> list[str]:
+    """What follows `pretrain_gpt.py` in the commands on pages, but for those that have an ellipsis."""
+    blocks = "".join(
+        re.findall(r"^```(?:bash)?\n(.*?)^```", "\n".join(page.read_text() for page in PAGES), re.M | re.S)
+    )
+    lines = blocks.replace("\\\n", " ").splitlines()
+    starts = re.compile(r"^(?:launch/|torchrun |python ).*?pretrain_gpt\.py (.*)")
+    found = [match.group(1) for match in map(starts.match, lines) if match]
+    return [command for command in found if not re.search(r"…|\.\.\.", command)]
+
+
+@pytest.mark.parametrize("command", whole_commands())
+def test_commands_on_pages_are_valid(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ds_zeropp_config.json").write_text("{}")
+    parse_command_line(shlex.split(command, comments=True))
