@@ -1,6 +1,6 @@
 """Pretrains a GPT, a rank for each process of torchrun or srun; `python pretrain_gpt.py …` is one on its own.
 
-Exit status: 0 done, 1 an error, 2 a bad command line, 3 NaN, 75 stopped by a signal; docs/faults.md has more.
+Exit status: 0 done, 1 an error, 2 a bad command line, 3 NaN, 75 stopped by a signal: docs/guide/faults.md.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Trains the same model with and without each technique of ZeRO++ and compares the validation loss.
 
 torchrun --nproc-per-node 2 benchmarks/convergence.py --data-path PREFIX --vocab-size 32000 --nodes 2
-python benchmarks/convergence.py --plot RESULT.json...  draws docs/convergence.png from results
+python benchmarks/convergence.py --plot RESULT.json...  draws docs/images/convergence.png from results
 
 Nodes are emulated by what the ranks are told, so that the hops of qgZ run (both where a node has two ranks),
 over whatever link there is: the numbers that are sent are those of real nodes. Ranks have the GPUs that
@@ -59,7 +59,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "all, error feedback": QWZ | HPZ | QGZ | {"zero_gradient_error_feedback": True},
 }
 NAME = "convergence_{nodes}x{ranks}"
-PICTURE = Path(__file__).resolve().parents[1] / "docs" / "convergence.png"
+PICTURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "convergence.png"
 
 
 def train(

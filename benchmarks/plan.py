@@ -1,6 +1,6 @@
 """What --dry-run predicts beside what was measured here and what the ZeRO++ paper published; needs no GPU.
 
-python benchmarks/plan.py   writes benchmarks/results/plan.json and prints the tables of docs/planning.md
+python benchmarks/plan.py   writes results/plan.json and prints the tables of docs/internals/planner.md
 
 Memory follows from the settings alone. Runs between nodes and with an offloaded optimizer had an earlier
 loss, of EARLIER_LOSS bytes a token and entry of the vocabulary at the moment of their peaks, so their memory
@@ -353,7 +353,7 @@ def _paper(tokens: int, volumes: tuple[float, float, float], rates: Machine) -> 
 
 
 def tables() -> dict[str, list[str]]:
-    """The tables of docs/planning.md, as lines."""
+    """The tables of docs/internals/planner.md, as lines."""
     gpus = [
         f"| {row['result'].removeprefix('zero_speed_1.3b_').replace('_', ', ')} | {row['run']} | "
         f"{row['gib']:.2f} | {row['measured_gib']:.2f} | "

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What a SLURM job does around its steps: it starts them, passes signals on, restarts what crashed and requeues
-# what was stopped. The .sbatch files source it; docs/launching.md says how they are used.
+# what was stopped. The .sbatch files source it; docs/guide/launching.md says how they are used.
 #   ZPP_ENVIRONMENT  a file of bash that is sourced first: modules, a virtual environment, containers. It may set
 #                    srun_arguments=(…) and container=(…), which go before the program.
 #   PYTHON           the python to run [python3]
@@ -110,7 +110,7 @@ requeue() {
     say "SLURM did not requeue it; submit it again to go on"
 }
 
-# Runs steps until one ends for good; docs/faults.md has the statuses.
+# Runs steps until one ends for good; docs/guide/faults.md has the statuses.
 train() {
     ((restarts == 0 && requeues == 0)) || goes_on "$@" ||
         refuse "--save: give --save DIRECTORY and a --load equal to it, which a stopped or crashed run goes on" \

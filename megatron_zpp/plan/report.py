@@ -138,7 +138,7 @@ def _zeropp(plan: Plan, gpu: Gpu, machine: Machine) -> Iterator[str]:
 
 
 def _assumptions(job: Job, gpu: Gpu, machine: Machine) -> Iterator[str]:
-    yield "assumptions (docs/planning.md says how well they hold)"
+    yield "assumptions (docs/internals/planner.md says how well they hold)"
     flops = machine.flops / 1e12
     yield f"  compute at {flops:,.0f} TFLOP/s per GPU ({gpu.seen}); --plan-compute-share sets it"
     if job.precision.fp8:

@@ -1,4 +1,4 @@
-"""The tables of docs/deepspeed.md, from the code's: `python -m tests.config.tables` puts them in."""
+"""The tables of docs/guide/deepspeed.md, from the code's: `python -m tests.config.tables` puts them in."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ from megatron_zpp.config.legacy.deepspeed_keys import KEYS, Idle, Obeyed, Off, O
 from megatron_zpp.config.legacy.old_flags import IDLE, ONLY, REFUSED, RENAMED, OldFlag
 
 Row = tuple[str, tuple[str, ...]]  # of a key or flag, and what is said of it
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "deepspeed.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "deepspeed.md"
 
 
 def tables() -> dict[str, str]:

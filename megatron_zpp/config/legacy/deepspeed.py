@@ -32,7 +32,7 @@ class DeepSpeedFile(Options):
     deepspeed_config: str | None = option(
         None,
         "A JSON file of DeepSpeed's. A key is obeyed, listed as one without effect here, or refused; "
-        "docs/deepspeed.md has them all.",
+        "docs/guide/deepspeed.md has them all.",
         flag=FLAG,
         metavar="FILE",
     )
@@ -170,7 +170,7 @@ def _lists(rule: Rule) -> bool:
 
 def _unknown(path: str) -> str:
     close = difflib.get_close_matches(path, [*KEYS, *_BLOCKS], n=1)
-    hint = f"did you mean {close[0]}?" if close else "docs/deepspeed.md has the known ones;"
+    hint = f"did you mean {close[0]}?" if close else "docs/guide/deepspeed.md has the known ones;"
     return f"is no key of DeepSpeed's that is known here; {hint} leave it out if it does not matter"
 
 

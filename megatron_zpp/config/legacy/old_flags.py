@@ -152,7 +152,7 @@ IDLE = (
     *_idle("order and dropout follow from --seed and the samples consumed", "--no-save-rng", "--no-load-rng"),
     *_idle("the first signal always saves and stops", "--exit-signal-handler"),
     *_idle("files are read where they are needed, and not mapped", "--mmap-warmup"),
-    *_idle("checkpoints have one format, docs/checkpoints.md", "--ckpt-format", takes=str),
+    *_idle("checkpoints have one format, docs/guide/checkpoints.md", "--ckpt-format", takes=str),
     *_idle(_SCHEDULE, "--override-lr-scheduler", "--override-opt_param-scheduler", "--no-load-lr-state"),
 )
 

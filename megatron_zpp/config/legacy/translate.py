@@ -26,7 +26,7 @@ def add_old_flags(parser: argparse.ArgumentParser) -> None:
     known = ", ".join(flag.name for flag in RENAMED)
     parser.epilog = textwrap.fill(
         f"Old flags of Megatron-LM and Megatron-DeepSpeed work and say what they are today: {known}. "
-        "docs/deepspeed.md has these, those without effect here and those that are refused.",
+        "docs/guide/deepspeed.md has these, those without effect here and those that are refused.",
         width=shutil.get_terminal_size().columns - 2,
         break_on_hyphens=False,
     )

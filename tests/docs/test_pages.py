@@ -1,0 +1,184 @@
+"""Checks what pages name: links, headings, files, flags, words; and the pages that code names."""
+
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.config.root import parse_command_line
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NOT_OURS = {".git", ".venv", "build", "mine", "quickstart", "wandb", "__pycache__"}  # what git does not keep
+CODE = {".py", ".sh", ".sbatch", ".toml", ".txt", ".cu", ".cuh", ".cc", ".cpp", ".h", ".md"}
+FOLDERS = "megatron_zpp tests csrc launch benchmarks docs data"
+PATH = re.compile(rf"`((?:{FOLDERS.replace(' ', '|')})/[\w./*-]*)`")
+# Flags in our pages of programs that are not ours.
+FOREIGN = set(
+    "--array --batch --bind --container-image --container-mounts --cpus-per-task --distribution "
+    "--exclusive --gpu-bind --gpus-per-node --gpus-per-task --local-dir --me --mem --no-build-isolation "
+    "--no-deps --nproc-per-node --ntasks-per-node --nv --oversubscribe --partition --requeue --signal --time "
+    "--model_args --batch_size --tasks --model".split()
+)
+
+
+def names(pages: list[Path]) -> list[str]:
+    return [str(page.relative_to(ROOT)) for page in pages]
+
+
+@cache
+def files() -> tuple[Path, ...]:
+    """Every text file of the repository."""
+    found = []
+    for directory, below, here in os.walk(ROOT):
+        below[:] = [name for name in below if name not in NOT_OURS and not name.endswith("_cache")]
+        found += [Path(directory) / name for name in here if Path(name).suffix in CODE]
+    return tuple(found)
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of commands and output."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """What `#…` may name in a page, by GitHub's rule."""
+    titles = re.findall(r"^#+ (.*)$", prose(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def rows(page: Path, title: str) -> Iterator[list[str]]:
+    """The cells of the tables under a heading."""
+    section = re.split(r"^#+ ", prose(page).split(f"# {title}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+    for line in section.splitlines():
+        if line.startswith("| ") and not line.startswith("| ---"):
+            yield [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def unresolved(page: Path) -> list[str]:
+    wrong = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if link.startswith(("http:", "https:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            wrong.append(link)
+    return wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_links_resolve(page: Path) -> None:
+    assert not unresolved(page)
+
+
+def test_docs_named_in_code_exist() -> None:
+    wrong = []
+    for file in files():
+        for path in re.findall(r"\bdocs/[\w/]+\.(?:md|png|txt)\b", file.read_text()):
+            if "tests/docs/" not in path and not (ROOT / path).exists():
+                wrong.append(f"{file.relative_to(ROOT)}: {path}")
+        for title in re.findall(r"README\.md, ['\"]([^'\"]+)['\"]", file.read_text()):
+            if f"## {title}\n" not in (ROOT / "README.md").read_text():
+                wrong.append(f"{file.relative_to(ROOT)}: README.md, {title}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_files_named_on_pages_exist(page: Path) -> None:
+    named = PATH.findall(prose(page))
+    above = [ROOT, ROOT / "megatron_zpp"] if page.name == "glossary.md" else [ROOT]
+    assert not [path for path in named if not any(any(folder.glob(path.rstrip("/"))) for folder in above)]
+
+
+def test_the_readme_lists_every_folder_and_the_files_to_start_at() -> None:
+    table = {cells[0].strip("`"): cells[2] for cells in rows(ROOT / "README.md", "Folders")}
+    code = {file.parent for file in files() if file.suffix in CODE - {".md", ".txt"}}
+    packages = {path for path in code if path.is_relative_to(ROOT / "megatron_zpp")} - {ROOT / "megatron_zpp"}
+    others = {ROOT / name for name in "benchmarks csrc data docs launch launch/slurm tests".split()}
+    assert {f"{path.relative_to(ROOT)}/" for path in packages | others} <= table.keys()
+    for folder, starts in table.items():
+        for name in re.findall(r"`([\w-]+\.\w+)`", starts):
+            assert (ROOT / folder / name).exists(), f"{folder}{name}"
+
+
+def test_the_readme_lists_every_file_of_zero() -> None:
+    listed = [cells[0].strip("`") for cells in rows(ROOT / "README.md", "Files of `zero/`")][1:]
+    there = [file for file in (ROOT / "megatron_zpp" / "zero").rglob("*.py") if file.name != "__init__.py"]
+    assert sorted(listed) == sorted(names(there))
+
+
+def test_the_index_lists_every_page() -> None:
+    index = ROOT / "docs" / "index.md"
+    linked = {
+        (index.parent / link.partition("#")[0]).resolve()
+        for link in re.findall(r"\]\(([^)]+)\)", index.read_text())
+    }
+    assert set(PAGES) - {index} <= linked
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=names(PAGES[1:]))
+def test_a_page_starts_with_its_readers(page: Path) -> None:
+    if page.name == "index.md":
+        return
+    title, first = re.match(r"# ([^\n]+)\n\n(.+?)\n\n", page.read_text(), flags=re.DOTALL).groups()
+    assert first.startswith("For "), title
+    assert "After reading this page you" in " ".join(first.split()), title
+
+
+def test_words_of_the_glossary_have_one_meaning_and_are_in_the_code() -> None:
+    page = ROOT / "docs" / "glossary.md"
+    entries = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page.read_text().splitlines()
+        if line.startswith("| ") and not line.startswith(("| ---", "| word |"))
+    ]
+    words = [word for word, *_ in entries]
+    assert len(words) == len(set(words))
+    code = "\n".join(file.read_text() for file in files() if file.is_relative_to(ROOT / "megatron_zpp"))
+    for word, _, where in entries:
+        for name in re.findall(r"`([^`]+)`", where):
+            if name.startswith("--"):
+                known = name in flags()
+            elif "/" in name:
+                known = (ROOT / "megatron_zpp" / name).exists() or (ROOT / name).exists()
+            else:
+                known = all(re.search(rf"\b{part}\b", code) for part in name.split("."))
+            assert known, f"{word}: {name}"
+
+
+@cache
+def flags() -> frozenset[str]:
+    """Flags of every program here, from the fields of its options or as its code spells them."""
+    code = "\n".join(file.read_text() for file in files() if file.suffix != ".md" and file != Path(__file__))
+    fields = re.findall(r"^    (\w+): [^=]*= (?:option|key)\(", code, flags=re.MULTILINE)
+    spelled = re.findall(r"--[a-zA-Z][\w-]*", code)
+    return frozenset({f"--{name.replace('_', '-')}" for name in fields} | set(spelled) | FOREIGN)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_flags_on_pages_exist(page: Path) -> None:
+    named = set(re.findall(r"(?<![\w-])--[a-zA-Z](?:[\w-]*[a-zA-Z0-9])?(?!-?[…\w])", page.read_text()))
+    assert sorted(named - flags()) == []
+
+
+def whole_commands() -> list[str]:
+    """What follows `pretrain_gpt.py` in the commands on pages, but for those that have an ellipsis."""
+    blocks = "".join(
+        re.findall(r"^```(?:bash)?\n(.*?)^```", "\n".join(page.read_text() for page in PAGES), re.M | re.S)
+    )
+    lines = blocks.replace("\\\n", " ").splitlines()
+    starts = re.compile(r"^(?:launch/|torchrun |python ).*?pretrain_gpt\.py (.*)")
+    found = [match.group(1) for match in map(starts.match, lines) if match]
+    return [command for command in found if not re.search(r"…|\.\.\.", command)]
+
+
+@pytest.mark.parametrize("command", whole_commands())
+def test_commands_on_pages_are_valid(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ds_zeropp_config.json").write_text("{}")
+    parse_command_line(shlex.split(command, comments=True))
