@@ -36,6 +36,7 @@ from benchmarks.contest.protocol import shape_arguments
 LINKS = "links"  # measured in every round like a contestant
 _SHAPE = ("preset", "num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")
 _FIXED = (*_SHAPE, "micro_batch_size", "micro_batches", "dtype", "warmup", "steps", "no_compile")
+_OURS_AUTO = "ours_auto"  # NCCL's settings that ours chooses by itself
 _MARGIN = 1.2  # of what a contestant took the last time
 
 
@@ -65,9 +66,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         options.preset = "1.3b"
     every = contestants(options.nodes, options.ranks_per_node, options.micro_batches)
     options.names = []
-    for name in options.contestants or default_names(
-        options.nodes, options.ranks_per_node, options.micro_batches
-    ):
+    default = default_names(options.nodes, options.ranks_per_node, options.micro_batches)
+    if options.nccl == _OURS_AUTO:  # peers would run as at the default settings
+        default = [name for name in default if every[name].family == "ours"]
+    for name in options.contestants or default:
         family = [each for each, contestant in every.items() if contestant.family == name]
         if not family and name not in every:
             parser.error(f"--contestants {name}: not one of {', '.join(every)}, ours, fsdp2, deepspeed")
@@ -110,7 +112,7 @@ class Contest:
                     row.pop("failed", None)
         present = [name for name in options.names if "absent" not in rows[name]]
         alone = options.nodes * options.ranks_per_node == 1
-        links = [] if alone or options.no_links else [LINKS]
+        links = [] if alone or options.no_links or options.nccl == _OURS_AUTO else [LINKS]
         for number in range(options.rounds):
             for name in [*links, *present]:
                 row = self.figures[LINKS] if name == LINKS else rows[name]
@@ -164,6 +166,8 @@ class Contest:
                 module, arguments = "benchmarks.contest.link_rates", ["--nodes", str(options.nodes)]
             else:
                 module, arguments = contestant.module, [*contestant.arguments, *self._flags()]
+                if contestant.family == "ours":
+                    arguments += ["--nccl-sockets", "auto" if options.nccl == _OURS_AUTO else "off"]
                 if options.trace and not row["rounds"]:
                     arguments += ["--trace", str((options.trace / name).resolve())]
             limit = min(options.contestant_seconds, self._deadline - time.perf_counter())

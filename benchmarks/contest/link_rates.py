@@ -2,7 +2,10 @@
 
 Ranks with the same place on every node form a group, as in a reduction between nodes, and all groups work at
 once. Beside each collective alone there is an all-gather beside an all-to-all, each on a communicator and a
-stream of its own, which is what a backward of ZeRO-3 has on the link. Sizes are what one rank sends.
+stream of its own, which is what a backward of ZeRO-3 has on the link; --cases can add two of the same kind.
+Sizes are what one rank sends in each collective, rates what it sends in all of them together.
+
+torchrun starts it. benchmarks/link_settings.py does, once for each of many settings of NCCL.
 """
 
 import argparse
@@ -18,6 +21,17 @@ from torch import Tensor
 from benchmarks.contest.protocol import Rank, join
 
 Collective = Callable[[], dist.Work]
+
+CASES: dict[str, tuple[str, ...]] = {  # collectives at once, the second on a communicator of its own
+    "all_gather": ("all_gather",),
+    "reduce_scatter": ("reduce_scatter",),
+    "all_to_all": ("all_to_all",),
+    "all_gather_beside_all_to_all": ("all_gather", "all_to_all"),
+    "two_all_gathers": ("all_gather", "all_gather"),
+    "two_reduce_scatters": ("reduce_scatter", "reduce_scatter"),
+    "two_all_to_alls": ("all_to_all", "all_to_all"),
+}
+DEFAULT_CASES = tuple(CASES)[:4]
 
 
 def collectives(sent_bytes: int, group: dist.ProcessGroup, device: torch.device) -> dict[str, Collective]:
@@ -69,6 +83,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[25, 100])
     parser.add_argument("--seconds", type=float, default=0.7, help="for each figure")
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(DEFAULT_CASES))
     parser.add_argument("--report", type=Path, required=True)
     options = parser.parse_args()
     rank = join(options)
@@ -80,10 +95,10 @@ def main() -> None:
         mine.append(groups[rank.rank % step])
     rates: dict[str, dict[str, float]] = {}
     for size in options.megabytes:
-        first, second = (collectives(size * 10**6, group, rank.device) for group in mine)
-        cases = {name: [start] for name, start in first.items()}
-        cases["all_gather_beside_all_to_all"] = [first["all_gather"], second["all_to_all"]]
-        for name, running in cases.items():
+        communicators = [collectives(size * 10**6, group, rank.device) for group in mine]
+        for name in options.cases:
+            at_once = CASES[name]
+            running = [by_name[each] for by_name, each in zip(communicators, at_once, strict=False)]
             rate = gigabytes_per_second(rank, running, size * 10**6, options.seconds)
             rates.setdefault(name, {})[f"{size}MB"] = rate
     if rank.rank == 0:

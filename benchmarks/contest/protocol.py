@@ -96,16 +96,26 @@ def contestant_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def join(options: argparse.Namespace) -> Rank:
-    """Joins the ranks that torchrun started, NCCL on GPUs and gloo on CPUs."""
+def backend() -> str:
+    """The collective library of this machine's devices."""
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def join(options: argparse.Namespace, store: dist.Store | None = None) -> Rank:
+    """Joins the ranks that torchrun started, NCCL on GPUs and gloo on CPUs; at `store` if they have one."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
     else:
         device = torch.device("cpu")
-        dist.init_process_group("gloo")
+    dist.init_process_group(
+        backend(),
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        device_id=device if device.type == "cuda" else None,
+    )
     return Rank(options, rank, world_size, device)
 
 
@@ -147,8 +157,11 @@ def plain_adamw(model: nn.Module, on_gpu: bool) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=betas, eps=ADAMW.adam_eps, fused=on_gpu or None)
 
 
-def report(rank: Rank, step: Step) -> None:
-    """Takes the steps; rank 0 writes losses, times, peak memory and bytes over loopback to --report."""
+def report(rank: Rank, step: Step, **more: str) -> None:
+    """Takes the steps; rank 0 writes losses, times, peak memory and bytes over loopback to --report.
+
+    So it does with `more`.
+    """
     options, batches = rank.options, _micro_batches(rank)
     losses, seconds_to_first = [], time.perf_counter()
     losses.append(step(batches))
@@ -187,6 +200,7 @@ def report(rank: Rank, step: Step) -> None:
             "loopback_bytes_per_step": sent // options.steps,
             "seconds_to_first_step": round(seconds_to_first, 1),
             "losses": [round(loss, 5) for loss in (mean / rank.world_size).tolist()],
+            **more,
         }
         partial = options.report.with_suffix(".partial")
         partial.write_text(json.dumps(figures))

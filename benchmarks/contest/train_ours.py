@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -9,14 +10,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.contest.contestants import OURS
-from benchmarks.contest.protocol import ADAMW, LEARNING_RATE, SEED, Rank, contestant_parser, join, report
+from benchmarks.contest.protocol import (
+    ADAMW,
+    LEARNING_RATE,
+    SEED,
+    Rank,
+    backend,
+    contestant_parser,
+    join,
+    report,
+)
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.exchange import Exchange
+from megatron_zpp.distributed.nccl_sockets import choose_nccl_sockets
+from megatron_zpp.distributed.rendezvous import rendezvous
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.train.compiling import compile_parts
 from megatron_zpp.zero.engine import ZeroEngine
+
+_PATIENCE = timedelta(seconds=60)
 
 
 def build_engine(rank: Rank, topology: Topology) -> ZeroEngine:
@@ -44,9 +59,14 @@ def main() -> None:
     parser = contestant_parser(__doc__)
     parser.add_argument("--settings", choices=list(OURS), required=True)
     parser.add_argument("--alone", action="store_true", help="each rank trains for itself, all at once")
+    parser.add_argument("--nccl-sockets", default="off", help="as of pretrain_gpt.py")
     options = parser.parse_args()
-    rank = join(options)
-    topology = Topology() if options.alone else Topology.from_environment(os.environ)
+    ranks = Topology.from_environment(os.environ)
+    store = rendezvous(ranks, os.environ, limit=60, timeout=_PATIENCE, say=print).store
+    exchange = Exchange(store, ranks, _PATIENCE, "contest")
+    sockets = choose_nccl_sockets(options.nccl_sockets, backend(), exchange, os.environ)
+    rank = join(options, dist.PrefixStore("collectives", store))
+    topology = Topology() if options.alone else ranks
     engine = build_engine(rank, topology)
 
     def step(batches: Sequence[Tensor]) -> Tensor:
@@ -57,7 +77,7 @@ def main() -> None:
         engine.step(LEARNING_RATE)
         return torch.stack(losses).mean()
 
-    report(rank, step)
+    report(rank, step, nccl_sockets=sockets.describe() or "as NCCL chooses")
     engine.close()
     dist.destroy_process_group()
 

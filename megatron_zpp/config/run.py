@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
+from megatron_zpp.config.nccl_sockets import explicit_sockets
 from megatron_zpp.config.options import Options, option, option_error
 
 _LONGEST = 2**40  # steps or samples; any product with a batch still is an int64's
@@ -200,6 +201,12 @@ class DistributedConfig(Options):
     distributed_backend: Literal["nccl", "gloo"] | None = option(
         None, "Collective library; default nccl on GPUs, gloo on CPUs."
     )
+    nccl_sockets: str = option(
+        "auto",
+        "Threads × sockets per thread of each of NCCL's TCP connections, such as 2x2. auto: 2x2 where NCCL "
+        "would use TCP with one socket, and the log says why or why not; off: as NCCL and its variables say.",
+        metavar="auto|off|TxS",
+    )
     distributed_timeout_minutes: float = option(
         10, "Minutes after which a collective that does not end is an error.", above=0, at_most=_LONGEST_WAIT
     )
@@ -225,6 +232,7 @@ class DistributedConfig(Options):
 
     def check(self) -> None:
         """NCCL moves GPU memory only; the heartbeat is there to know first."""
+        explicit_sockets(self.nccl_sockets)
         if self.device == "cpu" and self.distributed_backend == "nccl":
             raise option_error("--distributed-backend", "nccl", "needs GPUs; --device cpu works with gloo")
         if self.heartbeat_timeout >= self.timeout.total_seconds():

@@ -33,6 +33,11 @@ def select_device(requested: str, topology: Topology) -> torch.device:
     return torch.device("cuda", topology.local_rank)
 
 
+def backend_of(config: DistributedConfig, device: torch.device) -> str:
+    """The collective library of a run: --distributed-backend, or what suits the device."""
+    return config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
+
+
 @contextmanager
 def process_group(
     config: DistributedConfig, topology: Topology, device: torch.device, rendezvous: Rendezvous
@@ -46,7 +51,7 @@ def process_group(
     if topology.world_size == 1:
         yield
         return
-    backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
+    backend = backend_of(config, device)
     try:
         dist.init_process_group(
             backend,

@@ -9,9 +9,10 @@ from megatron_zpp.model.flops import peak_tflops
 USABLE = 0.92  # of the memory: the rest is for CUDA's context, NCCL's buffers and fragmentation
 MEMORY_SHARE = 0.8  # of the memory's rate: a copy reaches 0.87, kernels 0.92 of that (quantization_cuda.json)
 INSIDE_SHARE = 0.54  # of NVLink's rate: an all-gather on two H200s, 243 of 450 GB/s
-SLOWDOWN = 1.07  # factor on the time of compute beside transfers (docs/internals/communication.md)
-KERNEL_SLOWDOWN = 1.24  # beside NCCL's kernels inside a node, without copy engines (docs/internals/communication.md)
-CPU_BYTES_PER_SECOND = 55e9  # that AdamW of one rank reads and writes in CPU memory (docs/internals/planner.md)
+# docs/internals/communication.md has the first two, docs/internals/planner.md the third.
+SLOWDOWN = 1.07  # factor on the time of compute beside transfers
+KERNEL_SLOWDOWN = 1.24  # the same beside NCCL's kernels inside a node, without copy engines
+CPU_BYTES_PER_SECOND = 55e9  # that AdamW of one rank reads and writes in CPU memory
 
 
 @dataclass(frozen=True)

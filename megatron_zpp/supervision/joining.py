@@ -13,7 +13,8 @@ import torch
 from megatron_zpp.config.run import DistributedConfig
 from megatron_zpp.distributed.agreement import check_agreement
 from megatron_zpp.distributed.exchange import Exchange
-from megatron_zpp.distributed.process_group import process_group
+from megatron_zpp.distributed.nccl_sockets import choose_nccl_sockets
+from megatron_zpp.distributed.process_group import backend_of, process_group
 from megatron_zpp.distributed.rendezvous import Rendezvous, rendezvous
 from megatron_zpp.distributed.slurm import launcher_variables
 from megatron_zpp.distributed.topology import Topology
@@ -50,8 +51,17 @@ def join(
     exchange = Exchange(rendezvous.store, topology, timedelta(seconds=limit), "preflight")
     activity.now("preflight, comparing settings", limit=limit)
     check_agreement(settings, exchange)
+    sockets = choose_nccl_sockets(config.nccl_sockets, backend_of(config, device), exchange, os.environ)
     activity.now("preflight, joining the process group", limit=limit)
     with process_group(config, topology, device, rendezvous):
-        lines = preflight(topology, rendezvous.addresses, device, exchange, activity, limit=limit)
+        lines = preflight(
+            topology,
+            rendezvous.addresses,
+            device,
+            exchange,
+            activity,
+            limit=limit,
+            sockets=sockets.describe(),
+        )
         activity.now("building", patient=True)
-        yield lines
+        yield [*sockets.lines(), *lines]

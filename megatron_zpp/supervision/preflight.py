@@ -26,8 +26,11 @@ def preflight(
     activity: Activity,
     *,
     limit: float,
+    sockets: str = "",
 ) -> list[str]:
     """Lines for the log: how fast the links are, and warnings of what is slow. Every rank must call it.
+
+    `sockets` is what the run chose for NCCL's TCP connections, to be said beside the rate between nodes.
 
     No part of it may take longer than `limit` seconds. Raises ValueError on every rank when what arrives is
     not what was sent, with the ranks and hosts in question.
@@ -52,7 +55,8 @@ def preflight(
     for index, (name, _, _) in enumerate(rates):
         received = [by_ring[index][1] for _, by_ring in reports]
         senders = [by_ring[index][2] for _, by_ring in reports]
-        parts.append(describe_rates(name, received))
+        through = f", through {sockets}" if sockets and name == BETWEEN else ""
+        parts.append(describe_rates(name, received) + through)
         if device.type == "cuda" or name == BETWEEN:  # inside a node of CPUs it is the scheduler that is slow
             warnings += slow_links(name, received, senders, addresses)
     seconds = time.perf_counter() - started
