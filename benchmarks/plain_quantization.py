@@ -28,21 +28,21 @@ def quantize(
     if matrix is not None:
         x = x.view(-1, 32) @ matrix
     x = x.reshape(-1, format.block)
-    top = 448.0 if format.codes == "fp8" else 2.0 ** (format.bits - 1) - 1
+    top = 448.0 if format.code_type == "fp8" else 2.0 ** (format.bits - 1) - 1
     scales = (x.abs().amax(1, keepdim=True).clamp(min=1e-30) / top).to(format.scales)
     y = x / scales.float()
-    if format.codes == "fp8":
+    if format.code_type == "fp8":
         return y.to(torch.float8_e4m3fn), scales
     y = (y + torch.rand_like(y)).floor() if stochastic else y.round()
     codes = y.clamp(-top - 1, top).to(torch.int8)
-    if format.codes == "int4":
+    if format.code_type == "int4":
         codes = codes[:, 0::2] & 15 | codes[:, 1::2] << 4
     return codes, scales
 
 
 def dequantize(codes: Tensor, scales: Tensor, format: QuantFormat, matrix: Tensor | None = None) -> Tensor:
     """fp32 (blocks, block)."""
-    if format.codes == "int4":
+    if format.code_type == "int4":
         codes = torch.stack((codes << 4 >> 4, codes >> 4), dim=-1).flatten(-2)
     x = codes.float() * scales.float()
     if matrix is not None:

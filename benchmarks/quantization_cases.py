@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import plain_quantization as plain
+from megatron_zpp.ops.adamw import AdamWScalars
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.operations import Operations
 
@@ -79,7 +80,7 @@ def _steps() -> list[Case]:
     fused = partial(plain.fused_adamw_quantize, format=INT8)
     return [
         Case("sum_squares", "bf16", _sum_squares, plain.sum_squares, plain.sum_squares),
-        Case("adamw", "publishes bf16", _adamw, plain.adamw, plain.fused_adamw, 4),
+        Case("adamw", "writes bf16", _adamw, plain.adamw, plain.fused_adamw, 4),
         Case("adamw_quantize", "int8/256", _adamw_quantize, written, fused, 4),
     ]
 
@@ -164,29 +165,33 @@ def _sum_squares(ops: Operations, elements: int, device: torch.device) -> Buffer
     return Buffers(x.nbytes + sums.nbytes, partial(ops.sum_squares, x, sums), (x, torch.empty_like(sums)))
 
 
-def _states(elements: int, device: torch.device) -> tuple[list[Tensor], dict[str, Any]]:
-    """Weights, gradients and both moments; and everything after the tensors."""
+def _states(elements: int, device: torch.device) -> tuple[list[Tensor], AdamWScalars]:
+    """Weights, gradients and both moments; and the scalars of the first step."""
     states = [torch.randn(elements, device=device) for _ in range(4)]
     states[3].square_()
-    scalars = {
-        "divisor": torch.ones((), device=device),
-        "found_inf": torch.zeros((), device=device),
-        "bias_corrections": torch.tensor([0.1, 0.05], device=device),
-    }
-    numbers = {"learning_rate": 3e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-    return states, {**scalars, **numbers, "decayed": elements}
+    return states, AdamWScalars(
+        divisor=torch.ones((), device=device),
+        found_inf=torch.zeros((), device=device),
+        bias_corrections=torch.tensor([0.1, 0.05], device=device),
+        learning_rate=3e-4,
+        beta1=0.9,
+        beta2=0.95,
+        eps=1e-8,
+        weight_decay=0.1,
+    )
 
 
 def _adamw(ops: Operations, elements: int, device: torch.device) -> Buffers:
-    states, settings = _states(elements, device)
+    states, scalars = _states(elements, device)
     states.append(torch.empty(elements, device=device, dtype=torch.bfloat16))
-    ours = partial(ops.adamw, *states, **settings)
+    tensors: tuple[Any, ...] = (*states, scalars)
+    ours = partial(ops.adamw, *tensors, decayed=elements)
     return Buffers(7 * states[0].nbytes + states[4].nbytes, ours, tuple(states))
 
 
 def _adamw_quantize(ops: Operations, elements: int, device: torch.device) -> Buffers:
-    states, settings = _states(elements, device)
+    states, scalars = _states(elements, device)
     message = torch.empty(INT8.message_bytes(elements), dtype=torch.uint8, device=device)
-    tensors: tuple[Any, ...] = (*states, message, INT8)
-    ours = partial(ops.adamw_quantize, *tensors, **settings)
+    tensors: tuple[Any, ...] = (*states, message, INT8, scalars)
+    ours = partial(ops.adamw_quantize, *tensors, decayed=elements)
     return Buffers(7 * states[0].nbytes + message.nbytes, ours, tuple(states))

@@ -45,7 +45,7 @@ def main() -> None:
         ],
         "bytes": [row for name, shape in MODELS.items() for row in byte_rows(name, *shape)],
         "extremes": [
-            extremes(codes, dtype) for codes in ("int4", "int8") for dtype in ("bfloat16", "float32")
+            extremes(code_type, dtype) for code_type in ("int4", "int8") for dtype in ("bfloat16", "float32")
         ],
     }
     write_result("quantization_error", figures)
@@ -139,26 +139,26 @@ def byte_rows(name: str, layers: int, width: int, vocab: int) -> list[dict[str, 
     return rows
 
 
-def extremes(codes: str, dtype: str) -> dict[str, Any]:
+def extremes(code_type: str, dtype: str) -> dict[str, Any]:
     """Largest errors of a block's positive peak and of its negative counterpart; RMS error of normal numbers.
 
     The symmetric codes to compare with have the scale peak / (2^(b-1) - 1), in fp32 as here.
     """
-    bits, block = {"int4": 4, "int8": 8}[codes], 256
+    bits, block = {"int4": 4, "int8": 8}[code_type], 256
     x = torch.randn(4000, block, generator=torch.Generator().manual_seed(2))
     top = x.abs().amax(1, keepdim=True) * 1.0001
     x[:, :1], x[:, 1:2] = top, -top
     x = x.to(getattr(torch, dtype)).float()
-    arrived = there_and_back(x.flatten(), QuantFormat(codes, block), torch.float32).view(x.shape)
+    arrived = there_and_back(x.flatten(), QuantFormat(code_type, block), torch.float32).view(x.shape)
     peak = x[:, 0].abs()
     normal = torch.randn(4000, block, generator=torch.Generator().manual_seed(3))
     normal = normal.to(getattr(torch, dtype)).float()
     step = normal.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
     symmetric = (normal / step).round() * step
-    signed = there_and_back(normal.flatten(), QuantFormat(codes, block, torch.float32), torch.float32)
+    signed = there_and_back(normal.flatten(), QuantFormat(code_type, block, torch.float32), torch.float32)
     signed = signed.view(x.shape)
     return {
-        "codes": codes,
+        "codes": code_type,
         "input": dtype,
         "scales": "bfloat16",
         "peak_largest_error_of_peak": ((arrived - x)[:, 0].abs() / peak).max().item(),

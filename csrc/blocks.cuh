@@ -61,7 +61,7 @@ struct Writer {
 
   __device__ __forceinline__ uint8_t* message(uint32_t index) const { return messages + index * bytes; }
 
-  template <Codes C>
+  template <CodeType C>
   __device__ __forceinline__ uint8_t* codes(uint8_t* message, uint32_t block) const {
     return message + uint64_t(block) * (uint32_t(bits_of_code(C)) << log_block >> 3);
   }
@@ -97,7 +97,7 @@ __device__ __forceinline__ uint32_t largest_key(const float (&x)[K][RUN]) {
 }
 
 // The codes of one run; `index` is that of its first element, for the generator.
-template <Codes C, bool STOCHASTIC, int RUN>
+template <CodeType C, bool STOCHASTIC, int RUN>
 __device__ __forceinline__ void encode_run(const float (&x)[RUN], const BlockScale& scale, const PhiloxKeys& keys,
                                            uint64_t index, uint32_t (&words)[words_of<C>(RUN)]) {
 #pragma unroll
@@ -116,7 +116,7 @@ __device__ __forceinline__ void encode_run(const float (&x)[RUN], const BlockSca
 }
 
 // The codes of all runs; `index` is that of the first element of this lane's first run.
-template <Codes C, bool STOCHASTIC, int RUN, int K>
+template <CodeType C, bool STOCHASTIC, int RUN, int K>
 __device__ __forceinline__ void encode_runs(const float (&x)[K][RUN], const BlockScale& scale, const PhiloxKeys& keys,
                                             uint64_t index, uint32_t step, uint32_t (&words)[K][words_of<C>(RUN)]) {
 #pragma unroll
@@ -126,7 +126,7 @@ __device__ __forceinline__ void encode_runs(const float (&x)[K][RUN], const Bloc
 // Encodes x as block `block` of `message`; `index` is that of its first element, for the generator. Calls
 // use(k, words, scale) with the codes of each run k. All lanes of a warp must call this; those of no block are not
 // `active` and write nothing.
-template <Codes C, int RUN, int K, typename Use>
+template <CodeType C, int RUN, int K, typename Use>
 __device__ __forceinline__ void write_block(const Writer& writer, const Lanes& lanes, uint8_t* message, uint32_t block,
                                             uint64_t index, const float (&x)[K][RUN], bool active, Use&& use) {
   const uint32_t key = largest_of_lanes(largest_key(x), lanes.log_lanes);
@@ -147,7 +147,7 @@ __device__ __forceinline__ void write_block(const Writer& writer, const Lanes& l
   if (active && lanes.member() == 0) writer.store_scale(message, block, scale.stored);
 }
 
-template <Codes C, int RUN, int K>
+template <CodeType C, int RUN, int K>
 __device__ __forceinline__ void write_block(const Writer& writer, const Lanes& lanes, uint8_t* message, uint32_t block,
                                             uint64_t index, const float (&x)[K][RUN], bool active) {
   write_block<C>(writer, lanes, message, block, index, x, active,

@@ -1,4 +1,4 @@
-// Codes and scales in registers: runs of numbers of one lane to words of codes, and back.
+// CodeType and scales in registers: runs of numbers of one lane to words of codes, and back.
 #pragma once
 
 #include "device.cuh"
@@ -10,7 +10,7 @@
 namespace megatron_zpp::cuda {
 
 // Words of 32 bits that n codes take.
-template <Codes C>
+template <CodeType C>
 __host__ __device__ constexpr int words_of(int n) {
   return n * bits_of_code(C) / 32;
 }
@@ -19,23 +19,23 @@ __host__ __device__ constexpr int words_of(int n) {
 
 // Integers are encoded with half of their range added, so that all are from 0 on, and go by pairs, one in each half of
 // a word: that takes half as many minima, and packing needs no care for borrows.
-template <Codes C>
+template <CodeType C>
 constexpr uint32_t kHalfRange = 1u << (bits_of_code(C) - 1);
 
 // kRound + code + half of the range, not yet clamped. Adding an even number changes no tie.
-template <Codes C>
+template <CodeType C>
 __device__ __forceinline__ float shifted_nearest(float x, float inverse) {
   return fmaf(x, inverse, kRound + float(kHalfRange<C>));
 }
 
 // Rounding down makes the low bits the floor.
-template <Codes C>
+template <CodeType C>
 __device__ __forceinline__ float shifted_stochastic(float x, float inverse, float uniform) {
   return __fadd_rd(x * inverse + uniform, kRound + float(kHalfRange<C>));
 }
 
 // The low halves of two such numbers, clamped to the codes that there are.
-template <Codes C>
+template <CodeType C>
 __device__ __forceinline__ uint32_t clamped_pair(float low, float high) {
   constexpr uint32_t largest = 2 * kHalfRange<C> - 1;
 #if __CUDA_ARCH__ >= 900
@@ -47,8 +47,8 @@ __device__ __forceinline__ uint32_t clamped_pair(float low, float high) {
 #endif
 }
 
-// One word of eight int4. Codes i and i + 4 are a pair, so that each half of the sum has its four codes in order.
-template <Codes C>
+// One word of eight int4. CodeType i and i + 4 are a pair, so that each half of the sum has its four codes in order.
+template <CodeType C>
 __device__ __forceinline__ void pack(const float (&shifted)[8], uint32_t mask, uint32_t (&words)[1]) {
   uint32_t sum = clamped_pair<C>(shifted[3], shifted[7]);
 #pragma unroll
@@ -57,7 +57,7 @@ __device__ __forceinline__ void pack(const float (&shifted)[8], uint32_t mask, u
 }
 
 // Two words of four int8.
-template <Codes C>
+template <CodeType C>
 __device__ __forceinline__ void pack(const float (&shifted)[8], uint32_t mask, uint32_t (&words)[2]) {
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
@@ -78,10 +78,10 @@ __device__ __forceinline__ uint32_t e4m3_pair(float low, float high) {
 }
 
 // Eight numbers to nearest; bits that `mask` has not are zero.
-template <Codes C>
+template <CodeType C>
 __device__ __forceinline__ void encode_eight(const float (&x)[8], float inverse, uint32_t mask,
                                              uint32_t (&words)[words_of<C>(8)]) {
-  if constexpr (C == Codes::fp8) {
+  if constexpr (C == CodeType::fp8) {
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       const uint32_t low = e4m3_pair(x[4 * k] * inverse, x[4 * k + 1] * inverse);
@@ -101,7 +101,7 @@ __device__ __forceinline__ float uniform_of_half(uint32_t word, bool high) {
 }
 
 // Eight numbers at random; `counter` is the index of the first over 8.
-template <Codes C>
+template <CodeType C>
 __device__ __forceinline__ void encode_eight(const float (&x)[8], float inverse, uint32_t mask,
                                              const PhiloxKeys& keys, uint64_t counter,
                                              uint32_t (&words)[words_of<C>(8)]) {
@@ -112,12 +112,12 @@ __device__ __forceinline__ void encode_eight(const float (&x)[8], float inverse,
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const uint32_t word = random.word[i / 2];
-    if constexpr (C == Codes::fp8)
+    if constexpr (C == CodeType::fp8)
       words[i / 4] |= e4m3_stochastic(x[i] * inverse, i & 1 ? word >> 16 : word & 0xFFFF) << 8 * (i % 4) & mask;
     else
       shifted[i] = shifted_stochastic<C>(x[i], inverse, uniform_of_half(word, i & 1));
   }
-  if constexpr (C != Codes::fp8) pack<C>(shifted, mask, words);
+  if constexpr (C != CodeType::fp8) pack<C>(shifted, mask, words);
 }
 
 // ---- decoding ----
@@ -175,14 +175,14 @@ __device__ __forceinline__ void decode_fp8(uint32_t word, float* values) {
   }
 }
 
-// Codes as numbers, exactly.
-template <Codes C, int N>
+// CodeType as numbers, exactly.
+template <CodeType C, int N>
 __device__ __forceinline__ void decode_codes(const uint32_t (&words)[words_of<C>(N)], float (&values)[N]) {
 #pragma unroll
   for (int k = 0; k < words_of<C>(N); ++k) {
-    if constexpr (C == Codes::int8) decode_int8(words[k], values + 4 * k);
-    if constexpr (C == Codes::int4) decode_int4(words[k], values + 8 * k);
-    if constexpr (C == Codes::fp8) decode_fp8(words[k], values + 4 * k);
+    if constexpr (C == CodeType::int8) decode_int8(words[k], values + 4 * k);
+    if constexpr (C == CodeType::int4) decode_int4(words[k], values + 8 * k);
+    if constexpr (C == CodeType::fp8) decode_fp8(words[k], values + 4 * k);
   }
 }
 
@@ -253,7 +253,7 @@ struct Reader {
 
   __device__ __forceinline__ const uint8_t* message(uint32_t index) const { return messages + index * bytes; }
 
-  template <Codes C>
+  template <CodeType C>
   __device__ __forceinline__ const uint8_t* codes_at(const uint8_t* message, uint64_t element) const {
     return message + (element * bits_of_code(C) >> 3);
   }

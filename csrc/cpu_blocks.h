@@ -93,14 +93,14 @@ inline float larger(float a, float b) { return a < b ? b : a; }
 
 // The low bits are the code. Only the upper end needs a clamp: elements of the peak's sign come to at most
 // 2^(bits-1) * (1 + 2^-8), by the rounding of the scale to bf16, and that rounds to -2^(bits-1).
-template <Codes C>
+template <CodeType C>
 inline uint32_t integer_nearest(float x, float inverse) {
   constexpr float top = kRound + float((1 << (bits_of_code(C) - 1)) - 1);
   return bits_of(smaller(fmaf(x, inverse, kRound), top));
 }
 
 // The low bits are the code.
-template <Codes C>
+template <CodeType C>
 inline uint32_t integer_stochastic(float x, float inverse, uint32_t random16) {
   constexpr int half = 1 << (bits_of_code(C) - 1);
   const float y = x * inverse + uniform(random16);
@@ -127,12 +127,12 @@ inline void unpack_int4(const uint8_t* codes, int8_t* wide, int n) {
 }
 
 // encode(x[i], i) is the code of each element.
-template <Codes C, typename Encode>
+template <CodeType C, typename Encode>
 void write_codes(const float* x, int n, uint8_t* codes, Encode&& encode) {
-  uint8_t wide[C == Codes::int4 ? kLargestBlock : 1];
-  uint8_t* target = C == Codes::int4 ? wide : codes;
+  uint8_t wide[C == CodeType::int4 ? kLargestBlock : 1];
+  uint8_t* target = C == CodeType::int4 ? wide : codes;
   for (int i = 0; i < n; ++i) target[i] = uint8_t(encode(x[i], i));
-  if constexpr (C == Codes::int4) pack_int4(wide, codes, n);
+  if constexpr (C == CodeType::int4) pack_int4(wide, codes, n);
 }
 
 // The random numbers of n elements, the first of which has this index; both are multiples of 8.
@@ -145,13 +145,13 @@ inline void fill_random(const PhiloxKeys& keys, int64_t index, int n, uint16_t* 
   std::memcpy(random, words, n * sizeof *random);
 }
 
-// Codes of one block whose elements x (n,) have these scales; `random` is null to round to nearest.
-template <Codes C>
+// CodeType of one block whose elements x (n,) have these scales; `random` is null to round to nearest.
+template <CodeType C>
 void encode(const float* x, int n, const BlockScale& scale, const uint16_t* random, uint8_t* codes) {
   const float inverse = scale.inverse;
   if (scale.code_mask == 0) {
     std::memset(codes, 0, size_t(n) * bits_of_code(C) / 8);
-  } else if constexpr (C == Codes::fp8) {
+  } else if constexpr (C == CodeType::fp8) {
     if (random == nullptr)
       write_codes<C>(x, n, codes, [=](float v, int) { return e4m3_nearest(v * inverse); });
     else
@@ -165,11 +165,11 @@ void encode(const float* x, int n, const BlockScale& scale, const uint16_t* rand
 }
 
 // use(i, value) gets every element of one block.
-template <Codes C, typename Use>
+template <CodeType C, typename Use>
 void decode(const uint8_t* codes, int n, float stored, Use&& use) {
-  if constexpr (C == Codes::fp8) {
+  if constexpr (C == CodeType::fp8) {
     for (int i = 0; i < n; ++i) use(i, e4m3_value(codes[i]) * stored);
-  } else if constexpr (C == Codes::int8) {
+  } else if constexpr (C == CodeType::int8) {
     for (int i = 0; i < n; ++i) use(i, float(int8_t(codes[i])) * stored);
   } else {
     int8_t wide[kLargestBlock];
@@ -187,7 +187,7 @@ struct Writer {
   MessageLayout layout;
 
   // Encodes x (block,) as this block; returns its scale. Whoever writes the last block writes the zeros behind it.
-  template <Codes C>
+  template <CodeType C>
   BlockScale write(int64_t block, const float* x, const uint16_t* random) const {
     const BlockScale scale =
         block_scale(largest_key(x, format.block), scale_factor(C), format.scales == Scales::bf16);
@@ -197,7 +197,7 @@ struct Writer {
     return scale;
   }
 
-  template <Codes C>
+  template <CodeType C>
   uint8_t* codes(int64_t block) const {
     return message + block * (format.block * bits_of_code(C) / 8);
   }
@@ -210,7 +210,7 @@ struct Reader {
   MessageLayout layout;
 
   // use(i, value) gets every element of this block.
-  template <Codes C, typename Use>
+  template <CodeType C, typename Use>
   void read(int64_t block, Use&& use) const {
     const float stored = load_scale(message + layout.code_bytes, block, format.scales);
     decode<C>(message + block * (format.block * bits_of_code(C) / 8), format.block, stored, use);

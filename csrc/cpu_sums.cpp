@@ -11,7 +11,7 @@ namespace megatron_zpp::cpu {
 namespace {
 
 // The sum of `blocks` blocks of all messages, from `first` on, in order.
-template <Codes C>
+template <CodeType C>
 void sum_blocks(const uint8_t* messages, int64_t count, const Format& format, const MessageLayout& layout,
                 int64_t first, int blocks, float* sum) {
   const int n = format.block;
@@ -28,7 +28,7 @@ void sum_blocks(const uint8_t* messages, int64_t count, const Format& format, co
 }
 
 // error (n,) becomes what the encoding of x (n,) as block `block` of the message lost.
-template <Codes C, typename T>
+template <CodeType C, typename T>
 void keep_error(const Writer& writer, int64_t block, float stored, const float* x, T* error) {
   const int n = writer.format.block;
   alignas(64) float lost[kLargestBlock];
@@ -42,7 +42,7 @@ void add_error(const T* error, int n, float* x) {
 }
 
 // Encodes x (output block,) of the sum as block `index` of all outputs, with feedback of the error if there is one.
-template <Codes C>
+template <CodeType C>
 void write_block(const SumQuantize& op, const MessageLayout& layout, int64_t index, float* x, uint16_t* random) {
   const int n = op.output_format.block;
   const int64_t start = index * n;
@@ -54,15 +54,15 @@ void write_block(const SumQuantize& op, const MessageLayout& layout, int64_t ind
     writer.write<C>(block, x, given);
     return;
   }
-  with_type(op.error_type, [&](auto type) {
-    auto* error = static_cast<typename decltype(type)::type*>(op.error) + start;
+  with_dtype(op.error_dtype, [&](auto dtype) {
+    auto* error = static_cast<typename decltype(dtype)::type*>(op.error) + start;
     add_error(error, n, x);
     const float stored = writer.write<C>(block, x, given).stored;
     if (!std::isnan(stored)) keep_error<C>(writer, block, stored, x, error);  // else a NaN would live on
   });
 }
 
-template <Codes In, Codes Out>
+template <CodeType In, CodeType Out>
 void sum_quantize_blocks(const SumQuantize& op) {
   const int in = op.format.block, out = op.output_format.block;
   const int chunk = std::max(in, out);  // whole blocks of both
@@ -90,7 +90,7 @@ void put(const float* sum, int n, float factor, bool add, float* shard) {
 template <typename T>
 void sum_part_elements(const SumParts& op) {
   const auto part = [&](int64_t p) {
-    return static_cast<const T*>(op.own && p == op.place ? op.own : static_cast<const T*>(op.parts) + p * op.distance);
+    return static_cast<const T*>(op.own && p == op.group_rank ? op.own : static_cast<const T*>(op.parts) + p * op.distance);
   };
   at::parallel_for(0, op.elements, kGrainElements, [&](int64_t begin, int64_t end) {
     alignas(64) float sum[kLargestBlock];
@@ -125,8 +125,8 @@ float sum_of_squares(const T* block) {
 }  // namespace
 
 void run(const SumQuantize& op) {
-  with_codes(op.format.codes, [&](auto in) {
-    with_codes(op.output_format.codes,
+  with_code_type(op.format.code_type, [&](auto in) {
+    with_code_type(op.output_format.code_type,
                [&](auto out) { sum_quantize_blocks<decltype(in)::value, decltype(out)::value>(op); });
   });
 }
@@ -134,11 +134,11 @@ void run(const SumQuantize& op) {
 void run(const SumInto& op) {
   const int n = op.format.block;
   const MessageLayout layout = message_layout(op.format, op.elements);
-  with_codes(op.format.codes, [&](auto codes) {
+  with_code_type(op.format.code_type, [&](auto code_type) {
     at::parallel_for(0, layout.blocks, kGrainElements / n, [&](int64_t begin, int64_t end) {
       alignas(64) float sum[kLargestBlock];
       for (int64_t block = begin; block < end; ++block) {
-        sum_blocks<decltype(codes)::value>(op.messages, op.message_count, op.format, layout, block, 1, sum);
+        sum_blocks<decltype(code_type)::value>(op.messages, op.message_count, op.format, layout, block, 1, sum);
         if (op.format.rotate) rotate(sum, n);
         put(sum, n, op.factor, op.add, op.shard + block * n);
       }
@@ -147,13 +147,13 @@ void run(const SumInto& op) {
 }
 
 void run(const SumParts& op) {
-  with_type(op.part_type, [&](auto type) { sum_part_elements<typename decltype(type)::type>(op); });
-  if (op.squares) run(SumSquares{op.shard, Type::fp32, op.elements, op.squares});
+  with_dtype(op.part_dtype, [&](auto dtype) { sum_part_elements<typename decltype(dtype)::type>(op); });
+  if (op.squares) run(SumSquares{op.shard, DType::fp32, op.elements, op.squares});
 }
 
 void run(const SumSquares& op) {
-  with_type(op.input_type, [&](auto type) {
-    const auto* input = static_cast<const typename decltype(type)::type*>(op.input);
+  with_dtype(op.input_dtype, [&](auto dtype) {
+    const auto* input = static_cast<const typename decltype(dtype)::type*>(op.input);
     const int64_t blocks = op.elements / kSquaresBlock;
     at::parallel_for(0, blocks, kGrainElements / kSquaresBlock, [&](int64_t begin, int64_t end) {
       for (int64_t k = begin; k < end; ++k) op.sums[k] = sum_of_squares(input + k * kSquaresBlock);

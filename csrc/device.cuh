@@ -121,16 +121,16 @@ class Divisor {
 };
 
 // Where a block of a matrix lies whose rows go round the messages.
-struct Place {
+struct BlockPosition {
   uint32_t row, column_block, message, block;
 };
 
-class Arrangement {
+class MessageOrder {
  public:
-  Arrangement(int64_t row_blocks, int64_t message_count)
+  MessageOrder(int64_t row_blocks, int64_t message_count)
       : row_blocks_(index_of(row_blocks)), by_row_blocks_(row_blocks), by_messages_(message_count) {}
 
-  __device__ __forceinline__ Place operator()(uint32_t index) const {
+  __device__ __forceinline__ BlockPosition operator()(uint32_t index) const {
     const Quotient row = by_row_blocks_(index), part = by_messages_(row.quotient);
     return {row.quotient, row.remainder, part.remainder, part.quotient * row_blocks_ + row.remainder};
   }
@@ -227,26 +227,26 @@ __device__ __forceinline__ float sum_of_squares(const float (&x)[8]) {
 
 // Where a warp keeps its 16 bytes number q in shared memory: eight neighbouring lanes access different banks, be it
 // that each has two, four or eight of them or that they are rows of 32.
-__device__ __forceinline__ uint32_t place_of_quad(uint32_t q) { return q ^ (q >> 3 & 7); }
+__device__ __forceinline__ uint32_t swizzled(uint32_t q) { return q ^ (q >> 3 & 7); }
 
 // ---- memory ----
 
-// PASSING data is the first to leave the caches. Where little is written for what is read, or onto what was read, that
+// STREAMING data is the first to leave the caches. Where little is written for what is read, or onto what was read, that
 // is slower than the caches' own choice; where sums go elsewhere it is faster.
-template <typename Vector, bool PASSING = false>
+template <typename Vector, bool STREAMING = false>
 __device__ __forceinline__ Vector load_vector(const void* address) {
   const Vector* vector = static_cast<const Vector*>(address);
-  if constexpr (PASSING)
+  if constexpr (STREAMING)
     return __ldcs(vector);
   else
     return *vector;
 }
 
 // ALIGNED is a template's argument because a run-time branch becomes predicates, and then loads wait for others.
-template <bool ALIGNED, bool PASSING = false>
+template <bool ALIGNED, bool STREAMING = false>
 __device__ __forceinline__ float4 load_quad(const float* address) {
   if constexpr (ALIGNED)
-    return load_vector<float4, PASSING>(address);
+    return load_vector<float4, STREAMING>(address);
   else
     return {address[0], address[1], address[2], address[3]};
 }
@@ -264,12 +264,12 @@ __device__ __forceinline__ void store_quad(float* address, float4 quad) {
 }
 
 // Eight numbers of a lane as they are loaded, so that many loads can be under way before the first is used.
-template <typename T, bool ALIGNED, bool PASSING = false>
+template <typename T, bool ALIGNED, bool STREAMING = false>
 class Eight {
  public:
   __device__ __forceinline__ void load(const T* address) {
     if constexpr (ALIGNED) {
-      words_ = load_vector<uint4, PASSING>(address);
+      words_ = load_vector<uint4, STREAMING>(address);
     } else {
       const uint16_t* bits = reinterpret_cast<const uint16_t*>(address);
       words_ = {bits[0] | uint32_t(bits[1]) << 16, bits[2] | uint32_t(bits[3]) << 16,
@@ -290,13 +290,13 @@ class Eight {
   uint4 words_;
 };
 
-template <bool ALIGNED, bool PASSING>
-class Eight<float, ALIGNED, PASSING> {
+template <bool ALIGNED, bool STREAMING>
+class Eight<float, ALIGNED, STREAMING> {
  public:
   // Both lanes of a pair must call these.
   __device__ __forceinline__ void load(const float* address) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) quads_[h] = load_quad<ALIGNED, PASSING>(pair_quad(address, h));
+    for (int h = 0; h < 2; ++h) quads_[h] = load_quad<ALIGNED, STREAMING>(pair_quad(address, h));
   }
 
   __device__ __forceinline__ void to_floats(float (&x)[8]) const {

@@ -11,7 +11,7 @@ struct SumPartsParams {
   const void* own;  // part `place`, if there is one
   float* shard;
   float* squares;
-  int count, place;
+  int count, group_rank;
   float factor;
   bool add;
 };
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads) sum_elements_kernel(const __grid_con
     const T* next = static_cast<const T*>(p.parts) + at;
     float sum = -0.f;  // + x is x, also where x is -0
     for (int j = 0; j < p.count; ++j, next += p.distance)
-      sum += to_float(j == p.place ? static_cast<const T*>(p.own)[at] : *next);
+      sum += to_float(j == p.group_rank ? static_cast<const T*>(p.own)[at] : *next);
     sum *= p.factor;
     p.shard[at] = p.add ? p.shard[at] + sum : sum;
   }
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T>) sum_blocks_kernel(cons
       Eight<T, true, true> loaded[kBatch];
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        if (first + j < p.count) loaded[j].load(first + j == p.place ? own : next);
+        if (first + j < p.count) loaded[j].load(first + j == p.group_rank ? own : next);
         next += p.distance;
       }
 #pragma unroll
@@ -88,8 +88,8 @@ __global__ void __launch_bounds__(kThreads, kResident<T>) sum_blocks_kernel(cons
 }  // namespace
 
 void run(const SumParts& op, CUstream_st* stream) {
-  with_type(op.part_type, [&](auto type) {
-    using T = typename decltype(type)::type;
+  with_dtype(op.part_dtype, [&](auto dtype) {
+    using T = typename decltype(dtype)::type;
     SumPartsParams params{op.parts,
                           op.elements,
                           op.distance,
@@ -97,7 +97,7 @@ void run(const SumParts& op, CUstream_st* stream) {
                           op.shard,
                           op.squares,
                           int(op.part_count),
-                          op.own ? int(op.place) : -1,
+                          op.own ? int(op.group_rank) : -1,
                           op.factor,
                           op.add};
     const bool aligned = is_aligned(op.parts, 16) && is_aligned(op.own, 16) && is_aligned(op.shard, 16) &&
@@ -113,7 +113,7 @@ void run(const SumParts& op, CUstream_st* stream) {
     params.shard += done;
     params.elements -= done;
     if (params.elements) launch<sum_elements_kernel<T>>((params.elements + kWarp - 1) / kWarp, stream, params);
-    if (op.squares && !blocks) run(SumSquares{op.shard, Type::fp32, op.elements, op.squares}, stream);
+    if (op.squares && !blocks) run(SumSquares{op.shard, DType::fp32, op.elements, op.squares}, stream);
   });
 }
 

@@ -31,9 +31,9 @@ __device__ __forceinline__ uint64_t first_element(const SumQuantizeParams& p, co
   return uint64_t(target.block) << p.writer.log_block;
 }
 
-// Sums with as many landings as BYTES of shared memory have room for. Each warp of a block has landings of its own.
-template <Codes In, int RUN, int SCALES, int BYTES>
-using BlockSums = TileSums<In, RUN, SCALES, BYTES / (kThreads / kWarp) / int(sizeof(Landing<In, RUN, SCALES>))>;
+// Sums with as many stages as BYTES of shared memory have room for. Each warp of a block has stages of its own.
+template <CodeType In, int RUN, int SCALES, int BYTES>
+using BlockSums = TileSums<In, RUN, SCALES, BYTES / (kThreads / kWarp) / int(sizeof(Stage<In, RUN, SCALES>))>;
 
 inline SumQuantizeParams params_of(const SumQuantize& op, int elements_a_lane) {
   const int64_t blocks = op.elements / op.output_format.block;

@@ -67,11 +67,11 @@ class TileErrors {
     for (int first = 0; first < kQuads; first += kTogether) {
       __syncwarp();  // what was here is read
 #pragma unroll
-      for (int q = 0; q < kTogether; ++q) shared_[place_of_quad(q * kWarp + lane_index())] = loaded_[first + q];
+      for (int q = 0; q < kTogether; ++q) shared_[swizzled(q * kWarp + lane_index())] = loaded_[first + q];
       __syncwarp();
 #pragma unroll
       for (int q = 0; q < kTogether; ++q)
-        ErrorQuad<T>::add(shared_[place_of_quad(lane_index() * kTogether + q)], x, (first + q) * ErrorQuad<T>::kSize);
+        ErrorQuad<T>::add(shared_[swizzled(lane_index() * kTogether + q)], x, (first + q) * ErrorQuad<T>::kSize);
     }
   }
 
@@ -83,13 +83,13 @@ class TileErrors {
       __syncwarp();
 #pragma unroll
       for (int q = 0; q < kTogether; ++q)
-        shared_[place_of_quad(lane_index() * kTogether + q)] =
+        shared_[swizzled(lane_index() * kTogether + q)] =
             ErrorQuad<T>::of(lost, (first + q) * ErrorQuad<T>::kSize);
       __syncwarp();
 #pragma unroll
       for (int q = 0; q < kTogether; ++q) {
         if (changed >> owner_of(q) & 1)
-          errors_[quad_of(tile, first + q)] = shared_[place_of_quad(q * kWarp + lane_index())];
+          errors_[quad_of(tile, first + q)] = shared_[swizzled(q * kWarp + lane_index())];
       }
     }
   }
@@ -112,17 +112,17 @@ class TileErrors {
   uint4 loaded_[kQuads];
 };
 
-template <Codes In, Codes Out, typename T, int RUN, int SCALES>
+template <CodeType In, CodeType Out, typename T, int RUN, int SCALES>
 __global__ void __launch_bounds__(kThreads, RUN == 32 ? 2 : 1)
     sum_quantize_error_kernel(const __grid_constant__ SumQuantizeParams p) {
   // Within 48 KiB beside `shared`, which is 16 KiB for 32 elements a lane and 8 KiB for 64.
   using Sums = BlockSums<In, RUN, SCALES, RUN == 32 ? 30 << 10 : 40 << 10>;
   using Errors = TileErrors<T, RUN>;
-  __shared__ typename Sums::Landings landings[kThreads / kWarp];
+  __shared__ typename Sums::Stages stages[kThreads / kWarp];
   __shared__ typename Errors::Shared shared[kThreads / kWarp];
   uint32_t tile = warp_index();
   if (tile >= p.tiles) return;
-  Sums sums(p.addends, landings[threadIdx.x / kWarp], tile, warp_count(), p.runs);
+  Sums sums(p.addends, stages[threadIdx.x / kWarp], tile, warp_count(), p.runs);
   Errors errors(p, shared[threadIdx.x / kWarp]);
   errors.load(tile);
   for (; tile < p.tiles; tile += warp_count()) {
@@ -139,13 +139,13 @@ __global__ void __launch_bounds__(kThreads, RUN == 32 ? 2 : 1)
       const bool finite = bits_of(scale.stored) != kNanBits;  // else a NaN would live on
       errors.store(tile, lost, target.active && finite);
     };
-    const Quotient place = p.by_message_blocks(target.block);
-    write_block<Out>(p.writer, p.lanes, p.writer.message(place.quotient), place.remainder, first_element(p, target), x,
+    const Quotient position = p.by_message_blocks(target.block);
+    write_block<Out>(p.writer, p.lanes, p.writer.message(position.quotient), position.remainder, first_element(p, target), x,
                      target.active, keep_lost);
   }
 }
 
-template <Codes In, Codes Out, typename T>
+template <CodeType In, CodeType Out, typename T>
 void launch_codes(const SumQuantize& op, CUstream_st* stream) {
   if (op.output_format.block <= kWarp * 32)  // a warp has to hold a block
     return launch_tiles<sum_quantize_error_kernel<In, Out, T, 32, 1>>(op, 32, stream);
@@ -155,10 +155,10 @@ void launch_codes(const SumQuantize& op, CUstream_st* stream) {
 }  // namespace
 
 void run_with_error(const SumQuantize& op, CUstream_st* stream) {
-  with_codes(op.format.codes, [&](auto in) {
-    with_codes(op.output_format.codes, [&](auto out) {
-      with_type(op.error_type, [&](auto type) {
-        launch_codes<decltype(in)::value, decltype(out)::value, typename decltype(type)::type>(op, stream);
+  with_code_type(op.format.code_type, [&](auto in) {
+    with_code_type(op.output_format.code_type, [&](auto out) {
+      with_dtype(op.error_dtype, [&](auto dtype) {
+        launch_codes<decltype(in)::value, decltype(out)::value, typename decltype(dtype)::type>(op, stream);
       });
     });
   });

@@ -15,15 +15,15 @@ struct Addends {
   Addends(const uint8_t* messages, const Format& format, int64_t elements, int64_t count)
       : reader(messages, format, elements), count(index_of(count)) {
     index_of(elements / 16);  // so that what lanes hold, and 16 bytes of codes, can be counted in 32 bits
-    const float largest_code = format.codes == Codes::fp8 ? 448.f : float(1 << (bits_of_code(format.codes) - 1));
+    const float largest_code = format.code_type == CodeType::fp8 ? 448.f : float(1 << (bits_of_code(format.code_type) - 1));
     fused_below = format.scales == Scales::fp32 ? 0.f : 0x1.fffffep127f / largest_code;
   }
 };
 
-enum class Step { set, fused, apart };
+enum class Accumulate { set, fused, separate };
 
 // sum becomes fl(code * scale), or fl(sum + fl(code * scale)) as an fma or as two steps; `count` elements from `from`.
-template <Codes C, Step STEP, int RUN>
+template <CodeType C, Accumulate MODE, int RUN>
 __device__ __forceinline__ void add_run(const uint32_t (&words)[words_of<C>(RUN)], float scale, float (&sum)[RUN],
                                         int from, int count) {
 #pragma unroll
@@ -35,9 +35,9 @@ __device__ __forceinline__ void add_run(const uint32_t (&words)[words_of<C>(RUN)
     decode_codes<C>(part, codes);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      if constexpr (STEP == Step::set) sum[i + j] = codes[j] * scale;
-      if constexpr (STEP == Step::fused) sum[i + j] = fmaf(codes[j], scale, sum[i + j]);
-      if constexpr (STEP == Step::apart) sum[i + j] += codes[j] * scale;
+      if constexpr (MODE == Accumulate::set) sum[i + j] = codes[j] * scale;
+      if constexpr (MODE == Accumulate::fused) sum[i + j] = fmaf(codes[j], scale, sum[i + j]);
+      if constexpr (MODE == Accumulate::separate) sum[i + j] += codes[j] * scale;
     }
   }
 }
@@ -63,9 +63,9 @@ __device__ __forceinline__ void wait_for_all_groups_but() {
 }
 
 // What a warp reads of one message at a time: RUN elements a lane, and SCALES scales of them. Of all lanes' 16 bytes
-// number q is at place_of_quad(q).
-template <Codes C, int RUN, int SCALES>
-struct alignas(128) Landing {
+// number q is at swizzled(q).
+template <CodeType C, int RUN, int SCALES>
+struct alignas(128) Stage {
   static constexpr int kQuads = words_of<C>(RUN) / 4;  // a lane
   uint4 quads[kWarp * kQuads];
   uint32_t scale_words[SCALES][kWarp];
@@ -76,28 +76,28 @@ struct alignas(128) Landing {
 };
 
 // Sums of messages, in order, of tiles: RUN neighbouring elements a lane, which lie in SCALES blocks. What the next
-// LANDINGS steps add is on its way to shared memory, whichever tile it belongs to: registers have no room for as many
+// STAGES steps add is on its way to shared memory, whichever tile it belongs to: registers have no room for as many
 // bytes as the memory's latency asks for. Lanes behind the end of the messages get some of what is before it.
-template <Codes C, int RUN, int SCALES, int LANDINGS>
+template <CodeType C, int RUN, int SCALES, int STAGES>
 class TileSums {
  public:
-  using Landings = Landing<C, RUN, SCALES>[LANDINGS];
+  using Stages = Stage<C, RUN, SCALES>[STAGES];
 
-  // `landings` is this warp's. Its tiles are `first`, `first` + `step` and so on as far as there are `runs` runs of
+  // `stages` is this warp's. Its tiles are `first`, `first` + `step` and so on as far as there are `runs` runs of
   // elements: one at least.
-  __device__ __forceinline__ TileSums(const Addends& addends, Landings& landings, uint32_t first, uint32_t step,
+  __device__ __forceinline__ TileSums(const Addends& addends, Stages& stages, uint32_t first, uint32_t step,
                                       uint32_t runs)
       : addends_(addends),
-        oldest_(landings),
-        end_(landings + LANDINGS),
+        oldest_(stages),
+        end_(stages + STAGES),
         coming_(first),
         step_(step),
         runs_(runs),
-        own_(16 * place_of_quad(lane_index() * kQuads)),
-        row_(16 * place_of_quad(lane_index())) {
+        own_(16 * swizzled(lane_index() * kQuads)),
+        row_(16 * swizzled(lane_index())) {
     point_at_tile();
 #pragma unroll
-    for (int s = 0; s < LANDINGS; ++s) load_next(landings[s]);
+    for (int s = 0; s < STAGES; ++s) load_next(stages[s]);
   }
 
   // The sum of `tile`, which is the next one.
@@ -111,8 +111,8 @@ class TileSums {
   }
 
  private:
-  using OneLanding = Landing<C, RUN, SCALES>;
-  static constexpr int kQuads = OneLanding::kQuads;
+  using OneStage = Stage<C, RUN, SCALES>;
+  static constexpr int kQuads = OneStage::kQuads;
   static constexpr int kPart = RUN / SCALES;  // elements of one scale
 
   // Parts are counted from the beginning of a message.
@@ -134,16 +134,16 @@ class TileSums {
   }
 
   // A group of copies, of nothing behind the last tile.
-  __device__ __forceinline__ void load_next(OneLanding& landing) {
+  __device__ __forceinline__ void load_next(OneStage& stage) {
     if (coming_ * kWarp < runs_) {
 #pragma unroll
       for (int q = 0; q < kQuads; ++q) {
-        copy_16_bytes(&landing.quad_at(place_of_row(q)), quads_[q]);
+        copy_16_bytes(&stage.quad_at(row_byte(q)), quads_[q]);
         quads_[q] += addends_.reader.bytes;
       }
 #pragma unroll
       for (int i = 0; i < SCALES; ++i) {
-        copy_4_bytes(&landing.scale_words[i][lane_index()], scale_words_[i]);
+        copy_4_bytes(&stage.scale_words[i][lane_index()], scale_words_[i]);
         scale_words_[i] += addends_.reader.bytes;
       }
       if (--left_ == 0) {
@@ -156,13 +156,13 @@ class TileSums {
 
   template <bool FIRST>
   __device__ __forceinline__ void add_message(const uint32_t (&selectors)[SCALES], float (&sum)[RUN]) {
-    OneLanding& landing = *oldest_;
-    wait_for_all_groups_but<LANDINGS - 1>();
+    OneStage& stage = *oldest_;
+    wait_for_all_groups_but<STAGES - 1>();
     if constexpr (kQuads > 1) __syncwarp();  // other lanes' copies
     uint32_t words[words_of<C>(RUN)];
 #pragma unroll
     for (int q = 0; q < kQuads; ++q) {
-      const uint4 four = landing.quad_at(place_of_own(q));
+      const uint4 four = stage.quad_at(own_byte(q));
       words[4 * q] = four.x;
       words[4 * q + 1] = four.y;
       words[4 * q + 2] = four.z;
@@ -170,27 +170,27 @@ class TileSums {
     }
     float scales[SCALES];
 #pragma unroll
-    for (int i = 0; i < SCALES; ++i) scales[i] = scale_of_word(landing.scale_words[i][lane_index()], selectors[i]);
+    for (int i = 0; i < SCALES; ++i) scales[i] = scale_of_word(stage.scale_words[i][lane_index()], selectors[i]);
 #pragma unroll
     for (int i = 0; i < SCALES; ++i) {
       if constexpr (FIRST)
-        add_run<C, Step::set>(words, scales[i], sum, i * kPart, kPart);
+        add_run<C, Accumulate::set>(words, scales[i], sum, i * kPart, kPart);
       else if (fabsf(scales[i]) < addends_.fused_below)
-        add_run<C, Step::fused>(words, scales[i], sum, i * kPart, kPart);
+        add_run<C, Accumulate::fused>(words, scales[i], sum, i * kPart, kPart);
       else
-        add_run<C, Step::apart>(words, scales[i], sum, i * kPart, kPart);
+        add_run<C, Accumulate::separate>(words, scales[i], sum, i * kPart, kPart);
     }
     if constexpr (kQuads > 1) __syncwarp();  // all have read
-    load_next(landing);
-    if (++oldest_ == end_) oldest_ -= LANDINGS;
+    load_next(stage);
+    if (++oldest_ == end_) oldest_ -= STAGES;
   }
 
-  // 16 * place_of_quad(lane_index() * kQuads + q), and 16 * place_of_quad(q * kWarp + lane_index()).
-  __device__ __forceinline__ uint32_t place_of_own(int q) const { return own_ ^ 16 * q; }
-  __device__ __forceinline__ uint32_t place_of_row(int q) const { return (row_ ^ 64 * (q % 2)) + 16 * kWarp * q; }
+  // 16 * swizzled(lane_index() * kQuads + q), and 16 * swizzled(q * kWarp + lane_index()).
+  __device__ __forceinline__ uint32_t own_byte(int q) const { return own_ ^ 16 * q; }
+  __device__ __forceinline__ uint32_t row_byte(int q) const { return (row_ ^ 64 * (q % 2)) + 16 * kWarp * q; }
 
   const Addends& addends_;
-  OneLanding *oldest_, *end_;      // the one that is added next
+  OneStage *oldest_, *end_;      // the one that is added next
   uint32_t coming_, step_, runs_;  // the tile that is loaded next
   uint32_t left_;                  // messages of it
   uint32_t own_, row_;

@@ -22,7 +22,7 @@ from megatron_zpp.zero.communication import build_communication
 from megatron_zpp.zero.gathers import Gathers, Phase
 from megatron_zpp.zero.hooks import register_hooks
 from megatron_zpp.zero.loss_scale import LossScale
-from megatron_zpp.zero.optimizer import MOMENTS, build_adamw
+from megatron_zpp.zero.optimizer import build_optimizer
 from megatron_zpp.zero.reductions import Reductions
 from megatron_zpp.zero.sections import (
     BACKWARD,
@@ -35,7 +35,6 @@ from megatron_zpp.zero.sections import (
 from megatron_zpp.zero.unit import Residency, Unit
 
 WEIGHTS = "weights"
-STATE_KINDS = (WEIGHTS, *MOMENTS)
 
 # Of (B, T + 1) tokens inputs and targets overlap by T - 1; else the arguments of the model, targets second.
 Batch: TypeAlias = Tensor | Sequence[Tensor | None]
@@ -118,14 +117,14 @@ class ZeroEngine:
         self._gathers = Gathers(
             self.units, communication.gather, secondary, prefetch, sections, model.recomputed_units()
         )
-        self._adamw = build_adamw(optimizer, self.units, communication, fused_backend, operations)
+        self._optimizer = build_optimizer(optimizer, self.units, communication, fused_backend, operations)
         alone = topology.world_size == 1 and not zero.zero_quantized_gradients
         self._reductions = Reductions(
             self.units,
             communication.reduction,
             residency,
             sent,
-            sums=not (alone and self._adamw.accepts_16bit_gradients),
+            sums=not (alone and self._optimizer.accepts_16bit_gradients),
         )
         self._hooks = register_hooks(
             [module for _, module in named_modules], self.units, self._gathers, self._reductions
@@ -162,7 +161,7 @@ class ZeroEngine:
         return loss.detach()
 
     def step(self, learning_rate: float) -> StepResult:
-        """One AdamW step on the mean gradient of the micro-batches since the last step.
+        """One optimizer step on the mean gradient of the micro-batches since the last step.
 
         A NaN or Inf in the gradients of any rank skips the step on every rank: all see the same norm.
         """
@@ -173,7 +172,7 @@ class ZeroEngine:
         shrink = torch.ones_like(grad_norm)
         if self._clip_grad > 0:
             shrink = torch.clamp((grad_norm + 1e-6) / self._clip_grad, min=1.0)
-        self._gathers.write_gather_source(self._adamw.step(learning_rate, divisor * shrink, found_inf))
+        self._gathers.write_gather_source(self._optimizer.step(learning_rate, divisor * shrink, found_inf))
         self._reductions.release()
         self.loss_scale.update(found_inf)
         self._reductions.settle_errors(
@@ -223,11 +222,16 @@ class ZeroEngine:
 
     @property
     def optimizer_steps(self) -> int:
-        """Steps that AdamW has taken: skipped ones do not count."""
-        return int(self._adamw.steps.item())
+        """Steps that the optimizer has taken; skipped ones do not count."""
+        return int(self._optimizer.steps.item())
+
+    @property
+    def state_kinds(self) -> tuple[str, ...]:
+        """What a checkpoint saves per unit: the weights, and the states of the optimizer."""
+        return (WEIGHTS, *self._optimizer.state_names)
 
     def shards(self, kind: str) -> list[Tensor]:
-        """This rank's shard (shard_numel,) fp32 of the weights or a moment, by unit: not a copy.
+        """This rank's shard (shard_numel,) fp32 of one of `state_kinds`, by unit: not a copy.
 
         At stage 0, where every rank has all, the shard that it would have at other stages.
         """
@@ -239,7 +243,7 @@ class ZeroEngine:
         ]
 
     def load_states(self, kind: str, read: Callable[[int, range], Tensor]) -> None:
-        """Takes over the weights or a moment; `read(unit, elements)` gives a part of a unit's flat buffer.
+        """Takes over one of `state_kinds`; `read(unit, elements)` gives a part of a unit's flat buffer.
 
         Elements behind the last parameter are not asked for. They are zero and stay zero.
         """
@@ -268,12 +272,12 @@ class ZeroEngine:
 
     def load_optimizer_steps(self, steps: int) -> None:
         """The inverse of `optimizer_steps`."""
-        self._adamw.steps.fill_(steps)
+        self._optimizer.steps.fill_(steps)
 
     def _flats(self, kind: str) -> list[Tensor]:
         if kind == WEIGHTS:
             return [unit.master for unit in self.units]
-        return [moments[kind] for moments in self._adamw.moments]
+        return [states[kind] for states in self._optimizer.states]
 
     def _begin_sums_of(self, gradients: int) -> None:
         """The sums of this step are of so many gradients; what feedback owes becomes the same multiple."""

@@ -276,7 +276,7 @@ def _sum_parts(
 ) -> None:
     """Sums `parts` (P, n) in order into the fp32 `total` (n,): over it, or added; `own` instead of one."""
     if operations is not None:
-        operations.sum_parts(parts, total, add=add, own=own, place=group_rank, squares=squares)
+        operations.sum_parts(parts, total, add=add, own=own, group_rank=group_rank, squares=squares)
         return
     if own is not None and own.data_ptr() == total.data_ptr():
         own = own.clone()
