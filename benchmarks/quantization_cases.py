@@ -1,4 +1,4 @@
-"""What benchmarks/quantization.py measures: operations, formats and their buffers."""
+"""The operations, formats and buffers that benchmarks/quantization.py measures."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +18,7 @@ ROTATED = replace(INT8, rotate=True)
 
 
 class Buffers(NamedTuple):
-    """One set of buffers: bytes that a call moves, our call, and the plain functions' arguments."""
+    """One set of buffers: the bytes that a call moves, our call, and the arguments of the plain functions."""
 
     bytes: int
     ours: Callable[[], None]
@@ -26,18 +26,18 @@ class Buffers(NamedTuple):
 
 
 class Case(NamedTuple):
-    """`build(ops, elements, device)` makes a set of buffers; `written` is compiled, `eager` run as it is."""
+    """`build(ops, elements, device)` makes a set of buffers; `written` is compiled, `eager` is not."""
 
     operation: str
     variant: str
     build: Callable[[Operations, int, torch.device], Buffers]
     written: Callable[..., Any]
     eager: Callable[..., Any]
-    element_bytes: int = 2  # of the numbers whose bytes a size counts
+    element_bytes: int = 2  # of the numbers that a size in megabytes refers to
 
 
 def all_cases() -> list[Case]:
-    """In the order of the operations' use."""
+    """All cases, in the order in which a step uses the operations."""
     return [*_one_message(), *_several_messages(), *_steps()]
 
 
@@ -51,8 +51,8 @@ def _one_message() -> list[Case]:
     build = partial(_quantize, format=INT8, seed=1)
     cases.append(Case("quantize", "int8/256, stochastic", build, written, written))
     for name, format in named:
-        written = partial(plain.dequantize_into, format=format)
-        cases.append(Case("dequantize", name, partial(_dequantize, format=format), written, written))
+        into = partial(plain.dequantize_into, format=format)
+        cases.append(Case("dequantize", name, partial(_dequantize, format=format), into, into))
     return cases
 
 
@@ -90,7 +90,7 @@ def _numbers(*shape: int, device: torch.device) -> Tensor:
 
 
 def _messages(ops: Operations, x: Tensor, format: QuantFormat) -> tuple[Tensor, list[plain.Quantized]]:
-    """x (P, m) as our messages and as the plain functions'."""
+    """x (P, m) encoded as our messages, and by the plain functions."""
     messages = torch.empty(len(x), format.message_bytes(x.shape[1]), dtype=torch.uint8, device=x.device)
     ops.quantize(x, messages, format)
     return messages, [plain.quantize(row, format=format) for row in x]

@@ -227,7 +227,8 @@ TORCH_LIBRARY(megatron_zpp, library) {
       "dequantize(Tensor messages, Tensor(a!) output, str code_type, int block, ScalarType scales, bool rotate) -> ()");
   library.def(
       "sum_quantize(Tensor messages, Tensor(a!) output, str code_type, int block, ScalarType scales, "
-      "str output_code_type, int output_block, ScalarType output_scales, Tensor(b!)? error=None, int? seed=None) -> ()");
+      "str output_code_type, int output_block, ScalarType output_scales, Tensor(b!)? error=None, int? seed=None) "
+      "-> ()");
   library.def(
       "sum_into(Tensor messages, Tensor(a!) shard, str code_type, int block, ScalarType scales, bool rotate, "
       "float factor, bool add) -> ()");

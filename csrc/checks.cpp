@@ -45,8 +45,8 @@ int64_t count_of(const at::Tensor& matrix) { return matrix.dim() == 2 ? matrix.s
 // Kernels load and store 16 bytes at a time.
 void aligned(const char* op, const char* name, const at::Tensor& tensor) {
   const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
-  TORCH_CHECK_VALUE(address % kMessageAlignment == 0, op, ": ", name, " must begin at an address that is a multiple of ",
-                    kMessageAlignment, " bytes, got a remainder of ", address % kMessageAlignment, " bytes");
+  TORCH_CHECK_VALUE(address % kMessageAlignment == 0, op, ": the address of ", name, " must be a multiple of ",
+                    kMessageAlignment, ", got a remainder of ", address % kMessageAlignment);
 }
 
 // Rows must be contiguous and must not overlap.
@@ -119,8 +119,8 @@ void parts(const char* op, const at::Tensor& parts, const at::Tensor* own, int64
   TORCH_CHECK_VALUE(count_of(parts) >= 1 && is_one_of(parts.scalar_type(), kFloats), op,
                     ": parts must be float32, bfloat16 or float16 of shape (P >= 1, m), got ", shown(parts));
   contiguous_rows(op, "parts", parts);
-  TORCH_CHECK_VALUE(group_rank >= 0 && group_rank < parts.size(0), op, ": group_rank must be from 0 to ", parts.size(0) - 1, ", got ",
-                    group_rank);
+  TORCH_CHECK_VALUE(group_rank >= 0 && group_rank < parts.size(0), op, ": group_rank must be from 0 to ",
+                    parts.size(0) - 1, ", got ", group_rank);
   if (own) contiguous(op, "own", *own, {parts.scalar_type()}, {parts.size(1)});
 }
 

@@ -8,11 +8,12 @@ namespace megatron_zpp::cpu {
 
 namespace {
 
-// Which block of which message holds a block of a matrix whose rows go round the messages.
+// A block of a matrix, and the block of a message that holds it.
 struct BlockPosition {
   int64_t row, column, message, block;
 };
 
+// Row r of the matrix is in message r % message_count.
 struct MessageOrder {
   int64_t row_blocks, message_count;
   int block_elements;

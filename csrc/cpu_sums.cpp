@@ -10,7 +10,7 @@ namespace megatron_zpp::cpu {
 
 namespace {
 
-// The sum of `blocks` blocks of all messages, from `first` on, in order.
+// Sums `blocks` blocks from `first` on over all messages, in the order of the messages.
 template <CodeType C>
 void sum_blocks(const uint8_t* messages, int64_t count, const Format& format, const MessageLayout& layout,
                 int64_t first, int blocks, float* sum) {
@@ -27,7 +27,7 @@ void sum_blocks(const uint8_t* messages, int64_t count, const Format& format, co
   }
 }
 
-// error (n,) becomes what the encoding of x (n,) as block `block` of the message lost.
+// Sets error (n,) to the error of the encoding of x (n,) as block `block` of the message.
 template <CodeType C, typename T>
 void keep_error(const Writer& writer, int64_t block, float stored, const float* x, T* error) {
   const int n = writer.format.block;
@@ -41,7 +41,7 @@ void add_error(const T* error, int n, float* x) {
   for (int i = 0; i < n; ++i) x[i] += to_float(error[i]);
 }
 
-// Encodes x (output block,) of the sum as block `index` of all outputs, with feedback of the error if there is one.
+// Encodes a block x (n,) of the sum as block `index` of all outputs, with error feedback if op.error is not null.
 template <CodeType C>
 void write_block(const SumQuantize& op, const MessageLayout& layout, int64_t index, float* x, uint16_t* random) {
   const int n = op.output_format.block;
@@ -49,16 +49,16 @@ void write_block(const SumQuantize& op, const MessageLayout& layout, int64_t ind
   const int64_t message = index / layout.blocks, block = index % layout.blocks;
   const Writer writer{op.output + message * layout.bytes, op.output_format, layout};
   if (op.seed.given) fill_random(philox_keys(op.seed.value), start, n, random);
-  const uint16_t* given = op.seed.given ? random : nullptr;
+  const uint16_t* random_or_null = op.seed.given ? random : nullptr;
   if (op.error == nullptr) {
-    writer.write<C>(block, x, given);
+    writer.write<C>(block, x, random_or_null);
     return;
   }
   with_dtype(op.error_dtype, [&](auto dtype) {
     auto* error = static_cast<typename decltype(dtype)::type*>(op.error) + start;
     add_error(error, n, x);
-    const float stored = writer.write<C>(block, x, given).stored;
-    if (!std::isnan(stored)) keep_error<C>(writer, block, stored, x, error);  // else a NaN would live on
+    const float stored = writer.write<C>(block, x, random_or_null).stored;
+    if (!std::isnan(stored)) keep_error<C>(writer, block, stored, x, error);  // a NaN would be fed back for ever
   });
 }
 
@@ -79,7 +79,7 @@ void sum_quantize_blocks(const SumQuantize& op) {
   });
 }
 
-// shard (n,) gets sum * factor, or is added to by it.
+// Sets shard (n,) to sum * factor, or adds that to it.
 void put(const float* sum, int n, float factor, bool add, float* shard) {
   if (add)
     for (int i = 0; i < n; ++i) shard[i] = shard[i] + sum[i] * factor;
@@ -90,7 +90,8 @@ void put(const float* sum, int n, float factor, bool add, float* shard) {
 template <typename T>
 void sum_part_elements(const SumParts& op) {
   const auto part = [&](int64_t p) {
-    return static_cast<const T*>(op.own && p == op.group_rank ? op.own : static_cast<const T*>(op.parts) + p * op.distance);
+    const bool is_own = op.own != nullptr && p == op.group_rank;
+    return is_own ? static_cast<const T*>(op.own) : static_cast<const T*>(op.parts) + p * op.distance;
   };
   at::parallel_for(0, op.elements, kGrainElements, [&](int64_t begin, int64_t end) {
     alignas(64) float sum[kLargestBlock];
@@ -106,7 +107,8 @@ void sum_part_elements(const SumParts& op) {
   });
 }
 
-// Of a block, in the order of a warp: eight elements a lane, then halves of the lanes onto each other.
+// The sum of squares of a block, in the order of a warp: eight elements per lane, then across lanes, lane i and
+// lane i + 16, then i and i + 8, and so on.
 template <typename T>
 float sum_of_squares(const T* block) {
   constexpr int kLanes = kSquaresBlock / 8;

@@ -5,19 +5,19 @@ namespace megatron_zpp::cuda {
 
 namespace {
 
-constexpr int kElements = 32;             // of a lane at a time
-constexpr int kTile = kElements * kWarp;  // of a warp
+constexpr int kElements = 32;             // per lane and iteration
+constexpr int kTile = kElements * kWarp;  // per warp and iteration
 
 struct DequantizeParams {
   Reader reader;
   MessageOrder position_of;
   void* output;
   int64_t row_stride;
-  uint32_t blocks;  // of all rows
+  uint32_t blocks;  // in all rows
   bool rotate;
 };
 
-// Neighbouring lanes hold neighbouring runs of RUN elements: two or four of them are the 32 of a rotation.
+// Neighbouring lanes hold neighbouring runs of RUN elements; the runs of two or four lanes are rotated together.
 template <CodeType C, typename T, int RUN, bool ALIGNED>
 __global__ void __launch_bounds__(kThreads, 4) dequantize_kernel(const __grid_constant__ DequantizeParams p) {
   constexpr int kRuns = kElements / RUN;
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads, 4) dequantize_kernel(const __grid_co
       const uint32_t element = (uint32_t(tile * kTile) & in_block) + RUN * (r * kWarp + lane_index());
       const uint32_t block = first + (element >> log_block), start = element & in_block;
       active[r] = block < p.blocks;
-      const BlockPosition position = p.position_of(min(block, p.blocks - 1));  // lanes behind the end read the last block once more
+      const BlockPosition position = p.position_of(min(block, p.blocks - 1));  // past the end: the last block again
       const uint8_t* message = p.reader.message(position.message);
       const uint64_t at = (uint64_t(position.block) << log_block) + start;
       load_words(p.reader.codes_at<C>(message, at), words[r]);
@@ -81,7 +81,7 @@ void launch_tiles(const Dequantize& op, CUstream_st* stream) {
     launch<dequantize_kernel<C, T, RUN, false>>(tiles, stream, params, kGridsForAll);
 }
 
-// Longer runs take fewer shuffles to rotate. Not of fp32, whose eights a lane stores together with its neighbour.
+// Longer runs need fewer shuffles to rotate, but fp32 needs runs of eight, which neighbouring lanes store together.
 template <CodeType C, typename T>
 void launch_runs(const Dequantize& op, CUstream_st* stream) {
   if constexpr (sizeof(T) == 2) {

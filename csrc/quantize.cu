@@ -8,24 +8,25 @@ namespace {
 struct QuantizeParams {
   const void* input;
   int64_t columns, row_stride;
-  uint32_t blocks;  // of all rows
+  uint32_t blocks;  // in all rows
   MessageOrder position_of;
   Lanes lanes;
   Writer writer;
   bool rotate;
 };
 
-// V vectors of eight elements a lane and block. Small blocks go several at a time, so that four loads are under way.
+// V vectors of eight elements per lane and block. Several small blocks are encoded at a time, to have four loads in
+// flight.
 template <CodeType C, typename T, int V, bool ALIGNED>
 __global__ void __launch_bounds__(kThreads, V == 8 ? 2 : 4) quantize_kernel(const __grid_constant__ QuantizeParams p) {
-  constexpr int kBlocks = V >= 4 ? 1 : 4 / V;  // at a time
+  constexpr int kBlocks = V >= 4 ? 1 : 4 / V;  // per iteration
   const uint32_t groups = p.lanes.groups(), tile = groups * kBlocks;
   for (uint32_t first = warp_index() * tile; first < p.blocks; first += warp_count() * tile) {
     BlockPosition position[kBlocks];
     Eight<T, ALIGNED> loaded[kBlocks][V];
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      // Lanes behind the end load the last block once more.
+      // Lanes past the end load the last block again.
       position[b] = p.position_of(min(first + b * groups + p.lanes.group(), p.blocks - 1));
       const T* block = static_cast<const T*>(p.input) + position[b].row * p.row_stride +
                        (int64_t(position[b].column_block) << p.writer.log_block);
@@ -49,14 +50,14 @@ __global__ void __launch_bounds__(kThreads, V == 8 ? 2 : 4) quantize_kernel(cons
   }
 }
 
-// With rotation a lane has K runs of 32 elements, which it rotates alone. Its loads go through the first-level cache:
-// neighbouring lanes access neighbouring 64 bytes.
+// With rotation a lane has K runs of 32 elements, which it rotates without shuffles. Neighbouring lanes access
+// neighbouring 64 bytes, so the first-level cache combines their loads.
 template <CodeType C, typename T, int K, bool ALIGNED>
 __global__ void __launch_bounds__(kThreads, K == 1 ? 4 : 2)
     quantize_rotated_kernel(const __grid_constant__ QuantizeParams p) {
   const uint32_t groups = p.lanes.groups();
   for (uint32_t first = warp_index() * groups; first < p.blocks; first += warp_count() * groups) {
-    // Lanes behind the end load the last block once more.
+    // Lanes past the end load the last block again.
     const BlockPosition position = p.position_of(min(first + p.lanes.group(), p.blocks - 1));
     const uint64_t column = uint64_t(position.column_block) << p.writer.log_block;
     const T* block = static_cast<const T*>(p.input) + position.row * p.row_stride + column;
@@ -76,8 +77,8 @@ __global__ void __launch_bounds__(kThreads, K == 1 ? 4 : 2)
       rotate(x[k]);
     }
     const bool active = first + p.lanes.group() < p.blocks;
-    write_block<C>(p.writer, p.lanes, p.writer.message(position.message), position.block, position.row * p.columns + column, x,
-                   active);
+    write_block<C>(p.writer, p.lanes, p.writer.message(position.message), position.block,
+                   position.row * p.columns + column, x, active);
   }
 }
 

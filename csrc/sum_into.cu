@@ -5,11 +5,11 @@ namespace megatron_zpp::cuda {
 
 namespace {
 
-// A lane reads 16 bytes of a message at a time.
+// Elements per lane: 16 bytes of a message.
 template <CodeType C>
 constexpr int kRun = 128 / bits_of_code(C);
 
-// Quads of elements that a lane holds.
+// Quads per lane.
 template <CodeType C>
 constexpr int kQuads = kRun<C> / 4;
 
@@ -25,14 +25,14 @@ struct SumIntoParams {
 template <CodeType C>
 using Sums = TileSums<C, kRun<C>, 1, 3>;
 
-// What becomes of a quad of the shard.
+// The new value of a quad of the shard.
 __device__ __forceinline__ float4 put(const float4& sum, const float4& old, float factor, bool add) {
   const float4 r = {sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
   if (!add) return r;
   return {old.x + r.x, old.y + r.y, old.z + r.z, old.w + r.w};
 }
 
-// A run of each lane goes through shared memory, so that the lanes access rows of the shard that have no gaps.
+// Exchanges the lanes' runs through shared memory, so that the warp accesses the shard in contiguous rows.
 template <CodeType C, bool ALIGNED>
 __device__ __forceinline__ void store_tile(const SumIntoParams& p, uint32_t tile, const float (&sum)[kRun<C>],
                                            float4 (&shared)[kWarp * kQuads<C>]) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ void store_tile(const SumIntoParams& p, uint32_t tile
   __syncwarp();
   const int64_t start = int64_t(tile) * (kWarp * kRun<C>) + 4 * lane_index();
   float* shard = p.shard + start;
-  constexpr int kRow = 4 * kWarp, kRows = 4;  // at a time
+  constexpr int kRow = 4 * kWarp, kRows = 4;  // elements per row; rows loaded at a time
 #pragma unroll
   for (int first = 0; first < kQuads<C>; first += kRows) {
     float4 old[kRows] = {};

@@ -8,22 +8,22 @@ namespace {
 struct SumPartsParams {
   const void* parts;
   int64_t elements, distance;
-  const void* own;  // part `place`, if there is one
+  const void* own;  // the part of rank `group_rank`, if it is stored elsewhere
   float* shard;
   float* squares;
-  int count, group_rank;
+  int count, group_rank;  // group_rank is -1 without `own`
   float factor;
   bool add;
 };
 
-// One element a thread: what is left of blocks, and where nothing is aligned. Not through the read-only cache: the
-// shard may be one of the parts.
+// One element per thread, for the rest after whole blocks and for unaligned tensors. Loads must not use the read-only
+// cache, because the shard may be one of the parts.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) sum_elements_kernel(const __grid_constant__ SumPartsParams p) {
   const int64_t step = int64_t(gridDim.x) * kThreads;
   for (int64_t at = int64_t(blockIdx.x) * kThreads + threadIdx.x; at < p.elements; at += step) {
     const T* next = static_cast<const T*>(p.parts) + at;
-    float sum = -0.f;  // + x is x, also where x is -0
+    float sum = -0.f;  // -0 + x is x, even if x is -0
     for (int j = 0; j < p.count; ++j, next += p.distance)
       sum += to_float(j == p.group_rank ? static_cast<const T*>(p.own)[at] : *next);
     sum *= p.factor;
@@ -31,14 +31,14 @@ __global__ void __launch_bounds__(kThreads) sum_elements_kernel(const __grid_con
   }
 }
 
-// Blocks of threads that a multiprocessor has registers for: the most at which none are spilled.
+// Thread blocks per multiprocessor: the most without spilled registers.
 template <typename T>
 constexpr int kResident = sizeof(T) == 4 ? 5 : 6;
 
-// A warp has a block of kSquaresBlock elements at a time, a lane eight of them.
+// A warp sums kSquaresBlock elements at a time, eight per lane.
 template <typename T, bool SQUARES>
 __global__ void __launch_bounds__(kThreads, kResident<T>) sum_blocks_kernel(const __grid_constant__ SumPartsParams p) {
-  constexpr int kBatch = 2;  // parts whose loads are under way together
+  constexpr int kBatch = 2;  // parts whose loads are in flight together
   for (int64_t block = warp_index(); block < p.elements / kSquaresBlock; block += warp_count()) {
     const int64_t at = block * kSquaresBlock + 8 * lane_index();
     const T* next = static_cast<const T*>(p.parts) + at;

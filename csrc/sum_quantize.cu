@@ -1,11 +1,11 @@
-// sum_quantize without feedback of the error on a GPU.
+// sum_quantize without error feedback on a GPU.
 #include "sum_quantize.cuh"
 
 namespace megatron_zpp::cuda {
 
 namespace {
 
-// RUN elements a lane. Much is done once a lane and block, so 64 are better than 32.
+// RUN elements per lane. There is much work per lane and block, so 64 are better than 32.
 template <CodeType In, CodeType Out, int RUN, int SCALES>
 __global__ void __launch_bounds__(kThreads, RUN == 32 ? 3 : 2)
     sum_quantize_kernel(const __grid_constant__ SumQuantizeParams p) {
@@ -18,9 +18,9 @@ __global__ void __launch_bounds__(kThreads, RUN == 32 ? 3 : 2)
     float x[1][RUN];
     sums.next(tile, x[0]);
     const Target target = target_of(p, tile);
-    const Quotient position = p.by_message_blocks(target.block);
-    write_block<Out>(p.writer, p.lanes, p.writer.message(position.quotient), position.remainder, first_element(p, target), x,
-                     target.active);
+    const Quotient output = p.by_message_blocks(target.block);
+    write_block<Out>(p.writer, p.lanes, p.writer.message(output.quotient), output.remainder, first_element(p, target),
+                     x, target.active);
   }
 }
 

@@ -5,7 +5,7 @@ namespace megatron_zpp::cuda {
 
 namespace {
 
-constexpr int kAtOnce = 4;  // blocks of a warp whose loads are under way together
+constexpr int kAtOnce = 4;  // blocks per warp whose loads are in flight together
 
 struct SumSquaresParams {
   const void* input;

@@ -1,4 +1,4 @@
-"""Encodes and decodes blocks of fp32 numbers: the arithmetic of the reference."""
+"""Encode and decode blocks of fp32 numbers: the arithmetic of the reference."""
 
 import torch
 from torch import Tensor

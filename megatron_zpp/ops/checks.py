@@ -228,7 +228,7 @@ def _messages_of_rows(op: str, messages: Tensor, rows: Tensor, format: QuantForm
 
 
 def _numel_of_messages(op: str, messages: Tensor, format: QuantFormat) -> int:
-    """Returns m of messages (P, message_bytes(m))."""
+    """Return m of messages (P, message_bytes(m))."""
     if messages.dim() == 2 and len(messages) >= 1:
         numel = messages.shape[1] // format.block_bytes * format.block
         _exactly(op, "messages", messages, torch.uint8, (len(messages), format.message_bytes(numel)))

@@ -1,4 +1,4 @@
-"""Loads the kernels, or the reference if they cannot be built."""
+"""Load the kernels, or the reference if they cannot be built."""
 
 import inspect
 import os
@@ -44,7 +44,7 @@ def load_operations(device_type: str, *, require_kernels: bool, say: Callable[[s
 
 
 def load_kernels(device_type: str, say: Callable[[str], None]) -> None:
-    """Loads the library of csrc/ as torch.ops.megatron_zpp, also for torch.compile. Raises BuildError.
+    """Load the library of csrc/ as torch.ops.megatron_zpp, also for torch.compile. Raises BuildError.
 
     Loads it once per process, because torch keeps one set of operators of a name.
     """

@@ -23,7 +23,7 @@ class Operations:
     def quantize(
         self, input: Tensor, messages: Tensor, format: QuantFormat, *, seed: int | None = None
     ) -> None:
-        """Encodes `input` (R, n) fp32, bf16 or fp16 into `messages` (G, message_bytes(R/G · n)) uint8.
+        """Encode `input` (R, n) fp32, bf16 or fp16 into `messages` (G, message_bytes(R/G · n)) uint8.
 
         Row r becomes part r // G of message r % G. Rows may be any stride apart. Rounding is stochastic with
         a `seed`, which must differ between calls, and to nearest without one.
@@ -44,7 +44,7 @@ class Operations:
         error: Tensor | None = None,
         seed: int | None = None,
     ) -> None:
-        """Sums `messages` (P, message_bytes(m)) and encodes the sum as `output` (G, message_bytes(m/G)).
+        """Sum `messages` (P, message_bytes(m)) and encode the sum as `output` (G, message_bytes(m/G)).
 
         Part g of the sum becomes message g. `error` (m,) fp32, bf16 or fp16 is added to the sum, and is then
         overwritten by the error of this encoding. The sum of rotated messages is rotated, so both formats
@@ -60,7 +60,7 @@ class Operations:
     def sum_into(
         self, messages: Tensor, shard: Tensor, format: QuantFormat, *, factor: float = 1.0, add: bool = False
     ) -> None:
-        """Writes `factor` times the sum of `messages` (P, message_bytes(m)) to `shard` (m,) fp32.
+        """Write `factor` times the sum of `messages` (P, message_bytes(m)) to `shard` (m,) fp32.
 
         With `add`, the result is added to the shard.
         """
@@ -77,7 +77,7 @@ class Operations:
         group_rank: int = 0,
         squares: Tensor | None = None,
     ) -> None:
-        """Writes `factor` times the sum of `parts` (P, m) fp32, bf16 or fp16 to `shard` (m,) fp32.
+        """Write `factor` times the sum of `parts` (P, m) fp32, bf16 or fp16 to `shard` (m,) fp32.
 
         With `add`, the result is added to the shard, which may be a row of fp32 `parts`. Row r is the part of
         rank r of a group. `own` (m,) is the part of `group_rank` if it is stored elsewhere; its row of
@@ -86,7 +86,7 @@ class Operations:
         self._kernels.sum_parts(parts, shard, factor, add, own, group_rank, squares)
 
     def sum_squares(self, input: Tensor, sums: Tensor) -> None:
-        """Writes the sum of the squares of each 256 elements of `input` (m,) to `sums` (m / 256,) fp32.
+        """Write the sum of the squares of each 256 elements of `input` (m,) to `sums` (m / 256,) fp32.
 
         The order of the additions is fixed, so equal elements give equal bits wherever they are stored.
         """

@@ -62,7 +62,7 @@ def quantize(
 def dequantize(
     messages: Tensor, output: Tensor, code_type: CodeType, block: int, scales: torch.dtype, rotate: bool
 ) -> None:
-    """Decodes `messages` (G, message_bytes(R/G · n)) into `output` (R, n): the inverse of `quantize`.
+    """Decode `messages` (G, message_bytes(R/G · n)) into `output` (R, n): the inverse of `quantize`.
 
     Raises ValueError (`checks.dequantize`).
     """
@@ -93,7 +93,7 @@ def sum_quantize(
     error: Tensor | None = None,
     seed: int | None = None,
 ) -> None:
-    """Sums `messages` (P, message_bytes(m)) in order and encodes part g of the sum as message g of `output`.
+    """Sum `messages` (P, message_bytes(m)) in order and encode part g of the sum as message g of `output`.
 
     `output` is (G, message_bytes(m / G)). `error` (m,) is added to the sum and then overwritten by the error
     of the encoding, except in blocks that are not finite. Rotated messages give a rotated sum. Raises
@@ -216,7 +216,7 @@ def adamw(
     host_scalars: Sequence[float],
     decayed: int,
 ) -> None:
-    """Takes one step of AdamW (1711.05101, algorithm 2) on fp32 tensors (m,); see `AdamWScalars.packed`.
+    """Take one step of AdamW (1711.05101, algorithm 2) on fp32 tensors (m,); see `AdamWScalars.packed`.
 
     `gradient` may have 16 bits. The first `decayed` elements have weight decay. `gather_source` (m,) is set
     to the new weights in its own dtype. Nothing is written if `found_inf` is not 0. Raises ValueError
@@ -284,7 +284,7 @@ def _scales_of(stored: Tensor, scales: torch.dtype) -> Tensor:
 
 
 def _tiles(rows: int, columns: int, block: int) -> list[tuple[slice, slice]]:
-    """Splits a (rows, columns) matrix into tiles of about TILE elements, in whole blocks."""
+    """Split a (rows, columns) matrix into tiles of about TILE elements, in whole blocks."""
     width = min(columns, TILE)
     height = max(1, TILE // max(width, 1))
     return [

@@ -5,7 +5,7 @@ An `Optimizer` steps all units of a rank. DeviceOptimizer and OffloadedOptimizer
 """
 
 from collections.abc import Iterator
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.grad_segments import GradSegment
 from megatron_zpp.zero.unit import Unit
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # the states of AdamW, as checkpoints name them
+MOMENTS: tuple[str, ...] = ("exp_avg", "exp_avg_sq")  # the states of AdamW, as checkpoints name them
 Scalars = TypeVar("Scalars")
 
 
@@ -30,9 +30,7 @@ class Optimizer(Protocol):
     """
 
     state_names: tuple[str, ...]
-    states: list[
-        dict[str, Tensor]
-    ]  # by unit and name; each like the unit's `master`: fp32, the same elements
+    states: list[dict[str, Tensor]]  # by unit and name; each fp32 and as large as the unit's `master`
     steps: Tensor  # (); steps taken so far, skipped ones not included
     accepts_16bit_gradients: bool
 
@@ -102,7 +100,7 @@ class OffloadedOptimizer(Generic[Scalars]):
     """Steps on the CPU, which holds the master weights and the states.
 
     Gradients and new weights are copied on a separate stream, so that both copies overlap with the steps of
-    other units. The host waits for the device twice: for the divisor, and for the gradients of each unit.
+    other units. The host waits for the device: for the divisor, then for the gradients of each unit.
     """
 
     accepts_16bit_gradients = False
@@ -159,7 +157,9 @@ class ApexAdamW:
         self._units, self._gather = units, gather
         self.states = [_zero_states(unit, MOMENTS) for unit in units]
         self.steps = torch.zeros((), device=units[0].master.device)
-        groups = [{"params": [], "weight_decay": decay} for decay in (config.weight_decay, 0.0)]
+        groups: list[dict[str, Any]] = [
+            {"params": [], "weight_decay": decay} for decay in (config.weight_decay, 0.0)
+        ]
         # Unit, index into its segments (with and without weight decay), weights of that segment.
         self._weights: list[tuple[Unit, int, Tensor]] = []
         adam_states = {}

@@ -1,4 +1,4 @@
-"""What kernels and reference must agree on, bit for bit; the CPU's tests and the GPU's both run all of it."""
+"""Cases in which kernels and reference must agree bit for bit, for the tests of the CPU and of the GPU."""
 
 import itertools
 from collections.abc import Iterator
@@ -21,17 +21,17 @@ SEED = -0x1234_5678_9ABC_DEF  # both key words in use, as int64
 
 
 def garbage(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """An output buffer in which a place that is not written shows."""
+    """An output buffer in which unwritten elements are noticed."""
     return torch.full(shape, 165, dtype=dtype)
 
 
 def plain(format: QuantFormat) -> tuple[Any, ...]:
-    """The operators' arguments for a format, without `rotate`."""
+    """A format as the operators take it, without `rotate`."""
     return format.code_type, format.block, format.scales
 
 
 def quantize_and_back(code_type: str, block: int, device: str) -> None:
-    """Every scale format, number format, rotation and rounding, on every kind of block."""
+    """Every dtype of scales and numbers, rotation and rounding, on every kind of block."""
     rows, groups, n = 6, 3, block * -(-KINDS // 6)
     for scales, dtype, rotate, seed in itertools.product(SCALES, FLOATS, (False, True), (None, SEED)):
         format = QuantFormat(code_type, block, scales, rotate)
@@ -68,7 +68,7 @@ def largest_fp16_number(code_type: str, device: str) -> None:
 
 
 def row_orders(device: str) -> None:
-    """Every number of messages, odd counts of rows, rows that lie apart, and sizes beyond one thread's."""
+    """Several numbers of messages, odd numbers of rows, rows with gaps, and sizes beyond one thread's."""
     format = QuantFormat("int4", 32)
     for rows, groups in ((1, 1), (5, 5), (7, 1), (9, 3), (12, 4), (12, 6), (16, 8)):
         for n, gap in ((32, 0), (96, 32), (32 * 37, 8), (32, 1)):
@@ -89,7 +89,7 @@ def row_orders(device: str) -> None:
 
 
 def strided_output_keeps_its_gaps(device: str) -> None:
-    """Rows of an output may lie apart; what lies between them is someone else's."""
+    """Rows of an output may have gaps between them, which must not be written."""
     format = QuantFormat()
     messages = random_messages(2, format, 512).to(device)
     buffer = garbage(4, 300, dtype=torch.float32).to(device)
@@ -99,7 +99,7 @@ def strided_output_keeps_its_gaps(device: str) -> None:
 
 
 def sums(code_type: str, device: str) -> None:
-    """1 to 9 messages into a shard, over it or added, and encoded again. The last warp may be half empty."""
+    """Sum 1 to 9 messages into a shard, and encode sums. The last warp may be half empty."""
     for count in range(1, 10):
         format = QuantFormat(code_type, (32, 64, 256, 2048)[count % 4], SCALES[count % 2])
         for rotate, add in itertools.product((False, True), repeat=2):
@@ -138,7 +138,7 @@ def _elements(block: int) -> int:
 
 
 def _targets(count: int) -> Iterator[tuple[QuantFormat, int, torch.dtype | None, int | None]]:
-    """Output formats, numbers of parts, error formats and seeds; another selection for each `count`."""
+    """Output formats, numbers of parts, dtypes of errors and seeds; they differ between values of `count`."""
     parts = {32: (1, 4, 6, 16), 64: (1, 2, 4, 6), 128: (1, 3, 4, 6), 1024: (1, 2, 3), 2048: (1, 3)}
     formats = [
         QuantFormat(code_type, block, scales)
@@ -153,14 +153,14 @@ def _targets(count: int) -> Iterator[tuple[QuantFormat, int, torch.dtype | None,
 
 
 def plain_parts(device: str) -> None:
-    """Any m, also those that no vector divides; every number of parts and number format."""
+    """Any m, divisible by a vector's length or not; 1 to 9 parts of every dtype."""
     for m, count in itertools.product((0, 1, 3, 17, 1000, 4097), range(1, 10)):
         for dtype, add in itertools.product(FLOATS, (False, True)):
             parts = torch.stack([sprinkled(m, dtype, seed) for seed in range(count)])
             assert_agree("sum_parts", parts, torch.ones(m), 0.1, add, device=device)
             own = sprinkled(m, dtype, 77)
             assert_agree("sum_parts", parts, torch.ones(m), 0.1, add, own, count // 2, device=device)
-            columns = parts[:, : m // 2]  # rows lie apart
+            columns = parts[:, : m // 2]  # rows with gaps
             assert_agree("sum_parts", columns, torch.ones(m // 2), 0.1, add, device=device)
     for m, own, add in itertools.product((4099, 4100), range(5), (False, True)):  # 16-byte rows
         parts = torch.randn(5, m, generator=torch.Generator().manual_seed(1))
@@ -168,13 +168,13 @@ def plain_parts(device: str) -> None:
         in_place, shard = parts.to(device, copy=True), parts[own].to(device, copy=True)
         reference.sum_parts(parts, expected, 0.5, add)
         torch.ops.megatron_zpp.sum_parts(in_place, shard, 0.5, add, shard, own)
-        assert_same_bits(shard.cpu(), expected, f"in place of part {own}, which lies elsewhere")
+        assert_same_bits(shard.cpu(), expected, f"in place of part {own}, which is stored elsewhere")
         torch.ops.megatron_zpp.sum_parts(in_place, in_place[own], 0.5, add)
         assert_same_bits(in_place[own].cpu(), expected, f"in place of part {own}")
 
 
 def plain_parts_and_squares(device: str) -> None:
-    """Whole blocks, in rows as far apart as all vectors divide, some of them, or none."""
+    """Whole blocks, with distances between rows that are divisible by all, some or no vector lengths."""
     for blocks, count in itertools.product((0, 1, 2, 67), (1, 2, 4, 5, 9)):
         m = 256 * blocks
         for dtype, add, gap in itertools.product(FLOATS, (False, True), (0, 8, 4, 1)):
@@ -194,7 +194,7 @@ def plain_parts_and_squares(device: str) -> None:
 
 
 def squares(device: str) -> None:
-    """Sums of whole blocks, of numbers that are not all finite, where 16 bytes begin and where not."""
+    """Sums of whole blocks, of numbers that are not all finite, aligned to 16 bytes or not."""
     for blocks, dtype in itertools.product((0, 1, 2, 7, 1001), FLOATS):
         assert_agree("sum_squares", sprinkled(256 * blocks, dtype, blocks), torch.ones(blocks), device=device)
         behind = sprinkled(256 * blocks + 1, dtype, blocks)[1:]
@@ -202,7 +202,7 @@ def squares(device: str) -> None:
 
 
 def adamw_states(m: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Weights, gradients in `dtype` and moments (m,), some gradients tiny, huge or not finite."""
+    """Weights, gradients in `dtype` and moments (m,); some gradients are tiny, huge or not finite."""
     generator = torch.Generator().manual_seed(m)
     master, exp_avg = torch.randn(2, m, generator=generator)
     gradient = sprinkled(m, dtype, seed=m)
@@ -234,7 +234,7 @@ def adamw_scalars(
 
 
 def adamw_steps(device: str) -> None:
-    """Every format of weights and gradients, decayed prefixes, loss scales, and steps that are skipped."""
+    """Every dtype of weights and gradients, numbers of decayed elements, divisors, and skipped steps."""
     for m in (0, 1, 7, 1000, 1002, 4099, 40_001):
         for dtype, part in zip((None, torch.bfloat16, torch.float16), (0.0, 0.37, 1.0), strict=True):
             gather_source = None if dtype is None else garbage(m, dtype=dtype)
@@ -265,7 +265,7 @@ def adamw_steps(device: str) -> None:
 
 
 def nothing_at_all(device: str) -> None:
-    """Zero elements are fine."""
+    """Tensors without elements are valid."""
     format = QuantFormat()
     for rows, n in ((0, 256), (4, 0)):
         assert_agree(

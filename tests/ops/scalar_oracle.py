@@ -1,4 +1,4 @@
-"""The format, one number at a time: a third implementation, straight from its description.
+"""The format, one number at a time: a third implementation, made from its description.
 
 Slow on purpose: Python's exact fractions decide every rounding, so it shares no arithmetic with the reference
 or the kernels. numpy only stores fp32 numbers.
@@ -34,7 +34,7 @@ def rounded(x: Fraction, precision: int, smallest_exponent: int) -> Fraction:
 
 
 def fp32(x: Fraction) -> Fraction:
-    """One fp32 rounding (without overflow, which the tests' numbers stay clear of)."""
+    """One fp32 rounding; the numbers of the tests do not overflow."""
     return rounded(x, 24, -126)
 
 
@@ -49,7 +49,7 @@ def e4m3(x: Fraction) -> Fraction:
 
 
 def e4m3_byte(x: Fraction, negative: bool) -> int:
-    """The byte of a number that E4M3 has."""
+    """The byte of a number that is exact in E4M3."""
     magnitude = abs(x)
     if magnitude < Fraction(1, 64):
         code = int(magnitude * 512)
@@ -60,7 +60,7 @@ def e4m3_byte(x: Fraction, negative: bool) -> int:
 
 
 def rotated(x: list[Fraction]) -> list[Fraction]:
-    """32 numbers through the butterflies."""
+    """32 numbers multiplied by the Hadamard matrix / sqrt(32), one rounding per operation."""
     x = list(x)
     for h in (1, 2, 4, 8, 16):
         for i in range(32):
@@ -92,7 +92,7 @@ def encode_block(
 
 
 def encode_one(x: Fraction, inverse: Fraction, code_type: str, random: int | None) -> int:
-    """One code."""
+    """The code of one number."""
     u = None if random is None else Fraction(random, 2**16)
     y = fp32(x * inverse)
     if code_type == "fp8":
@@ -117,7 +117,7 @@ def message_of(
     rotate: bool = False,
     random: list[int] | None = None,
 ) -> bytes:
-    """The whole message of numbers (elements,)."""
+    """The message of numbers (elements,)."""
     code_bytes, scale_bytes = bytearray(), bytearray()
     for start in range(0, len(values), block):
         here = None if random is None else random[start : start + block]

@@ -1,4 +1,4 @@
-"""How far a decoded number may be from the number, derived from the formats; of the reference.
+"""Bounds of the error of a decoded number, derived from the formats and tested on the reference.
 
 The kernels give the same bits (test_kernels.py), so the bounds are theirs too.
 
@@ -37,7 +37,7 @@ def there_and_back(x: Tensor, format: QuantFormat, seed: int | None = None) -> t
 
 
 def bound(x: Tensor, stored: Tensor, format: QuantFormat, stochastic: bool) -> Tensor:
-    """The largest error that each number may have; see the top of the file."""
+    """The bound of the error of each number; see the top of the file."""
     x, step = x.double(), stored.double().abs()
     if format.code_type == "fp8":
         relative, subnormal = (2.0**-3, 2.0**-9) if stochastic else (2.0**-4, 2.0**-10)
@@ -70,7 +70,7 @@ def test_errors_are_within_the_formats_bound(
     seed: int | None,
     draw: int,
 ) -> None:
-    """Normal numbers to a power, so that blocks go from flat to one outlier above nothing."""
+    """Powers of normal numbers, so that blocks range from even ones to a single outlier."""
     format = QuantFormat(code_type, block, scales)
     x = torch.randn(8, 2 * block, generator=torch.Generator().manual_seed(draw))
     x = (x.sign() * x.abs() ** tail).clamp(-60, 60) * 2.0**magnitude
@@ -90,7 +90,7 @@ def test_stochastic_rounding_is_right_on_average(code_type: str, rotate: bool) -
     mean, variance = decoded.double().mean(0), decoded.double().var(0)
     # Rotated numbers of the same 32 may be clipped at the upper end, by up to one step: 9 / 2^(b-1) at most.
     clipped = 2 * x.abs().max() * 2.0 ** (1 - format.bits) if rotate and code_type != "fp8" else 0.0
-    # Where hardly any draw goes the other way, the variance that is seen may be zero.
+    # If hardly any draw rounds in one of the directions, the sample variance may be zero.
     unseen = (2 * x.abs().max() * 2.0**-format.bits) ** 2 * 4 / draws
     tolerance = 5 * ((variance + unseen) / draws).sqrt() + clipped + 1e-6 * x.abs().max()
     assert ((mean - x.double()).abs() <= tolerance).all()
@@ -100,7 +100,7 @@ def test_stochastic_rounding_is_right_on_average(code_type: str, rotate: bool) -
 @pytest.mark.parametrize(("dtype", "scales"), list(zip(FLOATS[:2], SCALES[::-1], strict=True)))
 @pytest.mark.parametrize("code_type", CODE_TYPES)
 def test_the_largest_magnitude_is_exact(code_type: str, dtype: torch.dtype, scales: torch.dtype) -> None:
-    """Its code is a power of two, and its scale needs no rounding: bf16 with bf16 scales, fp32 with fp32."""
+    """Its code is a power of two, and bf16 numbers with bf16 scales, or fp32 with fp32, round no scale."""
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
     x[:, 7] = 5.0 + torch.arange(64) / 32
     x[::2, 7] *= -1
@@ -158,7 +158,7 @@ def test_a_number_that_is_not_finite_arrives_as_nan_with_its_block(
 
 
 def test_what_the_rounding_of_a_scale_makes_infinite_is_not_fed_back() -> None:
-    """The largest number of fp32: a bf16 scale is rounded up, and then the decoded number has no room."""
+    """The bf16 scale of the largest fp32 number is rounded up, so the decoded number overflows."""
     source, target = QuantFormat("int8", 32, torch.float32), QuantFormat("int4", 64)
     x = torch.zeros(1, 64)
     x[0, 5], x[0, 6] = torch.finfo(torch.float32).max, 1e37
@@ -175,7 +175,7 @@ def test_what_the_rounding_of_a_scale_makes_infinite_is_not_fed_back() -> None:
 
 
 def test_a_block_that_is_not_finite_leaves_its_error_alone() -> None:
-    """A NaN that came once must not come again with the error."""
+    """A NaN of one step must not return in the next one with the error."""
     source, target = QuantFormat("int8", 32), QuantFormat("int4", 64)
     x = torch.randn(1, 256, generator=torch.Generator().manual_seed(3))
     x[0, 70] = float("nan")
@@ -192,7 +192,7 @@ def test_a_block_that_is_not_finite_leaves_its_error_alone() -> None:
 
 
 def test_error_feedback_sends_everything_in_the_end() -> None:
-    """The mean of what was sent over N rounds is off by one error / N, not by an error."""
+    """The mean of the messages of N rounds differs by an error / N from the exact value."""
     source, target, rounds = QuantFormat("int8", 32, torch.float32), QuantFormat("int4", 64), 50
     messages = garbage(2, source.message_bytes(256))
     x = torch.randn(2, 256, generator=torch.Generator().manual_seed(4))
@@ -209,7 +209,7 @@ def test_error_feedback_sends_everything_in_the_end() -> None:
 
 
 def test_fp16_saturates_but_keeps_infinity_out_of_finite_numbers() -> None:
-    """A finite number past 65504 becomes 65504: a gather must not make weights infinite."""
+    """A finite number above 65504 becomes 65504, because a gather must not make weights infinite."""
     format = QuantFormat("int8", 32)
     x = torch.full((1, 64), 70000.0)
     x[0, 32:] = -1e30

@@ -1,4 +1,4 @@
-"""Message sizes, and what is no format."""
+"""Sizes of messages, and invalid formats."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The compiled CPU operations against the reference: every bit."""
+"""The compiled CPU operations equal the reference bit for bit."""
 
 import pytest
 import torch
@@ -113,7 +113,7 @@ def test_any_parts_of_a_sum_encode_the_same(
     error: torch.dtype | None,
     seed: int | None,
 ) -> None:
-    """Parts need not be whole blocks of the messages that come in, as long as the sum is."""
+    """Parts need not be whole blocks of the input messages, if the sum is."""
     part = blocks * target.block
     groups *= source.block // torch.gcd(torch.tensor(source.block), torch.tensor(part)).item()
     messages = cases.random_messages(count, source, groups * part, seed=blocks)

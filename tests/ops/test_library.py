@@ -1,4 +1,4 @@
-"""The operators as torch sees them, what serves without a compiler, and what is refused in which words."""
+"""The operators in torch, the substitute without a compiler, and the messages of invalid arguments."""
 
 import re
 from dataclasses import replace
@@ -238,7 +238,7 @@ def test_kernels_and_reference_refuse_in_the_same_words(
 
 
 def test_every_operation_of_the_object_runs_the_operator() -> None:
-    """Formats arrive as the operators' arguments, in their order."""
+    """Formats and scalars are passed as the operators' arguments, in their order."""
     seen = {}
 
     class Recorder:

@@ -1,4 +1,4 @@
-"""The reference against the format's description in exact fractions, one number at a time."""
+"""The reference equals the format's description in exact fractions, one number at a time."""
 
 import itertools
 
@@ -49,7 +49,7 @@ def test_an_element_has_its_own_16_bits() -> None:
 @pytest.mark.parametrize("scales", SCALES)
 @pytest.mark.parametrize("code_type", CODE_TYPES)
 def test_messages(code_type: str, scales: torch.dtype, rotate: bool) -> None:
-    """Every kind of block but those with negative zeros, which fractions do not have, to nearest and not."""
+    """Every kind of block except negative zeros, which fractions lack; both roundings."""
     block = 32
     x = awkward(2, block * KINDS, block, torch.float32)
     x = torch.where(x == 0, 0.0, x)
@@ -68,7 +68,7 @@ def test_messages(code_type: str, scales: torch.dtype, rotate: bool) -> None:
 
 
 def test_two_rows_a_message_and_their_random_numbers() -> None:
-    """Row r goes to message r % G, to place r // G; the generator goes by the place in the input."""
+    """Row r is part r // G of message r % G; random numbers depend on the position in the input."""
     format, groups = QuantFormat("int4", 32), 3
     x = torch.randn(6, 96, generator=torch.Generator().manual_seed(2))
     messages = garbage(groups, format.message_bytes(192))
@@ -84,7 +84,7 @@ def test_two_rows_a_message_and_their_random_numbers() -> None:
 
 @pytest.mark.parametrize("code_type", CODE_TYPES)
 def test_every_code_decodes(code_type: str) -> None:
-    """All bytes but E4M3's NaNs, with an awkward scale."""
+    """All codes, with a scale that is inexact in fp32."""
     format = QuantFormat(code_type, 256, torch.float32)
     stored = np.float32(-0.3)
     message = torch.zeros(1, format.message_bytes(256), dtype=torch.uint8)
@@ -108,7 +108,7 @@ def test_every_code_decodes(code_type: str) -> None:
 
 
 def test_sums_are_in_order_and_the_error_is_what_is_lost() -> None:
-    """sum_into, sum_parts and sum_quantize against numpy's fp32, message after message."""
+    """sum_into, sum_parts and sum_quantize equal numpy's fp32 sums, one message after the other."""
     source, target = QuantFormat("int4", 32), QuantFormat("int8", 64, torch.float32)
     parts = (
         torch.randn(5, 192, generator=torch.Generator().manual_seed(4)) * torch.logspace(-3, 3, 5)[:, None]
@@ -139,7 +139,7 @@ def test_sums_are_in_order_and_the_error_is_what_is_lost() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_sums_of_squares_are_within_their_roundings(dtype: torch.dtype) -> None:
-    """Of 256 squares each is rounded, and goes through 7 sums in its lane and 5 over the lanes."""
+    """Each of 256 squares is rounded, and takes part in 7 additions in its lane and 5 across lanes."""
     x = torch.randn(100 * 256, generator=torch.Generator().manual_seed(2)).to(dtype)
     sums = torch.empty(100)
     reference.sum_squares(x, sums)

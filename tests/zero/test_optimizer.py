@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.ops import reference
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.optimizer import DeviceOptimizer, KernelAdamW, TorchAdamW
+from megatron_zpp.zero.optimizer import DeviceOptimizer, KernelAdamW, ShardSegment, TorchAdamW
 from tests.zero.engines import engine_of, weights_of
 
 VOCAB = 101
@@ -58,3 +59,40 @@ def test_a_skipped_step_leaves_every_state_alone(kernel: bool) -> None:
     for unit, moments, states in zip(engine.units, engine._optimizer.states, before, strict=True):
         for state, old in zip((unit.master, unit.gather_source, *moments.values()), states, strict=True):
             assert torch.equal(state, old)
+
+
+class SGD:
+    """Stochastic gradient descent with momentum, an update rule beside AdamW."""
+
+    state_names = ("momentum",)
+    accepts_16bit_gradients = False
+
+    def scalars(
+        self, steps: Tensor, learning_rate: float, divisor: Tensor, found_inf: Tensor
+    ) -> tuple[float, Tensor]:
+        return learning_rate, divisor
+
+    def step(self, shard: ShardSegment, gradient: Tensor, scalars: tuple[float, Tensor]) -> None:
+        learning_rate, divisor = scalars
+        (momentum,) = shard.states
+        momentum.mul_(0.9).add_(gradient / divisor)
+        shard.master.sub_(learning_rate * momentum)
+
+
+def test_another_rule_steps_and_names_what_a_checkpoint_saves() -> None:
+    """The weights after three steps are those of torch.optim.SGD on the same gradients."""
+    engine = engine_of(MODEL, VOCAB, optimizer=OptimizerConfig(clip_grad=0.0))
+    engine._optimizer = DeviceOptimizer(SGD(), engine.units)
+    weights = [unit.master.clone().requires_grad_() for unit in engine.units]
+    torchs = torch.optim.SGD(weights, lr=1e-2, momentum=0.9)
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(3):
+        engine.accumulate(torch.randint(VOCAB, (3, 17), generator=generator), index=0, micro_batches=1)
+        for unit, weight in zip(engine.units, weights, strict=True):
+            weight.grad = unit.gradient.clone()
+        engine.step(1e-2)
+        torchs.step()
+    for unit, weight in zip(engine.units, weights, strict=True):
+        torch.testing.assert_close(unit.master, weight.detach())
+    assert engine.state_kinds == ("weights", "momentum")
+    assert [len(shard) for shard in engine.shards("momentum")] == [len(unit.master) for unit in engine.units]
