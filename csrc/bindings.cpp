@@ -65,8 +65,8 @@ void quantize(const Tensor& input, const Tensor& messages, std::string_view code
   checks::messages_of_rows("quantize", messages, input, format);
   checks::same_device("quantize", {{"input", &input}, {"messages", &messages}});
   if (input.numel() == 0) return;
-  const Quantize op{input.const_data_ptr(), dtype_of(input),     input.size(0),    input.size(1), input.stride(0),
-                    bytes_of(messages),     messages.size(0),   format,           seed_of(seed)};
+  const Quantize op{input.const_data_ptr(), dtype_of(input),  input.size(0), input.size(1), input.stride(0),
+                    bytes_of(messages),     messages.size(0), format,        seed_of(seed)};
   run_on(input, op);
 }
 
@@ -78,7 +78,7 @@ void dequantize(const Tensor& messages, const Tensor& output, std::string_view c
   checks::same_device("dequantize", {{"messages", &messages}, {"output", &output}});
   if (output.numel() == 0) return;
   const Dequantize op{const_bytes_of(messages), messages.size(0), format,         output.mutable_data_ptr(),
-                      dtype_of(output),          output.size(0),   output.size(1), output.stride(0)};
+                      dtype_of(output),         output.size(0),   output.size(1), output.stride(0)};
   run_on(output, op);
 }
 
@@ -160,8 +160,8 @@ AdamwScalars unpacked(const char* op, const Tensor& master, at::TensorList devic
   checks::adamw_scalars(op, master, device_scalars, host_scalars);
   const double learning_rate = host_scalars[0], beta1 = host_scalars[1], beta2 = host_scalars[2];
   const double eps = host_scalars[3], weight_decay = host_scalars[4];
-  const AdamwConstants constants{float(beta1), float(1 - beta1),     float(beta2),
-                                 float(1 - beta2), float(eps), float(learning_rate),
+  const AdamwConstants constants{float(beta1),     float(1 - beta1), float(beta2),
+                                 float(1 - beta2), float(eps),       float(learning_rate),
                                  float(learning_rate * weight_decay)};
   return {const_floats_of(device_scalars[0]), const_floats_of(device_scalars[1]), const_floats_of(device_scalars[2]),
           constants};
