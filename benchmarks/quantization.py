@@ -1,13 +1,13 @@
-"""The fused operations: bytes a second over those of a copy, plain torch and torch.compile, in the same run.
+"""The rate of the fused operations, compared with a copy, plain torch and torch.compile in the same run.
 
     python benchmarks/quantization.py [--sizes 64 512 2048] [--operations quantize adamw] [--quick]
 
-A size is the megabytes of bf16 numbers that go in or come out, of all messages together where messages are
-summed, and of the fp32 weights for AdamW. Bytes are what the operation's definition reads and writes, each
+A size is the megabytes of the bf16 input or output, of all messages together if messages are
+summed, and of the fp32 weights for AdamW. Bytes are those that the operation must read and write, each
 once; the copy is torch's copy_ of buffers of the same total size. A time is the median of batches of calls
-between two CUDA events, queued behind a sleeping kernel, so that launching from the host does not count;
-calls take turns on as many sets of buffers as exceed the L2 cache (on a CPU 64 MB) four times. On a CPU it is
-wall-clock, and nothing is compiled.
+between two CUDA events, queued after a sleeping kernel so that the host's launches do not count;
+calls alternate between sets of buffers of at least four times the L2 cache (on a CPU 64 MB). On a CPU it is
+wall-clock time, and nothing is compiled.
 """
 
 import sys
@@ -47,7 +47,7 @@ class Settings(Options):
     output: str = option(str(Path(__file__).parent / "results"), "Directory of the result.")
 
     def check(self) -> None:
-        """Operations that there are."""
+        """Raise ValueError for an unknown operation."""
         known = sorted({case.operation for case in all_cases()})
         for operation in self.operations:
             if operation not in known:
@@ -55,7 +55,7 @@ class Settings(Options):
 
 
 class Stopwatch:
-    """Seconds of a call on one device."""
+    """Measures the seconds per call on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -63,11 +63,11 @@ class Stopwatch:
         self.cached = torch.cuda.get_device_properties(device).L2_cache_size if on_gpu else 64 * MEGABYTE
 
     def sets(self, moved: int) -> int:
-        """How many sets of buffers of `moved` bytes do not stay in the cache."""
+        """The number of sets of buffers of `moved` bytes that do not fit in the cache."""
         return max(1, -(-4 * self.cached // moved))
 
     def seconds(self, calls: list[Call]) -> float:
-        """Of one call, which take turns."""
+        """Seconds per call, with the calls in turn."""
         turns = cycle(calls)
         for _ in range(max(2, len(calls))):  # also compiles
             next(turns)()
@@ -103,7 +103,7 @@ def copy_seconds(watch: Stopwatch, moved: int) -> float:
 def measure(
     case: Case, ops: Operations, megabytes: int, watch: Stopwatch, compiled: Call | None
 ) -> dict[str, Any]:
-    """One line of the result."""
+    """One row of the result."""
     elements = megabytes * MEGABYTE // case.element_bytes
     sets: list[Buffers] = [case.build(ops, elements, watch.device)]
     moved = sets[0].bytes
@@ -141,7 +141,7 @@ def main() -> None:
     for case in all_cases():
         if settings.operations and case.operation not in settings.operations:
             continue
-        torch._dynamo.reset()  # functions of other formats count as recompilations of this one
+        torch._dynamo.reset()  # torch would count functions of other formats as recompilations
         compiled = torch.compile(case.written, dynamic=True) if compiles else None
         for megabytes in sizes:
             lines.append(measure(case, ops, megabytes, watch, compiled))

@@ -1,4 +1,4 @@
-"""What benchmarks/quantization.py measures: operations, formats and their buffers."""
+"""The operations, formats and buffers that benchmarks/quantization.py measures."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import plain_quantization as plain
+from megatron_zpp.ops.adamw import AdamWScalars
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.operations import Operations
 
@@ -17,7 +18,7 @@ ROTATED = replace(INT8, rotate=True)
 
 
 class Buffers(NamedTuple):
-    """One set of buffers: bytes that a call moves, our call, and the plain functions' arguments."""
+    """One set of buffers: the bytes that a call moves, our call, and the arguments of the plain functions."""
 
     bytes: int
     ours: Callable[[], None]
@@ -25,18 +26,18 @@ class Buffers(NamedTuple):
 
 
 class Case(NamedTuple):
-    """`build(ops, elements, device)` makes a set of buffers; `written` is compiled, `eager` run as it is."""
+    """`build(ops, elements, device)` makes a set of buffers; `written` is compiled, `eager` is not."""
 
     operation: str
     variant: str
     build: Callable[[Operations, int, torch.device], Buffers]
     written: Callable[..., Any]
     eager: Callable[..., Any]
-    element_bytes: int = 2  # of the numbers whose bytes a size counts
+    element_bytes: int = 2  # of the numbers that a size in megabytes refers to
 
 
 def all_cases() -> list[Case]:
-    """In the order of the operations' use."""
+    """All cases, in the order in which a step uses the operations."""
     return [*_one_message(), *_several_messages(), *_steps()]
 
 
@@ -50,8 +51,8 @@ def _one_message() -> list[Case]:
     build = partial(_quantize, format=INT8, seed=1)
     cases.append(Case("quantize", "int8/256, stochastic", build, written, written))
     for name, format in named:
-        written = partial(plain.dequantize_into, format=format)
-        cases.append(Case("dequantize", name, partial(_dequantize, format=format), written, written))
+        into = partial(plain.dequantize_into, format=format)
+        cases.append(Case("dequantize", name, partial(_dequantize, format=format), into, into))
     return cases
 
 
@@ -79,7 +80,7 @@ def _steps() -> list[Case]:
     fused = partial(plain.fused_adamw_quantize, format=INT8)
     return [
         Case("sum_squares", "bf16", _sum_squares, plain.sum_squares, plain.sum_squares),
-        Case("adamw", "publishes bf16", _adamw, plain.adamw, plain.fused_adamw, 4),
+        Case("adamw", "writes bf16", _adamw, plain.adamw, plain.fused_adamw, 4),
         Case("adamw_quantize", "int8/256", _adamw_quantize, written, fused, 4),
     ]
 
@@ -89,7 +90,7 @@ def _numbers(*shape: int, device: torch.device) -> Tensor:
 
 
 def _messages(ops: Operations, x: Tensor, format: QuantFormat) -> tuple[Tensor, list[plain.Quantized]]:
-    """x (P, m) as our messages and as the plain functions'."""
+    """x (P, m) encoded as our messages, and by the plain functions."""
     messages = torch.empty(len(x), format.message_bytes(x.shape[1]), dtype=torch.uint8, device=x.device)
     ops.quantize(x, messages, format)
     return messages, [plain.quantize(row, format=format) for row in x]
@@ -164,29 +165,33 @@ def _sum_squares(ops: Operations, elements: int, device: torch.device) -> Buffer
     return Buffers(x.nbytes + sums.nbytes, partial(ops.sum_squares, x, sums), (x, torch.empty_like(sums)))
 
 
-def _states(elements: int, device: torch.device) -> tuple[list[Tensor], dict[str, Any]]:
-    """Weights, gradients and both moments; and everything after the tensors."""
+def _states(elements: int, device: torch.device) -> tuple[list[Tensor], AdamWScalars]:
+    """Weights, gradients and both moments; and the scalars of the first step."""
     states = [torch.randn(elements, device=device) for _ in range(4)]
     states[3].square_()
-    scalars = {
-        "divisor": torch.ones((), device=device),
-        "found_inf": torch.zeros((), device=device),
-        "bias_corrections": torch.tensor([0.1, 0.05], device=device),
-    }
-    numbers = {"learning_rate": 3e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-    return states, {**scalars, **numbers, "decayed": elements}
+    return states, AdamWScalars(
+        divisor=torch.ones((), device=device),
+        found_inf=torch.zeros((), device=device),
+        bias_corrections=torch.tensor([0.1, 0.05], device=device),
+        learning_rate=3e-4,
+        beta1=0.9,
+        beta2=0.95,
+        eps=1e-8,
+        weight_decay=0.1,
+    )
 
 
 def _adamw(ops: Operations, elements: int, device: torch.device) -> Buffers:
-    states, settings = _states(elements, device)
+    states, scalars = _states(elements, device)
     states.append(torch.empty(elements, device=device, dtype=torch.bfloat16))
-    ours = partial(ops.adamw, *states, **settings)
+    tensors: tuple[Any, ...] = (*states, scalars)
+    ours = partial(ops.adamw, *tensors, decayed=elements)
     return Buffers(7 * states[0].nbytes + states[4].nbytes, ours, tuple(states))
 
 
 def _adamw_quantize(ops: Operations, elements: int, device: torch.device) -> Buffers:
-    states, settings = _states(elements, device)
+    states, scalars = _states(elements, device)
     message = torch.empty(INT8.message_bytes(elements), dtype=torch.uint8, device=device)
-    tensors: tuple[Any, ...] = (*states, message, INT8)
-    ours = partial(ops.adamw_quantize, *tensors, **settings)
+    tensors: tuple[Any, ...] = (*states, message, INT8, scalars)
+    ours = partial(ops.adamw_quantize, *tensors, decayed=elements)
     return Buffers(7 * states[0].nbytes + message.nbytes, ours, tuple(states))

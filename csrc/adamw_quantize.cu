@@ -7,17 +7,17 @@ namespace megatron_zpp::cuda {
 namespace {
 
 struct AdamwQuantizeParams {
-  Adamw step;
+  AdamwStep step;
   uint32_t blocks;
   Lanes lanes;
   Writer writer;
   bool rotate;
 };
 
-// Steps the lane's own eight elements from `at` on and gives their new weights. Both lanes of a pair must call this;
-// the states go through memory as quads of the pair.
+// Steps this lane's eight elements, which begin at `at`, and returns their new weights. Both lanes of a pair must call
+// this, because they load and store the states together, as quads.
 template <bool ALIGNED>
-__device__ __forceinline__ void step_eight(const Adamw& op, const AdamwScalars& scalars, int64_t at, bool active,
+__device__ __forceinline__ void step_eight(const AdamwStep& op, const AdamwFactors& factors, int64_t at, bool active,
                                            float (&weights)[8]) {
   AdamwQuad<float, ALIGNED> quads[2];
   float4 weight_quads[2];
@@ -26,7 +26,7 @@ __device__ __forceinline__ void step_eight(const Adamw& op, const AdamwScalars& 
   for (int h = 0; h < 2; ++h) quads[h].load(op, starts[h]);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    quads[h].step(op, scalars, starts[h]);
+    quads[h].step(op, factors, starts[h]);
     if (active) quads[h].store(op, starts[h]);
     weight_quads[h] = quads[h].weight;
   }
@@ -34,28 +34,28 @@ __device__ __forceinline__ void step_eight(const Adamw& op, const AdamwScalars& 
   to_eight(weight_quads, weights);
 }
 
-template <Codes C, int V, bool ALIGNED>
+template <CodeType C, int V, bool ALIGNED>
 __global__ void __launch_bounds__(kThreads, V == 8 ? 1 : 2)
     adamw_quantize_kernel(const __grid_constant__ AdamwQuantizeParams p) {
-  if (*p.step.found_inf != 0) return;
-  const AdamwScalars scalars = load_scalars(p.step);
+  if (*p.step.scalars.found_inf != 0) return;
+  const AdamwFactors factors = load_factors(p.step);
   const uint32_t groups = p.lanes.groups();
   for (uint32_t first = warp_index() * groups; first < p.blocks; first += warp_count() * groups) {
     const bool active = first + p.lanes.group() < p.blocks;
-    // Lanes behind the end read the last block once more; they write nothing.
+    // Lanes past the end read the last block again and write nothing.
     const uint32_t block = min(first + p.lanes.group(), p.blocks - 1);
     const int64_t start = int64_t(block) << p.writer.log_block;
     float x[V][8];
 #pragma unroll
     for (int v = 0; v < V; ++v) {
-      step_eight<ALIGNED>(p.step, scalars, start + p.lanes.run<8>(v), active, x[v]);
+      step_eight<ALIGNED>(p.step, factors, start + p.lanes.run<8>(v), active, x[v]);
       if (p.rotate) rotate(x[v]);
     }
     write_block<C>(p.writer, p.lanes, p.writer.messages, block, 0, x, active);
   }
 }
 
-template <Codes C, int V>
+template <CodeType C, int V>
 void launch_vectors(const AdamwQuantize& op, CUstream_st* stream) {
   const AdamwQuantizeParams params{
       op.step,
@@ -74,8 +74,8 @@ void launch_vectors(const AdamwQuantize& op, CUstream_st* stream) {
 }  // namespace
 
 void run(const AdamwQuantize& op, CUstream_st* stream) {
-  with_codes(op.format.codes, [&](auto codes) {
-    constexpr Codes C = decltype(codes)::value;
+  with_code_type(op.format.code_type, [&](auto code_type) {
+    constexpr CodeType C = decltype(code_type)::value;
     switch (vectors_a_lane(op.format.block)) {
       case 1: return launch_vectors<C, 1>(op, stream);
       case 4: return launch_vectors<C, 4>(op, stream);

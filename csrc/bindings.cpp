@@ -1,4 +1,4 @@
-// The operators of torch.ops.megatron_zpp: checks, then launches.
+// The operators of torch.ops.megatron_zpp: each checks its arguments and launches the operation.
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
@@ -21,33 +21,35 @@ namespace {
 using at::ScalarType;
 using at::Tensor;
 
-// Runs a checked operation on the device of `where`, on its current stream if it is a GPU.
+// Runs a checked operation on the device of `tensor`: on the CPU, or on the current stream of its GPU.
 template <typename Op>
-void run_on(const Tensor& where, const Op& op) {
-  if (where.is_cpu()) return cpu::run(op);
+void run_on(const Tensor& tensor, const Op& op) {
+  if (tensor.is_cpu()) return cpu::run(op);
 #ifdef WITH_CUDA
-  const c10::cuda::CUDAGuard guard(where.device());
+  const c10::cuda::CUDAGuard guard(tensor.device());
   cuda::run(op, c10::cuda::getCurrentCUDAStream().stream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 #else
-  TORCH_CHECK_VALUE(false, "megatron_zpp: no kernels for device ", where.device());
+  TORCH_CHECK_VALUE(false, "megatron_zpp: tensors must be on a CPU, because this library was built without CUDA, got ",
+                    tensor.device());
 #endif
 }
 
 // ---- arguments ----
 
-Type type_of(const Tensor& tensor) {
+DType dtype_of(const Tensor& tensor) {
   switch (tensor.scalar_type()) {
-    case at::kFloat: return Type::fp32;
-    case at::kBFloat16: return Type::bf16;
-    case at::kHalf: return Type::fp16;
-    default: TORCH_CHECK_VALUE(false, "megatron_zpp: unknown type ", tensor.scalar_type());
+    case at::kFloat: return DType::fp32;
+    case at::kBFloat16: return DType::bf16;
+    case at::kHalf: return DType::fp16;
+    default: TORCH_CHECK_VALUE(false, "megatron_zpp: a tensor must be float32, bfloat16 or float16, got ",
+                               tensor.scalar_type());
   }
 }
 
 Seed seed_of(std::optional<int64_t> seed) { return {seed.has_value(), uint64_t(seed.value_or(0))}; }
 
-const Tensor* given(const std::optional<Tensor>& tensor) { return tensor.has_value() ? &*tensor : nullptr; }
+const Tensor* provided(const std::optional<Tensor>& tensor) { return tensor ? &*tensor : nullptr; }
 
 uint8_t* bytes_of(const Tensor& tensor) { return static_cast<uint8_t*>(tensor.mutable_data_ptr()); }
 const uint8_t* const_bytes_of(const Tensor& tensor) { return static_cast<const uint8_t*>(tensor.const_data_ptr()); }
@@ -56,40 +58,40 @@ const float* const_floats_of(const Tensor& tensor) { return static_cast<const fl
 
 // ---- operators ----
 
-void quantize(const Tensor& input, const Tensor& messages, std::string_view codes, int64_t block, ScalarType scales,
+void quantize(const Tensor& input, const Tensor& messages, std::string_view code_type, int64_t block, ScalarType scales,
               bool rotate, std::optional<int64_t> seed) {
-  const Format format = checks::format("quantize", codes, block, scales, rotate);
+  const Format format = checks::format("quantize", code_type, block, scales, rotate);
   checks::rows("quantize", "input", input, format);
   checks::messages_of_rows("quantize", messages, input, format);
   checks::same_device("quantize", {{"input", &input}, {"messages", &messages}});
   if (input.numel() == 0) return;
-  const Quantize op{input.const_data_ptr(), type_of(input),     input.size(0),    input.size(1), input.stride(0),
-                    bytes_of(messages),     messages.size(0),   format,           seed_of(seed)};
+  const Quantize op{input.const_data_ptr(), dtype_of(input),  input.size(0), input.size(1), input.stride(0),
+                    bytes_of(messages),     messages.size(0), format,        seed_of(seed)};
   run_on(input, op);
 }
 
-void dequantize(const Tensor& messages, const Tensor& output, std::string_view codes, int64_t block,
+void dequantize(const Tensor& messages, const Tensor& output, std::string_view code_type, int64_t block,
                 ScalarType scales, bool rotate) {
-  const Format format = checks::format("dequantize", codes, block, scales, rotate);
+  const Format format = checks::format("dequantize", code_type, block, scales, rotate);
   checks::rows("dequantize", "output", output, format);
   checks::messages_of_rows("dequantize", messages, output, format);
   checks::same_device("dequantize", {{"messages", &messages}, {"output", &output}});
   if (output.numel() == 0) return;
   const Dequantize op{const_bytes_of(messages), messages.size(0), format,         output.mutable_data_ptr(),
-                      type_of(output),          output.size(0),   output.size(1), output.stride(0)};
+                      dtype_of(output),         output.size(0),   output.size(1), output.stride(0)};
   run_on(output, op);
 }
 
-void sum_quantize(const Tensor& messages, const Tensor& output, std::string_view codes, int64_t block,
-                  ScalarType scales, std::string_view output_codes, int64_t output_block, ScalarType output_scales,
+void sum_quantize(const Tensor& messages, const Tensor& output, std::string_view code_type, int64_t block,
+                  ScalarType scales, std::string_view output_code_type, int64_t output_block, ScalarType output_scales,
                   const std::optional<Tensor>& error, std::optional<int64_t> seed) {
   const char* name = "sum_quantize";
-  const Format format = checks::format(name, codes, block, scales, false);
-  const Format output_format = checks::format(name, output_codes, output_block, output_scales, false, "output_");
+  const Format format = checks::format(name, code_type, block, scales, false);
+  const Format output_format = checks::format(name, output_code_type, output_block, output_scales, false, "output_");
   const int64_t numel = checks::numel_of_messages(name, messages, format);
   checks::summed_output(name, output, numel, output_format);
   if (error) checks::error(name, *error, numel);
-  checks::same_device(name, {{"messages", &messages}, {"output", &output}, {"error", given(error)}});
+  checks::same_device(name, {{"messages", &messages}, {"output", &output}, {"error", provided(error)}});
   if (numel == 0) return;
   const SumQuantize op{const_bytes_of(messages),
                        messages.size(0),
@@ -99,14 +101,14 @@ void sum_quantize(const Tensor& messages, const Tensor& output, std::string_view
                        output.size(0),
                        output_format,
                        error ? error->mutable_data_ptr() : nullptr,
-                       error ? type_of(*error) : Type::fp32,
+                       error ? dtype_of(*error) : DType::fp32,
                        seed_of(seed)};
   run_on(messages, op);
 }
 
-void sum_into(const Tensor& messages, const Tensor& shard, std::string_view codes, int64_t block, ScalarType scales,
+void sum_into(const Tensor& messages, const Tensor& shard, std::string_view code_type, int64_t block, ScalarType scales,
               bool rotate, double factor, bool add) {
-  const Format format = checks::format("sum_into", codes, block, scales, rotate);
+  const Format format = checks::format("sum_into", code_type, block, scales, rotate);
   const int64_t numel = checks::numel_of_messages("sum_into", messages, format);
   checks::contiguous("sum_into", "shard", shard, {at::kFloat}, {numel});
   checks::same_device("sum_into", {{"messages", &messages}, {"shard", &shard}});
@@ -116,22 +118,22 @@ void sum_into(const Tensor& messages, const Tensor& shard, std::string_view code
 }
 
 void sum_parts(const Tensor& parts, const Tensor& shard, double factor, bool add, const std::optional<Tensor>& own,
-               int64_t place, const std::optional<Tensor>& squares) {
-  checks::parts("sum_parts", parts, own ? &*own : nullptr, place);
+               int64_t group_rank, const std::optional<Tensor>& squares) {
+  checks::parts("sum_parts", parts, provided(own), group_rank);
   checks::contiguous("sum_parts", "shard", shard, {at::kFloat}, {parts.size(1)});
   if (squares) checks::sums_of_squares("sum_parts", "squares", *squares, "shard", shard);
   checks::same_device("sum_parts", {{"parts", &parts},
                                     {"shard", &shard},
-                                    {"own", own ? &*own : nullptr},
-                                    {"squares", squares ? &*squares : nullptr}});
+                                    {"own", provided(own)},
+                                    {"squares", provided(squares)}});
   if (shard.numel() == 0) return;
   const SumParts op{parts.const_data_ptr(),
-                    type_of(parts),
+                    dtype_of(parts),
                     parts.size(0),
                     parts.size(1),
                     parts.stride(0),
                     own ? own->const_data_ptr() : nullptr,
-                    place,
+                    group_rank,
                     floats_of(shard),
                     float(factor),
                     add,
@@ -143,74 +145,65 @@ void sum_squares(const Tensor& input, const Tensor& sums) {
   checks::sums_of_squares("sum_squares", "sums", sums, "input", input);
   checks::same_device("sum_squares", {{"input", &input}, {"sums", &sums}});
   if (input.numel() == 0) return;
-  run_on(input, SumSquares{input.const_data_ptr(), type_of(input), input.numel(), floats_of(sums)});
+  run_on(input, SumSquares{input.const_data_ptr(), dtype_of(input), input.numel(), floats_of(sums)});
 }
 
-// Products and differences of the numbers are taken in fp64.
-Adamw adamw_op(const Tensor& master, const Tensor& gradient, const Tensor& exp_avg, const Tensor& exp_avg_sq,
-               const Tensor& divisor, const Tensor& found_inf, const Tensor& bias_corrections, double learning_rate,
-               double beta1, double beta2, double eps, double weight_decay, int64_t decayed) {
-  const AdamwConstants constants{float(beta1),     float(1 - beta1),
-                                 float(beta2),     float(1 - beta2),
-                                 float(eps),       float(learning_rate),
+struct AdamwTensors {
+  const Tensor &master, &gradient, &exp_avg, &exp_avg_sq;
+};
+
+// An operator's schema allows tensors, numbers, strings and lists of them, but no structs. So `packed` of
+// megatron_zpp/ops/adamw.py makes two lists of AdamWScalars, and this function, the only one that knows their order,
+// makes AdamwScalars of the lists. Products and differences of the host's scalars are computed in fp64.
+AdamwScalars unpacked(const char* op, const Tensor& master, at::TensorList device_scalars,
+                      at::ArrayRef<double> host_scalars) {
+  checks::adamw_scalars(op, master, device_scalars, host_scalars);
+  const double learning_rate = host_scalars[0], beta1 = host_scalars[1], beta2 = host_scalars[2];
+  const double eps = host_scalars[3], weight_decay = host_scalars[4];
+  const AdamwConstants constants{float(beta1),     float(1 - beta1), float(beta2),
+                                 float(1 - beta2), float(eps),       float(learning_rate),
                                  float(learning_rate * weight_decay)};
-  return {floats_of(master),          gradient.const_data_ptr(),
-          type_of(gradient),          floats_of(exp_avg),
-          floats_of(exp_avg_sq),      master.numel(),
-          decayed,                    const_floats_of(divisor),
-          const_floats_of(found_inf), const_floats_of(bias_corrections),
+  return {const_floats_of(device_scalars[0]), const_floats_of(device_scalars[1]), const_floats_of(device_scalars[2]),
           constants};
 }
 
+AdamwStep adamw_step(const char* op, const AdamwTensors& t, std::initializer_list<ScalarType> gradient_dtypes,
+                     at::TensorList device_scalars, at::ArrayRef<double> host_scalars, int64_t decayed) {
+  checks::adamw_states(op, {{"master", &t.master}, {"exp_avg", &t.exp_avg}, {"exp_avg_sq", &t.exp_avg_sq}}, decayed);
+  checks::contiguous(op, "gradient", t.gradient, gradient_dtypes, {t.master.numel()});
+  checks::same_device(op, {{"master", &t.master},
+                           {"gradient", &t.gradient},
+                           {"exp_avg", &t.exp_avg},
+                           {"exp_avg_sq", &t.exp_avg_sq}});
+  const AdamwScalars scalars = unpacked(op, t.master, device_scalars, host_scalars);
+  return {floats_of(t.master),     t.gradient.const_data_ptr(), dtype_of(t.gradient), floats_of(t.exp_avg),
+          floats_of(t.exp_avg_sq), t.master.numel(),            decayed,              scalars};
+}
+
 void adamw(const Tensor& master, const Tensor& gradient, const Tensor& exp_avg, const Tensor& exp_avg_sq,
-           const std::optional<Tensor>& published, const Tensor& divisor, const Tensor& found_inf,
-           const Tensor& bias_corrections, double learning_rate, double beta1, double beta2, double eps,
-           double weight_decay, int64_t decayed) {
-  checks::adamw("adamw", {{"master", &master}, {"exp_avg", &exp_avg}, {"exp_avg_sq", &exp_avg_sq}},
-                {{"divisor", &divisor}, {"found_inf", &found_inf}, {"bias_corrections", &bias_corrections}}, decayed);
-  checks::contiguous("adamw", "gradient", gradient, {at::kFloat, at::kBFloat16, at::kHalf}, {master.numel()});
-  if (published)
-    checks::contiguous("adamw", "published", *published, {at::kBFloat16, at::kHalf}, {master.numel()});
-  checks::same_device("adamw", {{"master", &master},
-                                {"gradient", &gradient},
-                                {"exp_avg", &exp_avg},
-                                {"exp_avg_sq", &exp_avg_sq},
-                                {"published", given(published)},
-                                {"divisor", &divisor},
-                                {"found_inf", &found_inf},
-                                {"bias_corrections", &bias_corrections}});
-  if (master.numel() == 0) return;
-  const AdamwPublish op{adamw_op(master, gradient, exp_avg, exp_avg_sq, divisor, found_inf, bias_corrections,
-                                 learning_rate, beta1, beta2, eps, weight_decay, decayed),
-                        published ? published->mutable_data_ptr() : nullptr,
-                        published ? type_of(*published) : Type::fp32};
-  run_on(master, op);
+           const std::optional<Tensor>& gather_source, at::TensorList device_scalars,
+           at::ArrayRef<double> host_scalars, int64_t decayed) {
+  const AdamwStep step = adamw_step("adamw", {master, gradient, exp_avg, exp_avg_sq},
+                                    {at::kFloat, at::kBFloat16, at::kHalf}, device_scalars, host_scalars, decayed);
+  if (gather_source)
+    checks::contiguous("adamw", "gather_source", *gather_source, {at::kBFloat16, at::kHalf}, {master.numel()});
+  checks::same_device("adamw", {{"master", &master}, {"gather_source", provided(gather_source)}});
+  if (step.elements == 0) return;
+  run_on(master, Adamw{step, gather_source ? gather_source->mutable_data_ptr() : nullptr,
+                       gather_source ? dtype_of(*gather_source) : DType::fp32});
 }
 
 void adamw_quantize(const Tensor& master, const Tensor& gradient, const Tensor& exp_avg, const Tensor& exp_avg_sq,
-                    const Tensor& message, const Tensor& divisor, const Tensor& found_inf,
-                    const Tensor& bias_corrections, double learning_rate, double beta1, double beta2, double eps,
-                    double weight_decay, int64_t decayed, std::string_view codes, int64_t block, ScalarType scales,
-                    bool rotate) {
+                    const Tensor& message, at::TensorList device_scalars, at::ArrayRef<double> host_scalars,
+                    int64_t decayed, std::string_view code_type, int64_t block, ScalarType scales, bool rotate) {
   const char* name = "adamw_quantize";
-  const Format format = checks::format(name, codes, block, scales, rotate);
-  checks::adamw(name,
-                {{"master", &master}, {"gradient", &gradient}, {"exp_avg", &exp_avg}, {"exp_avg_sq", &exp_avg_sq}},
-                {{"divisor", &divisor}, {"found_inf", &found_inf}, {"bias_corrections", &bias_corrections}}, decayed);
+  const Format format = checks::format(name, code_type, block, scales, rotate);
+  const AdamwStep step = adamw_step(name, {master, gradient, exp_avg, exp_avg_sq}, {at::kFloat}, device_scalars,
+                                    host_scalars, decayed);
   checks::message_of_weights(name, message, master, format);
-  checks::same_device(name, {{"master", &master},
-                             {"gradient", &gradient},
-                             {"exp_avg", &exp_avg},
-                             {"exp_avg_sq", &exp_avg_sq},
-                             {"message", &message},
-                             {"divisor", &divisor},
-                             {"found_inf", &found_inf},
-                             {"bias_corrections", &bias_corrections}});
-  if (master.numel() == 0) return;
-  const AdamwQuantize op{adamw_op(master, gradient, exp_avg, exp_avg_sq, divisor, found_inf, bias_corrections,
-                                  learning_rate, beta1, beta2, eps, weight_decay, decayed),
-                         bytes_of(message), format};
-  run_on(master, op);
+  checks::same_device(name, {{"master", &master}, {"message", &message}});
+  if (step.elements == 0) return;
+  run_on(master, AdamwQuantize{step, bytes_of(message), format});
 }
 
 void register_operators(torch::Library& library) {
@@ -228,28 +221,27 @@ void register_operators(torch::Library& library) {
 
 TORCH_LIBRARY(megatron_zpp, library) {
   library.def(
-      "quantize(Tensor input, Tensor(a!) messages, str codes, int block, ScalarType scales, bool rotate, "
+      "quantize(Tensor input, Tensor(a!) messages, str code_type, int block, ScalarType scales, bool rotate, "
       "int? seed=None) -> ()");
   library.def(
-      "dequantize(Tensor messages, Tensor(a!) output, str codes, int block, ScalarType scales, bool rotate) -> ()");
+      "dequantize(Tensor messages, Tensor(a!) output, str code_type, int block, ScalarType scales, bool rotate) -> ()");
   library.def(
-      "sum_quantize(Tensor messages, Tensor(a!) output, str codes, int block, ScalarType scales, "
-      "str output_codes, int output_block, ScalarType output_scales, Tensor(b!)? error=None, int? seed=None) -> ()");
+      "sum_quantize(Tensor messages, Tensor(a!) output, str code_type, int block, ScalarType scales, "
+      "str output_code_type, int output_block, ScalarType output_scales, Tensor(b!)? error=None, int? seed=None) "
+      "-> ()");
   library.def(
-      "sum_into(Tensor messages, Tensor(a!) shard, str codes, int block, ScalarType scales, bool rotate, "
+      "sum_into(Tensor messages, Tensor(a!) shard, str code_type, int block, ScalarType scales, bool rotate, "
       "float factor, bool add) -> ()");
   library.def(
-      "sum_parts(Tensor parts, Tensor(a!) shard, float factor, bool add, Tensor? own=None, int place=0, "
+      "sum_parts(Tensor parts, Tensor(a!) shard, float factor, bool add, Tensor? own=None, int group_rank=0, "
       "Tensor(b!)? squares=None) -> ()");
   library.def("sum_squares(Tensor input, Tensor(a!) sums) -> ()");
   library.def(
-      "adamw(Tensor(a!) master, Tensor gradient, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? published, "
-      "Tensor divisor, Tensor found_inf, Tensor bias_corrections, float learning_rate, float beta1, float beta2, "
-      "float eps, float weight_decay, int decayed) -> ()");
+      "adamw(Tensor(a!) master, Tensor gradient, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, "
+      "Tensor(d!)? gather_source, Tensor[] device_scalars, float[] host_scalars, int decayed) -> ()");
   library.def(
       "adamw_quantize(Tensor(a!) master, Tensor gradient, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, "
-      "Tensor(d!) message, Tensor divisor, Tensor found_inf, Tensor bias_corrections, float learning_rate, "
-      "float beta1, float beta2, float eps, float weight_decay, int decayed, str codes, int block, "
+      "Tensor(d!) message, Tensor[] device_scalars, float[] host_scalars, int decayed, str code_type, int block, "
       "ScalarType scales, bool rotate) -> ()");
 }
 

@@ -1,44 +1,44 @@
-// Encoding of whole blocks by groups of lanes, and writing them into messages.
+// Encodes whole blocks with groups of lanes, and writes them to messages.
 //
-// A block is held by 2^log_lanes neighbouring lanes, K runs of RUN elements each: run k of member l begins at element
-// (k * lanes + l) * RUN of the block. So neighbours access neighbouring memory, and all reductions are shuffles.
+// 2^log_lanes neighbouring lanes hold a block, each K runs of RUN elements: run k of member l begins at element
+// (k * lanes + l) * RUN of the block. Neighbouring lanes access neighbouring memory, and all reductions are shuffles.
 #pragma once
 
 #include "codes.cuh"
 
 namespace megatron_zpp::cuda {
 
-// Which lanes hold which block of which tile.
+// The assignment of a warp's lanes to blocks.
 struct Lanes {
-  int log_lanes;  // a block
+  int log_lanes;  // lanes per block
 
   __device__ __forceinline__ uint32_t member() const { return lane_index() & ((1u << log_lanes) - 1); }
   __device__ __forceinline__ uint32_t group() const { return lane_index() >> log_lanes; }
   __host__ __device__ __forceinline__ uint32_t groups() const { return kWarp >> log_lanes; }
 
-  // Element of the block at which run k of this lane begins.
+  // The first element of run k of this lane, counted from the beginning of the block.
   template <int RUN>
   __device__ __forceinline__ uint32_t run(int k) const {
     return k * step<RUN>() + member() * RUN;
   }
 
-  // From one run of a lane to its next.
+  // Elements from one run of a lane to its next.
   template <int RUN>
   __device__ __forceinline__ uint32_t step() const {
     return RUN << log_lanes;
   }
 };
 
-// Vectors of eight elements a lane of a block: 1, 4 or 8. Four loads under way are enough for the memory's latency,
-// and what is done once a block and lane then costs little an element.
+// Vectors of eight elements per lane: 1, 4 or 8. Four loads in flight hide the memory's latency, and the work per block
+// and lane is then small per element.
 inline int vectors_a_lane(int block) { return block < 128 ? 1 : block <= 1024 ? 4 : 8; }
 
-// Messages to write, all of one format.
+// Writes messages of one format.
 struct Writer {
   uint8_t* messages;
   int64_t code_bytes, bytes;  // of one message
-  uint32_t padded_block;      // the one behind whose scale there are `padding` bytes of zeros; no block where none are
-  uint32_t padding;
+  uint32_t padded_block;      // the last block, whose scale precedes the padding; no block's index without padding
+  uint32_t padding;           // bytes of zeros at the end of a message
   uint32_t scale_bytes;
   int log_block;
   bool fp32_scales;
@@ -61,12 +61,12 @@ struct Writer {
 
   __device__ __forceinline__ uint8_t* message(uint32_t index) const { return messages + index * bytes; }
 
-  template <Codes C>
+  template <CodeType C>
   __device__ __forceinline__ uint8_t* codes(uint8_t* message, uint32_t block) const {
     return message + uint64_t(block) * (uint32_t(bits_of_code(C)) << log_block >> 3);
   }
 
-  // For one lane a block: stores the scale, and behind the last one the zeros that fill up the message.
+  // One lane per block must call this. Stores the scale, and after the last one the padding.
   __device__ __forceinline__ void store_scale(uint8_t* message, uint32_t block, float stored) const {
     uint8_t* scale = message + code_bytes + uint64_t(block) * scale_bytes;
     if (fp32_scales)
@@ -80,9 +80,9 @@ struct Writer {
   }
 };
 
-// The key of the lane's signed peak. As signed integers the positive numbers are above all others, as unsigned ones
-// the negative numbers are, and both grow with the magnitude; NaN counts as beyond infinity. Hopper takes the larger
-// of three integers at once, so this is one operation a number where keys of each would be three.
+// The key of the lane's signed peak. Positive numbers are largest as signed integers, negative ones as unsigned
+// integers; both grow with the magnitude, and NaN is beyond infinity. Hopper computes the maximum of three integers in
+// one instruction, so this takes one instruction per number, and a key of each number would take three.
 template <int RUN, int K>
 __device__ __forceinline__ uint32_t largest_key(const float (&x)[K][RUN]) {
   int32_t positive = INT32_MIN;
@@ -96,8 +96,8 @@ __device__ __forceinline__ uint32_t largest_key(const float (&x)[K][RUN]) {
   return max(peak_key(float_of(positive)), peak_key(float_of(negative)));
 }
 
-// The codes of one run; `index` is that of its first element, for the generator.
-template <Codes C, bool STOCHASTIC, int RUN>
+// Encodes one run; `index` is the index of its first element, for the random numbers.
+template <CodeType C, bool STOCHASTIC, int RUN>
 __device__ __forceinline__ void encode_run(const float (&x)[RUN], const BlockScale& scale, const PhiloxKeys& keys,
                                            uint64_t index, uint32_t (&words)[words_of<C>(RUN)]) {
 #pragma unroll
@@ -115,25 +115,25 @@ __device__ __forceinline__ void encode_run(const float (&x)[RUN], const BlockSca
   }
 }
 
-// The codes of all runs; `index` is that of the first element of this lane's first run.
-template <Codes C, bool STOCHASTIC, int RUN, int K>
+// Encodes all runs; `index` is the index of the first element of this lane's first run.
+template <CodeType C, bool STOCHASTIC, int RUN, int K>
 __device__ __forceinline__ void encode_runs(const float (&x)[K][RUN], const BlockScale& scale, const PhiloxKeys& keys,
                                             uint64_t index, uint32_t step, uint32_t (&words)[K][words_of<C>(RUN)]) {
 #pragma unroll
   for (int k = 0; k < K; ++k) encode_run<C, STOCHASTIC>(x[k], scale, keys, index + k * step, words[k]);
 }
 
-// Encodes x as block `block` of `message`; `index` is that of its first element, for the generator. Calls
-// use(k, words, scale) with the codes of each run k. All lanes of a warp must call this; those of no block are not
+// Encodes x as block `block` of `message`; `index` is the index of its first element, for the random numbers. Calls
+// use(k, words, scale) with the codes of each run k. All lanes of a warp must call this; lanes without a block are not
 // `active` and write nothing.
-template <Codes C, int RUN, int K, typename Use>
+template <CodeType C, int RUN, int K, typename Use>
 __device__ __forceinline__ void write_block(const Writer& writer, const Lanes& lanes, uint8_t* message, uint32_t block,
                                             uint64_t index, const float (&x)[K][RUN], bool active, Use&& use) {
   const uint32_t key = largest_of_lanes(largest_key(x), lanes.log_lanes);
   const BlockScale scale = block_scale(key, scale_factor(C), !writer.fp32_scales);
   const uint32_t start = lanes.run<RUN>(0), step = lanes.step<RUN>();
   uint32_t words[K][words_of<C>(RUN)];
-  if (writer.stochastic)  // asked once, so that the runs of each rounding are straight code
+  if (writer.stochastic)  // one branch here keeps the code of the runs free of branches
     encode_runs<C, true>(x, scale, writer.keys, index + start, step, words);
   else
     encode_runs<C, false>(x, scale, writer.keys, 0, 0, words);
@@ -147,7 +147,7 @@ __device__ __forceinline__ void write_block(const Writer& writer, const Lanes& l
   if (active && lanes.member() == 0) writer.store_scale(message, block, scale.stored);
 }
 
-template <Codes C, int RUN, int K>
+template <CodeType C, int RUN, int K>
 __device__ __forceinline__ void write_block(const Writer& writer, const Lanes& lanes, uint8_t* message, uint32_t block,
                                             uint64_t index, const float (&x)[K][RUN], bool active) {
   write_block<C>(writer, lanes, message, block, index, x, active,

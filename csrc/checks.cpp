@@ -1,4 +1,4 @@
-// What each operator accepts: the checks.
+// The checks of the operators' arguments.
 #include "checks.h"
 
 #include <c10/core/ScalarType.h>
@@ -18,7 +18,7 @@ constexpr std::initializer_list<at::ScalarType> kFloats = {at::kFloat, at::kBFlo
 
 std::string name_of(at::ScalarType type) { return std::string(c10::getDtypeNames(type).first); }
 
-// As Python shows a tuple.
+// In the form of a Python tuple.
 std::string shown(at::IntArrayRef values) {
   std::ostringstream text;
   text << '(';
@@ -31,33 +31,33 @@ std::string shown(const at::Tensor& tensor) {
   return "torch." + name_of(tensor.scalar_type()) + " " + shown(tensor.sizes());
 }
 
-bool is_one_of(at::ScalarType type, std::initializer_list<at::ScalarType> types) {
-  return std::find(types.begin(), types.end(), type) != types.end();
+bool is_one_of(at::ScalarType dtype, std::initializer_list<at::ScalarType> dtypes) {
+  return std::find(dtypes.begin(), dtypes.end(), dtype) != dtypes.end();
 }
 
 bool is_block(int64_t block) {
   return block >= kSmallestBlock && block <= kLargestBlock && (block & (block - 1)) == 0;
 }
 
-// How many rows a matrix has; 0 where it is none.
+// The number of rows of a matrix; 0 for a tensor of other than two dimensions.
 int64_t count_of(const at::Tensor& matrix) { return matrix.dim() == 2 ? matrix.size(0) : 0; }
 
-// A tensor that begins where 16 bytes can be loaded or stored at once.
+// Kernels load and store 16 bytes at a time.
 void aligned(const char* op, const char* name, const at::Tensor& tensor) {
   const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
-  TORCH_CHECK_VALUE(address % kMessageAlignment == 0, op, ": ", name, " must begin at a multiple of ",
-                    kMessageAlignment, " bytes, got one ", address % kMessageAlignment, " bytes behind it");
+  TORCH_CHECK_VALUE(address % kMessageAlignment == 0, op, ": the address of ", name, " must be a multiple of ",
+                    kMessageAlignment, ", got a remainder of ", address % kMessageAlignment);
 }
 
-// A matrix whose rows are contiguous and do not overlap.
+// Rows must be contiguous and must not overlap.
 void contiguous_rows(const char* op, const char* name, const at::Tensor& matrix) {
   const int64_t count = matrix.size(0), n = matrix.size(1);
-  const bool right = (n <= 1 || matrix.stride(1) == 1) && (count <= 1 || matrix.stride(0) >= n);
-  TORCH_CHECK_VALUE(right || matrix.numel() == 0, op, ": ", name, " must have contiguous rows at least ", n,
+  const bool valid = (n <= 1 || matrix.stride(1) == 1) && (count <= 1 || matrix.stride(0) >= n);
+  TORCH_CHECK_VALUE(valid || matrix.numel() == 0, op, ": ", name, " must have contiguous rows at least ", n,
                     " elements apart, got strides ", shown(matrix.strides()));
 }
 
-// A uint8 tensor of this shape, aligned; then so are all its messages.
+// An aligned uint8 tensor of this shape. Each of its messages is aligned too, because their sizes are multiples of 16.
 void messages(const char* op, const char* name, const at::Tensor& tensor, at::IntArrayRef shape) {
   contiguous(op, name, tensor, {at::kByte}, shape);
   aligned(op, name, tensor);
@@ -65,15 +65,15 @@ void messages(const char* op, const char* name, const at::Tensor& tensor, at::In
 
 }  // namespace
 
-Format format(const char* op, std::string_view codes, int64_t block, at::ScalarType scales, bool rotate,
+Format format(const char* op, std::string_view code_type, int64_t block, at::ScalarType scales, bool rotate,
               const char* prefix) {
-  TORCH_CHECK_VALUE(codes == "int8" || codes == "int4" || codes == "fp8", op, ": ", prefix,
-                    "codes must be int8, int4 or fp8, got ", codes);
+  TORCH_CHECK_VALUE(code_type == "int8" || code_type == "int4" || code_type == "fp8", op, ": ", prefix,
+                    "code_type must be int8, int4 or fp8, got ", code_type);
   TORCH_CHECK_VALUE(is_block(block), op, ": ", prefix, "block must be a power of two from ", kSmallestBlock, " to ",
                     kLargestBlock, ", got ", block);
   TORCH_CHECK_VALUE(scales == at::kBFloat16 || scales == at::kFloat, op, ": ", prefix,
                     "scales must be bfloat16 or float32, got torch.", name_of(scales));
-  return {codes == "int8" ? Codes::int8 : codes == "int4" ? Codes::int4 : Codes::fp8, int(block),
+  return {code_type == "int8" ? CodeType::int8 : code_type == "int4" ? CodeType::int4 : CodeType::fp8, int(block),
           scales == at::kFloat ? Scales::fp32 : Scales::bf16, rotate};
 }
 
@@ -93,8 +93,8 @@ void error(const char* op, const at::Tensor& error, int64_t numel) {
 
 void messages_of_rows(const char* op, const at::Tensor& tensor, const at::Tensor& rows, const Format& format) {
   const int64_t groups = count_of(tensor), count = rows.size(0);
-  TORCH_CHECK_VALUE(groups >= 1 && count % groups == 0, op, ": messages must have G >= 1 rows, where G divides ",
-                    count, ", got ", shown(tensor));
+  TORCH_CHECK_VALUE(groups >= 1 && count % groups == 0, op, ": messages must have G >= 1 rows, where G divides the ",
+                    count, " rows of values, got ", shown(tensor));
   messages(op, "messages", tensor, {groups, message_layout(format, count / groups * rows.size(1)).bytes});
 }
 
@@ -110,17 +110,17 @@ int64_t numel_of_messages(const char* op, const at::Tensor& tensor, const Format
 void summed_output(const char* op, const at::Tensor& output, int64_t numel, const Format& format) {
   const int64_t groups = count_of(output);
   TORCH_CHECK_VALUE(groups >= 1 && numel % (groups * format.block) == 0, op,
-                    ": output must have G >= 1 rows, each for whole blocks of ", format.block, " of the ", numel,
-                    " summed elements, got ", shown(output));
+                    ": output must have G >= 1 rows, where G divides the ", numel,
+                    " summed elements into whole blocks of ", format.block, ", got ", shown(output));
   messages(op, "output", output, {groups, message_layout(format, numel / groups).bytes});
 }
 
-void parts(const char* op, const at::Tensor& parts, const at::Tensor* own, int64_t place) {
+void parts(const char* op, const at::Tensor& parts, const at::Tensor* own, int64_t group_rank) {
   TORCH_CHECK_VALUE(count_of(parts) >= 1 && is_one_of(parts.scalar_type(), kFloats), op,
                     ": parts must be float32, bfloat16 or float16 of shape (P >= 1, m), got ", shown(parts));
   contiguous_rows(op, "parts", parts);
-  TORCH_CHECK_VALUE(place >= 0 && place < parts.size(0), op, ": place must be from 0 to ", parts.size(0) - 1, ", got ",
-                    place);
+  TORCH_CHECK_VALUE(group_rank >= 0 && group_rank < parts.size(0), op, ": group_rank must be from 0 to ",
+                    parts.size(0) - 1, ", got ", group_rank);
   if (own) contiguous(op, "own", *own, {parts.scalar_type()}, {parts.size(1)});
 }
 
@@ -136,10 +136,10 @@ void sums_of_squares(const char* op, const char* name, const at::Tensor& sums, c
 }
 
 void contiguous(const char* op, const char* name, const at::Tensor& tensor,
-                std::initializer_list<at::ScalarType> types, at::IntArrayRef shape) {
-  if (!is_one_of(tensor.scalar_type(), types) || tensor.sizes() != shape) {
+                std::initializer_list<at::ScalarType> dtypes, at::IntArrayRef shape) {
+  if (!is_one_of(tensor.scalar_type(), dtypes) || tensor.sizes() != shape) {
     std::string wanted;
-    for (const at::ScalarType type : types) wanted += (wanted.empty() ? "" : " or ") + name_of(type);
+    for (const at::ScalarType dtype : dtypes) wanted += (wanted.empty() ? "" : " or ") + name_of(dtype);
     TORCH_CHECK_VALUE(false, op, ": ", name, " must be ", wanted, " of shape ", shown(shape), ", got ",
                       shown(tensor));
   }
@@ -154,22 +154,34 @@ void message_of_weights(const char* op, const at::Tensor& message, const at::Ten
   messages(op, "message", message, {message_layout(format, numel).bytes});
 }
 
-void adamw(const char* op, std::initializer_list<Named> states, std::initializer_list<Named> scalars,
-           int64_t decayed) {
+void adamw_states(const char* op, std::initializer_list<Named> states, int64_t decayed) {
   const at::Tensor& master = *states.begin()->second;
   TORCH_CHECK_VALUE(master.dim() == 1, op, ": master must be float32 of shape (m,), got ", shown(master));
   for (const auto& [name, tensor] : states) contiguous(op, name, *tensor, {at::kFloat}, {master.numel()});
-  for (const auto& [name, tensor] : scalars) {
-    const bool is_pair = std::string_view(name) == "bias_corrections";
-    contiguous(op, name, *tensor, {at::kFloat}, is_pair ? at::IntArrayRef{2} : at::IntArrayRef{});
-  }
   TORCH_CHECK_VALUE(0 <= decayed && decayed <= master.numel(), op, ": decayed must be from 0 to ", master.numel(),
                     ", got ", decayed);
 }
 
+void adamw_scalars(const char* op, const at::Tensor& master, at::TensorList device_scalars,
+                   at::ArrayRef<double> host_scalars) {
+  TORCH_CHECK_VALUE(device_scalars.size() == 3, op,
+                    ": device_scalars must be [divisor, found_inf, bias_corrections], got ", device_scalars.size(),
+                    " tensors");
+  TORCH_CHECK_VALUE(host_scalars.size() == 5, op,
+                    ": host_scalars must be [learning_rate, beta1, beta2, eps, weight_decay], got ",
+                    host_scalars.size(), " numbers");
+  contiguous(op, "divisor", device_scalars[0], {at::kFloat}, {});
+  contiguous(op, "found_inf", device_scalars[1], {at::kFloat}, {});
+  contiguous(op, "bias_corrections", device_scalars[2], {at::kFloat}, {2});
+  same_device(op, {{"master", &master},
+                   {"divisor", &device_scalars[0]},
+                   {"found_inf", &device_scalars[1]},
+                   {"bias_corrections", &device_scalars[2]}});
+}
+
 void same_device(const char* op, std::initializer_list<Named> tensors) {
-  const auto& [first, given] = *tensors.begin();
-  const at::Device device = given->device();
+  const auto& [first, first_tensor] = *tensors.begin();
+  const at::Device device = first_tensor->device();
   for (const auto& [name, tensor] : tensors) {
     TORCH_CHECK_VALUE(tensor == nullptr || tensor->device() == device, op, ": ", name,
                       " must be on the device of ", first, ", ", device, ", got ", tensor->device());

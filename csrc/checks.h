@@ -1,6 +1,6 @@
-// What each operator accepts. megatron_zpp/ops/checks.py says the same words.
+// The checks of the operators' arguments. megatron_zpp/ops/checks.py raises the same messages.
 //
-// Every check raises ValueError that names the operator, the argument, what is right and what it got.
+// Every check raises ValueError that names the operator, the argument, what is valid and what was passed.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,46 +13,50 @@
 
 namespace megatron_zpp::checks {
 
-using Named = std::pair<const char*, const at::Tensor*>;  // null: not given
+using Named = std::pair<const char*, const at::Tensor*>;  // null: an optional tensor that was not passed
 
-// `prefix` is that of the arguments' names.
-Format format(const char* op, std::string_view codes, int64_t block, at::ScalarType scales, bool rotate,
+// `prefix` precedes the arguments' names in messages.
+Format format(const char* op, std::string_view code_type, int64_t block, at::ScalarType scales, bool rotate,
               const char* prefix = "");
 
-// A matrix (R, n) of floats in whole blocks whose rows are contiguous and do not overlap.
+// A matrix (R, n) of floats: n is whole blocks, rows are contiguous and do not overlap.
 void rows(const char* op, const char* name, const at::Tensor& tensor, const Format& format);
 
 // The error (m,) of sum_quantize, which kernels load 16 bytes at a time.
 void error(const char* op, const at::Tensor& error, int64_t numel);
 
-// Messages (G, message_bytes(R / G * n)) of these rows.
+// Messages (G, message_bytes(R / G * n)) of rows (R, n).
 void messages_of_rows(const char* op, const at::Tensor& messages, const at::Tensor& rows, const Format& format);
 
-// The m of messages (P, message_bytes(m)).
+// Returns m of messages (P, message_bytes(m)).
 int64_t numel_of_messages(const char* op, const at::Tensor& messages, const Format& format);
 
 // The output (G, message_bytes(m / G)) of sum_quantize.
 void summed_output(const char* op, const at::Tensor& output, int64_t numel, const Format& format);
 
-// The parts (P, m) of sum_parts, whose rows are contiguous and do not overlap, and the one that is elsewhere (null:
-// none).
-void parts(const char* op, const at::Tensor& parts, const at::Tensor* own, int64_t place);
+// The parts (P, m) of sum_parts, whose rows are contiguous and do not overlap, and the part (m,) of rank `group_rank`
+// that is stored elsewhere (null: none).
+void parts(const char* op, const at::Tensor& parts, const at::Tensor* own, int64_t group_rank);
 
-// The sums of the squares of the input, a contiguous vector of floats that is whole blocks of kSquaresBlock.
+// The sums (m / kSquaresBlock,) of the squares of a contiguous input (m,) of floats.
 void sums_of_squares(const char* op, const char* name, const at::Tensor& sums, const char* input_name,
                      const at::Tensor& input);
 
-// A contiguous tensor of one of the types and exactly this shape.
+// A contiguous tensor of one of the dtypes and exactly this shape.
 void contiguous(const char* op, const char* name, const at::Tensor& tensor,
-                std::initializer_list<at::ScalarType> types, at::IntArrayRef shape);
+                std::initializer_list<at::ScalarType> dtypes, at::IntArrayRef shape);
 
-// A message (message_bytes(m),) of the weights (m,).
+// The message (message_bytes(m),) of weights (m,).
 void message_of_weights(const char* op, const at::Tensor& message, const at::Tensor& master, const Format& format);
 
-// AdamW's states, all (m,), its scalars on the device and `decayed`.
-void adamw(const char* op, std::initializer_list<Named> states, std::initializer_list<Named> scalars,
-           int64_t decayed);
+// AdamW's fp32 states, master first, all (m,), and the number of elements with weight decay.
+void adamw_states(const char* op, std::initializer_list<Named> states, int64_t decayed);
 
+// AdamW's scalars in the order of `packed` of megatron_zpp/ops/adamw.py.
+void adamw_scalars(const char* op, const at::Tensor& master, at::TensorList device_scalars,
+                   at::ArrayRef<double> host_scalars);
+
+// All tensors are on the device of the first one, which must not be null.
 void same_device(const char* op, std::initializer_list<Named> tensors);
 
 }  // namespace megatron_zpp::checks

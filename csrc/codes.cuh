@@ -1,54 +1,54 @@
-// Codes and scales in registers: runs of numbers of one lane to words of codes, and back.
+// Encodes the numbers of one lane to words of codes, decodes them, and reads messages.
 #pragma once
 
 #include "device.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-#define ZPP_HAS_E4M3 1  // conversion instructions, which round and saturate as our own arithmetic does
+#define ZPP_HAS_E4M3 1  // conversion instructions that round and saturate as numerics.h does
 #endif
 
 namespace megatron_zpp::cuda {
 
-// Words of 32 bits that n codes take.
-template <Codes C>
+// 32-bit words of n codes.
+template <CodeType C>
 __host__ __device__ constexpr int words_of(int n) {
   return n * bits_of_code(C) / 32;
 }
 
 // ---- encoding ----
 
-// Integers are encoded with half of their range added, so that all are from 0 on, and go by pairs, one in each half of
-// a word: that takes half as many minima, and packing needs no care for borrows.
-template <Codes C>
+// Integers are encoded as code + half of the range, which is never negative, in pairs, one in each half of a word.
+// Pairs need half as many clamping instructions, and packing numbers that are not negative needs no borrows.
+template <CodeType C>
 constexpr uint32_t kHalfRange = 1u << (bits_of_code(C) - 1);
 
-// kRound + code + half of the range, not yet clamped. Adding an even number changes no tie.
-template <Codes C>
+// kRound + code + half of the range, not clamped. Half of the range is even, so ties round as without it.
+template <CodeType C>
 __device__ __forceinline__ float shifted_nearest(float x, float inverse) {
   return fmaf(x, inverse, kRound + float(kHalfRange<C>));
 }
 
-// Rounding down makes the low bits the floor.
-template <Codes C>
+// The sum is rounded down, so its low bits are the floor.
+template <CodeType C>
 __device__ __forceinline__ float shifted_stochastic(float x, float inverse, float uniform) {
   return __fadd_rd(x * inverse + uniform, kRound + float(kHalfRange<C>));
 }
 
-// The low halves of two such numbers, clamped to the codes that there are.
-template <Codes C>
+// The low halves of two such numbers, clamped to the range of the codes.
+template <CodeType C>
 __device__ __forceinline__ uint32_t clamped_pair(float low, float high) {
   constexpr uint32_t largest = 2 * kHalfRange<C> - 1;
 #if __CUDA_ARCH__ >= 900
   return __vimin_s16x2_relu(__byte_perm(bits_of(low), bits_of(high), 0x5410), largest << 16 | largest);
-#else  // without the instruction that would be a call
+#else  // older GPUs lack the instruction and would call a function
   const float first = fmaxf(fminf(low, kRound + float(largest)), kRound);
   const float second = fmaxf(fminf(high, kRound + float(largest)), kRound);
   return __byte_perm(bits_of(first), bits_of(second), 0x5410);
 #endif
 }
 
-// One word of eight int4. Codes i and i + 4 are a pair, so that each half of the sum has its four codes in order.
-template <Codes C>
+// Packs eight int4 codes into a word. Codes i and i + 4 are a pair, so that each half of `sum` has four codes in order.
+template <CodeType C>
 __device__ __forceinline__ void pack(const float (&shifted)[8], uint32_t mask, uint32_t (&words)[1]) {
   uint32_t sum = clamped_pair<C>(shifted[3], shifted[7]);
 #pragma unroll
@@ -56,8 +56,8 @@ __device__ __forceinline__ void pack(const float (&shifted)[8], uint32_t mask, u
   words[0] = (sum ^ 0x88888888u) & mask;
 }
 
-// Two words of four int8.
-template <Codes C>
+// Packs eight int8 codes into two words.
+template <CodeType C>
 __device__ __forceinline__ void pack(const float (&shifted)[8], uint32_t mask, uint32_t (&words)[2]) {
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
@@ -77,11 +77,11 @@ __device__ __forceinline__ uint32_t e4m3_pair(float low, float high) {
 #endif
 }
 
-// Eight numbers to nearest; bits that `mask` has not are zero.
-template <Codes C>
+// Encodes eight numbers, rounded to nearest, and masks the words.
+template <CodeType C>
 __device__ __forceinline__ void encode_eight(const float (&x)[8], float inverse, uint32_t mask,
                                              uint32_t (&words)[words_of<C>(8)]) {
-  if constexpr (C == Codes::fp8) {
+  if constexpr (C == CodeType::fp8) {
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       const uint32_t low = e4m3_pair(x[4 * k] * inverse, x[4 * k + 1] * inverse);
@@ -95,13 +95,13 @@ __device__ __forceinline__ void encode_eight(const float (&x)[8], float inverse,
   }
 }
 
-// `uniform` of a half of a word. Under the exponent of 2^23 it takes one instruction less.
+// `uniform` of a half of a word. Using the half as a mantissa with the exponent of 2^23 saves one instruction.
 __device__ __forceinline__ float uniform_of_half(uint32_t word, bool high) {
   return fmaf(float_of(__byte_perm(word, 0x4B000000u, high ? 0x7632 : 0x7610)), 0x1p-16f, -128.f);
 }
 
-// Eight numbers at random; `counter` is the index of the first over 8.
-template <Codes C>
+// Encodes eight numbers with stochastic rounding; `counter` is the index of the first divided by 8.
+template <CodeType C>
 __device__ __forceinline__ void encode_eight(const float (&x)[8], float inverse, uint32_t mask,
                                              const PhiloxKeys& keys, uint64_t counter,
                                              uint32_t (&words)[words_of<C>(8)]) {
@@ -112,24 +112,25 @@ __device__ __forceinline__ void encode_eight(const float (&x)[8], float inverse,
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const uint32_t word = random.word[i / 2];
-    if constexpr (C == Codes::fp8)
+    if constexpr (C == CodeType::fp8)
       words[i / 4] |= e4m3_stochastic(x[i] * inverse, i & 1 ? word >> 16 : word & 0xFFFF) << 8 * (i % 4) & mask;
     else
       shifted[i] = shifted_stochastic<C>(x[i], inverse, uniform_of_half(word, i & 1));
   }
-  if constexpr (C != Codes::fp8) pack<C>(shifted, mask, words);
+  if constexpr (C != CodeType::fp8) pack<C>(shifted, mask, words);
 }
 
 // ---- decoding ----
 
-// Each code under the exponent of 2^23, so that a subtraction makes it a number: conversion instructions are slow.
+// Each code becomes the mantissa of a number with the exponent of 2^23, and a subtraction makes it a number, because
+// conversion instructions are slow.
 __device__ __forceinline__ void decode_int8(uint32_t word, float* values) {
   const uint32_t positive = word ^ 0x80808080u;  // code + 128
 #pragma unroll
   for (int i = 0; i < 4; ++i) values[i] = float_of(__byte_perm(positive, 0x4B000000u, 0x7440 + i)) - (0x1p23f + 128.f);
 }
 
-// (bits & mask) ^ magic in one instruction; the compiler would make two of it.
+// (bits & mask) ^ magic in one instruction, where the compiler would make two.
 __device__ __forceinline__ uint32_t masked_under(uint32_t bits, uint32_t mask, uint32_t magic) {
   uint32_t result;
   asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(result) : "r"(bits), "r"(mask), "r"(magic));
@@ -142,8 +143,8 @@ __device__ __forceinline__ __half2 as_halves(uint32_t bits) {
   return pair;
 }
 
-// Likewise, but as fp16 by pairs, under the exponent of 2^10: codes i and i + 4 are in the two halves of the word, one
-// above the other 16 times too large until the fma. All of it is exact.
+// Likewise in pairs of fp16, with the exponent of 2^10: codes i and i + 4 are in the two halves of a word. Odd codes
+// are 16 times too large until the fma. All operations are exact.
 __device__ __forceinline__ void decode_int4(uint32_t word, float* values) {
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
@@ -175,14 +176,14 @@ __device__ __forceinline__ void decode_fp8(uint32_t word, float* values) {
   }
 }
 
-// Codes as numbers, exactly.
-template <Codes C, int N>
+// Decodes codes to numbers, not yet multiplied by the scale.
+template <CodeType C, int N>
 __device__ __forceinline__ void decode_codes(const uint32_t (&words)[words_of<C>(N)], float (&values)[N]) {
 #pragma unroll
   for (int k = 0; k < words_of<C>(N); ++k) {
-    if constexpr (C == Codes::int8) decode_int8(words[k], values + 4 * k);
-    if constexpr (C == Codes::int4) decode_int4(words[k], values + 8 * k);
-    if constexpr (C == Codes::fp8) decode_fp8(words[k], values + 4 * k);
+    if constexpr (C == CodeType::int8) decode_int8(words[k], values + 4 * k);
+    if constexpr (C == CodeType::int4) decode_int4(words[k], values + 8 * k);
+    if constexpr (C == CodeType::fp8) decode_fp8(words[k], values + 4 * k);
   }
 }
 
@@ -231,13 +232,13 @@ __device__ __forceinline__ float scale_of_word(uint32_t word, uint32_t selector)
   return float_of(__byte_perm(word, 0, selector));
 }
 
-// Messages to read, all of one format.
+// Reads messages of one format.
 struct Reader {
   const uint8_t* messages;
   int64_t code_bytes, bytes;  // of one message
   int log_block;
-  int log_scale_word;                        // elements whose scales are in one word
-  uint32_t even_selector, odd_selector;  // what takes the scales of even and odd blocks out of it
+  int log_scale_word;                    // log2 of the elements whose scales are in one word
+  uint32_t even_selector, odd_selector;  // byte selectors of the scales of even and odd blocks in a word
 
   Reader(const uint8_t* messages, const Format& format, int64_t elements)
       : messages(messages), log_block(log2_of(format.block)) {
@@ -253,23 +254,23 @@ struct Reader {
 
   __device__ __forceinline__ const uint8_t* message(uint32_t index) const { return messages + index * bytes; }
 
-  template <Codes C>
+  template <CodeType C>
   __device__ __forceinline__ const uint8_t* codes_at(const uint8_t* message, uint64_t element) const {
     return message + (element * bits_of_code(C) >> 3);
   }
 
-  // A scale is read as the aligned word that it is in and taken out of it later: were there a load for each type of
-  // scales, other loads would wait for it.
+  // A scale is loaded as the aligned word that contains it and extracted later: a branch with a load for each type of
+  // scale would delay other loads.
   __device__ __forceinline__ const uint8_t* scale_word_at(const uint8_t* message, uint64_t element) const {
     return message + code_bytes + 4 * (element >> log_scale_word);
   }
 
-  // What takes the scale out of its word; the same for all messages.
+  // The byte selector of a scale in its word; the same for all messages.
   __device__ __forceinline__ uint32_t scale_selector(uint64_t element) const {
     return element >> log_block & 1 ? odd_selector : even_selector;
   }
 
-  // The same for runs of RUN elements, counted from the beginning of a message: less work with 64 bits.
+  // The same by the number of a run of RUN elements in the message, which takes fewer 64-bit instructions.
   template <int RUN>
   __device__ __forceinline__ const uint8_t* scale_word_of_run(const uint8_t* message, uint32_t run) const {
     return message + code_bytes + 4 * uint64_t(run >> (log_scale_word - kLog2<RUN>));

@@ -1,13 +1,13 @@
-// What the CPU does with one block, in loops that the compiler vectorises.
+// Encodes and decodes blocks on the CPU, in loops that the compiler vectorises.
 //
-// A block of at most 2048 elements stays in the first-level cache, so each step is a loop of its own over it.
+// A block of at most 2048 elements stays in the first-level cache, so each step is a separate loop over it.
 #pragma once
 
 #include "message.h"
 
 namespace megatron_zpp::cpu {
 
-constexpr int64_t kGrainElements = 1 << 15;  // less than about 10 microseconds of work is not worth a thread
+constexpr int64_t kGrainElements = 1 << 15;  // about 10 microseconds of work; a thread is not worth less
 
 template <typename T>
 void load(const T* source, float* x, int n) {
@@ -34,7 +34,7 @@ inline Eight swapped(Eight x) {
 #endif
 }
 
-// a + b where bit H of the index is clear and a - b where it is set.
+// One stage of the rotation: a + b at indices with bit H clear, a - b at indices with bit H set.
 template <int H>
 inline Eight butterfly(Eight x) {
   Eight sign;
@@ -91,16 +91,16 @@ inline float load_scale(const uint8_t* scales, int64_t block, Scales type) {
 inline float smaller(float a, float b) { return a < b ? a : b; }
 inline float larger(float a, float b) { return a < b ? b : a; }
 
-// The low bits are the code. Only the upper end needs a clamp: elements of the peak's sign come to at most
-// 2^(bits-1) * (1 + 2^-8), by the rounding of the scale to bf16, and that rounds to -2^(bits-1).
-template <Codes C>
+// The low bits are the code. Only the upper end needs a clamp: elements with the sign of the peak are at most
+// 2^(bits-1) * (1 + 2^-8) steps, because of the rounding of the scale to bf16, and that rounds to -2^(bits-1).
+template <CodeType C>
 inline uint32_t integer_nearest(float x, float inverse) {
   constexpr float top = kRound + float((1 << (bits_of_code(C) - 1)) - 1);
   return bits_of(smaller(fmaf(x, inverse, kRound), top));
 }
 
 // The low bits are the code.
-template <Codes C>
+template <CodeType C>
 inline uint32_t integer_stochastic(float x, float inverse, uint32_t random16) {
   constexpr int half = 1 << (bits_of_code(C) - 1);
   const float y = x * inverse + uniform(random16);
@@ -109,7 +109,7 @@ inline uint32_t integer_stochastic(float x, float inverse, uint32_t random16) {
   return bits_of(larger(smaller(floored, kRound + float(half - 1)), kRound - float(half)));
 }
 
-// Two codes of int8 to a byte of int4, in place order: the first in the low half.
+// Packs int4 codes, each in a byte of `wide`, two per byte: the first in the low half.
 inline void pack_int4(const uint8_t* wide, uint8_t* codes, int n) {
   for (int i = 0; i < n / 2; ++i) {
     uint16_t pair;
@@ -126,16 +126,16 @@ inline void unpack_int4(const uint8_t* codes, int8_t* wide, int n) {
   for (int i = 0; i < n; ++i) wide[i] = int8_t((wide[i] ^ 8) - 8);
 }
 
-// encode(x[i], i) is the code of each element.
-template <Codes C, typename Encode>
+// Writes encode(x[i], i), the code of each element.
+template <CodeType C, typename Encode>
 void write_codes(const float* x, int n, uint8_t* codes, Encode&& encode) {
-  uint8_t wide[C == Codes::int4 ? kLargestBlock : 1];
-  uint8_t* target = C == Codes::int4 ? wide : codes;
+  uint8_t wide[C == CodeType::int4 ? kLargestBlock : 1];
+  uint8_t* target = C == CodeType::int4 ? wide : codes;
   for (int i = 0; i < n; ++i) target[i] = uint8_t(encode(x[i], i));
-  if constexpr (C == Codes::int4) pack_int4(wide, codes, n);
+  if constexpr (C == CodeType::int4) pack_int4(wide, codes, n);
 }
 
-// The random numbers of n elements, the first of which has this index; both are multiples of 8.
+// The random numbers of n elements from this index on; both must be multiples of 8.
 inline void fill_random(const PhiloxKeys& keys, int64_t index, int n, uint16_t* random) {
   uint32_t words[kLargestBlock / 2];
   for (int i = 0; i < n / 8; ++i) {
@@ -145,13 +145,13 @@ inline void fill_random(const PhiloxKeys& keys, int64_t index, int n, uint16_t* 
   std::memcpy(random, words, n * sizeof *random);
 }
 
-// Codes of one block whose elements x (n,) have these scales; `random` is null to round to nearest.
-template <Codes C>
+// Encodes one block x (n,) with this scale; rounds to nearest if `random` is null.
+template <CodeType C>
 void encode(const float* x, int n, const BlockScale& scale, const uint16_t* random, uint8_t* codes) {
   const float inverse = scale.inverse;
   if (scale.code_mask == 0) {
     std::memset(codes, 0, size_t(n) * bits_of_code(C) / 8);
-  } else if constexpr (C == Codes::fp8) {
+  } else if constexpr (C == CodeType::fp8) {
     if (random == nullptr)
       write_codes<C>(x, n, codes, [=](float v, int) { return e4m3_nearest(v * inverse); });
     else
@@ -164,12 +164,12 @@ void encode(const float* x, int n, const BlockScale& scale, const uint16_t* rand
   }
 }
 
-// use(i, value) gets every element of one block.
-template <Codes C, typename Use>
+// Calls use(i, value) with every element of one block.
+template <CodeType C, typename Use>
 void decode(const uint8_t* codes, int n, float stored, Use&& use) {
-  if constexpr (C == Codes::fp8) {
+  if constexpr (C == CodeType::fp8) {
     for (int i = 0; i < n; ++i) use(i, e4m3_value(codes[i]) * stored);
-  } else if constexpr (C == Codes::int8) {
+  } else if constexpr (C == CodeType::int8) {
     for (int i = 0; i < n; ++i) use(i, float(int8_t(codes[i])) * stored);
   } else {
     int8_t wide[kLargestBlock];
@@ -180,14 +180,14 @@ void decode(const uint8_t* codes, int n, float stored, Use&& use) {
 
 // ---- messages ----
 
-// One message of `elements` to write.
+// Writes one message.
 struct Writer {
   uint8_t* message;
   Format format;
   MessageLayout layout;
 
-  // Encodes x (block,) as this block; returns its scale. Whoever writes the last block writes the zeros behind it.
-  template <Codes C>
+  // Encodes x (format.block,) as this block and returns its scale. Writes the padding too if it is the last block.
+  template <CodeType C>
   BlockScale write(int64_t block, const float* x, const uint16_t* random) const {
     const BlockScale scale =
         block_scale(largest_key(x, format.block), scale_factor(C), format.scales == Scales::bf16);
@@ -197,20 +197,20 @@ struct Writer {
     return scale;
   }
 
-  template <Codes C>
+  template <CodeType C>
   uint8_t* codes(int64_t block) const {
     return message + block * (format.block * bits_of_code(C) / 8);
   }
 };
 
-// One message to read.
+// Reads one message.
 struct Reader {
   const uint8_t* message;
   Format format;
   MessageLayout layout;
 
-  // use(i, value) gets every element of this block.
-  template <Codes C, typename Use>
+  // Calls use(i, value) with every element of this block.
+  template <CodeType C, typename Use>
   void read(int64_t block, Use&& use) const {
     const float stored = load_scale(message + layout.code_bytes, block, format.scales);
     decode<C>(message + block * (format.block * bits_of_code(C) / 8), format.block, stored, use);

@@ -10,8 +10,8 @@ namespace megatron_zpp::cpu {
 
 namespace {
 
-// The sum of `blocks` blocks of all messages, from `first` on, in order.
-template <Codes C>
+// Sums `blocks` blocks from `first` on over all messages, in the order of the messages.
+template <CodeType C>
 void sum_blocks(const uint8_t* messages, int64_t count, const Format& format, const MessageLayout& layout,
                 int64_t first, int blocks, float* sum) {
   const int n = format.block;
@@ -27,8 +27,8 @@ void sum_blocks(const uint8_t* messages, int64_t count, const Format& format, co
   }
 }
 
-// error (n,) becomes what the encoding of x (n,) as block `block` of the message lost.
-template <Codes C, typename T>
+// Sets error (n,) to the error of the encoding of x (n,) as block `block` of the message.
+template <CodeType C, typename T>
 void keep_error(const Writer& writer, int64_t block, float stored, const float* x, T* error) {
   const int n = writer.format.block;
   alignas(64) float lost[kLargestBlock];
@@ -41,28 +41,28 @@ void add_error(const T* error, int n, float* x) {
   for (int i = 0; i < n; ++i) x[i] += to_float(error[i]);
 }
 
-// Encodes x (output block,) of the sum as block `index` of all outputs, with feedback of the error if there is one.
-template <Codes C>
+// Encodes a block x (n,) of the sum as block `index` of all outputs, with error feedback if op.error is not null.
+template <CodeType C>
 void write_block(const SumQuantize& op, const MessageLayout& layout, int64_t index, float* x, uint16_t* random) {
   const int n = op.output_format.block;
   const int64_t start = index * n;
   const int64_t message = index / layout.blocks, block = index % layout.blocks;
   const Writer writer{op.output + message * layout.bytes, op.output_format, layout};
   if (op.seed.given) fill_random(philox_keys(op.seed.value), start, n, random);
-  const uint16_t* given = op.seed.given ? random : nullptr;
+  const uint16_t* random_or_null = op.seed.given ? random : nullptr;
   if (op.error == nullptr) {
-    writer.write<C>(block, x, given);
+    writer.write<C>(block, x, random_or_null);
     return;
   }
-  with_type(op.error_type, [&](auto type) {
-    auto* error = static_cast<typename decltype(type)::type*>(op.error) + start;
+  with_dtype(op.error_dtype, [&](auto dtype) {
+    auto* error = static_cast<typename decltype(dtype)::type*>(op.error) + start;
     add_error(error, n, x);
-    const float stored = writer.write<C>(block, x, given).stored;
-    if (!std::isnan(stored)) keep_error<C>(writer, block, stored, x, error);  // else a NaN would live on
+    const float stored = writer.write<C>(block, x, random_or_null).stored;
+    if (!std::isnan(stored)) keep_error<C>(writer, block, stored, x, error);  // a NaN would be fed back for ever
   });
 }
 
-template <Codes In, Codes Out>
+template <CodeType In, CodeType Out>
 void sum_quantize_blocks(const SumQuantize& op) {
   const int in = op.format.block, out = op.output_format.block;
   const int chunk = std::max(in, out);  // whole blocks of both
@@ -79,7 +79,7 @@ void sum_quantize_blocks(const SumQuantize& op) {
   });
 }
 
-// shard (n,) gets sum * factor, or is added to by it.
+// Sets shard (n,) to sum * factor, or adds that to it.
 void put(const float* sum, int n, float factor, bool add, float* shard) {
   if (add)
     for (int i = 0; i < n; ++i) shard[i] = shard[i] + sum[i] * factor;
@@ -90,7 +90,8 @@ void put(const float* sum, int n, float factor, bool add, float* shard) {
 template <typename T>
 void sum_part_elements(const SumParts& op) {
   const auto part = [&](int64_t p) {
-    return static_cast<const T*>(op.own && p == op.place ? op.own : static_cast<const T*>(op.parts) + p * op.distance);
+    const bool is_own = op.own != nullptr && p == op.group_rank;
+    return is_own ? static_cast<const T*>(op.own) : static_cast<const T*>(op.parts) + p * op.distance;
   };
   at::parallel_for(0, op.elements, kGrainElements, [&](int64_t begin, int64_t end) {
     alignas(64) float sum[kLargestBlock];
@@ -106,7 +107,8 @@ void sum_part_elements(const SumParts& op) {
   });
 }
 
-// Of a block, in the order of a warp: eight elements a lane, then halves of the lanes onto each other.
+// The sum of squares of a block, in the order of a warp: eight elements per lane, then across lanes, lane i and
+// lane i + 16, then i and i + 8, and so on.
 template <typename T>
 float sum_of_squares(const T* block) {
   constexpr int kLanes = kSquaresBlock / 8;
@@ -125,8 +127,8 @@ float sum_of_squares(const T* block) {
 }  // namespace
 
 void run(const SumQuantize& op) {
-  with_codes(op.format.codes, [&](auto in) {
-    with_codes(op.output_format.codes,
+  with_code_type(op.format.code_type, [&](auto in) {
+    with_code_type(op.output_format.code_type,
                [&](auto out) { sum_quantize_blocks<decltype(in)::value, decltype(out)::value>(op); });
   });
 }
@@ -134,11 +136,11 @@ void run(const SumQuantize& op) {
 void run(const SumInto& op) {
   const int n = op.format.block;
   const MessageLayout layout = message_layout(op.format, op.elements);
-  with_codes(op.format.codes, [&](auto codes) {
+  with_code_type(op.format.code_type, [&](auto code_type) {
     at::parallel_for(0, layout.blocks, kGrainElements / n, [&](int64_t begin, int64_t end) {
       alignas(64) float sum[kLargestBlock];
       for (int64_t block = begin; block < end; ++block) {
-        sum_blocks<decltype(codes)::value>(op.messages, op.message_count, op.format, layout, block, 1, sum);
+        sum_blocks<decltype(code_type)::value>(op.messages, op.message_count, op.format, layout, block, 1, sum);
         if (op.format.rotate) rotate(sum, n);
         put(sum, n, op.factor, op.add, op.shard + block * n);
       }
@@ -147,13 +149,13 @@ void run(const SumInto& op) {
 }
 
 void run(const SumParts& op) {
-  with_type(op.part_type, [&](auto type) { sum_part_elements<typename decltype(type)::type>(op); });
-  if (op.squares) run(SumSquares{op.shard, Type::fp32, op.elements, op.squares});
+  with_dtype(op.part_dtype, [&](auto dtype) { sum_part_elements<typename decltype(dtype)::type>(op); });
+  if (op.squares) run(SumSquares{op.shard, DType::fp32, op.elements, op.squares});
 }
 
 void run(const SumSquares& op) {
-  with_type(op.input_type, [&](auto type) {
-    const auto* input = static_cast<const typename decltype(type)::type*>(op.input);
+  with_dtype(op.input_dtype, [&](auto dtype) {
+    const auto* input = static_cast<const typename decltype(dtype)::type*>(op.input);
     const int64_t blocks = op.elements / kSquaresBlock;
     at::parallel_for(0, blocks, kGrainElements / kSquaresBlock, [&](int64_t begin, int64_t end) {
       for (int64_t k = begin; k < end; ++k) op.sums[k] = sum_of_squares(input + k * kSquaresBlock);

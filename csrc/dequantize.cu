@@ -5,20 +5,20 @@ namespace megatron_zpp::cuda {
 
 namespace {
 
-constexpr int kElements = 32;             // of a lane at a time
-constexpr int kTile = kElements * kWarp;  // of a warp
+constexpr int kElements = 32;             // per lane and iteration
+constexpr int kTile = kElements * kWarp;  // per warp and iteration
 
 struct DequantizeParams {
   Reader reader;
-  Arrangement place_of;
+  MessageOrder position_of;
   void* output;
   int64_t row_stride;
-  uint32_t blocks;  // of all rows
+  uint32_t blocks;  // in all rows
   bool rotate;
 };
 
-// Neighbouring lanes hold neighbouring runs of RUN elements: two or four of them are the 32 of a rotation.
-template <Codes C, typename T, int RUN, bool ALIGNED>
+// Neighbouring lanes hold neighbouring runs of RUN elements; the runs of two or four lanes are rotated together.
+template <CodeType C, typename T, int RUN, bool ALIGNED>
 __global__ void __launch_bounds__(kThreads, 4) dequantize_kernel(const __grid_constant__ DequantizeParams p) {
   constexpr int kRuns = kElements / RUN;
   const int log_block = p.reader.log_block;
@@ -35,14 +35,14 @@ __global__ void __launch_bounds__(kThreads, 4) dequantize_kernel(const __grid_co
       const uint32_t element = (uint32_t(tile * kTile) & in_block) + RUN * (r * kWarp + lane_index());
       const uint32_t block = first + (element >> log_block), start = element & in_block;
       active[r] = block < p.blocks;
-      const Place place = p.place_of(min(block, p.blocks - 1));  // lanes behind the end read the last block once more
-      const uint8_t* message = p.reader.message(place.message);
-      const uint64_t at = (uint64_t(place.block) << log_block) + start;
+      const BlockPosition position = p.position_of(min(block, p.blocks - 1));  // past the end: the last block again
+      const uint8_t* message = p.reader.message(position.message);
+      const uint64_t at = (uint64_t(position.block) << log_block) + start;
       load_words(p.reader.codes_at<C>(message, at), words[r]);
       scale_words[r] = load_scale_word(p.reader.scale_word_at(message, at));
       selectors[r] = p.reader.scale_selector(at);
-      target[r] = static_cast<T*>(p.output) + place.row * p.row_stride +
-                  (int64_t(place.column_block) << log_block) + start;
+      target[r] = static_cast<T*>(p.output) + position.row * p.row_stride +
+                  (int64_t(position.column_block) << log_block) + start;
     }
 #pragma unroll
     for (int r = 0; r < kRuns; ++r) {
@@ -63,12 +63,12 @@ __global__ void __launch_bounds__(kThreads, 4) dequantize_kernel(const __grid_co
   }
 }
 
-template <Codes C, typename T, int RUN>
+template <CodeType C, typename T, int RUN>
 void launch_tiles(const Dequantize& op, CUstream_st* stream) {
   const int64_t row_blocks = op.columns / op.format.block;
   const DequantizeParams params{
       Reader(op.messages, op.format, op.rows / op.message_count * op.columns),
-      Arrangement(row_blocks, op.message_count),
+      MessageOrder(row_blocks, op.message_count),
       op.output,
       op.row_stride,
       index_of(op.rows * row_blocks),
@@ -81,8 +81,8 @@ void launch_tiles(const Dequantize& op, CUstream_st* stream) {
     launch<dequantize_kernel<C, T, RUN, false>>(tiles, stream, params, kGridsForAll);
 }
 
-// Longer runs take fewer shuffles to rotate. Not of fp32, whose eights a lane stores together with its neighbour.
-template <Codes C, typename T>
+// Longer runs need fewer shuffles to rotate, but fp32 needs runs of eight, which neighbouring lanes store together.
+template <CodeType C, typename T>
 void launch_runs(const Dequantize& op, CUstream_st* stream) {
   if constexpr (sizeof(T) == 2) {
     if (op.format.rotate) return launch_tiles<C, T, 16>(op, stream);
@@ -93,9 +93,9 @@ void launch_runs(const Dequantize& op, CUstream_st* stream) {
 }  // namespace
 
 void run(const Dequantize& op, CUstream_st* stream) {
-  with_codes(op.format.codes, [&](auto codes) {
-    with_type(op.output_type, [&](auto type) {
-      launch_runs<decltype(codes)::value, typename decltype(type)::type>(op, stream);
+  with_code_type(op.format.code_type, [&](auto code_type) {
+    with_dtype(op.output_dtype, [&](auto dtype) {
+      launch_runs<decltype(code_type)::value, typename decltype(dtype)::type>(op, stream);
     });
   });
 }

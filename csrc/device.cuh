@@ -1,4 +1,4 @@
-// What all kernels share: launching, indices, memory access and exchange between lanes.
+// Code of all kernels: launching, indices, memory access and exchange between lanes.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -21,13 +21,12 @@ inline void check(cudaError_t status) {
   if (status != cudaSuccess) throw std::runtime_error(std::string("megatron_zpp: ") + cudaGetErrorString(status));
 }
 
-// Threads loop over what the grid does not cover. A few times as many blocks as fit on the chip let it balance load
-// by itself, and in some kernels one for each tile is faster: blocks start in order, so that accesses stay close
-// together, where loops drift apart.
+// The largest grid, as a multiple of the thread blocks that are resident at once; threads loop over the rest. A few
+// times as many blocks balance the load. In some kernels one warp per tile (kGridsForAll) is faster: blocks start in
+// order, so their accesses stay close together, whereas loops drift apart.
 constexpr int kGridsOnChip = 16, kGridsForAll = 1 << 16;
 
-// A warp that loads ahead of its tiles wants to have some of them: where it can have fewer than these, no more blocks
-// start than fit.
+// Warps that prefetch tiles need several tiles each: if there are fewer than these, only resident blocks are launched.
 constexpr int kTilesAhead = 4;
 
 inline int multiprocessors() {
@@ -38,20 +37,20 @@ inline int multiprocessors() {
 }
 
 template <auto kernel>
-int blocks_a_multiprocessor() {
+int blocks_per_multiprocessor() {
   int count = 0;
   check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, kThreads, 0));
   return count;
 }
 
-// How many blocks fit on the chip.
+// The number of thread blocks that are resident on the GPU at once.
 template <auto kernel>
 int64_t blocks_on_chip() {
-  static const int resident = blocks_a_multiprocessor<kernel>();  // asking takes microseconds
+  static const int resident = blocks_per_multiprocessor<kernel>();  // the query takes microseconds
   return int64_t(std::max(resident, 1)) * multiprocessors();
 }
 
-// One warp for each of `tiles`, if `grids` times what fits on the chip are as many.
+// Launches one warp per tile, but at most `grids` times the resident blocks.
 template <auto kernel, typename Params>
 void launch(int64_t tiles, CUstream_st* stream, const Params& params, int grids = kGridsOnChip) {
   const int64_t wanted = (tiles + kThreads / kWarp - 1) / (kThreads / kWarp);
@@ -59,7 +58,7 @@ void launch(int64_t tiles, CUstream_st* stream, const Params& params, int grids 
   kernel<<<unsigned(blocks), kThreads, 0, stream>>>(params);
 }
 
-// Likewise, where warps load ahead.
+// Likewise for kernels whose warps prefetch tiles.
 template <auto kernel, typename Params>
 void launch_loading_ahead(int64_t tiles, CUstream_st* stream, const Params& params, int grids = kGridsOnChip) {
   const int64_t warps = blocks_on_chip<kernel>() * (kThreads / kWarp);
@@ -90,10 +89,10 @@ constexpr int kLog2<1> = 0;
 
 constexpr int64_t kIndexLimit = int64_t(1) << 31;
 
-// Blocks and rows are counted in 31 bits: of 32 elements or more, so that is 128 GiB of 16-bit numbers.
+// Blocks and rows are counted in 31 bits. A block has 32 elements or more, so that is 128 GiB of 16-bit numbers.
 inline uint32_t index_of(int64_t count) {
   if (count < 0 || count >= kIndexLimit)
-    throw std::invalid_argument("megatron_zpp: more than 2^31 blocks or rows: " + std::to_string(count));
+    throw std::invalid_argument("megatron_zpp: blocks or rows must be fewer than 2^31, got " + std::to_string(count));
   return uint32_t(count);
 }
 
@@ -101,12 +100,12 @@ struct Quotient {
   uint32_t quotient, remainder;
 };
 
-// Division of numbers below 2^31 by one that is the same for all threads, without a division
-// (Granlund and Montgomery 1994).
+// Divides numbers below 2^31 by a divisor that all threads share, with a multiplication (Granlund and Montgomery 1994).
 class Divisor {
  public:
   explicit Divisor(int64_t divisor) : divisor_(index_of(divisor)), shift_(log2_of(divisor)) {
-    if (divisor < 1) throw std::invalid_argument("megatron_zpp: division by " + std::to_string(divisor));
+    if (divisor < 1)
+      throw std::invalid_argument("megatron_zpp: a divisor must be positive, got " + std::to_string(divisor));
     multiplier_ = uint32_t(((uint64_t(1) << (31 + shift_)) + divisor_ - 1) / divisor_);
   }
 
@@ -120,17 +119,18 @@ class Divisor {
   int shift_;
 };
 
-// Where a block of a matrix lies whose rows go round the messages.
-struct Place {
+// A block of a matrix, and the block of a message that holds it.
+struct BlockPosition {
   uint32_t row, column_block, message, block;
 };
 
-class Arrangement {
+// Row r of the matrix is in message r % message_count.
+class MessageOrder {
  public:
-  Arrangement(int64_t row_blocks, int64_t message_count)
+  MessageOrder(int64_t row_blocks, int64_t message_count)
       : row_blocks_(index_of(row_blocks)), by_row_blocks_(row_blocks), by_messages_(message_count) {}
 
-  __device__ __forceinline__ Place operator()(uint32_t index) const {
+  __device__ __forceinline__ BlockPosition operator()(uint32_t index) const {
     const Quotient row = by_row_blocks_(index), part = by_messages_(row.quotient);
     return {row.quotient, row.remainder, part.remainder, part.quotient * row_blocks_ + row.remainder};
   }
@@ -146,7 +146,7 @@ inline bool is_aligned(const void* address, size_t bytes) {
 
 // ---- exchange between lanes ----
 
-// The largest key of each group of 2^log_lanes neighbouring lanes.
+// The largest key of the lanes in each group of 2^log_lanes neighbours.
 __device__ __forceinline__ uint32_t largest_of_lanes(uint32_t key, int log_lanes) {
   if (log_lanes == 5) return __reduce_max_sync(kAllLanes, key);
   for (int distance = 1 << log_lanes >> 1; distance > 0; distance >>= 1)
@@ -154,7 +154,7 @@ __device__ __forceinline__ uint32_t largest_of_lanes(uint32_t key, int log_lanes
   return key;
 }
 
-// The rotation where neighbouring lanes hold neighbouring runs of RUN elements.
+// Rotates elements of which neighbouring lanes hold neighbouring runs of RUN.
 template <int RUN>
 __device__ __forceinline__ void rotate(float (&x)[RUN]) {
 #pragma unroll
@@ -177,9 +177,9 @@ __device__ __forceinline__ void rotate(float (&x)[RUN]) {
   for (int i = 0; i < RUN; ++i) x[i] *= kRotationFactor;
 }
 
-// Eight consecutive fp32 numbers a lane are two accesses of 16 bytes, each of which would touch every 32-byte sector
-// by half. So a pair of lanes accesses the 32 bytes of its even lane together, then those of its odd lane, and
-// exchanges halves. `quads[h]` lies at pair_quad(own eight, h).
+// Eight consecutive fp32 numbers per lane take two accesses of 16 bytes, each of which would use half of every 32-byte
+// sector. So a pair of lanes accesses the 32 bytes of its even lane together, then those of its odd lane, and
+// exchanges halves. `quads[h]` is at pair_quad(address of the lane's own eight, h).
 template <typename T>
 __device__ __forceinline__ T* pair_quad(T* eight, int h) {
   return eight + 8 * h - 4 * (lane_index() & 1);
@@ -190,7 +190,7 @@ __device__ __forceinline__ float4 swapped_with_neighbour(float4 x) {
           __shfl_xor_sync(kAllLanes, x.w, 1)};
 }
 
-// From quads as they are accessed to the halves of the lane's own eight numbers, or back.
+// Converts quads as they are accessed to the halves of the lane's own eight numbers, or back.
 __device__ __forceinline__ void exchange_with_neighbour(float4 (&quads)[2]) {
   const bool odd = lane_index() & 1;
   const float4 received = swapped_with_neighbour(odd ? quads[0] : quads[1]);
@@ -215,7 +215,8 @@ __device__ __forceinline__ void to_quads(const float (&x)[8], float4 (&quads)[2]
   for (int h = 0; h < 2; ++h) quads[h] = {x[4 * h], x[4 * h + 1], x[4 * h + 2], x[4 * h + 3]};
 }
 
-// Of a block of kSquaresBlock elements, eight of them a lane: these in order, then halves of the lanes onto each other.
+// The sum of squares of kSquaresBlock elements, eight per lane: first those of each lane in order, then across lanes,
+// lane i and lane i + 16, then i and i + 8, and so on.
 __device__ __forceinline__ float sum_of_squares(const float (&x)[8]) {
   float sum = x[0] * x[0];
 #pragma unroll
@@ -225,28 +226,28 @@ __device__ __forceinline__ float sum_of_squares(const float (&x)[8]) {
   return sum;
 }
 
-// Where a warp keeps its 16 bytes number q in shared memory: eight neighbouring lanes access different banks, be it
-// that each has two, four or eight of them or that they are rows of 32.
-__device__ __forceinline__ uint32_t place_of_quad(uint32_t q) { return q ^ (q >> 3 & 7); }
+// Index of a warp's 16-byte quad q in shared memory. The swizzle gives eight neighbouring lanes different banks, both
+// for rows of 32 quads and for lanes with 2, 4 or 8 consecutive quads.
+__device__ __forceinline__ uint32_t swizzled(uint32_t q) { return q ^ (q >> 3 & 7); }
 
 // ---- memory ----
 
-// PASSING data is the first to leave the caches. Where little is written for what is read, or onto what was read, that
-// is slower than the caches' own choice; where sums go elsewhere it is faster.
-template <typename Vector, bool PASSING = false>
+// STREAMING data is evicted first from the caches. That is faster where sums are written to other addresses than were
+// read. It is slower where little is written per byte read, or where what was read is overwritten.
+template <typename Vector, bool STREAMING = false>
 __device__ __forceinline__ Vector load_vector(const void* address) {
   const Vector* vector = static_cast<const Vector*>(address);
-  if constexpr (PASSING)
+  if constexpr (STREAMING)
     return __ldcs(vector);
   else
     return *vector;
 }
 
-// ALIGNED is a template's argument because a run-time branch becomes predicates, and then loads wait for others.
-template <bool ALIGNED, bool PASSING = false>
+// ALIGNED is a template argument because a run-time branch becomes predicates, which make loads wait for each other.
+template <bool ALIGNED, bool STREAMING = false>
 __device__ __forceinline__ float4 load_quad(const float* address) {
   if constexpr (ALIGNED)
-    return load_vector<float4, PASSING>(address);
+    return load_vector<float4, STREAMING>(address);
   else
     return {address[0], address[1], address[2], address[3]};
 }
@@ -263,13 +264,13 @@ __device__ __forceinline__ void store_quad(float* address, float4 quad) {
   }
 }
 
-// Eight numbers of a lane as they are loaded, so that many loads can be under way before the first is used.
-template <typename T, bool ALIGNED, bool PASSING = false>
+// Eight numbers of a lane as loaded, so that many loads can be in flight before the first is converted.
+template <typename T, bool ALIGNED, bool STREAMING = false>
 class Eight {
  public:
   __device__ __forceinline__ void load(const T* address) {
     if constexpr (ALIGNED) {
-      words_ = load_vector<uint4, PASSING>(address);
+      words_ = load_vector<uint4, STREAMING>(address);
     } else {
       const uint16_t* bits = reinterpret_cast<const uint16_t*>(address);
       words_ = {bits[0] | uint32_t(bits[1]) << 16, bits[2] | uint32_t(bits[3]) << 16,
@@ -290,13 +291,13 @@ class Eight {
   uint4 words_;
 };
 
-template <bool ALIGNED, bool PASSING>
-class Eight<float, ALIGNED, PASSING> {
+template <bool ALIGNED, bool STREAMING>
+class Eight<float, ALIGNED, STREAMING> {
  public:
-  // Both lanes of a pair must call these.
+  // Both lanes of a pair must call both functions.
   __device__ __forceinline__ void load(const float* address) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) quads_[h] = load_quad<ALIGNED, PASSING>(pair_quad(address, h));
+    for (int h = 0; h < 2; ++h) quads_[h] = load_quad<ALIGNED, STREAMING>(pair_quad(address, h));
   }
 
   __device__ __forceinline__ void to_floats(float (&x)[8]) const {

@@ -1,4 +1,4 @@
-// Run-time formats to compile-time ones.
+// Calls code that is compiled for each code type and dtype with those of run time.
 #pragma once
 
 #include <stdexcept>
@@ -9,34 +9,34 @@
 
 namespace megatron_zpp {
 
-template <Codes C>
-using CodesConstant = std::integral_constant<Codes, C>;
+template <CodeType C>
+using CodeTypeConstant = std::integral_constant<CodeType, C>;
 
 template <typename T>
-struct TypeTag {
+struct DTypeTag {
   using type = T;
 };
 
-// Calls run(CodesConstant<...>()).
+// Calls run(CodeTypeConstant<...>()).
 template <typename Run>
-void with_codes(Codes codes, Run&& run) {
-  switch (codes) {
-    case Codes::int8: return run(CodesConstant<Codes::int8>());
-    case Codes::int4: return run(CodesConstant<Codes::int4>());
-    case Codes::fp8: return run(CodesConstant<Codes::fp8>());
+void with_code_type(CodeType code_type, Run&& run) {
+  switch (code_type) {
+    case CodeType::int8: return run(CodeTypeConstant<CodeType::int8>());
+    case CodeType::int4: return run(CodeTypeConstant<CodeType::int4>());
+    case CodeType::fp8: return run(CodeTypeConstant<CodeType::fp8>());
   }
-  throw std::invalid_argument("megatron_zpp: unknown codes " + std::to_string(int(codes)));
+  throw std::invalid_argument("megatron_zpp: unknown code type " + std::to_string(int(code_type)));
 }
 
-// Calls run(TypeTag<...>()).
+// Calls run(DTypeTag<...>()).
 template <typename Run>
-void with_type(Type type, Run&& run) {
-  switch (type) {
-    case Type::fp32: return run(TypeTag<float>());
-    case Type::bf16: return run(TypeTag<Bf16>());
-    case Type::fp16: return run(TypeTag<Fp16>());
+void with_dtype(DType dtype, Run&& run) {
+  switch (dtype) {
+    case DType::fp32: return run(DTypeTag<float>());
+    case DType::bf16: return run(DTypeTag<Bf16>());
+    case DType::fp16: return run(DTypeTag<Fp16>());
   }
-  throw std::invalid_argument("megatron_zpp: unknown type " + std::to_string(int(type)));
+  throw std::invalid_argument("megatron_zpp: unknown dtype " + std::to_string(int(dtype)));
 }
 
 }  // namespace megatron_zpp

@@ -1,11 +1,11 @@
-// The arithmetic of one number, one block's scale and one step of AdamW: the same bits on host and device.
+// The arithmetic of one number, of the scale of a block and of a step of AdamW: the same bits on host and device.
 //
-// fl(.) below is one fp32 rounding, nearest even, subnormal numbers kept. That holds only if nothing is contracted
-// or approximated, so build with
-//   nvcc -O3 -std=c++17 --fmad=false                              (never --use_fast_math)
+// fl(.) below is one fp32 rounding to nearest even that keeps subnormal numbers. The compiler must neither contract
+// nor approximate operations, so build with
+//   nvcc -O3 -std=c++17 --fmad=false                                (never --use_fast_math)
 //   g++  -O3 -std=c++17 (or newer) -ffp-contract=off -march=native  (never -ffast-math)
-// An fma is written out where one is meant. -fno-math-errno changes no number and lets g++ vectorise the square root
-// of AdamW, which is then seven times faster.
+// An fma is written as fmaf where it is intended. -fno-math-errno changes no number, and with it g++ vectorises the
+// square root of AdamW, which is then seven times faster.
 #pragma once
 
 #include <cmath>
@@ -26,11 +26,11 @@
 
 namespace megatron_zpp {
 
-enum class Codes : int { int8, int4, fp8 };
+enum class CodeType : int { int8, int4, fp8 };
 
-ZPP_HOST_DEVICE constexpr int bits_of_code(Codes codes) { return codes == Codes::int4 ? 4 : 8; }
+ZPP_HOST_DEVICE constexpr int bits_of_code(CodeType code_type) { return code_type == CodeType::int4 ? 4 : 8; }
 
-// The 16-bit formats as they lie in memory; fp32 is float.
+// The bits of a 16-bit number. An fp32 number is a float.
 struct Bf16 {
   uint16_t bits;
 };
@@ -73,18 +73,18 @@ ZPP_HOST_DEVICE float to_float(Fp16 x) {
   return __half2float(__ushort_as_half(x.bits));
 #else
   const uint32_t magnitude = x.bits & 0x7FFFu, sign = uint32_t(x.bits & 0x8000u) << 16;
-  const uint32_t finite = bits_of(float_of(magnitude << 13) * 0x1p112f);  // exact, also for subnormal numbers
+  const uint32_t finite = bits_of(float_of(magnitude << 13) * 0x1p112f);  // exact, subnormal numbers included
   return float_of(sign | (magnitude < 0x7C00u ? finite : finite | kInfinityBits));
 #endif
 }
 
-// Nearest even of a number that is not NaN.
+// Rounds to nearest even. x must not be NaN.
 ZPP_HOST_DEVICE uint32_t bf16_bits(float x) {
   const uint32_t bits = bits_of(x);
   return (bits + 0x7FFFu + (bits >> 16 & 1)) >> 16;
 }
 
-// `narrow` is IEEE's conversion, nearest even.
+// Converts as IEEE 754 says, rounding to nearest even.
 template <typename T>
 T narrow(float x);
 
@@ -109,7 +109,7 @@ ZPP_HOST_DEVICE Fp16 narrow<Fp16>(float x) {
   return {__half_as_ushort(__float2half_rn(x))};
 #else
   const uint32_t magnitude = bits_of(x) & ~kSignBit, sign = bits_of(x) >> 16 & 0x8000u;
-  // 2^-24, the step below 2^-14, is the last place of numbers from 0.5 to 1.
+  // Below 2^-14 fp16 has steps of 2^-24, which is also the fp32 spacing from 0.5 to 1: adding 0.5 rounds to a step.
   const uint32_t small = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
   const uint32_t normal = (magnitude - (112u << 23) + 0xFFFu + (magnitude >> 13 & 1)) >> 13;
   const uint32_t finite = magnitude < 0x38800000u ? small : normal;
@@ -118,7 +118,7 @@ ZPP_HOST_DEVICE Fp16 narrow<Fp16>(float x) {
 #endif
 }
 
-// `saturate` is `narrow` where a finite number that fp16 has no room for becomes +-65504.
+// Converts as `narrow` does, except that finite numbers beyond the range of fp16 become +-65504.
 template <typename T>
 ZPP_HOST_DEVICE T saturate(float x) {
   return narrow<T>(x);
@@ -134,8 +134,8 @@ ZPP_HOST_DEVICE Fp16 saturate<Fp16>(float x) {
 
 // ---- the scale of a block ----
 
-// Keys order numbers by magnitude, + above -, with infinity and NaN above all that is finite. So the largest key of
-// a block is its signed peak, and a reduction needs one integer maximum.
+// Keys order numbers by magnitude, the positive one of two equal magnitudes first, with infinity and NaN above all
+// finite numbers. The largest key of a block is therefore its signed peak, found by an integer maximum.
 constexpr uint32_t kFirstNonFiniteKey = kInfinityBits << 1;
 
 ZPP_HOST_DEVICE uint32_t peak_key(float x) {
@@ -145,17 +145,18 @@ ZPP_HOST_DEVICE uint32_t peak_key(float x) {
 
 ZPP_HOST_DEVICE float peak_of_key(uint32_t key) { return float_of((key >> 1) | ((key & 1) ? 0 : kSignBit)); }
 
-// The whole two's complement range is used: the largest magnitude gets the code -2^(bits-1), so the scale has the
-// opposite sign, and a number of the other sign and nearly that magnitude is clipped by one code. For fp8 it gets 256.
-// Both are powers of two, so the division is exact; a bf16 scale is rounded after it, and the largest magnitude with it.
-ZPP_HOST_DEVICE constexpr float scale_factor(Codes codes) {
-  return codes == Codes::int8 ? -0x1p-7f : codes == Codes::int4 ? -0x1p-3f : 0x1p-8f;
+// The scale of a block over its signed peak. Integer codes use the whole two's complement range: the peak gets the
+// code -2^(bits-1), so the scale has the opposite sign, and a number near minus the peak is clipped by one code. In
+// fp8 the peak gets 256. The factors are powers of two, so the product is exact; a bf16 scale is rounded afterwards,
+// which rounds the decoded peak too.
+ZPP_HOST_DEVICE constexpr float scale_factor(CodeType code_type) {
+  return code_type == CodeType::int8 ? -0x1p-7f : code_type == CodeType::int4 ? -0x1p-3f : 0x1p-8f;
 }
 
 struct BlockScale {
-  float stored;        // what the message carries
+  float stored;        // in the message
   float inverse;       // fl(1 / stored)
-  uint32_t code_mask;  // all ones, or zero where every code is zero: a block of zeros, of subnormals, or not finite
+  uint32_t code_mask;  // all ones; zero if all codes are 0, because the block is zero, subnormal or not finite
 };
 
 ZPP_HOST_DEVICE BlockScale block_scale(uint32_t key, float factor, bool bf16_scales) {
@@ -167,16 +168,16 @@ ZPP_HOST_DEVICE BlockScale block_scale(uint32_t key, float factor, bool bf16_sca
   return {stored, 1.f / (usable ? scale : 1.f), usable ? ~0u : 0u};
 }
 
-// What an encoding lost of x. Near the end of fp32 the scale's rounding can make the decoded value infinite: that the
-// receiver sees, but fed back it would live on.
+// The encoding error of x, to be fed back. It is 0 where the decoded value is infinite, which the rounding of a scale
+// can cause near the largest fp32 number: the receiver sees the infinity, but feedback would repeat it for ever.
 ZPP_HOST_DEVICE float lost_of(float x, float decoded) {
   const float lost = x - decoded;
   return (bits_of(lost) & ~kSignBit) < kInfinityBits ? lost : 0.f;
 }
 
-// ---- codes: encoding ----
+// ---- encoding ----
 
-// Added to a number below 2^22, this leaves the nearest integer (ties to even) in the low bits, in two's complement.
+// The sum of this and a number below 2^22 has the nearest integer (ties to even) in its low bits, in two's complement.
 constexpr float kRound = 0x1.8p23f;
 
 ZPP_HOST_DEVICE float uniform(uint32_t random16) { return float_of(0x3F800000u | random16 << 7) - 1.f; }
@@ -189,31 +190,32 @@ ZPP_HOST_DEVICE uint32_t e4m3_sign(float y) { return bits_of(y) >> 24 & 0x80; }
 
 ZPP_HOST_DEVICE uint32_t at_most_e4m3_largest(uint32_t code) { return code < kE4m3Largest ? code : kE4m3Largest; }
 
-// y is finite.
+// y must be finite.
 ZPP_HOST_DEVICE uint32_t e4m3_nearest(float y) {
   const uint32_t magnitude = bits_of(y) & ~kSignBit;
-  // 2^-9, the step below 2^-6, is the last place of numbers from 2^14 to 2^15.
+  // Below 2^-6 E4M3 has steps of 2^-9, which is also the fp32 spacing from 2^14 to 2^15: adding 2^14 rounds to a step.
   const uint32_t small = bits_of(float_of(magnitude) + 0x1p14f) - bits_of(0x1p14f);
   const uint32_t normal = ((magnitude + 0x7FFFFu + (magnitude >> 20 & 1)) >> 20) - kE4m3Rebias;
   return e4m3_sign(y) | at_most_e4m3_largest(magnitude < kE4m3FirstNormalBits ? small : normal);
 }
 
-// y is finite. Adding below the bits that stay carries into them as often as the cut-off part is large.
+// y must be finite. Adding random bits below the bits that are kept carries into them with a probability equal to the
+// fraction that truncation removes.
 ZPP_HOST_DEVICE uint32_t e4m3_stochastic(float y, uint32_t random16) {
   const uint32_t magnitude = bits_of(y) & ~kSignBit;
   const uint32_t normal = ((magnitude + (random16 << 4)) >> 20) - kE4m3Rebias;
   const bool is_small = magnitude < kE4m3FirstNormalBits;
-  // From 0 to 8; truncation is the floor.
+  // From 0 to 8, so truncation is the floor.
   const float steps = (is_small ? float_of(magnitude) : 0.f) * 512.f + uniform(random16);
   const uint32_t small = uint32_t(int32_t(steps));
   return e4m3_sign(y) | (is_small ? small : at_most_e4m3_largest(normal));
 }
 
-// ---- codes: decoding ----
+// ---- decoding ----
 
 ZPP_HOST_DEVICE float e4m3_value(uint32_t code) {
   const uint32_t magnitude = code & 0x7F;
-  // Below 2^-6 there is no leading one: decode with one and take it away.
+  // Numbers below 2^-6 have no leading one: decode with one and subtract it.
   const bool is_small = magnitude < 8;
   const float with_one = float_of((magnitude + (is_small ? 8 : 0) + kE4m3Rebias) << 20);
   const uint32_t value = bits_of(with_one - (is_small ? 0x1p-6f : 0.f));
@@ -222,15 +224,15 @@ ZPP_HOST_DEVICE float e4m3_value(uint32_t code) {
 
 // ---- random numbers ----
 
-// Philox4x32-7 (Salmon et al. 2011): seven rounds pass all of BigCrush; ten are for safety. The low half of word k is
-// for element 2k of eight, the high half for 2k + 1.
+// Philox4x32-7 (Salmon et al. 2011). Seven rounds pass all of BigCrush; the paper's default of ten is a safety margin.
+// Of eight elements, element 2k takes the low half of word k, and element 2k + 1 the high half.
 constexpr int kPhiloxRounds = 7;
 
 struct Random8 {
   uint32_t word[4];
 };
 
-// What each round takes of the seed, made once for all elements.
+// The key of each round, computed from the seed once for all elements.
 struct PhiloxKeys {
   uint32_t low[kPhiloxRounds], high[kPhiloxRounds];
 };
@@ -250,7 +252,7 @@ struct Product {
 
 ZPP_HOST_DEVICE Product product_of(uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
-  uint64_t product;  // the compiler would make two multiplications of it, or add zeros
+  uint64_t product;  // from a * b the compiler would make two multiplications, or add zeros
   asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
 #else
   const uint64_t product = uint64_t(a) * b;
@@ -272,27 +274,28 @@ ZPP_HOST_DEVICE Random8 random_for_eight(const PhiloxKeys& keys, uint64_t counte
 
 // ---- rotation ----
 
-constexpr int kRotation = 32;                         // elements that a Hadamard matrix mixes
+constexpr int kRotation = 32;                            // size of the Hadamard matrix
 constexpr float kRotationFactor = 0.17677669529663687f;  // the fp32 number nearest 1 / sqrt(32)
 
 // ---- AdamW ----
 
+// The scalars that the host knows, each rounded once from double.
 struct AdamwConstants {
-  float beta1, rest1;  // beta and 1 - beta, each rounded once from double
-  float beta2, rest2;
+  float beta1, one_minus_beta1;
+  float beta2, one_minus_beta2;
   float eps;
   float learning_rate;
   float decay;  // learning_rate * weight_decay
 };
 
-// What the device's scalars make of them.
-struct AdamwScalars {
+// The scalars of a step that depend on the device's.
+struct AdamwFactors {
   float inverse_divisor;  // fl(1 / divisor)
   float rate;             // fl(learning_rate / bias correction 1)
   float root2;            // fl(sqrt(bias correction 2))
 };
 
-ZPP_HOST_DEVICE AdamwScalars adamw_scalars(const AdamwConstants& c, float divisor, const float* bias_corrections) {
+ZPP_HOST_DEVICE AdamwFactors adamw_factors(const AdamwConstants& c, float divisor, const float* bias_corrections) {
   return {1.f / divisor, c.learning_rate / bias_corrections[0], sqrtf(bias_corrections[1])};
 }
 
@@ -300,14 +303,14 @@ struct AdamwState {
   float weight, average, average_square;
 };
 
-// Every step is one rounding.
+// Decoupled Weight Decay Regularization (1711.05101), algorithm 2. Every operation is one rounding.
 ZPP_HOST_DEVICE AdamwState adamw_step(AdamwState s, float gradient, bool decays, const AdamwConstants& c,
-                                      const AdamwScalars& k) {
+                                      const AdamwFactors& k) {
   const float g = gradient * k.inverse_divisor;
   const float decayed = s.weight - c.decay * s.weight;
   const float weight = decays ? decayed : s.weight;
-  const float average = c.beta1 * s.average + c.rest1 * g;
-  const float average_square = c.beta2 * s.average_square + c.rest2 * (g * g);
+  const float average = c.beta1 * s.average + c.one_minus_beta1 * g;
+  const float average_square = c.beta2 * s.average_square + c.one_minus_beta2 * (g * g);
   const float denominator = sqrtf(average_square) / k.root2 + c.eps;
   return {weight - k.rate * (average / denominator), average, average_square};
 }

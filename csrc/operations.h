@@ -1,46 +1,46 @@
-// The operations: what each takes, and who runs it, CPU or CUDA. Arguments are checked before (bindings.cpp).
+// The parameters of each operation, and the functions that run it on a CPU or a GPU.
+//
+// bindings.cpp checks every argument before it fills one of these structs.
 #pragma once
 
 #include <cstdint>
 
 #include "message.h"
 
-struct CUstream_st;  // cudaStream_t without CUDA's headers
+struct CUstream_st;  // cudaStream_t, declared here so that CUDA's headers are not needed
 
 namespace megatron_zpp {
 
-enum class Type : int { fp32, bf16, fp16 };
+enum class DType : int { fp32, bf16, fp16 };
 
-inline int type_bytes(Type type) { return type == Type::fp32 ? 4 : 2; }
-
-// With a seed, rounding is stochastic; without one, to nearest.
+// Rounding is stochastic with a seed and to nearest without one.
 struct Seed {
   bool given;
   uint64_t value;
 };
 
-// Row r of the (rows, columns) input becomes part r / messages of message r % messages.
+// Row r of the (rows, columns) input becomes part r / message_count of message r % message_count.
 struct Quantize {
   const void* input;
-  Type input_type;
-  int64_t rows, columns, row_stride;  // elements
+  DType input_dtype;
+  int64_t rows, columns, row_stride;  // in elements
   uint8_t* messages;
   int64_t message_count;
   Format format;
   Seed seed;
 };
 
-// The inverse.
+// The inverse of Quantize.
 struct Dequantize {
   const uint8_t* messages;
   int64_t message_count;
   Format format;
   void* output;
-  Type output_type;
-  int64_t rows, columns, row_stride;  // elements
+  DType output_dtype;
+  int64_t rows, columns, row_stride;  // in elements
 };
 
-// Part g of the sum of the messages becomes message g of the output.
+// Part g of the sum of all messages becomes message g of the output.
 struct SumQuantize {
   const uint8_t* messages;
   int64_t message_count;
@@ -49,11 +49,12 @@ struct SumQuantize {
   uint8_t* output;
   int64_t output_count;
   Format output_format;
-  void* error;  // null: none
-  Type error_type;
+  void* error;  // null without error feedback
+  DType error_dtype;
   Seed seed;
 };
 
+// shard = factor * sum of all messages, or shard += that if `add`.
 struct SumInto {
   const uint8_t* messages;
   int64_t message_count;
@@ -64,57 +65,64 @@ struct SumInto {
   bool add;
 };
 
+// shard = factor * sum of all parts, or shard += that if `add`.
 struct SumParts {
   const void* parts;
-  Type part_type;
+  DType part_dtype;
   int64_t part_count;
-  int64_t elements;  // of one part
-  int64_t distance;  // elements from one part to the next
-  const void* own;   // null, or part `place`, in place of what lies there among the others
-  int64_t place;
-  float* shard;      // may be one of the parts
+  int64_t elements;    // of one part
+  int64_t distance;    // elements from the beginning of one part to that of the next
+  const void* own;     // null, or the part of rank `group_rank`, read instead of that row of `parts`
+  int64_t group_rank;
+  float* shard;        // may be one of the parts
   float factor;
   bool add;
-  float* squares;  // null, or those of the shard as SumSquares has them
+  float* squares;      // null, or the sums of squares of the new shard, as SumSquares computes them
 };
 
-// Sum k is that of the squares of the input's elements from k * kSquaresBlock on.
+// sums[k] = sum of the squares of input[k * kSquaresBlock : (k + 1) * kSquaresBlock].
 constexpr int kSquaresBlock = 256;
 
 struct SumSquares {
   const void* input;
-  Type input_type;
+  DType input_dtype;
   int64_t elements;
   float* sums;
 };
 
-struct Adamw {
-  float* master;
-  const void* gradient;
-  Type gradient_type;
-  float* exp_avg;
-  float* exp_avg_sq;
-  int64_t elements;
-  int64_t decayed;  // how many elements, the first ones, have weight decay
-  const float* divisor;
-  const float* found_inf;
-  const float* bias_corrections;
+// What a step of AdamW takes besides the tensors of a shard; the same for all shards of a step.
+struct AdamwScalars {
+  // In the memory of the tensors' device, so that a step does not wait for it:
+  const float* divisor;           // gradients are divided by it
+  const float* found_inf;         // the step is skipped unless this is 0
+  const float* bias_corrections;  // 1 - beta1^t and 1 - beta2^t
   AdamwConstants constants;
 };
 
-struct AdamwPublish {
-  Adamw step;
-  void* published;  // null: none
-  Type published_type;
+// One step on the states of a shard. Both operators below contain it; they differ in what they write besides.
+struct AdamwStep {
+  float* master;
+  const void* gradient;
+  DType gradient_dtype;
+  float* exp_avg;
+  float* exp_avg_sq;
+  int64_t elements;
+  int64_t decayed;  // the first `decayed` elements have weight decay
+  AdamwScalars scalars;
+};
+
+struct Adamw {
+  AdamwStep step;
+  void* gather_source;  // null, or where the new weights are also written in 16 bits
+  DType gather_source_dtype;
 };
 
 struct AdamwQuantize {
-  Adamw step;
-  uint8_t* message;
+  AdamwStep step;
+  uint8_t* message;  // of the new weights
   Format format;
 };
 
-// Overloads, one an operation.
 namespace cpu {
 void run(const Quantize&);
 void run(const Dequantize&);
@@ -122,7 +130,7 @@ void run(const SumQuantize&);
 void run(const SumInto&);
 void run(const SumParts&);
 void run(const SumSquares&);
-void run(const AdamwPublish&);
+void run(const Adamw&);
 void run(const AdamwQuantize&);
 }  // namespace cpu
 
@@ -133,7 +141,7 @@ void run(const SumQuantize&, CUstream_st*);
 void run(const SumInto&, CUstream_st*);
 void run(const SumParts&, CUstream_st*);
 void run(const SumSquares&, CUstream_st*);
-void run(const AdamwPublish&, CUstream_st*);
+void run(const Adamw&, CUstream_st*);
 void run(const AdamwQuantize&, CUstream_st*);
 }  // namespace cuda
 

@@ -1,7 +1,7 @@
-// Megatron-LM's sample order and blend, a piece at a time: what data/order_builder.py calls through ctypes.
+// Megatron-LM's sample order and blend, computed in pieces and called through ctypes.
 //
-// A library of its own, of the C++ standard library alone: .cc keeps it out of the one of the .cpp files, which
-// needs torch. Every function goes on from a state that its caller keeps, so nothing here holds memory.
+// This file is a separate library that needs only the C++ standard library; the library of the .cpp files needs torch.
+// Every function continues from a state that the caller owns and updates it, so no memory is allocated here.
 
 #include <algorithm>
 #include <cstdint>
@@ -12,8 +12,8 @@ namespace {
 // The generator of numpy's RandomState: Matsumoto and Nishimura, "Mersenne Twister", 1998.
 struct Twister {
     static constexpr int words = 624, middle = 397;
-    uint32_t* key;  // (624,)
-    int32_t position;  // of the next word; 624 when all are used
+    uint32_t* key;     // (624,)
+    int32_t position;  // of the next word; 624 if all are used
 
     static uint32_t twisted(uint32_t high, uint32_t low) {
         const uint32_t mixed = (high & 0x80000000u) | (low & 0x7fffffffu);
@@ -37,7 +37,7 @@ struct Twister {
         return word ^ (word >> 18);
     }
 
-    // A number in [0, last], as numpy's random_interval draws it; `mask` covers the bits of `last`.
+    // A number in [0, last], drawn as by numpy's random_interval; `mask` covers the bits of `last`.
     uint64_t below(uint64_t last, uint64_t mask) {
         uint64_t value;
         do {
@@ -48,8 +48,8 @@ struct Twister {
     }
 };
 
-// Elements change places as in numpy's shuffle: the last with any up to it, and so on. Partners are drawn a
-// few ahead of the exchanges, so that their memory is on its way.
+// Shuffles as numpy does: swaps the last element with a random one up to it, then the one before, and so on. The
+// random elements are drawn ahead of the swaps, to prefetch their memory.
 template <typename T>
 void shuffle(T* values, int64_t size, Twister& random) {
     constexpr int ahead = 64;
@@ -69,17 +69,17 @@ void shuffle(T* values, int64_t size, Twister& random) {
     }
 }
 
-struct Place {
-    int64_t document, position, sample;  // the document to read, its first token in the text, the next sample
+struct Progress {
+    int64_t document, position, sample;  // the next document, the index of its first token, the next sample
 };
 
 template <typename T>
 int64_t fill_sample_index(
     T* rows, int64_t size, const int32_t* lengths, const int32_t* documents, int64_t count, int64_t seq_length,
-    Place& place) {
+    Progress& progress) {
     constexpr int64_t ahead = 32;
     int64_t filled = 0;
-    Place at = place;
+    Progress at = progress;
     for (; at.document < count; ++at.document) {
         if (at.document + ahead < count) __builtin_prefetch(lengths + documents[at.document + ahead]);
         const int64_t end = at.position + lengths[documents[at.document]];
@@ -88,19 +88,19 @@ int64_t fill_sample_index(
             rows[2 * filled] = T(at.document);
             rows[2 * filled + 1] = T(first - at.position);
         }
-        if (first < end) break;  // no room for what else begins here
+        if (first < end) break;  // the rows are full, but more samples begin in this document
         at.position = end;
     }
-    place = at;
+    progress = at;
     return filled;
 }
 
 typedef double Four __attribute__((vector_size(32)));
 typedef int64_t Indexes __attribute__((vector_size(32)));
-constexpr int fours = 4, lanes = 4 * fours;  // drawn side by side: one alone would wait for each result
+constexpr int fours = 4, lanes = 4 * fours;  // independent draws; a single one would wait for each result
 
-// The choices of `steps` samples in each lane: the set furthest behind its weight, the first of several.
-// counts (sets, fours) go on; which and numbers have a row for each lane.
+// Draws `steps` samples in each lane: from the data set furthest behind its weight, the first one if several are.
+// counts (sets, fours) are updated; `which` and `numbers` have one row per lane.
 template <typename T>
 inline __attribute__((always_inline)) void draw(
     const double* weights, Four* counts, int64_t sets, const int64_t* firsts, int64_t steps, int16_t* const* which,
@@ -132,7 +132,7 @@ inline __attribute__((always_inline)) void draw(
                 const Four count = counts[fours * set + four] + (before[four] == index ? ones : zeros);
                 counts[fours * set + four] = count;
                 const Four behind = weights[set] * share[four] - count;
-                const Indexes more = behind > most[four];  // all bits of the lanes in which it is
+                const Indexes more = behind > most[four];  // a mask: all bits are set in lanes where it is true
                 chosen[four] = more ? index : chosen[four];
                 most[four] = more ? behind : most[four];
             }
@@ -158,7 +158,7 @@ inline __attribute__((always_inline)) void draw(
 
 extern "C" {
 
-// values (size,) of `width` bytes; key (624,) and position are RandomState's, and go on.
+// Shuffles values (size,) of `width` bytes; key (624,) and position are RandomState's, and are updated.
 void shuffle_values(void* values, int64_t width, int64_t size, uint32_t* key, int32_t* position) {
     Twister random{key, *position};
     if (width == 4) shuffle(static_cast<uint32_t*>(values), size, random);
@@ -166,21 +166,22 @@ void shuffle_values(void* values, int64_t width, int64_t size, uint32_t* key, in
     *position = random.position;
 }
 
-// rows (size, 2) of `width` bytes; returns how many are filled: fewer when the documents end. place (3,) goes on.
+// Fills rows (size, 2) of `width` bytes and returns the number of filled rows, which is below `size` if the documents
+// end. progress (3,) is updated.
 int64_t sample_rows(
     void* rows, int64_t width, int64_t size, const int32_t* lengths, const int32_t* documents, int64_t count,
-    int64_t seq_length, int64_t* place) {
-    Place at{place[0], place[1], place[2]};
+    int64_t seq_length, int64_t* progress) {
+    Progress at{progress[0], progress[1], progress[2]};
     const int64_t filled =
         width == 4
             ? fill_sample_index(static_cast<int32_t*>(rows), size, lengths, documents, count, seq_length, at)
             : fill_sample_index(static_cast<int64_t*>(rows), size, lengths, documents, count, seq_length, at);
-    place[0] = at.document, place[1] = at.position, place[2] = at.sample;
+    progress[0] = at.document, progress[1] = at.position, progress[2] = at.sample;
     return filled;
 }
 
-// counts (sets, 16) of 32-byte alignment, which go on; firsts (16,), and 16 rows of `steps` elements
-// each for the choices and the numbers, which have `width` bytes.
+// Draws `steps` samples in each of 16 lanes, which begin at firsts (16,). counts (sets, 16), aligned to 32 bytes, is
+// updated. `which` and `numbers` have 16 rows of `steps` elements; numbers have `width` bytes.
 FOR_EACH_PROCESSOR void draw_samples(
     const double* weights, void* counts, int64_t sets, const int64_t* firsts, int64_t steps, int16_t* const* which,
     void* const* numbers, int64_t width) {

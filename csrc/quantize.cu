@@ -8,27 +8,28 @@ namespace {
 struct QuantizeParams {
   const void* input;
   int64_t columns, row_stride;
-  uint32_t blocks;  // of all rows
-  Arrangement place_of;
+  uint32_t blocks;  // in all rows
+  MessageOrder position_of;
   Lanes lanes;
   Writer writer;
   bool rotate;
 };
 
-// V vectors of eight elements a lane and block. Small blocks go several at a time, so that four loads are under way.
-template <Codes C, typename T, int V, bool ALIGNED>
+// V vectors of eight elements per lane and block. Several small blocks are encoded at a time, to have four loads in
+// flight.
+template <CodeType C, typename T, int V, bool ALIGNED>
 __global__ void __launch_bounds__(kThreads, V == 8 ? 2 : 4) quantize_kernel(const __grid_constant__ QuantizeParams p) {
-  constexpr int kBlocks = V >= 4 ? 1 : 4 / V;  // at a time
+  constexpr int kBlocks = V >= 4 ? 1 : 4 / V;  // per iteration
   const uint32_t groups = p.lanes.groups(), tile = groups * kBlocks;
   for (uint32_t first = warp_index() * tile; first < p.blocks; first += warp_count() * tile) {
-    Place place[kBlocks];
+    BlockPosition position[kBlocks];
     Eight<T, ALIGNED> loaded[kBlocks][V];
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      // Lanes behind the end load the last block once more.
-      place[b] = p.place_of(min(first + b * groups + p.lanes.group(), p.blocks - 1));
-      const T* block = static_cast<const T*>(p.input) + place[b].row * p.row_stride +
-                       (int64_t(place[b].column_block) << p.writer.log_block);
+      // Lanes past the end load the last block again.
+      position[b] = p.position_of(min(first + b * groups + p.lanes.group(), p.blocks - 1));
+      const T* block = static_cast<const T*>(p.input) + position[b].row * p.row_stride +
+                       (int64_t(position[b].column_block) << p.writer.log_block);
 #pragma unroll
       for (int v = 0; v < V; ++v) loaded[b][v].load(block + p.lanes.run<8>(v));
     }
@@ -42,24 +43,24 @@ __global__ void __launch_bounds__(kThreads, V == 8 ? 2 : 4) quantize_kernel(cons
           if (p.rotate) rotate(x[v]);
         }
       }
-      const uint64_t index = place[b].row * p.columns + (int64_t(place[b].column_block) << p.writer.log_block);
+      const uint64_t index = position[b].row * p.columns + (int64_t(position[b].column_block) << p.writer.log_block);
       const bool active = first + b * groups + p.lanes.group() < p.blocks;
-      write_block<C>(p.writer, p.lanes, p.writer.message(place[b].message), place[b].block, index, x, active);
+      write_block<C>(p.writer, p.lanes, p.writer.message(position[b].message), position[b].block, index, x, active);
     }
   }
 }
 
-// With rotation a lane has K runs of 32 elements, which it rotates alone. Its loads go through the first-level cache:
-// neighbouring lanes access neighbouring 64 bytes.
-template <Codes C, typename T, int K, bool ALIGNED>
+// With rotation a lane has K runs of 32 elements, which it rotates without shuffles. Neighbouring lanes access
+// neighbouring 64 bytes, so the first-level cache combines their loads.
+template <CodeType C, typename T, int K, bool ALIGNED>
 __global__ void __launch_bounds__(kThreads, K == 1 ? 4 : 2)
     quantize_rotated_kernel(const __grid_constant__ QuantizeParams p) {
   const uint32_t groups = p.lanes.groups();
   for (uint32_t first = warp_index() * groups; first < p.blocks; first += warp_count() * groups) {
-    // Lanes behind the end load the last block once more.
-    const Place place = p.place_of(min(first + p.lanes.group(), p.blocks - 1));
-    const uint64_t column = uint64_t(place.column_block) << p.writer.log_block;
-    const T* block = static_cast<const T*>(p.input) + place.row * p.row_stride + column;
+    // Lanes past the end load the last block again.
+    const BlockPosition position = p.position_of(min(first + p.lanes.group(), p.blocks - 1));
+    const uint64_t column = uint64_t(position.column_block) << p.writer.log_block;
+    const T* block = static_cast<const T*>(p.input) + position.row * p.row_stride + column;
     Eight<T, ALIGNED> loaded[K][4];
 #pragma unroll
     for (int i = 0; i < 4 * K; ++i) loaded[i / 4][i % 4].load(block + p.lanes.run<kRotation>(i / 4) + 8 * (i % 4));
@@ -76,12 +77,12 @@ __global__ void __launch_bounds__(kThreads, K == 1 ? 4 : 2)
       rotate(x[k]);
     }
     const bool active = first + p.lanes.group() < p.blocks;
-    write_block<C>(p.writer, p.lanes, p.writer.message(place.message), place.block, place.row * p.columns + column, x,
-                   active);
+    write_block<C>(p.writer, p.lanes, p.writer.message(position.message), position.block,
+                   position.row * p.columns + column, x, active);
   }
 }
 
-template <Codes C, typename T, int K>
+template <CodeType C, typename T, int K>
 void launch_rotated(QuantizeParams params, bool aligned, CUstream_st* stream) {
   params.lanes = Lanes{params.writer.log_block - log2_of(kRotation * K)};
   const int64_t tiles = (params.blocks + params.lanes.groups() - 1) / params.lanes.groups();
@@ -91,7 +92,7 @@ void launch_rotated(QuantizeParams params, bool aligned, CUstream_st* stream) {
     launch<quantize_rotated_kernel<C, T, K, false>>(tiles, stream, params);
 }
 
-template <Codes C, typename T, int V>
+template <CodeType C, typename T, int V>
 void launch_vectors(const QuantizeParams& params, bool aligned, CUstream_st* stream) {
   const int64_t tile = int64_t(params.lanes.groups()) * (V >= 4 ? 1 : 4 / V);
   const int64_t tiles = (params.blocks + tile - 1) / tile;
@@ -101,7 +102,7 @@ void launch_vectors(const QuantizeParams& params, bool aligned, CUstream_st* str
     launch<quantize_kernel<C, T, V, false>>(tiles, stream, params);
 }
 
-template <Codes C, typename T>
+template <CodeType C, typename T>
 void launch_blocks(const Quantize& op, CUstream_st* stream) {
   const int block = op.format.block;
   const int vectors = vectors_a_lane(block);
@@ -112,7 +113,7 @@ void launch_blocks(const Quantize& op, CUstream_st* stream) {
       op.columns,
       op.row_stride,
       index_of(op.rows * row_blocks),
-      Arrangement(row_blocks, op.message_count),
+      MessageOrder(row_blocks, op.message_count),
       Lanes{log2_of(block / (8 * vectors))},
       Writer(op.messages, op.format, op.rows / op.message_count * op.columns, op.seed),
       op.format.rotate,
@@ -132,9 +133,9 @@ void launch_blocks(const Quantize& op, CUstream_st* stream) {
 }  // namespace
 
 void run(const Quantize& op, CUstream_st* stream) {
-  with_codes(op.format.codes, [&](auto codes) {
-    with_type(op.input_type, [&](auto type) {
-      launch_blocks<decltype(codes)::value, typename decltype(type)::type>(op, stream);
+  with_code_type(op.format.code_type, [&](auto code_type) {
+    with_dtype(op.input_dtype, [&](auto dtype) {
+      launch_blocks<decltype(code_type)::value, typename decltype(dtype)::type>(op, stream);
     });
   });
 }

@@ -5,12 +5,12 @@ namespace megatron_zpp::cuda {
 
 namespace {
 
-// A lane reads 16 bytes of a message at a time.
-template <Codes C>
+// Elements per lane: 16 bytes of a message.
+template <CodeType C>
 constexpr int kRun = 128 / bits_of_code(C);
 
-// Quads of elements that a lane holds.
-template <Codes C>
+// Quads per lane.
+template <CodeType C>
 constexpr int kQuads = kRun<C> / 4;
 
 struct SumIntoParams {
@@ -22,28 +22,28 @@ struct SumIntoParams {
   bool add, rotate;
 };
 
-template <Codes C>
+template <CodeType C>
 using Sums = TileSums<C, kRun<C>, 1, 3>;
 
-// What becomes of a quad of the shard.
+// The new value of a quad of the shard.
 __device__ __forceinline__ float4 put(const float4& sum, const float4& old, float factor, bool add) {
   const float4 r = {sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
   if (!add) return r;
   return {old.x + r.x, old.y + r.y, old.z + r.z, old.w + r.w};
 }
 
-// A run of each lane goes through shared memory, so that the lanes access rows of the shard that have no gaps.
-template <Codes C, bool ALIGNED>
+// Exchanges the lanes' runs through shared memory, so that the warp accesses the shard in contiguous rows.
+template <CodeType C, bool ALIGNED>
 __device__ __forceinline__ void store_tile(const SumIntoParams& p, uint32_t tile, const float (&sum)[kRun<C>],
                                            float4 (&shared)[kWarp * kQuads<C>]) {
   __syncwarp();  // all lanes have read the last tile
 #pragma unroll
   for (int q = 0; q < kQuads<C>; ++q)
-    shared[place_of_quad(lane_index() * kQuads<C> + q)] = {sum[4 * q], sum[4 * q + 1], sum[4 * q + 2], sum[4 * q + 3]};
+    shared[swizzled(lane_index() * kQuads<C> + q)] = {sum[4 * q], sum[4 * q + 1], sum[4 * q + 2], sum[4 * q + 3]};
   __syncwarp();
   const int64_t start = int64_t(tile) * (kWarp * kRun<C>) + 4 * lane_index();
   float* shard = p.shard + start;
-  constexpr int kRow = 4 * kWarp, kRows = 4;  // at a time
+  constexpr int kRow = 4 * kWarp, kRows = 4;  // elements per row; rows loaded at a time
 #pragma unroll
   for (int first = 0; first < kQuads<C>; first += kRows) {
     float4 old[kRows] = {};
@@ -57,21 +57,21 @@ __device__ __forceinline__ void store_tile(const SumIntoParams& p, uint32_t tile
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int row = first + r;
-      const float4 quad = put(shared[place_of_quad(row * kWarp + lane_index())], old[r], p.factor, p.add);
+      const float4 quad = put(shared[swizzled(row * kWarp + lane_index())], old[r], p.factor, p.add);
       if (start + row * kRow < p.elements) store_quad<ALIGNED>(shard + row * kRow, quad);
     }
   }
 }
 
-template <Codes C, bool ALIGNED>
-__global__ void __launch_bounds__(kThreads, C == Codes::int4 ? 3 : 4)
+template <CodeType C, bool ALIGNED>
+__global__ void __launch_bounds__(kThreads, C == CodeType::int4 ? 3 : 4)
     sum_into_kernel(const __grid_constant__ SumIntoParams p) {
   __shared__ float4 shared[kThreads / kWarp][kWarp * kQuads<C>];
-  __shared__ typename Sums<C>::Landings landings[kThreads / kWarp];
+  __shared__ typename Sums<C>::Stages stages[kThreads / kWarp];
   const uint32_t tiles = (p.runs + kWarp - 1) / kWarp;
   uint32_t tile = warp_index();
   if (tile >= tiles) return;
-  Sums<C> sums(p.addends, landings[threadIdx.x / kWarp], tile, warp_count(), p.runs);
+  Sums<C> sums(p.addends, stages[threadIdx.x / kWarp], tile, warp_count(), p.runs);
   for (; tile < tiles; tile += warp_count()) {
     float x[kRun<C>];
     sums.next(tile, x);
@@ -83,8 +83,8 @@ __global__ void __launch_bounds__(kThreads, C == Codes::int4 ? 3 : 4)
 }  // namespace
 
 void run(const SumInto& op, CUstream_st* stream) {
-  with_codes(op.format.codes, [&](auto codes) {
-    constexpr Codes C = decltype(codes)::value;
+  with_code_type(op.format.code_type, [&](auto code_type) {
+    constexpr CodeType C = decltype(code_type)::value;
     const SumIntoParams params{
         Addends(op.messages, op.format, op.elements, op.message_count),
         op.shard,

@@ -8,37 +8,37 @@ namespace {
 struct SumPartsParams {
   const void* parts;
   int64_t elements, distance;
-  const void* own;  // part `place`, if there is one
+  const void* own;  // the part of rank `group_rank`, if it is stored elsewhere
   float* shard;
   float* squares;
-  int count, place;
+  int count, group_rank;  // group_rank is -1 without `own`
   float factor;
   bool add;
 };
 
-// One element a thread: what is left of blocks, and where nothing is aligned. Not through the read-only cache: the
-// shard may be one of the parts.
+// One element per thread, for the rest after whole blocks and for unaligned tensors. Loads must not use the read-only
+// cache, because the shard may be one of the parts.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) sum_elements_kernel(const __grid_constant__ SumPartsParams p) {
   const int64_t step = int64_t(gridDim.x) * kThreads;
   for (int64_t at = int64_t(blockIdx.x) * kThreads + threadIdx.x; at < p.elements; at += step) {
     const T* next = static_cast<const T*>(p.parts) + at;
-    float sum = -0.f;  // + x is x, also where x is -0
+    float sum = -0.f;  // -0 + x is x, even if x is -0
     for (int j = 0; j < p.count; ++j, next += p.distance)
-      sum += to_float(j == p.place ? static_cast<const T*>(p.own)[at] : *next);
+      sum += to_float(j == p.group_rank ? static_cast<const T*>(p.own)[at] : *next);
     sum *= p.factor;
     p.shard[at] = p.add ? p.shard[at] + sum : sum;
   }
 }
 
-// Blocks of threads that a multiprocessor has registers for: the most at which none are spilled.
+// Thread blocks per multiprocessor: the most without spilled registers.
 template <typename T>
 constexpr int kResident = sizeof(T) == 4 ? 5 : 6;
 
-// A warp has a block of kSquaresBlock elements at a time, a lane eight of them.
+// A warp sums kSquaresBlock elements at a time, eight per lane.
 template <typename T, bool SQUARES>
 __global__ void __launch_bounds__(kThreads, kResident<T>) sum_blocks_kernel(const __grid_constant__ SumPartsParams p) {
-  constexpr int kBatch = 2;  // parts whose loads are under way together
+  constexpr int kBatch = 2;  // parts whose loads are in flight together
   for (int64_t block = warp_index(); block < p.elements / kSquaresBlock; block += warp_count()) {
     const int64_t at = block * kSquaresBlock + 8 * lane_index();
     const T* next = static_cast<const T*>(p.parts) + at;
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T>) sum_blocks_kernel(cons
       Eight<T, true, true> loaded[kBatch];
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        if (first + j < p.count) loaded[j].load(first + j == p.place ? own : next);
+        if (first + j < p.count) loaded[j].load(first + j == p.group_rank ? own : next);
         next += p.distance;
       }
 #pragma unroll
@@ -88,8 +88,8 @@ __global__ void __launch_bounds__(kThreads, kResident<T>) sum_blocks_kernel(cons
 }  // namespace
 
 void run(const SumParts& op, CUstream_st* stream) {
-  with_type(op.part_type, [&](auto type) {
-    using T = typename decltype(type)::type;
+  with_dtype(op.part_dtype, [&](auto dtype) {
+    using T = typename decltype(dtype)::type;
     SumPartsParams params{op.parts,
                           op.elements,
                           op.distance,
@@ -97,7 +97,7 @@ void run(const SumParts& op, CUstream_st* stream) {
                           op.shard,
                           op.squares,
                           int(op.part_count),
-                          op.own ? int(op.place) : -1,
+                          op.own ? int(op.group_rank) : -1,
                           op.factor,
                           op.add};
     const bool aligned = is_aligned(op.parts, 16) && is_aligned(op.own, 16) && is_aligned(op.shard, 16) &&
@@ -113,7 +113,7 @@ void run(const SumParts& op, CUstream_st* stream) {
     params.shard += done;
     params.elements -= done;
     if (params.elements) launch<sum_elements_kernel<T>>((params.elements + kWarp - 1) / kWarp, stream, params);
-    if (op.squares && !blocks) run(SumSquares{op.shard, Type::fp32, op.elements, op.squares}, stream);
+    if (op.squares && !blocks) run(SumSquares{op.shard, DType::fp32, op.elements, op.squares}, stream);
   });
 }
 

@@ -1,4 +1,4 @@
-// What the kernels of sum_quantize share: tiles and blocks of the sum, and launching.
+// Code of both kernels of sum_quantize: tiles and blocks of the sum, and launching.
 #pragma once
 
 #include "blocks.cuh"
@@ -8,15 +8,16 @@ namespace megatron_zpp::cuda {
 
 struct SumQuantizeParams {
   Addends addends;
-  uint32_t blocks;       // of all outputs
-  uint32_t runs, tiles;  // of a lane's elements, of a warp's
+  uint32_t blocks;       // in all outputs
+  uint32_t runs, tiles;  // a run is the elements of a lane, a tile those of a warp
   Divisor by_message_blocks;
   Lanes lanes;
   Writer writer;
   void* error;
 };
 
-// The block that a group of lanes has of a tile, counted through all outputs. Lanes behind the end have the last one.
+// The block of a tile that a group of lanes encodes, counted over all outputs. Lanes past the end have the last block
+// and are not active.
 struct Target {
   uint32_t block;
   bool active;
@@ -31,9 +32,9 @@ __device__ __forceinline__ uint64_t first_element(const SumQuantizeParams& p, co
   return uint64_t(target.block) << p.writer.log_block;
 }
 
-// Sums with as many landings as BYTES of shared memory have room for. Each warp of a block has landings of its own.
-template <Codes In, int RUN, int SCALES, int BYTES>
-using BlockSums = TileSums<In, RUN, SCALES, BYTES / (kThreads / kWarp) / int(sizeof(Landing<In, RUN, SCALES>))>;
+// Sums with as many stages per warp as fit in BYTES of shared memory per thread block.
+template <CodeType In, int RUN, int SCALES, int BYTES>
+using BlockSums = TileSums<In, RUN, SCALES, BYTES / (kThreads / kWarp) / int(sizeof(Stage<In, RUN, SCALES>))>;
 
 inline SumQuantizeParams params_of(const SumQuantize& op, int elements_a_lane) {
   const int64_t blocks = op.elements / op.output_format.block;
@@ -50,7 +51,7 @@ inline SumQuantizeParams params_of(const SumQuantize& op, int elements_a_lane) {
   };
 }
 
-// Of what fits on the chip: to start is dear here, a tile takes long.
+// Fewer than kGridsOnChip, because thread blocks are expensive to start here and tiles take long.
 constexpr int kGrids = 4;
 
 template <auto kernel>
@@ -59,7 +60,7 @@ void launch_tiles(const SumQuantize& op, int elements_a_lane, CUstream_st* strea
   launch_loading_ahead<kernel>(params.tiles, stream, params, kGrids);
 }
 
-// sum_quantize with an error to feed back.
+// sum_quantize with error feedback.
 void run_with_error(const SumQuantize& op, CUstream_st* stream);
 
 }  // namespace megatron_zpp::cuda

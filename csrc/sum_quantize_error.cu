@@ -1,11 +1,11 @@
-// sum_quantize with feedback of the error on a GPU.
+// sum_quantize with error feedback on a GPU.
 #include "sum_quantize.cuh"
 
 namespace megatron_zpp::cuda {
 
 namespace {
 
-// Sixteen bytes of errors: those of the elements x[at] and on of a lane.
+// Sixteen bytes of errors, of a lane's elements from x[at] on.
 template <typename T>
 struct ErrorQuad {
   static constexpr int kSize = 8;
@@ -45,8 +45,8 @@ struct ErrorQuad<float> {
   }
 };
 
-// The errors of tiles. In memory neighbouring lanes access neighbouring 16 bytes; shared memory makes runs of them and
-// back, kTogether of each lane at a time.
+// The errors of tiles. Neighbouring lanes access neighbouring 16 bytes of memory, and exchange them through shared
+// memory for runs of elements, kTogether quads per lane at a time.
 template <typename T, int RUN>
 class TileErrors {
  public:
@@ -56,7 +56,7 @@ class TileErrors {
   __device__ __forceinline__ TileErrors(const SumQuantizeParams& p, Shared& shared)
       : errors_(static_cast<uint4*>(p.error)), runs_(p.runs), shared_(shared) {}
 
-  // Those of `tile`, which `add` needs next.
+  // Loads the errors of `tile`, to be added by the next call of `add`.
   __device__ __forceinline__ void load(uint32_t tile) {
 #pragma unroll
     for (int q = 0; q < kQuads; ++q) loaded_[q] = load_vector<uint4>(errors_ + min(quad_of(tile, q), last_quad()));
@@ -65,17 +65,17 @@ class TileErrors {
   __device__ __forceinline__ void add(float (&x)[RUN]) {
 #pragma unroll
     for (int first = 0; first < kQuads; first += kTogether) {
-      __syncwarp();  // what was here is read
+      __syncwarp();  // all lanes have read the shared memory's previous contents
 #pragma unroll
-      for (int q = 0; q < kTogether; ++q) shared_[place_of_quad(q * kWarp + lane_index())] = loaded_[first + q];
+      for (int q = 0; q < kTogether; ++q) shared_[swizzled(q * kWarp + lane_index())] = loaded_[first + q];
       __syncwarp();
 #pragma unroll
       for (int q = 0; q < kTogether; ++q)
-        ErrorQuad<T>::add(shared_[place_of_quad(lane_index() * kTogether + q)], x, (first + q) * ErrorQuad<T>::kSize);
+        ErrorQuad<T>::add(shared_[swizzled(lane_index() * kTogether + q)], x, (first + q) * ErrorQuad<T>::kSize);
     }
   }
 
-  // All of a tile's; a lane that does not `change` them leaves its own as they are.
+  // Stores the errors of a tile, except those of lanes without `change`.
   __device__ __forceinline__ void store(uint32_t tile, const float (&lost)[RUN], bool change) {
     const uint32_t changed = __ballot_sync(kAllLanes, change);
 #pragma unroll
@@ -83,19 +83,19 @@ class TileErrors {
       __syncwarp();
 #pragma unroll
       for (int q = 0; q < kTogether; ++q)
-        shared_[place_of_quad(lane_index() * kTogether + q)] =
+        shared_[swizzled(lane_index() * kTogether + q)] =
             ErrorQuad<T>::of(lost, (first + q) * ErrorQuad<T>::kSize);
       __syncwarp();
 #pragma unroll
       for (int q = 0; q < kTogether; ++q) {
         if (changed >> owner_of(q) & 1)
-          errors_[quad_of(tile, first + q)] = shared_[place_of_quad(q * kWarp + lane_index())];
+          errors_[quad_of(tile, first + q)] = shared_[swizzled(q * kWarp + lane_index())];
       }
     }
   }
 
  private:
-  // The lane whose errors this one accesses for number q, and where they are.
+  // The lane that owns the errors which this lane accesses as its quad q, and the index of that quad in memory.
   __device__ __forceinline__ static uint32_t owner_of(int q) {
     return (q % kTogether * kWarp + lane_index()) / kTogether;
   }
@@ -112,42 +112,42 @@ class TileErrors {
   uint4 loaded_[kQuads];
 };
 
-template <Codes In, Codes Out, typename T, int RUN, int SCALES>
+template <CodeType In, CodeType Out, typename T, int RUN, int SCALES>
 __global__ void __launch_bounds__(kThreads, RUN == 32 ? 2 : 1)
     sum_quantize_error_kernel(const __grid_constant__ SumQuantizeParams p) {
-  // Within 48 KiB beside `shared`, which is 16 KiB for 32 elements a lane and 8 KiB for 64.
+  // Within 48 KiB together with `shared`, which takes 16 KiB for 32 elements per lane and 8 KiB for 64.
   using Sums = BlockSums<In, RUN, SCALES, RUN == 32 ? 30 << 10 : 40 << 10>;
   using Errors = TileErrors<T, RUN>;
-  __shared__ typename Sums::Landings landings[kThreads / kWarp];
+  __shared__ typename Sums::Stages stages[kThreads / kWarp];
   __shared__ typename Errors::Shared shared[kThreads / kWarp];
   uint32_t tile = warp_index();
   if (tile >= p.tiles) return;
-  Sums sums(p.addends, landings[threadIdx.x / kWarp], tile, warp_count(), p.runs);
+  Sums sums(p.addends, stages[threadIdx.x / kWarp], tile, warp_count(), p.runs);
   Errors errors(p, shared[threadIdx.x / kWarp]);
   errors.load(tile);
   for (; tile < p.tiles; tile += warp_count()) {
     float x[1][RUN];
     sums.next(tile, x[0]);
     errors.add(x[0]);
-    if (tile + warp_count() < p.tiles) errors.load(tile + warp_count());  // under way while this one is encoded
+    if (tile + warp_count() < p.tiles) errors.load(tile + warp_count());  // in flight while this tile is encoded
     const Target target = target_of(p, tile);
     const auto keep_lost = [&](int, const auto& words, const BlockScale& scale) {
       float lost[RUN];
       decode_codes<Out>(words, lost);
 #pragma unroll
       for (int i = 0; i < RUN; ++i) lost[i] = lost_of(x[0][i], lost[i] * scale.stored);
-      const bool finite = bits_of(scale.stored) != kNanBits;  // else a NaN would live on
+      const bool finite = bits_of(scale.stored) != kNanBits;  // a NaN would be fed back for ever
       errors.store(tile, lost, target.active && finite);
     };
-    const Quotient place = p.by_message_blocks(target.block);
-    write_block<Out>(p.writer, p.lanes, p.writer.message(place.quotient), place.remainder, first_element(p, target), x,
-                     target.active, keep_lost);
+    const Quotient output = p.by_message_blocks(target.block);
+    write_block<Out>(p.writer, p.lanes, p.writer.message(output.quotient), output.remainder, first_element(p, target),
+                     x, target.active, keep_lost);
   }
 }
 
-template <Codes In, Codes Out, typename T>
+template <CodeType In, CodeType Out, typename T>
 void launch_codes(const SumQuantize& op, CUstream_st* stream) {
-  if (op.output_format.block <= kWarp * 32)  // a warp has to hold a block
+  if (op.output_format.block <= kWarp * 32)  // a warp must hold a whole block
     return launch_tiles<sum_quantize_error_kernel<In, Out, T, 32, 1>>(op, 32, stream);
   launch_tiles<sum_quantize_error_kernel<In, Out, T, 64, 2>>(op, 64, stream);
 }
@@ -155,10 +155,10 @@ void launch_codes(const SumQuantize& op, CUstream_st* stream) {
 }  // namespace
 
 void run_with_error(const SumQuantize& op, CUstream_st* stream) {
-  with_codes(op.format.codes, [&](auto in) {
-    with_codes(op.output_format.codes, [&](auto out) {
-      with_type(op.error_type, [&](auto type) {
-        launch_codes<decltype(in)::value, decltype(out)::value, typename decltype(type)::type>(op, stream);
+  with_code_type(op.format.code_type, [&](auto in) {
+    with_code_type(op.output_format.code_type, [&](auto out) {
+      with_dtype(op.error_dtype, [&](auto dtype) {
+        launch_codes<decltype(in)::value, decltype(out)::value, typename decltype(dtype)::type>(op, stream);
       });
     });
   });

@@ -5,7 +5,7 @@ namespace megatron_zpp::cuda {
 
 namespace {
 
-constexpr int kAtOnce = 4;  // blocks of a warp whose loads are under way together
+constexpr int kAtOnce = 4;  // blocks per warp whose loads are in flight together
 
 struct SumSquaresParams {
   const void* input;
@@ -38,8 +38,8 @@ __global__ void __launch_bounds__(kThreads) sum_squares_kernel(const __grid_cons
 void run(const SumSquares& op, CUstream_st* stream) {
   const SumSquaresParams params{op.input, op.elements / kSquaresBlock, op.sums};
   const int64_t tiles = (params.blocks + kAtOnce - 1) / kAtOnce;
-  with_type(op.input_type, [&](auto type) {
-    using T = typename decltype(type)::type;
+  with_dtype(op.input_dtype, [&](auto dtype) {
+    using T = typename decltype(dtype)::type;
     if (is_aligned(op.input, 16))
       launch<sum_squares_kernel<T, true>>(tiles, stream, params);
     else

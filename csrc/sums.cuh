@@ -1,33 +1,36 @@
-// Sums of messages, in order.
+// Sums messages, in their order.
 #pragma once
 
 #include "codes.cuh"
 
 namespace megatron_zpp::cuda {
 
+// The messages to sum.
 struct Addends {
   Reader reader;
   uint32_t count;
-  float fused_below;  // scales for which an fma says the same as a product and a sum
+  float fused_below;  // scales below this give the same sum with an fma as with a product and an addition
 
-  // With a bf16 scale the product is exact, so it does, unless the product overflows: only an fma could still come
-  // back from there.
+  // With a bf16 scale the product is exact, so the sums are equal unless it overflows: then only the fma, which does
+  // not round the product, can be finite.
   Addends(const uint8_t* messages, const Format& format, int64_t elements, int64_t count)
       : reader(messages, format, elements), count(index_of(count)) {
-    index_of(elements / 16);  // so that what lanes hold, and 16 bytes of codes, can be counted in 32 bits
-    const float largest_code = format.codes == Codes::fp8 ? 448.f : float(1 << (bits_of_code(format.codes) - 1));
+    index_of(elements / 16);  // checks that runs and 16-byte quads of codes can be counted in 32 bits
+    const CodeType code_type = format.code_type;
+    const float largest_code = code_type == CodeType::fp8 ? 448.f : float(1 << (bits_of_code(code_type) - 1));
     fused_below = format.scales == Scales::fp32 ? 0.f : 0x1.fffffep127f / largest_code;
   }
 };
 
-enum class Step { set, fused, apart };
+enum class Accumulate { set, fused, separate };
 
-// sum becomes fl(code * scale), or fl(sum + fl(code * scale)) as an fma or as two steps; `count` elements from `from`.
-template <Codes C, Step STEP, int RUN>
+// Sets `count` elements of sum, from `from` on, to fl(code * scale), or to fl(sum + fl(code * scale)) with an fma or
+// with two instructions.
+template <CodeType C, Accumulate MODE, int RUN>
 __device__ __forceinline__ void add_run(const uint32_t (&words)[words_of<C>(RUN)], float scale, float (&sum)[RUN],
                                         int from, int count) {
 #pragma unroll
-  for (int i = from; i < from + count; i += 8) {  // only eight codes are numbers at once
+  for (int i = from; i < from + count; i += 8) {  // eight at a time need few registers
     uint32_t part[words_of<C>(8)];
     float codes[8];
 #pragma unroll
@@ -35,15 +38,15 @@ __device__ __forceinline__ void add_run(const uint32_t (&words)[words_of<C>(RUN)
     decode_codes<C>(part, codes);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      if constexpr (STEP == Step::set) sum[i + j] = codes[j] * scale;
-      if constexpr (STEP == Step::fused) sum[i + j] = fmaf(codes[j], scale, sum[i + j]);
-      if constexpr (STEP == Step::apart) sum[i + j] += codes[j] * scale;
+      if constexpr (MODE == Accumulate::set) sum[i + j] = codes[j] * scale;
+      if constexpr (MODE == Accumulate::fused) sum[i + j] = fmaf(codes[j], scale, sum[i + j]);
+      if constexpr (MODE == Accumulate::separate) sum[i + j] += codes[j] * scale;
     }
   }
 }
 
-// Copies to shared memory that a lane's next instructions do not wait for (PTX ISA, cp.async). Groups of them end in
-// order; a lane sees what its own have brought.
+// Asynchronous copies to shared memory (cp.async of the PTX ISA). Groups of copies complete in order, and a lane sees
+// the data of its own copies after waiting for them.
 
 __device__ __forceinline__ void copy_16_bytes(void* shared, const uint8_t* address) {
   const uint32_t target = uint32_t(__cvta_generic_to_shared(shared));
@@ -62,11 +65,11 @@ __device__ __forceinline__ void wait_for_all_groups_but() {
   asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
 }
 
-// What a warp reads of one message at a time: RUN elements a lane, and SCALES scales of them. Of all lanes' 16 bytes
-// number q is at place_of_quad(q).
-template <Codes C, int RUN, int SCALES>
-struct alignas(128) Landing {
-  static constexpr int kQuads = words_of<C>(RUN) / 4;  // a lane
+// A stage of the prefetch pipeline: what a warp loads of one message for one tile, RUN elements per lane and SCALES
+// scales of them. The warp's 16-byte quad q is at swizzled(q).
+template <CodeType C, int RUN, int SCALES>
+struct alignas(128) Stage {
+  static constexpr int kQuads = words_of<C>(RUN) / 4;  // per lane
   uint4 quads[kWarp * kQuads];
   uint32_t scale_words[SCALES][kWarp];
 
@@ -75,32 +78,32 @@ struct alignas(128) Landing {
   }
 };
 
-// Sums of messages, in order, of tiles: RUN neighbouring elements a lane, which lie in SCALES blocks. What the next
-// LANDINGS steps add is on its way to shared memory, whichever tile it belongs to: registers have no room for as many
-// bytes as the memory's latency asks for. Lanes behind the end of the messages get some of what is before it.
-template <Codes C, int RUN, int SCALES, int LANDINGS>
+// Sums tiles of messages, in the order of the messages. A lane has RUN neighbouring elements of a tile, in SCALES
+// blocks. The data of the next STAGES additions, also those of later tiles, are being copied to shared memory, because
+// registers cannot hold as many bytes as hide the memory's latency. Lanes past the end load the last elements again.
+template <CodeType C, int RUN, int SCALES, int STAGES>
 class TileSums {
  public:
-  using Landings = Landing<C, RUN, SCALES>[LANDINGS];
+  using Stages = Stage<C, RUN, SCALES>[STAGES];
 
-  // `landings` is this warp's. Its tiles are `first`, `first` + `step` and so on as far as there are `runs` runs of
-  // elements: one at least.
-  __device__ __forceinline__ TileSums(const Addends& addends, Landings& landings, uint32_t first, uint32_t step,
+  // `stages` belongs to this warp. Its tiles are `first`, `first` + `step` and so on, up to `runs` runs of elements;
+  // there must be at least one tile.
+  __device__ __forceinline__ TileSums(const Addends& addends, Stages& stages, uint32_t first, uint32_t step,
                                       uint32_t runs)
       : addends_(addends),
-        oldest_(landings),
-        end_(landings + LANDINGS),
-        coming_(first),
+        oldest_(stages),
+        end_(stages + STAGES),
+        next_tile_(first),
         step_(step),
         runs_(runs),
-        own_(16 * place_of_quad(lane_index() * kQuads)),
-        row_(16 * place_of_quad(lane_index())) {
+        own_(16 * swizzled(lane_index() * kQuads)),
+        row_(16 * swizzled(lane_index())) {
     point_at_tile();
 #pragma unroll
-    for (int s = 0; s < LANDINGS; ++s) load_next(landings[s]);
+    for (int s = 0; s < STAGES; ++s) load_next(stages[s]);
   }
 
-  // The sum of `tile`, which is the next one.
+  // Sums `tile`, which must be the warp's next one.
   __device__ __forceinline__ void next(uint32_t tile, float (&sum)[RUN]) {
     uint32_t selectors[SCALES];
 #pragma unroll
@@ -111,11 +114,11 @@ class TileSums {
   }
 
  private:
-  using OneLanding = Landing<C, RUN, SCALES>;
-  static constexpr int kQuads = OneLanding::kQuads;
-  static constexpr int kPart = RUN / SCALES;  // elements of one scale
+  using OneStage = Stage<C, RUN, SCALES>;
+  static constexpr int kQuads = OneStage::kQuads;
+  static constexpr int kPart = RUN / SCALES;  // elements per scale
 
-  // Parts are counted from the beginning of a message.
+  // The number of part i of this lane, counted from the beginning of a message.
   __device__ __forceinline__ uint32_t part_of_lane(uint32_t tile, int i) const {
     return min(tile * kWarp + lane_index(), runs_ - 1) * SCALES + i;
   }
@@ -124,31 +127,31 @@ class TileSums {
     const Reader& reader = addends_.reader;
 #pragma unroll
     for (int q = 0; q < kQuads; ++q) {
-      const uint32_t quad = min((coming_ * kQuads + q) * kWarp + lane_index(), runs_ * kQuads - 1);
+      const uint32_t quad = min((next_tile_ * kQuads + q) * kWarp + lane_index(), runs_ * kQuads - 1);
       quads_[q] = reader.messages + uint64_t(quad) * 16;
     }
 #pragma unroll
     for (int i = 0; i < SCALES; ++i)
-      scale_words_[i] = reader.scale_word_of_run<kPart>(reader.messages, part_of_lane(coming_, i));
+      scale_words_[i] = reader.scale_word_of_run<kPart>(reader.messages, part_of_lane(next_tile_, i));
     left_ = addends_.count;
   }
 
-  // A group of copies, of nothing behind the last tile.
-  __device__ __forceinline__ void load_next(OneLanding& landing) {
-    if (coming_ * kWarp < runs_) {
+  // Submits one group of copies; the group is empty after the last tile.
+  __device__ __forceinline__ void load_next(OneStage& stage) {
+    if (next_tile_ * kWarp < runs_) {
 #pragma unroll
       for (int q = 0; q < kQuads; ++q) {
-        copy_16_bytes(&landing.quad_at(place_of_row(q)), quads_[q]);
+        copy_16_bytes(&stage.quad_at(row_byte(q)), quads_[q]);
         quads_[q] += addends_.reader.bytes;
       }
 #pragma unroll
       for (int i = 0; i < SCALES; ++i) {
-        copy_4_bytes(&landing.scale_words[i][lane_index()], scale_words_[i]);
+        copy_4_bytes(&stage.scale_words[i][lane_index()], scale_words_[i]);
         scale_words_[i] += addends_.reader.bytes;
       }
       if (--left_ == 0) {
-        coming_ += step_;
-        if (coming_ * kWarp < runs_) point_at_tile();
+        next_tile_ += step_;
+        if (next_tile_ * kWarp < runs_) point_at_tile();
       }
     }
     end_group_of_copies();
@@ -156,13 +159,13 @@ class TileSums {
 
   template <bool FIRST>
   __device__ __forceinline__ void add_message(const uint32_t (&selectors)[SCALES], float (&sum)[RUN]) {
-    OneLanding& landing = *oldest_;
-    wait_for_all_groups_but<LANDINGS - 1>();
-    if constexpr (kQuads > 1) __syncwarp();  // other lanes' copies
+    OneStage& stage = *oldest_;
+    wait_for_all_groups_but<STAGES - 1>();
+    if constexpr (kQuads > 1) __syncwarp();  // all lanes' copies have arrived
     uint32_t words[words_of<C>(RUN)];
 #pragma unroll
     for (int q = 0; q < kQuads; ++q) {
-      const uint4 four = landing.quad_at(place_of_own(q));
+      const uint4 four = stage.quad_at(own_byte(q));
       words[4 * q] = four.x;
       words[4 * q + 1] = four.y;
       words[4 * q + 2] = four.z;
@@ -170,29 +173,29 @@ class TileSums {
     }
     float scales[SCALES];
 #pragma unroll
-    for (int i = 0; i < SCALES; ++i) scales[i] = scale_of_word(landing.scale_words[i][lane_index()], selectors[i]);
+    for (int i = 0; i < SCALES; ++i) scales[i] = scale_of_word(stage.scale_words[i][lane_index()], selectors[i]);
 #pragma unroll
     for (int i = 0; i < SCALES; ++i) {
       if constexpr (FIRST)
-        add_run<C, Step::set>(words, scales[i], sum, i * kPart, kPart);
+        add_run<C, Accumulate::set>(words, scales[i], sum, i * kPart, kPart);
       else if (fabsf(scales[i]) < addends_.fused_below)
-        add_run<C, Step::fused>(words, scales[i], sum, i * kPart, kPart);
+        add_run<C, Accumulate::fused>(words, scales[i], sum, i * kPart, kPart);
       else
-        add_run<C, Step::apart>(words, scales[i], sum, i * kPart, kPart);
+        add_run<C, Accumulate::separate>(words, scales[i], sum, i * kPart, kPart);
     }
-    if constexpr (kQuads > 1) __syncwarp();  // all have read
-    load_next(landing);
-    if (++oldest_ == end_) oldest_ -= LANDINGS;
+    if constexpr (kQuads > 1) __syncwarp();  // all lanes have read the stage
+    load_next(stage);
+    if (++oldest_ == end_) oldest_ -= STAGES;
   }
 
-  // 16 * place_of_quad(lane_index() * kQuads + q), and 16 * place_of_quad(q * kWarp + lane_index()).
-  __device__ __forceinline__ uint32_t place_of_own(int q) const { return own_ ^ 16 * q; }
-  __device__ __forceinline__ uint32_t place_of_row(int q) const { return (row_ ^ 64 * (q % 2)) + 16 * kWarp * q; }
+  // 16 * swizzled(lane_index() * kQuads + q), and 16 * swizzled(q * kWarp + lane_index()).
+  __device__ __forceinline__ uint32_t own_byte(int q) const { return own_ ^ 16 * q; }
+  __device__ __forceinline__ uint32_t row_byte(int q) const { return (row_ ^ 64 * (q % 2)) + 16 * kWarp * q; }
 
   const Addends& addends_;
-  OneLanding *oldest_, *end_;      // the one that is added next
-  uint32_t coming_, step_, runs_;  // the tile that is loaded next
-  uint32_t left_;                  // messages of it
+  OneStage *oldest_, *end_;           // oldest_ is added next
+  uint32_t next_tile_, step_, runs_;  // next_tile_ is loaded next
+  uint32_t left_;                     // messages of next_tile_ that are not loaded yet
   uint32_t own_, row_;
   const uint8_t* quads_[kQuads];
   const uint8_t* scale_words_[SCALES];

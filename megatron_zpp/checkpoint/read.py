@@ -19,7 +19,7 @@ from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.checksums import DamagedFile, OnProgress, no_report, verify_file
 from megatron_zpp.storage.regular import read_limited
-from megatron_zpp.zero.engine import MOMENTS, WEIGHTS, ZeroEngine
+from megatron_zpp.zero.engine import WEIGHTS, ZeroEngine
 from megatron_zpp.zero.flat_layout import FlatLayout
 
 STATE_LIMIT = 64 << 20  # bytes of state.json: 200 for each of 300,000 parameters, and the settings
@@ -191,7 +191,7 @@ def load_checkpoint(
         if with_optimizer:
             if not reader.state["with_optimizer"] and reader.state["optimizer_steps"]:
                 raise ValueError(f"{path}: saved with --no-save-optim; add --no-load-optim")
-            for kind in MOMENTS:
+            for kind in engine.state_kinds[1:]:
                 if reader.state["with_optimizer"]:
                     _load(kind, reader, engine)
                 else:  # before the first step, as weights are imported, they are zero

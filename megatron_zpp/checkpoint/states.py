@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_zpp.data.dataset_progress import DatasetProgress
-from megatron_zpp.zero.engine import STATE_KINDS, WEIGHTS, ZeroEngine
+from megatron_zpp.zero.engine import WEIGHTS, ZeroEngine
 from megatron_zpp.zero.flat_layout import FlatLayout
 
 ERROR = "error"
@@ -65,7 +65,7 @@ def tensor_name(kind: str, unit: int) -> str:
 
 def shards_of(engine: ZeroEngine, *, with_optimizer: bool) -> dict[str, Tensor]:
     """This rank's shards by name, which an optimizer step changes: the engine's own memory, not copies."""
-    kinds = STATE_KINDS if with_optimizer else (WEIGHTS,)
+    kinds = engine.state_kinds if with_optimizer else (WEIGHTS,)
     return {
         tensor_name(kind, index): shard for kind in kinds for index, shard in enumerate(engine.shards(kind))
     }

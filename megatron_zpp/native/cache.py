@@ -1,8 +1,7 @@
-"""The directory of built libraries: private to this user, one builder at a time.
+"""The directory of built libraries: private to this user, with one builder at a time.
 
-What is in it runs as code. So nobody else may be able to change it: neither the directory nor any directory
-above it, by which it could be swapped. Directories are made with mode 0700 and files with 0600, whatever the
-umask.
+Its files run as code, so no other user may be able to change the directory, nor a directory above it, which
+would allow replacing it. Directories are created with mode 0700 and files with 0600, whatever the umask.
 """
 
 import contextlib
@@ -22,15 +21,15 @@ PRIVATE_UMASK = 0o077  # for compilers
 
 
 class BuildError(OSError):
-    """The library could not be built or loaded; the message says what to do about it."""
+    """A library could not be built or loaded; the message says what to do."""
 
 
 def cache_directory(environ: Mapping[str, str]) -> Path:
-    """MEGATRON_ZPP_CACHE, else megatron_zpp in XDG_CACHE_HOME or ~/.cache; made where it is missing.
+    """MEGATRON_ZPP_CACHE, by default megatron_zpp in XDG_CACHE_HOME or ~/.cache; created if it is missing.
 
-    Raises BuildError where it is a symbolic link, which others might redirect, where it belongs to another
-    user or others can write to it, and where a directory above it belongs to somebody other than this user
-    and root, or can be written by others and is not sticky, as /tmp is.
+    Raises BuildError if the directory is a symbolic link, which others might redirect, belongs to another
+    user or is writable by others, or if a directory above it belongs to a user other than this one and root,
+    or is writable by others without being sticky, as /tmp is.
     """
     if environ.get("MEGATRON_ZPP_CACHE"):
         directory = Path(environ["MEGATRON_ZPP_CACHE"]).absolute()
@@ -41,32 +40,33 @@ def cache_directory(environ: Mapping[str, str]) -> Path:
         _make_private(directory)
         found = directory.lstat()
         whole = directory.resolve()
-        above = [(place, place.lstat()) for place in reversed(whole.parents)]
+        above = [(parent, parent.lstat()) for parent in reversed(whole.parents)]
     except OSError as error:
-        raise BuildError(f"{directory} cannot be made ({error.strerror}); {_ELSEWHERE}") from error
+        raise BuildError(f"{directory} cannot be created ({error.strerror}); {_ELSEWHERE}") from error
     if stat.S_ISLNK(found.st_mode):
         raise BuildError(f"{directory} is a symbolic link, and code is not loaded through one; {_ELSEWHERE}")
     if not stat.S_ISDIR(found.st_mode):
-        raise BuildError(f"{directory} cannot be made (it is a file); {_ELSEWHERE}")
-    for place, status in above:
+        raise BuildError(f"{directory} cannot be created (it is a file); {_ELSEWHERE}")
+    for parent, status in above:
         if status.st_uid not in (0, os.geteuid()):
-            raise BuildError(f"{place}, above {directory}, belongs to user {status.st_uid}; {_ELSEWHERE}")
+            raise BuildError(f"{parent}, above {directory}, belongs to user {status.st_uid}; {_ELSEWHERE}")
         if status.st_mode & OTHERS_WRITE and not status.st_mode & stat.S_ISVTX:
             raise BuildError(
-                f"others can write to {place} and so replace {directory}: chmod go-w {place}, or {_ELSEWHERE}"
+                f"others can write to {parent} and so replace {directory}: "
+                f"chmod go-w {parent}, or {_ELSEWHERE}"
             )
     if found.st_uid != os.geteuid():
         raise BuildError(f"{directory} belongs to user {found.st_uid}, not to you; {_ELSEWHERE}")
     if found.st_mode & OTHERS_WRITE:
-        raise BuildError(f"others can write to {directory}: chmod 700 it, if they have not yet")
+        raise BuildError(f"others can write to {directory}: chmod 700 it, unless they already have written")
     return whole
 
 
 def open_private(path: Path, flags: int) -> int:
-    """A descriptor of a file in the cache, made with mode 0600 where it is missing. Raises BuildError."""
+    """Open a file in the cache, created with mode 0600 if it is missing. Raises BuildError."""
     try:
         descriptor = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        os.fchmod(descriptor, 0o600)  # the umask may have taken what the owner needs
+        os.fchmod(descriptor, 0o600)  # the umask may have removed the owner's permissions
     except OSError as error:
         raise BuildError(f"{path} cannot be written ({error.strerror}); {_ELSEWHERE}") from error
     return descriptor
@@ -74,31 +74,31 @@ def open_private(path: Path, flags: int) -> int:
 
 @contextmanager
 def building_directory(cache: Path, name: str) -> Iterator[Path]:
-    """A directory in the cache to build `name` in, removed afterwards; a killed builder leaves it."""
+    """A temporary directory in the cache to build `name` in; it remains if the builder is killed."""
     with tempfile.TemporaryDirectory(prefix=f"{name}.building-", dir=cache) as directory:
         os.chmod(directory, 0o700)
         yield Path(directory)
 
 
 def _make_private(directory: Path) -> None:
-    """Makes the directory and those above it that are missing."""
+    """Create the directory and the missing ones above it."""
     missing = []
-    for place in (directory, *directory.parents):
-        if place.exists():
+    for path in (directory, *directory.parents):
+        if path.exists():
             break
-        missing.append(place)
-    for place in reversed(missing):
-        with contextlib.suppress(FileExistsError):  # another process is as far
-            place.mkdir(mode=0o700)
-            place.chmod(0o700)
+        missing.append(path)
+    for path in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # another process created it
+            path.mkdir(mode=0o700)
+            path.chmod(0o700)
 
 
 @contextmanager
 def locked(path: Path, say: Callable[[str], None], wait_seconds: float) -> Iterator[None]:
-    """Holds the lock file `path`, which then says who holds it.
+    """Hold the lock on file `path`, and write to the file which process holds it.
 
-    The kernel frees the lock when its holder dies, so none is left behind. Where another process holds it,
-    says so once, and raises BuildError after `wait_seconds`.
+    The kernel releases the lock when its holder dies. If another process holds it, `say` gets one line, and
+    BuildError is raised after `wait_seconds`.
     """
     descriptor = open_private(path, os.O_RDWR)
     try:
@@ -124,10 +124,10 @@ def _acquire(descriptor: int, path: Path, say: Callable[[str], None], wait_secon
         if time.monotonic() - started >= wait_seconds:
             raise BuildError(
                 f"{holder} has been building the kernels for over {wait_seconds:g} s and holds {path}; "
-                f"end it and start again, or set MEGATRON_ZPP_CACHE to another directory"
+                f"end that process and start again, or set MEGATRON_ZPP_CACHE to another directory"
             )
         if not said:
-            say(f"waiting for {holder}, which builds the kernels")
+            say(f"waiting for {holder}, which is building the kernels")
             said = True
         time.sleep(POLL_SECONDS)
 

@@ -1,4 +1,4 @@
-"""Makes a library of one C++ file without dependencies, once for each content and compiler."""
+"""Compile one C++ file without dependencies to a library, once per version of the file and compiler."""
 
 import ctypes
 import hashlib
@@ -18,18 +18,18 @@ from megatron_zpp.native.cache import (
 )
 from megatron_zpp.native.library_file import install, problem_of
 
-# For any processor of its kind, as others may share the cache; results must not depend on the compiler.
+# Without -march=native, because machines may share the cache. Results must not depend on the compiler.
 FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", "-Wall", "-Wno-psabi")
-WAIT_SECONDS = 120.0  # many times what a file takes
+WAIT_SECONDS = 120.0  # many times the duration of a build
 SHOWN_LINES = 10
 
 
 def load_source(
     source: Path, say: Callable[[str], None], environ: Mapping[str, str] = os.environ
 ) -> ctypes.CDLL:
-    """The library of `source`, built by CXX or g++ unless it is there already, as it was written.
+    """Load the library of `source`, compiled by CXX or g++ first if it is missing or damaged.
 
-    It lies where the kernels do: see megatron_zpp.ops.build. Raises BuildError.
+    It is saved in the directory of the kernels: see megatron_zpp.ops.build. Raises BuildError.
     """
     cxx = shutil.which(environ.get("CXX") or "g++", path=environ.get("PATH", os.defpath))
     if cxx is None:
@@ -54,7 +54,7 @@ def load_source(
 
 
 def _run(*argv: str) -> str:
-    """What a command says. Raises BuildError where it fails, with its last lines."""
+    """The output of a command. Raises BuildError with its last lines if it fails."""
     try:
         done = subprocess.run(
             argv,
@@ -65,8 +65,8 @@ def _run(*argv: str) -> str:
             umask=PRIVATE_UMASK,
         )
     except OSError as error:
-        raise BuildError(f"{argv[0]} does not run: {error}") from error
+        raise BuildError(f"{argv[0]} cannot be run: {error}") from error
     if done.returncode:
         shown = "\n".join(done.stdout.splitlines()[-SHOWN_LINES:])
-        raise BuildError(f"{argv[0]} ends with status {done.returncode}:\n{shown}")
+        raise BuildError(f"{argv[0]} exited with status {done.returncode}:\n{shown}")
     return done.stdout

@@ -1,7 +1,7 @@
-"""A built library in the cache: installed with its SHA-256 beside it, and verified before it is loaded.
+"""A built library in the cache: installed together with its SHA-256, and verified before it is loaded.
 
-A truncated library kills the process that loads it with SIGBUS, at every start; one that does not verify is
-built again instead. LIBRARY.sha256 has the form that `sha256sum --check` reads.
+A truncated library kills every process that loads it with SIGBUS, so a library that fails verification is
+built again. LIBRARY.sha256 has the format of `sha256sum --check`.
 """
 
 import hashlib
@@ -12,11 +12,11 @@ from megatron_zpp.native.cache import OTHERS_WRITE, open_private
 from megatron_zpp.storage.files import fsync
 from megatron_zpp.storage.regular import open_regular, read_limited
 
-_PIECE = 1 << 20  # bytes hashed at a time
+_CHUNK = 1 << 20  # bytes hashed at a time
 
 
 def problem_of(library: Path) -> str | None:
-    """Why a library must be built, in a few words; None where it may be loaded."""
+    """The reason why a library must be built again, in a few words; None if it may be loaded."""
     try:
         descriptor = open_regular(library)
     except FileNotFoundError:
@@ -36,13 +36,13 @@ def problem_of(library: Path) -> str | None:
         found = read_limited(_digest_path(library), len(expected))
     except OSError as error:
         return f"its SHA-256 cannot be read ({error.strerror})"
-    return None if found == expected else "its SHA-256 is not the one that was written"
+    return None if found == expected else "its SHA-256 differs from the saved one"
 
 
 def install(built: Path, library: Path) -> None:
-    """Makes `built`, in the same file system, the library; on disk before it gets its name.
+    """Move `built`, a file of the same file system, to `library`, once all its bytes are on disk.
 
-    A kill between the two renames leaves a library that does not verify.
+    A process killed between the two renames leaves a library that fails verification.
     """
     descriptor = open_regular(built)
     try:
@@ -63,9 +63,9 @@ def install(built: Path, library: Path) -> None:
 
 def _digest_of(descriptor: int) -> str:
     digest, position = hashlib.sha256(), 0
-    while piece := os.pread(descriptor, _PIECE, position):
-        digest.update(piece)
-        position += len(piece)
+    while chunk := os.pread(descriptor, _CHUNK, position):
+        digest.update(chunk)
+        position += len(chunk)
     return digest.hexdigest()
 
 

@@ -1,11 +1,11 @@
-"""Blocks of fp32 numbers to codes and scales, and back: the reference's arithmetic."""
+"""Encode and decode blocks of fp32 numbers: the arithmetic of the reference."""
 
 import torch
 from torch import Tensor
 
 from megatron_zpp.ops.formats import QuantFormat
 
-# K blocks, B elements in a block
+# K blocks, B elements per block
 _FACTORS = {"int8": -(2.0**-7), "int4": -(2.0**-3), "fp8": 2.0**-8}
 _SMALLEST_NORMAL = 2.0**-126
 _NAN_BITS = {torch.bfloat16: (torch.int16, 0x7FC0), torch.float32: (torch.int32, 0x7FC00000)}
@@ -14,7 +14,7 @@ _ROOT_32 = 0.1767766922712326  # the fp32 number nearest 1 / sqrt(32)
 
 
 def rotate_32(x: Tensor) -> Tensor:
-    """Each 32 elements of x (..., n) times the Hadamard matrix / sqrt(32), which undoes itself."""
+    """Multiply each 32 elements of x (..., n) by the Hadamard matrix / sqrt(32), its own inverse."""
     shape = x.shape
     for h in (1, 2, 4, 8, 16):
         a, b = x.reshape(-1, 2, h).unbind(1)
@@ -23,21 +23,21 @@ def rotate_32(x: Tensor) -> Tensor:
 
 
 def encode_blocks(x: Tensor, format: QuantFormat, random: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Codes (K, bytes) and scales (K,) of the fp32 blocks x (K, B); `random` (K, B): stochastic rounding."""
+    """Codes (K, bytes) and scales (K,) of fp32 blocks x (K, B); `random` (K, B) rounds stochastically."""
     stored, usable = _block_scales(x, format)
     zero = torch.zeros_like(x[:, :1])
     inverse = torch.where(usable[:, None], stored.float().reciprocal()[:, None], zero)
     x = torch.where(usable[:, None], x, zero)
-    if format.codes == "fp8":
+    if format.code_type == "fp8":
         return _to_e4m3(x * inverse, random), stored
     return _to_integers(x, inverse, random, format.bits), stored
 
 
 def decode_blocks(codes: Tensor, stored: Tensor, format: QuantFormat) -> Tensor:
-    """The fp32 values (K, B) of codes (K, bytes) and scales (K,); a NaN scale gives NaN."""
-    if format.codes == "fp8":
+    """The fp32 values (K, B) of codes (K, bytes) and scales (K,); a NaN scale makes its block NaN."""
+    if format.code_type == "fp8":
         numbers = codes.view(torch.float8_e4m3fn).float()
-    elif format.codes == "int8":
+    elif format.code_type == "int8":
         numbers = codes.view(torch.int8).float()
     else:
         halves = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1).to(torch.int8)
@@ -46,27 +46,27 @@ def decode_blocks(codes: Tensor, stored: Tensor, format: QuantFormat) -> Tensor:
 
 
 def to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in fp32, bf16 or fp16, nearest even; fp16 saturates, but infinity stays infinity."""
+    """x rounded to nearest even in fp32, bf16 or fp16; finite numbers saturate in fp16, infinity does not."""
     if dtype == torch.float16:
         x = torch.where(x.isinf(), x, x.clamp(-_FP16_MAX, _FP16_MAX))
     return x.to(dtype)
 
 
 def _block_scales(x: Tensor, format: QuantFormat) -> tuple[Tensor, Tensor]:
-    """Scales (K,) as they are stored, and whether (K,) bool anything but zeros can be coded with them."""
+    """Stored scales (K,), and (K,) bool: whether a block has codes other than zeros."""
     finite = x.isfinite().all(1)
     magnitude = x.abs().amax(1)
     peak = torch.where((x == magnitude[:, None]).any(1), magnitude, -magnitude)
-    stored = (peak * _FACTORS[format.codes]).to(format.scales)
+    stored = (peak * _FACTORS[format.code_type]).to(format.scales)
     usable = finite & (stored.float().abs() >= _SMALLEST_NORMAL)
     integer, nan = _NAN_BITS[format.scales]
-    # As bits: which NaN a conversion makes depends on the device.
+    # Set as bits, because the NaN that a conversion makes depends on the device.
     bits = torch.where(usable, stored.view(integer), torch.zeros_like(stored).view(integer))
     return bits.masked_fill(~finite, nan).view(format.scales), usable
 
 
 def _to_integers(x: Tensor, inverse: Tensor, random: Tensor | None, bits: int) -> Tensor:
-    """Two's complement codes (K, bytes) of x (K, B) times inverse (K, 1)."""
+    """Two's complement codes (K, bytes) of x (K, B) · inverse (K, 1)."""
     if random is None:
         q = torch.round(x.double() * inverse.double())  # the product of two fp32 numbers is exact in fp64
     else:
@@ -76,11 +76,11 @@ def _to_integers(x: Tensor, inverse: Tensor, random: Tensor | None, bits: int) -
 
 
 def _to_e4m3(y: Tensor, random: Tensor | None) -> Tensor:
-    """E4M3 bytes of y."""
+    """The E4M3 codes of y."""
     if random is None:
         return y.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     magnitude = y.abs()
-    # Adding below the three bits that stay carries into them as often as the cut-off part is large.
+    # Random bits added below the 3 that are kept carry into them with the probability of the truncated part.
     normal = ((magnitude.view(torch.int32) + (random << 4)) >> 20) - (120 << 3)
     subnormal = torch.floor(magnitude * 512 + random * 2.0**-16).int()
     code = torch.where(magnitude >= 2.0**-6, normal.clamp(max=0x7E), subnormal)

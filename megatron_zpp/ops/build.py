@@ -1,11 +1,11 @@
-"""Builds csrc/ once for each content, torch, compiler and processor.
+"""Build csrc/ once per version of the sources, torch, compilers and processor.
 
     python -m megatron_zpp.ops.build [--verbose] [--force]
     python -m megatron_zpp.ops.build --check-device-code   # compiles the .cu files and keeps nothing
 
-The library lies in MEGATRON_ZPP_CACHE, else in megatron_zpp in XDG_CACHE_HOME or ~/.cache. A run builds it at
-first use; this command does so beforehand. A library is loaded only if it is as it was written: its SHA-256
-lies beside it. CXX and CUDA_HOME name other compilers.
+The library is saved in the directory MEGATRON_ZPP_CACHE, by default megatron_zpp in XDG_CACHE_HOME or
+~/.cache. A run builds it at first use, and this command builds it beforehand. A library is loaded only if its
+SHA-256 equals the one saved with it. CXX and CUDA_HOME select other compilers.
 """
 
 import os
@@ -42,7 +42,7 @@ from megatron_zpp.ops.toolchain import (
 )
 
 LIBRARY = "megatron_zpp.so"
-WAIT_SECONDS = 900.0  # several times what a build takes on two slow cores
+WAIT_SECONDS = 900.0  # several times the duration of a build on two slow cores
 SHOWN_LINES = 25
 
 
@@ -55,9 +55,9 @@ def build(
     sources: Path = SOURCES,
     environ: Mapping[str, str] = os.environ,
 ) -> Path:
-    """The library of `sources`, built unless it is there as it was written; `force` builds it anyway.
+    """Return the library of `sources`, and build it first if it is missing or damaged, or with `force`.
 
-    Processes that ask at the same time wait for the first, `wait_seconds` at most. Raises BuildError.
+    Processes that call this at the same time wait for the first, at most `wait_seconds`. Raises BuildError.
     """
     tools = find_toolchain(environ)
     commands = library_commands(tools, sources, LIBRARY)
@@ -73,7 +73,7 @@ def build(
         again = f"again: {problem}" if problem and library.exists() else "once"
         say(f"building the kernels with {_names(tools)}, {again}; {library}")
         for abandoned in cache.glob(f"{key}.building-*"):
-            shutil.rmtree(abandoned, ignore_errors=True)  # its builder died: we hold the lock
+            shutil.rmtree(abandoned, ignore_errors=True)  # its builder is dead, because we hold the lock
         with building_directory(cache, key) as directory:
             _run_ninja(tools.ninja, commands, directory, cache / f"{key}.log", say if verbose else None)
             install(directory / LIBRARY, library)
@@ -87,7 +87,7 @@ def check_device_code(
     sources: Path = SOURCES,
     environ: Mapping[str, str] = os.environ,
 ) -> None:
-    """Compiles the .cu files, which takes no GPU; not optimised, if nvcc can. Raises BuildError."""
+    """Compile the .cu files, which needs no GPU; not optimised if nvcc allows it. Raises BuildError."""
     nvcc = find_nvcc(environ)
     if nvcc is None:
         say("csrc: nvcc is not installed; device code was not compiled")
@@ -105,7 +105,7 @@ def check_device_code(
 def _run_ninja(
     ninja: str, commands: list[Command], directory: Path, log: Path, say: Callable[[str], None] | None
 ) -> None:
-    """Runs the commands in `directory`, as many at once as there are cores; the log keeps what they say."""
+    """Run the commands in `directory`, one per core at a time, and write their output to `log`."""
     (directory / "build.ninja").write_text(ninja_text(commands))
     argv = [ninja, "-C", str(directory), "-v", f"-j{len(os.sched_getaffinity(0))}"]
     lines = []
@@ -123,7 +123,7 @@ def _run_ninja(
                 say(lines[-1])
     if process.returncode:
         shown = "\n".join(lines[-SHOWN_LINES:])
-        raise BuildError(f"the kernels do not compile; all that was said is in {log}, at last:\n{shown}")
+        raise BuildError(f"the kernels do not compile; the whole output is in {log}, its end is:\n{shown}")
 
 
 def _names(tools: Toolchain) -> str:
@@ -134,12 +134,12 @@ def _names(tools: Toolchain) -> str:
 class Settings(Options):
     """kernels"""
 
-    verbose: bool = option(False, "Show the compilers' command lines and what they say.")
-    force: bool = option(False, "Build even if the library is there.")
+    verbose: bool = option(False, "Show the compilers' command lines and output.")
+    force: bool = option(False, "Build even if the library exists.")
     check_device_code: bool = option(False, "Only compile the .cu files, which needs no GPU; keep nothing.")
 
     def check(self) -> None:
-        """The check keeps nothing that could be forced."""
+        """Raise ValueError for --force with --check-device-code, which keeps no library to replace."""
         if self.check_device_code and self.force:
             raise option_error("--check-device-code", "(given)", "contradicts --force; give one")
 
@@ -153,7 +153,7 @@ def main() -> None:
         else:
             say(str(build(say=say, verbose=settings.verbose, force=settings.force)))
     except BuildError as error:
-        sys.exit(f"megatron_zpp.ops.build: error: {error}")  # with the compiler's lines as they are
+        sys.exit(f"megatron_zpp.ops.build: error: {error}")  # run_tool would join the compiler's lines
 
 
 if __name__ == "__main__":

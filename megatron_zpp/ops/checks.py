@@ -1,30 +1,35 @@
-"""What each operation accepts; the kernels' own checks say the same words.
+"""The checks of the operations' arguments; those of csrc/checks.cpp raise the same messages.
 
-Every function raises ValueError that names the operation, the argument, what is right and what it got. They
-look at shapes and formats alone, so they serve tensors without storage too.
+Every function raises ValueError that names the operation, the argument, what is valid and what was passed.
+The checks read shapes, dtypes and devices only, so they also work for tensors without storage.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from megatron_zpp.ops.formats import SCALES, QuantFormat, is_block
+from megatron_zpp.ops.adamw import AdamWScalars
+from megatron_zpp.ops.formats import BITS, SCALES, CodeType, QuantFormat, is_block
 
-SQUARES_BLOCK = 256  # elements of one sum of squares
+SQUARES_BLOCK = 256  # elements per sum of squares
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-def quantize(input: Tensor, messages: Tensor, codes: str, block: int, scales: torch.dtype) -> None:
+def quantize(input: Tensor, messages: Tensor, code_type: CodeType, block: int, scales: torch.dtype) -> None:
     """See reference.quantize."""
-    format = _format("quantize", codes, block, scales)
+    format = _format("quantize", code_type, block, scales)
     _rows("quantize", "input", input, format)
     _messages_of_rows("quantize", messages, input, format)
     _same_device("quantize", input=input, messages=messages)
 
 
-def dequantize(messages: Tensor, output: Tensor, codes: str, block: int, scales: torch.dtype) -> None:
+def dequantize(
+    messages: Tensor, output: Tensor, code_type: CodeType, block: int, scales: torch.dtype
+) -> None:
     """See reference.dequantize."""
-    format = _format("dequantize", codes, block, scales)
+    format = _format("dequantize", code_type, block, scales)
     _rows("dequantize", "output", output, format)
     _messages_of_rows("dequantize", messages, output, format)
     _same_device("dequantize", messages=messages, output=output)
@@ -33,24 +38,24 @@ def dequantize(messages: Tensor, output: Tensor, codes: str, block: int, scales:
 def sum_quantize(
     messages: Tensor,
     output: Tensor,
-    codes: str,
+    code_type: CodeType,
     block: int,
     scales: torch.dtype,
-    output_codes: str,
+    output_code_type: CodeType,
     output_block: int,
     output_scales: torch.dtype,
     error: Tensor | None,
 ) -> None:
     """See reference.sum_quantize."""
     op = "sum_quantize"
-    source = _format(op, codes, block, scales)
-    target = _format(op, output_codes, output_block, output_scales, prefix="output_")
+    source = _format(op, code_type, block, scales)
+    target = _format(op, output_code_type, output_block, output_scales, prefix="output_")
     m = _numel_of_messages(op, messages, source)
     groups = len(output) if output.dim() == 2 else 0
     if groups < 1 or m % (groups * output_block):
         raise ValueError(
-            f"{op}: output must have G >= 1 rows, each for whole blocks of {output_block} of the {m} summed "
-            f"elements, got {_shown(output)}"
+            f"{op}: output must have G >= 1 rows, where G divides the {m} summed elements into whole blocks "
+            f"of {output_block}, got {_shown(output)}"
         )
     _exactly(op, "output", output, torch.uint8, (groups, target.message_bytes(m // groups)))
     if error is not None:
@@ -58,22 +63,24 @@ def sum_quantize(
     _same_device(op, messages=messages, output=output, error=error)
 
 
-def sum_into(messages: Tensor, shard: Tensor, codes: str, block: int, scales: torch.dtype) -> None:
+def sum_into(messages: Tensor, shard: Tensor, code_type: CodeType, block: int, scales: torch.dtype) -> None:
     """See reference.sum_into."""
-    format = _format("sum_into", codes, block, scales)
+    format = _format("sum_into", code_type, block, scales)
     _exactly("sum_into", "shard", shard, torch.float32, (_numel_of_messages("sum_into", messages, format),))
     _same_device("sum_into", messages=messages, shard=shard)
 
 
-def sum_parts(parts: Tensor, shard: Tensor, own: Tensor | None, place: int, squares: Tensor | None) -> None:
+def sum_parts(
+    parts: Tensor, shard: Tensor, own: Tensor | None, group_rank: int, squares: Tensor | None
+) -> None:
     """See reference.sum_parts."""
     if parts.dim() != 2 or len(parts) < 1 or parts.dtype not in _FLOATS:
         raise ValueError(
             f"sum_parts: parts must be float32, bfloat16 or float16 of shape (P >= 1, m), got {_shown(parts)}"
         )
     _contiguous_rows("sum_parts", "parts", parts)
-    if not 0 <= place < len(parts):
-        raise ValueError(f"sum_parts: place must be from 0 to {len(parts) - 1}, got {place}")
+    if not 0 <= group_rank < len(parts):
+        raise ValueError(f"sum_parts: group_rank must be from 0 to {len(parts) - 1}, got {group_rank}")
     if own is not None:
         _exactly("sum_parts", "own", own, parts.dtype, (parts.shape[1],))
     _exactly("sum_parts", "shard", shard, torch.float32, (parts.shape[1],))
@@ -94,19 +101,16 @@ def adamw(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     gather_source: Tensor | None,
-    divisor: Tensor,
-    found_inf: Tensor,
-    bias_corrections: Tensor,
+    device_scalars: Sequence[Tensor],
+    host_scalars: Sequence[float],
     decayed: int,
 ) -> None:
     """See reference.adamw."""
-    states = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    scalars = {"divisor": divisor, "found_inf": found_inf, "bias_corrections": bias_corrections}
-    _adamw("adamw", states, scalars, decayed)
-    _one_of("adamw", "gradient", gradient, _FLOATS, tuple(master.shape))
+    op, states = "adamw", {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    _adamw_step(op, states, gradient, _FLOATS, device_scalars, host_scalars, decayed)
     if gather_source is not None:
-        _one_of("adamw", "published", gather_source, _HALVES, tuple(master.shape))
-    _same_device("adamw", **states, gradient=gradient, gather_source=gather_source, **scalars)
+        _one_of(op, "gather_source", gather_source, _HALVES, tuple(master.shape))
+    _same_device(op, master=master, gather_source=gather_source)
 
 
 def adamw_quantize(
@@ -115,50 +119,74 @@ def adamw_quantize(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     message: Tensor,
-    divisor: Tensor,
-    found_inf: Tensor,
-    bias_corrections: Tensor,
+    device_scalars: Sequence[Tensor],
+    host_scalars: Sequence[float],
     decayed: int,
-    codes: str,
+    code_type: CodeType,
     block: int,
     scales: torch.dtype,
 ) -> None:
     """See reference.adamw_quantize."""
-    op = "adamw_quantize"
-    format = _format(op, codes, block, scales)
-    states = {"master": master, "gradient": gradient, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    scalars = {"divisor": divisor, "found_inf": found_inf, "bias_corrections": bias_corrections}
-    _adamw(op, states, scalars, decayed)
+    op, states = "adamw_quantize", {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    format = _format(op, code_type, block, scales)
+    _adamw_step(op, states, gradient, (torch.float32,), device_scalars, host_scalars, decayed)
     if len(master) % block:
         raise ValueError(f"{op}: master must hold whole blocks of {block} elements, got {_shown(master)}")
     _exactly(op, "message", message, torch.uint8, (format.message_bytes(len(master)),))
-    _same_device(op, **states, message=message, **scalars)
+    _same_device(op, master=master, message=message)
 
 
-def _adamw(op: str, states: dict[str, Tensor], scalars: dict[str, Tensor], decayed: int) -> None:
+def _adamw_step(
+    op: str,
+    states: dict[str, Tensor],
+    gradient: Tensor,
+    gradient_dtypes: tuple[torch.dtype, ...],
+    device_scalars: Sequence[Tensor],
+    host_scalars: Sequence[float],
+    decayed: int,
+) -> None:
+    """What both operations have in common; `states` has the master first."""
     master = states["master"]
     if master.dim() != 1:
         raise ValueError(f"{op}: master must be float32 of shape (m,), got {_shown(master)}")
     for name, tensor in states.items():
         _exactly(op, name, tensor, torch.float32, (len(master),))
-    for name, tensor in scalars.items():
-        _exactly(op, name, tensor, torch.float32, (2,) if name == "bias_corrections" else ())
     if not 0 <= decayed <= len(master):
         raise ValueError(f"{op}: decayed must be from 0 to {len(master)}, got {decayed}")
+    _one_of(op, "gradient", gradient, gradient_dtypes, (len(master),))
+    _same_device(op, **{"master": master, "gradient": gradient, **states})
+    if len(device_scalars) != 3:
+        raise ValueError(
+            f"{op}: device_scalars must be [divisor, found_inf, bias_corrections], "
+            f"got {len(device_scalars)} tensors"
+        )
+    if len(host_scalars) != 5:
+        raise ValueError(
+            f"{op}: host_scalars must be [learning_rate, beta1, beta2, eps, weight_decay], "
+            f"got {len(host_scalars)} numbers"
+        )
+    scalars = AdamWScalars.unpacked(device_scalars, host_scalars)
+    divisor, found_inf = scalars.divisor, scalars.found_inf
+    _exactly(op, "divisor", divisor, torch.float32, ())
+    _exactly(op, "found_inf", found_inf, torch.float32, ())
+    _exactly(op, "bias_corrections", scalars.bias_corrections, torch.float32, (2,))
+    _same_device(
+        op, master=master, divisor=divisor, found_inf=found_inf, bias_corrections=scalars.bias_corrections
+    )
 
 
-def _format(op: str, codes: str, block: int, scales: torch.dtype, prefix: str = "") -> QuantFormat:
-    if codes not in ("int8", "int4", "fp8"):
-        raise ValueError(f"{op}: {prefix}codes must be int8, int4 or fp8, got {codes}")
+def _format(op: str, code_type: CodeType, block: int, scales: torch.dtype, prefix: str = "") -> QuantFormat:
+    if code_type not in BITS:
+        raise ValueError(f"{op}: {prefix}code_type must be int8, int4 or fp8, got {code_type}")
     if not is_block(block):
         raise ValueError(f"{op}: {prefix}block must be a power of two from 32 to 2048, got {block}")
     if scales not in SCALES:
         raise ValueError(f"{op}: {prefix}scales must be bfloat16 or float32, got {scales}")
-    return QuantFormat(codes, block, scales)
+    return QuantFormat(code_type, block, scales)
 
 
 def _rows(op: str, name: str, tensor: Tensor, format: QuantFormat) -> None:
-    """A matrix (R, n) of floats whose rows are contiguous and do not overlap."""
+    """A matrix (R, n) of floats: n is whole blocks, rows are contiguous and do not overlap."""
     if tensor.dim() != 2 or tensor.dtype not in _FLOATS:
         raise ValueError(
             f"{op}: {name} must be float32, bfloat16 or float16 of shape (R, n), got {_shown(tensor)}"
@@ -193,13 +221,14 @@ def _messages_of_rows(op: str, messages: Tensor, rows: Tensor, format: QuantForm
     groups = len(messages) if messages.dim() == 2 else 0
     if groups < 1 or count % groups:
         raise ValueError(
-            f"{op}: messages must have G >= 1 rows, where G divides {count}, got {_shown(messages)}"
+            f"{op}: messages must have G >= 1 rows, where G divides the {count} rows of values, "
+            f"got {_shown(messages)}"
         )
     _exactly(op, "messages", messages, torch.uint8, (groups, format.message_bytes(count // groups * n)))
 
 
 def _numel_of_messages(op: str, messages: Tensor, format: QuantFormat) -> int:
-    """m of messages (P, message_bytes(m))."""
+    """Return m of messages (P, message_bytes(m))."""
     if messages.dim() == 2 and len(messages) >= 1:
         numel = messages.shape[1] // format.block_bytes * format.block
         _exactly(op, "messages", messages, torch.uint8, (len(messages), format.message_bytes(numel)))
@@ -214,7 +243,7 @@ def _exactly(op: str, name: str, tensor: Tensor, dtype: torch.dtype, shape: tupl
 def _one_of(
     op: str, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]
 ) -> None:
-    """A contiguous tensor of one of the formats and exactly this shape."""
+    """A contiguous tensor of one of the dtypes and exactly this shape."""
     if tensor.dtype not in dtypes or tuple(tensor.shape) != shape:
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{op}: {name} must be {wanted} of shape {shape}, got {_shown(tensor)}")
@@ -223,8 +252,8 @@ def _one_of(
 
 
 def _same_device(op: str, **tensors: Tensor | None) -> None:
-    given = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
-    (first, device), *others = given.items()
+    devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
+    (first, device), *others = devices.items()
     for name, other in others:
         if other != device:
             raise ValueError(f"{op}: {name} must be on the device of {first}, {device}, got {other}")

@@ -1,24 +1,36 @@
-"""Loads the kernels, or the reference where they cannot be built."""
+"""Load the kernels, or the reference if they cannot be built."""
 
+import inspect
 import os
 from collections.abc import Callable
 
 import torch
 
 from megatron_zpp.native.cache import BuildError
-from megatron_zpp.ops import fakes, reference
+from megatron_zpp.ops import checks, reference
 from megatron_zpp.ops.build import build
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.toolchain import cuda_problem
 
 COMMAND = "python -m megatron_zpp.ops.build"
 
+_CHECKED = (
+    (reference.quantize, checks.quantize),
+    (reference.dequantize, checks.dequantize),
+    (reference.sum_quantize, checks.sum_quantize),
+    (reference.sum_into, checks.sum_into),
+    (reference.sum_parts, checks.sum_parts),
+    (reference.sum_squares, checks.sum_squares),
+    (reference.adamw, checks.adamw),
+    (reference.adamw_quantize, checks.adamw_quantize),
+)
+
 
 def load_operations(device_type: str, *, require_kernels: bool, say: Callable[[str], None]) -> Operations:
-    """The operations for tensors of `device_type`, "cpu" or "cuda"; builds the kernels at first use.
+    """The operations for tensors of `device_type`, "cpu" or "cuda". Builds the kernels at first use.
 
-    Where they cannot be had, plain torch computes the same bits and `say` gets one line about it, or
-    BuildError is raised if `require_kernels`.
+    If the kernels cannot be built or loaded, plain torch computes the same bits and `say` is called with a
+    warning of one line; with `require_kernels`, BuildError is raised instead.
     """
     try:
         load_kernels(device_type, say)
@@ -26,15 +38,15 @@ def load_operations(device_type: str, *, require_kernels: bool, say: Callable[[s
         if require_kernels:
             raise
         reason = str(error).splitlines()[0]
-        say(f"warning: no kernels, so plain torch serves, more slowly: {reason}; see `{COMMAND}`")
+        say(f"warning: no kernels, so plain torch is used, which is slower: {reason}; see `{COMMAND}`")
         return Operations(reference, compiled=False)
     return Operations(torch.ops.megatron_zpp, compiled=True)
 
 
 def load_kernels(device_type: str, say: Callable[[str], None]) -> None:
-    """Makes torch.ops.megatron_zpp the kernels of csrc/, for compilers too. Raises BuildError.
+    """Load the library of csrc/ as torch.ops.megatron_zpp, also for torch.compile. Raises BuildError.
 
-    Once a process: torch keeps one set of operators of a name.
+    Loads it once per process, because torch keeps one set of operators of a name.
     """
     if not loaded():
         library = build(say=say)
@@ -44,7 +56,8 @@ def load_kernels(device_type: str, say: Callable[[str], None]) -> None:
             raise BuildError(
                 f"{library} cannot be loaded ({error}); build it again: {COMMAND} --force"
             ) from error
-        fakes.register()
+        for operation, check in _CHECKED:
+            torch.library.register_fake(f"megatron_zpp::{operation.__name__}", _fake(operation, check))
     key = {"cpu": "CPU", "cuda": "CUDA"}.get(device_type)
     if key is None:
         raise BuildError(f"there are no kernels for devices of type {device_type}")
@@ -53,5 +66,21 @@ def load_kernels(device_type: str, say: Callable[[str], None]) -> None:
 
 
 def loaded() -> bool:
-    """Whether this process has the operators."""
+    """Whether this process has loaded the operators."""
     return hasattr(torch.ops.megatron_zpp, "quantize")
+
+
+def _fake(operation: Callable[..., None], check: Callable[..., None]) -> Callable[..., None]:
+    """The operator for tensors without storage, by which torch.compile and FakeTensorMode trace it.
+
+    It only checks its arguments, because an operator that writes to its arguments has no outputs to create.
+    """
+    signature = inspect.signature(operation)
+    checked = tuple(inspect.signature(check).parameters)
+
+    def fake(*args: object, **kwargs: object) -> None:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        check(*(bound.arguments[name] for name in checked))
+
+    return fake

@@ -1,37 +1,38 @@
-"""The operations as callers use them: formats as values, and either the kernels or the reference behind."""
+"""The operations as callers use them: formats and scalars are values, run by the kernels or the reference."""
 
 from typing import Any
 
 from torch import Tensor
 
+from megatron_zpp.ops.adamw import AdamWScalars
 from megatron_zpp.ops.formats import QuantFormat
 
 
 class Operations:
-    """What quantised collectives and the optimizer need, each one pass over memory.
+    """The operations of quantised collectives and of the optimizer, each one pass over memory.
 
-    Outputs are the caller's buffers, and nothing is returned or waited for. Shapes: R rows, n columns, G and
-    P messages, m elements; `message_bytes` is the format's. Rows and parts are whole blocks. All raise
-    ValueError that names the argument and what it got.
+    Results are written to the caller's buffers; nothing is returned and no call waits for the device. Shapes:
+    R rows, n columns, G and P messages, m elements; `message_bytes` is the format's. Rows and parts are whole
+    blocks. Every method raises ValueError that names the argument and what was passed.
     """
 
     def __init__(self, kernels: Any, *, compiled: bool) -> None:
-        """`kernels` has the operators by name: those of torch.ops.megatron_zpp are `compiled`."""
+        """`kernels` has the operators by name: torch.ops.megatron_zpp (`compiled`), or `reference`."""
         self._kernels, self.compiled = kernels, compiled
 
     def quantize(
         self, input: Tensor, messages: Tensor, format: QuantFormat, *, seed: int | None = None
     ) -> None:
-        """Encodes `input` (R, n) fp32, bf16 or fp16 into `messages` (G, message_bytes(R/G · n)) uint8.
+        """Encode `input` (R, n) fp32, bf16 or fp16 into `messages` (G, message_bytes(R/G · n)) uint8.
 
-        Row r goes to message r % G, to place r // G in it. Rows may lie any stride apart. With a `seed`,
-        which must be another one in every call, rounding is stochastic, else to nearest.
+        Row r becomes part r // G of message r % G. Rows may be any stride apart. Rounding is stochastic with
+        a `seed`, which must differ between calls, and to nearest without one.
         """
-        self._kernels.quantize(input, messages, *_plain(format), format.rotate, seed)
+        self._kernels.quantize(input, messages, *_flat(format), format.rotate, seed)
 
     def dequantize(self, messages: Tensor, output: Tensor, format: QuantFormat) -> None:
         """The inverse of `quantize`: `messages` (G, message_bytes(R/G · n)) into `output` (R, n)."""
-        self._kernels.dequantize(messages, output, *_plain(format), format.rotate)
+        self._kernels.dequantize(messages, output, *_flat(format), format.rotate)
 
     def sum_quantize(
         self,
@@ -43,23 +44,27 @@ class Operations:
         error: Tensor | None = None,
         seed: int | None = None,
     ) -> None:
-        """Sums `messages` (P, message_bytes(m)) and encodes the parts as `output` (G, message_bytes(m/G)).
+        """Sum `messages` (P, message_bytes(m)) and encode the sum as `output` (G, message_bytes(m/G)).
 
-        `error` (m,) fp32, bf16 or fp16 is added first and gets what this encoding loses. Sums of rotated
-        messages stay rotated, so both formats say the same of it.
+        Part g of the sum becomes message g. `error` (m,) fp32, bf16 or fp16 is added to the sum, and is then
+        overwritten by the error of this encoding. The sum of rotated messages is rotated, so both formats
+        must have the same `rotate`.
         """
         if format.rotate != output_format.rotate:
             raise ValueError(
-                f"sum_quantize: a sum of messages with rotate={format.rotate} cannot become one with "
-                f"rotate={output_format.rotate}"
+                f"sum_quantize: output_format must have rotate={format.rotate}, as the messages have, "
+                f"got rotate={output_format.rotate}"
             )
-        self._kernels.sum_quantize(messages, output, *_plain(format), *_plain(output_format), error, seed)
+        self._kernels.sum_quantize(messages, output, *_flat(format), *_flat(output_format), error, seed)
 
     def sum_into(
         self, messages: Tensor, shard: Tensor, format: QuantFormat, *, factor: float = 1.0, add: bool = False
     ) -> None:
-        """Sums `messages` (P, message_bytes(m)) times `factor` into `shard` (m,) fp32: over it, or added."""
-        self._kernels.sum_into(messages, shard, *_plain(format), format.rotate, factor, add)
+        """Write `factor` times the sum of `messages` (P, message_bytes(m)) to `shard` (m,) fp32.
+
+        With `add`, the result is added to the shard.
+        """
+        self._kernels.sum_into(messages, shard, *_flat(format), format.rotate, factor, add)
 
     def sum_parts(
         self,
@@ -69,20 +74,21 @@ class Operations:
         factor: float = 1.0,
         add: bool = False,
         own: Tensor | None = None,
-        place: int = 0,
+        group_rank: int = 0,
         squares: Tensor | None = None,
     ) -> None:
-        """Sums `parts` (P, m) fp32, bf16 or fp16 likewise; `shard` (m,) may be a row of fp32 `parts`.
+        """Write `factor` times the sum of `parts` (P, m) fp32, bf16 or fp16 to `shard` (m,) fp32.
 
-        `own` (m,) is part `place` where it lies elsewhere; what the row there holds does not count. `squares`
-        get what `sum_squares` would find in the shard afterwards.
+        With `add`, the result is added to the shard, which may be a row of fp32 `parts`. Row r is the part of
+        rank r of a group. `own` (m,) is the part of `group_rank` if it is stored elsewhere; its row of
+        `parts` is then not read. `squares` (m / 256,) is set to what `sum_squares` computes of the new shard.
         """
-        self._kernels.sum_parts(parts, shard, factor, add, own, place, squares)
+        self._kernels.sum_parts(parts, shard, factor, add, own, group_rank, squares)
 
     def sum_squares(self, input: Tensor, sums: Tensor) -> None:
-        """Sums the squares of each 256 elements of `input` (m,), of any format, into `sums` (m / 256,) fp32.
+        """Write the sum of the squares of each 256 elements of `input` (m,) to `sums` (m / 256,) fp32.
 
-        In an order of its own, so that the same elements give the same bits wherever they lie.
+        The order of the additions is fixed, so equal elements give equal bits wherever they are stored.
         """
         self._kernels.sum_squares(input, sums)
 
@@ -93,28 +99,17 @@ class Operations:
         exp_avg: Tensor,
         exp_avg_sq: Tensor,
         gather_source: Tensor | None,
+        scalars: AdamWScalars,
         *,
-        divisor: Tensor,
-        found_inf: Tensor,
-        bias_corrections: Tensor,
-        learning_rate: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
         decayed: int,
     ) -> None:
-        """One step of AdamW on fp32 (m,) tensors; `gather_source` (m,) bf16 or fp16 gets the new weights.
+        """Take one step of AdamW on fp32 tensors (m,). `gradient`, which may have 16 bits, is only read.
 
-        `gradient` may be bf16 or fp16 as well.
-
-        Gradients are divided by `divisor` () and only read; nothing is written where `found_inf` () is not 0;
-        `bias_corrections` (2,) is 1 - beta1^t and 1 - beta2^t; all three fp32 on the tensors' device. The
-        first `decayed` elements have weight decay.
+        `gather_source` (m,) bf16 or fp16 is set to the new weights. The first `decayed` elements have weight
+        decay.
         """
-        states = master, gradient, exp_avg, exp_avg_sq, gather_source
-        scalars = divisor, found_inf, bias_corrections
-        self._kernels.adamw(*states, *scalars, learning_rate, beta1, beta2, eps, weight_decay, decayed)
+        states = master, gradient, exp_avg, exp_avg_sq
+        self._kernels.adamw(*states, gather_source, *scalars.packed(), decayed)
 
     def adamw_quantize(
         self,
@@ -124,23 +119,20 @@ class Operations:
         exp_avg_sq: Tensor,
         message: Tensor,
         format: QuantFormat,
+        scalars: AdamWScalars,
         *,
-        divisor: Tensor,
-        found_inf: Tensor,
-        bias_corrections: Tensor,
-        learning_rate: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
         decayed: int,
     ) -> None:
-        """`adamw` whose new weights go out as `message` (message_bytes(m),) uint8, rounded to nearest."""
-        states = master, gradient, exp_avg, exp_avg_sq, message
-        scalars = divisor, found_inf, bias_corrections
-        numbers = learning_rate, beta1, beta2, eps, weight_decay
-        self._kernels.adamw_quantize(*states, *scalars, *numbers, decayed, *_plain(format), format.rotate)
+        """Take a step of AdamW and encode the new weights as `message` (message_bytes(m),) uint8.
+
+        Rounding is to nearest. The gradient must be fp32.
+        """
+        states = master, gradient, exp_avg, exp_avg_sq
+        self._kernels.adamw_quantize(
+            *states, message, *scalars.packed(), decayed, *_flat(format), format.rotate
+        )
 
 
-def _plain(format: QuantFormat) -> tuple[Any, ...]:
-    return format.codes, format.block, format.scales
+def _flat(format: QuantFormat) -> tuple[Any, ...]:
+    """A format as operators take it, but for `rotate`, which sum_quantize does not need."""
+    return format.code_type, format.block, format.scales

@@ -1,6 +1,6 @@
 """Philox4x32-7 of Parallel Random Numbers: As Easy as 1, 2, 3 (Salmon et al., 2011), in int64 arithmetic.
 
-Seven rounds are the fewest for which the paper found no failure in BigCrush; its default of ten is safer.
+Seven rounds are the fewest that passed BigCrush in the paper; its default of ten is a safety margin.
 """
 
 import torch
@@ -13,7 +13,7 @@ _LOW_32, _LOW_16 = 0xFFFFFFFF, 0xFFFF
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Four words a counter. Words are int64 tensors of one shape with values below 2^32."""
+    """Four words per counter. All words are int64 tensors of one shape with values below 2^32."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -25,9 +25,9 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
 
 
 def random_16_bits(seed: int, first: Tensor, numel: int) -> Tensor:
-    """Random integers (rows, numel) below 2^16 (int32) for elements first[row] … first[row] + numel - 1.
+    """Random int32 numbers (rows, numel) below 2^16 of the elements first[row] … first[row] + numel - 1.
 
-    `first` (rows,) and `numel` are multiples of 8: one counter serves eight elements.
+    `first` (rows,) and `numel` must be multiples of 8, because one counter gives the numbers of 8 elements.
     """
     index = first[:, None] // 8 + torch.arange(numel // 8, device=first.device)
     zero = torch.zeros_like(index)
@@ -37,7 +37,7 @@ def random_16_bits(seed: int, first: Tensor, numel: int) -> Tensor:
 
 
 def _product(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a product; in halves, because int64 has no room for all 64 bits."""
+    """High and low 32 bits of a product, computed in halves because the 64 bits do not fit int64."""
     low = (word & _LOW_16) * multiplier
     high = (word >> 16) * multiplier + (low >> 16)
     return high >> 16, (high & _LOW_16) << 16 | low & _LOW_16

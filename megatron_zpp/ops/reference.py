@@ -1,39 +1,42 @@
-"""The operations in plain torch: the oracle of the kernels, and what runs where nothing can be compiled.
+"""The operations in plain torch: the oracle of the kernels, and their substitute where none can be compiled.
 
-Signatures are the operators' own. Each rounding of the format is one torch operation here: fp32 operations
-stay apart, an exact product is taken in fp64 and integers do the bit work, so any device gives the same
-bits. Everything is done in tiles of `TILE` elements, so scratch memory does not grow with the tensors.
+Functions have the signatures of the operators. Each rounding is one torch operation: fp32 operations are not
+fused, exact products are computed in fp64, and bits are changed as integers. So every device gives the same
+bits. Tensors are processed in tiles of `TILE` elements, so scratch memory does not grow with them.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_zpp.ops import checks
-from megatron_zpp.ops.adamw_step import AdamWStep
+from megatron_zpp.ops.adamw import AdamWScalars, AdamWStep
 from megatron_zpp.ops.block_codes import decode_blocks, encode_blocks, rotate_32, to_dtype
 from megatron_zpp.ops.checks import SQUARES_BLOCK
-from megatron_zpp.ops.formats import QuantFormat
+from megatron_zpp.ops.formats import CodeType, QuantFormat
 from megatron_zpp.ops.philox import random_16_bits
 
-# R rows, n columns, G messages out, P messages in, m elements, K blocks, B elements in a block
+# R rows, n columns, G output messages, P input messages, m elements, K blocks, B elements per block
 TILE = 1 << 20
 
 
 def quantize(
     input: Tensor,
     messages: Tensor,
-    codes: str,
+    code_type: CodeType,
     block: int,
     scales: torch.dtype,
     rotate: bool,
     seed: int | None = None,
 ) -> None:
-    """Encodes `input` (R, n) into `messages` (G, message_bytes(R/G · n)); row r goes to message r % G.
+    """Encode `input` (R, n) into `messages` (G, message_bytes(R/G · n)).
 
-    With a `seed`, rounding is stochastic. Raises ValueError (`checks.quantize`).
+    Row r is part r // G of message r % G. Rounding is stochastic with a `seed`. Raises ValueError
+    (`checks.quantize`).
     """
-    checks.quantize(input, messages, codes, block, scales)
-    format = QuantFormat(codes, block, scales, rotate)
+    checks.quantize(input, messages, code_type, block, scales)
+    format = QuantFormat(code_type, block, scales, rotate)
     groups, n = len(messages), input.shape[1]
     for group, message in enumerate(messages):
         rows = input[group::groups]
@@ -57,14 +60,14 @@ def quantize(
 
 
 def dequantize(
-    messages: Tensor, output: Tensor, codes: str, block: int, scales: torch.dtype, rotate: bool
+    messages: Tensor, output: Tensor, code_type: CodeType, block: int, scales: torch.dtype, rotate: bool
 ) -> None:
-    """Decodes `messages` (G, message_bytes(R/G · n)) into `output` (R, n); row r comes from message r % G.
+    """Decode `messages` (G, message_bytes(R/G · n)) into `output` (R, n): the inverse of `quantize`.
 
     Raises ValueError (`checks.dequantize`).
     """
-    checks.dequantize(messages, output, codes, block, scales)
-    format = QuantFormat(codes, block, scales, rotate)
+    checks.dequantize(messages, output, code_type, block, scales)
+    format = QuantFormat(code_type, block, scales, rotate)
     groups, n = len(messages), output.shape[1]
     for group, message in enumerate(messages):
         rows = output[group::groups]
@@ -81,25 +84,28 @@ def dequantize(
 def sum_quantize(
     messages: Tensor,
     output: Tensor,
-    codes: str,
+    code_type: CodeType,
     block: int,
     scales: torch.dtype,
-    output_codes: str,
+    output_code_type: CodeType,
     output_block: int,
     output_scales: torch.dtype,
     error: Tensor | None = None,
     seed: int | None = None,
 ) -> None:
-    """Sums `messages` (P, message_bytes(m)) in order and encodes part g of the sum as message g of `output`.
+    """Sum `messages` (P, message_bytes(m)) in order and encode part g of the sum as message g of `output`.
 
-    `output` (G, message_bytes(m / G)). `error` (m,) is added before and gets what the encoding lost, but for
-    blocks that are not finite, whose error stays. Rotated messages give a rotated sum. Raises ValueError
-    (`checks.sum_quantize`).
+    `output` is (G, message_bytes(m / G)). `error` (m,) is added to the sum and then overwritten by the error
+    of the encoding, except in blocks that are not finite. Rotated messages give a rotated sum. Raises
+    ValueError (`checks.sum_quantize`).
     """
     checks.sum_quantize(
-        messages, output, codes, block, scales, output_codes, output_block, output_scales, error
+        messages, output, code_type, block, scales, output_code_type, output_block, output_scales, error
     )
-    source, target = QuantFormat(codes, block, scales), QuantFormat(output_codes, output_block, output_scales)
+    source, target = (
+        QuantFormat(code_type, block, scales),
+        QuantFormat(output_code_type, output_block, output_scales),
+    )
     m = source.message_numel(messages.shape[1])
     part = m // max(len(output), 1)
     for group, message in enumerate(output):
@@ -121,31 +127,31 @@ def sum_quantize(
             code_blocks[blocks] = encoded
             scale_blocks[blocks] = stored.view(torch.uint8).view(-1, output_scales.itemsize)
             if error is not None:
-                left = value - decode_blocks(encoded, stored, target)
-                left = to_dtype(
-                    left.where(left.isfinite(), 0.0), error.dtype
-                )  # what overflowed is not fed back
+                lost = value - decode_blocks(encoded, stored, target)
+                # The receiver sees an overflow; feedback would repeat it for ever.
+                lost = to_dtype(lost.where(lost.isfinite(), 0.0), error.dtype)
                 before = error[here].view(-1, output_block)
                 finite = ~stored.isnan().unsqueeze(1)
-                error[here] = torch.where(finite, left, before).flatten()
+                error[here] = torch.where(finite, lost, before).flatten()
 
 
 def sum_into(
     messages: Tensor,
     shard: Tensor,
-    codes: str,
+    code_type: CodeType,
     block: int,
     scales: torch.dtype,
     rotate: bool,
     factor: float,
     add: bool,
 ) -> None:
-    """Sums `messages` (P, message_bytes(m)) in order, times `factor`, into the fp32 `shard` (m,).
+    """Write `factor` times the sum of `messages` (P, message_bytes(m)) to `shard` (m,) fp32.
 
-    Raises ValueError (`checks.sum_into`).
+    Messages are added in order. With `add`, the result is added to the shard. Raises ValueError
+    (`checks.sum_into`).
     """
-    checks.sum_into(messages, shard, codes, block, scales)
-    format = QuantFormat(codes, block, scales, rotate)
+    checks.sum_into(messages, shard, code_type, block, scales)
+    format = QuantFormat(code_type, block, scales, rotate)
     for start in range(0, len(shard), TILE):
         here = slice(start, min(start + TILE, len(shard)))
         total = _sum_of(messages, format, len(shard), here)
@@ -158,19 +164,20 @@ def sum_parts(
     factor: float,
     add: bool,
     own: Tensor | None = None,
-    place: int = 0,
+    group_rank: int = 0,
     squares: Tensor | None = None,
 ) -> None:
-    """Sums the rows of `parts` (P, m) in order, times `factor`, into the fp32 `shard` (m,).
+    """Write `factor` times the sum of the rows of `parts` (P, m) to `shard` (m,) fp32.
 
-    `own` (m,) of the same format is summed in place of row `place`, which is not read then. `shard` may be a
-    row of `parts`, and rows may lie apart. `squares` (m / 256,) get what `sum_squares` finds in the shard
-    then. Raises ValueError (`checks.sum_parts`).
+    Rows are added in order. With `add`, the result is added to the shard. `own` (m,) in the same dtype
+    replaces row `group_rank`, which is then not read. `shard` may be a row of `parts`, and rows may be any
+    stride apart. `squares` (m / 256,) is set to what `sum_squares` computes of the new shard. Raises
+    ValueError (`checks.sum_parts`).
     """
-    checks.sum_parts(parts, shard, own, place, squares)
+    checks.sum_parts(parts, shard, own, group_rank, squares)
     rows = list(parts)
     if own is not None:
-        rows[place] = own
+        rows[group_rank] = own
     for start in range(0, len(shard), TILE):
         here = slice(start, min(start + TILE, len(shard)))
         total = rows[0][here].float()
@@ -182,10 +189,10 @@ def sum_parts(
 
 
 def sum_squares(input: Tensor, sums: Tensor) -> None:
-    """`sums` (m / 256,) fp32 get those of the squares of each 256 elements of `input` (m,), in one order.
+    """Write the sum of the squares of each 256 elements of `input` (m,) to `sums` (m / 256,) fp32.
 
-    Eight neighbours in turn, then the 32 results in halves onto each other. Raises ValueError
-    (`checks.sum_squares`).
+    The order is fixed: each 8 neighbours in turn, then sum i and sum i + 16, then i and i + 8, and so on.
+    Raises ValueError (`checks.sum_squares`).
     """
     checks.sum_squares(input, sums)
     for start in range(0, len(input), TILE):
@@ -205,34 +212,28 @@ def adamw(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     gather_source: Tensor | None,
-    divisor: Tensor,
-    found_inf: Tensor,
-    bias_corrections: Tensor,
-    learning_rate: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
+    device_scalars: Sequence[Tensor],
+    host_scalars: Sequence[float],
     decayed: int,
 ) -> None:
-    """One step of AdamW (Decoupled Weight Decay Regularization, algorithm 2) on fp32 tensors (m,).
+    """Take one step of AdamW (1711.05101, algorithm 2) on fp32 tensors (m,); see `AdamWScalars.packed`.
 
-    `gradient`, which may have 16 bits, is divided by `divisor`; the first `decayed` elements decay;
-    `gather_source` (m,) gets the new weights in its own format. Nothing changes where `found_inf` is not 0.
-    Raises ValueError (`checks.adamw`).
+    `gradient` may have 16 bits. The first `decayed` elements have weight decay. `gather_source` (m,) is set
+    to the new weights in its own dtype. Nothing is written if `found_inf` is not 0. Raises ValueError
+    (`checks.adamw`).
     """
-    checks.adamw(
-        master, gradient, exp_avg, exp_avg_sq, gather_source, divisor, found_inf, bias_corrections, decayed
-    )
-    skip = found_inf != 0
-    step = AdamWStep(divisor, bias_corrections, learning_rate, beta1, beta2, eps, weight_decay)
+    states = master, gradient, exp_avg, exp_avg_sq
+    checks.adamw(*states, gather_source, device_scalars, host_scalars, decayed)
+    scalars = AdamWScalars.unpacked(device_scalars, host_scalars)
+    skip = scalars.found_inf != 0
+    step = AdamWStep(scalars)
     for start in range(0, len(master), TILE):
-        here = slice(start, min(start + TILE, len(master)))
-        new = step(master, gradient, exp_avg, exp_avg_sq, here, decayed)
+        tile = slice(start, min(start + TILE, len(master)))
+        new = step(*states, tile, decayed)
         for old, changed in zip((master, exp_avg, exp_avg_sq), new, strict=True):
-            old[here] = torch.where(skip, old[here], changed)
+            old[tile] = torch.where(skip, old[tile], changed)
         if gather_source is not None:
-            gather_source[here] = torch.where(skip, gather_source[here], new[0].to(gather_source.dtype))
+            gather_source[tile] = torch.where(skip, gather_source[tile], new[0].to(gather_source.dtype))
 
 
 def adamw_quantize(
@@ -241,36 +242,29 @@ def adamw_quantize(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     message: Tensor,
-    divisor: Tensor,
-    found_inf: Tensor,
-    bias_corrections: Tensor,
-    learning_rate: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
+    device_scalars: Sequence[Tensor],
+    host_scalars: Sequence[float],
     decayed: int,
-    codes: str,
+    code_type: CodeType,
     block: int,
     scales: torch.dtype,
     rotate: bool,
 ) -> None:
-    """`adamw` that publishes the new weights as `message` (message_bytes(m),), rounded to nearest.
+    """`adamw` that encodes the new weights, rounded to nearest, as `message` (message_bytes(m),).
 
     Raises ValueError (`checks.adamw_quantize`).
     """
-    states = master, gradient, exp_avg, exp_avg_sq
-    scalars = divisor, found_inf, bias_corrections
-    checks.adamw_quantize(*states, message, *scalars, decayed, codes, block, scales)
-    numbers = learning_rate, beta1, beta2, eps, weight_decay
-    adamw(*states, None, *scalars, *numbers, decayed)
+    states, scalars = (master, gradient, exp_avg, exp_avg_sq), (device_scalars, host_scalars)
+    checks.adamw_quantize(*states, message, *scalars, decayed, code_type, block, scales)
+    adamw(*states, None, *scalars, decayed)
     encoded = torch.empty_like(message)
-    quantize(master[None], encoded[None], codes, block, scales, rotate)
+    quantize(master[None], encoded[None], code_type, block, scales, rotate)
+    found_inf = AdamWScalars.unpacked(*scalars).found_inf
     message.copy_(torch.where(found_inf != 0, message, encoded))
 
 
 def _message_parts(message: Tensor, format: QuantFormat, numel: int) -> tuple[Tensor, Tensor]:
-    """A message's codes (K, bytes a block) and scales (K, bytes a scale), as views."""
+    """Views of the codes (K, bytes per block) and the scales (K, bytes per scale) of a message."""
     blocks = numel // format.block
     code_bytes = numel * format.bits // 8
     used = blocks * format.block_bytes
@@ -285,12 +279,12 @@ def _zero_padding(message: Tensor, format: QuantFormat, numel: int) -> None:
 
 
 def _scales_of(stored: Tensor, scales: torch.dtype) -> Tensor:
-    """Bytes (K, bytes a scale), anywhere in memory, as scales (K,)."""
+    """Scales (K,) from their bytes (K, bytes per scale), which may have any strides."""
     return stored.clone(memory_format=torch.contiguous_format).view(scales).squeeze(1)
 
 
 def _tiles(rows: int, columns: int, block: int) -> list[tuple[slice, slice]]:
-    """Parts of a (rows, columns) matrix of about TILE elements, in whole blocks."""
+    """Split a (rows, columns) matrix into tiles of about TILE elements, in whole blocks."""
     width = min(columns, TILE)
     height = max(1, TILE // max(width, 1))
     return [
@@ -301,13 +295,13 @@ def _tiles(rows: int, columns: int, block: int) -> list[tuple[slice, slice]]:
 
 
 def _tile_of(blocks: Tensor, rows: int, row_tile: slice, column_tile: slice, block: int) -> Tensor:
-    """The part (rows, blocks a row, bytes) of a message's codes or scales that belongs to a tile."""
+    """The part (rows, blocks per row, bytes) of a message's codes or scales that belongs to a tile."""
     matrix = blocks.view(rows, -1, blocks.shape[1])
     return matrix[row_tile, column_tile.start // block : column_tile.stop // block]
 
 
 def _sum_of(messages: Tensor, format: QuantFormat, m: int, here: slice) -> Tensor:
-    """The fp32 sum of the elements `here` of all messages, added in order, not rotated back."""
+    """The fp32 sum of the elements `here` of all messages, added in order; still rotated if they are."""
     first, last = here.start // format.block, -(-here.stop // format.block)
     total = None
     for message in messages:

@@ -1,4 +1,4 @@
-"""The compilers of this machine, and the commands that make csrc/ a library with them."""
+"""Find the compilers of this machine, and make the commands that compile csrc/ to a library."""
 
 import hashlib
 import json
@@ -18,24 +18,24 @@ from megatron_zpp.native.cache import BuildError
 
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"
 
-# Codes must not depend on the compiler: no contraction of a * b + c, no fast-math.
+# Results must not depend on the compiler: no contraction of a * b + c, no fast-math.
 HOST_FLAGS = ("-O3", "-std=c++20", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-Wall")
 DEVICE_FLAGS = (
     "-O3",
     "-std=c++17",
     "--fmad=false",
-    "--threads=2",  # both architectures at once: the longest file decides how long a build takes
+    "--threads=2",  # both architectures in parallel, because the slowest file determines the time of a build
     "-Xcompiler=-fPIC,-ffp-contract=off",
 )
 ARCHITECTURES = (
     "-gencode=arch=compute_80,code=sm_80",
-    "-gencode=arch=compute_90,code=[sm_90,compute_90]",  # PTX too: later devices compile it when it is loaded
+    "-gencode=arch=compute_90,code=[sm_90,compute_90]",  # PTX too, which later devices compile at load time
 )
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Compilers and their versions; `nvcc` is None where there is a `cuda_problem`."""
+    """Compilers and their versions; `nvcc` is None if there is a `cuda_problem`."""
 
     cxx: str
     cxx_version: str
@@ -47,7 +47,7 @@ class Toolchain:
 
 @dataclass(frozen=True)
 class Command:
-    """One compiler call: the file it makes, in the directory it runs in, the files of ours it needs first."""
+    """A call of a compiler: the file that it writes, and the outputs of other commands that it needs."""
 
     output: str
     needs: tuple[str, ...]
@@ -55,7 +55,7 @@ class Command:
 
 
 def find_toolchain(environ: Mapping[str, str]) -> Toolchain:
-    """The compilers that CXX, CUDA_HOME and PATH name. Raises BuildError where CXX or ninja is missing."""
+    """The compilers named by CXX, CUDA_HOME and PATH. Raises BuildError if CXX or ninja is missing."""
     path = environ.get("PATH", os.defpath)
     cxx = shutil.which(environ.get("CXX") or "g++", path=path)
     if cxx is None:
@@ -71,10 +71,10 @@ def find_toolchain(environ: Mapping[str, str]) -> Toolchain:
 
 
 def cuda_problem(environ: Mapping[str, str]) -> str | None:
-    """Why no device code can be built for this torch, if so."""
+    """The reason why no device code can be built for this torch, or None."""
     nvcc = find_nvcc(environ)
     if torch.version.cuda is None:
-        return "this torch has none"
+        return "this torch has no CUDA"
     if nvcc is None:
         return "nvcc is not installed (set CUDA_HOME or PATH)"
     version = nvcc_version(nvcc)
@@ -84,41 +84,41 @@ def cuda_problem(environ: Mapping[str, str]) -> str | None:
 
 
 def find_nvcc(environ: Mapping[str, str]) -> str | None:
-    """CUDA's compiler: of CUDA_HOME, on PATH, or where CUDA is usually installed."""
+    """CUDA's compiler, from CUDA_HOME, PATH or the usual directory of CUDA; None if not found."""
     folders = [f"{environ['CUDA_HOME']}/bin"] if environ.get("CUDA_HOME") else []
     folders += [environ.get("PATH", os.defpath), "/usr/local/cuda/bin"]
     return shutil.which("nvcc", path=os.pathsep.join(folders))
 
 
 def nvcc_version(nvcc: str) -> str:
-    """Such as 13.0."""
-    said = _run(nvcc, "--version")
-    release = re.search(r"release (\d+\.\d+)", said)
+    """The version of CUDA, such as 13.0. Raises BuildError."""
+    output = _run(nvcc, "--version")
+    release = re.search(r"release (\d+\.\d+)", output)
     if release is None:
-        raise BuildError(f"{nvcc} --version says no release: {said.strip()[-200:]}")
+        raise BuildError(f"{nvcc} --version prints no release: {output.strip()[-200:]}")
     return release.group(1)
 
 
 def library_commands(tools: Toolchain, sources: Path, library: str) -> list[Command]:
-    """What makes `library` out of csrc/: device code only where there is nvcc."""
+    """The commands that compile csrc/ to `library`, with device code if nvcc is available."""
     compiler = (tools.cxx, *HOST_FLAGS, *_torch_flags(tools))
     commands = [_object(sources, file, compiler) for file in _files(sources, "cpp")]
     if tools.nvcc is not None:
         commands += device_commands(tools.nvcc, tools.cxx, sources)
     if not commands:
-        raise BuildError(f"{sources} holds no sources")
+        raise BuildError(f"{sources} contains no sources")
     objects = tuple(command.output for command in commands)
     return [*commands, Command(library, objects, (tools.cxx, *objects, *_link_flags(tools), "-o", library))]
 
 
 def device_commands(nvcc: str, cxx: str, sources: Path, *flags: str) -> list[Command]:
-    """What compiles every .cu file, with more flags than usual where some are given."""
+    """The commands that compile every .cu file, with additional `flags`."""
     compiler = (nvcc, f"-ccbin={cxx}", *DEVICE_FLAGS, *ARCHITECTURES, *flags)
     return [_object(sources, file, compiler) for file in _files(sources, "cu")]
 
 
 def ninja_text(commands: list[Command]) -> str:
-    """The commands as a build.ninja."""
+    """The contents of build.ninja for the commands."""
     lines = ["rule run", "  command = $line", "  description = $what", ""]
     for command in commands:
         line = " ".join(map(_quoted, command.argv)).replace("$", "$$")
@@ -128,7 +128,7 @@ def ninja_text(commands: list[Command]) -> str:
 
 
 def build_key(tools: Toolchain, sources: Path, commands: list[Command]) -> str:
-    """Changes with everything that the library's bytes depend on."""
+    """A name for the library that changes with everything that its bytes depend on."""
     files = [file for suffix in ("cpp", "cu", "cuh", "h") for file in _files(sources, suffix)]
     facts = {
         "sources": {str(p.relative_to(sources)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files},
@@ -157,16 +157,16 @@ def _torch_flags(tools: Toolchain) -> tuple[str, ...]:
     includes = [_torch_root() / "include", _torch_root() / "include/torch/csrc/api/include"]
     flags = [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     if torch.backends.openmp.is_available():
-        flags.append("-fopenmp")  # without it at::parallel_for runs on one core
+        flags.append("-fopenmp")  # at::parallel_for needs it to use more than one core
     if tools.cuda_home is not None:
         includes.append(tools.cuda_home / "include")
         flags.append("-DWITH_CUDA")
-    # As system headers: their warnings are not ours.
+    # As system headers, whose warnings are not shown.
     return (*flags, *(part for include in includes for part in ("-isystem", str(include))))
 
 
 def _link_flags(tools: Toolchain) -> tuple[str, ...]:
-    """Without OpenMP's runtime: torch brings its own, and a second one would have its own threads."""
+    """Flags of the linker. OpenMP's runtime is torch's, because a second one would start more threads."""
     libraries = _torch_root() / "lib"
     flags = ["-shared", f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch_cpu", "-lc10"]
     if tools.cuda_home is not None:
@@ -176,13 +176,13 @@ def _link_flags(tools: Toolchain) -> tuple[str, ...]:
 
 
 def _cuda_home(nvcc: str) -> Path:
-    """Where headers and libraries lie; nvcc is asked, because it may be a wrapper somewhere else."""
+    """The directory of CUDA's headers and libraries as nvcc reports it; nvcc may be a wrapper elsewhere."""
     top = re.search(r"^#\$ TOP=(.*)$", _run(nvcc, "--dryrun", "-c", "-x", "cu", "/dev/null"), re.MULTILINE)
     return Path(top.group(1) if top else Path(nvcc).parent.parent).resolve()
 
 
 def _processor() -> list[str]:
-    """What -march=native looks at."""
+    """The properties of the processor that -march=native depends on."""
     wanted = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
     try:
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
@@ -200,9 +200,9 @@ def _first_line(*argv: str) -> str:
 
 
 def _run(*argv: str) -> str:
-    """Both streams of a command. Raises BuildError where it fails."""
+    """The output of a command on both streams. Raises BuildError if it fails."""
     try:
         done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        raise BuildError(f"{' '.join(argv)} does not run: {getattr(error, 'output', error)}") from error
+        raise BuildError(f"{' '.join(argv)} failed: {getattr(error, 'output', error)}") from error
     return done.stdout

@@ -22,7 +22,7 @@ from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communi
 from megatron_zpp.zero.gradients import Gradients
 from megatron_zpp.zero.hooks import register_hooks
 from megatron_zpp.zero.loss_scale import LossScale
-from megatron_zpp.zero.optimizer import MOMENTS, build_adamw
+from megatron_zpp.zero.optimizer import build_optimizer
 from megatron_zpp.zero.prefetch import Phase, Prefetcher
 from megatron_zpp.zero.sections import (
     BACKWARD,
@@ -34,7 +34,6 @@ from megatron_zpp.zero.sections import (
 )
 
 WEIGHTS = "weights"
-STATE_KINDS = (WEIGHTS, *MOMENTS)
 ERROR_ORDER = 2  # of the elements of errors; checkpoints of format version 3 have another one, and no number
 
 # (B, T + 1) tokens, whose inputs and targets overlap by T - 1; or the model's arguments, targets second.
@@ -108,8 +107,8 @@ class ZeroEngine:
         for comm_stream in communication.comm_streams:
             comm_stream.ready()
         self._prefetcher = Prefetcher(plan, self._gather, model.recomputed_units(), sections)
-        self._adamw = build_adamw(optimizer, self.units, communication, fused_backend, operations)
-        accepts_16bit = self._adamw.accepts_16bit_gradients
+        self._optimizer = build_optimizer(optimizer, self.units, communication, fused_backend, operations)
+        accepts_16bit = self._optimizer.accepts_16bit_gradients
         self._gradients = Gradients(self.units, communication, operations, accepts_16bit=accepts_16bit)
         self._hooks = register_hooks(
             [module for _, module in named_modules], self.units, self._prefetcher, self._gradients
@@ -145,7 +144,7 @@ class ZeroEngine:
         return loss.detach()
 
     def step(self, learning_rate: float) -> StepResult:
-        """One AdamW step on the mean gradient of the micro-batches since the last step.
+        """One optimizer step on the mean gradient of the micro-batches since the last step.
 
         A NaN or Inf in the gradients of any rank skips the step on every rank: all see the same norm.
         """
@@ -156,7 +155,7 @@ class ZeroEngine:
         shrink = torch.ones_like(grad_norm)
         if self._clip_grad > 0:
             shrink = torch.clamp((grad_norm + 1e-6) / self._clip_grad, min=1.0)
-        stepped = enumerate(self._adamw.step(learning_rate, divisor * shrink, found_inf))
+        stepped = enumerate(self._optimizer.step(learning_rate, divisor * shrink, found_inf))
         self._prefetcher.gather_after_step(index for index, _ in stepped)
         self._gradients.release()
         self.loss_scale.update(found_inf)
@@ -207,11 +206,16 @@ class ZeroEngine:
 
     @property
     def optimizer_steps(self) -> int:
-        """Steps that AdamW has taken: skipped ones do not count."""
-        return int(self._adamw.steps.item())
+        """Steps that the optimizer has taken; skipped ones do not count."""
+        return int(self._optimizer.steps.item())
+
+    @property
+    def state_kinds(self) -> tuple[str, ...]:
+        """What a checkpoint saves per unit: the weights, and the states of the optimizer."""
+        return (WEIGHTS, *self._optimizer.state_names)
 
     def shards(self, kind: str) -> list[Tensor]:
-        """This rank's shard (shard_numel,) fp32 of the weights or a moment for each unit: not a copy.
+        """This rank's shard (shard_numel,) fp32 of one of `state_kinds` for each unit: not a copy.
 
         At stage 0, where every rank has the whole, the shard that it would have at other stages.
         """
@@ -223,7 +227,7 @@ class ZeroEngine:
         ]
 
     def load_states(self, kind: str, read: Callable[[int, range], Tensor]) -> None:
-        """Loads the weights or a moment; `read(unit, elements)` returns a part of a unit's flat buffer.
+        """Loads one of `state_kinds`; `read(unit, elements)` returns a part of a unit's flat buffer.
 
         Elements behind the last parameter are not read: they are zero and stay zero.
         """
@@ -258,12 +262,12 @@ class ZeroEngine:
 
     def load_optimizer_steps(self, steps: int) -> None:
         """The inverse of `optimizer_steps`."""
-        self._adamw.steps.fill_(steps)
+        self._optimizer.steps.fill_(steps)
 
     def _flats(self, kind: str) -> list[Tensor]:
         if kind == WEIGHTS:
             return [unit.master for unit in self.units]
-        return [moments[kind] for moments in self._adamw.moments]
+        return [states[kind] for states in self._optimizer.states]
 
     def _gather(self, index: int, from_secondary: bool) -> Pending:
         """Starts to fill a unit's slot, from the secondary shards of this rank's group or from all ranks."""

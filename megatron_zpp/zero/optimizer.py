@@ -1,12 +1,17 @@
-"""AdamW on fp32 master weights (Decoupled Weight Decay Regularization, algorithm 2), a unit at a time."""
+"""Optimizers on fp32 master weights, one unit at a time: AdamW (1711.05101, algorithm 2) so far.
+
+An `Optimizer` steps all units of a rank. DeviceOptimizer and OffloadedOptimizer do that with any elementwise
+`UpdateRule`; an optimizer that looks at more than one element, as Muon does at matrices, is an Optimizer.
+"""
 
 from collections.abc import Iterator
-from typing import Any, Literal, Protocol
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from megatron_zpp.config.optimizer import OptimizerConfig
+from megatron_zpp.ops.adamw import AdamWScalars
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.collectives.interface import Gather
@@ -14,97 +19,96 @@ from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.grad_segments import GradSegment
 from megatron_zpp.zero.sharded_unit import Unit
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS: tuple[str, ...] = ("exp_avg", "exp_avg_sq")  # the states of AdamW, as checkpoints name them
+Scalars = TypeVar("Scalars")
 
 
-class AdamW(Protocol):
-    """Changes the master weights of all units. `moments` are buffers like `master`, by unit and name."""
+class Optimizer(Protocol):
+    """Changes the master weights of all units of this rank.
 
-    moments: list[dict[str, Tensor]]
-    steps: Tensor  # taken so far: the t of the bias correction
-    accepts_16bit_gradients: bool  # whether gradients may be in a 16-bit format
+    A checkpoint saves `steps` and, beside the master weights of each unit, its `states`.
+    """
+
+    state_names: tuple[str, ...]
+    states: list[dict[str, Tensor]]  # by unit and name; each fp32 and as large as the unit's `master`
+    steps: Tensor  # (); steps taken so far, skipped ones not included
+    accepts_16bit_gradients: bool
 
     def step(self, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> Iterator[Unit]:
-        """One step on gradients / `divisor`; none where `found_inf` is 1. All three scalars.
+        """Take one step on gradients / `divisor` (), or none if `found_inf` () is 1.
 
-        Yields every unit in order, as soon as its new weights are submitted to be written where they are
-        published, so that the first gathers run beside the steps of the other units.
+        Yields the units in order, each as soon as the writing of its gather source has been submitted, so
+        that the first gathers overlap with the steps of the other units.
         """
 
 
-class Update(Protocol):
-    """How one unit's states change; all tensors on one device, `gather_source` None where it is `master`."""
+class ShardSegment(NamedTuple):
+    """The elements of this rank's shard of a unit that one call of an update rule changes, on one device."""
 
+    master: Tensor  # (n,) fp32
+    states: tuple[Tensor, ...]  # each (n,) fp32, in the order of `UpdateRule.state_names`
+    gather_source: Tensor | None  # also receives the new weights: (n,), or a message; None if it is `master`
+    decayed: int  # the first `decayed` elements have weight decay
+
+
+class UpdateRule(Protocol[Scalars]):
+    """The arithmetic of an elementwise optimizer, on any part of a unit."""
+
+    state_names: tuple[str, ...]
     accepts_16bit_gradients: bool
 
-    def progress(self, steps: Tensor) -> Tensor:
-        """What `steps` (), the one to come included, mean to every unit: computed once a step."""
+    def scalars(self, steps: Tensor, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> Scalars:
+        """What all units of a step share, computed once per step; `steps` () includes the one to come."""
 
-    def __call__(
-        self,
-        states: tuple[Tensor, Tensor, Tensor, Tensor],
-        gather_source: Tensor | None,
-        *,
-        progress: Tensor,
-        divisor: Tensor,
-        found_inf: Tensor,
-        learning_rate: float,
-        decayed: int,
-    ) -> None:
-        """`states`: master, gradient, first and second moment; the first `decayed` elements decay."""
+    def step(self, shard: ShardSegment, gradient: Tensor, scalars: Scalars) -> None:
+        """Change the master weights and states of `shard`, unless `found_inf` is 1; `gradient` is (n,)."""
 
 
-class FusedAdamW:
-    """Steps where the gradients are. Nothing here waits for the device."""
+class DeviceOptimizer(Generic[Scalars]):
+    """Steps on the device of the gradients, and never waits for it."""
 
-    def __init__(self, update: Update, units: list[Unit]) -> None:
-        self._update, self._units, self.accepts_16bit_gradients = (
-            update,
-            units,
-            update.accepts_16bit_gradients,
-        )
-        self.moments = [_zero_moments(unit) for unit in units]
+    def __init__(self, rule: UpdateRule[Scalars], units: list[Unit]) -> None:
+        self._rule, self._units = rule, units
+        self.state_names, self.accepts_16bit_gradients = rule.state_names, rule.accepts_16bit_gradients
+        self.states = [_zero_states(unit, rule.state_names) for unit in units]
         self.steps = torch.zeros((), device=units[0].master.device)
 
     def step(self, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> Iterator[Unit]:
-        """See AdamW.step."""
+        """See Optimizer.step."""
         self.steps += 1 - found_inf
-        progress = self._update.progress(self.steps)
-        for unit, moments in zip(self._units, self.moments, strict=True):
+        scalars = self._rule.scalars(self.steps, learning_rate, divisor, found_inf)
+        for unit, states in zip(self._units, self.states, strict=True):
             decayed = unit.layout.decayed_in(unit.owned)
-            for part in unit.gradients:
-                exp_avg, exp_avg_sq = (part.of(moment) for moment in moments.values())
-                self._update(
-                    (part.of(unit.master), part.flat, exp_avg, exp_avg_sq),
-                    self._gather_source_segment(unit, part),
-                    progress=progress,
-                    divisor=divisor,
-                    found_inf=found_inf,
-                    learning_rate=learning_rate,
-                    decayed=min(max(decayed - part.start, 0), len(part.flat)),
+            for segment in unit.gradients:
+                shard = ShardSegment(
+                    segment.of(unit.master),
+                    tuple(segment.of(state) for state in states.values()),
+                    self._gather_source_segment(unit, segment),
+                    min(max(decayed - segment.start, 0), len(segment.flat)),
                 )
+                self._rule.step(shard, segment.flat, scalars)
             yield unit
 
-    def _gather_source_segment(self, unit: Unit, part: GradSegment) -> Tensor | None:
+    def _gather_source_segment(self, unit: Unit, segment: GradSegment) -> Tensor | None:
         if unit.gathers_from_master:
             return None
-        return (
-            part.of(unit.gather_source) if self.accepts_16bit_gradients else unit.gather_source
-        )  # which may be a message
+        # Without 16-bit gradients there is one segment, and the source may be a message, which cannot be cut.
+        return segment.of(unit.gather_source) if self.accepts_16bit_gradients else unit.gather_source
 
 
-class OffloadedAdamW:
-    """Steps on the CPU, where master weights and moments are.
+class OffloadedOptimizer(Generic[Scalars]):
+    """Steps on the CPU, which holds the master weights and the states.
 
-    Gradients come over and new weights go back on a stream of their own, so that both run beside the steps of
-    the other units. It waits for the device: for the clipping factor, and for each unit's gradients.
+    Gradients and new weights are copied on a separate stream, so that both copies overlap with the steps of
+    other units. The host waits for the device: for the divisor, then for the gradients of each unit.
     """
 
     accepts_16bit_gradients = False
 
-    def __init__(self, update: Update, units: list[Unit]) -> None:
-        self._update, self._units = update, units
-        self.moments = [_zero_moments(unit) for unit in units]
+    def __init__(self, rule: UpdateRule[Scalars], units: list[Unit]) -> None:
+        self._rule, self._units = rule, units
+        self.state_names = rule.state_names
+        self.states = [_zero_states(unit, rule.state_names) for unit in units]
         self.steps = torch.zeros(())
         self._stream = torch.cuda.Stream(units[0].gather_source.device)
         self._gradients = [_pinned_like(unit.master) for unit in units]
@@ -113,34 +117,28 @@ class OffloadedAdamW:
         ]
 
     def step(self, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> Iterator[Unit]:
-        """See AdamW.step."""
-        arrived = [self._bring(unit.gradient, gradients) for unit, gradients in self._pairs(self._gradients)]
+        """See Optimizer.step."""
+        arrived = [
+            self._copy(unit.gradient, gradient)
+            for unit, gradient in zip(self._units, self._gradients, strict=True)
+        ]
         divisor, found_inf = divisor.cpu(), found_inf.cpu()
-        if found_inf.item():  # what is published stays, and so does the rest
+        if found_inf.item():
             yield from self._units
             return
         self.steps += 1
-        progress = self._update.progress(self.steps)
+        scalars = self._rule.scalars(self.steps, learning_rate, divisor, found_inf)
         for index, unit in enumerate(self._units):
             arrived[index].synchronize()
-            self._update(
-                (unit.master, self._gradients[index], *self.moments[index].values()),
-                self._gather_sources[index],
-                progress=progress,
-                divisor=divisor,
-                found_inf=found_inf,
-                learning_rate=learning_rate,
-                decayed=unit.layout.decayed_in(unit.owned),
-            )
-            new = unit.master if self._gather_sources[index] is None else self._gather_sources[index]
-            torch.cuda.current_stream().wait_event(self._bring(new, unit.gather_source))
+            states, gather_source = tuple(self.states[index].values()), self._gather_sources[index]
+            shard = ShardSegment(unit.master, states, gather_source, unit.layout.decayed_in(unit.owned))
+            self._rule.step(shard, self._gradients[index], scalars)
+            new = unit.master if gather_source is None else gather_source
+            torch.cuda.current_stream().wait_event(self._copy(new, unit.gather_source))
             yield unit
 
-    def _pairs(self, tensors: list[Tensor]) -> Iterator[tuple[Unit, Tensor]]:
-        return zip(self._units, tensors, strict=True)
-
-    def _bring(self, source: Tensor, target: Tensor) -> torch.cuda.Event:
-        """Copies between the memories, behind what the present stream has to do first."""
+    def _copy(self, source: Tensor, target: Tensor) -> torch.cuda.Event:
+        """Copy between the CPU and the device, after all work submitted to the current stream so far."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -148,37 +146,38 @@ class OffloadedAdamW:
 
 
 class ApexAdamW:
-    """NVIDIA apex's FusedAdam. It decides on the host, so each step waits for the device."""
+    """NVIDIA apex's FusedAdam. The host reads `found_inf` and `steps`, so each step waits for the device."""
 
+    state_names = MOMENTS
     accepts_16bit_gradients = False
 
     def __init__(self, config: OptimizerConfig, units: list[Unit], gather: Gather) -> None:
         from apex.optimizers import FusedAdam
 
         self._units, self._gather = units, gather
-        self.moments = [_zero_moments(unit) for unit in units]
+        self.states = [_zero_states(unit, MOMENTS) for unit in units]
         self.steps = torch.zeros((), device=units[0].master.device)
         groups: list[dict[str, Any]] = [
             {"params": [], "weight_decay": decay} for decay in (config.weight_decay, 0.0)
         ]
-        # Unit, part of its segments, that part's weights.
+        # Unit, index into its segments (with and without weight decay), weights of that segment.
         self._weights: list[tuple[Unit, int, Tensor]] = []
-        states = {}
-        for unit, moments in zip(units, self.moments, strict=True):
+        adam_states = {}
+        for unit, moments in zip(units, self.states, strict=True):
             for part, group in enumerate(groups):
                 weight = unit.segments(unit.master)[part].detach()
                 if len(weight):
                     self._weights.append((unit, part, weight))
                     group["params"].append(weight)
-                    states[weight] = {name: unit.segments(moments[name])[part] for name in MOMENTS}
+                    adam_states[weight] = {name: unit.segments(moments[name])[part] for name in MOMENTS}
         betas = (config.adam_beta1, config.adam_beta2)
         self._adam = FusedAdam(
             [group for group in groups if group["params"]], lr=0.0, betas=betas, eps=config.adam_eps
         )
-        self._adam.state.update(states)
+        self._adam.state.update(adam_states)
 
     def step(self, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> Iterator[Unit]:
-        """See AdamW.step."""
+        """See Optimizer.step."""
         if not found_inf.item():
             self._step(learning_rate, divisor)
         for unit in self._units:
@@ -194,119 +193,119 @@ class ApexAdamW:
         self._adam.step()
         self.steps += 1
         for _, _, weight in self._weights:
-            weight.grad = None  # the unit's to keep or to free
+            weight.grad = None  # only the unit decides when the gradient is freed
 
 
-class KernelUpdate:
-    """The project's kernel: one pass over the states, which also writes the weights as they are published."""
+class KernelAdamW:
+    """AdamW by the project's kernel: one pass over memory, which also writes the gather source."""
+
+    state_names = MOMENTS
 
     def __init__(
-        self, config: OptimizerConfig, operations: Operations, format: QuantFormat | None = None
+        self, config: OptimizerConfig, operations: Operations, quant_format: QuantFormat | None = None
     ) -> None:
-        """`format` is that of the published messages; None: weights in the compute format."""
-        self._config, self._operations, self._format = config, operations, format
-        self.accepts_16bit_gradients = format is None
+        """`quant_format` is that of the messages to gather from; None: weights in the compute dtype."""
+        self._config, self._operations, self._quant_format = config, operations, quant_format
+        self.accepts_16bit_gradients = quant_format is None
 
-    def progress(self, steps: Tensor) -> Tensor:
-        """The bias corrections (2,)."""
-        powers = [beta ** steps.double() for beta in (self._config.adam_beta1, self._config.adam_beta2)]
-        return (1 - torch.stack(powers)).float()
-
-    def __call__(
-        self,
-        states: tuple[Tensor, Tensor, Tensor, Tensor],
-        gather_source: Tensor | None,
-        *,
-        progress: Tensor,
-        divisor: Tensor,
-        found_inf: Tensor,
-        learning_rate: float,
-        decayed: int,
-    ) -> None:
-        """See Update."""
+    def scalars(
+        self, steps: Tensor, learning_rate: float, divisor: Tensor, found_inf: Tensor
+    ) -> AdamWScalars:
+        """See UpdateRule."""
         config = self._config
-        settings = {
-            "divisor": divisor,
-            "found_inf": found_inf,
-            "bias_corrections": progress,
-            "learning_rate": learning_rate,
-            "beta1": config.adam_beta1,
-            "beta2": config.adam_beta2,
-            "eps": config.adam_eps,
-            "weight_decay": config.weight_decay,
-            "decayed": decayed,
-        }
-        if self._format is None:
-            self._operations.adamw(*states, gather_source, **settings)
-        else:
-            self._operations.adamw_quantize(*states, gather_source, self._format, **settings)
+        powers = [beta ** steps.double() for beta in (config.adam_beta1, config.adam_beta2)]
+        return AdamWScalars(
+            divisor=divisor,
+            found_inf=found_inf,
+            bias_corrections=(1 - torch.stack(powers)).float(),
+            learning_rate=learning_rate,
+            beta1=config.adam_beta1,
+            beta2=config.adam_beta2,
+            eps=config.adam_eps,
+            weight_decay=config.weight_decay,
+        )
+
+    def step(self, shard: ShardSegment, gradient: Tensor, scalars: AdamWScalars) -> None:
+        """See UpdateRule."""
+        master, (exp_avg, exp_avg_sq), gather_source, decayed = shard
+        states = master, gradient, exp_avg, exp_avg_sq
+        if self._quant_format is None:
+            self._operations.adamw(*states, gather_source, scalars, decayed=decayed)
+            return
+        assert gather_source is not None, "a message cannot be gathered from the master weights"
+        self._operations.adamw_quantize(*states, gather_source, self._quant_format, scalars, decayed=decayed)
 
 
-class TorchUpdate:
-    """torch's fused kernel, and a cast."""
+class TorchAdamWScalars(NamedTuple):
+    """The scalars of torch's fused kernel."""
 
+    steps: Tensor
+    learning_rate: float
+    divisor: Tensor
+    found_inf: Tensor
+
+
+class TorchAdamW:
+    """AdamW by torch's fused kernel, and a cast."""
+
+    state_names = MOMENTS
     accepts_16bit_gradients = False
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._config = config
 
-    def progress(self, steps: Tensor) -> Tensor:
-        """The steps themselves."""
-        return steps
+    def scalars(
+        self, steps: Tensor, learning_rate: float, divisor: Tensor, found_inf: Tensor
+    ) -> TorchAdamWScalars:
+        """See UpdateRule."""
+        return TorchAdamWScalars(steps, learning_rate, divisor, found_inf)
 
-    def __call__(
-        self,
-        states: tuple[Tensor, Tensor, Tensor, Tensor],
-        gather_source: Tensor | None,
-        *,
-        progress: Tensor,
-        divisor: Tensor,
-        found_inf: Tensor,
-        learning_rate: float,
-        decayed: int,
-    ) -> None:
-        """See Update."""
-        for part, weight_decay in ((slice(decayed), self._config.weight_decay), (slice(decayed, None), 0.0)):
-            parts = [[state[part]] for state in states]
+    def step(self, shard: ShardSegment, gradient: Tensor, scalars: TorchAdamWScalars) -> None:
+        """See UpdateRule."""
+        config, tensors = self._config, (shard.master, gradient, *shard.states)
+        with_decay, without = slice(shard.decayed), slice(shard.decayed, None)
+        for elements, weight_decay in ((with_decay, config.weight_decay), (without, 0.0)):
+            parts = [[tensor[elements]] for tensor in tensors]
             if len(parts[0][0]):
                 torch._fused_adamw_(
                     *parts,
                     [],
-                    [progress],
-                    lr=learning_rate,
-                    beta1=self._config.adam_beta1,
-                    beta2=self._config.adam_beta2,
+                    [scalars.steps],
+                    lr=scalars.learning_rate,
+                    beta1=config.adam_beta1,
+                    beta2=config.adam_beta2,
                     weight_decay=weight_decay,
-                    eps=self._config.adam_eps,
+                    eps=config.adam_eps,
                     amsgrad=False,
                     maximize=False,
-                    grad_scale=divisor,
-                    found_inf=found_inf,
+                    grad_scale=scalars.divisor,
+                    found_inf=scalars.found_inf,
                 )
-        if gather_source is not None:
-            gather_source.copy_(states[0])
+        if shard.gather_source is not None:
+            shard.gather_source.copy_(shard.master)
 
 
-def build_adamw(
+def build_optimizer(
     config: OptimizerConfig,
     units: list[Unit],
     communication: Communication,
     backend: Literal["apex", "torch"],
     operations: Operations | None,
-) -> AdamW:
-    """AdamW of the fused backend; torch's own kernel serves where there are no `operations`."""
+) -> Optimizer:
+    """AdamW of the fused backend; without `operations`, by torch's own kernel."""
     if backend == "apex":
         return ApexAdamW(config, units, communication.gather)
-    if operations is None:
-        update = TorchUpdate(config)
-    else:
-        update = KernelUpdate(config, operations, communication.weight_format)
+    rule: UpdateRule = (
+        TorchAdamW(config)
+        if operations is None
+        else KernelAdamW(config, operations, communication.weight_format)
+    )
     offloaded = units[0].master.device != units[0].gather_source.device
-    return OffloadedAdamW(update, units) if offloaded else FusedAdamW(update, units)
+    return OffloadedOptimizer(rule, units) if offloaded else DeviceOptimizer(rule, units)
 
 
-def _zero_moments(unit: Unit) -> dict[str, Tensor]:
-    return {name: torch.zeros_like(unit.master) for name in MOMENTS}
+def _zero_states(unit: Unit, names: tuple[str, ...]) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(unit.master) for name in names}
 
 
 def _pinned_like(tensor: Tensor) -> Tensor:

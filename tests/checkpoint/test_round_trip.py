@@ -10,7 +10,7 @@ from safetensors import safe_open
 from megatron_zpp.checkpoint.read import CheckpointReader, load_checkpoint
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.zero.engine import STATE_KINDS, WEIGHTS
+from megatron_zpp.zero.engine import WEIGHTS
 from tests.checkpoint.saving import FIRST, TOKENIZER, save, small, train
 from tests.zero.engines import states_of, weights_of
 from tests.zero.ranks import on_ranks
@@ -36,7 +36,7 @@ def test_a_loaded_engine_goes_on_bit_for_bit(tmp_path: Path, precision: Precisio
 def states_as_lists(engine) -> dict[str, list[float]]:
     return {
         f"{kind}/{name}": tensor.flatten().tolist()
-        for kind in STATE_KINDS
+        for kind in engine.state_kinds
         for name, tensor in states_of(engine, kind).items()
     }
 
@@ -113,7 +113,7 @@ def test_safetensors_reads_the_files(tmp_path: Path) -> None:
     train(engine, 1, seed=2)
     path = save(tmp_path, engine)
     with safe_open(path / "rank_00000.safetensors", framework="pt") as file:
-        for kind in STATE_KINDS:
+        for kind in engine.state_kinds:
             for index, shard in enumerate(engine.shards(kind)):
                 assert torch.equal(file.get_tensor(f"{kind}/unit_{index}"), shard)
     with CheckpointReader(path) as reader:

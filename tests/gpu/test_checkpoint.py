@@ -10,7 +10,7 @@ from megatron_zpp.checkpoint.states import shards_of
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.zero.engine import STATE_KINDS, ZeroEngine
+from megatron_zpp.zero.engine import ZeroEngine
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.zero.engines import engine_of
 
@@ -54,5 +54,5 @@ def test_a_gpu_goes_on_from_what_a_gpu_saved(tmp_path: Path) -> None:
     load_checkpoint(path, other, TOKENIZER, with_optimizer=True)
     train(engine)
     train(other)
-    for kind in STATE_KINDS:
+    for kind in engine.state_kinds:
         assert all(map(torch.equal, engine.shards(kind), other.shards(kind)))

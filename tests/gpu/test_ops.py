@@ -1,4 +1,4 @@
-"""The kernels against the reference, every bit: the CPU's cases, and what only a GPU can show."""
+"""The CUDA kernels equal the reference bit for bit: the cases of the CPU, and those that need a GPU."""
 
 import pytest
 import torch
@@ -15,27 +15,27 @@ BEYOND = 2**31 + 2**20  # elements that an int32 cannot count
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> None:
-    """Makes torch.ops.megatron_zpp the CUDA kernels."""
+    """Load the CUDA kernels as torch.ops.megatron_zpp."""
     load_kernels("cuda", print)
 
 
 def needs(gigabytes: int) -> None:
-    """Skips where the GPU has not that much left."""
+    """Skip the test if the GPU has less free memory."""
     free, _ = torch.cuda.mem_get_info()
     if free < gigabytes * 1e9:
         pytest.skip(f"needs {gigabytes} GB of GPU memory")
 
 
 @pytest.mark.parametrize("block", cases.BLOCKS)
-@pytest.mark.parametrize("codes", cases.CODES)
-def test_quantize_and_dequantize(codes: str, block: int) -> None:
-    cases.quantize_and_back(codes, block, "cuda")
+@pytest.mark.parametrize("code_type", cases.CODE_TYPES)
+def test_quantize_and_dequantize(code_type: str, block: int) -> None:
+    cases.quantize_and_back(code_type, block, "cuda")
 
 
-@pytest.mark.parametrize("codes", cases.CODES)
-def test_any_bytes_decode_the_same(codes: str) -> None:
-    cases.any_bytes(codes, "cuda")
-    cases.largest_fp16_number(codes, "cuda")
+@pytest.mark.parametrize("code_type", cases.CODE_TYPES)
+def test_any_bytes_decode_the_same(code_type: str) -> None:
+    cases.any_bytes(code_type, "cuda")
+    cases.largest_fp16_number(code_type, "cuda")
 
 
 def test_rows_go_to_their_messages() -> None:
@@ -46,9 +46,9 @@ def test_a_strided_output_keeps_its_gaps() -> None:
     cases.strided_output_keeps_its_gaps("cuda")
 
 
-@pytest.mark.parametrize("codes", cases.CODES)
-def test_sums(codes: str) -> None:
-    cases.sums(codes, "cuda")
+@pytest.mark.parametrize("code_type", cases.CODE_TYPES)
+def test_sums(code_type: str) -> None:
+    cases.sums(code_type, "cuda")
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_sums(codes: str) -> None:
 def test_sums_of_more_than_the_warps_hold_at_once(
     source: QuantFormat, target: QuantFormat, error: torch.dtype | None
 ) -> None:
-    """Every warp sums tile after tile, the next one's messages on their way; the last has few blocks."""
+    """Every warp sums several tiles and prefetches the next; the last tile has few blocks."""
     block, generator = max(source.block, target.block), torch.Generator("cuda").manual_seed(1)
     m = block * (2**26 // block + 1)
     x = torch.randn(3, m, generator=generator, device="cuda")
@@ -102,10 +102,10 @@ def test_zero_elements() -> None:
     cases.nothing_at_all("cuda")
 
 
-@pytest.mark.parametrize("codes", cases.CODES)
-def test_the_reference_gives_the_same_bits_on_a_gpu(codes: str) -> None:
-    """It serves GPUs where nothing can be compiled."""
-    format = QuantFormat(codes, 64, rotate=True)
+@pytest.mark.parametrize("code_type", cases.CODE_TYPES)
+def test_the_reference_gives_the_same_bits_on_a_gpu(code_type: str) -> None:
+    """The reference is the substitute on GPUs, too, if nothing can be compiled."""
+    format = QuantFormat(code_type, 64, rotate=True)
     x = awkward(4, 64 * 40, 64, torch.bfloat16)
     for seed in (None, cases.SEED):
         messages = cases.garbage(2, format.message_bytes(64 * 80))
@@ -115,20 +115,20 @@ def test_the_reference_gives_the_same_bits_on_a_gpu(codes: str) -> None:
         reference.quantize(x, on_cpu, *args)
         reference.quantize(x.cuda(), on_gpu, *args)
         assert_same_bits(on_gpu.cpu(), on_cpu)
-    states, scalars = cases.adamw_states(5000), cases.adamw_scalars()
+    states = cases.adamw_states(5000)
     on_gpu = [state.cuda() for state in states]
-    reference.adamw(*states, None, *scalars, 1000)
-    reference.adamw(*on_gpu, None, *(s.cuda() if torch.is_tensor(s) else s for s in scalars), 1000)
+    reference.adamw(*states, None, *cases.adamw_scalars().packed(), 1000)
+    reference.adamw(*on_gpu, None, *cases.adamw_scalars(device="cuda").packed(), 1000)
     for mine, theirs in zip(on_gpu, states, strict=True):
         assert_same_bits(mine.cpu(), theirs)
 
 
-def test_operators_run_on_the_present_stream_without_waiting() -> None:
-    """Work queued behind a sleeping kernel on a side stream has not run when the call returns."""
+def test_operators_run_on_the_current_stream_without_waiting() -> None:
+    """Work that is queued after a sleeping kernel on another stream has not run when the call returns."""
     format = QuantFormat()
     x, messages = torch.randn(4, 256, device="cuda"), torch.zeros(4, 272, dtype=torch.uint8, device="cuda")
     shard, states = torch.zeros(256, device="cuda"), [state.cuda() for state in cases.adamw_states(256)]
-    scalars = [s.cuda() if torch.is_tensor(s) else s for s in cases.adamw_scalars()]
+    scalars = cases.adamw_scalars(device="cuda").packed()
     stream = torch.cuda.Stream()
 
     def call_all() -> None:
@@ -136,7 +136,7 @@ def test_operators_run_on_the_present_stream_without_waiting() -> None:
         torch.ops.megatron_zpp.sum_into(messages, shard, *cases.plain(format), False, 1.0, False)
         torch.ops.megatron_zpp.adamw(*states, None, *scalars, 100)
 
-    call_all()  # CUDA waits where it loads a kernel, at its first launch
+    call_all()  # CUDA synchronises when it loads a kernel, at its first launch
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -158,7 +158,7 @@ def test_tensors_on_two_devices_are_refused() -> None:
 
 @pytest.mark.parametrize("seed", [None, cases.SEED])
 def test_more_elements_than_an_int32_counts(seed: int | None) -> None:
-    """Quantise and decode 2^31 of them; the reference does all of it as well, in tiles."""
+    """Quantise and decode more than 2^31 elements, with the kernels and with the reference."""
     needs(24)
     format = QuantFormat("int4", 256)
     generator = torch.Generator("cuda").manual_seed(1)
@@ -196,10 +196,9 @@ def test_sums_of_more_elements_than_an_int32_counts() -> None:
 
 
 def test_a_step_on_more_elements_than_an_int32_counts() -> None:
-    """The last elements, beyond 2^31, are those of a step on them alone."""
+    """The last elements, beyond index 2^31, equal those of a step on them alone."""
     needs(50)
-    last, scalars = 2**20 + 3, cases.adamw_scalars()
-    scalars = [s.cuda() if torch.is_tensor(s) else s for s in scalars]
+    last, scalars = 2**20 + 3, cases.adamw_scalars(device="cuda").packed()
     alone = [torch.nan_to_num(state).cuda() for state in cases.adamw_states(last)]
     states = [torch.ones(BEYOND + 3, device="cuda") for _ in alone]
     for state, tail in zip(states, alone, strict=True):

@@ -1,4 +1,4 @@
-"""Inputs on which quantisation goes wrong: one awkward kind of block after the other."""
+"""Inputs on which quantisers often fail: blocks of all awkward kinds in turn."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ KINDS = 18
 
 
 def awkward(rows: int, n: int, block: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """(rows, n) numbers whose blocks go through all kinds, as many as there is room for."""
+    """Numbers (rows, n) whose blocks are of all kinds in turn."""
     generator = torch.Generator().manual_seed(seed)
     blocks = torch.randn(rows * n // block, block, generator=generator)
     for index, x in enumerate(blocks):
@@ -18,7 +18,7 @@ def awkward(rows: int, n: int, block: int, dtype: torch.dtype, seed: int = 0) ->
 
 
 def sprinkled(m: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """(m,) random numbers; one in four is a zero, subnormal, huge or not finite."""
+    """Random numbers (m,), of which one in four is zero, subnormal, huge or not finite."""
     generator = torch.Generator().manual_seed(seed)
     limits = torch.finfo(dtype)
     special = [0.0, -0.0, limits.tiny / 4, -limits.tiny, limits.max, limits.max / 3, 1e-4, 1e4]
@@ -31,20 +31,20 @@ def sprinkled(m: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def _make(x: Tensor, kind: int, dtype: torch.dtype, generator: torch.Generator) -> None:
-    """Changes a block of normal random numbers to one of a kind; the others stay as they are."""
+    """Change a block of normal random numbers to a block of this kind."""
     size, limits = len(x), torch.finfo(dtype)
     place = torch.randint(size - 1, (), generator=generator)
     steps = torch.arange(size) % 255 - 127.0
     if kind == 0:
         x.zero_()
     elif kind == 1:
-        x.zero_()[::2] *= -1.0  # both zeros
-    elif kind in (2, 3, 4):  # ties of int8, int4 and fp8: codes are exact, half-way values lie between
+        x.zero_()[::2] *= -1.0  # zeros of both signs
+    elif kind in (2, 3, 4):  # ties of int8, int4 and fp8
         peak, half = {2: (128.0, 0.5), 3: (8.0, 0.5), 4: (256.0, 1.0)}[kind]
         x.copy_((steps % (2 * peak - 1) - peak + 1) + half)
         x[place] = peak * (-1) ** int(place)
     elif kind == 5:
-        x[place], x[place + 1] = -7.0, 7.0  # which of the two is the peak decides the scale's sign
+        x[place], x[place + 1] = -7.0, 7.0  # the sign of the scale depends on which one is the peak
     elif kind == 6:
         x *= limits.tiny / 4  # subnormals, and a scale below the smallest
     elif kind == 7:
@@ -63,17 +63,17 @@ def _make(x: Tensor, kind: int, dtype: torch.dtype, generator: torch.Generator) 
     elif kind == 13:
         x.fill_(-0.3)
     elif kind == 14:
-        x.copy_(torch.exp2(-torch.arange(size) % 24.0))  # every exponent down to nothing
-    elif kind == 15:  # a bf16 scale is a tie: it becomes smaller by all that it can, codes reach 128.5 or 8.5
+        x.copy_(torch.exp2(-torch.arange(size) % 24.0))  # exponents from 0 to -23
+    elif kind == 15:  # a bf16 scale that is a tie is rounded down most: codes reach 128.5 or 8.5
         x[place], x[place + 1] = (1 + 2.0**-8) * 16, (1 + 2.0**-8) * -16
     elif kind == 16:
-        x.mul_(0.01)[place] = 0.4987  # fp8: its reciprocal's rounding shows
+        x.mul_(0.01)[place] = 0.4987  # in fp8 the rounding of the reciprocal changes a code
     else:
         x *= 100.0
 
 
 def random_messages(count: int, format: QuantFormat, numel: int, seed: int = 0) -> Tensor:
-    """(count, message_bytes(numel)) of any codes, with scales of any sign, size, and some not finite."""
+    """Messages (count, message_bytes(numel)) of random codes and scales, some of them NaN."""
     generator = torch.Generator().manual_seed(seed)
     size = format.message_bytes(numel)
     messages = torch.randint(256, (count, size), dtype=torch.uint8, generator=generator)

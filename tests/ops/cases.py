@@ -1,4 +1,4 @@
-"""What kernels and reference must agree on, bit for bit; the CPU's tests and the GPU's both run all of it."""
+"""Cases in which kernels and reference must agree bit for bit, for the tests of the CPU and of the GPU."""
 
 import itertools
 from collections.abc import Iterator
@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.ops import reference
+from megatron_zpp.ops.adamw import AdamWScalars
 from megatron_zpp.ops.formats import QuantFormat
 from tests.ops.agreement import assert_agree, assert_same_bits
 from tests.ops.awkward import KINDS, awkward, random_messages, sprinkled
 
-CODES = ("int8", "int4", "fp8")
+CODE_TYPES = ("int8", "int4", "fp8")
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
 SCALES = (torch.bfloat16, torch.float32)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -20,20 +21,20 @@ SEED = -0x1234_5678_9ABC_DEF  # both key words in use, as int64
 
 
 def garbage(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """An output buffer in which a place that is not written shows."""
+    """An output buffer in which unwritten elements are noticed."""
     return torch.full(shape, 165, dtype=dtype)
 
 
 def plain(format: QuantFormat) -> tuple[Any, ...]:
-    """The operators' arguments for a format, without `rotate`."""
-    return format.codes, format.block, format.scales
+    """A format as the operators take it, without `rotate`."""
+    return format.code_type, format.block, format.scales
 
 
-def quantize_and_back(codes: str, block: int, device: str) -> None:
-    """Every scale format, number format, rotation and rounding, on every kind of block."""
+def quantize_and_back(code_type: str, block: int, device: str) -> None:
+    """Every dtype of scales and numbers, rotation and rounding, on every kind of block."""
     rows, groups, n = 6, 3, block * -(-KINDS // 6)
     for scales, dtype, rotate, seed in itertools.product(SCALES, FLOATS, (False, True), (None, SEED)):
-        format = QuantFormat(codes, block, scales, rotate)
+        format = QuantFormat(code_type, block, scales, rotate)
         messages = garbage(groups, format.message_bytes(rows // groups * n))
         x = awkward(rows, n, block, dtype)
         _, messages, *_ = assert_agree("quantize", x, messages, *plain(format), rotate, seed, device=device)
@@ -41,24 +42,24 @@ def quantize_and_back(codes: str, block: int, device: str) -> None:
         assert_agree("dequantize", messages, output, *plain(format), rotate, device=device)
 
 
-def any_bytes(codes: str, device: str) -> None:
+def any_bytes(code_type: str, device: str) -> None:
     """Every code, with scales of every kind."""
     for scales, dtype, rotate in itertools.product(SCALES, FLOATS, (False, True)):
-        format = QuantFormat(codes, 64, scales, rotate)
+        format = QuantFormat(code_type, 64, scales, rotate)
         messages = random_messages(2, format, 4096)
         assert_agree(
             "dequantize", messages, garbage(8, 1024, dtype=dtype), *plain(format), rotate, device=device
         )
 
 
-def largest_fp16_number(codes: str, device: str) -> None:
+def largest_fp16_number(code_type: str, device: str) -> None:
     """Every code with a scale for which one of them is 65520, the first number that rounds to infinity."""
-    format = QuantFormat(codes, 256, torch.float32)
+    format = QuantFormat(code_type, 256, torch.float32)
     numel = 256 * 8 // format.bits
     begin, blocks = numel * format.bits // 8, numel // 256
     message = garbage(1, format.message_bytes(numel))
     message[0, :begin] = torch.arange(256).to(torch.uint8)
-    scale = torch.full((blocks,), 65520 / (8 if codes == "int4" else 16))
+    scale = torch.full((blocks,), 65520 / (8 if code_type == "int4" else 16))
     message[0, begin : begin + 4 * blocks] = scale.view(torch.uint8)
     output = garbage(1, numel, dtype=torch.float16)
     *_, output, _, _, _, _ = assert_agree("dequantize", message, output, *plain(format), False, device=device)
@@ -67,7 +68,7 @@ def largest_fp16_number(codes: str, device: str) -> None:
 
 
 def row_orders(device: str) -> None:
-    """Every number of messages, odd counts of rows, rows that lie apart, and sizes beyond one thread's."""
+    """Several numbers of messages, odd numbers of rows, rows with gaps, and sizes beyond one thread's."""
     format = QuantFormat("int4", 32)
     for rows, groups in ((1, 1), (5, 5), (7, 1), (9, 3), (12, 4), (12, 6), (16, 8)):
         for n, gap in ((32, 0), (96, 32), (32 * 37, 8), (32, 1)):
@@ -80,15 +81,15 @@ def row_orders(device: str) -> None:
                 )
                 output = garbage(rows, n + gap, dtype=dtype)[:, :n]
                 assert_agree("dequantize", messages, output, *plain(format), False, device=device)
-    for codes in CODES:
-        format = QuantFormat(codes, 128, rotate=True)
+    for code_type in CODE_TYPES:
+        format = QuantFormat(code_type, 128, rotate=True)
         x = awkward(3, 128 * 1001, 128, torch.bfloat16)
         messages = garbage(3, format.message_bytes(x.shape[1]))
         assert_agree("quantize", x, messages, *plain(format), True, None, device=device)
 
 
 def strided_output_keeps_its_gaps(device: str) -> None:
-    """Rows of an output may lie apart; what lies between them is someone else's."""
+    """Rows of an output may have gaps between them, which must not be written."""
     format = QuantFormat()
     messages = random_messages(2, format, 512).to(device)
     buffer = garbage(4, 300, dtype=torch.float32).to(device)
@@ -97,10 +98,10 @@ def strided_output_keeps_its_gaps(device: str) -> None:
     assert not (buffer[:, :256] == 165).all()
 
 
-def sums(codes: str, device: str) -> None:
-    """1 to 9 messages into a shard, over it or added, and encoded again. The last warp may be half empty."""
+def sums(code_type: str, device: str) -> None:
+    """Sum 1 to 9 messages into a shard, and encode sums. The last warp may be half empty."""
     for count in range(1, 10):
-        format = QuantFormat(codes, (32, 64, 256, 2048)[count % 4], SCALES[count % 2])
+        format = QuantFormat(code_type, (32, 64, 256, 2048)[count % 4], SCALES[count % 2])
         for rotate, add in itertools.product((False, True), repeat=2):
             m = _elements(format.block)
             messages = random_messages(count, format, m, seed=count)
@@ -116,7 +117,7 @@ def sums(codes: str, device: str) -> None:
             )
     largest = torch.full((1, 64), torch.finfo(torch.float32).max)
     messages = torch.empty(
-        1, (source := QuantFormat(codes, 32, torch.float32)).message_bytes(64), dtype=torch.uint8
+        1, (source := QuantFormat(code_type, 32, torch.float32)).message_bytes(64), dtype=torch.uint8
     )
     reference.quantize(largest, messages, *plain(source), False)
     output = garbage(1, QuantFormat("int4", 64).message_bytes(64))
@@ -137,9 +138,14 @@ def _elements(block: int) -> int:
 
 
 def _targets(count: int) -> Iterator[tuple[QuantFormat, int, torch.dtype | None, int | None]]:
-    """Output formats, numbers of parts, error formats and seeds; another selection for each `count`."""
+    """Output formats, numbers of parts, dtypes of errors and seeds; they differ between values of `count`."""
     parts = {32: (1, 4, 6, 16), 64: (1, 2, 4, 6), 128: (1, 3, 4, 6), 1024: (1, 2, 3), 2048: (1, 3)}
-    formats = [QuantFormat(codes, block, scales) for codes in CODES for block in parts for scales in SCALES]
+    formats = [
+        QuantFormat(code_type, block, scales)
+        for code_type in CODE_TYPES
+        for block in parts
+        for scales in SCALES
+    ]
     for index, format in enumerate(formats):
         turn = index + count
         groups = parts[format.block][turn % len(parts[format.block])]
@@ -147,14 +153,14 @@ def _targets(count: int) -> Iterator[tuple[QuantFormat, int, torch.dtype | None,
 
 
 def plain_parts(device: str) -> None:
-    """Any m, also those that no vector divides; every number of parts and number format."""
+    """Any m, divisible by a vector's length or not; 1 to 9 parts of every dtype."""
     for m, count in itertools.product((0, 1, 3, 17, 1000, 4097), range(1, 10)):
         for dtype, add in itertools.product(FLOATS, (False, True)):
             parts = torch.stack([sprinkled(m, dtype, seed) for seed in range(count)])
             assert_agree("sum_parts", parts, torch.ones(m), 0.1, add, device=device)
             own = sprinkled(m, dtype, 77)
             assert_agree("sum_parts", parts, torch.ones(m), 0.1, add, own, count // 2, device=device)
-            columns = parts[:, : m // 2]  # rows lie apart
+            columns = parts[:, : m // 2]  # rows with gaps
             assert_agree("sum_parts", columns, torch.ones(m // 2), 0.1, add, device=device)
     for m, own, add in itertools.product((4099, 4100), range(5), (False, True)):  # 16-byte rows
         parts = torch.randn(5, m, generator=torch.Generator().manual_seed(1))
@@ -162,13 +168,13 @@ def plain_parts(device: str) -> None:
         in_place, shard = parts.to(device, copy=True), parts[own].to(device, copy=True)
         reference.sum_parts(parts, expected, 0.5, add)
         torch.ops.megatron_zpp.sum_parts(in_place, shard, 0.5, add, shard, own)
-        assert_same_bits(shard.cpu(), expected, f"in place of part {own}, which lies elsewhere")
+        assert_same_bits(shard.cpu(), expected, f"in place of part {own}, which is stored elsewhere")
         torch.ops.megatron_zpp.sum_parts(in_place, in_place[own], 0.5, add)
         assert_same_bits(in_place[own].cpu(), expected, f"in place of part {own}")
 
 
 def plain_parts_and_squares(device: str) -> None:
-    """Whole blocks, in rows as far apart as all vectors divide, some of them, or none."""
+    """Whole blocks, with distances between rows that are divisible by all, some or no vector lengths."""
     for blocks, count in itertools.product((0, 1, 2, 67), (1, 2, 4, 5, 9)):
         m = 256 * blocks
         for dtype, add, gap in itertools.product(FLOATS, (False, True), (0, 8, 4, 1)):
@@ -188,7 +194,7 @@ def plain_parts_and_squares(device: str) -> None:
 
 
 def squares(device: str) -> None:
-    """Sums of whole blocks, of numbers that are not all finite, where 16 bytes begin and where not."""
+    """Sums of whole blocks, of numbers that are not all finite, aligned to 16 bytes or not."""
     for blocks, dtype in itertools.product((0, 1, 2, 7, 1001), FLOATS):
         assert_agree("sum_squares", sprinkled(256 * blocks, dtype, blocks), torch.ones(blocks), device=device)
         behind = sprinkled(256 * blocks + 1, dtype, blocks)[1:]
@@ -196,7 +202,7 @@ def squares(device: str) -> None:
 
 
 def adamw_states(m: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Weights, gradients in `dtype` and moments (m,), some gradients tiny, huge or not finite."""
+    """Weights, gradients in `dtype` and moments (m,); some gradients are tiny, huge or not finite."""
     generator = torch.Generator().manual_seed(m)
     master, exp_avg = torch.randn(2, m, generator=generator)
     gradient = sprinkled(m, dtype, seed=m)
@@ -205,15 +211,30 @@ def adamw_states(m: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [master, gradient, exp_avg, exp_avg_sq]
 
 
-def adamw_scalars(found_inf: float = 0.0, divisor: float = 3.7) -> list[Any]:
-    """The arguments from `divisor` to `weight_decay`."""
-    tensors = [torch.tensor(divisor), torch.tensor(found_inf)]
-    tensors.append(torch.tensor([1 - 0.9**3, 1 - 0.95**3]))
-    return [*tensors, 3e-4, 0.9, 0.95, 1e-8, 0.1]
+def adamw_scalars(
+    found_inf: float = 0.0,
+    divisor: float = 3.7,
+    *,
+    step: int = 3,
+    learning_rate: float = 3e-4,
+    weight_decay: float = 0.1,
+    device: str = "cpu",
+) -> AdamWScalars:
+    """The scalars of one step, with betas of 0.9 and 0.95."""
+    return AdamWScalars(
+        divisor=torch.tensor(divisor, device=device),
+        found_inf=torch.tensor(found_inf, device=device),
+        bias_corrections=torch.tensor([1 - 0.9**step, 1 - 0.95**step], device=device),
+        learning_rate=learning_rate,
+        beta1=0.9,
+        beta2=0.95,
+        eps=1e-8,
+        weight_decay=weight_decay,
+    )
 
 
 def adamw_steps(device: str) -> None:
-    """Every format of weights and gradients, decayed prefixes, loss scales, and steps that are skipped."""
+    """Every dtype of weights and gradients, numbers of decayed elements, divisors, and skipped steps."""
     for m in (0, 1, 7, 1000, 1002, 4099, 40_001):
         for dtype, part in zip((None, torch.bfloat16, torch.float16), (0.0, 0.37, 1.0), strict=True):
             gather_source = None if dtype is None else garbage(m, dtype=dtype)
@@ -223,19 +244,19 @@ def adamw_steps(device: str) -> None:
                     "adamw",
                     *adamw_states(m, gradients),
                     gather_source,
-                    *adamw_scalars(found_inf, divisor),
+                    *adamw_scalars(found_inf, divisor).packed(),
                     int(part * m),
                     device=device,
                 )
-    for codes, scales, rotate, blocks in itertools.product(CODES, SCALES, (False, True), (1, 13)):
+    for code_type, scales, rotate, blocks in itertools.product(CODE_TYPES, SCALES, (False, True), (1, 13)):
         for block, found_inf in ((32, 0.0), (256, 0.0), (2048, 0.0), (64, 1.0)):
-            format = QuantFormat(codes, block, scales, rotate)
+            format = QuantFormat(code_type, block, scales, rotate)
             m = blocks * block
             assert_agree(
                 "adamw_quantize",
                 *adamw_states(m),
                 garbage(format.message_bytes(m)),
-                *adamw_scalars(found_inf),
+                *adamw_scalars(found_inf).packed(),
                 m // 3,
                 *plain(format),
                 rotate,
@@ -244,7 +265,7 @@ def adamw_steps(device: str) -> None:
 
 
 def nothing_at_all(device: str) -> None:
-    """Zero elements are fine."""
+    """Tensors without elements are valid."""
     format = QuantFormat()
     for rows, n in ((0, 256), (4, 0)):
         assert_agree(
@@ -254,7 +275,7 @@ def nothing_at_all(device: str) -> None:
     assert_agree("sum_into", garbage(3, 0), torch.empty(0), *plain(format), True, 1.0, True, device=device)
     states, messages = [torch.empty(0) for _ in range(4)], garbage(0)
     assert_agree(
-        "adamw_quantize", *states, messages, *adamw_scalars(), 0, *plain(format), True, device=device
+        "adamw_quantize", *states, messages, *adamw_scalars().packed(), 0, *plain(format), True, device=device
     )
     for error in (None, torch.empty(0)):
         assert_agree(

@@ -9,7 +9,7 @@ from megatron_zpp.ops.library import load_kernels
 
 @pytest.fixture(scope="session")
 def kernels() -> None:
-    """Makes torch.ops.megatron_zpp the CPU kernels; a machine without a C++ compiler runs the reference."""
+    """Load the CPU kernels as torch.ops.megatron_zpp. Skips without g++, where runs use the reference."""
     if shutil.which("g++") is None:
         pytest.skip("no g++, so no kernels")
     load_kernels("cpu", print)

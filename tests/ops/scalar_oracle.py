@@ -1,4 +1,4 @@
-"""The format, one number at a time: a third implementation, straight from its description.
+"""The format, one number at a time: a third implementation, made from its description.
 
 Slow on purpose: Python's exact fractions decide every rounding, so it shares no arithmetic with the reference
 or the kernels. numpy only stores fp32 numbers.
@@ -34,7 +34,7 @@ def rounded(x: Fraction, precision: int, smallest_exponent: int) -> Fraction:
 
 
 def fp32(x: Fraction) -> Fraction:
-    """One fp32 rounding (without overflow, which the tests' numbers stay clear of)."""
+    """One fp32 rounding; the numbers of the tests do not overflow."""
     return rounded(x, 24, -126)
 
 
@@ -49,7 +49,7 @@ def e4m3(x: Fraction) -> Fraction:
 
 
 def e4m3_byte(x: Fraction, negative: bool) -> int:
-    """The byte of a number that E4M3 has."""
+    """The byte of a number that is exact in E4M3."""
     magnitude = abs(x)
     if magnitude < Fraction(1, 64):
         code = int(magnitude * 512)
@@ -60,7 +60,7 @@ def e4m3_byte(x: Fraction, negative: bool) -> int:
 
 
 def rotated(x: list[Fraction]) -> list[Fraction]:
-    """32 numbers through the butterflies."""
+    """32 numbers multiplied by the Hadamard matrix / sqrt(32), one rounding per operation."""
     x = list(x)
     for h in (1, 2, 4, 8, 16):
         for i in range(32):
@@ -70,7 +70,7 @@ def rotated(x: list[Fraction]) -> list[Fraction]:
 
 
 def encode_block(
-    values: np.ndarray, codes: str, scales: str, rotate: bool = False, random: list[int] | None = None
+    values: np.ndarray, code_type: str, scales: str, rotate: bool = False, random: list[int] | None = None
 ) -> tuple[list[int], float]:
     """Codes (integers, or E4M3 bytes) and the stored scale of one block of fp32 numbers."""
     if not np.isfinite(values).all():
@@ -80,22 +80,22 @@ def encode_block(
         x = [value for start in range(0, len(x), 32) for value in rotated(x[start : start + 32])]
     largest = max(abs(value) for value in x)
     peak = largest if largest in x else -largest
-    stored = (fp32 if scales == "fp32" else bf16)(fp32(peak * FACTORS[codes]))
+    stored = (fp32 if scales == "fp32" else bf16)(fp32(peak * FACTORS[code_type]))
     if abs(stored) < Fraction(1, 2**126):
         return [0] * len(x), 0.0
     inverse = fp32(1 / stored)
     coded = [
-        encode_one(value, inverse, codes, None if random is None else random[index])
+        encode_one(value, inverse, code_type, None if random is None else random[index])
         for index, value in enumerate(x)
     ]
     return coded, float(stored)
 
 
-def encode_one(x: Fraction, inverse: Fraction, codes: str, random: int | None) -> int:
-    """One code."""
+def encode_one(x: Fraction, inverse: Fraction, code_type: str, random: int | None) -> int:
+    """The code of one number."""
     u = None if random is None else Fraction(random, 2**16)
     y = fp32(x * inverse)
-    if codes == "fp8":
+    if code_type == "fp8":
         negative = (x < 0) != (inverse < 0)
         if u is None:
             return e4m3_byte(e4m3(y), negative)
@@ -105,24 +105,24 @@ def encode_one(x: Fraction, inverse: Fraction, codes: str, random: int | None) -
             return min(((bits + (random << 4)) >> 20) - (120 << 3), 0x7E) | negative << 7
         return int(fp32(fp32(a * 512) + u) // 1) | negative << 7
     q = to_even(x * inverse) if u is None else fp32(y + u) // 1
-    top = 2 ** (BITS[codes] - 1)
+    top = 2 ** (BITS[code_type] - 1)
     return int(max(-top, min(q, top - 1)))
 
 
 def message_of(
     values: np.ndarray,
-    codes: str,
+    code_type: str,
     block: int,
     scales: str,
     rotate: bool = False,
     random: list[int] | None = None,
 ) -> bytes:
-    """The whole message of numbers (elements,)."""
+    """The message of numbers (elements,)."""
     code_bytes, scale_bytes = bytearray(), bytearray()
     for start in range(0, len(values), block):
         here = None if random is None else random[start : start + block]
-        coded, stored = encode_block(values[start : start + block], codes, scales, rotate, here)
-        if codes == "int4":
+        coded, stored = encode_block(values[start : start + block], code_type, scales, rotate, here)
+        if code_type == "int4":
             pairs = zip(coded[0::2], coded[1::2], strict=True)
             code_bytes += bytes(low & 15 | (high & 15) << 4 for low, high in pairs)
         else:
@@ -133,9 +133,9 @@ def message_of(
     return message + bytes(-len(message) % 16)
 
 
-def decode_one(code: int, stored: Fraction, codes: str) -> Fraction:
+def decode_one(code: int, stored: Fraction, code_type: str) -> Fraction:
     """The value of one code (an integer, or an E4M3 byte)."""
-    if codes != "fp8":
+    if code_type != "fp8":
         return fp32(code * stored)
     magnitude = code & 0x7F
     if magnitude < 8:

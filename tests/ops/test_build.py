@@ -1,4 +1,4 @@
-"""Building the library: once for each content, by one process, in a directory of this user's alone."""
+"""The library is built once per version of the sources, by one process, in a private directory."""
 
 import ctypes
 import os
@@ -23,7 +23,7 @@ SOURCE = 'extern "C" int answer() { return 42; }\n'
 
 
 class Site:
-    """A source directory, a cache and a C++ compiler that hangs while a file says so."""
+    """A source directory, a cache and a C++ compiler that hangs while a file exists."""
 
     def __init__(self, root: Path) -> None:
         self.sources, self.cache, self.hang, self.started = (
@@ -62,7 +62,7 @@ def answer(library: Path) -> int:
 
 
 def replace(library: Path, content: bytes) -> None:
-    """By another file, because this process may have the library mapped."""
+    """Replace the file instead of writing to it, because this process may have mapped it."""
     library.unlink()
     library.write_bytes(content)
 
@@ -72,7 +72,7 @@ def test_a_library_is_built_once_and_again_when_something_changes(site: Site) ->
     assert answer(first) == 42
     assert len(site.said) == 1
     assert site.build() == first
-    assert len(site.said) == 1  # found, not built
+    assert len(site.said) == 1  # it was found
     (site.sources / "answer.h").write_text("// a header counts\n")
     second = site.build()
     assert second != first
@@ -111,8 +111,8 @@ def test_a_failure_shows_the_compilers_words_and_where_the_rest_is(site: Site) -
         (lambda path: path.mkdir() or path.chmod(0o777), "others can write to .*cache: chmod 700 it"),
         (lambda path: path.mkdir() or path.chmod(0o770), "others can write to"),
         (lambda path: path.symlink_to(path.parent / "src"), "is a symbolic link"),
-        (lambda path: path.symlink_to("/nowhere"), "cannot be made|is a symbolic link"),
-        (lambda path: path.write_text("a file"), "cannot be made"),
+        (lambda path: path.symlink_to("/nowhere"), "cannot be created|is a symbolic link"),
+        (lambda path: path.write_text("a file"), "cannot be created"),
     ],
     ids=["world-writable", "group-writable", "symbolic-link", "dangling-link", "file"],
 )
@@ -168,11 +168,11 @@ def test_what_is_made_is_private_whatever_the_umask(site: Site, umask: int) -> N
     [
         (
             lambda library: replace(library, library.read_bytes()[:4096]),
-            "its SHA-256 is not the one that was",
+            "its SHA-256 differs from the saved one",
         ),
         (
             lambda library: replace(library, b"x" * library.stat().st_size),
-            "its SHA-256 is not the one that was",
+            "its SHA-256 differs from the saved one",
         ),
         (lambda library: Path(f"{library}.sha256").unlink(), "its SHA-256 cannot be read"),
         (lambda library: library.chmod(0o620), "others can write to it"),
@@ -187,7 +187,7 @@ def test_what_is_made_is_private_whatever_the_umask(site: Site, umask: int) -> N
 def test_a_library_that_is_not_as_it_was_written_is_built_again(
     site: Site, harm: Callable[[Path], object], words: str
 ) -> None:
-    """A truncated library, once loaded, ended every start with SIGBUS."""
+    """Loading a truncated library would kill every run with SIGBUS."""
     source = site.sources / "answer.cpp"
     for build_one in (site.build, lambda: Path(load_source(source, site.said.append, site.environ)._name)):
         library = build_one()
@@ -230,7 +230,7 @@ def test_missing_tools_are_named(site: Site, tmp_path: Path) -> None:
 
 
 def test_a_killed_builder_blocks_nobody_and_a_living_one_not_for_ever(site: Site) -> None:
-    """One other process holds the lock: waiting ends in time; it is killed: the next one builds."""
+    """Waiting for the process that holds the lock is limited; once it is killed, the next one builds."""
     site.hang.touch()
     program = (
         "from pathlib import Path\nfrom megatron_zpp.ops.build import build\n"
@@ -246,7 +246,7 @@ def test_a_killed_builder_blocks_nobody_and_a_living_one_not_for_ever(site: Site
         assert time.monotonic() - begin < 60
         assert "MEGATRON_ZPP_CACHE" in str(raised.value)
         assert site.said == [
-            f"waiting for process {builder.pid} on {os.uname().nodename}, which builds the kernels"
+            f"waiting for process {builder.pid} on {os.uname().nodename}, which is building the kernels"
         ]
         assert not list(site.cache.glob("*.so"))
     finally:
@@ -259,7 +259,7 @@ def test_a_killed_builder_blocks_nobody_and_a_living_one_not_for_ever(site: Site
 
 
 def test_who_waits_loads_what_the_other_built(site: Site) -> None:
-    """Threads lock like processes: the lock belongs to the open file."""
+    """Threads exclude each other like processes, because the lock belongs to the open file."""
     site.hang.touch()
     built: list[Path] = []
     builder = threading.Thread(target=lambda: built.append(site.build()))

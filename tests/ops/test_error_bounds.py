@@ -1,4 +1,4 @@
-"""How far a decoded number may be from the number, derived from the formats; of the reference.
+"""Bounds of the error of a decoded number, derived from the formats and tested on the reference.
 
 The kernels give the same bits (test_kernels.py), so the bounds are theirs too.
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_zpp.ops import reference
 from megatron_zpp.ops.formats import QuantFormat
 from tests.ops.awkward import awkward
-from tests.ops.cases import CODES, FLOATS, SCALES, garbage, plain
+from tests.ops.cases import CODE_TYPES, FLOATS, SCALES, garbage, plain
 
 EPS = 2.0**-14
 
@@ -37,9 +37,9 @@ def there_and_back(x: Tensor, format: QuantFormat, seed: int | None = None) -> t
 
 
 def bound(x: Tensor, stored: Tensor, format: QuantFormat, stochastic: bool) -> Tensor:
-    """The largest error that each number may have; see the top of the file."""
+    """The bound of the error of each number; see the top of the file."""
     x, step = x.double(), stored.double().abs()
-    if format.codes == "fp8":
+    if format.code_type == "fp8":
         relative, subnormal = (2.0**-3, 2.0**-9) if stochastic else (2.0**-4, 2.0**-10)
         return torch.maximum(relative * x.abs(), subnormal * step) * (1 + EPS)
     top = 2 ** (format.bits - 1)
@@ -51,7 +51,7 @@ def bound(x: Tensor, stored: Tensor, format: QuantFormat, stochastic: bool) -> T
 
 @settings(max_examples=60, deadline=None)
 @given(
-    codes=st.sampled_from(CODES),
+    code_type=st.sampled_from(CODE_TYPES),
     scales=st.sampled_from(SCALES),
     dtype=st.sampled_from(FLOATS),
     block=st.sampled_from((32, 256)),
@@ -61,7 +61,7 @@ def bound(x: Tensor, stored: Tensor, format: QuantFormat, stochastic: bool) -> T
     draw=st.integers(0, 2**31),
 )
 def test_errors_are_within_the_formats_bound(
-    codes: str,
+    code_type: str,
     scales: torch.dtype,
     dtype: torch.dtype,
     block: int,
@@ -70,8 +70,8 @@ def test_errors_are_within_the_formats_bound(
     seed: int | None,
     draw: int,
 ) -> None:
-    """Normal numbers to a power, so that blocks go from flat to one outlier above nothing."""
-    format = QuantFormat(codes, block, scales)
+    """Powers of normal numbers, so that blocks range from even ones to a single outlier."""
+    format = QuantFormat(code_type, block, scales)
     x = torch.randn(8, 2 * block, generator=torch.Generator().manual_seed(draw))
     x = (x.sign() * x.abs() ** tail).clamp(-60, 60) * 2.0**magnitude
     x = x.to(dtype)
@@ -80,17 +80,17 @@ def test_errors_are_within_the_formats_bound(
 
 
 @pytest.mark.parametrize("rotate", [False, True])
-@pytest.mark.parametrize("codes", CODES)
-def test_stochastic_rounding_is_right_on_average(codes: str, rotate: bool) -> None:
+@pytest.mark.parametrize("code_type", CODE_TYPES)
+def test_stochastic_rounding_is_right_on_average(code_type: str, rotate: bool) -> None:
     """The mean of N draws is within 5 standard deviations, each at most half a step / sqrt(N)."""
-    format, draws = QuantFormat(codes, 256, torch.float32, rotate), 2000
+    format, draws = QuantFormat(code_type, 256, torch.float32, rotate), 2000
     x = torch.randn(256, generator=torch.Generator().manual_seed(9))
     x[3] = -9.0  # negative, so that the largest positive numbers are not clipped
     decoded, _ = there_and_back(x.repeat(draws, 1), format, seed=77)
     mean, variance = decoded.double().mean(0), decoded.double().var(0)
     # Rotated numbers of the same 32 may be clipped at the upper end, by up to one step: 9 / 2^(b-1) at most.
-    clipped = 2 * x.abs().max() * 2.0 ** (1 - format.bits) if rotate and codes != "fp8" else 0.0
-    # Where hardly any draw goes the other way, the variance that is seen may be zero.
+    clipped = 2 * x.abs().max() * 2.0 ** (1 - format.bits) if rotate and code_type != "fp8" else 0.0
+    # If hardly any draw rounds in one of the directions, the sample variance may be zero.
     unseen = (2 * x.abs().max() * 2.0**-format.bits) ** 2 * 4 / draws
     tolerance = 5 * ((variance + unseen) / draws).sqrt() + clipped + 1e-6 * x.abs().max()
     assert ((mean - x.double()).abs() <= tolerance).all()
@@ -98,23 +98,23 @@ def test_stochastic_rounding_is_right_on_average(codes: str, rotate: bool) -> No
 
 
 @pytest.mark.parametrize(("dtype", "scales"), list(zip(FLOATS[:2], SCALES[::-1], strict=True)))
-@pytest.mark.parametrize("codes", CODES)
-def test_the_largest_magnitude_is_exact(codes: str, dtype: torch.dtype, scales: torch.dtype) -> None:
-    """Its code is a power of two, and its scale needs no rounding: bf16 with bf16 scales, fp32 with fp32."""
+@pytest.mark.parametrize("code_type", CODE_TYPES)
+def test_the_largest_magnitude_is_exact(code_type: str, dtype: torch.dtype, scales: torch.dtype) -> None:
+    """Its code is a power of two, and bf16 numbers with bf16 scales, or fp32 with fp32, round no scale."""
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
     x[:, 7] = 5.0 + torch.arange(64) / 32
     x[::2, 7] *= -1
     for seed in (None, 5):
-        decoded, _ = there_and_back(x, QuantFormat(codes, 256, scales), seed)
+        decoded, _ = there_and_back(x, QuantFormat(code_type, 256, scales), seed)
         assert torch.equal(decoded[:, 7], x[:, 7].float())
     x[:, 9] = -x[:, 7]  # both signs: the positive one is exact
-    decoded, _ = there_and_back(x, QuantFormat(codes, 256, scales))
+    decoded, _ = there_and_back(x, QuantFormat(code_type, 256, scales))
     assert torch.equal(decoded.amax(1), x[:, 7].float().abs())
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("codes", CODES)
-def test_the_largest_magnitude_loses_the_rounding_of_a_bf16_scale(codes: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("code_type", CODE_TYPES)
+def test_the_largest_magnitude_loses_the_rounding_of_a_bf16_scale(code_type: str, dtype: torch.dtype) -> None:
     """Nothing in bf16 and up to 2^-8 of itself in other formats: it arrives as its own rounding to bf16.
 
     The same magnitude with the other sign lacks one code of 2^(b-1) as well. What is left of it is rounded
@@ -124,14 +124,14 @@ def test_the_largest_magnitude_loses_the_rounding_of_a_bf16_scale(codes: str, dt
     x[:, 7] = 5.0 + torch.rand(4096, generator=torch.Generator().manual_seed(2)) * 5
     x[:, 9] = -x[:, 7]
     x = x.to(dtype)
-    decoded, _ = there_and_back(x, QuantFormat(codes, 32))
+    decoded, _ = there_and_back(x, QuantFormat(code_type, 32))
     peak = x[:, 7].double()
     assert torch.equal(decoded[:, 7], x[:, 7].bfloat16().float())
     lost = (decoded[:, 7] - peak).abs() / peak
     rounding = 0.0 if dtype == torch.bfloat16 else 2.0**-8
     assert 0.95 * rounding <= lost.max() <= rounding
 
-    missing = 0.0 if codes == "fp8" else 2.0 ** (1 - QuantFormat(codes).bits)
+    missing = 0.0 if code_type == "fp8" else 2.0 ** (1 - QuantFormat(code_type).bits)
     lost = (decoded[:, 9] + peak).abs() / peak
     bound = missing + (1 - missing) * rounding
     assert 0.95 * bound <= lost.max() <= bound
@@ -139,14 +139,14 @@ def test_the_largest_magnitude_loses_the_rounding_of_a_bf16_scale(codes: str, dt
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("rotate", [False, True])
-@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("code_type", CODE_TYPES)
 def test_a_number_that_is_not_finite_arrives_as_nan_with_its_block(
-    codes: str, rotate: bool, poison: float
+    code_type: str, rotate: bool, poison: float
 ) -> None:
     x = torch.ones(4, 64)
     x[2, 33] = poison
     for dtype in FLOATS:
-        format = QuantFormat(codes, 64, rotate=rotate)
+        format = QuantFormat(code_type, 64, rotate=rotate)
         message, output = garbage(1, format.message_bytes(256)), garbage(4, 64, dtype=dtype)
         reference.quantize(x, message, *plain(format), rotate)
         reference.dequantize(message, output, *plain(format), rotate)
@@ -158,7 +158,7 @@ def test_a_number_that_is_not_finite_arrives_as_nan_with_its_block(
 
 
 def test_what_the_rounding_of_a_scale_makes_infinite_is_not_fed_back() -> None:
-    """The largest number of fp32: a bf16 scale is rounded up, and then the decoded number has no room."""
+    """The bf16 scale of the largest fp32 number is rounded up, so the decoded number overflows."""
     source, target = QuantFormat("int8", 32, torch.float32), QuantFormat("int4", 64)
     x = torch.zeros(1, 64)
     x[0, 5], x[0, 6] = torch.finfo(torch.float32).max, 1e37
@@ -175,7 +175,7 @@ def test_what_the_rounding_of_a_scale_makes_infinite_is_not_fed_back() -> None:
 
 
 def test_a_block_that_is_not_finite_leaves_its_error_alone() -> None:
-    """A NaN that came once must not come again with the error."""
+    """A NaN of one step must not return in the next one with the error."""
     source, target = QuantFormat("int8", 32), QuantFormat("int4", 64)
     x = torch.randn(1, 256, generator=torch.Generator().manual_seed(3))
     x[0, 70] = float("nan")
@@ -192,7 +192,7 @@ def test_a_block_that_is_not_finite_leaves_its_error_alone() -> None:
 
 
 def test_error_feedback_sends_everything_in_the_end() -> None:
-    """The mean of what was sent over N rounds is off by one error / N, not by an error."""
+    """The mean of the messages of N rounds differs by an error / N from the exact value."""
     source, target, rounds = QuantFormat("int8", 32, torch.float32), QuantFormat("int4", 64), 50
     messages = garbage(2, source.message_bytes(256))
     x = torch.randn(2, 256, generator=torch.Generator().manual_seed(4))
@@ -209,7 +209,7 @@ def test_error_feedback_sends_everything_in_the_end() -> None:
 
 
 def test_fp16_saturates_but_keeps_infinity_out_of_finite_numbers() -> None:
-    """A finite number past 65504 becomes 65504: a gather must not make weights infinite."""
+    """A finite number above 65504 becomes 65504, because a gather must not make weights infinite."""
     format = QuantFormat("int8", 32)
     x = torch.full((1, 64), 70000.0)
     x[0, 32:] = -1e30
@@ -220,9 +220,9 @@ def test_fp16_saturates_but_keeps_infinity_out_of_finite_numbers() -> None:
     assert (output[0, 32:] == -65504).all()
 
 
-@pytest.mark.parametrize("codes", CODES)
-def test_padding_is_zero_and_inputs_stay(codes: str) -> None:
-    format = QuantFormat(codes, 32)
+@pytest.mark.parametrize("code_type", CODE_TYPES)
+def test_padding_is_zero_and_inputs_stay(code_type: str) -> None:
+    format = QuantFormat(code_type, 32)
     x = awkward(3, 32 * 7, 32, torch.bfloat16)
     before, messages = x.clone(), garbage(3, format.message_bytes(32 * 7))
     reference.quantize(x, messages, *plain(format), False)

@@ -1,4 +1,4 @@
-"""Message sizes, and what is no format."""
+"""Sizes of messages, and invalid formats."""
 
 import pytest
 import torch
@@ -6,9 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.ops.formats import QuantFormat
-from tests.ops.cases import BLOCKS, CODES, SCALES
+from tests.ops.cases import BLOCKS, CODE_TYPES, SCALES
 
-formats = st.builds(QuantFormat, st.sampled_from(CODES), st.sampled_from(BLOCKS), st.sampled_from(SCALES))
+formats = st.builds(
+    QuantFormat, st.sampled_from(CODE_TYPES), st.sampled_from(BLOCKS), st.sampled_from(SCALES)
+)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,7 @@ def test_any_other_size_is_refused(format: QuantFormat, size: int) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"codes": "int5"}, "codes must be int8, int4 or fp8, got int5"),
+        ({"code_type": "int5"}, "code_type must be int8, int4 or fp8, got int5"),
         ({"block": 48}, "block must be a power of two from 32 to 2048, got 48"),
         ({"block": 16}, "block must be a power of two from 32 to 2048, got 16"),
         ({"block": 4096}, "block must be a power of two from 32 to 2048, got 4096"),

@@ -1,4 +1,4 @@
-"""The compiled CPU operations against the reference: every bit."""
+"""The compiled CPU operations equal the reference bit for bit."""
 
 import pytest
 import torch
@@ -13,15 +13,15 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 
 @pytest.mark.parametrize("block", cases.BLOCKS)
-@pytest.mark.parametrize("codes", cases.CODES)
-def test_quantize_and_dequantize(codes: str, block: int) -> None:
-    cases.quantize_and_back(codes, block, "cpu")
+@pytest.mark.parametrize("code_type", cases.CODE_TYPES)
+def test_quantize_and_dequantize(code_type: str, block: int) -> None:
+    cases.quantize_and_back(code_type, block, "cpu")
 
 
-@pytest.mark.parametrize("codes", cases.CODES)
-def test_any_bytes_decode_the_same(codes: str) -> None:
-    cases.any_bytes(codes, "cpu")
-    cases.largest_fp16_number(codes, "cpu")
+@pytest.mark.parametrize("code_type", cases.CODE_TYPES)
+def test_any_bytes_decode_the_same(code_type: str) -> None:
+    cases.any_bytes(code_type, "cpu")
+    cases.largest_fp16_number(code_type, "cpu")
 
 
 def test_rows_go_to_their_messages() -> None:
@@ -32,9 +32,9 @@ def test_a_strided_output_keeps_its_gaps() -> None:
     cases.strided_output_keeps_its_gaps("cpu")
 
 
-@pytest.mark.parametrize("codes", cases.CODES)
-def test_sums(codes: str) -> None:
-    cases.sums(codes, "cpu")
+@pytest.mark.parametrize("code_type", cases.CODE_TYPES)
+def test_sums(code_type: str) -> None:
+    cases.sums(code_type, "cpu")
 
 
 def test_sums_of_plain_parts() -> None:
@@ -62,7 +62,7 @@ floats = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
 @settings(max_examples=150, deadline=None)
 @given(
-    codes=st.sampled_from(cases.CODES),
+    code_type=st.sampled_from(cases.CODE_TYPES),
     scales=st.sampled_from(cases.SCALES),
     dtype=st.sampled_from(cases.FLOATS),
     rotate=st.booleans(),
@@ -73,7 +73,7 @@ floats = st.floats(width=32, allow_nan=True, allow_infinity=True)
     values=st.lists(floats, min_size=1, max_size=200),
 )
 def test_any_numbers_encode_the_same(
-    codes: str,
+    code_type: str,
     scales: torch.dtype,
     dtype: torch.dtype,
     rotate: bool,
@@ -83,7 +83,7 @@ def test_any_numbers_encode_the_same(
     blocks: int,
     values: list[float],
 ) -> None:
-    format, rows, n = QuantFormat(codes, 32, scales, rotate), per_message * groups, 32 * blocks
+    format, rows, n = QuantFormat(code_type, 32, scales, rotate), per_message * groups, 32 * blocks
     x = torch.tensor(values).repeat(-(-rows * n // len(values)))[: rows * n].view(rows, n).to(dtype)
     messages = cases.garbage(groups, format.message_bytes(per_message * n))
     _, messages, *_ = assert_agree("quantize", x, messages, *cases.plain(format), rotate, seed)
@@ -113,7 +113,7 @@ def test_any_parts_of_a_sum_encode_the_same(
     error: torch.dtype | None,
     seed: int | None,
 ) -> None:
-    """Parts need not be whole blocks of the messages that come in, as long as the sum is."""
+    """Parts need not be whole blocks of the input messages, if the sum is."""
     part = blocks * target.block
     groups *= source.block // torch.gcd(torch.tensor(source.block), torch.tensor(part)).item()
     messages = cases.random_messages(count, source, groups * part, seed=blocks)

@@ -1,6 +1,7 @@
-"""The operators as torch sees them, what serves without a compiler, and what is refused in which words."""
+"""The operators in torch, the substitute without a compiler, and the messages of invalid arguments."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_zpp.native.cache import BuildError
 from megatron_zpp.ops import library, reference
+from megatron_zpp.ops.adamw import AdamWScalars
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.ops.operations import Operations
@@ -18,10 +20,12 @@ from tests.ops.cases import adamw_scalars, adamw_states, garbage, plain
 
 FORMAT = QuantFormat("int4", 32)
 ROTATED = QuantFormat("int8", 64, torch.float32, rotate=True)
+SCALARS = adamw_scalars()
 
 
-def calls() -> dict[str, tuple[Any, ...]]:
-    """Good arguments for every operator."""
+def calls(scalars: AdamWScalars | None = None) -> dict[str, tuple[Any, ...]]:
+    """Valid arguments for every operator."""
+    packed = (scalars or adamw_scalars()).packed()
     messages, shard = torch.zeros(3, FORMAT.message_bytes(256), dtype=torch.uint8), torch.zeros(256)
     message = garbage(ROTATED.message_bytes(256))
     quantized = torch.zeros(2, ROTATED.message_bytes(256), dtype=torch.uint8)
@@ -35,8 +39,8 @@ def calls() -> dict[str, tuple[Any, ...]]:
         "sum_into": (messages, shard, *plain(FORMAT), False, 0.5, True),
         "sum_parts": (torch.randn(3, 256), shard, 0.5, False, torch.randn(256), 1, torch.zeros(1)),
         "sum_squares": (torch.randn(512), torch.zeros(2)),
-        "adamw": (*adamw_states(256), garbage(256, dtype=torch.bfloat16), *adamw_scalars(), 100),
-        "adamw_quantize": (*adamw_states(256), message, *adamw_scalars(), 100, *plain(ROTATED), True),
+        "adamw": (*adamw_states(256), garbage(256, dtype=torch.bfloat16), *packed, 100),
+        "adamw_quantize": (*adamw_states(256), message, *packed, 100, *plain(ROTATED), True),
     }
 
 
@@ -90,7 +94,7 @@ REFUSALS = [
     ("quantize", 1, torch.zeros(2, 544, dtype=torch.uint8)[:, ::2], "quantize: messages must be contiguous"),
     ("quantize", 1, torch.zeros(0, 272, dtype=torch.uint8), "quantize: messages must"),
     ("quantize", 1, torch.zeros(544, dtype=torch.uint8), "quantize: messages must"),
-    ("quantize", 2, "int5", "quantize: codes must be int8, int4 or fp8, got int5"),
+    ("quantize", 2, "int5", "quantize: code_type must be int8, int4 or fp8, got int5"),
     ("quantize", 3, 48, "quantize: block must be a power of two from 32 to 2048, got 48"),
     ("quantize", 3, 0, "quantize: block must be a power of two from 32 to 2048, got 0"),
     ("quantize", 3, -32, "quantize: block must be a power of two from 32 to 2048, got -32"),
@@ -98,7 +102,7 @@ REFUSALS = [
     ("quantize", 4, torch.float16, "quantize: scales must be bfloat16 or float32, got"),
     ("dequantize", 1, torch.zeros(4, 128, dtype=torch.int32), "dequantize: output must be"),
     ("dequantize", 0, torch.zeros(3, 272, dtype=torch.uint8), "dequantize: messages must"),
-    ("dequantize", 2, "fp4", "dequantize: codes must be int8, int4 or fp8, got fp4"),
+    ("dequantize", 2, "fp4", "dequantize: code_type must be int8, int4 or fp8, got fp4"),
     ("sum_quantize", 0, torch.zeros(3, 150, dtype=torch.uint8), "sum_quantize: messages must"),
     ("sum_quantize", 0, torch.zeros(0, 144, dtype=torch.uint8), "sum_quantize: messages must"),
     ("sum_quantize", 1, torch.zeros(3, 100, dtype=torch.uint8), "sum_quantize: output must"),
@@ -109,7 +113,7 @@ REFUSALS = [
         "sum_quantize: output must be uint8 of shape",
     ),
     ("sum_quantize", 1, torch.zeros(8, 48, dtype=torch.uint8), "sum_quantize: output must"),
-    ("sum_quantize", 5, "int3", "sum_quantize: output_codes must be int8, int4 or fp8, got int3"),
+    ("sum_quantize", 5, "int3", "sum_quantize: output_code_type must be int8, int4 or fp8, got int3"),
     ("sum_quantize", 6, 33, "sum_quantize: output_block must be a power of two from 32 to 2048, got 33"),
     ("sum_quantize", 7, torch.int8, "sum_quantize: output_scales must be bfloat16 or float32, got"),
     ("sum_quantize", 8, torch.zeros(255), "sum_quantize: error must be"),
@@ -141,8 +145,8 @@ REFUSALS = [
     ("sum_parts", 4, torch.zeros(255), "sum_parts: own must be float32 of shape (256,)"),
     ("sum_parts", 4, torch.zeros(256).half(), "sum_parts: own must be float32 of shape (256,)"),
     ("sum_parts", 4, torch.zeros(512)[::2], "sum_parts: own must be contiguous"),
-    ("sum_parts", 5, 3, "sum_parts: place must be from 0 to 2, got 3"),
-    ("sum_parts", 5, -1, "sum_parts: place must be from 0 to 2, got -1"),
+    ("sum_parts", 5, 3, "sum_parts: group_rank must be from 0 to 2, got 3"),
+    ("sum_parts", 5, -1, "sum_parts: group_rank must be from 0 to 2, got -1"),
     ("sum_parts", 6, torch.zeros(2), "sum_parts: squares must be float32 of shape (1,)"),
     ("sum_parts", 1, torch.zeros(255), "sum_parts: shard must be float32 of shape (256,)"),
     (
@@ -171,21 +175,48 @@ REFUSALS = [
     ),
     ("adamw", 2, torch.zeros(255), "adamw: exp_avg must be float32 of shape (256,)"),
     ("adamw", 3, torch.zeros(512)[::2], "adamw: exp_avg_sq must be contiguous"),
-    ("adamw", 4, torch.zeros(256), "adamw: published must be"),
-    ("adamw", 4, torch.zeros(255).half(), "adamw: published must be"),
-    ("adamw", 5, torch.zeros(1), "adamw: divisor must be float32 of shape ()"),
-    ("adamw", 6, torch.zeros(()).double(), "adamw: found_inf must be float32 of shape ()"),
-    ("adamw", 7, torch.zeros(3), "adamw: bias_corrections must be float32 of shape (2,)"),
-    ("adamw", 13, 257, "adamw: decayed must be from 0 to 256, got 257"),
-    ("adamw", 13, -1, "adamw: decayed must be from 0 to 256, got -1"),
+    ("adamw", 4, torch.zeros(256), "adamw: gather_source must be"),
+    ("adamw", 4, torch.zeros(255).half(), "adamw: gather_source must be"),
+    (
+        "adamw",
+        5,
+        replace(SCALARS, divisor=torch.zeros(1)).packed()[0],
+        "adamw: divisor must be float32 of shape ()",
+    ),
+    (
+        "adamw",
+        5,
+        replace(SCALARS, found_inf=torch.zeros(()).double()).packed()[0],
+        "adamw: found_inf must be float32 of shape ()",
+    ),
+    (
+        "adamw",
+        5,
+        replace(SCALARS, bias_corrections=torch.zeros(3)).packed()[0],
+        "adamw: bias_corrections must be float32 of shape (2,)",
+    ),
+    (
+        "adamw",
+        5,
+        [torch.zeros(()), torch.zeros(())],
+        "adamw: device_scalars must be [divisor, found_inf, bias_corrections], got 2 tensors",
+    ),
+    (
+        "adamw_quantize",
+        6,
+        [1e-3, 0.9, 0.95, 1e-8],
+        "adamw_quantize: host_scalars must be [learning_rate, beta1, beta2, eps, weight_decay], got 4",
+    ),
+    ("adamw", 7, 257, "adamw: decayed must be from 0 to 256, got 257"),
+    ("adamw", 7, -1, "adamw: decayed must be from 0 to 256, got -1"),
     (
         "adamw_quantize",
         4,
         torch.zeros(256, dtype=torch.uint8),
         "adamw_quantize: message must be uint8 of shape (272,)",
     ),
-    ("adamw_quantize", 15, 512, "adamw_quantize: "),
-    ("adamw_quantize", 15, 100, "adamw_quantize: block must be a power of two from 32 to 2048, got 100"),
+    ("adamw_quantize", 9, 512, "adamw_quantize: master must hold whole blocks of 512 elements"),
+    ("adamw_quantize", 9, 100, "adamw_quantize: block must be a power of two from 32 to 2048, got 100"),
 ]
 
 
@@ -207,26 +238,14 @@ def test_kernels_and_reference_refuse_in_the_same_words(
 
 
 def test_every_operation_of_the_object_runs_the_operator() -> None:
-    """Formats arrive as the operators' arguments, in their order."""
+    """Formats and scalars are passed as the operators' arguments, in their order."""
     seen = {}
 
     class Recorder:
         def __getattr__(self, name: str) -> Any:
             return lambda *args: seen.setdefault(name, args)
 
-    given, scalars = (
-        calls(),
-        dict(zip(("divisor", "found_inf", "bias_corrections"), adamw_scalars(), strict=False)),
-    )
-    numbers = {
-        "learning_rate": 3e-4,
-        "beta1": 0.9,
-        "beta2": 0.95,
-        "eps": 1e-8,
-        "weight_decay": 0.1,
-        "decayed": 100,
-    }
-    operations = Operations(Recorder(), compiled=True)
+    given, operations = calls(SCALARS), Operations(Recorder(), compiled=True)
     operations.quantize(*given["quantize"][:2], ROTATED, seed=5)
     operations.dequantize(*given["dequantize"][:2], ROTATED)
     operations.sum_quantize(
@@ -237,11 +256,15 @@ def test_every_operation_of_the_object_runs_the_operator() -> None:
     )
     operations.sum_into(*given["sum_into"][:2], FORMAT, factor=0.5, add=True)
     operations.sum_parts(
-        *given["sum_parts"][:2], factor=0.5, own=given["sum_parts"][4], place=1, squares=given["sum_parts"][6]
+        *given["sum_parts"][:2],
+        factor=0.5,
+        own=given["sum_parts"][4],
+        group_rank=1,
+        squares=given["sum_parts"][6],
     )
     operations.sum_squares(*given["sum_squares"])
-    operations.adamw(*given["adamw"][:5], **scalars, **numbers)
-    operations.adamw_quantize(*given["adamw_quantize"][:5], ROTATED, **scalars, **numbers)
+    operations.adamw(*given["adamw"][:5], SCALARS, decayed=100)
+    operations.adamw_quantize(*given["adamw_quantize"][:5], ROTATED, SCALARS, decayed=100)
     assert seen.keys() == given.keys()
     for name, args in given.items():
         for mine, wanted in zip(seen[name], args, strict=True):
@@ -251,7 +274,7 @@ def test_every_operation_of_the_object_runs_the_operator() -> None:
 
 
 def test_a_sum_of_rotated_messages_is_not_taken_for_a_plain_one() -> None:
-    with pytest.raises(ValueError, match="rotate=True cannot become one with rotate=False"):
+    with pytest.raises(ValueError, match="must have rotate=True, as the messages have, got rotate=False"):
         Operations(reference, compiled=False).sum_quantize(*calls()["sum_quantize"][:2], ROTATED, FORMAT)
 
 
@@ -310,8 +333,8 @@ def test_adamw_follows_torchs() -> None:
         adamw.step()
         reference.adamw(
             *(master, gradient * 4, exp_avg, exp_avg_sq, gather_source),
-            *(torch.tensor(4.0), torch.tensor(0.0), torch.tensor([1 - 0.9**step, 1 - 0.95**step])),
-            *(rate, 0.9, 0.95, 1e-8, 0.1, decayed),
+            *adamw_scalars(divisor=4.0, step=step, learning_rate=rate).packed(),
+            decayed,
         )
     exact = torch.cat([part.detach() for part in parts])
     assert ((master - exact).abs() <= 10 * 16 * 2.0**-24 * (exact.abs() + 10 * rate)).all()

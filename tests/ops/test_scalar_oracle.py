@@ -1,4 +1,4 @@
-"""The reference against the format's description in exact fractions, one number at a time."""
+"""The reference equals the format's description in exact fractions, one number at a time."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.philox import philox, random_16_bits
 from tests.ops import scalar_oracle
 from tests.ops.awkward import KINDS, awkward
-from tests.ops.cases import CODES, SCALES, SEED, adamw_scalars, garbage, plain
+from tests.ops.cases import CODE_TYPES, SCALES, SEED, adamw_scalars, garbage, plain
 
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 ALL_ONES = 0xFFFFFFFF
@@ -47,26 +47,28 @@ def test_an_element_has_its_own_16_bits() -> None:
 
 @pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize("scales", SCALES)
-@pytest.mark.parametrize("codes", CODES)
-def test_messages(codes: str, scales: torch.dtype, rotate: bool) -> None:
-    """Every kind of block but those with negative zeros, which fractions do not have, to nearest and not."""
+@pytest.mark.parametrize("code_type", CODE_TYPES)
+def test_messages(code_type: str, scales: torch.dtype, rotate: bool) -> None:
+    """Every kind of block except negative zeros, which fractions lack; both roundings."""
     block = 32
     x = awkward(2, block * KINDS, block, torch.float32)
     x = torch.where(x == 0, 0.0, x)
     if rotate:
         x = x.clamp(-1e30, 1e30)  # fractions do not overflow
     for seed in (None, SEED):
-        messages = garbage(1, QuantFormat(codes, block, scales).message_bytes(x.numel()))
-        reference.quantize(x, messages, codes, block, scales, rotate, seed)
+        messages = garbage(1, QuantFormat(code_type, block, scales).message_bytes(x.numel()))
+        reference.quantize(x, messages, code_type, block, scales, rotate, seed)
         random = None
         if seed is not None:
             random = [scalar_oracle.philox_16_bits(seed, index) for index in range(x.numel())]
-        expected = scalar_oracle.message_of(x.flatten().numpy(), codes, block, NAMES[scales], rotate, random)
+        expected = scalar_oracle.message_of(
+            x.flatten().numpy(), code_type, block, NAMES[scales], rotate, random
+        )
         assert bytes(messages[0].tolist()) == expected, seed
 
 
 def test_two_rows_a_message_and_their_random_numbers() -> None:
-    """Row r goes to message r % G, to place r // G; the generator goes by the place in the input."""
+    """Row r is part r // G of message r % G; random numbers depend on the position in the input."""
     format, groups = QuantFormat("int4", 32), 3
     x = torch.randn(6, 96, generator=torch.Generator().manual_seed(2))
     messages = garbage(groups, format.message_bytes(192))
@@ -80,33 +82,33 @@ def test_two_rows_a_message_and_their_random_numbers() -> None:
         assert bytes(messages[group].tolist()) == expected
 
 
-@pytest.mark.parametrize("codes", CODES)
-def test_every_code_decodes(codes: str) -> None:
-    """All bytes but E4M3's NaNs, with an awkward scale."""
-    format = QuantFormat(codes, 256, torch.float32)
+@pytest.mark.parametrize("code_type", CODE_TYPES)
+def test_every_code_decodes(code_type: str) -> None:
+    """All codes, with a scale that is inexact in fp32."""
+    format = QuantFormat(code_type, 256, torch.float32)
     stored = np.float32(-0.3)
     message = torch.zeros(1, format.message_bytes(256), dtype=torch.uint8)
-    numbers = torch.arange(256) if codes != "int4" else torch.arange(128) * 2  # 16 times every code
+    numbers = torch.arange(256) if code_type != "int4" else torch.arange(128) * 2  # 16 times every code
     used = 256 * format.bits // 8
     message[0, :used] = numbers.to(torch.uint8)
     message[0, used : used + 4] = torch.from_numpy(np.frombuffer(stored.tobytes(), np.uint8).copy())
     output = torch.empty(1, 256)
     reference.dequantize(message, output, *plain(format), False)
-    if codes == "int4":
+    if code_type == "int4":
         coded = [code for byte in message[0, :used].tolist() for code in (byte & 15, byte >> 4)]
         coded = [code - 16 if code > 7 else code for code in coded]
     else:
-        coded = [code - 256 if code > 127 and codes == "int8" else code for code in range(256)]
+        coded = [code - 256 if code > 127 and code_type == "int8" else code for code in range(256)]
     scale = scalar_oracle.Fraction(float(stored))
     for code, value in zip(coded, output[0].tolist(), strict=True):
-        if codes == "fp8" and code & 0x7F == 0x7F:
+        if code_type == "fp8" and code & 0x7F == 0x7F:
             assert np.isnan(value)
         else:
-            assert value == scalar_oracle.decode_one(code, scale, codes), code
+            assert value == scalar_oracle.decode_one(code, scale, code_type), code
 
 
 def test_sums_are_in_order_and_the_error_is_what_is_lost() -> None:
-    """sum_into, sum_parts and sum_quantize against numpy's fp32, message after message."""
+    """sum_into, sum_parts and sum_quantize equal numpy's fp32 sums, one message after the other."""
     source, target = QuantFormat("int4", 32), QuantFormat("int8", 64, torch.float32)
     parts = (
         torch.randn(5, 192, generator=torch.Generator().manual_seed(4)) * torch.logspace(-3, 3, 5)[:, None]
@@ -137,7 +139,7 @@ def test_sums_are_in_order_and_the_error_is_what_is_lost() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_sums_of_squares_are_within_their_roundings(dtype: torch.dtype) -> None:
-    """Of 256 squares each is rounded, and goes through 7 sums in its lane and 5 over the lanes."""
+    """Each of 256 squares is rounded, and takes part in 7 additions in its lane and 5 across lanes."""
     x = torch.randn(100 * 256, generator=torch.Generator().manual_seed(2)).to(dtype)
     sums = torch.empty(100)
     reference.sum_squares(x, sums)
@@ -150,9 +152,8 @@ def test_adamw_one_element_at_a_time(divisor: float, weight_decay: float) -> Non
     generator = torch.Generator().manual_seed(6)
     states = [*torch.randn(3, 40, generator=generator), torch.rand(40, generator=generator) ** 8]
     before = [state.clone() for state in states]
-    scalars = adamw_scalars(divisor=divisor)
-    scalars[-1] = weight_decay
-    reference.adamw(*states, None, *scalars, 25)
+    scalars = adamw_scalars(divisor=divisor, weight_decay=weight_decay)
+    reference.adamw(*states, None, *scalars.packed(), 25)
     for index in range(40):
         w, g, m, v = (state[index].item() for state in before)
         new = scalar_oracle.adamw_element(
@@ -161,7 +162,7 @@ def test_adamw_one_element_at_a_time(divisor: float, weight_decay: float) -> Non
             m,
             v,
             divisor=divisor,
-            corrections=tuple(scalars[2].tolist()),
+            corrections=tuple(scalars.bias_corrections.tolist()),
             learning_rate=3e-4,
             betas=(0.9, 0.95),
             eps=1e-8,

@@ -14,7 +14,7 @@ from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.communication_plan import check_topology
-from megatron_zpp.zero.engine import STATE_KINDS, ZeroEngine
+from megatron_zpp.zero.engine import ZeroEngine
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.zero.engines import engine_of, states_of
 from tests.zero.quantizing import operations, this_device
@@ -226,7 +226,7 @@ def moved(topology: Topology, directory: str) -> list[str]:
     for zero in (ALL | AUTO, {"zero_stage": 1}, {"zero_stage": 0}):
         other = build(topology, zero)
         load_checkpoint(path, other, TOKENIZER, with_optimizer=True)
-        for kind in STATE_KINDS:
+        for kind in engine.state_kinds:
             ours, theirs = states_of(engine, kind), states_of(other, kind)
             if not all(torch.equal(ours[name], theirs[name]) for name in ours):
                 differing.append(kind)
@@ -238,7 +238,7 @@ def loaded(topology: Topology, directory: str) -> list[bytes]:
     engine = build(topology, {"zero_stage": 2})
     path = next(Path(directory).glob("iter_*"))
     load_checkpoint(path, engine, TOKENIZER, with_optimizer=True)
-    states = [states_of(engine, kind) for kind in STATE_KINDS]
+    states = [states_of(engine, kind) for kind in engine.state_kinds]
     return [tensor.numpy().tobytes() for state in states for tensor in state.values()]
 
 

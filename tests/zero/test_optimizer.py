@@ -1,14 +1,15 @@
-"""The optimizer's two updates, ours and torch's, on the engine."""
+"""Both update rules of AdamW, the kernel's and torch's, on the engine."""
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.ops import reference
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.optimizer import FusedAdamW, KernelUpdate, TorchUpdate
+from megatron_zpp.zero.optimizer import DeviceOptimizer, KernelAdamW, ShardSegment, TorchAdamW
 from tests.zero.engines import engine_of, weights_of
 
 VOCAB = 101
@@ -20,10 +21,8 @@ OPTIMIZER = OptimizerConfig(weight_decay=0.1, adam_eps=1e-4)  # a key bias has n
 
 def trained(precision: PrecisionConfig, kernel: bool, steps: int) -> ZeroEngine:
     engine = engine_of(MODEL, VOCAB, optimizer=OPTIMIZER, precision=precision)
-    update = (
-        KernelUpdate(OPTIMIZER, Operations(reference, compiled=False)) if kernel else TorchUpdate(OPTIMIZER)
-    )
-    engine._adamw = FusedAdamW(update, engine.units)
+    rule = KernelAdamW(OPTIMIZER, Operations(reference, compiled=False)) if kernel else TorchAdamW(OPTIMIZER)
+    engine._optimizer = DeviceOptimizer(rule, engine.units)
     generator = torch.Generator().manual_seed(5)
     for _ in range(steps):
         engine.accumulate(torch.randint(VOCAB, (3, 17), generator=generator), index=0, micro_batches=1)
@@ -31,7 +30,7 @@ def trained(precision: PrecisionConfig, kernel: bool, steps: int) -> ZeroEngine:
     return engine
 
 
-def test_our_update_is_torchs_but_for_rounding() -> None:
+def test_the_kernels_update_is_torchs_but_for_rounding() -> None:
     """fp32: after 10 steps no weight is further off than the roundings of its updates."""
     ours, torchs = (weights_of(trained(PrecisionConfig(), kernel, 10)) for kernel in (True, False))
     for name, weight in ours.items():
@@ -40,7 +39,7 @@ def test_our_update_is_torchs_but_for_rounding() -> None:
 
 
 @pytest.mark.parametrize("kernel", [True, False])
-def test_published_weights_are_the_masters_rounded(kernel: bool) -> None:
+def test_gather_sources_are_the_masters_rounded(kernel: bool) -> None:
     engine = trained(PrecisionConfig(bf16=True), kernel, 3)
     for unit in engine.units:
         assert torch.equal(unit.gather_source, unit.master.bfloat16())
@@ -51,12 +50,49 @@ def test_a_skipped_step_leaves_every_state_alone(kernel: bool) -> None:
     engine = trained(PrecisionConfig(bf16=True), kernel, 2)
     before = [
         [state.clone() for state in (unit.master, unit.gather_source, *moments.values())]
-        for unit, moments in zip(engine.units, engine._adamw.moments, strict=True)
+        for unit, moments in zip(engine.units, engine._optimizer.states, strict=True)
     ]
     engine.accumulate(torch.zeros(1, 17, dtype=torch.long), index=0, micro_batches=1)
     engine.units[1].gradient[7] = float("inf")
     assert engine.step(1e-2).skipped
     assert engine.optimizer_steps == 2
-    for unit, moments, states in zip(engine.units, engine._adamw.moments, before, strict=True):
+    for unit, moments, states in zip(engine.units, engine._optimizer.states, before, strict=True):
         for state, old in zip((unit.master, unit.gather_source, *moments.values()), states, strict=True):
             assert torch.equal(state, old)
+
+
+class SGD:
+    """Stochastic gradient descent with momentum, an update rule beside AdamW."""
+
+    state_names = ("momentum",)
+    accepts_16bit_gradients = False
+
+    def scalars(
+        self, steps: Tensor, learning_rate: float, divisor: Tensor, found_inf: Tensor
+    ) -> tuple[float, Tensor]:
+        return learning_rate, divisor
+
+    def step(self, shard: ShardSegment, gradient: Tensor, scalars: tuple[float, Tensor]) -> None:
+        learning_rate, divisor = scalars
+        (momentum,) = shard.states
+        momentum.mul_(0.9).add_(gradient / divisor)
+        shard.master.sub_(learning_rate * momentum)
+
+
+def test_another_rule_steps_and_names_what_a_checkpoint_saves() -> None:
+    """The weights after three steps are those of torch.optim.SGD on the same gradients."""
+    engine = engine_of(MODEL, VOCAB, optimizer=OptimizerConfig(clip_grad=0.0))
+    engine._optimizer = DeviceOptimizer(SGD(), engine.units)
+    weights = [unit.master.clone().requires_grad_() for unit in engine.units]
+    torchs = torch.optim.SGD(weights, lr=1e-2, momentum=0.9)
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(3):
+        engine.accumulate(torch.randint(VOCAB, (3, 17), generator=generator), index=0, micro_batches=1)
+        for unit, weight in zip(engine.units, weights, strict=True):
+            weight.grad = unit.gradient.clone()
+        engine.step(1e-2)
+        torchs.step()
+    for unit, weight in zip(engine.units, weights, strict=True):
+        torch.testing.assert_close(unit.master, weight.detach())
+    assert engine.state_kinds == ("weights", "momentum")
+    assert [len(shard) for shard in engine.shards("momentum")] == [len(unit.master) for unit in engine.units]

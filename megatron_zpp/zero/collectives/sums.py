@@ -24,7 +24,7 @@ def sum_parts(
     `own` (n,) replaces part `group_rank`. Without `operations` every part is a pass over memory.
     """
     if operations is not None:
-        operations.sum_parts(parts, total, add=add, own=own, place=group_rank, squares=squares)
+        operations.sum_parts(parts, total, add=add, own=own, group_rank=group_rank, squares=squares)
         return
     if own is not None and own.data_ptr() == total.data_ptr():
         own = own.clone()

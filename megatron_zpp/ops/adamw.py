@@ -1,0 +1,83 @@
+"""AdamW (Decoupled Weight Decay Regularization, 1711.05101, algorithm 2): scalars, and the reference step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWScalars:
+    """What a step takes besides the tensors of a shard; the same for all shards of a step.
+
+    The tensors are fp32 and on the device of the states, so that a step does not wait for the device.
+    """
+
+    divisor: Tensor  # (); gradients are divided by it
+    found_inf: Tensor  # (); the step is skipped unless this is 0
+    bias_corrections: Tensor  # (2,); 1 - beta1^t and 1 - beta2^t in step t
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+    def packed(self) -> tuple[list[Tensor], list[float]]:
+        """The scalars as two lists, `device_scalars` and `host_scalars`.
+
+        A torch operator's schema allows tensors, numbers, strings and lists of them, but no dataclass. Only
+        this method, `unpacked` and `unpacked` of csrc/bindings.cpp know the order.
+        """
+        on_device = [self.divisor, self.found_inf, self.bias_corrections]
+        return on_device, [self.learning_rate, self.beta1, self.beta2, self.eps, self.weight_decay]
+
+    @staticmethod
+    def unpacked(device_scalars: Sequence[Tensor], host_scalars: Sequence[float]) -> "AdamWScalars":
+        """The inverse of `packed`."""
+        divisor, found_inf, bias_corrections = device_scalars
+        learning_rate, beta1, beta2, eps, weight_decay = host_scalars
+        return AdamWScalars(
+            divisor=divisor,
+            found_inf=found_inf,
+            bias_corrections=bias_corrections,
+            learning_rate=learning_rate,
+            beta1=beta1,
+            beta2=beta2,
+            eps=eps,
+            weight_decay=weight_decay,
+        )
+
+
+class AdamWStep:
+    """One step in plain torch, where every line is one rounding of the specification.
+
+    Numbers are rounded to fp32 when a tensor is multiplied by them; products of two numbers are in fp64.
+    """
+
+    def __init__(self, scalars: AdamWScalars) -> None:
+        self._scalars = scalars
+        correction1, correction2 = scalars.bias_corrections
+        self._inverse = scalars.divisor.reciprocal()
+        # A 0-dim tensor, not a number: torch on a GPU would multiply by the reciprocal of a number.
+        self._rate = torch.full_like(scalars.divisor, scalars.learning_rate) / correction1
+        self._root2 = _root(correction2)
+        self._decay = scalars.learning_rate * scalars.weight_decay
+
+    def __call__(
+        self, master: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, tile: slice, decayed: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """New weights and moments of the elements of `tile`."""
+        beta1, beta2 = self._scalars.beta1, self._scalars.beta2
+        g, w = gradient[tile].float() * self._inverse, master[tile].clone()
+        with_decay = w[: max(min(decayed, tile.stop) - tile.start, 0)]
+        with_decay.sub_(with_decay * self._decay)
+        m = exp_avg[tile] * beta1 + g * (1 - beta1)
+        v = exp_avg_sq[tile] * beta2 + (g * g) * (1 - beta2)
+        denominator = _root(v) / self._root2 + self._scalars.eps
+        return w - (m / denominator) * self._rate, m, v
+
+
+def _root(x: Tensor) -> Tensor:
+    """The correctly rounded fp32 root; torch's own fp32 root on a CPU is sometimes off by one bit."""
+    return x.double().sqrt().float()
