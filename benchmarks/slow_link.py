@@ -141,10 +141,9 @@ def main() -> None:
     options = parser.parse_args()
     settings = {**SHAPE, "vocab": VOCAB, "dtype": "bf16", "warmup": WARMUP, "steps": options.steps}
     if options.accumulation:
-        grids = [tuple(map(int, grid.split("x"))) for grid in options.grids]
-        figures = accumulation(
-            [Grid(*grid, count) for grid in grids for count in options.accumulation], options
-        )
+        sizes = [map(int, grid.split("x")) for grid in options.grids]
+        grids = [Grid(n, local, count) for n, local in sizes for count in options.accumulation]
+        figures = accumulation(grids, options)
         write_result("slow_link_accumulation", {"settings": settings, **figures}, options.output)
     else:
         figures = techniques(options)

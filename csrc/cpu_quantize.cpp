@@ -13,21 +13,21 @@ struct BlockPosition {
   int64_t row, column, message, block;
 };
 
-// Row r of the matrix is in message r % message_count.
+// The rows of a message follow one another, and the blocks of a row.
 struct MessageOrder {
-  int64_t row_blocks, message_count;
+  int64_t row_blocks, message_rows;
   int block_elements;
 
   BlockPosition operator()(int64_t index) const {
     const int64_t row = index / row_blocks, in_row = index % row_blocks;
-    return {row, in_row * block_elements, row % message_count, row / message_count * row_blocks + in_row};
+    return {row, in_row * block_elements, row / message_rows, row % message_rows * row_blocks + in_row};
   }
 };
 
 template <CodeType C, typename T>
 void quantize_blocks(const Quantize& op) {
   const int n = op.format.block;
-  const MessageOrder position_of{op.columns / n, op.message_count, n};
+  const MessageOrder position_of{op.columns / n, op.rows / op.message_count, n};
   const MessageLayout layout = message_layout(op.format, op.rows / op.message_count * op.columns);
   const PhiloxKeys keys = philox_keys(op.seed.value);
   at::parallel_for(0, op.rows * position_of.row_blocks, kGrainElements / n, [&](int64_t begin, int64_t end) {
@@ -47,7 +47,7 @@ void quantize_blocks(const Quantize& op) {
 template <CodeType C, typename T>
 void dequantize_blocks(const Dequantize& op) {
   const int n = op.format.block;
-  const MessageOrder position_of{op.columns / n, op.message_count, n};
+  const MessageOrder position_of{op.columns / n, op.rows / op.message_count, n};
   const MessageLayout layout = message_layout(op.format, op.rows / op.message_count * op.columns);
   at::parallel_for(0, op.rows * position_of.row_blocks, kGrainElements / n, [&](int64_t begin, int64_t end) {
     alignas(64) float x[kLargestBlock];

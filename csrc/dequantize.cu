@@ -68,7 +68,7 @@ void launch_tiles(const Dequantize& op, CUstream_st* stream) {
   const int64_t row_blocks = op.columns / op.format.block;
   const DequantizeParams params{
       Reader(op.messages, op.format, op.rows / op.message_count * op.columns),
-      MessageOrder(row_blocks, op.message_count),
+      MessageOrder(row_blocks, op.rows / op.message_count),
       op.output,
       op.row_stride,
       index_of(op.rows * row_blocks),

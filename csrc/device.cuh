@@ -124,20 +124,19 @@ struct BlockPosition {
   uint32_t row, column_block, message, block;
 };
 
-// Row r of the matrix is in message r % message_count.
+// The rows of a message follow one another, and the blocks of a row.
 class MessageOrder {
  public:
-  MessageOrder(int64_t row_blocks, int64_t message_count)
-      : row_blocks_(index_of(row_blocks)), by_row_blocks_(row_blocks), by_messages_(message_count) {}
+  MessageOrder(int64_t row_blocks, int64_t message_rows)
+      : by_row_blocks_(row_blocks), by_message_blocks_(message_rows * row_blocks) {}
 
   __device__ __forceinline__ BlockPosition operator()(uint32_t index) const {
-    const Quotient row = by_row_blocks_(index), part = by_messages_(row.quotient);
-    return {row.quotient, row.remainder, part.remainder, part.quotient * row_blocks_ + row.remainder};
+    const Quotient row = by_row_blocks_(index), message = by_message_blocks_(index);
+    return {row.quotient, row.remainder, message.quotient, message.remainder};
   }
 
  private:
-  uint32_t row_blocks_;
-  Divisor by_row_blocks_, by_messages_;
+  Divisor by_row_blocks_, by_message_blocks_;
 };
 
 inline bool is_aligned(const void* address, size_t bytes) {

@@ -19,7 +19,7 @@ struct Seed {
   uint64_t value;
 };
 
-// Row r of the (rows, columns) input becomes part r / message_count of message r % message_count.
+// Message g holds the rows / message_count rows of the (rows, columns) input from g * rows / message_count on.
 struct Quantize {
   const void* input;
   DType input_dtype;

@@ -113,7 +113,7 @@ void launch_blocks(const Quantize& op, CUstream_st* stream) {
       op.columns,
       op.row_stride,
       index_of(op.rows * row_blocks),
-      MessageOrder(row_blocks, op.message_count),
+      MessageOrder(row_blocks, op.rows / op.message_count),
       Lanes{log2_of(block / (8 * vectors))},
       Writer(op.messages, op.format, op.rows / op.message_count * op.columns, op.seed),
       op.format.rotate,

@@ -25,8 +25,8 @@ class Operations:
     ) -> None:
         """Encode `input` (R, n) fp32, bf16 or fp16 into `messages` (G, message_bytes(R/G · n)) uint8.
 
-        Row r becomes part r // G of message r % G. Rows may be any stride apart. Rounding is stochastic with
-        a `seed`, which must differ between calls, and to nearest without one.
+        Message g holds the R/G rows from g · R/G on. Rows may be any stride apart. Rounding is stochastic
+        with a `seed`, which must differ between calls, and to nearest without one.
         """
         self._kernels.quantize(input, messages, *_flat(format), format.rotate, seed)
 

@@ -32,21 +32,21 @@ def quantize(
 ) -> None:
     """Encode `input` (R, n) into `messages` (G, message_bytes(R/G · n)).
 
-    Row r is part r // G of message r % G. Rounding is stochastic with a `seed`. Raises ValueError
+    Message g holds the R/G rows from g · R/G on. Rounding is stochastic with a `seed`. Raises ValueError
     (`checks.quantize`).
     """
     checks.quantize(input, messages, code_type, block, scales)
     format = QuantFormat(code_type, block, scales, rotate)
-    groups, n = len(messages), input.shape[1]
+    count, n = len(input) // len(messages), input.shape[1]  # of the rows of a message
     for group, message in enumerate(messages):
-        rows = input[group::groups]
+        rows = input[group * count : (group + 1) * count]
         code_rows, scale_rows = _message_parts(message, format, rows.numel())
         _zero_padding(message, format, rows.numel())
         for row_tile, column_tile in _tiles(len(rows), n, block):
             x = rows[row_tile, column_tile].float()
             random = None
             if seed is not None:
-                first = (torch.arange(len(rows), device=x.device)[row_tile] * groups + group) * n
+                first = (torch.arange(len(rows), device=x.device)[row_tile] + group * count) * n
                 random = random_16_bits(seed, first + column_tile.start, x.shape[1]).view(-1, block)
             if rotate:
                 x = rotate_32(x)
@@ -68,11 +68,11 @@ def dequantize(
     """
     checks.dequantize(messages, output, code_type, block, scales)
     format = QuantFormat(code_type, block, scales, rotate)
-    groups, n = len(messages), output.shape[1]
+    count = len(output) // len(messages)  # of the rows of a message
     for group, message in enumerate(messages):
-        rows = output[group::groups]
+        rows = output[group * count : (group + 1) * count]
         code_rows, scale_rows = _message_parts(message, format, rows.numel())
-        for row_tile, column_tile in _tiles(len(rows), n, block):
+        for row_tile, column_tile in _tiles(len(rows), output.shape[1], block):
             encoded = _tile_of(code_rows, len(rows), row_tile, column_tile, block)
             stored = _tile_of(scale_rows, len(rows), row_tile, column_tile, block)
             shape = len(encoded), -1

@@ -68,13 +68,13 @@ def test_messages(code_type: str, scales: torch.dtype, rotate: bool) -> None:
 
 
 def test_two_rows_a_message_and_their_random_numbers() -> None:
-    """Row r is part r // G of message r % G; random numbers depend on the position in the input."""
+    """Message g holds the rows from g · R/G on; random numbers depend on the position in the input."""
     format, groups = QuantFormat("int4", 32), 3
     x = torch.randn(6, 96, generator=torch.Generator().manual_seed(2))
     messages = garbage(groups, format.message_bytes(192))
     reference.quantize(x, messages, *plain(format), False, SEED)
     for group in range(groups):
-        rows = [group, group + groups]
+        rows = [2 * group, 2 * group + 1]
         random = [
             scalar_oracle.philox_16_bits(SEED, row * 96 + column) for row in rows for column in range(96)
         ]

@@ -96,8 +96,7 @@ class QuantizedFirstHop:
         """
         ranks, nbytes = len(self._comm_stream.ranks), self.format.message_bytes(numel)
         sent, received = (buffer[: ranks * nbytes] for buffer in (self._sent, self._received))
-        for rows, message in zip(slices.split(len(slices) // ranks), sent.view(ranks, 1, -1), strict=True):
-            self._operations.quantize(rows, message, self.format)
+        self._operations.quantize(slices, sent.view(ranks, nbytes), self.format)
         self._comm_stream.all_to_all(received, sent)
         return received.view(ranks, nbytes)
 

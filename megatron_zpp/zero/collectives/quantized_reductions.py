@@ -46,11 +46,11 @@ class QuantizedTwoHopReduceScatter:
     def __init__(
         self, plan: ReductionPlan, comm_streams: Sequence[CommStream], operations: Operations
     ) -> None:
-        inside, between, *others = comm_streams
+        inside, between, *fold = comm_streams
         self._plan, self._operations = plan, operations
         self._ranks, self._nodes = plan.groups * len(inside.ranks) * plan.nodes, plan.nodes
         self._first = QuantizedFirstHop(plan, inside, operations)
-        self._fold = Fold(plan, *others, operations) if others else None
+        self._fold = Fold(plan, fold[0], operations) if fold else None
         self._folded = inside.zeros(*plan.buffers.exact)
         self._hops = TwoHops(inside, between, plan.buffers)
 

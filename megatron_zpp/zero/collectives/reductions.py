@@ -140,11 +140,11 @@ class TwoHopReduceScatter:
     def __init__(
         self, plan: ReductionPlan, comm_streams: Sequence[CommStream], operations: Operations | None
     ) -> None:
-        inside, between, *others = comm_streams
+        inside, between, *fold = comm_streams
         self._operations, buffers = operations, plan.buffers
         self._nodes = len(between.ranks)
         self._inside, self._first = inside, PlainFirstHop(plan, inside, operations)
-        self._fold = Fold(plan, *others, operations) if others else None
+        self._fold = Fold(plan, fold[0], operations) if fold else None
         self._groups = plan.groups
         self._exact = inside.zeros(*buffers.exact) if buffers.exact.numel else None
         self._hops = TwoHops(inside, between, buffers)
