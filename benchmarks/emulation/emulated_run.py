@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.emulation.flat_model import FlatModel
 from benchmarks.emulation.gradients import NodeSum, cross_node_sum
-from benchmarks.emulation.rungs import Rung
+from benchmarks.emulation.rungs import MLP, Rung
 from benchmarks.emulation.source import HELD_OUT, Source
 from benchmarks.emulation.weights import weight_exchange
 from megatron_zpp.config.model import ModelConfig
@@ -97,31 +97,26 @@ class EmulatedRanks:
     ) -> None:
         self.flat, self._operations, self._adamw = flat, operations, adamw
         self._nodes, self._local = nodes, ranks_per_node
-        kinds = [(kind, here) for kind, here in flat.kinds.items() if here.start < here.stop]
         self._exchanges = [
-            (
-                here,
-                weight_exchange(
-                    rung.weights_of(kind), rung, operations, flat.master[here], flat.gaps[here]
-                ),
-            )
-            for kind, here in kinds
+            (here, weight_exchange(format, rung, operations, flat.master[here], flat.gaps[here]))
+            for format, here in _joined(flat.kinds, rung.weights_of)
         ]
+        sums = _joined(flat.kinds, rung.gradients_of)
         self._sums = [
             (
                 here,
                 cross_node_sum(
-                    rung.gradients_of(kind) if nodes > 1 else "plain",  # one node has no hop 2
+                    format if nodes > 1 else "plain",  # one node has no hop 2
                     rung,
                     operations,
-                    tuple(words[here.start // 128 : here.stop // 128] for words in flat.counters),
+                    flat.counters_of(here),
                     flat.gaps[here],
                     seed,
                 ),
             )
-            for kind, here in kinds
+            for format, here in sums
         ]
-        coded = [here for kind, here in kinds if rung.gradients_of(kind) not in ("plain", "bf16")]
+        coded = [here for format, here in sums if format not in ("plain", "bf16")]
         hop1 = None if rung.hop1 == "plain" else QuantFormat(rung.hop1, rung.hop1_block)
         if ranks_per_node == 1:
             hop1 = None  # nothing to send inside a node
@@ -130,7 +125,7 @@ class EmulatedRanks:
         self._steps = torch.zeros((), device=flat.master.device)
         self._squares = torch.empty(flat.numel // SQUARES_BLOCK, device=flat.master.device)
         self.skipped = torch.zeros((), device=flat.master.device)  # steps whose gradient was not finite
-        self._send(early=True, skip=torch.zeros_like(self._steps))
+        self._send(early=True, skip=torch.ones_like(self._steps))  # a reference begins as its key frame
 
     def accumulate(self, micro_batches: Sequence[Tensor]) -> Tensor:
         """Forward and backward of each rank's (B, T + 1) tokens; returns the mean loss."""
@@ -147,7 +142,9 @@ class EmulatedRanks:
             node_sum.end_micro_batch()
         return total / len(micro_batches)
 
-    def step(self, learning_rate: float, *, iteration: int, micro_batches: int = 1, early: bool = False) -> None:
+    def step(
+        self, learning_rate: float, *, iteration: int, micro_batches: int = 1, early: bool = False
+    ) -> None:
         """Hop 2, AdamW on the mean gradient, and the exchange of the weights."""
         flat, settings = self.flat, self._adamw
         nodes = [node_sum.take() for node_sum in self._node_sums]
@@ -252,7 +249,9 @@ def train(
     source = Source(vocab, config.seq_length + 1)
     held_out = source.sequences(HELD_OUT, 0, settings.eval_samples).to(device)
     tokens = source.sequences(STREAMS + seed, 0, settings.steps * per_step).to(device)
-    tokens = tokens.view(settings.steps, settings.micro_batches, -1, settings.micro_batch_size, tokens.shape[1])
+    tokens = tokens.view(
+        settings.steps, settings.micro_batches, -1, settings.micro_batch_size, tokens.shape[1]
+    )
     evaluated_at = _evaluated_at(settings)
     early_steps = 2 * int(settings.warmup_fraction * settings.steps)
     losses, curve, finals = torch.zeros(settings.steps, device=device), [], []
@@ -279,9 +278,22 @@ def train(
         "skipped": int(ranks.skipped.item()),
         "sha256": hashlib.sha256(flat.master.cpu().numpy().tobytes()).hexdigest()[:16],
         "bytes_per_parameter": round(rung.bytes_per_parameter(flat.numels), 4),
+        "bytes_per_parameter_in_layers": round(rung.bytes_per_parameter({MLP: 1}), 4),
         "parameters": sum(flat.numels.values()),
         "seconds": round(time.perf_counter() - started, 1),
     }
+
+
+def _joined(kinds: Mapping[str, slice], format_of: Callable[[str], str]) -> list[tuple[str, slice]]:
+    """Formats and their ranges; neighbours of one format are one range, as no block has parts of both."""
+    joined: list[tuple[str, slice]] = []
+    for kind, here in kinds.items():
+        format = format_of(kind)
+        if joined and joined[-1][0] == format:
+            joined[-1] = format, slice(joined[-1][1].start, here.stop)
+        elif here.start < here.stop:
+            joined.append((format, here))
+    return joined
 
 
 def _evaluated_at(settings: RunSettings) -> set[int]:

@@ -1,4 +1,4 @@
-"""A GPT whose parameters are views of one flat buffer, sorted by kind, so that codecs run over ranges of it."""
+"""A GPT whose parameters are views of one flat buffer, sorted by kind: codecs run over ranges of it."""
 
 from dataclasses import dataclass
 
@@ -76,6 +76,12 @@ class FlatModel:
         """Parameters by kind, gaps not counted."""
         return {kind: int((~self.gaps[here]).sum()) for kind, here in self.kinds.items()}
 
+    def counters_of(self, here: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Philox's counter words of a range."""
+        first, last = here.start // SIGNS_PER_COUNTER, here.stop // SIGNS_PER_COUNTER
+        low, high, unit = self.counters
+        return low[first:last], high[first:last], unit[first:last]
+
     def by_name(self, flat: Tensor) -> dict[str, Tensor]:
         """The parts of a flat buffer by parameter."""
         return {
@@ -116,7 +122,7 @@ def _kind(name: str, parameter: nn.Parameter) -> str:
 
 
 def _counters(places: list[_Place], numel: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Philox's counter words (low, high, unit), (numel / 128,) int64 each: where the engine has each element."""
+    """Philox's counter words (low, high, unit), (numel / 128,) int64 each, of each element in the engine."""
     index = torch.zeros(numel // SIGNS_PER_COUNTER, dtype=torch.int64)
     unit = torch.zeros_like(index)
     for place in places:

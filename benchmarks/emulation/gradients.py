@@ -1,7 +1,7 @@
 """The sum of gradients over nodes × ranks, by the format in which they travel.
 
-Hop 1 sums the ranks of a node in their order into fp32, and the micro-batches of a step in theirs. Hop 2 sends
-each node's sum once per step, and the owners sum what the nodes sent in the order of the nodes.
+Hop 1 sums the ranks of a node in their order into fp32, and the micro-batches of a step in theirs. Hop 2
+sends each node's sum once per step, and the owners sum what the nodes sent in the order of the nodes.
 """
 
 from collections.abc import Sequence
@@ -111,7 +111,9 @@ class Rotated:
             signs = self._signs(iteration, self._seed + node) if shared is None else shared
             x = value.view(-1, self._rung.gradient_block)
             x, kept = self._without_outliers(x)
-            codes, stored = encode_rotated(rotate(x, signs), self._bits, unbiased=not self._rung.least_squares)
+            codes, stored = encode_rotated(
+                rotate(x, signs), self._bits, unbiased=not self._rung.least_squares
+            )
             arrived = decoded(codes, stored, self._bits)
             if self._errors is not None:
                 lost = (x - rotate_back(arrived, signs)).view(-1)

@@ -12,8 +12,6 @@ Successors are drawn by Zipf's law as well, 16 for each token. The language is a
 drawn from (stream, chunk), so any part of it can be drawn again.
 """
 
-from functools import cache
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -43,7 +41,6 @@ class Source:
         begin = first - chunks.start * CHUNK
         return drawn[begin : begin + count].long()
 
-    @cache  # noqa: B019 - as long as a run's
     def _chunk(self, stream: int, chunk: int) -> Tensor:
         generator = np.random.Generator(np.random.Philox(key=[stream, chunk]))
         tokens = np.empty((self._length, CHUNK), dtype=np.int32)

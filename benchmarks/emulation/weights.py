@@ -85,7 +85,7 @@ class Difference:
         return moved_reference(blocks, codes, stored, bits).view(-1)
 
     def _with_outliers(self, new: Tensor, old: Tensor, bits: int, outliers: int) -> Tensor:
-        """The largest differences of a block travel as bf16 numbers, and the codes are those of the others."""
+        """The largest differences of a block travel as bf16 numbers; the codes are those of the others."""
         difference = new - old.float()
         place = difference.abs().topk(outliers, dim=1).indices
         exact = difference.gather(1, place).bfloat16().float()

@@ -34,7 +34,7 @@ CASES: list[Case] = [
     for name, clip in (("today", 1.0), ("baseline", 0.0))
     for bf16 in (False, True)
     for nodes in (1, 2, 4)
-    # Plain bf16 gradients cross in one hop on 2 × 2, in the order of the ranks: other sums than two hops give.
+    # Plain bf16 gradients cross 2 × 2 in one hop, in the order of the ranks: other sums than two hops give.
     if name == "today" or not bf16 or nodes != 2
 ]
 
@@ -60,7 +60,9 @@ def with_engine(started: Topology, cases: list[Case]) -> list[dict[str, str]]:
         topology = Topology(rank, world, rank % (world // nodes), world // nodes)
         zero = dict(ALL_ON) if name == "today" else {"zero_stage": 3}
         if world == nodes:
-            zero.pop("zero_hpz_partition_size", None)  # nodes of one rank keep whole weights: no other numbers
+            zero.pop(
+                "zero_hpz_partition_size", None
+            )  # nodes of one rank keep whole weights: no other numbers
         engine = engine_of(
             MODEL,
             VOCAB,
