@@ -119,7 +119,7 @@ def nearest_codes(x: Tensor, unit: Tensor, bits: int) -> Tensor:
     magnitude = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
     size = x.abs()
     for boundary in BOUNDARIES[bits]:
-        magnitude += size >= (unit * boundary)[:, None]
+        magnitude += (size >= (unit * boundary)[:, None]).view(torch.uint8)
     half = 1 << (bits - 1)
     return torch.where(x < 0, half - 1 - magnitude, half + magnitude)
 

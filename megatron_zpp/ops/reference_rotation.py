@@ -123,9 +123,14 @@ def random_signs(counter: tuple[Tensor, Tensor, Tensor], seed: int, iteration: i
     words = philox(
         (low, high, unit, torch.full_like(low, iteration & _LOW_32)), (seed & _LOW_32, seed >> 32 & _LOW_32)
     )
-    bit = torch.arange(32, device=low.device)
-    bits = torch.stack(words, dim=1)[:, :, None] >> bit & 1  # (counters, 4, 32)
-    return (1 - 2 * bits).flatten().float()
+    by_byte = torch.stack(words, dim=1).view(torch.uint8).view(-1, 8)[:, :4]  # the low 32 bits, lowest first
+    return _signs_of_bytes(low.device)[by_byte.reshape(-1).int()].view(-1)
+
+
+def _signs_of_bytes(device: torch.device) -> Tensor:
+    """The eight signs (256, 8) fp32 that the bits of each byte stand for, the lowest bit first."""
+    bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
+    return 1.0 - 2.0 * bits
 
 
 def rotate(x: Tensor, signs: Tensor) -> Tensor:
@@ -144,7 +149,9 @@ def butterflies(x: Tensor) -> Tensor:
     h = 1
     while h < width:
         a, b = x.reshape(-1, 2, h).unbind(1)
-        x = torch.stack((a + b, a - b), dim=1)
+        x = torch.empty_like(x).view(-1, 2, h)
+        torch.add(a, b, out=x[:, 0])
+        torch.sub(a, b, out=x[:, 1])
         h *= 2
     return x.reshape(shape) * _FACTORS[width]
 
