@@ -13,7 +13,7 @@ from benchmarks.emulation.flat_model import FlatModel
 from benchmarks.emulation.gradients import NodeSum, cross_node_sum
 from benchmarks.emulation.rungs import MLP, Rung
 from benchmarks.emulation.source import HELD_OUT, Source
-from benchmarks.emulation.weights import weight_exchange
+from benchmarks.emulation.weights import Difference, weight_exchange
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import LearningRateConfig
 from megatron_zpp.model.attention import DotProduct
@@ -194,6 +194,21 @@ class EmulatedRanks:
         self.flat.compute.copy_(sent)
         return loss
 
+    @torch.no_grad()
+    def reference_lag(self, before: Tensor) -> float:
+        """rms(w - r) over the rms of the last update, by the weights `before` it; 0 without references.
+
+        Above 2 the exchange falls behind: a unit would need more bits.
+        """
+        lags = [0.0]
+        for here, exchange in self._exchanges:
+            if isinstance(exchange, Difference):
+                master = self.flat.master[here]
+                missing = (master - exchange.reference.float()).norm().item()
+                update = (master - before[here]).norm().item()
+                lags.append(missing / update if update else 0.0)
+        return max(lags)
+
     def _send(self, *, early: bool, skip: Tensor) -> None:
         with torch.no_grad():
             for here, exchange in self._exchanges:
@@ -254,18 +269,22 @@ def train(
     )
     evaluated_at = _evaluated_at(settings)
     early_steps = 2 * int(settings.warmup_fraction * settings.steps)
-    losses, curve, finals = torch.zeros(settings.steps, device=device), [], []
+    losses = torch.zeros(settings.steps, device=device)
+    curve, lags, finals = [], [], []
     eval_size = max(settings.micro_batch_size, 16)
     for step in range(settings.steps):
         for micro_batches in tokens[step]:
             losses[step] += ranks.accumulate(micro_batches) / settings.micro_batches
+        reported = (step + 1) % max(1, settings.steps // 20) == 0
+        before = flat.master.clone() if reported else None
         ranks.step(
             rate(step * per_step),
             iteration=step,
             micro_batches=settings.micro_batches,
             early=step < early_steps,
         )
-        if (step + 1) % max(1, settings.steps // 20) == 0:
+        if before is not None:
+            lags.append((step + 1, round(ranks.reference_lag(before), 3)))
             curve.append((step + 1, round(losses[max(0, step - 19) : step + 1].mean().item(), 5)))
             progress(*curve[-1])
         if step + 1 in evaluated_at:
@@ -275,6 +294,7 @@ def train(
         "evaluations": finals,
         "master_loss": ranks.evaluate_master(held_out, eval_size),
         "train": curve,
+        "reference_lag": lags,
         "skipped": int(ranks.skipped.item()),
         "sha256": hashlib.sha256(flat.master.cpu().numpy().tobytes()).hexdigest()[:16],
         "bytes_per_parameter": round(rung.bytes_per_parameter(flat.numels), 4),

@@ -234,6 +234,7 @@ def test_equal_runs_end_with_equal_bits() -> None:
     )
     assert first["sha256"] == again["sha256"] != other["sha256"]
     assert first["loss"] == again["loss"]
+    assert [step for step, lag in first["reference_lag"] if 0.05 < lag < 2] == [2, 3, 4, 5, 6]
     assert first["bytes_per_parameter_in_layers"] == 0.6406
 
 
