@@ -120,7 +120,7 @@ class EmulatedRanks:
         hop1 = None if rung.hop1 == "plain" else QuantFormat(rung.hop1, rung.hop1_block)
         if ranks_per_node == 1:
             hop1 = None  # nothing to send inside a node
-        self._node_sums = [NodeSum(operations, coded, flat.numel, hop1) for _ in range(nodes)]
+        self._node_sums = [NodeSum(operations, coded, hop1) for _ in range(nodes)]
         self._moments = torch.zeros_like(flat.master), torch.zeros_like(flat.master)
         self._steps = torch.zeros((), device=flat.master.device)
         self._squares = torch.empty(flat.numel // SQUARES_BLOCK, device=flat.master.device)

@@ -22,22 +22,22 @@ Counters = tuple[Tensor, Tensor, Tensor]
 class NodeSum:
     """Hop 1 of one node: what its ranks made, summed into an fp32 buffer (n,)."""
 
-    def __init__(
-        self, operations: Operations, coded: Sequence[slice], numel: int, format: QuantFormat | None
-    ) -> None:
+    def __init__(self, operations: Operations, coded: Sequence[slice], format: QuantFormat | None) -> None:
         """Gradients travel in `format` in the ranges `coded`, and as they are elsewhere; None: everywhere."""
         self._operations, self._format = operations, format
         self._coded = coded if format is not None else []
         self._messages: list[list[Tensor]] = [[] for _ in self._coded]
         self._ranks: Tensor | None = None
-        self._numel = numel
         self.total: Tensor | None = None
 
     def add(self, gradient: Tensor) -> None:
         """Takes the gradient (n,) of the next rank; the caller may overwrite it."""
         for here, messages in zip(self._coded, self._messages, strict=True):
             messages.append(_message(self._operations, self._format, gradient[here]))
-        self._ranks = gradient.float().clone() if self._ranks is None else self._ranks + gradient
+        if self._ranks is None:
+            self._ranks = gradient.to(torch.float32, copy=True)
+        else:
+            self._ranks += gradient
 
     def end_micro_batch(self) -> None:
         """All ranks of the node were added."""
