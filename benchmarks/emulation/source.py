@@ -8,10 +8,11 @@ Tokens belong to classes. The next token comes from a mixture, whose parts a mod
     15%  any token, by Zipf's law
 
 A class or token has 16 successors, which are drawn, and then chosen, by Zipf's law. The first part is learnt
-within a few hundred steps and the rare tokens of the third never quite, so the loss falls smoothly. A language
-in which tokens were copied from further back was tried: models learn to copy all of a sudden, chance decides
-when, and pairs scattered by 0.3%. The language is a constant; a stream of it is drawn from (stream, chunk), so
-any part of it can be drawn again.
+within a few hundred steps and the rare tokens of the third never quite, so the loss falls smoothly. Nothing
+depends on tokens further back. A language with copies from there was tried: models learn to copy all of a
+sudden, chance decides when, and pairs scattered by 0.3% where they scatter by 0.01% now.
+
+The language is a constant; a stream is drawn from (stream, chunk), so any part of it can be drawn again.
 """
 
 import numpy as np
