@@ -44,7 +44,7 @@ class RunSettings:
     steps: int = 600
     lr: float = 1e-3
     min_lr: float = 0.0
-    warmup_fraction: float = 0.05
+    warmup_fraction: float = 0.1
     precision: str = "bf16"
     attention: str = "math"
     eval_samples: int = 512
