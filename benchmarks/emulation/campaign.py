@@ -33,8 +33,8 @@ from benchmarks.emulation.rungs import BASELINE, LADDERS, RUNGS, Rung
 
 STOPPED = 75
 _MARGIN = 1.2  # of what the longest run took
-# By size: steps, samples of a micro-batch, samples and times of the evaluation, and warm-up. With a warm-up of 25
-# steps 1M became unstable at the end of it, and pairs scattered by 0.3%; with 100 they scatter by 0.01%.
+# By size: steps, samples of a micro-batch, samples and times of the evaluation, share of the warm-up. With a
+# warm-up of 25 steps 1M became unstable at its end, and pairs scattered by 0.3%; with 100 by 0.01%.
 DEFAULTS = {
     "tiny": (40, 2, 64, 2, 0.2),
     "1m": (500, 2, 512, 2, 0.2),
