@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
     finished = True
     if missing:
         finished = _run_all(missing, settings, options, path, done, started)
-    figures = summary(options.rungs, done, settings)
+    figures = summary(RUNGS, done, settings)  # also those of earlier calls
     written = save_result(options.name, figures, options.output)
     print(table(figures))
     print(f"written to {written}")
