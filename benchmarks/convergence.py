@@ -2,6 +2,7 @@
 
 torchrun --nproc-per-node 2 benchmarks/convergence.py --data-path PREFIX --vocab-size 32000 --nodes 2
 python benchmarks/convergence.py --plot RESULT.json...  draws docs/images/convergence.png from results
+python benchmarks/convergence.py --emulate --help   pairs of emulated runs in one process, which see 0.05%
 
 Nodes are emulated by what the ranks are told, so that the hops of qgZ run (both where a node has two ranks),
 over whatever link there is: the numbers that are sent are those of real nodes. Ranks have the GPUs that
@@ -33,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the ro
 
 from benchmarks.common import RESULTS, commit, write_result
 from benchmarks.contest.grid import gpu_map, shares_gpus
+from benchmarks.emulation import campaign
 from megatron_zpp.config.data import DataConfig
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import LearningRateConfig, OptimizerConfig, PrecisionConfig
@@ -192,6 +194,8 @@ def _description(grid: str, figures: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    if "--emulate" in sys.argv[1:]:
+        sys.exit(campaign.main([argument for argument in sys.argv[1:] if argument != "--emulate"]))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -7,8 +7,9 @@ Prediction, before anything is measured: the bytes that a step sends between nod
 the units, and every node sends an equal part of them, so a step takes at least that part divided by the
 link's rate. Where the link is what a step waits for, measured time is near it; where it is not, the compute
 shows. `counted_over_ledger` compares the bytes that the kernel counted in the whole run with the ledger's.
-With --accumulation, `bytes_per_parameter` are the bytes sent by all nodes in a step / parameters / (nodes -
-1), and the time of a step is not limited by --link-rate.
+Ranks join and time their links before they train: what a run of one step of plain stage 3 sends beyond its
+ledger is taken off. With --accumulation, `bytes_per_parameter` are the bytes sent by all nodes in a step /
+parameters / (nodes - 1), and the time of a step is not limited by --link-rate.
 """
 
 import argparse
@@ -97,8 +98,31 @@ def predicted_bytes(flags: list[str], grid: Grid) -> int:
     return total
 
 
-def measure(flags: list[str], grid: Grid, rate: int | None, steps: int) -> dict[str, float]:
-    """Seconds per step (median after the warm-up), bytes between nodes per step, and counters over ledger."""
+def measure(
+    flags: list[str], grid: Grid, rate: int | None, steps: int, start_up: float = 0
+) -> dict[str, float]:
+    """Seconds per step (median after the warm-up), bytes between nodes per step, and counters over ledger.
+
+    `start_up`: bytes that a run sends between nodes before it trains.
+    """
+    seconds, sent, counted = run(flags, grid, rate, WARMUP + steps)
+    return {
+        "seconds": round(statistics.median(seconds[WARMUP:]), 4),
+        "bytes_between_nodes": sent[-1],
+        "counted_over_ledger": round((counted - start_up) / sum(sent), 4),
+    }
+
+
+def start_up_bytes(grid: Grid) -> int:
+    """Bytes that the kernel counts in a run of one step, beyond its ledger."""
+    _, sent, counted = run([], grid, None, 1)
+    return counted - sum(sent)
+
+
+def run(
+    flags: list[str], grid: Grid, rate: int | None, iterations: int
+) -> tuple[list[float], list[int], int]:
+    """Seconds of each step, bytes between nodes of each by the ledger, and of the whole run by the kernel."""
     shape = [word for key, value in SHAPE.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     with tempfile.TemporaryDirectory() as directory:
         metrics = Path(directory) / "metrics.jsonl"
@@ -108,7 +132,7 @@ def measure(flags: list[str], grid: Grid, rate: int | None, steps: int) -> dict[
         command += ["--vocab-size", VOCAB - 1, "--attention-dropout", 0, "--hidden-dropout", 0, "--bf16"]
         command += ["--global-batch-size", grid.nodes * grid.local * grid.micro_batches]
         command += ["--micro-batch-size", 1, "--lr", 1e-3, "--num-workers", 0, "--log-interval", 1]
-        command += ["--eval-iters", 0, "--train-iters", WARMUP + steps, "--metrics-file", metrics]
+        command += ["--eval-iters", 0, "--train-iters", iterations, "--metrics-file", metrics]
         command += ["--zero-stage", 3, *flags]
         environment = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run(
@@ -120,11 +144,7 @@ def measure(flags: list[str], grid: Grid, rate: int | None, steps: int) -> dict[
     sent = [record["inter_node_bytes"] for record in records]
     line = next(line for line in done.stdout.splitlines() if line.startswith("bytes that left each node:"))
     counted = sum(map(int, re.findall(r"node \d+ (\d+)", line)))
-    return {
-        "seconds": round(statistics.median(record["elapsed_ms"] for record in records[WARMUP:]) / 1000, 4),
-        "bytes_between_nodes": sent[-1],
-        "counted_over_ledger": round(counted / sum(sent), 4),
-    }
+    return [record["elapsed_ms"] / 1000 for record in records], sent, counted
 
 
 def main() -> None:
@@ -164,8 +184,9 @@ def techniques(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         seconds = nbytes / NODES * 8 / (options.link_rate * 1e6)
         figures[name] = {"predicted_bytes": nbytes, "predicted_seconds": round(seconds, 4)}
     print(json.dumps(figures, indent=2), flush=True)
+    start_up = start_up_bytes(grid)
     for name, flags in CONTESTANTS.items():
-        figures[name] |= measure(flags, grid, options.link_rate, options.steps)
+        figures[name] |= measure(flags, grid, options.link_rate, options.steps, start_up)
         figures[name]["seconds_without_a_limit"] = measure(flags, grid, None, options.steps)["seconds"]
         print(name, figures[name], flush=True)
     plain = figures["stage_3"]
@@ -179,10 +200,11 @@ def accumulation(grids: list[Grid], options: argparse.Namespace) -> dict[str, di
     """Bytes of plain stage 3 with hpZ and of all of ZeRO++, with and without accumulation inside nodes."""
     figures = {}
     for grid in grids:
+        start_up = start_up_bytes(grid)
         for name, flags in ACCUMULATING.items():
             key = f"{grid.nodes}x{grid.local}, {grid.micro_batches} micro-batches, {name}"
             figures[key] = {"predicted_bytes": predicted_bytes(flags, grid)}
-            figures[key] |= measure(flags, grid, None, options.steps)
+            figures[key] |= measure(flags, grid, None, options.steps, start_up)
             elements = sum(layout.numel for layout in layouts(flags, grid))
             per_parameter = figures[key]["bytes_between_nodes"] / elements / (grid.nodes - 1)
             figures[key]["bytes_per_parameter"] = round(per_parameter, 4)

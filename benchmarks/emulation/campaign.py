@@ -1,0 +1,288 @@
+"""Does a cheaper exchange cost loss? Pairs of emulated runs, with and without it.
+
+python benchmarks/convergence.py --emulate --size 10m --ladder first --pairs 16 --processes 4
+python benchmarks/convergence.py --emulate --size 60m --rungs "delta4 rotated4" --pairs 64 --processes 4
+python benchmarks/convergence.py --emulate --list   prints the rungs, their bytes and the ladders
+
+One process trains as K nodes × L ranks would: the same codes, blocks, rotations and order of sums. Runs of
+one seed have the same initial weights and the same samples. Every sample is drawn once, from a synthetic
+language, and all runs are evaluated on the same held-out samples. The gap of a rung is the final loss above
+that of the baseline of the same seed, in percent: its mean over the pairs and the 95% interval of the mean
+(Student's t). Where that interval holds zero no cost was shown.
+
+Each finished run is a line of --runs-file, so the same command resumes a campaign that was stopped. The exit
+status is 75 where --limit-seconds ended the call, and 0 where all pairs are there.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS, commit, save_result
+from benchmarks.emulation.paired import mean_and_interval
+from benchmarks.emulation.rungs import BASELINE, LADDERS, RUNGS, Rung
+
+STOPPED = 75
+_MARGIN = 1.2  # of what the longest run took
+# By size: steps, samples of a micro-batch, samples and times of the evaluation, share of the warm-up. With a
+# warm-up of 25 steps 1M became unstable at its end, and pairs scattered by 0.3%; with 100 by 0.01%.
+DEFAULTS = {
+    "tiny": (40, 2, 64, 2, 0.2),
+    "1m": (500, 2, 512, 2, 0.2),
+    "10m": (600, 4, 512, 4, 0.15),
+    "30m": (1000, 4, 512, 4, 0.1),
+    "60m": (1200, 4, 512, 4, 0.1),
+}
+Job = tuple[str, int]  # rung, seed
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line, checked."""
+    parser = argparse.ArgumentParser(
+        prog="convergence.py --emulate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--size", choices=list(DEFAULTS), default="10m", help="parameters")
+    parser.add_argument("--rungs", nargs="+", default=[], help="names from --list")
+    parser.add_argument("--ladder", nargs="+", default=[], choices=list(LADDERS), help="several rungs")
+    parser.add_argument("--pairs", type=int, default=16, help="seeds, from 0 on")
+    parser.add_argument("--processes", type=int, default=1, help="runs side by side on the device")
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--ranks-per-node", type=int, default=2)
+    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--micro-batch-size", type=int)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--min-lr", type=float, default=0.0, help="0 ends runs where noise is least")
+    parser.add_argument("--warmup-fraction", type=float)
+    parser.add_argument("--precision", choices=["bf16", "fp32"], help="default: fp32 on CPUs, bf16 on GPUs")
+    parser.add_argument(
+        "--attention", choices=["auto", "math", "flash"], help="default: flash in bf16 on GPUs"
+    )
+    parser.add_argument("--eval-samples", type=int)
+    parser.add_argument("--evaluations", type=int, help="in the last tenth of the steps")
+    parser.add_argument("--compile", action="store_true", help="compile layers (GPUs)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
+    parser.add_argument("--threads", type=int, default=1, help="of each process on CPUs")
+    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="of this call")
+    parser.add_argument("--name", help="of the result; default emulation_SIZE_DEVICE")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--runs-file", type=Path, help="default build/emulation/NAME.jsonl")
+    parser.add_argument("--list", action="store_true")
+    options = parser.parse_args(argv)
+    for name in options.rungs:
+        if name not in RUNGS:
+            parser.error(f"--rungs {name!r}: not one of {', '.join(RUNGS)}")
+    for flag in ("pairs", "processes", "nodes", "ranks_per_node", "micro_batches"):
+        if getattr(options, flag) < 1:
+            parser.error(f"--{flag.replace('_', '-')} must be at least 1, got {getattr(options, flag)}")
+    names = [*options.rungs, *(name for ladder in options.ladder for name in LADDERS[ladder])]
+    options.rungs = list(dict.fromkeys([BASELINE, *(names or LADDERS["first"])]))
+    return options
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs what is missing and writes the table; returns the exit status."""
+    options = parse(argv)
+    if options.list:
+        print_rungs()
+        return 0
+    started = time.monotonic()
+    options.device = options.device or default_device()
+    options.name = options.name or f"emulation_{options.size}_{options.device}"
+    path = options.runs_file or Path("build") / "emulation" / f"{options.name}.jsonl"
+    settings = run_settings(options)
+    done = read_runs(path, settings)
+    jobs = [(name, seed) for seed in range(options.pairs) for name in options.rungs]
+    missing = [job for job in jobs if job not in done]
+    print(f"{len(jobs) - len(missing)} of {len(jobs)} runs are in {path}", flush=True)
+    finished = True
+    if missing:
+        finished = _run_all(missing, settings, options, path, done, started)
+    figures = summary(RUNGS, done, settings)  # also those of earlier calls
+    written = save_result(options.name, figures, options.output)
+    print(table(figures))
+    print(f"written to {written}")
+    return 0 if finished else STOPPED
+
+
+def default_device() -> str:
+    """A GPU where there is one."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def run_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """What decides the bits of every run, but for its rung and seed."""
+    steps, size, samples, evaluations, warmup = DEFAULTS[options.size]
+    precision = options.precision or ("bf16" if options.device == "cuda" else "fp32")
+    attention = "auto" if options.device == "cpu" else "flash" if precision == "bf16" else "math"
+    return {
+        "size": options.size,
+        "nodes": options.nodes,
+        "ranks_per_node": options.ranks_per_node,
+        "micro_batches": options.micro_batches,
+        "micro_batch_size": options.micro_batch_size or size,
+        "steps": options.steps or steps,
+        "lr": options.lr,
+        "min_lr": options.min_lr,
+        "warmup_fraction": warmup if options.warmup_fraction is None else options.warmup_fraction,
+        "precision": precision,
+        "attention": options.attention or attention,
+        "eval_samples": options.eval_samples or samples,
+        "evaluations": options.evaluations or evaluations,
+        "compile": options.compile,
+    }
+
+
+def key_of(settings: dict[str, Any], rung: Rung, seed: int) -> str:
+    """Names a run by all that decides its bits."""
+    text = json.dumps([settings, dataclasses.asdict(rung), seed], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def read_runs(path: Path, settings: dict[str, Any]) -> dict[Job, dict[str, Any]]:
+    """The finished runs of these settings and of today's rungs. A line that was cut off is removed."""
+    if not path.exists():
+        return {}
+    raw = path.read_bytes()
+    whole = raw[: raw.rfind(b"\n") + 1]
+    if len(whole) < len(raw):
+        os.truncate(path, len(whole))
+    runs = {}
+    for line in whole.splitlines():
+        run = json.loads(line)
+        name, seed = run["rung"], run["seed"]
+        if name in RUNGS and run["key"] == key_of(settings, RUNGS[name], seed):
+            runs[name, seed] = run
+    return runs
+
+
+def summary(
+    names: Iterable[str], done: dict[Job, dict[str, Any]], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Per rung the gaps to the baseline of the same seed, their mean and 95% interval, in percent."""
+    rungs: dict[str, Any] = {}
+    for name in names:
+        seeds = [seed for (rung, seed) in sorted(done) if rung == name and (BASELINE, seed) in done]
+        if not seeds:
+            continue
+        row = {
+            "settings": dataclasses.asdict(RUNGS[name]),
+            "bytes_per_parameter": done[name, seeds[0]]["bytes_per_parameter"],
+            "bytes_per_parameter_in_layers": done[name, seeds[0]]["bytes_per_parameter_in_layers"],
+            "pairs": len(seeds),
+            "losses": {seed: done[name, seed]["loss"] for seed in seeds},
+            "skipped_steps": sum(done[name, seed]["skipped"] for seed in seeds),
+            "seconds": round(sum(done[name, seed]["seconds"] for seed in seeds) / len(seeds), 1),
+        }
+        for label, loss in (("gap", "loss"), ("gap_of_master_weights", "master_loss")):
+            gaps = [100 * (done[name, seed][loss] / done[BASELINE, seed][loss] - 1) for seed in seeds]
+            mean, half_width = mean_and_interval(gaps)
+            row[label] = {
+                "mean_percent": round(mean, 4),
+                "half_width_95_percent": None if half_width is None else round(half_width, 4),
+                "by_seed": [round(gap, 4) for gap in gaps],
+            }
+        rungs[name] = row
+    return {"settings": settings, "rungs": rungs}
+
+
+def table(figures: dict[str, Any]) -> str:
+    """One line per rung."""
+    lines = [
+        "| rung | bytes per parameter, layers | pairs | mean gap, % | 95% ± | least … most |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, row in figures["rungs"].items():
+        gap = row["gap"]
+        half = "" if gap["half_width_95_percent"] is None else f"{gap['half_width_95_percent']:.3f}"
+        spread = f"{min(gap['by_seed']):+.3f} … {max(gap['by_seed']):+.3f}"
+        lines.append(
+            f"| {name} | {row['bytes_per_parameter_in_layers']:.3f} | {row['pairs']} | "
+            f"{gap['mean_percent']:+.3f} | {half} | {spread} |"
+        )
+    return "\n".join(lines)
+
+
+def print_rungs() -> None:
+    """Names, bytes inside layers, and ladders."""
+    for name, rung in RUNGS.items():
+        print(f"{rung.bytes_per_parameter({'mlp': 1}):7.4f}  {name}")
+    for name, rungs in LADDERS.items():
+        print(f"--ladder {name}: {', '.join(rungs)}")
+
+
+def _run_all(
+    missing: list[Job],
+    settings: dict[str, Any],
+    options: argparse.Namespace,
+    path: Path,
+    done: dict[Job, dict[str, Any]],
+    started: float,
+) -> bool:
+    """Runs the missing runs, pair by pair, and keeps each; False where --limit-seconds ended it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("spawn")
+    longest, waiting = 0.0, list(missing)
+    under_way: dict[Future[dict[str, Any]], Job] = {}
+    with ProcessPoolExecutor(options.processes, context, _prepare, (options.device, options.threads)) as pool:
+        while waiting or under_way:
+            left = options.limit_seconds - (time.monotonic() - started)
+            while waiting and len(under_way) < options.processes and left > _MARGIN * longest:
+                job = waiting.pop(0)
+                under_way[pool.submit(_run, settings, job, options.device)] = job
+            if not under_way:
+                return False
+            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                name, seed = under_way.pop(future)
+                run = {"key": key_of(settings, RUNGS[name], seed), "rung": name, "seed": seed}
+                run |= {"commit": commit(), **future.result()}
+                _append(path, run)
+                done[name, seed] = run
+                longest = max(longest, run["seconds"])
+                print(f"{name}, seed {seed}: {run['loss']:.5f} after {run['seconds']} s", flush=True)
+    return True
+
+
+def _append(path: Path, run: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(run) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _prepare(device: str, threads: int) -> None:
+    """Starts a process of the pool."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which torch refuses
+    import torch
+
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    if device == "cuda":
+        torch.cuda.init()
+
+
+def _run(settings: dict[str, Any], job: Job, device: str) -> dict[str, Any]:
+    import torch
+
+    from benchmarks.emulation.emulated_run import RunSettings, train
+    from megatron_zpp.ops.library import load_operations
+
+    name, seed = job
+    operations = load_operations(device, require_kernels=False, say=lambda line: print(line, file=sys.stderr))
+    return train(
+        RunSettings(**settings), RUNGS[name], seed, device=torch.device(device), operations=operations
+    )

@@ -1,0 +1,328 @@
+"""Trains one model as K nodes × L ranks would, in one process: the same codes, blocks and order of sums."""
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.emulation.flat_model import FlatModel
+from benchmarks.emulation.gradients import NodeSum, cross_node_sum
+from benchmarks.emulation.rungs import MLP, Rung
+from benchmarks.emulation.source import HELD_OUT, Source
+from benchmarks.emulation.weights import Difference, weight_exchange
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.optimizer import LearningRateConfig
+from megatron_zpp.model.attention import DotProduct
+from megatron_zpp.ops.adamw import AdamWScalars
+from megatron_zpp.ops.checks import SQUARES_BLOCK
+from megatron_zpp.ops.formats import QuantFormat
+from megatron_zpp.ops.operations import Operations
+from megatron_zpp.train.learning_rate import LearningRate
+
+SHAPES = {  # layers, hidden size, heads, tokens of a sample, vocabulary; parameters by name
+    "tiny": (2, 64, 2, 32, 256),
+    "1m": (4, 128, 4, 64, 1024),
+    "10m": (5, 384, 6, 256, 4096),
+    "30m": (8, 512, 8, 256, 8192),
+    "60m": (8, 768, 12, 256, 8192),
+}
+STREAMS = 1 << 32  # of training data: one for each seed, apart from HELD_OUT
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What all runs of a campaign have in common."""
+
+    size: str = "10m"
+    nodes: int = 2
+    ranks_per_node: int = 2
+    micro_batches: int = 1
+    micro_batch_size: int = 4
+    steps: int = 600
+    lr: float = 1e-3
+    min_lr: float = 0.0
+    warmup_fraction: float = 0.1
+    precision: str = "bf16"
+    attention: str = "math"
+    eval_samples: int = 512
+    evaluations: int = 4  # in the last tenth of the steps: their mean is the final loss
+    compile: bool = False
+
+    @property
+    def samples_per_step(self) -> int:
+        """Over all ranks and micro-batches."""
+        return self.nodes * self.ranks_per_node * self.micro_batches * self.micro_batch_size
+
+    def model(self) -> tuple[ModelConfig, int]:
+        """The shape, without dropout, and the size of the vocabulary."""
+        layers, hidden, heads, tokens, vocab = SHAPES[self.size]
+        config = ModelConfig(
+            num_layers=layers,
+            hidden_size=hidden,
+            num_attention_heads=heads,
+            seq_length=tokens,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        )
+        return config, vocab
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWSettings:
+    """AdamW and clipping, as the engine's OptimizerConfig."""
+
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+
+
+class EmulatedRanks:
+    """The state of all ranks, which agree on all of it but the gradients: one copy serves them."""
+
+    def __init__(
+        self,
+        flat: FlatModel,
+        rung: Rung,
+        *,
+        nodes: int,
+        ranks_per_node: int,
+        operations: Operations,
+        adamw: AdamWSettings,
+        seed: int,
+    ) -> None:
+        self.flat, self._operations, self._adamw = flat, operations, adamw
+        self._nodes, self._local = nodes, ranks_per_node
+        self._exchanges = [
+            (here, weight_exchange(format, rung, operations, flat.master[here], flat.gaps[here]))
+            for format, here in _joined(flat.kinds, rung.weights_of)
+        ]
+        sums = _joined(flat.kinds, rung.gradients_of)
+        self._sums = [
+            (
+                here,
+                cross_node_sum(
+                    format if nodes > 1 else "plain",  # one node has no hop 2
+                    rung,
+                    operations,
+                    flat.counters_of(here),
+                    flat.gaps[here],
+                    seed,
+                ),
+            )
+            for format, here in sums
+        ]
+        coded = [here for format, here in sums if format not in ("plain", "bf16")]
+        hop1 = None if rung.hop1 == "plain" else QuantFormat(rung.hop1, rung.hop1_block)
+        if ranks_per_node == 1:
+            hop1 = None  # nothing to send inside a node
+        self._node_sums = [NodeSum(operations, coded, hop1) for _ in range(nodes)]
+        self._moments = torch.zeros_like(flat.master), torch.zeros_like(flat.master)
+        self._steps = torch.zeros((), device=flat.master.device)
+        self._squares = torch.empty(flat.numel // SQUARES_BLOCK, device=flat.master.device)
+        self.skipped = torch.zeros((), device=flat.master.device)  # steps whose gradient was not finite
+        self._send(early=True, skip=torch.ones_like(self._steps))  # a reference begins as its key frame
+
+    def accumulate(self, micro_batches: Sequence[Tensor]) -> Tensor:
+        """Forward and backward of each rank's (B, T + 1) tokens; returns the mean loss."""
+        model, total = self.flat.model, torch.zeros((), device=self.flat.master.device)
+        model.train()
+        for node, node_sum in enumerate(self._node_sums):
+            for rank in range(self._local):
+                tokens = micro_batches[node * self._local + rank]
+                self.flat.gradient.zero_()
+                loss = model(tokens[:, :-1], tokens[:, 1:])
+                loss.backward()
+                total += loss.detach()
+                node_sum.add(self.flat.gradient)
+            node_sum.end_micro_batch()
+        return total / len(micro_batches)
+
+    def step(
+        self, learning_rate: float, *, iteration: int, micro_batches: int = 1, early: bool = False
+    ) -> None:
+        """Hop 2, AdamW on the mean gradient, and the exchange of the weights."""
+        flat, settings = self.flat, self._adamw
+        nodes = [node_sum.take() for node_sum in self._node_sums]
+        gradient = torch.empty_like(flat.master)
+        for here, cross_node in self._sums:
+            gradient[here] = cross_node.sum([node[here] for node in nodes], iteration)
+        divisor = torch.full_like(self._steps, micro_batches * self._nodes * self._local)
+        self._operations.sum_squares(gradient, self._squares)
+        norm = (self._squares.sum(dtype=torch.float64).sqrt() / divisor).float()
+        skip = 1.0 - torch.isfinite(norm).float()
+        shrink = torch.ones_like(norm)
+        if settings.clip_grad > 0:
+            shrink = torch.clamp((norm + 1e-6) / settings.clip_grad, min=1.0)
+        self._steps += 1 - skip
+        self.skipped += skip
+        powers = [beta ** self._steps.double() for beta in (settings.beta1, settings.beta2)]
+        scalars = AdamWScalars(
+            divisor=divisor * shrink,
+            found_inf=skip,
+            bias_corrections=(1 - torch.stack(powers)).float(),
+            learning_rate=learning_rate,
+            beta1=settings.beta1,
+            beta2=settings.beta2,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+        )
+        moments = self._moments
+        self._operations.adamw(flat.master, gradient, *moments, None, scalars, decayed=flat.decayed)
+        self._send(early=early, skip=skip)
+
+    @torch.no_grad()
+    def evaluate(self, held_out: Tensor, size: int) -> float:
+        """The mean loss of (n, T + 1) tokens, `size` at a time, with the weights that a forward reads."""
+        self.flat.model.eval()
+        losses = [self.flat.model(part[:, :-1], part[:, 1:]) for part in held_out.split(size)]
+        return torch.stack(losses).double().mean().item()
+
+    @torch.no_grad()
+    def evaluate_master(self, held_out: Tensor, size: int) -> float:
+        """The same with the master weights, which a checkpoint has."""
+        sent = self.flat.compute.clone()
+        self.flat.compute.copy_(self.flat.master)
+        loss = self.evaluate(held_out, size)
+        self.flat.compute.copy_(sent)
+        return loss
+
+    @torch.no_grad()
+    def reference_lag(self, before: Tensor) -> float:
+        """rms(w - r) over the rms of the last update, by the weights `before` it; 0 without references.
+
+        Above 2 the exchange falls behind: a unit would need more bits.
+        """
+        lags = [0.0]
+        for here, exchange in self._exchanges:
+            if isinstance(exchange, Difference):
+                master = self.flat.master[here]
+                missing = (master - exchange.reference.float()).norm().item()
+                update = (master - before[here]).norm().item()
+                lags.append(missing / update if update else 0.0)
+        return max(lags)
+
+    def _send(self, *, early: bool, skip: Tensor) -> None:
+        with torch.no_grad():
+            for here, exchange in self._exchanges:
+                exchange.send(self.flat.master[here], self.flat.compute[here], early=early, skip=skip)
+
+
+def train(
+    settings: RunSettings,
+    rung: Rung,
+    seed: int,
+    *,
+    device: torch.device,
+    operations: Operations,
+    progress: Callable[[int, float], None] = lambda step, loss: None,
+) -> dict[str, Any]:
+    """One run: the final loss, that of the master weights, a curve, and what it took.
+
+    Runs of one seed have the same initial weights and the same samples, whatever the rung.
+    """
+    started = time.perf_counter()
+    config, vocab = settings.model()
+    flat = FlatModel(
+        config,
+        vocab,
+        alignment=rung.largest_block,
+        dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[settings.precision],
+        device=device,
+        seed=seed,
+        attention=DotProduct(None if settings.attention == "auto" else settings.attention),
+    )
+    if settings.compile:
+        _compile(flat, settings, config.seq_length, device)
+    ranks = EmulatedRanks(
+        flat,
+        rung,
+        nodes=settings.nodes,
+        ranks_per_node=settings.ranks_per_node,
+        operations=operations,
+        adamw=AdamWSettings(),
+        seed=seed,
+    )
+    per_step = settings.samples_per_step
+    rate = LearningRate.from_config(
+        LearningRateConfig(
+            lr=settings.lr,
+            min_lr=settings.min_lr,
+            lr_decay_style="cosine",
+            lr_warmup_fraction=settings.warmup_fraction,
+        ),
+        samples=settings.steps * per_step,
+        samples_per_iteration=per_step,
+    )
+    source = Source(vocab, config.seq_length + 1)
+    held_out = source.sequences(HELD_OUT, 0, settings.eval_samples).to(device)
+    tokens = source.sequences(STREAMS + seed, 0, settings.steps * per_step).to(device)
+    tokens = tokens.view(
+        settings.steps, settings.micro_batches, -1, settings.micro_batch_size, tokens.shape[1]
+    )
+    evaluated_at = _evaluated_at(settings)
+    early_steps = 2 * int(settings.warmup_fraction * settings.steps)
+    losses = torch.zeros(settings.steps, device=device)
+    curve, lags, finals = [], [], []
+    eval_size = max(settings.micro_batch_size, 16)
+    for step in range(settings.steps):
+        for micro_batches in tokens[step]:
+            losses[step] += ranks.accumulate(micro_batches) / settings.micro_batches
+        reported = (step + 1) % max(1, settings.steps // 20) == 0
+        before = flat.master.clone() if reported else None
+        ranks.step(
+            rate(step * per_step),
+            iteration=step,
+            micro_batches=settings.micro_batches,
+            early=step < early_steps,
+        )
+        if before is not None:
+            lags.append((step + 1, round(ranks.reference_lag(before), 3)))
+            curve.append((step + 1, round(losses[max(0, step - 19) : step + 1].mean().item(), 5)))
+            progress(*curve[-1])
+        if step + 1 in evaluated_at:
+            finals.append(ranks.evaluate(held_out, eval_size))
+    return {
+        "loss": sum(finals) / len(finals),
+        "evaluations": finals,
+        "master_loss": ranks.evaluate_master(held_out, eval_size),
+        "train": curve,
+        "reference_lag": lags,
+        "skipped": int(ranks.skipped.item()),
+        "sha256": hashlib.sha256(flat.master.cpu().numpy().tobytes()).hexdigest()[:16],
+        "bytes_per_parameter": round(rung.bytes_per_parameter(flat.numels), 4),
+        "bytes_per_parameter_in_layers": round(rung.bytes_per_parameter({MLP: 1}), 4),
+        "parameters": sum(flat.numels.values()),
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+
+
+def _joined(kinds: Mapping[str, slice], format_of: Callable[[str], str]) -> list[tuple[str, slice]]:
+    """Formats and their ranges; neighbours of one format are one range, as no block has parts of both."""
+    joined: list[tuple[str, slice]] = []
+    for kind, here in kinds.items():
+        format = format_of(kind)
+        if joined and joined[-1][0] == format:
+            joined[-1] = format, slice(joined[-1][1].start, here.stop)
+        elif here.start < here.stop:
+            joined.append((format, here))
+    return joined
+
+
+def _evaluated_at(settings: RunSettings) -> set[int]:
+    """Steps after which a run is evaluated: the last one, and others before it at equal distances."""
+    distance = max(1, settings.steps // 10 // settings.evaluations)
+    return {settings.steps - distance * index for index in range(settings.evaluations)} - {0}
+
+
+def _compile(flat: FlatModel, settings: RunSettings, tokens: int, device: torch.device) -> None:
+    from megatron_zpp.train.compiling import compile_parts
+
+    torch._dynamo.reset()
+    shape = settings.micro_batch_size, tokens
+    compile_parts(flat.model, shape, lambda line: None, on_gpu=device.type == "cuda")

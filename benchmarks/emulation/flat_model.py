@@ -1,0 +1,133 @@
+"""A GPT whose parameters are views of one flat buffer, sorted by kind: codecs run over ranges of it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.emulation.rungs import ATTENTION, KINDS, MLP, SMALL, TABLES
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.model.attention import DotProduct
+from megatron_zpp.model.gpt import GPT, ModelComponents
+from megatron_zpp.ops.reference_rotation import SIGNS_PER_COUNTER
+from megatron_zpp.zero.build import in_order, layouts_of
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter lies: here, and in the flat buffer of its unit in the engine."""
+
+    name: str
+    module: nn.Module
+    path: str
+    unit: int
+    in_unit: int
+    start: int
+    numel: int
+    shape: torch.Size
+
+
+class FlatModel:
+    """The model and its flat buffers, each of `numel` elements.
+
+    compute     the weights that forward and backward use, which the parameters view
+    gradient    where a backward leaves its gradients, in the format of the compute
+    master      fp32 weights
+    gaps        whether an element belongs to no parameter
+
+    Every parameter begins at a multiple of `alignment`, as in the engine, so blocks hold the same elements as
+    there, whatever the number of ranks; the order of the parameters is another. `kinds` are the ranges.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        vocab_size: int,
+        *,
+        alignment: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+        attention: DotProduct,
+    ) -> None:
+        """Initial weights are those of `seed`, drawn on the CPU whatever the device."""
+        with torch.device("meta"):
+            self.model = GPT(config, vocab_size, parts=ModelComponents(attention=attention))
+        places, self.kinds, self.numel = _placed(self.model, alignment)
+        self.decayed = self.kinds[SMALL].start
+        self.compute = torch.zeros(self.numel, dtype=dtype, device=device)
+        self.gradient = torch.zeros_like(self.compute)
+        self.master = torch.zeros(self.numel, device=device)
+        self.gaps = torch.ones(self.numel, dtype=torch.bool, device=device)
+        self.counters = _counters(places, self.numel, device)
+        self._places = places
+        for place in places:
+            here = slice(place.start, place.start + place.numel)
+            parameter = nn.Parameter(self.compute[here].view(place.shape))
+            parameter.grad = self.gradient[here].view(place.shape)
+            setattr(place.module, place.path, parameter)
+            self.gaps[here] = False
+            drawn = torch.empty(place.shape)
+            self.model.initialize_parameter(place.name, drawn, seed)
+            self.master[here].view(place.shape).copy_(drawn)
+
+    @property
+    def numels(self) -> dict[str, int]:
+        """Parameters by kind, gaps not counted."""
+        return {kind: int((~self.gaps[here]).sum()) for kind, here in self.kinds.items()}
+
+    def counters_of(self, here: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Philox's counter words of a range."""
+        first, last = here.start // SIGNS_PER_COUNTER, here.stop // SIGNS_PER_COUNTER
+        low, high, unit = self.counters
+        return low[first:last], high[first:last], unit[first:last]
+
+    def by_name(self, flat: Tensor) -> dict[str, Tensor]:
+        """The parts of a flat buffer by parameter."""
+        return {
+            place.name: flat[place.start : place.start + place.numel].view(place.shape)
+            for place in self._places
+        }
+
+
+def _placed(model: GPT, alignment: int) -> tuple[list[_Place], dict[str, slice], int]:
+    """Where the parameters lie, the ranges of the kinds, and the elements of a flat buffer."""
+    units = model.units()
+    layouts = layouts_of(units, 1, alignment, alignment)
+    found: dict[str, list[tuple[str, nn.Module, int, int]]] = {kind: [] for kind in KINDS}
+    for index, ((unit, module), layout) in enumerate(zip(units, layouts, strict=True)):
+        for (path, _), offset in zip(in_order(module), layout.offsets, strict=False):
+            name = f"{unit}.{path}"
+            found[_kind(name, model.get_parameter(name))].append((name, module, index, offset))
+    places, kinds, start = [], {}, 0
+    for kind in KINDS:
+        begin = start
+        for name, _, index, offset in found[kind]:
+            parameter = model.get_parameter(name)
+            owner, _, leaf = name.rpartition(".")
+            numel = parameter.numel()
+            module = model.get_submodule(owner)
+            places.append(_Place(name, module, leaf, index, offset, start, numel, parameter.shape))
+            start += -(-numel // alignment) * alignment
+        kinds[kind] = slice(begin, start)
+    return places, kinds, start
+
+
+def _kind(name: str, parameter: nn.Parameter) -> str:
+    if parameter.dim() < 2:
+        return SMALL
+    if not name.startswith("layers."):
+        return TABLES
+    return ATTENTION if ".attention." in name else MLP
+
+
+def _counters(places: list[_Place], numel: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Philox's counter words (low, high, unit), (numel / 128,) int64 each, of each element in the engine."""
+    index = torch.zeros(numel // SIGNS_PER_COUNTER, dtype=torch.int64)
+    unit = torch.zeros_like(index)
+    for place in places:
+        first = place.start // SIGNS_PER_COUNTER
+        count = -(-place.numel // SIGNS_PER_COUNTER)
+        index[first : first + count] = place.in_unit // SIGNS_PER_COUNTER + torch.arange(count)
+        unit[first : first + count] = place.unit
+    return (index & 0xFFFFFFFF).to(device), (index >> 32).to(device), unit.to(device)

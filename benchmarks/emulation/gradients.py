@@ -1,0 +1,170 @@
+"""The sum of gradients over nodes × ranks, by the format in which they travel.
+
+Hop 1 sums the ranks of a node in their order into fp32, and the micro-batches of a step in theirs. Hop 2
+sends each node's sum once per step, and the owners sum what the nodes sent in the order of the nodes.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from benchmarks.emulation.rungs import Rung
+from megatron_zpp.ops.formats import QuantFormat
+from megatron_zpp.ops.lloyd_max import decoded
+from megatron_zpp.ops.operations import Operations
+from megatron_zpp.ops.reference_rotation import encode_rotated, random_signs, rotate, rotate_back
+
+Counters = tuple[Tensor, Tensor, Tensor]
+
+
+class NodeSum:
+    """Hop 1 of one node: what its ranks made, summed into an fp32 buffer (n,)."""
+
+    def __init__(self, operations: Operations, coded: Sequence[slice], format: QuantFormat | None) -> None:
+        """Gradients travel in `format` in the ranges `coded`, and as they are elsewhere; None: everywhere."""
+        self._operations, self._format = operations, format
+        self._coded = coded if format is not None else []
+        self._messages: list[list[Tensor]] = [[] for _ in self._coded]
+        self._ranks: Tensor | None = None
+        self.total: Tensor | None = None
+
+    def add(self, gradient: Tensor) -> None:
+        """Takes the gradient (n,) of the next rank; the caller may overwrite it."""
+        for here, messages in zip(self._coded, self._messages, strict=True):
+            messages.append(_message(self._operations, self._format, gradient[here]))
+        if self._ranks is None:
+            self._ranks = gradient.to(torch.float32, copy=True)
+        else:
+            self._ranks += gradient
+
+    def end_micro_batch(self) -> None:
+        """All ranks of the node were added."""
+        for here, messages in zip(self._coded, self._messages, strict=True):
+            summed = torch.empty_like(self._ranks[here])
+            self._operations.sum_into(torch.cat(messages), summed, self._format)
+            self._ranks[here] = summed
+            messages.clear()
+        self.total = self._ranks if self.total is None else self.total + self._ranks
+        self._ranks = None
+
+    def take(self) -> Tensor:
+        """The sum of the step, after which the next one begins."""
+        total, self.total = self.total, None
+        return total
+
+
+class CrossNodeSum(Protocol):
+    """Hop 2 of a range."""
+
+    def sum(self, nodes: Sequence[Tensor], iteration: int) -> Tensor:
+        """The sum (n,) fp32 of what arrives of each node's sum (n,) fp32."""
+
+
+class PlainSum:
+    """Sums as they are, or rounded to 16 bits first."""
+
+    def __init__(self, *, rounded: bool) -> None:
+        self._rounded = rounded
+
+    def sum(self, nodes: Sequence[Tensor], iteration: int) -> Tensor:
+        """See CrossNodeSum."""
+        return _ordered([node.bfloat16().float() if self._rounded else node for node in nodes])
+
+
+class Codes:
+    """The engine's block codes (qgZ), with error feedback or without."""
+
+    def __init__(self, operations: Operations, format: QuantFormat, *, feedback: bool) -> None:
+        self._operations, self._format, self._errors = operations, format, [] if feedback else None
+
+    def sum(self, nodes: Sequence[Tensor], iteration: int) -> Tensor:
+        """See CrossNodeSum."""
+        values = nodes if self._errors is None else _with_errors(nodes, self._errors)
+        messages = torch.cat([_message(self._operations, self._format, value) for value in values])
+        if self._errors is not None:
+            for value, message, error in zip(values, messages, self._errors, strict=True):
+                arrived = torch.empty(1, len(value), device=value.device)
+                self._operations.dequantize(message[None], arrived, self._format)
+                error.copy_(value - arrived[0])
+        total = torch.empty_like(nodes[0])
+        self._operations.sum_into(messages, total, self._format)
+        return total
+
+
+class Rotated:
+    """Lloyd-Max codes of rotated blocks: the codes of all nodes are summed, and rotated back once."""
+
+    def __init__(self, bits: int, rung: Rung, counters: Counters, gaps: Tensor, seed: int) -> None:
+        """`counters` and `gaps` are those of the range."""
+        self._bits, self._rung, self._counters, self._seed = bits, rung, counters, seed
+        self._gaps = gaps if gaps.any() else None
+        self._errors: list[Tensor] | None = [] if rung.gradient_feedback else None
+
+    def sum(self, nodes: Sequence[Tensor], iteration: int) -> Tensor:
+        """See CrossNodeSum."""
+        values = nodes if self._errors is None else _with_errors(nodes, self._errors)
+        shared = None if self._rung.signs_per_node else self._signs(iteration, self._seed)
+        rotated, exact = [], []
+        for node, value in enumerate(values):
+            signs = self._signs(iteration, self._seed + node) if shared is None else shared
+            x = value.view(-1, self._rung.gradient_block)
+            x, kept = self._without_outliers(x)
+            codes, stored = encode_rotated(
+                rotate(x, signs), self._bits, unbiased=not self._rung.least_squares
+            )
+            arrived = decoded(codes, stored, self._bits)
+            if self._errors is not None:
+                lost = (x - rotate_back(arrived, signs)).view(-1)
+                self._errors[node].copy_(lost if self._gaps is None else lost.masked_fill(self._gaps, 0.0))
+            rotated.append(arrived if shared is not None else rotate_back(arrived, signs))
+            exact.append(kept)
+        total = _ordered(rotated) if shared is None else rotate_back(_ordered(rotated), shared)
+        if exact[0] is not None:
+            total = _ordered([total, *exact])
+        total = total.reshape(-1)
+        return total if self._gaps is None else total.masked_fill(self._gaps, 0.0)
+
+    def _signs(self, iteration: int, seed: int) -> Tensor:
+        return random_signs(self._counters, seed, iteration).view(-1, self._rung.gradient_block)
+
+    def _without_outliers(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """x (K, B) without the largest numbers of each block, and those in 16 bits, else zeros (K, B)."""
+        if not self._rung.gradient_outliers:
+            return x, None
+        place = x.abs().topk(self._rung.gradient_outliers, dim=1).indices
+        kept = torch.zeros_like(x).scatter(1, place, x.gather(1, place).bfloat16().float())
+        return x.scatter(1, place, 0.0), kept
+
+
+def cross_node_sum(
+    format: str, rung: Rung, operations: Operations, counters: Counters, gaps: Tensor, seed: int
+) -> CrossNodeSum:
+    """Hop 2 of a range with these counters and gaps."""
+    if format in ("plain", "bf16"):
+        return PlainSum(rounded=format == "bf16")
+    if format.startswith("int"):
+        quant_format = QuantFormat(format, rung.gradient_block)
+        return Codes(operations, quant_format, feedback=rung.gradient_feedback)
+    return Rotated(int(format[-1]), rung, counters, gaps, seed)
+
+
+def _with_errors(nodes: Sequence[Tensor], errors: list[Tensor]) -> list[Tensor]:
+    """Each node's sum and what it owes; the first time it owes nothing."""
+    if not errors:
+        errors += [torch.zeros_like(node, dtype=torch.bfloat16) for node in nodes]
+    return [node + error for node, error in zip(nodes, errors, strict=True)]
+
+
+def _message(operations: Operations, format: QuantFormat, values: Tensor) -> Tensor:
+    message = torch.empty(1, format.message_bytes(len(values)), dtype=torch.uint8, device=values.device)
+    operations.quantize(values[None], message, format)
+    return message
+
+
+def _ordered(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total

@@ -1,0 +1,125 @@
+"""Weight differences in plain torch: the oracle of difference-and-encode and of decode-and-add-and-cast.
+
+The weights w of an owner and the reference r that all ranks of its group hold (SDP4Bit, 2410.15526, section
+3.1, codes the same differences). Per block, with every operation rounded to fp32 on its own:
+
+    d = w - r                   r widened to fp32 where it is bf16
+    s = bf16(rms(d))            rms = power · sqrt(sum(z²) / B), where d = z · power (`lloyd_max.normalised`)
+    q: the level nearest d / s  |d| against the fp32 products boundary · s
+    r = r + s · level[q]        the product is rounded, then the sum: no fused multiply-add
+
+A bf16 reference takes that fp32 sum rounded to nearest even. A block with scale 0 leaves r as it is, bit for
+bit. NaN and Inf in d make the scale NaN, and the block of r NaN. The owner changes its reference by the same
+function as every receiver, so all references keep equal bits, and what a code missed stays in w - r.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.ops.lloyd_max import (
+    LloydMaxFormat,
+    coded,
+    decoded,
+    nearest_codes,
+    normalised,
+    ordered_sum,
+    read_message,
+    stored_scales,
+    write_message,
+)
+
+TILE = 1 << 20  # elements at a time, so that scratch memory does not grow with the tensors
+_REFERENCES = (torch.float32, torch.bfloat16)
+
+
+def quantize_difference(
+    weights: Tensor, reference: Tensor, message: Tensor, bits: int, block: int, skip: Tensor | None = None
+) -> None:
+    """Encodes `weights` (n,) fp32 less `reference` (n,) into `message`, and applies it to `reference`.
+
+    `reference` is fp32 or bf16, `message` (message_bytes(n),) uint8. Where `skip` () is not 0 all scales are
+    0, so nothing changes. Raises ValueError unless n is whole blocks and all sizes agree.
+    """
+    format = _checked("quantize_difference", reference, message, bits, block)
+    if weights.shape != reference.shape or weights.dtype != torch.float32:
+        raise ValueError(
+            f"quantize_difference: weights must be float32 of shape {tuple(reference.shape)}, "
+            f"got {weights.dtype} {tuple(weights.shape)}"
+        )
+    encoded = [
+        encode_difference(weights[here].view(-1, block), reference[here].view(-1, block), bits)
+        for here in _tiles(len(reference))
+    ]
+    codes = torch.cat([part for part, _ in encoded]) if encoded else reference.new_empty(0, block).byte()
+    stored = torch.cat([part for _, part in encoded]) if encoded else codes.new_empty(0).bfloat16()
+    if skip is not None:
+        stored = torch.where(skip != 0, torch.zeros_like(stored), stored)
+    write_message(message, codes, stored, format)
+    add_difference(message, reference, None, bits, block)
+
+
+def add_difference(
+    message: Tensor,
+    reference: Tensor,
+    output: Tensor | None,
+    bits: int,
+    block: int,
+    gaps: Iterable[range] = (),
+) -> None:
+    """Applies a message to `reference` (n,) once; `output` (n,), if given, gets the result in its format.
+
+    `output` is fp32, bf16 or fp16, nearest even. `gaps` are elements that belong to no parameter: no level is
+    zero, so a block with gaps would write noise into them, and they are zeroed afterwards. Raises ValueError
+    as `quantize_difference`.
+    """
+    format = _checked("add_difference", reference, message, bits, block)
+    codes, stored = read_message(message, len(reference), format)
+    for here in _tiles(len(reference)):
+        blocks = slice(here.start // block, here.stop // block)
+        old = reference[here].view(-1, block)
+        reference[here] = moved_reference(old, codes[blocks], stored[blocks], bits).view(-1)
+    for gap in gaps:
+        reference[gap.start : gap.stop] = 0
+    if output is not None:
+        output.copy_(reference)
+
+
+def encode_difference(weights: Tensor, reference: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Codes (K, B) uint8 and scales (K,) bf16 of fp32 weights (K, B) less a reference (K, B)."""
+    difference = weights - reference.float()
+    z, power, finite, usable = normalised(difference)
+    stored = stored_scales(power * root_mean_square(z), finite, usable)
+    return coded(nearest_codes(difference, stored.float(), bits), stored)
+
+
+def moved_reference(reference: Tensor, codes: Tensor, stored: Tensor, bits: int) -> Tensor:
+    """The reference (K, B) in its own format after codes (K, B) with scales (K,)."""
+    total = reference.float() + decoded(codes, stored, bits)
+    return torch.where((stored == 0)[:, None], reference, total.to(reference.dtype))
+
+
+def root_mean_square(z: Tensor) -> Tensor:
+    """Of fp32 blocks (K, B), the sum in `ordered_sum`'s order; the root is the nearest fp32 number."""
+    mean = ordered_sum(z * z) * (1.0 / z.shape[1])  # exact: B is a power of two
+    return mean.double().sqrt().float()
+
+
+def _checked(op: str, reference: Tensor, message: Tensor, bits: int, block: int) -> LloydMaxFormat:
+    format = LloydMaxFormat(bits, block)
+    if reference.dim() != 1 or len(reference) % block or reference.dtype not in _REFERENCES:
+        raise ValueError(
+            f"{op}: reference must be float32 or bfloat16 of shape (n,), n a multiple of {block}, "
+            f"got {reference.dtype} {tuple(reference.shape)}"
+        )
+    size = format.message_bytes(len(reference))
+    if message.dtype != torch.uint8 or message.shape != (size,):
+        raise ValueError(
+            f"{op}: message must be uint8 of shape {(size,)}, got {message.dtype} {tuple(message.shape)}"
+        )
+    return format
+
+
+def _tiles(numel: int) -> list[slice]:
+    return [slice(start, min(start + TILE, numel)) for start in range(0, numel, TILE)]

@@ -1,0 +1,196 @@
+"""Rotated gradients in plain torch: the oracle of rotate-and-encode and of the sum of rotated codes.
+
+y = H · D · x / sqrt(R): D is a diagonal of random signs, equal on all senders of a sum, and H the Hadamard
+matrix of R = min(B, 256) elements, which spreads an outlier over all of them. Per run of R elements, with
+every operation rounded to fp32 on its own:
+
+    x · D                       exact
+    butterflies                 for h = 1, 2, 4 … R / 2: elements i (bit h clear) and i + h become their sum
+                                and their difference
+    · 1 / sqrt(R)               one product; exact for R = 256
+    q: the level nearest y / rms(y) of the block of B elements; |y| against boundary · rms in fp32
+    s = bf16(power · (sum(z²) / sum(z · level[q])))     y = z · power (`lloyd_max.normalised`)
+
+The scale is ‖y‖² / ⟨y, c⟩, with which a decoded block is nearly unbiased over the signs (DRIVE, 2105.08339,
+section 4; EDEN, 2108.08842, section 3). Sums run in `lloyd_max.ordered_sum`'s order. A block of zeros has
+scale 0. A block with a NaN, an Inf or a butterfly that overflows has a NaN scale and arrives as NaN.
+
+The receiver decodes, sums in the order of the senders, applies the butterflies and the factor, and then D:
+once for all senders. H and D mix the elements of a run, so gaps between parameters are zeroed afterwards.
+
+Signs are bits of Philox4x32-7 with the key `seed` and the counter (e // 128, low and high 32 bits; unit;
+iteration): the sign of element e of a unit is negative where bit e % 32 of word e % 128 // 32 is set.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.ops.lloyd_max import (
+    LloydMaxFormat,
+    coded,
+    decoded,
+    levels_of,
+    nearest_codes,
+    normalised,
+    ordered_sum,
+    read_message,
+    stored_scales,
+    write_message,
+)
+from megatron_zpp.ops.philox import philox
+from megatron_zpp.ops.reference_difference import root_mean_square
+
+TILE = 1 << 20  # elements at a time, so that scratch memory does not grow with the tensors
+SIGNS_PER_COUNTER = 128
+WIDEST_ROTATION = 256
+_LOW_32 = 0xFFFFFFFF
+# The fp32 numbers nearest 1 / sqrt(R).
+_FACTORS = {32: 0.17677669, 64: 0.125, 128: 0.088388346, 256: 0.0625}
+
+
+def quantize_rotated(
+    input: Tensor,
+    message: Tensor,
+    bits: int,
+    block: int,
+    seed: int,
+    unit: int,
+    iteration: int,
+    first: int = 0,
+) -> None:
+    """Rotates `input` (n,) fp32, bf16 or fp16 and encodes it into `message` (message_bytes(n),) uint8.
+
+    `first`, a multiple of 128, is the element of the unit that `input` begins with. Raises ValueError unless
+    n is whole blocks and the sizes agree.
+    """
+    format = _checked("quantize_rotated", input, message, bits, block, first)
+    codes, stored = [], []
+    for here in _tiles(len(input)):
+        x = input[here].float().view(-1, block)
+        signs = _signs_like(x, first + here.start, seed, unit, iteration)
+        part, scale = encode_rotated(rotate(x, signs), bits)
+        codes.append(part)
+        stored.append(scale)
+    if codes:
+        write_message(message, torch.cat(codes), torch.cat(stored), format)
+
+
+def sum_rotated(
+    messages: Sequence[Tensor] | Tensor,
+    shard: Tensor,
+    bits: int,
+    block: int,
+    seed: int,
+    unit: int,
+    iteration: int,
+    first: int = 0,
+    *,
+    add: bool = False,
+    gaps: Iterable[range] = (),
+) -> None:
+    """Sums `messages` (P, message_bytes(n)) in order, rotates back once, and puts the sum into `shard` (n,).
+
+    `shard` is fp32; with `add` the sum is added to it. `gaps` are elements of the sum that belong to no
+    parameter, and are zeroed before they are put or added. Raises ValueError as `quantize_rotated`.
+    """
+    format = _checked("sum_rotated", shard, messages[0], bits, block, first)
+    read = [read_message(message, len(shard), format) for message in messages]
+    result = torch.empty_like(shard)
+    for here in _tiles(len(shard)):
+        blocks = slice(here.start // block, here.stop // block)
+        total = None
+        for codes, stored in read:
+            value = decoded(codes[blocks], stored[blocks], bits)
+            total = value if total is None else total + value
+        signs = _signs_like(total, first + here.start, seed, unit, iteration)
+        result[here] = rotate_back(total, signs).view(-1)
+    for gap in gaps:
+        result[gap.start : gap.stop] = 0
+    shard.copy_(shard + result if add else result)
+
+
+def counters(first: int, numel: int, unit: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Counter words (low, high, unit), (numel / 128,) int64 each, of `numel` elements from `first` on."""
+    index = first // SIGNS_PER_COUNTER + torch.arange(-(-numel // SIGNS_PER_COUNTER))
+    return index & _LOW_32, index >> 32, torch.full_like(index, unit)
+
+
+def random_signs(counter: tuple[Tensor, Tensor, Tensor], seed: int, iteration: int) -> Tensor:
+    """The signs (128 · counters,) fp32, each 1 or -1, of elements with these counter words."""
+    low, high, unit = counter
+    words = philox(
+        (low, high, unit, torch.full_like(low, iteration & _LOW_32)), (seed & _LOW_32, seed >> 32 & _LOW_32)
+    )
+    by_byte = torch.stack(words, dim=1).view(torch.uint8).view(-1, 8)[:, :4]  # the low 32 bits, lowest first
+    return _signs_of_bytes(low.device)[by_byte.reshape(-1).int()].view(-1)
+
+
+def _signs_of_bytes(device: torch.device) -> Tensor:
+    """The eight signs (256, 8) fp32 that the bits of each byte stand for, the lowest bit first."""
+    bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
+    return 1.0 - 2.0 * bits
+
+
+def rotate(x: Tensor, signs: Tensor) -> Tensor:
+    """y (K, B) of fp32 blocks x (K, B) and signs (K, B)."""
+    return butterflies(x * signs)
+
+
+def rotate_back(y: Tensor, signs: Tensor) -> Tensor:
+    """The inverse of `rotate`, but for rounding."""
+    return butterflies(y) * signs
+
+
+def butterflies(x: Tensor) -> Tensor:
+    """Each run of R elements of x (K, B) times the Hadamard matrix / sqrt(R)."""
+    width, shape = min(x.shape[-1], WIDEST_ROTATION), x.shape
+    h = 1
+    while h < width:
+        a, b = x.reshape(-1, 2, h).unbind(1)
+        x = torch.empty_like(x).view(-1, 2, h)
+        torch.add(a, b, out=x[:, 0])
+        torch.sub(a, b, out=x[:, 1])
+        h *= 2
+    return x.reshape(shape) * _FACTORS[width]
+
+
+def encode_rotated(y: Tensor, bits: int, *, unbiased: bool = True) -> tuple[Tensor, Tensor]:
+    """Codes (K, B) uint8 and scales (K,) bf16 of rotated fp32 blocks (K, B).
+
+    With `unbiased` False the scale is ⟨y, c⟩ / ⟨c, c⟩, with which the error is smallest.
+    """
+    z, power, finite, usable = normalised(y)
+    codes = nearest_codes(z, root_mean_square(z), bits)
+    levels = levels_of(codes, bits)
+    aligned = ordered_sum(z * levels)
+    ratio = ordered_sum(z * z) / aligned if unbiased else aligned / ordered_sum(levels * levels)
+    return coded(codes, stored_scales(power * ratio.where(usable, 0.0), finite, usable))
+
+
+def _signs_like(x: Tensor, first: int, seed: int, unit: int, iteration: int) -> Tensor:
+    """The signs of blocks x (K, B) that begin with element `first` of the unit."""
+    signs = random_signs(counters(first, x.numel(), unit), seed, iteration)
+    return signs[: x.numel()].to(x.device).view(x.shape)
+
+
+def _checked(op: str, flat: Tensor, message: Tensor, bits: int, block: int, first: int) -> LloydMaxFormat:
+    format = LloydMaxFormat(bits, block)
+    if flat.dim() != 1 or len(flat) % block or not flat.dtype.is_floating_point:
+        raise ValueError(
+            f"{op}: numbers must be floats of shape (n,), n a multiple of {block}, "
+            f"got {flat.dtype} {tuple(flat.shape)}"
+        )
+    if first % SIGNS_PER_COUNTER:
+        raise ValueError(f"{op}: first must be a multiple of {SIGNS_PER_COUNTER}, got {first}")
+    size = format.message_bytes(len(flat))
+    if message.dtype != torch.uint8 or message.shape != (size,):
+        raise ValueError(
+            f"{op}: a message must be uint8 of shape {(size,)}, got {message.dtype} {tuple(message.shape)}"
+        )
+    return format
+
+
+def _tiles(numel: int) -> list[slice]:
+    return [slice(start, min(start + TILE, numel)) for start in range(0, numel, TILE)]

@@ -1,0 +1,317 @@
+"""The emulator of benchmarks/convergence.py --emulate against real ranks, bit for bit."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.emulation import campaign
+from benchmarks.emulation.emulated_run import AdamWSettings, EmulatedRanks, RunSettings, train
+from benchmarks.emulation.flat_model import FlatModel
+from benchmarks.emulation.paired import mean_and_interval, t_quantile
+from benchmarks.emulation.rungs import RUNGS, Rung
+from benchmarks.emulation.source import CHUNK, Source
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.model.attention import DotProduct
+from megatron_zpp.ops.lloyd_max import LloydMaxFormat
+from megatron_zpp.ops.reference_difference import quantize_difference
+from megatron_zpp.ops.reference_rotation import quantize_rotated, sum_rotated
+from megatron_zpp.zero.build import in_order, layouts_of
+from tests.zero.engines import engine_of, weights_of
+from tests.zero.quantizing import operations
+from tests.zero.ranks import on_ranks
+
+VOCAB, SEED = 101, 3
+MODEL = ModelConfig(  # nothing divides: not by ranks, not by blocks
+    num_layers=3, hidden_size=36, num_attention_heads=3, seq_length=10, hidden_dropout=0, attention_dropout=0
+)
+ALL_ON = {
+    "zero_stage": 3,
+    "zero_quantized_weights": True,
+    "zero_quantized_gradients": True,
+    "zero_hpz_partition_size": "auto",
+}
+RATES = (1e-2, 3e-2, 1e-2, 5e-3)
+Case = tuple[str, bool, float, int]  # rung, bf16, clipping, nodes
+CASES: list[Case] = [
+    (name, bf16, clip, nodes)
+    for name, clip in (("today", 1.0), ("baseline", 0.0))
+    for bf16 in (False, True)
+    for nodes in (1, 2, 4)
+    # Plain bf16 gradients cross 2 × 2 in one hop, in the order of the ranks: other sums than two hops give.
+    if name == "today" or not bf16 or nodes != 2
+]
+
+
+def batches(step: int, ranks: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return list(torch.randint(VOCAB, (ranks, 2, 11), generator=generator))
+
+
+def digests(weights: dict[str, torch.Tensor]) -> dict[str, str]:
+    return {
+        name: hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+        for name, tensor in weights.items()
+    }
+
+
+def with_engine(started: Topology, cases: list[Case]) -> list[dict[str, str]]:
+    """Digests of the final weights of each case, on real ranks."""
+    torch.set_num_threads(1)
+    rank, world = started.rank, started.world_size
+    results = []
+    for name, bf16, clip, nodes in cases:
+        topology = Topology(rank, world, rank % (world // nodes), world // nodes)
+        zero = dict(ALL_ON) if name == "today" else {"zero_stage": 3}
+        if world == nodes:
+            zero.pop(
+                "zero_hpz_partition_size", None
+            )  # nodes of one rank keep whole weights: no other numbers
+        engine = engine_of(
+            MODEL,
+            VOCAB,
+            zero=ZeroConfig(**zero),
+            optimizer=OptimizerConfig(weight_decay=0.1, adam_beta2=0.95, clip_grad=clip),
+            precision=PrecisionConfig(bf16=bf16),
+            topology=topology,
+            operations=operations(),
+            seed=SEED,
+        )
+        for step, learning_rate in enumerate(RATES):
+            engine.accumulate(batches(step, world)[rank], index=0, micro_batches=1)
+            engine.step(learning_rate)
+        results.append(digests(weights_of(engine)))
+        engine.close()
+    return results
+
+
+def emulated(case: Case, ranks: int) -> dict[str, str]:
+    name, bf16, clip, nodes = case
+    flat = small_flat(RUNGS[name], torch.bfloat16 if bf16 else torch.float32)
+    state = emulated_ranks(flat, RUNGS[name], nodes=nodes, ranks_per_node=ranks // nodes, clip_grad=clip)
+    for step, learning_rate in enumerate(RATES):
+        state.accumulate(batches(step, ranks))
+        state.step(learning_rate, iteration=step)
+    assert not flat.master[flat.gaps].any()
+    return digests(flat.by_name(flat.master))
+
+
+def emulated_ranks(
+    flat: FlatModel, rung: Rung, *, nodes: int = 2, ranks_per_node: int = 2, clip_grad: float = 1.0
+) -> EmulatedRanks:
+    return EmulatedRanks(
+        flat,
+        rung,
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        operations=operations(),
+        adamw=AdamWSettings(clip_grad=clip_grad),
+        seed=SEED,
+    )
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_final_weights_are_those_of_real_ranks() -> None:
+    """All-on ZeRO++ as it is today, and plain stage 3, on 1 × 4, 2 × 2 and 4 × 1, in fp32 and bf16."""
+    first, *others = on_ranks(4, with_engine, CASES)
+    assert all(other == first for other in others)
+    different = [case for case, real in zip(CASES, first, strict=True) if emulated(case, 4) != real]
+    assert not different
+
+
+def small_flat(rung: Rung, dtype: torch.dtype = torch.float32) -> FlatModel:
+    return FlatModel(
+        MODEL,
+        VOCAB,
+        alignment=rung.largest_block,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        seed=SEED,
+        attention=DotProduct(),
+    )
+
+
+@pytest.mark.parametrize("name", list(RUNGS))
+def test_every_rung_trains_and_keeps_gaps_zero(name: str) -> None:
+    flat = small_flat(RUNGS[name])
+    state = emulated_ranks(flat, RUNGS[name])
+    for step in range(3):
+        for _ in range(2):
+            loss = state.accumulate(batches(step, 4))
+        state.step(1e-2, iteration=step, micro_batches=2, early=step == 0)
+    assert loss < 4.7  # the logarithm of the vocabulary is 4.62
+    assert state.skipped == 0
+    for buffer in (flat.master, flat.compute, *state._moments):
+        assert buffer.isfinite().all()
+        assert not buffer[flat.gaps].any()
+
+
+@pytest.mark.parametrize("rung", ["delta4 rotated3", "today", "rotated3 feedback"])
+def test_a_step_that_is_not_finite_changes_nothing(rung: str) -> None:
+    flat = small_flat(RUNGS[rung])
+    state = emulated_ranks(flat, RUNGS[rung])
+    state.accumulate(batches(0, 4))
+    state.step(1e-2, iteration=0)
+    before = flat.master.clone(), flat.compute.clone()
+    state.accumulate(batches(1, 4))
+    state._node_sums[1].total[5] = float("nan")
+    state.step(1e-2, iteration=1)
+    assert state.skipped == 1
+    assert torch.equal(flat.master, before[0])
+    assert torch.equal(flat.compute, before[1])
+
+
+def test_differences_are_those_of_the_oracle() -> None:
+    """The emulator's reference moves as by messages, and compute gets the reference in its own format."""
+    rung = RUNGS["delta3"]
+    flat = small_flat(rung, torch.bfloat16)
+    state = emulated_ranks(flat, rung)
+    here = slice(flat.kinds["attention"].start, flat.kinds["mlp"].stop)
+    reference = flat.master[here].bfloat16().float()
+    assert torch.equal(flat.compute[here], reference.bfloat16())
+    for step in range(2):
+        state.accumulate(batches(step, 4))
+        state.step(1e-2, iteration=step)
+        message = torch.empty(LloydMaxFormat(3, 256).message_bytes(len(reference)), dtype=torch.uint8)
+        quantize_difference(flat.master[here], reference, message, 3, 256)
+        reference[flat.gaps[here]] = 0
+        assert torch.equal(flat.compute[here], reference.bfloat16())
+
+
+def test_rotated_codes_are_those_of_the_oracle_in_the_engines_layout() -> None:
+    """Signs belong to (unit, element of its flat buffer), whatever the order of parameters here."""
+    rung = RUNGS["rotated4 tables4"]
+    flat = small_flat(rung)
+    state = emulated_ranks(flat, rung)
+    nodes = [torch.randn(flat.numel, generator=torch.Generator().manual_seed(node)) for node in range(2)]
+    for node in nodes:
+        node[flat.gaps] = 0
+    coded = slice(0, flat.kinds["tables"].stop)
+    ((here, cross_node),) = [pair for pair in state._sums if pair[0] == coded]
+    arrived = torch.zeros(flat.numel)
+    arrived[here] = cross_node.sum([node[here] for node in nodes], 7)
+    by_name, sent = flat.by_name(arrived), [flat.by_name(node) for node in nodes]
+    units = flat.model.units()
+    for index, ((unit, module), layout) in enumerate(zip(units, layouts_of(units, 1, 256, 256), strict=True)):
+        names = [f"{unit}.{path}" for path, parameter in in_order(module) if parameter.dim() > 1]
+        if not names:
+            continue
+        n = layout.offsets[len(names)]
+        messages = torch.empty(2, LloydMaxFormat(4, 256).message_bytes(n), dtype=torch.uint8)
+        for node, message in zip(sent, messages, strict=True):
+            whole = torch.zeros(n)
+            for name, offset in zip(names, layout.offsets, strict=False):
+                whole[offset : offset + node[name].numel()] = node[name].flatten()
+            quantize_rotated(whole, message, 4, 256, SEED, index, 7)
+        total = torch.empty(n)
+        sum_rotated(messages, total, 4, 256, SEED, index, 7)
+        for name, offset in zip(names, layout.offsets, strict=False):
+            expected = total[offset : offset + by_name[name].numel()]
+            assert torch.equal(by_name[name].flatten(), expected), name
+
+
+def test_equal_runs_end_with_equal_bits() -> None:
+    settings = RunSettings(
+        size="tiny", steps=6, micro_batch_size=1, precision="fp32", attention="auto", eval_samples=8
+    )
+    first, again, other = (
+        train(settings, RUNGS["delta2 rotated3"], seed, device=torch.device("cpu"), operations=operations())
+        for seed in (0, 0, 1)
+    )
+    assert first["sha256"] == again["sha256"] != other["sha256"]
+    assert first["loss"] == again["loss"]
+    assert [step for step, lag in first["reference_lag"] if 0.05 < lag < 2] == [2, 3, 4, 5, 6]
+    assert first["bytes_per_parameter_in_layers"] == 0.6406
+
+
+def test_the_language_is_drawn_anywhere_alike() -> None:
+    source = Source(64, 20)
+    whole = source.sequences(5, 0, CHUNK + 40)
+    assert whole.shape == (CHUNK + 40, 20)
+    assert (whole.min(), whole.max() < 64) == (0, True)
+    assert torch.equal(Source(64, 20).sequences(5, CHUNK - 3, 10), whole[CHUNK - 3 : CHUNK + 7])
+    assert not torch.equal(source.sequences(6, 0, 40), whole[:40])
+    assert len({tuple(row) for row in whole.tolist()}) == len(whole)  # no sample twice
+
+
+def test_bytes_of_rungs() -> None:
+    layers = {"mlp": 1}
+    today = {"attention": 4, "mlp": 8, "tables": 1, "small": 0}
+    assert RUNGS["today"].bytes_per_parameter(today) == pytest.approx(1 + 2 / 256 + 0.5 + 2 / 128)
+    assert RUNGS["delta4 rotated4"].bytes_per_parameter(layers) == 1.015625
+    assert RUNGS["delta2 rotated3"].bytes_per_parameter(layers) == 0.640625
+    assert RUNGS["delta2 outliers1"].bytes_per_parameter(layers) == 0.25 + 5 / 256 + 4
+    assert RUNGS["baseline"].bytes_per_parameter(layers) == 6
+    with pytest.raises(ValueError, match=r"weights must be one of .*, got delta5"):
+        Rung(weights="delta5")
+
+
+def test_intervals_against_tables_of_the_t_distribution() -> None:
+    for freedom, quantile in ((1, 12.7062), (2, 4.3027), (15, 2.1314), (63, 1.9983), (1000, 1.9623)):
+        assert t_quantile(freedom, 0.975) == pytest.approx(quantile, abs=1e-4)
+    assert mean_and_interval([2.0]) == (2.0, None)
+    mean, half_width = mean_and_interval([1.0, 2.0, 3.0, 4.0])
+    assert (mean, half_width) == (2.5, pytest.approx(3.1824 * 1.2910 / 2, abs=1e-3))
+
+
+@pytest.fixture
+def fake_runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The jobs that were run, in a thread: their losses follow from rung and seed."""
+    jobs: list[tuple[str, int]] = []
+
+    def run(settings: dict[str, object], job: tuple[str, int], device: str) -> dict[str, object]:
+        jobs.append(job)
+        loss = (1.001 if job[0] == "delta4" else 1.0) * (4 + job[1])
+        bytes_ = {"bytes_per_parameter": 1.0, "bytes_per_parameter_in_layers": 1.0}
+        return {"loss": loss, "master_loss": loss, "seconds": 0.0, "skipped": 0, **bytes_}
+
+    monkeypatch.setattr(campaign, "_run", run)
+    monkeypatch.setattr(campaign, "ProcessPoolExecutor", lambda count, *_: ThreadPoolExecutor(count))
+    return jobs
+
+
+def test_a_campaign_resumes_where_it_was(
+    tmp_path: Path, fake_runs: list[tuple[str, int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "runs.jsonl"
+    arguments = ["--size", "tiny", "--rungs", "delta4", "--device", "cpu", "--output", str(tmp_path)]
+    arguments += ["--runs-file", str(path)]
+    assert campaign.main([*arguments, "--pairs", "2", "--limit-seconds", "0"]) == campaign.STOPPED
+    assert not fake_runs
+    assert campaign.main([*arguments, "--pairs", "2"]) == 0
+    assert fake_runs == [("baseline", 0), ("delta4", 0), ("baseline", 1), ("delta4", 1)]
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-20])  # killed while it wrote the last line
+    fake_runs.clear()
+    assert campaign.main([*arguments, "--pairs", "3", "--processes", "2"]) == 0
+    assert sorted(fake_runs) == [("baseline", 2), ("delta4", 1), ("delta4", 2)]
+    gap = json.loads((tmp_path / "emulation_tiny_cpu.json").read_text())["figures"]["rungs"]["delta4"]
+    assert gap["gap"] == {"mean_percent": 0.1, "half_width_95_percent": 0.0, "by_seed": [0.1] * 3}
+    assert "| delta4 | 1.000 | 3 | +0.100 | 0.000 | +0.100 … +0.100 |" in capsys.readouterr().out
+    fake_runs.clear()
+    assert campaign.main([*arguments, "--pairs", "1", "--steps", "7"]) == 0  # other settings, other runs
+    assert len(fake_runs) == 2
+
+
+def test_bad_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["--rungs", "delta5"], "--rungs 'delta5': not one of baseline"),
+        (["--pairs", "0"], "--pairs must be at least 1, got 0"),
+    ):
+        with pytest.raises(SystemExit):
+            campaign.parse(arguments)
+        assert message in capsys.readouterr().err
