@@ -164,9 +164,8 @@ def weighted_prefixes(flag: str, entries: tuple[str, ...]) -> tuple[tuple[float 
     numbers = [_number(entry) for entry in entries]
     if all(number is None for number in numbers):
         return tuple((None, prefix) for prefix in entries)
-    weights, prefixes = numbers[::2], numbers[1::2]
-    alternating = len(weights) == len(prefixes) and None not in weights and set(prefixes) == {None}
-    if not alternating:
+    weights = [number for number in numbers[::2] if number is not None]
+    if 2 * len(weights) != len(entries) or any(number is not None for number in numbers[1::2]):
         raise option_error(flag, entries, "must be prefixes alone, or a weight before each prefix")
     for weight, shown in zip(weights, entries[::2], strict=True):
         if not (0 < weight < math.inf):

@@ -81,7 +81,7 @@ def _constant(name: str) -> float:
 
 def _check_values(flag: str, path: str, value: dict[str, Any]) -> None:
     """Numbers are finite and objects are not nested without end; without recursion, which would have one."""
-    rest = [("", value, 1)]
+    rest: list[tuple[str, dict[str, Any] | list[Any], int]] = [("", value, 1)]
     while rest:
         place, container, depth = rest.pop()
         if depth > DEEPEST:

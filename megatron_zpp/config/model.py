@@ -30,17 +30,18 @@ class ModelConfig(Options):
     model_preset: ModelPreset | None = option(
         None, "A published shape; flags beside it override single values."
     )
-    num_layers: int | None = option(None, "Transformer layers.", at_least=1, at_most=10_000)
-    hidden_size: int | None = option(None, "Width of the residual stream.", at_least=1, at_most=_WIDEST)
-    num_attention_heads: int | None = option(None, "Attention heads.", at_least=1, at_most=_WIDEST)
-    seq_length: int | None = option(None, "Tokens a sample.", at_least=1, at_most=2**31 - 1)
-    max_position_embeddings: int | None = option(
+    # `int` with None as its default: `check` fills the field or refuses to go without it.
+    num_layers: int = option(None, "Transformer layers.", at_least=1, at_most=10_000)
+    hidden_size: int = option(None, "Width of the residual stream.", at_least=1, at_most=_WIDEST)
+    num_attention_heads: int = option(None, "Attention heads.", at_least=1, at_most=_WIDEST)
+    seq_length: int = option(None, "Tokens per sample.", at_least=1, at_most=2**31 - 1)
+    max_position_embeddings: int = option(
         None, "Rows of the position table; default --seq-length.", at_least=1, at_most=2**31 - 1
     )
-    ffn_hidden_size: int | None = option(
+    ffn_hidden_size: int = option(
         None, "Width inside the MLP; default 4 × --hidden-size.", at_least=1, at_most=4 * _WIDEST
     )
-    kv_channels: int | None = option(
+    kv_channels: int = option(
         None,
         "Width of one head; default --hidden-size / --num-attention-heads.",
         at_least=1,

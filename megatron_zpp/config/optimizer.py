@@ -28,7 +28,7 @@ class OptimizerConfig(Options):
 class LearningRateConfig(Options):
     """learning rate: a schedule over samples"""
 
-    lr: float | None = option(None, "Peak learning rate.", above=0)
+    lr: float = option(None, "Peak learning rate.", above=0)
     min_lr: float = option(0.0, "Floor of the decay.", at_least=0)
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
         "linear", "Shape of the decay after warm-up."

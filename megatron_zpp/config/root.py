@@ -89,19 +89,19 @@ class Config:
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> "Config":
         """The inverse of `to_json`; raises ValueError for what this version does not know."""
-        parts = {}
+        parts: dict[str, Any] = {}
         for name, part in typing.get_type_hints(cls).items():
             hints, values = typing.get_type_hints(part), saved.get(name, {})
             if not isinstance(values, dict):
-                raise ValueError(f"saved configuration: {name} is no object")
-            parts[name] = {}
+                raise ValueError(f"saved configuration: {name} is not an object")
+            settings = {}
             for key, value in values.items():
                 if key not in hints:
                     raise ValueError(f"saved configuration: {name}.{key} is not a setting of this version")
-                parts[name][key] = tuple(value) if isinstance(value, list) else value
-                if not fits(parts[name][key], hints[key]):
+                settings[key] = tuple(value) if isinstance(value, list) else value
+                if not fits(settings[key], hints[key]):
                     raise ValueError(f"saved configuration: {name}.{key} cannot be {value!r}")
-            parts[name] = part(**parts[name])
+            parts[name] = part(**settings)
         return cls(**parts)
 
 

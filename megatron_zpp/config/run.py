@@ -16,7 +16,7 @@ HUGGINGFACE = "hf:"  # begins a --load that names a directory of Hugging Face's
 class TrainingConfig(Options):
     """training: batch and length"""
 
-    micro_batch_size: int | None = option(
+    micro_batch_size: int = option(
         None, "Samples of one forward and backward on one rank.", at_least=1, at_most=_LARGEST_BATCH
     )
     global_batch_size: int | None = option(
@@ -154,13 +154,13 @@ class CheckpointConfig(Options):
                 "--keep-every", self.keep_every, "needs --keep-last K; without it all are kept"
             )
         if self.load is None:
-            given = {
+            needs_load = {
                 "--ckpt-step": self.ckpt_step,
                 "--no-load-optim": not self.load_optim,
                 "--finetune": self.finetune,
                 "--exit-on-missing-checkpoint": self.exit_on_missing_checkpoint,
             }
-            for flag, value in given.items():
+            for flag, value in needs_load.items():
                 if value:
                     raise option_error(flag, "(given)" if value is True else value, "needs --load DIRECTORY")
 

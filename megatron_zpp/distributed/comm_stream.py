@@ -138,6 +138,7 @@ class CommStream:
 
     def barrier(self) -> None:
         """What the ranks did on this stream so far is done before this one goes on; where there are rooms."""
+        assert self._barrier_buffers is not None, "peer_buffers makes them"
         received, sent = self._barrier_buffers
         dist.all_to_all_single(received, sent, group=self._group, async_op=True).wait()
 

@@ -73,7 +73,7 @@ def rendezvous(
         make_room(os.getppid(), topology.world_size, say)
     if topology.rank == 0 and not launcher_keeps_store:
         make_room(os.getpid(), topology.world_size, say)
-        store, own = _host(address, port, found, topology), found[0][4][0]
+        store, own = _host(address, port, found, topology), str(found[0][4][0])
     else:
         own = _reach(address, port, topology, deadline, say)
         store = _join(address, port, deadline)
@@ -193,9 +193,9 @@ def _exchange_addresses(
     if store.add(f"claims/{rank}", 1) > 1:
         other = _parse_rank_address(store.get(f"here/{rank}"))
         both = " and ".join(f"process {one.process} on {one.host}" for one in (other, rank_address))
-        problem = f"is taken by {both}; give every process its own"
-        store.set("roll", json.dumps(f"RANK {rank}: {problem}"))
-        raise option_error("RANK", rank, problem)
+        fix = f"is taken by {both}; give every process its own"
+        store.set("roll", json.dumps(f"RANK {rank}: {fix}"))
+        raise option_error("RANK", rank, fix)
     store.set(f"here/{rank}", text)
     store.add("here", 1)
     if rank == 0:
