@@ -192,7 +192,7 @@ def _write_peers(memory: SymmetricMemory, device: torch.device) -> None:
 @contextmanager
 def _patience_of(group: dist.ProcessGroup) -> Iterator[None]:
     store = dist.distributed_c10d._get_process_group_store(group)
-    before = store.timeout
+    before = store.timeout  # type: ignore[attr-defined]  # missing from torch's stubs
     store.set_timeout(timedelta(seconds=_PATIENCE))
     try:
         yield

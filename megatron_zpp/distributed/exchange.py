@@ -31,7 +31,8 @@ class Exchange:
 
     def __init__(self, store: dist.Store, topology: Topology, timeout: timedelta, purpose: str) -> None:
         self.topology, self.timeout, self._purpose = topology, timeout, purpose
-        self._store = store.clone()  # a store's call keeps other threads of the same one waiting
+        # A connection of its own: a call on a store blocks all other threads that use the same connection.
+        self._store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
         self._reports: dist.Store | None = None  # a connection of its own, where `progress` is slow enough
         self._reported = time.monotonic()
         self._every = min(_REPORT_EVERY, timeout.total_seconds() / 8)

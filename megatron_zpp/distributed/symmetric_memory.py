@@ -46,7 +46,8 @@ class SymmetricMemory:
 
     def __init__(self, ranks: Sequence[int], device: torch.device, timeout: timedelta | None) -> None:
         options = dist.ProcessGroupNCCL.Options()
-        options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
+        zero_cta = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]  # not in stubs
+        options.config.cta_policy = zero_cta  # type: ignore[attr-defined]  # missing from torch's stubs
         if timeout is not None:
             options._timeout = timeout  # torch warns where this and new_group's differ
         self.group = dist.new_group(
