@@ -137,7 +137,7 @@ def check_flags(named: NamedDirectory, theirs: ModelConfig, flags: ModelConfig) 
     untied = theirs.untie_embeddings_and_output_weights
     if flags.untie_embeddings_and_output_weights != untied:
         given, does, fix = (
-            ("(not given)", "does not tie", "give it") if untied else ("(given)", "ties", "leave it out")
+            ("(not given)", "does not tie", "give it") if untied else ("(given)", "ties", "omit it")
         )
         raise option_error(
             "--untie-embeddings-and-output-weights",
