@@ -121,7 +121,7 @@ OPTIMIZER = [
         "--fp8 --bf16 --kv-channels 3", "--kv-channels 3 × --num-attention-heads 2: is 6; must be a multiple"
     ),
     bad("--fp8 --bf16 --seq-length 30", "--micro-batch-size 4 × --seq-length 30: is 120; must be a multiple"),
-    Case("--compile-cache-dir kernels", "--compile-cache-dir kernels: nothing is compiled on a cpu unless"),
+    Case("--compile-cache-dir kernels", "--compile-cache-dir kernels: nothing is compiled on a cpu without"),
     bad(
         "--no-compile --compile-cache-dir kernels",
         "--compile-cache-dir kernels: --no-compile compiles nothing",
