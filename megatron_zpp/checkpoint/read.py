@@ -199,9 +199,10 @@ def load_checkpoint(
             engine.load_optimizer_steps(reader.state["optimizer_steps"])
             engine.loss_scale.load_state(reader.state["loss_scale"])
             engine.summed_gradients = reader.state.get("summed_gradients", 1)
-            for index, unit in enumerate(engine.units if engine.feeds_back else ()):
-                rank, numel = engine.topology.rank, unit.error.numel()
-                unit.error.copy_(reader.error(rank, index, numel)) if fits else unit.error.zero_()
+            for index, unit in enumerate(engine.units):
+                if (error := unit.error) is not None:
+                    rank, numel = engine.topology.rank, error.numel()
+                    error.copy_(reader.error(rank, index, numel)) if fits else error.zero_()
         reader.check_rest(engine.topology.rank, engine.topology.world_size)
         return Progress.from_json(reader.state["progress"]), fits or not engine.feeds_back
 

@@ -44,6 +44,7 @@ class Snapshot:
 
     def wait(self) -> dict[str, Tensor]:
         """The copies, when they are made."""
+        assert self._on_cpu is not None, "take comes first"
         self._on_cpu.result()
         if self._on_gpu is not None:
             self._on_gpu.synchronize()

@@ -72,10 +72,9 @@ def shards_of(engine: ZeroEngine, *, with_optimizer: bool) -> dict[str, Tensor]:
 
 
 def errors_of(engine: ZeroEngine) -> dict[str, Tensor]:
-    """This rank's buffers of error feedback by name, which a backward changes; none without it."""
-    if not engine.feeds_back:
-        return {}
-    return {tensor_name(ERROR, index): unit.error for index, unit in enumerate(engine.units)}
+    """This rank's error-feedback buffers by name, which a backward changes; empty without error feedback."""
+    errors = {tensor_name(ERROR, index): unit.error for index, unit in enumerate(engine.units)}
+    return {name: error for name, error in errors.items() if error is not None}
 
 
 def describe_state(

@@ -1,1 +1,1 @@
-"""Command line to frozen settings. `config.root` is the whole; each other file is one part of it."""
+"""Command line to frozen settings: `config.root` is the whole configuration, other files are its parts."""

@@ -1,4 +1,4 @@
-"""What every program here shares: an error is one line on stderr, a broken pipe and Ctrl-C are quiet."""
+"""How every program ends: an error is one line on stderr; a broken pipe and Ctrl-C print no traceback."""
 
 import os
 import sys
@@ -11,10 +11,10 @@ INTERRUPTED = 130  # the shell's status for a program stopped by Ctrl-C
 
 
 def run_tool(prog: str, main: Callable[[], None]) -> None:
-    """Runs `main` and exits: 0 done, 1 an error said in one line, 2 a bad command line, 130 interrupted.
+    """Run `main`; exit with 1 after an error, 2 for a bad command line, 130 if interrupted.
 
-    Only what a person can mend (ValueError, OSError and a missing package) is shortened to its message;
-    anything else is a bug of ours and keeps its traceback.
+    Errors that the user can fix (ValueError, OSError, a missing package) are shortened to one line. Any other
+    exception is a bug and keeps its traceback.
     """
     try:
         main()
@@ -23,7 +23,7 @@ def run_tool(prog: str, main: Callable[[], None]) -> None:
         print(f"{prog}: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left; so do we
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails again
         sys.exit(0)
     except UsageError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
@@ -36,7 +36,7 @@ def run_tool(prog: str, main: Callable[[], None]) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """The error's message on a single line, with its type where the message alone would say little."""
+    """Return the error's message on a single line, with its type unless the error is a ValueError."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     message = " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""Whether torch.compile makes kernels for this model, and where they are kept."""
+"""Whether layers are compiled with torch.compile, and where compiled kernels are cached."""
 
 import importlib.util
 import os
@@ -11,37 +11,40 @@ from megatron_zpp.config.options import Options, option, option_error
 
 @dataclass(frozen=True, kw_only=True)
 class CompilationConfig(Options):
-    """compilation: kernels made for this model"""
+    """compilation: torch.compile on layers"""
 
     compile: bool | None = option(
-        None, "Let torch.compile fuse what layers do between matrix products; default on GPUs."
+        None,
+        "Fuse the operations between the matrix products of a layer with torch.compile; default: on with "
+        "GPUs. Costs compile time at the start.",
     )
     compile_cache_dir: str | None = option(
         None,
-        "Where its kernels are kept for later runs; default TORCHINDUCTOR_CACHE_DIR, else torch_compile "
-        "beside our own kernels.",
+        "Cache of compiled kernels for later runs; default TORCHINDUCTOR_CACHE_DIR, else torch_compile "
+        "beside this program's own kernels.",
         metavar="DIR",
     )
 
     def check(self) -> None:
-        """What is not made is not kept."""
+        """Refuse a cache where nothing is compiled."""
         if self.compile is False and self.compile_cache_dir is not None:
-            raise option_error("--compile-cache-dir", self.compile_cache_dir, "--no-compile makes no kernels")
+            fix = "--no-compile compiles nothing; omit one of them"
+            raise option_error("--compile-cache-dir", self.compile_cache_dir, fix)
 
     def wanted(self, device: str, *, apex: bool) -> bool:
-        """Whether layers are to be compiled on `device`; `apex` says that --fused-backend asks for that.
+        """Return whether to compile layers on `device`; `apex`: --fused-backend apex was given.
 
         Raises ValueError for settings that contradict each other.
         """
         if apex and self.compile:
-            fix = "torch.compile makes LayerNorm part of what it fuses; leave out --fused-backend apex"
+            fix = "torch.compile fuses LayerNorm itself; omit --fused-backend apex"
             raise option_error("--compile", "(given)", fix)
         return device == "cuda" and not apex if self.compile is None else self.compile
 
 
 @dataclass(frozen=True)
 class Compilation:
-    """What --compile comes to on a device; `missing` is what there would have to be."""
+    """Whether layers are compiled on a device; `missing`: what would have to be installed, if anything."""
 
     wanted: bool
     missing: str | None
@@ -50,13 +53,13 @@ class Compilation:
 def resolve_compilation(
     config: CompilationConfig, device: str, environ: Mapping[str, str], *, apex: bool
 ) -> Compilation:
-    """What --compile means here, on `device` ("cpu" or "cuda"), where torch.compile needs another compiler.
+    """Return what --compile means on `device` ("cpu" or "cuda") with the compilers that are installed.
 
-    Raises ValueError when it is asked for and cannot serve.
+    Raises ValueError if compilation was requested and is impossible.
     """
     if not config.wanted(device, apex=apex):
         if config.compile_cache_dir is not None:
-            fix = f"nothing is compiled on a {device} unless --compile says so"
+            fix = f"nothing is compiled on a {device} without --compile; add --compile or omit this flag"
             raise option_error("--compile-cache-dir", config.compile_cache_dir, fix)
         return Compilation(False, None)
     missing = _missing(device, environ)
@@ -66,7 +69,10 @@ def resolve_compilation(
 
 
 def _missing(device: str, environ: Mapping[str, str]) -> str | None:
-    """What torch.compile needs beside torch: Triton builds a small C module a kernel, CPU kernels are C++."""
+    """Return the requirement of torch.compile that is missing, or None.
+
+    Triton builds a small C module per kernel; CPU kernels are C++.
+    """
     language, variable, names = (
         ("C", "CC", ("cc", "gcc", "clang")) if device == "cuda" else ("C++", "CXX", ("g++", "clang++"))
     )
@@ -76,5 +82,6 @@ def _missing(device: str, environ: Mapping[str, str]) -> str | None:
     if not any(
         shutil.which(name, path=environ.get("PATH", os.defpath)) for name in ([given] if given else names)
     ):
-        return f"a {language} compiler: {given or ' or '.join(names)} is not there; {variable} names another"
+        found = given or " or ".join(names)
+        return f"a {language} compiler: {found} is not installed; {variable} names another"
     return None

@@ -1,4 +1,4 @@
-"""Whose fused LayerNorm and Adam a run uses: NVIDIA apex or torch."""
+"""Which library provides LayerNorm and AdamW: NVIDIA apex or torch."""
 
 import importlib.util
 from typing import Literal
@@ -7,23 +7,22 @@ from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.zero import ZeroConfig
 
-# NVIDIA's apex has these once it is built with --cpp_ext --cuda_ext; PyPI's package named "apex" has neither.
+# NVIDIA's apex has these if built with --cpp_ext --cuda_ext; the package "apex" on PyPI is something else.
 _APEX_MODULES = ("apex", "amp_C", "fused_layer_norm_cuda")
 
 
 def resolve_fused_backend(
     optimizer: OptimizerConfig, zero: ZeroConfig, device: str, *, compiles: bool
 ) -> Literal["apex", "torch"]:
-    """What --fused-backend means on `device` ("cpu" or "cuda"), with the optimizer there or offloaded.
+    """Return what --fused-backend means on `device` ("cpu" or "cuda").
 
-    Compiled layers have torch's LayerNorm.
-
-    Raises ValueError when apex cannot serve, and for an offload from the CPU to the CPU.
+    `compiles`: layers are compiled, so LayerNorm is torch's. Raises ValueError if apex is requested and
+    cannot be used, and for --zero-offload-optimizer without a GPU.
     """
     requested, offload = optimizer.fused_backend, zero.zero_offload_optimizer
     if offload and device != "cuda":
         raise option_error(
-            "--zero-offload-optimizer", "(given)", "the states are in CPU memory already; leave it out"
+            "--zero-offload-optimizer", "(given)", "the states are in CPU memory already; omit it"
         )
     if offload and requested == "apex":
         raise option_error(
@@ -38,6 +37,6 @@ def resolve_fused_backend(
         raise option_error(
             "--fused-backend",
             "apex",
-            f"module {missing[0]} is not installed; README.md, 'NVIDIA apex', says how to build it",
+            f"module {missing[0]} is not installed; README.md, 'NVIDIA apex', shows how to build it",
         )
     return "apex" if requested == "apex" else "torch"

@@ -1,4 +1,4 @@
-"""Reads a JSON object that a person wrote; what is wrong with it is said with the flag, file and place."""
+"""Reads a JSON object that a person wrote; errors name the flag, the file and the position."""
 
 import json
 import math
@@ -7,12 +7,12 @@ from typing import Any
 from megatron_zpp.config.options import option_error
 from megatron_zpp.storage.regular import open_stream
 
-LARGEST_FILE = 1 << 20  # bytes; settings are a page of text
-DEEPEST = 20
+LARGEST_FILE = 1 << 20  # bytes; a file of settings has a few thousand
+DEEPEST = 20  # levels of nesting
 
 
 def read_json_object(flag: str, path: str) -> dict[str, Any]:
-    """The object in a file. Raises ValueError that names `flag`, `path` and the place of what is wrong."""
+    """Return the object in a file. Raises ValueError naming `flag`, `path` and the position of the error."""
     try:
         value = json.loads(
             _text(flag, path), object_pairs_hook=_without_duplicates, parse_int=_int, parse_constant=_constant
@@ -29,19 +29,19 @@ def read_json_object(flag: str, path: str) -> dict[str, Any]:
     except ValueError as error:
         raise option_error(flag, path, str(error)) from None
     if not isinstance(value, dict):
-        raise option_error(flag, path, "holds no JSON object; must be one, {…}")
+        raise option_error(flag, path, "must hold a JSON object, {…}")
     _check_values(flag, path, value)
     return value
 
 
 def shown(value: Any) -> str:
-    """A JSON value as it stands in the file, on one line, in ASCII and cut to a readable length."""
+    """Return a JSON value as one line of ASCII, cut to 58 characters."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
 def shown_key(path: str) -> str:
-    """The path of a key, as it is where that can be printed."""
+    """Return the path of a key, escaped if it cannot be printed."""
     return path if path.isascii() and path.isprintable() and 0 < len(path) <= 100 else shown(path)
 
 
@@ -54,7 +54,7 @@ def _text(flag: str, path: str) -> str:
     except ValueError as error:
         raise option_error(flag, shown(path), f"cannot be read ({error}); name a JSON file") from None
     if len(content) > LARGEST_FILE:
-        raise option_error(flag, path, f"is longer than {LARGEST_FILE} bytes; name a JSON file of settings")
+        raise option_error(flag, path, f"is longer than {LARGEST_FILE:,} bytes; name a JSON file of settings")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -65,13 +65,13 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
-            raise ValueError(f"the key {shown(key)} stands twice in one object; remove one")
+            raise ValueError(f"the key {shown(key)} appears twice in one object; remove one")
         values[key] = value
     return values
 
 
 def _int(digits: str) -> int | float:
-    """Python refuses to read, and takes long over, thousands of digits; as a float they are infinite."""
+    """Parse long integers as floats: Python is slow with thousands of digits and refuses more."""
     return int(digits) if len(digits) < 40 else float(digits)
 
 
@@ -80,8 +80,8 @@ def _constant(name: str) -> float:
 
 
 def _check_values(flag: str, path: str, value: dict[str, Any]) -> None:
-    """Numbers are finite and objects are not nested without end; without recursion, which would have one."""
-    rest = [("", value, 1)]
+    """Refuse numbers that are not finite and deep nesting; a loop, because recursion has a limit itself."""
+    rest: list[tuple[str, dict[str, Any] | list[Any], int]] = [("", value, 1)]
     while rest:
         place, container, depth = rest.pop()
         if depth > DEEPEST:

@@ -1,4 +1,4 @@
-"""The shape of the transformer, its regularisation, and what is recomputed instead of stored."""
+"""The transformer: shape, regularisation, attention kernel, and activation recomputation."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,9 +18,12 @@ _SHAPES = {  # layers, hidden size, attention heads, sequence length
     "175b": (96, 12288, 96, 2048),
 }
 
-_WIDEST = 2**20  # beyond any model: a slip of the keyboard is refused before it is built
+_WIDEST = 2**20  # more than any model has, so that a typing error is refused before memory is allocated
 
 ModelPreset = Literal["gpt2-125m", "345m", "760m", "1.3b", "2.7b", "6.7b", "13b", "18b", "175b"]
+AttentionBackend = Literal[
+    "auto", "math", "efficient", "flash", "cudnn", "flash3", "fused", "unfused", "local"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,39 +31,43 @@ class ModelConfig(Options):
     """model: the shape of the transformer"""
 
     model_preset: ModelPreset | None = option(
-        None, "A published shape; flags beside it override single values."
+        None, "A published model shape; other flags override its values."
     )
-    num_layers: int | None = option(None, "Transformer layers.", at_least=1, at_most=10_000)
-    hidden_size: int | None = option(None, "Width of the residual stream.", at_least=1, at_most=_WIDEST)
-    num_attention_heads: int | None = option(None, "Attention heads.", at_least=1, at_most=_WIDEST)
-    seq_length: int | None = option(None, "Tokens a sample.", at_least=1, at_most=2**31 - 1)
-    max_position_embeddings: int | None = option(
-        None, "Rows of the position table; default --seq-length.", at_least=1, at_most=2**31 - 1
+    # An `int` whose default is None is either filled by `check` or required.
+    num_layers: int = option(None, "Transformer layers.", at_least=1, at_most=10_000)
+    hidden_size: int = option(None, "Width of the residual stream.", at_least=1, at_most=_WIDEST)
+    num_attention_heads: int = option(None, "Attention heads.", at_least=1, at_most=_WIDEST)
+    seq_length: int = option(None, "Tokens per sample.", at_least=1, at_most=2**31 - 1)
+    max_position_embeddings: int = option(
+        None, "Rows of the position embedding; default --seq-length.", at_least=1, at_most=2**31 - 1
     )
-    ffn_hidden_size: int | None = option(
-        None, "Width inside the MLP; default 4 × --hidden-size.", at_least=1, at_most=4 * _WIDEST
+    ffn_hidden_size: int = option(
+        None, "Inner width of the MLP; default 4 × --hidden-size.", at_least=1, at_most=4 * _WIDEST
     )
-    kv_channels: int | None = option(
+    kv_channels: int = option(
         None,
-        "Width of one head; default --hidden-size / --num-attention-heads.",
+        "Width of an attention head; default --hidden-size / --num-attention-heads.",
         at_least=1,
         at_most=_WIDEST,
     )
     make_vocab_size_divisible_by: int = option(
-        128, "The vocabulary is padded to a multiple of this.", at_least=1, at_most=_WIDEST
+        128, "Pad the vocabulary to a multiple of this.", at_least=1, at_most=_WIDEST
     )
     norm_epsilon: float = option(1e-5, "Added to the variance in LayerNorm.", above=0)
     untie_embeddings_and_output_weights: bool = option(
-        False, "Give the output layer weights of its own instead of the token embedding's."
+        False, "Give the output layer separate weights instead of sharing the token embedding's."
     )
     init_method_std: float = option(
-        0.02, "Standard deviation of the initial weights; residual outputs get it / √(2 × layers).", above=0
+        0.02,
+        "Standard deviation of initial weights; divided by √(2 × layers) where a matrix writes to the "
+        "residual stream.",
+        above=0,
     )
     attention_dropout: float = option(0.1, "Dropout probability of attention weights.", at_least=0, below=1)
     hidden_dropout: float = option(0.1, "Dropout probability of hidden states.", at_least=0, below=1)
 
     def check(self) -> None:
-        """Fills what a preset or another field implies, then refuses shapes that cannot be built."""
+        """Fill fields that a preset or another field implies, then refuse shapes that cannot be built."""
         if self.model_preset:
             names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
             for name, value in zip(names, _SHAPES[self.model_preset], strict=True):
@@ -69,7 +76,7 @@ class ModelConfig(Options):
             if getattr(self, name) is None:
                 flag = "--" + name.replace("_", "-")
                 raise option_error(
-                    flag, "(not given)", f"give it, or a --model-preset of {', '.join(_SHAPES)}"
+                    flag, "(not given)", f"give it, or --model-preset with one of {', '.join(_SHAPES)}"
                 )
         self._fill("max_position_embeddings", self.seq_length)
         self._fill("ffn_hidden_size", 4 * self.hidden_size)
@@ -88,36 +95,54 @@ class ModelConfig(Options):
             )
 
     def padded_vocab_size(self, vocab_size: int) -> int:
-        """Rows of the token embedding: `vocab_size` rounded up to --make-vocab-size-divisible-by."""
+        """Return `vocab_size` rounded up to --make-vocab-size-divisible-by: rows of the token embedding."""
         multiple = self.make_vocab_size_divisible_by
         return -(-vocab_size // multiple) * multiple
 
     def _fill(self, name: str, value: Any) -> None:
         if getattr(self, name) is None:
-            object.__setattr__(self, name, value)  # frozen from here on: __post_init__ is still running
+            object.__setattr__(self, name, value)  # __post_init__ is running: nobody has seen the old value
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig(Options):
+    """attention: which kernel computes it"""
+
+    attention_backend: AttentionBackend = option(
+        "auto",
+        "Attention kernel. auto: the fastest for device, number format and masks. math, efficient, flash and "
+        "cudnn: torch's. flash3: FlashAttention-3's package flash_attn_interface. fused: Megatron-LM's name "
+        "for cudnn; unfused, local: its names for math. A named kernel that cannot be used is an error.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeConfig(Options):
-    """recomputation: activations computed again in backward instead of stored"""
+    """recomputation: compute activations again in backward instead of storing them"""
 
     recompute_activations: bool = option(False, "Short for --recompute-granularity selective.")
     recompute_granularity: Literal["full", "selective"] | None = option(
-        None, "full: whole layers; selective: attention scores only."
+        None,
+        "What backward computes again. full: whole layers, about a third more compute; selective: attention "
+        "scores only.",
     )
     recompute_method: Literal["uniform", "block"] | None = option(
         None,
-        "full only. uniform: every chunk of --recompute-num-layers layers; block: the first so many layers.",
+        "full only. uniform: all layers, in chunks of --recompute-num-layers, of which only the input is "
+        "stored; block: only the first --recompute-num-layers layers, each by itself.",
     )
     recompute_num_layers: int | None = option(
-        None, "full only. Layers of a chunk (uniform) or layers recomputed (block).", at_least=1
+        None,
+        "full only. uniform: layers per chunk; block: layers that are recomputed. Default 1.",
+        at_least=1,
     )
     recompute_offload: bool = option(
-        False, "full only. Keep what recomputation starts from in CPU memory; GPUs only."
+        False,
+        "full only. Keep the stored inputs in CPU memory; needs GPUs. Costs a copy to the CPU and back.",
     )
 
     def check(self) -> None:
-        """--recompute-activations resolves to selective; the others belong to full."""
+        """Resolve --recompute-activations to selective; refuse the flags of full without full."""
         if self.recompute_activations:
             if self.recompute_granularity == "full":
                 raise option_error(
@@ -140,6 +165,6 @@ class RecomputeConfig(Options):
             raise option_error("--recompute-offload", "(given)", "needs --recompute-granularity full")
 
     def check_device(self, device: str) -> None:
-        """Raises ValueError where there is no memory but the CPU's to keep activations in."""
+        """Raise ValueError for --recompute-offload on a device without memory of its own."""
         if self.recompute_offload and device != "cuda":
             raise option_error("--recompute-offload", "(given)", f"needs GPUs; this run is on the {device}")

@@ -1,4 +1,4 @@
-"""How a step changes the weights: AdamW, the learning rate over samples, and the number formats."""
+"""How a step changes the weights: AdamW, the learning-rate schedule, and number formats."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,16 +11,17 @@ class OptimizerConfig(Options):
     """optimizer: AdamW and clipping"""
 
     weight_decay: float = option(
-        0.01, "Decoupled weight decay of matrices; biases and norms have none.", at_least=0
+        0.01, "Decoupled weight decay of matrices; biases and norms are not decayed.", at_least=0
     )
-    clip_grad: float = option(1.0, "Largest global gradient norm; 0 does not clip.", at_least=0)
+    clip_grad: float = option(1.0, "Clip the global gradient norm to this; 0: no clipping.", at_least=0)
     adam_beta1: float = option(0.9, "Decay of the first moment.", at_least=0, below=1)
     adam_beta2: float = option(0.999, "Decay of the second moment.", at_least=0, below=1)
-    adam_eps: float = option(1e-8, "Added to the root of the second moment.", above=0)
+    adam_eps: float = option(1e-8, "Added to the square root of the second moment.", above=0)
     fused_backend: Literal["auto", "apex", "torch"] = option(
         "auto",
-        "Whose LayerNorm and AdamW: NVIDIA apex's; torch's LayerNorm and our AdamW (torch's own on CPUs and "
-        "without a compiler); or apex's on a GPU if it is installed and layers are not compiled.",
+        "Source of LayerNorm and AdamW. apex: NVIDIA apex; torch: torch's LayerNorm with this program's "
+        "AdamW kernel (torch's AdamW on CPUs and without a compiler); auto: apex on a GPU if it is installed "
+        "and layers are not compiled, else torch.",
     )
 
 
@@ -28,31 +29,31 @@ class OptimizerConfig(Options):
 class LearningRateConfig(Options):
     """learning rate: a schedule over samples"""
 
-    lr: float | None = option(None, "Peak learning rate.", above=0)
-    min_lr: float = option(0.0, "Floor of the decay.", at_least=0)
+    lr: float = option(None, "Peak learning rate; required.", above=0)
+    min_lr: float = option(0.0, "Learning rate at the end of the decay.", at_least=0)
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
-        "linear", "Shape of the decay after warm-up."
+        "linear", "Shape of the decay after warm-up. WSD: warm-up, stable, decay."
     )
     lr_decay_iters: int | None = option(
-        None, "Iterations until the floor; default --train-iters.", at_least=1
+        None, "Iterations until --min-lr is reached; default --train-iters.", at_least=1
     )
     lr_decay_samples: int | None = option(
-        None, "Samples until the floor; default --train-samples.", at_least=1
+        None, "Samples until --min-lr is reached; default --train-samples.", at_least=1
     )
     lr_warmup_fraction: float | None = option(
-        None, "Warm-up as a share of the decay length.", at_least=0, at_most=1
+        None, "Length of linear warm-up, as a share of the decay length.", at_least=0, at_most=1
     )
-    lr_warmup_iters: int = option(0, "Iterations of linear warm-up.", at_least=0)
-    lr_warmup_samples: int = option(0, "Samples of linear warm-up.", at_least=0)
+    lr_warmup_iters: int = option(0, "Length of linear warm-up in iterations.", at_least=0)
+    lr_warmup_samples: int = option(0, "Length of linear warm-up in samples.", at_least=0)
     lr_warmup_init: float = option(0.0, "Learning rate at the start of warm-up.", at_least=0)
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = option(
         "exponential", "WSD: shape of the final decay."
     )
-    lr_wsd_decay_iters: int | None = option(None, "WSD: iterations of the final decay.", at_least=1)
-    lr_wsd_decay_samples: int | None = option(None, "WSD: samples of the final decay.", at_least=1)
+    lr_wsd_decay_iters: int | None = option(None, "WSD: length of the final decay in iterations.", at_least=1)
+    lr_wsd_decay_samples: int | None = option(None, "WSD: length of the final decay in samples.", at_least=1)
 
     def check(self) -> None:
-        """Floors lie below the peak, and one length is given once."""
+        """Refuse floors above the peak, and a length that is given twice."""
         if self.lr is None:
             raise option_error("--lr", "(not given)", "give the peak learning rate, e.g. --lr 3e-4")
         if self.min_lr > self.lr:
@@ -78,36 +79,38 @@ class LearningRateConfig(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(Options):
-    """precision: number formats of the compute; master weights and moments are fp32 always"""
+    """precision: number formats of the compute; master weights and moments are always fp32"""
 
     bf16: bool = option(False, "Compute in bfloat16; the default on GPUs.")
     fp16: bool = option(False, "Compute in float16 with a loss scale.")
     fp32: bool = option(False, "Compute in float32; the default on CPUs.")
     fp8: bool = option(
         False,
-        "With --bf16: matrix products of layers take 8-bit floats, scaled a tensor at a time; weights, "
-        "gradients and what is between products stay as they are.",
+        "With --bf16: compute the matrix products of layers on 8-bit floats with one scale per tensor; "
+        "weights, gradients and other activations keep their formats. GPUs need compute capability 8.9.",
     )
     loss_scale: float | None = option(
-        None, "fp16: a fixed factor of the loss, at any number of ranks; default dynamic.", above=0
+        None, "fp16: constant loss scale, independent of the number of ranks; default dynamic.", above=0
     )
-    initial_loss_scale: float = option(2.0**32, "fp16: the dynamic loss scale at the start.", above=0)
-    min_loss_scale: float = option(1.0, "fp16: the dynamic loss scale's floor.", above=0)
-    loss_scale_window: int = option(1000, "fp16: clean steps after which the scale doubles.", at_least=1)
+    initial_loss_scale: float = option(2.0**32, "fp16: initial dynamic loss scale.", above=0)
+    min_loss_scale: float = option(1.0, "fp16: smallest dynamic loss scale.", above=0)
+    loss_scale_window: int = option(
+        1000, "fp16: steps without overflow after which the loss scale doubles.", at_least=1
+    )
     grad_reduce_in_bf16: bool = option(
         False,
-        "Send gradients between ranks in bfloat16, sums of them too; else sums in float32, and gradients "
-        "that are no sums, as at stages 2 and 3, in the compute format.",
+        "Send all gradients between ranks in bfloat16. Otherwise accumulated gradients travel in float32, "
+        "and gradients of a single micro-batch (stages 2 and 3) in the compute format.",
     )
-    hysteresis: int = option(2, "fp16: overflows before the scale halves.", at_least=1)
+    hysteresis: int = option(2, "fp16: overflows before the loss scale halves.", at_least=1)
 
     def check(self) -> None:
-        """One format; a loss scale only with fp16."""
+        """Refuse more than one format, and a constant loss scale without fp16."""
         formats = [name for name in ("bf16", "fp16", "fp32") if getattr(self, name)]
         if len(formats) > 1:
             raise option_error(f"--{formats[1]}", "(given)", f"contradicts --{formats[0]}; give one")
         if self.fp8 and (self.fp16 or self.fp32):
-            raise option_error("--fp8", "(given)", f"goes with --bf16, not --{formats[0]}")
+            raise option_error("--fp8", "(given)", f"needs --bf16, not --{formats[0]}")
         if self.loss_scale is not None and not self.fp16:
             raise option_error("--loss-scale", self.loss_scale, "needs --fp16")
         if self.min_loss_scale > self.initial_loss_scale:
@@ -118,11 +121,9 @@ class PrecisionConfig(Options):
             )
 
     def check_device(self, device: str, capability: tuple[int, int] | None) -> None:
-        """Raises ValueError where there are no products of 8-bit floats; `capability` is a GPU's."""
+        """Raise ValueError if --fp8 cannot be used; `capability`: the GPU's compute capability, if known."""
         if self.fp8 and self.compute_dtype(device) != "bfloat16":
-            raise option_error(
-                "--fp8", "(given)", f"goes with --bf16, which is not the default on the {device}"
-            )
+            raise option_error("--fp8", "(given)", f"needs --bf16, which is not the default on the {device}")
         if self.fp8 and capability is not None and capability < (8, 9):
             has = ".".join(map(str, capability))
             raise option_error(
@@ -130,7 +131,7 @@ class PrecisionConfig(Options):
             )
 
     def compute_dtype(self, device: str) -> str:
-        """`float32`, `bfloat16` or `float16`: what was asked for, else the device's default."""
+        """Return `float32`, `bfloat16` or `float16`: the requested format, else the device's default."""
         if self.fp16:
             return "float16"
         if self.bf16:

@@ -26,13 +26,13 @@ def option(
     above: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """Declares a field that is also a flag.
+    """Declare a field that is also a flag.
 
-    The flag is `--` and the field's name with dashes (a boolean that defaults to True becomes `--no-…`, and
-    `bool | None` gets both) unless `flag` says otherwise; type and choices come from the annotation.
-    `metavar` is what stands for the value in the help. `REQUIRED` as the default makes the flag compulsory. A
-    `positional` field has no flag and is always compulsory. The bounds are checked by `Options`, and hold for
-    every number of a tuple; an empty string is refused unless it is the default, or one of a tuple's.
+    Unless `flag` names it, the flag is `--` and the field's name with dashes. A boolean that defaults to True
+    becomes `--no-…`; `bool | None` gets both forms. Type and choices come from the annotation. `metavar` is
+    the placeholder of the value in the help. `REQUIRED` as the default makes the flag mandatory. A
+    `positional` field has no flag and is always mandatory. `Options` checks the bounds, for every number of a
+    tuple, and refuses an empty string unless the default is or contains one.
     """
     bounds = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
     bounds = {name: bound for name, bound in bounds.items() if bound is not None}
@@ -41,14 +41,14 @@ def option(
 
 
 def option_error(flag: str, value: object, fix: str) -> ValueError:
-    """The one form in which a setting is refused: its flag, the value it got, what would be right."""
+    """Return the error for a refused setting: the flag, its value, and what would be right."""
     shown = " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
     return ValueError(f"{flag} {shown}: {fix}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """A group of settings. Subclasses add fields with `option` and rules over several fields in `check`."""
+    """A group of settings. Subclasses declare fields with `option` and rules across fields in `check`."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -56,11 +56,11 @@ class Options:
         self.check()
 
     def check(self) -> None:
-        """Raises ValueError through `option_error` when fields contradict each other."""
+        """Raise an `option_error` if fields contradict each other."""
 
 
 def flag_of(field: dataclasses.Field) -> str:
-    """The flag of a field, e.g. `--num-layers`; of a positional one its name in capitals."""
+    """Return the flag of a field, such as `--num-layers`; for a positional field its name in capitals."""
     if field.metadata["positional"]:
         return field.name.upper()
     if field.metadata["flag"]:
@@ -70,7 +70,7 @@ def flag_of(field: dataclasses.Field) -> str:
 
 
 def make_parser(prog: str, description: str, groups: Mapping[str, type[Options]]) -> argparse.ArgumentParser:
-    """A parser without abbreviations whose help is grouped by the classes' docstrings."""
+    """Return a parser without abbreviations, whose help has a section per class, titled by its docstring."""
     parser = _OneLineParser(
         prog=prog,
         usage="%(prog)s [flags]",
@@ -85,7 +85,7 @@ def make_parser(prog: str, description: str, groups: Mapping[str, type[Options]]
         for field in dataclasses.fields(cls):
             destination, details = f"{group_name}.{field.name}", _argparse_type(hints[field.name], field)
             if field.metadata["positional"]:
-                details.pop("required", None)  # argparse: a positional is required by its nature
+                details.pop("required", None)  # argparse refuses this argument for positionals
                 section.add_argument(destination, **details, help=_help(field))
             else:
                 section.add_argument(flag_of(field), dest=destination, **details, help=_help(field))
@@ -95,7 +95,7 @@ def make_parser(prog: str, description: str, groups: Mapping[str, type[Options]]
 def parse_groups(
     parser: argparse.ArgumentParser, groups: Iterable[str], argv: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """What was typed, by group and field; a field that was not typed is absent, so presets can fill it."""
+    """Return what was typed, by group and field; other fields are absent, so that presets can fill them."""
     namespace, unknown = parser.parse_known_args(list(argv))
     if unknown:
         parser.error(_unknown_message(parser, unknown))
@@ -107,14 +107,14 @@ def parse_groups(
 
 
 def parse_options(cls: type[Options], prog: str, description: str, argv: Sequence[str]) -> Any:
-    """Parses the flags of one class, for the small tools. Raises UsageError on a bad command line."""
+    """Parse the flags of one class, for the small tools. Raises UsageError for a bad command line."""
     return parse_all({"options": cls}, prog, description, argv)["options"]
 
 
 def parse_all(
     groups: Mapping[str, type[Options]], prog: str, description: str, argv: Sequence[str]
 ) -> dict[str, Any]:
-    """One instance of every group, by name. Raises UsageError on a bad command line."""
+    """Return one instance of every group, by name. Raises UsageError for a bad command line."""
     typed = parse_groups(make_parser(prog, description, groups), groups, argv)
     try:
         return {name: cls(**typed[name]) for name, cls in groups.items()}
@@ -125,25 +125,25 @@ def parse_all(
 
 
 class UsageError(ValueError):
-    """The command line cannot be right: programs print the message and exit with status 2."""
+    """The command line is wrong: programs print the message and exit with status 2."""
 
 
 class _OneLineParser(argparse.ArgumentParser):
-    """argparse that raises instead of printing its usage block and leaving."""
+    """An argparse parser that raises UsageError instead of printing its usage block and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (--help lists every flag)")
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Never breaks a flag at one of its hyphens, so that it can be read and searched for."""
+    """Never break a line at the hyphen of a flag, so that the flag can be found by a search."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of a field's type: T, T | None, Literal, tuple[T, ...] or tuple[T, T]."""
+    """Return whether a value has a field's type: T, T | None, Literal, tuple[T, ...] or tuple[T, T]."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, part) for part in parts)
@@ -171,7 +171,7 @@ def _help(field: dataclasses.Field) -> str:
 
 
 def _argparse_type(hint: Any, field: dataclasses.Field) -> dict[str, Any]:
-    """What makes argparse read `hint`: T, T | None, Literal, tuple[T, ...] or tuple[T, T]."""
+    """Return argparse's arguments for `hint`: T, T | None, Literal, tuple[T, ...] or tuple[T, T]."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
         if hint is bool:
@@ -190,7 +190,7 @@ def _argparse_type(hint: Any, field: dataclasses.Field) -> dict[str, Any]:
 
 
 def _metavar(hint: Any, name: str) -> str:
-    """N for whole numbers, X for others, else the last word of the name."""
+    """Return N for whole numbers, X for other numbers, else the last word of the name in capitals."""
     (hint, *_) = typing.get_args(hint) or (hint,)
     return {int: "N", float: "X"}.get(hint) or name.rsplit("_", 1)[-1].upper()
 
@@ -200,9 +200,7 @@ def _check_bounds(field: dataclasses.Field, value: object) -> None:
     defaults = field.default if isinstance(field.default, tuple) else (field.default,)
     for number in numbers:
         if number == "" and "" not in defaults:
-            raise option_error(
-                flag_of(field), "''", "must not be empty; leave the flag out or give it a value"
-            )
+            raise option_error(flag_of(field), "''", "must not be empty; omit the flag or give it a value")
         if isinstance(number, bool) or not isinstance(number, int | float):
             continue
         if isinstance(number, float) and not math.isfinite(number):

@@ -1,4 +1,4 @@
-"""What was given for each setting, and by which name: a flag of today's, an old one, or a key of a file."""
+"""Values given for settings, each with its source: a flag, an old flag, or a key of DeepSpeed's file."""
 
 import dataclasses
 import re
@@ -10,13 +10,13 @@ from megatron_zpp.config.options import Options, fits, flag_of, option_error
 
 
 class Provided:
-    """Values by part and field, each with the name that it was given by.
+    """Values by part and field, each with the name that gave it.
 
-    A place is "part.field", as in "zero.zero_stage". What was given twice must be equal.
+    A field path is "part.field", such as "zero.zero_stage". A value that is given twice must be equal.
     """
 
     def __init__(self, parts: Mapping[str, type[Options]], typed: Mapping[str, Mapping[str, Any]]) -> None:
-        """`typed` is what flags of today's said."""
+        """Start from `typed`, the values of current flags."""
         self.values = {part: dict(typed[part]) for part in parts}
         self._flags = {
             f"{part}.{field.name}": flag_of(field)
@@ -28,21 +28,21 @@ class Provided:
             for part, cls in parts.items()
             for name, hint in typing.get_type_hints(cls).items()
         }
-        self._names: dict[str, str] = {}  # of what no flag of today's said
+        self._names: dict[str, str] = {}  # by field path, for values that a current flag did not give
 
     def get(self, field_path: str) -> Any:
-        """The value of a place; None where nothing was given."""
+        """Return the value of a field path; None if it was not given."""
         part, field = field_path.split(".")
         return self.values[part].get(field)
 
     def name(self, field_path: str) -> str:
-        """What a place was given by, else today's flag of it."""
+        """Return the name that gave a field path, else its current flag."""
         return self._names.get(field_path, self._flags[field_path])
 
     def put(self, field_path: str, value: Any, name: str, shown: object = "(given)") -> None:
-        """Takes a value that `name` gives in the words `shown`.
+        """Record a value given by `name`; `shown` is the value as the user wrote it.
 
-        Raises ValueError when it is none of the place's choices, or when the place has another one already.
+        Raises ValueError if the field does not accept the value or was given another one before.
         """
         part, field = field_path.split(".")
         if not fits(value, self._hints[field_path]):
@@ -53,11 +53,11 @@ class Provided:
             self._names[field_path] = name
         elif self.values[part][field] != value:
             raise option_error(
-                name, shown, f"contradicts {self._there(field_path)}; make them equal or leave one out"
+                name, shown, f"contradicts {self._given_as(field_path)}; make them equal or omit one"
             )
 
     def explain(self, message: str) -> str:
-        """`message` with the names behind those flags in it that were not typed as they stand there."""
+        """Return `message`, followed by the old flag or key behind each current flag that it mentions."""
         behind = [
             f"{self._flags[field_path]} is {name}"
             for field_path, name in self._names.items()
@@ -65,14 +65,14 @@ class Provided:
         ]
         return f"{message} ({', '.join(behind)})" if behind else message
 
-    def _there(self, field_path: str) -> str:
+    def _given_as(self, field_path: str) -> str:
         value = self.get(field_path)
         shown = "" if value is True else f" {str(value).lower() if value is False else value}"
         return self.name(field_path) + shown
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:
-    """The values that a field may have, or the types of its values."""
+    """Return the values that a field accepts, or their types."""
     parts = typing.get_args(hint) or (hint.__name__,)
     literals = [part for part in parts if typing.get_origin(part) is typing.Literal]
     return typing.get_args(literals[0]) if literals else parts

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_zpp.config.attention import AttentionConfig
 from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.config.data import DataConfig
 from megatron_zpp.config.legacy.deepspeed import DeepSpeedFile, obey_file
 from megatron_zpp.config.legacy.translate import GROUP, add_old_flags, obey_old_flags, settle_old_flags
-from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.config.model import AttentionConfig, ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import LearningRateConfig, OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.options import UsageError, fits, make_parser, option_error, parse_groups
 from megatron_zpp.config.plan import PlanConfig
@@ -32,7 +31,7 @@ from megatron_zpp.config.zero import ZeroConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything a run was told. Parts are read by the code they configure and by nothing else."""
+    """All settings of a run. Each part is read only by the code that it configures."""
 
     model: ModelConfig
     attention: AttentionConfig
@@ -53,7 +52,7 @@ class Config:
     plan: PlanConfig
 
     def __post_init__(self) -> None:
-        """Raises ValueError for settings of different parts that contradict each other."""
+        """Raise ValueError if settings of different parts contradict each other."""
         _check_lengths(self.training, self.learning_rate)
         _check_recompute(self.model, self.recompute)
         if self.precision.grad_reduce_in_bf16 and self.zero.zero_quantized_gradients:
@@ -61,17 +60,17 @@ class Config:
                 "--grad-reduce-in-bf16", "(given)", "contradicts --zero-quantized-gradients; give one"
             )
         if self.evaluation.full_validation and self.data.mock_data:
-            raise option_error("--full-validation", "(given)", "--mock-data has no end; use --eval-iters")
+            raise option_error("--full-validation", "(given)", "--mock-data is endless; use --eval-iters")
         _check_order(self.data, self.training)
         if self.precision.fp8:
             _check_fp8(self.model, self.training)
         if self.tokenizer.tokenizer_type is None:
             raise option_error("--tokenizer-type", "(not given)", "give the tokenizer that made the data")
         if self.plan.dry_run and self.distributed.device == "cpu":
-            raise option_error("--dry-run", "(given)", "plans for GPUs; leave out --device cpu")
+            raise option_error("--dry-run", "(given)", "plans for GPUs; omit --device cpu")
 
     def needed_splits(self) -> tuple[str, ...]:
-        """The splits that the run reads: train; valid if it evaluates; test if there is one as well."""
+        """Return the splits that the run reads: train; if it evaluates, valid, and test if it has data."""
         if not self.evaluation.enabled:
             return ("train",)
         data = self.data
@@ -79,42 +78,42 @@ class Config:
         return ("train", "valid", "test") if has_test else ("train", "valid")
 
     def to_json(self) -> dict[str, Any]:
-        """The settings as plain JSON values, by part and field."""
+        """Return the settings as JSON values, by part and field."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
     def shared_settings(self) -> dict[str, Any]:
-        """What all ranks must have been told alike: everything but where each of them reports."""
+        """Return the settings that must be equal on all ranks: all except those of logging."""
         return {part: values for part, values in self.to_json().items() if part != "logging"}
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> "Config":
-        """The inverse of `to_json`; raises ValueError for what this version does not know."""
-        parts = {}
+        """Return the inverse of `to_json`. Raises ValueError for settings that this version does not know."""
+        parts: dict[str, Any] = {}
         for name, part in typing.get_type_hints(cls).items():
             hints, values = typing.get_type_hints(part), saved.get(name, {})
             if not isinstance(values, dict):
-                raise ValueError(f"saved configuration: {name} is no object")
-            parts[name] = {}
+                raise ValueError(f"saved configuration: {name} is not an object")
+            settings = {}
             for key, value in values.items():
                 if key not in hints:
                     raise ValueError(f"saved configuration: {name}.{key} is not a setting of this version")
-                parts[name][key] = tuple(value) if isinstance(value, list) else value
-                if not fits(parts[name][key], hints[key]):
+                settings[key] = tuple(value) if isinstance(value, list) else value
+                if not fits(settings[key], hints[key]):
                     raise ValueError(f"saved configuration: {name}.{key} cannot be {value!r}")
-            parts[name] = part(**parts[name])
+            parts[name] = part(**settings)
         return cls(**parts)
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What a command line says, and what is to be said of it once: old names, keys without effect."""
+    """A parsed command line; `notes` to print once: old names, keys without effect."""
 
     config: Config
     notes: tuple[str, ...]
 
 
 def parse_args(argv: Sequence[str], prog: str = "pretrain_gpt.py") -> Config:
-    """The configuration of a command line for one rank. Raises UsageError when it cannot be right."""
+    """Return the configuration of a command line for one rank. Raises UsageError if it is wrong."""
     return parse_command_line(argv, prog).config
 
 
@@ -123,11 +122,10 @@ def parse_command_line(
     prog: str = "pretrain_gpt.py",
     ranks: Callable[[PlanConfig], int] = lambda plan: 1,
 ) -> CommandLine:
-    """What a command line says: by today's flags, by old ones and by DeepSpeed's file.
+    """Parse current flags, old flags and DeepSpeed's file.
 
-    `ranks` says how many it is said to, which may be planned ones.
-
-    Raises UsageError, in one line, when it cannot be right.
+    `ranks` returns the number of ranks, real or planned, that a batch size in DeepSpeed's file is divided by.
+    Raises UsageError, in one line, if the command line is wrong.
     """
     parts = typing.get_type_hints(Config)
     parser = make_parser(
@@ -149,15 +147,15 @@ def parse_command_line(
 
 
 def _without_effect(data: DataConfig) -> tuple[str, ...]:
-    """Command lines of Megatron-LM name a cache, which our own order has no use for."""
+    """Return a note if --data-cache-path, common in Megatron-LM's command lines, caches nothing here."""
     text = any(is_text(path) for _, path in data.sources())
     if data.data_cache_path is None or data.dataset_order == "megatron" or text:
         return ()
-    return (f"--data-cache-path {data.data_cache_path}: --dataset-order windows has nothing to keep there",)
+    return (f"--data-cache-path {data.data_cache_path}: no effect: --dataset-order windows caches nothing",)
 
 
 def _check_lengths(training: TrainingConfig, learning_rate: LearningRateConfig) -> None:
-    """The schedule is told in the unit of the run: iterations or samples."""
+    """Require the schedule in the unit of the run: iterations or samples."""
     if training.train_samples is None:
         own, other = "iters", "samples"
     else:
@@ -167,17 +165,17 @@ def _check_lengths(training: TrainingConfig, learning_rate: LearningRateConfig) 
         if value:
             flag = "--" + name.replace("_", "-")
             right = flag.replace(other, own)
-            raise option_error(flag, value, f"the run is told by --train-{own}; use {right}")
+            raise option_error(flag, value, f"the run's length is given by --train-{own}; use {right}")
 
 
 def _check_order(data: DataConfig, training: TrainingConfig) -> None:
-    """What numpy's older generator, which Megatron-LM's order is drawn from, can be given."""
+    """Refuse seeds that numpy's RandomState, which Megatron-LM's order uses, does not accept."""
     if data.dataset_order == "megatron" and training.seed >= 2**32:
-        raise option_error("--seed", training.seed, f"--dataset-order megatron needs one below {2**32}")
+        raise option_error("--seed", training.seed, f"must be below {2**32} with --dataset-order megatron")
 
 
 def _check_fp8(model: ModelConfig, training: TrainingConfig) -> None:
-    """Widths of 8-bit products are multiples of 16, and the weights' gradients are products over tokens."""
+    """Require multiples of 16 in every dimension of an 8-bit product; weight gradients sum over tokens."""
     heads = model.num_attention_heads * model.kv_channels
     tokens = training.micro_batch_size * model.seq_length
     for flag, value, width in (
@@ -187,7 +185,7 @@ def _check_fp8(model: ModelConfig, training: TrainingConfig) -> None:
         ("--micro-batch-size", f"{training.micro_batch_size} × --seq-length {model.seq_length}", tokens),
     ):
         if width % 16:
-            raise option_error(flag, value, f"is {width}, and --fp8 needs a multiple of 16")
+            raise option_error(flag, value, f"is {width}; must be a multiple of 16 with --fp8")
 
 
 def _check_recompute(model: ModelConfig, recompute: RecomputeConfig) -> None:

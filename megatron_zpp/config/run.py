@@ -1,4 +1,4 @@
-"""How long a run lasts, when it looks at itself, what it saves and where it reports."""
+"""Length of a run, evaluation, checkpoints, logging, and process groups."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -7,51 +7,56 @@ from typing import Literal
 from megatron_zpp.config.nccl_sockets import explicit_sockets
 from megatron_zpp.config.options import Options, option, option_error
 
-_LONGEST = 2**40  # steps or samples; any product with a batch still is an int64's
+_LONGEST = 2**40  # steps or samples; a product with a batch size fits an int64
 _LARGEST_BATCH = 2**22
-_LONGEST_WAIT = 30 * 24 * 60  # minutes; timers of the collective libraries overflow beyond
-HUGGINGFACE = "hf:"  # begins a --load that names a directory of Hugging Face's
+_LONGEST_WAIT = 30 * 24 * 60  # minutes; timers of the collective libraries overflow with more
+HUGGINGFACE = "hf:"  # prefix of a --load that names a directory in Hugging Face's format
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Options):
     """training: batch and length"""
 
-    micro_batch_size: int | None = option(
-        None, "Samples of one forward and backward on one rank.", at_least=1, at_most=_LARGEST_BATCH
+    micro_batch_size: int = option(
+        None, "Samples per forward and backward on one rank; required.", at_least=1, at_most=_LARGEST_BATCH
     )
     global_batch_size: int | None = option(
         None,
-        "Samples of one optimizer step; default --micro-batch-size × ranks.",
+        "Samples per optimizer step; default --micro-batch-size × ranks.",
         at_least=1,
         at_most=_LARGEST_BATCH,
     )
     rampup_batch_size: tuple[int, int, int] | None = option(
         None,
-        "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over so many samples.",
+        "START INCREMENT SAMPLES: grow the global batch from START to --global-batch-size in steps of "
+        "INCREMENT over the first SAMPLES samples.",
         at_least=1,
         at_most=_LONGEST,
     )
-    train_iters: int | None = option(None, "Optimizer steps of the run.", at_least=1, at_most=_LONGEST)
-    train_samples: int | None = option(
-        None, "Samples of the run, instead of --train-iters.", at_least=1, at_most=_LONGEST
+    train_iters: int | None = option(
+        None, "Length of the run in optimizer steps.", at_least=1, at_most=_LONGEST
     )
-    seed: int = option(1234, "Decides initial weights, data order and dropout.", at_least=0, below=2**63)
+    train_samples: int | None = option(
+        None, "Length of the run in samples, instead of --train-iters.", at_least=1, at_most=_LONGEST
+    )
+    seed: int = option(1234, "Seed of initial weights, data order and dropout.", at_least=0, below=2**63)
     exit_interval: int | None = option(
-        None, "Save and exit when the iteration is a multiple of this.", at_least=1
+        None, "Save and exit at the next iteration that is a multiple of this.", at_least=1
     )
     exit_duration_in_mins: float | None = option(
-        None, "Save and exit after so many minutes of this process.", above=0
+        None, "Save and exit when this process has run for this many minutes.", above=0
     )
     max_nan_iterations: int = option(
-        10, "Save and exit when so many steps in a row had NaN or Inf in loss or gradients.", at_least=1
+        10,
+        "Save and exit after this many consecutive steps with NaN or Inf in the loss or gradients.",
+        at_least=1,
     )
 
     def check(self) -> None:
-        """A length in iterations or in samples; a ramp needs samples, since its steps differ in size."""
+        """Require one length, and samples for a batch ramp, because its steps differ in size."""
         if self.micro_batch_size is None:
             raise option_error(
-                "--micro-batch-size", "(not given)", "give the samples of one forward on one rank"
+                "--micro-batch-size", "(not given)", "give the samples per forward on one rank"
             )
         if (self.train_iters is None) == (self.train_samples is None):
             shown = "(not given)" if self.train_iters is None else self.train_iters
@@ -70,17 +75,19 @@ class TrainingConfig(Options):
 class EvaluationConfig(Options):
     """evaluation: loss and perplexity on held-out tokens"""
 
-    eval_iters: int = option(100, "Global batches of one evaluation; 0 evaluates nothing.", at_least=0)
+    eval_iters: int = option(100, "Global batches per evaluation; 0: no evaluation.", at_least=0)
     eval_interval: int = option(1000, "Iterations between evaluations.", at_least=1)
-    full_validation: bool = option(False, "Evaluate each held-out window once instead of --eval-iters.")
+    full_validation: bool = option(
+        False, "Evaluate every window of the validation data once, instead of --eval-iters batches."
+    )
 
     sample_prompt: str | None = option(
-        None, "Let the model go on from this text at every evaluation, and log what it writes."
+        None, "At every evaluation, let the model continue this text, and log the continuation."
     )
-    sample_tokens: int = option(64, "Tokens that it writes; each is a forward.", at_least=1)
+    sample_tokens: int = option(64, "Length of the continuation in tokens; each costs a forward.", at_least=1)
 
     def check(self) -> None:
-        """A length needs a text, and a text an evaluation."""
+        """Refuse --sample-tokens without a prompt, and a prompt without evaluations."""
         if self.sample_prompt is None and self.sample_tokens != 64:
             raise option_error("--sample-tokens", self.sample_tokens, "needs --sample-prompt TEXT")
         if self.sample_prompt is not None and not self.enabled:
@@ -88,7 +95,7 @@ class EvaluationConfig(Options):
 
     @property
     def enabled(self) -> bool:
-        """Whether the run reads held-out data at all."""
+        """Whether the run evaluates."""
         return self.full_validation or self.eval_iters > 0
 
 
@@ -96,50 +103,56 @@ class EvaluationConfig(Options):
 class CheckpointConfig(Options):
     """checkpoint: what is saved and what a run starts from"""
 
-    save: str | None = option(None, "Directory of checkpoints to write.", metavar="DIR")
+    save: str | None = option(None, "Write checkpoints to this directory.", metavar="DIR")
     save_interval: int | None = option(
-        None, "Iterations between checkpoints; one is always written at the end.", at_least=1
+        None, "Iterations between checkpoints; the end of the run always writes one.", at_least=1
     )
-    save_optim: bool = option(True, "Write weights only.")
+    save_optim: bool = option(
+        True, "Save weights without the optimizer's state: a third of the size; cannot resume as it was."
+    )
     async_save: bool = option(
-        False, "Write behind the training, from a copy of the states in CPU memory that is held for it."
+        False,
+        "Write checkpoints in the background. Costs CPU memory for a copy of the states for the whole run.",
     )
     keep_last: int | None = option(
-        None, "Remove all but so many newest checkpoints, once the newest is read back.", at_least=1
+        None,
+        "Keep this many of the newest checkpoints; remove older ones once the newest has been read back.",
+        at_least=1,
     )
     keep_every: int | None = option(
-        None, "With --keep-last: also keep those of iterations that are a multiple of this.", at_least=1
+        None, "With --keep-last: also keep iterations that are a multiple of this.", at_least=1
     )
     load: str | None = option(
         None,
-        "Directory to go on from. Equal to --save and still empty: start from the beginning. hf:DIR: the "
-        "weights of a GPT-2 in Hugging Face's format, at iteration 0.",
+        "Resume from the newest checkpoint in this directory. If it is also --save and still empty, start "
+        "from the beginning. hf:DIR: start at iteration 0 with the weights of a GPT-2 in Hugging Face's "
+        "format.",
         metavar="DIR",
     )
-    ckpt_step: int | None = option(None, "Load this iteration instead of the latest.", at_least=1)
-    load_optim: bool = option(True, "Load weights and position, not the optimizer's state.")
-    finetune: bool = option(False, "Load weights only and start at iteration 0.")
+    ckpt_step: int | None = option(None, "Load this iteration instead of the newest.", at_least=1)
+    load_optim: bool = option(True, "Load weights and progress without the optimizer's state.")
+    finetune: bool = option(False, "Load weights only, and start at iteration 0.")
     exit_on_missing_checkpoint: bool = option(
-        False, "Refuse to start from the beginning when --load holds no checkpoint."
+        False, "Exit with an error if --load holds no checkpoint, instead of starting from the beginning."
     )
 
     @property
     def huggingface(self) -> str | None:
-        """The directory that --load hf:DIR names."""
+        """DIR of --load hf:DIR; None for other values."""
         if self.load is None or not self.load.startswith(HUGGINGFACE):
             return None
         return self.load.removeprefix(HUGGINGFACE)
 
     def check(self) -> None:
-        """Saving needs a place to save to, loading a place to load from."""
+        """Require --save for the flags of saving, and --load for those of loading."""
         if self.save is not None and self.save.startswith(HUGGINGFACE):
             tool = "python -m megatron_zpp.commands.huggingface export"
             raise option_error("--save", self.save, f"name a directory without {HUGGINGFACE}, and use {tool}")
         if self.huggingface == "":
-            raise option_error("--load", self.load, "names no directory; give one behind the colon")
+            raise option_error("--load", self.load, "names no directory; give one after the colon")
         if self.huggingface and self.ckpt_step:
             raise option_error(
-                "--ckpt-step", self.ckpt_step, f"--load {self.load} has no iterations; leave it out"
+                "--ckpt-step", self.ckpt_step, f"--load {self.load} has no iterations; omit it"
             )
         if self.save is None:
             for given, flag in (
@@ -155,23 +168,23 @@ class CheckpointConfig(Options):
                 "--keep-every", self.keep_every, "needs --keep-last K; without it all are kept"
             )
         if self.load is None:
-            given = {
+            needs_load = {
                 "--ckpt-step": self.ckpt_step,
                 "--no-load-optim": not self.load_optim,
                 "--finetune": self.finetune,
                 "--exit-on-missing-checkpoint": self.exit_on_missing_checkpoint,
             }
-            for flag, value in given.items():
+            for flag, value in needs_load.items():
                 if value:
                     raise option_error(flag, "(given)" if value is True else value, "needs --load DIRECTORY")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig(Options):
-    """logging: where the numbers of a run go"""
+    """logging: where metrics are written"""
 
     log_interval: int = option(100, "Iterations between log lines.", at_least=1)
-    metrics_file: str | None = option(None, "Append one JSON object a logged step to this file.")
+    metrics_file: str | None = option(None, "Append one JSON object per logged step to this file.")
     tensorboard_dir: str | None = option(None, "Write TensorBoard events to this directory.")
     wandb_project: str | None = option(None, "Report to this Weights & Biases project.")
     wandb_exp_name: str | None = option(None, "Weights & Biases: the run's name.")
@@ -181,12 +194,12 @@ class LoggingConfig(Options):
         None, "Weights & Biases: overrides WANDB_MODE."
     )
     device_peak_tflops: float | None = option(
-        None, "Peak of one device for the model FLOPs utilisation; known for common GPUs.", above=0
+        None, "Peak TFLOP/s of one device, from which MFU is computed; default by GPU model.", above=0
     )
-    debug: bool = option(False, "Show tracebacks.")
+    debug: bool = option(False, "Print the traceback of an error.")
 
     def check(self) -> None:
-        """The other W&B flags mean nothing without a project."""
+        """Refuse other W&B flags without a project."""
         for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir", "wandb_mode"):
             if getattr(self, name) is not None and self.wandb_project is None:
                 flag = "--" + name.replace("_", "-")
@@ -197,9 +210,9 @@ class LoggingConfig(Options):
 class DistributedConfig(Options):
     """distributed: devices and process groups; ranks come from the launcher"""
 
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: GPUs when there are any.")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: GPUs if there are any, else CPUs.")
     distributed_backend: Literal["nccl", "gloo"] | None = option(
-        None, "Collective library; default nccl on GPUs, gloo on CPUs."
+        None, "Library for collectives; default nccl on GPUs, gloo on CPUs."
     )
     nccl_sockets: str = option(
         "auto",
@@ -208,30 +221,31 @@ class DistributedConfig(Options):
         metavar="auto|off|TxS",
     )
     distributed_timeout_minutes: float = option(
-        10, "Minutes after which a collective that does not end is an error.", above=0, at_most=_LONGEST_WAIT
+        10, "Minutes after which an unfinished collective is an error.", above=0, at_most=_LONGEST_WAIT
     )
     heartbeat_timeout: float = option(
         60,
-        "Seconds after which a rank that is silent or stuck ends the run; 4 for a silent one if others were "
-        "told to stop; 0 watches nobody.",
+        "Seconds after which a silent or stuck rank ends the run. Once others were told to stop, a silent "
+        "rank has 4 seconds. 0: no heartbeat.",
         at_least=0,
     )
     preflight_timeout: float = option(
         180,
-        "Seconds that ranks have to meet, to join and to try the network; who is missing is said every 10.",
+        "Seconds for rendezvous, process groups and the network check together; missing ranks are named "
+        "every 10 seconds.",
         above=0,
     )
     require_kernels: bool = option(
-        False, "Refuse to run without the compiled kernels; else plain torch serves, more slowly."
+        False, "Exit with an error if the compiled kernels are missing, instead of using plain torch, slowly."
     )
 
     @property
     def timeout(self) -> timedelta:
-        """--distributed-timeout-minutes."""
+        """--distributed-timeout-minutes as a timedelta."""
         return timedelta(minutes=self.distributed_timeout_minutes)
 
     def check(self) -> None:
-        """NCCL moves GPU memory only; the heartbeat is there to know first."""
+        """Refuse NCCL on CPUs, and a heartbeat time-out that collectives would pre-empt."""
         explicit_sockets(self.nccl_sockets)
         if self.device == "cpu" and self.distributed_backend == "nccl":
             raise option_error("--distributed-backend", "nccl", "needs GPUs; --device cpu works with gloo")

@@ -1,4 +1,4 @@
-"""Where the time of a step is measured to go, and the steps whose trace is kept."""
+"""Which parts of a step are timed, and which steps are traced."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,28 +15,30 @@ PROFILE_FLAGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class TimingConfig(Options):
-    """timing: where the time of a step goes"""
+    """timing: how long the parts of a step take"""
 
     timing_log_level: Literal["0", "1", "2"] = option(
-        "0", "1: log the time of a step's parts, the least and the most of any rank; 2: also of their parts."
+        "0",
+        "1: log the time of each part of a step in ms, the minimum and maximum over ranks; 2: also of "
+        "their parts. 0: off.",
     )
     log_straggler: bool = option(
-        False, "Log how long each rank was busy, without its waits for others, and name the slowest."
+        False, "Log the time that each rank was busy, without waits for other ranks, and name the slowest."
     )
-    profile: bool = option(
-        False, "Keep a trace of some steps: files that ui.perfetto.dev and chrome://tracing open."
+    profile: bool = option(False, "Record a trace of some steps, for ui.perfetto.dev or chrome://tracing.")
+    profile_step_start: int = option(
+        PROFILE_FLAGS["profile_step_start"], "First step of the trace.", at_least=1
     )
-    profile_step_start: int = option(PROFILE_FLAGS["profile_step_start"], "First step of it.", at_least=1)
     profile_step_end: int = option(
-        PROFILE_FLAGS["profile_step_end"], "The step after the last one of it.", at_least=2
+        PROFILE_FLAGS["profile_step_end"], "Step after the last one of the trace.", at_least=2
     )
     profile_ranks: tuple[int, ...] = option(
-        PROFILE_FLAGS["profile_ranks"], "Ranks that keep one each.", at_least=0
+        PROFILE_FLAGS["profile_ranks"], "Ranks that record a trace each.", at_least=0
     )
-    profile_dir: str = option(PROFILE_FLAGS["profile_dir"], "Where the files go.")
+    profile_dir: str = option(PROFILE_FLAGS["profile_dir"], "Directory of the traces.")
 
     def check(self) -> None:
-        """The steps are there, and the flags that need --profile have it."""
+        """Refuse an empty range of steps, and the other flags without --profile."""
         if not self.profile:
             for name, default in PROFILE_FLAGS.items():
                 if getattr(self, name) != default:
@@ -49,7 +51,7 @@ class TimingConfig(Options):
             )
 
     def check_ranks(self, ranks: int) -> None:
-        """Raises ValueError for a trace of a rank that is not there."""
+        """Raise ValueError if a rank to trace does not exist."""
         for rank in self.profile_ranks:
             if self.profile and rank >= ranks:
                 raise option_error(
@@ -58,5 +60,5 @@ class TimingConfig(Options):
 
     @property
     def level(self) -> int:
-        """--timing-log-level; 2 where parts of parts are needed to tell stragglers."""
+        """--timing-log-level as a number; 2 with --log-straggler, which needs the finer parts."""
         return 2 if self.log_straggler else int(self.timing_log_level)

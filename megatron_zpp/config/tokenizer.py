@@ -12,19 +12,19 @@ TokenizerType = Literal["SentencePieceTokenizer", "GPT2BPETokenizer", "HuggingFa
 class TokenizerConfig(Options):
     """tokenizer: text to ids"""
 
-    tokenizer_type: TokenizerType | None = option(None, "Which kind of tokenizer.")
+    tokenizer_type: TokenizerType | None = option(None, "Kind of tokenizer.")
     tokenizer_model: str | None = option(
         None,
-        "SentencePieceTokenizer: the .model file; HuggingFaceTokenizer: a tokenizer.json or its directory.",
+        "SentencePieceTokenizer: the .model file. HuggingFaceTokenizer: tokenizer.json or its directory.",
     )
     vocab_file: str | None = option(None, "GPT2BPETokenizer: vocab.json.")
     merge_file: str | None = option(None, "GPT2BPETokenizer: merges.txt.")
     vocab_size: int | None = option(
-        None, "NullTokenizer: ids below this are text; one more is end of document.", at_least=1
+        None, "NullTokenizer: number of ids for text; the next id is end of document.", at_least=1
     )
 
     def check(self) -> None:
-        """Each type needs its own files and no other's."""
+        """Require the files of the type, and refuse those of other types."""
         needs = {
             "SentencePieceTokenizer": ("tokenizer_model",),
             "GPT2BPETokenizer": ("vocab_file", "merge_file"),
@@ -42,4 +42,4 @@ class TokenizerConfig(Options):
                     if self.tokenizer_type
                     else "no --tokenizer-type"
                 )
-                raise option_error(flag, value, f"has no meaning with {whose}")
+                raise option_error(flag, value, f"has no meaning with {whose}; omit it")

@@ -1,47 +1,55 @@
-"""What each rank keeps of the model states, and how they travel (ZeRO, ZeRO++)."""
+"""How model states are sharded, and how weights and gradients travel between ranks (ZeRO, ZeRO++)."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from megatron_zpp.config.options import Options, option, option_error
 
-WEIGHT_BLOCK, GRADIENT_BLOCK = 256, 128  # ZeRO++'s defaults: what each of the two tolerates
+WEIGHT_BLOCK, GRADIENT_BLOCK = 256, 128  # elements per scale; gradients need the finer blocks
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroConfig(Options):
-    """ZeRO and ZeRO++: what each rank keeps of the model states, and how they travel"""
+    """ZeRO and ZeRO++: sharding of model states, and communication of weights and gradients"""
 
     zero_stage: int = option(
         0,
-        "What is sharded over ranks. 0: nothing; 1: master weights and moments; 2: and gradients; "
-        "3: and parameters.",
+        "What is sharded over all ranks. 0: nothing; 1: master weights and moments; 2: gradients as well; "
+        "3: parameters as well.",
         at_least=0,
         at_most=3,
     )
     zero_offload_optimizer: bool = option(
-        False, "Keep master weights and moments in CPU memory and step there."
+        False,
+        "Keep master weights and moments in CPU memory and run the optimizer on the CPU. Saves 12 bytes of "
+        "GPU memory per parameter of the shard; costs a slower step.",
     )
     zero_prefetch_units: int | None = option(
-        None, "Stage 3: units gathered ahead of the one that computes; default 1.", at_least=0
+        None,
+        "Stage 3: units gathered ahead of the unit that computes; default 1. Each costs memory for one unit.",
+        at_least=0,
     )
     zero_copy_engines: Literal["auto", "on", "off"] = option(
         "auto",
-        "Transfers inside a node by the GPUs' copy engines, which leave the multiprocessors to the compute. "
-        "auto: if a trial at the start works on all ranks, else by NCCL's kernels, and a line says why; "
-        "on: an error if they cannot be used; off: by NCCL's kernels.",
+        "Use the GPUs' copy engines for transfers inside a node, which leaves all multiprocessors to the "
+        "compute. auto: if a trial at the start succeeds on all ranks, else use NCCL's kernels and log the "
+        "reason; on: exit with an error if they cannot be used; off: use NCCL's kernels.",
     )
     zero_quantized_weights: bool = option(
-        False, "qwZ: gather weights as block-quantised codes. Stage 1 and up."
+        False, "qwZ: gather weights as block-quantised codes. Needs --zero-stage 1, 2 or 3."
     )
-    zero_quantized_weights_format: Literal["int8", "fp8", "int4"] = option("int8", "qwZ: the codes.")
+    zero_quantized_weights_format: Literal["int8", "fp8", "int4"] = option(
+        "int8", "qwZ: format of the codes."
+    )
     zero_hpz_partition_size: str = option(
         "1",
-        "hpZ: gather for backward and recomputation inside groups of so many ranks, which keep the weights "
-        "among them; auto: the ranks of a node, so that nodes of one rank keep them whole; 1: off. Stage 3.",
+        "hpZ: gather weights for backward and recomputation within groups of this many ranks, which hold a "
+        "secondary shard each. auto: the ranks of a node (nodes of one rank then hold all weights); 1: off. "
+        "Needs --zero-stage 3. Costs memory: all 16-bit weights / group size.",
     )
     zero_hpz_secondary: Literal["bf16", "quantized"] = option(
-        "bf16", "hpZ: what a group keeps: weights as they compute (bf16 or fp16), or qwZ's codes."
+        "bf16",
+        "hpZ: format of secondary shards. bf16: the compute format, bf16 or fp16; quantized: qwZ's codes.",
     )
     zero_gradient_partition_size: str = option(
         "off",
@@ -51,25 +59,29 @@ class ZeroConfig(Options):
         "at stages 2 and 3, whole at stage 1. Stage 1 and up.",
     )
     zero_quantized_gradients: bool = option(
-        False, "qgZ: reduce gradients as block-quantised codes, in one hop inside nodes and one between them."
+        False,
+        "qgZ: reduce gradients as block-quantised codes, in one hop inside nodes and one between nodes. "
+        "Needs --zero-stage 1, 2 or 3.",
     )
-    zero_quantized_gradients_format: Literal["int4", "int8", "fp8"] = option("int4", "qgZ: the codes.")
+    zero_quantized_gradients_format: Literal["int4", "int8", "fp8"] = option(
+        "int4", "qgZ: format of the codes."
+    )
     zero_gradient_error_feedback: bool = option(
         False,
-        "qgZ: add what the hop between nodes lost to the next step's gradients. Keeps two bf16 numbers for "
-        "each element that a rank sends between nodes.",
+        "qgZ: add the quantisation error of the hop between nodes to the next step's gradients. Costs 4 "
+        "bytes of memory per element that a rank sends between nodes.",
     )
     zero_quantization_block: int | None = option(
         None,
-        "Elements that share one scale, a power of two from 32 to 2048; fewer is finer and costs bytes; each "
-        "parameter begins a block of its own, so that large blocks pad narrow models; "
-        f"default {WEIGHT_BLOCK} for weights, {GRADIENT_BLOCK} for gradients.",
+        "Elements that share one scale, a power of two from 32 to 2048. Small blocks are more accurate and "
+        "send more scales; large blocks add padding, because each parameter starts a new block. Default "
+        f"{WEIGHT_BLOCK} for weights, {GRADIENT_BLOCK} for gradients.",
         at_least=32,
         at_most=2048,
     )
 
     def check(self) -> None:
-        """Flags that refine another need it, and the stage at which it means something."""
+        """Refuse flags without the flag that they refine, and without the stage that they need."""
         if self.zero_stage >= 3:
             if self.zero_prefetch_units is None:
                 object.__setattr__(self, "zero_prefetch_units", 1)
@@ -121,17 +133,17 @@ class ZeroConfig(Options):
 
     @property
     def hpz(self) -> bool:
-        """Whether groups of ranks keep the weights between the gathers of a step."""
+        """Whether hpZ is on: groups of more than one rank, or a node's ranks, hold secondary shards."""
         return self.zero_hpz_partition_size == "auto" or int(self.zero_hpz_partition_size) > 1
 
     @property
     def quantizes(self) -> bool:
-        """Whether anything travels as codes."""
+        """Whether weights or gradients travel as codes."""
         return self.zero_quantized_weights or self.zero_quantized_gradients
 
     @property
     def largest_block(self) -> int:
-        """Elements of the largest block that weights or gradients travel in; 1 where neither is quantised."""
+        """Elements of the largest quantisation block in use; 1 without quantisation."""
         blocks = [1]
         if self.zero_quantized_weights:
             blocks.append(self.zero_quantization_block or WEIGHT_BLOCK)
@@ -141,11 +153,11 @@ class ZeroConfig(Options):
 
     @property
     def shard_multiple(self) -> int:
-        """A shard holds whole blocks: its elements are a multiple of this, whatever is switched on."""
+        """The number of elements in a shard is a multiple of this, so that shards hold whole blocks."""
         return max(WEIGHT_BLOCK, self.zero_quantization_block or 0)
 
     def describe(self) -> str:
-        """What is switched on, for the head of a log."""
+        """Return what is switched on, for the first lines of the log."""
         parts = [f"ZeRO stage {self.zero_stage}"]
         if self.zero_quantized_weights:
             parts.append(f"qwZ {self.zero_quantized_weights_format}")
@@ -159,9 +171,9 @@ class ZeroConfig(Options):
         return " + ".join(parts)
 
     def hpz_ranks(self, ranks_of_a_node: int, nodes: int) -> int:
-        """Ranks of an hpZ group.
+        """Return the ranks of an hpZ group.
 
-        Raises ValueError unless the groups divide nodes evenly, or are whole nodes that divide the job.
+        Raises ValueError unless groups divide a node evenly, or consist of whole nodes and divide the job.
         """
         if self.zero_hpz_partition_size == "auto":
             return ranks_of_a_node

@@ -1,4 +1,4 @@
-"""Makes sure, before anything is built, that all ranks were started with the same settings."""
+"""Checks, before anything is built, that all ranks were started with the same settings."""
 
 import json
 from typing import Any
@@ -8,9 +8,9 @@ from megatron_zpp.distributed.rendezvous import ranges
 
 
 def check_agreement(settings: dict[str, dict[str, Any]], exchange: Exchange) -> None:
-    """Compares `settings`, by part and field, over all ranks; every rank must call it.
+    """Compare `settings`, by part and field, over all ranks. Every rank must call this.
 
-    Raises ValueError on every rank, alike, with the first field that differs.
+    Raises the same ValueError on every rank, naming the first field that differs.
     """
     fields = {f"{part}.{name}": value for part, values in settings.items() for name, value in values.items()}
     own = json.loads(json.dumps(fields))
@@ -18,17 +18,16 @@ def check_agreement(settings: dict[str, dict[str, Any]], exchange: Exchange) -> 
         exchange.put("settings", own)
     first = exchange.get("settings")
     names = sorted(first.keys() | own.keys())
-    absent = "(not known there)"
-    differing = next((name for name in names if first.get(name, absent) != own.get(name, absent)), None)
-    told = (
-        None if differing is None else [differing, first.get(differing, absent), own.get(differing, absent)]
-    )
-    problems = {rank: problem for rank, problem in enumerate(exchange.all_gather("differs", told)) if problem}
+    absent = "(unknown setting)"
+    name = next((name for name in names if first.get(name, absent) != own.get(name, absent)), None)
+    difference = None if name is None else [name, first.get(name, absent), own.get(name, absent)]
+    reports = enumerate(exchange.all_gather("differs", difference))
+    problems = {rank: problem for rank, problem in reports if problem}
     if problems:
         name, expected, got = next(iter(problems.values()))
         ranks = [rank for rank, problem in problems.items() if problem[0] == name]
         raise ValueError(
             f"{name} differs between ranks: rank{'s' * (len(ranks) > 1)} {ranges(ranks)} and rank 0 were "
-            f"started with other values (rank {ranks[0]}: {got}, rank 0: {expected}); start all ranks with "
-            "the same flags"
+            f"started with different values (rank {ranks[0]}: {got}, rank 0: {expected}); start all ranks "
+            "with the same flags"
         )

@@ -1,7 +1,7 @@
-"""A communication stream: a communicator and what runs beside the compute, in order.
+"""A communication stream: a communicator, and a queue of collectives that overlap with the compute.
 
-Submitted work starts after all compute that was submitted before it and runs beside compute that is submitted
-later. On a GPU a communication stream is a CUDA stream, on a CPU a thread.
+Submitted work waits for all compute that was submitted before it, and overlaps with compute that is
+submitted later. On a GPU a communication stream is a CUDA stream; on a CPU it is a thread.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,23 +17,23 @@ from megatron_zpp.distributed.symmetric_memory import SymmetricMemory, peer_memo
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
 
-# torch 2.13 gave it a new name and warns of the old one, which is all that 2.8 has.
+# torch 2.13 renamed it and warns about the old name, the only one in torch 2.8.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Pending:
-    """Submitted work. It owns its buffers until `wait` has returned."""
+    """A handle of submitted work, which owns its buffers until `wait` has returned."""
 
     def __init__(self, wait: Callable[[], object] = lambda: None) -> None:
         self._wait = wait
 
     def wait(self) -> None:
-        """Lets the present stream (on a CPU the caller) wait for the result; any number may."""
+        """Make the current CUDA stream (on a CPU: the caller) wait for the result; repeatable."""
         self._wait()
 
 
 class CommStream:
-    """Runs collectives of `ranks` in order beside the compute. Each of them must submit the same ones."""
+    """Runs collectives of `ranks` in order. All of these ranks must submit the same collectives."""
 
     def __init__(
         self,
@@ -45,9 +45,10 @@ class CommStream:
         *,
         copy_engines: bool = False,
     ) -> None:
-        """`timeout` is when a collective that does not end becomes an error; None: torch's default.
+        """Create the communicator. All of `ranks` must do so.
 
-        `copy_engines`: whether they move what ranks of one node send (`choose_copy_engines`).
+        `timeout`: after which an unfinished collective is an error; None: torch's default.
+        `copy_engines`: use them if all ranks are on one node (see `choose_copy_engines`).
         """
         self.ranks, self._device, self._ledger = tuple(ranks), device, ledger
         self.group_rank = self.ranks.index(topology.rank)
@@ -63,27 +64,27 @@ class CommStream:
         beside = self._stream is None and self._group is not None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="comm_stream") if beside else None
         self._newest: Future | None = None
-        self._barrier_buffers: tuple[Tensor, Tensor] | None = None  # what `barrier` sends and receives
+        self._barrier_buffers: tuple[Tensor, Tensor] | None = None  # received and sent by `barrier`
 
     @property
     def uses_copy_engines(self) -> bool:
-        """Whether copy engines move what lies in its `zeros`."""
+        """Whether copy engines transfer the buffers that `zeros` returned."""
         return self._symmetric is not None
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A buffer that this stream sends or fills, where it moves it best. Every rank must make the same."""
+        """Allocate a buffer (numel,) for collectives of this stream. All ranks must allocate the same."""
         with nullcontext() if self._symmetric is None else self._symmetric.allocating():
             return torch.zeros(numel, dtype=dtype, device=self._device)
 
     @property
     def writes_peers(self) -> bool:
-        """Whether this rank can write the memory of the others by its copy engines; alike on all ranks."""
+        """Whether this rank's copy engines can write the memory of the others; the same on all ranks."""
         return self._symmetric is not None and self._symmetric.peers_write
 
     def peer_buffers(self, nbytes: int) -> list[Tensor]:
-        """So many bytes on each of the ranks, in their order, for streams that can write them.
+        """Return a buffer (nbytes,) uint8 on each rank, by group rank; requires `writes_peers`.
 
-        Every rank must ask for the same.
+        All ranks must request the same size.
         """
         assert self._symmetric is not None
         self._barrier_buffers = (
@@ -93,19 +94,19 @@ class CommStream:
         return peer_memory(self._symmetric.group, self._device, nbytes)
 
     def ready(self) -> None:
-        """After the last `zeros` and before the first collective."""
+        """Register the buffers. To be called after the last `zeros` and before the first collective."""
         if self._symmetric is not None:
             self._symmetric.register()
 
     def close(self) -> None:
-        """After the last collective, before the buffers are freed."""
+        """End the thread and deregister the buffers. To be called before the buffers are freed."""
         if self._thread is not None:
             self._thread.shutdown()
         if self._symmetric is not None:
             self._symmetric.close()
 
     def submit(self, work: Callable[[], None]) -> Pending:
-        """Runs `work`, which calls the collectives below, beside what the caller does next."""
+        """Queue `work`, which calls the collectives below, to overlap with what the caller does next."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
@@ -119,21 +120,21 @@ class CommStream:
         return Pending(self._newest.result)
 
     def settle(self) -> None:
-        """Returns when the ledger holds everything that was submitted: on a GPU, and on one rank, at once."""
+        """Wait until the ledger contains all submitted work; on a GPU, and on one rank, it always does."""
         if self._newest is not None:
             self._newest.result()
 
     def all_gather(self, full: Tensor, shard: Tensor) -> None:
-        """Fills `full` (ranks · n,) with every rank's `shard` (n,), which may be its own part of `full`."""
+        """Fill `full` (ranks · n,) with every rank's `shard` (n,), which may lie in its place in `full`."""
         if self._group is None:
             copy(full, shard)
             return
         self._ledger.around_the_ring(self.ranks, (len(self.ranks) - 1) * shard.nbytes)
-        # The CUDA stream, or the thread, waits for the result.
+        # `wait` blocks the CUDA stream, or the thread.
         all_gather_single(full, shard, group=self._group, async_op=True).wait()
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        """Part r of `sent` (ranks · n,) goes to rank r; part r of `received`, like it, comes from there."""
+        """Send part r of `sent` (ranks · n,) to group rank r, and receive part r of `received` from it."""
         if self._group is None:
             copy(received, sent)
             return
@@ -141,16 +142,17 @@ class CommStream:
         dist.all_to_all_single(received, sent, group=self._group, async_op=True).wait()
 
     def barrier(self) -> None:
-        """What the ranks did on this stream so far is done before this one goes on; where there are rooms."""
+        """Block the stream until all ranks have finished their earlier work on it. Needs `peer_buffers`."""
+        assert self._barrier_buffers is not None, "peer_buffers makes them"
         received, sent = self._barrier_buffers
         dist.all_to_all_single(received, sent, group=self._group, async_op=True).wait()
 
     def record_write(self, peer: int, nbytes: int) -> None:
-        """Takes note of what this rank wrote itself to the one at this place."""
+        """Record in the ledger that this rank wrote `nbytes` to the buffer of group rank `peer`."""
         self._ledger.to_every_peer([self.ranks[peer]], nbytes)
 
     def all_reduce(self, full: Tensor) -> None:
-        """Sums `full` over ranks in place, in its own format."""
+        """Sum `full` over ranks in place, in its own dtype."""
         if self._group is None:
             return
         share = full.nbytes // len(self.ranks)
@@ -159,6 +161,6 @@ class CommStream:
 
 
 def copy(target: Tensor, source: Tensor) -> None:
-    """Copies unless both are the same memory."""
+    """Copy `source` to `target`, unless both are the same memory."""
     if target.data_ptr() != source.data_ptr():
         target.copy_(source)

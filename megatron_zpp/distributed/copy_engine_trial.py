@@ -1,9 +1,9 @@
-"""Decides with all ranks, before any buffer is made, whether this run's transfers use the copy engines.
+"""Decides with all ranks, before buffers are allocated, whether transfers inside nodes use the copy engines.
 
-Ranks of a node write each other's memory after an exchange of handles, which containers may block: file
-descriptors must pass between processes, and the driver must open what they stand for. A small trial finds
-that out. Every rank takes each of its steps, and an integer that is summed over all ranks says whether all
-succeeded. So one rank that fails makes every rank use NCCL's kernels.
+Ranks of a node write each other's memory after exchanging handles, which containers may prevent: file
+descriptors must pass between processes, and the driver must accept them. A small trial finds out. Every rank
+performs each step of the trial, and a sum over all ranks of a failure flag tells whether all have succeeded.
+If one rank fails, every rank uses NCCL's kernels.
 """
 
 import os
@@ -43,10 +43,10 @@ def choose_copy_engines(
     timeout: timedelta | None,
     say: Callable[[str], None],
 ) -> bool:
-    """Whether collectives inside a node use the copy engines (--zero-copy-engines); alike on every rank.
+    """Return, equally on every rank, whether collectives inside a node use the copy engines.
 
-    `auto` answers no where they cannot be used. Where only the trial shows it, rank 0 says one line. Raises
-    ValueError on every rank for `on` where they cannot be used.
+    `setting` is --zero-copy-engines. If they cannot be used, `auto` returns False, after a message from rank
+    0 if the trial failed, and `on` raises ValueError on every rank.
     """
     if setting == "off":
         return False
@@ -64,17 +64,17 @@ def decide(
     steps: Steps,
     say: Callable[[str], None],
 ) -> bool:
-    """Whether every rank can take all `steps`. Raises ValueError on every rank if not and `on` is given.
+    """Return whether all `steps` succeed on every rank. Otherwise `on` raises ValueError on every rank.
 
-    No rank takes a step before all have taken the one before, and none takes another after one failed. A step
-    must not wait for ever for ranks that fail in it.
+    No rank starts a step before all have finished the previous one, and none continues after a failure. A
+    step must not wait forever for ranks that fail in it.
     """
     with closing(steps):
         for step in steps:
             problem = None
             try:
                 step()
-            except Exception as error:  # whatever the driver, NCCL or the system says: it is the reason
+            except Exception as error:  # any error of the driver, NCCL or the system is a reason
                 problem = f"{one_line(error)} [rank {topology.rank}]"
             problem = first_problem(problem, topology, device)
             if problem is None:
@@ -88,7 +88,7 @@ def decide(
 
 
 def first_problem(problem: str | None, topology: Topology, device: torch.device) -> str | None:
-    """The problem of the first rank that has one, on every rank."""
+    """Return, on every rank, the problem of the first rank that has one; None if no rank has."""
     failed = torch.tensor(0 if problem is None else 1, device=device)
     dist.all_reduce(failed)
     if failed.item() == 0:
@@ -99,7 +99,7 @@ def first_problem(problem: str | None, topology: Topology, device: torch.device)
 
 
 def _trial(topology: Topology, device: torch.device, timeout: timedelta | None) -> Steps:
-    """A little of all that the copy engines need. What it makes is gone at the end or after a failed step."""
+    """Yield steps that try, in small, all that copy engines need; clean up at the end or after a failure."""
     yield check_nccl
     pids = [0] * topology.world_size
     dist.all_gather_object(pids, os.getpid())
@@ -112,21 +112,21 @@ def _trial(topology: Topology, device: torch.device, timeout: timedelta | None) 
         yield lambda: registered.append(_register(memory, device))
         if memory.peers_write:
             yield lambda: _write_peers(memory, device)
-    except GeneratorExit:  # a rank failed and takes no part in anything that ends this in order
+    except GeneratorExit:  # a rank failed, so a collective shutdown would hang
         memory.abort()
         raise
     memory.close()
     dist.destroy_process_group(memory.group)
 
 
-def descriptor_steps(pids: list[int], place: int, patience: float = _PATIENCE) -> Steps:
-    """Passes a file descriptor around the ring of a node's processes, of which this one is at `place`.
+def descriptor_steps(pids: list[int], local_rank: int, patience: float = _PATIENCE) -> Steps:
+    """Yield steps that pass a file descriptor around the ring of a node's processes.
 
-    It goes the way of torch's symmetric memory: through sockets that are files of the temporary directory
-    and are named by process. That one waits for ever for a process that cannot send; here `patience` seconds
-    are the limit.
+    `pids` are the processes by local rank. As in torch's symmetric memory, descriptors travel through sockets
+    in the temporary directory that are named by process id. Torch waits forever for a process that cannot
+    send; this trial waits `patience` seconds.
     """
-    path = _socket_path(pids[place])
+    path = _socket_path(pids[local_rank])
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as mine:
         mine.settimeout(patience)
 
@@ -134,11 +134,12 @@ def descriptor_steps(pids: list[int], place: int, patience: float = _PATIENCE) -
             try:
                 mine.bind(path)
             except OSError as error:
-                raise OSError(f"cannot make the socket {path} ({error.strerror or error})") from None
+                raise OSError(f"cannot create the socket {path} ({error.strerror or error})") from None
 
         try:
             yield bind
-            yield lambda: _pass_descriptor(mine, pids[(place + 1) % len(pids)], pids[place - 1])
+            following, preceding = pids[(local_rank + 1) % len(pids)], pids[local_rank - 1]
+            yield lambda: _pass_descriptor(mine, following, preceding)
         finally:
             Path(path).unlink(missing_ok=True)
 
@@ -148,7 +149,7 @@ def _socket_path(pid: int) -> str:
 
 
 def _pass_descriptor(mine: socket.socket, following: int, preceding: int) -> None:
-    """Sends a file descriptor to a process and receives another's. Raises OSError if either fails."""
+    """Send a file descriptor to `following` and receive one from `preceding`. Raises OSError."""
     with open(os.devnull, "rb") as null:
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [null.fileno()]))
         try:
@@ -160,16 +161,16 @@ def _pass_descriptor(mine: socket.socket, following: int, preceding: int) -> Non
         _, descriptors, _, _ = socket.recv_fds(mine, 2, 1)
     except TimeoutError:
         raise OSError(
-            f"no file descriptor came from process {preceding} in {mine.gettimeout():g} s"
+            f"no file descriptor arrived from process {preceding} within {mine.gettimeout():g} s"
         ) from None
     for descriptor in descriptors:
         os.close(descriptor)
     if not descriptors:
-        raise OSError(f"a message from process {preceding} came without its file descriptor")
+        raise OSError(f"a message from process {preceding} arrived without its file descriptor")
 
 
 def _register(memory: SymmetricMemory, device: torch.device) -> Tensor:
-    """Registers a buffer. A rank that fails ends its communicator, so that ranks waiting there fail too."""
+    """Register a buffer. A rank that fails aborts its communicator, so that waiting ranks fail as well."""
     try:
         with memory.allocating():
             buffer = torch.zeros(_TRIED_BYTES, dtype=torch.uint8, device=device)
@@ -181,7 +182,7 @@ def _register(memory: SymmetricMemory, device: torch.device) -> Tensor:
 
 
 def _write_peers(memory: SymmetricMemory, device: torch.device) -> None:
-    """A rank that fails leaves others waiting at the store, for `_PATIENCE` at most."""
+    """Write to the memory of all peers. If a rank fails, others wait at the store for at most `_PATIENCE`."""
     with _patience_of(memory.group):
         buffers = peer_memory(memory.group, device, _TRIED_BYTES)
     for buffer in buffers:
@@ -192,7 +193,7 @@ def _write_peers(memory: SymmetricMemory, device: torch.device) -> None:
 @contextmanager
 def _patience_of(group: dist.ProcessGroup) -> Iterator[None]:
     store = dist.distributed_c10d._get_process_group_store(group)
-    before = store.timeout
+    before = store.timeout  # type: ignore[attr-defined]  # missing from torch's stubs
     store.set_timeout(timedelta(seconds=_PATIENCE))
     try:
         yield

@@ -1,4 +1,4 @@
-"""Picks the device of this rank and holds the process group of a run."""
+"""Selects the device of this rank, and opens and closes the process group of a run."""
 
 import os
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ from megatron_zpp.distributed.topology import Topology
 
 
 def select_device(requested: str, topology: Topology) -> torch.device:
-    """The device of this rank for --device auto, cpu or cuda. Takes no GPU memory.
+    """Return the device of this rank for --device auto, cpu or cuda. Allocates no GPU memory.
 
-    Raises ValueError when GPUs are asked for and missing, or fewer than this node's ranks.
+    Raises ValueError if there are no GPUs for --device cuda, or fewer GPUs than ranks on this node.
     """
     count = torch.cuda.device_count()
     if requested == "cpu" or (requested == "auto" and count == 0):
@@ -42,9 +42,9 @@ def backend_of(config: DistributedConfig, device: torch.device) -> str:
 def process_group(
     config: DistributedConfig, topology: Topology, device: torch.device, rendezvous: Rendezvous
 ) -> Iterator[None]:
-    """Takes the device and joins the ranks that have met; leaves both at the end. One rank needs no group.
+    """Select the device and create the process group of all ranks; destroy the group at the end.
 
-    Raises ValueError, with the interface that was to be used, for ranks that do not reach each other.
+    A single rank has no group. Raises ValueError, naming the network interface, if ranks cannot connect.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -67,14 +67,15 @@ def process_group(
         raise option_error(
             variable,
             told,
-            f"the ranks have met, but {backend} cannot join them ({one_line(error)}); it must name the "
-            f"interface by which nodes reach each other: rank {topology.rank} was met by {rank_address}",
+            f"the ranks share a store, but {backend} cannot connect them ({one_line(error)}); must name the "
+            f"interface that nodes use to reach each other: rank {topology.rank} reached the store from "
+            f"{rank_address}",
         ) from error
     yield
-    dist.destroy_process_group()  # not after an error: that would wait for ranks that wait for this one
+    dist.destroy_process_group()  # not after an error: it would wait for ranks that wait for this one
 
 
 def barrier(topology: Topology) -> None:
-    """Waits until every rank is here."""
+    """Wait until all ranks have called this."""
     if topology.world_size > 1:
         dist.barrier()

@@ -1,4 +1,4 @@
-"""Brings the ranks of a run together at a store of keys and values, and says who is missing."""
+"""Connects the ranks of a run to one key-value store, and names the ranks that are missing."""
 
 import fcntl
 import json
@@ -15,17 +15,17 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron_zpp.config.options import option_error
-from megatron_zpp.distributed.open_files import make_room
+from megatron_zpp.distributed.open_files import reserve_connections
 from megatron_zpp.distributed.topology import Topology
 
-SAY_AFTER = 10.0  # seconds of waiting, and again each time
-_HANDSHAKE = 15.0  # seconds that a store has for its first answer
+SAY_AFTER = 10.0  # seconds of waiting between two messages
+_HANDSHAKE = 15.0  # seconds for the first answer of a store
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
 
 @dataclass(frozen=True)
 class RankAddress:
-    """Where a rank runs, and by which of its addresses it reaches rank 0."""
+    """Where a rank runs, and the address and interface from which it reaches rank 0."""
 
     host: str
     process: int
@@ -38,7 +38,7 @@ class RankAddress:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The store that all ranks share, and where each of them runs."""
+    """The store that all ranks share, and the address of each rank."""
 
     store: dist.Store
     addresses: tuple[RankAddress, ...]
@@ -52,11 +52,11 @@ def rendezvous(
     timeout: timedelta,
     say: Callable[[str], None],
 ) -> Rendezvous:
-    """Waits until every rank is at MASTER_ADDR and MASTER_PORT; `say` hears, every 10 s, who is not.
+    """Connect to the store at MASTER_ADDR:MASTER_PORT and wait for all ranks, for at most `limit` seconds.
 
-    Rank 0 keeps the store there, or torchrun does, and gets room for the connections of all ranks; `timeout`
-    is what the store's own waits have. Raises ValueError, after `limit` seconds at most, that says which
-    address, port or ranks are wrong, or that there cannot be room.
+    Rank 0 or torchrun hosts the store; its limit of open files is raised for the connections of all ranks.
+    `say` receives a message about missing ranks every 10 s. `timeout` is the store's time-out for later
+    waits. Raises ValueError naming the address, port or ranks that are wrong, or a limit that is too low.
     """
     if topology.world_size == 1:
         return Rendezvous(dist.HashStore(), (RankAddress(platform.node(), os.getpid(), "127.0.0.1", "lo"),))
@@ -66,31 +66,31 @@ def rendezvous(
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise option_error(
-            "MASTER_ADDR", address, f"{error.strerror}; give rank 0's host, alike on every rank"
+            "MASTER_ADDR", address, f"{error.strerror}; give rank 0's host on every rank"
         ) from None
     launcher_keeps_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if launcher_keeps_store and topology.local_rank == 0 and any(map(_is_of_this_host, found)):
-        make_room(os.getppid(), topology.world_size, say)
+        reserve_connections(os.getppid(), topology.world_size, say)
     if topology.rank == 0 and not launcher_keeps_store:
-        make_room(os.getpid(), topology.world_size, say)
-        store, own = _host(address, port, found, topology), found[0][4][0]
+        reserve_connections(os.getpid(), topology.world_size, say)
+        store, own = _host(address, port, found, topology), str(found[0][4][0])
     else:
         own = _reach(address, port, topology, deadline, say)
         store = _join(address, port, deadline)
     store.set_timeout(timeout)
-    # What ranks of a failed attempt left in a launcher's store is not for this one.
+    # The launcher's store outlives a failed attempt: this attempt must not read that attempt's keys.
     store = dist.PrefixStore(f"attempt_{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     rank_address = RankAddress(platform.node(), os.getpid(), own, interface_of(own))
     return Rendezvous(store, _exchange_addresses(store, topology, rank_address, deadline, limit, say))
 
 
 def interface_of(address: str) -> str:
-    """The network interface of this host that has an IPv4 address; "?" when none has it."""
+    """Return the network interface of this host with this IPv4 address; "?" if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has none
+            except OSError:  # the interface has no IPv4 address
                 continue
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
@@ -98,12 +98,12 @@ def interface_of(address: str) -> str:
 
 
 def _host(address: str, port: int, found: list[tuple], topology: Topology) -> dist.Store:
-    """Rank 0's store."""
+    """Start and return the store on rank 0. Raises ValueError if address or port cannot be used."""
     if not any(map(_is_of_this_host, found)):
         raise option_error(
             "MASTER_ADDR",
             address,
-            f"is no address of {platform.node()}, where rank 0 runs; it must be rank 0's host",
+            f"is not an address of {platform.node()}, where rank 0 runs; must be rank 0's host",
         )
     try:
         return dist.TCPStore(
@@ -121,7 +121,7 @@ def _host(address: str, port: int, found: list[tuple], topology: Topology) -> di
             else f"cannot be opened ({error})"
         )
         raise option_error(
-            "MASTER_PORT", port, f"{held}: {platform.node()}; give a free port, alike on every rank"
+            "MASTER_PORT", port, f"{held}: {platform.node()}; give the same free port on every rank"
         ) from None
 
 
@@ -136,7 +136,7 @@ def _is_of_this_host(found: tuple) -> bool:
 
 
 def _reach(address: str, port: int, topology: Topology, deadline: float, say: Callable[[str], None]) -> str:
-    """Waits until rank 0's port accepts a connection; returns this host's address of it."""
+    """Wait until rank 0's port accepts a connection; return this host's address in that connection."""
     patience = Backoff(say)
     while True:
         try:
@@ -153,7 +153,7 @@ def _reach(address: str, port: int, topology: Topology, deadline: float, say: Ca
 
 
 def _join(address: str, port: int, deadline: float) -> dist.Store:
-    """The store of rank 0 or of torchrun. What else listens there may never answer: a thread asks it."""
+    """Connect to the store of rank 0 or torchrun, in a thread: another listener might never answer."""
     stores: list[dist.Store] = []
     problems: list[str] = []
     seconds = max(1.0, min(_HANDSHAKE, deadline - time.monotonic()))
@@ -174,7 +174,7 @@ def _join(address: str, port: int, deadline: float) -> dist.Store:
         raise option_error(
             "MASTER_PORT",
             port,
-            f"what answers at {address}:{port} is not this run's store{why}; give all ranks one free port",
+            f"the program at {address}:{port} is not this run's store{why}; give all ranks one free port",
         )
     return stores[0]
 
@@ -187,22 +187,22 @@ def _exchange_addresses(
     limit: float,
     say: Callable[[str], None],
 ) -> tuple[RankAddress, ...]:
-    """Every rank's place, once all are here."""
+    """Publish this rank's address, wait for all ranks, and return their addresses by rank."""
     rank, world = topology.rank, topology.world_size
     text = json.dumps(asdict(rank_address))
     if store.add(f"claims/{rank}", 1) > 1:
         other = _parse_rank_address(store.get(f"here/{rank}"))
         both = " and ".join(f"process {one.process} on {one.host}" for one in (other, rank_address))
-        problem = f"is taken by {both}; give every process its own"
-        store.set("roll", json.dumps(f"RANK {rank}: {problem}"))
-        raise option_error("RANK", rank, problem)
+        fix = f"is taken by {both}; give every process its own rank"
+        store.set("verdict", json.dumps(f"RANK {rank}: {fix}"))
+        raise option_error("RANK", rank, fix)
     store.set(f"here/{rank}", text)
     store.add("here", 1)
     if rank == 0:
         problem = _await_all(store, topology, deadline, limit, say)
-        store.set("roll", json.dumps(problem))
+        store.set("verdict", json.dumps(problem))
         if problem:
-            time.sleep(0.3)  # others may be about to read it in this process
+            time.sleep(0.3)  # this process may host the store, from which others still read the verdict
             raise ValueError(problem)
     else:
         _await_verdict(store, topology, rank_address, deadline)
@@ -210,14 +210,14 @@ def _exchange_addresses(
 
 
 def _await_verdict(store: dist.Store, topology: Topology, rank_address: RankAddress, deadline: float) -> None:
-    """On other ranks: waits for rank 0's word. Raises ValueError, as on rank 0, when that is an error."""
+    """On ranks other than 0: wait for rank 0's verdict. Raises the same ValueError as on rank 0."""
     seconds = max(1.0, deadline - time.monotonic()) + SAY_AFTER
     try:
-        store.wait(["roll"], timedelta(seconds=seconds))
-        problem = json.loads(store.get("roll"))
+        store.wait(["verdict"], timedelta(seconds=seconds))
+        problem = json.loads(store.get("verdict"))
     except dist.DistError:
         who = f"rank {topology.rank} on {rank_address.host}"
-        raise ValueError(f"RANK 0: came and is gone, or does not answer {who}") from None
+        raise ValueError(f"RANK 0: has ended, or does not answer {who}; see rank 0's output") from None
     if problem:
         raise ValueError(problem)
 
@@ -229,11 +229,11 @@ def _parse_rank_address(text: bytes) -> RankAddress:
 def _await_all(
     store: dist.Store, topology: Topology, deadline: float, limit: float, say: Callable[[str], None]
 ) -> str | None:
-    """On rank 0: None once all are here, or what is wrong when some are not in time."""
+    """On rank 0: wait for all ranks. Returns None, or the problem if some are late or claim the same rank."""
     patience = Backoff(say)
     while store.add("here", 0) < topology.world_size:
-        if store.check(["roll"]):
-            return json.loads(store.get("roll"))
+        if store.check(["verdict"]):
+            return json.loads(store.get("verdict"))
         missing = [rank for rank in range(topology.world_size) if not store.check([f"here/{rank}"])]
         if not missing:
             break
@@ -241,7 +241,7 @@ def _await_all(
         nodes = ranges(sorted({topology.node_of(rank) for rank in missing}))
         if time.monotonic() > deadline:
             return (
-                f"WORLD_SIZE {topology.world_size}: {who} (node {nodes}) did not come within "
+                f"WORLD_SIZE {topology.world_size}: {who} (node {nodes}) did not connect within "
                 f"--preflight-timeout {limit:g} s; start them with the same MASTER_ADDR and MASTER_PORT"
             )
         patience.wait(f"waiting for {who} (node {nodes})")
@@ -249,13 +249,13 @@ def _await_all(
 
 
 class Backoff:
-    """Waits a little at a time, and tells every ten seconds what for."""
+    """Sleeps for increasing intervals, with a message every 10 s."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._told, self._pause = say, time.monotonic(), 0.01
 
     def wait(self, problem: str) -> None:
-        """Sleeps, longer each time, up to half a second."""
+        """Sleep, longer each time, up to 0.5 s; `problem` is the message."""
         if time.monotonic() - self._told > SAY_AFTER:
             self._told = time.monotonic()
             self._say(problem)
@@ -264,7 +264,7 @@ class Backoff:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Sorted numbers in words: 0, 2-5, 9."""
+    """Return sorted numbers as text, such as "0, 2-5, 9"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:

@@ -1,14 +1,14 @@
-"""What SLURM tells a process that srun started, said in torchrun's variables: arithmetic on strings."""
+"""Translates the variables that SLURM gives to a task of srun into torchrun's: arithmetic on strings."""
 
 import re
 from collections.abc import Mapping
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_NOT_SRUNS = 0xFFFFFFF0  # step ids from here on are SLURM's own: the shell of salloc, the batch script
+_NOT_SRUNS = 0xFFFFFFF0  # step ids from here on are reserved: the shell of salloc, the batch script
 
-# Below the ports that Linux and Kubernetes hand out (32768, 30000) and torchrun's 29500. The range is a prime
-# and a job takes a stride of it, so two jobs meet only when their ids are a multiple of the range apart, and
-# the steps of a job, one for each restart, are on ports of their own.
+# Below the ports that Linux and Kubernetes assign (32768, 30000) and torchrun's 29500. The number of ports is
+# prime and a job takes a stride of them, so that two jobs share a first port only if their ids differ by a
+# multiple of it. The steps of a job, one per restart, have different ports.
 _FIRST_PORT, _PORTS, _STRIDE = 10000, 19489, 31
 
 _NUMBERS = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
@@ -17,12 +17,12 @@ _TASKS = re.compile(r"([1-9]\d{0,5})(?:\(x([1-9]\d{0,5})\))?")
 
 
 def launcher_variables(environment: Mapping[str, str]) -> Mapping[str, str]:
-    """`environment`, with torchrun's variables where only SLURM's are there.
+    """Return `environment`, with torchrun's variables added if only SLURM's are set.
 
-    Those of torchrun win, also when srun started torchrun. A process that srun did not start is on its own:
-    in the shell of salloc or a batch script SLURM's variables describe the job, not the process. MASTER_ADDR
-    and MASTER_PORT are kept where they are set. Raises ValueError when SLURM's variables are missing, garbled
-    or of a layout that cannot be: unequal nodes, or ranks that are not numbered node by node.
+    Torchrun's variables take precedence, also if srun started torchrun. A process that srun did not start is
+    a single rank: in the shell of salloc or a batch script, SLURM's variables describe the job, not the
+    process. MASTER_ADDR and MASTER_PORT are kept if set. Raises ValueError if SLURM's variables are missing
+    or malformed, if nodes have different numbers of tasks, or if ranks are not numbered node by node.
     """
     if any(name in environment for name in TORCHRUN_VARIABLES) or not _is_task(environment):
         return environment
@@ -42,9 +42,9 @@ def launcher_variables(environment: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def rendezvous_endpoint(environment: Mapping[str, str]) -> dict[str, str]:
-    """MASTER_ADDR and MASTER_PORT, alike on every task of a step: its first node, and a port of its own.
+    """Return MASTER_ADDR and MASTER_PORT, equal on all tasks of a step: its first node and the step's port.
 
-    What is set already is kept. Raises ValueError when SLURM's variables are missing or garbled.
+    Values that are set are kept. Raises ValueError if SLURM's variables are missing or malformed.
     """
     address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if not address:
@@ -55,7 +55,7 @@ def rendezvous_endpoint(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def port_of(job: int, step: int) -> int:
-    """The port at which the ranks of a step meet: from 10000 to 29488."""
+    """Return the port of the rendezvous of a step, from 10000 to 29488."""
     return _FIRST_PORT + (job * _STRIDE + step) % _PORTS
 
 
@@ -68,7 +68,7 @@ def first_host(name: str, hosts: str) -> str:
 
 
 def _is_task(environment: Mapping[str, str]) -> bool:
-    """Whether srun started this process: only then SLURM gave it a step, and a rank in it."""
+    """Return whether srun started this process: only then does it have a step and a rank."""
     step = environment.get("SLURM_STEP_ID", "")
     if "SLURM_PROCID" not in environment or not step:
         return False
@@ -81,23 +81,23 @@ def _tasks_of_step(environment: Mapping[str, str]) -> int:
 
 
 def _tasks_per_node(name: str, layout: str, tasks: int) -> int:
-    """4 of `4(x16)`, which must be `tasks` in all."""
+    """Return 4 for `4(x16)`. Raises ValueError unless it is `tasks` in total."""
     groups = [_TASKS.fullmatch(part) for part in layout.split(",")]
     if not all(groups):
-        raise ValueError(f"{name} {layout!r}: must be tasks a node such as 4(x16)")
+        raise ValueError(f"{name} {layout!r}: must be tasks per node, such as 4(x16)")
     counts = [(int(group[1]), int(group[2] or 1)) for group in groups if group]
     if len({count for count, _ in counts}) > 1:
         raise ValueError(
-            f"{name} {layout}: nodes must have equally many tasks; say how many with --ntasks-per-node"
+            f"{name} {layout}: all nodes must have the same number of tasks; set it with --ntasks-per-node"
         )
     total = sum(count * nodes for count, nodes in counts)
     if total != tasks:
-        raise ValueError(f"{name} {layout}: must be {tasks} tasks, those of this step; start with srun")
+        raise ValueError(f"{name} {layout}: must be the {tasks} tasks of this step; start with srun")
     return counts[0][0]
 
 
 def _first_of(environment: Mapping[str, str], *names: str) -> tuple[str, str]:
-    """The first of these variables that is there, and its value: srun's go before sbatch's."""
+    """Return name and value of the first variable that is set; srun's come before sbatch's."""
     for name in names:
         if environment.get(name):
             return name, environment[name]

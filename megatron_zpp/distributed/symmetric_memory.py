@@ -1,9 +1,9 @@
-"""Memory that NCCL moves with the copy engines, so that a transfer takes no multiprocessor from the compute.
+"""Memory that NCCL transfers with the copy engines, which leaves all multiprocessors to the compute.
 
-NCCL's kernels move data with multiprocessors, and a matrix product beside them was laid out for all of them.
-Gathers and all-to-alls between buffers that are registered at the same offsets on every rank ("symmetric")
-go through the copy engines instead, on a communicator that may use no thread block ("zero CTA") and among the
-GPUs of one node (NCCL user guide, "Zero-CTA Optimization", since 2.28).
+NCCL's kernels occupy multiprocessors, while a concurrent matrix product is tiled for all of them. All-gathers
+and all-to-alls use the copy engines instead if their buffers are registered at the same offsets on every rank
+("symmetric"), on a communicator without thread blocks ("zero CTA"), among the GPUs of one node (NCCL user
+guide, "Zero-CTA Optimization", since 2.28).
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _FIRST_NCCL = (2, 28)
 
 
 def missing_for_copy_engines(topology: Topology, device: torch.device) -> str | None:
-    """What this run lacks that copy engines need, as far as all ranks must have it alike; None: nothing."""
+    """Return a requirement of the copy engines that this run does not meet on any rank, or None."""
     if device.type != "cuda":
         return "needs GPUs, and this run is on CPUs"
     if topology.local_world_size == 1:
@@ -32,7 +32,7 @@ def missing_for_copy_engines(topology: Topology, device: torch.device) -> str | 
 
 
 def check_nccl() -> None:
-    """Raises RuntimeError unless torch and NCCL of this rank know the copy engines."""
+    """Raise RuntimeError unless torch and NCCL of this rank support transfers by copy engines."""
     if not hasattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO"):
         raise RuntimeError(f"torch {torch.__version__} has no zero-CTA policy")
     version = torch.cuda.nccl.version()
@@ -42,45 +42,46 @@ def check_nccl() -> None:
 
 
 class SymmetricMemory:
-    """A communicator that may use no thread block, and the memory that is registered with it."""
+    """A communicator without thread blocks, and the memory that is registered with it."""
 
     def __init__(self, ranks: Sequence[int], device: torch.device, timeout: timedelta | None) -> None:
         options = dist.ProcessGroupNCCL.Options()
-        options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
+        zero_cta = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]  # not in stubs
+        options.config.cta_policy = zero_cta  # type: ignore[attr-defined]  # missing from torch's stubs
         if timeout is not None:
-            options._timeout = timeout  # torch warns where this and new_group's differ
+            options._timeout = timeout  # torch warns if it differs from the one given to new_group
         self.group = dist.new_group(
             ranks, timeout=timeout, pg_options=options, use_local_synchronization=True
         )
         far = torch.tensor([0.0 if _writes_all(ranks, device) else 1.0], device=device)
-        dist.all_reduce(far, group=self.group)  # NCCL registers with a live communicator only
+        dist.all_reduce(far, group=self.group)  # also initialises the communicator, as registering needs
         self.peers_write = far.item() == 0
         self._aborted = False
         self._backend = self.group._get_backend(device)
         self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
 
     def allocating(self) -> AbstractContextManager[None]:
-        """What is allocated inside lies in this memory: the same on every rank, and before `register`."""
+        """Return a context whose allocations are in this memory: equal on all ranks, before `register`."""
         return torch.cuda.use_mem_pool(self._pool)
 
     def register(self) -> None:
-        """Tells NCCL, on all ranks together; buffers allocated from here on would be unknown to it."""
+        """Register all allocations with NCCL, collectively; later allocations are not registered."""
         self._backend.register_mem_pool(self._pool, symm=True)
 
     def abort(self) -> None:
-        """Ends the communicator, once. Ranks that wait for this one in a call to it see an error."""
+        """Abort the communicator, once. Ranks that wait for this rank in one of its calls get an error."""
         if not self._aborted:
             self._aborted = True
             dist.distributed_c10d._abort_process_group(self.group)
 
     def close(self) -> None:
-        """The inverse of `register`, before the buffers are freed."""
-        torch.cuda.synchronize()  # a step starts gathers for the next one
+        """Undo `register`. To be called before the buffers are freed."""
+        torch.cuda.synchronize()  # the last step has started gathers for the next one
         self._backend.deregister_mem_pool(self._pool)
 
 
 def peer_memory(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> list[Tensor]:
-    """Memory (nbytes,) uint8 on each GPU of `group`, in its order, as this one writes it."""
+    """Return memory (nbytes,) uint8 on each GPU of `group`, by group rank, that this GPU can write."""
     mine = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
     handle = symmetric_memory.rendezvous(mine, group)
     return [
@@ -90,7 +91,7 @@ def peer_memory(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> 
 
 
 def _writes_all(ranks: Sequence[int], device: torch.device) -> bool:
-    """Whether this GPU can write the memory of the others: it sees all, and has a way to each."""
+    """Return whether this GPU can write the memory of the others: all are visible and allow peer access."""
     others = [index for index in range(torch.cuda.device_count()) if index != device.index]
     reached = all(torch.cuda.can_device_access_peer(device.index, index) for index in others)
     return len(others) + 1 >= len(ranks) and reached

@@ -1,4 +1,4 @@
-"""Which ranks there are and which of them share a node: arithmetic on what the launcher says."""
+"""Ranks, and which of them share a node: arithmetic on the launcher's variables."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from megatron_zpp.distributed.slurm import TORCHRUN_VARIABLES, launcher_variable
 
 @dataclass(frozen=True)
 class Topology:
-    """One rank's place. A node is the `local_world_size` ranks that share a fast link."""
+    """The position of one rank. A node is the `local_world_size` ranks that share a fast link."""
 
     rank: int = 0
     world_size: int = 1
@@ -22,20 +22,20 @@ class Topology:
         ):
             if whole < 1 or not 0 <= part < whole:
                 size = name.replace("RANK", "WORLD_SIZE")
-                raise ValueError(f"{name} {part}: must be from 0 to below {size}, which is {whole}")
+                raise ValueError(f"{name} {part}: must be at least 0 and below {size}, which is {whole}")
         if self.world_size % self.local_world_size:
             raise ValueError(
                 f"WORLD_SIZE {self.world_size}: must be a multiple of LOCAL_WORLD_SIZE "
-                f"{self.local_world_size}; start equally many ranks on every node"
+                f"{self.local_world_size}; start the same number of ranks on every node"
             )
 
     @property
     def nodes(self) -> int:
-        """How many nodes there are."""
+        """The number of nodes."""
         return self.world_size // self.local_world_size
 
     def node_of(self, rank: int) -> int:
-        """The node of `rank`: launchers number ranks node by node."""
+        """Return the node of `rank`: launchers number ranks node by node."""
         return rank // self.local_world_size
 
     @property
@@ -46,7 +46,7 @@ class Topology:
 
     @property
     def cross_node_ranks(self) -> range:
-        """The ranks that have this rank's place on every node."""
+        """The ranks that have this rank's local rank on every node."""
         return range(self.rank % self.local_world_size, self.world_size, self.local_world_size)
 
     def shard_of(self, rank: int) -> int:
@@ -65,7 +65,7 @@ class Topology:
         return node * self.local_world_size + local_rank
 
     def neighbours(self, size: int) -> range:
-        """The `size` consecutive ranks that this rank is one of, where `size` divides the job."""
+        """Return this rank's group of `size` consecutive ranks; `size` must divide the world size."""
         first = self.rank // size * size
         return range(first, first + size)
 
@@ -76,10 +76,10 @@ class Topology:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "Topology":
-        """Reads torchrun's variables, or those that SLURM gives a task; none means one process on its own.
+        """Read torchrun's variables, or those of a SLURM task; without any, return a single rank.
 
-        Raises ValueError when some are missing or not numbers, when several ranks are not told where to meet,
-        and when SLURM's tasks are not laid out node by node.
+        Raises ValueError if some are missing or not numbers, if several ranks have no address for the
+        rendezvous, or if SLURM's tasks are not numbered node by node.
         """
         environment = launcher_variables(environment)
         given = {name: environment[name] for name in TORCHRUN_VARIABLES if name in environment}
@@ -102,12 +102,10 @@ class Topology:
 
 
 def _check_rendezvous_endpoint(environment: Mapping[str, str]) -> None:
-    """Raises ValueError unless the launcher says where the ranks find one another."""
+    """Raise ValueError unless the launcher has set a valid address and port of the rendezvous."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not environment.get(name):
-            raise ValueError(
-                f"{name} (not set): start with torchrun, or set it to rank 0's, alike on every rank"
-            )
+            raise ValueError(f"{name} (not set): start with torchrun, or set it to rank 0's on every rank")
     port = environment["MASTER_PORT"]
     if not _is_number(port) or not 0 < int(port) < 2**16:
         raise ValueError(f"MASTER_PORT {port!r}: must be a whole number from 1 to 65535")

@@ -1,4 +1,4 @@
-"""Counts the bytes that this rank sends, by the link they cross."""
+"""Counts the bytes that this rank sends, by the link that they cross."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ class TrafficLedger:
     inter_node: int = 0
 
     def around_the_ring(self, ranks: Sequence[int], nbytes: int) -> None:
-        """`nbytes` to the next of `ranks`, as ring all-gathers and ring reductions send all they send."""
+        """Count `nbytes` to the next of `ranks`, the only one to which ring collectives send."""
         group_rank = ranks.index(self.topology.rank)
         self._count(ranks[(group_rank + 1) % len(ranks)], nbytes)
 
     def to_every_peer(self, ranks: Sequence[int], nbytes: int) -> None:
-        """`nbytes` to each other one of `ranks`, as an all-to-all sends them."""
+        """Count `nbytes` to each of the other `ranks`, as an all-to-all sends them."""
         for peer in ranks:
             if peer != self.topology.rank:
                 self._count(peer, nbytes)
 
     def take(self) -> tuple[int, int]:
-        """(inside the node, between nodes) since the last call."""
+        """Return (bytes inside the node, bytes between nodes) since the last call."""
         taken = self.intra_node, self.inter_node
         self.intra_node = self.inter_node = 0
         return taken

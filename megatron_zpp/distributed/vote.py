@@ -1,4 +1,4 @@
-"""Sums flags over all ranks, a turn late: no rank waits for another, or for its device, in a steady step."""
+"""Sums flags over all ranks with a delay of one turn, so that no rank waits for another or for its device."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -11,25 +11,25 @@ from megatron_zpp.distributed.topology import Topology
 
 
 class Vote:
-    """All ranks take the same turns and read the same sums, so they decide alike.
+    """All ranks take the same turns and read the same sums, so that they decide equally.
 
-    On a GPU sums are made and read on a stream of their own, behind the compute of the turn before.
+    On a GPU, sums are computed and read on a separate stream, after the compute of the previous turn.
     """
 
     def __init__(self, flags: int, topology: Topology, device: torch.device) -> None:
-        """A vote on `flags` flags of the host and one of the device."""
+        """Prepare a vote on `flags` flags of the host and one flag of the device."""
         on_gpu = device.type == "cuda"
         self._world_size = topology.world_size
         self._stream = torch.cuda.Stream(device) if on_gpu else None
         self._own = torch.zeros(flags, pin_memory=on_gpu)
         self._sums = torch.zeros(flags + 1, device=device)
         self._read = torch.zeros(flags + 1, pin_memory=on_gpu)
-        self._device_flag: Tensor | None = None  # in use by the stream until the sums are read
+        self._device_flag: Tensor | None = None  # the stream uses it until the sums are read
         self._work: dist.Work | None = None
         self._pending = False
 
     def turn(self, flags: Sequence[bool], device_flag: Tensor | None = None) -> list[float] | None:
-        """Votes, and returns the sums of the turn before; None at the first turn.
+        """Submit this rank's flags, and return the sums of the previous turn; None at the first turn.
 
         `device_flag` is a scalar on the device, 0 or 1.
         """
@@ -47,7 +47,7 @@ class Vote:
         return sums
 
     def outcome(self) -> list[float] | None:
-        """Waits for the sums of the newest turn; None when they were read, or there was none."""
+        """Wait for the sums of the newest turn; None if they were read before, or there was no turn."""
         if not self._pending:
             return None
         self._pending = False

@@ -1,6 +1,6 @@
-"""Checksums of a file by chunks of equal size: damage has an offset, and a range is checked as it is read.
+"""Checksums of a file per chunk, so that errors have an offset and a range is checked as it is read.
 
-A chunk's digest is its SHA-256: no flip, cut or shuffle of bytes passes. In JSON the checksums of a file are
+All chunks but the last have the same size. A chunk's digest is its SHA-256. In JSON:
 
     {"bytes": 9437184, "chunk_bytes": 4194304, "sha256": ["9f86d0…", "60303a…", "fd61a0…"]}
 """
@@ -15,40 +15,40 @@ from typing import Any
 
 from megatron_zpp.storage.regular import UnfitFile, open_stream
 
-CHUNK_BYTES = 4 << 20  # of all files that are written here
-# What a file of checksums may ask for: a chunk is held in memory, and each costs a read and a digest.
+CHUNK_BYTES = 4 << 20  # of all files that this program writes
+# Accepted chunk sizes: a chunk is held in memory, and each chunk costs a read and a digest.
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64 << 10, 64 << 20
-# Bytes of a JSON file of checksums: 64 digits and up to 8 characters around them for each chunk of 16 TiB.
+# Bytes of a JSON file of checksums: 64 digits and up to 8 characters around them per chunk of 16 TiB.
 JSON_LIMIT = 72 * ((16 << 40) // CHUNK_BYTES)
 _HEX = 64  # characters of a SHA-256
-Runner = Callable[[Callable[[int], None], Iterable[int]], Iterable[None]]  # map, or a thread pool's
-OnProgress = Callable[[], None]  # is called after every chunk, by the thread that read or wrote it
-_FLUSH_BYTES = 1 << 30  # so much may wait for the disk, and as much again is on its way
+Runner = Callable[[Callable[[int], None], Iterable[int]], Iterable[None]]  # map, or a thread pool's map
+OnProgress = Callable[[], None]  # called after every chunk, by the thread that read or wrote it
+_FLUSH_BYTES = 1 << 30  # written between two flushes; at most twice as much is not on disk
 
 
 def no_report() -> None:
-    """For callers that tell nobody of their progress."""
+    """Report progress to nobody."""
 
 
 class DamagedFile(ValueError):
-    """A file is not what was written. The message says which one, where and what."""
+    """A file differs from what was written. The message says which file, where and how."""
 
 
 @dataclass(frozen=True)
 class Checksums:
-    """Size and digests of one file's chunks, the last of which may be short."""
+    """Size and chunk digests of one file; the last chunk may be short."""
 
     size: int
     chunk_bytes: int
     digests: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As in the module's docstring."""
+        """Return the JSON value described in the module's docstring."""
         return {"bytes": self.size, "chunk_bytes": self.chunk_bytes, "sha256": list(self.digests)}
 
     @classmethod
     def from_json(cls, value: Any, path: Path) -> "Checksums":
-        """The inverse of `to_json`. Raises DamagedFile, naming the `path` that it was read from."""
+        """Return the inverse of `to_json`. Raises DamagedFile naming `path`, the source of the value."""
         try:
             found = cls(value["bytes"], value["chunk_bytes"], tuple(value["sha256"]))
             fits = (
@@ -60,9 +60,9 @@ class Checksums:
                 and all(isinstance(digest, str) and len(digest) == _HEX for digest in found.digests)
             )
         except (KeyError, TypeError) as error:
-            raise DamagedFile(f"{path}: not the checksums of a file ({error!r})") from None
+            raise DamagedFile(f"{path}: not valid checksums of a file ({error!r})") from None
         if not fits:
-            raise DamagedFile(f"{path}: not the checksums of a file")
+            raise DamagedFile(f"{path}: not valid checksums of a file")
         if not MIN_CHUNK_BYTES <= found.chunk_bytes <= MAX_CHUNK_BYTES:
             limits = f"from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}"
             raise DamagedFile(f"{path}: chunk_bytes {found.chunk_bytes}; must be {limits}")
@@ -70,10 +70,10 @@ class Checksums:
 
 
 class ChecksummedWriter:
-    """Writes a file and takes its checksums on the way, so what is summed is what was meant.
+    """Writes a file and computes its checksums from the bytes in memory, not from what the disk returns.
 
-    A chunk is summed by a thread of its own while it is written. Another one has the disk take what is
-    written, a gibibyte at a time, so that `finish`, which makes the file durable, does not wait long for it.
+    One thread computes the digest of a chunk while the caller writes the chunk. Another thread flushes to
+    disk after every GiB, so that `finish`, which makes the file durable, does not wait long.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class ChecksummedWriter:
         self._flushing: Future[None] | None = None
         self._flushed = 0
         self._chunk_bytes, self._size = chunk_bytes, 0
-        self._chunk = bytearray()  # what of the present chunk is not written yet
+        self._chunk = bytearray()  # bytes that do not fill a chunk yet
         self._digests: list[str] = []
         self._hasher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksum")
 
     def write(self, data: bytes | memoryview) -> None:
-        """Appends bytes. Raises OSError as the file system does."""
+        """Append bytes. Raises OSError from the file system."""
         data = memoryview(data).cast("B")
         while len(data):
             if not self._chunk and len(data) >= self._chunk_bytes:
@@ -103,7 +103,7 @@ class ChecksummedWriter:
                 self._flush()
 
     def finish(self) -> Checksums:
-        """Writes the rest and waits until the disk has it. Raises OSError as the file system does."""
+        """Write the rest, wait until all of it is on disk, and return the checksums. Raises OSError."""
         self._flush()
         if self._flushing is not None:
             self._flushing.result()
@@ -113,7 +113,7 @@ class ChecksummedWriter:
         return Checksums(self._size, self._chunk_bytes, tuple(self._digests))
 
     def close(self) -> None:
-        """Lets go of the file, finished or not."""
+        """Close the file and end the threads, whether or not the file is complete."""
         self._hasher.shutdown()
         self._flusher.shutdown()
         self._file.close()
@@ -126,7 +126,7 @@ class ChecksummedWriter:
     def _put(self, chunk: memoryview) -> None:
         digest = self._hasher.submit(_digest, chunk)
         left = chunk
-        while len(left):  # a file system may take less than it is given
+        while len(left):  # a write may be partial
             left = left[self._file.write(left) :]
         self._digests.append(digest.result())
         self._size += len(chunk)
@@ -139,10 +139,9 @@ class ChecksummedWriter:
 
 
 class VerifiedFile:
-    """Reads ranges of a file whose checksums are known, and checks every chunk that it reads.
+    """Reads ranges of a file with known checksums, and verifies every chunk that it reads. Thread-safe.
 
-    Raises DamagedFile at once for a file that is missing, is no regular file or has another size. Threads may
-    share it.
+    The constructor raises DamagedFile if the file is missing, is not a regular file, or has another size.
     """
 
     def __init__(self, path: Path, checksums: Checksums, on_progress: OnProgress = no_report) -> None:
@@ -160,10 +159,13 @@ class VerifiedFile:
         self._checked = bytearray(len(checksums.digests))
 
     def read_into(self, start: int, target: memoryview, run: Runner = map) -> None:
-        """Fills `target` (bytes) with what the file has from `start` on; `run` may be a thread pool's map."""
+        """Fill `target` with the bytes of the file from `start`; `run` may be the map of a thread pool.
+
+        Raises DamagedFile.
+        """
         stop, size = start + len(target), self._checksums.chunk_bytes
         if stop > self._checksums.size:
-            raise DamagedFile(f"{self.path}: {self._checksums.size} bytes; bytes up to {stop} are asked for")
+            raise DamagedFile(f"{self.path}: {self._checksums.size} bytes; {stop} are needed")
 
         def read(index: int) -> None:
             first = index * size
@@ -181,7 +183,7 @@ class VerifiedFile:
             list(run(read, range(start // size, -(-stop // size))))
 
     def check(self, chunks: Iterable[int], run: Runner = map) -> None:
-        """Reads and checks chunks by number."""
+        """Read and verify chunks by number."""
         size = self._checksums.chunk_bytes
 
         def check(index: int) -> None:
@@ -190,16 +192,16 @@ class VerifiedFile:
         list(run(check, chunks))
 
     def check_rest(self, run: Runner = map) -> None:
-        """Reads and checks the chunks that no `read_into` has touched."""
+        """Read and verify the chunks that no call has read yet."""
         self.check([index for index, done in enumerate(self._checked) if not done], run)
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
 
     def _load(self, index: int, target: memoryview) -> None:
         first, done = index * self._checksums.chunk_bytes, 0
-        while done < len(target):  # a file system may give less than it is asked for
+        while done < len(target):  # a read may be partial
             count = os.preadv(self._file.fileno(), [target[done:]], first + done)
             if count == 0:
                 raise DamagedFile(f"{self.path}: became shorter while it was read")
@@ -214,7 +216,7 @@ class VerifiedFile:
 
 
 def checksums_of(path: Path, chunk_bytes: int = CHUNK_BYTES) -> Checksums:
-    """Of a file as it is. Raises OSError as the file system does."""
+    """Return the checksums of a file's present content. Raises OSError from the file system."""
     digests, size = [], 0
     with open_stream(path) as file:
         while chunk := file.read(chunk_bytes):
@@ -226,7 +228,7 @@ def checksums_of(path: Path, chunk_bytes: int = CHUNK_BYTES) -> Checksums:
 def verify_file(
     path: Path, checksums: Checksums, run: Runner = map, on_progress: OnProgress = no_report
 ) -> None:
-    """Raises DamagedFile, with the offset, unless the file is what `checksums` are of."""
+    """Raise DamagedFile, with the offset, unless the content of the file has these checksums."""
     file = VerifiedFile(path, checksums, on_progress)
     try:
         file.check_rest(run)

@@ -1,4 +1,4 @@
-"""Writes files and directories so that a kill leaves either the old state or the new one."""
+"""Writes files and directories atomically: a process killed at any time leaves the old or the new state."""
 
 import contextlib
 import errno
@@ -8,29 +8,29 @@ import shutil
 import stat
 from pathlib import Path
 
-_CANNOT = (errno.EINVAL, errno.ENOTSUP)  # some network file systems' answers for a directory
+_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP)  # errors of fsync on a directory on some network file systems
 
 
 def fsync(path: Path) -> None:
-    """Makes a file's bytes, or a directory's entries where that is possible, survive a power cut."""
+    """Flush a file's bytes, or a directory's entries where supported, so that they survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in _CANNOT or not path.is_dir():
+        if error.errno not in _UNSUPPORTED or not path.is_dir():
             raise
     finally:
         os.close(descriptor)
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Writes a file that survives a power cut, but for its name: that is its directory's."""
+    """Write and flush a file. Its name is durable only once its directory is flushed as well."""
     path.write_bytes(content)
     fsync(path)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces `path` by a file that holds `text`, in one step; on an error it stays as it was."""
+    """Replace the file `path` atomically by one that holds `text`; after an error it is unchanged."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         write_durably(partial, text.encode())
@@ -43,9 +43,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def commit_directory(partial: Path, final: Path, retired: Path) -> None:
-    """Gives a directory of durable files its final name; one that had the name before is removed afterwards.
+    """Rename a directory of durable files to its final name, then remove the directory that had the name.
 
-    Between the two renames the previous one is whole under the name `retired`.
+    Between the two renames, the previous directory is complete under the name `retired`.
     """
     fsync(partial)
     if final.exists():
@@ -57,7 +57,7 @@ def commit_directory(partial: Path, final: Path, retired: Path) -> None:
 
 
 def check_replaceable(flag: str, path: str) -> None:
-    """Proves that the file `path` can be made or replaced. Raises ValueError naming the flag."""
+    """Raise ValueError, naming the flag, unless the file `path` can be created or replaced."""
     check_writable(flag, str(Path(path).parent))
     for name in (path, f"{path}.partial"):
         try:
@@ -71,26 +71,24 @@ def check_replaceable(flag: str, path: str) -> None:
 
 
 def _nearest(path: Path) -> Path:
-    """The path, or the first above it that is there."""
+    """Return the path or its closest ancestor that exists."""
     try:
         os.lstat(path)
     except FileNotFoundError:
         if path == path.parent:
-            raise  # the present directory was removed under us
+            raise  # the working directory was removed
         return _nearest(path.parent)
     return path
 
 
 def check_writable(flag: str, directory: str) -> None:
-    """Proves that files can be made in `directory`, or where that is to be made, and leaves nothing there.
+    """Raise ValueError, naming the flag, unless files can be created in `directory`.
 
-    Raises ValueError naming the flag.
+    If the directory does not exist, its closest ancestor is tested. Leaves no file behind.
     """
     try:
         probe = _nearest(Path(directory)) / f".write-probe-{platform.node()}-{os.getpid()}"
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
-        raise ValueError(
-            f"{flag} {directory}: {error.strerror}; name a directory that can be written"
-        ) from None
+        raise ValueError(f"{flag} {directory}: {error.strerror}; name a writable directory") from None

@@ -1,11 +1,12 @@
-"""A lease on a directory: a file that says which process uses it, renewed as long as that process lives.
+"""A lease on a directory: a file that names the process using it, renewed for as long as that process lives.
 
 RUNNING.json    {"lease": ID, "host": …, "boot": …, "pid_namespace": …, "process": PID, "process_started": …,
                 "since": UTC time, "renewed": COUNT}
 
-It needs no locks of the file system, so it holds on NFS: one process alone can make a file with O_EXCL, and
-it rewrites that in place with a greater count. Clocks of hosts are not compared. A holder of this host lives
-if its process does. Any other lives if its count grows while one watches.
+The lease works on NFS, because it needs no file locks: only one process can create a file with O_EXCL, and
+that process rewrites the file in place with an increasing count. Clocks of different hosts are never
+compared. A holder on this host is alive if its process is; a holder on another host is alive if its count
+increases.
 """
 
 import contextlib
@@ -25,30 +26,30 @@ from megatron_zpp.storage.files import fsync
 from megatron_zpp.storage.regular import read_limited
 
 LEASE = "RUNNING.json"
-SECONDS = 30.0  # without a renewal, after which a holder elsewhere counts as dead
-_RENEWALS = 6  # in that time
+SECONDS = 30.0  # without a renewal, after which a holder on another host counts as dead
+_RENEWALS = 6  # within SECONDS
 _LIMIT = 4096  # bytes of the file
-_SETTLE = 0.5  # seconds after which a lease that was taken over is read again
+_SETTLE = 0.5  # seconds between taking over a lease and reading it again
 
 
 class Held(OSError):
-    """Another live process has the lease; the message names it."""
+    """Another live process holds the lease; the message names it."""
 
 
 class LeaseLost(OSError):
-    """Another process has taken the lease over; the message names it."""
+    """Another process has taken over the lease; the message names it."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A process, told so that others can find out whether it lives."""
+    """A process, described such that others can find out whether it is alive."""
 
     lease: str
     host: str
-    boot: str  # of the host's kernel: pids of an earlier one mean nothing
+    boot: str  # id of the kernel's boot: process ids of an earlier boot mean nothing
     pid_namespace: str
     process: int
-    process_started: int  # clock ticks after the boot: a pid may have been given to another process
+    process_started: int  # clock ticks after the boot: process ids are reused
     since: str
     renewed: int = 0
 
@@ -57,7 +58,7 @@ class Holder:
 
     @classmethod
     def here(cls) -> "Holder":
-        """This process."""
+        """Return the description of this process, with a new lease id."""
         return cls(
             secrets.token_hex(8),
             platform.node(),
@@ -68,20 +69,20 @@ class Holder:
         )
 
     def lives(self) -> bool | None:
-        """Whether its process does; None where that cannot be seen from here."""
+        """Return whether the process is alive; None if this process cannot see it."""
         if (self.boot, self.pid_namespace) != _kernel() or not self.boot:
             return None
         return _started(self.process) == self.process_started
 
 
 class Lease:
-    """Use it in a `with` block, which gives it back."""
+    """A held lease, to be used in a `with` block, which returns it at the end."""
 
     def __init__(self, directory: Path, say: Callable[[str], None], seconds: float = SECONDS) -> None:
-        """Takes the lease of a directory, which is made where it is missing.
+        """Take the lease of a directory; the directory is created if it is missing.
 
-        Waits for `seconds`, and says so, to find out whether a holder on another host lives. Raises Held if
-        it does; OSError as the file system does.
+        If a process on another host holds it, wait for `seconds`, after a message to `say`, to find out
+        whether that process is alive. Raises Held if the holder is alive; OSError from the file system.
         """
         self._path, self._seconds, self._holder = directory / LEASE, seconds, Holder.here()
         self._made_directory = not directory.exists()
@@ -102,17 +103,17 @@ class Lease:
             self.check()
             self._path.unlink()
             if self._made_directory:
-                self._path.parent.rmdir()  # fails, as it should, where something was saved
+                self._path.parent.rmdir()  # fails, as it should, if the directory is not empty
         os.close(self._descriptor)
 
     @property
     def lost(self) -> bool:
-        """Whether it is known that another process has it; costs nothing."""
+        """Whether a `check` or renewal has found that another process holds the lease; reads no file."""
         return self._lost is not None
 
     def check(self) -> None:
-        """Reads the file. Raises LeaseLost when another process has the lease."""
-        with contextlib.suppress(OSError):  # what cannot be read now was not taken over, as far as is known
+        """Read the file. Raises LeaseLost if another process holds the lease."""
+        with contextlib.suppress(OSError):  # an unreadable file is no proof that the lease was taken over
             other = _parse(self._content())
             if other is not None and other.lease != self._holder.lease:
                 self._lost = f"{self._path} was taken over by {other}"
@@ -120,32 +121,32 @@ class Lease:
             raise LeaseLost(self._lost)
 
     def _take(self, say: Callable[[str], None]) -> int:
-        """Returns a descriptor of the file, which is ours then."""
+        """Take the lease and return a descriptor of its file. Raises Held."""
         while True:
             with contextlib.suppress(FileExistsError):
                 return self._create(self._path)
             content = self._content()
             self._await_death(content, say)
             if content is None or self._content() != content:
-                continue  # it was given back, or taken over by a third process
+                continue  # it was returned, or taken over by a third process
             descriptor = self._create(partial := self._path.with_name(f"{LEASE}.{self._holder.lease}"))
             os.replace(partial, self._path)
-            time.sleep(_SETTLE)  # of two that take it over at once the later one has it
+            time.sleep(_SETTLE)  # if two processes take it over at once, the later one holds it
             other = _parse(self._content())
             if other is not None and other.lease == self._holder.lease:
                 return descriptor
             os.close(descriptor)
 
     def _await_death(self, content: bytes | None, say: Callable[[str], None]) -> None:
-        """Returns when whoever wrote `content` is dead, as far as can be known. Raises Held."""
+        """Return once the process that wrote `content` is dead or no longer renews it. Raises Held."""
         holder = _parse(content)
         lives = holder.lives() if holder is not None else None
         if lives:
             raise Held(str(holder))
         if lives is False:
             return
-        who = "a process that did not get to write its name" if holder is None else str(holder)
-        say(f"{self._path} is of {who}; waiting {self._seconds:g} s to see whether that still runs")
+        who = "a process that has not written its name" if holder is None else str(holder)
+        say(f"{self._path} is held by {who}; waiting {self._seconds:g} s to see whether it is alive")
         deadline = time.monotonic() + self._seconds
         while time.monotonic() < deadline:
             time.sleep(min(1.0, self._seconds / 10))
@@ -155,7 +156,7 @@ class Lease:
                 return
 
     def _create(self, path: Path) -> int:
-        """Makes the file, which no other process can do then; a descriptor to rewrite it by."""
+        """Create the file, which only one process can do, and return a descriptor for rewriting it."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             self._write(descriptor)
@@ -168,19 +169,19 @@ class Lease:
     def _renew_until_over(self) -> None:
         while not self._over.wait(self._seconds / _RENEWALS):
             self._holder = replace(self._holder, renewed=self._holder.renewed + 1)
-            with contextlib.suppress(OSError):  # the next time, perhaps
+            with contextlib.suppress(OSError):  # the next renewal may succeed
                 try:
                     self.check()
                 except LeaseLost:
                     return
-                # By descriptor: where another process has put its file since, this writes to ours.
+                # By descriptor, so that a file that replaced ours meanwhile is not overwritten.
                 self._write(self._descriptor)
 
     def _write(self, descriptor: int) -> None:
         fields: dict[str, Any] = asdict(self._holder)
-        fields["renewed"] = f"{self._holder.renewed:010d}"  # the file is rewritten in place, so of one length
+        fields["renewed"] = f"{self._holder.renewed:010d}"  # fixed length: the file is rewritten in place
         os.pwrite(descriptor, (json.dumps(fields) + "\n").encode(), 0)
-        os.fsync(descriptor)  # other clients of a network file system see it
+        os.fsync(descriptor)  # so that other clients of a network file system see it
 
     def _content(self) -> bytes | None:
         try:
@@ -190,7 +191,7 @@ class Lease:
 
 
 def _parse(content: bytes | None) -> Holder | None:
-    """The holder that a lease names; None for one that is missing, or was cut off as it was made."""
+    """Return the holder that a lease names; None if the lease is missing or incomplete."""
     try:
         fields = json.loads(content or b"null")
         holder = Holder(**{**fields, "renewed": int(fields["renewed"])})
@@ -200,7 +201,7 @@ def _parse(content: bytes | None) -> Holder | None:
 
 
 def _kernel() -> tuple[str, str]:
-    """What tells this boot of this host, and these process numbers, from all others; empty if unknown."""
+    """Return (boot id, pid namespace), which identify the process ids of this host; empty if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -208,9 +209,9 @@ def _kernel() -> tuple[str, str]:
 
 
 def _started(process: int) -> int | None:
-    """When a process of this host was started; None when it is gone, or a zombie that nobody has buried."""
+    """Return the start time of a process of this host in clock ticks; None if it is gone or a zombie."""
     try:
-        # proc(5): the name, in parentheses, may hold anything; state is field 3, starttime field 22.
+        # proc(5): the name, in parentheses, may hold any character; state is field 3, starttime field 22.
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except (OSError, UnicodeDecodeError):
         return None

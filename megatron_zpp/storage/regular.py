@@ -1,8 +1,8 @@
-"""Opens what a name stands for only where it is a regular file, and reads no more of it than a stated limit.
+"""Opens regular files only, and reads them up to a stated limit.
 
-A name comes from a command line or from another file, so it may stand for anything: opening a FIFO waits for
-a writer, /dev/zero never ends, and a manifest of gigabytes exhausts the memory. A symbolic link to a regular
-file is that file.
+A name that comes from a command line or another file may refer to anything: opening a FIFO waits for a
+writer, /dev/zero never ends, and a manifest of gigabytes exhausts the memory. Symbolic links to regular
+files are followed.
 """
 
 import errno
@@ -18,24 +18,24 @@ _KINDS = {
     stat.S_IFBLK: "is a block device, not a regular file",
     stat.S_IFSOCK: "is a socket, not a regular file",
 }
-# With O_NONBLOCK opening a FIFO returns at once; reads of a regular file do not depend on it.
+# With O_NONBLOCK, opening a FIFO returns at once; it does not affect reads of a regular file.
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
 _PIECE = 1 << 20  # bytes read at a time
 
 
 class UnfitFile(OSError):
-    """There is no regular file under the name, or it is too long; `strerror` says so, as in "is a FIFO"."""
+    """The file is not regular or too long; `strerror` says which, as in "is a FIFO"."""
 
 
 def open_regular(path: str | Path) -> int:
-    """A descriptor of the regular file `path` for reading, which the caller closes.
+    """Return a descriptor of the regular file `path` for reading, which the caller closes.
 
-    Raises UnfitFile for anything else, and OSError as the file system does.
+    Raises UnfitFile for anything else, and OSError from the file system.
     """
     try:
         descriptor = os.open(path, _FLAGS)
     except OSError as error:
-        if error.errno == errno.ENXIO:  # a socket cannot be opened, nor be looked at by a descriptor
+        if error.errno == errno.ENXIO:  # a socket: it cannot be opened, so it has no descriptor to examine
             raise UnfitFile(errno.ENXIO, _KINDS[stat.S_IFSOCK], str(path)) from None
         raise
     try:
@@ -49,14 +49,14 @@ def open_regular(path: str | Path) -> int:
 
 
 def open_stream(path: str | Path, buffering: int = -1) -> BinaryIO:
-    """The regular file `path` as a stream of bytes; `buffering` as in `open`. Raises as `open_regular`."""
+    """Return the regular file `path` as a binary stream. `buffering`: see `open`; errors: `open_regular`."""
     return os.fdopen(open_regular(path), "rb", buffering=buffering)
 
 
 def read_limited(path: str | Path, limit: int) -> bytes:
-    """What is in the regular file `path`, at most `limit` bytes.
+    """Return the content of the regular file `path`.
 
-    Raises UnfitFile for a longer one, and as `open_regular` does.
+    Raises UnfitFile if it is longer than `limit` bytes, and otherwise like `open_regular`.
     """
     with open_stream(path, buffering=0) as file:
         left, parts = limit + 1, []

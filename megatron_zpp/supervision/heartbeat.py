@@ -93,7 +93,8 @@ class _Pulse:
         self._verdict: str | None = None  # the one to end with
         self._answered = self._clock.seconds
         self._said = 0.0  # when it was last said who is slow
-        self._store = store.clone()  # a call that blocks holds its store: nobody else uses this one
+        # A call that blocks holds its store: nobody else uses this one.
+        self._store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
         self._store.set_timeout(timedelta(seconds=2 * self._interval))
         self._wake, self._told, self._over = threading.Event(), threading.Event(), threading.Event()
         self._threads = [

@@ -1,4 +1,4 @@
-"""The tables of docs/guide/deepspeed.md, from the code's: `python -m tests.config.tables` puts them in."""
+"""Builds the tables of docs/guide/deepspeed.md from the code; `python -m tests.config.tables` writes them."""
 
 import re
 from pathlib import Path
@@ -14,11 +14,11 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "deepspeed.md"
 def tables() -> dict[str, str]:
     """Markdown by the name of the marker before it."""
     return {
-        "obeyed keys": _table("key", ("today's flag",), _of(Obeyed)),
+        "obeyed keys": _table("key", ("current flag",), _of(Obeyed)),
         "bound keys": _table("key", ("possible", "otherwise"), _of(Only, Off, Refused)),
         "idle keys": _table("key", ("why it cannot matter",), _of(Idle)),
         "renamed flags": _table(
-            "old flag", ("today's",), [(_typed(flag), (flag.today,)) for flag in RENAMED]
+            "old flag", ("current flag",), [(_typed(flag), (flag.today,)) for flag in RENAMED]
         ),
         "bound flags": _table(
             "flag", ("possible", "otherwise"), [_bound(flag) for flag in (*ONLY, *REFUSED)]

@@ -15,13 +15,16 @@ from megatron_zpp.config.data import DataConfig, split_shares, weighted_prefixes
         ({"mock_data": True, "test_data_path": ("x",)}, r"--mock-data \(given\): .*--test-data-path"),
         (
             {"data_path": ("x",), "valid_data_path": ("y",)},
-            r"--valid-data-path \(given\): --data-path is cut",
+            r"--valid-data-path \(given\): --data-path is divided",
         ),
         (
             {"train_data_path": ("x",), "split": "1,0,0"},
-            "--split 1,0,0: cuts --data-path alone; .*--train-data-path",
+            "--split 1,0,0: divides --data-path only; .*--train-data-path",
         ),
-        ({"mock_data": True, "split": "969,30,1"}, "--split 969,30,1: cuts --data-path alone; .*--mock-data"),
+        (
+            {"mock_data": True, "split": "969,30,1"},
+            "--split 969,30,1: divides --data-path only; .*--mock-data",
+        ),
         ({"data_path": ("x",), "split": "a,b"}, "--split a,b: must be up to three shares"),
         ({"data_path": ("x",), "num_workers": -1}, "--num-workers -1: must be at least 0"),
         (
@@ -47,9 +50,9 @@ from megatron_zpp.config.data import DataConfig, split_shares, weighted_prefixes
         ({"data_path": ("x.json.gz",), "verify_data": True}, r"--verify-data \(given\): text has no .bin"),
         ({"data_path": ("x.jsonl", "y")}, "--data-path x.jsonl y: put a weight before each"),
         ({"data_path": ("x.jsonl", "hf:y")}, "--data-path x.jsonl hf:y: put a weight before each"),
-        ({"data_path": ("x",), "json_key": "body"}, "--json-key body: is about text, .*leave it out"),
-        ({"data_path": ("x",), "append_eod": True}, r"--append-eod \(given\): is about text"),
-        ({"mock_data": True, "skip_bad_lines": True}, r"--skip-bad-lines \(given\): is about text"),
+        ({"data_path": ("x",), "json_key": "body"}, "--json-key body: applies to text, .*omit it"),
+        ({"data_path": ("x",), "append_eod": True}, r"--append-eod \(given\): applies to text"),
+        ({"mock_data": True, "skip_bad_lines": True}, r"--skip-bad-lines \(given\): applies to text"),
     ],
 )
 def test_contradictions_are_refused(settings, message):

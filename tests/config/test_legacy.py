@@ -43,7 +43,7 @@ def test_an_old_name_says_what_todays_says_with_one_note(old: str, today: str) -
     assert parsed.config == parse_args([*MINIMAL, *today.split()])
     (note,) = parsed.notes
     (name,) = [word for word in old.split() if word in {flag.name for flag in RENAMED}]
-    assert note.startswith(f"{name}: an old name; today's is --")
+    assert note.startswith(f"{name}: an old name; use --")
     for flag in [word for word in today.split() if word.startswith("--") and word not in old]:
         assert flag in note
 
@@ -90,7 +90,7 @@ def test_a_flag_that_would_change_the_result(flag) -> None:
     [
         (
             "--batch-size 4",
-            "--batch-size 4: contradicts --micro-batch-size 2; make them equal or leave one out",
+            "--batch-size 4: contradicts --micro-batch-size 2; make them equal or omit one",
         ),
         ("--batch-size two", "argument --batch-size: invalid int value: 'two'"),
         (
@@ -114,7 +114,7 @@ def test_a_flag_that_would_change_the_result(flag) -> None:
             "--checkpoint-num-layers 2",
             "needs --recompute-granularity full (--recompute-num-layers is --checkp",
         ),
-        ("--use-distributed-optimizer --zero-stage 0", "(given): contradicts --zero-stage 0; leave one out"),
+        ("--use-distributed-optimizer --zero-stage 0", "(given): contradicts --zero-stage 0; omit one"),
         ("--deepspeed yes", "unrecognized argument yes"),
         ("--batch-siz 2", "unrecognized argument --batch-siz 2; did you mean --micro-batch-size?"),
     ],
@@ -129,7 +129,7 @@ def test_help_names_old_flags_briefly(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
         parse_args(["--help"])
     text = capsys.readouterr().out
-    last = text.index("Old flags")
+    last = text.index("These old flags")
     for flag in RENAMED:
         assert flag.name in text[last:]
         assert f"  {flag.name}" not in text[:last]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.distributed.open_files import STORE_CONNECTIONS, make_room, raise_limit
+from megatron_zpp.distributed.open_files import STORE_CONNECTIONS, raise_limit, reserve_connections
 from tests.support import Run
 
 SOFT, HARD = 256, 1024
@@ -43,15 +43,15 @@ def test_too_low_a_limit_is_said_and_one_that_cannot_do_is_refused(
     keeper: subprocess.Popen[bytes],
 ) -> None:
     said: list[str] = []
-    make_room(keeper.pid, 153, said.append)  # 5 * 153 + 256 = 1021
+    reserve_connections(keeper.pid, 153, said.append)  # 5 * 153 + 256 = 1021
     assert said == []
-    make_room(keeper.pid, 154, said.append)
+    reserve_connections(keeper.pid, 154, said.append)
     (line,) = said
     assert line.startswith(f"warning: ulimit -n {HARD}: process {keeper.pid} on ")
     assert "keeps the store of 154 ranks, needs 1026 open files; raise the hard limit (ulimit -Hn)" in line
-    make_room(keeper.pid, HARD // 3, said.append)
+    reserve_connections(keeper.pid, HARD // 3, said.append)
     with pytest.raises(ValueError, match=rf"^ulimit -n {HARD}: process .* 342 ranks, needs 1966 open files"):
-        make_room(keeper.pid, HARD // 3 + 1, said.append)
+        reserve_connections(keeper.pid, HARD // 3 + 1, said.append)
 
 
 def connections(port: int) -> int:

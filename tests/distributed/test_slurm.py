@@ -99,11 +99,11 @@ def test_a_missing_variable_is_named(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("SLURM_STEP_TASKS_PER_NODE", "4(x1),3,1", "nodes must have equally many tasks"),
-        ("SLURM_STEP_TASKS_PER_NODE", "4(x3)", "must be 8 tasks, those of this step"),
-        ("SLURM_STEP_TASKS_PER_NODE", "0(x2)", "must be tasks a node such as 4"),
-        ("SLURM_STEP_TASKS_PER_NODE", "4(x2", "must be tasks a node such as 4"),
-        ("SLURM_STEP_TASKS_PER_NODE", "4(x2),", "must be tasks a node such as 4"),
+        ("SLURM_STEP_TASKS_PER_NODE", "4(x1),3,1", "all nodes must have the same number of tasks"),
+        ("SLURM_STEP_TASKS_PER_NODE", "4(x3)", "must be the 8 tasks of this step"),
+        ("SLURM_STEP_TASKS_PER_NODE", "0(x2)", "must be tasks per node, such as 4"),
+        ("SLURM_STEP_TASKS_PER_NODE", "4(x2", "must be tasks per node, such as 4"),
+        ("SLURM_STEP_TASKS_PER_NODE", "4(x2),", "must be tasks per node, such as 4"),
         ("SLURM_STEP_NUM_TASKS", "eight", "must be a whole number"),
         ("SLURM_STEP_ID", "batch", "must be a whole number"),
         ("SLURM_PROCID", "-1", "must be a whole number"),

@@ -114,15 +114,20 @@ OPTIMIZER = [
     bad("--fp16 --loss-scale 0", "--loss-scale 0.0: must be above 0"),
     bad("--min-loss-scale 1e20", "--min-loss-scale 1e+20: must be at most --initial-loss-scale"),
     bad("--hysteresis 0", "--hysteresis 0: must be at least 1"),
-    bad("--fp8 --fp16", "--fp8 (given): goes with --bf16, not --fp16"),
-    Case("--fp8", "--fp8 (given): goes with --bf16, which is not the default on the cpu"),
-    bad("--fp8 --bf16 --hidden-size 24", "--hidden-size 24: is 24, and --fp8 needs a multiple of 16"),
-    bad("--fp8 --bf16 --kv-channels 3", "--kv-channels 3 × --num-attention-heads 2: is 6, and --fp8 needs"),
-    bad("--fp8 --bf16 --seq-length 30", "--micro-batch-size 4 × --seq-length 30: is 120, and --fp8 needs"),
-    Case("--compile-cache-dir kernels", "--compile-cache-dir kernels: nothing is compiled on a cpu unless"),
-    bad("--no-compile --compile-cache-dir kernels", "--compile-cache-dir kernels: --no-compile makes no"),
+    bad("--fp8 --fp16", "--fp8 (given): needs --bf16, not --fp16"),
+    Case("--fp8", "--fp8 (given): needs --bf16, which is not the default on the cpu"),
+    bad("--fp8 --bf16 --hidden-size 24", "--hidden-size 24: is 24; must be a multiple of 16"),
+    bad(
+        "--fp8 --bf16 --kv-channels 3", "--kv-channels 3 × --num-attention-heads 2: is 6; must be a multiple"
+    ),
+    bad("--fp8 --bf16 --seq-length 30", "--micro-batch-size 4 × --seq-length 30: is 120; must be a multiple"),
+    Case("--compile-cache-dir kernels", "--compile-cache-dir kernels: nothing is compiled on a cpu without"),
+    bad(
+        "--no-compile --compile-cache-dir kernels",
+        "--compile-cache-dir kernels: --no-compile compiles nothing",
+    ),
     Case("--compile --compile-cache-dir /dev/null", "--compile-cache-dir /dev/null: Not a directory; name a"),
-    Case("--compile --fused-backend apex", "--compile (given): torch.compile makes LayerNorm part"),
+    Case("--compile --fused-backend apex", "--compile (given): torch.compile fuses LayerNorm"),
 ]
 
 ZERO = [
@@ -170,7 +175,7 @@ ZERO = [
         "--zero-stage 3 --zero-quantized-gradients --grad-reduce-in-bf16",
         "--grad-reduce-in-bf16 (given): contradicts --zero-quantized-gradients",
     ),
-    Case("--zero-offload-optimizer", "--zero-offload-optimizer (given): … leave it out"),
+    Case("--zero-offload-optimizer", "--zero-offload-optimizer (given): … omit it"),
     Case("--fused-backend apex", "--fused-backend apex: … use torch"),
     Case(
         f"{FULL} --recompute-method uniform --recompute-offload",
@@ -205,7 +210,7 @@ PLACES = [
     bad("--nccl-sockets 8x9", "--nccl-sockets 8x9: makes 72 sockets … at most 64; give 8x8 or less"),
     Case("--nccl-sockets 2x2", "--nccl-sockets 2x2: needs --distributed-backend nccl, … gloo; omit it"),
     bad("--load hf:", "--load hf:: names no directory"),
-    bad("--load hf:hf --ckpt-step 5", "--ckpt-step 5: --load hf:hf has no iterations; leave it out"),
+    bad("--load hf:hf --ckpt-step 5", "--ckpt-step 5: --load hf:hf has no iterations; omit it"),
     bad("--save hf:new", "--save hf:new: name a directory without hf: … huggingface export"),
     bad("--no-load-optim", "--no-load-optim (given): needs --load"),
     bad("--exit-on-missing-checkpoint", "--exit-on-missing-checkpoint (given): needs --load"),
@@ -216,13 +221,13 @@ PLACES = [
 DATA = [
     bad("", "--data-path (not given): … --mock-data", without="--data-path --split"),
     bad("--data-path", "--data-path: expected at least one argument"),
-    bad(MOCK, "--mock-data (given): … leave out --data-path or --mock-data"),
+    bad(MOCK, "--mock-data (given): … omit --data-path or --mock-data"),
     bad(
         f"{MOCK} --verify-data", "--verify-data (given): --mock-data reads no", without="--data-path --split"
     ),
     bad(f"{MOCK} --full-validation", "--full-validation … --eval-iters", without="--data-path --split"),
     bad("--valid-data-path text", "--valid-data-path (given): … give one or the other"),
-    bad("--train-data-path text", "--split 80,10,10: … leave it out with --train", without="--data-path"),
+    bad("--train-data-path text", "--split 80,10,10: … omit it with --train", without="--data-path"),
     bad("--split a,b", "--split a,b: must be up to three shares"),
     bad("--split 0,0,0", "--split 0,0,0: must be up to three shares"),
     bad("--split 1,2,3,4", "--split 1,2,3,4: must be up to three shares"),
@@ -231,10 +236,10 @@ DATA = [
     bad(
         "--data-path text.jsonl --dataset-order megatron", "--dataset-order megatron: text.jsonl … preprocess"
     ),
-    bad("--data-path text.jsonl --verify-data", "--verify-data (given): text has no .bin … leave this out"),
-    bad("--append-eod", "--append-eod (given): is about text … leave it out"),
-    bad("--skip-bad-lines", "--skip-bad-lines (given): is about text … leave it out"),
-    bad("--json-key body", "--json-key body: is about text … leave it out"),
+    bad("--data-path text.jsonl --verify-data", "--verify-data (given): text has no .bin … omit this"),
+    bad("--append-eod", "--append-eod (given): applies to text … omit it"),
+    bad("--skip-bad-lines", "--skip-bad-lines (given): applies to text … omit it"),
+    bad("--json-key body", "--json-key body: applies to text … omit it"),
     bad("--data-path 0 text", "--data-path 0 text: the weight 0 must be a positive"),
     bad("--data-path nan text", "--data-path nan text: the weight nan must be"),
     bad("--num-workers -1", "--num-workers -1: must be at least 0"),

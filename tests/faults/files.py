@@ -299,7 +299,7 @@ HUGGINGFACE = [
     gpt2_of("--ffn-hidden-size 32", "--ffn-hidden-size 32: … n_inner 64; give --ffn-hidden-size 64"),
     gpt2_of("--seq-length 16", "--max-position-embeddings 16: … give --max-position-embeddings 32"),
     gpt2_of("--norm-epsilon 1e-6", "--norm-epsilon 1e-06: … give --norm-epsilon 1e-05"),
-    gpt2_of("--untie-embeddings-and-output-weights", "output-weights (given): … ties them; leave it out"),
+    gpt2_of("--untie-embeddings-and-output-weights", "output-weights (given): … ties them; omit it"),
     gpt2_of("--data-path plain --vocab-size 300", f"{HF}: has vocab_size 257, but … has 301 entries; give"),
     Case(HF, "hf/config.json: cannot be read (No such", harm=remove("hf/config.json")),
     Case(HF, "hf/config.json: line 1 column 2: not JSON", harm=put("hf/config.json", "{")),

@@ -5,7 +5,7 @@ from tests.faults.cases import refused as bad
 from tests.faults.command_lines import FULL
 
 OLD_FLAGS = [
-    bad("--batch-size 8", "--batch-size 8: contradicts --micro-batch-size 4; make them equal or leave one"),
+    bad("--batch-size 8", "--batch-size 8: contradicts --micro-batch-size 4; make them equal or omit one"),
     bad("--batch-size many", "--batch-size: invalid int value: 'many'"),
     bad(
         "--layernorm-epsilon 0", "--norm-epsilon 0.0: must be above 0 (--norm-epsilon is --layernorm-epsilon)"
@@ -18,14 +18,14 @@ OLD_FLAGS = [
     bad(
         "--position-embedding-type rope", "--position-embedding-type rope: only learned_absolute is possible"
     ),
-    bad("--optimizer sgd", "--optimizer sgd: only adam is possible: … leave it out"),
+    bad("--optimizer sgd", "--optimizer sgd: only adam is possible: … omit it"),
     bad("--remote-device nvme", "--remote-device nvme: only none is possible: … --zero-stage 3"),
     bad("--checkpoint-in-cpu", "--recompute-offload (given): needs … is --checkpoint-in-cpu)"),
     bad("--checkpoint-activations --recompute-activations", f"{FULL}: contradicts --recompute-activations"),
-    bad("--use-distributed-optimizer --zero-stage 0", "(given): contradicts --zero-stage 0; leave one out"),
-    bad("--swiglu", "--swiglu (given): not here: … leave it out"),
+    bad("--use-distributed-optimizer --zero-stage 0", "(given): contradicts --zero-stage 0; omit one"),
+    bad("--swiglu", "--swiglu (given): not here: … omit it"),
     bad("--train-tokens 1000", "--train-tokens 1000: not here: … --seq-length … -samples"),
-    Case("--cpu-optimizer", "--zero-offload-optimizer (given): … leave it out"),
+    Case("--cpu-optimizer", "--zero-offload-optimizer (given): … omit it"),
 ]
 
 DS = "--deepspeed_config ds.json"
@@ -47,9 +47,9 @@ DEEPSPEED = [
     ),
     deepspeed("", "line 1 column 1: not JSON"),
     deepspeed('{"bf16": {},\n# comment\n}', "line 2 column 1: not JSON … no comments"),
-    deepspeed('{"bf16": {}, "bf16": {}}', 'the key "bf16" stands twice … remove one'),
+    deepspeed('{"bf16": {}, "bf16": {}}', 'the key "bf16" appears twice … remove one'),
     deepspeed("[" * 100_000, "is nested deeper than 20 levels; name a JSON"),
-    deepspeed("[1]", "holds no JSON object"),
+    deepspeed("[1]", "must hold a JSON object"),
     deepspeed('{"gradient_clipping": NaN}', "gradient_clipping nan: must be a finite number"),
     deepspeed(
         '{"zero_optimization": {"stag": 3}}', "zero_optimization.stag: … did you mean zero_optimization.st"
@@ -60,7 +60,7 @@ DEEPSPEED = [
     ),
     deepspeed('{"optimizer": {"type": "Lamb"}}', 'optimizer.type "Lamb": must be AdamW'),
     deepspeed('{"scheduler": {"type": "WarmupLR"}}', "scheduler … not here: … --lr-warmup-iters"),
-    deepspeed('{"sparse_attention": {"mode": "fixed"}}', "sparse_attention … not here: … leave it out"),
+    deepspeed('{"sparse_attention": {"mode": "fixed"}}', "sparse_attention … not here: … omit it"),
     deepspeed('{"amp": {"enabled": true}}', "amp.enabled true: not here: use --bf16 or --fp16"),
     deepspeed(
         '{"train_batch_size": 8, "gradient_accumulation_steps": 3}',

@@ -75,7 +75,7 @@ def test_reads_any_range_and_checks_no_more_than_its_chunks(tmp_path):
     for start in range(51):
         for length in range(51 - start):
             assert read(file, start, length) == content[start : start + length]
-    with pytest.raises(DamagedFile, match="50 bytes; bytes up to 51 are asked for"):
+    with pytest.raises(DamagedFile, match="50 bytes; 51 are needed"):
         read(file, 49, 2)
 
     path.write_bytes(content[:20] + b"x" + content[21:])
@@ -100,7 +100,7 @@ def test_reads_any_range_and_checks_no_more_than_its_chunks(tmp_path):
     ],
 )
 def test_refuses_what_is_no_checksums(value):
-    with pytest.raises(DamagedFile, match="manifest: not the checksums of a file"):
+    with pytest.raises(DamagedFile, match="manifest: not valid checksums of a file"):
         Checksums.from_json(value, Path("manifest"))
 
 

@@ -79,7 +79,7 @@ def test_an_address_that_is_not_rank_0s_is_refused(tmp_path: Path) -> None:
         run.start(0, *FLAGS, MASTER_ADDR="192.0.2.1")
         run.start(1, *FLAGS, "--preflight-timeout", "2", **ON_ANOTHER_NODE)
         assert run.statuses() == {0: 1, 1: 1}
-        assert "error: MASTER_ADDR 192.0.2.1: is no address of" in run.err(0)
+        assert "error: MASTER_ADDR 192.0.2.1: is not an address of" in run.err(0)
         assert f"rank 1 on {platform.node()} cannot reach rank 0 at 127.0.0.1:{run.port}" in run.err(1)
         assert len(run.errors()) == 2
 
@@ -91,7 +91,7 @@ def test_a_port_that_another_program_holds_is_refused(tmp_path: Path) -> None:
         run.start(1, *FLAGS, "--preflight-timeout", "3", **ON_ANOTHER_NODE)
         assert run.statuses() == {0: 1, 1: 1}
         assert f"error: MASTER_PORT {run.port}: is held by another program there" in run.err(0)
-        assert f"MASTER_PORT {run.port}: what answers at 127.0.0.1:{run.port} is not this run's" in run.err(1)
+        assert f"MASTER_PORT {run.port}: the program at 127.0.0.1:{run.port} is not this run's" in run.err(1)
 
 
 def test_a_rank_that_does_not_come_is_named(waiting: dict[str, Run]) -> None:
@@ -100,7 +100,7 @@ def test_a_rank_that_does_not_come_is_named(waiting: dict[str, Run]) -> None:
     assert run.statuses() == {0: 1, 2: 1}
     assert f"[{platform.node()} rank 0]: waiting for ranks 1, 3 of 4 (node 0)\n" in run.err(0)
     (line,) = run.errors()
-    assert "WORLD_SIZE 4: ranks 1, 3 of 4 (node 0) did not come within --preflight-timeout 12 s" in line
+    assert "WORLD_SIZE 4: ranks 1, 3 of 4 (node 0) did not connect within --preflight-timeout 12 s" in line
 
 
 def test_a_rank_that_comes_twice_is_refused(tmp_path: Path) -> None:
@@ -119,7 +119,9 @@ def test_ranks_that_were_told_other_things_are_refused_once(tmp_path: Path) -> N
             run.start(rank, *FLAGS, "--seed", "7" if rank in (1, 3) else "6")
         assert set(run.statuses().values()) == {1}
         (line,) = run.errors()
-        assert "training.seed differs between ranks: ranks 1, 3 and rank 0 were started with other" in line
+        assert (
+            "training.seed differs between ranks: ranks 1, 3 and rank 0 were started with different" in line
+        )
         assert "(rank 1: 7, rank 0: 6)" in line
 
 

@@ -166,7 +166,7 @@ def test_what_is_compiled_where(tmp_path: Path) -> None:
     assert resolved("cuda").missing  # triton or a C compiler
     for expected, device, settings in (
         ("--compile (given): needs a C\\+\\+ compiler: g\\+\\+ or clang", "cpu", {"compile": True}),
-        ("--compile \\(given\\): torch.compile makes LayerNorm", "cuda", {"compile": True, "apex": True}),
+        ("--compile \\(given\\): torch.compile fuses LayerNorm", "cuda", {"compile": True, "apex": True}),
         ("--compile-cache-dir x: nothing is compiled on a cpu", "cpu", {"compile_cache_dir": "x"}),
         ("--compile-cache-dir x: --no-compile", "cuda", {"compile": False, "compile_cache_dir": "x"}),
     ):

@@ -8,7 +8,7 @@ from megatron_zpp.config.json_file import read_json_object, shown
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import option_error
 
-_DEFAULTS = {  # of transformers' GPT2Config, for keys that are left out
+_DEFAULTS: dict[str, Any] = {  # of transformers' GPT2Config, for keys that are left out
     "vocab_size": 50257,
     "n_positions": 1024,
     "n_embd": 768,
@@ -30,7 +30,8 @@ _OTHER_NAMES = {  # that transformers takes as well
 }
 _SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner")
 _NUMBERS = ("layer_norm_epsilon", "initializer_range", "attn_pdrop", "resid_pdrop", "embd_pdrop")
-_ONLY = {  # what would change the result: the values that our model computes; the first is the default
+# Keys that would change the result: the values that our model computes, the default first.
+_ONLY: dict[str, tuple[Any, ...]] = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
@@ -85,7 +86,7 @@ def read_architecture(named: NamedDirectory, divisible_by: int = 128) -> Archite
         )
     except ValueError as error:
         raise named.error(f"{CONFIG}: {error}") from None
-    notes = ()
+    notes: tuple[str, ...] = ()
     if their["embd_pdrop"] != their["resid_pdrop"]:
         notes = (
             f"embd_pdrop {their['embd_pdrop']} is not resid_pdrop {their['resid_pdrop']}; "
@@ -136,7 +137,7 @@ def check_flags(named: NamedDirectory, theirs: ModelConfig, flags: ModelConfig) 
     untied = theirs.untie_embeddings_and_output_weights
     if flags.untie_embeddings_and_output_weights != untied:
         given, does, fix = (
-            ("(not given)", "does not tie", "give it") if untied else ("(given)", "ties", "leave it out")
+            ("(not given)", "does not tie", "give it") if untied else ("(given)", "ties", "omit it")
         )
         raise option_error(
             "--untie-embeddings-and-output-weights",

@@ -128,7 +128,7 @@ def _write_weights(
             size = 0
         files[-1][name] = source
         size += length
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, part in enumerate(files, start=1):
         file = WEIGHTS_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         tensors = {}

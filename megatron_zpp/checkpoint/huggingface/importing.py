@@ -117,7 +117,7 @@ def _check(path: Path, weights: HuggingFaceWeights) -> None:
 def _flags(config: Config) -> str:
     """The flags that a run needs to go on from it."""
     model, tokenizer = config.model, config.tokenizer
-    told = {
+    told: dict[str, object] = {
         "--num-layers": model.num_layers,
         "--hidden-size": model.hidden_size,
         "--num-attention-heads": model.num_attention_heads,

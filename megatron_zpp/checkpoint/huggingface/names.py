@@ -37,7 +37,9 @@ def their_name(ours: str) -> Theirs:
     """The counterpart of one of our parameters."""
     if ours in _FIXED:
         return Theirs(_FIXED[ours], False)
-    index, part, kind = _LAYER.fullmatch(ours).groups()
+    match = _LAYER.fullmatch(ours)
+    assert match is not None, f"{ours} is not a parameter of the GPT"
+    index, part, kind = match.groups()
     return Theirs(f"h.{index}.{_IN_A_LAYER[part]}.{kind}", kind == "weight" and "norm" not in part)
 
 

@@ -58,8 +58,8 @@ def write_tokenizer(
     pipeline = Pipeline.from_str(written)
     write_durably(directory / _TOKENIZER, written.encode())
     of_gpt2 = config.tokenizer_type == "GPT2BPETokenizer"
-    if of_gpt2:
-        for name, source in ((_VOCAB, config.vocab_file), (_MERGES, config.merge_file)):
+    for name, source in ((_VOCAB, config.vocab_file), (_MERGES, config.merge_file)):
+        if source is not None:
             shutil.copyfile(source, directory / name)
     end = pipeline.id_to_token(tokenizer.eod)
     special = {"bos_token": end, "eos_token": end} | ({"unk_token": end} if of_gpt2 else {})

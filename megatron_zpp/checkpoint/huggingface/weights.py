@@ -5,6 +5,7 @@ A directory holds model.safetensors, or model.safetensors.index.json, which says
 
 import math
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ class HuggingFaceWeights:
                 slices[name.removeprefix(PREFIX)] = handle.get_slice(name)
         return slices
 
-    def _files(self) -> dict[str, list[str] | None]:
+    def _files(self) -> Mapping[str, list[str] | None]:
         """The names of tensors by file; None stands for all that it has."""
         path = self._named.path
         if (path / WEIGHTS_FILE).exists():

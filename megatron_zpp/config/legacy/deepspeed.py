@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON file, translated: what it says becomes what today's flags would have said."""
+"""Translates DeepSpeed's JSON file into the values that current flags would have given."""
 
 import difflib
 import os
@@ -21,7 +21,7 @@ from megatron_zpp.config.options import Options, option, option_error
 from megatron_zpp.config.provided import Provided
 
 FLAG = "--deepspeed_config"
-AUTO = "auto"  # Hugging Face's word for: as the command line says
+AUTO = "auto"  # Hugging Face's placeholder for a value that the command line gives
 _BLOCKS = {path.rsplit(".", depth)[0] for path in KEYS for depth in range(1, path.count(".") + 1)}
 
 
@@ -31,17 +31,18 @@ class DeepSpeedFile(Options):
 
     deepspeed_config: str | None = option(
         None,
-        "A JSON file of DeepSpeed's. A key is obeyed, listed as one without effect here, or refused; "
-        "docs/guide/deepspeed.md has them all.",
+        "DeepSpeed's JSON file. Each key is obeyed, reported as having no effect here, or refused; "
+        "docs/guide/deepspeed.md lists them all.",
         flag=FLAG,
         metavar="FILE",
     )
 
 
 def obey_file(path: str, provided: Provided, ranks: int) -> tuple[str, ...]:
-    """Puts what the file says into `provided`; returns a note that lists keys without effect, if any.
+    """Add the file's settings to `provided`; return a note that lists keys without effect, if any.
 
-    Raises ValueError, naming file and key, for what is unknown, contradicts `provided` or cannot be obeyed.
+    Raises ValueError, naming file and key, for a key that is unknown, contradicts `provided` or cannot be
+    obeyed.
     """
     file = _File(path, provided)
     keys = dict(_flatten(path, read_json_object(FLAG, path)))
@@ -58,13 +59,13 @@ def obey_file(path: str, provided: Provided, ranks: int) -> tuple[str, ...]:
 
 
 class _File:
-    """Puts one file's keys into what was given, under their names."""
+    """Adds the keys of one file to the provided settings, each with its name."""
 
     def __init__(self, path: str, provided: Provided) -> None:
         self._path, self._provided = path, provided
 
     def obey(self, key: str, value: Any) -> None:
-        """Does what the rule of `key` says."""
+        """Apply the rule of `key`."""
         rule = KEYS[key]
         if isinstance(rule, Obeyed):
             try:
@@ -86,14 +87,14 @@ class _File:
             raise self._option_error(key, value, f"not here: {rule.otherwise}")
 
     def settle_format(self, keys: dict[str, Any]) -> None:
-        """A format switched off and none switched on is DeepSpeed's way to say fp32."""
+        """Select fp32 if a format is switched off and none is switched on, as DeepSpeed does."""
         formats = ("precision.fp16", "precision.bf16", "precision.fp32")
         off = next((key for key in ("fp16.enabled", "bf16.enabled") if keys.get(key) is False), None)
         if off and not any(map(self._provided.get, formats)):
             self._put("precision.fp32", True, off, False)
 
     def settle_reports(self, keys: dict[str, Any]) -> None:
-        """TensorBoard's directory is made of two keys; W&B's project has a default."""
+        """Combine the two keys of TensorBoard's directory, and fill in the default of W&B's project."""
         if keys.get("tensorboard.enabled") is True:
             name = keys.get("tensorboard.job_name", "DeepSpeedJobName")
             directory = os.path.join(keys.get("tensorboard.output_path", ""), name)
@@ -103,7 +104,7 @@ class _File:
             self._put("logging.wandb_project", project, "wandb.project", project)
 
     def settle_batch(self, keys: dict[str, Any], ranks: int) -> None:
-        """Batch = micro-batch × accumulation × ranks: checked if all are given, else the third is filled."""
+        """Check batch = micro-batch × accumulation × ranks, or compute the batch size that is missing."""
         batch, micro = (self._provided.get(f"training.{name}_batch_size") for name in ("global", "micro"))
         if ACCUMULATION not in keys and (BATCH_SIZE not in keys or micro is not None):
             return
@@ -118,11 +119,11 @@ class _File:
         elif batch is not None and batch != micro * steps * ranks:
             micros = f"{self._name('training.micro_batch_size')} {micro}"
             fix = f"must be {micro * steps * ranks}, {micros} × {ACCUMULATION} {steps} × {ranks} ranks"
-            fix += "; change one of them or leave it out"
+            fix += "; change one of them or omit it"
             raise self._option_error(self._name("training.global_batch_size"), batch, fix)
 
     def _name(self, field_path: str) -> str:
-        """What a place was given by: a key of this file without the file's name, or a flag."""
+        """Return the name that gave a field: a key of this file, without the file's name, or a flag."""
         return self._provided.name(field_path).removeprefix(f"{FLAG} {self._path}: ")
 
     def _put(self, field_path: str, setting: Any, key: str, value: Any) -> None:
@@ -133,7 +134,7 @@ class _File:
 
 
 def _typed(value: Any, kind: str) -> Any:
-    """A value of `kind` as Python has it. Raises ValueError when it is none."""
+    """Return a value of `kind` as a Python object. Raises ValueError for a value of another kind."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind == "true or false" and isinstance(value, bool):
         return value
@@ -149,7 +150,7 @@ def _typed(value: Any, kind: str) -> Any:
 
 
 def _flatten(file: str, values: dict[str, Any], block: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, value) of every key with a rule that says something: `null` and `auto` are as if left out."""
+    """Yield (path, value) of every key that has a rule and a value: `null` and `auto` count as omitted."""
     for name, value in values.items():
         path = f"{block}{name}"
         if path in KEYS and "." not in name:
@@ -164,18 +165,18 @@ def _flatten(file: str, values: dict[str, Any], block: str = "") -> Iterator[tup
 
 
 def _lists(rule: Rule) -> bool:
-    """Whether a key of this rule is told of, or refused, whatever its value is."""
+    """Return whether a key with this rule is reported or refused whatever its value is."""
     return not isinstance(rule, Obeyed | Only)
 
 
 def _unknown(path: str) -> str:
     close = difflib.get_close_matches(path, [*KEYS, *_BLOCKS], n=1)
-    hint = f"did you mean {close[0]}?" if close else "docs/guide/deepspeed.md has the known ones;"
-    return f"is no key of DeepSpeed's that is known here; {hint} leave it out if it does not matter"
+    hint = f"did you mean {close[0]}?" if close else "docs/guide/deepspeed.md lists the known keys;"
+    return f"is not a known key of DeepSpeed's file; {hint} omit it if it does not matter"
 
 
 def _is_off(key: str, keys: dict[str, Any], provided: Provided) -> bool:
-    """Whether a key belongs to a format or a report that is not switched on."""
+    """Return whether a key belongs to a number format or logger that is not switched on."""
     block, _, name = key.partition(".")
     if name == "enabled" or isinstance(KEYS[key], Idle):
         return False

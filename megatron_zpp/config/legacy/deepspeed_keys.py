@@ -1,4 +1,4 @@
-"""Every key of DeepSpeed's JSON file that is known here, and what becomes of it.
+"""Every known key of DeepSpeed's JSON file, and the rule that applies to it.
 
 Names and meanings are those of DeepSpeed's configuration reference and of its pydantic models (0.19).
 """
@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Settings = Mapping[str, Any]  # values by place, as in {"zero.zero_stage": 3}
+Settings = Mapping[str, Any]  # values by field path, such as {"zero.zero_stage": 3}
 Kind = Literal["a whole number", "a number", "true or false", "text", "a list of two numbers"]
 
 
 @dataclass(frozen=True)
 class Obeyed:
-    """A key that sets something; `settings(value)` raises ValueError with what would be right."""
+    """A key that sets fields; `settings(value)` raises ValueError, saying what would be right."""
 
     flag: str
     kind: Kind
@@ -22,7 +22,7 @@ class Obeyed:
 
 @dataclass(frozen=True)
 class Only:
-    """A key that may have the values that say how it is here; `otherwise` is what to do for another."""
+    """A key that may only have `values`, which say what happens anyway; `otherwise`: what to do instead."""
 
     values: tuple[Any, ...]
     otherwise: str
@@ -30,21 +30,21 @@ class Only:
 
 @dataclass(frozen=True)
 class Off:
-    """A block that must not be switched on by its `enabled`."""
+    """A block whose `enabled` must not be true; `otherwise`: what to do instead."""
 
     otherwise: str
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A key that would change the result; `null` is the same as leaving it out."""
+    """A key that would change the result; `null` counts as omitted; `otherwise`: what to do instead."""
 
     otherwise: str
 
 
 @dataclass(frozen=True)
 class Idle:
-    """A key that cannot matter, with any value."""
+    """A key that has no effect here, whatever its value."""
 
     why: str
 
@@ -70,7 +70,7 @@ def _switch(field_path: str, flag: str) -> Obeyed:
 
 def _hpz(size: int) -> Settings:
     if size < 0:
-        raise ValueError("must be a number of ranks; 0 and 1 are off")
+        raise ValueError("must be a number of ranks; 0 or 1: off")
     return {"zero.zero_hpz_partition_size": str(max(size, 1))}
 
 
@@ -96,14 +96,14 @@ def _adamw(name: str) -> Settings:
 
 def _offload(device: str) -> Settings:
     if device not in ("cpu", "none"):
-        raise ValueError("must be cpu or none; states are not kept on disks")
+        raise ValueError("must be cpu or none; states cannot be offloaded to disks")
     return {"zero.zero_offload_optimizer": device == "cpu"}
 
 
 def _communication(dtype: str) -> Settings:
     if dtype.lower() not in ("fp32", "bf16"):
         raise ValueError(
-            "must be fp32 or bf16; fp16 gradients travel as fp16 at stages 2 and 3 by themselves"
+            "must be fp32 or bf16; with fp16, gradients already travel as fp16 at stages 2 and 3"
         )
     return {"precision.grad_reduce_in_bf16": dtype.lower() == "bf16"}
 
@@ -117,11 +117,11 @@ def _batch(field_path: str, flag: str) -> Obeyed:
     return Obeyed(flag, "a whole number", settings)
 
 
-_BUFFERS = "buffers hold one unit, a layer"
-_MEAN = "the loss is divided by the ranks, before gradients are made"
-_DISK = "no states are offloaded to disks"
-_PRINTS = "only prints; the log has rates, MFU and bytes"
-_ONE_FORM = "there is one form of it"
+_BUFFERS = "buffers hold one unit, such as a layer"
+_MEAN = "the loss is divided by the number of ranks before backward"
+_DISK = "states are not offloaded to disks"
+_PRINTS = "only prints; the log has throughput, MFU and bytes"
+_ONE_FORM = "there is only one implementation"
 _NO_PARALLEL = "there is no tensor, pipeline, sequence or expert parallelism"
 
 BATCH_SIZE = "train_batch_size"
@@ -136,10 +136,10 @@ _TOP: dict[str, Rule] = {
     "communication_data_type": Obeyed("--grad-reduce-in-bf16", "text", _communication),
     "prescale_gradients": Idle(_MEAN),
     "gradient_predivide_factor": Idle(_MEAN),
-    "gradient_allreduce_op": Only(("mean",), "the gradient is the mean over all samples; leave it out"),
-    "data_types.grad_accum_dtype": Only(("fp32",), "gradients accumulate in fp32; leave it out"),
+    "gradient_allreduce_op": Only(("mean",), "the gradient is the mean over all samples; omit it"),
+    "data_types.grad_accum_dtype": Only(("fp32",), "gradients accumulate in fp32; omit it"),
     "scheduler": Refused(
-        "DeepSpeed's curves lag a step behind every --lr-decay-style; give constant for WarmupLR, linear for "
+        "DeepSpeed's schedules are one step behind; use --lr-decay-style constant for WarmupLR, linear for "
         "WarmupDecayLR or cosine for WarmupCosineLR, with --lr-warmup-iters and --lr-decay-iters"
     ),
     "sparse_gradients": Idle("no gradient is sparse"),
@@ -151,7 +151,7 @@ _TOP: dict[str, Rule] = {
     "pipeline": Idle(_NO_PARALLEL),
     "disable_allgather": Idle(_ONE_FORM),
     "dataloader_drop_last": Idle("every batch is whole"),
-    "vocabulary_size": Idle("the tokenizer says it"),
+    "vocabulary_size": Idle("the tokenizer determines it"),
     "wall_clock_breakdown": Idle(_PRINTS),
     "memory_breakdown": Idle(_PRINTS),
     "dump_state": Idle(_PRINTS),
@@ -159,41 +159,43 @@ _TOP: dict[str, Rule] = {
     "timers": Idle(_PRINTS),
     "comms_logger": Idle(_PRINTS),
     "flops_profiler": Idle(_PRINTS),
-    "graph_harvesting": Idle("changes speed alone"),
-    "compile": Idle("changes speed alone"),
+    "graph_harvesting": Idle("affects speed only"),
+    "compile": Idle("affects speed only"),
     "aio": Idle(_DISK),
 }
 
 _BLOCKS: dict[str, Rule] = {
-    "csv_monitor": Off("use --metrics-file FILE, a JSON object a step"),
+    "csv_monitor": Off("use --metrics-file FILE, one JSON object per logged step"),
     "comet": Off("use --wandb-project, --tensorboard-dir or --metrics-file"),
     "trackio": Off("use --wandb-project, --tensorboard-dir or --metrics-file"),
     "amp": Off("use --bf16 or --fp16"),
     "torch_autocast": Off("use --bf16 or --fp16"),
-    "data_efficiency": Off("samples are neither chosen nor shortened; leave it out"),
-    "curriculum_learning": Off("samples have one length; leave it out"),
-    "progressive_layer_drop": Off("every layer computes; leave it out"),
-    "eigenvalue": Off("it serves quantised training, which is not here; leave it out"),
+    "data_efficiency": Off("samples are neither chosen nor shortened; omit it"),
+    "curriculum_learning": Off("samples have one length; omit it"),
+    "progressive_layer_drop": Off("every layer computes; omit it"),
+    "eigenvalue": Off("there is no quantised training, which it is for; omit it"),
     "elasticity": Off(
-        "any number of ranks goes on from a checkpoint; give the batch size by --global-batch-size"
+        "any number of ranks can resume from a checkpoint; give the batch size with --global-batch-size"
     ),
-    "autotuning": Off("try a few --micro-batch-size; leave it out"),
-    "hybrid_engine": Off("this program pretrains only; leave it out"),
-    "expert_parallel": Off("there are no experts; leave it out"),
-    "nebula": Off("checkpoints go to --save; --async-save writes behind the training"),
-    "datastates_ckpt": Off("checkpoints go to --save; --async-save writes behind the training"),
-    "sparse_attention": Refused("attention is dense and causal; leave it out"),
-    "compression_training": Refused("weights are neither pruned nor trained in few bits; leave it out"),
-    "quantize_training": Refused("weights are not trained in few bits; leave it out"),
-    "tensor_parallel.autotp_size": Only((0, 1), "every rank computes whole layers; leave it out"),
+    "autotuning": Off("try several values of --micro-batch-size; omit it"),
+    "hybrid_engine": Off("this program pretrains only; omit it"),
+    "expert_parallel": Off("there are no experts; omit it"),
+    "nebula": Off("checkpoints go to --save; --async-save writes them in the background"),
+    "datastates_ckpt": Off("checkpoints go to --save; --async-save writes them in the background"),
+    "sparse_attention": Refused("attention is dense and causal; omit it"),
+    "compression_training": Refused("weights are neither pruned nor trained in few bits; omit it"),
+    "quantize_training": Refused("weights are not trained in few bits; omit it"),
+    "tensor_parallel.autotp_size": Only((0, 1), "every rank computes whole layers; omit it"),
     **{
         f"tensor_parallel.{key}": Idle(_NO_PARALLEL)
         for key in ("preset_model", "tp_overlap_comm", "vocab_parallel_lm_head", "partition_config")
     },
-    "sequence_parallel_size": Only((1,), "every rank computes whole samples; leave it out"),
-    "checkpoint.load_universal": Only((False,), "checkpoints load at any number of ranks as they are"),
-    "checkpoint.use_node_local_storage": Only((False,), "every rank must see all of --load; leave it out"),
-    "checkpoint.tag_validation": Idle("the ranks agree on every checkpoint"),
+    "sequence_parallel_size": Only((1,), "every rank computes whole samples; omit it"),
+    "checkpoint.load_universal": Only((False,), "every checkpoint loads at any number of ranks"),
+    "checkpoint.use_node_local_storage": Only(
+        (False,), "every rank must be able to read all of --load; omit it"
+    ),
+    "checkpoint.tag_validation": Idle("all ranks take part in every checkpoint"),
     "checkpoint.parallel_write": Idle("every rank writes its own shards"),
 }
 
@@ -204,7 +206,7 @@ _REPORTS: dict[str, Rule] = {
     "wandb.enabled": Obeyed("--wandb-project", "true or false", lambda on: {}),
     "wandb.project": Obeyed("--wandb-project", "text", lambda text: {}),
     "wandb.team": _sets("logging.wandb_entity", "text", "--wandb-entity"),
-    "wandb.group": Idle("runs are told apart by --wandb-exp-name"),
+    "wandb.group": Idle("--wandb-exp-name distinguishes runs"),
 }
 
 _OPTIMIZER: dict[str, Rule] = {
@@ -213,11 +215,11 @@ _OPTIMIZER: dict[str, Rule] = {
     "optimizer.params.betas": Obeyed("--adam-beta1 --adam-beta2", "a list of two numbers", _betas),
     "optimizer.params.eps": _number("optimizer.adam_eps", "--adam-eps"),
     "optimizer.params.weight_decay": _number("optimizer.weight_decay", "--weight-decay"),
-    "optimizer.params.adam_w_mode": Only((True,), "weight decay is decoupled, as in AdamW; leave it out"),
-    "optimizer.params.bias_correction": Only((True,), "AdamW corrects its moments; leave it out"),
-    "optimizer.params.amsgrad": Only((False,), "AdamW has no such variant here; leave it out"),
+    "optimizer.params.adam_w_mode": Only((True,), "weight decay is decoupled, as in AdamW; omit it"),
+    "optimizer.params.bias_correction": Only((True,), "AdamW corrects the bias of its moments; omit it"),
+    "optimizer.params.amsgrad": Only((False,), "AMSGrad is not available; omit it"),
     "optimizer.params.max_grad_norm": Refused("use gradient_clipping or --clip-grad"),
-    "optimizer.params.torch_adam": Idle("--fused-backend says whose AdamW it is"),
+    "optimizer.params.torch_adam": Idle("--fused-backend selects the AdamW implementation"),
     "optimizer.legacy_fusion": Idle(_ONE_FORM),
 }
 
@@ -228,13 +230,13 @@ _PRECISION: dict[str, Rule] = {
     "fp16.loss_scale_window": _whole("precision.loss_scale_window", "--loss-scale-window"),
     "fp16.hysteresis": _whole("precision.hysteresis", "--hysteresis"),
     "fp16.min_loss_scale": _number("precision.min_loss_scale", "--min-loss-scale"),
-    "fp16.consecutive_hysteresis": Only((False,), "a window of clean steps renews it; leave it out"),
+    "fp16.consecutive_hysteresis": Only((False,), "a window without overflow restores it; omit it"),
     "fp16.auto_cast": Idle("inputs are token ids"),
     "fp16.fused_mode": Idle(_ONE_FORM),
-    "fp16.fp16_master_weights_and_grads": Only((False,), "master weights are fp32; leave it out"),
+    "fp16.fp16_master_weights_and_grads": Only((False,), "master weights are fp32; omit it"),
     "bf16.enabled": _switch("precision.bf16", "--bf16; false without another format is --fp32"),
-    "bf16.bf16_master_weights_and_grads": Only((False,), "master weights are fp32; leave it out"),
-    "bf16.bf16_optimizer_states": Only((False,), "AdamW's moments are fp32; leave it out"),
+    "bf16.bf16_master_weights_and_grads": Only((False,), "master weights are fp32; omit it"),
+    "bf16.bf16_optimizer_states": Only((False,), "AdamW's moments are fp32; omit it"),
     "bf16.immediate_grad_update": Idle(_ONE_FORM),
 }
 
@@ -245,27 +247,30 @@ _ZERO: dict[str, Rule] = {
     "zero_quantized_gradients": _switch("zero.zero_quantized_gradients", "--zero-quantized-gradients"),
     "offload_optimizer.device": Obeyed("--zero-offload-optimizer", "text", _offload),
     "cpu_offload": _switch("zero.zero_offload_optimizer", "--zero-offload-optimizer"),
-    "offload_optimizer.ratio": Only((1.0,), "all of the optimizer is offloaded; leave it out"),
-    "offload_optimizer.super_offload": Only((False,), "it is for one kind of machine; leave it out"),
+    "offload_optimizer.ratio": Only((1.0,), "all optimizer states are offloaded; omit it"),
+    "offload_optimizer.super_offload": Only((False,), "SuperOffload is not available; omit it"),
     "offload_param.device": Only(("none",), "parameters stay on the GPU; use stage 3 and offload_optimizer"),
     "cpu_offload_param": Only((False,), "parameters stay on the GPU; use stage 3 and offload_optimizer"),
     "zeropp_loco_param": Refused(
-        "its error is a moving average that is reset; --zero-gradient-error-feedback keeps the whole error"
+        "LoCo keeps a moving average of the error and resets it; --zero-gradient-error-feedback keeps the "
+        "whole error"
     ),
-    "mics_shard_size": Only((-1,), "use zero_hpz_partition_size, which also keeps weights in small groups"),
-    "zenflow": Refused("every step uses its own gradients; leave it out"),
-    "load_from_fp32_weights": Only((True,), "checkpoints hold fp32 weights; leave it out"),
+    "mics_shard_size": Only(
+        (-1,), "use zero_hpz_partition_size, which also keeps weights in groups of ranks"
+    ),
+    "zenflow": Refused("every step uses its own gradients; omit it"),
+    "load_from_fp32_weights": Only((True,), "checkpoints hold fp32 weights; omit it"),
     "zero_quantized_nontrainable_weights": Idle("every weight is trained"),
     "mics_hierarchical_params_gather": Idle("mics_shard_size is off"),
     "overlap_comm": Idle("gathers and reductions always overlap with computation"),
-    "contiguous_gradients": Idle("sums of gradients lie in flat buffers"),
-    "reduce_scatter": Idle("every rank gets its shard alone"),
+    "contiguous_gradients": Idle("gradients accumulate in flat buffers"),
+    "reduce_scatter": Idle("every rank receives only its shard"),
     **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size", "sub_group_size"), Idle(_BUFFERS)),
     **dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), Idle(_BUFFERS)),
-    "stage3_prefetch_bucket_size": Idle("--zero-prefetch-units says how far ahead"),
-    "stage3_param_persistence_threshold": Idle("a unit is gathered as a whole, small parameters with it"),
-    "stage3_model_persistence_threshold": Idle("a unit is gathered as a whole, small parameters with it"),
-    "stage3_module_granularity_threshold": Idle("a unit is gathered as a whole, small parameters with it"),
+    "stage3_prefetch_bucket_size": Idle("--zero-prefetch-units sets how far gathers run ahead"),
+    "stage3_param_persistence_threshold": Idle("a unit is gathered as a whole, with its small parameters"),
+    "stage3_model_persistence_threshold": Idle("a unit is gathered as a whole, with its small parameters"),
+    "stage3_module_granularity_threshold": Idle("a unit is gathered as a whole, with its small parameters"),
     "stage3_gather_16bit_weights_on_model_save": Idle("a checkpoint's shards load at any number of ranks"),
     "stage3_gather_fp16_weights_on_model_save": Idle("a checkpoint's shards load at any number of ranks"),
     **dict.fromkeys(
@@ -296,7 +301,7 @@ _RECOMPUTATION: dict[str, Rule] = {
     "cpu_checkpointing": _switch("recompute.recompute_offload", "--recompute-offload"),
     "partition_activations": Idle(_NO_PARALLEL),
     "contiguous_memory_optimization": Idle(_ONE_FORM),
-    "number_checkpoints": Idle("--recompute-num-layers says how many layers one covers"),
+    "number_checkpoints": Idle("--recompute-num-layers sets the layers per activation checkpoint"),
     "synchronize_checkpoint_boundary": Idle(_ONE_FORM),
     "profile": Idle(_PRINTS),
 }

@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM and Megatron-DeepSpeed that are none of today's, and what becomes of each.
+"""Flags of Megatron-LM and Megatron-DeepSpeed that are not current flags, and what happens to each.
 
 Names and meanings are those of Megatron-LM from its first release to core 0.12 and of Megatron-DeepSpeed.
 """
@@ -10,11 +10,14 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class OldFlag:
-    """One flag, which takes one value of the type `takes`, or none.
+    """One flag, which takes one value of the type `takes`, or no value if that is None.
 
-    What it `gives`, or asks for `at_least`, is a value by place, where VALUE is the one typed; `today` is how
-    that is written now. `allowed` are the values that say how it is here anyway, and `otherwise` is what to
-    do instead of another; one that allows none is refused. A flag without effect says `why`.
+    gives      the values that it sets, by field path; VALUE stands for the value typed
+    at_least   lower bounds that it asks for, by field path
+    today      the current flag with the same meaning
+    allowed    the values that it may have, which describe what happens anyway
+    otherwise  what to do instead of another value; without `allowed` values the flag is refused
+    why        the reason why the flag has no effect
     """
 
     name: str
@@ -28,7 +31,7 @@ class OldFlag:
 
     @property
     def refused(self) -> bool:
-        """Whether no value of it can be obeyed."""
+        """Whether the flag is refused with any value."""
         return bool(self.otherwise) and not self.allowed
 
 
@@ -54,20 +57,20 @@ def _refused(otherwise: str, *names: str) -> list[OldFlag]:
 
 _FULL = {"recompute.recompute_granularity": "full"}
 _UNIFORM = {"recompute.recompute_method": "uniform"}
-_TP = "every rank computes whole layers; use --zero-stage 3 to shard a model over ranks"
-_PP = "every rank computes all layers; use --zero-stage 3 to shard a model over ranks"
-_LONG = "every rank computes whole samples; leave it out"
-_EXPERTS = "the model is dense; leave it out"
+_TP = "every rank computes whole layers; use --zero-stage 3 to shard the model over ranks"
+_PP = "every rank computes all layers; use --zero-stage 3 to shard the model over ranks"
+_LONG = "every rank computes whole samples; omit it"
+_EXPERTS = "the model is dense; omit it"
 _NO_TP = "there is no tensor parallelism"
 _NO_PP = "there is no pipeline parallelism"
-_FUSED = "--attention-backend chooses attention's kernel, and other fusions change speed alone"
-_BUFFERS = "buffers hold one unit, a layer"
-_FLAT = "sums of gradients lie in flat buffers"
+_FUSED = "--attention-backend selects the attention kernel, and other fusions affect speed only"
+_BUFFERS = "buffers hold one unit, such as a layer"
+_FLAT = "gradients accumulate in flat buffers"
 _OVERLAP = "gathers and reductions always overlap with computation"
-_PLAIN = "the model is GPT-2's and GPT-3's: LayerNorm, biases, GELU, learned positions; leave it out"
+_PLAIN = "the model is GPT-2's and GPT-3's: LayerNorm, biases, GELU, learned positions; omit it"
 _ENGINE = "the ZeRO engine is built in"
-_SCHEDULE = "the schedule is always that of the flags"
-_TOKENS = "lengths are told in samples or iterations: divide by --seq-length and use the flag with -samples"
+_SCHEDULE = "the schedule always follows the flags"
+_TOKENS = "lengths are given in samples or iterations: divide by --seq-length and use the flag with -samples"
 
 RENAMED = (
     _renamed("--batch-size", "--micro-batch-size", "training.micro_batch_size", int),
@@ -112,8 +115,8 @@ ONLY = (
     _only("--num-experts", 1, _EXPERTS),
     _only("--position-embedding-type", "learned_absolute", _PLAIN),
     _only("--normalization", "LayerNorm", _PLAIN),
-    _only("--optimizer", "adam", "AdamW is the only optimizer; leave it out"),
-    _only("--dataloader-type", "single", "samples come in one seeded order; leave it out"),
+    _only("--optimizer", "adam", "AdamW is the only optimizer; omit it"),
+    _only("--dataloader-type", "single", "samples come in one seeded order; omit it"),
     _only("--data-impl", ("mmap", "infer"), "only .bin with .idx can be read; preprocess the data again"),
     _only("--remote-device", "none", "parameters stay on the GPU; use --zero-stage 3 with more ranks"),
     _only("--weight-decay-incr-style", "constant", "use --weight-decay"),
@@ -124,20 +127,20 @@ IDLE = (
     *_idle(_ENGINE, "--deepspeed", "--use-contiguous-buffers-in-ddp", "--no-contiguous-buffers-in-local-ddp"),
     *_idle(_ENGINE, "--DDP-impl", takes=str),
     *_idle("ranks come from the launcher's environment", "--local_rank", "--local-rank", takes=int),
-    *_idle("recomputation is what --recompute-granularity says", "--deepspeed-activation-checkpointing"),
-    *_idle("recomputation is what --recompute-granularity says, layer by layer", "--split-transformers"),
-    *_idle("what recomputation starts from stays where it was computed", "--contigious-checkpointing"),
+    *_idle("--recompute-granularity selects recomputation", "--deepspeed-activation-checkpointing"),
+    *_idle("--recompute-granularity selects recomputation, layer by layer", "--split-transformers"),
+    *_idle("stored inputs of recomputation stay where they were computed", "--contigious-checkpointing"),
     *_idle("no layer waits for the device", "--synchronize-each-layer"),
     *_idle("only prints; use benchmarks/zero_speed.py --trace", "--profile-backward"),
     *_idle(_NO_TP, "--partition-activations", "--distribute-checkpointed-activations"),
     *_idle(_NO_TP, "--distribute-saved-activations", "--sequence-parallel"),
     *_idle(_NO_TP, "--no-async-tensor-model-parallel-allreduce"),
     *_idle(_NO_PP, "--no-pipeline-parallel", "--no-scatter-gather-tensors-in-pipeline"),
-    *_idle("every rank gets its shard alone", "--zero-reduce-scatter"),
+    *_idle("every rank receives only its shard", "--zero-reduce-scatter"),
     *_idle(_FLAT, "--zero-contigious-gradients", "--no-gradient-accumulation-fusion"),
     *_idle(_BUFFERS, "--zero-reduce-bucket-size", "--zero-allgather-bucket-size", takes=float),
     *_idle("offloaded states are pinned", "--use-pin-memory"),
-    *_idle("--fused-backend says whose AdamW it is", "--cpu_torch_adam"),
+    *_idle("--fused-backend selects the AdamW implementation", "--cpu_torch_adam"),
     *_idle(_OVERLAP, "--overlap-grad-reduce", "--overlap-param-gather"),
     *_idle("gradients accumulate and are summed in fp32", "--accumulate-allreduce-grads-in-fp32"),
     *_idle(
@@ -145,30 +148,29 @@ IDLE = (
     ),
     *_idle(_FUSED, "--no-masked-softmax-fusion", "--no-bias-dropout-fusion", "--attention-softmax-in-fp32"),
     *_idle(_FUSED, "--transformer-impl", takes=str),
-    *_idle("GELU is the tanh approximation always", "--no-bias-gelu-fusion", "--openai-gelu"),
-    *_idle("the product is the same", "--no-query-key-layer-scaling", "--apply-query-key-layer-scaling"),
-    *_idle("there is one model", "--use-mcore-models", "--use-legacy-models"),
-    *_idle("weights follow from --seed alone", "--use-cpu-initialization"),
-    *_idle("order and dropout follow from --seed and the samples consumed", "--no-save-rng", "--no-load-rng"),
+    *_idle("GELU is always the tanh approximation", "--no-bias-gelu-fusion", "--openai-gelu"),
+    *_idle("the result is the same", "--no-query-key-layer-scaling", "--apply-query-key-layer-scaling"),
+    *_idle("there is only one model", "--use-mcore-models", "--use-legacy-models"),
+    *_idle("initial weights depend on --seed only", "--use-cpu-initialization"),
+    *_idle("order and dropout depend on --seed and consumed samples only", "--no-save-rng", "--no-load-rng"),
     *_idle("the first signal always saves and stops", "--exit-signal-handler"),
-    *_idle("files are read where they are needed, and not mapped", "--mmap-warmup"),
-    *_idle("checkpoints have one format, docs/guide/checkpoints.md", "--ckpt-format", takes=str),
+    *_idle("files are read as needed, not mapped", "--mmap-warmup"),
+    *_idle("checkpoints have one format, described in docs/guide/checkpoints.md", "--ckpt-format", takes=str),
     *_idle(_SCHEDULE, "--override-lr-scheduler", "--override-opt_param-scheduler", "--no-load-lr-state"),
 )
 
 REFUSED = (
     *_refused("give the flags of the run that saved it", "--use-checkpoint-args"),
     *_refused(
-        "give the schedule by flags", "--use-checkpoint-lr-scheduler", "--use-checkpoint-opt_param-scheduler"
+        "set the schedule with flags", "--use-checkpoint-lr-scheduler", "--use-checkpoint-opt_param-scheduler"
     ),
     *_refused(_PLAIN, "--use-rotary-position-embeddings", "--swiglu", "--disable-bias-linear"),
     *_refused(_PLAIN, "--group-query-attention", "--num-query-groups", "--squared-relu"),
     *_refused(_PLAIN, "--apply-residual-connection-post-layernorm", "--init-method-xavier-uniform"),
-    *_refused("the residual stream has the compute format; use --fp32 for all", "--fp32-residual-connection"),
-    *_refused("the loss is computed in fp32; leave it out", "--fp16-lm-cross-entropy"),
+    *_refused("the residual stream has the compute format; use --fp32", "--fp32-residual-connection"),
+    *_refused("the loss is computed in fp32; omit it", "--fp16-lm-cross-entropy"),
     *_refused(_TOKENS, "--train-tokens", "--lr-decay-tokens", "--lr-warmup-tokens"),
-    *_refused("this program pretrains; python -m megatron_zpp.commands.sample writes text", "--ds-inference"),
-    *_refused("this program pretrains; python -m megatron_zpp.commands.sample writes text", "--inference"),
+    *_refused("use python -m megatron_zpp.commands.sample to generate text", "--ds-inference", "--inference"),
     *_refused("linear layers are whole; use --zero-stage 3 to shard them", "--memory-centric-tiled-linear"),
     *_refused("embeddings are whole; use --zero-stage 3 to shard them", "--scattered-embeddings"),
     *_refused(_PP, "--num-layers-per-virtual-pipeline-stage"),

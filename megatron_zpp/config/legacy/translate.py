@@ -1,4 +1,4 @@
-"""Old flags, translated: each becomes what today's would have said, with a note that names today's."""
+"""Translates old flags into the values that current flags would have given, with a note naming those."""
 
 import argparse
 import shutil
@@ -15,25 +15,25 @@ _BY_NAME = {flag.name: flag for flag in OLD_FLAGS}
 
 
 def add_old_flags(parser: argparse.ArgumentParser) -> None:
-    """Makes a parser know them, most without a word in its help; what is typed is in the group `GROUP`."""
+    """Add all old flags to a parser, hidden from its help; typed values appear in the group `GROUP`."""
     parser.add_argument("--deepspeed-config", dest="deepspeed.deepspeed_config", help=argparse.SUPPRESS)
     for name, flag in _BY_NAME.items():
         if flag.refused:
-            details: dict[str, Any] = {"nargs": "*"}  # so that its values are not complained of instead
+            details: dict[str, Any] = {"nargs": "*"}  # or argparse would complain about its values first
         else:
             details = {"action": "store_true"} if flag.takes is None else {"type": flag.takes}
         parser.add_argument(name, dest=f"{GROUP}.{name}", help=argparse.SUPPRESS, **details)
     known = ", ".join(flag.name for flag in RENAMED)
     parser.epilog = textwrap.fill(
-        f"Old flags of Megatron-LM and Megatron-DeepSpeed work and say what they are today: {known}. "
-        "docs/guide/deepspeed.md has these, those without effect here and those that are refused.",
+        f"These old flags of Megatron-LM and Megatron-DeepSpeed work, and print their current names: "
+        f"{known}. docs/guide/deepspeed.md lists them, flags without effect, and refused flags.",
         width=shutil.get_terminal_size().columns - 2,
         break_on_hyphens=False,
     )
 
 
 def obey_old_flags(typed: Mapping[str, Any], provided: Provided) -> tuple[str, ...]:
-    """Puts what old flags say into `provided`; returns a note for each flag that is not today's.
+    """Add the values of old flags to `provided`; return a note for each of them.
 
     Raises ValueError for a value that contradicts another flag or cannot be obeyed.
     """
@@ -52,7 +52,7 @@ def obey_old_flags(typed: Mapping[str, Any], provided: Provided) -> tuple[str, .
 
 
 def settle_old_flags(typed: Mapping[str, Any], provided: Provided) -> None:
-    """What old flags ask for at least, when everything else has been said. Raises ValueError for less."""
+    """Apply the lower bounds of old flags, after all other values. Raises ValueError for a smaller value."""
     for name in typed:
         for field_path, least in _BY_NAME[name].at_least.items():
             value = provided.get(field_path)
@@ -60,11 +60,11 @@ def settle_old_flags(typed: Mapping[str, Any], provided: Provided) -> None:
                 provided.put(field_path, least, name)
             elif value < least:
                 raise option_error(
-                    name, "(given)", f"contradicts {provided.name(field_path)} {value}; leave one out"
+                    name, "(given)", f"contradicts {provided.name(field_path)} {value}; omit one"
                 )
 
 
 def _note(name: str, flag: OldFlag) -> list[str]:
     if flag.why:
         return [f"{name}: no effect here: {flag.why}"]
-    return [f"{name}: an old name; today's is {flag.today}"] if flag.today else []
+    return [f"{name}: an old name; use {flag.today}"] if flag.today else []
