@@ -124,13 +124,13 @@ def _zeropp(plan: Plan, gpu: Gpu, machine: Machine) -> Iterator[str]:
         return
     plain, best = plans[0], least_that_pays(plans, gpu.memory)
     alone = [other for other in plans if " " not in other.name]
-    yield f"{'ZeRO++ at this stage':30}{'ms per step':>13}{'GB per node':>13}{'GiB':>8}  (! does not fit)"
+    yield f"{'ZeRO++ at this stage':32}{'ms per step':>13}{'GB per node':>13}{'GiB':>8}  (! does not fit)"
     for other in [plain, *alone, plans[-1]]:
         figures = f"{1e3 * other.time.seconds:13,.1f}{other.sent.inter / other.job.nodes / 1e9:13.3f}"
         reason = "" if other is plain else why(plain, other)
         fits = " " if other.fits(gpu.memory) else "!"
         mark = "*" if other.job.zero == plan.job.zero else " "
-        yield f"{mark} {other.name:28}{figures}{other.memory.peak / 2**30:8.2f}{fits} {reason}".rstrip()
+        yield f"{mark} {other.name:30}{figures}{other.memory.peak / 2**30:8.2f}{fits} {reason}".rstrip()
     if advice := accumulation_advice(plan.job, gpu.memory):
         yield f"  advice: {advice}"
     gain = plain.time.seconds / best.time.seconds

@@ -11,8 +11,9 @@ A pass is a forward or a backward of one micro-batch.
               Over sockets one communicator does not fill the link, so each of the two has its own rate
 
 Gathers run ahead of both passes and reductions behind the backward, so a pass takes as long as the longest of
-the three. Only the last unit's reduction has no compute left to run behind. The time that a pass takes beyond
-its compute and kernels is exposed. The optimizer reads 12 bytes per parameter of its share and the gradient,
+the three. The last unit's reduction has no compute left to run behind, and links wait for one unit's compute:
+its last gather arrives before the last unit's forward, and its first reduction needs the first unit's backward.
+The time that a pass takes beyond its compute and kernels is exposed. The optimizer reads 12 bytes per parameter of its share and the gradient,
 and writes 12 bytes and what is sent, at the memory's rate, or if offloaded at the CPU's. Not modelled:
 latencies, other jobs on the links, slow ranks, reading of data, evaluation, checkpoints.
 """
@@ -78,7 +79,8 @@ def pass_seconds(job: Job, machine: Machine, one: Pass, working: float) -> float
     gathers = one.gathered.inter / job.nodes / machine.gather
     reductions = one.reduced.inter / job.nodes / machine.exchange
     link, inside = _link_seconds(job, machine, one.sent), _inside_seconds(job, machine, one.sent)
-    return max(working + alone, link, inside, gathers, reductions)
+    one_unit = working / len(job.layouts)
+    return max(working + alone, one_unit + max(link, inside, gathers, reductions))
 
 
 def compute_seconds(job: Job, machine: Machine, forward: bool) -> float:
