@@ -12,10 +12,11 @@ A pass is a forward or a backward of one micro-batch.
 
 Gathers run ahead of both passes and reductions behind the backward, so a pass takes as long as the longest of
 the three. The last unit's reduction has no compute left to run behind, and links wait for one unit's compute:
-its last gather arrives before the last unit's forward, and its first reduction needs the first unit's backward.
-The time that a pass takes beyond its compute and kernels is exposed. The optimizer reads 12 bytes per parameter of its share and the gradient,
-and writes 12 bytes and what is sent, at the memory's rate, or if offloaded at the CPU's. Not modelled:
-latencies, other jobs on the links, slow ranks, reading of data, evaluation, checkpoints.
+the last gather arrives before the last unit's forward, and the first reduction follows the first unit's
+backward. The time that a pass takes beyond its compute and kernels is exposed. The optimizer reads 12 bytes
+per parameter of its share and the gradient, and writes 12 bytes and what is sent, at the memory's rate, or if
+offloaded at the CPU's. Not modelled: latencies, other jobs on the links, slow ranks, reading of data,
+evaluation, checkpoints.
 """
 
 from dataclasses import dataclass
