@@ -108,6 +108,15 @@ DELTA4, DELTA3, DELTA2 = (Rung(weights=f"delta{bits}") for bits in (4, 3, 2))
 ROTATED4, ROTATED3 = (Rung(gradients=f"rotated{bits}") for bits in (4, 3))
 BOTH4 = replace(DELTA4, gradients="rotated4")
 
+
+def _everywhere(weights: Weights, gradients: Gradients, hop1: Literal["plain", "int4", "int8"]) -> Rung:
+    """The same formats for matrices, tables, norms and biases, in one message."""
+    tables = {"table_weights": weights, "table_gradients": gradients}
+    return Rung(weights=weights, gradients=gradients, **tables, small="coded", hop1=hop1)
+
+
+FOUR, THREE = (_everywhere(f"delta{bits}", f"rotated{bits}", "int8") for bits in (4, 3))
+
 BASELINE = "baseline"
 RUNGS: dict[str, Rung] = {
     BASELINE: Rung(small="plain"),
@@ -121,6 +130,11 @@ RUNGS: dict[str, Rung] = {
     "delta4": DELTA4,
     "rotated4": ROTATED4,
     "delta4 rotated4": BOTH4,
+    "four bits everywhere": replace(FOUR, hop1="plain"),
+    "four bits everywhere behind int8": FOUR,
+    "four bits everywhere behind int4": replace(FOUR, hop1="int4"),
+    "four bits everywhere behind int8 reference16": replace(FOUR, reference="bf16"),
+    "three bits everywhere behind int8": THREE,
     # (d) fewer bits of weights, by kind and by phase
     "delta3": DELTA3,
     "delta2": DELTA2,
@@ -172,6 +186,7 @@ RUNGS: dict[str, Rung] = {
 LADDERS: dict[str, tuple[str, ...]] = {
     "first": ("today", "delta4", "rotated4", "delta4 rotated4", "delta2", "rotated3"),
     "weights": ("delta4", "delta3", "delta2", "delta2 early4", "delta2 attention4", "delta4 attention2"),
+    "everywhere": tuple(name for name in RUNGS if "everywhere" in name),
     "gradients": ("rotated4", "rotated3", "rotated3 signs per node", "rotated4 behind int8"),
     "together": ("delta4 rotated4", "delta4 rotated3", "delta3 rotated3", "delta2 early4 rotated3"),
     "blocks": tuple(name for name in RUNGS if "block" in name or "outliers" in name),

@@ -48,7 +48,8 @@ def test_too_low_a_limit_is_said_and_one_that_cannot_do_is_refused(
     reserve_connections(keeper.pid, 154, said.append)
     (line,) = said
     assert line.startswith(f"warning: ulimit -n {HARD}: process {keeper.pid} on ")
-    assert "keeps the store of 154 ranks, needs 1026 open files; raise the hard limit (ulimit -Hn)" in line
+    assert "which hosts the store of 154 ranks, needs 1026 open files" in line
+    assert "raise the hard limit (ulimit -Hn)" in line
     reserve_connections(keeper.pid, HARD // 3, said.append)
     with pytest.raises(ValueError, match=rf"^ulimit -n {HARD}: process .* 342 ranks, needs 1966 open files"):
         reserve_connections(keeper.pid, HARD // 3 + 1, said.append)
@@ -85,4 +86,4 @@ def test_a_store_that_cannot_have_all_ranks_is_refused_before_it_is_made(tmp_pat
         assert run.statuses() == {0: 1}
         (line,) = run.errors()
     assert f"error: ulimit -n {HARD}: this process on {os.uname().nodename}" in line
-    assert "keeps the store of 400 ranks, needs 2256 open files" in line
+    assert "which hosts the store of 400 ranks, needs 2256 open files" in line

@@ -319,7 +319,7 @@ HUGGINGFACE = [
 ]
 
 READ_ONLY = both(directory("ro"), locked("ro", 0o500))
-WRITABLE = "name a directory that can be written"
+WRITABLE = "name a writable directory"
 PLACES = [
     Case("--save file", f"--save file: Not a directory; {WRITABLE}"),
     Case("--save file/below", f"--save file/below: Not a directory; {WRITABLE}"),
