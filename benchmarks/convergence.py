@@ -58,7 +58,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "hpZ": HPZ,
     "qgZ": QGZ,
     "all": QWZ | HPZ | QGZ,
-    "all, error feedback": QWZ | HPZ | QGZ | {"zero_gradient_error_feedback": True},
+    "all, 4 bits": QWZ
+    | HPZ
+    | QGZ
+    | {"zero_quantized_weights_format": "delta4", "zero_quantized_gradients_format": "rotated4"},
 }
 NAME = "convergence_{nodes}x{ranks}"
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "convergence.png"

@@ -56,7 +56,8 @@ def runs() -> dict[str, tuple[int, int, tuple[str, ...]]]:
         found[f"2 x 2, ZeRO++, {precision}"] = (2, 2, (*stage_3, *ZEROPP))
     zeropp = ("--bf16", "--zero-stage", "3", *ZEROPP)
     found["2 x 2, ZeRO++, recomputation, bf16"] = (2, 2, (*zeropp, *RECOMPUTE))
-    found["2 x 2, ZeRO++, error feedback, bf16"] = (2, 2, (*zeropp, "--zero-gradient-error-feedback"))
+    formats = ("--zero-quantized-weights-format", "delta4", "--zero-quantized-gradients-format", "rotated4")
+    found["2 x 2, ZeRO++, 4 bits, bf16"] = (2, 2, (*zeropp, *formats))
     found["2 x 1, ZeRO++, bf16"] = (
         2,
         1,

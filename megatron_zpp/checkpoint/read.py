@@ -13,13 +13,13 @@ from torch import Tensor
 from megatron_zpp.checkpoint.directory import checkpoint_path, iteration_of
 from megatron_zpp.checkpoint.manifest import read_manifest
 from megatron_zpp.checkpoint.shard_file import ShardFile
-from megatron_zpp.checkpoint.states import ERROR, Progress, check_state, describe_units, tensor_name
+from megatron_zpp.checkpoint.states import Progress, check_state, describe_units, tensor_name
 from megatron_zpp.checkpoint.write import STATE, shard_file_name
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.checksums import DamagedFile, OnProgress, no_report, verify_file
 from megatron_zpp.storage.regular import read_limited
-from megatron_zpp.zero.engine import WEIGHTS, ZeroEngine
+from megatron_zpp.zero.engine import REFERENCE, WEIGHTS, ZeroEngine
 from megatron_zpp.zero.flat_layout import FlatLayout
 
 STATE_LIMIT = 64 << 20  # bytes of state.json: 200 for each of 300,000 parameters, and the settings
@@ -133,12 +133,6 @@ class CheckpointReader:
             for name, entry in unit["parameters"].items()
         }
 
-    def error(self, rank: int, unit: int, numel: int) -> Tensor:
-        """What the sums of a unit on a rank of that run had lost, bf16, on the CPU."""
-        found = torch.empty(numel, dtype=torch.bfloat16)
-        self._file(rank).read_into(tensor_name(ERROR, unit), 0, found, self._pool.map)
-        return found
-
     def parameters(self) -> dict[str, Tensor]:
         """All weights by the model's names, fp32, whole: for a program of one process."""
         whole = {}
@@ -175,36 +169,33 @@ def load_checkpoint(
     *,
     with_optimizer: bool,
     on_progress: OnProgress = no_report,
-) -> tuple[Progress, bool]:
+) -> Progress:
     """Puts a checkpoint's states into the engine; every rank reads what it owns, and together they check all.
 
-    Returns its progress, and whether what error feedback had kept fitted this run. Raises DamagedFile, and
-    ValueError when model or tokenizer differ. After either the engine's states are of no use, until another
-    checkpoint is loaded. Sends nothing: ranks may fail apart.
+    Returns its progress. Raises DamagedFile, and ValueError when model or tokenizer differ. After either the
+    engine's states are of no use, until another checkpoint is loaded. Sends nothing: ranks may fail apart.
     """
     with CheckpointReader(path, on_progress) as reader:
         _check_tokenizer(path, reader.state["tokenizer"], tokenizer)
         _check_units(path, reader.units, describe_units(engine))
         _load(WEIGHTS, reader, engine)
-        same_places = _parameters(reader.units) == _parameters(describe_units(engine))
-        fits = with_optimizer and reader.state["errors"] == engine.error_layout and same_places
         if with_optimizer:
             if not reader.state["with_optimizer"] and reader.state["optimizer_steps"]:
                 raise ValueError(f"{path}: saved with --no-save-optim; add --no-load-optim")
             for kind in engine.state_kinds[1:]:
-                if reader.state["with_optimizer"]:
+                if kind == REFERENCE:
+                    if kind in reader.state.get("kinds", []):  # else it begins with the weights
+                        _load(kind, reader, engine)
+                elif reader.state["with_optimizer"]:
                     _load(kind, reader, engine)
                 else:  # before the first step, as weights are imported, they are zero
                     engine.load_states(kind, lambda unit, elements: torch.zeros(len(elements)))
             engine.load_optimizer_steps(reader.state["optimizer_steps"])
             engine.loss_scale.load_state(reader.state["loss_scale"])
-            engine.summed_gradients = reader.state.get("summed_gradients", 1)
-            for index, unit in enumerate(engine.units):
-                if (error := unit.error) is not None:
-                    rank, numel = engine.topology.rank, error.numel()
-                    error.copy_(reader.error(rank, index, numel)) if fits else error.zero_()
         reader.check_rest(engine.topology.rank, engine.topology.world_size)
-        return Progress.from_json(reader.state["progress"]), fits or not engine.feeds_back
+        progress = Progress.from_json(reader.state["progress"])
+        engine.iteration = progress.iteration
+        return progress
 
 
 def saved_settings(path: Path) -> tuple[dict[str, Any], int]:
@@ -219,11 +210,6 @@ def _load(kind: str, reader: CheckpointReader, engine: ZeroEngine) -> None:
         return reader.shard_elements(kind, unit.names, unit.layout, elements)
 
     engine.load_states(kind, read)
-
-
-def _parameters(units: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Shapes and places of the parameters of each unit."""
-    return [unit["parameters"] for unit in units]
 
 
 def _check_tokenizer(path: Path, saved: dict[str, Any], present: dict[str, Any]) -> None:

@@ -22,17 +22,13 @@ class Snapshot:
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
         self._on_cpu: Future[None] | None = None  # when the thread has
 
-    def take(self, tensors: Mapping[str, Tensor], urgent: Mapping[str, Tensor]) -> None:
-        """Begins to copy all of `tensors` and of `urgent`, which may change as soon as this returns."""
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """Begins to copy all of `tensors`."""
         if self._stream is not None:
-            present = torch.cuda.current_stream()
-            self._stream.wait_stream(present)
+            self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                self._copy(urgent, on_gpu=True)
-                present.wait_event(self._stream.record_event())
                 self._copy(tensors, on_gpu=True)
                 self._on_gpu = self._stream.record_event()
-        self._copy(urgent, on_gpu=False)
         self._on_cpu = self._copier.submit(self._copy, tensors, on_gpu=False)
 
     def settle(self) -> None:

@@ -10,11 +10,11 @@ state.json holds the rest:
     ranks, nodes   the grid of the run, which says whose file has a shard (`Topology.owner_of`); without
              `nodes`, as in older versions, rank r owns shard r
     units    by unit: `shard_numel`, elements of a shard; `parameters`, by name `shape` and `offset`
-    errors   what error feedback's buffers depend on; empty without it
-    summed_gradients   how many gradients those buffers are sums of; absent in older versions, where it was 1
+    kinds    what the files have of each unit: `engine.state_kinds`, or `weights` alone; absent in older
+             versions, which had the weights and, if `with_optimizer`, AdamW's moments
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,7 +24,6 @@ from megatron_zpp.data.dataset_progress import DatasetProgress
 from megatron_zpp.zero.engine import WEIGHTS, ZeroEngine
 from megatron_zpp.zero.flat_layout import FlatLayout
 
-ERROR = "error"
 _LIMIT = 2**48  # of any count of samples or elements
 _LOSS_SCALE_KEYS = ("dynamic", "scale", "clean_steps", "patience")
 
@@ -63,18 +62,17 @@ def tensor_name(kind: str, unit: int) -> str:
     return f"{kind}/unit_{unit}"
 
 
+def saved_kinds(engine: ZeroEngine, *, with_optimizer: bool) -> tuple[str, ...]:
+    """What a checkpoint has of each unit."""
+    return engine.state_kinds if with_optimizer else (WEIGHTS,)
+
+
 def shards_of(engine: ZeroEngine, *, with_optimizer: bool) -> dict[str, Tensor]:
     """This rank's shards by name, which an optimizer step changes: the engine's own memory, not copies."""
-    kinds = engine.state_kinds if with_optimizer else (WEIGHTS,)
+    kinds = saved_kinds(engine, with_optimizer=with_optimizer)
     return {
         tensor_name(kind, index): shard for kind in kinds for index, shard in enumerate(engine.shards(kind))
     }
-
-
-def errors_of(engine: ZeroEngine) -> dict[str, Tensor]:
-    """This rank's error-feedback buffers by name, which a backward changes; empty without error feedback."""
-    errors = {tensor_name(ERROR, index): unit.error for index, unit in enumerate(engine.units)}
-    return {name: error for name, error in errors.items() if error is not None}
 
 
 def describe_state(
@@ -94,8 +92,7 @@ def describe_state(
         ranks=engine.topology.world_size,
         nodes=engine.topology.nodes,
         units=describe_units(engine),
-        errors=engine.error_layout,
-        summed_gradients=engine.summed_gradients,
+        kinds=saved_kinds(engine, with_optimizer=with_optimizer),
         tokenizer=tokenizer,
         config=config,
     )
@@ -110,8 +107,7 @@ def describe_state_of(
     ranks: int,
     nodes: int,
     units: list[dict[str, Any]],
-    errors: list[int],
-    summed_gradients: int,
+    kinds: Sequence[str],
     tokenizer: dict[str, Any],
     config: dict[str, Any],
 ) -> dict[str, Any]:
@@ -124,8 +120,7 @@ def describe_state_of(
         "ranks": ranks,
         "nodes": nodes,
         "units": units,
-        "errors": errors,
-        "summed_gradients": summed_gradients,
+        "kinds": list(kinds),
         "tokenizer": tokenizer,
         "config": config,
     }
@@ -153,20 +148,21 @@ def check_state(state: dict[str, Any]) -> None:
         raise ValueError("more steps were skipped than taken")
     if progress.dataset_progress and progress.dataset_progress.since > progress.consumed_samples:
         raise ValueError(f"its weights begin at sample {progress.dataset_progress.since}")
-    for key, kind in (("with_optimizer", bool), ("tokenizer", dict), ("config", dict), ("errors", list)):
+    for key, kind in (("with_optimizer", bool), ("tokenizer", dict), ("config", dict)):
         if type(state[key]) is not kind:
             raise ValueError(f"{key} is {state[key]!r}")
+    if not all(type(kind) is str for kind in state.get("kinds", [])):
+        raise ValueError(f"kinds is {state['kinds']!r}")
     scale = state["loss_scale"]
     if not all(isinstance(scale[key], int | float) for key in _LOSS_SCALE_KEYS):
         raise ValueError("loss_scale is not told in numbers")
     sizes = [
         state["ranks"],
         state.get("nodes", 1),
-        state.get("summed_gradients", 1),
         *(unit["shard_numel"] for unit in state["units"]),
     ]
     if not all(type(size) is int and 0 < size < _LIMIT for size in sizes):
-        raise ValueError(f"ranks, nodes, summed gradients and elements of shards are {sizes}")
+        raise ValueError(f"ranks, nodes and elements of shards are {sizes}")
     if state["ranks"] % state.get("nodes", 1):
         raise ValueError(f"{state['ranks']} ranks on {state['nodes']} nodes")
     for unit in state["units"]:

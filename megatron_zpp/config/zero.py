@@ -5,7 +5,8 @@ from typing import Literal
 
 from megatron_zpp.config.options import Options, option, option_error
 
-WEIGHT_BLOCK, GRADIENT_BLOCK = 256, 128  # elements per scale; gradients need the finer blocks
+# Elements per scale: gradients need the finer blocks, unless a rotation spreads their outliers.
+WEIGHT_BLOCK, GRADIENT_BLOCK, ROTATED_BLOCK = 256, 128, 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +39,11 @@ class ZeroConfig(Options):
     zero_quantized_weights: bool = option(
         False, "qwZ: gather weights as block-quantised codes. Needs --zero-stage 1, 2 or 3."
     )
-    zero_quantized_weights_format: Literal["int8", "fp8", "int4"] = option(
-        "int8", "qwZ: format of the codes."
+    zero_quantized_weights_format: Literal["int8", "fp8", "int4", "delta4", "delta3", "delta2"] = option(
+        "int8",
+        "qwZ: format of the codes. delta4, delta3, delta2: codes of 4, 3 or 2 bits of what weights changed "
+        "by, for several nodes; each node keeps the fp32 weights that the others know, 4 bytes per parameter "
+        "/ ranks of a node, and stage 3 needs --zero-hpz-partition-size auto.",
     )
     zero_hpz_partition_size: str = option(
         "1",
@@ -63,13 +67,10 @@ class ZeroConfig(Options):
         "qgZ: reduce gradients as block-quantised codes, in one hop inside nodes and one between nodes. "
         "Needs --zero-stage 1, 2 or 3.",
     )
-    zero_quantized_gradients_format: Literal["int4", "int8", "fp8"] = option(
-        "int4", "qgZ: format of the codes."
-    )
-    zero_gradient_error_feedback: bool = option(
-        False,
-        "qgZ: add the quantisation error of the hop between nodes to the next step's gradients. Costs 4 "
-        "bytes of memory per element that a rank sends between nodes.",
+    zero_quantized_gradients_format: Literal["int4", "int8", "fp8", "rotated4", "rotated3"] = option(
+        "int4",
+        "qgZ: format of the codes. rotated4, rotated3: codes of 4 or 3 bits of randomly rotated gradients "
+        "between nodes, and int8 inside them.",
     )
     zero_quantization_block: int | None = option(
         None,
@@ -114,10 +115,6 @@ class ZeroConfig(Options):
                 self.zero_quantized_gradients_format,
                 "needs --zero-quantized-gradients",
             )
-        if self.zero_gradient_error_feedback and not gradients:
-            raise option_error(
-                "--zero-gradient-error-feedback", "(given)", "needs --zero-quantized-gradients"
-            )
         block = self.zero_quantization_block
         if block is not None:
             if not (weights or gradients):
@@ -148,13 +145,24 @@ class ZeroConfig(Options):
         if self.zero_quantized_weights:
             blocks.append(self.zero_quantization_block or WEIGHT_BLOCK)
         if self.zero_quantized_gradients:
-            blocks.append(self.zero_quantization_block or GRADIENT_BLOCK)
+            default = ROTATED_BLOCK if self.rotates_gradients else GRADIENT_BLOCK
+            blocks.append(self.zero_quantization_block or default)
         return max(blocks)
 
     @property
     def shard_multiple(self) -> int:
         """The number of elements in a shard is a multiple of this, so that shards hold whole blocks."""
         return max(WEIGHT_BLOCK, self.zero_quantization_block or 0)
+
+    @property
+    def sends_differences(self) -> bool:
+        """Whether weight differences cross nodes, not weights."""
+        return self.zero_quantized_weights and self.zero_quantized_weights_format.startswith("delta")
+
+    @property
+    def rotates_gradients(self) -> bool:
+        """Whether gradients are rotated before they cross nodes."""
+        return self.zero_quantized_gradients and self.zero_quantized_gradients_format.startswith("rotated")
 
     def describe(self) -> str:
         """Return what is switched on, for the first lines of the log."""
@@ -164,8 +172,7 @@ class ZeroConfig(Options):
         if self.hpz:
             parts.append(f"hpZ {self.zero_hpz_partition_size}")
         if self.zero_quantized_gradients:
-            feedback = " with error feedback" if self.zero_gradient_error_feedback else ""
-            parts.append(f"qgZ {self.zero_quantized_gradients_format}{feedback}")
+            parts.append(f"qgZ {self.zero_quantized_gradients_format}")
         if self.zero_gradient_partition_size != "off":
             parts.append(f"gradients accumulated over {self.zero_gradient_partition_size}")
         return " + ".join(parts)
@@ -219,3 +226,10 @@ class ZeroConfig(Options):
                 raise option_error("--zero-hpz-secondary", "quantized", "needs --zero-hpz-partition-size")
             if not self.zero_quantized_weights:
                 raise option_error("--zero-hpz-secondary", "quantized", "needs --zero-quantized-weights")
+            if self.sends_differences:
+                raise option_error(
+                    "--zero-hpz-secondary",
+                    "quantized",
+                    "needs --zero-quantized-weights-format int8, fp8 or int4: secondary shards of "
+                    f"{self.zero_quantized_weights_format} are fp32",
+                )

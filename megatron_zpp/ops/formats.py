@@ -1,4 +1,4 @@
-"""The format of a quantised message: codes, the scales of their blocks, and the number of bytes."""
+"""The formats of quantised messages: codes, the scales of their blocks, and the number of bytes."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -9,6 +9,7 @@ CodeType = Literal["int8", "int4", "fp8"]
 BITS = {"int8": 8, "int4": 4, "fp8": 8}
 SCALES = (torch.bfloat16, torch.float32)
 SMALLEST_BLOCK, LARGEST_BLOCK = 32, 2048
+SCALE_BYTES = 2  # of a Lloyd-Max scale, bf16
 ALIGNMENT = 16  # bytes that a kernel loads at once; every message begins at a multiple of it
 
 
@@ -65,6 +66,46 @@ class QuantFormat:
                 f"no message of {self.code_type} in blocks of {self.block} has {message_bytes} bytes"
             )
         return numel
+
+
+@dataclass(frozen=True)
+class LloydMaxFormat:
+    """How n numbers become a message: the codes by planes, one bf16 scale per block, then zero padding.
+
+    Codes of 2 and 4 bits are one plane; codes of 3 bits are a plane of their 2 low bits and then a plane of
+    their high bit. Within a byte the first element has the lowest bits. Raises ValueError for other bits, and
+    for a block that is not a power of two from 32 to 2048.
+    """
+
+    bits: int = 4
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 3, 4):
+            raise ValueError(f"bits must be 2, 3 or 4, got {self.bits}")
+        if not is_block(self.block):
+            raise ValueError(f"block must be a power of two from 32 to 2048, got {self.block}")
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """Bits of each plane, the low bits first."""
+        return (2, 1) if self.bits == 3 else (self.bits,)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the codes and the scale of one block."""
+        return self.block * self.bits // 8 + SCALE_BYTES
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Codes and scales, without the padding of the message."""
+        return self.block_bytes / self.block
+
+    def message_bytes(self, numel: int) -> int:
+        """Bytes of the message of `numel` elements. Raises ValueError unless they are whole blocks."""
+        if numel < 0 or numel % self.block:
+            raise ValueError(f"a message holds whole blocks of {self.block} elements, got {numel} elements")
+        return -(-numel // self.block * self.block_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def is_block(block: int) -> bool:

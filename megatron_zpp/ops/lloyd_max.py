@@ -9,14 +9,11 @@ Every fp32 operation here is rounded on its own, products and sums included, so 
 contraction to fused multiply-adds give the same bits. K blocks, B elements in a block, n = K · B elements.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from megatron_zpp.ops.formats import ALIGNMENT, is_block
+from megatron_zpp.ops.formats import SCALE_BYTES, LloydMaxFormat
 
-SCALE_BYTES = 2  # bf16
 SMALLEST_NORMAL = 2.0**-126
 _NAN = 0x7FC0  # as bits: which NaN a conversion makes depends on the device
 _EXPONENT = 0x7F800000
@@ -32,42 +29,6 @@ BOUNDARIES = {
     3: (0.50054973, 1.0499573, 1.7479275),
     4: (0.25822166, 0.5224037, 0.79954976, 1.0992858, 1.4371388, 1.8435318, 2.4008033),
 }
-
-
-@dataclass(frozen=True)
-class LloydMaxFormat:
-    """How n numbers become a message: the codes by planes, one bf16 scale per block, then zero padding.
-
-    Codes of 2 and 4 bits are one plane; codes of 3 bits are a plane of their 2 low bits and then a plane of
-    their high bit. Within a byte the first element has the lowest bits. Raises ValueError for other bits, and
-    for a block that is not a power of two from 32 to 2048.
-    """
-
-    bits: int = 4
-    block: int = 256
-
-    def __post_init__(self) -> None:
-        if self.bits not in LEVELS:
-            raise ValueError(f"bits must be 2, 3 or 4, got {self.bits}")
-        if not is_block(self.block):
-            raise ValueError(f"block must be a power of two from 32 to 2048, got {self.block}")
-
-    @property
-    def planes(self) -> tuple[int, ...]:
-        """Bits of each plane, the low bits first."""
-        return (2, 1) if self.bits == 3 else (self.bits,)
-
-    @property
-    def bytes_per_element(self) -> float:
-        """Codes and scales, without the padding of the message."""
-        return self.bits / 8 + SCALE_BYTES / self.block
-
-    def message_bytes(self, numel: int) -> int:
-        """Bytes of the message of `numel` elements. Raises ValueError unless they are whole blocks."""
-        if numel < 0 or numel % self.block:
-            raise ValueError(f"a message holds whole blocks of {self.block} elements, got {numel} elements")
-        used = numel * self.bits // 8 + numel // self.block * SCALE_BYTES
-        return -(-used // ALIGNMENT) * ALIGNMENT
 
 
 def ordered_sum(x: Tensor) -> Tensor:

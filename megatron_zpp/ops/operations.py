@@ -4,8 +4,10 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_zpp.ops import reference_difference, reference_rotation
 from megatron_zpp.ops.adamw import AdamWScalars
-from megatron_zpp.ops.formats import QuantFormat
+from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
+from megatron_zpp.ops.signs import Signs
 
 
 class Operations:
@@ -131,6 +133,63 @@ class Operations:
         self._kernels.adamw_quantize(
             *states, message, *scalars.packed(), decayed, *_flat(format), format.rotate
         )
+
+    def quantize_difference(
+        self,
+        weights: Tensor,
+        reference: Tensor,
+        message: Tensor,
+        format: LloydMaxFormat,
+        *,
+        skip: Tensor | None = None,
+        squares: Tensor | None = None,
+    ) -> None:
+        """Encode `weights` (m,) fp32 less `reference` (m,) fp32 or bf16 as `message` (message_bytes(m),).
+
+        The reference is only read: all ranks, this one too, apply the message by `add_difference`. Where
+        `skip` () is not 0 the message changes nothing. `squares` (2, m / block) fp32 gets per block the sums
+        of the squares of the differences, and of what the codes lose of them.
+        """
+        reference_difference.quantize_difference(
+            weights, reference, message, format.bits, format.block, skip, squares
+        )
+
+    def add_difference(self, messages: Tensor, reference: Tensor, format: LloydMaxFormat) -> None:
+        """Move part p of `reference` (P · m,) fp32 or bf16 by message p of (P, message_bytes(m)) uint8."""
+        reference_difference.add_difference(messages, reference, format.bits, format.block)
+
+    def quantize_rotated(self, input: Tensor, messages: Tensor, format: LloydMaxFormat, signs: Signs) -> None:
+        """Rotate `input` (n,) fp32, bf16 or fp16 and encode it as `messages` (G, message_bytes(n / G))."""
+        numel = len(input) // len(messages)
+        for group, message in enumerate(messages):
+            reference_rotation.quantize_rotated(
+                input[group * numel : (group + 1) * numel],
+                message,
+                format.bits,
+                format.block,
+                signs.seed,
+                signs.unit,
+                signs.iteration,
+                signs.first + group * numel,
+            )
+
+    def sum_rotated(
+        self,
+        messages: Tensor,
+        shard: Tensor,
+        format: LloydMaxFormat,
+        signs: Signs,
+        *,
+        factor: float = 1.0,
+        add: bool = False,
+    ) -> None:
+        """Write `factor` times the sum of `messages` (P, message_bytes(m)) to `shard` (m,) fp32, or add it.
+
+        Messages are summed in their order and rotated back once. So all of them must have the same signs.
+        """
+        assert factor == 1.0
+        counter = signs.seed, signs.unit, signs.iteration, signs.first
+        reference_rotation.sum_rotated(messages, shard, format.bits, format.block, *counter, add=add)
 
 
 def _flat(format: QuantFormat) -> tuple[Any, ...]:

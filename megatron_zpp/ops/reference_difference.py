@@ -13,13 +13,11 @@ bit. NaN and Inf in d make the scale NaN, and the block of r NaN. The owner chan
 function as every receiver, so all references keep equal bits, and what a code missed stays in w - r.
 """
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
+from megatron_zpp.ops.formats import LloydMaxFormat
 from megatron_zpp.ops.lloyd_max import (
-    LloydMaxFormat,
     coded,
     decoded,
     nearest_codes,
@@ -35,12 +33,20 @@ _REFERENCES = (torch.float32, torch.bfloat16)
 
 
 def quantize_difference(
-    weights: Tensor, reference: Tensor, message: Tensor, bits: int, block: int, skip: Tensor | None = None
+    weights: Tensor,
+    reference: Tensor,
+    message: Tensor,
+    bits: int,
+    block: int,
+    skip: Tensor | None = None,
+    squares: Tensor | None = None,
 ) -> None:
-    """Encodes `weights` (n,) fp32 less `reference` (n,) into `message`, and applies it to `reference`.
+    """Encodes `weights` (n,) fp32 less `reference` (n,) into `message`; `add_difference` applies it.
 
-    `reference` is fp32 or bf16, `message` (message_bytes(n),) uint8. Where `skip` () is not 0 all scales are
-    0, so nothing changes. Raises ValueError unless n is whole blocks and all sizes agree.
+    `reference` is fp32 or bf16, `message` (message_bytes(n),) uint8. Where `skip` () is not 0 all scales and
+    codes are 0, so nothing changes. `squares` (2, n / block) fp32 get, per block, the sums of the squares of
+    the difference and of what its codes lose, both 0 where `skip` is not. Raises ValueError unless n is whole
+    blocks and all sizes agree.
     """
     format = _checked("quantize_difference", reference, message, bits, block)
     if weights.shape != reference.shape or weights.dtype != torch.float32:
@@ -56,34 +62,32 @@ def quantize_difference(
     stored = torch.cat([part for _, part in encoded]) if encoded else codes.new_empty(0).bfloat16()
     if skip is not None:
         stored = torch.where(skip != 0, torch.zeros_like(stored), stored)
+        codes = torch.where(skip != 0, torch.zeros_like(codes), codes)
     write_message(message, codes, stored, format)
-    add_difference(message, reference, None, bits, block)
+    if squares is not None:
+        for here in _tiles(len(reference)):
+            blocks = slice(here.start // block, here.stop // block)
+            difference = weights[here].view(-1, block) - reference[here].view(-1, block).float()
+            lost = difference - decoded(codes[blocks], stored[blocks], bits)
+            squares[0, blocks] = ordered_sum(difference * difference)
+            squares[1, blocks] = ordered_sum(lost * lost)
+        if skip is not None:
+            squares.copy_(torch.where(skip != 0, torch.zeros_like(squares), squares))
 
 
-def add_difference(
-    message: Tensor,
-    reference: Tensor,
-    output: Tensor | None,
-    bits: int,
-    block: int,
-    gaps: Iterable[range] = (),
-) -> None:
-    """Applies a message to `reference` (n,) once; `output` (n,), if given, gets the result in its format.
+def add_difference(messages: Tensor, reference: Tensor, bits: int, block: int) -> None:
+    """Applies `messages` (P, message_bytes(m)) once to the parts of `reference` (P · m,), in their order.
 
-    `output` is fp32, bf16 or fp16, nearest even. `gaps` are elements that belong to no parameter: no level is
-    zero, so a block with gaps would write noise into them, and they are zeroed afterwards. Raises ValueError
-    as `quantize_difference`.
+    No level is zero, so elements between parameters that share a block with elements of one get noise. Raises
+    ValueError as `quantize_difference`.
     """
-    format = _checked("add_difference", reference, message, bits, block)
-    codes, stored = read_message(message, len(reference), format)
-    for here in _tiles(len(reference)):
-        blocks = slice(here.start // block, here.stop // block)
-        old = reference[here].view(-1, block)
-        reference[here] = moved_reference(old, codes[blocks], stored[blocks], bits).view(-1)
-    for gap in gaps:
-        reference[gap.start : gap.stop] = 0
-    if output is not None:
-        output.copy_(reference)
+    for message, part in zip(messages, reference.view(len(messages), -1), strict=True):
+        format = _checked("add_difference", part, message, bits, block)
+        codes, stored = read_message(message, len(part), format)
+        for here in _tiles(len(part)):
+            blocks = slice(here.start // block, here.stop // block)
+            old = part[here].view(-1, block)
+            part[here] = moved_reference(old, codes[blocks], stored[blocks], bits).view(-1)
 
 
 def encode_difference(weights: Tensor, reference: Tensor, bits: int) -> tuple[Tensor, Tensor]:

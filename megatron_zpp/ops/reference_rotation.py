@@ -27,8 +27,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from megatron_zpp.ops.formats import LloydMaxFormat
 from megatron_zpp.ops.lloyd_max import (
-    LloydMaxFormat,
     coded,
     decoded,
     levels_of,

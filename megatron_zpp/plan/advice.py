@@ -170,7 +170,6 @@ def _options(
     if gradients:
         settings["zero_quantized_gradients"] = True
         settings["zero_quantized_gradients_format"] = given.zero_quantized_gradients_format
-        settings["zero_gradient_error_feedback"] = given.zero_gradient_error_feedback
     if accumulate:
         size = given.zero_gradient_partition_size
         settings["zero_gradient_partition_size"] = size if _accumulates(given) else "auto"

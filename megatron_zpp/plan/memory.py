@@ -25,7 +25,7 @@ class Memory:
     weights: int  # as they compute and as they are sent
     optimizer: int  # fp32 weights and moments
     buffers: int  # gathers and reductions
-    zeropp: int  # secondary shards and the errors of error feedback
+    zeropp: int  # secondary shards, or the references of weight differences
     gradients: int
     activations: int
     loss: int
@@ -44,14 +44,15 @@ def memory_of(job: Job) -> Memory:
     owned = sum(layout.numel if job.zero.zero_stage == 0 else layout.shard_numel for layout in job.layouts)
     offloaded = job.zero.zero_offload_optimizer
     communication = job.communication
-    quantized = communication.gather.hop.quant_format is not None
+    quantized = communication.gather.hop.quantized
+    differences = communication.difference_format is not None  # on the GPU, from fp32 weights
     master_bytes = 4 if offloaded or job.dtype.itemsize < 4 or quantized else 0
     optimizer = (8 + master_bytes) * owned
     parts = {
-        "weights": communication.weight_bytes,
+        "weights": communication.weight_bytes + (4 * owned if offloaded and differences else 0),
         "optimizer": 0 if offloaded else optimizer,
         "buffers": communication.arena_bytes,
-        "zeropp": communication.secondary_bytes + communication.error_bytes,
+        "zeropp": communication.secondary_bytes,
     }
     moments = _moments(job)
     moment, highest = max(moments.items(), key=lambda item: item[1])
@@ -137,6 +138,8 @@ def _gradients(job: Job, *, whole: bool) -> int:
 
 def _source_itemsize(job: Job) -> float:
     """Bytes per element of what a rank's gathers send, where that is not the master weights."""
+    if job.communication.difference_format is not None:
+        return 0  # differences are computed from fp32 weights
     quant_format = job.communication.gather.hop.quant_format
     if quant_format is not None:
         return quant_format.block_bytes / quant_format.block

@@ -29,7 +29,7 @@ _PARTS = {
     "weights": "weights, as they compute and are sent",
     "optimizer": "fp32 weights and AdamW's moments",
     "buffers": "buffers of gathers and reductions",
-    "zeropp": "hpZ's shards, error feedback",
+    "zeropp": "secondary shards, references",
     "gradients": "gradients, at the optimizer's step",
     "activations": "activations, at the loss",
     "loss": "the loss",

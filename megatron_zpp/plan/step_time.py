@@ -112,7 +112,9 @@ def _recomputed_flops(job: Job) -> float:
 def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
     """Seconds to decode messages of weights, and to copy, encode and sum gradients."""
     plan, itemsize, nbytes = job.communication, job.dtype.itemsize, 0.0
-    if weights := plan.gather.hop.quant_format:
+    if differences := plan.difference_format:  # the reference is read and written
+        nbytes += one.decoded * (differences.bytes_per_element + 8)
+    elif weights := plan.gather.hop.quant_format:
         nbytes += one.decoded * (weights.block_bytes / weights.block + itemsize)
     if not one.forward:
         sent_bytes = plan.reduction.sent_itemsize(job.micro_batches)
@@ -131,8 +133,9 @@ def _reduced_bytes(job: Job, sent_bytes: int) -> float:
     if reduction.algorithm is ReductionAlgorithm.LOCAL_SUM:
         return job.ranks * sent_bytes + 4
     nbytes = sent_bytes + 8 / job.ranks
-    if reduction.quant_format is not None:
-        nbytes += 2 * reduction.quant_format.block_bytes / reduction.quant_format.block
+    if reduction.quantized:
+        codes = reduction.hops[0].codes
+        nbytes += 2 * codes.block_bytes / codes.block
     elif reduction.algorithm is ReductionAlgorithm.TWO_HOPS:
         nbytes += 2 * reduction.hops[1].nbytes(1) / job.local
     return nbytes

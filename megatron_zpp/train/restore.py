@@ -156,14 +156,12 @@ def _load(
 ) -> Start:
     settings = config.checkpoint
     with_optimizer = settings.load_optim and not settings.finetune
-    progress, errors_fit = load_checkpoint(
+    progress = load_checkpoint(
         path, engine, tokenizer, with_optimizer=with_optimizer, on_progress=on_progress
     )
     if settings.finetune:
         return Start(Progress(), [f" loaded the weights of {path}; starting at iteration 0"])
     without = "" if with_optimizer else " without the optimizer's state"
-    if with_optimizer and not errors_fit:
-        without = " without what error feedback had kept, which fits the same nodes, ranks and blocks alone"
     line = (
         f" loaded {path}{without}; going on at iteration {progress.iteration}, "
         f"{progress.consumed_samples} samples"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.directory import checkpoint_path, committed, remove_old
 from megatron_zpp.checkpoint.snapshot import Snapshot
-from megatron_zpp.checkpoint.states import Progress, describe_state, errors_of, shards_of
+from megatron_zpp.checkpoint.states import Progress, describe_state, shards_of
 from megatron_zpp.checkpoint.write import SaveFailed, SaveOptions, write_checkpoint
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.exchange import Exchange
@@ -51,7 +51,7 @@ class Saver:
         self._writing: Future[str] | None = None
         self._snapshot: Snapshot | None = None
         if config.checkpoint.async_save:
-            self._snapshot = Snapshot(self._shards() | errors_of(engine))
+            self._snapshot = Snapshot(self._shards())
 
     def due(self, progress: Progress) -> bool:
         """Whether --save-interval ends here."""
@@ -67,7 +67,7 @@ class Saver:
         if self._settings.save is None or progress == self._newest:
             return
         self._newest = progress
-        shards, errors = self._shards(), errors_of(self._engine)
+        shards = self._shards()
         state = describe_state(
             self._engine,
             progress,
@@ -76,10 +76,10 @@ class Saver:
             tokenizer=self._tokenizer,
         )
         if self._snapshot is None:
-            self._report(lambda: self._write(progress, shards | errors, state))
+            self._report(lambda: self._write(progress, shards, state))
             return
         snapshot = self._snapshot
-        snapshot.take(shards, urgent=errors)
+        snapshot.take(shards)
         self._writing = self._writer.submit(lambda: self._write(progress, snapshot.wait(), state))
 
     def before_step(self) -> None:

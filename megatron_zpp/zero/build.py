@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.zero.communication import Communication
-from megatron_zpp.zero.communication_plan import ERROR_DTYPE
 from megatron_zpp.zero.flat_layout import ALIGNMENT, FlatLayout
 from megatron_zpp.zero.hop import Buffer
 from megatron_zpp.zero.sharded_unit import Unit
@@ -39,7 +38,7 @@ class UnitBuilder:
         for (name, module), slot, layout in zip(modules, plan.slots, plan.layouts, strict=True):
             unit = self._unit(name, module, layout, slots[slot])
             self._initialize_master(unit, initialize)
-            self._communication.gather.write_gather_source(unit.master, unit.gather_source)
+            write_gather_source(self._communication, unit)
             units.append(unit)
         return units
 
@@ -49,14 +48,14 @@ class UnitBuilder:
         if plan.sends_from_slots:
             gather_source = full[owned.start : owned.stop]
         else:
-            gather_source = self._communication.zeros(plan.gather.hop.stream, plan.gather.part(layout))
+            source = plan.gather_source(layout)
+            gather_source = self._communication.zeros(plan.gather.hop.stream, source)
         if self._offload:
             master = torch.zeros(len(owned), pin_memory=self._device.type == "cuda")
         elif gather_source.dtype == torch.float32:
             master = gather_source
         else:
             master = torch.zeros(len(owned), device=self._device)
-        error = self._error(layout)
         return Unit(
             names=tuple(f"{name}.{path}" for path, _ in in_order(module)),
             parameters=_replace_parameters(module, layout, full),
@@ -66,8 +65,8 @@ class UnitBuilder:
             master=master,
             gather_source=gather_source,
             secondary=self._secondary(layout),
-            error=error,
-            error_before=None if error is None else torch.empty_like(error),
+            message=self._message(layout),
+            gaps=tuple(layout.gaps_in(plan.reference_elements(layout))),
         )
 
     def _initialize_master(self, unit: Unit, initialize: Initialize) -> None:
@@ -86,11 +85,17 @@ class UnitBuilder:
         part = self._plan.secondary_part(layout)
         return None if part is None else self._communication.zeros(self._plan.secondary.hop.stream, part)
 
-    def _error(self, layout: FlatLayout) -> Tensor | None:
-        if not self._plan.reduction.error_feedback:
+    def _message(self, layout: FlatLayout) -> Tensor | None:
+        if self._plan.difference_format is None:
             return None
-        numel = self._plan.reduction.error_numel(layout)
-        return torch.zeros(numel, dtype=ERROR_DTYPE, device=self._device)
+        return self._communication.zeros(self._plan.gather.hop.stream, self._plan.gather.part(layout))
+
+
+def write_gather_source(communication: Communication, unit: Unit) -> None:
+    """Writes what the next gather of a unit sends, from its master weights."""
+    communication.gather.write_gather_source(unit.master, unit.gather_source)
+    if communication.differences is not None:
+        communication.differences.write_key_frame(unit.gather_source, unit.reference)
 
 
 def layouts_of(

@@ -8,7 +8,13 @@ from torch import Tensor
 from megatron_zpp.distributed.comm_stream import CommStream
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.zero.collectives.gathers import PlainGather, QuantizedGather, TwoHopGather
+from megatron_zpp.zero.collectives.differences import WeightDifferences
+from megatron_zpp.zero.collectives.gathers import (
+    PlainGather,
+    QuantizedGather,
+    ReferenceGather,
+    TwoHopGather,
+)
 from megatron_zpp.zero.collectives.group_reductions import FoldedReduceScatter
 from megatron_zpp.zero.collectives.interface import Gather, GroupReduction, Reduction
 from megatron_zpp.zero.collectives.quantized_reductions import (
@@ -51,12 +57,13 @@ class Communication:
     comm_streams: tuple[CommStream, ...]
     gather: Gather
     secondary: Gather | None  # hpZ
+    differences: WeightDifferences | None  # what crosses nodes in place of `gather`, which is `secondary`
     reduction: Reduction
     group_reduction: GroupReduction | None  # `reduction`, where gradients accumulate in groups
 
     @property
     def weight_format(self) -> QuantFormat | None:
-        """The format of qwZ's messages; None where weights travel in the compute format."""
+        """The format in which the optimizer writes weights; None where that is the compute format or fp32."""
         return self.plan.gather.hop.quant_format
 
     def zeros(self, stream: int, buffer: Buffer) -> Tensor:
@@ -75,13 +82,16 @@ def build_communication(
     """
     comm_streams = tuple(make_comm_stream(ranks) for ranks in plan.streams)
     plan = plan.with_peer_writes(comm_streams[plan.reduction.hops[0].stream].writes_peers)
-    inside = secondary = None
+    inside = secondary = differences = None
     if plan.inside_gather is not None:
         inside = build_gather(plan.inside_gather, comm_streams, operations)
     if plan.secondary is not None:
         same = plan.secondary == plan.inside_gather
         secondary = inside if same else build_gather(plan.secondary, comm_streams, operations)
-    if inside is None:
+    if plan.difference_format is not None:
+        gather = secondary = ReferenceGather(plan.secondary, comm_streams[plan.secondary.hop.stream])
+        differences = WeightDifferences(plan.gather, comm_streams[plan.gather.hop.stream], operations)
+    elif inside is None:
         gather = build_gather(plan.gather, comm_streams, operations)
     else:
         gather = TwoHopGather(plan, comm_streams, inside, secondary, operations)
@@ -93,6 +103,7 @@ def build_communication(
         comm_streams=comm_streams,
         gather=gather,
         secondary=secondary,
+        differences=differences,
         reduction=group_reduction or build_reduction(plan.reduction, comm_streams, operations),
         group_reduction=group_reduction,
     )

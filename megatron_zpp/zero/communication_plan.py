@@ -20,19 +20,17 @@ from functools import cached_property
 import torch
 
 from megatron_zpp.config.options import option_error
-from megatron_zpp.config.zero import GRADIENT_BLOCK, WEIGHT_BLOCK, ZeroConfig
+from megatron_zpp.config.zero import GRADIENT_BLOCK, ROTATED_BLOCK, WEIGHT_BLOCK, ZeroConfig
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.ops.formats import QuantFormat
+from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.zero.flat_layout import FlatLayout
-from megatron_zpp.zero.hop import Buffer, Hop, Sent, WireFormat, make_hop
+from megatron_zpp.zero.hop import Buffer, Codes, Hop, Sent, WireFormat, make_hop
 from megatron_zpp.zero.reduction_plan import (
     Accumulation,
     ReductionPlan,
     choose_algorithm,
     may_write_peers,
 )
-
-ERROR_DTYPE = torch.bfloat16  # of what error feedback keeps
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class GatherPlan:
     @cached_property
     def received(self) -> Buffer:
         """All messages of the largest unit. Parts in a dtype are received where the parameters are."""
-        if self.hop.quant_format is None:
+        if not self.hop.quantized:
             return Buffer(0, torch.uint8)
         messages = len(self.hop.ranks) * self.shards
         return self.hop.buffer(max(layout.shard_numel for layout in self.layouts), messages)
@@ -119,7 +117,7 @@ class CommunicationPlan:
     @property
     def sends_from_slots(self) -> bool:
         """Whether a gather sends a part of the slot that it fills, so that no rank keeps its shard twice."""
-        return not self.residency.parameters_sharded and self.gather.hop.quant_format is None
+        return not self.residency.parameters_sharded and not self.gather.hop.quantized
 
     @property
     def gathers_in_place(self) -> bool:
@@ -132,16 +130,35 @@ class CommunicationPlan:
 
         Units that do not take turns in slots are gathered once per step and need none.
         """
+        if self.difference_format is not None:
+            return Buffer(self.grid.nodes * layout.shard_numel, torch.float32)
         if self.secondary is None or layout not in self._layouts_in_turn:
             return None
         return self.secondary.part(layout)
+
+    def reference_elements(self, layout: FlatLayout) -> range:
+        """The elements of a unit that this rank and its cross-node ranks own."""
+        first = self.grid.local_rank * self.grid.nodes * layout.shard_numel
+        return range(first, first + self.grid.nodes * layout.shard_numel)
+
+    @property
+    def difference_format(self) -> LloydMaxFormat | None:
+        """The format in which weight differences cross nodes; None where weights themselves travel."""
+        format = self.gather.hop.format
+        return format if isinstance(format, LloydMaxFormat) else None
+
+    def gather_source(self, layout: FlatLayout) -> Buffer:
+        """What the optimizer writes of a unit for others: a part of a gather, or fp32 weights to compare."""
+        if self.difference_format is not None:
+            return Buffer(layout.shard_numel, torch.float32)
+        return self.gather.part(layout)
 
     def sums_gradients(self, micro_batches: int, *, accepts_16bit: bool) -> bool:
         """Whether the optimizer takes fp32 sums, and not the gradients of a step's only micro-batch as made.
 
         `accepts_16bit`: whether the optimizer takes gradients in 16 bits.
         """
-        alone = self.grid.world_size == 1 and self.reduction.quant_format is None
+        alone = self.grid.world_size == 1 and not self.reduction.quantized
         return not (alone and micro_batches == 1 and accepts_16bit)
 
     def with_peer_writes(self, possible: bool) -> "CommunicationPlan":
@@ -161,6 +178,8 @@ class CommunicationPlan:
 
     def gather_bytes_sent(self, layout: FlatLayout) -> Sent:
         """Bytes that this rank sends to gather new weights of a unit."""
+        if self.difference_format is not None:
+            return self.gather.bytes_sent(layout) + self.secondary.bytes_sent(layout)
         if self.inside_gather is None:
             return self.gather.bytes_sent(layout)
         through_secondary = self.fills_secondary and self.secondary_part(layout) is not None
@@ -169,6 +188,8 @@ class CommunicationPlan:
 
     def gather_decodes(self, layout: FlatLayout) -> int:
         """Elements that this rank decodes to gather new weights of a unit."""
+        if self.difference_format is not None:
+            return self.grid.nodes * layout.shard_numel
         if self.gather.hop.quant_format is None:
             return 0
         through_secondary = self.fills_secondary and self.secondary_part(layout) is not None
@@ -205,7 +226,7 @@ class CommunicationPlan:
     @property
     def relayed(self) -> Buffer:
         """Two parts of the largest unit in turn: messages on their way from other nodes."""
-        if self.inside_gather is None or self.gather.hop.quant_format is None:
+        if self.inside_gather is None or not self.gather.hop.quantized:
             return Buffer(0, torch.uint8)
         part = self.inside_gather.largest_part
         return Buffer(2 * part.numel, part.dtype)
@@ -214,13 +235,6 @@ class CommunicationPlan:
     def secondary_bytes(self) -> int:
         """Bytes of all secondary shards of this rank."""
         return sum(part.nbytes for part in map(self.secondary_part, self.layouts) if part is not None)
-
-    @property
-    def error_bytes(self) -> int:
-        """Bytes that error feedback keeps: the errors, and those from before the present step."""
-        if not self.reduction.error_feedback:
-            return 0
-        return 2 * ERROR_DTYPE.itemsize * sum(map(self.reduction.error_numel, self.layouts))
 
     @cached_property
     def _layouts_in_turn(self) -> set[FlatLayout]:
@@ -261,17 +275,22 @@ def plan_communication(
     kept = grid.rank % group
     weight_format: WireFormat = compute_dtype
     if zero.zero_quantized_weights:
-        block = zero.zero_quantization_block or WEIGHT_BLOCK
-        weight_format = QuantFormat(zero.zero_quantized_weights_format, block)
+        weight_format = code_format(
+            zero.zero_quantized_weights_format, zero.zero_quantization_block or WEIGHT_BLOCK
+        )
     inside_gather = secondary = None
-    if grid.nodes > 1 and grid.local_world_size > 1:
+    if isinstance(weight_format, LloydMaxFormat):
+        weights = gather(new_stream(grid.cross_node_ranks), weight_format, 1)
+        slot_stream = new_stream(grid.node_ranks)
+        secondary = gather(slot_stream, compute_dtype, grid.nodes)
+    elif grid.nodes > 1 and grid.local_world_size > 1:
         weights = gather(new_stream(grid.cross_node_ranks), weight_format, 1)
         slot_stream = new_stream(grid.node_ranks)
         inside_gather = gather(slot_stream, weight_format, grid.nodes)
     else:
         slot_stream = new_stream(range(grid.world_size))
         weights = gather(slot_stream, weight_format, 1)
-    if zero.hpz:
+    if zero.hpz and secondary is None:
         ranks = tuple(grid.neighbours(group))
         inside = slot_stream if streams[slot_stream] == ranks else new_stream(ranks)
         keeps_messages = zero.zero_hpz_secondary == "quantized"
@@ -288,8 +307,7 @@ def plan_communication(
     first_format: WireFormat = gradient_dtype
     second_format: WireFormat = _sum_dtype(reduce_in_bf16)
     if zero.zero_quantized_gradients:
-        block = zero.zero_quantization_block or GRADIENT_BLOCK
-        first_format = second_format = QuantFormat(zero.zero_quantized_gradients_format, block)
+        first_format, second_format = _gradient_codes(zero)
     fold = None
     if accumulation is Accumulation.GROUP:
         group = zero.gradient_ranks(grid.local_world_size)
@@ -299,7 +317,8 @@ def plan_communication(
     elif algorithm.several_hops:
         hops = (hop(new_stream(grid.node_ranks), first_format),)
     else:
-        hops = (hop(new_stream(range(grid.world_size)), first_format),)
+        between = zero.zero_quantized_gradients and grid.nodes > 1
+        hops = (hop(new_stream(range(grid.world_size)), second_format if between else first_format),)
     if algorithm.several_hops:
         hops = (*hops, hop(new_stream(grid.cross_node_ranks), second_format))
     return CommunicationPlan(
@@ -319,7 +338,6 @@ def plan_communication(
             gradient_dtype=gradient_dtype,
             accumulation=accumulation,
             fold=fold,
-            error_feedback=zero.zero_gradient_error_feedback,
             peer_writes=copy_engines and may_write_peers(grid, algorithm) and fold is None,
         ),
         prefetch=zero.zero_prefetch_units or 0,  # None below stage 3, where no gather is ahead of its unit
@@ -333,6 +351,8 @@ def check_topology(zero: ZeroConfig, topology: Topology) -> None:
     """Raises ValueError, with the sizes that would do, for ZeRO++ flags that these ranks cannot obey."""
     hpz_ranks = zero.hpz_ranks(topology.local_world_size, topology.nodes)
     gradient_ranks = zero.gradient_ranks(topology.local_world_size)
+    if zero.sends_differences:
+        _check_differences(zero, topology, hpz_ranks)
     if zero.hpz and gradient_ranks and hpz_ranks % gradient_ranks and gradient_ranks % hpz_ranks:
         sizes = [n for n in _divisors(topology.local_world_size) if hpz_ranks % n == 0 or n % hpz_ranks == 0]
         raise option_error(
@@ -341,13 +361,40 @@ def check_topology(zero: ZeroConfig, topology: Topology) -> None:
             f"does not nest with --zero-hpz-partition-size {hpz_ranks}; one group must hold whole groups of "
             f"the other: {', '.join(map(str, sizes))}",
         )
-    if zero.zero_gradient_error_feedback and min(topology.nodes, topology.local_world_size) < 2:
+
+
+def _check_differences(zero: ZeroConfig, topology: Topology, hpz_ranks: int) -> None:
+    flag, format = "--zero-quantized-weights-format", zero.zero_quantized_weights_format
+    if topology.nodes == 1:
         raise option_error(
-            "--zero-gradient-error-feedback",
-            "(given)",
-            "needs a second hop, so 2 or more nodes of 2 or more ranks; this run has "
-            f"{topology.nodes} × {topology.local_world_size}",
+            flag, format, "needs 2 or more nodes, since it saves nothing inside one; int8 does"
         )
+    if zero.zero_stage >= 3 and hpz_ranks != topology.local_world_size:
+        raise option_error(
+            flag,
+            format,
+            f"needs groups that are a node of {topology.local_world_size} ranks, since each node keeps one "
+            f"reference: --zero-hpz-partition-size auto, not {zero.zero_hpz_partition_size}",
+        )
+
+
+def code_format(name: str, block: int) -> Codes:
+    """The format of a name: `delta4` and `rotated4` are Lloyd-Max codes of 4 bits, others a QuantFormat's."""
+    if name.startswith(("delta", "rotated")):
+        return LloydMaxFormat(int(name[-1]), block)
+    return QuantFormat(name, block)
+
+
+def _gradient_codes(zero: ZeroConfig) -> tuple[Codes, Codes]:
+    """The formats of gradients inside nodes, and between them.
+
+    Rotated codes are for slow links. Inside nodes 8 bits lose less, and cost less to encode.
+    """
+    block, name = zero.zero_quantization_block, zero.zero_quantized_gradients_format
+    if not zero.rotates_gradients:
+        format = code_format(name, block or GRADIENT_BLOCK)
+        return format, format
+    return QuantFormat("int8", block or GRADIENT_BLOCK), code_format(name, block or ROTATED_BLOCK)
 
 
 def choose_accumulation(zero: ZeroConfig, grid: Topology) -> Accumulation:

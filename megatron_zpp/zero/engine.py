@@ -1,6 +1,6 @@
 """The engine: holds the model states of a run, sharded as the ZeRO stage says, and takes optimizer steps."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, TypeAlias
@@ -15,7 +15,7 @@ from megatron_zpp.distributed.copy_engine_trial import choose_copy_engines
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.zero.build import Initialize, UnitBuilder, layouts_of
+from megatron_zpp.zero.build import Initialize, UnitBuilder, layouts_of, write_gather_source
 from megatron_zpp.zero.collectives.sums import sum_over_ranks
 from megatron_zpp.zero.communication import build_communication
 from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
@@ -33,8 +33,7 @@ from megatron_zpp.zero.sections import (
     Sections,
 )
 
-WEIGHTS = "weights"
-ERROR_ORDER = 2  # of the elements of errors; checkpoints of format version 3 have another one, and no number
+WEIGHTS, REFERENCE = "weights", "reference"  # as checkpoints name them
 
 # (B, T + 1) tokens, whose inputs and targets overlap by T - 1; or the model's arguments, targets second.
 Batch: TypeAlias = Tensor | Sequence[Tensor | None]
@@ -114,7 +113,11 @@ class ZeroEngine:
             [module for _, module in named_modules], self.units, self._prefetcher, self._gradients
         )
         self.loss_scale = LossScale(precision, device)
-        self.summed_gradients = 1  # how many gradients the sums of a step, and errors, are sums of
+        self.iteration = (
+            0  # steps begun so far, skipped ones included; the rotation of gradients depends on it
+        )
+        self._exchanged: dict[int, Pending] = {}  # exchanges of weight differences, until they are gathered
+        self._summed_gradients = 1  # how many gradients the sums of a step are sums of
 
     def accumulate(self, batch: Batch, *, index: int, micro_batches: int) -> Tensor:
         """Adds the gradients of micro-batch `index` of a step's `micro_batches`; returns its mean loss.
@@ -135,9 +138,10 @@ class ZeroEngine:
             loss = self._loss(batch)
         self._prefetcher.begin(Phase.BACKWARD)
         with self.sections(WAIT_REDUCTIONS):
-            self._gradients.begin(first=index == 0, last=index == micro_batches - 1)
+            last = index == micro_batches - 1
+            self._gradients.begin(first=index == 0, last=last, iteration=self.iteration)
         if index == 0:
-            self._begin_sums_of(micro_batches * self.topology.world_size)
+            self._summed_gradients = micro_batches * self.topology.world_size
         with self.sections(BACKWARD):
             (loss * (self.loss_scale.scale + 0.0 * loss.detach())).backward()
             self._gradients.finish_backward()
@@ -149,19 +153,16 @@ class ZeroEngine:
         A NaN or Inf in the gradients of any rank skips the step on every rank: all see the same norm.
         """
         scale = self.loss_scale.scale
-        divisor = scale * self.summed_gradients  # from sums of scaled gradients to their mean
+        divisor = scale * self._summed_gradients  # from sums of scaled gradients to their mean
         grad_norm = self._gradient_norm(divisor)
         found_inf = 1.0 - torch.isfinite(grad_norm).float()
         shrink = torch.ones_like(grad_norm)
         if self._clip_grad > 0:
             shrink = torch.clamp((grad_norm + 1e-6) / self._clip_grad, min=1.0)
-        stepped = enumerate(self._optimizer.step(learning_rate, divisor * shrink, found_inf))
-        self._prefetcher.gather_after_step(index for index, _ in stepped)
+        self._prefetcher.gather_after_step(self._stepped(learning_rate, divisor * shrink, found_inf))
         self._gradients.release()
+        self.iteration += 1
         self.loss_scale.update(found_inf)
-        self._gradients.settle_errors(
-            found_inf, self.loss_scale.scale / scale if self.loss_scale.dynamic else None
-        )
         return StepResult(grad_norm, found_inf, scale)
 
     def close(self) -> None:
@@ -211,8 +212,9 @@ class ZeroEngine:
 
     @property
     def state_kinds(self) -> tuple[str, ...]:
-        """What a checkpoint saves per unit: the weights, and the states of the optimizer."""
-        return (WEIGHTS, *self._optimizer.state_names)
+        """What a checkpoint saves per unit: weights, optimizer states, the reference of differences."""
+        kinds = (WEIGHTS, *self._optimizer.state_names)
+        return kinds if self._communication.differences is None else (*kinds, REFERENCE)
 
     def shards(self, kind: str) -> list[Tensor]:
         """This rank's shard (shard_numel,) fp32 of one of `state_kinds` for each unit: not a copy.
@@ -238,27 +240,15 @@ class ZeroEngine:
                 elements = range(unit.owned.start, stop)
                 flat[: len(elements)].copy_(read(index, elements))
             if kind == WEIGHTS:
-                self._communication.gather.write_gather_source(unit.master, unit.gather_source)
+                write_gather_source(self._communication, unit)
+            if kind in (WEIGHTS, REFERENCE):
+                self._exchanged.pop(index, None)
                 self._prefetcher.changed(index)
 
     @property
     def plan(self) -> CommunicationPlan:
         """How the weights and gradients of this rank travel."""
         return self._communication.plan
-
-    @property
-    def feeds_back(self) -> bool:
-        """Whether reductions keep what they lost (--zero-gradient-error-feedback)."""
-        return self.plan.reduction.error_feedback
-
-    @property
-    def error_layout(self) -> list[int]:
-        """What must be equal in two runs for one to take over the other's errors; empty without feedback."""
-        if not self.feeds_back:
-            return []
-        grid = [self.topology.nodes, self.topology.local_world_size]
-        block = self.plan.reduction.quant_format.block
-        return [ERROR_ORDER, *grid, block, *(unit.error.numel() for unit in self.units)]
 
     def load_optimizer_steps(self, steps: int) -> None:
         """The inverse of `optimizer_steps`."""
@@ -267,20 +257,38 @@ class ZeroEngine:
     def _flats(self, kind: str) -> list[Tensor]:
         if kind == WEIGHTS:
             return [unit.master for unit in self.units]
+        if kind == REFERENCE:
+            for exchanged in self._exchanged.values():
+                exchanged.wait()
+            return [self._communication.differences.own_part(unit.reference) for unit in self.units]
         return [states[kind] for states in self._optimizer.states]
 
     def _gather(self, index: int, from_secondary: bool) -> Pending:
         """Starts to fill a unit's slot, from the secondary shards of this rank's group or from all ranks."""
         unit, communication = self.units[index], self._communication
+        if communication.differences is not None:
+            after = None if from_secondary else self._exchanged.pop(index, None)
+            if not from_secondary and after is None:
+                after = communication.differences.publish(unit.reference)
+            return communication.secondary.gather(unit.full, unit.reference, after=after)
         if from_secondary:
             return communication.secondary.gather(unit.full, unit.secondary)
         return communication.gather.gather(unit.full, unit.gather_source, unit.secondary)
 
-    def _begin_sums_of(self, gradients: int) -> None:
-        """The sums of this step are of so many gradients; errors become the same multiple of the mean."""
-        if self.feeds_back and gradients != self.summed_gradients:
-            self._gradients.scale_errors(gradients / self.summed_gradients)
-        self.summed_gradients = gradients
+    def _stepped(self, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> Iterator[int]:
+        """Takes the optimizer's step; yields the units whose new weights can be gathered.
+
+        Weight differences cross nodes in forward order, unit by unit. They need no slot, so none of them
+        waits for the forward.
+        """
+        differences = self._communication.differences
+        for index, unit in enumerate(self._optimizer.step(learning_rate, divisor, found_inf)):
+            if differences is not None:
+                self._prefetcher.wait(index)  # a gather ahead may still be reading the reference
+                self._exchanged[index] = differences.exchange(
+                    unit.gather_source, unit.reference, unit.message, unit.gaps, found_inf
+                )
+            yield index
 
     def _gradient_norm(self, divisor: Tensor) -> Tensor:
         """The norm of the whole mean gradient, which is the sums / `divisor`.

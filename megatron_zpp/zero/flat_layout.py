@@ -65,6 +65,13 @@ class FlatLayout:
             if self.offsets[index] + numel < stop:
                 yield range(self.offsets[index] + numel, stop)
 
+    def gaps_in(self, elements: range) -> Iterator[range]:
+        """The parts of `gaps` in a range of the buffer, counted from its first element."""
+        for gap in self.gaps():
+            start, stop = max(gap.start, elements.start), min(gap.stop, elements.stop)
+            if start < stop:
+                yield range(start - elements.start, stop - elements.start)
+
     def pieces(self, owned: range) -> Iterator[Piece]:
         """The parts of parameters that the `owned` elements hold."""
         for index, numel in enumerate(self.numels):

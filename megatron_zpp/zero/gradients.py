@@ -5,7 +5,9 @@ from torch import Tensor
 
 from megatron_zpp.ops.checks import SQUARES_BLOCK
 from megatron_zpp.ops.operations import Operations
+from megatron_zpp.ops.signs import Signs
 from megatron_zpp.zero.collectives.interface import GroupReduction
+from megatron_zpp.zero.collectives.rotation import Rotation
 from megatron_zpp.zero.collectives.sums import sum_squares
 from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.flat_layout import FlatLayout
@@ -15,6 +17,7 @@ from megatron_zpp.zero.sharded_unit import Unit
 # A 16-bit gradient of so many elements stays where the backward made it:
 _STEPPED_THERE = 1 << 23  # a copy would move 32 MiB; without it the norm and AdamW launch more kernels
 _SENT_FROM_THERE = 1 << 20  # a copy would move 4 MiB; without it sending and summing take more calls
+SIGNS_SEED = 0  # of random signs, which may repeat between runs
 
 
 class Gradients:
@@ -43,9 +46,14 @@ class Gradients:
         self._slots = dict(zip(units, plan.reduction_slots, strict=True))
         self._reducing: dict[int, Unit] = {}  # the last unit that was reduced in each slot
         self._first = self._last = True
+        self._iteration = 0
+        self._gaps = {  # those of this rank's shard
+            layout: tuple(layout.gaps_in(layout.shard(plan.shard))) for layout in set(plan.layouts)
+        }
+        self._numbers = {unit: index for index, unit in enumerate(units)}
 
-    def begin(self, *, first: bool, last: bool) -> None:
-        """Prepares for the backward of a step's first, last or another micro-batch.
+    def begin(self, *, first: bool, last: bool, iteration: int) -> None:
+        """Prepares for the backward of step `iteration`'s first, last or another micro-batch.
 
         Waits for the reductions of the previous micro-batch, which the forward hid. The first micro-batch
         drops what an abandoned step left.
@@ -53,8 +61,7 @@ class Gradients:
         self.wait(self._units)
         if first:
             self.release()
-            self._remember_errors()
-        self._first, self._last = first, last
+        self._first, self._last, self._iteration = first, last, iteration
         for unit in self._units:
             unit.grad.arrived = 0
 
@@ -88,35 +95,10 @@ class Gradients:
             sum_squares(self._operations, segment.flat, its_sums)
         return sums
 
-    def scale_errors(self, factor: float) -> None:
-        """Multiplies all errors, which are sums of as many gradients as the step's, by `factor`."""
-        for unit in self._units:
-            unit.error.mul_(factor)
-
-    def settle_errors(self, skipped: Tensor, rescale: Tensor | None) -> None:
-        """Keeps, after the optimizer's step, the errors that the next step must send.
-
-        The gradients of a step that was `skipped` (1, else 0) are never used. So every error becomes what it
-        was before the step. Errors are in units of the loss scale; `rescale` is the next loss scale divided
-        by this step's. None: it is fixed.
-        """
-        for unit in self._units:
-            if unit.error is None:
-                continue
-            torch.where(skipped > 0, unit.error_before, unit.error, out=unit.error)
-            if rescale is not None:
-                unit.error.mul_(rescale)
-
     def release(self) -> None:
         """Gives the memory of all gradients to the next forward, for activations: any state -> EMPTY."""
         for unit in self._units:
             unit.grad.release()
-
-    def _remember_errors(self) -> None:
-        """Copies all errors, because whether the step is skipped is known only after they have changed."""
-        for unit in self._units:
-            if unit.error is not None:
-                unit.error_before.copy_(unit.error)
 
     def _take(self, unit: Unit) -> None:
         """Takes over `.grad` of every parameter, and starts the reduction that is due.
@@ -167,7 +149,9 @@ class Gradients:
         if self._last:
             total = torch.empty_like(unit.master, device=accumulated.device)
             squares = self._new_squares(total)
-            pending = reduction.reduce_accumulated(accumulated, total, squares=squares, error=unit.error)
+            pending = reduction.reduce_accumulated(
+                accumulated, total, squares=squares, rotation=self._rotation_of(unit)
+            )
             unit.grad.reduce(pending, sent, total, squares, accumulated)
         else:
             unit.grad.reduce_in_group(pending, sent, accumulated)
@@ -188,9 +172,18 @@ class Gradients:
         elif total is None:
             total = torch.empty(unit.layout.numel, device=device)
         squares = self._new_squares(total)
-        pending = self._reduction.reduce(sent, total, add=add, squares=squares, error=unit.error)
+        pending = self._reduction.reduce(
+            sent, total, add=add, squares=squares, rotation=self._rotation_of(unit)
+        )
         unit.grad.reduce(pending, sent, total, squares)
         self._reducing[self._slots[unit]] = unit
+
+    def _rotation_of(self, unit: Unit) -> Rotation | None:
+        """The rotation of a unit's gradient between nodes in this step; None where there is none."""
+        if not self._plan.rotates:
+            return None
+        signs = Signs(SIGNS_SEED, self._numbers[unit], self._iteration)
+        return Rotation(signs, self._gaps[unit.layout])
 
     def _new_squares(self, total: Tensor) -> Tensor | None:
         """Memory for the sums of squares of a unit's last reduction of a step, if that finds them."""

@@ -6,9 +6,10 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.ops.formats import QuantFormat
+from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 
-WireFormat: TypeAlias = torch.dtype | QuantFormat
+Codes: TypeAlias = QuantFormat | LloydMaxFormat
+WireFormat: TypeAlias = torch.dtype | Codes
 
 
 @dataclass(frozen=True)
@@ -53,20 +54,29 @@ class Hop:
 
     @property
     def quant_format(self) -> QuantFormat | None:
-        """The format of quantised messages; None where elements travel in a dtype."""
+        """The format of block codes; None where elements travel in a dtype or as Lloyd-Max codes."""
         return self.format if isinstance(self.format, QuantFormat) else None
+
+    @property
+    def quantized(self) -> bool:
+        """Whether elements travel as codes."""
+        return not isinstance(self.format, torch.dtype)
+
+    @property
+    def codes(self) -> Codes:
+        """The format of the codes, where elements travel as such."""
+        assert not isinstance(self.format, torch.dtype)
+        return self.format
 
     def nbytes(self, numel: int) -> int:
         """Bytes of `numel` elements as they travel."""
-        if isinstance(self.format, QuantFormat):
-            return self.format.message_bytes(numel)
-        return numel * self.format.itemsize
+        return self.buffer(numel).nbytes
 
     def buffer(self, numel: int, messages: int = 1) -> Buffer:
         """A buffer for `messages` of `numel` elements each, as they travel."""
-        if isinstance(self.format, QuantFormat):
-            return Buffer(messages * self.format.message_bytes(numel), torch.uint8)
-        return Buffer(messages * numel, self.format)
+        if isinstance(self.format, torch.dtype):
+            return Buffer(messages * numel, self.format)
+        return Buffer(messages * self.format.message_bytes(numel), torch.uint8)
 
     def ring(self, nbytes: int) -> Sent:
         """`nbytes` to the next rank."""

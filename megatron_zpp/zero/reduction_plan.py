@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.ops.formats import QuantFormat
+from megatron_zpp.ops.formats import LloydMaxFormat
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.hop import Buffer, Hop, Sent
 
@@ -75,13 +75,17 @@ class ReductionPlan:
     gradient_dtype: torch.dtype
     accumulation: Accumulation
     fold: Hop | None
-    error_feedback: bool
     peer_writes: bool  # whether ranks write gradients into each other's memory
 
     @property
-    def quant_format(self) -> QuantFormat | None:
-        """The format of quantised messages; None where gradients travel in a dtype."""
-        return self.hops[0].quant_format
+    def quantized(self) -> bool:
+        """Whether gradients travel as codes."""
+        return self.hops[0].quantized
+
+    @property
+    def rotates(self) -> bool:
+        """Whether the hop between nodes sends rotated gradients."""
+        return isinstance(self.hops[-1].format, LloydMaxFormat)
 
     @property
     def returns_squared_norms(self) -> bool:
@@ -98,7 +102,7 @@ class ReductionPlan:
     @property
     def sends_in_place(self) -> bool:
         """Whether gradients are sent and summed from where the backward made them."""
-        return self.quant_format is None and (self.peer_writes or len(self.hops[0].ranks) == 1)
+        return not self.quantized and (self.peer_writes or len(self.hops[0].ranks) == 1)
 
     @property
     def every_micro_batch(self) -> bool:
@@ -140,11 +144,13 @@ class ReductionPlan:
         for start in range(0, shard_numel, size):
             yield range(start, min(start + size, shard_numel))
 
-    def error_numel(self, layout: FlatLayout) -> int:
-        """Elements of a unit that the second hop can lose on this rank."""
-        if self.algorithm is not ReductionAlgorithm.QUANTIZED_TWO_HOPS:
-            return 0
-        return len(self.hops[1].ranks) * layout.shard_numel
+    def first_element(self, shard_numel: int, chunk: range) -> int:
+        """The number of the first element that this rank sends by hop 2 of a chunk: signs go by number.
+
+        What a rank of each node sends lies together, one chunk after the other, and inside a chunk one node
+        after the other. Without chunks numbers are places in the unit.
+        """
+        return self.nodes * (self.hops[0].group_rank * shard_numel + chunk.start)
 
     def bytes_sent(self, layout: FlatLayout, micro_batches: int, *, last: bool = True) -> Sent:
         """Bytes that this rank sends to reduce a unit's gradient of one micro-batch.
@@ -160,7 +166,7 @@ class ReductionPlan:
     def _first_hop(self, layout: FlatLayout, micro_batches: int) -> Sent:
         """Bytes of the hop inside a group or a node."""
         first, slices = self.hops[0], self.groups * self.nodes
-        if self.quant_format is None:
+        if not self.quantized:
             return first.exchange(slices * layout.shard_numel * self.sent_itemsize(micro_batches))
         chunks = map(len, self.chunks(layout.shard_numel))
         messages = (self.groups * first.nbytes(self.nodes * chunk) for chunk in chunks)
@@ -227,11 +233,12 @@ class ReductionPlan:
                 chunk = self._chunk_numel(shard)
                 messages = first.buffer(self.nodes * chunk, ranks)
                 sums = self.hops[1].buffer(chunk, self.nodes)
+                needs_sum = self.fold is not None or self.rotates
                 return ReductionBuffers(
                     joined=Buffer(numel, self.compute_dtype),
                     to_send=messages,
                     received=messages,
-                    exact=Buffer(0 if self.fold is None else self.nodes * chunk, torch.float32),
+                    exact=Buffer(self.nodes * chunk if needs_sum else 0, torch.float32),
                     folded=self._folded(chunk),
                     node_sums=sums,
                     received_sums=sums,
@@ -249,7 +256,7 @@ class ReductionPlan:
         """
         if self.algorithm is not ReductionAlgorithm.QUANTIZED_TWO_HOPS:
             return shard_numel
-        block = self.quant_format.block
+        block = max(hop.codes.block for hop in self.hops)
         wanted = max(-(-shard_numel // CHUNKS), SMALLEST_CHUNK)
         return min(-(-wanted // block) * block, shard_numel)
 

@@ -6,14 +6,16 @@ The tensors of a unit of n elements (padding included) on d ranks:
     full           prefetch    (n,) compute dtype: the buffer of the unit's slot, which the module's
                                parameters view for good; units with the same slot take turns in it
     gather_source  optimizer   what this rank's next gather sends: its shard in the compute dtype, or qwZ's
-                               message; a part of `full` where parameters stay whole
+                               message; a part of `full` where parameters stay whole. Where differences are
+                               sent: its shard in fp32, as they are computed from
     master         optimizer   fp32 weights that this rank's optimizer changes: all n at stage 0, else its
                                shard (n / d,); in CPU memory if offloaded; in fp32 the gather source itself
     moments        optimizer   two of AdamW, like `master`; the optimizer's own `moments`
     secondary      prefetch    hpZ: this rank's part of what its group keeps of the unit, weights or messages;
-                               None where no other unit has the slot, since it is gathered once per step then
-    error          gradients   qgZ with error feedback: what this rank's sums lost and have yet to send, bf16
-    error_before   gradients   `error` before the present step, which a skipped step puts back
+                               None where no other unit has the slot, since it is gathered once per step then.
+                               Where weight differences are sent, the reference: what all nodes know of the
+                               weights that this rank and its cross-node ranks own, fp32
+    message        engine      the weight differences that this rank sends
     accumulated    gradients   fp32, the sum over micro-batches from a step's first to its last: (n,) where
                                gradients accumulate whole, (n / N,) where groups of N ranks accumulate them
     segments       gradients   the gradient that the optimizer takes, like `master`, in one part or several:
@@ -123,14 +125,21 @@ class Unit:
     master: Tensor
     gather_source: Tensor
     secondary: Tensor | None
-    error: Tensor | None
-    error_before: Tensor | None
+    message: Tensor | None
+    gaps: tuple[range, ...]  # elements of the reference that belong to no parameter
     grad: UnitGradient = field(default_factory=UnitGradient)
 
     @property
     def whole(self) -> bool:
         """Whether this rank changes all of the unit (stage 0, or one rank)."""
         return len(self.owned) == self.layout.numel
+
+    @property
+    def reference(self) -> Tensor:
+        """The secondary shard, where weight differences are sent."""
+        assert self.message is not None
+        assert self.secondary is not None
+        return self.secondary
 
     @property
     def gradients(self) -> tuple[GradSegment, ...]:

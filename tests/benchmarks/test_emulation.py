@@ -20,10 +20,11 @@ from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import DotProduct
-from megatron_zpp.ops.lloyd_max import LloydMaxFormat
-from megatron_zpp.ops.reference_difference import quantize_difference
+from megatron_zpp.ops.formats import LloydMaxFormat
+from megatron_zpp.ops.reference_difference import add_difference, quantize_difference
 from megatron_zpp.ops.reference_rotation import quantize_rotated, sum_rotated
 from megatron_zpp.zero.build import in_order, layouts_of
+from megatron_zpp.zero.gradients import SIGNS_SEED
 from tests.zero.engines import engine_of, weights_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
@@ -38,6 +39,15 @@ ALL_ON = {
     "zero_quantized_gradients": True,
     "zero_hpz_partition_size": "auto",
 }
+EVERYWHERE = "four bits everywhere behind int8"
+SETTINGS: dict[str, dict[str, str]] = {
+    "today": {},
+    EVERYWHERE: {"zero_quantized_weights_format": "delta4", "zero_quantized_gradients_format": "rotated4"},
+    "three bits everywhere behind int8": {
+        "zero_quantized_weights_format": "delta3",
+        "zero_quantized_gradients_format": "rotated3",
+    },
+}
 RATES = (1e-2, 3e-2, 1e-2, 5e-3)
 Case = tuple[str, bool, float, int]  # rung, bf16, clipping, nodes
 CASES: list[Case] = [
@@ -48,6 +58,8 @@ CASES: list[Case] = [
     # Plain bf16 gradients cross 2 × 2 in one hop, in the order of the ranks: other sums than two hops give.
     if name == "today" or not bf16 or nodes != 2
 ]
+CASES += [(EVERYWHERE, bf16, 1.0, nodes) for bf16 in (False, True) for nodes in (2, 4)]
+CASES += [("three bits everywhere behind int8", True, 1.0, 2)]
 
 
 def batches(step: int, ranks: int) -> list[torch.Tensor]:
@@ -69,11 +81,7 @@ def with_engine(started: Topology, cases: list[Case]) -> list[dict[str, str]]:
     results = []
     for name, bf16, clip, nodes in cases:
         topology = Topology(rank, world, rank % (world // nodes), world // nodes)
-        zero = dict(ALL_ON) if name == "today" else {"zero_stage": 3}
-        if world == nodes:
-            zero.pop(
-                "zero_hpz_partition_size", None
-            )  # nodes of one rank keep whole weights: no other numbers
+        zero = ALL_ON | SETTINGS[name] if name in SETTINGS else {"zero_stage": 3}
         engine = engine_of(
             MODEL,
             VOCAB,
@@ -95,7 +103,9 @@ def with_engine(started: Topology, cases: list[Case]) -> list[dict[str, str]]:
 def emulated(case: Case, ranks: int) -> dict[str, str]:
     name, bf16, clip, nodes = case
     flat = small_flat(RUNGS[name], torch.bfloat16 if bf16 else torch.float32)
-    state = emulated_ranks(flat, RUNGS[name], nodes=nodes, ranks_per_node=ranks // nodes, clip_grad=clip)
+    state = emulated_ranks(
+        flat, RUNGS[name], nodes=nodes, ranks_per_node=ranks // nodes, clip_grad=clip, seed=SIGNS_SEED
+    )
     for step, learning_rate in enumerate(RATES):
         state.accumulate(batches(step, ranks))
         state.step(learning_rate, iteration=step)
@@ -104,7 +114,13 @@ def emulated(case: Case, ranks: int) -> dict[str, str]:
 
 
 def emulated_ranks(
-    flat: FlatModel, rung: Rung, *, nodes: int = 2, ranks_per_node: int = 2, clip_grad: float = 1.0
+    flat: FlatModel,
+    rung: Rung,
+    *,
+    nodes: int = 2,
+    ranks_per_node: int = 2,
+    clip_grad: float = 1.0,
+    seed: int = SEED,
 ) -> EmulatedRanks:
     return EmulatedRanks(
         flat,
@@ -113,7 +129,7 @@ def emulated_ranks(
         ranks_per_node=ranks_per_node,
         operations=operations(),
         adamw=AdamWSettings(clip_grad=clip_grad),
-        seed=SEED,
+        seed=seed,
     )
 
 
@@ -188,6 +204,7 @@ def test_differences_are_those_of_the_oracle() -> None:
         state.step(1e-2, iteration=step)
         message = torch.empty(LloydMaxFormat(3, 256).message_bytes(len(reference)), dtype=torch.uint8)
         quantize_difference(flat.master[here], reference, message, 3, 256)
+        add_difference(message[None], reference, 3, 256)
         reference[flat.gaps[here]] = 0
         assert torch.equal(flat.compute[here], reference.bfloat16())
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_zpp.checkpoint.directory import checkpoint_path
 from megatron_zpp.checkpoint.file_worker import FileWorker
-from megatron_zpp.checkpoint.states import Progress, describe_state, errors_of, shards_of
+from megatron_zpp.checkpoint.states import Progress, describe_state, shards_of
 from megatron_zpp.checkpoint.write import SaveOptions, write_checkpoint
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
@@ -72,10 +72,9 @@ def save(
     path = checkpoint_path(directory, progress.iteration)
     ranks = engine.topology.world_size
     store = dist.HashStore() if ranks == 1 else dist.distributed_c10d._get_default_store()
-    errors = errors_of(engine) if with_optimizer else {}
     write_checkpoint(
         path,
-        shards_of(engine, with_optimizer=with_optimizer) | errors,
+        shards_of(engine, with_optimizer=with_optimizer),
         describe_state(
             engine,
             progress,

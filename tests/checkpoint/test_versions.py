@@ -31,5 +31,5 @@ def test_version_2_names_the_progress_of_data_sets_otherwise(
     monkeypatch.setattr(manifest, "FORMAT_VERSION", 2)
     write_manifest(path, files)
     assert '"format_version": 2' in (path / "manifest.json").read_text()
-    found, _ = load_checkpoint(path, small(seed=9), TOKENIZER, with_optimizer=True)
+    found = load_checkpoint(path, small(seed=9), TOKENIZER, with_optimizer=True)
     assert found == progress

@@ -157,7 +157,16 @@ ZERO = [
     ),
     bad(
         "--zero-stage 3 --zero-gradient-error-feedback",
-        "--zero-gradient-error-feedback (given): needs --zero-quantized-gradients",
+        "--zero-gradient-error-feedback (given): not here: error feedback did not lower the loss …",
+    ),
+    bad(
+        "--zero-stage 3 --zero-quantized-gradients-format rotated4",
+        "--zero-quantized-gradients-format rotated4: needs --zero-quantized-gradients",
+    ),
+    bad(
+        "--zero-stage 3 --zero-quantized-weights --zero-quantized-weights-format delta4 "
+        "--zero-hpz-partition-size auto --zero-hpz-secondary quantized",
+        "--zero-hpz-secondary quantized: needs --zero-quantized-weights-format int8, fp8 or int4",
     ),
     bad(
         "--zero-stage 3 --zero-quantization-block 64",

@@ -53,7 +53,7 @@ LAUNCHERS = [
         LOCAL_WORLD_SIZE="2",
     ),
     on_four(
-        "--zero-stage 1 --zero-quantized-gradients --zero-gradient-error-feedback",
-        "--zero-gradient-error-feedback (given): … this run has 1 × 4",
+        "--zero-stage 1 --zero-quantized-weights --zero-quantized-weights-format delta4",
+        "--zero-quantized-weights-format delta4: needs 2 or more nodes",
     ),
 ]

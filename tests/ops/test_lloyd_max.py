@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_zpp.ops.formats import LloydMaxFormat
 from megatron_zpp.ops.lloyd_max import (
     BOUNDARIES,
     LEVELS,
-    LloydMaxFormat,
     nearest_codes,
     normalised,
     ordered_sum,

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_zpp.ops.lloyd_max import LEVELS, LloydMaxFormat, read_message
+from megatron_zpp.ops.formats import LloydMaxFormat
+from megatron_zpp.ops.lloyd_max import LEVELS, read_message
 from megatron_zpp.ops.reference_difference import add_difference, quantize_difference
 from tests.ops.awkward import KINDS, awkward
 from tests.ops.scalar_oracle import bf16, fp32
@@ -15,9 +16,10 @@ BITS = (2, 3, 4)
 
 
 def sent(weights: Tensor, reference: Tensor, bits: int, block: int, skip: Tensor | None = None) -> Tensor:
-    """The message; `reference` changes."""
+    """The message, which is applied to `reference` as every rank does."""
     message = torch.full((LloydMaxFormat(bits, block).message_bytes(len(weights)),), 165, dtype=torch.uint8)
     quantize_difference(weights, reference, message, bits, block, skip)
+    add_difference(message[None], reference, bits, block)
     return message
 
 
@@ -70,10 +72,10 @@ def test_receivers_hold_the_owners_bits(bits: int, dtype: torch.dtype) -> None:
     weights = awkward(1, n, block, torch.float32)[0]
     reference = awkward(1, n, block, dtype, seed=7)[0]
     reference[~reference.isfinite()] = 0.5
-    receiver, output = reference.clone(), torch.empty(n, dtype=torch.bfloat16)
-    add_difference(sent(weights, reference, bits, block), receiver, output, bits, block)
+    receiver, half = reference.clone(), n // 2
+    parts = [sent(weights[at], reference[at], bits, block) for at in (slice(half), slice(half, n))]
+    add_difference(torch.stack(parts), receiver, bits, block)
     assert torch.equal(bits_of(receiver), bits_of(reference))
-    assert torch.equal(bits_of(output), bits_of(reference.bfloat16()))
     bad = ~weights.view(-1, block).isfinite().all(1)
     assert torch.equal(receiver.view(-1, block).isnan().all(1), bad)
     assert bad.any()
@@ -122,13 +124,19 @@ def test_what_a_code_missed_is_sent_the_next_time(bits: int, left: float) -> Non
     assert errors[4] < 0.2 * errors[1]
 
 
-def test_gaps_stay_zero() -> None:
-    weights, reference = close_pair(512, 3)
-    weights[200:256], reference[200:256] = 0.0, 0.0
-    message = sent(weights, reference.clone(), 4, 256)
-    add_difference(message, reference, None, 4, 256, [range(200, 256)])
-    assert not reference[200:256].any()
-    assert reference[:200].all()
+@pytest.mark.parametrize("bits", BITS)
+def test_squares_say_what_is_sent_and_what_is_lost(bits: int) -> None:
+    weights, reference = close_pair(256 * 8, bits)
+    message = torch.empty(LloydMaxFormat(bits, 256).message_bytes(256 * 8), dtype=torch.uint8)
+    squares, before = torch.full((2, 8), 7.0), reference.clone()
+    quantize_difference(weights, reference, message, bits, 256, squares=squares)
+    assert torch.equal(reference, before)
+    add_difference(message[None], reference, bits, 256)
+    for found, known in zip(squares, (before, reference), strict=True):
+        exact = (weights - known).double().square().view(8, -1).sum(1)
+        assert found.double() == pytest.approx(exact, rel=1e-4)
+    quantize_difference(weights, reference, message, bits, 256, torch.ones(()), squares)
+    assert not squares.any()
 
 
 def test_larger_than_a_tile_and_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +151,6 @@ def test_larger_than_a_tile_and_refusals(monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(ValueError, match=rf"n a multiple of 256, got torch.float32 \({n},\)"):
             quantize_difference(torch.zeros(n), torch.zeros(n), torch.zeros(0), 3, 256)
     with pytest.raises(ValueError, match="message must be uint8 of shape"):
-        add_difference(torch.zeros(3, dtype=torch.uint8), torch.zeros(256), None, 3, 256)
+        add_difference(torch.zeros(1, 3, dtype=torch.uint8), torch.zeros(256), 3, 256)
     with pytest.raises(ValueError, match="weights must be float32"):
         quantize_difference(torch.zeros(256).half(), torch.zeros(256), whole[:112], 3, 256)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_zpp.ops.lloyd_max import LloydMaxFormat, read_message
+from megatron_zpp.ops.formats import LloydMaxFormat
+from megatron_zpp.ops.lloyd_max import read_message
 from megatron_zpp.ops.philox import philox
 from megatron_zpp.ops.reference_rotation import (
     counters,

@@ -95,8 +95,9 @@ def test_bad_command_lines_are_refused(argv: str, said: str) -> None:
             "the 4 ranks of a node",
         ),
         (
-            "--plan-gpus-per-node 8 --zero-stage 3 --zero-quantized-gradients --zero-gradient-error-feedback",
-            "this run has 1 × 8",
+            "--plan-gpus-per-node 8 --zero-stage 1 --zero-quantized-weights "
+            "--zero-quantized-weights-format delta4",
+            "needs 2 or more nodes",
         ),
         ("--plan-gpu v100", "--plan-gpu v100: does not compute in bfloat16; add --fp16"),
         ("--finetune --load nowhere", "--load nowhere"),

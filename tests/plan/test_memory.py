@@ -18,7 +18,7 @@ from megatron_zpp.plan.advice import at_stage
 from megatron_zpp.plan.hardware import Machine
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.step_time import compute_seconds
-from tests.plan.jobs import FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of
+from tests.plan.jobs import FOUR_BITS, FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of
 from tests.zero.engines import engine_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
@@ -158,7 +158,10 @@ STATES: list[dict[str, Any]] = [
     {"zero_stage": 2} | QWZ | QGZ,
     {"zero_stage": 3, "zero_prefetch_units": 0} | HPZ,
     ALL,
-    ALL | {"zero_hpz_secondary": "quantized", "zero_gradient_error_feedback": True},
+    ALL | {"zero_hpz_secondary": "quantized"},
+    FOUR_BITS,
+    FOUR_BITS | {"zero_stage": 1, "zero_hpz_partition_size": "1"},
+    FOUR_BITS | {"zero_gradient_partition_size": "auto"},
     ALL | {"zero_hpz_partition_size": "4", "zero_quantization_block": 512},
 ]
 MODEL = ModelConfig(**SHAPE | {"seq_length": 16})

@@ -13,7 +13,7 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.plan.traffic import total, traffic_of
 from megatron_zpp.zero.hop import Sent
-from tests.plan.jobs import FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of
+from tests.plan.jobs import FOUR_BITS, FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of
 from tests.support import pretrain
 from tests.zero.closed_forms import bytes_sent_a_step
 from tests.zero.engines import engine_of
@@ -24,6 +24,10 @@ VOCAB = 300
 MODEL = ModelConfig(num_layers=5, hidden_size=64, num_attention_heads=4, seq_length=8, **NO_DROPOUT)
 STAGE_3 = {"zero_stage": 3}
 ALL = STAGE_3 | QWZ | HPZ | QGZ
+THREE_BITS = FOUR_BITS | {
+    "zero_quantized_weights_format": "delta3",
+    "zero_quantized_gradients_format": "rotated3",
+}
 
 # (ZeRO, recomputation, micro-batches)
 CASES: list[tuple[dict[str, Any], dict[str, Any], int]] = [
@@ -40,7 +44,10 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     ),
     (STAGE_3 | QGZ | {"zero_quantized_gradients_format": "int8"}, {"recompute_granularity": "selective"}, 1),
     (ALL, FULL, 1),
-    (ALL | {"zero_hpz_secondary": "quantized", "zero_gradient_error_feedback": True}, {}, 2),
+    (ALL | {"zero_hpz_secondary": "quantized"}, {}, 2),
+    (FOUR_BITS, FULL, 2),
+    (THREE_BITS | {"zero_gradient_partition_size": "auto"}, {}, 3),
+    *((FOUR_BITS | {"zero_stage": stage, "zero_hpz_partition_size": "1"}, {}, 2) for stage in (1, 2)),
     (ALL | {"zero_quantization_block": 512, "zero_quantized_weights_format": "int4"}, {}, 1),
     (STAGE_3 | QWZ | {"zero_hpz_partition_size": "4"}, {}, 1),
     *((ALL | {"zero_gradient_partition_size": size}, FULL, n) for size in ("auto", "1") for n in (1, 4)),
@@ -122,7 +129,8 @@ def test_the_plan_is_what_the_ranks_send(world: int) -> None:
 def test_the_plan_of_dry_run_is_the_engines() -> None:
     """On one rank, whose engine needs no group; elsewhere the bytes and the memory are compared."""
     for zero, recompute, _ in CASES:
-        if zero.get("zero_gradient_error_feedback") or zero.get("zero_hpz_partition_size") == "4":
+        differences = zero.get("zero_quantized_weights_format", "").startswith("delta")
+        if differences or zero.get("zero_hpz_partition_size") == "4":
             continue  # needs more ranks
         settings = ZeroConfig(**zero, zero_copy_engines="off")
         precision = PrecisionConfig(bf16=True)

@@ -10,7 +10,6 @@ from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.zero.flat_layout import FlatLayout
 
 PARAMETER_BYTES = 2  # as they compute, and gradients as they are made
-ERROR_BYTES = 2 + 2  # of error feedback, per element that hop 2 reduces: the error, and that before the step
 CHUNKS, SMALLEST_CHUNK = 4, 2**18  # of a shard; elements
 
 
@@ -76,7 +75,6 @@ def zeropp_bytes(
     gradients: QuantFormat | None,
     secondary_ranks: int | None,
     secondary_codes: bool = False,
-    error_feedback: bool = False,
 ) -> int:
     """What ZeRO++ at stage 3 adds to `model_state_bytes` and `arena_bytes`; less where codes replace weights.
 
@@ -84,8 +82,7 @@ def zeropp_bytes(
     secondary shard of codes, but in the same memory where its group is a node. Between nodes of several ranks
     the messages of two units for one rank of a node are on their way. hpZ (`secondary_ranks`) keeps a part of
     each unit that shares its slot: 2 Psi / N bytes (ZeRO++, section 3.2). qgZ has room for the messages of
-    both ways of a hop instead of for 16-bit gradients and fp32 sums, and error feedback `ERROR_BYTES` for all
-    that hop 2 reduces on this rank.
+    both ways of a hop instead of for 16-bit gradients and fp32 sums.
     """
     ranks = layouts[0].ranks
     total = 0
@@ -107,8 +104,6 @@ def zeropp_bytes(
     if gradients is not None and ranks > 1:
         total += quantized_reduction_bytes(layouts, nodes, gradients)
         total -= reduction_bytes(layouts, nodes, reduce_bytes=2, sum_bytes=4)
-        if error_feedback:
-            total += ERROR_BYTES * nodes * sum(layout.shard_numel for layout in layouts)
     return total
 
 

@@ -129,8 +129,7 @@ ZEROPP: list[dict[str, Any]] = [
     {"zero_hpz_partition_size": "2"},
     {"zero_quantized_gradients": True},
     {"zero_quantized_weights": True, "zero_hpz_partition_size": "2", "zero_hpz_secondary": "quantized"},
-    {"zero_quantized_weights": True, "zero_hpz_partition_size": "2", "zero_quantized_gradients": True}
-    | {"zero_gradient_error_feedback": True},
+    {"zero_quantized_weights": True, "zero_hpz_partition_size": "2", "zero_quantized_gradients": True},
 ]
 
 
@@ -158,7 +157,6 @@ def measure_zeropp_memory(topology: Topology) -> list[tuple[int, float]]:
             gradients=QuantFormat("int4", GRADIENT_BLOCK) if zero.zero_quantized_gradients else None,
             secondary_ranks=zero.hpz_ranks(2, 2) if zero.hpz else None,
             secondary_codes=zero.zero_hpz_secondary == "quantized",
-            error_feedback=zero.zero_gradient_error_feedback,
         )
         measured.append((peak, theory))
     return measured

@@ -51,14 +51,6 @@ def test_other_hpz_sizes_are_refused_with_those_that_would_do(
         check_topology(zero(zero_hpz_partition_size=size), Topology(0, nodes * local, 0, local))
 
 
-@pytest.mark.parametrize(("nodes", "local"), [(1, 1), (1, 8), (4, 1)])
-def test_error_feedback_needs_a_second_hop(nodes: int, local: int) -> None:
-    config = zero(zero_quantized_gradients=True, zero_gradient_error_feedback=True)
-    with pytest.raises(ValueError, match=f"--zero-gradient-error-feedback .*second hop.* {nodes} × {local}$"):
-        check_topology(config, Topology(0, nodes * local, 0, local))
-    check_topology(config, Topology(0, 4, 0, 2))
-
-
 @pytest.mark.parametrize(
     ("rank", "node", "cross_node_ranks"), [(0, [0, 1, 2], [0, 3]), (5, [3, 4, 5], [2, 5])]
 )
@@ -74,9 +66,9 @@ def test_the_head_of_a_log_says_what_is_on() -> None:
         zero_quantized_weights=True,
         zero_hpz_partition_size="auto",
         zero_quantized_gradients=True,
-        zero_gradient_error_feedback=True,
+        zero_quantized_gradients_format="rotated4",
     )
-    assert everything.describe() == "ZeRO stage 3 + qwZ int8 + hpZ auto + qgZ int4 with error feedback"
+    assert everything.describe() == "ZeRO stage 3 + qwZ int8 + hpZ auto + qgZ rotated4"
     assert zero().describe() == "ZeRO stage 3"
 
 

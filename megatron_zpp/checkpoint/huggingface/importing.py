@@ -92,8 +92,7 @@ def _write(
         ranks=topology.world_size,
         nodes=topology.nodes,
         units=units,
-        errors=[],
-        summed_gradients=1,
+        kinds=[WEIGHTS],
         config=config.to_json(),
         tokenizer=tokenizer,
     )

@@ -252,8 +252,8 @@ _ZERO: dict[str, Rule] = {
     "offload_param.device": Only(("none",), "parameters stay on the GPU; use stage 3 and offload_optimizer"),
     "cpu_offload_param": Only((False,), "parameters stay on the GPU; use stage 3 and offload_optimizer"),
     "zeropp_loco_param": Refused(
-        "LoCo keeps a moving average of the error and resets it; --zero-gradient-error-feedback keeps the "
-        "whole error"
+        "error feedback did not lower the loss (docs/internals/numerics.md); omit it, or use "
+        "--zero-quantized-gradients-format rotated4"
     ),
     "mics_shard_size": Only(
         (-1,), "use zero_hpz_partition_size, which also keeps weights in groups of ranks"

@@ -68,6 +68,10 @@ _BUFFERS = "buffers hold one unit, such as a layer"
 _FLAT = "gradients accumulate in flat buffers"
 _OVERLAP = "gathers and reductions always overlap with computation"
 _PLAIN = "the model is GPT-2's and GPT-3's: LayerNorm, biases, GELU, learned positions; omit it"
+_FEEDBACK = (
+    "error feedback did not lower the loss (docs/internals/numerics.md); omit it, or use "
+    "--zero-quantized-gradients-format rotated4"
+)
 _ENGINE = "the ZeRO engine is built in"
 _SCHEDULE = "the schedule always follows the flags"
 _TOKENS = "lengths are given in samples or iterations: divide by --seq-length and use the flag with -samples"
@@ -173,6 +177,7 @@ REFUSED = (
     *_refused("use python -m megatron_zpp.commands.sample to generate text", "--ds-inference", "--inference"),
     *_refused("linear layers are whole; use --zero-stage 3 to shard them", "--memory-centric-tiled-linear"),
     *_refused("embeddings are whole; use --zero-stage 3 to shard them", "--scattered-embeddings"),
+    *_refused(_FEEDBACK, "--zero-gradient-error-feedback"),
     *_refused(_PP, "--num-layers-per-virtual-pipeline-stage"),
     *_refused("weight decay is constant; use --weight-decay", "--start-weight-decay", "--end-weight-decay"),
 )

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from megatron_zpp.distributed.comm_stream import CommStream, Pending
 from megatron_zpp.ops.operations import Operations
+from megatron_zpp.zero.collectives.codecs import build_codec
+from megatron_zpp.zero.collectives.rotation import Rotation
 from megatron_zpp.zero.collectives.sums import sum_parts
 from megatron_zpp.zero.grad_segments import GradSegment, join
 from megatron_zpp.zero.reduction_plan import ReductionPlan
@@ -27,7 +29,7 @@ class FirstHop(Protocol):
 
 def build_first_hop(plan: ReductionPlan, comm_stream: CommStream, operations: Operations | None) -> FirstHop:
     """The first hop of a plan that has several, or a fold."""
-    if plan.quant_format is None:
+    if not plan.quantized:
         return PlainFirstHop(plan, comm_stream, operations)
     return QuantizedFirstHop(plan, comm_stream, operations)
 
@@ -57,15 +59,16 @@ class QuantizedFirstHop:
     """Gradients as block-quantised messages, chunk by chunk (plan.chunks)."""
 
     def __init__(self, plan: ReductionPlan, comm_stream: CommStream, operations: Operations) -> None:
-        assert plan.quant_format is not None
-        self.format, self._operations, self._plan = plan.quant_format, operations, plan
+        self.codec, self._plan = build_codec(plan.hops[0].codes, operations), plan
         self._comm_stream, buffers = comm_stream, plan.buffers
         self._joined = comm_stream.zeros(*buffers.joined)
         self._sent = comm_stream.zeros(*buffers.to_send)
         self._received = comm_stream.zeros(*buffers.received)
 
-    def sum(self, sent: Sequence[GradSegment], target: Tensor, *, add: bool) -> Pending:
-        """See FirstHop. `target` is laid out by chunks."""
+    def sum(
+        self, sent: Sequence[GradSegment], target: Tensor, *, add: bool, rotation: Rotation | None = None
+    ) -> Pending:
+        """See FirstHop. `target` is laid out by chunks; with a `rotation` there is one."""
         groups, nodes = self._plan.groups, self._plan.nodes
         shard_numel = len(target) // (groups * nodes)
         full, pending = self.joined(sent, len(target) * len(self._comm_stream.ranks))
@@ -73,8 +76,9 @@ class QuantizedFirstHop:
         def sum_chunk(slices: Tensor, part: Tensor) -> None:
             rows = zip(slices.split(len(slices) // groups), part.view(groups, -1), strict=True)
             for of_group, summed in rows:
-                received = self.exchange(of_group, len(summed))
-                self._operations.sum_into(received, summed, self.format, add=add)
+                received = self.exchange(of_group, len(summed), rotation)
+                own = self._comm_stream.group_rank * len(summed)
+                self.codec.sum_into(received, summed, rotation, own, add=add)
 
         for chunk in self._plan.chunks(shard_numel):
             slices = full.view(-1, shard_numel)[:, chunk.start : chunk.stop]
@@ -89,14 +93,14 @@ class QuantizedFirstHop:
         full = self._joined.view(sent[0].flat.dtype)[:numel]
         return full, [self._comm_stream.submit(partial(join, sent, full))]
 
-    def exchange(self, slices: Tensor, numel: int) -> Tensor:
+    def exchange(self, slices: Tensor, numel: int, rotation: Rotation | None = None) -> Tensor:
         """A message from each rank: (ranks, message_bytes(numel)).
 
         `slices` has a row for each owner; the rows of a message lie one after the other.
         """
-        ranks, nbytes = len(self._comm_stream.ranks), self.format.message_bytes(numel)
+        ranks, nbytes = len(self._comm_stream.ranks), self.codec.message_bytes(numel)
         sent, received = (buffer[: ranks * nbytes] for buffer in (self._sent, self._received))
-        self._operations.quantize(slices, sent.view(ranks, nbytes), self.format)
+        self.codec.encode(slices, sent.view(ranks, nbytes), rotation, 0)
         self._comm_stream.all_to_all(received, sent)
         return received.view(ranks, nbytes)
 

@@ -39,6 +39,36 @@ class PlainGather:
         return self._comm_stream.submit(work)
 
 
+class ReferenceGather:
+    """Casts this rank's fp32 reference into its place in the slot, and gathers that inside the node."""
+
+    def __init__(self, plan: GatherPlan, comm_stream: CommStream) -> None:
+        self._comm_stream, self._ranks = comm_stream, len(plan.hop.ranks)
+
+    def write_gather_source(self, master: Tensor, gather_source: Tensor) -> None:
+        """See Gather."""
+        copy(gather_source, master)
+
+    def gather(
+        self,
+        full: Tensor,
+        gather_source: Tensor,
+        keep: Tensor | None = None,
+        after: Pending | None = None,
+    ) -> Pending:
+        """See Gather. `gather_source` is the reference."""
+        assert keep is None
+
+        def work() -> None:
+            if after is not None:
+                after.wait()
+            part = full.view(self._ranks, -1)[self._comm_stream.group_rank]
+            part.copy_(gather_source)
+            self._comm_stream.all_gather(full, part)
+
+        return self._comm_stream.submit(work)
+
+
 class QuantizedGather:
     """qwZ: every rank sends messages of codes and scales, and decodes all of them, its own too.
 

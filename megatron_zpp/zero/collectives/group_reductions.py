@@ -8,6 +8,7 @@ from torch import Tensor
 from megatron_zpp.distributed.comm_stream import CommStream, Pending
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.collectives.first_hop import Fold, build_first_hop, owning
+from megatron_zpp.zero.collectives.rotation import Rotation
 from megatron_zpp.zero.grad_segments import GradSegment
 from megatron_zpp.zero.reduction_plan import ReductionPlan
 
@@ -30,7 +31,7 @@ class FoldedReduceScatter:
         *,
         add: bool,
         squares: Tensor | None = None,
-        error: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> Pending:
         """See Reduction."""
         assert not add
@@ -48,7 +49,7 @@ class FoldedReduceScatter:
         total: Tensor,
         *,
         squares: Tensor | None = None,
-        error: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> Pending:
         """See GroupReduction."""
         return self._group.submit(lambda: self._fold.sum_now(accumulated, total, squares=squares))

@@ -6,6 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron_zpp.distributed.comm_stream import Pending
+from megatron_zpp.zero.collectives.rotation import Rotation
 from megatron_zpp.zero.grad_segments import GradSegment
 
 
@@ -39,15 +40,15 @@ class Reduction(Protocol):
         *,
         add: bool,
         squares: Tensor | None = None,
-        error: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> Pending:
         """Sums `sent`, together (ranks · n,), over ranks into the fp32 `total`: over it, or added to it.
 
         `total` is this rank's shard (n,), or the whole (ranks · n,) for the algorithms of stage 0. Those do
         not add, and `sent` may be `total`. Gradients stay where they are until the sum is waited for.
         `squares` (len(total) / SQUARES_BLOCK,) get what `sum_squares` finds in `total` afterwards; given only
-        if the plan `returns_squared_norms`. `error` is what earlier sums of this unit lost; given only if the
-        plan has `error_feedback`.
+        if the plan `returns_squared_norms`. `rotation` is that of the unit in this step; given only if
+        the plan `rotates`.
         """
 
 
@@ -66,7 +67,7 @@ class GroupReduction(Reduction, Protocol):
         total: Tensor,
         *,
         squares: Tensor | None = None,
-        error: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> Pending:
         """The other hops: sums what the groups accumulated into the fp32 `total`. See `reduce`.
 

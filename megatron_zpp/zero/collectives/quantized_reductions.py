@@ -7,7 +7,9 @@ from torch import Tensor
 
 from megatron_zpp.distributed.comm_stream import CommStream, Pending
 from megatron_zpp.ops.operations import Operations
+from megatron_zpp.zero.collectives.codecs import BlockCodec, build_codec
 from megatron_zpp.zero.collectives.first_hop import Fold, QuantizedFirstHop, all_of, owning
+from megatron_zpp.zero.collectives.rotation import Rotation
 from megatron_zpp.zero.collectives.two_hops import TwoHops
 from megatron_zpp.zero.grad_segments import GradSegment
 from megatron_zpp.zero.reduction_plan import ReductionPlan
@@ -19,8 +21,8 @@ class QuantizedOneHopReduceScatter:
     def __init__(
         self, plan: ReductionPlan, comm_streams: Sequence[CommStream], operations: Operations
     ) -> None:
-        (comm_stream,) = comm_streams
-        self._first = QuantizedFirstHop(plan, comm_stream, operations)
+        (self._comm_stream,) = comm_streams
+        self._first = QuantizedFirstHop(plan, self._comm_stream, operations)
 
     def reduce(
         self,
@@ -29,11 +31,14 @@ class QuantizedOneHopReduceScatter:
         *,
         add: bool,
         squares: Tensor | None = None,
-        error: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> Pending:
         """See Reduction."""
         assert squares is None
-        return self._first.sum(sent, total, add=add)
+        pending = self._first.sum(sent, total, add=add, rotation=rotation)
+        if rotation is None:
+            return pending
+        return all_of([pending, self._comm_stream.submit(lambda: rotation.clear_gaps(total))])
 
 
 class QuantizedTwoHopReduceScatter:
@@ -47,11 +52,12 @@ class QuantizedTwoHopReduceScatter:
         self, plan: ReductionPlan, comm_streams: Sequence[CommStream], operations: Operations
     ) -> None:
         inside, between, *fold = comm_streams
-        self._plan, self._operations = plan, operations
+        self._plan, self._operations, self._between = plan, operations, between
         self._ranks, self._nodes = plan.groups * len(inside.ranks) * plan.nodes, plan.nodes
         self._first = QuantizedFirstHop(plan, inside, operations)
+        self._second = build_codec(plan.hops[1].codes, operations)
         self._fold = Fold(plan, fold[0], operations) if fold else None
-        self._folded = inside.zeros(*plan.buffers.exact)
+        self._node_sum = inside.zeros(*plan.buffers.exact)
         self._hops = TwoHops(inside, between, plan.buffers)
 
     def reduce(
@@ -61,21 +67,20 @@ class QuantizedTwoHopReduceScatter:
         *,
         add: bool,
         squares: Tensor | None = None,
-        error: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> Pending:
-        """See Reduction. `error` (plan.error_numel,) is laid out by chunks."""
+        """See Reduction."""
         assert squares is None
         if self._fold is not None:
             assert not add
             accumulated = torch.empty(self._plan.groups * self._nodes * len(total), device=total.device)
             self.accumulate(sent, accumulated, add=False)
-            return owning(accumulated, self.reduce_accumulated(accumulated, total, error=error))
+            return owning(accumulated, self.reduce_accumulated(accumulated, total, rotation=rotation))
         full, pending = self._first.joined(sent, len(total) * self._ranks)
         for chunk in self._plan.chunks(len(total)):
             slices = full.view(-1, len(total))[:, chunk.start : chunk.stop]
-            lost = None if error is None else error[self._nodes * chunk.start : self._nodes * chunk.stop]
-            pending.append(self._reduce_chunk(slices, total[chunk.start : chunk.stop], add, lost))
-        return all_of(pending)
+            pending.append(self._send(self._sum_of_chunk(slices, len(chunk)), total, chunk, add, rotation))
+        return self._cleared(pending, total, rotation)
 
     def accumulate(self, sent: Sequence[GradSegment], accumulated: Tensor, *, add: bool) -> Pending:
         """See GroupReduction."""
@@ -87,55 +92,66 @@ class QuantizedTwoHopReduceScatter:
         total: Tensor,
         *,
         squares: Tensor | None = None,
-        error: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> Pending:
-        """See GroupReduction. `accumulated` and `error` are laid out by chunks."""
+        """See GroupReduction. `accumulated` is laid out by chunks."""
         assert squares is None
         pending = []
         for chunk in self._plan.chunks(len(total)):
-            first, stop = self._nodes * chunk.start, self._nodes * chunk.stop
-            sums = accumulated[self._plan.groups * first : self._plan.groups * stop]
-            lost = None if error is None else error[first:stop]
-            pending.append(self._encode_chunk(sums, total[chunk.start : chunk.stop], lost))
-        return all_of(pending)
+            slices = self._plan.groups * self._nodes
+            sums = accumulated[slices * chunk.start : slices * chunk.stop]
+            pending.append(self._send(self._folded(sums, len(chunk)), total, chunk, False, rotation))
+        return self._cleared(pending, total, rotation)
 
-    def _reduce_chunk(self, slices: Tensor, total: Tensor, add: bool, error: Tensor | None) -> Pending:
-        quant_format = self._first.format
+    def _sum_of_chunk(self, slices: Tensor, numel: int) -> Callable[[Tensor, Rotation | None, int], None]:
+        """Hop 1 of a chunk of so many elements of each shard; it encodes its sum for hop 2."""
 
-        def fill(sums: Tensor) -> None:
-            received = self._first.exchange(slices, self._nodes * len(total))
-            messages = sums.view(self._nodes, -1)
-            self._operations.sum_quantize(received, messages, quant_format, quant_format, error=error)
+        def encode(messages: Tensor, rotation: Rotation | None, first: int) -> None:
+            received = self._first.exchange(slices, self._nodes * numel)
+            if isinstance(self._second, BlockCodec) and isinstance(self._first.codec, BlockCodec):
+                formats = self._first.codec.format, self._second.format
+                self._operations.sum_quantize(received, messages, *formats)
+                return
+            node_sum = self._node_sum[: self._nodes * numel]
+            self._first.codec.sum_into(received, node_sum, None, 0, add=False)
+            self._second.encode(node_sum.view(self._nodes, -1), messages, rotation, first)
 
-        return self._send(fill, total, add)
+        return encode
 
-    def _encode_chunk(self, accumulated: Tensor, total: Tensor, error: Tensor | None) -> Pending:
-        quant_format = self._first.format
+    def _folded(self, accumulated: Tensor, numel: int) -> Callable[[Tensor, Rotation | None, int], None]:
+        """The same of what micro-batches accumulated, after the fold."""
 
-        def fill(sums: Tensor) -> None:
-            node_sum, messages = accumulated, sums.view(self._nodes, -1)
+        def encode(messages: Tensor, rotation: Rotation | None, first: int) -> None:
+            node_sum = accumulated
             if self._fold is not None:
-                node_sum = self._folded[: self._nodes * len(total)]
+                node_sum = self._node_sum[: self._nodes * numel]
                 self._fold.sum_now(accumulated, node_sum)
-            if error is not None:
-                node_sum.add_(error)
-            slices = node_sum.view(self._nodes, -1)
-            self._operations.quantize(slices, messages, quant_format)
-            if error is not None:
-                decoded = torch.empty_like(slices)
-                self._operations.dequantize(messages, decoded, quant_format)
-                lost = (slices - decoded).flatten()
-                # what is not finite is not fed back, and skips the step
-                error.copy_(lost.where(lost.isfinite(), 0.0))
+            self._second.encode(node_sum.view(self._nodes, -1), messages, rotation, first)
 
-        return self._send(fill, total, False)
+        return encode
 
-    def _send(self, fill: Callable[[Tensor], None], total: Tensor, add: bool) -> Pending:
-        """Hop 2 of the messages that `fill` writes."""
-        quant_format = self._first.format
+    def _send(
+        self,
+        encode: Callable[[Tensor, Rotation | None, int], None],
+        total: Tensor,
+        chunk: range,
+        add: bool,
+        rotation: Rotation | None,
+    ) -> Pending:
+        """Hop 2 of a chunk, whose messages `encode` writes."""
+        shard = total[chunk.start : chunk.stop]
+        first = self._plan.first_element(len(total), chunk)
+        own = first + self._plan.hops[1].group_rank * len(chunk)
+
+        def fill(sums: Tensor) -> None:
+            encode(sums.view(self._nodes, -1), rotation, first)
 
         def take(received: Tensor) -> None:
-            messages = received.view(self._nodes, -1)
-            self._operations.sum_into(messages, total, quant_format, add=add)
+            self._second.sum_into(received.view(self._nodes, -1), shard, rotation, own, add=add)
 
-        return self._hops.submit(self._nodes * quant_format.message_bytes(len(total)), fill, take)
+        return self._hops.submit(self._nodes * self._second.message_bytes(len(chunk)), fill, take)
+
+    def _cleared(self, pending: list[Pending], total: Tensor, rotation: Rotation | None) -> Pending:
+        if rotation is not None:
+            pending.append(self._between.submit(lambda: rotation.clear_gaps(total)))
+        return all_of(pending)

@@ -9,6 +9,7 @@ from megatron_zpp.distributed.comm_stream import CommStream, Pending, copy
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.collectives.exchange import build_exchange
 from megatron_zpp.zero.collectives.first_hop import Fold, PlainFirstHop, owning
+from megatron_zpp.zero.collectives.rotation import Rotation
 from megatron_zpp.zero.collectives.sums import sum_parts
 from megatron_zpp.zero.collectives.two_hops import TwoHops
 from megatron_zpp.zero.grad_segments import GradSegment, join
@@ -32,7 +33,7 @@ class LibraryAllReduce:
         *,
         add: bool,
         squares: Tensor | None = None,
-        error: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> Pending:
         """See Reduction."""
         assert not add
@@ -63,7 +64,7 @@ class LocalSumAllReduce:
         *,
         add: bool,
         squares: Tensor | None = None,
-        error: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> Pending:
         """See Reduction."""
         assert not add
@@ -87,7 +88,7 @@ class TwoStepAllReduce:
         *,
         add: bool,
         squares: Tensor | None = None,
-        error: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> Pending:
         """See Reduction."""
         assert not add
@@ -123,7 +124,7 @@ class OneHopReduceScatter:
         *,
         add: bool,
         squares: Tensor | None = None,
-        error: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> Pending:
         """See Reduction."""
         return self._comm_stream.submit(lambda: self._exchange.sum(sent, total, add=add, squares=squares))
@@ -156,7 +157,7 @@ class TwoHopReduceScatter:
         *,
         add: bool,
         squares: Tensor | None = None,
-        error: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> Pending:
         """See Reduction."""
         if self._fold is not None:
@@ -182,7 +183,7 @@ class TwoHopReduceScatter:
         total: Tensor,
         *,
         squares: Tensor | None = None,
-        error: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> Pending:
         """See GroupReduction."""
 

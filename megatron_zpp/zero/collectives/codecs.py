@@ -1,0 +1,69 @@
+"""How gradients become messages and sums: block codes, or rotated Lloyd-Max codes."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
+from megatron_zpp.ops.operations import Operations
+from megatron_zpp.zero.collectives.rotation import Rotation
+
+
+class Codec(Protocol):
+    """Encodes gradients of one format. `first` is the number of the first element (see Rotation)."""
+
+    def message_bytes(self, numel: int) -> int:
+        """Bytes of a message of so many elements."""
+
+    def encode(self, rows: Tensor, messages: Tensor, rotation: Rotation | None, first: int) -> None:
+        """Encodes `rows` (R, n) into `messages` (G, bytes), each of R / G rows."""
+
+    def sum_into(
+        self, messages: Tensor, target: Tensor, rotation: Rotation | None, first: int, *, add: bool
+    ) -> None:
+        """Writes the sum of `messages` (P, bytes), in their order, to `target` (m,) fp32, or adds it."""
+
+
+class BlockCodec:
+    """The codes of a QuantFormat."""
+
+    def __init__(self, format: QuantFormat, operations: Operations) -> None:
+        self.format, self._operations = format, operations
+        self.message_bytes = format.message_bytes
+
+    def encode(self, rows: Tensor, messages: Tensor, rotation: Rotation | None, first: int) -> None:
+        """See Codec."""
+        self._operations.quantize(rows, messages, self.format)
+
+    def sum_into(
+        self, messages: Tensor, target: Tensor, rotation: Rotation | None, first: int, *, add: bool
+    ) -> None:
+        """See Codec."""
+        self._operations.sum_into(messages, target, self.format, add=add)
+
+
+class RotatedCodec:
+    """Codes of rotated blocks: the decoded blocks of all messages are summed, and rotated back once."""
+
+    def __init__(self, format: LloydMaxFormat, operations: Operations) -> None:
+        self.format, self._operations = format, operations
+        self.message_bytes = format.message_bytes
+
+    def encode(self, rows: Tensor, messages: Tensor, rotation: Rotation | None, first: int) -> None:
+        """See Codec. The rows must be contiguous."""
+        assert rotation is not None
+        self._operations.quantize_rotated(rows.view(-1), messages, self.format, rotation.signs_from(first))
+
+    def sum_into(
+        self, messages: Tensor, target: Tensor, rotation: Rotation | None, first: int, *, add: bool
+    ) -> None:
+        """See Codec."""
+        assert rotation is not None
+        self._operations.sum_rotated(messages, target, self.format, rotation.signs_from(first), add=add)
+
+
+def build_codec(format: QuantFormat | LloydMaxFormat, operations: Operations) -> Codec:
+    """The codec of a format."""
+    if isinstance(format, LloydMaxFormat):
+        return RotatedCodec(format, operations)
+    return BlockCodec(format, operations)

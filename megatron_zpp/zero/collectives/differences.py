@@ -1,0 +1,63 @@
+"""Exchanges weight differences between nodes, against a reference that the ranks of each node hold together.
+
+SDP4Bit (2410.15526, section 3.1) sends codes of differences under ZeRO-2, where every rank has all weights.
+Here a rank holds 1 / L of the reference of each unit, L ranks to a node, as hpZ's secondary shards: what it
+and its cross-node ranks own together. Forward and backward gather the reference inside the node.
+
+    encode   the owner, after the optimizer: codes of its weights less its part of the reference
+    gather   the messages, among the cross-node ranks
+    apply    every one of them, the owner too, moves its reference by every message once
+
+So references have equal bits on all nodes, and what the codes lost is in the next difference.
+"""
+
+from torch import Tensor
+
+from megatron_zpp.distributed.comm_stream import CommStream, Pending
+from megatron_zpp.ops.formats import LloydMaxFormat
+from megatron_zpp.ops.operations import Operations
+from megatron_zpp.zero.collectives.rotation import clear
+from megatron_zpp.zero.communication_plan import GatherPlan
+
+
+class WeightDifferences:
+    """The exchange of one run."""
+
+    def __init__(self, plan: GatherPlan, between: CommStream, operations: Operations) -> None:
+        """`between` has the cross-node ranks."""
+        assert isinstance(plan.hop.format, LloydMaxFormat)
+        self._between, self._operations, self._format = between, operations, plan.hop.format
+        self._nodes = len(plan.hop.ranks)
+        self._received = between.zeros(*plan.received)
+
+    def own_part(self, reference: Tensor) -> Tensor:
+        """This rank's shard (n,) of its node's reference (nodes · n,)."""
+        return reference.view(self._nodes, -1)[self._between.group_rank]
+
+    def write_key_frame(self, weights: Tensor, reference: Tensor) -> None:
+        """Begins a reference with `weights` (n,) in bf16; `publish` sends it."""
+        self.own_part(reference).copy_(weights.bfloat16())
+
+    def publish(self, reference: Tensor) -> Pending:
+        """Sends this rank's part of the reference itself, at the start of a run."""
+        return self._between.submit(lambda: self._between.all_gather(reference, self.own_part(reference)))
+
+    def exchange(
+        self, weights: Tensor, reference: Tensor, message: Tensor, gaps: tuple[range, ...], skip: Tensor
+    ) -> Pending:
+        """Moves the reference towards the `weights` (n,) fp32 of all owners, unless `skip` () is not 0.
+
+        `message` keeps what this rank sends. `gaps` are the elements of the reference that belong to no
+        parameter: codes have no zero, so blocks that end in a gap would write noise there.
+        """
+        self._operations.quantize_difference(
+            weights, self.own_part(reference), message, self._format, skip=skip
+        )
+
+        def work() -> None:
+            received = self._received[: self._nodes * len(message)]
+            self._between.all_gather(received, message)
+            self._operations.add_difference(received.view(self._nodes, -1), reference, self._format)
+            clear(reference, gaps)
+
+        return self._between.submit(work)
