@@ -157,7 +157,7 @@ ZERO = [
     ),
     bad(
         "--zero-stage 3 --zero-gradient-error-feedback",
-        "--zero-gradient-error-feedback (given): not here: error feedback did not lower the loss …",
+        "--zero-gradient-error-feedback (given): not here: error feedback did not lower the loss",
     ),
     bad(
         "--zero-stage 3 --zero-quantized-gradients-format rotated4",
