@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "checks.h"
+#include "lloyd_max.h"
 #include "operations.h"
 
 #ifdef WITH_CUDA
@@ -34,6 +35,16 @@ void run_on(const Tensor& tensor, const Op& op) {
                     tensor.device());
 #endif
 }
+
+#ifdef WITH_CUDA
+// Runs a checked operation that has no CPU twin.
+template <typename Op>
+void run_on_gpu(const Tensor& tensor, const Op& op) {
+  const c10::cuda::CUDAGuard guard(tensor.device());
+  cuda::run(op, c10::cuda::getCurrentCUDAStream().stream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+#endif
 
 // ---- arguments ----
 
@@ -206,6 +217,74 @@ void adamw_quantize(const Tensor& master, const Tensor& gradient, const Tensor& 
   run_on(master, AdamwQuantize{step, bytes_of(message), format});
 }
 
+#ifdef WITH_CUDA
+
+// ---- Lloyd-Max codes, on GPUs: on CPUs the reference of megatron_zpp/ops/ serves ----
+
+void quantize_difference(const Tensor& weights, const Tensor& reference, const Tensor& message, int64_t bits,
+                         int64_t block, const std::optional<Tensor>& skip, const std::optional<Tensor>& squares) {
+  const char* name = "quantize_difference";
+  const LloydMaxFormat format = checks::lloyd_max(name, bits, block);
+  checks::flat(name, "weights", weights, {at::kFloat}, block);
+  checks::contiguous(name, "reference", reference, {at::kFloat}, weights.sizes());
+  checks::flat(name, "reference", reference, {at::kFloat}, block);
+  checks::lloyd_max_messages(name, "message", message.unsqueeze(0), weights.numel(), format);
+  if (skip) checks::contiguous(name, "skip", *skip, {at::kFloat}, at::IntArrayRef());
+  if (squares) checks::contiguous(name, "squares", *squares, {at::kFloat}, {2, weights.numel() / block});
+  checks::same_device(name, {{"weights", &weights},
+                             {"reference", &reference},
+                             {"message", &message},
+                             {"skip", provided(skip)},
+                             {"squares", provided(squares)}});
+  if (weights.numel() == 0) return;
+  run_on_gpu(weights, QuantizeDifference{const_floats_of(weights), const_floats_of(reference), weights.numel(),
+                                         bytes_of(message), format, skip ? const_floats_of(*skip) : nullptr,
+                                         squares ? floats_of(*squares) : nullptr});
+}
+
+void add_difference(const Tensor& messages, const Tensor& reference, int64_t bits, int64_t block) {
+  const char* name = "add_difference";
+  const LloydMaxFormat format = checks::lloyd_max(name, bits, block);
+  checks::flat(name, "reference", reference, {at::kFloat}, block);
+  const int64_t numel = checks::lloyd_max_messages(name, "messages", messages, reference.numel(), format);
+  checks::same_device(name, {{"messages", &messages}, {"reference", &reference}});
+  if (numel == 0) return;
+  run_on_gpu(reference, AddDifference{const_bytes_of(messages), messages.size(0), numel, floats_of(reference), format});
+}
+
+void quantize_rotated(const Tensor& input, const Tensor& messages, int64_t bits, int64_t block, int64_t seed,
+                      int64_t unit, int64_t iteration, int64_t first) {
+  const char* name = "quantize_rotated";
+  const LloydMaxFormat format = checks::lloyd_max(name, bits, block);
+  checks::flat(name, "input", input, {at::kFloat, at::kBFloat16, at::kHalf}, block);
+  const int64_t numel = checks::lloyd_max_messages(name, "messages", messages, input.numel(), format);
+  checks::same_device(name, {{"input", &input}, {"messages", &messages}});
+  if (numel == 0) return;
+  run_on_gpu(input, QuantizeRotated{input.const_data_ptr(), dtype_of(input), input.numel(), bytes_of(messages),
+                                    messages.size(0), format, checks::signs(name, seed, unit, iteration, first)});
+}
+
+void sum_rotated(const Tensor& messages, const Tensor& shard, int64_t bits, int64_t block, int64_t seed, int64_t unit,
+                 int64_t iteration, int64_t first, double factor, bool add) {
+  const char* name = "sum_rotated";
+  const LloydMaxFormat format = checks::lloyd_max(name, bits, block);
+  checks::flat(name, "shard", shard, {at::kFloat}, block);
+  checks::lloyd_max_messages(name, "messages", messages, messages.size(0) * shard.numel(), format);
+  checks::same_device(name, {{"messages", &messages}, {"shard", &shard}});
+  if (shard.numel() == 0) return;
+  run_on_gpu(shard, SumRotated{const_bytes_of(messages), messages.size(0), shard.numel(), floats_of(shard), format,
+                               checks::signs(name, seed, unit, iteration, first), float(factor), add});
+}
+
+void register_lloyd_max(torch::Library& library) {
+  library.impl("quantize_difference", TORCH_FN(quantize_difference));
+  library.impl("add_difference", TORCH_FN(add_difference));
+  library.impl("quantize_rotated", TORCH_FN(quantize_rotated));
+  library.impl("sum_rotated", TORCH_FN(sum_rotated));
+}
+
+#endif
+
 void register_operators(torch::Library& library) {
   library.impl("quantize", TORCH_FN(quantize));
   library.impl("dequantize", TORCH_FN(dequantize));
@@ -243,12 +322,25 @@ TORCH_LIBRARY(megatron_zpp, library) {
       "adamw_quantize(Tensor(a!) master, Tensor gradient, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, "
       "Tensor(d!) message, Tensor[] device_scalars, float[] host_scalars, int decayed, str code_type, int block, "
       "ScalarType scales, bool rotate) -> ()");
+  library.def(
+      "quantize_difference(Tensor weights, Tensor reference, Tensor(a!) message, int bits, int block, "
+      "Tensor? skip=None, Tensor(b!)? squares=None) -> ()");
+  library.def("add_difference(Tensor messages, Tensor(a!) reference, int bits, int block) -> ()");
+  library.def(
+      "quantize_rotated(Tensor input, Tensor(a!) messages, int bits, int block, int seed, int unit, int iteration, "
+      "int first) -> ()");
+  library.def(
+      "sum_rotated(Tensor messages, Tensor(a!) shard, int bits, int block, int seed, int unit, int iteration, "
+      "int first, float factor, bool add) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(megatron_zpp, CPU, library) { register_operators(library); }
 
 #ifdef WITH_CUDA
-TORCH_LIBRARY_IMPL(megatron_zpp, CUDA, library) { register_operators(library); }
+TORCH_LIBRARY_IMPL(megatron_zpp, CUDA, library) {
+  register_operators(library);
+  register_lloyd_max(library);
+}
 #endif
 
 }  // namespace megatron_zpp

@@ -188,4 +188,36 @@ void same_device(const char* op, std::initializer_list<Named> tensors) {
   }
 }
 
+LloydMaxFormat lloyd_max(const char* op, int64_t bits, int64_t block) {
+  TORCH_CHECK_VALUE(bits >= 2 && bits <= 4, op, ": bits must be 2, 3 or 4, got ", bits);
+  TORCH_CHECK_VALUE(is_block(block), op, ": block must be a power of two from ", kSmallestBlock, " to ", kLargestBlock,
+                    ", got ", block);
+  return {int(bits), int(block)};
+}
+
+void flat(const char* op, const char* name, const at::Tensor& tensor, std::initializer_list<at::ScalarType> dtypes,
+          int64_t block) {
+  const int64_t numel = tensor.dim() == 1 ? tensor.size(0) : -1;
+  TORCH_CHECK_VALUE(numel >= 0 && numel % block == 0 && is_one_of(tensor.scalar_type(), dtypes) &&
+                        tensor.is_contiguous(),
+                    op, ": ", name, " must be contiguous floats of shape (m,), m a multiple of ", block, ", got ",
+                    shown(tensor));
+  aligned(op, name, tensor);
+}
+
+int64_t lloyd_max_messages(const char* op, const char* name, const at::Tensor& tensor, int64_t numel,
+                           const LloydMaxFormat& format) {
+  const int64_t groups = count_of(tensor);
+  TORCH_CHECK_VALUE(groups >= 1 && numel % (groups * format.block) == 0, op, ": ", name,
+                    " must have G >= 1 rows, where G divides ", numel, " elements into whole blocks of ",
+                    format.block, ", got ", shown(tensor));
+  messages(op, name, tensor, {groups, message_layout(format, numel / groups).bytes});
+  return numel / groups;
+}
+
+Signs signs(const char* op, int64_t seed, int64_t unit, int64_t iteration, int64_t first) {
+  TORCH_CHECK_VALUE(first >= 0 && first % 128 == 0, op, ": first must be a multiple of 128, got ", first);
+  return {philox_keys(uint64_t(seed)), uint32_t(unit), uint32_t(iteration), uint64_t(first)};
+}
+
 }  // namespace megatron_zpp::checks

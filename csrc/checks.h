@@ -9,6 +9,7 @@
 #include <string_view>
 #include <utility>
 
+#include "lloyd_max.h"
 #include "message.h"
 
 namespace megatron_zpp::checks {
@@ -55,6 +56,19 @@ void adamw_states(const char* op, std::initializer_list<Named> states, int64_t d
 // AdamW's scalars in the order of `packed` of megatron_zpp/ops/adamw.py.
 void adamw_scalars(const char* op, const at::Tensor& master, at::TensorList device_scalars,
                    at::ArrayRef<double> host_scalars);
+
+// A format of Lloyd-Max codes.
+LloydMaxFormat lloyd_max(const char* op, int64_t bits, int64_t block);
+
+// A contiguous tensor (m,) of whole blocks, which kernels load 16 bytes at a time.
+void flat(const char* op, const char* name, const at::Tensor& tensor, std::initializer_list<at::ScalarType> dtypes,
+          int64_t block);
+
+// Messages (G, message_bytes(numel / G)) of Lloyd-Max codes. Returns numel / G.
+int64_t lloyd_max_messages(const char* op, const char* name, const at::Tensor& messages, int64_t numel,
+                           const LloydMaxFormat& format);
+
+Signs signs(const char* op, int64_t seed, int64_t unit, int64_t iteration, int64_t first);
 
 // All tensors are on the device of the first one, which must not be null.
 void same_device(const char* op, std::initializer_list<Named> tensors);

@@ -144,34 +144,24 @@ class Operations:
         skip: Tensor | None = None,
         squares: Tensor | None = None,
     ) -> None:
-        """Encode `weights` (m,) fp32 less `reference` (m,) fp32 or bf16 as `message` (message_bytes(m),).
+        """Encode `weights` (m,) fp32 less `reference` (m,) fp32 as `message` (message_bytes(m),).
 
         The reference is only read: all ranks, this one too, apply the message by `add_difference`. Where
         `skip` () is not 0 the message changes nothing. `squares` (2, m / block) fp32 gets per block the sums
         of the squares of the differences, and of what the codes lose of them.
         """
-        reference_difference.quantize_difference(
-            weights, reference, message, format.bits, format.block, skip, squares
-        )
+        run = self._lloyd_max(weights, reference_difference).quantize_difference
+        run(weights, reference, message, format.bits, format.block, skip, squares)
 
     def add_difference(self, messages: Tensor, reference: Tensor, format: LloydMaxFormat) -> None:
-        """Move part p of `reference` (P · m,) fp32 or bf16 by message p of (P, message_bytes(m)) uint8."""
-        reference_difference.add_difference(messages, reference, format.bits, format.block)
+        """Move part p of `reference` (P · m,) fp32 by message p of `messages` (P, message_bytes(m))."""
+        run = self._lloyd_max(reference, reference_difference).add_difference
+        run(messages, reference, format.bits, format.block)
 
     def quantize_rotated(self, input: Tensor, messages: Tensor, format: LloydMaxFormat, signs: Signs) -> None:
         """Rotate `input` (n,) fp32, bf16 or fp16 and encode it as `messages` (G, message_bytes(n / G))."""
-        numel = len(input) // len(messages)
-        for group, message in enumerate(messages):
-            reference_rotation.quantize_rotated(
-                input[group * numel : (group + 1) * numel],
-                message,
-                format.bits,
-                format.block,
-                signs.seed,
-                signs.unit,
-                signs.iteration,
-                signs.first + group * numel,
-            )
+        run = self._lloyd_max(input, reference_rotation).quantize_rotated
+        run(input, messages, format.bits, format.block, *signs.packed())
 
     def sum_rotated(
         self,
@@ -187,9 +177,12 @@ class Operations:
 
         Messages are summed in their order and rotated back once. So all of them must have the same signs.
         """
-        assert factor == 1.0
-        counter = signs.seed, signs.unit, signs.iteration, signs.first
-        reference_rotation.sum_rotated(messages, shard, format.bits, format.block, *counter, add=add)
+        run = self._lloyd_max(shard, reference_rotation).sum_rotated
+        run(messages, shard, format.bits, format.block, *signs.packed(), factor, add)
+
+    def _lloyd_max(self, tensor: Tensor, reference: Any) -> Any:
+        """What runs Lloyd-Max codes: kernels on GPUs; on CPUs the reference, which has no compiled twin."""
+        return self._kernels if self.compiled and tensor.is_cuda else reference
 
 
 def _flat(format: QuantFormat) -> tuple[Any, ...]:

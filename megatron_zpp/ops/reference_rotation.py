@@ -22,7 +22,7 @@ Signs are bits of Philox4x32-7 with the key `seed` and the counter (e // 128, lo
 iteration): the sign of element e of a unit is negative where bit e % 32 of word e % 128 // 32 is set.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ _FACTORS = {32: 0.17677669, 64: 0.125, 128: 0.088388346, 256: 0.0625}
 
 def quantize_rotated(
     input: Tensor,
-    message: Tensor,
+    messages: Tensor,
     bits: int,
     block: int,
     seed: int,
@@ -60,16 +60,26 @@ def quantize_rotated(
     iteration: int,
     first: int = 0,
 ) -> None:
-    """Rotates `input` (n,) fp32, bf16 or fp16 and encodes it into `message` (message_bytes(n),) uint8.
+    """Rotates `input` (n,) fp32, bf16 or fp16 and encodes it into `messages` (G, message_bytes(n / G)) uint8.
 
     `first`, a multiple of 128, is the element of the unit that `input` begins with. Raises ValueError unless
-    n is whole blocks and the sizes agree.
+    each message is of whole blocks and the sizes agree.
     """
+    numel = len(input) // max(len(messages), 1)
+    for group, message in enumerate(messages):
+        start = group * numel
+        part = input[start : start + numel]
+        _quantize_message(part, message, bits, block, (seed, unit, iteration), first + start)
+
+
+def _quantize_message(
+    input: Tensor, message: Tensor, bits: int, block: int, draw: tuple[int, int, int], first: int
+) -> None:
     format = _checked("quantize_rotated", input, message, bits, block, first)
     codes, stored = [], []
     for here in _tiles(len(input)):
         x = input[here].float().view(-1, block)
-        signs = _signs_like(x, first + here.start, seed, unit, iteration)
+        signs = _signs_like(x, first + here.start, *draw)
         part, scale = encode_rotated(rotate(x, signs), bits)
         codes.append(part)
         stored.append(scale)
@@ -86,14 +96,14 @@ def sum_rotated(
     unit: int,
     iteration: int,
     first: int = 0,
-    *,
+    factor: float = 1.0,
     add: bool = False,
-    gaps: Iterable[range] = (),
 ) -> None:
     """Sums `messages` (P, message_bytes(n)) in order, rotates back once, and puts the sum into `shard` (n,).
 
-    `shard` is fp32; with `add` the sum is added to it. `gaps` are elements of the sum that belong to no
-    parameter, and are zeroed before they are put or added. Raises ValueError as `quantize_rotated`.
+    `shard` is fp32 and gets `factor` times the sum; with `add` that is added to it. Elements that belong to
+    no parameter get noise, since a rotation mixes the elements of a block. Raises ValueError as
+    `quantize_rotated`.
     """
     format = _checked("sum_rotated", shard, messages[0], bits, block, first)
     read = [read_message(message, len(shard), format) for message in messages]
@@ -106,8 +116,8 @@ def sum_rotated(
             total = value if total is None else total + value
         signs = _signs_like(total, first + here.start, seed, unit, iteration)
         result[here] = rotate_back(total, signs).view(-1)
-    for gap in gaps:
-        result[gap.start : gap.stop] = 0
+    if factor != 1.0:
+        result *= factor
     shard.copy_(shard + result if add else result)
 
 

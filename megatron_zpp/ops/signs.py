@@ -14,3 +14,7 @@ class Signs:
     unit: int
     iteration: int
     first: int = 0
+
+    def packed(self) -> tuple[int, int, int, int]:
+        """As operators take them."""
+        return self.seed, self.unit, self.iteration, self.first

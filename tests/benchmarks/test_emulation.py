@@ -233,7 +233,7 @@ def test_rotated_codes_are_those_of_the_oracle_in_the_engines_layout() -> None:
             whole = torch.zeros(n)
             for name, offset in zip(names, layout.offsets, strict=False):
                 whole[offset : offset + node[name].numel()] = node[name].flatten()
-            quantize_rotated(whole, message, 4, 256, SEED, index, 7)
+            quantize_rotated(whole, message[None], 4, 256, SEED, index, 7)
         total = torch.empty(n)
         sum_rotated(messages, total, 4, 256, SEED, index, 7)
         for name, offset in zip(names, layout.offsets, strict=False):

@@ -38,7 +38,7 @@ def there_and_back(
     size = LloydMaxFormat(bits, block).message_bytes(rows.shape[1])
     messages = torch.full((len(rows), size), 165, dtype=torch.uint8)
     for row, message in zip(rows, messages, strict=True):
-        quantize_rotated(row, message, bits, block, seed, 3, iteration, first)
+        quantize_rotated(row, message[None], bits, block, seed, 3, iteration, first)
     total = torch.empty(rows.shape[1])
     sum_rotated(messages, total, bits, block, seed, 3, iteration, first)
     return total
@@ -120,15 +120,27 @@ def test_a_sum_rotates_back_once_and_in_the_senders_order() -> None:
     signs = random_signs(counters(0, 512, 3), SEED, 5).view(-1, 256)
     total = None
     for row, message in zip(rows, messages, strict=True):
-        quantize_rotated(row, message, 4, 256, SEED, 3, 5)
+        quantize_rotated(row, message[None], 4, 256, SEED, 3, 5)
         codes, stored = read_message(message, 512, format)
         value = torch.tensor(levels_4())[codes.int()] * stored.float()[:, None]
         total = value if total is None else total + value
     shard = torch.ones(512)
-    sum_rotated(messages, shard, 4, 256, SEED, 3, 5, add=True, gaps=[range(500, 512)])
+    sum_rotated(messages, shard, 4, 256, SEED, 3, 5, add=True)
     expected = rotate_back(total, signs).view(-1)
-    expected[500:] = 0
     assert torch.equal(shard, 1 + expected)
+    sum_rotated(messages, shard, 4, 256, SEED, 3, 5, factor=0.3)
+    assert torch.equal(shard, expected * 0.3)
+
+
+def test_messages_hold_the_elements_one_after_the_other() -> None:
+    x, format = normal(1, 4 * 256)[0], LloydMaxFormat(3, 256)
+    together = torch.zeros(2, format.message_bytes(512), dtype=torch.uint8)
+    apart = torch.zeros_like(together)
+    quantize_rotated(x, together, 3, 256, SEED, 3, 5, first=256)
+    for index in range(2):
+        part = x[512 * index : 512 * (index + 1)]
+        quantize_rotated(part, apart[index : index + 1], 3, 256, SEED, 3, 5, first=256 + 512 * index)
+    assert torch.equal(together, apart)
 
 
 def levels_4() -> list[float]:
@@ -171,9 +183,9 @@ def test_refusals() -> None:
     message = torch.zeros(112, dtype=torch.uint8)
     for n in (1, 300):
         with pytest.raises(ValueError, match=f"a multiple of 256, got .*{n}"):
-            quantize_rotated(torch.zeros(n), message, 3, 256, 0, 0, 0)
+            quantize_rotated(torch.zeros(n), message[None], 3, 256, 0, 0, 0)
     with pytest.raises(ValueError, match="first must be a multiple of 128, got 64"):
-        quantize_rotated(torch.zeros(256), message, 3, 256, 0, 0, 0, first=64)
+        quantize_rotated(torch.zeros(256), message[None], 3, 256, 0, 0, 0, first=64)
     with pytest.raises(ValueError, match=r"a message must be uint8 of shape \(112,\)"):
         sum_rotated(message[None, :96], torch.zeros(256), 3, 256, 0, 0, 0)
-    quantize_rotated(torch.zeros(0), message[:0], 3, 256, 0, 0, 0)
+    quantize_rotated(torch.zeros(0), message[None, :0], 3, 256, 0, 0, 0)

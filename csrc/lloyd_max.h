@@ -1,0 +1,95 @@
+// Lloyd-Max codes: levels, boundaries, random signs and the layout of messages, as megatron_zpp/ops/lloyd_max.py says.
+#pragma once
+
+#include "operations.h"
+
+namespace megatron_zpp {
+
+struct LloydMaxFormat {
+  int bits;   // 2, 3 or 4
+  int block;  // elements that share a scale: a power of two from 32 to 2048
+};
+
+// The positive levels, from the lowest one up; the negative ones mirror them.
+ZPP_HOST_DEVICE constexpr float lloyd_max_level(int bits, int i) {
+  constexpr float two[] = {0.45278004f, 1.5104176f};
+  constexpr float three[] = {0.24509418f, 0.7560053f, 1.3439093f, 2.1519456f};
+  constexpr float four[] = {0.12839504f, 0.3880483f, 0.65675914f, 0.94234043f,
+                            1.2562312f,  1.6180464f, 2.0690172f,  2.7325895f};
+  return bits == 2 ? two[i] : bits == 3 ? three[i] : four[i];
+}
+
+// The boundaries between them.
+ZPP_HOST_DEVICE constexpr float lloyd_max_boundary(int bits, int i) {
+  constexpr float two[] = {0.9815988f};
+  constexpr float three[] = {0.50054973f, 1.0499573f, 1.7479275f};
+  constexpr float four[] = {0.25822166f, 0.5224037f, 0.79954976f, 1.0992858f, 1.4371388f, 1.8435318f, 2.4008033f};
+  return bits == 2 ? two[i] : bits == 3 ? three[i] : four[i];
+}
+
+// Codes of 3 bits are a plane of their 2 low bits and then a plane of their high bit. Scales are bf16.
+inline MessageLayout message_layout(const LloydMaxFormat& format, int64_t elements) {
+  const int64_t blocks = elements / format.block;
+  const int64_t code_bytes = elements * format.bits / 8;
+  const int64_t used_bytes = code_bytes + blocks * scale_bytes(Scales::bf16);
+  const int64_t bytes = (used_bytes + kMessageAlignment - 1) / kMessageAlignment * kMessageAlignment;
+  return {blocks, code_bytes, used_bytes, bytes};
+}
+
+// The random signs of a run of elements that begins with element `first` of a unit, a multiple of 128.
+struct Signs {
+  PhiloxKeys keys;
+  uint32_t unit, iteration;
+  uint64_t first;
+};
+
+// weights - reference as codes.
+struct QuantizeDifference {
+  const float* weights;
+  const float* reference;
+  int64_t elements;
+  uint8_t* message;
+  LloydMaxFormat format;
+  const float* skip;  // null, or where not 0, the message changes nothing
+  float* squares;     // null, or (2, blocks): sums of squares of the differences, and of what codes lose
+};
+
+// Part p of the reference moves by message p.
+struct AddDifference {
+  const uint8_t* messages;
+  int64_t message_count;
+  int64_t elements;  // of one message
+  float* reference;
+  LloydMaxFormat format;
+};
+
+struct QuantizeRotated {
+  const void* input;
+  DType input_dtype;
+  int64_t elements;  // of the input
+  uint8_t* messages;
+  int64_t message_count;
+  LloydMaxFormat format;
+  Signs signs;
+};
+
+// shard = factor * sum of all messages, rotated back, or shard += that if `add`.
+struct SumRotated {
+  const uint8_t* messages;
+  int64_t message_count;
+  int64_t elements;  // of one message
+  float* shard;
+  LloydMaxFormat format;
+  Signs signs;
+  float factor;
+  bool add;
+};
+
+namespace cuda {
+void run(const QuantizeDifference&, CUstream_st*);
+void run(const AddDifference&, CUstream_st*);
+void run(const QuantizeRotated&, CUstream_st*);
+void run(const SumRotated&, CUstream_st*);
+}  // namespace cuda
+
+}  // namespace megatron_zpp
