@@ -98,14 +98,14 @@ struct Power {
     return {usable ? float_of(key & kInfinityBits) : 1.f, finite, usable};
   }
 
-  // x over the power; 0 where the block is not usable.
+  // x over the power; not a number that is used where the block is not usable.
   template <int V>
   __device__ __forceinline__ void divide(const float (&x)[V][8], float (&z)[V][8]) const {
-    const float inverse = 1.f / power;
+    const float inverse = 1.f / power;  // exact
 #pragma unroll
     for (int v = 0; v < V; ++v) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) z[v][i] = usable ? x[v][i] * inverse : 0.f;
+      for (int i = 0; i < 8; ++i) z[v][i] = x[v][i] * inverse;
     }
   }
 
@@ -120,6 +120,22 @@ struct Power {
   }
 };
 
+// How many of the ascending boundaries are at most `size`: a binary search, in fewer instructions than a count.
+template <int LEVELS>
+__device__ __forceinline__ uint32_t boundaries_below(float size, const float (&boundary)[LEVELS - 1]) {
+  if constexpr (LEVELS == 2) return size >= boundary[0] ? 1 : 0;
+  if constexpr (LEVELS == 4) {
+    const bool high = size >= boundary[1];
+    return (high ? 2 : 0) + (size >= (high ? boundary[2] : boundary[0]) ? 1 : 0);
+  }
+  if constexpr (LEVELS == 8) {
+    const bool high = size >= boundary[3];
+    const bool odd = size >= (high ? boundary[5] : boundary[1]);
+    const float last = high ? (odd ? boundary[6] : boundary[4]) : (odd ? boundary[2] : boundary[0]);
+    return (high ? 4 : 0) + (odd ? 2 : 0) + (size >= last ? 1 : 0);
+  }
+}
+
 // The codes of x in multiples of `unit`, from the lowest level up; 0 where the block is sent as zeros or as NaN.
 template <int BITS, int V>
 __device__ __forceinline__ void encode(const float (&x)[V][8], float unit, uint32_t (&codes)[V][8]) {
@@ -131,11 +147,8 @@ __device__ __forceinline__ void encode(const float (&x)[V][8], float unit, uint3
   for (int v = 0; v < V; ++v) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float size = fabsf(x[v][i]);
-      uint32_t magnitude = 0;
-#pragma unroll
-      for (int b = 0; b < kHalf - 1; ++b) magnitude += size >= boundary[b];
-      codes[v][i] = x[v][i] < 0.f ? kHalf - 1 - magnitude : kHalf + magnitude;
+      const uint32_t magnitude = boundaries_below<kHalf>(fabsf(x[v][i]), boundary);
+      codes[v][i] = magnitude ^ (x[v][i] < 0.f ? kHalf - 1 : kHalf);
     }
   }
 }
@@ -245,16 +258,33 @@ __device__ __forceinline__ Random8 random_signs(const Signs& signs, uint64_t cou
   return {{c0, c1, c2, c3}};
 }
 
-// Gives the eight elements from `element` of the unit on their signs.
-__device__ __forceinline__ void apply_signs(const Signs& signs, uint64_t element, float (&x)[8]) {
-  const Random8 random = random_signs(signs, element / 128);
-  const uint32_t word = uint32_t(element / 32 % 4);
-  const uint32_t half = word < 2 ? (word == 0 ? random.word[0] : random.word[1])
-                                 : (word == 2 ? random.word[2] : random.word[3]);
-  const uint32_t byte = half >> (element % 32);
+// The signs of a tile: ROWS rows of 256 elements, of which each lane has eight neighbours. Four rows have 32 words of
+// signs, one per lane, so that each lane draws once.
+template <int ROWS>
+class TileSigns {
+ public:
+  // `element` of the unit is the tile's first one.
+  __device__ __forceinline__ TileSigns(const Signs& signs, uint64_t element) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] = float_of(bits_of(x[i]) ^ (byte >> i & 1) << 31);
-}
+    for (int four = 0; four < ROWS / 4; ++four) {
+      const Random8 random = random_signs(signs, element / 128 + 8 * four + lane_index() / 4);
+      const int word = lane_index() % 4;
+      words_[four] = word < 2 ? (word == 0 ? random.word[0] : random.word[1])
+                              : (word == 2 ? random.word[2] : random.word[3]);
+    }
+  }
+
+  // Gives the lane's eight elements of a row their signs. All lanes of a warp must call this.
+  __device__ __forceinline__ void apply(int row, float (&x)[8]) const {
+    const uint32_t word = __shfl_sync(kAllLanes, words_[row / 4], 8 * (row % 4) + lane_index() / 4);
+    const uint32_t byte = word >> (8 * (lane_index() % 4));
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = float_of(bits_of(x[i]) ^ ((byte >> i) << 31));
+  }
+
+ private:
+  uint32_t words_[ROWS / 4];
+};
 
 // Each 256 elements, or the block where it is smaller, times the Hadamard matrix over its root.
 template <typename S>

@@ -20,6 +20,7 @@ __global__ void __launch_bounds__(kThreads) quantize_rotated_kernel(
   const float level = level_of_lane<BITS>();
   const T* input = static_cast<const T*>(p.input);
   for (uint32_t first = warp_index() * kTile; first < p.blocks; first += warp_count() * kTile) {
+    const TileSigns<S::kAtOnce * S::kRuns> signs(p.signs, p.signs.first + uint64_t(first) * S::kBlock);
     Eight<T, true, true> loaded[S::kAtOnce][S::kRuns];
 #pragma unroll
     for (int b = 0; b < S::kAtOnce; ++b) {
@@ -35,7 +36,7 @@ __global__ void __launch_bounds__(kThreads) quantize_rotated_kernel(
 #pragma unroll
       for (int v = 0; v < S::kRuns; ++v) {
         loaded[b][v].to_floats(y[v]);
-        apply_signs(p.signs, p.signs.first + uint64_t(block) * S::kBlock + S::run(v), y[v]);
+        signs.apply(b * S::kRuns + v, y[v]);
         butterflies<S>(y[v]);
       }
       const Power power = Power::of(y, S());

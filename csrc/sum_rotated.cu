@@ -21,6 +21,7 @@ __global__ void __launch_bounds__(kThreads) sum_rotated_kernel(const __grid_cons
   constexpr uint32_t kTile = S::kGroups * S::kAtOnce;
   const float level = level_of_lane<BITS>();
   for (uint32_t first = warp_index() * kTile; first < p.blocks; first += warp_count() * kTile) {
+    const TileSigns<S::kAtOnce * S::kRuns> signs(p.signs, p.signs.first + uint64_t(first) * S::kBlock);
     float sum[S::kAtOnce][S::kRuns][8];
     for (uint32_t m = 0; m < p.count; ++m) {
       const Message<BITS> message = p.messages[m];
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(kThreads) sum_rotated_kernel(const __grid_cons
       for (int v = 0; v < S::kRuns; ++v) {
         float(&x)[8] = sum[b][v];
         butterflies<S>(x);
-        apply_signs(p.signs, p.signs.first + start + S::run(v), x);
+        signs.apply(b * S::kRuns + v, x);
 #pragma unroll
         for (int i = 0; i < 8; ++i) x[i] *= p.factor;
         if (p.add) {

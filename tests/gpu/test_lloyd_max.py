@@ -63,9 +63,9 @@ def test_differences(ops: Operations, bits: int, block: int) -> None:
     for count in (1, 3):
         messages = messages_of(format, count, 5 * block)
         whole = torch.randn(count * 5 * block)
-        for message, part in zip(messages, whole.view(count, -1), strict=True):
+        for sent, part in zip(messages, whole.view(count, -1), strict=True):
             near = part + 1e-2 * torch.randn(part.shape)
-            reference_difference.quantize_difference(near, part, message, bits, block)
+            reference_difference.quantize_difference(near, part, sent, bits, block)
         ours = whole.cuda()
         ops.add_difference(messages.cuda(), ours, format)
         reference_difference.add_difference(messages, whole, bits, block)
@@ -83,7 +83,8 @@ def test_differences(ops: Operations, bits: int, block: int) -> None:
 def test_rotations(ops: Operations, bits: int, block: int, dtype: torch.dtype) -> None:
     format, groups = LloydMaxFormat(bits, block), 3
     x = numbers(31, block, 5, dtype)
-    x = x[: len(x) // (groups * block) * groups * block]
+    whole = groups * max(block, 128)  # signs are drawn for 128 elements at a time
+    x = x[: len(x) // whole * whole]
     messages = messages_of(format, groups, len(x) // groups)
     ours = messages.cuda()
     reference_rotation.quantize_rotated(x, messages, bits, block, *SIGNS.packed())
