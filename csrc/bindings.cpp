@@ -259,9 +259,10 @@ void quantize_rotated(const Tensor& input, const Tensor& messages, int64_t bits,
   checks::flat(name, "input", input, {at::kFloat, at::kBFloat16, at::kHalf}, block);
   const int64_t numel = checks::lloyd_max_messages(name, "messages", messages, input.numel(), format);
   checks::same_device(name, {{"input", &input}, {"messages", &messages}});
+  const Signs signs = checks::signs(name, seed, unit, iteration, first);
   if (numel == 0) return;
   run_on_gpu(input, QuantizeRotated{input.const_data_ptr(), dtype_of(input), input.numel(), bytes_of(messages),
-                                    messages.size(0), format, checks::signs(name, seed, unit, iteration, first)});
+                                    messages.size(0), format, signs});
 }
 
 void sum_rotated(const Tensor& messages, const Tensor& shard, int64_t bits, int64_t block, int64_t seed, int64_t unit,
@@ -271,9 +272,10 @@ void sum_rotated(const Tensor& messages, const Tensor& shard, int64_t bits, int6
   checks::flat(name, "shard", shard, {at::kFloat}, block);
   checks::lloyd_max_messages(name, "messages", messages, messages.size(0) * shard.numel(), format);
   checks::same_device(name, {{"messages", &messages}, {"shard", &shard}});
+  const Signs signs = checks::signs(name, seed, unit, iteration, first);
   if (shard.numel() == 0) return;
   run_on_gpu(shard, SumRotated{const_bytes_of(messages), messages.size(0), shard.numel(), floats_of(shard), format,
-                               checks::signs(name, seed, unit, iteration, first), float(factor), add});
+                               signs, float(factor), add});
 }
 
 void register_lloyd_max(torch::Library& library) {

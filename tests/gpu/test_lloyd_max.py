@@ -115,14 +115,22 @@ def test_many_tiles(ops: Operations) -> None:
     assert (x[0] - reference).norm() < 0.11 * before
 
 
-def test_what_is_refused(ops: Operations) -> None:
+@pytest.mark.parametrize("case", ["signs", "messages", "blocks", "address"])
+def test_what_is_refused(ops: Operations, case: str) -> None:
     format = LloydMaxFormat(4, 256)
     flat, message = torch.zeros(512, device="cuda"), torch.zeros(1, 272, dtype=torch.uint8, device="cuda")
-    with pytest.raises(ValueError, match="first must be a multiple of 128, got 64"):
-        ops.quantize_rotated(flat, message, format, Signs(0, 0, 0, 64))
-    with pytest.raises(ValueError, match="messages must be"):
-        ops.quantize_rotated(flat, message[:, :256], format, SIGNS)
-    with pytest.raises(ValueError, match="m a multiple of 256"):
-        ops.add_difference(message, flat[:300], format)
-    with pytest.raises(ValueError, match="address of reference must be a multiple of 16"):
-        ops.add_difference(message[:, :144].contiguous(), torch.zeros(300, device="cuda")[1:257], format)
+    half = message[:, :144].contiguous()
+    call, said = {
+        "signs": (
+            lambda: ops.quantize_rotated(flat, message, format, Signs(0, 0, 0, 64)),
+            "first must be a multiple of 128, got 64",
+        ),
+        "messages": (lambda: ops.quantize_rotated(flat, half, format, SIGNS), "messages must be"),
+        "blocks": (lambda: ops.add_difference(message, flat[:300], format), "m a multiple of 256"),
+        "address": (
+            lambda: ops.add_difference(half, torch.zeros(300, device="cuda")[1:257], format),
+            "address of reference must be a multiple of 16",
+        ),
+    }[case]
+    with pytest.raises(ValueError, match=said):
+        call()
