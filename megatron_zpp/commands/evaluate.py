@@ -5,7 +5,6 @@ share of the batches, and the figures are the same.
 """
 
 import json
-import os
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,20 +16,15 @@ import torch
 from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_all
 from megatron_zpp.config.run import DistributedConfig
 from megatron_zpp.distributed.exchange import Exchange
-from megatron_zpp.distributed.open_files import raise_limit
 from megatron_zpp.distributed.process_group import select_device
-from megatron_zpp.distributed.slurm import launcher_variables
-from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.generate.loading import CheckpointOptions, DeviceOptions, load_for
 from megatron_zpp.generate.scoring import score_passages
 from megatron_zpp.generate.tasks import Outcome, Task, find_texts, lambada_task, outcome_of, perplexity_task
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.files import check_replaceable, write_text
 from megatron_zpp.supervision.activity import Activity
-from megatron_zpp.supervision.errors import one_line_errors, said_by_each, said_once
 from megatron_zpp.supervision.heartbeat import heartbeat
-from megatron_zpp.supervision.joining import connect_ranks
-from megatron_zpp.supervision.once_per_node import OncePerNode
+from megatron_zpp.supervision.process import Process
 from megatron_zpp.tokenizer.base import Tokenizer
 
 PROG = "evaluate"
@@ -84,13 +78,10 @@ _PATIENCE = timedelta(days=7)  # of a rank that has scored its share; the heartb
 
 
 def main() -> None:
-    """Meets the other ranks, scores its share, and rank 0 prints what all found."""
-    debug = "--debug" in sys.argv
-    raise_limit()
-    with one_line_errors(PROG, Topology(), debug=debug, say=said_by_each):
-        topology = Topology.from_environment(os.environ)
-        per_node = OncePerNode.of(topology, launcher_variables(os.environ))
-    with one_line_errors(PROG, Topology(), debug=debug, say=per_node.say):
+    """Connect the ranks and score this rank's share; rank 0 prints the figures of all."""
+    process = Process.start(PROG)
+    topology = process.topology
+    with process.local_errors():
         options = parse_all(GROUPS, PROG, __doc__, sys.argv[1:])
         config: EvaluateConfig = options["evaluation"]
         if config.output:
@@ -98,10 +89,8 @@ def main() -> None:
         files = find_texts(config.valid_data)
         distributed = DistributedConfig()
         device = select_device(options["device"].device, topology)
-    with one_line_errors(PROG, topology, debug=debug, say=per_node.about("meeting")):
-        store = connect_ranks(distributed, topology, PROG).store
-    told = one_line_errors(PROG, topology, debug=debug, say=said_once(store, topology, per_node))
-    with told, heartbeat(store, topology, distributed.heartbeat_timeout, PROG) as activity:
+    store, timeout = process.connect(distributed).store, distributed.heartbeat_timeout
+    with process.shared_errors(store), heartbeat(store, topology, timeout, PROG) as activity:
         activity.now("loading", patient=True)
         model, tokenizer = load_for(options["model"], device)
         task = build_task(config, files, model, tokenizer)

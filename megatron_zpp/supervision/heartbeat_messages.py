@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 class HeartbeatMessage:
     """One rank at one moment; `count` grows with every beat.
 
-    `doing`, `marks`, `patient` and `limit` are its newest mark (train/activity.py), made `seconds` before. It
+    `doing`, `marks`, `patient` and `limit` are its newest mark (activity.py), made `seconds` before. It
     `asks` when a collective failed and it does not know why, or when it was told to stop; `failed` is its own
     error; `left` is a good-bye.
     """

@@ -1,7 +1,7 @@
 """Differences in data and batches between a resumed run and the run that saved its checkpoint.
 
-They are logged and not refused, because they may be meant. Other data sets or weights are
-the matter of data/carry_on.py.
+They are logged and not refused, because they may be intended. data/resume.py treats changes of data sets
+and of their weights.
 """
 
 from typing import Any

@@ -1,7 +1,6 @@
 """--dry-run: says what a run would take, after all that can be checked before a device is taken."""
 
 import sys
-from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -15,6 +14,7 @@ from megatron_zpp.plan.hardware import GPUS, machine
 from megatron_zpp.plan.job import Job, units_of
 from megatron_zpp.plan.report import report
 from megatron_zpp.train.compiling import check_cache
+from megatron_zpp.train.inputs import RunInputs
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.zero.communication_plan import check_topology
 
@@ -49,10 +49,9 @@ def _compiles(config: Config) -> bool:
     return config.compilation.wanted("cuda", apex=config.optimizer.fused_backend == "apex")
 
 
-def dry_run(
-    config: Config, tokenizer: dict[str, Any], schedule: RunSchedule, topology: Topology, *, speaks: bool
-) -> None:
-    """Prints the plan where this process `speaks` for the others. Raises ValueError as the run would."""
+def dry_run(inputs: RunInputs, topology: Topology, *, speaks: bool) -> None:
+    """Print the plan if this process `speaks` for the others. Raises ValueError if the run would."""
+    config, schedule = inputs.config, inputs.schedule
     check_topology(config.zero, topology)
     config.recompute.check_device("cuda")
     compiles = _compiles(config)
@@ -65,7 +64,7 @@ def dry_run(
     if config.attention.attention_backend == "flash3":
         check_flash3_settings(config.model.attention_dropout, getattr(torch, dtype))
     if speaks:
-        job = job_of(config, tokenizer["vocab_size"], schedule, topology)
+        job = job_of(config, inputs.tokenizer["vocab_size"], schedule, topology)
         lines = [*report(job, gpu, rates, schedule.iterations), *_not_planned(config)]
         sys.stdout.write("\n".join(lines) + "\n")
         sys.stdout.flush()

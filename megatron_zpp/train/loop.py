@@ -1,51 +1,71 @@
 """The training loop: steps, and between them logging, evaluation and saving."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
-from megatron_zpp.checkpoint.states import Progress
-from megatron_zpp.config.root import Config
 from megatron_zpp.data.loader import MicroBatches
-from megatron_zpp.data.open import Splits
 from megatron_zpp.data.samples import Samples
 from megatron_zpp.reporting.metrics import Interval, Throughput, memory_record
 from megatron_zpp.reporting.profile import StepProfiler
-from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.reporting.timing import BATCH, FORWARD_BACKWARD, OPTIMIZER, STEP, Timing
-from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.train.evaluation import evaluate
-from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.train.log_head import head_lines, plan_lines
+from megatron_zpp.train.run import Run
+from megatron_zpp.train.sampled_text import text_writer
 from megatron_zpp.train.saver import Saver
 from megatron_zpp.train.skips import SkipFlag
-from megatron_zpp.train.stopping import Stop, StopConditions
-from megatron_zpp.zero.engine import Batch, StepResult, ZeroEngine
+from megatron_zpp.train.stopping import Ending, Stop, StopConditions
+from megatron_zpp.zero.engine import Batch, StepResult
+
+
+def train(run: Run) -> Ending:
+    """Log how the run came about and train to its end; every rank must call it, once."""
+    vocab_size, reporter = run.tokenizer["vocab_size"], run.reporter
+    with reporter:
+        head = head_lines(run.config, vocab_size, run.engine, run.splits)
+        plan = plan_lines(run.config, vocab_size, run.engine, run.schedule)
+        for line in (*head, *plan, *run.lines):
+            reporter.say(line)
+        if run.start.iteration >= run.schedule.iterations:
+            reporter.say(
+                f" the run is complete: iteration {run.start.iteration} of {run.schedule.iterations}"
+            )
+        trainer = Trainer(run)
+        stop = trainer.run()
+        run.ranks.activity.now("closing logs", patient=True)
+    return Ending(trainer.progress.iteration, stop, reporter.lost_sinks)
 
 
 class Trainer:
-    """Runs `engine` through `schedule` on `splits`. `run` is the whole story; the rest are its parts."""
+    """Takes the steps of a run, and evaluates, logs and saves between them. Read `run` first."""
 
-    def __init__(
-        self,
-        engine: ZeroEngine,
-        splits: Splits,
-        config: Config,
-        schedule: RunSchedule,
-        throughput: Throughput,
-        reporter: Reporter,
-        saver: Saver,
-        progress: Progress,
-        stops: StopConditions,
-        activity: Activity,
-        write_text: Callable[[], str] | None,
-    ) -> None:
-        """`write_text` lets the model write a text after each evaluation; every rank calls it."""
-        self._engine, self._splits, self._config = engine, splits, config
-        self._schedule, self._throughput = schedule, throughput
-        self._reporter, self._saver, self.progress = reporter, saver, progress
-        self._stops, self._activity, self._write_text = stops, activity, write_text
+    def __init__(self, run: Run) -> None:
+        config, engine, ranks = run.config, run.engine, run.ranks
+        self._config, self._engine, self._activity = config, engine, ranks.activity
+        self._splits, self._schedule, self._reporter = run.splits, run.schedule, run.reporter
+        self.progress = run.start
+        self._saver = Saver(
+            engine,
+            config,
+            tokenizer=run.tokenizer,
+            reporter=run.reporter,
+            store=ranks.store,
+            start=run.start,
+            lease=ranks.lease,
+        )
+        self._stops = StopConditions(config.training, engine, ranks.signals, ranks.lease)
+        self._write_text = text_writer(engine, config)
+        self._throughput = Throughput.of(
+            config.model,
+            run.tokenizer["vocab_size"],
+            devices=engine.topology.world_size,
+            device=engine.device,
+            dtype=config.precision.compute_dtype(engine.device.type),
+            peak=config.logging.device_peak_tflops,
+        )
         self._timing = Timing(config.timing, engine)
         self._profiler = StepProfiler(config.timing, engine.topology.rank, engine.device)
         self._interval = Interval(engine.device)

@@ -86,8 +86,8 @@ def _check_going_back(config: CheckpointConfig, start: Path) -> None:
 
 def restore(
     config: Config, engine: ZeroEngine, tokenizer: dict[str, Any], store: dist.Store, schedule: RunSchedule
-) -> tuple[Progress, list[str]]:
-    """Where the run starts, with lines that say so and name damaged checkpoints that it passed over.
+) -> Start:
+    """Where the run starts, with lines that say so and name damaged checkpoints that it skipped.
 
     `schedule` is that of a run which starts at iteration 0.
 
@@ -97,7 +97,7 @@ def restore(
     if settings.huggingface:
         load_weights(settings.huggingface, engine, config.model, tokenizer)
         line = f" loaded the weights of {settings.load}; starting at iteration 0"
-        return _named(Progress(), config, engine, store), [line]
+        return Start(_named(Progress(), config, engine, store), [line])
     passed_over: list[tuple[Path, str]] = []
     for path in _agreed_candidates(config, engine, store):
         problem, start = None, Start(Progress(), [])
@@ -114,7 +114,7 @@ def restore(
                 write_tracker(directory)
             warnings = [f" WARNING: {lost}: it is passed over"] if lost else []
             warnings += [f" WARNING: {path} is passed over: {problem}" for path, problem in passed_over]
-            return _named(start.progress, config, engine, store), [*warnings, *start.lines]
+            return Start(_named(start.progress, config, engine, store), [*warnings, *start.lines])
         passed_over.append((path, problems[0]))
     if passed_over:
         raise option_error(
@@ -122,7 +122,7 @@ def restore(
             settings.load,
             f"none of its checkpoints is whole: {passed_over[0][1]}; leave --load out to begin anew",
         )
-    return _named(Progress(), config, engine, store), [" starting from initial weights"]
+    return Start(_named(Progress(), config, engine, store), [" starting from initial weights"])
 
 
 def _named(progress: Progress, config: Config, engine: ZeroEngine, store: dist.Store) -> Progress:

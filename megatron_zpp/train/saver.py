@@ -30,13 +30,17 @@ class Saver:
         self,
         engine: ZeroEngine,
         config: Config,
+        *,
         tokenizer: dict[str, Any],
         reporter: Reporter,
         store: dist.Store,
         start: Progress,
         lease: Lease | None = None,
     ) -> None:
-        """`lease` is that of --save, which is checked before a checkpoint is begun and committed."""
+        """`tokenizer` describes the tokenizer. `start` is the progress from which this process trains.
+
+        `lease` is that of --save; it is checked before a checkpoint is begun and before it is committed.
+        """
         self._engine, self._tokenizer, self._reporter, self._store = engine, tokenizer, reporter, store
         self._settings, self._saved_config = config.checkpoint, config.to_json()
         self._options = SaveOptions(

@@ -1,6 +1,9 @@
-"""Why a run ends before its schedule does, found out by all ranks at the same step."""
+"""Why a run ends before its schedule does: all ranks find out at the same step. And how it then exits."""
 
+import os
+import sys
 import time
+from dataclasses import dataclass
 
 from megatron_zpp.config.run import TrainingConfig
 from megatron_zpp.distributed.vote import Vote
@@ -21,6 +24,27 @@ class Stop(Exception):
     def __init__(self, status: int, reason: str, *, saves: bool = True) -> None:
         super().__init__(reason)
         self.status, self.is_error, self.saves = status, status in (FAILED, NOT_FINITE), saves
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended: at which iteration, the reason if it ended early, and whether a sink was lost."""
+
+    iteration: int
+    stop: Stop | None
+    lost_sinks: bool
+
+    def leave(self, prog: str, rank: int) -> None:
+        """Exit with the status of the reason to stop; return if the run reached the end of its schedule."""
+        if self.stop and self.stop.is_error and rank == 0:
+            sys.stderr.write(f"{prog}: error: iteration {self.iteration}: {self.stop}\n")
+        status = self.stop.status if self.stop else 0
+        if self.lost_sinks:  # their exit handlers would fail again, or hang
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+        if status:
+            sys.exit(status)
 
 
 class StopConditions:
