@@ -66,7 +66,7 @@ def main() -> None:
 
 def _import(argv: list[str]) -> list[str]:
     groups = {"import": ImportConfig, "tokenizer": TokenizerConfig}
-    parsed = parse_all(groups, f"{PROG} import", ImportConfig.__doc__, argv)
+    parsed = parse_all(groups, f"{PROG} import", ImportConfig.__doc__ or "", argv)
     config, tokenizer = parsed["import"], parsed["tokenizer"]
     return import_checkpoint(
         NamedDirectory("HF_DIR", config.hf_dir, Path(config.hf_dir)),
@@ -77,7 +77,7 @@ def _import(argv: list[str]) -> list[str]:
 
 
 def _export(argv: list[str]) -> list[str]:
-    config = parse_options(ExportConfig, f"{PROG} export", ExportConfig.__doc__, argv)
+    config = parse_options(ExportConfig, f"{PROG} export", ExportConfig.__doc__ or "", argv)
     named = NamedDirectory("CHECKPOINT_DIR", config.checkpoint_dir, Path(config.checkpoint_dir))
     found = candidates(config.checkpoint_dir, config.ckpt_step, named.flag)
     if not found:

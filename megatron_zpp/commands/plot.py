@@ -2,8 +2,10 @@
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_options
@@ -51,7 +53,7 @@ def read_metrics(path: str) -> list[Record]:
     return records
 
 
-def curve(records: list[Record], name: str) -> Curve:
+def curve(records: Sequence[Mapping[str, Any]], name: str) -> Curve:
     """(iterations, values) of one number; where a resumed run repeats an iteration the later value counts."""
     points = {record["iteration"]: record[name] for record in records if record.get(name) is not None}
     return sorted(points), [points[iteration] for iteration in sorted(points)]

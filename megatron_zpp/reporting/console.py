@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
-from megatron_zpp.reporting.metrics import Record
+from megatron_zpp.reporting.metrics import Record, number
 
 
 def tell(prog: str, line: str) -> None:
@@ -65,7 +65,7 @@ class Console:
 
 def log_line(record: Record, iterations: int) -> str:
     """Megatron-LM's line, which scripts parse, with tokens/s, MFU and time left appended."""
-    left = (iterations - record["iteration"]) * record["elapsed_ms"] / 1000
+    left = (iterations - number(record, "iteration")) * number(record, "elapsed_ms") / 1000
     mfu = "n/a" if record["mfu"] is None else f"{100 * record['mfu']:.1f}%"
     parts = (
         f"iteration {record['iteration']:8d}/{iterations:8d}",

@@ -17,6 +17,13 @@ _LOSSES = 1024  # --log-interval is 100 if not given
 Record = dict[str, float | int | str | None]
 
 
+def number(record: Record, name: str) -> float:
+    """A value of a record that is always a number."""
+    value = record[name]
+    assert isinstance(value, int | float)
+    return value
+
+
 @dataclass(frozen=True)
 class Throughput:
     """Turns tokens a second into model FLOPs; `peak` is one device's in TFLOP/s, None when unknown."""
@@ -79,15 +86,14 @@ class Interval:
     iterations: int = 0
     samples: int = 0
     batch: int = 0  # samples of the newest step
-    loss_sum: Tensor | float = 0.0  # these stay on the device: reading them would wait for it
-    skipped: Tensor | float = 0.0
+    loss_sum: Tensor = field(init=False)  # these stay on the device: reading them would wait for it
+    skipped: Tensor = field(init=False)
     traffic: tuple[int, int] = (0, 0)  # bytes that this rank sent inside its node and between nodes
     watch: Stopwatch = field(default_factory=Stopwatch)
 
     def __post_init__(self) -> None:
-        self._losses = torch.zeros(
-            _LOSSES, device=self.device
-        )  # of each step: it doubles where that is short
+        self._losses = torch.zeros(_LOSSES, device=self.device)  # of each step; it doubles when it is full
+        self.loss_sum = self.skipped = torch.zeros((), device=self.device)
 
     def add(self, loss: Tensor, result: StepResult, samples: int, traffic: tuple[int, int]) -> None:
         """Takes note of one step; `loss` is this rank's mean over its micro-batches."""
@@ -109,7 +115,7 @@ class Interval:
     def restart(self) -> None:
         """Begins the next interval; the stopwatch was already lapped."""
         self.iterations = self.samples = self.batch = 0
-        self.loss_sum = self.skipped = 0.0
+        self.loss_sum = self.skipped = torch.zeros((), device=self.device)
         self.traffic = (0, 0)
 
 

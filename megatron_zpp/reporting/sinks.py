@@ -6,6 +6,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -173,9 +174,9 @@ def open_sinks(
     """The sinks that the flags ask for, of a run that goes on from `start`; called on one rank only."""
     sinks: dict[str, Callable[[], Sink]] = {}
     if logging.metrics_file:
-        sinks["--metrics-file"] = lambda: MetricsFile(logging.metrics_file)
+        sinks["--metrics-file"] = partial(MetricsFile, logging.metrics_file)
     if logging.tensorboard_dir:
-        sinks["TensorBoard"] = lambda: TensorBoard(logging.tensorboard_dir, start)
+        sinks["TensorBoard"] = partial(TensorBoard, logging.tensorboard_dir, start)
     if logging.wandb_project:
         sinks["W&B"] = lambda: WandB(logging, config, start)
     return [Beside(name, make, say) for name, make in sinks.items()]

@@ -107,7 +107,12 @@ def _batches(training: dict[str, Any], ranks: int) -> BatchSchedule | None:
     """The global batches of a run on so many ranks, told to one; None where the settings do not say."""
     size = training.get("global_batch_size") or (training.get("micro_batch_size") or 0) * ranks
     rampup = training.get("rampup_batch_size")
-    return BatchSchedule(1, size, 1, tuple(rampup) if rampup else None) if size else None
+    if not size:
+        return None
+    if not rampup:
+        return BatchSchedule(1, size, 1)
+    start, increment, samples = rampup
+    return BatchSchedule(1, size, 1, (start, increment, samples))
 
 
 def _size(batches: BatchSchedule) -> str:

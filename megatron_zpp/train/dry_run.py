@@ -59,6 +59,7 @@ def dry_run(inputs: RunInputs, topology: Topology, *, speaks: bool) -> None:
         check_cache(config.compilation)
     resolve_fused_backend(config.optimizer, config.zero, "cuda", compiles=compiles)
     dtype = config.precision.compute_dtype("cuda")
+    assert config.plan.plan_gpu is not None  # PlanConfig fills its default in with --dry-run
     gpu, rates = GPUS[config.plan.plan_gpu], machine(config.plan, dtype)
     config.precision.check_device("cuda", gpu.capability)
     if config.attention.attention_backend == "flash3":

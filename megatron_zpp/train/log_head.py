@@ -9,6 +9,7 @@ import torch
 from megatron_zpp.config.root import Config
 from megatron_zpp.data.open import Splits
 from megatron_zpp.model.flops import parameter_count
+from megatron_zpp.model.gpt import GPT
 from megatron_zpp.plan.advice import accumulation_advice
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.train.dry_run import job_of
@@ -30,6 +31,7 @@ def head_lines(config: Config, vocab_size: int, engine: ZeroEngine, splits: Spli
         f"{model.num_attention_heads} heads, sequence {model.seq_length}, vocabulary "
         f"{vocab_size} padded to {model.padded_vocab_size(vocab_size)}",
     ]
+    assert isinstance(engine.model, GPT)
     if attention := engine.model.parts.attention.describe():
         lines.append(f" attention: {attention}")
     for split in ("train", "valid", "test"):

@@ -129,6 +129,7 @@ class Trainer:
         self._saver.finish()
 
     def _batches(self) -> MicroBatches:
+        assert self._splits.train is not None  # every run trains
         return MicroBatches(
             self._splits.train,
             self._schedule.batches,
@@ -233,6 +234,7 @@ class Trainer:
         evaluation, batches = self._config.evaluation, self._schedule.batches
         count = evaluation.eval_iters * batches.global_batch_size
         if evaluation.full_validation:
+            assert samples.windows_per_epoch is not None  # Config refuses endless data with --full-validation
             count = samples.windows_per_epoch
 
         def before_round(number: int, rounds: int) -> None:

@@ -42,5 +42,6 @@ def open_data(
         ),
         evaluated=schedule.evaluated_samples(config.evaluation),
     )
+    assert splits.train is not None  # every run trains
     schedule.check_data(splits.train)
     return splits

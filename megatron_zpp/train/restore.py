@@ -74,6 +74,7 @@ def _check_going_back(config: CheckpointConfig, start: Path) -> None:
     """A run that went back in its own directory would, started again, go on from what it had left behind."""
     if not _goes_on_where_it_saves(config):
         return
+    assert config.load is not None  # it is equal to --save
     newest = candidates(config.load)[0]
     if newest != start:
         raise option_error(
@@ -108,6 +109,7 @@ def restore(
             problem = one_line(damage)
         problems = [problem for problem in exchange.all_gather("problem", problem) if problem]
         if not problems:
+            assert settings.load is not None  # it holds `path`
             directory = Path(settings.load)
             lost = None if settings.ckpt_step is not None else lost_newest(directory)
             if settings.load == settings.save and engine.topology.rank == 0:
@@ -198,7 +200,9 @@ def _ordered(
         before = ordered_samples(saved, ranks)
     if same_numbers and resumed.samples <= before:
         return replace(progress, ordered_samples=before), []
-    now = max(resumed.requested_samples(config.training, config.evaluation)["train"], resumed.samples)
+    requested = resumed.requested_samples(config.training, config.evaluation)["train"]
+    assert requested is not None  # training has a length
+    now = max(requested, resumed.samples)
     return replace(progress, ordered_samples=now), [order_change(before, now)] if same_numbers else []
 
 

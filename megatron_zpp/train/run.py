@@ -52,6 +52,7 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
     progress = loaded.progress
     if config.data.dataset_order == "megatron":
         splits, progress = _in_its_order(inputs, progress, lines)
+    assert splits.train is not None  # every run trains
     schedule = inputs.schedule.resumed(progress)
     resumed = resume_data(
         splits.train,
@@ -95,4 +96,5 @@ def _in_its_order(inputs: RunInputs, progress: Progress, lines: list[str]) -> tu
         lambda line: lines.append(f" {line}"),
         train_samples=progress.ordered_samples,
     )
+    assert reopened.train is not None  # every run trains
     return replace(inputs.splits, train=reopened.train), progress

@@ -35,7 +35,10 @@ class RunSchedule:
             data_parallel_size=ranks,
             rampup=training.rampup_batch_size,
         )
-        iterations = training.train_iters or batches.iterations(training.train_samples)
+        iterations = training.train_iters
+        if iterations is None:
+            assert training.train_samples is not None  # one of the two is set, as TrainingConfig checks
+            iterations = batches.iterations(training.train_samples)
         if iterations == 0:
             size = batches.global_batch_size_at(0)
             raise option_error(

@@ -60,7 +60,7 @@ class Saver:
     def due(self, progress: Progress) -> bool:
         """Whether --save-interval ends here."""
         interval = self._settings.save_interval
-        return bool(interval) and progress.iteration % interval == 0
+        return interval is not None and interval > 0 and progress.iteration % interval == 0
 
     def save(self, progress: Progress) -> None:
         """Saves `progress`, or begins to, unless --save is not given or it is saved already.
@@ -115,6 +115,7 @@ class Saver:
         """Writes one checkpoint from all ranks and says so; on any thread."""
         started = time.perf_counter()
         settings = self._settings
+        assert settings.save is not None
         directory = Path(settings.save)
         exchange = Exchange(self._store, self._engine.topology, self._timeout, f"save/{self._saves}")
         self._saves += 1
@@ -139,6 +140,7 @@ class Saver:
             self._failure = None
         except SaveFailed as failure:
             self._failure, self._newest = failure, None
+            assert self._settings.save is not None
             newest = next(iter(committed(Path(self._settings.save))), None)
             kept = "there is no checkpoint yet" if newest is None else f"iteration {newest} is the newest"
             self._reporter.warn(f"a checkpoint could not be saved: {failure}; {kept}; the training goes on")
