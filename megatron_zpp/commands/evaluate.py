@@ -32,7 +32,7 @@ PROG = "evaluate"
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(Options):
-    """evaluation: what is measured"""
+    """evaluation: task, data and batches"""
 
     task: Literal["perplexity", "lambada"] = option(
         "perplexity", "perplexity of all tokens; lambada: is the last word of each JSON line the likeliest?"
@@ -42,24 +42,24 @@ class EvaluateConfig(Options):
     )
     json_key: str = option("text", "JSON lines: the key of the text.")
     seq_length: int | None = option(
-        None, "Tokens that the model sees at once; default that of its training.", at_least=1
+        None, "Context length in tokens; default that of the training.", at_least=1
     )
     stride: int | None = option(
         None,
         "perplexity: tokens from one window to the next; default --seq-length, windows side by side.",
         at_least=1,
     )
-    micro_batch_size: int = option(4, "Windows or lines that are scored at once.", at_least=1)
+    micro_batch_size: int = option(4, "Windows or lines scored at once.", at_least=1)
     output: str | None = option(None, "Write the figures to this JSON file.")
     debug: bool = option(False, "Show tracebacks.")
 
     def check(self) -> None:
-        """A stride belongs to windows."""
+        """Refuse a stride without windows."""
         if self.stride is not None and self.task != "perplexity":
             raise option_error("--stride", self.stride, f"has no meaning with --task {self.task}")
 
     def width(self, model: GPT) -> int:
-        """Tokens seen at once. Raises ValueError where the model cannot see them, or a stride skips some."""
+        """Context length. Raises ValueError if the model is shorter or a stride would skip tokens."""
         config = model.config
         width = self.seq_length or config.seq_length
         if width > config.max_position_embeddings:
@@ -74,7 +74,9 @@ class EvaluateConfig(Options):
 
 
 GROUPS = {"model": CheckpointOptions, "device": DeviceOptions, "evaluation": EvaluateConfig}
-_PATIENCE = timedelta(days=7)  # of a rank that has scored its share; the heartbeat knows of a dead one
+_PATIENCE = timedelta(
+    days=7
+)  # for ranks that have scored their share to wait; the heartbeat detects dead ranks
 
 
 def main() -> None:
@@ -111,9 +113,9 @@ def build_task(config: EvaluateConfig, files: list[str], model: GPT, tokenizer: 
 def score_together(
     task: Task, model: GPT, batch_size: int, exchange: Exchange, activity: Activity
 ) -> list[Outcome]:
-    """What each passage came to, on every rank; each scores its share of the batches.
+    """The outcome of each passage, on every rank; each rank scores its share of the batches.
 
-    Batches do not depend on the number of ranks: neither do the roundings inside of them.
+    Batches, and so the roundings in them, do not depend on the number of ranks.
     """
     topology = exchange.topology
     starts = range(0, len(task.passages), batch_size)[topology.rank :: topology.world_size]
@@ -131,7 +133,7 @@ def score_together(
 
 
 def report(figures: dict[str, Any], config: EvaluateConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """One line a figure on stdout, and --output."""
+    """Write one line per figure to stdout, and all figures to --output."""
     said = {"task": config.task, "valid_data": list(config.valid_data), "device": device.type}
     said |= {"precision": str(dtype).removeprefix("torch."), **figures}
     for name, value in said.items():

@@ -108,7 +108,7 @@ class CheckpointLM(LM):
         sampling = Sampling(temperature, settings.pop("top_k", 0), settings.pop("top_p", 0.0))
         new_tokens = settings.pop("max_gen_toks", _NEW_TOKENS)
         if settings:
-            raise ValueError(f"{', '.join(settings)}: generation settings that are not here")
+            raise ValueError(f"{', '.join(settings)}: unsupported generation settings")
         # Where both do not fit the context gives way; where it could not, the window slides.
         room = self._positions - new_tokens if new_tokens < self._positions else self._positions
         written = continue_texts(

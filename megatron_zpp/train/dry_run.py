@@ -1,4 +1,4 @@
-"""--dry-run: says what a run would take, after all that can be checked before a device is taken."""
+"""--dry-run: prints a run's memory, traffic and time after the checks that need no device."""
 
 import sys
 
@@ -20,7 +20,7 @@ from megatron_zpp.zero.communication_plan import check_topology
 
 
 def planned(plan: PlanConfig, started: Topology) -> Topology:
-    """The ranks to check and plan for: those that were started, but for a dry run that says others."""
+    """The ranks to check and plan for: those started, unless a dry run names others."""
     if not plan.dry_run:
         return started
     local = plan.plan_gpus_per_node or started.local_world_size
@@ -28,7 +28,7 @@ def planned(plan: PlanConfig, started: Topology) -> Topology:
 
 
 def job_of(config: Config, vocab_size: int, schedule: RunSchedule, topology: Topology) -> Job:
-    """What is to be planned of a run."""
+    """The values that a plan of a run is made from."""
     batches = schedule.batches
     return Job(
         model=config.model,
@@ -72,7 +72,7 @@ def dry_run(inputs: RunInputs, topology: Topology, *, speaks: bool) -> None:
 
 
 def _not_planned(config: Config) -> list[str]:
-    """What the plan, which ends with what it rests on, does not know of this run."""
+    """Lines, to follow the plan's list of assumptions, on settings of this run that it ignores."""
     lines, backend = [], config.attention.attention_backend
     if TORCH_BACKENDS.get(backend) is SDPBackend.MATH:
         lines.append(

@@ -75,7 +75,7 @@ class Trainer:
         self._warm = False  # whether a step is done
 
     def run(self) -> Stop | None:
-        """Trains and evaluates to the end of the schedule, or until there is a reason to stop, and saves.
+        """Train, evaluate and save to the end of the schedule or until there is a reason to stop.
 
         Returns the reason; None at the end of the schedule.
         """
@@ -97,7 +97,7 @@ class Trainer:
         return None
 
     def _train(self) -> None:
-        """Takes the steps that are left. Raises Stop between two of them, or during an evaluation."""
+        """Take the remaining steps. Raises Stop between two of them or during an evaluation."""
         if self.progress.iteration == 0:
             self._evaluate("valid")
         with self._batches() as loader:
@@ -145,7 +145,7 @@ class Trainer:
         consumed, schedule = self.progress.consumed_samples, self._schedule.batches
         micro_batches = schedule.micro_batches_at(consumed)
         losses = torch.zeros((), device=self._engine.device)
-        self._engine.take_traffic()  # what an evaluation sent is not this step's
+        self._engine.take_traffic()  # discards the traffic of an evaluation
         where, sections = f"step {self.progress.iteration + 1}", self._engine.sections
         self._profiler.before_step(self.progress.iteration + 1)
         for index in range(micro_batches):
@@ -174,7 +174,7 @@ class Trainer:
         return result
 
     def _count_if_skipped(self) -> None:
-        """Counts the newest step if it was skipped: before a rate or a checkpoint depends on the count."""
+        """Count the newest step if it was skipped; call it before a rate or a checkpoint uses the count."""
         if not self._skip_flag.read():
             return
         self.progress = replace(
@@ -184,17 +184,17 @@ class Trainer:
         )
 
     def _end_profile(self) -> None:
-        """Writing a trace takes seconds, for which the other ranks wait."""
+        """Write the trace if it ends here; other ranks wait the seconds that this takes."""
         if self._profiler.ends_after(self.progress.iteration):
             self._activity.now("writes a trace", patient=True)
             self._reporter.say(self._profiler.end())
 
     def _mark(self, text: str) -> None:
-        """Up to the end of the first step kernels are built and buffers taken: that may take its time."""
+        """Mark the activity; the first step is patient because it builds kernels and allocates buffers."""
         self._activity.now(text, patient=not self._warm)
 
     def _log(self, result: StepResult) -> None:
-        """Reports the interval that ends here; every rank takes part in the mean of the loss."""
+        """Log the interval that ends here; every rank must call it, for the mean of the loss."""
         interval, progress = self._interval, self.progress
         loss = self._engine.mean_over_ranks(interval.loss_sum / interval.iterations).item()
         nans = self._engine.sum_over_ranks(interval.not_finite) > 0  # on any rank, in each iteration
@@ -238,7 +238,9 @@ class Trainer:
             count = samples.windows_per_epoch
 
         def before_round(number: int, rounds: int) -> None:
-            builds = number == 0 and not self._evaluated  # kernels without gradients, which no step needs
+            builds = (
+                number == 0 and not self._evaluated
+            )  # builds kernels without gradients, which no step uses
             where = f"evaluation of {split} at iteration {iteration}, round {number + 1} of {rounds}"
             self._activity.now(where, patient=builds or not self._warm)
             self._stops.between_rounds()
@@ -258,6 +260,6 @@ class Trainer:
 
 
 def seed_dropout(seed: int, first_sample: int) -> None:
-    """Makes dropout a function of the seed and the samples of a micro-batch, for any world size or resume."""
+    """Seed dropout from `seed` and a micro-batch's first sample, for any world size or resume."""
     digest = hashlib.blake2b(f"dropout/{seed}/{first_sample}".encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)
