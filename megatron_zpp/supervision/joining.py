@@ -55,7 +55,6 @@ def join(
     activity.now("preflight, joining the process group", limit=limit)
     with process_group(config, topology, device, rendezvous):
         lines = preflight(
-            topology,
             rendezvous.addresses,
             device,
             exchange,

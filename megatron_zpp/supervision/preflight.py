@@ -19,7 +19,6 @@ _SUMMANDS = 1000
 
 
 def preflight(
-    topology: Topology,
     addresses: Sequence[RankAddress],
     device: torch.device,
     exchange: Exchange,
@@ -28,12 +27,13 @@ def preflight(
     limit: float,
     sockets: str = "",
 ) -> list[str]:
-    """Lines for the log: how fast the links are, and warnings of what is slow. Every rank must call it.
+    """Log lines on the rates of links, with warnings on slow ones; every rank must call it.
 
     `sockets` describes the choice for NCCL's TCP connections; it is shown with the rate between nodes. No
     part may take longer than `limit` seconds. Raises ValueError on every rank if data arrive changed, with
     the ranks and hosts concerned.
     """
+    topology = exchange.topology
     if topology.world_size == 1:
         return []
     started = time.perf_counter()
