@@ -200,12 +200,26 @@ def measure(
     path = options.directory / f"raw_{topology.rank}"
     options.directory.mkdir(parents=True, exist_ok=True)
 
-    waiting = Saver(engine, config, TOKENIZER, Listener(), dist.PrefixStore("waiting", store), Progress())
+    waiting = Saver(
+        engine,
+        config,
+        tokenizer=TOKENIZER,
+        reporter=Listener(),
+        store=dist.PrefixStore("waiting", store),
+        start=Progress(),
+    )
     syncs, rates = time_saves(training, waiting, path, shard_bytes, options.saves)
     sync, step = engine.mean_over_ranks(torch.tensor([median(syncs), plain], device=device)).tolist()
     steps = 2 + math.ceil(2 * sync / step)  # of training, until a save behind it is done; on all ranks alike
     settings = config_of(options, "--async-save")
-    behind = Saver(engine, settings, TOKENIZER, Listener(), dist.PrefixStore("behind", store), Progress())
+    behind = Saver(
+        engine,
+        settings,
+        tokenizer=TOKENIZER,
+        reporter=Listener(),
+        store=dist.PrefixStore("behind", store),
+        start=Progress(),
+    )
     stalls, beside = time_stalls(training, behind, steps, options.saves)
     load = median(time_loads(engine, next(iter(committed(options.directory).values())), options.saves))
     written, read = (median(rate[side] for rate in rates) for side in (0, 1))

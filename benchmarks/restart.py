@@ -54,7 +54,7 @@ def seconds_to_the_next_step(processes: int) -> float:
         victims = [pid for pid in map(int, ranks.stdout.split()) if pid != run.pid]
         started = time.perf_counter()
         os.kill(victims[-1], signal.SIGKILL)
-        wait_for(r"loaded .*going on at iteration", run.stdout)
+        wait_for(r"loaded .*resuming at iteration", run.stdout)
         wait_for(r"iteration +\d+/", run.stdout)
         seconds = time.perf_counter() - started
         run.send_signal(signal.SIGTERM)

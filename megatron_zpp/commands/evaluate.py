@@ -5,7 +5,6 @@ share of the batches, and the figures are the same.
 """
 
 import json
-import os
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,20 +16,15 @@ import torch
 from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_all
 from megatron_zpp.config.run import DistributedConfig
 from megatron_zpp.distributed.exchange import Exchange
-from megatron_zpp.distributed.open_files import raise_limit
 from megatron_zpp.distributed.process_group import select_device
-from megatron_zpp.distributed.slurm import launcher_variables
-from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.generate.loading import CheckpointOptions, DeviceOptions, load_for
 from megatron_zpp.generate.scoring import score_passages
 from megatron_zpp.generate.tasks import Outcome, Task, find_texts, lambada_task, outcome_of, perplexity_task
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.files import check_replaceable, write_text
 from megatron_zpp.supervision.activity import Activity
-from megatron_zpp.supervision.errors import one_line_errors, said_by_each, said_once
 from megatron_zpp.supervision.heartbeat import heartbeat
-from megatron_zpp.supervision.joining import connect_ranks
-from megatron_zpp.supervision.once_per_node import OncePerNode
+from megatron_zpp.supervision.process import Process
 from megatron_zpp.tokenizer.base import Tokenizer
 
 PROG = "evaluate"
@@ -38,7 +32,7 @@ PROG = "evaluate"
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(Options):
-    """evaluation: what is measured"""
+    """evaluation: task, data and batches"""
 
     task: Literal["perplexity", "lambada"] = option(
         "perplexity", "perplexity of all tokens; lambada: is the last word of each JSON line the likeliest?"
@@ -48,24 +42,24 @@ class EvaluateConfig(Options):
     )
     json_key: str = option("text", "JSON lines: the key of the text.")
     seq_length: int | None = option(
-        None, "Tokens that the model sees at once; default that of its training.", at_least=1
+        None, "Context length in tokens; default that of the training.", at_least=1
     )
     stride: int | None = option(
         None,
         "perplexity: tokens from one window to the next; default --seq-length, windows side by side.",
         at_least=1,
     )
-    micro_batch_size: int = option(4, "Windows or lines that are scored at once.", at_least=1)
+    micro_batch_size: int = option(4, "Windows or lines scored at once.", at_least=1)
     output: str | None = option(None, "Write the figures to this JSON file.")
     debug: bool = option(False, "Show tracebacks.")
 
     def check(self) -> None:
-        """A stride belongs to windows."""
+        """Refuse a stride without windows."""
         if self.stride is not None and self.task != "perplexity":
             raise option_error("--stride", self.stride, f"has no meaning with --task {self.task}")
 
     def width(self, model: GPT) -> int:
-        """Tokens seen at once. Raises ValueError where the model cannot see them, or a stride skips some."""
+        """Context length. Raises ValueError if the model is shorter or a stride would skip tokens."""
         config = model.config
         width = self.seq_length or config.seq_length
         if width > config.max_position_embeddings:
@@ -80,17 +74,16 @@ class EvaluateConfig(Options):
 
 
 GROUPS = {"model": CheckpointOptions, "device": DeviceOptions, "evaluation": EvaluateConfig}
-_PATIENCE = timedelta(days=7)  # of a rank that has scored its share; the heartbeat knows of a dead one
+_PATIENCE = timedelta(
+    days=7
+)  # for ranks that have scored their share to wait; the heartbeat detects dead ranks
 
 
 def main() -> None:
-    """Meets the other ranks, scores its share, and rank 0 prints what all found."""
-    debug = "--debug" in sys.argv
-    raise_limit()
-    with one_line_errors(PROG, Topology(), debug=debug, say=said_by_each):
-        topology = Topology.from_environment(os.environ)
-        per_node = OncePerNode.of(topology, launcher_variables(os.environ))
-    with one_line_errors(PROG, Topology(), debug=debug, say=per_node.say):
+    """Connect the ranks and score this rank's share; rank 0 prints the figures of all."""
+    process = Process.start(PROG)
+    topology = process.topology
+    with process.local_errors():
         options = parse_all(GROUPS, PROG, __doc__, sys.argv[1:])
         config: EvaluateConfig = options["evaluation"]
         if config.output:
@@ -98,10 +91,8 @@ def main() -> None:
         files = find_texts(config.valid_data)
         distributed = DistributedConfig()
         device = select_device(options["device"].device, topology)
-    with one_line_errors(PROG, topology, debug=debug, say=per_node.about("meeting")):
-        store = connect_ranks(distributed, topology, PROG).store
-    told = one_line_errors(PROG, topology, debug=debug, say=said_once(store, topology, per_node))
-    with told, heartbeat(store, topology, distributed.heartbeat_timeout, PROG) as activity:
+    store, timeout = process.connect(distributed).store, distributed.heartbeat_timeout
+    with process.shared_errors(store), heartbeat(store, topology, timeout, PROG) as activity:
         activity.now("loading", patient=True)
         model, tokenizer = load_for(options["model"], device)
         task = build_task(config, files, model, tokenizer)
@@ -122,9 +113,9 @@ def build_task(config: EvaluateConfig, files: list[str], model: GPT, tokenizer: 
 def score_together(
     task: Task, model: GPT, batch_size: int, exchange: Exchange, activity: Activity
 ) -> list[Outcome]:
-    """What each passage came to, on every rank; each scores its share of the batches.
+    """The outcome of each passage, on every rank; each rank scores its share of the batches.
 
-    Batches do not depend on the number of ranks: neither do the roundings inside of them.
+    Batches, and so the roundings in them, do not depend on the number of ranks.
     """
     topology = exchange.topology
     starts = range(0, len(task.passages), batch_size)[topology.rank :: topology.world_size]
@@ -142,7 +133,7 @@ def score_together(
 
 
 def report(figures: dict[str, Any], config: EvaluateConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """One line a figure on stdout, and --output."""
+    """Write one line per figure to stdout, and all figures to --output."""
     said = {"task": config.task, "valid_data": list(config.valid_data), "device": device.type}
     said |= {"precision": str(dtype).removeprefix("torch."), **figures}
     for name, value in said.items():

@@ -1,6 +1,6 @@
 """EleutherAI's lm-evaluation-harness on a checkpoint: `python -m megatron_zpp.commands.harness run …`.
 
-All arguments go to lm_eval's own command line; there `--model megatron_zpp --model_args load=DIR` is it.
+All arguments go to lm_eval's command line; `--model megatron_zpp --model_args load=DIR` selects a checkpoint.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from megatron_zpp.generate.draw import Sampling
 from megatron_zpp.generate.loading import CheckpointOptions, load_for
 from megatron_zpp.generate.scoring import Passage, score_passages
 
-_NEW_TOKENS = 256  # where a task does not say how many, as the harness's own models have it
+_NEW_TOKENS = 256  # default of tasks that set no number, as in the harness's own models
 
 
 @register_model("megatron_zpp")
 class CheckpointLM(LM):
-    """The harness's three questions, put to a checkpoint."""
+    """Answers the harness's three kinds of requests with a checkpoint."""
 
     def __init__(
         self,
@@ -35,13 +35,15 @@ class CheckpointLM(LM):
         max_batch_size: int | None = None,
         precision: str | None = None,
     ) -> None:
-        """`load` and `ckpt_step` as evaluate has them; `device` and `batch_size` are what lm_eval passes on.
+        """`load` and `ckpt_step` are as in evaluate; lm_eval passes on `device` and `batch_size`.
 
         `precision` is bf16, fp16 or fp32.
         """
         super().__init__()
         if max_batch_size is not None:
-            raise ValueError(f"max_batch_size {max_batch_size}: is for --batch_size auto, which is not here")
+            raise ValueError(
+                f"max_batch_size {max_batch_size}: is for --batch_size auto, which is not supported"
+            )
         if precision not in (None, "bf16", "fp16", "fp32"):
             raise ValueError(f"precision {precision}: must be bf16, fp16 or fp32")
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
@@ -56,20 +58,20 @@ class CheckpointLM(LM):
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         return self._place
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Of each continuation after its context, and whether greedy decoding would write it.
+        """Log-likelihood of each continuation after its context, and whether greedy decoding gives it.
 
-        An empty context is an end of document; of one that is too long the last tokens are seen.
+        An empty context is an end of document; a context that is too long is cut to its last tokens.
         """
         passages = [self._passage(*instance.args) for instance in requests]
         scores = score_passages(self._model, passages, self._batch_size)
         return [(sum(score.log_probabilities), score.greedy) for score in scores]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts, every token once, in the harness's windows, the first after an end of document."""
+        """Log-likelihood of whole texts: each token once, in windows that begin after an end of document."""
         found = []
         for instance in requests:
             windows = get_rolling_token_windows(
@@ -84,11 +86,11 @@ class CheckpointLM(LM):
         return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What the model writes after each context until one of the task's strings."""
+        """The model's continuation of each context up to one of the task's stop strings."""
         return [self._continue(*instance.args) for instance in requests]
 
     def _passage(self, context: str, continuation: str) -> Passage:
-        """Spaces at the end of a context belong to the continuation: tokens begin with them."""
+        """The tokens to score. Trailing spaces of a context join the continuation: tokens begin with them."""
         kept = context.rstrip()
         before = self._tokenizer.encode(kept) if kept else [self._tokenizer.eod]
         whole = self._tokenizer.encode(context + continuation)
@@ -108,8 +110,8 @@ class CheckpointLM(LM):
         sampling = Sampling(temperature, settings.pop("top_k", 0), settings.pop("top_p", 0.0))
         new_tokens = settings.pop("max_gen_toks", _NEW_TOKENS)
         if settings:
-            raise ValueError(f"{', '.join(settings)}: generation settings that are not here")
-        # Where both do not fit the context gives way; where it could not, the window slides.
+            raise ValueError(f"{', '.join(settings)}: unsupported generation settings")
+        # If both do not fit, the context is cut; if that is not possible, the window slides.
         room = self._positions - new_tokens if new_tokens < self._positions else self._positions
         written = continue_texts(
             self._model,

@@ -23,7 +23,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class ImportConfig(Options):
-    """import: a directory of Hugging Face's to a checkpoint"""
+    """import: a Hugging Face directory to a checkpoint"""
 
     hf_dir: str = option(REQUIRED, "Holds config.json and safetensors.", positional=True, metavar="HF_DIR")
     checkpoint_dir: str = option(REQUIRED, "To be made.", positional=True, metavar="CHECKPOINT_DIR")
@@ -37,26 +37,26 @@ class ImportConfig(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig(Options):
-    """export: a checkpoint to a directory of Hugging Face's"""
+    """export: a checkpoint to a Hugging Face directory"""
 
     checkpoint_dir: str = option(
-        REQUIRED, "What pretrain_gpt.py --save wrote to.", positional=True, metavar="CHECKPOINT_DIR"
+        REQUIRED, "The directory of pretrain_gpt.py --save.", positional=True, metavar="CHECKPOINT_DIR"
     )
     hf_dir: str = option(REQUIRED, "To be made.", positional=True, metavar="HF_DIR")
     ckpt_step: int | None = option(None, "This iteration instead of the latest.", at_least=0)
-    max_file_gib: float = option(4, "Weights in one file.", above=0)
+    max_file_gib: float = option(4, "Maximum size of one file of weights, in GiB.", above=0)
     tokenizer: bool = option(True, "Leave the tokenizer out.")
 
 
 def main() -> None:
-    """Imports or exports, as the first argument says."""
+    """Import or export, according to the first argument."""
     action, *argv = sys.argv[1:] or [""]
     if action == "import":
         lines = _import(argv)
     elif action == "export":
         lines = _export(argv)
     elif action in ("-h", "--help"):
-        lines = [__doc__.strip(), "", "--help behind import or export lists its flags"]
+        lines = [__doc__.strip(), "", "--help after import or export lists its flags"]
     else:
         raise UsageError(
             f"{action or 'no action'}: must be import HF_DIR CHECKPOINT_DIR or export CHECKPOINT_DIR HF_DIR"
@@ -66,7 +66,7 @@ def main() -> None:
 
 def _import(argv: list[str]) -> list[str]:
     groups = {"import": ImportConfig, "tokenizer": TokenizerConfig}
-    parsed = parse_all(groups, f"{PROG} import", ImportConfig.__doc__, argv)
+    parsed = parse_all(groups, f"{PROG} import", ImportConfig.__doc__ or "", argv)
     config, tokenizer = parsed["import"], parsed["tokenizer"]
     return import_checkpoint(
         NamedDirectory("HF_DIR", config.hf_dir, Path(config.hf_dir)),
@@ -77,7 +77,7 @@ def _import(argv: list[str]) -> list[str]:
 
 
 def _export(argv: list[str]) -> list[str]:
-    config = parse_options(ExportConfig, f"{PROG} export", ExportConfig.__doc__, argv)
+    config = parse_options(ExportConfig, f"{PROG} export", ExportConfig.__doc__ or "", argv)
     named = NamedDirectory("CHECKPOINT_DIR", config.checkpoint_dir, Path(config.checkpoint_dir))
     found = candidates(config.checkpoint_dir, config.ckpt_step, named.flag)
     if not found:

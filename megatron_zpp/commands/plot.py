@@ -2,8 +2,10 @@
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_options
@@ -11,15 +13,15 @@ from megatron_zpp.reporting.metrics import Record
 from megatron_zpp.storage.regular import open_stream
 
 PROG = "plot"
-LINE_LIMIT = 1 << 20  # bytes; a record is some dozens of numbers
+LINE_LIMIT = 1 << 20  # bytes; a record has a few dozen numbers
 Curve = tuple[list[int], list[float]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlotConfig(Options):
-    """plot: metrics files to a picture"""
+    """plot: loss curves from metrics files"""
 
-    runs: tuple[str, ...] = option(REQUIRED, "Metrics files, one a run.", positional=True)
+    runs: tuple[str, ...] = option(REQUIRED, "Metrics files, one per run.", positional=True)
     output: str = option("loss.png", "Picture to write.")
 
     def check(self) -> None:
@@ -36,7 +38,7 @@ def main() -> None:
 
 
 def read_metrics(path: str) -> list[Record]:
-    """The records of a metrics file. Raises ValueError, with the line, where it is not one."""
+    """The records of a metrics file. Raises ValueError, with the line number, if a line is not a record."""
     records = []
     with open_stream(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(LINE_LIMIT), b""), 1):
@@ -51,14 +53,14 @@ def read_metrics(path: str) -> list[Record]:
     return records
 
 
-def curve(records: list[Record], name: str) -> Curve:
-    """(iterations, values) of one number; where a resumed run repeats an iteration the later value counts."""
+def curve(records: Sequence[Mapping[str, Any]], name: str) -> Curve:
+    """(iterations, values) of one number; if a resumed run repeats an iteration, the later value counts."""
     points = {record["iteration"]: record[name] for record in records if record.get(name) is not None}
     return sorted(points), [points[iteration] for iteration in sorted(points)]
 
 
 def draw(runs: dict[str, list[Record]], output: str) -> None:
-    """Training loss as lines and validation loss as dots, one colour a run."""
+    """Training loss as lines and validation loss as dots, one colour per run."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -72,7 +74,7 @@ def draw(runs: dict[str, list[Record]], output: str) -> None:
         axes.plot(iterations, losses, "o-", color=colour, label=f"{name}: validation")
         if losses:
             axes.annotate(f"{losses[-1]:.3f}", (iterations[-1], losses[-1]), xytext=(4, 8), **_ABOVE)
-    axes.set(xlabel="iteration", ylabel="cross-entropy (nats a token)", title="Loss")
+    axes.set(xlabel="iteration", ylabel="cross-entropy (nats per token)", title="Loss")
     axes.grid(alpha=0.3)
     axes.legend()
     Path(output).parent.mkdir(parents=True, exist_ok=True)

@@ -16,13 +16,13 @@ PROG = "sample"
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig(Options):
-    """sample: what is written, and how"""
+    """sample: prompts and sampling"""
 
-    prompt: tuple[str, ...] = option(("",), "Texts to go on from; an empty one begins a document.")
+    prompt: tuple[str, ...] = option(("",), "Texts to continue; an empty text begins a document.")
     num_samples: int = option(1, "Texts to draw from each prompt.", at_least=1)
     max_new_tokens: int = option(128, "Tokens of each text, unless it ends first.", at_least=1)
     temperature: float = option(0.8, "Below 1 sharpens the distribution; 0 takes the likeliest.", at_least=0)
-    top_k: int = option(50, "Draw among so many likeliest tokens; 0 among all.", at_least=0)
+    top_k: int = option(50, "Draw from this many most likely tokens; 0: from all.", at_least=0)
     top_p: float = option(
         0.0,
         "Draw among the likeliest tokens (of --top-k) that make up this share of probability; 0: all.",
@@ -30,14 +30,14 @@ class SampleConfig(Options):
         at_most=1,
     )
     seed: int = option(
-        1234, "Same seed and prompt, same text, whatever is drawn beside it.", at_least=0, below=2**63
+        1234, "The same seed and prompt give the same text, whatever else is drawn.", at_least=0, below=2**63
     )
     stop: tuple[str, ...] = option((), "A text ends before any of these; the end of a document ends it too.")
-    batch_size: int = option(16, "Texts that are written at once.", at_least=1)
+    batch_size: int = option(16, "Texts generated at once.", at_least=1)
 
 
 def main() -> None:
-    """Draws what the command line asks for."""
+    """Generate the texts that the command line asks for."""
     groups = {"model": CheckpointOptions, "device": DeviceOptions, "sample": SampleConfig}
     options = parse_all(groups, PROG, __doc__, sys.argv[1:])
     config: SampleConfig = options["sample"]

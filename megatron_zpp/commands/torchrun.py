@@ -1,7 +1,8 @@
 """One node's torchrun in a SLURM step: `python -m megatron_zpp.commands.torchrun --nproc-per-node N FILE …`.
 
-It is torchrun but for three things. SLURM says how many nodes there are and where they meet; USR1 and TERM go
-to the ranks, and torchrun waits for these; the exit status is theirs, by which a job knows whether to go on.
+It differs from torchrun in three ways. SLURM provides the number of nodes and the rendezvous address. USR1
+and TERM are sent to the ranks, and torchrun waits for them. The exit status is that of the ranks, so that a
+job knows whether to resume.
 """
 
 import os
@@ -24,12 +25,12 @@ _SAID_BY_ALL = (STOPPED, NOT_FINITE, _USAGE)  # statuses with which ranks end to
 
 
 def main() -> None:
-    """Runs the ranks of this node; leaves with 0, or with the status of the rank that failed first."""
+    """Run the ranks of this node; exit with 0 or with the status of the rank that failed first."""
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda number, _: pass_on(number))
-    # At TERM torchrun would end ranks that are saving, and not tell how they ended.
+    # On TERM, torchrun would end ranks that are saving, without returning their status.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"
-    # Ranks then meet at a store of rank 0's own, which does not end with a torchrun that ends first.
+    # Ranks then use a store of rank 0, which outlives a torchrun that ends early.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     try:
         run(parse_args([*where(os.environ), *sys.argv[1:]]))
@@ -41,14 +42,14 @@ def main() -> None:
 
 
 def where(environment: Mapping[str, str]) -> list[str]:
-    """torchrun's flags for this node of a SLURM step. Raises ValueError when a variable of it is missing."""
+    """torchrun's flags for this node of a SLURM step. Raises ValueError if a variable is missing."""
     for name in ("SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURMD_NODENAME"):
         if not environment.get(name):
             raise ValueError(f"{name} (not set): start it with srun; on one machine torchrun serves")
     place = rendezvous_endpoint(environment)
     flags = {
         "nnodes": environment["SLURM_STEP_NUM_NODES"],
-        "max-restarts": "0",  # which restarts after any status; the job knows better, and has other nodes
+        "max-restarts": "0",  # torchrun restarts after any status; the job decides by status
         "local-addr": environment["SLURMD_NODENAME"],
         "rdzv-backend": "c10d",
         "rdzv-endpoint": f"{place['MASTER_ADDR']}:{place['MASTER_PORT']}",
@@ -59,7 +60,7 @@ def where(environment: Mapping[str, str]) -> list[str]:
 
 
 def pass_on(number: int) -> None:
-    """Sends a signal to the ranks; before they are started it ends this process: there is nothing to save."""
+    """Send a signal to the ranks; before they start, end this process: there is nothing to save."""
     ranks = children(os.getpid())
     if not ranks:
         sys.exit(128 + number)
@@ -69,7 +70,7 @@ def pass_on(number: int) -> None:
 
 
 def children(parent: int) -> list[int]:
-    """The processes that `parent` has started and that have not ended."""
+    """The child processes of `parent` that have not ended."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -87,7 +88,7 @@ def by_time(error: ChildFailedError) -> list:
 
 
 def status_of(codes: Sequence[int]) -> int:
-    """One status for a node: torchrun ends what is left when a rank has left, so a signal says least."""
+    """One status for a node. Signals come last: torchrun ends the remaining ranks when one exits."""
     for status in _SAID_BY_ALL:
         if status in codes:
             return status

@@ -1,4 +1,4 @@
-"""Everything a run prints: its head, Megatron's log line, and on a terminal a progress bar."""
+"""All that a run prints: its head, Megatron's log line and, on a terminal, a progress bar."""
 
 import datetime
 import math
@@ -7,23 +7,23 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
-from megatron_zpp.reporting.metrics import Record
+from megatron_zpp.reporting.metrics import Record, number
 
 
 def tell(prog: str, line: str) -> None:
-    """A line on stderr about what takes its time before the log begins."""
+    """Write a line to stderr about slow work before the log begins."""
     print(f"{prog}: {line}", file=sys.stderr, flush=True)
 
 
 def warn(prog: str, rank: int, notes: Sequence[str]) -> None:
-    """A line on stderr for each note on the command line, by one rank for all."""
+    """Write each note on the command line to stderr; only rank 0 does."""
     if rank == 0:
         for note in notes:
             print(f"{prog}: warning: {note}", file=sys.stderr, flush=True)
 
 
 class Console:
-    """Prints for one rank. On a terminal a bar shows rate and time left below the lines."""
+    """Prints for one rank. On a terminal, a bar below the lines shows rate and time left."""
 
     def __init__(self, iterations: int, done: int) -> None:
         self._iterations = iterations
@@ -65,7 +65,7 @@ class Console:
 
 def log_line(record: Record, iterations: int) -> str:
     """Megatron-LM's line, which scripts parse, with tokens/s, MFU and time left appended."""
-    left = (iterations - record["iteration"]) * record["elapsed_ms"] / 1000
+    left = (iterations - number(record, "iteration")) * number(record, "elapsed_ms") / 1000
     mfu = "n/a" if record["mfu"] is None else f"{100 * record['mfu']:.1f}%"
     parts = (
         f"iteration {record['iteration']:8d}/{iterations:8d}",

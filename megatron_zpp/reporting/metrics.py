@@ -1,4 +1,4 @@
-"""What a logged step says about the run: measured here, shown by the sinks."""
+"""The numbers of a logged step: measured here, written by the console and the sinks."""
 
 import math
 import resource
@@ -17,9 +17,16 @@ _LOSSES = 1024  # --log-interval is 100 if not given
 Record = dict[str, float | int | str | None]
 
 
+def number(record: Record, name: str) -> float:
+    """A value of a record that is always a number."""
+    value = record[name]
+    assert isinstance(value, int | float)
+    return value
+
+
 @dataclass(frozen=True)
 class Throughput:
-    """Turns tokens a second into model FLOPs; `peak` is one device's in TFLOP/s, None when unknown."""
+    """Converts tokens/s to model FLOP/s; `peak` is the peak of one device in TFLOP/s, None if unknown."""
 
     flops_per_token: float
     devices: int
@@ -36,7 +43,7 @@ class Throughput:
         dtype: str,
         peak: float | None,
     ) -> "Throughput":
-        """The peak is the one given, else the data sheet's for a known GPU."""
+        """Uses `peak` if given, else the data sheet's value for a known GPU."""
         if peak is None and device.type == "cuda":
             peak = peak_tflops(torch.cuda.get_device_name(device), dtype)
         return cls(flops_per_token(model, vocab_size), devices, peak)
@@ -50,13 +57,13 @@ class Throughput:
 
 
 class Stopwatch:
-    """Seconds spent training, without those between `pause` and `resume`."""
+    """Measures seconds of training, without the time between `pause` and `resume`."""
 
     def __init__(self) -> None:
         self._total, self._started = 0.0, time.perf_counter()
 
     def pause(self) -> None:
-        """Stops counting, for an evaluation or a save."""
+        """Stop counting, for an evaluation or a save."""
         self._total += time.perf_counter() - self._started
 
     def resume(self) -> None:
@@ -73,24 +80,23 @@ class Stopwatch:
 
 @dataclass
 class Interval:
-    """What happened since the last log line."""
+    """Sums over the steps since the last log line."""
 
     device: torch.device
     iterations: int = 0
     samples: int = 0
     batch: int = 0  # samples of the newest step
-    loss_sum: Tensor | float = 0.0  # these stay on the device: reading them would wait for it
-    skipped: Tensor | float = 0.0
+    loss_sum: Tensor = field(init=False)  # these stay on the device: reading them would wait for it
+    skipped: Tensor = field(init=False)
     traffic: tuple[int, int] = (0, 0)  # bytes that this rank sent inside its node and between nodes
     watch: Stopwatch = field(default_factory=Stopwatch)
 
     def __post_init__(self) -> None:
-        self._losses = torch.zeros(
-            _LOSSES, device=self.device
-        )  # of each step: it doubles where that is short
+        self._losses = torch.zeros(_LOSSES, device=self.device)  # of each step; it doubles when it is full
+        self.loss_sum = self.skipped = torch.zeros((), device=self.device)
 
     def add(self, loss: Tensor, result: StepResult, samples: int, traffic: tuple[int, int]) -> None:
-        """Takes note of one step; `loss` is this rank's mean over its micro-batches."""
+        """Add one step; `loss` is this rank's mean over its micro-batches."""
         self.iterations += 1
         self.samples += samples
         self.batch = samples
@@ -107,14 +113,14 @@ class Interval:
         return 1.0 - torch.isfinite(self._losses[: self.iterations]).float()
 
     def restart(self) -> None:
-        """Begins the next interval; the stopwatch was already lapped."""
+        """Begin the next interval; the caller has lapped the stopwatch."""
         self.iterations = self.samples = self.batch = 0
-        self.loss_sum = self.skipped = 0.0
+        self.loss_sum = self.skipped = torch.zeros((), device=self.device)
         self.traffic = (0, 0)
 
 
 def memory_record(device: torch.device) -> Record:
-    """Bytes that this process holds now and held at most: tensors on a GPU, resident memory on a CPU."""
+    """Current and peak bytes of this process: tensors on a GPU, resident memory on a CPU."""
     if device.type == "cuda":
         allocated, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
     else:
@@ -125,7 +131,7 @@ def memory_record(device: torch.device) -> Record:
 
 
 def evaluation_record(iteration: int, split: str, loss: float) -> Record:
-    """What the sinks keep of an evaluation; perplexity as Megatron-LM caps it."""
+    """The record of an evaluation; perplexity is capped as in Megatron-LM."""
     return {
         "iteration": iteration,
         f"{split}_loss": loss,

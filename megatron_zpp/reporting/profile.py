@@ -1,4 +1,4 @@
-"""Traces of some steps, by torch's profiler."""
+"""Traces steps with torch's profiler."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from megatron_zpp.config.timing import TimingConfig
 
 
 class StepProfiler:
-    """Records the steps that --profile asks for, on the ranks that it asks for, one file a rank."""
+    """Records the steps that --profile asks for, on the ranks of --profile-ranks, one file per rank."""
 
     def __init__(self, config: TimingConfig, rank: int, device: torch.device) -> None:
         self._config, self._rank = config, rank
@@ -20,17 +20,17 @@ class StepProfiler:
         self._running: profile | None = None
 
     def before_step(self, step: int) -> None:
-        """Begins with --profile-step-start; `step` counts from 1."""
+        """Start the trace at --profile-step-start; `step` counts from 1."""
         if self._wanted and step == self._config.profile_step_start:
             self._running = profile(activities=self._activities)
             self._running.start()
 
     def ends_after(self, step: int) -> bool:
-        """Whether `step` is the last one of the trace, on every rank alike."""
+        """Whether `step` is the last step of the trace; equal on all ranks."""
         return self._config.profile and step + 1 == self._config.profile_step_end
 
     def end(self) -> str:
-        """Writes this rank's trace, if it has one; the line that says where they are."""
+        """Write this rank's trace, if it has one, and return the line that says where the traces are."""
         directory = Path(self._config.profile_dir)
         if self._running is not None:
             self._running.stop()

@@ -1,4 +1,4 @@
-"""Sends what happened to the console and to the sinks, from rank 0; other ranks are silent."""
+"""Sends lines and records of a run to the console and the sinks, on rank 0 only."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from megatron_zpp.reporting.console import Console
 from megatron_zpp.reporting.metrics import Record, evaluation_record
 from megatron_zpp.reporting.sinks import Beside, open_sinks
 
-_PATIENCE = 30.0  # seconds that sinks get at the end, each
+_PATIENCE = 30.0  # seconds that each sink gets to finish at the end
 
 
 class Reporter:
-    """The one voice of a run. Use it in a `with` block."""
+    """The only output of a run. Use it in a `with` block."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Reporter:
             self._console.say(text)
 
     def warn(self, text: str) -> None:
-        """A line about something that went wrong and does not end the run."""
+        """A line about a problem that does not end the run."""
         self.say(f" WARNING: {text}")
 
     def step_done(self) -> None:
@@ -57,7 +57,7 @@ class Reporter:
         self._write(record)
 
     def text(self, iteration: int, text: str) -> None:
-        """What the model wrote."""
+        """A text that the model wrote."""
         self.say(f" text at iteration {iteration} | {text!r} |")
         self._write({"iteration": iteration, "sample": text})
 

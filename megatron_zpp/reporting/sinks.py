@@ -1,4 +1,4 @@
-"""Where the numbers of a run go beside the console. Each sink is independent of the others."""
+"""Sinks for the numbers of a run besides the console, independent of one another."""
 
 import json
 import math
@@ -6,6 +6,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,14 +22,14 @@ class Sink(Protocol):
     """Takes records of one iteration each."""
 
     def write(self, record: Record) -> None:
-        """Keeps one record; `record["iteration"]` is its place on the curve."""
+        """Keeps one record; `record["iteration"]` is its position on the curve."""
 
     def close(self) -> None:
         """Finishes what is being written."""
 
 
 class MetricsFile:
-    """One JSON object a line, appended; a number that is not finite is null, since JSON has none."""
+    """Appends one JSON object per line; NaN and Inf become null, because JSON has neither."""
 
     def __init__(self, path: str) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +52,7 @@ class TensorBoard:
     """Scalars of a TensorBoard event file."""
 
     def __init__(self, directory: str, start: Progress) -> None:
-        """What an earlier start wrote beyond `start` is hidden."""
+        """Records of earlier starts after `start` are hidden."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(directory, purge_step=start.iteration + 1 if start.iteration else None)
@@ -90,7 +91,7 @@ class WandB:
             if mode == "offline"
             else "allow",  # offline there is nothing to ask; the id joins them
         )
-        # Its own steps never go back. A run does that was started again from an earlier checkpoint.
+        # W&B's own steps never decrease; iterations do if a run resumes from an earlier checkpoint.
         self._run.define_metric("*", step_metric="iteration")
 
     def write(self, record: Record) -> None:
@@ -103,9 +104,9 @@ class WandB:
 
 
 class Beside:
-    """A sink in a thread of its own: one that fails or hangs costs its own records, and never the run.
+    """A sink in its own thread: a sink that fails or hangs loses its records and does not affect the run.
 
-    `name` is what `say` calls it in the one line about its end; `make` opens it, in that thread.
+    `make` opens the sink in that thread. `say` gets one line with `name` if the sink is lost.
     """
 
     def __init__(self, name: str, make: Callable[[], Sink], say: Callable[[str], None]) -> None:
@@ -116,7 +117,7 @@ class Beside:
         self._thread.start()
 
     def write(self, record: Record) -> None:
-        """Hands one record over, and never waits."""
+        """Hand one record to the thread, without waiting."""
         if self._lost:
             return
         try:
@@ -125,9 +126,9 @@ class Beside:
             self._lose("it has not taken a record for a long time")
 
     def close(self, seconds: float) -> bool:
-        """Finishes what is being written, within `seconds`; False for a sink that is lost, now or before.
+        """Finish writing within `seconds`. False if the sink is lost, now or earlier.
 
-        What such a one has left to be done when Python exits may fail or hang as well.
+        The exit handlers of a lost sink may fail or hang as well.
         """
         if not self._lost:
             self._queue.put(None)
@@ -147,11 +148,11 @@ class Beside:
 
     def _lose(self, why: str) -> None:
         self._lost = True
-        self._say(f" WARNING: {self._name} is lost, and the run goes on without it: {why}")
+        self._say(f" WARNING: {self._name} is lost, and the run continues without it: {why}")
 
 
 def check_sinks(logging: LoggingConfig) -> None:
-    """Refuses, before anything is built, places that cannot be written. Raises ValueError naming the flag."""
+    """Raise ValueError, before anything is built, for a flag that names a place that cannot be written."""
     if logging.tensorboard_dir:
         check_writable("--tensorboard-dir", logging.tensorboard_dir)
     if logging.wandb_save_dir:
@@ -170,12 +171,12 @@ def check_sinks(logging: LoggingConfig) -> None:
 def open_sinks(
     logging: LoggingConfig, config: dict[str, Any], start: Progress, say: Callable[[str], None]
 ) -> list[Beside]:
-    """The sinks that the flags ask for, of a run that goes on from `start`; called on one rank only."""
+    """The sinks that the flags ask for, of a run that starts at `start`; call it on one rank only."""
     sinks: dict[str, Callable[[], Sink]] = {}
     if logging.metrics_file:
-        sinks["--metrics-file"] = lambda: MetricsFile(logging.metrics_file)
+        sinks["--metrics-file"] = partial(MetricsFile, logging.metrics_file)
     if logging.tensorboard_dir:
-        sinks["TensorBoard"] = lambda: TensorBoard(logging.tensorboard_dir, start)
+        sinks["TensorBoard"] = partial(TensorBoard, logging.tensorboard_dir, start)
     if logging.wandb_project:
         sinks["W&B"] = lambda: WandB(logging, config, start)
     return [Beside(name, make, say) for name, make in sinks.items()]

@@ -1,4 +1,4 @@
-"""What was measured of the parts of steps, over all ranks: lines for the log, and who is slow."""
+"""Times of the parts of a step over all ranks, for the log, and the slowest rank."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -12,18 +12,18 @@ from megatron_zpp.zero.sections import WAITS, TimedSections
 
 STEP, BATCH, FORWARD_BACKWARD, OPTIMIZER = "step", "batch-generator", "forward-backward", "optimizer"
 LEVEL_1 = (BATCH, FORWARD_BACKWARD, OPTIMIZER)
-_SLOW = 1.1  # of the median rank: worth a name
+_SLOW = 1.1  # ratio to the median above which a rank is named as slow
 
 
 class Timing:
-    """Collects the parts of steps on every rank, and puts them together when a step is logged."""
+    """Collects times on every rank and combines them when a step is logged."""
 
     def __init__(self, config: TimingConfig, engine: ZeroEngine) -> None:
         self._engine, self._straggler = engine, config.log_straggler
         self._level = int(config.timing_log_level)
 
     def report(self, steps: int) -> tuple[Record, list[str]]:
-        """Numbers and lines on the steps since the last report; every rank must call it."""
+        """Numbers and log lines for the steps since the last report; every rank must call it."""
         if not isinstance(self._engine.sections, TimedSections):
             return {}, []
         seconds = self._engine.sections.take()
@@ -45,17 +45,17 @@ class Timing:
 
 
 def times_line(by_name: dict[str, Sequence[float]]) -> str:
-    """One line with the least and the most of any rank, in milliseconds a step."""
+    """One line with the minimum and maximum over ranks, in milliseconds per step."""
     parts = (f"{name}: ({min(values):.2f}, {max(values):.2f})" for name, values in by_name.items())
     return f" (min, max) time across ranks (ms): {' | '.join(parts)}"
 
 
 def straggler_line(busy: Sequence[float], steps: Sequence[float]) -> str:
-    """One line on the milliseconds of a step in which each rank did not wait for others."""
+    """One line on the milliseconds per step in which each rank did not wait for others."""
     usual, most = median(busy), max(busy)
     rank = list(busy).index(most)
     verdict = f"rank {rank} is the slowest" if most > _SLOW * usual else "no rank stands out"
     return (
-        f" busy of {max(steps):.1f} ms a step: median {usual:.1f} ms, least {min(busy):.1f} ms, most "
+        f" busy of {max(steps):.1f} ms per step: median {usual:.1f} ms, least {min(busy):.1f} ms, most "
         f"{most:.1f} ms on rank {rank}: {verdict}"
     )

@@ -1,4 +1,4 @@
-"""What a rank is doing, in words and in order: what the others are told when it stops."""
+"""What a rank is doing, as a sequence of marks; other ranks report the newest mark if the rank stops."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,8 @@ from megatron_zpp.supervision.running_time import RunningTime
 class Mark:
     """`number` grows with every mark, `since` is on the clock of its `Activity`.
 
-    It may take --heartbeat-timeout; or `limit` seconds, where others want to hear soon who is slow; or, if it
-    is `patient`, as long as it likes: what is built, loaded or saved.
+    An activity may take --heartbeat-timeout; or `limit` seconds, so that slow ranks are reported soon; or, if
+    it is `patient`, any time: building, loading, saving.
     """
 
     text: str
@@ -21,13 +21,16 @@ class Mark:
 
 
 class Activity:
-    """The newest mark of this process. All ranks make the same marks in the same order, so that the rank
-    that stopped, and not those that wait for it, is the one with the fewest."""
+    """The newest mark of this process.
+
+    All ranks make the same marks in the same order, so the rank with the fewest marks is the one that
+    stopped, and the others wait for it.
+    """
 
     def __init__(self) -> None:
         self.clock = RunningTime()
         self.latest = Mark("starting", 0, self.clock.seconds, patient=True)
 
     def now(self, text: str, *, patient: bool = False, limit: float | None = None) -> None:
-        """Says what begins here. Costs a microsecond; safe to be read by another thread at any time."""
+        """Mark what begins here. Takes a microsecond; another thread may read the mark at any time."""
         self.latest = Mark(text, self.latest.number + 1, self.clock.seconds, patient, limit)

@@ -1,4 +1,4 @@
-"""Ends a run that failed: one line that says what, on which host and rank; never a hang at exit."""
+"""Ends a failed run with one line that names the error, the host and the rank, and without a hang at exit."""
 
 import hashlib
 import os
@@ -18,15 +18,15 @@ from megatron_zpp.config.options import UsageError
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision.once_per_node import OncePerNode, write_line
 
-Say = Callable[[str, str], None]  # of a message that several ranks may have, and this rank's line with it
+Say = Callable[[str, str], None]  # takes a message that ranks may share, and this rank's line with it
 
 
 @contextmanager
 def one_line_errors(prog: str, topology: Topology, *, debug: bool, say: Say) -> Iterator[None]:
-    """Turns an exception into one line on stderr and an exit status: 1, or 2 for a bad command line.
+    """Turn an exception into one line on stderr and an exit status: 1, or 2 for a bad command line.
 
-    `say` writes the line, unless another rank has written one with the same message. This process leaves only
-    after that, whatever its launcher sends. `debug` adds the traceback.
+    `say` writes the line unless another rank has written one with the same message. This process exits only
+    after that, whatever signals its launcher sends. `debug` adds the traceback.
     """
     try:
         yield
@@ -42,14 +42,14 @@ def one_line_errors(prog: str, topology: Topology, *, debug: bool, say: Say) -> 
 
 
 def said_by_each(message: str, line: str) -> None:
-    """For `one_line_errors`: every rank says its line."""
+    """For `one_line_errors`: every rank writes its line."""
     write_line(line)
 
 
 def said_once(store: dist.Store, topology: Topology, per_node: OncePerNode) -> Say:
-    """For `one_line_errors`: of the ranks that have the same message, the first one says it.
+    """For `one_line_errors`: the first of the ranks that have the same message writes its line.
 
-    Where the store is gone, the first one of each node does.
+    If the store is gone, the first rank of each node does.
     """
 
     def say(message: str, line: str) -> None:
@@ -62,27 +62,27 @@ def said_once(store: dist.Store, topology: Topology, per_node: OncePerNode) -> S
         if first:
             write_line(line)
         if topology.rank == 0:
-            time.sleep(0.3)  # others may be about to ask the store, which goes with this process
+            time.sleep(0.3)  # other ranks may be about to ask the store, which ends with this process
 
     return say
 
 
 def end_at_once(prog: str, topology: Topology, message: str, status: int) -> NoReturn:
-    """One line, and the end of this process: from any thread, whatever the others hold or wait for."""
+    """Write one line and end this process, from any thread, whatever other threads hold or wait for."""
     write_line(line_of(prog, topology, message))
     os._exit(status)
 
 
 def line_of(prog: str, topology: Topology, message: str) -> str:
-    """What a rank has to say, with its name where there are several."""
+    """The line for a message, with host and rank if there are several ranks."""
     where = f" [{platform.node()} rank {topology.rank}]" if topology.world_size > 1 else ""
     return f"{prog}{where}: {message}"
 
 
 def _leave(prog: str, topology: Topology, message: str, status: int, say: Say) -> NoReturn:
-    """Exits without waiting for collectives, threads or workers of a run that cannot go on."""
+    """Exit without waiting for collectives, threads or workers of a run that cannot continue."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # a launcher ends all ranks when the first one has left
+        signal.signal(number, signal.SIG_IGN)  # a launcher ends all ranks when the first one exits
     sys.stderr.flush()
     sys.stdout.flush()
     say(message, line_of(prog, topology, message))

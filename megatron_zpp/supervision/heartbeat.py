@@ -1,15 +1,15 @@
-"""Ends a run whose ranks cannot go on together: every rank says which one stopped, and what it was doing.
+"""Ends a run if one of its ranks stops: every rank reports which rank stopped, and what it was doing.
 
-Each rank beats: a thread writes what the rank is doing under its own key of the store that all ranks share.
-Rank 0's thread reads all beats at once and writes a verdict, if there is one; the others read the verdict and
-rank 0's beat, so a beat of N ranks costs O(N). A second thread never touches the store, which may be what
-stopped: it ends the process when there is a verdict, or when the store has not answered for too long. All
-go by a clock that stands still with the process, so a job that was suspended as a whole goes on.
+Each rank sends heartbeat messages: a thread writes what the rank is doing under the rank's key of the shared
+store. The thread of rank 0 reads all messages at once and writes a verdict, if there is one; other ranks read
+the verdict and the message of rank 0, so one round of N ranks costs O(N). A second thread never touches the
+store, which may be what stopped: it ends the process if there is a verdict, or if the store has not answered
+for too long. All use a clock that pauses with the process, so a job suspended as a whole can continue.
 
-A rank *asks* when a collective failed, or when it was told to stop and stands still: a launcher tells it so
-when another rank died, and kills it before --heartbeat-timeout is over. A silence of a few beats is then
-enough for a verdict, and beats are exchanged more often. A rank in a long step beats like any other, so a
-request to stop ends no run whose ranks are all alive.
+A rank *asks* if a collective failed, or if it was told to stop and makes no progress: a launcher sends the
+signal after another rank died, and kills the rank before --heartbeat-timeout is over. A silence of a few
+intervals then suffices for a verdict, and messages are exchanged more often. A rank in a long step still
+sends messages, so a request to stop never ends a run whose ranks are all alive.
 """
 
 import json
@@ -33,7 +33,7 @@ from megatron_zpp.supervision.heartbeat_messages import HeartbeatMessage, Livene
 
 _VERDICT = "verdict"
 _NOTHING_YET = "null"
-_FAREWELL = 8.0  # seconds that the others get to read a verdict before rank 0 takes the store away
+_FAREWELL = 8.0  # seconds for other ranks to read a verdict before rank 0 closes the store
 
 
 @contextmanager
@@ -44,11 +44,11 @@ def heartbeat(
     prog: str,
     told_to_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Activity]:
-    """Beats while the block runs, and yields where it tells what it is doing; `timeout` 0 watches nobody.
+    """Send heartbeats while the block runs; yields the `Activity` to report to. `timeout` 0 disables them.
 
     `told_to_stop` returns whether a launcher has asked this process to stop. All ranks enter and leave the
-    block. A rank that leaves with an error has told the others; if a collective failed it finds out first who
-    is to blame. Rank 0, which may host the store, leaves last.
+    block. A rank that leaves with an error tells the others first; if a collective failed, it first finds out
+    which rank caused that. Rank 0, which may host the store, leaves last.
     """
     activity = Activity()
     if timeout == 0:
@@ -66,7 +66,7 @@ def heartbeat(
 
 
 class _Pulse:
-    """The two threads of one rank, and what they know."""
+    """The two threads of one rank and their state."""
 
     def __init__(
         self,
@@ -81,19 +81,18 @@ class _Pulse:
         self._topology, self._timeout, self._prog, self._activity = topology, timeout, prog, activity
         self._clock = activity.clock
         self._interval = min(1.0, timeout / 6)
-        self._judge = LivenessMonitor(timeout=timeout, patience=4 * self._interval)
+        self._monitor = LivenessMonitor(timeout=timeout, patience=4 * self._interval)
         self._count = 0
-        self._first: HeartbeatMessage | None = (
-            None  # the newest of rank 0, which cannot say it when it is gone
-        )
+        # Rank 0's newest message, kept because rank 0 cannot report its own end.
+        self._first: HeartbeatMessage | None = None
         self._asks, self._leaves = False, False
         self._hurries = False  # some rank asks
         self._failed: str | None = None
-        self._found: str | None = None  # rank 0's verdict, which stands while the others take note of it
-        self._verdict: str | None = None  # the one to end with
+        self._found: str | None = None  # rank 0's verdict, kept while the others read it
+        self._verdict: str | None = None  # the verdict that ends this process
         self._answered = self._clock.seconds
-        self._said = 0.0  # when it was last said who is slow
-        # A call that blocks holds its store: nobody else uses this one.
+        self._said = 0.0  # when slow ranks were last reported
+        # A blocking call holds its store, so this one is used by nothing else.
         self._store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
         self._store.set_timeout(timedelta(seconds=2 * self._interval))
         self._wake, self._told, self._over = threading.Event(), threading.Event(), threading.Event()
@@ -105,21 +104,21 @@ class _Pulse:
             thread.start()
 
     def ask(self) -> None:
-        """A collective failed: gives the verdict, with which the process ends, the time that it takes."""
+        """After a failed collective: wait for the verdict, which ends the process."""
         self._begin_to_ask()
         self._over.wait(8 * self._interval)
         if self._found:  # and the others are being told
             self._over.wait(_FAREWELL + self._interval)
 
     def fail(self, message: str) -> None:
-        """Tells the others, as far as they can be reached soon, that this rank ends with an error."""
+        """Tell the other ranks, if they can be reached soon, that this rank ends with an error."""
         self._failed = message
         self._wake.set()
         self._told.wait(_FAREWELL + 2 * self._interval if self._topology.rank == 0 else 6 * self._interval)
         self._over.set()
 
     def leave(self) -> None:
-        """Says good-bye; rank 0 waits until all others have. Nobody is watched from here on."""
+        """Announce that this rank has finished, and stop watching; rank 0 waits until all others have."""
         self._leaves = True
         self._wake.set()
         self._told.wait()  # or a verdict ends the process
@@ -138,7 +137,9 @@ class _Pulse:
         try:
             self._make_keys()
             while not self._over.is_set():
-                with suppress(dist.DistStoreError):  # a time-out: if these last, the second thread sees it
+                with suppress(
+                    dist.DistStoreError
+                ):  # a timeout; if timeouts persist, the second thread notices
                     exchange()
                 self._wake.wait(self._interval / 4 if self._hurries else self._interval)
                 self._wake.clear()
@@ -146,14 +147,14 @@ class _Pulse:
             if self._leaves or self._failed:
                 self._told.set()
                 return
-            # With a verdict the others may be gone already, before this process gets to its own end.
+            # After a verdict, other ranks may exit before this process does.
             self._verdict = self._verdict or self._without_store("is gone")
 
     def _watch(self) -> None:
         """The second thread."""
         while not self._over.wait(self._interval / 4):
             self._clock.tick(2 * self._interval)
-            if not self._asks and self._told_to_stop() and self._stands_still():
+            if not self._asks and self._told_to_stop() and self._makes_no_progress():
                 self._begin_to_ask()
             silence = self._clock.seconds - self._answered
             # On a busy machine one call of the store may time out, but hardly two.
@@ -163,64 +164,64 @@ class _Pulse:
             if self._verdict is not None and self._failed is None:
                 end_at_once(self._prog, self._topology, f"error: {self._verdict}", 1)
 
-    def _stands_still(self) -> bool:
-        """Whether this rank has done the same thing for some time: it may be waiting for another."""
+    def _makes_no_progress(self) -> bool:
+        """Whether this rank has made no new mark for some time: it may be waiting for another."""
         return self._clock.seconds - self._activity.latest.since > 2 * self._interval
 
     def _without_store(self, what: str) -> str:
-        """The verdict on rank 0, whose process or launcher keeps the store."""
+        """The verdict on rank 0, whose process or launcher hosts the store."""
         first = self._first
         name, doing = (first.name, first.doing) if first else ("rank 0", "starting")
         return f"{name}, where the run's store is kept, {what}; last seen: {doing}"
 
     def _make_keys(self) -> None:
-        """The keys that this rank reads, since reading waits for one that is missing."""
+        """Create the keys that this rank reads, because reading waits for missing keys."""
         ranks = range(self._topology.world_size) if self._topology.rank == 0 else (0,)
         for key in (_VERDICT, *map(_key, ranks)):
             self._store.compare_set(key, "", _NOTHING_YET)
 
     def _exchange(self) -> None:
-        """A beat of a rank other than 0."""
+        """One round of a rank other than 0."""
         leaves, failed = self._leaves, self._failed
         self._tell(left=leaves)
         if leaves or failed:
-            self._told.set()  # and asks for no answer: rank 0 may take the store away when it has read this
+            self._told.set()  # and read nothing: rank 0 may close the store once it has read this
             return
         said, first = self._store.multi_get([_VERDICT, _key(0)])
         self._answered = self._clock.seconds
         self._first = HeartbeatMessage.decode(first) or self._first
-        self._judge.see([self._first], self._answered)
-        verdict = json.loads(said) or self._judge.lost([self._first], asked=self._asks)
+        self._monitor.see([self._first], self._answered)
+        verdict = json.loads(said) or self._monitor.lost([self._first], asked=self._asks)
         if verdict:
-            self._tell(left=True)  # rank 0 waits for it before it takes the store away
+            self._tell(left=True)  # rank 0 waits for it before it closes the store
             self._verdict = verdict
 
     def _exchange_as_first(self) -> None:
-        """A beat of rank 0."""
+        """One round of rank 0."""
         leaves, failed = self._leaves, self._failed
         self._tell(left=False)
         beats = self._read_all()
         self._hurries = self._hurries or any(beat and beat.asks for beat in beats)
-        self._found = self._found or self._judge.lost(beats) or self._judge.stuck(beats)
-        self._say_who_is_slow(beats)
+        self._found = self._found or self._monitor.lost(beats) or self._monitor.stuck(beats)
+        self._report_slow_ranks(beats)
         if self._found:
             self._store.set(_VERDICT, json.dumps(self._found))
             limit = time.monotonic() + _FAREWELL
-            while not self._judge.gone(self._read_all()[1:], _FAREWELL / 2) and time.monotonic() < limit:
+            while not self._monitor.gone(self._read_all()[1:], _FAREWELL / 2) and time.monotonic() < limit:
                 time.sleep(self._interval / 4)
         if failed or (leaves and all(beat and beat.left for beat in beats[1:])):
             self._told.set()
         elif self._found:
             self._verdict = self._found
 
-    def _say_who_is_slow(self, beats: list[HeartbeatMessage | None]) -> None:
-        slow = self._judge.slow(beats, SAY_AFTER)
+    def _report_slow_ranks(self, beats: list[HeartbeatMessage | None]) -> None:
+        slow = self._monitor.slow(beats, SAY_AFTER)
         if slow and time.monotonic() - self._said > SAY_AFTER:
             self._said = time.monotonic()
             os.write(2, f"{self._prog}: waiting for {slow}\n".encode())
 
     def _tell(self, *, left: bool) -> None:
-        """Writes this rank's beat."""
+        """Write this rank's message."""
         self._count += 1
         mark = self._activity.latest
         beat = HeartbeatMessage(
@@ -239,12 +240,12 @@ class _Pulse:
         self._store.set(_key(self._topology.rank), beat.encode())
 
     def _read_all(self) -> list[HeartbeatMessage | None]:
-        """The newest beats of all ranks, which the judge sees too."""
+        """The newest messages of all ranks; the monitor sees them too."""
         texts = self._store.multi_get([_key(rank) for rank in range(self._topology.world_size)])
         self._answered = self._clock.seconds
         beats = [HeartbeatMessage.decode(text) for text in texts]
         self._first = beats[0]
-        self._judge.see(beats, self._answered)
+        self._monitor.see(beats, self._answered)
         return beats
 
 
@@ -253,7 +254,7 @@ def _key(rank: int) -> str:
 
 
 def _of_a_collective(error: BaseException) -> bool:
-    """Whether another rank's end may be the cause: gloo's and NCCL's errors have no class of their own."""
+    """Whether another rank may have caused the error; errors of gloo and NCCL have no class of their own."""
     if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, dist.DistError) or any(

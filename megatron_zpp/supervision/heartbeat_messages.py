@@ -1,4 +1,4 @@
-"""What ranks tell each other about themselves, and what follows from it; no clock, no store, no thread."""
+"""Heartbeat messages, and the rules that decide which rank failed; no clock, store or thread."""
 
 import json
 from collections.abc import Sequence
@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class HeartbeatMessage:
-    """One rank at one moment; `count` grows with every beat.
+    """The state of one rank at one moment; `count` grows with every message.
 
-    `doing`, `marks`, `patient` and `limit` are its newest mark (train/activity.py), made `seconds` before. It
-    `asks` when a collective failed and it does not know why, or when it was told to stop; `failed` is its own
-    error; `left` is a good-bye.
+    `doing`, `marks`, `patient` and `limit` are its newest mark (activity.py), made `seconds` before. The
+    rank `asks` if a collective failed for an unknown reason or if it was told to stop; `failed` is its own
+    error; `left` means that it has finished.
     """
 
     rank: int
@@ -32,31 +32,31 @@ class HeartbeatMessage:
         return f"rank {self.rank} [{self.host}]"
 
     def encode(self) -> str:
-        """As it is kept in the store."""
+        """The text that the store keeps."""
         return json.dumps(asdict(self))
 
     @classmethod
     def decode(cls, text: bytes) -> "HeartbeatMessage | None":
-        """The inverse; None for a rank that has not come yet."""
+        """The inverse of `encode`; None for a rank that has not connected yet."""
         values = json.loads(text)
         return None if values is None else cls(**values)
 
 
 class LivenessMonitor:
-    """Says which rank ended a run, from the beats that it has seen at some moments.
+    """Decides which rank ended a run, from the heartbeat messages seen so far.
 
-    A rank is silent while its beats stay the same: lost after `timeout` seconds, or after `patience` when
-    another one asks.
+    A rank is silent while its message stays the same. A silent rank is lost after `timeout` seconds, or after
+    `patience` seconds if another rank asks.
     """
 
     def __init__(self, *, timeout: float, patience: float) -> None:
         self._timeout, self._patience = timeout, patience
-        # Of each rank the count of its newest beat, and when that came.
+        # For each rank, the count of its newest message and the time when it arrived.
         self._newest: dict[int, tuple[int, float]] = {}
         self._now = 0.0
 
     def see(self, beats: Sequence[HeartbeatMessage | None], now: float) -> None:
-        """Takes note of the beats of ranks 0 to … at the time `now`, in seconds."""
+        """Record the messages of ranks 0, 1, … at the time `now`, in seconds."""
         self._now = now
         for rank, beat in enumerate(beats):
             count = beat.count if beat else 0
@@ -64,9 +64,9 @@ class LivenessMonitor:
                 self._newest[rank] = (count, now)
 
     def lost(self, beats: Sequence[HeartbeatMessage | None], *, asked: bool = False) -> str | None:
-        """The rank that failed, or has been silent for longest and too long; None when all are there.
+        """Describe the rank that failed, or the longest silent rank if that is too long; else None.
 
-        `asked`: a rank asks whose beat may not be among `beats`.
+        `asked`: some rank asks, whose message may not be among `beats`.
         """
         for beat in beats:
             if beat and beat.failed:
@@ -83,7 +83,7 @@ class LivenessMonitor:
         return f"{name} has been silent for {longest:.0f} s; last seen: {doing}"
 
     def stuck(self, beats: Sequence[HeartbeatMessage | None]) -> str | None:
-        """The rank with the fewest marks, for which the others may be waiting, if its newest is too old."""
+        """Describe the ranks with the fewest marks, which others may wait for, if the mark is too old."""
         last = _last(beats)
         if not last or any(beat.patient or beat.seconds <= (beat.limit or self._timeout) for beat in last):
             return None
@@ -94,8 +94,8 @@ class LivenessMonitor:
         )
 
     def slow(self, beats: Sequence[HeartbeatMessage | None], seconds: float) -> str | None:
-        """For whom the others have waited so many seconds, where the mark has a limit; None for nobody."""
-        if None in beats:  # met the others and was not heard of again
+        """Describe the ranks that others have awaited for `seconds`, if their mark has a limit; else None."""
+        if None in beats:  # connected and sent no message
             absent = beats.index(None)
             waited = self._silence(absent)
             return f"rank {absent}: starting for {waited:.0f} s" if waited > seconds else None
@@ -107,18 +107,18 @@ class LivenessMonitor:
         return f"{_names(last)}: {last[0].doing} for {waited:.0f} s" if waited > seconds else None
 
     def gone(self, beats: Sequence[HeartbeatMessage | None], silence: float) -> bool:
-        """Whether each of them has left or failed, or been silent for so many seconds."""
+        """Whether each rank has left, failed, or been silent for more than `silence` seconds."""
         return all(
             beat is None or beat.left or beat.failed or self._silence(beat.rank) > silence for beat in beats
         )
 
     def _silence(self, rank: int) -> float:
-        """Seconds since a rank's newest beat came."""
+        """Seconds since a rank's newest message arrived."""
         return self._now - self._newest[rank][1]
 
 
 def _last(beats: Sequence[HeartbeatMessage | None]) -> list[HeartbeatMessage]:
-    """Those of the ranks present that have the fewest marks."""
+    """The messages of the ranks that have the fewest marks and have not left."""
     present = [beat for beat in beats if beat and not beat.left]
     fewest = min((beat.marks for beat in present), default=0)
     return [beat for beat in present if beat.marks == fewest]

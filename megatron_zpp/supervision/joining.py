@@ -1,4 +1,4 @@
-"""How a run begins on several ranks: they meet, agree on their settings, join and try the network."""
+"""How ranks start: they connect, compare settings, join a process group and try the network."""
 
 import os
 import platform
@@ -23,7 +23,7 @@ from megatron_zpp.supervision.preflight import preflight
 
 
 def connect_ranks(config: DistributedConfig, topology: Topology, prog: str) -> Rendezvous:
-    """Waits for all ranks where the launcher says; who keeps them waiting is said on stderr."""
+    """Connect to the store that the launcher names and wait for all ranks; stderr says which are missing."""
 
     def say(line: str) -> None:
         if topology.local_rank == 0:
@@ -43,9 +43,9 @@ def join(
     settings: dict[str, dict[str, Any]],
     activity: Activity,
 ) -> Iterator[list[str]]:
-    """The process group of ranks that were started with the same `settings` and whose network works.
+    """Hold a process group while the block runs, after the ranks compared `settings` and tried the network.
 
-    Yields lines for the log. Raises ValueError on all ranks that says what is wrong, and where.
+    Yields lines for the log. Raises ValueError on all ranks, naming the problem and its rank.
     """
     limit = config.preflight_timeout
     exchange = Exchange(rendezvous.store, topology, timedelta(seconds=limit), "preflight")
@@ -55,7 +55,6 @@ def join(
     activity.now("preflight, joining the process group", limit=limit)
     with process_group(config, topology, device, rendezvous):
         lines = preflight(
-            topology,
             rendezvous.addresses,
             device,
             exchange,

@@ -1,4 +1,4 @@
-"""What the preflight measured of the links between ranks, in words; arithmetic without ranks."""
+"""Describes the links between ranks as the preflight measured them; arithmetic without ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,24 +8,24 @@ from megatron_zpp.distributed.rendezvous import RankAddress
 from megatron_zpp.distributed.topology import Topology
 
 INSIDE, BETWEEN = "inside a node", "between nodes"
-_SLOW = 0.5  # of the median: a link to warn of
+_SLOW = 0.5  # share of the median rate below which a link gets a warning
 
 
 @dataclass(frozen=True)
 class Ring:
-    """A round of messages: each rank sends to one and receives from another, at once."""
+    """A round of messages: every member sends to the next and receives from the previous at once."""
 
     name: str
     members: range
 
     def neighbours(self, rank: int) -> tuple[int, int]:
         """The ranks that `rank` sends to and receives from."""
-        rank_address, size = self.members.index(rank), len(self.members)
-        return self.members[(rank_address + 1) % size], self.members[rank_address - 1]
+        index, size = self.members.index(rank), len(self.members)
+        return self.members[(index + 1) % size], self.members[index - 1]
 
 
 def rings_of(topology: Topology) -> list[Ring]:
-    """The rings that a rank is in: its node's, and that of the same place on all nodes."""
+    """The rings of a rank: the ranks of its node, and its cross-node ranks."""
     rings = [Ring(INSIDE, topology.node_ranks), Ring(BETWEEN, topology.cross_node_ranks)]
     return [ring for ring in rings if len(ring.members) > 1]
 
@@ -34,14 +34,14 @@ def describe_rates(name: str, rates: Sequence[float]) -> str:
     """One line on the bytes/s that each rank received."""
     slowest = min(range(len(rates)), key=rates.__getitem__)
     return (
-        f"{name} {_gigabytes(median(rates))} a rank, at least {_gigabytes(rates[slowest])} (rank {slowest})"
+        f"{name} {_gigabytes(median(rates))} per rank, at least {_gigabytes(rates[slowest])} (rank {slowest})"
     )
 
 
 def slow_links(
     name: str, rates: Sequence[float], senders: Sequence[int], addresses: Sequence[RankAddress]
 ) -> list[str]:
-    """A line for each rank that received at less than half the median rate, the slowest first, up to four."""
+    """A line per rank that received at less than half the median rate: the slowest first, at most four."""
     usual = median(rates)
     slow = sorted((rate, rank) for rank, rate in enumerate(rates) if rate < _SLOW * usual)
     return [

@@ -1,8 +1,8 @@
-"""Says a line once per node where several of its ranks have the same one, and before any of them leaves.
+"""Writes a line once per node if several ranks have the same line, before any of these ranks exits.
 
-Ranks that have not met yet share only the machine. Each that has something to say locks a file in /dev/shm
-and speaks, unless the file says that another one has. A rank that stays silent has held the lock, so the line
-is out before the first rank leaves: a launcher then ends the others.
+Ranks that have not connected yet share only the machine. A rank with a line locks a file in /dev/shm and
+writes the line unless the file says that another rank has. A rank that does not write has held the lock too,
+so the line is out before the first rank exits, after which a launcher may end the others.
 """
 
 import fcntl
@@ -16,35 +16,35 @@ from pathlib import Path
 
 from megatron_zpp.distributed.topology import Topology
 
-SHARED_MEMORY = Path("/dev/shm")  # this machine's alone, never slow, and empty after it was started again
-_LOCK_SECONDS = 5.0  # longer than any speaker needs; who holds the lock may be stopped
-_KEPT_SECONDS = 600.0  # a rank that comes still later says the line again
+SHARED_MEMORY = Path("/dev/shm")  # local to this machine, fast, and empty after a reboot
+_LOCK_SECONDS = 5.0  # longer than any rank needs; the holder of the lock may be stopped
+_KEPT_SECONDS = 600.0  # a rank that comes later writes the line again
 
 
 class OncePerNode:
     """Lines on stderr that the ranks of one node share."""
 
     def __init__(self, job: str | None, directory: Path = SHARED_MEMORY) -> None:
-        """`job` names this job and node, alike on the node's ranks; None for a rank that is alone there."""
+        """`job` names this job and node, equally on all ranks of the node; None if the node has one rank."""
         self._job = job
         self._file = directory / f"megatron_zpp-{os.geteuid()}"
 
     @classmethod
     def of(cls, topology: Topology, environment: Mapping[str, str]) -> "OncePerNode":
-        """For the node of `topology`; `environment` says where the ranks of the job meet."""
+        """For the node of `topology`; `environment` has the rendezvous address of the job."""
         if topology.local_world_size == 1:
             return cls(None)
         address, port = environment["MASTER_ADDR"], environment["MASTER_PORT"]
         return cls(f"{address}:{port} node {topology.node_of(topology.rank)}")
 
     def about(self, topic: str) -> Callable[[str, str], None]:
-        """Says lines that are all on one topic, whatever their message is."""
+        """`say` for lines on one topic, whatever their messages are."""
         return lambda message, line: self.say(topic, line)
 
     def say(self, topic: str, line: str) -> None:
-        """Writes `line` to stderr, unless a rank of this start of the job has said one on `topic`.
+        """Writes `line` to stderr, unless a rank of this start of the job has written one on `topic`.
 
-        Returns when one of them is out. Where the ranks cannot find that out, each says its line.
+        Returns after one of them is out. If the ranks cannot find that out, each writes its line.
         """
         if self._job is None:
             write_line(line)
@@ -55,11 +55,11 @@ class OncePerNode:
                 started, now = _started(), time.clock_gettime(time.CLOCK_BOOTTIME)
                 key = hashlib.blake2b(f"{self._job} {topic}".encode(), digest_size=16).hexdigest()
                 claims = [claim for claim in _claims(descriptor) if 0 <= now - claim[0] <= _KEPT_SECONDS]
-                # What was said before this process began was said by another start of the job.
+                # Lines from before this process started belong to another start of the job.
                 if any(of == key and started <= when for when, of in claims):
                     return
                 write_line(line)
-                said = True  # before it is claimed: a speaker that is killed here silences nobody
+                said = True  # before the claim, so that a rank killed here silences no other
                 text = "".join(f"{when!r} {of}\n" for when, of in [*claims, (now, key)])
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, text.encode(), 0)
@@ -70,13 +70,13 @@ class OncePerNode:
 
 def write_line(line: str) -> None:
     """Writes to stderr from any thread: sys.stderr may be locked by one that is stuck."""
-    with suppress(OSError):  # nobody reads it any more
+    with suppress(OSError):  # the reader is gone
         os.write(2, f"{line}\n".encode())
 
 
 @contextmanager
 def _locked(file: Path) -> Iterator[int]:
-    """The descriptor of `file`, locked. Raises OSError where others can write to it, or hold it too long."""
+    """The descriptor of `file`, locked. Raises OSError if others can write to it or hold it too long."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     try:
         found = os.fstat(descriptor)
@@ -97,7 +97,7 @@ def _locked(file: Path) -> Iterator[int]:
 
 
 def _claims(descriptor: int) -> list[tuple[float, str]]:
-    """When something was said, in seconds since the machine was started, and the key of what it was."""
+    """Time of each line written, in seconds since boot, and the key of its topic."""
     claims = []
     for line in os.pread(descriptor, 2**20, 0).decode(errors="replace").splitlines():
         when, _, key = line.partition(" ")
@@ -107,7 +107,7 @@ def _claims(descriptor: int) -> list[tuple[float, str]]:
 
 
 def _started() -> float:
-    """When this process was, in seconds since the machine was. Raises OSError where that is not known."""
+    """The start of this process in seconds since boot. Raises OSError if that is unknown."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     ticks = int(fields[19])  # proc(5): starttime
     if ticks == 0:

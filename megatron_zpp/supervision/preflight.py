@@ -1,4 +1,4 @@
-"""Tries the network before anything is built on it: the ranks reach each other, sum right, and how fast."""
+"""Tries the network before a run uses it: ranks reach each other, sums are right, and rates are measured."""
 
 import time
 from collections.abc import Sequence
@@ -14,12 +14,11 @@ from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.supervision.links import BETWEEN, Ring, describe_rates, rings_of, slow_links, split_nodes
 
 _BYTES = {"cpu": 2**20, "cuda": 2**26}  # of one message that is timed
-_ROUNDS = 3  # of which the fastest counts: another program may have had the processor
+_ROUNDS = 3  # the fastest counts, because another program may have used the processor
 _SUMMANDS = 1000
 
 
 def preflight(
-    topology: Topology,
     addresses: Sequence[RankAddress],
     device: torch.device,
     exchange: Exchange,
@@ -28,13 +27,13 @@ def preflight(
     limit: float,
     sockets: str = "",
 ) -> list[str]:
-    """Lines for the log: how fast the links are, and warnings of what is slow. Every rank must call it.
+    """Log lines on the rates of links, with warnings on slow ones; every rank must call it.
 
-    `sockets` is what the run chose for NCCL's TCP connections, to be said beside the rate between nodes.
-
-    No part of it may take longer than `limit` seconds. Raises ValueError on every rank when what arrives is
-    not what was sent, with the ranks and hosts in question.
+    `sockets` describes the choice for NCCL's TCP connections; it is shown with the rate between nodes. No
+    part may take longer than `limit` seconds. Raises ValueError on every rank if data arrive changed, with
+    the ranks and hosts concerned.
     """
+    topology = exchange.topology
     if topology.world_size == 1:
         return []
     started = time.perf_counter()
@@ -50,14 +49,16 @@ def preflight(
     reports = exchange.all_gather("reports", [problem, rates])
     problems = [problem for problem, _ in reports if problem]
     if problems:
-        raise ValueError(f"the network changes what it carries: {problems[0]}")
+        raise ValueError(f"the network corrupts data: {problems[0]}")
     warnings, parts = split_nodes(topology, addresses), []
     for index, (name, _, _) in enumerate(rates):
         received = [by_ring[index][1] for _, by_ring in reports]
         senders = [by_ring[index][2] for _, by_ring in reports]
         through = f", through {sockets}" if sockets and name == BETWEEN else ""
         parts.append(describe_rates(name, received) + through)
-        if device.type == "cuda" or name == BETWEEN:  # inside a node of CPUs it is the scheduler that is slow
+        if (
+            device.type == "cuda" or name == BETWEEN
+        ):  # inside a node of CPUs, a slow link is the scheduler's doing
             warnings += slow_links(name, received, senders, addresses)
     seconds = time.perf_counter() - started
     return [
@@ -67,7 +68,7 @@ def preflight(
 
 
 def _wrong_sum(topology: Topology, addresses: Sequence[RankAddress], device: torch.device) -> str | None:
-    """What is wrong with a sum of whole numbers, whose result is known; None when nothing is."""
+    """The error in a sum of integers whose result is known; None if it is right."""
     ranks = topology.world_size
     numbers = torch.arange(_SUMMANDS, device=device) * ranks  # int64
     total = numbers + topology.rank
@@ -82,7 +83,7 @@ def _wrong_sum(topology: Topology, addresses: Sequence[RankAddress], device: tor
 def _time_ring(
     ring: Ring, rank: int, addresses: Sequence[RankAddress], device: torch.device
 ) -> tuple[float, str | None]:
-    """Bytes/s that this rank received, and what is wrong with them."""
+    """Bytes/s that this rank received, and the error in the data; None if there is none."""
     after, before = ring.neighbours(rank)
     numel = _BYTES[device.type] // 8
     sent = torch.arange(rank, rank + numel, device=device)

@@ -1,4 +1,4 @@
-"""What a scheduler or a person asks of a running process: the first signal to stop soon, the second now."""
+"""Signals from a scheduler or a person: the first asks a run to stop soon, the second to stop now."""
 
 import os
 import platform
@@ -17,21 +17,21 @@ _SAME_REQUEST = 1.0  # seconds: Ctrl-C reaches a rank from the terminal, and aga
 
 
 class StopSignals:
-    """Which of STOP_SIGNALS this process got first, if any."""
+    """The first of STOP_SIGNALS that this process received, if any."""
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
         self._since = 0.0
 
     def take(self, number: int) -> bool:
-        """Takes note of a signal; True if it is a second request."""
+        """Record a signal; True if it is a second request."""
         if self.first is None:
             self.first, self._since = signal.Signals(number), time.monotonic()
             return False
         return time.monotonic() - self._since > _SAME_REQUEST
 
     def told_to_stop(self) -> bool:
-        """Whether a launcher or a person waits for the end; a launcher kills the ranks if it takes long."""
+        """Whether a launcher or a person waits for the end; a launcher kills ranks that take long."""
         return self.first in (signal.SIGTERM, signal.SIGINT)
 
 
@@ -39,12 +39,11 @@ class StopSignals:
 def stop_signals(
     prog: str, topology: Topology, per_node: OncePerNode, *, saves: bool
 ) -> Iterator[StopSignals]:
-    """Inside the block a signal is noted, and a second one ends the process at once; main thread only.
+    """Record the first signal while the block runs; a second one ends the process. Main thread only.
 
-    Either is said at once, once per node; `saves` is whether the run has a place to save to.
-
-    A thread reads the numbers that Python's C handler writes to a pipe, since the main thread sees no signal
-    while a collective blocks it. Data loader workers ignore these signals, so the pipe is this process's.
+    Each signal is reported at once, once per node; `saves` is whether the run has a place to save to. A
+    thread reads the numbers that Python's C handler writes to a pipe, because the main thread sees no signal
+    while a collective blocks it. Data loader workers ignore these signals, so the pipe is not shared.
     """
     signals = StopSignals()
     node = f"{prog} [{platform.node()}]" if topology.world_size > 1 else prog
@@ -71,7 +70,7 @@ def stop_signals(
 
     thread = threading.Thread(target=listen, name="signals", daemon=True)
     thread.start()
-    # A handler must be there for the number to be written; what it would do, the thread does.
+    # Python writes the number only if there is a handler; the thread does the handler's work.
     handlers = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # pretrain_gpt.py blocks one as it starts
@@ -87,7 +86,7 @@ def stop_signals(
 
 
 def _promise(number: int, *, saves: bool) -> str:
-    """What the first signal brings about."""
+    """The line on what the first signal starts."""
     name = "" if number == signal.SIGINT else f"got {signal.Signals(number).name}: "
     saving = " and saving" if saves else "; nothing is saved without --save"
     again = "; press again to end now" if number == signal.SIGINT else ""

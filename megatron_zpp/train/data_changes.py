@@ -1,7 +1,7 @@
 """Differences in data and batches between a resumed run and the run that saved its checkpoint.
 
-They are logged and not refused, because they may be meant. Other data sets or weights are
-the matter of data/carry_on.py.
+They are logged and not refused, because they may be intended. data/resume.py treats changes of data sets
+and of their weights.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from megatron_zpp.config.root import Config
 from megatron_zpp.data.batches import BatchSchedule
 from megatron_zpp.train.run_schedule import RunSchedule
 
-_READ = (  # settings that decide which sample has which number
+_READ = (  # settings that determine how samples are numbered
     ("data", "split"),
     ("data", "dataset_order"),
     ("data", "json_key"),
@@ -20,7 +20,7 @@ _READ = (  # settings that decide which sample has which number
     ("training", "seed"),
     ("model", "seq_length"),
 )
-_YOUNGER = {  # settings that older checkpoints do not name, and what their runs had
+_YOUNGER = {  # settings absent from older checkpoints, and the values their runs used
     "dataset_order": "windows",
     "json_key": "text",
     "append_eod": False,
@@ -28,7 +28,7 @@ _YOUNGER = {  # settings that older checkpoints do not name, and what their runs
 
 
 def data_changes(saved: dict[str, dict[str, Any]], config: Config) -> list[str]:
-    """Lines for the log on flags that number samples otherwise than the settings of the checkpoint."""
+    """Log lines on flags that number samples differently from the checkpoint's settings."""
     present, lines = config.to_json(), []
     for part, name in _READ:
         before, now = (_value(settings.get(part, {}), name) for settings in (saved, present))
@@ -39,21 +39,21 @@ def data_changes(saved: dict[str, dict[str, Any]], config: Config) -> list[str]:
 
 
 def mask_changes(saved: dict[str, dict[str, Any]], config: Config) -> list[str]:
-    """Lines for the log on flags that tell the model otherwise of documents than the checkpoint's run."""
+    """Log lines on flags that treat document ends differently from the checkpoint's run."""
     present, lines = config.to_json(), []
     for name in MASKS:
         before, now = (bool(settings.get("data", {}).get(name)) for settings in (saved, present))
         if before != now:
             flag = "--" + name.replace("_", "-")
             given = "given, and was not" if now else "not given, and was"
-            lines.append(f" WARNING: {flag} is {given}: from here on the model is told so of documents")
+            lines.append(f" WARNING: {flag} is {given}: the change applies from this iteration on")
     return lines
 
 
 def batch_changes(
     saved: dict[str, dict[str, Any]], ranks: int, config: Config, schedule: RunSchedule
 ) -> list[str]:
-    """A line for the log if steps have another size than those of the run that saved; `ranks` is that run's.
+    """A log line if the global batch size differs from that of the run that saved; `ranks` is that run's.
 
     `schedule` is that of the resumed run.
     """
@@ -78,7 +78,7 @@ def batch_changes(
 
 
 def ordered_samples(saved: dict[str, dict[str, Any]], ranks: int) -> int:
-    """How many samples an older version's run built Megatron-LM's order for, from its settings and ranks."""
+    """The number of samples that an older version's run built Megatron-LM's order for."""
     training = saved.get("training", {})
     batch = training.get("global_batch_size") or (training.get("micro_batch_size") or 0) * ranks
     return training.get("train_samples") or (training.get("train_iters") or 0) * batch
@@ -92,11 +92,11 @@ def order_change(before: int, now: int) -> str:
     )
 
 
-_FROM_NOW = "from here on samples are numbered by the present flags, so that some may repeat or be left out"
+_FROM_NOW = "from here on the present flags number the samples, so some may be repeated or omitted"
 
 
 def _value(settings: dict[str, Any], name: str) -> Any:
-    """--split as it cuts: it has a default for --data-path, and is of no use beside --train-data-path."""
+    """A setting's value; --split as applied: it has a default for --data-path, none for --train-data-path."""
     if name != "split" or not (settings.get("data_path") or settings.get("train_data_path")):
         return settings.get(name)
     cut = settings.get("split") or DEFAULT_SPLIT
@@ -104,10 +104,15 @@ def _value(settings: dict[str, Any], name: str) -> Any:
 
 
 def _batches(training: dict[str, Any], ranks: int) -> BatchSchedule | None:
-    """The global batches of a run on so many ranks, told to one; None where the settings do not say."""
+    """The global batches of a run on `ranks` ranks, as seen by one rank; None if the settings lack a size."""
     size = training.get("global_batch_size") or (training.get("micro_batch_size") or 0) * ranks
     rampup = training.get("rampup_batch_size")
-    return BatchSchedule(1, size, 1, tuple(rampup) if rampup else None) if size else None
+    if not size:
+        return None
+    if not rampup:
+        return BatchSchedule(1, size, 1)
+    start, increment, samples = rampup
+    return BatchSchedule(1, size, 1, (start, increment, samples))
 
 
 def _size(batches: BatchSchedule) -> str:

@@ -1,4 +1,4 @@
-"""What a run computes with: its device, and whose kernels. What these cannot obey is refused here."""
+"""The device of a rank and the kernels it uses. Settings that these cannot obey are refused here."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ from megatron_zpp.zero.communication_plan import check_topology
 
 @dataclass(frozen=True)
 class Device:
-    """`operations` are None where nothing is quantised and torch's own kernels serve."""
+    """`operations` is None if nothing is quantised and torch's own kernels suffice."""
 
     device: torch.device
     fused_backend: Literal["apex", "torch"]
@@ -32,7 +32,7 @@ class Device:
     say: Callable[[str], None]  # a line on stderr, by one rank of each node
 
     def settings(self) -> dict[str, dict[str, Any]]:
-        """What all ranks must have found alike: their states are to stay equal bit for bit."""
+        """Choices that must be equal on all ranks, because their states have to stay equal bit for bit."""
         compiled = self.operations is not None and self.operations.compiled
         kernels = {
             "fused_backend": self.fused_backend,
@@ -44,10 +44,10 @@ class Device:
 
 
 def prepare_device(config: Config, topology: Topology) -> Device:
-    """Chooses this rank's device, which is not taken yet, and builds the kernels where they are needed.
+    """Choose this rank's device, without occupying it yet, and build the kernels if they are needed.
 
-    Raises ValueError for settings that need another device or other ranks, BuildError for --require-kernels
-    without a compiler.
+    Raises ValueError for settings that need another device or other ranks, BuildError if --require-kernels
+    is given and there is no compiler.
     """
     check_topology(config.zero, topology)
     config.timing.check_ranks(topology.world_size)
@@ -63,7 +63,7 @@ def prepare_device(config: Config, topology: Topology) -> Device:
     apex = config.optimizer.fused_backend == "apex"
     compilation = resolve_compilation(config.compilation, device.type, os.environ, apex=apex)
     if compilation.missing:
-        say(f"warning: layers are not compiled, and run more slowly: that needs {compilation.missing}")
+        say(f"warning: layers are not compiled and run more slowly: compiling needs {compilation.missing}")
     compiles = compilation.wanted
     if compiles:
         check_cache(config.compilation)
@@ -73,7 +73,7 @@ def prepare_device(config: Config, topology: Topology) -> Device:
 
 
 def check_attention(config: Config, device: Device) -> None:
-    """Tries on the device the kernel that was chosen. Raises ValueError where it does not run."""
+    """Try the chosen attention kernel on the device. Raises ValueError if it does not run."""
     lengths: Sequence[int] = (config.model.seq_length,)
     if config.evaluation.sample_prompt is not None:
         lengths = (1, 2, *lengths)  # a text grows token by token
@@ -82,7 +82,7 @@ def check_attention(config: Config, device: Device) -> None:
 
 
 def _attention(config: Config, device: torch.device) -> dict[str, Any]:
-    """What a kernel of attention depends on."""
+    """The settings that the choice of an attention kernel depends on."""
     return {
         "masked": config.data.reset_attention_mask,
         "head_width": config.model.kv_channels,
@@ -93,7 +93,7 @@ def _attention(config: Config, device: torch.device) -> dict[str, Any]:
 
 
 def _operations(config: Config, device: torch.device, say: Callable[[str], None]) -> Operations | None:
-    """On CPUs torch's own kernels take a plain step as fast, and nobody has to wait for a compiler."""
+    """The compiled operations; None on CPUs without quantisation, where torch's kernels are as fast."""
     required, quantizes = config.distributed.require_kernels, config.zero.quantizes
     if not (required or quantizes or device.type == "cuda"):
         return None

@@ -1,7 +1,6 @@
-"""--dry-run: says what a run would take, after all that can be checked before a device is taken."""
+"""--dry-run: prints a run's memory, traffic and time after the checks that need no device."""
 
 import sys
-from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -15,12 +14,13 @@ from megatron_zpp.plan.hardware import GPUS, machine
 from megatron_zpp.plan.job import Job, units_of
 from megatron_zpp.plan.report import report
 from megatron_zpp.train.compiling import check_cache
+from megatron_zpp.train.inputs import RunInputs
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.zero.communication_plan import check_topology
 
 
 def planned(plan: PlanConfig, started: Topology) -> Topology:
-    """The ranks to check and plan for: those that were started, but for a dry run that says others."""
+    """The ranks to check and plan for: those started, unless a dry run names others."""
     if not plan.dry_run:
         return started
     local = plan.plan_gpus_per_node or started.local_world_size
@@ -28,7 +28,7 @@ def planned(plan: PlanConfig, started: Topology) -> Topology:
 
 
 def job_of(config: Config, vocab_size: int, schedule: RunSchedule, topology: Topology) -> Job:
-    """What is to be planned of a run."""
+    """The values that a plan of a run is made from."""
     batches = schedule.batches
     return Job(
         model=config.model,
@@ -49,10 +49,9 @@ def _compiles(config: Config) -> bool:
     return config.compilation.wanted("cuda", apex=config.optimizer.fused_backend == "apex")
 
 
-def dry_run(
-    config: Config, tokenizer: dict[str, Any], schedule: RunSchedule, topology: Topology, *, speaks: bool
-) -> None:
-    """Prints the plan where this process `speaks` for the others. Raises ValueError as the run would."""
+def dry_run(inputs: RunInputs, topology: Topology, *, speaks: bool) -> None:
+    """Print the plan if this process `speaks` for the others. Raises ValueError if the run would."""
+    config, schedule = inputs.config, inputs.schedule
     check_topology(config.zero, topology)
     config.recompute.check_device("cuda")
     compiles = _compiles(config)
@@ -60,19 +59,20 @@ def dry_run(
         check_cache(config.compilation)
     resolve_fused_backend(config.optimizer, config.zero, "cuda", compiles=compiles)
     dtype = config.precision.compute_dtype("cuda")
+    assert config.plan.plan_gpu is not None  # PlanConfig fills its default in with --dry-run
     gpu, rates = GPUS[config.plan.plan_gpu], machine(config.plan, dtype)
     config.precision.check_device("cuda", gpu.capability)
     if config.attention.attention_backend == "flash3":
         check_flash3_settings(config.model.attention_dropout, getattr(torch, dtype))
     if speaks:
-        job = job_of(config, tokenizer["vocab_size"], schedule, topology)
+        job = job_of(config, inputs.tokenizer["vocab_size"], schedule, topology)
         lines = [*report(job, gpu, rates, schedule.iterations), *_not_planned(config)]
         sys.stdout.write("\n".join(lines) + "\n")
         sys.stdout.flush()
 
 
 def _not_planned(config: Config) -> list[str]:
-    """What the plan, which ends with what it rests on, does not know of this run."""
+    """Lines, to follow the plan's list of assumptions, on settings of this run that it ignores."""
     lines, backend = [], config.attention.attention_backend
     if TORCH_BACKENDS.get(backend) is SDPBackend.MATH:
         lines.append(

@@ -18,11 +18,11 @@ def evaluate(
     micro_batch_size: int,
     before_round: Callable[[int, int], None],
 ) -> float:
-    """The mean loss over samples 0 to `count`: the same ones at every call and for any number of ranks.
+    """The mean loss over the first `count` samples, the same for every call and number of ranks.
 
-    Every rank runs equally many forwards, as gathers of sharded parameters need; what a rank runs beyond
-    the end has no weight. `before_round(number, rounds)` is called before each; what it raises, on all ranks
-    alike, abandons the evaluation.
+    All ranks run the same number of forwards, because each forward gathers sharded parameters; forwards
+    beyond the last sample have no weight. `before_round(number, rounds)` is called before each round and may
+    raise, on all ranks, to abandon the evaluation.
     """
     ranks, rank = engine.topology.world_size, engine.topology.rank
     chunks = -(-count // micro_batch_size)

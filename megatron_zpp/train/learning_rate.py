@@ -29,9 +29,9 @@ class LearningRate:
     def from_config(
         cls, config: LearningRateConfig, *, samples: int, samples_per_iteration: int
     ) -> "LearningRate":
-        """Lengths told in iterations become samples; the decay ends with the run unless told otherwise.
+        """Convert lengths in iterations to samples; by default the decay ends with the run.
 
-        Raises ValueError when the warm-up or the final decay does not fit into the decay length.
+        Raises ValueError if the warm-up or the final decay does not fit into the decay length.
         """
 
         def in_samples(iterations: int | None, own: int | None) -> int | None:
@@ -78,7 +78,7 @@ class LearningRate:
         return self.floor + self._share(samples) * (self.peak - self.floor)
 
     def _share(self, samples: int) -> float:
-        """How much of the way from floor to peak is left, from 1 down to 0."""
+        """The decayed share of the distance from floor to peak, from 1 down to 0."""
         if self.style == "WSD":
             start = self.decay - self.wsd_decay
             if samples <= start:
@@ -100,7 +100,7 @@ def _falling(style: str, done: float) -> float:
 
 
 def _given(config: LearningRateConfig, prefix: str) -> tuple[str, float]:
-    """The flag, and its value, by which a length was told."""
+    """The flag that set a length, and its value."""
     names = (f"{prefix}_fraction", f"{prefix}_iters", f"{prefix}_samples")
     name = next(name for name in names if getattr(config, name, None))
     return "--" + name.replace("_", "-"), getattr(config, name)

@@ -1,51 +1,71 @@
 """The training loop: steps, and between them logging, evaluation and saving."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
-from megatron_zpp.checkpoint.states import Progress
-from megatron_zpp.config.root import Config
 from megatron_zpp.data.loader import MicroBatches
-from megatron_zpp.data.open import Splits
 from megatron_zpp.data.samples import Samples
 from megatron_zpp.reporting.metrics import Interval, Throughput, memory_record
 from megatron_zpp.reporting.profile import StepProfiler
-from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.reporting.timing import BATCH, FORWARD_BACKWARD, OPTIMIZER, STEP, Timing
-from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.train.evaluation import evaluate
-from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.train.log_head import head_lines, plan_lines
+from megatron_zpp.train.run import Run
+from megatron_zpp.train.sampled_text import text_writer
 from megatron_zpp.train.saver import Saver
 from megatron_zpp.train.skips import SkipFlag
-from megatron_zpp.train.stopping import Stop, StopConditions
-from megatron_zpp.zero.engine import Batch, StepResult, ZeroEngine
+from megatron_zpp.train.stopping import Ending, Stop, StopConditions
+from megatron_zpp.zero.engine import Batch, StepResult
+
+
+def train(run: Run) -> Ending:
+    """Log how the run came about and train to its end; every rank must call it, once."""
+    vocab_size, reporter = run.tokenizer["vocab_size"], run.reporter
+    with reporter:
+        head = head_lines(run.config, vocab_size, run.engine, run.splits)
+        plan = plan_lines(run.config, vocab_size, run.engine, run.schedule)
+        for line in (*head, *plan, *run.lines):
+            reporter.say(line)
+        if run.start.iteration >= run.schedule.iterations:
+            reporter.say(
+                f" the run is complete: iteration {run.start.iteration} of {run.schedule.iterations}"
+            )
+        trainer = Trainer(run)
+        stop = trainer.run()
+        run.ranks.activity.now("closing logs", patient=True)
+    return Ending(trainer.progress.iteration, stop, reporter.lost_sinks)
 
 
 class Trainer:
-    """Runs `engine` through `schedule` on `splits`. `run` is the whole story; the rest are its parts."""
+    """Takes the steps of a run, and evaluates, logs and saves between them. Read `run` first."""
 
-    def __init__(
-        self,
-        engine: ZeroEngine,
-        splits: Splits,
-        config: Config,
-        schedule: RunSchedule,
-        throughput: Throughput,
-        reporter: Reporter,
-        saver: Saver,
-        progress: Progress,
-        stops: StopConditions,
-        activity: Activity,
-        write_text: Callable[[], str] | None,
-    ) -> None:
-        """`write_text` lets the model write a text after each evaluation; every rank calls it."""
-        self._engine, self._splits, self._config = engine, splits, config
-        self._schedule, self._throughput = schedule, throughput
-        self._reporter, self._saver, self.progress = reporter, saver, progress
-        self._stops, self._activity, self._write_text = stops, activity, write_text
+    def __init__(self, run: Run) -> None:
+        config, engine, ranks = run.config, run.engine, run.ranks
+        self._config, self._engine, self._activity = config, engine, ranks.activity
+        self._splits, self._schedule, self._reporter = run.splits, run.schedule, run.reporter
+        self.progress = run.start
+        self._saver = Saver(
+            engine,
+            config,
+            tokenizer=run.tokenizer,
+            reporter=run.reporter,
+            store=ranks.store,
+            start=run.start,
+            lease=ranks.lease,
+        )
+        self._stops = StopConditions(config.training, engine, ranks.signals, ranks.lease)
+        self._write_text = text_writer(engine, config)
+        self._throughput = Throughput.of(
+            config.model,
+            run.tokenizer["vocab_size"],
+            devices=engine.topology.world_size,
+            device=engine.device,
+            dtype=config.precision.compute_dtype(engine.device.type),
+            peak=config.logging.device_peak_tflops,
+        )
         self._timing = Timing(config.timing, engine)
         self._profiler = StepProfiler(config.timing, engine.topology.rank, engine.device)
         self._interval = Interval(engine.device)
@@ -55,7 +75,7 @@ class Trainer:
         self._warm = False  # whether a step is done
 
     def run(self) -> Stop | None:
-        """Trains and evaluates to the end of the schedule, or until there is a reason to stop, and saves.
+        """Train, evaluate and save to the end of the schedule or until there is a reason to stop.
 
         Returns the reason; None at the end of the schedule.
         """
@@ -77,7 +97,7 @@ class Trainer:
         return None
 
     def _train(self) -> None:
-        """Takes the steps that are left. Raises Stop between two of them, or during an evaluation."""
+        """Take the remaining steps. Raises Stop between two of them or during an evaluation."""
         if self.progress.iteration == 0:
             self._evaluate("valid")
         with self._batches() as loader:
@@ -109,6 +129,7 @@ class Trainer:
         self._saver.finish()
 
     def _batches(self) -> MicroBatches:
+        assert self._splits.train is not None  # every run trains
         return MicroBatches(
             self._splits.train,
             self._schedule.batches,
@@ -124,7 +145,7 @@ class Trainer:
         consumed, schedule = self.progress.consumed_samples, self._schedule.batches
         micro_batches = schedule.micro_batches_at(consumed)
         losses = torch.zeros((), device=self._engine.device)
-        self._engine.take_traffic()  # what an evaluation sent is not this step's
+        self._engine.take_traffic()  # discards the traffic of an evaluation
         where, sections = f"step {self.progress.iteration + 1}", self._engine.sections
         self._profiler.before_step(self.progress.iteration + 1)
         for index in range(micro_batches):
@@ -153,7 +174,7 @@ class Trainer:
         return result
 
     def _count_if_skipped(self) -> None:
-        """Counts the newest step if it was skipped: before a rate or a checkpoint depends on the count."""
+        """Count the newest step if it was skipped; call it before a rate or a checkpoint uses the count."""
         if not self._skip_flag.read():
             return
         self.progress = replace(
@@ -163,17 +184,17 @@ class Trainer:
         )
 
     def _end_profile(self) -> None:
-        """Writing a trace takes seconds, for which the other ranks wait."""
+        """Write the trace if it ends here; other ranks wait the seconds that this takes."""
         if self._profiler.ends_after(self.progress.iteration):
             self._activity.now("writes a trace", patient=True)
             self._reporter.say(self._profiler.end())
 
     def _mark(self, text: str) -> None:
-        """Up to the end of the first step kernels are built and buffers taken: that may take its time."""
+        """Mark the activity; the first step is patient because it builds kernels and allocates buffers."""
         self._activity.now(text, patient=not self._warm)
 
     def _log(self, result: StepResult) -> None:
-        """Reports the interval that ends here; every rank takes part in the mean of the loss."""
+        """Log the interval that ends here; every rank must call it, for the mean of the loss."""
         interval, progress = self._interval, self.progress
         loss = self._engine.mean_over_ranks(interval.loss_sum / interval.iterations).item()
         nans = self._engine.sum_over_ranks(interval.not_finite) > 0  # on any rank, in each iteration
@@ -213,10 +234,13 @@ class Trainer:
         evaluation, batches = self._config.evaluation, self._schedule.batches
         count = evaluation.eval_iters * batches.global_batch_size
         if evaluation.full_validation:
+            assert samples.windows_per_epoch is not None  # Config refuses endless data with --full-validation
             count = samples.windows_per_epoch
 
         def before_round(number: int, rounds: int) -> None:
-            builds = number == 0 and not self._evaluated  # kernels without gradients, which no step needs
+            builds = (
+                number == 0 and not self._evaluated
+            )  # builds kernels without gradients, which no step uses
             where = f"evaluation of {split} at iteration {iteration}, round {number + 1} of {rounds}"
             self._activity.now(where, patient=builds or not self._warm)
             self._stops.between_rounds()
@@ -236,6 +260,6 @@ class Trainer:
 
 
 def seed_dropout(seed: int, first_sample: int) -> None:
-    """Makes dropout a function of the seed and the samples of a micro-batch, for any world size or resume."""
+    """Seed dropout from `seed` and a micro-batch's first sample, for any world size or resume."""
     digest = hashlib.blake2b(f"dropout/{seed}/{first_sample}".encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)

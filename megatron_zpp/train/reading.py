@@ -18,12 +18,10 @@ def open_data(
     *,
     train_samples: int | None = None,
 ) -> Splits:
-    """The splits of a run, checked; `tokenizer` describes its tokenizer, `say` gets a line about what lasts.
+    """The splits of a run, checked. `tokenizer` describes its tokenizer; `say` gets a line on slow work.
 
-    Megatron-LM's order of the training samples is built for `train_samples`; None: for those that the flags
-    ask for.
-
-    Raises ValueError for data that cannot be read to the end of the run.
+    Megatron-LM's order of the training samples is built for `train_samples`, or, if that is None, for the
+    number that the flags ask for. Raises ValueError for data that cannot be read to the end of the run.
     """
     requested = schedule.requested_samples(config.training, config.evaluation)
     if train_samples is not None:
@@ -42,5 +40,6 @@ def open_data(
         ),
         evaluated=schedule.evaluated_samples(config.evaluation),
     )
+    assert splits.train is not None  # every run trains
     schedule.check_data(splits.train)
     return splits

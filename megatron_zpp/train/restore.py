@@ -1,4 +1,4 @@
-"""What a run starts from: the newest whole checkpoint of --load, a GPT-2's weights, or initial ones."""
+"""The start of a run: the newest whole checkpoint of --load, the weights of a GPT-2, or initial weights."""
 
 import os
 import secrets
@@ -33,14 +33,14 @@ from megatron_zpp.zero.engine import ZeroEngine
 
 @dataclass(frozen=True)
 class Start:
-    """A position, and the lines that say where it comes from."""
+    """The progress that a run starts from, and log lines that say where it was loaded from."""
 
     progress: Progress
     lines: list[str]
 
 
 def check_start(run: Config, tokenizer: dict[str, Any]) -> None:
-    """Refuses, before anything is built, a --load to start from or a --save to write to that cannot be."""
+    """Raise ValueError, before anything is built, for a --load or --save that cannot be used."""
     config = run.checkpoint
     if config.save:
         check_writable("--save", config.save)
@@ -64,30 +64,31 @@ def check_start(run: Config, tokenizer: dict[str, Any]) -> None:
         )
 
 
-def _goes_on_where_it_saves(config: CheckpointConfig) -> bool:
+def _saves_where_it_loads(config: CheckpointConfig) -> bool:
     if config.save is None or config.load is None:
         return False
     return os.path.realpath(config.save) == os.path.realpath(config.load)
 
 
 def _check_going_back(config: CheckpointConfig, start: Path) -> None:
-    """A run that went back in its own directory would, started again, go on from what it had left behind."""
-    if not _goes_on_where_it_saves(config):
+    """Raise ValueError if --ckpt-step goes back in --save: the next start would load the newer checkpoint."""
+    if not _saves_where_it_loads(config):
         return
+    assert config.load is not None  # it is equal to --save
     newest = candidates(config.load)[0]
     if newest != start:
         raise option_error(
             "--ckpt-step",
             config.ckpt_step,
-            f"{newest.name} in --save {config.save} is newer, and what is started next would load it; move "
+            f"{newest.name} in --save {config.save} is newer, and the next start would load it; move "
             "it away, or give another --save",
         )
 
 
 def restore(
     config: Config, engine: ZeroEngine, tokenizer: dict[str, Any], store: dist.Store, schedule: RunSchedule
-) -> tuple[Progress, list[str]]:
-    """Where the run starts, with lines that say so and name damaged checkpoints that it passed over.
+) -> Start:
+    """Where the run starts, with lines that say so and name damaged checkpoints that it skipped.
 
     `schedule` is that of a run which starts at iteration 0.
 
@@ -97,7 +98,7 @@ def restore(
     if settings.huggingface:
         load_weights(settings.huggingface, engine, config.model, tokenizer)
         line = f" loaded the weights of {settings.load}; starting at iteration 0"
-        return _named(Progress(), config, engine, store), [line]
+        return Start(_named(Progress(), config, engine, store), [line])
     passed_over: list[tuple[Path, str]] = []
     for path in _agreed_candidates(config, engine, store):
         problem, start = None, Start(Progress(), [])
@@ -108,26 +109,27 @@ def restore(
             problem = one_line(damage)
         problems = [problem for problem in exchange.all_gather("problem", problem) if problem]
         if not problems:
+            assert settings.load is not None  # it holds `path`
             directory = Path(settings.load)
             lost = None if settings.ckpt_step is not None else lost_newest(directory)
             if settings.load == settings.save and engine.topology.rank == 0:
                 write_tracker(directory)
-            warnings = [f" WARNING: {lost}: it is passed over"] if lost else []
-            warnings += [f" WARNING: {path} is passed over: {problem}" for path, problem in passed_over]
-            return _named(start.progress, config, engine, store), [*warnings, *start.lines]
+            warnings = [f" WARNING: {lost}: it is skipped"] if lost else []
+            warnings += [f" WARNING: {path} is skipped: {problem}" for path, problem in passed_over]
+            return Start(_named(start.progress, config, engine, store), [*warnings, *start.lines])
         passed_over.append((path, problems[0]))
     if passed_over:
         raise option_error(
             "--load",
             settings.load,
-            f"none of its checkpoints is whole: {passed_over[0][1]}; leave --load out to begin anew",
+            f"none of its checkpoints is whole: {passed_over[0][1]}; omit --load to start from new weights",
         )
-    return _named(Progress(), config, engine, store), [" starting from initial weights"]
+    return Start(_named(Progress(), config, engine, store), [" starting from initial weights"])
 
 
 def _named(progress: Progress, config: Config, engine: ZeroEngine, store: dist.Store) -> Progress:
-    """A run that goes on where it saves is the same run; one from another's checkpoint is new."""
-    if progress.run and _goes_on_where_it_saves(config.checkpoint):
+    """`progress` with the name of the run: a new one unless the run resumes in the directory it saves to."""
+    if progress.run and _saves_where_it_loads(config.checkpoint):
         return progress
     exchange = _exchange(config, engine, store, "run")
     if engine.topology.rank == 0:
@@ -136,7 +138,7 @@ def _named(progress: Progress, config: Config, engine: ZeroEngine, store: dist.S
 
 
 def _agreed_candidates(config: Config, engine: ZeroEngine, store: dist.Store) -> list[Path]:
-    """Rank 0's, so that a file system that shows the same directory differently cannot part the ranks."""
+    """The checkpoints that rank 0 sees, because a shared file system may show ranks different ones."""
     if config.checkpoint.load is None:
         return []
     exchange = _exchange(config, engine, store, "load")
@@ -163,7 +165,7 @@ def _load(
         return Start(Progress(), [f" loaded the weights of {path}; starting at iteration 0"])
     without = "" if with_optimizer else " without the optimizer's state"
     line = (
-        f" loaded {path}{without}; going on at iteration {progress.iteration}, "
+        f" loaded {path}{without}; resuming at iteration {progress.iteration}, "
         f"{progress.consumed_samples} samples"
     )
     saved, ranks = saved_settings(path)
@@ -190,15 +192,17 @@ def _ordered(
 ) -> tuple[Progress, list[str]]:
     """`progress` with the number of samples to build Megatron-LM's order for, and lines for the log.
 
-    The order depends on that number. So the run keeps the one that it began with if this holds all samples
-    that it still has to read: another number would skip some samples and repeat others.
+    The order depends on that number, and another number would skip some samples and repeat others. So the
+    run keeps the number that it began with if that covers all samples still to be read.
     """
     before = progress.ordered_samples
     if before is None:
         before = ordered_samples(saved, ranks)
     if same_numbers and resumed.samples <= before:
         return replace(progress, ordered_samples=before), []
-    now = max(resumed.requested_samples(config.training, config.evaluation)["train"], resumed.samples)
+    requested = resumed.requested_samples(config.training, config.evaluation)["train"]
+    assert requested is not None  # training has a length
+    now = max(requested, resumed.samples)
     return replace(progress, ordered_samples=now), [order_change(before, now)] if same_numbers else []
 
 

@@ -1,4 +1,4 @@
-"""What a run will do, worked out before anything is built: batches, iterations, learning rates."""
+"""The batches, iterations and learning rates of a run, computed before anything is built."""
 
 from dataclasses import dataclass, replace
 
@@ -15,8 +15,8 @@ from megatron_zpp.train.learning_rate import LearningRate
 class RunSchedule:
     """Steps up to the iteration `iterations`, with the batches of `batches` and the rates of `learning_rate`.
 
-    `train_samples` is the length of a run that is told in samples; None where it is told in iterations.
-    `start` is the position from which the present process trains: its batches begin there.
+    `train_samples` is the length of a run given in samples; None if it is given in iterations. `start` is
+    the progress from which this process trains: its batches begin there.
     """
 
     batches: BatchSchedule
@@ -27,7 +27,7 @@ class RunSchedule:
 
     @classmethod
     def from_config(cls, config: Config, ranks: int) -> "RunSchedule":
-        """Raises ValueError when sizes do not divide or a length holds no step."""
+        """The schedule from iteration 0. Raises ValueError if sizes do not divide or there is no step."""
         training = config.training
         batches = BatchSchedule(
             micro_batch_size=training.micro_batch_size,
@@ -35,7 +35,10 @@ class RunSchedule:
             data_parallel_size=ranks,
             rampup=training.rampup_batch_size,
         )
-        iterations = training.train_iters or batches.iterations(training.train_samples)
+        iterations = training.train_iters
+        if iterations is None:
+            assert training.train_samples is not None  # one of the two is set, as TrainingConfig checks
+            iterations = batches.iterations(training.train_samples)
         if iterations == 0:
             size = batches.global_batch_size_at(0)
             raise option_error(
@@ -49,7 +52,7 @@ class RunSchedule:
         return cls(batches, learning_rate, iterations, training.train_samples)
 
     def resumed(self, start: Progress) -> "RunSchedule":
-        """The same schedule from `start` on, which a run with other batch sizes may have reached.
+        """The same schedule from `start` on; other batch sizes may have been used up to there.
 
         The run still ends at --train-iters or before it would exceed --train-samples.
         """
@@ -60,15 +63,15 @@ class RunSchedule:
 
     @property
     def samples(self) -> int:
-        """Samples that the run has consumed at its end."""
+        """The number of samples that the run has consumed at its end."""
         left = max(0, self.iterations - self.start.iteration)
         return self.batches.samples_after(left, consumed=self.start.consumed_samples)
 
     def learning_rate_at(self, progress: Progress) -> float:
         """The learning rate of the step that begins at `progress`.
 
-        As in Megatron-LM, a skipped step does not advance the learning rate. Where the schedule is told in
-        iterations, it counts iterations of the present global batch size. So a resumed run with another
+        As in Megatron-LM, a skipped step does not advance the learning rate. A schedule given in iterations
+        counts iterations of the present global batch size. So a resumed run with another
         batch size has the rate of its iteration: the rate does not jump, and the decay ends with the run.
         """
         if self.train_samples is None:
@@ -103,7 +106,7 @@ class RunSchedule:
         return evaluation.eval_iters * self.batches.global_batch_size
 
     def describe_epochs(self, train: Samples) -> list[str]:
-        """Lines for the log: how often each data set is read, so far and in all; none for endless ones."""
+        """Log lines on how often each data set is read, so far and in total; none for endless data sets."""
         consumed = self.start.consumed_samples
         samples = self.samples
         lines = []
@@ -116,7 +119,7 @@ class RunSchedule:
         return lines
 
     def check_data(self, train: Samples) -> None:
-        """Raises ValueError when one global batch would have to repeat samples."""
+        """Raise ValueError if one global batch would have to repeat samples."""
         size, there = self.batches.global_batch_size, train.windows_per_epoch
         if there is not None and there < size:
             raise option_error(

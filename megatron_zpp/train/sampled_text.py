@@ -1,4 +1,7 @@
-"""Text that the model writes while it is trained, for a person to look at."""
+"""Text that the model writes during training, for a person to read."""
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -12,30 +15,43 @@ from megatron_zpp.zero.engine import ZeroEngine
 _SAMPLING, _SEED = Sampling(temperature=0.8, top_k=50), 1234
 
 
-def check_prompt(config: Config) -> None:
-    """Raises ValueError for a --sample-prompt that the tokenizer has no ids for."""
-    prompt = config.evaluation.sample_prompt
+def check_prompt(prompt: str | None, tokenizer: Tokenizer) -> None:
+    """Raise ValueError for a --sample-prompt that `tokenizer` has no ids for."""
     if prompt is not None:
         try:
-            build_tokenizer(config.tokenizer).encode(prompt)
+            tokenizer.encode(prompt)
         except ValueError as error:
             raise option_error("--sample-prompt", prompt, str(error)) from None
+
+
+def text_writer(engine: ZeroEngine, config: Config) -> Callable[[], str] | None:
+    """`sample_text` with the engine and the settings of --sample-prompt; None without that flag."""
+    if config.evaluation.sample_prompt is None:
+        return None
+    return partial(
+        sample_text,
+        engine,
+        build_tokenizer(config.tokenizer),
+        config.evaluation.sample_prompt,
+        new_tokens=config.evaluation.sample_tokens,
+        positions=config.model.max_position_embeddings,
+    )
 
 
 def sample_text(
     engine: ZeroEngine, tokenizer: Tokenizer, prompt: str, *, new_tokens: int, positions: int
 ) -> str:
-    """`prompt` and what the model makes of it, up to `new_tokens` tokens; every rank must call it.
+    """`prompt` and the model's continuation of up to `new_tokens` tokens; every rank must call it.
 
-    Each rank runs equally many forwards, as gathers of sharded parameters need. `positions` is how many
-    tokens the model can look at.
+    All ranks run the same number of forwards, because each forward gathers sharded parameters. `positions`
+    is the number of tokens that the model can attend to.
     """
     ids = tokenizer.encode(prompt)
     generator = generator_of(_SEED, ids, copy=0)
     for _ in range(new_tokens):
         window = torch.tensor([ids[-positions:]])  # (1, T)
         logits = engine.next_token_logits(window)[None]  # (1, V)
-        ids.append(draw(logits, _SAMPLING, uniforms([generator])).item())
+        ids.append(int(draw(logits, _SAMPLING, uniforms([generator])).item()))
     if tokenizer.eod in ids:
         ids = ids[: ids.index(tokenizer.eod)]
     return tokenizer.decode(ids)

@@ -1,4 +1,4 @@
-"""Makes sure that one run alone saves in a directory."""
+"""Ensures that only one run at a time saves to a directory."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,17 +13,17 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.lease import SECONDS, Held, Lease
 from megatron_zpp.supervision.activity import Activity
 
-_ANSWER = timedelta(seconds=4 * SECONDS)  # that rank 0 has, which may wait for SECONDS
+_ANSWER = timedelta(seconds=4 * SECONDS)  # for rank 0, which may itself wait for SECONDS
 
 
 @contextmanager
 def save_lease(
     save: str | None, topology: Topology, store: dist.Store, activity: Activity, say: Callable[[str], None]
 ) -> Iterator[Lease | None]:
-    """Holds the lease of --save while the block runs: on rank 0, which yields it; other ranks yield None.
+    """Hold the lease of --save on rank 0 while the block runs. Yields the lease on rank 0, else None.
 
-    Raises ValueError, on all ranks alike, when another run that lives has it or the file system does not let
-    rank 0 take it.
+    Raises ValueError on all ranks if another live run holds it or the file system does not let rank 0 take
+    it.
     """
     if save is None:
         yield None

@@ -1,4 +1,4 @@
-"""When a run saves and what becomes of it."""
+"""When a run saves, how a save is written, and what follows if it fails."""
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,23 +20,27 @@ from megatron_zpp.zero.engine import ZeroEngine
 
 
 class Saver:
-    """Writes checkpoints of all ranks: while they wait, or with --async-save behind the training.
+    """Writes checkpoints of all ranks: while the ranks wait, or with --async-save during training.
 
-    A save that fails is said loudly and the training goes on, since the checkpoints before are whole; only
-    `finish` turns it into an error, when the newest state of a run that ends could not be saved.
+    A failed save is a warning and training continues, because earlier checkpoints are whole. Only `finish`
+    raises an error, if the newest state at the end of a run could not be saved.
     """
 
     def __init__(
         self,
         engine: ZeroEngine,
         config: Config,
+        *,
         tokenizer: dict[str, Any],
         reporter: Reporter,
         store: dist.Store,
         start: Progress,
         lease: Lease | None = None,
     ) -> None:
-        """`lease` is that of --save, which is checked before a checkpoint is begun and committed."""
+        """`tokenizer` describes the tokenizer. `start` is the progress from which this process trains.
+
+        `lease` is that of --save; it is checked before a checkpoint is begun and before it is committed.
+        """
         self._engine, self._tokenizer, self._reporter, self._store = engine, tokenizer, reporter, store
         self._settings, self._saved_config = config.checkpoint, config.to_json()
         self._options = SaveOptions(
@@ -54,16 +58,16 @@ class Saver:
             self._snapshot = Snapshot(self._shards())
 
     def due(self, progress: Progress) -> bool:
-        """Whether --save-interval ends here."""
+        """Whether `progress` is at a multiple of --save-interval."""
         interval = self._settings.save_interval
-        return bool(interval) and progress.iteration % interval == 0
+        return interval is not None and interval > 0 and progress.iteration % interval == 0
 
     def save(self, progress: Progress) -> None:
-        """Saves `progress`, or begins to, unless --save is not given or it is saved already.
+        """Save at `progress`, or start to. Does nothing without --save or if `progress` is already saved.
 
-        At most one save is under way: the one before is waited for.
+        Waits for the previous save, so that at most one is in progress.
         """
-        self._wait()  # first: all ranks must know alike whether the newest save came about
+        self._wait()  # first: all ranks must agree on whether the newest save succeeded
         if self._settings.save is None or progress == self._newest:
             return
         self._newest = progress
@@ -83,24 +87,24 @@ class Saver:
         self._writing = self._writer.submit(lambda: self._write(progress, snapshot.wait(), state))
 
     def before_step(self) -> None:
-        """To be called before states change: what is being saved is copied first."""
+        """Wait until the states being saved are copied. Call it before the states change."""
         if self._snapshot is not None:
             self._snapshot.settle()
 
     def after_step(self) -> None:
-        """Says how a save behind the training went, once it is done."""
+        """Log the result of an asynchronous save once it is done."""
         if self._writing is not None and self._writing.done():
             self._wait()
 
     def finish(self) -> None:
-        """Waits for what is being written. Raises SaveFailed when the last save did not come about."""
+        """Wait for the save in progress. Raises SaveFailed if the last save failed."""
         self._wait()
         self._writer.shutdown()
         if self._failure is not None:
             raise self._failure
 
     def abandon(self) -> None:
-        """Waits for what is being written, whatever becomes of it."""
+        """Wait for the save in progress; its failure is only a warning."""
         self._wait()
         self._writer.shutdown()
 
@@ -108,9 +112,10 @@ class Saver:
         return shards_of(self._engine, with_optimizer=self._settings.save_optim)
 
     def _write(self, progress: Progress, tensors: dict[str, Tensor], state: dict[str, Any]) -> str:
-        """Writes one checkpoint from all ranks and says so; on any thread."""
+        """Write one checkpoint from all ranks and return the log line; on any thread."""
         started = time.perf_counter()
         settings = self._settings
+        assert settings.save is not None
         directory = Path(settings.save)
         exchange = Exchange(self._store, self._engine.topology, self._timeout, f"save/{self._saves}")
         self._saves += 1
@@ -120,7 +125,7 @@ class Saver:
         if settings.keep_last is not None and self._engine.topology.rank == 0:
             try:
                 remove_old(directory, settings.keep_last, settings.keep_every, newest=path)
-            except OSError as error:  # the new one stands, so the run goes on
+            except OSError as error:  # the new checkpoint is whole, so the run continues
                 line += f"; WARNING: old ones could not be removed: {error}"
         return line
 
@@ -135,6 +140,7 @@ class Saver:
             self._failure = None
         except SaveFailed as failure:
             self._failure, self._newest = failure, None
+            assert self._settings.save is not None
             newest = next(iter(committed(Path(self._settings.save))), None)
             kept = "there is no checkpoint yet" if newest is None else f"iteration {newest} is the newest"
-            self._reporter.warn(f"a checkpoint could not be saved: {failure}; {kept}; the training goes on")
+            self._reporter.warn(f"a checkpoint could not be saved: {failure}; {kept}; training continues")

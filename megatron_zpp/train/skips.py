@@ -1,19 +1,19 @@
-"""Tells the host whether a step was skipped, in time for the learning rate of the next step."""
+"""Reports to the host whether a step was skipped, in time for the learning rate of the next step."""
 
 import torch
 from torch import Tensor
 
 
 class SkipFlag:
-    """The flag of the newest step, copied from the device behind that step.
+    """The flag of the newest step, copied from the device after that step.
 
     The learning rate of a step depends on whether the step before it was skipped. The host reads the flag
     when it has submitted the forward and the backward of the next step. The device then still has that work
     to do, so it never runs dry. The wait keeps the host at most one step ahead of the device, as the vote on
     stopping does anyway (vote.py).
 
-    The rate stays a number of the host, because kernels of AdamW take it as one, and because cosines and
-    roots of a device and of a CPU differ in their last bits.
+    The rate is computed on the host, because AdamW's kernels take it as an argument, and because cosines
+    and roots on a device and on a CPU differ in their last bits.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,6 +1,9 @@
-"""Why a run ends before its schedule does, found out by all ranks at the same step."""
+"""Why a run ends before its schedule does: all ranks find out at the same step. And how it then exits."""
 
+import os
+import sys
 import time
+from dataclasses import dataclass
 
 from megatron_zpp.config.run import TrainingConfig
 from megatron_zpp.distributed.vote import Vote
@@ -8,12 +11,12 @@ from megatron_zpp.storage.lease import Lease
 from megatron_zpp.supervision.signals import STOP_SIGNALS, StopSignals
 from megatron_zpp.zero.engine import StepResult, ZeroEngine
 
-STOPPED = 75  # sysexits.h's EX_TEMPFAIL: start the same command again to go on
+STOPPED = 75  # sysexits.h's EX_TEMPFAIL: start the same command again to resume
 FAILED, NOT_FINITE = 1, 3
 
 
 class Stop(Exception):
-    """Ends the run with exit status `status`; raised on all ranks alike, at the same place.
+    """Ends the run with exit status `status`; all ranks raise it at the same step or evaluation round.
 
     The run saves first, unless `saves` is False.
     """
@@ -23,9 +26,32 @@ class Stop(Exception):
         self.status, self.is_error, self.saves = status, status in (FAILED, NOT_FINITE), saves
 
 
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended: at which iteration, the reason if it ended early, and whether a sink was lost."""
+
+    iteration: int
+    stop: Stop | None
+    lost_sinks: bool
+
+    def leave(self, prog: str, rank: int) -> None:
+        """Exit with the status of the reason to stop; return if the run reached the end of its schedule."""
+        if self.stop and self.stop.is_error and rank == 0:
+            sys.stderr.write(f"{prog}: error: iteration {self.iteration}: {self.stop}\n")
+        status = self.stop.status if self.stop else 0
+        if self.lost_sinks:  # their exit handlers would fail again, or hang
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+        if status:
+            sys.exit(status)
+
+
 class StopConditions:
-    """Votes after every step and every round of an evaluation; what it is asked to notice takes effect at
-    most one turn later, on all ranks alike."""
+    """Votes after every step and every round of an evaluation.
+
+    A reason to stop takes effect on all ranks at the same vote, at most one vote after a rank noticed it.
+    """
 
     def __init__(
         self, training: TrainingConfig, engine: ZeroEngine, signals: StopSignals, lease: Lease | None = None
@@ -35,26 +61,26 @@ class StopConditions:
         self._loss_scale = engine.loss_scale
         self._vote = Vote(len(STOP_SIGNALS) + 2, engine.topology, engine.device)
         self._started = time.monotonic()
-        self._voted_step: int | None = None  # the step that the newest vote is of; None: not a step's
-        self._in_a_row = 0  # newest steps whose gradients or loss were not finite
+        self._voted_step: int | None = None  # the step of the newest vote; None: it was in an evaluation
+        self._in_a_row = 0  # number of newest steps with NaN or Inf in gradients or loss
 
     def after_step(self, iteration: int, result: StepResult) -> None:
-        """Raises Stop when the run has to end here; `iteration` counts this step."""
+        """Raise Stop if the run has to end here; `iteration` counts this step."""
         not_finite = result.skipped * self._loss_scale.is_lowest(result.loss_scale)
-        self._judge(self._vote.turn(self._flags(), not_finite))
+        self._stop_if_asked(self._vote.turn(self._flags(), not_finite))
         self._voted_step = iteration
         interval = self._training.exit_interval
         if interval and iteration % interval == 0:
             raise Stop(0, f"--exit-interval {interval}")
 
     def between_rounds(self) -> None:
-        """Raises Stop when an evaluation has to be abandoned."""
-        self._judge(self._vote.turn(self._flags()))
+        """Raise Stop if an evaluation has to be abandoned."""
+        self._stop_if_asked(self._vote.turn(self._flags()))
         self._voted_step = None
 
     def at_the_end(self) -> None:
-        """After the last step: raises Stop if the newest steps were not finite."""
-        self._judge(self._vote.outcome())
+        """Raise Stop, after the last step, if the newest steps had NaN or Inf."""
+        self._stop_if_asked(self._vote.outcome())
 
     def _flags(self) -> list[bool]:
         minutes = (time.monotonic() - self._started) / 60
@@ -63,8 +89,8 @@ class StopConditions:
         lost = self._lease is not None and self._lease.lost
         return [*(self._signals.first == number for number in STOP_SIGNALS), late, lost]
 
-    def _judge(self, sums: list[float] | None) -> None:
-        """Acts on the newest sums of all ranks that are known."""
+    def _stop_if_asked(self, sums: list[float] | None) -> None:
+        """Raise Stop if `sums` over all ranks, the newest known, ask for it."""
         if sums is None:
             return
         *signalled, late, lost, not_finite = sums
@@ -77,8 +103,9 @@ class StopConditions:
             raise Stop(
                 NOT_FINITE,
                 f"the {limit} steps up to iteration {self._voted_step} had NaN or Inf in loss or gradients, "
-                f"and were skipped: the weights are those of before; --max-nan-iterations {limit} in a row "
-                "end a run; go on from an earlier checkpoint (--ckpt-step) with a lower --lr or other data",
+                f"and were skipped: the weights are those before these steps; --max-nan-iterations {limit} "
+                "in a row end a run; resume from an earlier checkpoint (--ckpt-step) with "
+                "a lower --lr or other data",
             )
         for number, ranks in zip(STOP_SIGNALS, signalled, strict=True):
             if ranks:

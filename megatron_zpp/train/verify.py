@@ -1,4 +1,4 @@
-"""Proves, before the first step, that the data of a run are what was written."""
+"""Checks every token of a run's data against its checksums before the first step."""
 
 import time
 
@@ -10,9 +10,9 @@ from megatron_zpp.storage.checksums import DamagedFile
 
 
 def verify_data(splits: Splits, exchange: Exchange) -> str:
-    """Reads every .bin, each rank its part, and returns a line for the log; every rank must call it.
+    """Read every .bin, one part per rank, and return a line for the log; every rank must call it.
 
-    Raises DamagedFile on every rank when one of them has found damage or could not read.
+    Raises DamagedFile on every rank if any rank finds damage or cannot read.
     """
     started, topology, problem = time.perf_counter(), exchange.topology, None
     try:

@@ -215,7 +215,7 @@ def test_a_run_starts_from_their_weights(
         tool("export", saved, tmp_path / f"back{len(out)}")
         check_equal(tensors(tmp_path / f"back{len(out)}"), tensors(source))
     assert f" loaded the weights of hf:{source}; starting at iteration 0" in out[0]
-    assert "going on at iteration 0, 0 samples" in out[1]
+    assert "resuming at iteration 0, 0 samples" in out[1]
     first, second = (
         [line for line in text.splitlines() if "valid loss at iteration 0" in line] for text in out
     )

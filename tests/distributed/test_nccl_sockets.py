@@ -316,5 +316,5 @@ def test_runs_over_gloo_say_nothing_of_sockets_and_refuse_numbers(tmp_path: Path
                 continue
             assert statuses == {0: 0, 1: 0}, run.err(0)
             (line,) = (line for line in run.out(0).splitlines() if line.startswith(" preflight: 2 ranks in "))
-            assert " GB/s a rank, at least " in line.partition("between nodes ")[2]
+            assert " GB/s per rank, at least " in line.partition("between nodes ")[2]
             assert "socket" not in run.out(0)

@@ -27,7 +27,7 @@ def test_two_calls_make_one_run(tmp_path: Path) -> None:
     assert "starting from initial weights" in first
     second = quickstart(tmp_path, *short)
     assert second.count("already there") == 3
-    assert "going on at iteration 1, 8 samples" in second
+    assert "resuming at iteration 1, 8 samples" in second
     assert "test loss at iteration 2" in second
     assert "--- sample 2 ---" in second
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -143,7 +143,7 @@ def test_ranks_that_meet_but_cannot_join_end_the_run(waiting: dict[str, Run]) ->
 def test_links_in_words() -> None:
     hosts = [RankAddress(f"host{rank // 2}", 1, f"10.0.0.{rank}", "eth0") for rank in range(6)]
     rates = [10e9, 11e9, 10e9, 3e9, 12e9, 10e9]
-    assert describe_rates("inside", rates) == "inside 10 GB/s a rank, at least 3 GB/s (rank 3)"
+    assert describe_rates("inside", rates) == "inside 10 GB/s per rank, at least 3 GB/s (rank 3)"
     assert slow_links("inside", rates, [1, 0, 3, 2, 5, 4], hosts) == [
         "a slow link inside: rank 3 [host1, eth0 10.0.0.3] receives 3 GB/s from rank 2 "
         "[host1, eth0 10.0.0.2], and ranks usually 10 GB/s"

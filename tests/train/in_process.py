@@ -12,10 +12,15 @@ from megatron_zpp.storage.lease import Lease
 from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.supervision.signals import StopSignals
 from megatron_zpp.tokenizer import build_tokenizer, describe
+from megatron_zpp.train.build_engine import build_engine
 from megatron_zpp.train.device import prepare_device
+from megatron_zpp.train.inputs import RunInputs
+from megatron_zpp.train.loop import train
+from megatron_zpp.train.ranks import Ranks
 from megatron_zpp.train.reading import open_data
-from megatron_zpp.train.run import Ending, build_engine, train
+from megatron_zpp.train.run import build_run
 from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.train.stopping import Ending
 from tests.train.conftest import BYTES, TINY
 
 SMALLEST = "--num-layers 1 --hidden-size 16 --num-attention-heads 1 --micro-batch-size 1".split()
@@ -28,10 +33,16 @@ def train_here(argv: list[str], activity: Activity | None = None, lease: Lease |
     schedule = RunSchedule.from_config(config, 1)
     tokenizer = describe(build_tokenizer(config.tokenizer))
     splits = open_data(config, schedule, tokenizer, print)
-    engine = build_engine(config, tokenizer, prepare_device(config, topology), topology)
-    activity = activity or Activity()
-    store, signals = dist.HashStore(), StopSignals()
-    ending = train(engine, splits, config, schedule, tokenizer, store, signals, activity, [], lease)
+    inputs = RunInputs(config=config, tokenizer=tokenizer, schedule=schedule, splits=splits)
+    engine = build_engine(config, tokenizer["vocab_size"], prepare_device(config, topology), topology)
+    ranks = Ranks(
+        topology=topology,
+        store=dist.HashStore(),
+        signals=StopSignals(),
+        activity=activity or Activity(),
+        lease=lease,
+    )
+    ending = train(build_run(inputs, engine, ranks))
     engine.close()
     return ending
 

@@ -109,7 +109,7 @@ def test_a_signal_to_one_rank_saves_and_stops_all(flags: list[str], whole: Path,
         assert said_by_all(ranks) == [f"{NODE}: got SIGTERM: stopping after this step and saving"]
     with two_ranks(tmp_path / "3", *flags) as ranks:
         assert ranks.statuses() == {0: 0, 1: 0}, ranks.err(0)
-        assert "going on at iteration" in ranks.out(0)
+        assert "resuming at iteration" in ranks.out(0)
     assert weights(save) == weights(whole)
 
 
@@ -158,7 +158,7 @@ def test_a_restarted_run_ends_with_the_same_weights(flags: list[str], whole: Pat
     assert job.wait(timeout=240) == 0, log.read_text()
     text = log.read_text()
     assert "launch/local.sh: rank 1 ended with SIGKILL; restart 1 of 1" in text
-    assert "going on at iteration" in text
+    assert "resuming at iteration" in text
     assert weights(save) == weights(whole)
 
 
@@ -226,7 +226,7 @@ def test_a_log_that_fails_does_not_end_the_run(flags: list[str], tmp_path: Path)
         assert run.err(0) == f"pretrain_gpt.py: {promise}\n"
         out = run.out(0)
     for name in ("--metrics-file", "W&B"):
-        assert out.count(f"WARNING: {name} is lost, and the run goes on without it: ") == 1
+        assert out.count(f"WARNING: {name} is lost, and the run continues without it: ") == 1
     assert re.search(r"exiting at iteration \d+: SIGTERM; nothing is saved", out)
 
 
@@ -257,6 +257,6 @@ def test_a_sink_that_hangs_holds_nobody_up() -> None:
     sink.write({"iteration": 1})
     assert not sink.close(0.1)
     assert (
-        lines[1] == " WARNING: slow is lost, and the run goes on without it: it did not finish within 0.1 s"
+        lines[1] == " WARNING: slow is lost, and the run continues without it: it did not finish within 0.1 s"
     )
     waiting.go_on.set()

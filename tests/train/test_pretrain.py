@@ -104,7 +104,7 @@ def test_a_run_keeps_its_curves_when_it_is_started_again(flags: list[str], tmp_p
     shards.write_bytes(shards.read_bytes()[:-1])
     on = ["--load", str(save)]
     out = succeeded(pretrain(*flags, *on, *wandb_to(tmp_path / "2"), WANDB_API_KEY=secret))
-    assert "going on at iteration 2" in out
+    assert "resuming at iteration 2" in out
     succeeded(
         pretrain(*flags, "--load", str(save), "--save", str(tmp_path / "new"), *wandb_to(tmp_path / "3"))
     )
@@ -170,7 +170,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(flags: list[str], tmp_path: P
     parted = [*flags, "--save", str(parts), "--load", str(parts)]
     parted += ["--metrics-file", str(tmp_path / "parts.jsonl")]
     assert "starting from initial weights" in succeeded(pretrain(*parted, "--exit-interval", "3"))
-    assert "going on at iteration 3, 24 samples" in succeeded(pretrain(*parted))
+    assert "resuming at iteration 3, 24 samples" in succeeded(pretrain(*parted))
     assert metrics(tmp_path / "whole.jsonl") == metrics(tmp_path / "parts.jsonl")
     assert metrics(tmp_path / "whole.jsonl", "loss_scale") == metrics(tmp_path / "parts.jsonl", "loss_scale")
     newest = "iter_0000006/rank_00000.safetensors"
@@ -205,7 +205,7 @@ def test_a_run_goes_on_at_another_stage_and_world(flags: list[str], tmp_path: Pa
             *(*flags, "--zero-stage", str(stage), "--load", save, "--metrics-file", str(path)),
             processes=processes,
         )
-        assert "going on at iteration 2" in succeeded(resumed)
+        assert "resuming at iteration 2" in succeeded(resumed)
         assert metrics(path) == pytest.approx(metrics(whole)[2:], rel=1e-5)
 
 
@@ -266,7 +266,7 @@ def test_finetuning_takes_weights_and_starts_over(flags: list[str], tmp_path: Pa
     after = metrics(tmp_path / "m.jsonl", "valid_loss")[len(before) :]
     assert after[0] == pytest.approx(before[-1], rel=1e-6)
     out = succeeded(pretrain(*flags, "--train-iters", "12", "--load", save, "--ckpt-step", "10"))
-    assert "going on at iteration 10" in out
+    assert "resuming at iteration 10" in out
 
 
 def test_text_is_sampled_and_curves_are_drawn(flags: list[str], tmp_path: Path) -> None:

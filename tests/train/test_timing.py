@@ -59,7 +59,7 @@ def test_lines() -> None:
         " (min, max) time across ranks (ms): a: (1.00, 2.00) | b: (0.50, 3.00)"
     )
     assert straggler_line([10.0, 11.0, 10.0, 20.0], [25.0] * 4) == (
-        " busy of 25.0 ms a step: median 10.5 ms, least 10.0 ms, most 20.0 ms on rank 3: "
+        " busy of 25.0 ms per step: median 10.5 ms, least 10.0 ms, most 20.0 ms on rank 3: "
         "rank 3 is the slowest"
     )
     assert straggler_line([10.0, 10.5], [25.0] * 2).endswith("on rank 1: no rank stands out")

@@ -81,5 +81,5 @@ def test_a_run_that_goes_on_says_that_its_text_has_changed(flags: list[str], tmp
     assert any("anew" in line for line in changed), changed
     masked = said(tmp_path / "copy" / "x.jsonl", 4, "--eod-mask-loss")
     assert masked == [
-        " WARNING: --eod-mask-loss is given, and was not: from here on the model is told so of documents"
+        " WARNING: --eod-mask-loss is given, and was not: the change applies from this iteration on"
     ]

@@ -1,0 +1,55 @@
+"""This process among the ranks of its job, and how its errors are reported before and after they connect."""
+
+import os
+import sys
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from megatron_zpp.config.run import DistributedConfig
+from megatron_zpp.distributed.open_files import raise_limit
+from megatron_zpp.distributed.rendezvous import Rendezvous
+from megatron_zpp.distributed.slurm import launcher_variables
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.supervision.errors import one_line_errors, said_by_each, said_once
+from megatron_zpp.supervision.joining import connect_ranks
+from megatron_zpp.supervision.once_per_node import OncePerNode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """One rank of the program `prog`. `debug` adds tracebacks to errors."""
+
+    prog: str
+    topology: Topology
+    per_node: OncePerNode
+    debug: bool
+
+    @classmethod
+    def start(cls, prog: str) -> "Process":
+        """Read the launcher's variables and raise the limit on open files.
+
+        Ends the process with an error line if the variables are wrong.
+        """
+        debug = "--debug" in sys.argv
+        raise_limit()
+        with one_line_errors(prog, Topology(), debug=debug, say=said_by_each):
+            topology = Topology.from_environment(os.environ)
+            per_node = OncePerNode.of(topology, launcher_variables(os.environ))
+        return cls(prog=prog, topology=topology, per_node=per_node, debug=debug)
+
+    def local_errors(self) -> AbstractContextManager[None]:
+        """For checks before the ranks connect: each node reports an error once, without a rank."""
+        return one_line_errors(self.prog, Topology(), debug=self.debug, say=self.per_node.say)
+
+    def shared_errors(self, store: dist.Store) -> AbstractContextManager[None]:
+        """For everything after the ranks connect: one of the ranks that have the same error reports it."""
+        say = said_once(store, self.topology, self.per_node)
+        return one_line_errors(self.prog, self.topology, debug=self.debug, say=say)
+
+    def connect(self, config: DistributedConfig) -> Rendezvous:
+        """Connect to the store and wait for all ranks. Ends the process with an error line if that fails."""
+        say = self.per_node.about("meeting")
+        with one_line_errors(self.prog, self.topology, debug=self.debug, say=say):
+            return connect_ranks(config, self.topology, self.prog)

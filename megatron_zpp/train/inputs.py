@@ -1,0 +1,41 @@
+"""What a run is told and what it reads, checked before a device is taken."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_zpp.config.root import Config
+from megatron_zpp.data.open import Splits
+from megatron_zpp.reporting.sinks import check_sinks
+from megatron_zpp.tokenizer.base import describe
+from megatron_zpp.tokenizer.build import build_tokenizer
+from megatron_zpp.train.reading import open_data
+from megatron_zpp.train.restore import check_start
+from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.train.sampled_text import check_prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInputs:
+    """The flags of a run, the description of its tokenizer, its schedule from iteration 0 and its data."""
+
+    config: Config
+    tokenizer: dict[str, Any]
+    schedule: RunSchedule
+    splits: Splits
+
+
+def check_inputs(config: Config, ranks: int, say: Callable[[str], None]) -> RunInputs:
+    """Open and check everything that this process can check without a device or the other ranks.
+
+    `ranks` is the number of ranks that train. `say` gets a line about work that takes long. Raises
+    ValueError for settings, data, checkpoints or places to write to with which the run could not end well.
+    """
+    schedule = RunSchedule.from_config(config, ranks)
+    tokenizer = build_tokenizer(config.tokenizer)
+    description = describe(tokenizer)
+    check_prompt(config.evaluation.sample_prompt, tokenizer)
+    splits = open_data(config, schedule, description, say)
+    check_start(config, description)
+    check_sinks(config.logging)
+    return RunInputs(config=config, tokenizer=description, schedule=schedule, splits=splits)

@@ -1,0 +1,62 @@
+"""The head of a run's log: what a reader has to know to repeat the run, and how much memory it takes."""
+
+import math
+import platform
+from dataclasses import replace
+
+import torch
+
+from megatron_zpp.config.root import Config
+from megatron_zpp.data.open import Splits
+from megatron_zpp.model.flops import parameter_count
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.plan.advice import accumulation_advice
+from megatron_zpp.plan.memory import memory_of
+from megatron_zpp.train.dry_run import job_of
+from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.zero.engine import ZeroEngine
+
+
+def head_lines(config: Config, vocab_size: int, engine: ZeroEngine, splits: Splits) -> list[str]:
+    """Lines on the versions, the devices, the model and the data of a run."""
+    model, topology = config.model, engine.topology
+    parameters = parameter_count(model, vocab_size)
+    name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "CPU"
+    lines = [
+        f" torch {torch.__version__}, python {platform.python_version()}, {topology.world_size} × {name}, "
+        f"{config.precision.compute_dtype(engine.device.type)}"
+        f"{' with 8-bit products' if config.precision.fp8 else ''}, {config.zero.describe()}"
+        f"{', compiled layers' if engine.model.compiled else ''}",
+        f" GPT of {parameters / 1e6:.1f} M parameters: {model.num_layers} layers × {model.hidden_size}, "
+        f"{model.num_attention_heads} heads, sequence {model.seq_length}, vocabulary "
+        f"{vocab_size} padded to {model.padded_vocab_size(vocab_size)}",
+    ]
+    assert isinstance(engine.model, GPT)
+    if attention := engine.model.parts.attention.describe():
+        lines.append(f" attention: {attention}")
+    for split in ("train", "valid", "test"):
+        samples = getattr(splits, split)
+        if samples is not None:
+            lines.append(f" {split}: {samples.describe()}")
+    return lines
+
+
+def plan_lines(config: Config, vocab_size: int, engine: ZeroEngine, schedule: RunSchedule) -> list[str]:
+    """On rank 0, the planned memory of each GPU, and advice to accumulate gradients if that pays.
+
+    The memory of a CPU is not planned; it is assumed to suffice.
+    """
+    if engine.topology.rank != 0:
+        return []
+    job = job_of(config, vocab_size, schedule, engine.topology)
+    zero = replace(job.zero, zero_copy_engines="on" if engine.copy_engines else "off")  # what auto chose
+    job, lines, total = replace(job, zero=zero), [], math.inf
+    if engine.device.type == "cuda":
+        total = torch.cuda.get_device_properties(engine.device).total_memory
+        memory = memory_of(job)
+        sizes = (memory.resident, memory.peak, total)
+        states, peak, there = (f"{size / 2**30:.2f} GiB" for size in sizes)
+        lines.append(f" memory planned: {states} of states and buffers, {peak} {memory.moment}, of {there}")
+    if advice := accumulation_advice(job, total / 2**30):
+        lines.append(f" advice: {advice}")
+    return lines

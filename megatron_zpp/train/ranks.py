@@ -1,0 +1,66 @@
+"""The ranks of a run while they are connected: what they share, and who may save."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch.distributed as dist
+
+from megatron_zpp.config.root import Config
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.reporting.console import tell
+from megatron_zpp.storage.lease import Lease
+from megatron_zpp.supervision.activity import Activity
+from megatron_zpp.supervision.heartbeat import heartbeat
+from megatron_zpp.supervision.joining import join
+from megatron_zpp.supervision.process import Process
+from megatron_zpp.supervision.signals import StopSignals, stop_signals
+from megatron_zpp.train.device import Device
+from megatron_zpp.train.save_lease import save_lease
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """What one rank has of all ranks of its run.
+
+    `store` is what all ranks share besides their collectives. A signal in `signals` ends the run early.
+    `activity` is told what this rank is doing. `lines`, for the log, say how the ranks joined. `lease`, on
+    rank 0, is that of --save.
+    """
+
+    topology: Topology
+    store: dist.Store
+    signals: StopSignals
+    activity: Activity
+    lines: tuple[str, ...] = ()
+    lease: Lease | None = None
+
+
+@contextmanager
+def joined_ranks(process: Process, config: Config, device: Device) -> Iterator[Ranks]:
+    """Join all ranks while the block runs: signals, error lines, heartbeat, process group, lease of --save.
+
+    An error in the block, or in joining, ends the process with one line; see `one_line_errors`.
+    """
+    prog, topology, save = process.prog, process.topology, config.checkpoint.save
+    rendezvous = process.connect(config.distributed)
+    store, timeout = rendezvous.store, config.distributed.heartbeat_timeout
+    with (
+        stop_signals(prog, topology, process.per_node, saves=save is not None) as signals,
+        process.shared_errors(store),
+        heartbeat(store, topology, timeout, prog, signals.told_to_stop) as activity,
+    ):
+        settings = config.shared_settings() | device.settings()
+        with (
+            join(config.distributed, topology, device.device, rendezvous, settings, activity) as lines,
+            save_lease(save, topology, store, activity, partial(tell, prog)) as lease,
+        ):
+            yield Ranks(
+                topology=topology,
+                store=store,
+                signals=signals,
+                activity=activity,
+                lines=tuple(lines),
+                lease=lease,
+            )
