@@ -8,16 +8,63 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.ops.formats import QuantFormat
+from megatron_zpp.ops.lloyd_max import BOUNDARIES, LEVELS
 
 Quantized = tuple[Tensor, Tensor]  # codes and scales, blocks first
 
 
-def hadamard(device: torch.device) -> Tensor:
-    """The matrix (32, 32) of the rotation."""
+def hadamard(device: torch.device, size: int = 32) -> Tensor:
+    """The matrix (size, size) of a rotation."""
     matrix = torch.ones(1, 1, device=device)
-    for _ in range(5):
+    while len(matrix) < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return matrix / 32**0.5
+    return matrix / size**0.5
+
+
+def lloyd_max(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Boundaries (15,) and levels (16,) of 4 bits."""
+    positive, inner = torch.tensor(LEVELS[4]), torch.tensor(BOUNDARIES[4])
+    boundaries = torch.cat((-inner.flip(0), torch.zeros(1), inner))
+    return boundaries.to(device), torch.cat((-positive.flip(0), positive)).to(device)
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    return codes[:, 0::2] | codes[:, 1::2] << 4
+
+
+def _level(codes: Tensor, levels: Tensor) -> Tensor:
+    return levels[torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).int()]
+
+
+def quantize_difference(weights: Tensor, reference: Tensor, boundaries: Tensor) -> Quantized:
+    """4-bit Lloyd-Max codes of weights less the reference, in blocks of 256."""
+    difference = (weights - reference).view(-1, 256)
+    scales = difference.square().mean(1, keepdim=True).sqrt().bfloat16()
+    codes = torch.bucketize(difference / scales.float(), boundaries, right=True).to(torch.uint8)
+    return _nibbles(codes), scales
+
+
+def add_difference(codes: Tensor, scales: Tensor, reference: Tensor, levels: Tensor) -> None:
+    """Move the reference by the codes."""
+    reference += (_level(codes, levels) * scales.float()).view(-1)
+
+
+def quantize_rotated(
+    x: Tensor, signs: Tensor, matrix: Tensor, boundaries: Tensor, levels: Tensor
+) -> Quantized:
+    """4-bit Lloyd-Max codes of rotated blocks of 256, with nearly unbiased scales."""
+    y = (x.float() * signs).view(-1, 256) @ matrix
+    codes = torch.bucketize(y / y.square().mean(1, keepdim=True).sqrt(), boundaries, right=True)
+    scales = y.square().sum(1, keepdim=True) / (y * levels[codes]).sum(1, keepdim=True)
+    return _nibbles(codes.to(torch.uint8)), scales.bfloat16()
+
+
+def sum_rotated(
+    messages: list[Quantized], shard: Tensor, signs: Tensor, matrix: Tensor, levels: Tensor
+) -> None:
+    """Write the sum of messages to `shard`, rotated back once."""
+    rotated = sum(_level(codes, levels) * scales.float() for codes, scales in messages)
+    shard.copy_((rotated @ matrix).view(-1) * signs)
 
 
 def quantize(

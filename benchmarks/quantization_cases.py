@@ -10,11 +10,13 @@ from torch import Tensor
 
 from benchmarks import plain_quantization as plain
 from megatron_zpp.ops.adamw import AdamWScalars
-from megatron_zpp.ops.formats import QuantFormat
+from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.ops.operations import Operations
+from megatron_zpp.ops.signs import Signs
 
 INT8, INT4, FP8 = QuantFormat("int8", 256), QuantFormat("int4", 128), QuantFormat("fp8", 256)
 ROTATED = replace(INT8, rotate=True)
+FOUR, SIGNS = LloydMaxFormat(4, 256), Signs(seed=0, unit=1, iteration=2)
 
 
 class Buffers(NamedTuple):
@@ -38,7 +40,7 @@ class Case(NamedTuple):
 
 def all_cases() -> list[Case]:
     """All cases, in the order in which a step uses the operations."""
-    return [*_one_message(), *_several_messages(), *_steps()]
+    return [*_one_message(), *_several_messages(), *_steps(), *_lloyd_max()]
 
 
 def _one_message() -> list[Case]:
@@ -83,6 +85,72 @@ def _steps() -> list[Case]:
         Case("adamw", "writes bf16", _adamw, plain.adamw, plain.fused_adamw, 4),
         Case("adamw_quantize", "int8/256", _adamw_quantize, written, fused, 4),
     ]
+
+
+def _lloyd_max() -> list[Case]:
+    cases = [
+        Case("quantize_difference", "delta4", _quantize_difference, *[plain.quantize_difference] * 2, 4),
+        Case("add_difference", "delta4, 2 messages", _add_difference, *[plain.add_difference] * 2, 4),
+    ]
+    for dtype in (torch.float32, torch.bfloat16):
+        name = f"rotated4, {str(dtype).removeprefix('torch.')}"
+        build = partial(_quantize_rotated, dtype=dtype)
+        rotate = plain.quantize_rotated
+        cases.append(Case("quantize_rotated", name, build, rotate, rotate, dtype.itemsize))
+    for count in (2, 4):
+        build = partial(_sum_rotated, count=count)
+        add = plain.sum_rotated
+        cases.append(Case("sum_rotated", f"rotated4, {count} messages", build, add, add))
+    return cases
+
+
+def _quantize_difference(ops: Operations, elements: int, device: torch.device) -> Buffers:
+    weights, reference = (torch.randn(elements, device=device) for _ in range(2))
+    message = torch.empty(FOUR.message_bytes(elements), dtype=torch.uint8, device=device)
+    ours = partial(ops.quantize_difference, weights, reference, message, FOUR)
+    moved = weights.nbytes + reference.nbytes + message.nbytes
+    return Buffers(moved, ours, (weights, reference, plain.lloyd_max(device)[0]))
+
+
+def _add_difference(ops: Operations, elements: int, device: torch.device) -> Buffers:
+    weights, reference = (torch.randn(elements, device=device) for _ in range(2))
+    boundaries, levels = plain.lloyd_max(device)
+    messages = torch.empty(2, FOUR.message_bytes(elements // 2), dtype=torch.uint8, device=device)
+    halves = zip(weights.view(2, -1), reference.view(2, -1), messages, strict=True)
+    for weights_of, reference_of, message in halves:
+        ops.quantize_difference(weights_of, reference_of, message, FOUR)
+    theirs = (*plain.quantize_difference(weights, reference, boundaries), reference.clone(), levels)
+    ours = partial(ops.add_difference, messages, reference, FOUR)
+    return Buffers(messages.nbytes + 2 * reference.nbytes, ours, theirs)
+
+
+def _signs(elements: int, device: torch.device) -> Tensor:
+    return torch.randint(0, 2, (elements,), device=device).bfloat16() * 2 - 1
+
+
+def _quantize_rotated(ops: Operations, elements: int, device: torch.device, *, dtype: torch.dtype) -> Buffers:
+    x = torch.randn(elements, device=device).to(dtype)
+    messages = torch.empty(2, FOUR.message_bytes(elements // 2), dtype=torch.uint8, device=device)
+    theirs = (x, _signs(elements, device), plain.hadamard(device, 256), *plain.lloyd_max(device))
+    return Buffers(
+        x.nbytes + messages.nbytes, partial(ops.quantize_rotated, x, messages, FOUR, SIGNS), theirs
+    )
+
+
+def _sum_rotated(ops: Operations, elements: int, device: torch.device, *, count: int) -> Buffers:
+    m = elements // count
+    tables, signs, matrix = plain.lloyd_max(device), _signs(m, device), plain.hadamard(device, 256)
+    messages = torch.empty(count, FOUR.message_bytes(m), dtype=torch.uint8, device=device)
+    quantized = []
+    for message in messages:
+        x = torch.randn(m, device=device)
+        ops.quantize_rotated(x, message[None], FOUR, SIGNS)
+        quantized.append(plain.quantize_rotated(x, signs, matrix, *tables))
+    shard = torch.empty(m, device=device)
+    theirs = (quantized, torch.empty_like(shard), signs, matrix, tables[1])
+    return Buffers(
+        messages.nbytes + shard.nbytes, partial(ops.sum_rotated, messages, shard, FOUR, SIGNS), theirs
+    )
 
 
 def _numbers(*shape: int, device: torch.device) -> Tensor:
