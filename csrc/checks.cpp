@@ -5,7 +5,6 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <sstream>
 #include <string>
 
 #include "operations.h"
@@ -18,13 +17,15 @@ constexpr std::initializer_list<at::ScalarType> kFloats = {at::kFloat, at::kBFlo
 
 std::string name_of(at::ScalarType type) { return std::string(c10::getDtypeNames(type).first); }
 
+// Numbers go into messages as strings: where torch brings a C++ library of its own, a stream that formats a number
+// can end the process.
+std::string text(int64_t number) { return std::to_string(number); }
+
 // In the form of a Python tuple.
 std::string shown(at::IntArrayRef values) {
-  std::ostringstream text;
-  text << '(';
-  for (size_t i = 0; i < values.size(); ++i) text << (i ? ", " : "") << values[i];
-  text << (values.size() == 1 ? ",)" : ")");
-  return text.str();
+  std::string shape = "(";
+  for (size_t i = 0; i < values.size(); ++i) shape += (i ? ", " : "") + text(values[i]);
+  return shape + (values.size() == 1 ? ",)" : ")");
 }
 
 std::string shown(const at::Tensor& tensor) {
@@ -46,14 +47,14 @@ int64_t count_of(const at::Tensor& matrix) { return matrix.dim() == 2 ? matrix.s
 void aligned(const char* op, const char* name, const at::Tensor& tensor) {
   const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
   TORCH_CHECK_VALUE(address % kMessageAlignment == 0, op, ": the address of ", name, " must be a multiple of ",
-                    kMessageAlignment, ", got a remainder of ", address % kMessageAlignment);
+                    text(kMessageAlignment), ", got a remainder of ", text(address % kMessageAlignment));
 }
 
 // Rows must be contiguous and must not overlap.
 void contiguous_rows(const char* op, const char* name, const at::Tensor& matrix) {
   const int64_t count = matrix.size(0), n = matrix.size(1);
   const bool valid = (n <= 1 || matrix.stride(1) == 1) && (count <= 1 || matrix.stride(0) >= n);
-  TORCH_CHECK_VALUE(valid || matrix.numel() == 0, op, ": ", name, " must have contiguous rows at least ", n,
+  TORCH_CHECK_VALUE(valid || matrix.numel() == 0, op, ": ", name, " must have contiguous rows at least ", text(n),
                     " elements apart, got strides ", shown(matrix.strides()));
 }
 
@@ -69,8 +70,8 @@ Format format(const char* op, std::string_view code_type, int64_t block, at::Sca
               const char* prefix) {
   TORCH_CHECK_VALUE(code_type == "int8" || code_type == "int4" || code_type == "fp8", op, ": ", prefix,
                     "code_type must be int8, int4 or fp8, got ", code_type);
-  TORCH_CHECK_VALUE(is_block(block), op, ": ", prefix, "block must be a power of two from ", kSmallestBlock, " to ",
-                    kLargestBlock, ", got ", block);
+  TORCH_CHECK_VALUE(is_block(block), op, ": ", prefix, "block must be a power of two from ", text(kSmallestBlock),
+                    " to ", text(kLargestBlock), ", got ", text(block));
   TORCH_CHECK_VALUE(scales == at::kBFloat16 || scales == at::kFloat, op, ": ", prefix,
                     "scales must be bfloat16 or float32, got torch.", name_of(scales));
   return {code_type == "int8" ? CodeType::int8 : code_type == "int4" ? CodeType::int4 : CodeType::fp8, int(block),
@@ -81,8 +82,8 @@ void rows(const char* op, const char* name, const at::Tensor& tensor, const Form
   TORCH_CHECK_VALUE(tensor.dim() == 2 && is_one_of(tensor.scalar_type(), kFloats), op, ": ", name,
                     " must be float32, bfloat16 or float16 of shape (R, n), got ", shown(tensor));
   const int64_t n = tensor.size(1);
-  TORCH_CHECK_VALUE(n % format.block == 0, op, ": block must divide the ", n, " columns of ", name, ", got ",
-                    format.block);
+  TORCH_CHECK_VALUE(n % format.block == 0, op, ": block must divide the ", text(n), " columns of ", name, ", got ",
+                    text(format.block));
   contiguous_rows(op, name, tensor);
 }
 
@@ -94,7 +95,7 @@ void error(const char* op, const at::Tensor& error, int64_t numel) {
 void messages_of_rows(const char* op, const at::Tensor& tensor, const at::Tensor& rows, const Format& format) {
   const int64_t groups = count_of(tensor), count = rows.size(0);
   TORCH_CHECK_VALUE(groups >= 1 && count % groups == 0, op, ": messages must have G >= 1 rows, where G divides the ",
-                    count, " rows of values, got ", shown(tensor));
+                    text(count), " rows of values, got ", shown(tensor));
   messages(op, "messages", tensor, {groups, message_layout(format, count / groups * rows.size(1)).bytes});
 }
 
@@ -110,8 +111,8 @@ int64_t numel_of_messages(const char* op, const at::Tensor& tensor, const Format
 void summed_output(const char* op, const at::Tensor& output, int64_t numel, const Format& format) {
   const int64_t groups = count_of(output);
   TORCH_CHECK_VALUE(groups >= 1 && numel % (groups * format.block) == 0, op,
-                    ": output must have G >= 1 rows, where G divides the ", numel,
-                    " summed elements into whole blocks of ", format.block, ", got ", shown(output));
+                    ": output must have G >= 1 rows, where G divides the ", text(numel),
+                    " summed elements into whole blocks of ", text(format.block), ", got ", shown(output));
   messages(op, "output", output, {groups, message_layout(format, numel / groups).bytes});
 }
 
@@ -120,7 +121,7 @@ void parts(const char* op, const at::Tensor& parts, const at::Tensor* own, int64
                     ": parts must be float32, bfloat16 or float16 of shape (P >= 1, m), got ", shown(parts));
   contiguous_rows(op, "parts", parts);
   TORCH_CHECK_VALUE(group_rank >= 0 && group_rank < parts.size(0), op, ": group_rank must be from 0 to ",
-                    parts.size(0) - 1, ", got ", group_rank);
+                    text(parts.size(0) - 1), ", got ", text(group_rank));
   if (own) contiguous(op, "own", *own, {parts.scalar_type()}, {parts.size(1)});
 }
 
@@ -130,7 +131,7 @@ void sums_of_squares(const char* op, const char* name, const at::Tensor& sums, c
   TORCH_CHECK_VALUE(input.dim() == 1 && is_one_of(input.scalar_type(), kFloats) && input.is_contiguous() &&
                         numel % kSquaresBlock == 0,
                     op, ": ", input_name,
-                    " must be contiguous float32, bfloat16 or float16 of shape (m,), m a multiple of ", kSquaresBlock,
+                    " must be contiguous float32, bfloat16 or float16 of shape (m,), m a multiple of ", text(kSquaresBlock),
                     ", got ", shown(input));
   contiguous(op, name, sums, {at::kFloat}, {numel / kSquaresBlock});
 }
@@ -149,7 +150,7 @@ void contiguous(const char* op, const char* name, const at::Tensor& tensor,
 
 void message_of_weights(const char* op, const at::Tensor& message, const at::Tensor& master, const Format& format) {
   const int64_t numel = master.numel();
-  TORCH_CHECK_VALUE(numel % format.block == 0, op, ": master must hold whole blocks of ", format.block,
+  TORCH_CHECK_VALUE(numel % format.block == 0, op, ": master must hold whole blocks of ", text(format.block),
                     " elements, got ", shown(master));
   messages(op, "message", message, {message_layout(format, numel).bytes});
 }
@@ -158,18 +159,18 @@ void adamw_states(const char* op, std::initializer_list<Named> states, int64_t d
   const at::Tensor& master = *states.begin()->second;
   TORCH_CHECK_VALUE(master.dim() == 1, op, ": master must be float32 of shape (m,), got ", shown(master));
   for (const auto& [name, tensor] : states) contiguous(op, name, *tensor, {at::kFloat}, {master.numel()});
-  TORCH_CHECK_VALUE(0 <= decayed && decayed <= master.numel(), op, ": decayed must be from 0 to ", master.numel(),
-                    ", got ", decayed);
+  TORCH_CHECK_VALUE(0 <= decayed && decayed <= master.numel(), op, ": decayed must be from 0 to ", text(master.numel()),
+                    ", got ", text(decayed));
 }
 
 void adamw_scalars(const char* op, const at::Tensor& master, at::TensorList device_scalars,
                    at::ArrayRef<double> host_scalars) {
   TORCH_CHECK_VALUE(device_scalars.size() == 3, op,
-                    ": device_scalars must be [divisor, found_inf, bias_corrections], got ", device_scalars.size(),
+                    ": device_scalars must be [divisor, found_inf, bias_corrections], got ", text(device_scalars.size()),
                     " tensors");
   TORCH_CHECK_VALUE(host_scalars.size() == 5, op,
                     ": host_scalars must be [learning_rate, beta1, beta2, eps, weight_decay], got ",
-                    host_scalars.size(), " numbers");
+                    text(host_scalars.size()), " numbers");
   contiguous(op, "divisor", device_scalars[0], {at::kFloat}, {});
   contiguous(op, "found_inf", device_scalars[1], {at::kFloat}, {});
   contiguous(op, "bias_corrections", device_scalars[2], {at::kFloat}, {2});
@@ -189,9 +190,9 @@ void same_device(const char* op, std::initializer_list<Named> tensors) {
 }
 
 LloydMaxFormat lloyd_max(const char* op, int64_t bits, int64_t block) {
-  TORCH_CHECK_VALUE(bits >= 2 && bits <= 4, op, ": bits must be 2, 3 or 4, got ", bits);
-  TORCH_CHECK_VALUE(is_block(block), op, ": block must be a power of two from ", kSmallestBlock, " to ", kLargestBlock,
-                    ", got ", block);
+  TORCH_CHECK_VALUE(bits >= 2 && bits <= 4, op, ": bits must be 2, 3 or 4, got ", text(bits));
+  TORCH_CHECK_VALUE(is_block(block), op, ": block must be a power of two from ", text(kSmallestBlock), " to ",
+                    text(kLargestBlock), ", got ", text(block));
   return {int(bits), int(block)};
 }
 
@@ -200,7 +201,7 @@ void flat(const char* op, const char* name, const at::Tensor& tensor, std::initi
   const int64_t numel = tensor.dim() == 1 ? tensor.size(0) : -1;
   TORCH_CHECK_VALUE(numel >= 0 && numel % block == 0 && is_one_of(tensor.scalar_type(), dtypes) &&
                         tensor.is_contiguous(),
-                    op, ": ", name, " must be contiguous floats of shape (m,), m a multiple of ", block, ", got ",
+                    op, ": ", name, " must be contiguous floats of shape (m,), m a multiple of ", text(block), ", got ",
                     shown(tensor));
   aligned(op, name, tensor);
 }
@@ -209,14 +210,14 @@ int64_t lloyd_max_messages(const char* op, const char* name, const at::Tensor& t
                            const LloydMaxFormat& format) {
   const int64_t groups = count_of(tensor);
   TORCH_CHECK_VALUE(groups >= 1 && numel % (groups * format.block) == 0, op, ": ", name,
-                    " must have G >= 1 rows, where G divides ", numel, " elements into whole blocks of ",
-                    format.block, ", got ", shown(tensor));
+                    " must have G >= 1 rows, where G divides ", text(numel), " elements into whole blocks of ",
+                    text(format.block), ", got ", shown(tensor));
   messages(op, name, tensor, {groups, message_layout(format, numel / groups).bytes});
   return numel / groups;
 }
 
 Signs signs(const char* op, int64_t seed, int64_t unit, int64_t iteration, int64_t first) {
-  TORCH_CHECK_VALUE(first >= 0 && first % 128 == 0, op, ": first must be a multiple of 128, got ", first);
+  TORCH_CHECK_VALUE(first >= 0 && first % 128 == 0, op, ": first must be a multiple of 128, got ", text(first));
   return {philox_keys(uint64_t(seed)), uint32_t(unit), uint32_t(iteration), uint64_t(first)};
 }
 

@@ -58,6 +58,31 @@ def _means_something(flag: str, job: Job) -> bool:
     return job.zero.zero_stage >= 1
 
 
+def advice_of(job: Job, gibibytes: float) -> list[str]:
+    """Lines that recommend options which send less between nodes and fit the memory."""
+    advised = (accumulation_advice(job, gibibytes), difference_advice(job, gibibytes))
+    return [advice for advice in advised if advice is not None]
+
+
+def difference_advice(job: Job, gibibytes: float) -> str | None:
+    """A line that recommends delta4 and rotated4; None where they do not apply, help or fit.
+
+    They apply where all of ZeRO++ is on and every node keeps the weights.
+    """
+    zero = job.zero
+    whole_nodes = zero.zero_stage < 3 or zero.hpz_ranks(job.local, job.nodes) == job.local
+    if job.nodes == 1 or not (zero.zero_quantized_weights and zero.zero_quantized_gradients and whole_nodes):
+        return None
+    if zero.zero_hpz_secondary == "quantized" or (zero.sends_differences and zero.rotates_gradients):
+        return None
+    formats = {} if zero.sends_differences else {"zero_quantized_weights_format": "delta4"}
+    if not zero.rotates_gradients:
+        formats["zero_quantized_gradients_format"] = "rotated4"
+    changed = dataclasses.replace(job, zero=dataclasses.replace(zero, **formats))
+    flags = " and ".join(f"--{name.replace('_', '-')} {value}" for name, value in formats.items())
+    return _sends_less(flags, job, changed, gibibytes)
+
+
 def accumulation_advice(job: Job, gibibytes: float) -> str | None:
     """A line that recommends --zero-gradient-partition-size auto; None where it does not pay or fit.
 
@@ -67,12 +92,17 @@ def accumulation_advice(job: Job, gibibytes: float) -> str | None:
         return None
     zero = dataclasses.replace(job.zero, zero_gradient_partition_size="auto")
     changed = dataclasses.replace(job, zero=zero)
+    return _sends_less(f"{_ACCUMULATE} auto", job, changed, gibibytes)
+
+
+def _sends_less(flags: str, job: Job, changed: Job, gibibytes: float) -> str | None:
+    """What the flags of `changed` save and cost; None if nothing is saved, or if it would not fit."""
     before, after = memory_of(job).peak, memory_of(changed).peak
-    if after > USABLE * gibibytes * 2**30:
-        return None
     sent, less = (total(traffic_of(each)).inter / job.nodes / 1e9 for each in (job, changed))
+    if after > USABLE * gibibytes * 2**30 or less >= (1 - _WORTH) * sent:
+        return None
     return (
-        f"{_ACCUMULATE} auto would send {less:.3g} GB per step from each node instead of {sent:.3g}, for "
+        f"{flags} would send {less:.3g} GB per step from each node instead of {sent:.3g}, for "
         f"{max(after - before, 0) / 2**30:.2f} GiB more on each GPU"
     )
 
@@ -163,7 +193,9 @@ def _options(
     settings: dict[str, Any] = {}
     if weights:
         settings["zero_quantized_weights"] = True
-        settings["zero_quantized_weights_format"] = given.zero_quantized_weights_format
+        differences = given.sends_differences and (hpz or plain.zero_stage < 3)  # else they are refused
+        if differences or not given.sends_differences:
+            settings["zero_quantized_weights_format"] = given.zero_quantized_weights_format
     if hpz:
         settings["zero_hpz_partition_size"] = given.zero_hpz_partition_size if given.hpz else "auto"
         settings["zero_hpz_secondary"] = given.zero_hpz_secondary if weights else "bf16"

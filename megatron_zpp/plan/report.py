@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.plan.advice import (
     Plan,
-    accumulation_advice,
+    advice_of,
     at_stage,
     least_that_pays,
     plan_of,
@@ -131,7 +131,7 @@ def _zeropp(plan: Plan, gpu: Gpu, machine: Machine) -> Iterator[str]:
         fits = " " if other.fits(gpu.memory) else "!"
         mark = "*" if other.job.zero == plan.job.zero else " "
         yield f"{mark} {other.name:30}{figures}{other.memory.peak / 2**30:8.2f}{fits} {reason}".rstrip()
-    if advice := accumulation_advice(plan.job, gpu.memory):
+    for advice in advice_of(plan.job, gpu.memory):
         yield f"  advice: {advice}"
     gain = plain.time.seconds / best.time.seconds
     yield f"  take {best.name}: {1e3 * best.time.seconds:,.1f} ms, {gain:.2f} × as fast as none of them"

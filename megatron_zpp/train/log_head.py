@@ -10,7 +10,7 @@ from megatron_zpp.config.root import Config
 from megatron_zpp.data.open import Splits
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.plan.advice import accumulation_advice
+from megatron_zpp.plan.advice import advice_of
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.train.dry_run import job_of
 from megatron_zpp.train.run_schedule import RunSchedule
@@ -57,6 +57,5 @@ def plan_lines(config: Config, vocab_size: int, engine: ZeroEngine, schedule: Ru
         sizes = (memory.resident, memory.peak, total)
         states, peak, there = (f"{size / 2**30:.2f} GiB" for size in sizes)
         lines.append(f" memory planned: {states} of states and buffers, {peak} {memory.moment}, of {there}")
-    if advice := accumulation_advice(job, total / 2**30):
-        lines.append(f" advice: {advice}")
+    lines += [f" advice: {advice}" for advice in advice_of(job, total / 2**30)]
     return lines

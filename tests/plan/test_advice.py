@@ -9,6 +9,7 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.plan.advice import (
     accumulation_advice,
     at_stage,
+    difference_advice,
     least_that_pays,
     plan_of,
     ways_to_fit,
@@ -17,7 +18,7 @@ from megatron_zpp.plan.advice import (
 )
 from megatron_zpp.plan.hardware import GPUS, Machine, machine
 from megatron_zpp.plan.memory import memory_of
-from tests.plan.jobs import HPZ, NO_DROPOUT, QGZ, QWZ, job_of
+from tests.plan.jobs import FOUR_BITS, HPZ, NO_DROPOUT, QGZ, QWZ, job_of
 
 SMALL = ModelConfig(model_preset="1.3b", **NO_DROPOUT)
 
@@ -108,3 +109,31 @@ def test_accumulation_pays_with_micro_batches_on_a_slow_link() -> None:
     job = job_of(SMALL, 50304, zero=settings, nodes=2, local=2, micro_batches=8)
     best = least_that_pays(zeropp_plans(job, rates(1)), GPUS["h200"].memory)
     assert best.job.zero.zero_gradient_partition_size == "auto"
+
+
+def test_weight_differences_are_advised_where_all_of_zeropp_is_on() -> None:
+    zero = {"zero_stage": 3} | QWZ | HPZ | QGZ
+    grid = {"nodes": 2, "local": 4}
+    advice = difference_advice(job_of(SMALL, 50304, zero=zero, **grid), math.inf)
+    assert advice is not None
+    assert advice.startswith("--zero-quantized-weights-format delta4 and --zero-quantized-gradients-format")
+    half = difference_advice(
+        job_of(SMALL, 50304, zero=zero | {"zero_quantized_weights_format": "delta4"}, **grid), math.inf
+    )
+    assert half is None  # int4 and rotated4 send as much
+    for other, its_grid in (
+        (zero, {"nodes": 1, "local": 8}),
+        ({"zero_stage": 3} | QWZ | QGZ, grid),
+        (zero | {"zero_hpz_partition_size": "2"}, grid),
+        (zero | {"zero_hpz_secondary": "quantized"}, grid),
+        (FOUR_BITS, grid),
+    ):
+        assert difference_advice(job_of(SMALL, 50304, zero=other, **its_grid), math.inf) is None
+    assert difference_advice(job_of(SMALL, 50304, zero=zero, **grid), 0.001) is None
+
+
+def test_alternatives_without_hpz_do_not_send_differences() -> None:
+    """The engine would refuse them."""
+    job = job_of(SMALL, 50304, zero=FOUR_BITS, nodes=2, local=4)
+    for plan in zeropp_plans(job, Machine(1e14, 1e12, 1e11, 1e9)):
+        assert plan.job.zero.hpz or not plan.job.zero.sends_differences
