@@ -204,7 +204,7 @@ def alone(harm: Harm) -> Harm:
 
 def none_whole(said: str, harm: Harm) -> Case:
     """No checkpoint of --load is whole."""
-    return Case(LOAD, f"{LOAD}: none … is whole: {NEWEST}/{said} … leave --load out", harm=alone(harm))
+    return Case(LOAD, f"{LOAD}: none … is whole: {NEWEST}/{said} … omit --load", harm=alone(harm))
 
 
 def crafted(name: str, text: str) -> Harm:
