@@ -88,9 +88,10 @@ def _steps() -> list[Case]:
 
 
 def _lloyd_max() -> list[Case]:
+    encode, move = plain.quantize_difference, plain.add_difference
     cases = [
-        Case("quantize_difference", "delta4", _quantize_difference, *[plain.quantize_difference] * 2, 4),
-        Case("add_difference", "delta4, 2 messages", _add_difference, *[plain.add_difference] * 2, 4),
+        Case("quantize_difference", "delta4", _quantize_difference, encode, encode, 4),
+        Case("add_difference", "delta4, 2 messages", _add_difference, move, move, 4),
     ]
     for dtype in (torch.float32, torch.bfloat16):
         name = f"rotated4, {str(dtype).removeprefix('torch.')}"

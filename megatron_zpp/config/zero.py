@@ -72,6 +72,13 @@ class ZeroConfig(Options):
         "qgZ: format of the codes. rotated4, rotated3: codes of 4 or 3 bits of randomly rotated gradients "
         "between nodes, and int8 inside them.",
     )
+    zero_check_interval: int | None = option(
+        None,
+        "Steps between checks that all nodes hold the same reference of weight differences; a run whose "
+        "references differ ends before it saves. Needs a --zero-quantized-weights-format of delta4, delta3 "
+        "or delta2.",
+        at_least=1,
+    )
     zero_quantization_block: int | None = option(
         None,
         "Elements that share one scale, a power of two from 32 to 2048. Small blocks are more accurate and "
@@ -114,6 +121,12 @@ class ZeroConfig(Options):
                 "--zero-quantized-gradients-format",
                 self.zero_quantized_gradients_format,
                 "needs --zero-quantized-gradients",
+            )
+        if self.zero_check_interval is not None and not self.sends_differences:
+            raise option_error(
+                "--zero-check-interval",
+                self.zero_check_interval,
+                "needs --zero-quantized-weights and --zero-quantized-weights-format delta4, delta3 or delta2",
             )
         block = self.zero_quantization_block
         if block is not None:

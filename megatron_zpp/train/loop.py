@@ -56,7 +56,13 @@ class Trainer:
             start=run.start,
             lease=ranks.lease,
         )
-        self._stops = StopConditions(config.training, engine, ranks.signals, ranks.lease)
+        self._stops = StopConditions(
+            config.training,
+            engine,
+            ranks.signals,
+            ranks.lease,
+            check_interval=config.zero.zero_check_interval,
+        )
         self._write_text = text_writer(engine, config)
         self._throughput = Throughput.of(
             config.model,
@@ -107,6 +113,7 @@ class Trainer:
                 with self._engine.sections(STEP):
                     result = self._step(batches)
                 self._reporter.step_done()
+                self._stops.check_references(self.progress.iteration)
                 if self.progress.iteration % self._config.logging.log_interval == 0:
                     self._log(result)
                 self._interval.watch.pause()

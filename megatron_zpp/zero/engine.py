@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
@@ -116,7 +117,7 @@ class ZeroEngine:
         self.iteration = (
             0  # steps begun so far, skipped ones included; the rotation of gradients depends on it
         )
-        self._exchanged: dict[int, Pending] = {}  # exchanges of weight differences, until they are gathered
+        self._exchanged: dict[int, Pending] = {}  # by unit: the newest exchange of weight differences
         self._summed_gradients = 1  # how many gradients the sums of a step are sums of
 
     def accumulate(self, batch: Batch, *, index: int, micro_batches: int) -> Tensor:
@@ -250,6 +251,25 @@ class ZeroEngine:
         """How the weights and gradients of this rank travel."""
         return self._communication.plan
 
+    def differing_references(self) -> str | None:
+        """The first unit whose reference is not the same on all nodes, and the ranks; None if all are.
+
+        Every rank must call it, and all get the same answer. It waits for the device.
+        """
+        digests = torch.stack([_digest(reference) for reference in self._references()])  # (units,)
+        found = [torch.empty_like(digests) for _ in range(self.topology.world_size)]
+        dist.all_gather(found, digests)
+        by_rank = torch.stack(found).cpu()
+        local = self.topology.local_world_size
+        for index, unit in enumerate(self.units):
+            ranks = [
+                rank for rank in range(len(by_rank)) if by_rank[rank, index] != by_rank[rank % local, index]
+            ]
+            if ranks:
+                name = unit.names[0].rsplit(".", 1)[0]
+                return f"unit {index} (with {name}) on ranks {', '.join(map(str, ranks))}"
+        return None
+
     def load_optimizer_steps(self, steps: int) -> None:
         """The inverse of `optimizer_steps`."""
         self._optimizer.steps.fill_(steps)
@@ -258,16 +278,20 @@ class ZeroEngine:
         if kind == WEIGHTS:
             return [unit.master for unit in self.units]
         if kind == REFERENCE:
-            for exchanged in self._exchanged.values():
-                exchanged.wait()
-            return [self._communication.differences.own_part(unit.reference) for unit in self.units]
+            return [self._communication.differences.own_part(each) for each in self._references()]
         return [states[kind] for states in self._optimizer.states]
+
+    def _references(self) -> list[Tensor]:
+        """The reference of each unit, after all exchanges so far."""
+        for exchanged in self._exchanged.values():
+            exchanged.wait()
+        return [unit.reference for unit in self.units]
 
     def _gather(self, index: int, from_secondary: bool) -> Pending:
         """Starts to fill a unit's slot, from the secondary shards of this rank's group or from all ranks."""
         unit, communication = self.units[index], self._communication
         if communication.differences is not None:
-            after = None if from_secondary else self._exchanged.pop(index, None)
+            after = None if from_secondary else self._exchanged.get(index)
             if not from_secondary and after is None:
                 after = communication.differences.publish(unit.reference)
             return communication.secondary.gather(unit.full, unit.reference, after=after)
@@ -314,3 +338,16 @@ class ZeroEngine:
             return self.model(tokens[:, :-1], tokens[:, 1:])
         moved = (part if part is None else part.to(self.device, non_blocking=True) for part in batch)
         return self.model(*moved)
+
+
+def _digest(flat: Tensor) -> Tensor:
+    """A hash () int64 of the bits of an fp32 tensor (n,), in pieces, so that it takes little memory.
+
+    Sums with odd factors that differ from element to element see a changed bit and a swap.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, len(flat), 1 << 22):
+        bits = flat[start : start + (1 << 22)].view(torch.int32).long()
+        place = torch.arange(start, start + len(bits), device=flat.device)
+        total += (bits * (place * 0x9E3779B1 | 1)).sum()
+    return total

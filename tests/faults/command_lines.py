@@ -160,6 +160,10 @@ ZERO = [
         "--zero-gradient-error-feedback (given): not here: error feedback did not lower the loss",
     ),
     bad(
+        "--zero-stage 3 --zero-quantized-weights --zero-check-interval 5",
+        "--zero-check-interval 5: needs --zero-quantized-weights and --zero-quantized-weights-format delta4",
+    ),
+    bad(
         "--zero-stage 3 --zero-quantized-gradients-format rotated4",
         "--zero-quantized-gradients-format rotated4: needs --zero-quantized-gradients",
     ),

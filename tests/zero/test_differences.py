@@ -169,6 +169,31 @@ def test_a_skipped_step_moves_no_reference() -> None:
     assert on_ranks(4, after_a_skipped_step, ranks_per_node=2) == [(1.0, True)] * 4
 
 
+def found_to_differ(topology: Topology) -> list[str | None]:
+    """What the check says of sound references, of a flipped bit on rank 3, and of two swapped elements."""
+    engine = build(topology, BOTH)
+    train(engine, range(2))
+    found = [engine.differing_references()]
+    reference = engine.units[2].reference
+    if topology.rank == 3:
+        reference.view(torch.int32)[5] ^= 1 << 12
+    found.append(engine.differing_references())
+    if topology.rank == 3:
+        reference.view(torch.int32)[5] ^= 1 << 12
+        reference[[7, 8]] = reference[[8, 7]]
+    found.append(engine.differing_references())
+    return found
+
+
+def test_a_reference_that_changed_on_one_node_is_found() -> None:
+    for sound, flipped, swapped in on_ranks(4, found_to_differ, ranks_per_node=2):
+        assert sound is None
+        assert flipped == swapped
+        assert flipped is not None
+        assert flipped.startswith("unit 2 (with layers.1")
+        assert flipped.endswith("on ranks 3")
+
+
 def saved_on_this_grid(topology: Topology, directory: str) -> dict[str, bytes]:
     engine = build(topology, BOTH)
     train(engine, range(2))
