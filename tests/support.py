@@ -78,7 +78,8 @@ def _ports(process: int) -> Iterator[int]:
     """Each process walks on from a place of its own, through ports that are its test worker's alone.
 
     Nobody else takes them before they are used: they are above those of SLURM's steps, which SLURM numbers
-    (port_of in zero/slurm.py), and below those that a kernel gives to whoever connects, or asks for any.
+    (port_of in distributed/slurm.py), and below those that a kernel gives to whoever connects or asks for
+    any.
     """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))

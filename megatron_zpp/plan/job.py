@@ -14,8 +14,9 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.flops import flops_per_token
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.zero.build import layouts_of
-from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
+from megatron_zpp.zero.communication_plan import CommunicationPlan
 from megatron_zpp.zero.flat_layout import FlatLayout
+from megatron_zpp.zero.plan_communication import plan_communication
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from megatron_zpp.model.attention import AttentionKernel, check_runs, choose_att
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.train.compiling import check_cache
-from megatron_zpp.zero.communication_plan import check_topology
+from megatron_zpp.zero.plan_communication import check_topology
 
 
 @dataclass(frozen=True)

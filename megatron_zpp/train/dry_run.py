@@ -16,7 +16,7 @@ from megatron_zpp.plan.report import report
 from megatron_zpp.train.compiling import check_cache
 from megatron_zpp.train.inputs import RunInputs
 from megatron_zpp.train.run_schedule import RunSchedule
-from megatron_zpp.zero.communication_plan import check_topology
+from megatron_zpp.zero.plan_communication import check_topology
 
 
 def planned(plan: PlanConfig, started: Topology) -> Topology:

@@ -1,36 +1,29 @@
-"""How the weights and gradients of a run travel: decided once, on values alone.
+"""How the weights and gradients of a run travel, as values.
 
-`plan_communication` makes the plan of one rank from the configuration, the grid and the layouts of the
-units. It needs no tensors and no process groups, so one process can plan for every rank of any grid. The
-engine builds its streams, collectives and buffers from the plan, --dry-run reads the same plan, and tests
-compare the traffic ledger with it.
+A plan needs no tensors and no process groups. The engine builds its streams, collectives and buffers from it,
+--dry-run reads the same plan, and tests compare the traffic ledger with it.
 
     collective              group                      algorithm
     gather of weights       all ranks                  all-gather; on several nodes of several ranks in two
-                                                       hops, between nodes and then inside them
+                                                       hops, between nodes and then inside them; of weight
+                                                       differences, between nodes alone
     secondary gather (hpZ)  --zero-hpz-partition-size  all-gather
     reduction of gradients  see ReductionAlgorithm     one of ReductionAlgorithm
+
+zero/plan_communication.py decides.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
-from megatron_zpp.config.options import option_error
-from megatron_zpp.config.zero import GRADIENT_BLOCK, ROTATED_BLOCK, WEIGHT_BLOCK, ZeroConfig
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
+from megatron_zpp.ops.formats import LloydMaxFormat
 from megatron_zpp.zero.flat_layout import FlatLayout
-from megatron_zpp.zero.hop import Buffer, Codes, Hop, Sent, WireFormat, make_hop
-from megatron_zpp.zero.reduction_plan import (
-    Accumulation,
-    ReductionPlan,
-    choose_algorithm,
-    may_write_peers,
-)
+from megatron_zpp.zero.hop import Buffer, Hop, Sent
+from megatron_zpp.zero.reduction_plan import ReductionPlan, may_write_peers
 
 
 @dataclass(frozen=True)
@@ -241,207 +234,3 @@ class CommunicationPlan:
         """Layouts of which there are more units than slots."""
         slots = Counter(layout for layout, _ in {*zip(self.layouts, self.slots, strict=True)})
         return {layout for layout, units in Counter(self.layouts).items() if slots[layout] < units}
-
-
-def plan_communication(
-    zero: ZeroConfig,
-    grid: Topology,
-    layouts: Sequence[FlatLayout],
-    *,
-    compute_dtype: torch.dtype,
-    reduce_in_bf16: bool,
-    copy_engines: bool,
-) -> CommunicationPlan:
-    """The plan of rank `grid.rank` for units of these layouts.
-
-    Weights travel in `compute_dtype` or quantised. Gradients travel quantised, in bf16 (`reduce_in_bf16`) or
-    in the dtype that `_gradient_dtype` chooses. `copy_engines` says whether these move what ranks of one node
-    send.
-    """
-    residency, layouts = Residency(zero.zero_stage), tuple(layouts)
-    streams: list[tuple[int, ...]] = []
-
-    def new_stream(ranks: Sequence[int]) -> int:
-        streams.append(tuple(ranks))
-        return len(streams) - 1
-
-    def hop(stream: int, format: WireFormat) -> Hop:
-        return make_hop(grid, stream, streams[stream], format)
-
-    def gather(stream: int, format: WireFormat, shards: int) -> GatherPlan:
-        return GatherPlan(hop=hop(stream, format), shards=shards, kept=kept, layouts=layouts)
-
-    group = zero.hpz_ranks(grid.local_world_size, grid.nodes)
-    kept = grid.rank % group
-    weight_format: WireFormat = compute_dtype
-    if zero.zero_quantized_weights:
-        weight_format = code_format(
-            zero.zero_quantized_weights_format, zero.zero_quantization_block or WEIGHT_BLOCK
-        )
-    inside_gather = secondary = None
-    if isinstance(weight_format, LloydMaxFormat):
-        weights = gather(new_stream(grid.cross_node_ranks), weight_format, 1)
-        slot_stream = new_stream(grid.node_ranks)
-        secondary = gather(slot_stream, compute_dtype, grid.nodes)
-    elif grid.nodes > 1 and grid.local_world_size > 1:
-        weights = gather(new_stream(grid.cross_node_ranks), weight_format, 1)
-        slot_stream = new_stream(grid.node_ranks)
-        inside_gather = gather(slot_stream, weight_format, grid.nodes)
-    else:
-        slot_stream = new_stream(range(grid.world_size))
-        weights = gather(slot_stream, weight_format, 1)
-    if zero.hpz and secondary is None:
-        ranks = tuple(grid.neighbours(group))
-        inside = slot_stream if streams[slot_stream] == ranks else new_stream(ranks)
-        keeps_messages = zero.zero_hpz_secondary == "quantized"
-        secondary = gather(
-            inside, weight_format if keeps_messages else compute_dtype, grid.world_size // group
-        )
-        # where a gather lands without a copy by the compute
-        if zero.zero_quantized_weights or not (copy_engines and grid.nodes == 1 < grid.world_size):
-            slot_stream = inside
-
-    accumulation = choose_accumulation(zero, grid)
-    gradient_dtype = _gradient_dtype(accumulation, compute_dtype, reduce_in_bf16)
-    algorithm = choose_algorithm(zero.zero_stage, grid, quantized=zero.zero_quantized_gradients)
-    first_format: WireFormat = gradient_dtype
-    second_format: WireFormat = _sum_dtype(reduce_in_bf16)
-    if zero.zero_quantized_gradients:
-        first_format, second_format = _gradient_codes(zero)
-    fold = None
-    if accumulation is Accumulation.GROUP:
-        group = zero.gradient_ranks(grid.local_world_size)
-        hops = (hop(new_stream(grid.neighbours(group)), first_format),)
-        if group < grid.local_world_size:
-            fold = hop(new_stream(grid.group_peers(group)), torch.float32)
-    elif algorithm.several_hops:
-        hops = (hop(new_stream(grid.node_ranks), first_format),)
-    else:
-        between = zero.zero_quantized_gradients and grid.nodes > 1
-        hops = (hop(new_stream(range(grid.world_size)), second_format if between else first_format),)
-    if algorithm.several_hops:
-        hops = (*hops, hop(new_stream(grid.cross_node_ranks), second_format))
-    return CommunicationPlan(
-        grid=grid,
-        residency=residency,
-        layouts=layouts,
-        compute_dtype=compute_dtype,
-        streams=tuple(streams),
-        gather=weights,
-        inside_gather=inside_gather,
-        secondary=secondary,
-        reduction=ReductionPlan(
-            algorithm=algorithm,
-            hops=hops,
-            layouts=layouts,
-            compute_dtype=compute_dtype,
-            gradient_dtype=gradient_dtype,
-            accumulation=accumulation,
-            fold=fold,
-            peer_writes=copy_engines and may_write_peers(grid, algorithm) and fold is None,
-        ),
-        prefetch=zero.zero_prefetch_units or 0,  # None below stage 3, where no gather is ahead of its unit
-        slots=tuple(_slots(layouts, zero.zero_prefetch_units if residency.parameters_sharded else None)),
-        slot_stream=slot_stream,
-        reduction_slots=tuple(_slots(layouts, 1)),  # two per layout
-    )
-
-
-def check_topology(zero: ZeroConfig, topology: Topology) -> None:
-    """Raises ValueError, with the sizes that would do, for ZeRO++ flags that these ranks cannot obey."""
-    hpz_ranks = zero.hpz_ranks(topology.local_world_size, topology.nodes)
-    gradient_ranks = zero.gradient_ranks(topology.local_world_size)
-    if zero.sends_differences:
-        _check_differences(zero, topology, hpz_ranks)
-    if zero.hpz and gradient_ranks and hpz_ranks % gradient_ranks and gradient_ranks % hpz_ranks:
-        sizes = [n for n in _divisors(topology.local_world_size) if hpz_ranks % n == 0 or n % hpz_ranks == 0]
-        raise option_error(
-            "--zero-gradient-partition-size",
-            gradient_ranks,
-            f"does not nest with --zero-hpz-partition-size {hpz_ranks}; one group must hold whole groups of "
-            f"the other: {', '.join(map(str, sizes))}",
-        )
-
-
-def _check_differences(zero: ZeroConfig, topology: Topology, hpz_ranks: int) -> None:
-    flag, format = "--zero-quantized-weights-format", zero.zero_quantized_weights_format
-    if topology.nodes == 1:
-        raise option_error(
-            flag, format, "needs 2 or more nodes, since it saves nothing inside one; int8 does"
-        )
-    if zero.zero_stage >= 3 and hpz_ranks != topology.local_world_size:
-        raise option_error(
-            flag,
-            format,
-            f"needs groups that are a node of {topology.local_world_size} ranks, since each node keeps one "
-            f"reference: --zero-hpz-partition-size auto, not {zero.zero_hpz_partition_size}",
-        )
-
-
-def code_format(name: str, block: int) -> Codes:
-    """The format of a name: `delta4` and `rotated4` are Lloyd-Max codes of 4 bits, others a QuantFormat's."""
-    if name.startswith(("delta", "rotated")):
-        return LloydMaxFormat(int(name[-1]), block)
-    return QuantFormat(name, block)
-
-
-def _gradient_codes(zero: ZeroConfig) -> tuple[Codes, Codes]:
-    """The formats of gradients inside nodes, and between them.
-
-    Rotated codes are for slow links. Inside nodes 8 bits lose less, and cost less to encode.
-    """
-    block, name = zero.zero_quantization_block, zero.zero_quantized_gradients_format
-    if not zero.rotates_gradients:
-        format = code_format(name, block or GRADIENT_BLOCK)
-        return format, format
-    return QuantFormat("int8", block or GRADIENT_BLOCK), code_format(name, block or ROTATED_BLOCK)
-
-
-def choose_accumulation(zero: ZeroConfig, grid: Topology) -> Accumulation:
-    """Where the gradients of a step's micro-batches are added up.
-
-    A group of all ranks is what stages 2 and 3 have anyway, and a group of one rank is what stage 1 has.
-    """
-    ranks = zero.gradient_ranks(grid.local_world_size)
-    if ranks is None:
-        return Accumulation.SHARD if zero.zero_stage >= 2 else Accumulation.WHOLE
-    if ranks == grid.world_size:
-        return Accumulation.SHARD
-    return Accumulation.WHOLE if ranks == 1 else Accumulation.GROUP
-
-
-def _gradient_dtype(accumulation: Accumulation, compute_dtype: torch.dtype, in_bf16: bool) -> torch.dtype:
-    """The format in which gradients enter a reduction.
-
-    Gradients that are reduced after each backward are sent in the format that it made them in, which loses
-    nothing because the sums are fp32. Sums over micro-batches need fp32, unless bf16 is asked for.
-    """
-    if in_bf16:
-        return torch.bfloat16
-    return torch.float32 if accumulation is Accumulation.WHOLE else compute_dtype
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def _sum_dtype(in_bf16: bool) -> torch.dtype:
-    """The format in which a node's sums of gradients travel to other nodes: 16 bits would round them."""
-    return torch.bfloat16 if in_bf16 else torch.float32
-
-
-def _slots(layouts: Sequence[FlatLayout], prefetch: int | None) -> Iterator[int]:
-    """A slot for each unit. Units of equal layout share `prefetch` + 1 in turn; None: each has its own."""
-    if prefetch is None:
-        yield from range(len(layouts))
-        return
-    slots: dict[FlatLayout, list[int]] = {}  # those of a layout
-    turns: Counter[FlatLayout] = Counter()
-    count = 0
-    for layout in layouts:
-        own = slots.setdefault(layout, [])
-        if len(own) <= prefetch:
-            own.append(count)
-            count += 1
-        yield own[turns[layout] % (prefetch + 1)]
-        turns[layout] += 1

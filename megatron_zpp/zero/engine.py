@@ -19,11 +19,12 @@ from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.build import Initialize, UnitBuilder, layouts_of, write_gather_source
 from megatron_zpp.zero.collectives.sums import sum_over_ranks
 from megatron_zpp.zero.communication import build_communication
-from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
+from megatron_zpp.zero.communication_plan import CommunicationPlan
 from megatron_zpp.zero.gradients import Gradients
 from megatron_zpp.zero.hooks import register_hooks
 from megatron_zpp.zero.loss_scale import LossScale
 from megatron_zpp.zero.optimizer import build_optimizer
+from megatron_zpp.zero.plan_communication import plan_communication
 from megatron_zpp.zero.prefetch import Phase, Prefetcher
 from megatron_zpp.zero.sections import (
     BACKWARD,

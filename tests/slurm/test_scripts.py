@@ -7,7 +7,7 @@ import pytest
 
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.zero.communication_plan import check_topology
+from megatron_zpp.zero.plan_communication import check_topology
 from tests.support import ROOT, environment
 
 SCRIPTS = sorted(path.name for path in (ROOT / "launch" / "slurm").glob("*.sbatch"))

@@ -13,8 +13,8 @@ from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.zero.communication_plan import check_topology
 from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.plan_communication import check_topology
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.zero.engines import engine_of, states_of
 from tests.zero.quantizing import operations, this_device

@@ -8,8 +8,9 @@ import torch
 
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.zero.communication_plan import CommunicationPlan, check_topology, plan_communication
+from megatron_zpp.zero.communication_plan import CommunicationPlan
 from megatron_zpp.zero.flat_layout import FlatLayout
+from megatron_zpp.zero.plan_communication import check_topology, plan_communication
 from megatron_zpp.zero.reduction_plan import ReductionAlgorithm
 
 

@@ -6,9 +6,10 @@ import torch
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.comm_stream import Pending
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
+from megatron_zpp.zero.communication_plan import CommunicationPlan
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.grad_segments import GradSegment
+from megatron_zpp.zero.plan_communication import plan_communication
 from megatron_zpp.zero.prefetch import Phase, Prefetcher, WeightState
 from megatron_zpp.zero.sharded_unit import GradientState, UnitGradient
 

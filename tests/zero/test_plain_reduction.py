@@ -14,10 +14,11 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.zero.collectives.sums import sum_squares
 from megatron_zpp.zero.communication import build_communication, build_reduction
-from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
+from megatron_zpp.zero.communication_plan import CommunicationPlan
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.grad_segments import GradSegment
 from megatron_zpp.zero.hop import Sent
+from megatron_zpp.zero.plan_communication import plan_communication
 from megatron_zpp.zero.reduction_plan import ReductionAlgorithm, ReductionPlan, choose_algorithm
 from tests.zero.quantizing import copy_engines, operations, this_device
 from tests.zero.ranks import on_ranks

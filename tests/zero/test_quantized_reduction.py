@@ -14,9 +14,9 @@ from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.zero import reduction_plan
 from megatron_zpp.zero.communication import build_reduction
-from megatron_zpp.zero.communication_plan import plan_communication
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.grad_segments import GradSegment
+from megatron_zpp.zero.plan_communication import plan_communication
 from megatron_zpp.zero.reduction_plan import ReductionPlan
 from tests.zero.quantizing import copy_engines, operations, this_device
 from tests.zero.ranks import on_ranks

@@ -1,0 +1,276 @@
+"""Decides how the weights and gradients of a run travel: from the configuration, the grid and the layouts.
+
+One process can plan for every rank of any grid.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_zpp.config.options import option_error
+from megatron_zpp.config.zero import GRADIENT_BLOCK, ROTATED_BLOCK, WEIGHT_BLOCK, ZeroConfig
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
+from megatron_zpp.zero.communication_plan import CommunicationPlan, GatherPlan, Residency
+from megatron_zpp.zero.flat_layout import FlatLayout
+from megatron_zpp.zero.hop import Codes, Hop, WireFormat, make_hop
+from megatron_zpp.zero.reduction_plan import (
+    Accumulation,
+    ReductionPlan,
+    choose_algorithm,
+    may_write_peers,
+)
+
+
+def plan_communication(
+    zero: ZeroConfig,
+    grid: Topology,
+    layouts: Sequence[FlatLayout],
+    *,
+    compute_dtype: torch.dtype,
+    reduce_in_bf16: bool,
+    copy_engines: bool,
+) -> CommunicationPlan:
+    """The plan of rank `grid.rank` for units of these layouts.
+
+    Weights travel in `compute_dtype` or quantised. Gradients travel quantised, in bf16 (`reduce_in_bf16`) or
+    in the dtype that `_gradient_dtype` chooses. `copy_engines` says whether these move what ranks of one node
+    send.
+    """
+    residency, layouts, streams = Residency(zero.zero_stage), tuple(layouts), _Streams(grid)
+    gathers = _plan_gathers(zero, streams, layouts, compute_dtype, copy_engines=copy_engines)
+    reduction = _plan_reduction(
+        zero, streams, layouts, compute_dtype, in_bf16=reduce_in_bf16, copy_engines=copy_engines
+    )
+    return CommunicationPlan(
+        grid=grid,
+        residency=residency,
+        layouts=layouts,
+        compute_dtype=compute_dtype,
+        streams=tuple(streams.ranks),
+        gather=gathers.weights,
+        inside_gather=gathers.inside,
+        secondary=gathers.secondary,
+        reduction=reduction,
+        prefetch=zero.zero_prefetch_units or 0,  # None below stage 3, where no gather is ahead of its unit
+        slots=tuple(_slots(layouts, zero.zero_prefetch_units if residency.parameters_sharded else None)),
+        slot_stream=gathers.slot_stream,
+        reduction_slots=tuple(_slots(layouts, 1)),  # two per layout
+    )
+
+
+class _Streams:
+    """The communication streams of a plan, in the order in which all ranks make them."""
+
+    def __init__(self, grid: Topology) -> None:
+        self.grid = grid
+        self.ranks: list[tuple[int, ...]] = []
+
+    def new(self, ranks: Sequence[int]) -> int:
+        """The index of a new stream."""
+        self.ranks.append(tuple(ranks))
+        return len(self.ranks) - 1
+
+    def hop(self, stream: int, format: WireFormat) -> Hop:
+        """A hop on a stream."""
+        return make_hop(self.grid, stream, self.ranks[stream], format)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Gathers:
+    """See the fields of CommunicationPlan."""
+
+    weights: GatherPlan
+    inside: GatherPlan | None
+    secondary: GatherPlan | None
+    slot_stream: int
+
+
+def _plan_gathers(
+    zero: ZeroConfig,
+    streams: _Streams,
+    layouts: tuple[FlatLayout, ...],
+    compute_dtype: torch.dtype,
+    *,
+    copy_engines: bool,
+) -> _Gathers:
+    grid = streams.grid
+    group = zero.hpz_ranks(grid.local_world_size, grid.nodes)
+
+    def gather(stream: int, format: WireFormat, shards: int) -> GatherPlan:
+        hop = streams.hop(stream, format)
+        return GatherPlan(hop=hop, shards=shards, kept=grid.rank % group, layouts=layouts)
+
+    format: WireFormat = compute_dtype
+    if zero.zero_quantized_weights:
+        format = _code_format(
+            zero.zero_quantized_weights_format, zero.zero_quantization_block or WEIGHT_BLOCK
+        )
+    if isinstance(format, LloydMaxFormat):
+        weights = gather(streams.new(grid.cross_node_ranks), format, 1)
+        slot_stream = streams.new(grid.node_ranks)
+        secondary = gather(slot_stream, compute_dtype, grid.nodes)
+        return _Gathers(weights=weights, inside=None, secondary=secondary, slot_stream=slot_stream)
+    inside = None
+    if grid.nodes > 1 and grid.local_world_size > 1:
+        weights = gather(streams.new(grid.cross_node_ranks), format, 1)
+        slot_stream = streams.new(grid.node_ranks)
+        inside = gather(slot_stream, format, grid.nodes)
+    else:
+        slot_stream = streams.new(range(grid.world_size))
+        weights = gather(slot_stream, format, 1)
+    if not zero.hpz:
+        return _Gathers(weights=weights, inside=inside, secondary=None, slot_stream=slot_stream)
+    ranks = tuple(grid.neighbours(group))
+    secondary_stream = slot_stream if streams.ranks[slot_stream] == ranks else streams.new(ranks)
+    kept_format = format if zero.zero_hpz_secondary == "quantized" else compute_dtype
+    secondary = gather(secondary_stream, kept_format, grid.world_size // group)
+    # where a gather lands without a copy by the compute
+    if zero.zero_quantized_weights or not (copy_engines and grid.nodes == 1 < grid.world_size):
+        slot_stream = secondary_stream
+    return _Gathers(weights=weights, inside=inside, secondary=secondary, slot_stream=slot_stream)
+
+
+def _plan_reduction(
+    zero: ZeroConfig,
+    streams: _Streams,
+    layouts: tuple[FlatLayout, ...],
+    compute_dtype: torch.dtype,
+    *,
+    in_bf16: bool,
+    copy_engines: bool,
+) -> ReductionPlan:
+    grid, quantized = streams.grid, zero.zero_quantized_gradients
+    accumulation = _choose_accumulation(zero, grid)
+    algorithm = choose_algorithm(zero.zero_stage, grid, quantized=quantized)
+    gradient_dtype = _gradient_dtype(accumulation, compute_dtype, in_bf16)
+    inside: WireFormat = gradient_dtype
+    between: WireFormat = _sum_dtype(in_bf16)
+    if quantized:
+        inside, between = _gradient_codes(zero)
+    fold = None
+    if accumulation is Accumulation.GROUP:
+        group = zero.gradient_ranks(grid.local_world_size)
+        assert group is not None
+        hops: tuple[Hop, ...] = (streams.hop(streams.new(grid.neighbours(group)), inside),)
+        if group < grid.local_world_size:
+            fold = streams.hop(streams.new(grid.group_peers(group)), torch.float32)
+    elif algorithm.several_hops:
+        hops = (streams.hop(streams.new(grid.node_ranks), inside),)
+    else:
+        only = between if quantized and grid.nodes > 1 else inside
+        hops = (streams.hop(streams.new(range(grid.world_size)), only),)
+    if algorithm.several_hops:
+        hops = (*hops, streams.hop(streams.new(grid.cross_node_ranks), between))
+    return ReductionPlan(
+        algorithm=algorithm,
+        hops=hops,
+        layouts=layouts,
+        compute_dtype=compute_dtype,
+        gradient_dtype=gradient_dtype,
+        accumulation=accumulation,
+        fold=fold,
+        peer_writes=copy_engines and may_write_peers(grid, algorithm) and fold is None,
+    )
+
+
+def check_topology(zero: ZeroConfig, topology: Topology) -> None:
+    """Raises ValueError, with the sizes that would do, for ZeRO++ flags that these ranks cannot obey."""
+    hpz_ranks = zero.hpz_ranks(topology.local_world_size, topology.nodes)
+    gradient_ranks = zero.gradient_ranks(topology.local_world_size)
+    if zero.sends_differences:
+        _check_differences(zero, topology, hpz_ranks)
+    if zero.hpz and gradient_ranks and hpz_ranks % gradient_ranks and gradient_ranks % hpz_ranks:
+        sizes = [n for n in _divisors(topology.local_world_size) if hpz_ranks % n == 0 or n % hpz_ranks == 0]
+        raise option_error(
+            "--zero-gradient-partition-size",
+            gradient_ranks,
+            f"does not nest with --zero-hpz-partition-size {hpz_ranks}; one group must hold whole groups of "
+            f"the other: {', '.join(map(str, sizes))}",
+        )
+
+
+def _check_differences(zero: ZeroConfig, topology: Topology, hpz_ranks: int) -> None:
+    flag, format = "--zero-quantized-weights-format", zero.zero_quantized_weights_format
+    if topology.nodes == 1:
+        raise option_error(
+            flag, format, "needs 2 or more nodes, since it saves nothing inside one; int8 does"
+        )
+    if zero.zero_stage >= 3 and hpz_ranks != topology.local_world_size:
+        raise option_error(
+            flag,
+            format,
+            f"needs groups that are a node of {topology.local_world_size} ranks, since each node keeps one "
+            f"reference: --zero-hpz-partition-size auto, not {zero.zero_hpz_partition_size}",
+        )
+
+
+def _code_format(name: str, block: int) -> Codes:
+    """The format of a name: `delta4` and `rotated4` are Lloyd-Max codes of 4 bits, others a QuantFormat's."""
+    if name.startswith(("delta", "rotated")):
+        return LloydMaxFormat(int(name[-1]), block)
+    return QuantFormat(name, block)
+
+
+def _gradient_codes(zero: ZeroConfig) -> tuple[Codes, Codes]:
+    """The formats of gradients inside nodes, and between them.
+
+    Rotated codes are for slow links. Inside nodes 8 bits lose less, and cost less to encode.
+    """
+    block, name = zero.zero_quantization_block, zero.zero_quantized_gradients_format
+    if not zero.rotates_gradients:
+        format = _code_format(name, block or GRADIENT_BLOCK)
+        return format, format
+    return QuantFormat("int8", block or GRADIENT_BLOCK), _code_format(name, block or ROTATED_BLOCK)
+
+
+def _choose_accumulation(zero: ZeroConfig, grid: Topology) -> Accumulation:
+    """Where the gradients of a step's micro-batches are added up.
+
+    A group of all ranks is what stages 2 and 3 have anyway, and a group of one rank is what stage 1 has.
+    """
+    ranks = zero.gradient_ranks(grid.local_world_size)
+    if ranks is None:
+        return Accumulation.SHARD if zero.zero_stage >= 2 else Accumulation.WHOLE
+    if ranks == grid.world_size:
+        return Accumulation.SHARD
+    return Accumulation.WHOLE if ranks == 1 else Accumulation.GROUP
+
+
+def _gradient_dtype(accumulation: Accumulation, compute_dtype: torch.dtype, in_bf16: bool) -> torch.dtype:
+    """The format in which gradients enter a reduction.
+
+    Gradients that are reduced after each backward are sent in the format that it made them in, which loses
+    nothing because the sums are fp32. Sums over micro-batches need fp32, unless bf16 is asked for.
+    """
+    if in_bf16:
+        return torch.bfloat16
+    return torch.float32 if accumulation is Accumulation.WHOLE else compute_dtype
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _sum_dtype(in_bf16: bool) -> torch.dtype:
+    """The format in which a node's sums of gradients travel to other nodes: 16 bits would round them."""
+    return torch.bfloat16 if in_bf16 else torch.float32
+
+
+def _slots(layouts: Sequence[FlatLayout], prefetch: int | None) -> Iterator[int]:
+    """A slot for each unit. Units of equal layout share `prefetch` + 1 in turn; None: each has its own."""
+    if prefetch is None:
+        yield from range(len(layouts))
+        return
+    slots: dict[FlatLayout, list[int]] = {}  # those of a layout
+    turns: Counter[FlatLayout] = Counter()
+    count = 0
+    for layout in layouts:
+        own = slots.setdefault(layout, [])
+        if len(own) <= prefetch:
+            own.append(count)
+            count += 1
+        yield own[turns[layout] % (prefetch + 1)]
+        turns[layout] += 1
