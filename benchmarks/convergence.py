@@ -8,7 +8,7 @@ Nodes are emulated by what the ranks are told, so that the hops of qgZ run (both
 over whatever link there is: the numbers that are sent are those of real nodes. Ranks have the GPUs that
 launch/emulate_nodes.sh would give them; where some share one the result says so. On GPUs layers are compiled.
 Runs of one seed see the same samples from the same weights. A result that is there already is kept: call it
-again with other --runs and --seeds to go on.
+again with other --runs and --seeds to add to it.
 
 GPUs do not repeat the sums of attention's backward, and training carries the difference on: "stage 3, again"
 says how far. With --deterministic they do, more slowly; it and hpZ must then end with the bits of stage 3.

@@ -4,7 +4,7 @@ python benchmarks/linear_cross_entropy.py [--tokens 8192 16384] [--widths 1024 2
 
 Plain is F.cross_entropy on the fp32 logits of all tokens. Compiled, it is compiled as a whole; of ours the
 part between the matrix products is. Figures: milliseconds of a forward and backward, the best of --rounds in
-turn; the rate of the three products, 6 FLOPs a token and number of the weight; on a GPU the peak of memory
+turn; the rate of the three products, 6 FLOPs per token and element of the weight; on a GPU the peak of memory
 above the inputs, gradients included; and how far loss and gradients are from the plain ones.
 """
 

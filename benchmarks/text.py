@@ -1,4 +1,4 @@
-"""How many tokens a second a run gets from text that it tokenises itself, beside the tokenizer alone.
+"""Tokens per second that a run gets from text as it tokenises it, beside the tokenizer alone.
 
 Rounds alternate between the tokenizer alone in one process, and a loader that reads an epoch of the text, of
 which nothing is kept yet. The processor seconds of a loader are those of its workers, with all that they

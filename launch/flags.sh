@@ -13,7 +13,7 @@ value_of() {
     echo "$value"
 }
 
-# goes_on ARGUMENTS…: whether a second start goes on from what the first one saved.
+# goes_on ARGUMENTS…: whether a second start resumes from what the first one saved.
 goes_on() {
     local save
     save=$(value_of --save "$@")

@@ -2,7 +2,7 @@
 # Starts one program on this machine, a process for each GPU, or for each CPU core where there is no GPU.
 # Usage: launch/local.sh [-n PROCESSES] [--max-restarts N] pretrain_gpt.py FLAGS…, or -m MODULE FLAGS…
 # The first process that fails ends the others, and its exit status is this script's. With --max-restarts all
-# are then started again, to go on from the newest checkpoint, unless starting again would not help.
+# are then started again, to resume from the newest checkpoint, unless starting again would not help.
 # SIGINT, SIGTERM and SIGUSR1 go to the processes, which save and stop; a second one ends them at once.
 set -euo pipefail
 # shellcheck source=launch/flags.sh

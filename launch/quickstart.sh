@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From nothing to text written by a GPT of your own: environment, corpus, tokenizer, data set, pretraining,
 # evaluation, loss curve, samples. Everything lands in ./quickstart (or QUICKSTART_DIR). Each step that is
-# finished is kept: a second call goes on where the first one stopped.
+# finished is kept: a second call continues where the first one stopped.
 # Arguments are appended to pretrain_gpt.py's: launch/quickstart.sh --train-iters 1000
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

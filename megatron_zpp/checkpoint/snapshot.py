@@ -1,4 +1,4 @@
-"""Copies of a rank's states, taken beside the training that goes on, for a save that writes behind it."""
+"""Copies of a rank's states for a save that writes while the training continues."""
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""What tells an indexed data set from another when a run goes on."""
+"""What tells one indexed data set from another when a run resumes."""
 
 import hashlib
 

@@ -1,4 +1,4 @@
-"""What a run reads that goes on, also with other weights or other data sets.
+"""What a resumed run reads, also with other weights or other data sets.
 
 A checkpoint says since which sample the weights hold, and how much of every data set was read by then. From
 there on the blend of these weights says which data set a sample is of, and its number there is what was read
@@ -28,7 +28,7 @@ _ANEW = (
 
 @dataclass(frozen=True)
 class ResumedData:
-    """What a run goes on with: samples, what to keep in its checkpoints, and lines for the log."""
+    """What a run resumes with: samples, what to keep in its checkpoints, and lines for the log."""
 
     samples: Samples
     dataset_progress: DatasetProgress | None
@@ -38,9 +38,9 @@ class ResumedData:
 def resume_data(
     samples: Samples, saved: DatasetProgress | None, *, consumed: int, data: DataConfig, train_seed: int
 ) -> ResumedData:
-    """The training samples of a run that goes on after `consumed` samples of the order `saved` stands for.
+    """The training samples of a run that resumes after `consumed` samples of the order in `saved`.
 
-    Data sets are told apart by their contents, so one that was moved goes on; one that is new begins, and one
+    Data sets are told apart by their contents, so one that was moved continues; a new one begins, and one
     that was left out keeps its place for when it is back. `train_seed` is the split's. Raises ValueError
     for another blend in Megatron-LM's order, which is made for the whole of a run.
     """
@@ -174,10 +174,10 @@ def _arranged(samples: Samples, dataset_progress: DatasetProgress, train_seed: i
 def _said(
     saved: DatasetProgress, dataset_progress: DatasetProgress, partners: list[int | None], consumed: int
 ) -> list[str]:
-    """A line for the change, and one for each data set: its share before and now, and where it goes on."""
+    """A line for the change, and one for each data set: its share before and now, and where it continues."""
     reading = dataset_progress.reading
     before, now = (_shares(each) for each in (saved, dataset_progress))
-    lines = [f" the blend changes at sample {consumed:,}; each data set goes on from where it was:"]
+    lines = [f" the blend changes at sample {consumed:,}; each data set continues from where it was:"]
     known = {part.prefix for part in saved.sets}
     for number, (part, partner) in enumerate(zip(reading, partners, strict=True)):
         old = before[partner] if partner is not None else 0.0

@@ -31,7 +31,7 @@ class Samples(Protocol):
 
 
 class KnownSamples(Samples, Protocol):
-    """Samples of one data set, which is known again when a run goes on."""
+    """Samples of one data set, which a resumed run recognises."""
 
     @property
     def name(self) -> str:

@@ -78,7 +78,9 @@ def test_contradictions_are_refused(settings, message):
     ],
 )
 def test_sources_that_are_one(settings):
-    DataConfig(**settings)
+    config = DataConfig(**settings)
+    for name, value in settings.items():
+        assert getattr(config, name) == value
 
 
 def test_default_split_is_megatrons():

@@ -1,4 +1,4 @@
-"""A run that goes on with other weights or data sets reads every data set on from where it was."""
+"""A run that resumes with other weights or data sets continues each data set where it was."""
 
 import json
 from dataclasses import asdict, replace
@@ -190,7 +190,7 @@ def test_what_is_said(folder):
     first = resumed(folder, [(0.5, "a"), (0.5, "b")], None, 0)
     on = resumed(folder, [(0.6, "a"), (0.4, "c")], first.dataset_progress, 30)
     assert on.lines == [
-        " the blend changes at sample 30; each data set goes on from where it was:",
+        " the blend changes at sample 30; each data set continues from where it was:",
         f"   50.00% -> 60.00% {folder}/a, from its sample 15 on",
         f"   0.00% -> 40.00% {folder}/c, from its beginning",
         f"   50.00% -> 0 {folder}/b, left out after 15 samples",

@@ -1,4 +1,4 @@
-"""launch/quickstart.sh: from nothing to text, and a second call that goes on."""
+"""launch/quickstart.sh: from nothing to text, and a second call that continues."""
 
 import subprocess
 from pathlib import Path

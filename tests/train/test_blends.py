@@ -1,4 +1,4 @@
-"""Runs that go on with another blend: the same text whatever the ranks, and a log that says what changes."""
+"""Runs that resume with another blend: the same text whatever the ranks, and a log that says what changes."""
 
 import json
 import shutil
@@ -61,7 +61,7 @@ def test_other_weights_after_a_resume(two: tuple[str, str], tmp_path: Path) -> N
     out = go_on(("3", "1"), "a", 4, 2)
     assert (
         f"""
- the blend changes at sample 16; each data set goes on from where it was:
+ the blend changes at sample 16; each data set continues from where it was:
    25.00% -> 75.00% {one}, from its sample 4 on
    75.00% -> 25.00% {other}, from its sample 12 on
  train: the 16 samples so far read 0."""

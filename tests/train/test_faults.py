@@ -1,4 +1,4 @@
-"""Whole runs that are signalled, killed and poisoned: they stop in order, and go on to the same weights."""
+"""Whole runs that are signalled, killed and poisoned: they stop in order, and resume to the same weights."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""A run that goes on with other ranks and at another stage sees every sample once, and learns the same."""
+"""A run that resumes with other ranks and at another stage sees every sample once, and learns the same."""
 
 import json
 import os

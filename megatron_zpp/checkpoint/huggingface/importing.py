@@ -114,7 +114,7 @@ def _check(path: Path, weights: HuggingFaceWeights) -> None:
 
 
 def _flags(config: Config) -> str:
-    """The flags that a run needs to go on from it."""
+    """The flags that a run needs to start from it."""
     model, tokenizer = config.model, config.tokenizer
     told: dict[str, object] = {
         "--num-layers": model.num_layers,

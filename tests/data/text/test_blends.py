@@ -1,4 +1,4 @@
-"""Blends with text that change when a run goes on: what a text is known by again, and the masks around it."""
+"""Blends with text that change when a run resumes: how a text is recognised, and the masks around it."""
 
 import gzip
 import json
@@ -66,7 +66,7 @@ def test_text_that_was_moved_or_compressed_goes_on(text: str, tokens: str, tmp_p
         assert np.array_equal(on.samples.batch(numbers), first.samples.batch(numbers))
         on = resumed(first, 100, "1", path)
         assert on.lines == [
-            " the blend changes at sample 100; each data set goes on from where it was:",
+            " the blend changes at sample 100; each data set continues from where it was:",
             f"   50.00% -> 100.00% {path}, from its sample 50 on",
             f"   50.00% -> 0 {tokens}, left out after 50 samples",
         ]

@@ -1,4 +1,4 @@
-"""pretrain_gpt.py on text goes on to the same losses, whatever reads it, and says what is wrong with it."""
+"""pretrain_gpt.py on text resumes to the same losses, whatever reads it, and says what is wrong with it."""
 
 import inspect
 import json
@@ -62,7 +62,7 @@ def test_a_bad_line_ends_a_run_with_one_line(flags: list[str], tmp_path: Path) -
 
 
 def test_a_run_that_goes_on_says_that_its_text_has_changed(flags: list[str], tmp_path: Path) -> None:
-    """Text of another size begins anew; a copy of the same text elsewhere goes on."""
+    """Text of another size starts over; a copy of the same text elsewhere continues."""
     saved = ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run"), "--eval-iters", "0"]
 
     def said(path: Path, stop: int, *more: str) -> list[str]:
