@@ -34,6 +34,7 @@ from megatron_zpp.data.mock import MockDataset
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import AttentionKernel, check_runs, choose_attention
 from megatron_zpp.model.gpt import GPT, ModelComponents
+from megatron_zpp.model.masks import CAUSAL
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.train.compiling import compile_parts
 from megatron_zpp.zero.engine import Batch, ZeroEngine
@@ -123,9 +124,9 @@ def kernel_rows(
     lengths = {False: torch.full((samples,), seq_length), True: ends.diff().cpu()}
 
     def call(kernel: AttentionKernel, masked: bool) -> None:
-        bounds = kernel.bounds(ends, qkv) if masked else None
+        mask = kernel.documents(ends, qkv) if masked else CAUSAL
         q, k, v = qkv.unbind(2)
-        mixed = kernel(q, k, v, 0.0, bounds)
+        mixed = kernel(q, k, v, 0.0, mask)
         torch.autograd.grad(mixed, qkv, mixed)
 
     rows, ways = [], {}

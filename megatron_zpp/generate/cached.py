@@ -1,18 +1,19 @@
-"""The GPT's forward pass over a few new tokens, with the keys and values of those before them kept.
+"""Generation's cache of keys and values, and the forward pass of a `GPT` over a few new tokens.
 
-It uses the weights of a `GPT` and gives what its own forward gives, up to the rounding of sums. Texts of
-unequal length end in the same column: a row begins where its padding ends, and nothing looks at padding.
+The layers are the model's own, which must be in eval mode. Texts of unequal length end in the same column: a
+row begins where its padding ends, and no token attends to padding.
 
-Shapes: B rows, T new columns, C all columns until now, D hidden size, N heads, H head width, V vocabulary.
+Shapes: B rows, T new columns, C all columns until now, D hidden size, V vocabulary.
 """
 
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_zpp.model.gpt import GPT, Attention
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.kv_cache import LayerCache
+from megatron_zpp.model.masks import CachedPrefix
 
 
 class Cache:
@@ -20,10 +21,10 @@ class Cache:
 
     def __init__(self, model: GPT, padding: Sequence[int], columns: int) -> None:
         config, weight = model.config, model.embedding.tokens.weight
-        shape = (len(padding), config.num_attention_heads, columns, config.kv_channels)
         self.layers = [
-            (weight.new_empty(shape), weight.new_empty(shape)) for _ in range(config.num_layers)
-        ]  # keys and values, each (B, N, columns, H)
+            LayerCache(weight, len(padding), columns, config.num_attention_heads, config.kv_channels)
+            for _ in range(config.num_layers)
+        ]
         self.padding = torch.tensor(padding, device=weight.device)  # (B)
         self.padded = any(padding)
         self.columns, self.length = columns, 0
@@ -31,7 +32,8 @@ class Cache:
     def keep(self, rows: Sequence[int]) -> None:
         """Forgets all rows but these."""
         chosen = torch.tensor(rows, device=self.padding.device)
-        self.layers = [(keys[chosen], values[chosen]) for keys, values in self.layers]
+        for layer in self.layers:
+            layer.keep(chosen)
         self.padding = self.padding[chosen]
 
 
@@ -41,11 +43,10 @@ def hidden_states(model: GPT, tokens: Tensor, cache: Cache) -> Tensor:
     first, last = cache.length, cache.length + tokens.shape[1]
     columns = torch.arange(first, last, device=tokens.device)  # (T)
     positions = (columns - cache.padding[:, None]).clamp(min=0)  # (B, T)
-    mask = _mask(cache, first, last)
-    x = model.embedding.tokens(tokens) + model.embedding.positions(positions)  # (B, T, D)
+    mask = CachedPrefix(_visible(cache, first, last))
+    x = model.embedding(tokens, positions)  # (B, T, D)
     for layer, kept in zip(model.layers, cache.layers, strict=True):
-        x = x + _attend(layer.attention, layer.attention_norm(x), kept, first, mask)
-        x = x + layer.mlp(layer.mlp_norm(x))
+        x = layer(x, mask, kept)
     cache.length = last
     return x
 
@@ -57,7 +58,7 @@ def next_logits(model: GPT, tokens: Tensor, cache: Cache) -> Tensor:
     return model.head(x, model.embedding.tokens.weight)[:, : model.vocab_size].float()
 
 
-def _mask(cache: Cache, first: int, last: int) -> Tensor | None:
+def _visible(cache: Cache, first: int, last: int) -> Tensor | None:
     """Which columns each new one sees: (B, 1, T, C); None where all that are there, or all before it."""
     if not cache.padded and (first == 0 or last - first == 1):
         return None
@@ -66,22 +67,3 @@ def _mask(cache: Cache, first: int, last: int) -> Tensor | None:
     real = seen >= cache.padding[:, None, None]  # (B, 1, C)
     # A column of padding sees itself: a softmax over nothing would be NaN.
     return ((seen <= new) & real | (seen == new))[:, None]
-
-
-def _attend(
-    attention: Attention, x: Tensor, kept: tuple[Tensor, Tensor], first: int, mask: Tensor | None
-) -> Tensor:
-    """(B, T, D) -> (B, T, D); puts the new keys and values into what is kept."""
-    last = first + x.shape[1]
-    qkv = attention.qkv(x).unflatten(-1, (3, attention.heads, attention.head_width))  # (B, T, 3, N, H)
-    q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # each (B, N, T, H)
-    keys, values = kept
-    keys[:, :, first:last], values[:, :, first:last] = k, v
-    mixed = F.scaled_dot_product_attention(
-        q,
-        keys[:, :, :last],
-        values[:, :, :last],
-        attn_mask=mask,
-        is_causal=mask is None and x.shape[1] > 1,
-    )
-    return attention.output(mixed.transpose(1, 2).flatten(2))

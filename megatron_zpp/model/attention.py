@@ -2,8 +2,9 @@
 
 Shapes: B batch, T tokens, N heads, H head width, E ends of documents.
 
-Documents come as the places between them: 0, where each next one begins among the B · T tokens of a
-micro-batch, and B · T, as often as fills (E). A kernel makes `bounds` of them once a forward, for all layers.
+A kernel takes one of the masks of model/masks.py. Documents come as the positions of their ends: 0, where
+each next document begins among the B · T tokens of a micro-batch, and B · T, repeated until there are E. A
+kernel turns them into its `InsideDocuments` once per forward pass, for all layers.
 """
 
 import importlib.util
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_zpp.config.options import option_error
+from megatron_zpp.model.masks import CAUSAL, CachedPrefix, InsideDocuments, Mask
 
 FLAG = "--attention-backend"
 TORCH_BACKENDS = {
@@ -44,7 +46,7 @@ class DotProduct:
         name = self.backend.name.lower() if self.backend else "torch's choice" if self.remark else ""
         return f"{name}{self.remark}"
 
-    def bounds(self, ends: Tensor, x: Tensor) -> Tensor:
+    def documents(self, ends: Tensor, x: Tensor) -> InsideDocuments:
         """(E) int32, (B, T, …) -> a mask (B, 1, T, T) in the format of x: 0 where a token looks, else -inf.
 
         Kernels would turn a boolean one into it, each layer anew.
@@ -54,15 +56,20 @@ class DotProduct:
         document = torch.bucketize(places, ends, right=True).view(batch, 1, tokens)
         same = document[..., None, :] == document[..., None]  # (B, 1, T, T)
         mask = torch.full(same.shape, -torch.inf, dtype=x.dtype, device=x.device)
-        return mask.masked_fill_(same.tril_(), 0.0)
+        return InsideDocuments(mask.masked_fill_(same.tril_(), 0.0))
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, bounds: Tensor | None) -> Tensor:
-        """Each (B, T, N, H) -> (B, T, N, H)."""
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask) -> Tensor:
+        """Queries (B, T, N, H), keys and values (B, T or C, N, H) -> (B, T, N, H)."""
+        dense, causal = None, True
+        if isinstance(mask, InsideDocuments):
+            dense, causal = mask.bounds, False
+        elif isinstance(mask, CachedPrefix):
+            dense, causal = mask.visible, mask.visible is None and q.shape[1] > 1
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # each (B, N, T, H)
         # In here, as a layer that is recomputed in backward must make the same choice again.
         with sdpa_kernel(self.backend) if self.backend else nullcontext():
             mixed = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=bounds, dropout_p=dropout, is_causal=bounds is None
+                q, k, v, attn_mask=dense, dropout_p=dropout, is_causal=causal
             )
         return mixed.transpose(1, 2)
 
@@ -85,18 +92,18 @@ class PackedFlash(DotProduct):
         """What a reader of the log has to know."""
         return "flash_attention over documents end to end"
 
-    def bounds(self, ends: Tensor, x: Tensor) -> Tensor:
+    def documents(self, ends: Tensor, x: Tensor) -> InsideDocuments:
         """The ends as they are."""
-        return ends
+        return InsideDocuments(ends)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, bounds: Tensor | None) -> Tensor:
-        """Each (B, T, N, H) -> (B, T, N, H)."""
-        if bounds is None:
-            return super().__call__(q, k, v, dropout, None)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask) -> Tensor:
+        """As DotProduct."""
+        if not isinstance(mask, InsideDocuments):
+            return super().__call__(q, k, v, dropout, mask)
         assert dropout == 0.0, "choose_attention gives it to no run with dropout"
         batch, tokens = q.shape[:2]
         q, k, v = (part.flatten(0, 1) for part in (q, k, v))  # each (B · T, N, H)
-        mixed = self._attend(q, k, v, bounds, bounds, tokens, tokens, **self._causal)
+        mixed = self._attend(q, k, v, mask.bounds, mask.bounds, tokens, tokens, **self._causal)
         return mixed.unflatten(0, (batch, tokens))
 
 
@@ -113,20 +120,21 @@ class FlashAttention3:
         """What a reader of the log has to know."""
         return "flash_attention_3"
 
-    def bounds(self, ends: Tensor, x: Tensor) -> Tensor:
+    def documents(self, ends: Tensor, x: Tensor) -> InsideDocuments:
         """The ends as they are."""
-        return ends
+        return InsideDocuments(ends)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, bounds: Tensor | None) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask) -> Tensor:
         """Each (B, T, N, H) -> (B, T, N, H)."""
         assert dropout == 0.0, "choose_attention gives it to no run with dropout"
-        if bounds is None:
+        assert not isinstance(mask, CachedPrefix), "generation takes DotProduct"
+        if not isinstance(mask, InsideDocuments):
             return _first(self._attend(q, k, v, causal=True))
         batch, tokens = q.shape[:2]
         mixed = self._attend_documents(
             *(part.flatten(0, 1) for part in (q, k, v)),
-            cu_seqlens_q=bounds,
-            cu_seqlens_k=bounds,
+            cu_seqlens_q=mask.bounds,
+            cu_seqlens_k=mask.bounds,
             max_seqlen_q=tokens,
             max_seqlen_k=tokens,
             causal=True,
@@ -180,10 +188,10 @@ def check_runs(
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch's, of each kernel that is not to be used anyway
-                bounds = kernel.bounds(ends, x) if masked else None
+                mask = kernel.documents(ends, x) if masked else CAUSAL
                 q, k, v = x.unbind(2)
                 # Not backward(gradient), which imports sympy, nor that of a mere sum, which has no strides.
-                (kernel(q, k, v, dropout, bounds) * torch.ones_like(q)).sum().backward()
+                (kernel(q, k, v, dropout, mask) * torch.ones_like(q)).sum().backward()
         except RuntimeError as error:
             shape = f"{tokens} tokens, --kv-channels {head_width}, --attention-dropout {dropout}"
             masks = ", --reset-attention-mask" if masked else ""

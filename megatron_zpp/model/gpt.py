@@ -19,7 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.model.attention import AttentionKernel, DotProduct
+from megatron_zpp.model.kv_cache import LayerCache
 from megatron_zpp.model.loss import PLAIN, linear_cross_entropy
+from megatron_zpp.model.masks import CAUSAL, Mask
 from megatron_zpp.model.offload import ActivationOffload
 
 
@@ -66,20 +68,18 @@ class Attention(nn.Module):
         self.qkv = parts.linear(config.hidden_size, 3 * width)
         self.output = parts.linear(width, config.hidden_size)
 
-    def forward(self, x: Tensor, bounds: Tensor | None = None) -> Tensor:
-        """(B, T, D) and the kernel's bounds of documents -> (B, T, D)."""
-        qkv = self.qkv(x).unflatten(-1, (3, self.heads, self.head_width))  # (B, T, 3, N, H)
-        q, k, v = qkv.unbind(2)
-        return self.output(self.mix(q, k, v, bounds))
-
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None) -> Tensor:
-        """Queries, keys and values, each (B, T, N, H) -> what `output` maps (B, T, N · H)."""
+    def forward(self, x: Tensor, mask: Mask, cache: LayerCache | None, kernels: "BlockKernels") -> Tensor:
+        """(B, T, D) -> (B, T, D); a `cache` comes with the mask CachedPrefix."""
+        q, k, v = kernels.heads(self, x)  # each (B, T, N, H)
+        if cache is not None:
+            k, v = cache.extend(k, v)  # each (B, C, N, H)
         dropout = self.dropout if self.training else 0.0
+        attend = partial(self.kernel, dropout=dropout, mask=mask)
         if self.recompute_scores and self.training:
-            mixed = checkpoint(self.kernel, q, k, v, dropout, bounds, use_reentrant=False)
+            mixed = checkpoint(attend, q, k, v, use_reentrant=False)
         else:
-            mixed = self.kernel(q, k, v, dropout, bounds)
-        return mixed.flatten(2)  # of (B, T, N, H)
+            mixed = attend(q, k, v)
+        return kernels.project(self.output, mixed.flatten(2))  # of (B, T, N, H)
 
 
 class MLP(nn.Module):
@@ -90,9 +90,9 @@ class MLP(nn.Module):
         self.input = parts.linear(config.hidden_size, config.ffn_hidden_size)
         self.output = parts.linear(config.ffn_hidden_size, config.hidden_size)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, kernels: "BlockKernels") -> Tensor:
         """(B, T, D) -> (B, T, D) through (B, T, F)."""
-        return self.output(F.gelu(self.input(x), approximate="tanh"))
+        return kernels.project(self.output, kernels.activation(self, x))
 
 
 class Layer(nn.Module):
@@ -105,17 +105,55 @@ class Layer(nn.Module):
         self.mlp_norm = parts.norm(config.hidden_size, eps=config.norm_epsilon)
         self.mlp = MLP(config, parts)
         self.dropout = nn.Dropout(config.hidden_dropout)
-        self.compute = residual_blocks  # or a compiled one, which hooks on this module stay outside of
+        self.compute = transformer_block  # or a compiled one; hooks on this module stay outside of the graph
 
-    def forward(self, x: Tensor, bounds: Tensor | None = None) -> Tensor:
-        """(B, T, D) and the attention kernel's bounds of documents -> (B, T, D)."""
-        return self.compute(self, x, bounds)
+    def forward(self, x: Tensor, mask: Mask = CAUSAL, cache: LayerCache | None = None) -> Tensor:
+        """(B, T, D) -> (B, T, D); generation passes a cache of keys and values, and its mask."""
+        return self.compute(self, x, mask, cache)
 
 
-def residual_blocks(layer: Layer, x: Tensor, bounds: Tensor | None) -> Tensor:
-    """What a layer computes: (B, T, D) and the attention kernel's bounds of documents -> (B, T, D)."""
-    x = x + layer.dropout(layer.attention(layer.attention_norm(x), bounds))
-    return x + layer.dropout(layer.mlp(layer.mlp_norm(x)))
+class BlockKernels:
+    """The operations of a block, in plain torch; model/fused/blocks.py replaces some by Triton kernels."""
+
+    def norm(self, norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, T, D) -> the norm of x, and what `add_norm` takes as `residual`."""
+        return norm(x), x
+
+    def add_norm(self, layer: Layer, x: Tensor, added: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """x + added and the norm before the MLP of this sum, each (B, T, D)."""
+        x = x + added
+        return x, layer.mlp_norm(x)
+
+    def heads(self, attention: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, D) -> queries, keys and values, each (B, T, N, H)."""
+        qkv = attention.qkv(x).unflatten(-1, (3, attention.heads, attention.head_width))  # (B, T, 3, N, H)
+        q, k, v = qkv.unbind(2)
+        return q, k, v
+
+    def activation(self, mlp: MLP, x: Tensor) -> Tensor:
+        """(B, T, D) -> the inner values of the MLP (B, T, F)."""
+        return F.gelu(mlp.input(x), approximate="tanh")
+
+    def project(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        """The linear map that ends attention or the MLP: (B, T, …) -> (B, T, D)."""
+        return linear(x)
+
+
+PLAIN_BLOCK = BlockKernels()
+
+
+def transformer_block(
+    layer: Layer,
+    x: Tensor,
+    mask: Mask = CAUSAL,
+    cache: LayerCache | None = None,
+    kernels: BlockKernels = PLAIN_BLOCK,
+) -> Tensor:
+    """The only forward pass of a layer, in training, compiled and with a cache: (B, T, D) -> (B, T, D)."""
+    normed, residual = kernels.norm(layer.attention_norm, x)
+    mixed = layer.dropout(layer.attention(normed, mask, cache, kernels))
+    x, normed = kernels.add_norm(layer, x, mixed, residual)
+    return x + layer.dropout(layer.mlp(normed, kernels))
 
 
 class Head(nn.Module):
@@ -181,13 +219,13 @@ class GPT(nn.Module):
     ) -> Tensor:
         """(B, T) ids -> logits (B, T, vocab_size); with targets (B, T) their mean cross-entropy, fp32.
 
-        A target of -100 is not counted. `positions` (B, T) are 0 to T - 1 by default. `documents` (E), as in
-        model/attention.py, bound what attention looks at, which is the whole row by default.
+        A target of -100 is not counted. `positions` (B, T) are 0 to T - 1 by default. Attention is causal
+        over the row, or inside documents that `documents` (E) ends, as in model/attention.py.
         """
         x = self.embedding(tokens, positions)  # (B, T, D)
-        bounds = None if documents is None else self.parts.attention.bounds(documents, x)
+        mask = CAUSAL if documents is None else self.parts.attention.documents(documents, x)
         for first, last, recomputed in segments(self.config.num_layers, self.recompute):
-            run = partial(self._run_layers, first=first, last=last, bounds=bounds)
+            run = partial(self._run_layers, first=first, last=last, mask=mask)
             if recomputed and self.training:
                 with self.offload.saving() if self.offload else nullcontext():
                     x = checkpoint(run, x, use_reentrant=False)  # x alone is kept, and may be offloaded
@@ -200,7 +238,7 @@ class GPT(nn.Module):
     @property
     def compiled(self) -> bool:
         """Whether a compiler has made the layers' kernels."""
-        return self.layers[0].compute is not residual_blocks
+        return self.layers[0].compute is not transformer_block
 
     def units(self) -> list[tuple[str, nn.Module]]:
         """The modules whose parameters are gathered together, in the order of the forward pass."""
@@ -237,9 +275,9 @@ class GPT(nn.Module):
         if name in ("embedding.tokens.weight", "head.output.weight"):
             tensor[self.vocab_size :] = 0.0
 
-    def _run_layers(self, x: Tensor, first: int, last: int, bounds: Tensor | None) -> Tensor:
+    def _run_layers(self, x: Tensor, first: int, last: int, mask: Mask) -> Tensor:
         for layer in self.layers[first:last]:
-            x = layer(x, bounds)
+            x = layer(x, mask)
         return x
 
 

@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import FlashAttention3
-from megatron_zpp.model.gpt import GPT, residual_blocks
+from megatron_zpp.model.gpt import GPT, PLAIN_BLOCK, BlockKernels, Layer, transformer_block
+from megatron_zpp.model.kv_cache import LayerCache
 from megatron_zpp.model.loss import LossKernels, logits_to_gradient
+from megatron_zpp.model.masks import CAUSAL, Causal, InsideDocuments, Mask
 from megatron_zpp.native.cache import cache_directory
 from megatron_zpp.storage.files import check_writable
 
@@ -56,22 +58,27 @@ def compile_parts(
 
     On GPUs (`on_gpu`) parts of it, and what the loss does beside its products, are kernels of ours; elsewhere
     the latter becomes another graph.
-    The graph is inside the hooks of a layer, so that its parameters are gathered before it runs. Other
-    inputs, such as a text that grows, or one without documents where batches have them (`masked`), are not
-    worth a graph. A layer raises RuntimeError when no graph can be made.
+    The graph is inside the hooks of a layer, so that its parameters are gathered before it runs. Other inputs
+    take the same block without a graph: a text that grows, a cache, or a mask of another kind than that of
+    batches (`masked`: inside documents). A layer raises RuntimeError when no graph can be made.
     """
     from torch._dynamo.exc import TorchDynamoException  # seconds, which a run that compiles nothing has not
 
     maker = _Backend(backend, say)
     whole = not isinstance(model.parts.attention, FlashAttention3)
-    blocks, passes = _kernels() if on_gpu else (residual_blocks, None)
-    compiled = torch.compile(blocks, backend=maker, fullgraph=whole, dynamic=False)
+    kernels, passes = _kernels(model.layers[0]) if on_gpu else (PLAIN_BLOCK, None)
+    kind = InsideDocuments if masked else Causal
 
-    def run(layer: nn.Module, x: Tensor, bounds: Tensor | None) -> Tensor:
-        if x.shape[:2] != shape or (bounds is not None) != masked:
-            return residual_blocks(layer, x, bounds)
+    def block(layer: Layer, x: Tensor, mask: Mask) -> Tensor:
+        return transformer_block(layer, x, mask, kernels=kernels)
+
+    compiled = torch.compile(block, backend=maker, fullgraph=whole, dynamic=False)
+
+    def run(layer: Layer, x: Tensor, mask: Mask = CAUSAL, cache: LayerCache | None = None) -> Tensor:
+        if x.shape[:2] != shape or type(mask) is not kind or cache is not None:
+            return transformer_block(layer, x, mask, cache)
         try:
-            out = compiled(layer, x, bounds)
+            out = compiled(layer, x, mask)
         except TorchDynamoException as error:
             cause = getattr(error, "inner_exception", error)
             said = f"{type(cause).__name__}: {cause}".strip().splitlines()[0]
@@ -87,13 +94,11 @@ def compile_parts(
     )
 
 
-def _kernels() -> tuple[Callable[..., Tensor], LossKernels]:
-    """What a layer computes, and what the loss does beside its products, with kernels of ours."""
-    # Triton, which torch has for GPUs alone
-    from megatron_zpp.model.fused import blocks as fused_blocks
-    from megatron_zpp.model.fused import loss as fused_loss
+def _kernels(layer: Layer) -> tuple[BlockKernels, LossKernels]:
+    """Triton kernels for layers like `layer`, and for what the loss does beside its products."""
+    from megatron_zpp.model.fused import blocks, loss  # import Triton, which only torch for GPUs brings
 
-    return fused_blocks.residual_blocks, fused_loss.PASSES
+    return blocks.FusedKernels(layer), loss.PASSES
 
 
 class _Backend:

@@ -75,7 +75,7 @@ def test_masks_are_megatron_cores(rows, given):
         assert batch.positions is None
     if "reset_attention_mask" in given:
         ends = torch.from_numpy(batch.documents)
-        mask = DotProduct().bounds(ends, torch.empty(*tokens.shape, 1))
+        mask = DotProduct().documents(ends, torch.empty(*tokens.shape, 1)).bounds
         assert torch.equal(mask == 0, ~torch.stack([row[0] for row in expected]))
     else:
         assert batch.documents is None

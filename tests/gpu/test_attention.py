@@ -22,6 +22,7 @@ from megatron_zpp.model.attention import (
     choose_attention,
 )
 from megatron_zpp.model.gpt import GPT, ModelComponents
+from megatron_zpp.model.masks import CAUSAL
 from tests.gpu.steady import waits_are_errors
 from tests.support import pretrain
 from tests.zero.engines import engine_of
@@ -60,9 +61,9 @@ def batches(count: int, samples: int = 4) -> list[tuple[Tensor, ...]]:
 def results(kernel: AttentionKernel, qkv: Tensor, ends: Tensor | None, weights: Tensor) -> list[Tensor]:
     """The output (B, T, N, H) and the gradients of q, k and v, in fp32."""
     qkv = qkv.detach().requires_grad_()
-    bounds = None if ends is None else kernel.bounds(ends, qkv)
+    mask = CAUSAL if ends is None else kernel.documents(ends, qkv)
     q, k, v = qkv.unbind(2)
-    mixed = kernel(q, k, v, 0.0, bounds)
+    mixed = kernel(q, k, v, 0.0, mask)
     (gradient,) = torch.autograd.grad(mixed, qkv, weights.to(mixed.dtype))
     return [mixed.float(), *gradient.float().unbind(2)]
 
@@ -155,9 +156,9 @@ def test_the_compiler_takes_a_layer_whole_and_once_for_any_documents(backend: st
     with torch._dynamo.config.patch(error_on_recompile=True):
         for batch in batches(3):
             x = torch.randn(4, TOKENS, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-            bounds = kernel.bounds(batch[3].cuda(), x)
-            found = torch.autograd.grad(compiled(x, bounds).square().sum(), x)[0]
-            expected = torch.autograd.grad(layer(x, bounds).square().sum(), x)[0]
+            mask = kernel.documents(batch[3].cuda(), x)
+            found = torch.autograd.grad(compiled(x, mask).square().sum(), x)[0]
+            expected = torch.autograd.grad(layer(x, mask).square().sum(), x)[0]
             error = torch.linalg.vector_norm((found - expected).float())
             assert error <= 2 * EPSILON * torch.linalg.vector_norm(expected.float())
 

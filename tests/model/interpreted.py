@@ -18,7 +18,7 @@ from megatron_zpp.model.fused import blocks as fused_blocks
 from megatron_zpp.model.fused import linear as fused_linear
 from megatron_zpp.model.fused import loss as fused_loss
 from megatron_zpp.model.fused import norm as fused_norm
-from megatron_zpp.model.gpt import GPT, residual_blocks
+from megatron_zpp.model.gpt import GPT, PLAIN_BLOCK, transformer_block
 
 for module in (fused_norm, fused_linear):
     module.wrap_triton = lambda kernel: kernel
@@ -148,9 +148,9 @@ def layers(dropout: float, dtype: torch.dtype) -> None:
         parameter.data += 0.1 * torch.randn(parameter.shape).to(dtype)
     x = torch.randn(2, 8, 48).to(dtype).requires_grad_()
     found = []
-    for blocks in (fused_blocks.residual_blocks, residual_blocks):
+    for kernels in (fused_blocks.FusedKernels(layer), PLAIN_BLOCK):
         torch.manual_seed(7)
-        out = blocks(layer, x, None)
+        out = transformer_block(layer, x, kernels=kernels)
         weights = torch.linspace(-1.0, 1.0, out.numel()).view(out.shape).to(dtype)
         found.append([out, *torch.autograd.grad(out, [x, *layer.parameters()], weights)])
     rounding = 16 * torch.finfo(dtype).eps

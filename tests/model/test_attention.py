@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.model.attention import DotProduct, PackedFlash, check_runs, choose_attention
 from megatron_zpp.model.gpt import GPT, ModelComponents
+from megatron_zpp.model.masks import InsideDocuments
 
 VOCAB = 50
 MODEL = ModelConfig(
@@ -121,8 +122,8 @@ def test_the_compiler_takes_a_layer_whole_and_once() -> None:
         for row in ((5, 1, 1, 9), (2, 3, 4, 7), (1, 1, 1, 13)):
             _, _, ends = packed((row,))
             x = torch.randn(1, 16, 32, dtype=torch.double, requires_grad=True)
-            found = torch.autograd.grad(compiled(x, kernel.bounds(ends, x)).square().sum(), x)
-            expected = torch.autograd.grad(layer(x, kernel.bounds(ends, x)).square().sum(), x)
+            found = torch.autograd.grad(compiled(x, kernel.documents(ends, x)).square().sum(), x)
+            expected = torch.autograd.grad(layer(x, kernel.documents(ends, x)).square().sum(), x)
             torch.testing.assert_close(found, expected)
 
 
@@ -141,7 +142,7 @@ def test_flash_of_variable_lengths_fits_the_model() -> None:
     layer = model.layers[1]
     compiled = torch.compile(layer.forward, backend="aot_eager", fullgraph=True, dynamic=False)
     x = torch.empty(3, 16, 32, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    (gradient,) = torch.autograd.grad(compiled(x, ends).sum(), x)
+    (gradient,) = torch.autograd.grad(compiled(x, InsideDocuments(ends)).sum(), x)
     assert gradient.shape == x.shape
 
 

@@ -14,6 +14,7 @@ from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.masks import InsideDocuments
 from megatron_zpp.train.compiling import compile_parts, prepare_compiler
 from tests.support import pretrain
 from tests.zero.engines import engine_of
@@ -97,12 +98,12 @@ def test_a_text_without_documents_beside_batches_with_them() -> None:
     config = ModelConfig(num_layers=1, hidden_size=32, num_attention_heads=4, seq_length=LENGTH)
     model = GPT(config, VOCABULARY)
     compile_parts(model, (BATCH, LENGTH), said.append, "aot_eager", masked=True)
-    x, bounds = torch.zeros(BATCH, LENGTH, 32), torch.zeros(BATCH, 1, LENGTH, LENGTH)
+    x, hidden = torch.zeros(BATCH, LENGTH, 32), torch.zeros(BATCH, 1, LENGTH, LENGTH)
     with torch.no_grad():
-        model.layers[0](x, bounds)
-        model.layers[0](x, None)
+        model.layers[0](x, InsideDocuments(hidden))
+        model.layers[0](x)
         assert said == []
-        model.double().layers[0](x.double(), bounds.double())
+        model.double().layers[0](x.double(), InsideDocuments(hidden.double()))
     assert len(said) == 1  # a further graph is said
 
 

@@ -1,42 +1,45 @@
-"""A layer with kernels of ours where they are faster than what torch.compile makes, for graphs on GPUs."""
+"""A block's operations by Triton kernels, where these are faster than what torch.compile makes for GPUs."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.model.fused import linear as fused_linear
 from megatron_zpp.model.fused import norm as fused_norm
-from megatron_zpp.model.gpt import MLP, Attention, Layer
+from megatron_zpp.model.gpt import MLP, Attention, BlockKernels, Layer
 
 
-def residual_blocks(layer: Layer, x: Tensor, bounds: Tensor | None) -> Tensor:
-    """See gpt.residual_blocks."""
-    if not (fused_norm.serves(layer.attention_norm) and fused_norm.serves(layer.mlp_norm)):
-        x = x + layer.dropout(_attention(layer.attention, layer.attention_norm(x), bounds))
-        return x + layer.dropout(_mlp(layer.mlp, layer.mlp_norm(x)))
-    maps = layer.attention.output, layer.mlp.output, layer.attention.qkv, layer.mlp.input
-    apart = layer.dropout.p == 0 and all(map(fused_linear.serves, maps))
-    normed, token = fused_norm.norm(x, layer.attention_norm)
-    mixed = layer.dropout(_attention(layer.attention, normed, bounds, apart))
-    biases = (layer.attention.output.bias, layer.mlp.output.bias) if apart else ()
-    x, normed = fused_norm.add_norm(x, mixed, token, layer.mlp_norm, biases)
-    return x + layer.dropout(_mlp(layer.mlp, normed, apart))
+class FusedKernels(BlockKernels):
+    """Kernels for the modules of layers like `layer`; plain torch for modules that no kernel serves."""
 
+    def __init__(self, layer: Layer) -> None:
+        attention, mlp = layer.attention, layer.mlp
+        self._norms = fused_norm.serves(layer.attention_norm) and fused_norm.serves(layer.mlp_norm)
+        self._heads, self._gelu = fused_linear.serves(attention.qkv), fused_linear.serves(mlp.input)
+        maps = attention.output, mlp.output, attention.qkv, mlp.input
+        # Whether the gradients of the biases of `output` are made where that of the residual sum is.
+        self._sums_biases = self._norms and layer.dropout.p == 0 and all(map(fused_linear.serves, maps))
 
-# `apart`: the gradient of the bias of `output` is made where that of the sum is.
+    def norm(self, norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See BlockKernels."""
+        return fused_norm.norm(x, norm) if self._norms else super().norm(norm, x)
 
+    def add_norm(self, layer: Layer, x: Tensor, added: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """See BlockKernels."""
+        if not self._norms:
+            return super().add_norm(layer, x, added, residual)
+        biases = (layer.attention.output.bias, layer.mlp.output.bias) if self._sums_biases else ()
+        return fused_norm.add_norm(x, added, residual, layer.mlp_norm, biases)
 
-def _attention(attention: Attention, x: Tensor, bounds: Tensor | None, apart: bool = False) -> Tensor:
-    if not fused_linear.serves(attention.qkv):
-        return attention(x, bounds)
-    q, k, v = fused_linear.heads_of_linear(x, attention.qkv, attention.heads, attention.head_width)
-    return _map(attention.output, attention.mix(q, k, v, bounds), apart)
+    def heads(self, attention: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See BlockKernels."""
+        if not self._heads:
+            return super().heads(attention, x)
+        return fused_linear.heads_of_linear(x, attention.qkv, attention.heads, attention.head_width)
 
+    def activation(self, mlp: MLP, x: Tensor) -> Tensor:
+        """See BlockKernels."""
+        return fused_linear.gelu_of_linear(x, mlp.input) if self._gelu else super().activation(mlp, x)
 
-def _mlp(mlp: MLP, x: Tensor, apart: bool = False) -> Tensor:
-    if not fused_linear.serves(mlp.input):
-        return mlp(x)
-    return _map(mlp.output, fused_linear.gelu_of_linear(x, mlp.input), apart)
-
-
-def _map(linear: nn.Linear, x: Tensor, apart: bool) -> Tensor:
-    return F.linear(x, linear.weight, linear.bias.detach()) if apart else linear(x)
+    def project(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        """See BlockKernels."""
+        return F.linear(x, linear.weight, linear.bias.detach()) if self._sums_biases else linear(x)

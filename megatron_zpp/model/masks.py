@@ -1,0 +1,39 @@
+"""What each token attends to: one type per kind of attention mask.
+
+Shapes: B batch, T tokens of this forward pass, C columns of the cache up to now, E ends of documents.
+"""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Each token attends to itself and to all tokens before it in its row."""
+
+
+@dataclass(frozen=True)
+class InsideDocuments:
+    """Causal, and only to tokens of the same document. The kernel that reads `bounds` has made them.
+
+    `bounds` are the ends of documents (E), or a mask (B, 1, T, T) that is added to the scores.
+    """
+
+    bounds: Tensor
+
+
+@dataclass(frozen=True)
+class CachedPrefix:
+    """Causal over the columns of a cache, the last T of which are the new tokens.
+
+    `visible` (B, 1, T, C) is True where a token attends to a column. None stands for a single token that
+    attends to every column, or for tokens that begin in column 0 of a cache without padding.
+    """
+
+    visible: Tensor | None = None
+
+
+Mask: TypeAlias = Causal | InsideDocuments | CachedPrefix
+CAUSAL = Causal()
