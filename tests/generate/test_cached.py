@@ -32,6 +32,19 @@ def test_several_tokens_onto_a_cache(model: GPT) -> None:
     assert torch.allclose(logits, model(tokens)[:, 5:], **CLOSE)
 
 
+def test_hooks_of_layers_run_with_a_cache(model: GPT) -> None:
+    """Hooks gather the parameters of a sharded model."""
+    seen: list[int] = []
+    handles = [
+        layer.register_forward_pre_hook(lambda module, inputs, index=index: seen.append(index))
+        for index, layer in enumerate(model.layers)
+    ]
+    next_logits(model, ids(1, 3), Cache(model, [0], 3))
+    for handle in handles:
+        handle.remove()
+    assert seen == list(range(len(model.layers)))
+
+
 def test_rows_of_unequal_length_know_nothing_of_each_other(model: GPT) -> None:
     """Whatever stands in the padding, each row gets what its text alone gets; also when others are gone."""
     texts = [ids(1, length, seed=length)[0] for length in (9, 1, 4)]

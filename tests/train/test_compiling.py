@@ -107,6 +107,31 @@ def test_a_text_without_documents_beside_batches_with_them() -> None:
     assert len(said) == 1  # a further graph is said
 
 
+@pytest.mark.parametrize("recompute", RECOMPUTED)
+def test_documents_in_compiled_layers(recompute: str) -> None:
+    """Masks are arguments of one graph, which gives the gradients of plain layers for any documents."""
+    config = ModelConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        seq_length=LENGTH,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+    )
+    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    found, said = [], []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        model = GPT(config, VOCABULARY, RecomputeConfig(**RECOMPUTED[recompute])).initialize(3)
+        if compiled:
+            compile_parts(model, (BATCH, LENGTH), said.append, "aot_eager", masked=True)
+        for ends in ((0, 5, 32, 64, 64), (0, 32, 40, 41, 64)):
+            model(tokens, tokens, documents=torch.tensor(ends, dtype=torch.int32)).backward()
+        found.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    assert torch.equal(*found)
+    assert said == []
+
+
 def test_a_run_with_compiled_layers(flags: list[str], tmp_path: Path) -> None:
     """It says so, evaluates as one without them, and goes on from its checkpoint to the same bits.
 
