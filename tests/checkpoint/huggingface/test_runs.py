@@ -1,0 +1,126 @@
+"""Runs that start from Hugging Face's weights, and the export of a run's checkpoint."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from megatron_zpp.checkpoint.directory import candidates
+from megatron_zpp.checkpoint.read import CheckpointReader
+from megatron_zpp.generate.loading import load_model
+from megatron_zpp.tokenizer.train_sentencepiece import train_sentencepiece
+from tests.checkpoint.huggingface.gpt2 import SHAPE_FLAGS, SOURCE, check_equal, logits, save, tensors, theirs
+from tests.model.test_gpt import names_in_transformers
+from tests.support import pretrain
+from tests.tokenizer.test_tokenizers import ORDINARY
+
+
+def tokenizer_flags(bpe: Path, kind: str, directory: Path) -> list[str]:
+    if kind == "GPT2BPETokenizer":
+        files = ["--vocab-file", str(bpe / "vocab.json"), "--merge-file", str(bpe / "merges.txt")]
+    elif kind == "HuggingFaceTokenizer":
+        files = ["--tokenizer-model", str(bpe)]
+    elif kind == "SentencePieceTokenizer":
+        (directory / "t.model").write_bytes(train_sentencepiece([*ORDINARY * 3, SOURCE], 500, "bpe"))
+        files = ["--tokenizer-model", str(directory / "t.model")]
+    else:
+        files = ["--vocab-size", "100"]
+    return ["--tokenizer-type", kind, *files]
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        ("GPT2BPETokenizer", 0),
+        ("HuggingFaceTokenizer", 3),
+        ("SentencePieceTokenizer", 3),
+        ("NullTokenizer", 0),
+    ],
+)
+def test_a_run_is_exported(
+    tool: Callable[..., str], bpe: Path, tmp_path: Path, kind: str, stage: int
+) -> None:
+    """The files contain the weights of a run on two ranks, and AutoTokenizer returns its ids."""
+    flags = [*SHAPE_FLAGS, *tokenizer_flags(bpe, kind, tmp_path), "--zero-stage", str(stage)]
+    ran = pretrain(*flags, "--train-iters", "2", "--lr", "1e-2", "--save", str(tmp_path / "run"), processes=2)
+    assert ran.returncode == 0, ran.stderr
+    said = tool("export", tmp_path / "run", tmp_path / "out")
+    model, tokenizer = load_model(str(tmp_path / "run"), None)
+    exported = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out").state_dict()
+    for name, parameter in model.named_parameters():
+        theirs, transposed = names_in_transformers(2)[name]
+        expected = parameter.T if transposed else parameter
+        found = exported[theirs]
+        assert torch.equal(found, expected[: len(found)]), name
+        assert len(found) == (tokenizer.vocab_size if theirs == "transformer.wte.weight" else len(expected))
+    tokens = torch.randint(tokenizer.vocab_size, (2, 19))
+    assert torch.allclose(model(tokens), logits(tmp_path / "out", tokens), atol=1e-5, rtol=1e-5)
+    if kind == "NullTokenizer":
+        assert "no tokenizer is written" in said
+        assert not (tmp_path / "out/tokenizer.json").exists()
+        return
+    auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert auto.eos_token_id == tokenizer.eod
+    assert len(auto) == tokenizer.vocab_size
+    for text in [*ORDINARY, SOURCE]:
+        ids = auto.encode(text, add_special_tokens=False)
+        assert ids == tokenizer.encode(text)
+        assert auto(text)["input_ids"] == ids
+        assert auto.decode(ids) == text
+    assert auto.encode(auto.eos_token, add_special_tokens=False) == [tokenizer.eod]
+
+
+@pytest.mark.parametrize(("stage", "world"), [(0, 1), (3, 2)])
+def test_a_run_starts_from_hugging_face_weights(
+    tool: Callable[..., str], bpe: Path, tmp_path: Path, stage: int, world: int
+) -> None:
+    """A step too small to change a weight saves what was loaded; an import gives the same loss."""
+    model = theirs(bpe)
+    source = save(model, bpe, tmp_path / "theirs", max_shard_size="9KB")
+    tool("import", source, tmp_path / "ours")
+    flags = [*SHAPE_FLAGS, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(source)]
+    flags += ["--zero-stage", str(stage), "--train-iters", "1", "--lr", "1e-30", "--weight-decay", "0"]
+    out = []
+    for load in (f"hf:{source}", str(tmp_path / "ours")):
+        saved = tmp_path / f"run{len(out)}"
+        ran = pretrain(*flags, "--load", load, "--save", str(saved), processes=world)
+        assert ran.returncode == 0, ran.stderr
+        out.append(ran.stdout)
+        tool("export", saved, tmp_path / f"back{len(out)}")
+        check_equal(tensors(tmp_path / f"back{len(out)}"), tensors(source))
+    assert f" loaded the weights of hf:{source}; starting at iteration 0" in out[0]
+    assert "resuming at iteration 0, 0 samples" in out[1]
+    first, second = (
+        [line for line in text.splitlines() if "valid loss at iteration 0" in line] for text in out
+    )
+    assert first == second != []
+
+
+def test_a_run_with_equal_save_and_load_starts_from_the_import_and_resumes(
+    tool: Callable[..., str], bpe: Path, tmp_path: Path
+) -> None:
+    """As the launchers do: the first start reads the import, the next one the optimizer's states too."""
+    source = save(theirs(bpe), bpe, tmp_path / "theirs")
+    flags = [*SHAPE_FLAGS, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(source)]
+    flags += ["--lr", "1e-3", "--lr-decay-style", "constant"]
+    weights = []
+    for name, lengths in (("whole", [4]), ("parts", [2, 4])):
+        tool("import", source, tmp_path / name)
+        for length in lengths:
+            named = ["--save", str(tmp_path / name), "--load", str(tmp_path / name)]
+            ran = pretrain(*flags, *named, "--train-iters", str(length))
+            assert ran.returncode == 0, ran.stderr
+        with CheckpointReader(candidates(str(tmp_path / name))[0]) as reader:
+            assert reader.state["with_optimizer"]
+            weights.append(reader.parameters())
+    check_equal(*weights)
+
+
+def test_heads_of_another_width_are_refused(tool: Callable[..., str], tmp_path: Path) -> None:
+    flags = [*SHAPE_FLAGS, "--tokenizer-type", "NullTokenizer", "--vocab-size", "50", "--kv-channels", "6"]
+    ran = pretrain(*flags, "--train-iters", "1", "--lr", "1e-3", "--save", str(tmp_path / "run"))
+    assert ran.returncode == 0, ran.stderr
+    with pytest.raises(ValueError, match="its heads are 6 wide"):
+        tool("export", tmp_path / "run", tmp_path / "out")

@@ -1,0 +1,59 @@
+"""The tokenizer files of an export: what they contain, and when none can be written."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import transformers
+
+from megatron_zpp.tokenizer.train_sentencepiece import train_sentencepiece
+from tests.checkpoint.huggingface.gpt2 import SOURCE, check_equal, save, tensors, theirs
+from tests.tokenizer.test_tokenizers import ORDINARY
+
+
+def test_template_and_truncation_of_a_pipeline_are_not_exported(
+    tool: Callable[..., str], bpe: Path, good: Path, tmp_path: Path
+) -> None:
+    """Because the run was trained without either."""
+    from tokenizers import Tokenizer, processors
+
+    pipeline = Tokenizer.from_file(str(bpe / "tokenizer.json"))
+    end = pipeline.token_to_id("<|endoftext|>")
+    pipeline.post_processor = processors.TemplateProcessing(
+        "<|endoftext|> $A", None, [("<|endoftext|>", end)]
+    )
+    pipeline.enable_truncation(3)
+    plain = pipeline.encode(ORDINARY[0], add_special_tokens=False)
+    pipeline.save(str(tmp_path / "tokenizer.json"))
+    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tmp_path / "tokenizer.json"]
+    tool("import", good, tmp_path / "ours", *flags)
+    tool("export", tmp_path / "ours", tmp_path / "out")
+    auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    pipeline.no_truncation()
+    assert auto(ORDINARY[0])["input_ids"] == pipeline.encode(ORDINARY[0], add_special_tokens=False).ids
+    assert len(plain.ids) == 3
+
+
+def test_a_tokenizer_with_no_equivalent_in_transformers_is_refused(
+    tool: Callable[..., str], tmp_path: Path, bpe: Path
+) -> None:
+    """A unigram model can split repeated spaces differently at equal score, and the libraries do."""
+    model = train_sentencepiece([SOURCE], 500, "unigram")
+    (tmp_path / "t.model").write_bytes(model)
+    source = save(theirs(bpe, vocab_size=500), bpe, tmp_path / "theirs")
+    flags = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", tmp_path / "t.model"]
+    tool("import", source, tmp_path / "ours", *flags)
+    with pytest.raises(
+        ValueError, match=r"cannot be written for transformers: near .* ids differ; --no-tok"
+    ) as no:
+        tool("export", tmp_path / "ours", tmp_path / "out")
+    assert "\n" not in str(no.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "t.model", "theirs"]
+    (tmp_path / "out").mkdir()  # an empty directory is allowed
+    tool("export", tmp_path / "ours", tmp_path / "out", "--no-tokenizer")
+    check_equal(tensors(tmp_path / "out"), tensors(source))
+    assert not (tmp_path / "out/tokenizer.json").exists()
+
+    (tmp_path / "t.model").write_bytes(train_sentencepiece([SOURCE], 500, "bpe"))
+    with pytest.raises(ValueError, match="trained with another tokenizer than its files hold now"):
+        tool("export", tmp_path / "ours", tmp_path / "again")
