@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
@@ -31,6 +31,7 @@ from megatron_zpp.config.options import Options, option, option_error, parse_opt
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.data.documents import as_tensors, masked_samples
 from megatron_zpp.data.mock import MockDataset
+from megatron_zpp.data.samples import Epochs
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import AttentionKernel, check_runs, choose_attention
 from megatron_zpp.model.gpt import GPT, ModelComponents
@@ -74,6 +75,14 @@ class Texts:
     seq_length: int
     windows_per_epoch = None
 
+    def epochs(self, samples: int) -> list[Epochs]:
+        """See Samples."""
+        return []
+
+    def describe(self) -> str:
+        """See Samples."""
+        return "random tokens"
+
     def batch(self, indices: np.ndarray) -> np.ndarray:
         """(len,) integers to (len, S + 1) int64."""
         tokens = MockDataset(self.seq_length, VOCABULARY - 1, 1).batch(indices) + 1
@@ -85,28 +94,38 @@ def batch_of(samples: int, seq_length: int, masked: bool, device: torch.device) 
     """A micro-batch on the device."""
     texts, indices = Texts(seq_length), np.arange(samples)
     batch = as_tensors((masked_samples(texts, MASKS, EOD) if masked else texts).batch(indices))
-    return batch.to(device) if isinstance(batch, torch.Tensor) else tuple(part.to(device) for part in batch)
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device)
+    return tuple(part if part is None else part.to(device) for part in batch)
 
 
 def best_milliseconds(
-    ways: dict[str, Callable[[], object]], rounds: int, calls: int, device: torch.device
+    contestants: dict[str, Callable[[], object]], rounds: int, calls: int, device: torch.device
 ) -> dict[str, float]:
-    """The shortest mean time of a call of each."""
+    """The shortest mean time of a call of each contestant."""
 
     def finished() -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    best = dict.fromkeys(ways, math.inf)
+    best = dict.fromkeys(contestants, math.inf)
     for round_number in range(rounds + 1):  # the first warms up
-        for name, call in ways.items():
+        for name, call in contestants.items():
             started = finished()
             for _ in range(calls if round_number else 2):
                 call()
             if round_number:
                 best[name] = min(best[name], 1000 * (finished() - started) / calls)
     return best
+
+
+class _Case(TypedDict):
+    masked: bool
+    head_width: int
+    dropout: float
+    dtype: torch.dtype
+    device: torch.device
 
 
 def kernel_rows(
@@ -121,6 +140,7 @@ def kernel_rows(
         samples, seq_length, 3, heads, width, dtype=dtype, device=device, generator=generator
     ).requires_grad_()
     ends = batch_of(samples, seq_length, True, device)[3]
+    assert ends is not None
     lengths = {False: torch.full((samples,), seq_length), True: ends.diff().cpu()}
 
     def call(kernel: AttentionKernel, masked: bool) -> None:
@@ -129,21 +149,27 @@ def kernel_rows(
         mixed = kernel(q, k, v, 0.0, mask)
         torch.autograd.grad(mixed, qkv, mixed)
 
-    rows, ways = [], {}
+    rows: list[dict[str, Any]] = []
+    calls: dict[str, Callable[[], object]] = {}
     for backend in BACKENDS:
         for masked in (False, True):
-            row = {"heads": shape, "seq_length": seq_length, "samples": samples, "backend": backend}
+            row: dict[str, Any] = {
+                "heads": shape,
+                "seq_length": seq_length,
+                "samples": samples,
+                "backend": backend,
+            }
             rows.append(row | {"documents": masked})
-            given = {"masked": masked, "head_width": width, "dropout": 0.0, "dtype": dtype, "device": device}
+            case = _Case(masked=masked, head_width=width, dropout=0.0, dtype=dtype, device=device)
             try:
-                kernel = choose_attention(backend, **given)
-                check_runs(kernel, backend, (seq_length,), **given)
+                kernel = choose_attention(backend, **case)
+                check_runs(kernel, backend, (seq_length,), **case)
             except ValueError as refused:
                 rows[-1]["refused"] = str(refused)
                 continue
             rows[-1]["kernel"] = kernel.describe() or "torch's choice"
-            ways[str(len(rows) - 1)] = partial(call, kernel, masked)
-    for number, milliseconds in best_milliseconds(ways, settings.rounds, settings.calls, device).items():
+            calls[str(len(rows) - 1)] = partial(call, kernel, masked)
+    for number, milliseconds in best_milliseconds(calls, settings.rounds, settings.calls, device).items():
         row = rows[int(number)]
         products = 2 * heads * width * int(lengths[row["documents"]].square().sum())  # half of 4: causal
         row["milliseconds"] = round(milliseconds, 4)
@@ -153,7 +179,7 @@ def kernel_rows(
 
 def step_figures(settings: Settings, device: torch.device) -> dict[str, Any]:
     """Steps with documents over steps without, in tokens a second."""
-    smaller = {"num_layers": settings.step_layers, "hidden_size": settings.step_hidden_size}
+    smaller: dict[str, Any] = {"num_layers": settings.step_layers, "hidden_size": settings.step_hidden_size}
     config = ModelConfig(
         model_preset=settings.step_preset,
         seq_length=settings.step_seq_length,
@@ -163,7 +189,8 @@ def step_figures(settings: Settings, device: torch.device) -> dict[str, Any]:
     )
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     operations = load_operations("cuda", require_kernels=True, say=print) if device.type == "cuda" else None
-    engines, ways = [], {}
+    kernels, engines = {}, []
+    steps: dict[str, Callable[[], object]] = {}
 
     def step(engine: ZeroEngine, batch: Batch) -> None:
         engine.accumulate(batch, index=0, micro_batches=1)
@@ -190,8 +217,9 @@ def step_figures(settings: Settings, device: torch.device) -> dict[str, Any]:
         )
         engines.append(engine)
         batch = batch_of(settings.micro_batch_size, config.seq_length, masked, device)
-        ways["documents" if masked else "whole"] = partial(step, engine, batch)
-    milliseconds = best_milliseconds(ways, settings.rounds, -(-settings.calls // 4), device)
+        name = "documents" if masked else "whole"
+        steps[name], kernels[name] = partial(step, engine, batch), kernel.describe()
+    milliseconds = best_milliseconds(steps, settings.rounds, -(-settings.calls // 4), device)
     for engine in engines:
         engine.close()
     tokens = settings.micro_batch_size * config.seq_length
@@ -201,7 +229,7 @@ def step_figures(settings: Settings, device: torch.device) -> dict[str, Any]:
         "hidden_size": config.hidden_size,
         "seq_length": config.seq_length,
         "micro_batch_size": settings.micro_batch_size,
-        "kernels": {name: e.model.parts.attention.describe() for name, e in zip(ways, engines, strict=True)},
+        "kernels": kernels,
         "milliseconds": {name: round(value, 3) for name, value in milliseconds.items()},
         "tokens_per_second": {name: round(1000 * tokens / value) for name, value in milliseconds.items()},
         "rate_of_documents_over_whole": round(milliseconds["whole"] / milliseconds["documents"], 4),

@@ -33,22 +33,31 @@ from megatron_zpp.distributed.process_group import barrier, process_group, selec
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.library import load_operations
+from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.supervision.joining import connect_ranks
 from megatron_zpp.train.saver import Saver
 from megatron_zpp.zero.engine import ZeroEngine
 
-TOKENIZER = {"tokenizer_type": "NullTokenizer", "vocab_size": 50_000, "eod": 49_999, "fingerprint": ""}
+TOKENIZER: dict[str, Any] = {
+    "tokenizer_type": "NullTokenizer",
+    "vocab_size": 50_000,
+    "eod": 49_999,
+    "fingerprint": "",
+}
 PIECE = 8 << 20  # bytes
 
 
-class Listener:
-    """Takes what a saver says."""
+class Listener(Reporter):
+    """Prints nothing, and ends the benchmark when a save fails."""
+
+    def __init__(self) -> None:
+        """Opens no console and no sinks."""
 
     def say(self, text: str) -> None:
-        """A line: a checkpoint is there."""
+        """A line that says which checkpoint was saved."""
 
     def warn(self, text: str) -> None:
-        """A failed save would make the figures worthless."""
+        """Raises SystemExit, because a failed save would make the figures worthless."""
         raise SystemExit(text)
 
 

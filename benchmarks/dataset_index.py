@@ -143,7 +143,7 @@ def measure_blend(settings: Settings, sets: int) -> dict[str, Any]:
             return settings.samples
 
     weights = np.random.default_rng(1).random(sets).tolist()
-    sources = [Source() for _ in weights]
+    sources: list[Any] = [Source() for _ in weights]
 
     def theirs(cache: str) -> Any:
         config = SimpleNamespace(path_to_cache=None, defer_npy_index_mmap=False)

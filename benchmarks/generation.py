@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +94,16 @@ def theirs(model: Any, prompts: torch.Tensor, new_tokens: int) -> list[list[int]
     return found[:, prompts.shape[1] :].tolist()
 
 
-def measure(ways: dict[str, Write], runs: int) -> tuple[dict[str, float], dict[str, list[list[int]]]]:
-    """The shortest time of each way, and what it wrote; they take turns: others may use the machine too."""
-    seconds, written = dict.fromkeys(ways, math.inf), {}
+def measure(writers: dict[str, Write], runs: int) -> tuple[dict[str, float], dict[str, list[list[int]]]]:
+    """The shortest time of each writer, and what it wrote.
+
+    Writers take turns, because other programs may use the machine too.
+    """
+    seconds, written = dict.fromkeys(writers, math.inf), {}
     for run in range(runs):
-        for name, write in ways.items():
+        for name, write in writers.items():
             if run and name == "without_cache":
-                continue  # it takes longest, and nobody will ask to a tenth
+                continue  # the slowest by far: one run is precise enough
             started = time.perf_counter()
             written[name] = write()  # ids on the CPU: the device has finished
             seconds[name] = min(seconds[name], time.perf_counter() - started)
@@ -117,14 +121,14 @@ def main() -> None:
     rows = []
     for texts in settings.texts:
         prompts = torch.randint(VOCABULARY, (texts, settings.prompt_tokens), generator=generator).to(device)
-        ways = {
-            "with_cache": lambda p=prompts: cached(model, p, settings.new_tokens),
-            "without_cache": lambda p=prompts: uncached(model, p, settings.new_tokens),
-            "transformers": lambda p=prompts: theirs(reference, p, settings.new_tokens),
+        writers: dict[str, Write] = {
+            "with_cache": partial(cached, model, prompts, settings.new_tokens),
+            "without_cache": partial(uncached, model, prompts, settings.new_tokens),
+            "transformers": partial(theirs, reference, prompts, settings.new_tokens),
         }
-        seconds, written = measure(ways, settings.runs)
+        seconds, written = measure(writers, settings.runs)
         row: dict[str, Any] = {"texts": texts}
-        for name in ways:
+        for name in writers:
             row[f"{name}_tokens_per_second"] = round(texts * settings.new_tokens / seconds[name], 1)
         row["texts_that_all_write_alike"] = sum(
             a == b == c for a, b, c in zip(*written.values(), strict=True)

@@ -35,14 +35,15 @@ def plain(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor
 
 def contestant(name: str) -> Loss:
     """Made when its turn comes: compilation is not for a machine without a compiler."""
-    return {
+    contestants: dict[str, Callable[[], Loss]] = {
         "plain": lambda: plain,
         "plain_compiled": lambda: torch.compile(plain),
         "ours": lambda: linear_cross_entropy,
         "ours_compiled": lambda: partial(
             linear_cross_entropy, passes=LossKernels(torch.compile(logits_to_gradient))
         ),
-    }[name]()
+    }
+    return contestants[name]()
 
 
 CONTESTANTS = ("plain", "plain_compiled", "ours", "ours_compiled")
@@ -54,6 +55,12 @@ def pass_through(loss: Loss, x: Tensor, weight: Tensor, targets: Tensor, vocab_s
     value = loss(x, weight, targets, vocab_size)
     value.backward()
     return value.detach()
+
+
+def _gradients(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    assert x.grad is not None
+    assert weight.grad is not None
+    return x.grad, weight.grad
 
 
 def seconds(run: Callable[[], Tensor], device: torch.device, steps: int) -> float:
@@ -95,12 +102,12 @@ def measure(
     )
     targets = torch.randint(vocab_size, (tokens,), generator=generator, device=device)
     runs = {name: partial(pass_through, contestant(name), x, weight, targets, vocab_size) for name in names}
-    exact = pass_through(plain, x, weight, targets, vocab_size), x.grad, weight.grad
+    exact = (pass_through(plain, x, weight, targets, vocab_size), *_gradients(x, weight))
     figures: dict[str, Any] = {}
     for name, run in runs.items():
         for _ in range(2):  # compiles
             loss = run()
-        pairs = zip((loss, x.grad, weight.grad), exact, strict=True)
+        pairs = zip((loss, *_gradients(x, weight)), exact, strict=True)
         off = [((one - other).float().norm() / other.float().norm()).item() for one, other in pairs]
         figures[name] = {"off": dict(zip(("loss", "of_x", "of_weight"), off, strict=True))}
         figures[name]["peak_bytes"] = peak_bytes(run, x, weight)

@@ -24,6 +24,7 @@ from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.data.corpus.inputs import read_blocks, whole
 from megatron_zpp.data.corpus.json_lines import parse_lines, split_lines
 from megatron_zpp.data.corpus.pieces import BLOCK_BYTES
+from megatron_zpp.data.corpus.problems import Problem
 from megatron_zpp.tokenizer import build_tokenizer
 from megatron_zpp.tokenizer.train_sentencepiece import ModelType
 
@@ -149,7 +150,7 @@ def _tokenise(corpus: str, model: str, barrier: Any, results: Any) -> None:
         TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=model)
     )
     batches = [
-        [parsed[1][0] for parsed in parse_lines(split_lines(block.content), ["text"])]
+        [_text(parsed) for parsed in parse_lines(split_lines(block.content), ["text"])]
         for block in read_blocks(whole(corpus), BLOCK_BYTES)
     ]
     barrier.wait()
@@ -157,6 +158,12 @@ def _tokenise(corpus: str, model: str, barrier: Any, results: Any) -> None:
     for batch in batches:
         tokenizer.encode_batch(batch)
     results.put(Times(time.perf_counter() - start, time.process_time() - busy))
+
+
+def _text(parsed: tuple[int, list[str]] | Problem) -> str:
+    if isinstance(parsed, Problem):
+        raise ValueError(f"line {parsed.line}: {parsed.detail}")
+    return parsed[1][0]
 
 
 if __name__ == "__main__":

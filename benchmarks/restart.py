@@ -47,6 +47,7 @@ def seconds_to_the_next_step(processes: int) -> float:
             text=True,
             env=os.environ | {"PYTHON": sys.executable},
         )
+        assert run.stdout is not None
         wait_for(r"saved .*iter_", run.stdout)
         ranks = subprocess.run(
             ["pgrep", "-f", f"pretrain_gpt.py.*--save {save}"], capture_output=True, text=True, check=True

@@ -23,6 +23,7 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,7 +39,7 @@ from megatron_zpp.zero.flat_layout import FlatLayout
 
 ROOT = Path(__file__).resolve().parents[1]
 NODES, RANKS_OF_A_NODE, VOCAB = 2, 2, 256
-SHAPE = {"num_layers": 8, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 64}
+SHAPE: dict[str, Any] = {"num_layers": 8, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 64}
 QWZ, HPZ, QGZ = "--zero-quantized-weights", "--zero-hpz-partition-size", "--zero-quantized-gradients"
 ACCUMULATE = "--zero-gradient-partition-size"
 CONTESTANTS = {
@@ -198,7 +199,7 @@ def techniques(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 def accumulation(grids: list[Grid], options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Bytes of plain stage 3 with hpZ and of all of ZeRO++, with and without accumulation inside nodes."""
-    figures = {}
+    figures: dict[str, dict[str, float]] = {}
     for grid in grids:
         start_up = start_up_bytes(grid)
         for name, flags in ACCUMULATING.items():

@@ -133,7 +133,9 @@ def tflops(result: dict[str, Any], shape: dict[str, Any], options: argparse.Name
     """Of one GPU, by PaLM's count."""
     fields = {flag.removeprefix("--").replace("-", "_"): value for flag, value in shape.items()}
     micro_batch = fields.pop("micro_batch_size")
-    numbers = {name: int(value) if name != "model_preset" else value for name, value in fields.items()}
+    numbers: dict[str, Any] = {
+        name: int(value) if name != "model_preset" else value for name, value in fields.items()
+    }
     config = ModelConfig(**numbers, seq_length=options.seq_length)
     tokens = micro_batch * options.seq_length
     return tokens * flops_per_token(config, options.vocab_size) / result["milliseconds"] / 1e9
@@ -164,7 +166,8 @@ def main() -> None:
     parts: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for text in options.shapes:
-            shape, rounds = shape_of(text), {run: [] for run in options.runs}
+            shape = shape_of(text)
+            rounds: dict[str, list[dict[str, Any]]] = {run: [] for run in options.runs}
             for number in range(options.rounds):
                 for run in options.runs:
                     cache = Path(scratch) / f"{text}-{run}".replace(" ", "-").replace(":", "-").replace(

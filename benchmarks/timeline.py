@@ -60,10 +60,10 @@ def rows(events: list[Event]) -> list[tuple[str, list[Event]]]:
         streams[event["args"]["stream"]].append(event)
     named = []
     for stream in streams.values():
-        time = defaultdict(float)
+        time: defaultdict[str, float] = defaultdict(float)
         for event in stream:
             time[kind_of(event)] += event["dur"]
-        kinds = sorted(time, key=time.get, reverse=True)
+        kinds = sorted(time, key=lambda kind: time[kind], reverse=True)
         named.append(("compute" if "matrix product" in kinds else " /\n".join(kinds[:2]), stream))
     return sorted(named, key=lambda row: (row[0] != "compute", min(event["ts"] for event in row[1])))
 

@@ -80,7 +80,7 @@ def _fsdp2(nodes: int, ranks_per_node: int, micro_batches: int) -> dict[str, Con
     for reduce in ("bf16", "fp32"):
         words = f"FSDP2, {reduce} reduction"
         common = ("--reduce", reduce, "--nodes", str(nodes))
-        layouts = {
+        layouts: dict[str, tuple[str, tuple[str, ...]]] = {
             "": (words, ("--reshard", best)),
             "_reshard": (f"{words}, resharded to all ranks", ("--reshard", "true")),
         }

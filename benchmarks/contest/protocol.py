@@ -220,7 +220,8 @@ class _Clock:
     """Time of each step, without making the host wait: events of the GPU, or the host's clock on CPUs."""
 
     def __init__(self, on_gpu: bool) -> None:
-        self._on_gpu, self._ticks = on_gpu, []
+        self._on_gpu = on_gpu
+        self._ticks: list[Any] = []  # events, or seconds
         self.tick()
 
     def tick(self) -> None:

@@ -78,7 +78,8 @@ def _same_work(row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> bool:
 def tables(results: Iterable[dict[str, Any]]) -> str:
     """A table for each result, and for grids with several one of each contestant at its best settings."""
     results = list(results)
-    lines, grids = [], {}
+    lines: list[str] = []
+    grids: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
     for result in results:
         figures = result["figures"]
         lines += [*_head(figures), *_table(figures["contestants"]), ""]

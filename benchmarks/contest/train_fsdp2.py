@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from benchmarks.contest.protocol import (
     ADAMW,
@@ -40,7 +40,8 @@ def sharded_model(rank: Rank) -> PlainGPT:
     if not options.no_compile:
         compile_plain(model)
     policy = MixedPrecisionPolicy(param_dtype=FORMATS[options.dtype], reduce_dtype=FORMATS[options.reduce])
-    shape, names = (rank.world_size,), ("shard",)
+    shape: tuple[int, ...] = (rank.world_size,)
+    names: tuple[str, ...] = ("shard",)
     if options.layout == "hsdp":
         shape, names = (options.nodes, rank.world_size // options.nodes), ("replicate", "shard")
     mesh = init_device_mesh(rank.device.type, shape, mesh_dim_names=names)
@@ -61,6 +62,7 @@ def main() -> None:
     options = parser.parse_args()
     rank = join(options)
     model = sharded_model(rank)
+    assert isinstance(model, FSDPModule)
     adamw = plain_adamw(model, rank.on_gpu)
 
     def step(batches: Sequence[Tensor]) -> Tensor:

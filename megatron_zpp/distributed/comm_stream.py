@@ -105,7 +105,7 @@ class CommStream:
         if self._symmetric is not None:
             self._symmetric.close()
 
-    def submit(self, work: Callable[[], None]) -> Pending:
+    def submit(self, work: Callable[[], object]) -> Pending:
         """Queue `work`, which calls the collectives below, to overlap with what the caller does next."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())

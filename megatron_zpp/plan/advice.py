@@ -75,12 +75,14 @@ def difference_advice(job: Job, gibibytes: float) -> str | None:
         return None
     if zero.zero_hpz_secondary == "quantized" or (zero.sends_differences and zero.rotates_gradients):
         return None
-    formats = {} if zero.sends_differences else {"zero_quantized_weights_format": "delta4"}
+    flags, changed = [], zero
+    if not zero.sends_differences:
+        flags.append("--zero-quantized-weights-format delta4")
+        changed = dataclasses.replace(changed, zero_quantized_weights_format="delta4")
     if not zero.rotates_gradients:
-        formats["zero_quantized_gradients_format"] = "rotated4"
-    changed = dataclasses.replace(job, zero=dataclasses.replace(zero, **formats))
-    flags = " and ".join(f"--{name.replace('_', '-')} {value}" for name, value in formats.items())
-    return _sends_less(flags, job, changed, gibibytes)
+        flags.append("--zero-quantized-gradients-format rotated4")
+        changed = dataclasses.replace(changed, zero_quantized_gradients_format="rotated4")
+    return _sends_less(" and ".join(flags), job, dataclasses.replace(job, zero=changed), gibibytes)
 
 
 def accumulation_advice(job: Job, gibibytes: float) -> str | None:

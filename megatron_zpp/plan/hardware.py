@@ -59,6 +59,8 @@ class Machine:
 
 def machine(config: PlanConfig, dtype: str) -> Machine:
     """The machine to plan for. Raises ValueError for a number format that the GPU does not have."""
+    assert config.plan_gpu is not None
+    assert config.plan_link_gbit is not None
     gpu = GPUS[config.plan_gpu]
     peak = peak_tflops(gpu.name, dtype)
     if peak is None:

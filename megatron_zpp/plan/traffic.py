@@ -65,7 +65,9 @@ def _reductions(job: Job, units: Counter[FlatLayout], last: bool) -> Sent:
 def _gathers(job: Job, gathered: Gathered) -> Sent:
     """By all ranks."""
     sent = _by_all_ranks(job, gathered.world, lambda plan, unit: plan.gather_bytes_sent(unit))
-    return sent + _by_all_ranks(job, gathered.secondary, lambda plan, unit: plan.secondary.bytes_sent(unit))
+    return sent + _by_all_ranks(
+        job, gathered.secondary, lambda plan, unit: plan.secondary_gather.bytes_sent(unit)
+    )
 
 
 def _by_all_ranks(

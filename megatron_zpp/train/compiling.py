@@ -66,7 +66,9 @@ def compile_parts(
 
     maker = _Backend(backend, say)
     whole = not isinstance(model.parts.attention, FlashAttention3)
-    kernels, passes = _kernels(model.layers[0]) if on_gpu else (PLAIN_BLOCK, None)
+    first = model.layers[0]
+    assert isinstance(first, Layer)
+    kernels, passes = _kernels(first) if on_gpu else (PLAIN_BLOCK, None)
     kind = InsideDocuments if masked else Causal
 
     def block(layer: Layer, x: Tensor, mask: Mask) -> Tensor:
@@ -87,7 +89,7 @@ def compile_parts(
         return out
 
     for layer in model.layers:
-        layer.compute = run
+        layer.compute = run  # type: ignore[assignment]  # torch's stubs: an attribute is a tensor or module
     # A graph for whole chunks of tokens, and one where the last chunk is smaller.
     model.head.passes = passes or LossKernels(
         torch.compile(logits_to_gradient, backend=backend, fullgraph=True, dynamic=False)

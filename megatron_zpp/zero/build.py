@@ -83,7 +83,9 @@ class UnitBuilder:
 
     def _secondary(self, layout: FlatLayout) -> Tensor | None:
         part = self._plan.secondary_part(layout)
-        return None if part is None else self._communication.zeros(self._plan.secondary.hop.stream, part)
+        return (
+            None if part is None else self._communication.zeros(self._plan.secondary_gather.hop.stream, part)
+        )
 
     def _message(self, layout: FlatLayout) -> Tensor | None:
         if self._plan.difference_format is None:

@@ -82,14 +82,19 @@ def build_communication(
     """
     comm_streams = tuple(make_comm_stream(ranks) for ranks in plan.streams)
     plan = plan.with_peer_writes(comm_streams[plan.reduction.hops[0].stream].writes_peers)
-    inside = secondary = differences = None
+    inside: Gather | None = None
+    secondary: Gather | None = None
+    differences = None
+    gather: Gather
     if plan.inside_gather is not None:
         inside = build_gather(plan.inside_gather, comm_streams, operations)
     if plan.secondary is not None:
         same = plan.secondary == plan.inside_gather
         secondary = inside if same else build_gather(plan.secondary, comm_streams, operations)
     if plan.difference_format is not None:
-        gather = secondary = ReferenceGather(plan.secondary, comm_streams[plan.secondary.hop.stream])
+        assert operations is not None
+        references = plan.secondary_gather
+        gather = secondary = ReferenceGather(references, comm_streams[references.hop.stream])
         differences = WeightDifferences(plan.gather, comm_streams[plan.gather.hop.stream], operations)
     elif inside is None:
         gather = build_gather(plan.gather, comm_streams, operations)
@@ -116,6 +121,7 @@ def build_gather(
     comm_stream = comm_streams[plan.hop.stream]
     if plan.hop.quant_format is None:
         return PlainGather(plan, comm_stream)
+    assert operations is not None
     return QuantizedGather(plan, comm_stream, operations)
 
 

@@ -113,6 +113,12 @@ class CommunicationPlan:
         return not self.residency.parameters_sharded and not self.gather.hop.quantized
 
     @property
+    def secondary_gather(self) -> GatherPlan:
+        """`secondary` of a plan that has secondary shards."""
+        assert self.secondary is not None
+        return self.secondary
+
+    @property
     def gathers_in_place(self) -> bool:
         """Whether the optimizer writes all of a unit into its slot, so that nothing has to be gathered."""
         whole = not self.residency.optimizer_sharded or self.grid.world_size == 1
@@ -172,11 +178,11 @@ class CommunicationPlan:
     def gather_bytes_sent(self, layout: FlatLayout) -> Sent:
         """Bytes that this rank sends to gather new weights of a unit."""
         if self.difference_format is not None:
-            return self.gather.bytes_sent(layout) + self.secondary.bytes_sent(layout)
+            return self.gather.bytes_sent(layout) + self.secondary_gather.bytes_sent(layout)
         if self.inside_gather is None:
             return self.gather.bytes_sent(layout)
         through_secondary = self.fills_secondary and self.secondary_part(layout) is not None
-        inside = self.secondary if through_secondary else self.inside_gather
+        inside = self.secondary_gather if through_secondary else self.inside_gather
         return self.gather.bytes_sent(layout) + inside.bytes_sent(layout)
 
     def gather_decodes(self, layout: FlatLayout) -> int:
@@ -186,7 +192,7 @@ class CommunicationPlan:
         if self.gather.hop.quant_format is None:
             return 0
         through_secondary = self.fills_secondary and self.secondary_part(layout) is not None
-        if through_secondary and self.secondary.hop.quant_format is None:
+        if through_secondary and self.secondary_gather.hop.quant_format is None:
             return layout.numel // self.grid.local_world_size
         return layout.numel
 

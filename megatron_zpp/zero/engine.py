@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,16 @@ WEIGHTS, REFERENCE = "weights", "reference"  # as checkpoints name them
 
 # (B, T + 1) tokens, whose inputs and targets overlap by T - 1; or the model's arguments, targets second.
 Batch: TypeAlias = Tensor | Sequence[Tensor | None]
+
+
+class DividedModel(Protocol):
+    """What the engine needs of a model beside what every module has."""
+
+    def units(self) -> list[tuple[str, nn.Module]]:
+        """The names and modules whose parameters are gathered together, in forward order."""
+
+    def recomputed_units(self) -> Sequence[range]:
+        """Ranges of units whose forward the backward repeats."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,8 @@ class ZeroEngine:
         self._ledger, self.sections = TrafficLedger(topology), sections
         self._clip_grad = optimizer.clip_grad
         dtype = getattr(torch, precision.compute_dtype(device.type))
-        named_modules = model.units()
+        divided = cast(DividedModel, model)  # torch declares no protocol that includes nn.Module
+        named_modules = divided.units()
         self.copy_engines = choose_copy_engines(zero.zero_copy_engines, topology, device, timeout, say)
         layouts = layouts_of(named_modules, topology.world_size, zero.shard_multiple, zero.largest_block)
         plan = plan_communication(
@@ -107,7 +118,7 @@ class ZeroEngine:
         )
         for comm_stream in communication.comm_streams:
             comm_stream.ready()
-        self._prefetcher = Prefetcher(plan, self._gather, model.recomputed_units(), sections)
+        self._prefetcher = Prefetcher(plan, self._gather, divided.recomputed_units(), sections)
         self._optimizer = build_optimizer(optimizer, self.units, communication, fused_backend, operations)
         accepts_16bit = self._optimizer.accepts_16bit_gradients
         self._gradients = Gradients(self.units, communication, operations, accepts_16bit=accepts_16bit)
@@ -279,7 +290,9 @@ class ZeroEngine:
         if kind == WEIGHTS:
             return [unit.master for unit in self.units]
         if kind == REFERENCE:
-            return [self._communication.differences.own_part(each) for each in self._references()]
+            differences = self._communication.differences
+            assert differences is not None
+            return [differences.own_part(each) for each in self._references()]
         return [states[kind] for states in self._optimizer.states]
 
     def _references(self) -> list[Tensor]:
@@ -295,8 +308,11 @@ class ZeroEngine:
             after = None if from_secondary else self._exchanged.get(index)
             if not from_secondary and after is None:
                 after = communication.differences.publish(unit.reference)
+            assert communication.secondary is not None
             return communication.secondary.gather(unit.full, unit.reference, after=after)
         if from_secondary:
+            assert communication.secondary is not None
+            assert unit.secondary is not None
             return communication.secondary.gather(unit.full, unit.secondary)
         return communication.gather.gather(unit.full, unit.gather_source, unit.secondary)
 
@@ -309,6 +325,7 @@ class ZeroEngine:
         differences = self._communication.differences
         for index, unit in enumerate(self._optimizer.step(learning_rate, divisor, found_inf)):
             if differences is not None:
+                assert unit.message is not None
                 self._prefetcher.wait(index)  # a gather ahead may still be reading the reference
                 self._exchanged[index] = differences.exchange(
                     unit.gather_source, unit.reference, unit.message, unit.gaps, found_inf

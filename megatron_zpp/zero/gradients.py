@@ -105,8 +105,10 @@ class Gradients:
 
         EMPTY -> SUMMED where there is nothing to sum; else -> ACCUMULATING or REDUCING.
         """
-        produced = [parameter.grad for parameter in unit.parameters]
+        produced = []
         for parameter in unit.parameters:
+            assert parameter.grad is not None
+            produced.append(parameter.grad)
             parameter.grad = None
         if reducing := self._reducing.get(self._slots[unit]):
             reducing.grad.wait()  # so that no more than two units of a layout keep what they send
@@ -128,13 +130,15 @@ class Gradients:
             whole = _new_sum(unit.layout, unit.full.device)
             torch._foreach_copy_(unit.views(whole), produced)
         else:
+            assert unit.grad.accumulated is not None
             whole = unit.grad.accumulated
             torch._foreach_add_(unit.views(whole), produced)
         unit.grad.accumulate(whole)
         if self._last:
             sent = (GradSegment(0, whole.to(self._plan.gradient_dtype)),)
             total = None if self._residency.optimizer_sharded else whole
-            whole = unit.grad.accumulated = None  # a 16-bit copy is sent instead: the sum takes its memory
+            unit.grad.accumulated = None
+            del whole  # if a 16-bit copy is sent instead, the reduction's sum can take its memory
             self._reduce(unit, sent, add=False, total=total)
 
     def _accumulate_in_group(

@@ -265,10 +265,13 @@ class TorchAdamW:
         config, tensors = self._config, (shard.master, gradient, *shard.states)
         with_decay, without = slice(shard.decayed), slice(shard.decayed, None)
         for elements, weight_decay in ((with_decay, config.weight_decay), (without, 0.0)):
-            parts = [[tensor[elements]] for tensor in tensors]
-            if len(parts[0][0]):
+            masters, gradients, averages, squares = ([tensor[elements]] for tensor in tensors)
+            if len(masters[0]):
                 torch._fused_adamw_(
-                    *parts,
+                    masters,
+                    gradients,
+                    averages,
+                    squares,
                     [],
                     [scalars.steps],
                     lr=scalars.learning_rate,

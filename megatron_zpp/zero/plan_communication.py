@@ -6,13 +6,14 @@ One process can plan for every rank of any grid.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.zero import GRADIENT_BLOCK, ROTATED_BLOCK, WEIGHT_BLOCK, ZeroConfig
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
+from megatron_zpp.ops.formats import CodeType, LloydMaxFormat, QuantFormat
 from megatron_zpp.zero.communication_plan import CommunicationPlan, GatherPlan, Residency
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.hop import Codes, Hop, WireFormat, make_hop
@@ -211,7 +212,7 @@ def _code_format(name: str, block: int) -> Codes:
     """The format of a name: `delta4` and `rotated4` are Lloyd-Max codes of 4 bits, others a QuantFormat's."""
     if name.startswith(("delta", "rotated")):
         return LloydMaxFormat(int(name[-1]), block)
-    return QuantFormat(name, block)
+    return QuantFormat(cast(CodeType, name), block)
 
 
 def _gradient_codes(zero: ZeroConfig) -> tuple[Codes, Codes]:

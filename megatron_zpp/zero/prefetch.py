@@ -145,6 +145,7 @@ class Prefetcher:
         """Lets the compute wait for the gather into the slot of unit `index`: GATHERING -> GATHERED."""
         slot = self._slots[index]
         if slot.pending is not None:
+            assert slot.holder is not None
             slot.pending.wait()
             slot.pending = None
             if self._weights[slot.holder] is WeightState.GATHERING:  # else they changed meanwhile

@@ -96,6 +96,7 @@ class UnitGradient:
     def wait(self) -> None:
         """Lets the compute wait for a reduction under way: REDUCING -> SUMMED, or ACCUMULATING in a group."""
         if self.state is GradientState.REDUCING:
+            assert self.pending is not None
             self.pending.wait()
             self.pending, self.sent = None, ()
             self.state = GradientState.SUMMED if self.segments else GradientState.ACCUMULATING

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from benchmarks.plan import h200_rows, published_rows, slow_link_rows, socket_rows
+from benchmarks.plan_paper import published_rows
+from benchmarks.plan_rows import h200_rows, slow_link_rows, socket_rows
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.plan.hardware import Machine
 from megatron_zpp.plan.job import Job

@@ -31,6 +31,7 @@ def build_first_hop(plan: ReductionPlan, comm_stream: CommStream, operations: Op
     """The first hop of a plan that has several, or a fold."""
     if not plan.quantized:
         return PlainFirstHop(plan, comm_stream, operations)
+    assert operations is not None
     return QuantizedFirstHop(plan, comm_stream, operations)
 
 
@@ -122,9 +123,18 @@ class Fold:
 
 def owning(buffer: Tensor, pending: Pending) -> Pending:
     """The same work, which owns `buffer` until it is waited for."""
-    return Pending(lambda buffer=buffer: pending.wait())
+
+    def wait(buffer: Tensor = buffer) -> None:  # the default keeps a reference
+        pending.wait()
+
+    return Pending(wait)
 
 
 def all_of(pending: Sequence[Pending]) -> Pending:
     """Waits for each, since each can fail."""
-    return Pending(lambda: [one.wait() for one in pending])
+
+    def wait() -> None:
+        for one in pending:
+            one.wait()
+
+    return Pending(wait)

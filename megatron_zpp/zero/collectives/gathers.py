@@ -129,6 +129,8 @@ class TwoHopGather:
     ) -> None:
         """`inside` gathers the parts of the ranks of the node, `secondary` hpZ's parts."""
         self._plan, self._inside, self._secondary, self._operations = plan, inside, secondary, operations
+        assert plan.inside_gather is not None
+        self._inside_hop = plan.inside_gather.hop
         self._between = comm_streams[plan.gather.hop.stream]
         self._nodes, self._format = len(plan.gather.hop.ranks), plan.gather.hop.quant_format
         # Messages on their way; parts in a dtype arrive where they belong.
@@ -148,10 +150,10 @@ class TwoHopGather:
         after: Pending | None = None,
     ) -> Pending:
         """See Gather."""
-        through_secondary = keep is not None and self._plan.fills_secondary
-        if self._relayed is None or (through_secondary and keep.dtype == gather_source.dtype):
-            hop = self._plan.inside_gather.hop
-            part = keep if through_secondary else full.view(len(hop.ranks), -1)[hop.group_rank]
+        secondary = keep if self._plan.fills_secondary else None  # what hop 1 fills
+        if self._relayed is None or (secondary is not None and secondary.dtype == gather_source.dtype):
+            hop = self._inside_hop
+            part = full.view(len(hop.ranks), -1)[hop.group_rank] if secondary is None else secondary
             arrived = self._between.submit(lambda: self._relay(part, gather_source, after))
         else:
             turn, self._turn = self._turn, 1 - self._turn
@@ -161,16 +163,16 @@ class TwoHopGather:
             def work() -> None:
                 read.wait()
                 self._relay(part, gather_source, after)
-                if through_secondary:
-                    messages = part.view(self._nodes, -1)
-                    self._operations.dequantize(messages, keep.view(self._nodes, -1), self._format)
+                if secondary is not None:
+                    self._decode(part, secondary)
 
             arrived = self._between.submit(work)
-            if not through_secondary:
+            if secondary is None:
                 self._reading[turn] = self._inside.gather(full, part, keep, after=arrived)
                 return self._reading[turn]
-        if through_secondary:
-            return self._secondary.gather(full, keep, after=arrived)
+        if secondary is not None:
+            assert self._secondary is not None
+            return self._secondary.gather(full, secondary, after=arrived)
         return self._inside.gather(full, part, keep, after=arrived)
 
     def _relay(self, part: Tensor, gather_source: Tensor, after: Pending | None) -> None:
@@ -178,3 +180,9 @@ class TwoHopGather:
         if after is not None:
             after.wait()
         self._between.all_gather(part, gather_source)
+
+    def _decode(self, part: Tensor, secondary: Tensor) -> None:
+        """Decodes the message of each node in `part` into `secondary`."""
+        assert self._operations is not None
+        assert self._format is not None
+        self._operations.dequantize(part.view(self._nodes, -1), secondary.view(self._nodes, -1), self._format)

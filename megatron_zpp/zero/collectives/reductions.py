@@ -190,6 +190,7 @@ class TwoHopReduceScatter:
         def fill(sums: Tensor) -> None:
             node_sum = accumulated
             if self._fold is not None:
+                assert self._exact is not None
                 node_sum = self._exact[: len(sums)]
                 self._fold.sum_now(accumulated, node_sum)
             sums.copy_(node_sum)

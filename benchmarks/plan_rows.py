@@ -1,0 +1,259 @@
+"""Plans of --dry-run for settings that were measured in benchmarks/results/: a row for each measurement.
+
+Memory follows from the settings alone. Runs between nodes, and those with an offloaded optimizer, were
+measured with an earlier loss, which had EARLIER_LOSS bytes per token and vocabulary entry in memory at the
+peak, so their memory is compared without the loss. Time follows from the constants of plan/hardware.py: the
+share of the peak is fitted to one H200 alone, and the CPU's rate to the offloaded optimizer.
+
+Results between nodes whose ranks shared a GPU ("shared_gpu") compare memory only. Steps between nodes with
+one GPU per rank are those of sockets_independent.json. They are planned twice from the rates that NCCL's
+collectives reached there: with these rates, and with one factor on all rates of a set of sockets, fitted to
+its steps of one micro-batch.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.common import RESULTS
+from benchmarks.contest.contestants import OURS as CONTESTANTS
+from benchmarks.slow_link import NODES, RANKS_OF_A_NODE, SHAPE, VOCAB
+from megatron_zpp.config.model import ModelConfig, ModelPreset, RecomputeConfig
+from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.plan import PlanConfig
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.plan.hardware import Machine, machine
+from megatron_zpp.plan.job import Job, units_of
+from megatron_zpp.plan.memory import memory_of
+from megatron_zpp.plan.step_time import step_time
+from megatron_zpp.plan.traffic import traffic_of
+
+Row = dict[str, Any]
+GRIDS = (  # result, samples per micro-batch, nodes, GPUs per node
+    ("mbs8_1x2_compiled", 8, 1, 2),
+    ("mbs8_1x2", 8, 1, 2),
+    ("mbs8_2x1", 8, 2, 1),
+    # 2x2 was measured when gathers were one ring and bf16 gradients took one hop, so its plan differs now
+)
+SHAPES: dict[tuple[ModelPreset, int], str] = {  # model and micro-batch size on one GPU -> result
+    ("345m", 16): "345m_2.7b",
+    ("2.7b", 8): "345m_2.7b",
+    ("6.7b", 10): "6.7b",
+}
+GPU_VOCAB = 50304
+SOCKETS = "sockets_independent"  # until zero_speed.py has measured the same
+EARLIER_LOSS = 12  # fp32 softmax, gradient of its output, gradient of its input
+INFINITE = float("inf")
+
+
+def job_of(
+    model: ModelConfig,
+    vocab: int,
+    zero: Row,
+    nodes: int,
+    local: int,
+    size: int,
+    compiled: bool = True,
+    micro_batches: int = 1,
+) -> Job:
+    """A job whose steps compute bf16 micro-batches of `size` samples without recomputation."""
+    return Job(
+        model=model,
+        vocab_size=vocab,
+        recompute=RecomputeConfig(),
+        zero=ZeroConfig(**zero),
+        precision=PrecisionConfig(bf16=True),
+        nodes=nodes,
+        local=local,
+        micro_batch_size=size,
+        micro_batches=micro_batches,
+        units=units_of(model, vocab),
+        compiled=compiled,
+    )
+
+
+def fitted(job: Job, measured: float, at: Callable[[float], Machine], low: float, high: float) -> Machine:
+    """Find the rate at which the job's step takes `measured` seconds, and return `at` of that rate.
+
+    A step must take less time at a higher rate.
+    """
+    passes = traffic_of(job)
+    for _ in range(60):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if step_time(job, at(middle), passes).seconds > measured else (low, middle)
+    return at(low)
+
+
+def shape_rows() -> list[Row]:
+    """Rows of other models on one H200, measured by throughput.py."""
+    rows, gpu = [], h200()
+    for (preset, size), result in SHAPES.items():
+        figures = json.loads((RESULTS / f"throughput_{result}.json").read_text())["figures"]
+        figure = figures[f"{preset}:{size}"]["stage 0"]
+        model = ModelConfig(model_preset=preset, seq_length=1024, hidden_dropout=0.0, attention_dropout=0.0)
+        job = job_of(model, GPU_VOCAB, {}, 1, 1, size)
+        rows.append(
+            {
+                "shape": f"{preset}:{size}",
+                "gib": round(memory_of(job).peak / 2**30, 1),
+                "measured_gib": round(figure["peak_gib"], 1),
+                "milliseconds": round(1000 * step_time(job, gpu, traffic_of(job)).seconds, 1),
+                "measured_ms": round(figure["milliseconds"], 1),
+            }
+        )
+    return rows
+
+
+def h200_rows() -> list[Row]:
+    """Rows of all measurements on two GPUs: memory, and time where no ranks shared a GPU."""
+    model = _measured_model()
+    gpu = h200()
+    rows = []
+    for grid_name, micro_batch, nodes, local in GRIDS:
+        name = f"zero_speed_1.3b_{grid_name}"
+        compiled = grid_name.endswith("compiled")
+        figures = json.loads((RESULTS / f"{name}.json").read_text())["figures"]
+        timed = not figures.get("shared_gpu")
+        for contestant, figure in figures.items():
+            if contestant not in CONTESTANTS and contestant != "one_gpu":
+                continue
+            if nodes == 1 and not compiled and contestant != "stage_3_offload":
+                continue  # measured again later
+            if nodes > 1 and contestant == "stage_1":
+                continue  # measured when it sent fp32
+            alone = contestant == "one_gpu"
+            grid = (1, 1) if alone else (nodes, local)
+            job = job_of(model, GPU_VOCAB, CONTESTANTS.get(contestant, {}), *grid, micro_batch, compiled)
+            memory = memory_of(job)
+            earlier_loss = 0.0 if compiled else EARLIER_LOSS * job.tokens * job.vocab_size / 2**30
+            planned = memory.peak if compiled else memory.resident + memory.activations
+            if not alone:
+                planned += _counted_otherwise(job, compiled)
+            row: Row = {
+                "result": name,
+                "run": contestant,
+                "with_loss": compiled,
+                "gib": round(planned / 2**30, 2),
+                "measured_gib": round(figure["peak_gib"] - earlier_loss, 2),
+            }
+            if timed:
+                row["milliseconds"] = round(1000 * step_time(job, gpu, traffic_of(job)).seconds, 1)
+                row["measured_ms"] = figure["milliseconds"]
+                row["fitted"] = contestant in ("one_gpu", "stage_3_offload")
+            rows.append(row)
+    return rows
+
+
+def socket_rows() -> list[Row]:
+    """Rows of steps between nodes with one GPU per rank, planned from NCCL's rates and with one factor."""
+    tables = json.loads((RESULTS / f"{SOCKETS}.json").read_text())["figures"]["tables"]
+    factors: dict[str, float] = {}
+    rows = []
+    for table in tables:
+        if table["shared_gpu"]:
+            continue
+        steps = [
+            (name, _socket_job(table, name), figure["milliseconds"] / 1000)
+            for name, figure in table["contestants"].items()
+            if name in CONTESTANTS
+        ]
+        fits = table["micro_batches"] == 1
+        if fits:
+            factors[table["nccl"]] = _factor(table, [(job, measured) for _, job, measured in steps])
+        factor = factors[table["nccl"]]
+        for name, job, measured in steps:
+            passes = traffic_of(job)
+            plain, scaled = (step_time(job, _sockets(table, each), passes).seconds for each in (1.0, factor))
+            rows.append(
+                {
+                    "nccl": table["nccl"],
+                    "micro_batches": table["micro_batches"],
+                    "run": name,
+                    "milliseconds": round(1000 * plain, 1),
+                    "factor": round(factor, 3),
+                    "scaled_ms": round(1000 * scaled, 1),
+                    "measured_ms": 1000 * measured,
+                    "fitted": fits,
+                }
+            )
+    return rows
+
+
+def _socket_job(table: Row, contestant: str) -> Job:
+    grid = (table["nodes"], table["ranks_per_node"], table["micro_batch_size"])
+    batches = table["micro_batches"]
+    return job_of(_measured_model(), GPU_VOCAB, CONTESTANTS[contestant], *grid, micro_batches=batches)
+
+
+def _sockets(table: Row, factor: float) -> Machine:
+    """H200s whose nodes are linked by NCCL's sockets, at `factor` times the rates of collectives alone.
+
+    The engine's gathers are all-gathers and its reductions all-to-alls, each on a separate communicator.
+    """
+    links = {name: factor * 1e9 * rate for name, rate in table["links"].items()}
+    together = links["all_gather_beside_all_to_all"]
+    return replace(h200(), gather=links["all_gather"], exchange=links["all_to_all"], link=together)
+
+
+def _factor(table: Row, steps: list[tuple[Job, float]]) -> float:
+    """The factor with the smallest maximum of the relative errors of `steps`."""
+
+    def worst(factor: float) -> float:
+        rates = _sockets(table, factor)
+        return max(
+            abs(step_time(job, rates, traffic_of(job)).seconds / measured - 1) for job, measured in steps
+        )
+
+    return min((step / 1000 for step in range(700, 1401, 5)), key=worst)
+
+
+def _measured_model() -> ModelConfig:
+    return ModelConfig(model_preset="1.3b", seq_length=1024, hidden_dropout=0.0, attention_dropout=0.0)
+
+
+def _counted_otherwise(job: Job, compiled: bool) -> int:
+    """Bytes that torch counts in a peak and the plan does not, less those of peer buffers, which torch omits.
+
+    Runs that were not compiled sent the gradients of each layout from two separate buffers.
+    """
+    reduction = job.communication.reduction
+    if compiled:
+        return -reduction.buffers.received.nbytes if reduction.peer_writes else 0
+    largest = max(layout.numel for layout in job.layouts)
+    sent = sum(min(2, units) * layout.numel for layout, units in Counter(job.layouts).items())
+    now = 0 if reduction.peer_writes else largest
+    return (sent - now) * reduction.gradient_dtype.itemsize
+
+
+def slow_link_rows() -> list[Row]:
+    """Rows of slow_link.py's CPU nodes; compute is fitted to stage 3 without a limit on the link."""
+    figures = json.loads((RESULTS / "slow_link.json").read_text())["figures"]
+    model = ModelConfig(**SHAPE, hidden_dropout=0.0, attention_dropout=0.0)
+    link = figures["settings"]["link_mbit"] * 1e6 / 8
+
+    def cpus(flops: float, link: float = INFINITE) -> Machine:
+        return Machine(flops, INFINITE, INFINITE, link)
+
+    def job(name: str) -> Job:
+        zero = CONTESTANTS[{"all_on": "zeropp"}.get(name, name)]
+        return job_of(model, VOCAB, zero, NODES, RANKS_OF_A_NODE, 1)
+
+    def seconds(name: str) -> float:
+        return step_time(job(name), cpus(free.flops, link), traffic_of(job(name))).seconds
+
+    free = fitted(job("stage_3"), figures["stage_3"]["seconds_without_a_limit"], cpus, 1e6, 1e15)
+    return [
+        {
+            "run": name,
+            "seconds": round(seconds(name), 3),
+            "measured_seconds": figure["seconds"],
+        }
+        for name, figure in figures.items()
+        if name != "settings"
+    ]
+
+
+def h200() -> Machine:
+    return machine(PlanConfig(dry_run=True, plan_gpu="h200"), "bfloat16")
