@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Compiles every .cu file of csrc/ as the build does, but without optimisations, where nvcc is there: to catch errors
-# without a GPU.
-# Arguments go to the build: launch/compile_csrc.sh --verbose
+# Compiles every .cu file of csrc/ as the build does, but without optimisation, to find errors without a GPU. Does
+# nothing if nvcc is not installed. Arguments go to the build: launch/compile_csrc.sh --verbose
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

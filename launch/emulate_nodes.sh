@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Runs a program on emulated nodes: one machine, a torchrun for each node, a slow network between them.
+# Runs a program on emulated nodes: one machine, a torchrun per node, and a slow network between them.
 # Usage: launch/emulate_nodes.sh --nodes N --ranks-per-node K [--link-rate 100mbit] [--latency 1ms] \
 #            -- pretrain_gpt.py FLAGS…
-# On CPUs (needs root) each node is a network namespace with one link to a common switch; --link-rate bounds what
-# enters and what leaves a node, --latency delays what leaves it; ranks of one node talk over its loopback. At
-# the end it prints the bytes that left each node, as the kernel counted them.
-# On GPUs nodes are NCCL's: ranks of different nodes talk TCP over loopback, which has no rate to set. They may
-# share GPUs; CUDA_VISIBLE_DEVICES says which ones are used, and an empty one asks for CPUs.
-# The first node that fails ends the others, and its exit status is this script's. Node 0 writes to the terminal
-# as it is, the others to stderr behind their number.
+# On CPUs (needs root) each node is a network namespace with one link to a common switch. --link-rate limits the
+# rate into a node and out of it, --latency delays what leaves it; ranks of one node use its loopback. At the
+# end the script prints the bytes that left each node, as counted by the kernel.
+# On GPUs nodes are NCCL's: ranks of different nodes use TCP over loopback, whose rate cannot be set. They may
+# share GPUs; CUDA_VISIBLE_DEVICES selects the GPUs, and an empty value selects CPUs.
+# When a node fails, the others are ended, and its exit status becomes this script's. Node 0 writes to the
+# terminal unchanged, the others to stderr with their number in front.
 set -euo pipefail
 # shellcheck source=launch/ports.sh
 source "$(dirname "${BASH_SOURCE[0]}")/ports.sh"
@@ -52,11 +52,11 @@ else
     done
 fi
 
-# Ends what the run of process $1 started and removes its namespaces.
+# Ends everything that the run of process $1 started, and removes its namespaces.
 remove() {
     local processes namespace
-    for _ in {1..50}; do # what was being started while the list was made is on the next one
-        # grep's status is of no use: it is 2 where a process has ended in between.
+    for _ in {1..50}; do # processes started while the list was made are in the next list
+        # grep's status is ignored: it is 2 if a process has ended in between.
         mapfile -t processes < <(grep -lszx "EMULATE_NODES=$1" /proc/[0-9]*/environ | cut -d/ -f3)
         ((${#processes[@]} > 0)) || break
         kill -KILL "${processes[@]}" 2>/dev/null || true
@@ -69,20 +69,20 @@ remove() {
 
 pids=() prefixers=()
 finish() {
-    trap '' INT TERM HUP # the second Ctrl-C of an impatient person must not leave half of it behind
+    trap '' INT TERM HUP # a second Ctrl-C must not interrupt the cleanup
     local deadline=$((SECONDS + 10))
     ((${#pids[@]} == 0)) || kill -TERM "${pids[@]}" 2>/dev/null || true # torchrun ends its ranks
     while ((${#pids[@]} > 0 && SECONDS < deadline)) && kill -0 "${pids[@]}" 2>/dev/null; do sleep 0.1; done
     remove $$
-    wait "${prefixers[@]}" || true # their last lines
+    wait "${prefixers[@]}" || true # for their last lines
 }
 trap finish EXIT
 trap 'exit 129' HUP
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# Joins every node to a switch. A packet of 65,000 bytes makes TCP's headers vanish (66 bytes in each), so that
-# the counters can be held against the bytes of the collectives.
+# Joins every node to a switch. With packets of 65,000 bytes TCP's headers (66 bytes each) are negligible, so
+# that the counters can be compared with the bytes of the collectives.
 connect() {
     local switch=zpp-$$-switch node name
     ip netns add "$switch"
@@ -101,7 +101,7 @@ connect() {
     done
 }
 
-# Bounds what leaves the device $2 of the namespace $1, and delays it by $3.
+# Limits the rate out of device $2 of namespace $1, and delays packets by $3.
 shape() {
     local parent=root
     if [[ -n $3 ]]; then
@@ -109,7 +109,7 @@ shape() {
             refuse "--latency $latency: this kernel has no netem (module sch_netem)"
         parent='parent 1:1'
     fi
-    # The queue holds more than TCP has on its way: a lost packet would be sent, and counted, again.
+    # The queue is larger than TCP's window, because a lost packet would be sent and counted again.
     # shellcheck disable=SC2086 # $parent is two words
     [[ -z $rate ]] || tc -n "$1" qdisc add dev "$2" $parent handle 2: tbf rate "$rate" burst 128kb limit 64mb
 }
@@ -142,11 +142,11 @@ port=$(free_port "$python")
 threads=$(($(nproc) / (nodes * ranks)))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 export GLOO_SOCKET_IFNAME=$interface NCCL_SOCKET_IFNAME=$interface NCCL_IB_DISABLE=1
-export PYTHONUNBUFFERED=1 TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # addresses without names are warned of
+export PYTHONUNBUFFERED=1 TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # it warns of addresses without names
 
 for ((node = 0; node < nodes; node++)); do
-    # In a session of its own the terminal's Ctrl-C does not reach it beside our TERM; if this script is killed
-    # outright the kernel sends that TERM.
+    # setsid: the terminal's Ctrl-C does not reach the node in addition to our TERM. setpriv: the kernel sends that
+    # TERM if this script is killed.
     command=(setsid setpriv --pdeathsig TERM env "EMULATE_NODES=$$")
     address=$master
     if ((${#gpus[@]} > 0)); then

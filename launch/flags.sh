@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What the launchers read of the flags that they pass on. Sourced by local.sh and slurm/job.sh.
+# Reads the flags that launchers pass to the program. Sourced by local.sh and slurm/job.sh.
 
-# value_of --flag ARGUMENTS…: the value that the program gets for its flag, the last one as argparse does.
+# value_of --flag ARGUMENTS…: the value that the program gets for its flag, which is the last one, as in argparse.
 value_of() {
     local flag=$1 value='' previous=''
     shift
@@ -13,8 +13,8 @@ value_of() {
     echo "$value"
 }
 
-# goes_on ARGUMENTS…: whether a second start resumes from what the first one saved.
-goes_on() {
+# resumes ARGUMENTS…: whether a second start resumes from what the first one saved.
+resumes() {
     local save
     save=$(value_of --save "$@")
     [[ -n $save && $save == "$(value_of --load "$@")" ]]

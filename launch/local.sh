@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Starts one program on this machine, a process for each GPU, or for each CPU core where there is no GPU.
+# Starts one program on this machine, with a process per GPU, or per CPU core on a machine without GPUs.
 # Usage: launch/local.sh [-n PROCESSES] [--max-restarts N] pretrain_gpt.py FLAGS…, or -m MODULE FLAGS…
-# The first process that fails ends the others, and its exit status is this script's. With --max-restarts all
-# are then started again, to resume from the newest checkpoint, unless starting again would not help.
-# SIGINT, SIGTERM and SIGUSR1 go to the processes, which save and stop; a second one ends them at once.
+# When a process fails, the others are ended, and its exit status becomes this script's. With --max-restarts all
+# are then restarted, to resume from the newest checkpoint, unless a restart could not help.
+# SIGINT, SIGTERM and SIGUSR1 are forwarded to the processes, which save and stop; a second signal ends them at once.
 set -euo pipefail
 # shellcheck source=launch/flags.sh
 source "$(dirname "${BASH_SOURCE[0]}")/flags.sh"
 # shellcheck source=launch/ports.sh
 source "$(dirname "${BASH_SOURCE[0]}")/ports.sh"
-set -m # processes get a group of their own, so Ctrl-C reaches them through this script alone
+set -m # each process gets its own group, so Ctrl-C reaches it through this script only
 
 usage() {
     echo "usage: launch/local.sh [-n PROCESSES] [--max-restarts N] PROGRAM.py FLAGS…" >&2
@@ -41,8 +41,8 @@ fi
 [[ $processes =~ ^[1-9][0-9]*$ ]] || refuse "-n $processes: must be a whole number of processes, 1 or more"
 [[ $restarts =~ ^(0|[1-9][0-9]*)$ ]] || refuse "--max-restarts $restarts: must be a whole number, 0 or more"
 
-if ((restarts > 0)) && ! goes_on "$@"; then
-    refuse "--max-restarts $restarts: needs --save DIRECTORY and a --load equal to it, to go on from"
+if ((restarts > 0)) && ! resumes "$@"; then
+    refuse "--max-restarts $restarts: needs --save DIRECTORY and a --load equal to it, to resume from"
 fi
 
 export WORLD_SIZE=$processes LOCAL_WORLD_SIZE=$processes MASTER_ADDR=127.0.0.1
@@ -54,12 +54,12 @@ pids=()
 signalled=
 send() { ((${#pids[@]} == 0)) || kill -"$1" "${pids[@]}" 2>/dev/null || true; }
 for name in INT TERM USR1; do
-    # shellcheck disable=SC2064 # the name of now is meant
+    # shellcheck disable=SC2064 # expands now, to this name
     trap "signalled=$name; send $name" "$name"
 done
 
 exec {nothing}<> <(:)
-pause() { read -rt 0.1 -u "$nothing" || true; } # sleep would be a job, and get Ctrl-C in this script's place
+pause() { read -rt 0.1 -u "$nothing" || true; } # sleep would be a job, and get Ctrl-C instead of this script
 
 start() {
     pids=()
@@ -72,13 +72,13 @@ start() {
     done
 }
 
-# Waits until all processes ended well or one failed, whose rank and status it leaves in `rank` and `status`.
-# Status 3 and 75 are those of runs that all ranks end together, after a save.
+# Waits until all processes have ended well, or one has failed; sets `rank` and `status` to those of the failed one.
+# Status 3 and 75 mean that all ranks ended the run together, after a save.
 wait_for_all() {
     local left=("${!pids[@]}") still ended
     status=0
     while ((${#left[@]} > 0)); do
-        pause # wait -n would miss a process that died since the last one
+        pause # wait -n would miss a process that ended since the last call
         still=()
         for index in "${left[@]}"; do
             if kill -0 "${pids[index]}" 2>/dev/null; then
@@ -94,7 +94,7 @@ wait_for_all() {
     done
 }
 
-# Ends what is left of a failed run. It cannot save any more: a rank is missing.
+# Ends the remaining processes of a failed run, which cannot save because a rank is missing.
 stop() {
     send TERM
     local deadline=$((SECONDS + 10)) pid
@@ -110,7 +110,7 @@ for ((restart = 1; ; restart++)); do
     wait_for_all
     ((status != 0)) || exit 0
     if [[ $status =~ ^(3|75)$ ]]; then exit "$status"; fi
-    stop 2>/dev/null # where bash would tell what it killed
+    stop 2>/dev/null # hides bash's messages about killed jobs
     if [[ $signalled || $status =~ ^(2|130)$ ]]; then exit "$status"; fi
     what="status $status"
     if ((status > 128)) && name=$(kill -l "$status" 2>/dev/null); then what=SIG$name; fi

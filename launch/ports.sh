@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Where the ranks of one machine meet. Sourced by local.sh and emulate_nodes.sh.
+# Chooses the port of the rendezvous on one machine. Sourced by local.sh and emulate_nodes.sh.
 
-# free_port PYTHON: a TCP port that nobody has. It is below those that kernels give to whoever connects (on Linux
-# from 32768, on others from 49152): one of them could be taken before the ranks are there.
+# free_port PYTHON: a free TCP port. It is below the kernel's ephemeral ports (from 32768 on Linux, from 49152
+# elsewhere), because another connection could take one of those before the ranks start.
 free_port() {
     "$1" -c 'import random, socket
 ports = list(range(10_000, 32_000))

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # From nothing to text written by a GPT of your own: environment, corpus, tokenizer, data set, pretraining,
-# evaluation, loss curve, samples. Everything lands in ./quickstart (or QUICKSTART_DIR). Each step that is
-# finished is kept: a second call continues where the first one stopped.
+# evaluation, loss curve, samples. Everything is written to ./quickstart (or QUICKSTART_DIR). Finished
+# steps are kept: a second call continues where the first one stopped.
 # Arguments are appended to pretrain_gpt.py's: launch/quickstart.sh --train-iters 1000
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-export PYTHONUNBUFFERED=1 # each line is shown when it is printed, through pipes too
+export PYTHONUNBUFFERED=1 # lines appear as they are printed, through pipes too
 
 work=${QUICKSTART_DIR:-quickstart}
 launch/setup_venv.sh requirements.txt

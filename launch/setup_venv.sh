@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv in the repository's root and installs the given requirement files into it, once for each
-# content of those files. Usage: launch/setup_venv.sh requirements.txt [tests/requirements.txt]
+# Creates .venv in the repository's root and installs the given requirement files into it, once per content of
+# each file. Usage: launch/setup_venv.sh requirements.txt [tests/requirements.txt]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -10,7 +10,7 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
     exit 1
 fi
 if [[ ! -x .venv/bin/python ]]; then
-    echo "setup: making .venv with $("$python" --version)"
+    echo "setup: creating .venv with $("$python" --version)"
     if ! "$python" -m venv .venv; then
         rm -rf .venv
         echo "setup: '$python -m venv' failed; on Debian and Ubuntu install python3-venv" >&2
@@ -18,13 +18,13 @@ if [[ ! -x .venv/bin/python ]]; then
     fi
 fi
 quiet=--quiet
-[[ ! -t 1 ]] || quiet=--progress-bar=on # a person sees what is fetched and how fast
+[[ ! -t 1 ]] || quiet=--progress-bar=on # at a terminal, show the progress of downloads
 for file in "$@"; do
     stamp=.venv/installed-$(sha256sum "$file" | cut -c1-16)
     if [[ ! -e $stamp ]]; then
         echo "setup: installing $file (the first time takes some minutes)"
         .venv/bin/python -m pip install "$quiet" --disable-pip-version-check --no-compile -r "$file"
-        .venv/bin/python -m compileall -qq -j 0 .venv/lib || true # pip would take one process
-        touch "$stamp" # only a finished installation is skipped the next time
+        .venv/bin/python -m compileall -qq -j 0 .venv/lib || true # pip would use one process
+        touch "$stamp" # so that only a finished installation is skipped
     fi
 done

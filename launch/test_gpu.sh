@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests that need a GPU, with the python that has torch there (PYTHON, default python3).
+# Runs the tests that need a GPU, with the Python that has torch (PYTHON, default python3).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# What a SLURM job does around its steps: it starts them, passes signals on, restarts what crashed and requeues
-# what was stopped. The .sbatch files source it; docs/guide/launching.md says how they are used.
-#   ZPP_ENVIRONMENT  a file of bash that is sourced first: modules, a virtual environment, containers. It may set
-#                    srun_arguments=(…) and container=(…), which go before the program.
+# What a SLURM job does around its steps: it starts them, forwards signals, restarts a crashed run and requeues
+# a stopped one. The .sbatch files source this file; docs/guide/launching.md explains their use.
+#   ZPP_ENVIRONMENT  a bash file that is sourced first: modules, a virtual environment, containers. It may set
+#                    srun_arguments=(…) and container=(…), which are put before the program.
 #   PYTHON           the python to run [python3]
-#   RANKS_PER_NODE   pretrain_gpt_torchrun.sbatch: ranks of a node [its GPUs]
-#   MAX_RESTARTS     times that a run which crashed is started again inside its allocation [3]
-#   MAX_REQUEUES     times that the job requeues itself [100]
-# USR1 to the batch script (--signal=B:USR1@…, scancel --batch --signal=USR1): save, requeue, go on.
+#   RANKS_PER_NODE   pretrain_gpt_torchrun.sbatch: ranks per node [GPUs per node]
+#   MAX_RESTARTS     how often a crashed run is restarted inside its allocation [3]
+#   MAX_REQUEUES     how often the job requeues itself [100]
+# USR1 to the batch script (--signal=B:USR1@…, scancel --batch --signal=USR1): save, requeue, resume.
 # TERM to it (scancel --batch --signal=TERM): save and end.
 
 say() { echo "launch/slurm: job $SLURM_JOB_ID: $*" >&2; }
@@ -33,17 +33,17 @@ python=${PYTHON:-python3}
     refuse "PYTHON $python: not found; activate an environment in ZPP_ENVIRONMENT, or set PYTHON"
 export PYTHONPATH=$ZPP_ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
-# A rank that leaves must not take the others with it, which may be closing logs; the run itself finds out who
-# died, and srun's patience is for ranks that did not come far enough for that. The rest undoes what a cluster's
-# or a user's defaults may be: every rank sees its node's GPUs, and ranks are numbered node by node.
+# A rank that exits must not end the others, which may be closing logs. The run itself finds the rank that died;
+# --wait is for ranks that have not started to watch one another yet. The other flags override defaults of the
+# cluster or the user: every rank sees all GPUs of its node, and ranks are numbered node by node.
 step=(srun --kill-on-bad-exit=0 --wait=120 --distribution=block --gpu-bind=none --mpi=none --export=ALL)
 if [[ ${SLURM_CPUS_PER_TASK:-} ]]; then
-    step+=("--cpus-per-task=$SLURM_CPUS_PER_TASK") # srun does not take it over by itself
+    step+=("--cpus-per-task=$SLURM_CPUS_PER_TASK") # srun does not inherit it
 else
-    step+=(--cpu-bind=none) # or each task would be bound to one core
+    step+=(--cpu-bind=none) # without it each task would be bound to one core
 fi
 
-# One task of the step for each rank.
+# Starts one task of the step per rank.
 train_with_srun() {
     local tasks=${SLURM_NTASKS_PER_NODE:-} gpus=${SLURM_GPUS_ON_NODE:-0}
     ((gpus == 0 || ${tasks:-0} <= gpus)) || refuse "--ntasks-per-node $tasks: must be at most the $gpus GPUs of a node"
@@ -52,7 +52,7 @@ train_with_srun() {
     train "$@"
 }
 
-# One torchrun for each node, which starts the ranks there.
+# Starts one torchrun per node, which starts the ranks of the node.
 train_with_torchrun() {
     local ranks=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}
     [[ $ranks =~ ^[1-9][0-9]{0,3}$ ]] ||
@@ -66,55 +66,55 @@ train_with_torchrun() {
 
 stopped_by='' pid='' started=0 interrupted=''
 
-# Passes the first request on as USR1, which srun gives to the ranks; TERM it takes as an order to end them.
+# Forwards the first request as USR1, which srun sends to the ranks; on TERM srun would end them.
 on_signal() {
     interrupted=1
     if [[ -z $stopped_by && -n $pid ]]; then
-        local young=$((started + 10 - SECONDS)) # srun drops signals for tasks that it has yet to start
+        local young=$((started + 10 - SECONDS)) # srun drops signals for tasks that have not started
         (sleep $((young > 0 ? young : 0)); kill -USR1 "$pid") 2>/dev/null &
     fi
     [[ $stopped_by == TERM ]] || stopped_by=$1
 }
 
-# Runs the step once, and leaves its exit status, the highest of its tasks, in `status`.
+# Runs the step once, and sets `status` to its exit status, which is the highest of its tasks.
 run_step() {
     "${step[@]}" "$@" &
     pid=$! started=$SECONDS
     while :; do
         interrupted='' status=0
         wait "$pid" || status=$?
-        # A status above 128 may be that of the waiting, which a trap ended, and not of the step.
+        # A status above 128 may be that of `wait`, interrupted by a trap, and not that of the step.
         if [[ -z $interrupted ]] || ((status <= 128)); then break; fi
     done
     pid=''
 }
 
-# Puts the job back into the queue, unless that was done often enough or the job is being ended anyway.
+# Requeues the job, unless MAX_REQUEUES is reached or the job is already ending.
 requeue() {
     local count=${SLURM_RESTART_COUNT:-0} job=$SLURM_JOB_ID
-    # The first task of an array has the id of the whole array.
+    # The first task of an array has the id of the whole array, so name the task.
     [[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
     if ((count >= requeues)); then
-        say "requeued $count times, which is MAX_REQUEUES; submit it again to go on"
+        say "requeued $count times, which is MAX_REQUEUES; submit it again to resume"
         return
     fi
-    say "requeues itself, for time $((count + 1)) of $requeues"
+    say "requeues itself: requeue $((count + 1)) of $requeues"
     local state
-    for _ in {1..10}; do # a controller that is busy does not answer
+    for _ in {1..10}; do # a busy controller does not answer
         if state=$(squeue --noheader --jobs="$job" --format=%T); then
             [[ $state == RUNNING ]] || { say "is $state, not requeued"; return; }
             if scontrol requeue "$job"; then return; fi
         fi
         sleep 5
     done
-    say "SLURM did not requeue it; submit it again to go on"
+    say "SLURM did not requeue it; submit it again to resume"
 }
 
-# Runs steps until one ends for good; docs/guide/faults.md has the statuses.
+# Runs steps until one ends for good; docs/guide/faults.md lists the exit statuses.
 train() {
-    ((restarts == 0 && requeues == 0)) || goes_on "$@" ||
-        refuse "--save: give --save DIRECTORY and a --load equal to it, which a stopped or crashed run goes on" \
-            "from; or set MAX_RESTARTS=0 MAX_REQUEUES=0"
+    ((restarts == 0 && requeues == 0)) || resumes "$@" ||
+        refuse "--save: give --save DIRECTORY and a --load equal to it, from which a stopped or crashed run" \
+            "resumes; or set MAX_RESTARTS=0 MAX_REQUEUES=0"
     local restart what name
     trap 'on_signal USR1' USR1
     trap 'on_signal TERM' TERM
@@ -126,7 +126,7 @@ train() {
         if ((status > 128)) && name=$(kill -l "$status" 2>/dev/null); then what=SIG$name; fi
         if ((status == 75)) || [[ $stopped_by ]]; then
             ((status == 75)) || say "a rank ended with $what instead of saving"
-            [[ $stopped_by == TERM ]] || requeue # TERM is the end: by a person, a time limit or a preemption
+            [[ $stopped_by == TERM ]] || requeue # TERM is final: from a person, a time limit or a preemption
             exit "$status"
         fi
         if ((restart > restarts)); then

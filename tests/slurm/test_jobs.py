@@ -149,7 +149,7 @@ def test_a_run_that_is_killed_and_requeued_ends_with_the_same_weights(
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log
     assert f"launch/slurm: job {job.id}: a rank ended with SIGKILL; restart 1 of 1" in log
     assert log.count("exiting at iteration") == log.count(": SIGUSR1\n") == 1, log
-    assert log.count("requeues itself, for time 1 of 100") == 1
+    assert log.count("requeues itself: requeue 1 of 100") == 1
     assert log.count("resuming at iteration") == 2
     assert weights(job.directory / "saved") == whole
 
@@ -159,5 +159,5 @@ def test_a_time_limit_requeues_as_often_as_allowed(limited: Job) -> None:
     ended, log = limited.wait(), limited.log()
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "75:0", "1"), log
     assert log.count(": SIGUSR1\n") == 2
-    assert log.count("requeues itself, for time 1 of 1") == log.count("resuming at iteration") == 1
-    assert "requeued 1 times, which is MAX_REQUEUES; submit it again to go on" in log
+    assert log.count("requeues itself: requeue 1 of 1") == log.count("resuming at iteration") == 1
+    assert "requeued 1 times, which is MAX_REQUEUES; submit it again to resume" in log
