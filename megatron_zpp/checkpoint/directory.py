@@ -1,7 +1,7 @@
-"""The checkpoints of a run side by side: DIRECTORY/iter_0000100 and so on. Which there are, which may go.
+"""The directory of a run's checkpoints, DIRECTORY/iter_0000100 and so on: finds them, and removes old ones.
 
-`latest_checkpointed_iteration.txt` beside them says the newest, for people and for Megatron's tools. It is a
-hint: what is there is what is committed.
+`latest_checkpointed_iteration.txt` names the newest, for people and for Megatron's tools. It is only a hint:
+the marker in each checkpoint decides whether the checkpoint is committed.
 """
 
 import os
@@ -21,30 +21,30 @@ _NAME = re.compile(r"iter_(\d{7,})(\.retired)?")
 
 
 def checkpoint_path(directory: Path, iteration: int) -> Path:
-    """Where the checkpoint of an iteration lies."""
+    """The path of the checkpoint of an iteration."""
     return directory / f"iter_{iteration:07d}"
 
 
 def iteration_of(path: Path) -> int | None:
-    """The iteration that the name of a checkpoint says; None for another name."""
+    """The iteration in the name of a checkpoint; None for other names."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def partial_path(final: Path) -> Path:
-    """Where it lies until it is committed."""
+    """The path of a checkpoint until it is committed."""
     return final.with_name(f"{final.name}.partial")
 
 
 def retired_path(final: Path) -> Path:
-    """Where its predecessor of the same iteration lies while the names change."""
+    """The path of the checkpoint that `final` replaces, while both are renamed."""
     return final.with_name(f"{final.name}.retired")
 
 
 def committed(directory: Path) -> dict[int, Path]:
     """The committed checkpoints by iteration, the newest first."""
     found: dict[int, Path] = {}
-    for path in sorted(directory.glob("iter_*")):  # a name sorts before the same one with .retired
+    for path in sorted(directory.glob("iter_*")):  # a name sorts before the same name with .retired
         iteration = iteration_of(path)
         if iteration is not None and is_committed(path):
             found.setdefault(iteration, path)
@@ -52,16 +52,15 @@ def committed(directory: Path) -> dict[int, Path]:
 
 
 def candidates(directory: str, iteration: int | None = None, flag: str = "--load") -> list[Path]:
-    """The committed checkpoints, the newest first, or that of `iteration` alone; none in an empty directory.
+    """The committed checkpoints, newest first, or only that of `iteration`; empty for an empty directory.
 
-    `flag` is what named the directory.
-
-    Raises ValueError for an iteration that is not there, and when no checkpoint that is there was committed.
+    `flag` is the flag that named the directory, for errors. Raises ValueError if `iteration` is missing, and
+    if there are checkpoints but none is committed.
     """
     root = Path(directory)
     try:
         if root.exists():
-            os.listdir(root)  # or a directory that cannot be read would pass for an empty one
+            os.listdir(root)  # `glob` would take an unreadable directory for an empty one
         there = committed(root)
     except OSError as error:
         raise option_error(flag, directory, f"{one_line(error)}; name a directory that can be read") from None
@@ -79,9 +78,9 @@ def candidates(directory: str, iteration: int | None = None, flag: str = "--load
 
 
 def lost_newest(directory: Path) -> str | None:
-    """What became of the checkpoint that the tracker names, in words; None if it is committed.
+    """Why the checkpoint that the tracker names cannot be loaded, in words; None if it is committed.
 
-    A tracker that is missing or names no iteration says nothing.
+    None also if the tracker is missing or names no iteration.
     """
     try:
         named = int(read_limited(directory / TRACKER, _TRACKER_LIMIT))
@@ -95,7 +94,7 @@ def lost_newest(directory: Path) -> str | None:
 
 
 def write_tracker(directory: Path) -> None:
-    """Makes the tracker name the newest committed checkpoint. Raises OSError as the file system does."""
+    """Write the newest committed iteration to the tracker. Raises OSError if the file system does."""
     newest = next(iter(committed(directory)), None)
     path = directory / TRACKER
     text = f"{newest}\n"
@@ -111,7 +110,7 @@ def _holds(path: Path, content: bytes) -> bool:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Removes what killed saves left, and replaced checkpoints whose successors stand."""
+    """Remove the partial checkpoints of killed saves, and replaced ones whose successors are committed."""
     for path in directory.glob("iter_*.partial"):
         shutil.rmtree(path, ignore_errors=True)
     for path in directory.glob("iter_*.retired"):
@@ -120,10 +119,11 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def remove_old(directory: Path, keep_last: int, keep_every: int | None, *, newest: Path) -> None:
-    """Removes committed checkpoints but the last `keep_last`, `newest`, and multiples of `keep_every`.
+    """Remove committed checkpoints except the last `keep_last`, `newest`, and multiples of `keep_every`.
 
-    `newest` was just saved, and need not be of the last iteration, where a run went back to an earlier one.
-    The marker goes first: what a kill leaves is no checkpoint. Raises OSError as the file system does.
+    `newest` has just been saved. It need not have the highest iteration, if the run resumed from an earlier
+    one. The marker is removed first, so that a kill leaves no damaged checkpoint. Raises OSError if the file
+    system does.
     """
     for iteration, path in list(committed(directory).items())[keep_last:]:
         if path != newest and not (keep_every and iteration % keep_every == 0):

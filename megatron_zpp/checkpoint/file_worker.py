@@ -1,4 +1,4 @@
-"""A thread for file work that may never return, so that the rank that waits for it can give it up."""
+"""Runs file operations that may never return on a thread, so that the rank that waits can abandon them."""
 
 import threading
 import time
@@ -8,29 +8,29 @@ from typing import Any
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.storage.checksums import OnProgress
 
-_LOOKS = 8  # at the progress of the work, within the time-out
+_LOOKS = 8  # checks for progress within the time-out
 
 
 class Stuck(OSError):
-    """The work made no progress for the time-out, or earlier work still has not returned."""
+    """The work made no progress during the time-out, or earlier work has not returned."""
 
 
 class FileWorker:
-    """Does one piece of work at a time, on a thread that does not keep the process from ending."""
+    """Does one piece of work at a time, on a daemon thread, which does not keep the process alive."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
 
     @property
     def busy(self) -> bool:
-        """Whether work is under way, or was left behind and has not ended."""
+        """Whether work is running, abandoned or not."""
         return self._thread is not None and self._thread.is_alive()
 
     def run(self, work: Callable[[OnProgress], Any], exchange: Exchange) -> Any:
-        """Returns or raises what `work` does, which has to call its argument whenever it makes progress.
+        """Return or raise what `work` does, which must call its argument whenever it makes progress.
 
-        The other ranks hear of the progress. Raises Stuck after the time-out of `exchange` without any; the
-        work is then left behind, and ends when it next reports progress.
+        The progress is reported to the other ranks. Raises Stuck after the time-out of `exchange` without
+        progress; the work is then abandoned, and ends when it next reports progress.
         """
         if self.busy:
             raise Stuck("is still busy with the files of an earlier save")
@@ -50,7 +50,7 @@ class FileWorker:
 
 
 class _Piece:
-    """One piece of work: written by its thread, but for `abandoned`."""
+    """One piece of work. Its thread sets all fields except `abandoned`."""
 
     def __init__(self, work: Callable[[OnProgress], Any], on_progress: OnProgress) -> None:
         self._work, self._on_progress = work, on_progress
@@ -59,14 +59,14 @@ class _Piece:
         self.steps, self.abandoned = 0, False
 
     def run(self) -> None:
-        """The thread."""
+        """Do the work, on the thread."""
         try:
             self._result = self._work(self._step)
         except BaseException as error:
             self._error = error
 
     def outcome(self) -> Any:
-        """Returns or raises what the work did."""
+        """Return or raise what the work did."""
         if self._error is not None:
             raise self._error
         return self._result

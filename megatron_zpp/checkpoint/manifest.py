@@ -1,9 +1,9 @@
-"""What belongs to a checkpoint and that it is whole: manifest.json, and the marker that is written last.
+"""Writes and reads the manifest, which lists the files of a checkpoint, and the marker, written last.
 
 manifest.json   {"format_version": 4, "files": {NAME: checksums, …}}, checksums as in storage/checksums.py
 COMMITTED       the SHA-256 of manifest.json in hexadecimal, and a newline
 
-A directory without a marker is not a checkpoint; one whose marker, manifest or files disagree is damaged.
+A directory without a marker is not a checkpoint; one whose marker, manifest and files disagree is damaged.
 """
 
 import hashlib
@@ -16,14 +16,14 @@ from megatron_zpp.storage.files import write_durably
 from megatron_zpp.storage.regular import UnfitFile, read_limited
 
 FORMAT_VERSION = 4
-# 2 names the progress of data sets otherwise in state.json. 3 has no `nodes` there: rank r owned shard r.
+# In state.json, 2 has another name for dataset progress, and 3 has no `nodes`, because rank r owned shard r.
 READABLE_VERSIONS = (2, 3, 4)
 MANIFEST, MARKER = "manifest.json", "COMMITTED"
 _MARKER_LIMIT = 65  # bytes: a SHA-256 in hexadecimal, and a newline
 
 
 def write_manifest(directory: Path, files: Mapping[str, Checksums]) -> None:
-    """Writes manifest and marker for files that are durable. Raises OSError as the file system does."""
+    """Write manifest and marker for files that are durable. Raises OSError if the file system does."""
     described = {name: checksums.to_json() for name, checksums in files.items()}
     text = json.dumps({"format_version": FORMAT_VERSION, "files": described}, indent=1) + "\n"
     write_durably(directory / MANIFEST, text.encode())
@@ -31,14 +31,14 @@ def write_manifest(directory: Path, files: Mapping[str, Checksums]) -> None:
 
 
 def is_committed(directory: Path) -> bool:
-    """Whether the directory has a marker; whether it is whole, `read_manifest` and reading it tell."""
+    """Whether the directory has a marker; `read_manifest` and reading its files detect damage."""
     return (directory / MARKER).is_file()
 
 
 def read_manifest(directory: Path) -> dict[str, Checksums]:
     """The checksums by file name.
 
-    Raises DamagedFile when marker and manifest disagree, ValueError for another version of the format.
+    Raises DamagedFile if marker and manifest disagree, ValueError for an unknown version of the format.
     """
     path = directory / MANIFEST
     try:

@@ -1,4 +1,4 @@
-"""Reads a checkpoint of any stage and number of ranks into an engine of any other, and checks all of it."""
+"""Reads a checkpoint into an engine of any stage and number of ranks, and checks all of its bytes."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -22,12 +22,12 @@ from megatron_zpp.storage.regular import read_limited
 from megatron_zpp.zero.engine import REFERENCE, WEIGHTS, ZeroEngine
 from megatron_zpp.zero.flat_layout import FlatLayout
 
-STATE_LIMIT = 64 << 20  # bytes of state.json: 200 for each of 300,000 parameters, and the settings
-_THREADS = 4  # that read and check chunks; both leave Python's lock
+STATE_LIMIT = 64 << 20  # bytes of state.json: 200 per parameter for 300,000 parameters, and the settings
+_THREADS = 4  # that read and check chunks; both release the GIL
 
 
 class _Run(NamedTuple):
-    """Elements of a saved unit's flat buffer, which go from `destination` on into what is asked for."""
+    """Elements of a saved unit's flat buffer, and the first element of the result where they belong."""
 
     unit: int
     elements: range
@@ -37,10 +37,10 @@ class _Run(NamedTuple):
 class CheckpointReader:
     """A committed checkpoint. Use it in a `with` block.
 
-    `on_progress` is called after every chunk that is read, by any thread.
+    `on_progress` is called after every chunk, by any thread.
 
-    Raises DamagedFile, naming file and place, for whatever is not as it was written; ValueError for another
-    version of the format, and for a directory whose name is of another iteration than its content.
+    Raises DamagedFile, with file and position, if anything differs from what was written; ValueError for an
+    unknown version of the format, and if the directory's name and content have different iterations.
     """
 
     def __init__(self, path: Path, on_progress: OnProgress = no_report) -> None:
@@ -75,14 +75,14 @@ class CheckpointReader:
             file.file.close()
 
     def config(self) -> Config:
-        """The settings of the run that wrote it."""
+        """The settings of the run that wrote the checkpoint."""
         try:
             return Config.from_json(self.state["config"])
         except ValueError as error:
             raise DamagedFile(f"{self.path / STATE}: {error}") from None
 
     def elements(self, kind: str, unit: int, elements: range) -> Tensor:
-        """Some elements of a unit's flat fp32 buffer of weights or a moment, on the CPU."""
+        """Elements of a unit's flat fp32 buffer of weights or a moment, (len(elements),) on the CPU."""
         found = torch.empty(len(elements))
         shard = self.units[unit]["shard_numel"]
         position = elements.start
@@ -97,10 +97,9 @@ class CheckpointReader:
         return found
 
     def shard_elements(self, kind: str, names: Sequence[str], layout: FlatLayout, elements: range) -> Tensor:
-        """Some elements of a flat fp32 buffer of parameters `names` as `layout` has them, on the CPU.
+        """Elements of the flat fp32 buffer of parameters `names` in `layout`, (len(elements),) on the CPU.
 
-        They are found by parameter and slice, so it does not matter where they lie in the file's units. Gaps
-        are zero.
+        They are found by parameter and slice, wherever the saved units have them. Gaps are zero.
         """
         found = torch.zeros(len(elements))
         for saved in self._runs(names, layout, elements):
@@ -110,7 +109,7 @@ class CheckpointReader:
         return found
 
     def _runs(self, names: Sequence[str], layout: FlatLayout, elements: range) -> Iterator["_Run"]:
-        """Where the file has these elements; parameters that lie in it as in `layout` come in one run."""
+        """Where the file has these elements; parameters that are adjacent in both form one run."""
         run = None
         for piece in layout.pieces(elements):
             unit, offset = self._places[names[piece.parameter]]
@@ -126,7 +125,7 @@ class CheckpointReader:
 
     @cached_property
     def _places(self) -> dict[str, tuple[int, int]]:
-        """The unit of each parameter, and its first element there."""
+        """The unit of each parameter, and the parameter's first element in the unit."""
         return {
             name: (index, entry["offset"])
             for index, unit in enumerate(self.units)
@@ -134,7 +133,7 @@ class CheckpointReader:
         }
 
     def parameters(self) -> dict[str, Tensor]:
-        """All weights by the model's names, fp32, whole: for a program of one process."""
+        """All weights by the model's names, whole and in fp32, for a program of one process."""
         whole = {}
         for index, unit in enumerate(self.units):
             described = unit["parameters"]
@@ -149,7 +148,7 @@ class CheckpointReader:
         return whole
 
     def check_rest(self, reader: int, readers: int) -> None:
-        """Checks what has not been read yet of every `readers`th file; each reader takes its own."""
+        """Check what has not been read yet of every `readers`th file, starting at file `reader`."""
         for rank in range(reader, self.ranks, readers):
             self._file(rank).file.check_rest(self._pool.map)
 
@@ -170,10 +169,11 @@ def load_checkpoint(
     with_optimizer: bool,
     on_progress: OnProgress = no_report,
 ) -> Progress:
-    """Puts a checkpoint's states into the engine; every rank reads what it owns, and together they check all.
+    """Load a checkpoint's states into the engine, and return its progress.
 
-    Returns its progress. Raises DamagedFile, and ValueError when model or tokenizer differ. After either the
-    engine's states are of no use, until another checkpoint is loaded. Sends nothing: ranks may fail apart.
+    Every rank reads what it owns, and together the ranks check all files. Raises DamagedFile, and ValueError
+    if model or tokenizer differ. After either error the engine's states are undefined until another
+    checkpoint is loaded. Nothing is sent, so ranks may fail independently.
     """
     with CheckpointReader(path, on_progress) as reader:
         _check_tokenizer(path, reader.state["tokenizer"], tokenizer)
@@ -184,11 +184,11 @@ def load_checkpoint(
                 raise ValueError(f"{path}: saved with --no-save-optim; add --no-load-optim")
             for kind in engine.state_kinds[1:]:
                 if kind == REFERENCE:
-                    if kind in reader.state.get("kinds", []):  # else it begins with the weights
+                    if kind in reader.state.get("kinds", []):  # otherwise the reference starts as the weights
                         _load(kind, reader, engine)
                 elif reader.state["with_optimizer"]:
                     _load(kind, reader, engine)
-                else:  # before the first step, as weights are imported, they are zero
+                else:  # imported weights: no step has been taken, so the moments are zero
                     engine.load_states(kind, lambda unit, elements: torch.zeros(len(elements)))
             engine.load_optimizer_steps(reader.state["optimizer_steps"])
             engine.loss_scale.load_state(reader.state["loss_scale"])
@@ -199,7 +199,7 @@ def load_checkpoint(
 
 
 def saved_settings(path: Path) -> tuple[dict[str, Any], int]:
-    """(settings by part and field, ranks) of the run that saved a checkpoint which has been loaded."""
+    """(settings by part and field, ranks) of the run that saved a checkpoint, after it was loaded."""
     state = json.loads(read_limited(path / STATE, STATE_LIMIT))
     return state["config"], state["ranks"]
 
@@ -221,7 +221,7 @@ def _check_tokenizer(path: Path, saved: dict[str, Any], present: dict[str, Any])
 
 
 def _check_units(path: Path, saved: list[dict[str, Any]], present: list[dict[str, Any]]) -> None:
-    """Both must have the same parameters; where these lie may differ."""
+    """Raises ValueError unless both have the same parameters; their layouts may differ."""
     theirs, ours = (
         {name: entry for unit in units for name, entry in unit["parameters"].items()}
         for units in (saved, present)

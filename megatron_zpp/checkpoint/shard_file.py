@@ -1,7 +1,7 @@
-"""The file of one rank's shards: safetensors, written in one pass and read by range, checked on both ways.
+"""Writes the file of one rank's shards in one pass, and reads it by range, with checksums.
 
-The format (github.com/huggingface/safetensors): a little-endian uint64 N; N bytes of JSON that say dtype,
-shape and place of each tensor; the tensors' bytes. safetensors' own library reads these files too.
+The format (github.com/huggingface/safetensors): a little-endian uint64 N; N bytes of JSON with dtype,
+shape and offsets of each tensor; the tensors' bytes. The safetensors library can read these files.
 """
 
 import json
@@ -32,16 +32,16 @@ _HEADER_LIMIT = 100_000_000  # bytes; safetensors' own
 def write_shard_file(
     path: Path, tensors: Mapping[str, Tensor], on_progress: OnProgress = no_report
 ) -> Checksums:
-    """Writes tensors, of any device, and makes them durable. Raises OSError as the file system does."""
-    entries, place = {}, 0
+    """Write tensors of any device, and make them durable. Raises OSError if the file system does."""
+    entries, start = {}, 0
     for name, tensor in tensors.items():
-        stop = place + tensor.numel() * tensor.element_size()
+        stop = start + tensor.numel() * tensor.element_size()
         entries[name] = {
             "dtype": DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": [place, stop],
+            "data_offsets": [start, stop],
         }
-        place = stop
+        start = stop
     header = json.dumps(entries).encode()
     header += b" " * (-(_LENGTH.size + len(header)) % _ALIGNMENT)
     writer = ChecksummedWriter(path, on_progress=on_progress)
@@ -55,7 +55,7 @@ def write_shard_file(
 
 
 class ShardFile:
-    """Reads a file of `write_shard_file`. Raises DamagedFile for one that is not what was written."""
+    """Reads a file of `write_shard_file`. Raises DamagedFile if it differs from what was written."""
 
     def __init__(self, path: Path, checksums: Checksums, on_progress: OnProgress = no_report) -> None:
         self.file = VerifiedFile(path, checksums, on_progress)
@@ -66,7 +66,7 @@ class ShardFile:
             raise
 
     def read_into(self, name: str, start: int, target: Tensor, run: Runner = map) -> None:
-        """Fills the one-dimensional CPU tensor `target` with the elements of `name` from `start` on."""
+        """Fill the one-dimensional CPU tensor `target` with elements of `name`, beginning at `start`."""
         entry = self._entries.get(name)
         if entry is None:
             raise DamagedFile(f"{self.file.path}: has no tensor {name}")

@@ -8,22 +8,22 @@ from torch import Tensor
 
 
 class Snapshot:
-    """CPU memory for a copy of each tensor, pinned where that is of a GPU; taken once, filled at every save.
+    """CPU memory for a copy of each tensor, pinned for a GPU's; allocated once, filled at every save.
 
-    `take` begins to copy and `settle` must come before the tensors change: the copies run beside a forward
-    and a backward. A writer calls `wait`.
+    `take` starts the copies, which run beside a forward and a backward. `settle` must be called before the
+    tensors change. The writer calls `wait`.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._copies = {name: _buffer_for(tensor) for name, tensor in tensors.items()}
         device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
         self._stream = torch.cuda.Stream(device) if device else None
-        self._on_gpu: torch.cuda.Event | None = None  # when the stream has copied
+        self._on_gpu: torch.cuda.Event | None = None  # after the stream's copies
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
-        self._on_cpu: Future[None] | None = None  # when the thread has
+        self._on_cpu: Future[None] | None = None  # the thread's copies
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Begins to copy all of `tensors`."""
+        """Start to copy all of `tensors`."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
@@ -32,14 +32,14 @@ class Snapshot:
         self._on_cpu = self._copier.submit(self._copy, tensors, on_gpu=False)
 
     def settle(self) -> None:
-        """Lets what comes next, on this thread and on its stream, change the tensors."""
+        """Wait, on this thread and its stream, until the tensors may change."""
         if self._on_cpu is not None:
             self._on_cpu.result()
         if self._on_gpu is not None:
             torch.cuda.current_stream().wait_event(self._on_gpu)
 
     def wait(self) -> dict[str, Tensor]:
-        """The copies, when they are made."""
+        """Wait for the copies and return them."""
         assert self._on_cpu is not None, "take comes first"
         self._on_cpu.result()
         if self._on_gpu is not None:
@@ -53,5 +53,5 @@ class Snapshot:
 
 
 def _buffer_for(tensor: Tensor) -> Tensor:
-    """Pages that are there: the first copy would otherwise wait for the kernel to find them."""
+    """Memory with all pages mapped, so that the first copy does not wait for page faults."""
     return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

@@ -1,16 +1,16 @@
-"""What of an engine and a run goes into a checkpoint, and how it comes back.
+"""The states of an engine and a run that a checkpoint contains, and checks of state.json.
 
-Shards lie in the files as they lie on the ranks: `weights/unit_3` is one rank's shard of unit 3's flat
-buffer. Where a parameter lies in a flat buffer depends on the model and on the largest quantisation block of
-the run, and state.json says it. A rank of another run reads the slices of parameters that it owns from the
-one or more shards that hold them. At stage 0 every rank writes an equal part of what all have.
+Files contain shards as the ranks have them: `weights/unit_3` is one rank's shard of unit 3's flat buffer.
+The offset of a parameter in a flat buffer depends on the model and on the largest quantisation block of the
+run, and is stored in state.json. A rank of another run reads the slices of parameters that it owns from the
+shards that contain them. At stage 0 every rank writes an equal part of the states, which all ranks have.
 
-state.json holds the rest:
+state.json contains the rest:
     progress, with_optimizer, optimizer_steps, loss_scale, tokenizer, config
-    ranks, nodes   the grid of the run, which says whose file has a shard (`Topology.owner_of`); without
-             `nodes`, as in older versions, rank r owns shard r
-    units    by unit: `shard_numel`, elements of a shard; `parameters`, by name `shape` and `offset`
-    kinds    what the files have of each unit: `engine.state_kinds`, or `weights` alone; absent in older
+    ranks, nodes   the grid of the run, which determines whose file has a shard (`Topology.owner_of`);
+             without `nodes`, in older versions, rank r owns shard r
+    units    for each unit: `shard_numel`, elements of a shard; `parameters`: `shape` and `offset` by name
+    kinds    states in the files for each unit: `engine.state_kinds`, or `weights` only; absent in older
              versions, which had the weights and, if `with_optimizer`, AdamW's moments
 """
 
@@ -32,11 +32,10 @@ _LOSS_SCALE_KEYS = ("dynamic", "scale", "clean_steps", "patience")
 class Progress:
     """How far a run has come. Dropout and data order follow from the seed and these counts.
 
-    `run` is its name in logs, which it keeps when it is started again. `dataset_progress` is how far it has
-    read each of its data sets, None where it reads none. `skipped_iterations` and `skipped_samples` are those
-    of steps that left the weights as they were; checkpoints of older versions do
-    not count them, as if there were none. `ordered_samples` is the number of samples that Megatron-LM's order
-    was built for; None for other orders, and in checkpoints of older versions.
+    `run` is the run's name in logs, which a resumed run keeps. `dataset_progress` is how far the run has read
+    each of its data sets; None if it reads none. `skipped_iterations` and `skipped_samples` count steps that
+    did not change the weights; they are 0 in checkpoints of older versions. `ordered_samples` is the number
+    of samples for which Megatron-LM's order was built; None for other orders, and in older versions.
     """
 
     iteration: int = 0
@@ -49,9 +48,9 @@ class Progress:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Progress":
-        """The inverse of `asdict`. Raises ValueError, KeyError or TypeError for anything else."""
+        """The inverse of `asdict`. Raises ValueError, KeyError or TypeError for other values."""
         value = dict(value)
-        if "standing" in value:  # as format version 2 calls it
+        if "standing" in value:  # its name in format version 2
             value["dataset_progress"] = value.pop("standing")
         data = value.get("dataset_progress")
         return cls(**value | {"dataset_progress": None if data is None else DatasetProgress.from_json(data)})
@@ -63,12 +62,12 @@ def tensor_name(kind: str, unit: int) -> str:
 
 
 def saved_kinds(engine: ZeroEngine, *, with_optimizer: bool) -> tuple[str, ...]:
-    """What a checkpoint has of each unit."""
+    """The kinds of states that a checkpoint has of each unit."""
     return engine.state_kinds if with_optimizer else (WEIGHTS,)
 
 
 def shards_of(engine: ZeroEngine, *, with_optimizer: bool) -> dict[str, Tensor]:
-    """This rank's shards by name, which an optimizer step changes: the engine's own memory, not copies."""
+    """This rank's shards by name: the engine's memory, which optimizer steps change, not copies."""
     kinds = saved_kinds(engine, with_optimizer=with_optimizer)
     return {
         tensor_name(kind, index): shard for kind in kinds for index, shard in enumerate(engine.shards(kind))
@@ -83,7 +82,7 @@ def describe_state(
     config: dict[str, Any],
     tokenizer: dict[str, Any],
 ) -> dict[str, Any]:
-    """The contents of state.json. Waits for the device."""
+    """The content of state.json. Waits for the device."""
     return describe_state_of(
         progress,
         with_optimizer=with_optimizer,
@@ -111,7 +110,7 @@ def describe_state_of(
     tokenizer: dict[str, Any],
     config: dict[str, Any],
 ) -> dict[str, Any]:
-    """The same where there is no engine."""
+    """The content of state.json, for a program without an engine."""
     return {
         "progress": asdict(progress),
         "with_optimizer": with_optimizer,
@@ -127,7 +126,7 @@ def describe_state_of(
 
 
 def check_state(state: dict[str, Any]) -> None:
-    """Raises ValueError, KeyError or TypeError for what `describe_state` cannot have given."""
+    """Raises ValueError, KeyError or TypeError for a state that `describe_state` cannot have returned."""
     progress = Progress.from_json(state["progress"])
     if type(progress.run) is not str:
         raise ValueError(f"the run is called {progress.run!r}")
@@ -174,7 +173,7 @@ def check_state(state: dict[str, Any]) -> None:
 
 
 def describe_units(engine: ZeroEngine) -> list[dict[str, Any]]:
-    """How each unit's parameters lie in its flat buffer, and how long a shard of it is."""
+    """The offsets and shapes of each unit's parameters, and the elements of its shards."""
     return [
         describe_unit(dict(zip(unit.names, unit.parameters, strict=True)), unit.layout)
         for unit in engine.units
@@ -182,7 +181,7 @@ def describe_units(engine: ZeroEngine) -> list[dict[str, Any]]:
 
 
 def describe_unit(parameters: Mapping[str, Tensor], layout: FlatLayout) -> dict[str, Any]:
-    """The same of one, whose parameters by name are in the order of its buffer."""
+    """The same of one unit; `parameters` are in the order of its flat buffer."""
     return {
         "shard_numel": layout.shard_numel,
         "parameters": {

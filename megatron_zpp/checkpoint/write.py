@@ -1,4 +1,4 @@
-"""Writes one checkpoint: each rank its file, then rank 0 what makes it a checkpoint."""
+"""Writes one checkpoint: each rank writes its file, then rank 0 the state, manifest and marker."""
 
 import json
 import os
@@ -25,11 +25,11 @@ STATE = "state.json"
 
 
 class SaveFailed(OSError):
-    """No new checkpoint: why, and on which rank. Those before are as they were."""
+    """No new checkpoint was written: why, and on which rank. Earlier checkpoints are unchanged."""
 
 
 def shard_file_name(rank: int) -> str:
-    """The file of a rank's shards."""
+    """The name of the file with a rank's shards."""
     return f"rank_{rank:05d}.safetensors"
 
 
@@ -37,9 +37,9 @@ def shard_file_name(rank: int) -> str:
 class SaveOptions:
     """How a checkpoint is written.
 
-    `read_back` reads every file again from the disk before the checkpoint is committed. Rank 0 calls
-    `may_write` before it makes anything, and again before it commits: an OSError that this raises is why the
-    save fails. `files` does what may get stuck in the file system.
+    `read_back`: read every file again from the disk before the checkpoint is committed. `may_write`: rank 0
+    calls it before it creates anything, and again before it commits; if it raises OSError, the save fails
+    with that error. `files` runs operations that may get stuck in the file system.
     """
 
     read_back: bool = False
@@ -54,14 +54,14 @@ def write_checkpoint(
     exchange: Exchange,
     options: SaveOptions,
 ) -> None:
-    """Writes `final` from all ranks; each of them returns, or raises SaveFailed, once it knows how it went.
+    """Write `final` from all ranks; each rank returns, or raises SaveFailed, once it knows the outcome.
 
-    Nothing stands under the final name before all of it is durable. It may take as long as some rank makes
-    progress with its file. Where none does for the exchange's time-out, the save has failed on all ranks, and
-    the slow one leaves its work behind.
+    The final name exists only after all of the checkpoint is durable. A save may take as long as some rank
+    makes progress with its file. If no rank does for the exchange's time-out, the save fails on all ranks,
+    and the slow rank abandons its work.
     """
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()  # another thread reads them, on another stream
+        torch.cuda.current_stream(device).synchronize()  # another thread reads them on another stream
     by_rank_0 = exchange.topology.rank == 0
     try:
         if by_rank_0:
@@ -72,7 +72,7 @@ def write_checkpoint(
         problem = str(abandoned)
     except NoProgress as silence:
         problem = exchange.abandon(str(silence))
-        if problem is None:  # rank 0 has decided to commit: what became of that is all that is missing
+        if problem is None:  # rank 0 has decided to commit, and only the result is missing
             problem = _outcome(exchange)
     if problem and by_rank_0:
         _attempt(exchange, options, lambda on_progress: _remove(partial_path(final), options.may_write))
@@ -88,7 +88,7 @@ def _lead(
     exchange: Exchange,
     options: SaveOptions,
 ) -> str | None:
-    """What rank 0 does; returns why there is no new checkpoint."""
+    """Rank 0's part of a save; returns why there is no new checkpoint, or None."""
     partial = partial_path(final)
 
     def attempt(action: Callable[[OnProgress], Any]) -> str | None:
@@ -113,7 +113,7 @@ def _lead(
 def _follow(
     final: Path, tensors: Mapping[str, Tensor], exchange: Exchange, options: SaveOptions
 ) -> str | None:
-    """What another rank does; returns why there is no new checkpoint."""
+    """Another rank's part of a save; returns why there is no new checkpoint, or None."""
     if problem := exchange.get("open"):
         return problem
     _write_and_report(partial_path(final), tensors, exchange, options)
@@ -121,7 +121,7 @@ def _follow(
 
 
 def _outcome(exchange: Exchange) -> str | None:
-    """Rank 0's word after its decision to commit; it is rank 0's heartbeat that ends this if it is gone."""
+    """The result of rank 0's commit. If rank 0 is dead, its missing heartbeat ends this process."""
     while True:
         with suppress(NoProgress):
             return exchange.get("outcome")
@@ -130,7 +130,7 @@ def _outcome(exchange: Exchange) -> str | None:
 def _write_and_report(
     partial: Path, tensors: Mapping[str, Tensor], exchange: Exchange, options: SaveOptions
 ) -> None:
-    """Writes this rank's file and tells rank 0 how that went."""
+    """Write this rank's file and report the result to rank 0."""
     rank = exchange.topology.rank
     checksums: list[Checksums] = []
 
@@ -143,7 +143,7 @@ def _write_and_report(
 
 
 def _attempt(exchange: Exchange, options: SaveOptions, action: Callable[[OnProgress], Any]) -> str | None:
-    """Why an action failed, in a line; None if it did not. What is no failure of files is raised."""
+    """Why an action failed, in one line; None if it succeeded. Only OSError and ValueError are caught."""
     try:
         options.files.run(action, exchange)
     except (OSError, ValueError) as error:
@@ -158,7 +158,7 @@ def _open(partial: Path, may_write: Callable[[], None]) -> None:
 
 
 def _remove(partial: Path, may_write: Callable[[], None]) -> None:
-    """Removes a save that failed, unless what lies there may be another run's."""
+    """Remove a failed save. Raises OSError if the directory may belong to another run."""
     may_write()
     shutil.rmtree(partial, ignore_errors=True)
 
@@ -169,7 +169,7 @@ def _write_shards(
     path = partial / shard_file_name(rank)
     checksums = write_shard_file(path, tensors, on_progress)
     if read_back:
-        with path.open("rb") as file:  # or the page cache would vouch for the disk
+        with path.open("rb") as file:  # otherwise the file would be read from the page cache
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         verify_file(path, checksums, on_progress=on_progress)
     return checksums
@@ -190,6 +190,6 @@ def _commit(
             )
         on_progress()
     write_manifest(partial, files)
-    on_progress()  # a save that was given up does not get its name
+    on_progress()  # raises if the save was abandoned, before it gets its name
     commit_directory(partial, final, retired_path(final))
     write_tracker(final.parent)
