@@ -9,22 +9,16 @@ import pytest
 import torch
 
 from megatron_zpp.checkpoint.read import load_checkpoint
-from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.plan_communication import check_topology
 from tests.checkpoint.saving import TOKENIZER, save
-from tests.zero.engines import engine_of, states_of
-from tests.zero.quantizing import operations, this_device
+from tests.zero.engines import states_of
 from tests.zero.ranks import on_ranks
+from tests.zero.zeropp_engines import BF16, FP32, MODEL, VOCAB, build
 
-VOCAB = 101
-MODEL = ModelConfig(  # nothing divides: not by ranks, not by blocks
-    num_layers=4, hidden_size=36, num_attention_heads=3, seq_length=10, hidden_dropout=0, attention_dropout=0
-)
-FP32, BF16 = PrecisionConfig(), PrecisionConfig(bf16=True)
 AUTO = {"zero_gradient_partition_size": "auto"}
 HPZ = {"zero_hpz_partition_size": "auto"}
 ALL = HPZ | {"zero_quantized_weights": True, "zero_quantized_gradients": True}
@@ -33,22 +27,6 @@ FOUR_BITS = ALL | {
     "zero_quantized_gradients_format": "rotated4",
 }
 STEPS = 3
-
-
-def build(
-    topology: Topology, zero: dict[str, Any], precision: PrecisionConfig = FP32, model: ModelConfig = MODEL
-) -> ZeroEngine:
-    torch.set_num_threads(1)
-    return engine_of(
-        model,
-        VOCAB,
-        zero=ZeroConfig(**({"zero_stage": 3} | zero)),
-        precision=precision,
-        recompute=RecomputeConfig(recompute_granularity="full", recompute_method="uniform"),
-        topology=topology,
-        device=str(this_device()),
-        operations=operations(),
-    )
 
 
 def batches(ranks: int, micro_batches: int) -> torch.Tensor:
@@ -75,7 +53,7 @@ def train(engine: ZeroEngine, micro_batches: int, *, evaluate: bool = False, rep
 
 
 def curves(topology: Topology, cases: list[tuple[dict[str, Any], int]]) -> list[list[float]]:
-    return [train(build(topology, zero), micro_batches) for zero, micro_batches in cases]
+    return [train(build(topology, zero, FP32), micro_batches) for zero, micro_batches in cases]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +72,7 @@ def test_losses_equal_one_process(nodes: int, local: int) -> None:
     assert all(result == results[0] for result in results[1:])
     for count in micro_batches:
         alone = Topology()
-        engine, data, expected = build(alone, {"zero_stage": 0}), batches(nodes * local, count), []
+        engine, data, expected = build(alone, {"zero_stage": 0}, FP32), batches(nodes * local, count), []
         for step in data:
             parts = [tokens for micro_batch in step for tokens in micro_batch]
             losses = [
@@ -221,12 +199,12 @@ def test_the_slow_link_is_crossed_once_per_step(nodes: int, local: int) -> None:
 
 def moved(topology: Topology, directory: str) -> list[str]:
     """The kinds of states that a checkpoint of this grid does not bring back bit for bit, here or there."""
-    engine = build(topology, ALL | AUTO)
+    engine = build(topology, ALL | AUTO, FP32)
     train(engine, 2)
     path = save(Path(directory), engine)
     differing = []
     for zero in (ALL | AUTO, {"zero_stage": 1}, {"zero_stage": 0}):
-        other = build(topology, zero)
+        other = build(topology, zero, FP32)
         load_checkpoint(path, other, TOKENIZER, with_optimizer=True)
         for kind in engine.state_kinds:
             ours, theirs = states_of(engine, kind), states_of(other, kind)
@@ -237,7 +215,7 @@ def moved(topology: Topology, directory: str) -> list[str]:
 
 def loaded(topology: Topology, directory: str) -> list[bytes]:
     """The whole states of a checkpoint as this grid loads it."""
-    engine = build(topology, {"zero_stage": 2})
+    engine = build(topology, {"zero_stage": 2}, FP32)
     path = next(Path(directory).glob("iter_*"))
     load_checkpoint(path, engine, TOKENIZER, with_optimizer=True)
     states = [states_of(engine, kind) for kind in engine.state_kinds]

@@ -9,22 +9,15 @@ import torch
 
 from megatron_zpp.checkpoint.read import load_checkpoint
 from megatron_zpp.checkpoint.states import Progress
-from megatron_zpp.config.model import ModelConfig, RecomputeConfig
-from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.engine import REFERENCE, WEIGHTS, ZeroEngine
 from megatron_zpp.zero.plan_communication import check_topology
 from tests.checkpoint.saving import TOKENIZER, save
-from tests.zero.engines import engine_of, states_of
-from tests.zero.quantizing import operations, this_device
+from tests.zero.engines import states_of
 from tests.zero.ranks import on_ranks
+from tests.zero.zeropp_engines import BF16, MODEL, VOCAB, build
 
-VOCAB = 101
-MODEL = ModelConfig(  # nothing divides: not by ranks, not by blocks
-    num_layers=4, hidden_size=36, num_attention_heads=3, seq_length=10, hidden_dropout=0, attention_dropout=0
-)
-BF16 = PrecisionConfig(bf16=True)
 DELTA4: dict[str, Any] = {
     "zero_quantized_weights": True,
     "zero_quantized_weights_format": "delta4",
@@ -33,22 +26,6 @@ DELTA4: dict[str, Any] = {
 ROTATED4 = {"zero_quantized_gradients": True, "zero_quantized_gradients_format": "rotated4"}
 BOTH = DELTA4 | ROTATED4
 GRIDS = [(2, 1), (2, 2), (3, 2), (2, 3)]
-
-
-def build(
-    topology: Topology, zero: dict[str, Any], precision: PrecisionConfig = BF16, model: ModelConfig = MODEL
-) -> ZeroEngine:
-    torch.set_num_threads(1)
-    return engine_of(
-        model,
-        VOCAB,
-        zero=ZeroConfig(**({"zero_stage": 3} | zero)),
-        precision=precision,
-        recompute=RecomputeConfig(recompute_granularity="full", recompute_method="uniform"),
-        topology=topology,
-        device=str(this_device()),
-        operations=operations(),
-    )
 
 
 def batch(topology: Topology, step: int) -> torch.Tensor:

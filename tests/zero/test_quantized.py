@@ -11,25 +11,17 @@ import torch
 
 from megatron_zpp.checkpoint.read import load_checkpoint
 from megatron_zpp.checkpoint.states import Progress
-from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
-from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops import reference
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.engine import WEIGHTS, ZeroEngine
 from tests.checkpoint.saving import TOKENIZER, save
-from tests.zero.engines import engine_of, weights_of
-from tests.zero.quantizing import operations, this_device
+from tests.zero.engines import weights_of
 from tests.zero.ranks import on_ranks
+from tests.zero.zeropp_engines import BF16, MODEL, VOCAB, build
 
-VOCAB = 101
-MODEL = ModelConfig(  # nothing divides: not by ranks, not by blocks
-    num_layers=4, hidden_size=36, num_attention_heads=3, seq_length=10, hidden_dropout=0, attention_dropout=0
-)
-FULL = RecomputeConfig(recompute_granularity="full", recompute_method="uniform")
-BF16 = PrecisionConfig(bf16=True)
 QWZ = {"zero_quantized_weights": True}
 QGZ = {"zero_quantized_gradients": True}
 HPZ = {"zero_hpz_partition_size": "auto"}
@@ -40,22 +32,6 @@ FOUR_BITS = ALL | {
     "zero_quantized_gradients_format": "rotated4",
 }
 NO_HPZ = {"zero_hpz_partition_size": "1"}
-
-
-def build(
-    topology: Topology, zero: dict[str, Any], precision: PrecisionConfig = BF16, model: ModelConfig = MODEL
-) -> ZeroEngine:
-    torch.set_num_threads(1)
-    return engine_of(
-        model,
-        VOCAB,
-        zero=ZeroConfig(**({"zero_stage": 3} | zero)),
-        precision=precision,
-        recompute=FULL,
-        topology=topology,
-        device=str(this_device()),
-        operations=operations(),
-    )
 
 
 def batch(topology: Topology, step: int) -> torch.Tensor:

@@ -1,0 +1,36 @@
+"""Engines of stage 3 with full recomputation, on which the tests of ZeRO++ try their settings."""
+
+from typing import Any
+
+import torch
+
+from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.zero.engine import ZeroEngine
+from tests.zero.engines import engine_of
+from tests.zero.quantizing import operations, this_device
+
+VOCAB = 101
+MODEL = ModelConfig(  # no size is a multiple of ranks or blocks
+    num_layers=4, hidden_size=36, num_attention_heads=3, seq_length=10, hidden_dropout=0, attention_dropout=0
+)
+FP32, BF16 = PrecisionConfig(), PrecisionConfig(bf16=True)
+
+
+def build(
+    topology: Topology, zero: dict[str, Any], precision: PrecisionConfig = BF16, model: ModelConfig = MODEL
+) -> ZeroEngine:
+    """An engine with the settings `zero`, at stage 3 unless they name another one."""
+    torch.set_num_threads(1)
+    return engine_of(
+        model,
+        VOCAB,
+        zero=ZeroConfig(**({"zero_stage": 3} | zero)),
+        precision=precision,
+        recompute=RecomputeConfig(recompute_granularity="full", recompute_method="uniform"),
+        topology=topology,
+        device=str(this_device()),
+        operations=operations(),
+    )
