@@ -6,7 +6,7 @@ OPTIONAL = "wandb datasets matplotlib apex sentencepiece tokenizers tensorboard 
 SLOW = "sympy torch._dynamo triton"  # half a second to two, which each start and each rank would pay
 
 
-def test_a_run_without_them_imports_none_of_them() -> None:
+def test_a_run_that_does_not_need_optional_packages_does_not_import_them() -> None:
     done = run(
         "-c",
         "import sys\n"

@@ -106,7 +106,7 @@ def test_a_call_that_was_cut_off_resumes(nodes: Nodes, tmp_path: Path) -> None:
         contest(tmp_path, "--steps", "77")
 
 
-def test_ranks_that_share_a_gpu_are_said_so(nodes: Nodes, tmp_path: Path) -> None:
+def test_the_result_says_when_ranks_shared_a_gpu(nodes: Nodes, tmp_path: Path) -> None:
     run = contest(tmp_path, ranks=2)
     run.run()
     result = json.loads(run.path.read_text())
@@ -163,7 +163,7 @@ def test_the_interval_is_that_of_tables(count: int, bounds: tuple[int, int]) -> 
     assert median_interval(range(count, 0, -1)) == bounds
 
 
-def test_failures_and_time_limits_of_processes_are_said() -> None:
+def test_failures_and_time_limits_of_processes_are_reported() -> None:
     failed = run_on_nodes("benchmarks.no_such_module", [], [{}], 1, limit_seconds=60)
     assert "failed with status 1" in failed.failed
     assert "no_such_module" in failed.failed

@@ -121,7 +121,7 @@ def test_a_crafted_manifest_is_refused_in_a_line(tmp_path: Path, manifest: str) 
         check(path)
 
 
-def test_another_format_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_format_version_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, small())
     manifest = json.loads((path / MANIFEST).read_text())
     rewrite(path, json.dumps(manifest | {"format_version": 5}))

@@ -49,7 +49,7 @@ def test_the_tracker_is_a_hint_and_is_rebuilt(saved: Path, tracker: str | None) 
     assert (saved / TRACKER).read_text() == "6\n"
 
 
-def test_what_is_not_committed_is_no_checkpoint(saved: Path) -> None:
+def test_an_uncommitted_directory_is_not_a_checkpoint(saved: Path) -> None:
     (saved / "iter_0000006" / MARKER).unlink()
     assert candidates(str(saved))[0].name == "iter_0000005"
     for path in committed(saved).values():
@@ -61,17 +61,19 @@ def test_what_is_not_committed_is_no_checkpoint(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("keep_last", "keep_every", "left"), [(2, None, [5, 6]), (1, 2, [2, 4, 6]), (6, None, [1, 2, 3, 4, 5, 6])]
 )
-def test_old_ones_are_removed(saved: Path, keep_last: int, keep_every: int | None, left: list[int]) -> None:
+def test_old_checkpoints_are_removed(
+    saved: Path, keep_last: int, keep_every: int | None, left: list[int]
+) -> None:
     remove_old(saved, keep_last, keep_every, newest=saved / "iter_0000006")
     assert names(saved) == [*(f"iter_{iteration:07d}" for iteration in left), TRACKER]
 
 
-def test_what_was_just_saved_stays_though_others_have_later_iterations(saved: Path) -> None:
+def test_the_newest_save_is_kept_even_if_others_have_later_iterations(saved: Path) -> None:
     remove_old(saved, 1, None, newest=saved / "iter_0000003")
     assert names(saved) == ["iter_0000003", "iter_0000006", TRACKER]
 
 
-def test_a_checkpoint_whose_successor_was_being_put_in_its_place_is_found(saved: Path) -> None:
+def test_a_checkpoint_that_was_being_replaced_is_found(saved: Path) -> None:
     (saved / "iter_0000006").rename(saved / "iter_0000006.retired")
     assert candidates(str(saved))[0].name == "iter_0000006.retired"
     remove_leftovers(saved)

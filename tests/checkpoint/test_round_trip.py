@@ -21,7 +21,7 @@ from tests.zero.ranks import on_ranks
     [PrecisionConfig(), PrecisionConfig(bf16=True), PrecisionConfig(fp16=True, initial_loss_scale=256.0)],
     ids=["fp32", "bf16", "fp16"],
 )
-def test_a_loaded_engine_goes_on_bit_for_bit(tmp_path: Path, precision: PrecisionConfig) -> None:
+def test_a_loaded_engine_continues_bit_for_bit(tmp_path: Path, precision: PrecisionConfig) -> None:
     engine = small(precision=precision)
     train(engine, 3, seed=2)
     path = save(tmp_path, engine)

@@ -46,7 +46,7 @@ def saved_by(topology: Topology, slow: int, pause: float, directory: str) -> lis
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_writer_that_gets_on_may_take_longer_than_the_time_out(tmp_path: Path, slow: int) -> None:
+def test_a_writer_that_makes_progress_may_take_longer_than_the_time_out(tmp_path: Path, slow: int) -> None:
     assert on_ranks(2, saved_by, slow, 0.1, str(tmp_path)) == [["saved", "saved"]] * 2
     assert len(candidates(str(tmp_path))) == 2
 
@@ -88,7 +88,7 @@ def test_a_silent_rank_is_named() -> None:
         one.gather("written")
 
 
-def test_work_that_never_returns_is_left_behind() -> None:
+def test_work_that_never_returns_is_abandoned() -> None:
     one, _ = pair()
     files, over = FileWorker(), threading.Event()
     started = time.monotonic()

@@ -15,9 +15,7 @@ from megatron_zpp.storage.checksums import checksums_of
 from tests.checkpoint.saving import TOKENIZER, save, small
 
 
-def test_version_2_names_the_progress_of_data_sets_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dataset_progress_of_version_2_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = SourceProgress("a", "", 0, 1.0, 7), SourceProgress("b", "", 1, 3.0, 0)
     progress = Progress(5, 50, dataset_progress=DatasetProgress("windows", 20, sources))
     path = save(tmp_path, small(), progress)

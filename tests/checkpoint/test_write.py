@@ -34,7 +34,7 @@ for iteration in range(1, 10**6):
 """
 
 
-def test_a_kill_at_any_moment_leaves_whole_checkpoints_alone(tmp_path: Path) -> None:
+def test_a_kill_at_any_moment_leaves_committed_checkpoints_unchanged(tmp_path: Path) -> None:
     moments = random.Random(5)
     for _ in range(4):
         child = subprocess.Popen(
@@ -81,7 +81,7 @@ def fails_on_one_rank(topology: Topology, directory: str) -> str:
     return ""
 
 
-def test_a_failure_on_one_rank_is_one_on_all(tmp_path: Path) -> None:
+def test_a_failure_on_one_rank_fails_the_save_on_all(tmp_path: Path) -> None:
     failures = on_ranks(2, fails_on_one_rank, str(tmp_path))
     assert failures[0] == failures[1]
     assert "rank 1 on " in failures[0]

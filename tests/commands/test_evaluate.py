@@ -175,7 +175,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("flags", "name", "content", "said"), REFUSED, ids=str)
-def test_refused(
+def test_invalid_settings_are_refused(
     loaded: tuple[GPT, Tokenizer], tmp_path: Path, flags: str, name: str, content: str | None, said: str
 ) -> None:
     path = tmp_path / name

@@ -20,7 +20,7 @@ NODE = {
 }
 
 
-def test_nodes_are_told_of_one_place_and_the_first_one_keeps_it() -> None:
+def test_all_nodes_get_one_address_and_the_first_node_hosts_it() -> None:
     first, second = (where({**NODE, "SLURM_NODEID": node, "SLURMD_NODENAME": f"n{node}"}) for node in "01")
     assert "--nnodes=2" in first
     assert "--rdzv-conf=is_host=1" in first
@@ -30,7 +30,7 @@ def test_nodes_are_told_of_one_place_and_the_first_one_keeps_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURMD_NODENAME"])
-def test_what_srun_did_not_start_is_refused(name: str) -> None:
+def test_a_process_not_started_by_srun_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"^{name} \(not set\): start it with srun"):
         where({key: value for key, value in NODE.items() if key != name})
 
@@ -58,7 +58,7 @@ def test_the_status_of_a_node_is_that_of_its_ranks(codes: list[int], status: int
     assert status_of(codes) == status
 
 
-def test_only_children_that_live_are_found() -> None:
+def test_only_living_children_are_found() -> None:
     sleeping = [sys.executable, "-c", "import time; time.sleep(60)"]
     with subprocess.Popen(sleeping) as child, subprocess.Popen(["true"]) as ended:
         wait_until(lambda: ended.pid not in children(os.getpid()))

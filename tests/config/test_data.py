@@ -77,7 +77,7 @@ def test_contradictions_are_refused(settings, message):
         {"mock_data": True, "num_workers": 0},
     ],
 )
-def test_sources_that_are_one(settings):
+def test_exactly_one_source_of_data_is_accepted(settings):
     config = DataConfig(**settings)
     for name, value in settings.items():
         assert getattr(config, name) == value
@@ -90,7 +90,7 @@ def test_default_split_is_megatrons():
 @pytest.mark.parametrize(
     "text", ["", ",", "1,,1", "1,2,3,4", "0,0,0", "-1,2", "nan", "inf,1", "1;2", "1e308,1e308"]
 )
-def test_shares_that_are_none(text):
+def test_invalid_splits_are_refused(text):
     with pytest.raises(
         ValueError, match=r"^--split .*: must be up to three shares of 0 or more, as in 969,30,1$"
     ):

@@ -113,7 +113,7 @@ def test_a_key_that_cannot_matter_is_listed_once(file: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize("key", [key for key, rule in KEYS.items() if isinstance(rule, Only)])
-def test_a_key_with_one_possible_value(file: Path, key: str) -> None:
+def test_a_key_with_one_possible_value_takes_only_that_value(file: Path, key: str) -> None:
     rule, on = KEYS[key], {"fp16": {"enabled": True}} if key.startswith("fp16") else {}
     on = {"bf16": {"enabled": True}} if key.startswith("bf16") else on
 
@@ -135,7 +135,7 @@ def test_a_key_with_one_possible_value(file: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize("key", [key for key, rule in KEYS.items() if isinstance(rule, Off)])
-def test_a_block_that_must_stay_off(file: Path, key: str) -> None:
+def test_a_block_that_must_stay_off_is_refused_when_enabled(file: Path, key: str) -> None:
     for block in ({}, {"enabled": False, "more": 1}, {"enabled": "auto"}, {"enabled": None}, None):
         assert parse(file, nested(key, block)) == CommandLine(BASELINE, ())
     with pytest.raises(UsageError, match=rf"ds\.json: {key}\.enabled true: not here: "):
@@ -145,7 +145,7 @@ def test_a_block_that_must_stay_off(file: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize("key", [key for key, rule in KEYS.items() if isinstance(rule, Refused)])
-def test_a_key_that_would_change_the_result(file: Path, key: str) -> None:
+def test_a_key_that_would_change_the_result_is_refused(file: Path, key: str) -> None:
     assert parse(file, nested(key, None)) == CommandLine(BASELINE, ())
     with pytest.raises(UsageError, match=rf'^--deepspeed_config ds\.json: {key} \{{"a": 1\}}: not here: '):
         parse(file, nested(key, {"a": 1}))
@@ -278,7 +278,9 @@ def test_a_value_that_cannot_be_obeyed(file: Path, content: dict[str, Any], said
         ),
     ],
 )
-def test_what_the_command_line_says_otherwise(file: Path, content: Any, flags: str, said: str) -> None:
+def test_a_key_that_contradicts_the_command_line_is_refused(
+    file: Path, content: Any, flags: str, said: str
+) -> None:
     with pytest.raises(UsageError) as refused:
         parse(file, content, *flags.split())
     place = 0
@@ -295,11 +297,11 @@ def test_what_the_command_line_says_otherwise(file: Path, content: Any, flags: s
         ({"bf16": {"enabled": False}}, "--fp16"),
     ],
 )
-def test_what_the_command_line_says_alike(file: Path, content: Any, flags: str) -> None:
+def test_a_key_that_agrees_with_the_command_line_is_accepted(file: Path, content: Any, flags: str) -> None:
     assert parse(file, content, *flags.split()).config == parse_args([*MINIMAL, *flags.split()])
 
 
-def test_auto_and_null_are_what_the_command_line_says(file: Path) -> None:
+def test_auto_and_null_leave_the_setting_to_the_command_line(file: Path) -> None:
     flags = "--zero-stage 3 --fp16 --clip-grad 0.5".split()
     for word in ("auto", None):
         content = {
@@ -345,7 +347,9 @@ BATCHES = [  # (train_batch_size, micro, accumulation, ranks), flags -> (global,
 
 
 @pytest.mark.parametrize(("sizes", "flags", "expected"), BATCHES)
-def test_the_three_sizes_of_a_batch(file: Path, sizes: tuple, flags: str, expected: tuple | str) -> None:
+def test_two_sizes_of_a_batch_determine_the_third_and_all_three_must_agree(
+    file: Path, sizes: tuple, flags: str, expected: tuple | str
+) -> None:
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     content = {key: size for key, size in zip(keys, sizes, strict=False) if size is not None}
     argv = [*without("--micro-batch-size"), *flags.split()]
@@ -379,7 +383,7 @@ def test_the_three_sizes_of_a_batch(file: Path, sizes: tuple, flags: str, expect
     ],
     ids=range(15),
 )
-def test_a_file_that_is_no_json_object(file: Path, text: str, said: str) -> None:
+def test_a_file_that_is_not_a_json_object_is_refused(file: Path, text: str, said: str) -> None:
     with pytest.raises(UsageError) as refused:
         parse(file, text)
     message = str(refused.value)
@@ -391,7 +395,7 @@ def test_a_file_that_is_no_json_object(file: Path, text: str, said: str) -> None
         place = message.index(part, place)
 
 
-def test_a_file_that_cannot_be_read(file: Path) -> None:
+def test_a_file_that_cannot_be_read_is_refused(file: Path) -> None:
     file.write_bytes(b'{"a": "\xff"}')
     for name, said in (
         ("gone.json", "cannot be read (No such file or directory); name"),
@@ -404,5 +408,5 @@ def test_a_file_that_cannot_be_read(file: Path) -> None:
         assert said in str(refused.value)
 
 
-def test_a_byte_order_mark_is_no_harm(file: Path) -> None:
+def test_a_byte_order_mark_is_ignored(file: Path) -> None:
     assert parse(file, '\ufeff{"gradient_clipping": 2}').config.optimizer.clip_grad == 2.0

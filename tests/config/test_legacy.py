@@ -52,7 +52,7 @@ def test_every_old_name_has_a_test() -> None:
     assert {flag.name for flag in RENAMED} <= {word for old, _ in OLD for word in old.split()}
 
 
-def test_an_old_name_may_stand_where_todays_is_needed() -> None:
+def test_an_old_name_satisfies_a_required_flag() -> None:
     argv = [*without("--micro-batch-size"), "--batch-size", "2"]
     assert parse_args(argv) == parse_args(MINIMAL)
 
@@ -68,7 +68,7 @@ def test_a_flag_without_effect_gets_one_note(flag) -> None:
 
 
 @pytest.mark.parametrize("flag", ONLY, ids=lambda flag: flag.name)
-def test_a_flag_with_one_possible_value(flag) -> None:
+def test_a_flag_with_one_possible_value_takes_only_that_value(flag) -> None:
     for value in flag.allowed:
         parsed = parse(f"{flag.name} {value}")
         assert parsed.config == BASELINE
@@ -78,7 +78,7 @@ def test_a_flag_with_one_possible_value(flag) -> None:
 
 
 @pytest.mark.parametrize("flag", REFUSED, ids=lambda flag: flag.name)
-def test_a_flag_that_would_change_the_result(flag) -> None:
+def test_a_flag_that_would_change_the_result_is_refused(flag) -> None:
     for value, shown in (("", "(given)"), ("8", "8"), ("1 2", "1 2")):
         with pytest.raises(UsageError) as refused:
             parse(f"{flag.name} {value}")

@@ -39,7 +39,7 @@ def test_the_limit_is_raised_as_far_as_it_goes(keeper: subprocess.Popen[bytes]) 
     assert raise_limit(keeper.pid) == HARD
 
 
-def test_too_low_a_limit_is_said_and_one_that_cannot_do_is_refused(
+def test_a_low_limit_is_reported_and_an_impossible_one_is_refused(
     keeper: subprocess.Popen[bytes],
 ) -> None:
     said: list[str] = []
@@ -62,7 +62,7 @@ def connections(port: int) -> int:
     return sum(row[3] == ESTABLISHED and row[1].endswith(f":{port:04X}") for row in fields)
 
 
-def test_ranks_have_as_many_connections_as_are_reckoned_with(tmp_path: Path) -> None:
+def test_ranks_open_no_more_connections_than_estimated(tmp_path: Path) -> None:
     """And a rank raises its own limit: this one would do with fewer files, but not with so few."""
     most, limits, save = 0, set(), str(tmp_path / "checkpoints")
     saving = ("--save", save, "--load", save, "--save-interval", "5")
@@ -80,7 +80,7 @@ def test_ranks_have_as_many_connections_as_are_reckoned_with(tmp_path: Path) -> 
     assert limits == {(HARD, HARD)}
 
 
-def test_a_store_that_cannot_have_all_ranks_is_refused_before_it_is_made(tmp_path: Path) -> None:
+def test_a_store_without_room_for_all_ranks_is_refused_before_it_starts(tmp_path: Path) -> None:
     with Run(tmp_path, 400) as run:
         run.start(0, *FLAGS, change=lower_limit)
         assert run.statuses() == {0: 1}

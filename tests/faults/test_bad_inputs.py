@@ -72,7 +72,7 @@ def check(done: Done, case: Case) -> None:
     assert done.seconds < PROMPT
 
 
-def test_there_are_enough() -> None:
+def test_there_are_at_least_as_many_cases_as_promised() -> None:
     assert len({(case.program, case.argv, case.without, case.said) for case in CASES}) >= 120
 
 
@@ -84,7 +84,7 @@ def test_the_good_command_line_works(site: Path, programs: Programs, program: st
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_is_refused(site: Path, programs: Programs, case: Case) -> None:
+def test_a_bad_input_is_refused(site: Path, programs: Programs, case: Case) -> None:
     if case.harm:
         case.harm(site)
     before = contents(site)
@@ -96,7 +96,7 @@ def test_is_refused(site: Path, programs: Programs, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", AS_PROGRAMS, ids=[case.name for case in AS_PROGRAMS])
-def test_is_refused_as_a_program_of_its_own(site: Path, case: Case) -> None:
+def test_a_bad_input_is_refused_by_a_separate_process(site: Path, case: Case) -> None:
     script, *argv = case.command
     before = contents(site)
     done = run("-c", LAUNCH, site, ROOT / script, *argv, **case.env)
@@ -125,14 +125,14 @@ def check_one(ended: list[Done], said: str) -> None:
     assert {done.status for done in ended} == {1}
 
 
-def test_each_node_says_it_once(site: Path, programs: Programs) -> None:
+def test_each_node_reports_an_error_once(site: Path, programs: Programs) -> None:
     """Ranks with another local rank stay silent about what all of them see."""
     first, second = two_ranks(site, programs, *[("--num-layer", "3")] * 2)
     check(first, COMMAND_LINES[0])
     assert (second.status, second.stderr) == (2, "")
 
 
-def test_ranks_started_with_other_flags(site: Path, programs: Programs) -> None:
+def test_ranks_with_different_flags_are_refused(site: Path, programs: Programs) -> None:
     """They say which field differs, instead of training something else or hanging."""
     before = contents(site)
     said = "optimizer.clip_grad differs between ranks: rank 1 and rank 0 … (rank 1: 2.0, rank 0: 1.0)"
@@ -140,7 +140,7 @@ def test_ranks_started_with_other_flags(site: Path, programs: Programs) -> None:
     assert contents(site) == before
 
 
-def test_damage_that_one_rank_reads_ends_all(site: Path, programs: Programs) -> None:
+def test_damage_that_one_rank_reads_ends_all_ranks(site: Path, programs: Programs) -> None:
     (good, other) = two_ranks(site, programs, *[("--verify-data", "--train-iters", "1")] * 2)
     assert (good.status, other.status) == (0, 0)
     assert " verified 10,000 bytes of tokens in " in good.stdout
@@ -153,7 +153,7 @@ def test_damage_that_one_rank_reads_ends_all(site: Path, programs: Programs) -> 
     assert contents(site) == before
 
 
-def test_the_server_tells_a_hang_from_an_end(programs: Programs, tmp_path: Path) -> None:
+def test_the_server_distinguishes_a_hang_from_an_exit(programs: Programs, tmp_path: Path) -> None:
     (tmp_path / "hang.py").write_text("import time; time.sleep(60)")
     (tmp_path / "fail.py").write_text("print('x'); 1 / 0")
     assert programs.run(str(tmp_path / "hang.py"), cwd=tmp_path, timeout=0.3).status is None

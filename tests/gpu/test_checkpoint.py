@@ -47,7 +47,7 @@ def test_copies_hold_the_states_of_their_step_while_the_next_one_runs() -> None:
             assert all(torch.equal(uses_copy_engines[name], shard.cpu()) for name, shard in expected.items())
 
 
-def test_a_gpu_goes_on_from_what_a_gpu_saved(tmp_path: Path) -> None:
+def test_a_gpu_resumes_from_what_a_gpu_saved(tmp_path: Path) -> None:
     engine = build()
     train(engine)
     path, other = save(tmp_path, engine), build(seed=9)

@@ -116,7 +116,7 @@ def test_many_tiles(ops: Operations) -> None:
 
 
 @pytest.mark.parametrize("case", ["signs", "messages", "blocks", "address"])
-def test_what_is_refused(ops: Operations, case: str) -> None:
+def test_wrong_tensors_are_refused(ops: Operations, case: str) -> None:
     format = LloydMaxFormat(4, 256)
     flat, message = torch.zeros(512, device="cuda"), torch.zeros(1, 272, dtype=torch.uint8, device="cuda")
     half = message[:, :144].contiguous()

@@ -52,7 +52,7 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(nodes: int, local: int) -> None
         assert rank == [(0.0, 1.0, 0.0, True)] * 2
 
 
-def test_it_learns_what_the_plain_run_learns() -> None:
+def test_zeropp_learns_what_the_plain_run_learns() -> None:
     needs(2)
     settings = [({}, cases.BF16), (cases.ALL, cases.BF16), (cases.ALL | cases.CODES, cases.BF16)]
     for plain, *others in on_gpus(2, 2, cases.losses, settings):

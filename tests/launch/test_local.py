@@ -93,7 +93,7 @@ def attempts(directory: Path, text: str) -> str:
     return write(directory, begun + text)
 
 
-def test_a_crashed_job_is_started_again_with_all_its_ranks(tmp_path: Path) -> None:
+def test_a_crashed_job_is_restarted_with_all_its_ranks(tmp_path: Path) -> None:
     """By a signal, then by its status; the other rank is ended each time."""
     program = attempts(
         tmp_path,
@@ -114,7 +114,7 @@ def test_a_crashed_job_is_started_again_with_all_its_ranks(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("status", [2, 3, 75, 130])
-def test_what_would_happen_again_is_not_started_again(tmp_path: Path, status: int) -> None:
+def test_a_failure_that_would_repeat_is_not_restarted(tmp_path: Path, status: int) -> None:
     program = attempts(tmp_path, f"sys.exit({status})")
     child = local("-n", "2", "--max-restarts", "2", program, *SAVED)
     child.communicate(timeout=PATIENCE)
@@ -131,7 +131,7 @@ def test_restarts_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [(), ("--save", "a"), ("--save", "a", "--load", "b")])
-def test_restarts_need_a_place_to_go_on_from(flags: tuple[str, ...]) -> None:
+def test_restarts_need_a_checkpoint_directory_to_resume_from(flags: tuple[str, ...]) -> None:
     child = local("--max-restarts", "1", "-n", "1", "x.py", *flags)
     _, err = child.communicate(timeout=PATIENCE)
     assert child.returncode == 2

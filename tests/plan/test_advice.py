@@ -67,7 +67,7 @@ def test_a_run_keeps_its_formats_in_every_alternative() -> None:
     assert not at_stage(job, 0).zero.quantizes
 
 
-def test_what_would_fit_is_worked_out() -> None:
+def test_settings_that_would_fit_are_found() -> None:
     big = ModelConfig(model_preset="13b", **NO_DROPOUT)
     job = job_of(big, 50304, zero={"zero_stage": 1}, nodes=4, local=8, micro_batch_size=8, micro_batches=2)
     ways = {plan.name: plan for plan in ways_to_fit(job, rates(400))}

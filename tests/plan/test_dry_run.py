@@ -50,7 +50,7 @@ def test_a_run_of_any_size_is_planned_and_nothing_is_left(tmp_path: Path) -> Non
         assert said in done.stdout
 
 
-def test_a_plan_says_what_it_does_not_know() -> None:
+def test_a_plan_says_what_it_assumes() -> None:
     unknown = "--fp8 --attention-backend local --reset-attention-mask".split()
     done = pretrain(*SMALL, "--dry-run", *unknown)
     assert done.returncode == 0, done.stderr
@@ -60,7 +60,7 @@ def test_a_plan_says_what_it_does_not_know() -> None:
     assert "attention over whole samples, also with --reset-attention-mask\n" in done.stdout
 
 
-def test_what_does_not_fit_is_said_with_what_would() -> None:
+def test_a_run_that_does_not_fit_is_reported_with_settings_that_would_fit() -> None:
     done = pretrain(*LARGE, "--zero-stage", "1")
     assert done.returncode == 0, done.stderr
     assert "does NOT fit" in done.stdout
@@ -108,7 +108,7 @@ def test_bad_command_lines_are_refused(argv: str, said: str) -> None:
         ("--attention-backend flash3", "--attention-backend flash3: has no dropout"),
     ],
 )
-def test_what_the_planned_run_would_refuse_is_refused(argv: str, said: str) -> None:
+def test_the_plan_refuses_what_the_run_would_refuse(argv: str, said: str) -> None:
     refused(pretrain(*SMALL, "--dry-run", *argv.split()), 1, said)
 
 

@@ -226,7 +226,7 @@ def test_squares_come_with_whole_sums_where_the_plan_says_so(nodes: int, local: 
         assert found == {planned.returns_squared_norms}
 
 
-def test_peaks_are_what_gpus_reported() -> None:
+def test_planned_peaks_match_those_of_gpus() -> None:
     """Within 1%: of each stage on NVLink; of the others without the loss, which was another one."""
     rows = h200_rows()
     assert len(rows) == 14

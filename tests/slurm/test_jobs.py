@@ -105,7 +105,7 @@ def test_a_bad_command_line_is_final(cluster: Cluster, tmp_path: Path) -> None:
     assert "launch/slurm" not in log
 
 
-def test_a_cancelled_job_saves_and_stays_away(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_cancelled_job_saves_and_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
     """With ZeRO++'s flags, of which those after the script win."""
     small = (*MODEL, *SAVED, *ENDLESS, "--zero-hpz-partition-size", "1")
     job = submit(cluster, tmp_path, "zeropp_18b.sbatch", ONE_RANK, *small)

@@ -35,7 +35,7 @@ def beat(rank: int, count: int = 1, **changes: object) -> HeartbeatMessage:
     return HeartbeatMessage(rank=rank, host=f"host{rank}", count=count, **values)
 
 
-def test_the_judge_names_who_is_silent_failed_or_stuck() -> None:
+def test_the_liveness_monitor_names_silent_failed_and_stuck_ranks() -> None:
     judge = LivenessMonitor(timeout=60, patience=3)
     judge.see([beat(0), beat(1), None], 100)
     judge.see([beat(0, 2), beat(1), None], 160)
@@ -71,7 +71,7 @@ def test_the_rank_with_the_fewest_marks_is_stuck_and_not_those_that_wait_for_it(
     assert "rank 0 [host0] stuck for 101 s" in judge.stuck([beat(0, seconds=101, **joins)])
 
 
-def test_those_who_wait_hear_for_whom() -> None:
+def test_waiting_ranks_are_told_for_which_rank_they_wait() -> None:
     judge = LivenessMonitor(timeout=60, patience=3)
     joins = {"limit": 100.0, "doing": "joins", "seconds": 12}
     everyone = [beat(0, **joins), beat(1, **joins)]
@@ -83,7 +83,7 @@ def test_those_who_wait_hear_for_whom() -> None:
     assert judge.slow([beat(0, 2, **joins), beat(1, marks=9)], 10) is None  # has no limit
 
 
-def test_a_beat_survives_the_store() -> None:
+def test_a_heartbeat_message_survives_the_store() -> None:
     there = beat(3, failed='quoted "text"', asks=True)
     assert HeartbeatMessage.decode(there.encode().encode()) == there
     assert HeartbeatMessage.decode(b"null") is None
@@ -307,7 +307,7 @@ def test_a_rank_that_is_stuck_ends_the_run(played: Played, scenario: Scenario) -
         assert TIMEOUT <= int(found[1]) < PATIENCE, line
 
 
-def test_a_rank_tells_the_others_of_its_error(played: Played) -> None:
+def test_a_rank_reports_its_error_to_the_others(played: Played) -> None:
     end = played[RAISES].result()
     for rank, status in enumerate(end.statuses):
         assert status == 1
@@ -315,7 +315,7 @@ def test_a_rank_tells_the_others_of_its_error(played: Played) -> None:
         assert end.line(rank).endswith(f"error: {failed}token 5 is outside")
 
 
-def test_a_job_that_was_suspended_goes_on(played: Played) -> None:
+def test_a_suspended_job_continues(played: Played) -> None:
     assert played[SUSPENDED].result() == End([0] * 3, [[]] * 3)
 
 
@@ -342,7 +342,7 @@ class Recorded:
         return call
 
 
-def test_a_rank_asks_nothing_behind_its_good_bye() -> None:
+def test_a_rank_sends_nothing_after_its_good_bye() -> None:
     """Rank 0 takes the store away once it has read that; an answer that is awaited then fails, loudly."""
     store = Recorded(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
     with heartbeat(store, Topology(1, 2, 1, 2), 6.0, "test"):

@@ -45,7 +45,7 @@ def begin(go: Path, later: float) -> None:
     time.sleep(later)
 
 
-def test_a_rank_whose_line_is_its_own_says_it_too(tmp_path: Path) -> None:
+def test_a_rank_with_a_different_error_prints_it_too(tmp_path: Path) -> None:
     with Run(tmp_path, 2) as run:
         run.start(0, *REFUSED)
         run.start(1, "--no-such-flag", *REFUSED)
@@ -69,7 +69,7 @@ class Said:
         return self._capfd.readouterr().err.count("line\n")
 
 
-def test_what_was_said_in_another_start_is_said_again(
+def test_an_error_of_an_earlier_start_is_printed_again(
     said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node, other = OncePerNode("job", tmp_path), OncePerNode("another job", tmp_path)
@@ -84,7 +84,7 @@ def test_what_was_said_in_another_start_is_said_again(
     assert len(file.read_text().splitlines()) == 1  # nothing old is kept
 
 
-def test_where_others_may_have_a_hand_in_it_each_rank_speaks(said: Said, tmp_path: Path) -> None:
+def test_every_rank_prints_where_other_users_can_write_the_lock(said: Said, tmp_path: Path) -> None:
     node = OncePerNode("job", tmp_path)
     assert [said(node), said(node)] == [1, 0]
     (file,) = tmp_path.iterdir()
@@ -101,9 +101,7 @@ def test_where_others_may_have_a_hand_in_it_each_rank_speaks(said: Said, tmp_pat
     assert said(OncePerNode("job", tmp_path / "missing")) == 1
 
 
-def test_a_lock_that_is_held_silences_nobody(
-    said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_held_lock_silences_no_rank(said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node = OncePerNode("job", tmp_path)
     assert said(node) == 1
     monkeypatch.setattr(once_per_node, "_LOCK_SECONDS", 0.05)

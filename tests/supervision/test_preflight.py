@@ -47,7 +47,7 @@ def hang_when_it_joins() -> None:
     joining.process_group = lambda *_: time.sleep(1000)
 
 
-def test_a_rank_that_is_not_heard_of_again_ends_the_run(waiting: dict[str, Run]) -> None:
+def test_a_rank_that_falls_silent_ends_the_run(waiting: dict[str, Run]) -> None:
     """It came, and hangs before it says anything."""
     run = waiting["silent"]
     rank_address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": run.port}
@@ -94,7 +94,7 @@ def test_a_port_that_another_program_holds_is_refused(tmp_path: Path) -> None:
         assert f"MASTER_PORT {run.port}: the program at 127.0.0.1:{run.port} is not this run's" in run.err(1)
 
 
-def test_a_rank_that_does_not_come_is_named(waiting: dict[str, Run]) -> None:
+def test_a_missing_rank_is_named(waiting: dict[str, Run]) -> None:
     """Every ten seconds, and at the end by one rank."""
     run = waiting["absent"]
     assert run.statuses() == {0: 1, 2: 1}
@@ -103,7 +103,7 @@ def test_a_rank_that_does_not_come_is_named(waiting: dict[str, Run]) -> None:
     assert "WORLD_SIZE 4: ranks 1, 3 of 4 (node 0) did not connect within --preflight-timeout 12 s" in line
 
 
-def test_a_rank_that_comes_twice_is_refused(tmp_path: Path) -> None:
+def test_a_rank_that_connects_twice_is_refused(tmp_path: Path) -> None:
     with Run(tmp_path, 3) as run:
         run.start(0, *FLAGS)
         run.start(1, *FLAGS)
@@ -113,7 +113,7 @@ def test_a_rank_that_comes_twice_is_refused(tmp_path: Path) -> None:
         assert len(run.errors()) in (1, 2)  # rank 0's, and that of the rank that came second
 
 
-def test_ranks_that_were_told_other_things_are_refused_once(tmp_path: Path) -> None:
+def test_ranks_with_different_settings_are_refused_once(tmp_path: Path) -> None:
     with Run(tmp_path, 4) as run:
         for rank in range(4):
             run.start(rank, *FLAGS, "--seed", "7" if rank in (1, 3) else "6")
@@ -125,7 +125,7 @@ def test_ranks_that_were_told_other_things_are_refused_once(tmp_path: Path) -> N
         assert "(rank 1: 7, rank 0: 6)" in line
 
 
-def test_ranks_that_meet_but_cannot_join_end_the_run(waiting: dict[str, Run]) -> None:
+def test_ranks_that_reach_the_store_but_not_each_other_end_the_run(waiting: dict[str, Run]) -> None:
     """As behind a firewall that lets one port through."""
     run = waiting["apart"]
     assert run.statuses() == {0: 1, 1: 1}
@@ -166,7 +166,7 @@ def test_in_every_ring_each_rank_sends_to_who_receives_from_it(world: int, local
     assert Ring("of two", range(2)).neighbours(0) == (1, 1)
 
 
-def test_an_address_has_an_interface_or_none() -> None:
+def test_the_interface_of_an_address_is_found_if_there_is_one() -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("192.0.2.1") == "?"
     assert ranges([0, 2, 3, 4, 9]) == "0, 2-4, 9"

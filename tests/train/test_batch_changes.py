@@ -79,7 +79,7 @@ def test_a_run_in_samples_reads_them_all(
     assert said in capsys.readouterr().out
 
 
-def test_a_ramp_goes_on_from_the_samples_consumed(
+def test_a_ramp_continues_from_the_consumed_samples(
     resume: Resumed, read: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The steps before were of other sizes than those that the ramp would have taken."""

@@ -24,7 +24,7 @@ def marks_of(argv: list[str]) -> dict[str, bool]:
     return heard.patient
 
 
-def test_the_first_evaluation_of_a_run_that_goes_on_may_build_its_kernels(
+def test_the_first_evaluation_of_a_resumed_run_may_build_its_kernels(
     flags: list[str], tmp_path: Path
 ) -> None:
     """A compiler's graph without gradients is made then, behind steps that were quick."""

@@ -192,7 +192,7 @@ def test_the_loss_depends_neither_on_processes_nor_on_the_stage(flags: list[str]
         assert other == pytest.approx(losses[0], rel=1e-5)
 
 
-def test_a_run_goes_on_at_another_stage_and_world(flags: list[str], tmp_path: Path) -> None:
+def test_a_run_resumes_at_another_stage_and_world_size(flags: list[str], tmp_path: Path) -> None:
     """Saved by two ranks at stage 3, gone on with by one at stage 0 and by three at stage 2."""
     flags = [*flags, "--micro-batch-size", "2", "--global-batch-size", "12", "--train-iters", "4"]
     save, whole = str(tmp_path / "checkpoints"), tmp_path / "whole.jsonl"

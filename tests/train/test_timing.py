@@ -65,7 +65,7 @@ def test_lines() -> None:
     assert straggler_line([10.0, 10.5], [25.0] * 2).endswith("on rank 1: no rank stands out")
 
 
-def test_sections_add_up_and_begin_anew() -> None:
+def test_sections_add_up_and_are_reset() -> None:
     sections = TimedSections(torch.device("cpu"))
     for _ in range(2):
         with sections("outer"), sections("inner"):

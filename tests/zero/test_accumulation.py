@@ -177,7 +177,7 @@ def traffic(topology: Topology, cases: list[tuple[dict[str, Any], int]]) -> list
 
 
 @pytest.mark.parametrize(("nodes", "local"), [(2, 1), (2, 2), (3, 2)])
-def test_the_slow_link_is_crossed_once_per_step(nodes: int, local: int) -> None:
+def test_gradients_cross_the_slow_link_once_per_step(nodes: int, local: int) -> None:
     """Bytes per parameter and other node do not grow with micro-batches, recomputation or evaluations.
 
     All of ZeRO++: 1 byte and a scale of 2 bytes per 256 weights, half a byte and a scale per 128 gradients.

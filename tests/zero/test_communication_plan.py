@@ -45,7 +45,7 @@ def test_hpz_groups_divide_nodes_or_are_whole_nodes(nodes: int, local: int, size
         (1, 1, "2", "1"),
     ],
 )
-def test_other_hpz_sizes_are_refused_with_those_that_would_do(
+def test_other_hpz_sizes_are_refused_with_the_valid_ones(
     nodes: int, local: int, size: str, would_do: str
 ) -> None:
     with pytest.raises(ValueError, match=f"--zero-hpz-partition-size {size}: .*: {would_do}$"):
@@ -109,7 +109,7 @@ def test_ranks_of_a_stream_agree_on_it() -> None:
                 assert hop.ranks[hop.group_rank] == rank
 
 
-def test_nodes_are_alike() -> None:
+def test_all_nodes_have_the_same_plan() -> None:
     """So that --dry-run, which asks the ranks of one node, knows what all nodes send and hold."""
     for settings, (nodes, local) in product(SETTINGS, GRIDS):
         plans = plans_of(settings, nodes, local)
@@ -133,7 +133,7 @@ def test_algorithms_of_the_grids() -> None:
         assert sharded is (ReductionAlgorithm.TWO_HOPS if two_hops else ReductionAlgorithm.ONE_HOP)
 
 
-def test_peers_are_written_inside_one_node_alone() -> None:
+def test_peer_writes_are_only_used_inside_one_node() -> None:
     for settings, (nodes, local) in product(SETTINGS, GRIDS):
         plan = plans_of(settings, nodes, local, copy_engines=True)[-1]
         algorithm = plan.reduction.algorithm

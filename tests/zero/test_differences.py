@@ -97,7 +97,7 @@ def lags(topology: Topology, bits: int) -> list[float]:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_what_codes_lose_is_sent_the_next_time(bits: int) -> None:
+def test_what_codes_lose_is_sent_in_the_next_step(bits: int) -> None:
     """Codes of normal numbers leave 0.343, 0.186 or 0.097 of their rms (Max, 1960, table I).
 
     Differences have longer tails, which several exchanges reduce.
@@ -162,7 +162,7 @@ def found_to_differ(topology: Topology) -> list[str | None]:
     return found
 
 
-def test_a_reference_that_changed_on_one_node_is_found() -> None:
+def test_a_reference_that_changed_on_one_node_is_detected() -> None:
     for sound, flipped, swapped in on_ranks(4, found_to_differ, ranks_per_node=2):
         assert sound is None
         assert flipped == swapped

@@ -69,7 +69,7 @@ def test_weights_go_through_their_slots() -> None:
     assert walk.weights() == [GATHERING, GATHERING, SHARDED, SHARDED]
 
 
-def test_a_load_makes_gathers_on_their_way_useless() -> None:
+def test_a_load_discards_gathers_under_way() -> None:
     walk = Walk(plan_of(3, zero_stage=3))
     walk.prefetcher.gather_after_step(walk.units)
     for index in walk.units:

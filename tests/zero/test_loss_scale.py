@@ -19,20 +19,20 @@ def scales(scale: LossScale, *overflows: bool) -> list[float]:
     return seen
 
 
-def test_without_fp16_there_is_none() -> None:
+def test_without_fp16_there_is_no_loss_scale() -> None:
     assert scales(of(bf16=True), True, False) == [1.0, 1.0]
 
 
-def test_a_fixed_scale_stays() -> None:
+def test_a_fixed_scale_never_changes() -> None:
     assert scales(of(fp16=True, loss_scale=1024.0), True, True, False) == [1024.0] * 3
 
 
-def test_halves_after_its_patience_and_not_below_the_minimum() -> None:
+def test_the_scale_halves_after_its_patience_but_not_below_the_minimum() -> None:
     scale = of(fp16=True, initial_loss_scale=16.0, min_loss_scale=4.0, hysteresis=2)
     assert scales(scale, True, True, True, True, True) == [16.0, 8.0, 4.0, 4.0, 4.0]
 
 
-def test_doubles_after_a_window_of_clean_steps_in_a_row() -> None:
+def test_the_scale_doubles_after_a_window_of_clean_steps() -> None:
     scale = of(fp16=True, initial_loss_scale=16.0, loss_scale_window=3, hysteresis=1)
     assert scales(scale, False, False, True, False, False, False) == [16.0, 16.0, 8.0, 8.0, 8.0, 16.0]
 
@@ -51,7 +51,7 @@ def test_state_round_trips() -> None:
     assert scales(first, *later) == scales(second, *later)
 
 
-def test_a_dynamic_scale_begins_anew_behind_a_run_that_had_none() -> None:
+def test_a_dynamic_scale_starts_at_its_initial_value_after_a_run_without_one() -> None:
     state = LossScale(PrecisionConfig(bf16=True), torch.device("cpu")).state()
     scale = LossScale(PrecisionConfig(fp16=True, initial_loss_scale=2.0**16), torch.device("cpu"))
     scale.load_state(state)
