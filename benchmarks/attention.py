@@ -1,11 +1,11 @@
-"""Kernels of attention, whole and inside documents, and training steps: `python benchmarks/attention.py`.
+"""Times attention kernels and training steps, with and without document masks.
 
 For heads as those of 345M, 1.3B, 2.7B and 6.7B, forward and backward of each --attention-backend that runs,
 on as many samples as hold --tokens: milliseconds, and TFLOP/s of the products that causal attention needs,
 the backward 2.5 times the forward. With documents of a quarter of a sample on average only products inside a
-document count. Then whole training steps, with all three document masks and without any, beside one another,
-on a GPU compiled. In bf16 without dropout; on CPUs in fp32. Every time is the best of --rounds, in which all
-take turns.
+document count. Then whole training steps, with all three document masks and with none, compiled on
+a GPU. In bf16 without dropout; on CPUs in fp32. Every time is the best of --rounds, in which all
+contestants take turns.
 """
 
 import math
@@ -62,7 +62,7 @@ class Settings(Options):
     output: Path = option(RESULTS, "Directory of the result.")
 
     def check(self) -> None:
-        """Raises ValueError for a shape that is none."""
+        """Raises ValueError for an invalid shape."""
         for shape in self.shapes:
             if len(parts := shape.split("x")) != 2 or not all(part.isdigit() and int(part) for part in parts):
                 raise option_error("--shapes", shape, "must be heads × width, as in 16x64")
@@ -178,7 +178,7 @@ def kernel_rows(
 
 
 def step_figures(settings: Settings, device: torch.device) -> dict[str, Any]:
-    """Steps with documents over steps without, in tokens a second."""
+    """Tokens per second of training steps with documents and without, and their ratio."""
     smaller: dict[str, Any] = {"num_layers": settings.step_layers, "hidden_size": settings.step_hidden_size}
     config = ModelConfig(
         model_preset=settings.step_preset,

@@ -1,11 +1,11 @@
-"""What saving costs: how long training stands still; rates of writing and reading over the disk's own.
+"""What saves cost: how long training waits; rates of writing and reading relative to the disk's own rates.
 
     python benchmarks/checkpoint.py --directory DIRECTORY [--preset 345m] [--saves 3]
     torchrun --nproc-per-node 2 benchmarks/checkpoint.py --directory DIRECTORY
 
-Stands still: the seconds that the training's thread spends in the saver from one step to the next. The disk's
-own rate: a file of the same bytes a rank, written in large pieces and made durable, then read after the page
-cache has let go of it; all ranks at once, in the same run, beside the saves.
+Waits: the seconds that the training's thread spends in the saver between steps. The disk's own rates: a file
+per rank with the same number of bytes, written in large pieces and made durable, then read after it was
+dropped from the page cache; by all ranks at once, in the same run as the saves.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def config_of(options: argparse.Namespace, *flags: str) -> Config:
 
 
 def build(config: Config, topology: Topology, device: torch.device) -> ZeroEngine:
-    """An engine as a run has it."""
+    """The engine of such a run."""
     with torch.device("meta"):
         model = GPT(config.model, TOKENIZER["vocab_size"])
     operations = None
@@ -89,7 +89,7 @@ def build(config: Config, topology: Topology, device: torch.device) -> ZeroEngin
 
 
 class Training:
-    """Steps on random tokens, with the saver's calls where a run has them."""
+    """Steps on random tokens, which call the saver where a run does."""
 
     def __init__(self, engine: ZeroEngine, config: Config) -> None:
         self.engine = engine
@@ -98,7 +98,7 @@ class Training:
         self.iteration = 0
 
     def step(self, saver: Saver | None = None) -> tuple[float, float]:
-        """(seconds of the step, seconds of it inside of the saver)."""
+        """(seconds of the step, seconds inside the saver)."""
         started = time.perf_counter()
         self.engine.accumulate(self._tokens, index=0, micro_batches=1)
         inside = time.perf_counter()
@@ -115,7 +115,7 @@ class Training:
         return now - started, inside + now - after
 
     def save(self, saver: Saver) -> float:
-        """Seconds that a save keeps the training waiting before the next step begins."""
+        """Seconds that the training waits for a save before the next step begins."""
         started = time.perf_counter()
         saver.save(Progress(self.iteration, self.iteration))
         return time.perf_counter() - started
@@ -126,7 +126,7 @@ class Training:
 
 
 def raw_rates(path: Path, size: int) -> tuple[float, float]:
-    """Bytes a second of a plain file of `size` bytes, (written, read)."""
+    """Bytes per second of a plain file of `size` bytes, (written, read)."""
     piece = memoryview(os.urandom(PIECE))
     started = time.perf_counter()
     with path.open("wb", buffering=0) as file:
@@ -146,7 +146,7 @@ def raw_rates(path: Path, size: int) -> tuple[float, float]:
 
 
 def forget(path: Path) -> None:
-    """Makes the page cache let go of a file."""
+    """Drop a file from the page cache."""
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -154,7 +154,7 @@ def forget(path: Path) -> None:
 def time_saves(
     training: Training, saver: Saver, path: Path, nbytes: int, count: int
 ) -> tuple[list[float], list[tuple[float, float]]]:
-    """Seconds that synchronous saves take, and the disk's own rates just before each of them."""
+    """Seconds of synchronous saves, and the disk's own rates just before each save."""
     seconds, rates = [], []
     for _ in range(count):
         barrier(training.engine.topology)
@@ -166,7 +166,7 @@ def time_saves(
 
 
 def time_stalls(training: Training, saver: Saver, steps: int, count: int) -> tuple[list[float], list[float]]:
-    """Seconds that the training stands still for saves behind it, and those of the `steps` beside each."""
+    """Seconds that training waits for asynchronous saves, and those of the `steps` during each save."""
     stalls, beside = [], []
     for _ in range(count):
         stall = training.save(saver)
@@ -180,7 +180,7 @@ def time_stalls(training: Training, saver: Saver, steps: int, count: int) -> tup
 
 
 def time_loads(engine: ZeroEngine, checkpoint: Path, count: int) -> list[float]:
-    """Seconds that loads take which read from the disk."""
+    """Seconds of loads that read from the disk."""
     seconds = []
     for _ in range(count):
         for file in checkpoint.iterdir():
@@ -219,7 +219,7 @@ def measure(
     )
     syncs, rates = time_saves(training, waiting, path, shard_bytes, options.saves)
     sync, step = engine.mean_over_ranks(torch.tensor([median(syncs), plain], device=device)).tolist()
-    steps = 2 + math.ceil(2 * sync / step)  # of training, until a save behind it is done; on all ranks alike
+    steps = 2 + math.ceil(2 * sync / step)  # until an asynchronous save is done; equal on all ranks
     settings = config_of(options, "--async-save")
     behind = Saver(
         engine,

@@ -33,7 +33,7 @@ def machine() -> dict[str, Any]:
 
 
 def write_result(name: str, figures: dict[str, Any], directory: Path = RESULTS) -> Path:
-    """Writes `figures` with machine, command and commit to DIRECTORY/NAME.json and prints them."""
+    """Write `figures` with machine, command and commit to DIRECTORY/NAME.json, and print them."""
     path = save_result(name, figures, directory)
     print(json.dumps(figures, indent=2))
     print(f"written to {path}")
@@ -41,7 +41,7 @@ def write_result(name: str, figures: dict[str, Any], directory: Path = RESULTS) 
 
 
 def save_result(name: str, figures: dict[str, Any], directory: Path = RESULTS) -> Path:
-    """As `write_result`, in silence; a reader finds the old file or the new one whole."""
+    """As `write_result`, without printing; readers see the old file or the whole new one."""
     result = {
         "benchmark": name,
         "command": shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
@@ -58,7 +58,7 @@ def save_result(name: str, figures: dict[str, Any], directory: Path = RESULTS) -
 
 
 def commit() -> str:
-    """BENCHMARK_COMMIT, for a copy of the tree without its history, else what git says."""
+    """The commit: BENCHMARK_COMMIT, for a copy of the tree without history, else from git."""
     if given := os.environ.get("BENCHMARK_COMMIT"):
         return given
     git = ["git", "-C", str(Path(__file__).parent)]
@@ -71,7 +71,7 @@ def commit() -> str:
 
 
 def package_version(package: str) -> str | None:
-    """Of an installed package; None where it is not installed."""
+    """The version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

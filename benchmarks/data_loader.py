@@ -1,4 +1,4 @@
-"""Tokens a second that one process gets from the data loader, with the data in the page cache.
+"""Tokens per second that one process gets from the data loader, with the data in the page cache.
 
     python benchmarks/data_loader.py [--tokens N] [--seconds S]
 
@@ -40,7 +40,7 @@ class Settings(Options):
 
 
 def write_data(prefix: str, tokens: int) -> dict[str, float]:
-    """Writes random tokens; returns how fast."""
+    """Write random tokens; return the rate."""
     chunk = np.random.default_rng(0).integers(0, VOCABULARY, 1_000_000, dtype=np.uint16)
     begin = time.perf_counter()
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
@@ -50,7 +50,7 @@ def write_data(prefix: str, tokens: int) -> dict[str, float]:
 
 
 def open_data(prefix: str) -> tuple[IndexedDataset, dict[str, float]]:
-    """Opens the data set and reads it once; returns how long the checks took."""
+    """Open the data set and read it once; return the seconds that the checks took."""
     begin = time.perf_counter()
     data = IndexedDataset(prefix)
     elapsed = time.perf_counter() - begin
@@ -60,7 +60,7 @@ def open_data(prefix: str) -> tuple[IndexedDataset, dict[str, float]]:
 
 
 def measure(samples: WindowDataset, num_workers: int, seconds: float) -> dict[str, Any]:
-    """Tokens a second once the workers have started and their read-ahead has been used up."""
+    """Tokens per second after the workers have started and their read-ahead is used up."""
     schedule = BatchSchedule(MICRO_BATCH, MICRO_BATCH, data_parallel_size=1)
     with MicroBatches(samples, schedule, rank=0, num_workers=num_workers) as batches:
         stream = iter(batches)

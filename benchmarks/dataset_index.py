@@ -5,9 +5,9 @@
 
 A temporary data set is written whose index has N documents (10 million by default; their tokens are in a
 sparse file, as no token is read), and both build its document, sample and shuffle index for some epochs; and
-both draw blends of K data sets. Builds alternate, each from nothing into a new directory, files included;
-the fastest round of each counts, by the clock and by the processor's time, so that what else the
-machine does weighs less. The indexes are compared. Ours are also opened again, which checks every byte.
+both draw blends of K data sets. Builds alternate, each from nothing into a new directory, files included; the
+fastest round of each counts, by the clock and by the processor's time, so that other load on the machine
+matters less. The indexes are compared. Ours are also opened again, which checks every byte.
 """
 
 import contextlib
@@ -84,13 +84,13 @@ def reference(prefix: str, samples: int, cache: str) -> Any:
 
 
 def orders(cache: str) -> MegatronOrders:
-    """Ours, into `cache`."""
+    """Our orders, built into `cache`."""
     store = OrderCache("--data-cache-path", cache, Path(cache), lambda line: None)
     return MegatronOrders(store, SEQ_LENGTH, 50_000, SEED, partial(compiled_orders, print))
 
 
 def alternate(rounds: int, ours: Callable[[str], Any], theirs: Callable[[str], Any]) -> dict[str, Any]:
-    """Fastest seconds of each and of opening ours again, and what the last round of each returned."""
+    """The fastest seconds of each builder and of reopening ours, and the results of the last round."""
     seconds: dict[str, list[float]] = {"ours": [], "megatron_core": [], "ours_opened_again": []}
     processor: dict[str, list[float]] = {name: [] for name in seconds}
     made: dict[str, Any] = {}
@@ -130,12 +130,12 @@ def measure_order(prefix: str, settings: Settings) -> dict[str, Any]:
 
 
 def measure_blend(settings: Settings, sets: int) -> dict[str, Any]:
-    """The two indexes of a blend, whose data sets are but their lengths here."""
+    """The two indexes of a blend, whose data sets have only a length here."""
     from megatron.core.datasets.blended_dataset import BlendedDataset
     from megatron.core.datasets.utils import Split
 
     class Source:
-        """Stands for a data set with samples enough."""
+        """A stand-in for a data set with enough samples."""
 
         index_split, unique_identifiers = Split.train, {"name": "benchmark"}
 

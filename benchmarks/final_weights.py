@@ -3,9 +3,9 @@
 python benchmarks/final_weights.py HEAD                     # the hashes of this commit
 python benchmarks/final_weights.py main~5 HEAD --runs bf16  # both commits; runs with bf16 in their name
 
-A change that promises the same numbers is held to them here: ZeRO stages 0 to 3, ZeRO++ alone and together
+Checks a change that must not change numbers: ZeRO stages 0 to 3, ZeRO++ alone and together
 on 2 nodes x 2 ranks, fp32, bf16 and fp16, recomputation, and a resume. Every commit is checked out into a
-directory of its own and trains there with this Python, one thread per rank. Compare hashes of one machine
+separate directory and trains there with this Python, one thread per rank. Compare hashes of one machine
 only, because the bits of a matrix product depend on the processor. A hash covers master weights and moments,
 shard by shard, without the names that a checkpoint gives them. Exit status 1 when commits differ.
 """
@@ -41,7 +41,7 @@ RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform")
 
 
 def runs() -> dict[str, tuple[int, int, tuple[str, ...]]]:
-    """Nodes, ranks of each node and flags of every run, by name."""
+    """Nodes, ranks per node and flags of every run, by name."""
     found: dict[str, tuple[int, int, tuple[str, ...]]] = {}
     for precision in ("fp32", "bf16"):
         flag = f"--{precision}"
@@ -68,7 +68,7 @@ def runs() -> dict[str, tuple[int, int, tuple[str, ...]]]:
 
 
 def train(checkout: Path, nodes: int, local: int, flags: tuple[str, ...], save: Path) -> None:
-    """Trains to iteration 3 and, by a second start, on to 6. Raises RuntimeError with what a rank said."""
+    """Train to iteration 3 and, in a second start, to 6. Raises RuntimeError with a rank's output."""
     ranks = nodes * local
     argv = [sys.executable, "pretrain_gpt.py", *COMMON, *flags, "--device", "cpu"]
     argv += ["--save", str(save), "--load", str(save), "--save-interval", "3"]

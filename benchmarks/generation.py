@@ -1,9 +1,9 @@
-"""Tokens a second that are generated, beside transformers: `python benchmarks/generation.py [--texts 1 8]`.
+"""Generated tokens per second, compared with transformers: `python benchmarks/generation.py [--texts 1 8]`.
 
-A GPT of random weights goes on from prompts of random tokens, taking the likeliest each time: with the
-cache of keys and values, without it (a forward over the whole text for each token), and as transformers'
-generate does with the same weights and its own cache. All in one process, on the same threads, in fp32 on
-CPUs and bf16 on GPUs. The time is the best of --runs; without the cache, of one.
+A GPT with random weights continues prompts of random tokens greedily: with the cache of keys and values,
+without it (a forward over the whole text per token), and by transformers' generate with the same weights and
+its own cache. All run in one process, on the same threads, in fp32 on CPUs and bf16 on GPUs. The time is the
+best of --runs; without the cache there is one run.
 """
 
 import math
@@ -58,7 +58,7 @@ def transformers_model(ours: GPT) -> Any:
 
 
 def uncached(model: GPT, prompts: torch.Tensor, new_tokens: int) -> list[list[int]]:
-    """A whole forward for each token."""
+    """Tokens written with a whole forward per token."""
     ids = prompts
     with torch.inference_mode():
         for _ in range(new_tokens):
@@ -67,7 +67,7 @@ def uncached(model: GPT, prompts: torch.Tensor, new_tokens: int) -> list[list[in
 
 
 def cached(model: GPT, prompts: torch.Tensor, new_tokens: int) -> list[list[int]]:
-    """As sample and the server do it."""
+    """Tokens written with the cache, as by sample and the server."""
     texts = continue_texts(
         model,
         NullTokenizer(VOCABULARY - 1),
@@ -82,7 +82,7 @@ def cached(model: GPT, prompts: torch.Tensor, new_tokens: int) -> list[list[int]
 
 
 def theirs(model: Any, prompts: torch.Tensor, new_tokens: int) -> list[list[int]]:
-    """transformers' generate."""
+    """Tokens written by transformers' generate."""
     found = model.generate(
         prompts,
         attention_mask=torch.ones_like(prompts),

@@ -2,10 +2,11 @@
 
 python benchmarks/linear_cross_entropy.py [--tokens 8192 16384] [--widths 1024 2048 2560]
 
-Plain is F.cross_entropy on the fp32 logits of all tokens. Compiled, it is compiled as a whole; of ours the
-part between the matrix products is. Figures: milliseconds of a forward and backward, the best of --rounds in
-turn; the rate of the three products, 6 FLOPs per token and element of the weight; on a GPU the peak of memory
-above the inputs, gradients included; and how far loss and gradients are from the plain ones.
+The plain loss is F.cross_entropy on the fp32 logits of all tokens. It is compiled as a whole; of ours, only
+the part between the matrix products is compiled. Figures: milliseconds of a forward and backward, the best of
+--rounds; the rate of the three products, 6 FLOPs per token and element of the weight; on a GPU the peak
+memory above the inputs, gradients included; and the relative error of loss and gradients against the plain
+ones.
 """
 
 import argparse
@@ -34,7 +35,7 @@ def plain(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor
 
 
 def contestant(name: str) -> Loss:
-    """Made when its turn comes: compilation is not for a machine without a compiler."""
+    """Build a contestant when its turn comes, because a machine without a compiler cannot compile."""
     contestants: dict[str, Callable[[], Loss]] = {
         "plain": lambda: plain,
         "plain_compiled": lambda: torch.compile(plain),
@@ -50,7 +51,7 @@ CONTESTANTS = ("plain", "plain_compiled", "ours", "ours_compiled")
 
 
 def pass_through(loss: Loss, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """A forward and backward; the gradients are left in `grad`."""
+    """Run a forward and backward and return the loss; the gradients are in `grad`."""
     x.grad = weight.grad = None
     value = loss(x, weight, targets, vocab_size)
     value.backward()
@@ -64,7 +65,7 @@ def _gradients(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def seconds(run: Callable[[], Tensor], device: torch.device, steps: int) -> float:
-    """Of one of `steps` runs."""
+    """Mean seconds of one of `steps` runs."""
     synchronize(device)
     started = time.perf_counter()
     for _ in range(steps):
@@ -74,13 +75,13 @@ def seconds(run: Callable[[], Tensor], device: torch.device, steps: int) -> floa
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for what a GPU still has to do."""
+    """Wait for a GPU to finish its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def peak_bytes(run: Callable[[], Tensor], x: Tensor, weight: Tensor) -> int | None:
-    """Of one run above what was there before it; None where there is no CUDA to tell."""
+    """Peak memory of one run above the memory in use before it; None without CUDA."""
     if x.device.type != "cuda":
         return None
     x.grad = weight.grad = None
@@ -123,7 +124,7 @@ def measure(
 
 
 def main() -> None:
-    """All sizes, in one result."""
+    """Measure all sizes into one result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""The loss of whole runs on the same data that compute in other ways: compiled, eager, fp32, fp8.
+"""The loss of whole runs on the same data with different arithmetic: compiled, eager, fp32, fp8.
 
 python benchmarks/loss_curves.py --data-path PREFIX --tokenizer-model FILE [--steps 200] [--plot curves.png]
 
@@ -27,7 +27,7 @@ RUNS = {
     "compiled bf16": ["--bf16"],
     "compiled fp8": ["--bf16", "--fp8"],
 }
-PAIRS = {  # a run, and which its distance is from
+PAIRS = {  # a run, and the run that it is compared with
     "eager bf16": "eager fp32",
     "compiled bf16": "eager bf16",
     "compiled fp8": "compiled bf16",
@@ -35,7 +35,7 @@ PAIRS = {  # a run, and which its distance is from
 
 
 def losses_of(run: str, options: argparse.Namespace) -> list[float]:
-    """Of every step."""
+    """The loss of every step."""
     with tempfile.TemporaryDirectory() as scratch:
         metrics = Path(scratch) / "metrics.jsonl"
         flags = {
@@ -62,7 +62,7 @@ def losses_of(run: str, options: argparse.Namespace) -> list[float]:
 
 
 def distance(losses: list[float], other: list[float]) -> dict[str, float]:
-    """Over the other's losses."""
+    """The distance to another run's losses, relative to them."""
     ratios = [abs(a - b) / b for a, b in zip(losses, other, strict=True)]
     last = max(1, len(losses) // 10)
     ends = [sum(run[-last:]) / last for run in (losses, other)]
@@ -74,7 +74,7 @@ def distance(losses: list[float], other: list[float]) -> dict[str, float]:
 
 
 def draw(losses: dict[str, list[float]], path: Path) -> None:
-    """The curves."""
+    """Draw the curves."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Model-state memory of each rank on paper, from the formula that the tests hold the engine to.
+"""Model-state memory of each rank, from the formula with which the tests check the engine.
 
 python benchmarks/memory_table.py   writes benchmarks/results/memory_table.json and prints a table
 """
@@ -28,7 +28,7 @@ def model_state_bytes(parameters: int, ranks: int, stage: int, *, gradient_bytes
 
 
 def main() -> None:
-    """Gigabytes a rank, with gradients accumulated in fp32 as here, and the paper's with fp16 gradients."""
+    """Gigabytes per rank, with gradients accumulated in fp32 as here, and the paper's with fp16 gradients."""
     rows = []
     for size, parameters in SIZES.items():
         for ranks in RANKS:

@@ -1,14 +1,14 @@
-"""What others would write: GPT in plain PyTorch, and FSDP2 on it, as a program to measure beside ours.
+"""GPT in plain PyTorch, alone or with FSDP2, as others would write it: a program to compare with ours.
 
 torchrun --nproc-per-node 2 benchmarks/plain_training.py --kind fsdp2 --preset 1.3b --micro-batch-size 8 \\
     --steps 30 --metrics-file FILE
 
-plain       fp32 weights, autocast to bf16, a graph for each layer by torch.compile, fused AdamW, clipping
-whole       weights of bf16 alone, the whole model and its loss one graph by torch.compile, fused AdamW
-fsdp2       fp32 shards, bf16 compute, fp32 reduction, a graph for each layer, fused AdamW, clipping
+plain       fp32 weights, autocast to bf16, a graph per layer by torch.compile, fused AdamW, clipping
+whole       bf16 weights only, the whole model and its loss one graph by torch.compile, fused AdamW
+fsdp2       fp32 shards, bf16 compute, fp32 reduction, a graph per layer, fused AdamW, clipping
 
-Shares nothing with megatron_zpp but shapes. Random tokens come from pinned memory; the loss is read
-every --log-interval steps, when a line of JSON goes to --metrics-file.
+Shares only shapes with megatron_zpp. Random tokens come from pinned memory; the loss is read
+every --log-interval steps, when a line of JSON is written to --metrics-file.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def build(kind: str, config: ModelConfig, vocabulary: int, device: torch.device) -> nn.Module:
-    """The model as a user of that way would set it up."""
+    """The model as a user of this kind would set it up."""
     torch.manual_seed(1)
     with device:
         model = PlainGPT(config, vocabulary)
@@ -95,7 +95,7 @@ def build(kind: str, config: ModelConfig, vocabulary: int, device: torch.device)
 
 
 def train(options: argparse.Namespace, device: torch.device, rank: int) -> None:
-    """Takes the steps and writes the lines."""
+    """Take the steps and write the metrics."""
     config = ModelConfig(
         model_preset=options.preset,
         num_layers=options.num_layers,

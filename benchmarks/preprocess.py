@@ -1,8 +1,8 @@
 """How much of the tokenizer's own speed data/preprocess_data.py delivers, in MB/s of JSON lines.
 
 Rounds alternate between the tokenizer alone in one process, the tokenizer alone in as many processes as the
-tool has workers (what the machine can do at all), and the tool from its start to its exit. On a machine that
-does other work all the time only the processor seconds are worth reading.
+tool has workers (what the machine can do at all), and the tool from its start to its exit. On a machine with
+other load only the processor seconds are meaningful.
 """
 
 import multiprocessing
@@ -104,17 +104,17 @@ def best_seconds(times: list[Times]) -> float:
 
 
 def slowest(times: list[Times]) -> Times:
-    """The process that the others wait for."""
+    """The slowest process."""
     return max(times, key=lambda one: one.seconds)
 
 
 def run_data_tool(name: str, *arguments: str) -> None:
-    """Raises CalledProcessError when it fails; what it says goes to the terminal."""
+    """Raises CalledProcessError if it fails; its output goes to the terminal."""
     subprocess.run([sys.executable, str(TOOLS / name), *arguments], check=True)
 
 
 def preprocess(corpus: str, model: str, workers: int) -> Times:
-    """Of the tool from its start to its exit, with the start of its workers and the flush to disk."""
+    """Times of the tool from start to exit, with the start of its workers and the flush to disk."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start = time.perf_counter()
     run_data_tool(
@@ -132,7 +132,7 @@ def preprocess(corpus: str, model: str, workers: int) -> Times:
 
 
 def tokenizers_alone(corpus: str, model: str, processes: int) -> list[Times]:
-    """Of each of so many processes that tokenise the corpus side by side."""
+    """Times of each of so many processes that tokenise the corpus in parallel."""
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(processes), context.SimpleQueue()
     team = [

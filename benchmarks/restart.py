@@ -29,7 +29,7 @@ FLAGS = (
 
 
 def wait_for(pattern: str, lines: IO[str]) -> str:
-    """The first line that matches. Ends the benchmark when the run ends before."""
+    """The first line that matches. Ends the benchmark if the run ends earlier."""
     for line in lines:
         if re.search(pattern, line):
             return line
@@ -37,7 +37,7 @@ def wait_for(pattern: str, lines: IO[str]) -> str:
 
 
 def seconds_to_the_next_step(processes: int) -> float:
-    """Of one run that loses a rank."""
+    """Seconds from the kill of a rank of a run to the next step."""
     with tempfile.TemporaryDirectory() as save:
         argv = ["launch/local.sh", "-n", str(processes), "--max-restarts", "1", "pretrain_gpt.py", *FLAGS]
         run = subprocess.Popen(

@@ -5,11 +5,11 @@ python benchmarks/slow_link.py --accumulation 1 4 16 --grids 2x1 2x2 3x2   gradi
 
 Prediction, before anything is measured: the bytes that a step sends between nodes follow from the layouts of
 the units, and every node sends an equal part of them, so a step takes at least that part divided by the
-link's rate. Where the link is what a step waits for, measured time is near it; where it is not, the compute
-shows. `counted_over_ledger` compares the bytes that the kernel counted in the whole run with the ledger's.
-Ranks join and time their links before they train: what a run of one step of plain stage 3 sends beyond its
-ledger is taken off. With --accumulation, `bytes_per_parameter` are the bytes sent by all nodes in a step /
-parameters / (nodes - 1), and the time of a step is not limited by --link-rate.
+link's rate. If a step waits for the link, the measured time is close to this bound; otherwise the compute
+decides. `counted_over_ledger` compares the bytes that the kernel counted in the whole run with the ledger's.
+Ranks join and time their links before they train, so the bytes that a run of one step of plain stage 3 sends
+beyond its ledger are subtracted. With --accumulation, `bytes_per_parameter` are the bytes sent by all nodes
+in a step / parameters / (nodes - 1), and the time of a step is not limited by --link-rate.
 """
 
 import argparse
@@ -60,7 +60,7 @@ WARMUP = 2  # steps
 
 @dataclass(frozen=True)
 class Grid:
-    """Nodes, ranks of each, and micro-batches of a step."""
+    """Nodes, ranks per node, and micro-batches per step."""
 
     nodes: int = NODES
     local: int = RANKS_OF_A_NODE
@@ -68,7 +68,7 @@ class Grid:
 
 
 def layouts(flags: list[str], grid: Grid) -> list[FlatLayout]:
-    """Of the model's units."""
+    """The layouts of the model's units."""
     with torch.device("meta"):
         model = GPT(ModelConfig(**SHAPE, hidden_dropout=0.0, attention_dropout=0.0), VOCAB)
     block = WEIGHT_BLOCK if QWZ in flags else GRADIENT_BLOCK if QGZ in flags else 1
@@ -76,17 +76,17 @@ def layouts(flags: list[str], grid: Grid) -> list[FlatLayout]:
 
 
 def predicted_bytes(flags: list[str], grid: Grid) -> int:
-    """Sent between nodes by all ranks together in one step, in bf16 or as codes.
+    """Bytes sent between nodes by all ranks in one step, in bf16 or as codes.
 
     Each rank sends its shard of a gather to its cross-node ranks, once per step with hpZ. A plain reduction
-    sends the node's fp32 sum, or where the node has one rank its gradients: in bf16 as they are made, in fp32
-    if they were accumulated.
+    sends the node's fp32 sum. On nodes of one rank it sends gradients, in bf16, or in fp32 if they were
+    accumulated.
     """
     total, others, several = 0, grid.nodes - 1, grid.local > 1
     accumulated = ACCUMULATE in flags and grid.micro_batches > 1
     for layout, units in Counter(layouts(flags, grid)).items():
         shard = layout.shard_numel
-        in_slots = min(units, 2)  # a pass finds the last units of the pass before there
+        in_slots = min(units, 2)  # still there from the pass before
         gathers = units
         if HPZ not in flags:
             gathers += (2 * grid.micro_batches - 1) * (units - in_slots)
@@ -152,11 +152,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--link-rate", type=int, default=200, help="Mbit/s, each way, of a node's link.")
+    parser.add_argument("--link-rate", type=int, default=200, help="Mbit/s of a node's link, each direction.")
     parser.add_argument("--steps", type=int, default=8, help="Timed steps.")
     parser.add_argument("--accumulation", type=int, nargs="*", default=[], help="Micro-batches per step.")
     parser.add_argument(
-        "--grids", nargs="+", default=["2x2"], help="Nodes x ranks of each, to accumulate on."
+        "--grids", nargs="+", default=["2x2"], help="Nodes x ranks per node, to accumulate on."
     )
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -178,7 +178,7 @@ def main() -> None:
 
 
 def techniques(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Each technique alone and all together, with one micro-batch, at the link's rate and without a limit."""
+    """Figures of each technique and of all together, one micro-batch, with and without a link limit."""
     figures, grid = {}, Grid()
     for name, flags in CONTESTANTS.items():
         nbytes = predicted_bytes(flags, grid)

@@ -41,7 +41,7 @@ def parts_of_trace(path: Path, steps: int) -> dict[str, float]:
 
 
 def grad_segments(events: list[dict[str, Any]], steps: int) -> dict[str, float]:
-    """The same of the GPU's events, with times in microseconds."""
+    """Milliseconds of a step by part, from the GPU's events, whose times are in microseconds."""
     if not events:
         return dict.fromkeys(PARTS, 0.0)
     spans: dict[str, list[Span]] = {part: [] for part in PARTS}
@@ -86,7 +86,7 @@ def draw(parts: dict[str, dict[str, float]], path: Path) -> None:
 
 
 def _union(spans: list[Span]) -> list[Span]:
-    """Spans that do not overlap, in order, and cover the same."""
+    """Merge spans: ordered spans without overlap that cover the same time."""
     merged: list[Span] = []
     for begin, end in sorted(spans):
         if merged and begin <= merged[-1][1]:

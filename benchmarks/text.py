@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def open_corpus(corpus: str, prefix: str, cache: str, workers: int) -> OpenText:
-    """As a run opens it."""
+    """The text as a run opens it."""
     tokenizer = TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=f"{prefix}.model")
     data = DataConfig(data_path=(corpus,), data_cache_path=cache, num_workers=workers)
     description = describe(build_tokenizer(tokenizer))
@@ -84,7 +84,7 @@ def open_corpus(corpus: str, prefix: str, cache: str, workers: int) -> OpenText:
 
 
 def read_epoch(open_anew: Any, workers: int) -> Times:
-    """What reading all samples once takes, from opening the text on."""
+    """Times of reading all samples once, including opening the text."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     text = open_anew(workers)
     samples = text.samples("train", (0, text.blocks), SEQ_LENGTH, 1, 1)

@@ -3,13 +3,12 @@
 python benchmarks/throughput.py --shapes 345m:16 1.3b:16 2.7b:8 --runs "stage 0" plain whole
 python benchmarks/throughput.py --gpus 2 --shapes 1.3b:8 --runs "stage 0" "stage 3" zeropp fsdp2
 
-Every run is a process of its own (a group of them with --gpus above 1), so that none inherits memory, graphs
-or a warm cache of another. They take turns, --rounds times; what counts is the best interval of ten steps,
-with data loading, clipping, optimizer and the reading of the loss in it. Figures: milliseconds of a step,
-TFLOP/s a GPU (PaLM's count), peak memory, seconds from the start of the program to its first line, without
-kernels in the cache and with them; and ratios to the peers of the same shape. With --parts a trace of
-three steps of ours is split by what ran, and drawn: idle is what is left of a step that is not traced, since
-tracing holds the host up.
+Every run is a separate process (several with --gpus above 1), so that it inherits no memory, graphs or warm
+cache. Runs take turns, --rounds times; the best interval of ten steps counts, which includes data loading,
+clipping, the optimizer and reading the loss. Figures: milliseconds per step, TFLOP/s per GPU (PaLM's count),
+peak memory, seconds from the start of the program to its first line, with and without cached kernels; and
+ratios to the peers of the same shape. With --parts a trace of three steps of ours is split by kind of kernel,
+and drawn: idle is the rest of a step that is not traced, because tracing slows the host down.
 """
 
 import argparse
@@ -71,7 +70,7 @@ def command(run: str, shape: dict[str, Any], options: argparse.Namespace, metric
 def measure(
     run: str, shape: dict[str, Any], options: argparse.Namespace, cache: Path, traces: Path | None = None
 ) -> dict[str, Any]:
-    """Runs it once; with `traces`, ours leaves a trace there."""
+    """Run it once and return its figures; with `traces`, ours writes a trace there."""
     with tempfile.TemporaryDirectory() as scratch:
         metrics = Path(scratch) / "metrics.jsonl"
         argv = command(run, shape, options, metrics)
@@ -94,7 +93,7 @@ def measure(
                     if first is None and metrics.exists() and metrics.stat().st_size:
                         first = time.perf_counter() - started
                     time.sleep(0.05)
-            finally:  # nothing goes on without whoever measures it
+            finally:  # no process may outlive the benchmark
                 _end(process)
         records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
         if process.returncode or not records:
@@ -109,7 +108,7 @@ def measure(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """A launcher ends its ranks when it is told to, and cannot when it is killed."""
+    """End a run: SIGTERM first, on which a launcher ends its ranks, and SIGKILL after 20 s."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -130,7 +129,7 @@ def shape_of(text: str) -> dict[str, Any]:
 
 
 def tflops(result: dict[str, Any], shape: dict[str, Any], options: argparse.Namespace) -> float:
-    """Of one GPU, by PaLM's count."""
+    """TFLOP/s of one GPU, by PaLM's count."""
     fields = {flag.removeprefix("--").replace("-", "_"): value for flag, value in shape.items()}
     micro_batch = fields.pop("micro_batch_size")
     numbers: dict[str, Any] = {
@@ -156,7 +155,7 @@ def main() -> None:
     parser.add_argument(
         "--extra", nargs="*", default=[], help="more flags for pretrain_gpt.py, as FLAG=VALUE"
     )
-    parser.add_argument("--parts", type=Path, help="where the picture of the parts of a step goes, a PNG")
+    parser.add_argument("--parts", type=Path, help="PNG file for the figure of the parts of a step")
     parser.add_argument("--name", default="throughput")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()

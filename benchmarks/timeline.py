@@ -1,4 +1,4 @@
-"""Draws one step of a trace of benchmarks/zero_speed.py: what ran beside what.
+"""Draws one step of a trace of benchmarks/zero_speed.py: which kernels ran at the same time.
 
 python benchmarks/timeline.py TRACE.json[.gz] OUTPUT.png [--title TEXT]
 
@@ -39,7 +39,7 @@ Event = dict[str, Any]
 
 
 def kind_of(event: Event) -> str:
-    """What a kernel is for."""
+    """The kind of a kernel."""
     return next((kind for part, kind in KINDS if part in event["name"]), "other compute")
 
 
@@ -95,7 +95,7 @@ def main() -> None:
                 for event in stream
                 if kind_of(event) == kind
             ]
-            # a line around each, or what takes microseconds would not show
+            # an outline makes events of microseconds visible
             axes.broken_barh(bars, (row - 0.4, 0.8), color=colors[kind], linewidth=0.5)
     axes.set_yticks(range(len(shown)), [name for name, _ in shown], fontsize=8)
     axes.invert_yaxis()

@@ -1,16 +1,16 @@
-"""Training speed of ZeRO and ZeRO++ against FSDP2 and DeepSpeed: every contestant in processes of its own.
+"""Training speed of ZeRO and ZeRO++ against FSDP2 and DeepSpeed, each contestant in separate processes.
 
 python benchmarks/zero_speed.py --nodes 2 --ranks-per-node 1 [--nccl default] [--contestants NAME...]
 python benchmarks/zero_speed.py --tables RESULT.json...   prints the tables of results
 
-Nodes are emulated as by launch/emulate_nodes.sh: a torchrun for each, a GPU for each rank where there are
-enough, NCCL over sockets between nodes. Where ranks share a GPU the result says so ("shared_gpu"), and its
-times are no measure of a network. Contestants take turns, --rounds times, so that drift shows; all of them
+Nodes are emulated as by launch/emulate_nodes.sh: a torchrun per node, a GPU per rank if there are enough,
+NCCL over sockets between nodes. Where ranks share a GPU the result says so ("shared_gpu"), and its
+times do not measure a network. Contestants take turns, --rounds times, so that drift shows; all of them
 train the same weights on the same tokens with the same NCCL settings, and their losses are in the result. The
 rates of NCCL's collectives are measured in the same rounds, so that results can be scaled to another link.
 
 The result is written after every contestant. A call stops before --limit-seconds with exit status 75, and the
-same command resumes. What failed is recorded and not tried again without --retry-failed. benchmarks/README.md
+same command resumes. Failures are recorded and not retried without --retry-failed. benchmarks/README.md
 has the commands of the comparison on two GPUs.
 """
 
@@ -36,8 +36,8 @@ from benchmarks.contest.protocol import shape_arguments
 LINKS = "links"  # measured in every round like a contestant
 _SHAPE = ("preset", "num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")
 _FIXED = (*_SHAPE, "micro_batch_size", "micro_batches", "dtype", "warmup", "steps", "no_compile")
-_OURS_AUTO = "ours_auto"  # NCCL's settings that ours chooses by itself
-_MARGIN = 1.2  # of what a contestant took the last time
+_OURS_AUTO = "ours_auto"  # the NCCL settings that ours chooses
+_MARGIN = 1.2  # times the seconds of a contestant's last turn
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -79,14 +79,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def result_name(options: argparse.Namespace) -> str:
-    """Of the result: model, micro-batches, grid and NCCL's settings."""
+    """The name of the result: model, micro-batches, grid and NCCL's settings."""
     model = options.preset or f"{options.num_layers}x{options.hidden_size}"
     batch = f"mbs{options.micro_batch_size}_acc{options.micro_batches}"
     return f"zero_speed_{model}_{batch}_{options.nodes}x{options.ranks_per_node}_{options.nccl}"
 
 
 class Contest:
-    """The rounds of one result, which is on disk after each of them."""
+    """The rounds of one result, which is written after each round."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options, self._deadline = options, time.perf_counter() + options.limit_seconds
@@ -96,7 +96,7 @@ class Contest:
         self.figures = self._begin()
 
     def run(self) -> bool:
-        """Runs what is missing; False when the time is up before all of it has run."""
+        """Run what is missing; return False if time is up before all of it has run."""
         options = self._options
         every = contestants(options.nodes, options.ranks_per_node, options.micro_batches)
         rows = self.figures["contestants"]
@@ -125,7 +125,7 @@ class Contest:
         return True
 
     def _begin(self) -> dict[str, Any]:
-        """The figures so far. Exits where the result is of other settings, GPUs or another mapping."""
+        """The figures so far. Exits if the result has other settings, GPUs or another mapping."""
         options = self._options
         settings = {name: getattr(options, name) for name in _FIXED}
         fresh: dict[str, Any] = {
@@ -158,7 +158,7 @@ class Contest:
         return False
 
     def _round(self, name: str, row: dict[str, Any], contestant: Contestant | None) -> None:
-        """One contestant's turn, or that of the links; what it reports or how it failed goes into `row`."""
+        """One contestant's turn, or that of the links; adds its report or failure to `row`."""
         options = self._options
         with tempfile.TemporaryDirectory() as scratch:
             report = Path(scratch) / "report.json"
@@ -183,7 +183,7 @@ class Contest:
             if outcome.failed or not report.exists():
                 failed = outcome.failed or "ended without a report"
                 cut_off = limit < options.contestant_seconds and failed.startswith("ran past")
-                if not cut_off:  # else the call was over, which is not the contestant's failure
+                if not cut_off:  # a call that ended is not the contestant's failure
                     row["failed"] = failed
                 print(f"{name}: failed after {seconds} s: {failed.splitlines()[0]}", flush=True)
             else:

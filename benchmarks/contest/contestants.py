@@ -1,4 +1,4 @@
-"""Who is compared: each contestant's program and arguments on a grid of nodes × ranks."""
+"""The contestants: each one's program and arguments on a grid of nodes × ranks."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ DEEPSPEED_ABSENT = (
 
 @dataclass(frozen=True)
 class Contestant:
-    """One row of a table; `family` is whose it is: ours, fsdp2 or deepspeed."""
+    """One row of a table; `family` is ours, fsdp2 or deepspeed."""
 
     family: str
     title: str
@@ -39,14 +39,14 @@ class Contestant:
     arguments: tuple[str, ...]
 
     def absent(self) -> str | None:
-        """Why it cannot run on this machine."""
+        """Why it cannot run on this machine, or None."""
         if self.family == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
             return DEEPSPEED_ABSENT
         return None
 
 
 def contestants(nodes: int, ranks_per_node: int, micro_batches: int) -> dict[str, Contestant]:
-    """All that make sense on this grid, by name."""
+    """All contestants that make sense on this grid, by name."""
     found = {"one_gpu": _ours("stage_0", "ours, each GPU alone", "--alone")}
     if nodes * ranks_per_node > 1:
         found |= {name: _ours(name, f"ours, {name.replace('_', ' ')}") for name in OURS}
@@ -54,7 +54,7 @@ def contestants(nodes: int, ranks_per_node: int, micro_batches: int) -> dict[str
 
 
 def default_names(nodes: int, ranks_per_node: int, micro_batches: int) -> list[str]:
-    """Those that a table of this grid shows when nobody says which."""
+    """The contestants of this grid's default table."""
     every = contestants(nodes, ranks_per_node, micro_batches)
     if nodes == 1:
         ours = ["one_gpu", "stage_0", "stage_1", "stage_2", "stage_3", "stage_3_prefetch_2", "zeropp"]
@@ -70,7 +70,7 @@ def _ours(settings: str, title: str, *more: str) -> Contestant:
 
 
 def _fsdp2(nodes: int, ranks_per_node: int, micro_batches: int) -> dict[str, Contestant]:
-    """With 16- and 32-bit reduction, resharding as the grid wants it, and HSDP.
+    """FSDP2 with 16- and 32-bit reduction, resharding that suits the grid, and HSDP.
 
     On nodes of several ranks weights are resharded to the node, so that the backward gathers inside it; on
     nodes of one rank they stay whole. Beside these there is FSDP2's default, which reshards to all ranks.

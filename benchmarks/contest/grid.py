@@ -22,7 +22,7 @@ NCCL_SETTINGS: dict[str, dict[str, str]] = {
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The GPUs that a run may use, as CUDA_VISIBLE_DEVICES names them; none where nvidia-smi finds none."""
+    """The GPUs that a run may use, as in CUDA_VISIBLE_DEVICES; none if nvidia-smi finds none."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
     except OSError:
@@ -52,7 +52,7 @@ def gpu_map(nodes: int, ranks_per_node: int, gpus: Sequence[str]) -> list[list[s
 
 
 def shares_gpus(mapped: Sequence[Sequence[str]]) -> bool:
-    """Whether some ranks take turns on one GPU, which distorts what is measured."""
+    """Whether ranks share a GPU, which distorts the measurement."""
     used = [gpu for node in mapped for gpu in node]
     return len(set(used)) < len(used)
 
@@ -60,7 +60,7 @@ def shares_gpus(mapped: Sequence[Sequence[str]]) -> bool:
 def node_environment(
     node: int, gpus: Sequence[str], nccl: Mapping[str, str], processors_per_rank: int
 ) -> dict[str, str]:
-    """What the processes of one emulated node have in their environment beyond the driver's."""
+    """Environment variables of one emulated node in addition to the driver's."""
     threads = str(max(1, processors_per_rank))
     return {
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),

@@ -1,4 +1,4 @@
-"""Runs a module as the ranks of several emulated nodes: one torchrun for each node, all ended together."""
+"""Runs a module as the ranks of several emulated nodes: one torchrun per node, all ended together."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ _TAIL = 3000  # characters of a failed run's output that a result keeps
 
 @dataclass(frozen=True)
 class Outcome:
-    """`failed` says why a run did not end well, in its first line and then at length; None where it did."""
+    """`failed`: why a run failed, in one line, then with details; None if it succeeded."""
 
     seconds: float
     failed: str | None
@@ -32,7 +32,7 @@ def run_on_nodes(
     ranks_per_node: int,
     limit_seconds: float,
 ) -> Outcome:
-    """Runs `python -m MODULE ARGUMENTS` on every rank; node n has `environments[n]` beyond this environment.
+    """Runs `python -m MODULE ARGUMENTS` on every rank; node n adds `environments[n]` to this environment.
 
     The first node that fails, and the time limit, end all nodes.
     """
@@ -55,7 +55,7 @@ def run_on_nodes(
                     )
                 processes.append(process)
             failed = _wait(processes, started + limit_seconds)
-        finally:  # nothing outlives whoever measures it
+        finally:  # no process may outlive the benchmark
             for process in processes:
                 _end(process)
         if failed:
@@ -66,7 +66,7 @@ def run_on_nodes(
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> str | None:
-    """Why the run failed, as soon as that is known; None once all have ended well."""
+    """Why the run failed, as soon as it does; None after all nodes have ended with status 0."""
     while True:
         statuses = [process.poll() for process in processes]
         for node, status in enumerate(statuses):
@@ -80,7 +80,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> str | No
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """A launcher ends its ranks when it is told to, and cannot when it is killed."""
+    """End the launchers: SIGTERM first, on which a launcher ends its ranks, then SIGKILL."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -99,7 +99,7 @@ def _readable(output: Path) -> str:
 
 
 def _reason(outputs: list[str]) -> str:
-    """The line of a rank's output that most likely says why it ended; torchrun's own come last of all."""
+    """The line of a rank's output that most likely says why it ended; torchrun's lines come last."""
     lines = [line.strip() for text in outputs for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"(\[rank\d+\]: *)?[\w.]*(Error|Exception)\b.*", line)]
     of_ranks = [line for line in errors if line.startswith("[rank")]

@@ -22,7 +22,7 @@ from benchmarks.contest.protocol import Rank, join
 
 Collective = Callable[[], dist.Work]
 
-CASES: dict[str, tuple[str, ...]] = {  # collectives at once, the second on a communicator of its own
+CASES: dict[str, tuple[str, ...]] = {  # simultaneous collectives, the second on a second communicator
     "all_gather": ("all_gather",),
     "reduce_scatter": ("reduce_scatter",),
     "all_to_all": ("all_to_all",),
@@ -35,7 +35,7 @@ DEFAULT_CASES = tuple(CASES)[:4]
 
 
 def collectives(sent_bytes: int, group: dist.ProcessGroup, device: torch.device) -> dict[str, Collective]:
-    """Each moves `sent_bytes` from every rank of `group` to others."""
+    """Collectives that each send `sent_bytes` from every rank of `group` to others."""
     ranks = group.size()
     part = sent_bytes // (ranks - 1)
 
@@ -51,7 +51,7 @@ def collectives(sent_bytes: int, group: dist.ProcessGroup, device: torch.device)
 
 
 def gigabytes_per_second(rank: Rank, running: list[Collective], sent_bytes: int, seconds: float) -> float:
-    """Of each rank, with the collectives of `running` side by side, over about that many seconds."""
+    """The rate of each rank with the collectives of `running` in parallel, over about so many seconds."""
 
     def once() -> None:
         for work in [start() for start in running]:
@@ -90,7 +90,7 @@ def main() -> None:
     ranks_per_node = rank.world_size // options.nodes
     step = ranks_per_node if options.nodes > 1 else 1
     mine = []
-    for _ in range(2):  # two communicators, so that two collectives can run side by side
+    for _ in range(2):  # two communicators, so that two collectives can run in parallel
         groups = [dist.new_group(list(range(first, rank.world_size, step))) for first in range(step)]
         mine.append(groups[rank.rank % step])
     rates: dict[str, dict[str, float]] = {}

@@ -42,7 +42,7 @@ Step = Callable[[Sequence[Tensor]], Tensor]  # micro-batches of (B, T + 1) token
 
 @dataclass(frozen=True)
 class Rank:
-    """This process, its device and what it was asked to do."""
+    """This process, its device and its options."""
 
     options: argparse.Namespace
     rank: int
@@ -70,7 +70,7 @@ class Rank:
 
 
 def shape_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags that the driver and every contestant have."""
+    """Add the flags of the driver and of every contestant."""
     parser.add_argument("--preset", help="a model preset, or give the three sizes")
     parser.add_argument("--num-layers", type=int)
     parser.add_argument("--hidden-size", type=int)
@@ -81,7 +81,7 @@ def shape_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batches", type=int, default=1, help="in each optimizer step")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=10, help="timed ones, in each round")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps in each round")
     parser.add_argument("--no-compile", action="store_true")
 
 
@@ -102,7 +102,7 @@ def backend() -> str:
 
 
 def join(options: argparse.Namespace, store: dist.Store | None = None) -> Rank:
-    """Joins the ranks that torchrun started, NCCL on GPUs and gloo on CPUs; at `store` if they have one."""
+    """Join the ranks that torchrun started, with NCCL on GPUs and gloo on CPUs; at `store` if given."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -120,7 +120,7 @@ def join(options: argparse.Namespace, store: dist.Store | None = None) -> Rank:
 
 
 def plain_model(rank: Rank) -> PlainGPT:
-    """The peers' model on this rank's device, whole, in fp32, with the weights that ours starts from."""
+    """The peers' model on this rank's device, whole and in fp32, with the initial weights of ours."""
     config, vocab_size = rank.config, rank.options.vocab_size
     with torch.device("meta"):
         ours, model = GPT(config, vocab_size), PlainGPT(config, vocab_size)
@@ -140,7 +140,7 @@ def _our_name(name: str) -> str:
 
 
 def compile_plain(model: PlainGPT) -> None:
-    """A graph for each layer, and one for the loss."""
+    """Compile a graph per layer, and one for the loss."""
     for block in model.blocks:
         block.compile(dynamic=False)
     model.loss = torch.compile(model.loss, dynamic=False)
@@ -158,9 +158,9 @@ def plain_adamw(model: nn.Module, on_gpu: bool) -> torch.optim.AdamW:
 
 
 def report(rank: Rank, step: Step, **more: str) -> None:
-    """Takes the steps; rank 0 writes losses, times, peak memory and bytes over loopback to --report.
+    """Take the steps; rank 0 writes losses, times, peak memory and bytes over loopback to --report.
 
-    So it does with `more`.
+    `more` is added to the report.
     """
     options, batches = rank.options, _micro_batches(rank)
     losses, seconds_to_first = [], time.perf_counter()
@@ -209,7 +209,7 @@ def report(rank: Rank, step: Step, **more: str) -> None:
 
 
 def _micro_batches(rank: Rank) -> list[Tensor]:
-    """(B, T + 1) random tokens for each micro-batch, other ones on each rank, on its device."""
+    """(B, T + 1) random tokens per micro-batch, different on each rank, on its device."""
     options = rank.options
     draw = torch.Generator().manual_seed(rank.rank)
     shape = (options.micro_batches, options.micro_batch_size, options.seq_length + 1)
@@ -217,7 +217,7 @@ def _micro_batches(rank: Rank) -> list[Tensor]:
 
 
 class _Clock:
-    """Time of each step, without making the host wait: events of the GPU, or the host's clock on CPUs."""
+    """Times each step without making the host wait: GPU events, or the host's clock on CPUs."""
 
     def __init__(self, on_gpu: bool) -> None:
         self._on_gpu = on_gpu
@@ -225,7 +225,7 @@ class _Clock:
         self.tick()
 
     def tick(self) -> None:
-        """Ends a step."""
+        """End a step."""
         if self._on_gpu:
             self._ticks.append(torch.cuda.Event(enable_timing=True))
             self._ticks[-1].record()
@@ -246,12 +246,12 @@ def _synchronize(rank: Rank) -> None:
 
 
 def _loopback_bytes() -> int:
-    """What has been sent over loopback, by the kernel's counter: emulated nodes have no other link."""
+    """Bytes sent over loopback, the only link of emulated nodes, by the kernel's counter."""
     return int(_LOOPBACK.read_text()) if _LOOPBACK.exists() else 0
 
 
 def _trace(rank: Rank, step: Step, batches: list[Tensor]) -> None:
-    """Three steps to a trace that Perfetto and benchmarks/timeline.py open."""
+    """Write three steps to a trace for Perfetto and benchmarks/timeline.py."""
     rank.options.trace.mkdir(parents=True, exist_ok=True)
     with torch.profiler.profile() as profile:
         for _ in range(3):

@@ -9,11 +9,11 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.flops import flops_per_token
 
 PEERS = ("fsdp2", "deepspeed")  # families; a name begins with its family
-_LOSS_TOLERANCE = 0.02  # of bf16 and quantised runs beside each other; other work shows at once
+_LOSS_TOLERANCE = 0.02  # between bf16 and quantised runs; a different computation exceeds it at once
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """A 95% interval of the median that supposes no distribution: from the order statistics.
+    """A distribution-free 95% interval of the median, from the order statistics.
 
     Below six values it is their range, which covers less.
     """
@@ -26,7 +26,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def summarise(figures: dict[str, Any]) -> None:
-    """Adds to each contestant its figures over all rounds, and the rate of ours over the strongest peers."""
+    """Add to each contestant its figures over all rounds, and the rate of ours over the strongest peers."""
     rows = {name: row for name, row in figures["contestants"].items() if row.get("rounds")}
     settings = figures["settings"]
     shape = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
@@ -69,14 +69,14 @@ def summarise(figures: dict[str, Any]) -> None:
 
 
 def _same_work(row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> bool:
-    """Whether its first loss is that of most others, which began with the same weights and tokens."""
+    """Whether its first loss is that of most contestants, which have the same weights and tokens."""
     first = row["rounds"][0]["losses"][0]
     usual = statistics.median(each["rounds"][0]["losses"][0] for each in rows.values())
-    return abs(first / usual - 1) < _LOSS_TOLERANCE  # a NaN is not
+    return abs(first / usual - 1) < _LOSS_TOLERANCE  # False for NaN
 
 
 def tables(results: Iterable[dict[str, Any]]) -> str:
-    """A table for each result, and for grids with several one of each contestant at its best settings."""
+    """A table per result, and for grids with several results one with each contestant's best settings."""
     results = list(results)
     lines: list[str] = []
     grids: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
@@ -93,7 +93,7 @@ def tables(results: Iterable[dict[str, Any]]) -> str:
 
 
 def _best(same: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Of each contestant the fastest row, with the rates over the fastest peers anew."""
+    """The fastest row of each contestant, with new rates over the fastest peers."""
     best: dict[str, dict[str, Any]] = {}
     for figures in same:
         for name, row in figures["contestants"].items():
@@ -133,7 +133,7 @@ def _head(figures: dict[str, Any]) -> list[str]:
 
 
 def _table(rows: dict[str, dict[str, Any]], with_settings: bool = False) -> list[str]:
-    """Fastest first; what is absent or failed comes last."""
+    """Rows with the fastest first; absent and failed contestants come last."""
     last = [" | NCCL", " | ---"] if with_settings else ["", ""]
     lines = [
         "| contestant | ms | 95% of the median | rounds | over best FSDP2 | over best DeepSpeed | GiB "

@@ -30,7 +30,7 @@ _EVERYTHING = 10**13  # parameters
 
 
 def settings(rank: Rank) -> dict[str, Any]:
-    """DeepSpeed's configuration, which it would read from a file."""
+    """DeepSpeed's configuration, as it would be in a file."""
     options = rank.options
     zero: dict[str, Any] = {
         "stage": 3,
@@ -54,14 +54,14 @@ def settings(rank: Rank) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Every rank runs this."""
+    """Train on every rank."""
     parser = contestant_parser(__doc__)
     parser.add_argument("--quantized-weights", action="store_true")
     parser.add_argument("--quantized-gradients", action="store_true")
     parser.add_argument("--hpz", type=int, default=1, help="ranks that share a secondary copy; 1 is none")
     parser.add_argument("--keep", action="store_true", help="keep gathered weights for the backward")
     options = parser.parse_args()
-    import deepspeed  # prints as it is imported, and --help needs none of it
+    import deepspeed  # prints during the import, and --help does not need it
 
     rank = join(options)
     model = plain_model(rank)
@@ -71,7 +71,7 @@ def main() -> None:
     if not options.no_compile:
         model.loss = torch.compile(cross_entropy, dynamic=False)
     deepspeed.utils.set_z3_leaf_modules(model, [Block])
-    for table in (model.tokens, model.positions):  # the root's forward reads their weights itself
+    for table in (model.tokens, model.positions):  # the root's forward reads their weights directly
         deepspeed.zero.register_external_parameter(model, table.weight)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=plain_adamw(model, rank.on_gpu), config=settings(rank)

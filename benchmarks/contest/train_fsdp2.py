@@ -1,4 +1,4 @@
-"""Contestant: FSDP2 on a plain GPT, a graph for each layer, fused AdamW.
+"""Contestant: FSDP2 on a plain GPT, a graph per layer, fused AdamW.
 
 --layout shard   every micro-batch's gradients are reduce-scattered over all ranks
 --layout once    only the last micro-batch's are; until then whole gradients and weights stay on every rank
@@ -34,7 +34,7 @@ def reshard_setting(text: str) -> bool | int:
 
 
 def sharded_model(rank: Rank) -> PlainGPT:
-    """The layers and the root as FSDP2's units."""
+    """The model with its layers and its root as FSDP2's units."""
     options = rank.options
     model = plain_model(rank)
     if not options.no_compile:
@@ -47,13 +47,13 @@ def sharded_model(rank: Rank) -> PlainGPT:
     mesh = init_device_mesh(rank.device.type, shape, mesh_dim_names=names)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=options.reshard)
-    # The root's parameters are used at both ends of a pass, so they stay, as by FSDP2's default.
+    # The root's parameters are used at both ends of a pass, so they stay gathered, as is FSDP2's default.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     return model
 
 
 def main() -> None:
-    """Every rank runs this."""
+    """Train on every rank."""
     parser = contestant_parser(__doc__)
     parser.add_argument("--layout", choices=("shard", "once", "hsdp"), default="shard")
     parser.add_argument("--nodes", type=int, default=1)

@@ -35,7 +35,7 @@ _PATIENCE = timedelta(seconds=60)
 
 
 def build_engine(rank: Rank, topology: Topology) -> ZeroEngine:
-    """As pretrain_gpt.py builds it: compiled layers, kernels of csrc/."""
+    """The engine as pretrain_gpt.py builds it: compiled layers, kernels of csrc/."""
     options, config = rank.options, rank.config
     with torch.device("meta"):
         model = GPT(config, options.vocab_size)
@@ -55,10 +55,10 @@ def build_engine(rank: Rank, topology: Topology) -> ZeroEngine:
 
 
 def main() -> None:
-    """Every rank runs this."""
+    """Train on every rank."""
     parser = contestant_parser(__doc__)
     parser.add_argument("--settings", choices=list(OURS), required=True)
-    parser.add_argument("--alone", action="store_true", help="each rank trains for itself, all at once")
+    parser.add_argument("--alone", action="store_true", help="train each rank alone, all at once")
     parser.add_argument("--nccl-sockets", default="off", help="as of pretrain_gpt.py")
     options = parser.parse_args()
     ranks = Topology.from_environment(os.environ)
