@@ -31,7 +31,7 @@ class PlotConfig(Options):
 
 
 def main() -> None:
-    """Draws what the command line names."""
+    """Draw the files of the command line."""
     config = parse_options(PlotConfig, PROG, __doc__, sys.argv[1:])
     draw({Path(run).stem: read_metrics(run) for run in config.runs}, config.output)
     print(f"wrote {config.output}")
@@ -60,7 +60,7 @@ def curve(records: Sequence[Mapping[str, Any]], name: str) -> Curve:
 
 
 def draw(runs: dict[str, list[Record]], output: str) -> None:
-    """Training loss as lines and validation loss as dots, one colour per run."""
+    """Draw training loss as lines and validation loss as dots, one colour per run."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -14,7 +14,7 @@ PROG = "serve"
 
 
 def main() -> None:
-    """Loads and serves."""
+    """Load the checkpoint and serve it."""
     groups = {"model": CheckpointOptions, "device": DeviceOptions, "server": ServerOptions}
     options = parse_all(groups, PROG, __doc__, sys.argv[1:])
     if importlib.util.find_spec("aiohttp") is None:

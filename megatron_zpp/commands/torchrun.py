@@ -21,7 +21,7 @@ from megatron_zpp.train.stopping import NOT_FINITE, STOPPED
 
 PROG = "torchrun"
 _USAGE = 2
-_SAID_BY_ALL = (STOPPED, NOT_FINITE, _USAGE)  # statuses with which ranks end together
+_SAID_BY_ALL = (STOPPED, NOT_FINITE, _USAGE)  # statuses with which all ranks end together
 
 
 def main() -> None:

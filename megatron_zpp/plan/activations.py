@@ -1,4 +1,4 @@
-"""Bytes of activations of one micro-batch on one GPU: saved for the backward, and worked with meanwhile.
+"""Bytes of activations of one micro-batch on one GPU: those saved for the backward, and temporary ones.
 
 Counted are the tensors that autograd saves of model/gpt.py on a GPU, where attention keeps its inputs, its
 output and one number per row, never the square of the scores:
@@ -22,11 +22,11 @@ _NORM = 8  # bytes per token: mean and deviation
 
 @dataclass(frozen=True)
 class Moment:
-    """The backward of layer `layer`, counted from 0: later layers are done, and earlier ones are not."""
+    """The backward of layer `layer`, counted from 0: later layers are finished, earlier ones are not."""
 
     layer: int
     stored: int  # bytes
-    left: int  # of `stored`, when the layer is done
+    left: int  # of `stored`, when the layer is finished
 
 
 def layer_bytes(job: Job) -> int:
@@ -72,19 +72,19 @@ def stored_bytes(job: Job) -> int:
 
 
 def backward(job: Job) -> list[Moment]:
-    """The backward of each layer, the last layer first. Activations that are offloaded then do not count."""
+    """The backward of each layer, last layer first. Activations that are then in CPU memory do not count."""
     one, moments = layer_bytes(job), []
     runs = list(segments(job.model.num_layers, job.recompute))
     for index, (first, stop, recomputed) in reversed(list(enumerate(runs))):
         before = sum(_kept(job, *run) for run in runs[:index])
         if job.recompute.recompute_offload:
-            before = min(before, _input(job))  # the one that is fetched next
+            before = min(before, _input(job))  # that of the layer that is fetched next
         if recomputed:
             before += _kept(job, *runs[index])
         for layer in reversed(range(first, stop)):
             left = before + (layer - first) * one
             if recomputed and layer > first:
-                left -= _input(job)  # what was kept is the run's input
+                left -= _input(job)  # what was kept is the input of the recomputed layers
             moments.append(Moment(layer, left + one, left))
     return moments
 
@@ -96,7 +96,7 @@ def working_bytes(job: Job) -> int:
 
 
 def offloaded_bytes(job: Job) -> int:
-    """Bytes that --recompute-offload holds in CPU memory at the loss: all saved inputs but the newest."""
+    """Bytes that --recompute-offload holds in CPU memory at the loss: all saved inputs except the newest."""
     return max(0, stored_bytes(job) - _input(job)) if job.recompute.recompute_offload else 0
 
 

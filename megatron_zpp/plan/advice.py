@@ -1,4 +1,4 @@
-"""Compares the plan with those of other settings: which options of ZeRO++ pay, and what would fit."""
+"""Compares the plan with plans of other settings: which ZeRO++ options pay, and which settings would fit."""
 
 import dataclasses
 import itertools
@@ -14,7 +14,7 @@ from megatron_zpp.plan.memory import Memory, memory_of
 from megatron_zpp.plan.step_time import StepTime, step_time
 from megatron_zpp.plan.traffic import Sent, total, traffic_of
 
-_WORTH = 0.01  # of a step's time: the model of the time cannot tell smaller differences
+_WORTH = 0.01  # of a step's time: the model is not accurate enough for smaller differences
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Plan:
     time: StepTime
 
     def fits(self, gibibytes: float) -> bool:
-        """Whether the peak leaves enough of a GPU's memory for what is not counted."""
+        """Whether the peak leaves enough of a GPU's memory for what the plan does not count."""
         return self.memory.peak <= USABLE * gibibytes * 2**30
 
 
@@ -39,7 +39,7 @@ def plan_of(name: str, job: Job, machine: Machine) -> Plan:
 
 
 def zeropp_plans(job: Job, machine: Machine) -> list[Plan]:
-    """Plans of the run's stage with every set of ZeRO++'s options, small sets first; at stage 0 with none."""
+    """Plans with every subset of ZeRO++'s options at the run's stage, small ones first; stage 0 has no options."""
     options = tuple(flag for flag in _OPTIONS if _means_something(flag, job))
     sets = [chosen for count in range(len(options) + 1) for chosen in itertools.combinations(options, count)]
     plans = []
@@ -50,7 +50,7 @@ def zeropp_plans(job: Job, machine: Machine) -> list[Plan]:
 
 
 def _means_something(flag: str, job: Job) -> bool:
-    """Whether an option of ZeRO++ does anything in this job."""
+    """Whether an option of ZeRO++ has an effect in this job."""
     if flag == _HPZ:
         return job.zero.zero_stage == 3
     if flag == _ACCUMULATE:
@@ -65,9 +65,9 @@ def advice_of(job: Job, gibibytes: float) -> list[str]:
 
 
 def difference_advice(job: Job, gibibytes: float) -> str | None:
-    """A line that recommends delta4 and rotated4; None where they do not apply, help or fit.
+    """A line that recommends delta4 and rotated4; None if they do not apply, help or fit.
 
-    They apply where all of ZeRO++ is on and every node keeps the weights.
+    They apply if all of ZeRO++ is on and every node keeps the weights.
     """
     zero = job.zero
     whole_nodes = zero.zero_stage < 3 or zero.hpz_ranks(job.local, job.nodes) == job.local
@@ -86,9 +86,9 @@ def difference_advice(job: Job, gibibytes: float) -> str | None:
 
 
 def accumulation_advice(job: Job, gibibytes: float) -> str | None:
-    """A line that recommends --zero-gradient-partition-size auto; None where it does not pay or fit.
+    """A line that recommends --zero-gradient-partition-size auto; None if it does not pay or fit.
 
-    It pays where gradients cross the link between nodes after every micro-batch.
+    It pays if gradients cross the link between nodes after every micro-batch.
     """
     if job.zero.zero_gradient_partition_size != "off" or not _means_something(_ACCUMULATE, job):
         return None
@@ -120,7 +120,7 @@ def least_that_pays(plans: list[Plan], gibibytes: float) -> Plan:
 
 
 def why(plain: Plan, plan: Plan) -> str:
-    """Says whether options shorten a step, and why."""
+    """Whether options shorten a step, and why, in words."""
     before, after = plain.time.seconds, plan.time.seconds
     waits = f"{_milliseconds(plan.time.exposed)}, not {_milliseconds(plain.time.exposed)} ms"
     if before - after > _WORTH * before:
@@ -136,7 +136,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def ways_to_fit(job: Job, machine: Machine) -> Iterator[Plan]:
-    """Plans that take less memory: each change alone, then all of them together."""
+    """Plans that take less memory: each change alone, then all changes together."""
     alone = {
         **({"--zero-stage 3": at_stage(job, 3)} if job.zero.zero_stage < 3 and job.ranks > 1 else {}),
         **_micro_batches(job),
@@ -195,7 +195,7 @@ def _options(
     settings: dict[str, Any] = {}
     if weights:
         settings["zero_quantized_weights"] = True
-        differences = given.sends_differences and (hpz or plain.zero_stage < 3)  # else they are refused
+        differences = given.sends_differences and (hpz or plain.zero_stage < 3)  # else refused
         if differences or not given.sends_differences:
             settings["zero_quantized_weights_format"] = given.zero_quantized_weights_format
     if hpz:
@@ -213,7 +213,7 @@ def _options(
 
 
 def _micro_batches(job: Job) -> dict[str, Job]:
-    """Micro-batches halved again and again, as far as their size divides, and as many more of them."""
+    """Jobs with micro-batches halved repeatedly while the size divides, and with more of them."""
     changed, size = {}, job.micro_batch_size
     while size % 2 == 0:
         size //= 2

@@ -1,4 +1,4 @@
-"""Counts the gathers of a step, pass by pass: the engine's Prefetcher goes through it without tensors.
+"""Counts the gathers of a step, pass by pass, by running the engine's Prefetcher without tensors.
 
 So what slots still hold, what is gathered ahead and what recomputation needs are as in a run, for any stage,
 prefetch and recomputation.
@@ -13,7 +13,7 @@ from megatron_zpp.plan.job import Job
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.prefetch import Phase, Prefetcher
 
-_WALKED = 3  # micro-batches: the first, one for all in between, the last
+_WALKED = 3  # micro-batches: the first, one for all others, the last
 
 
 @dataclass
@@ -53,7 +53,7 @@ def walk(job: Job) -> list[Walked]:
         prefetcher = Prefetcher(
             job.communication, gather, recomputed_units(job.model.num_layers, job.recompute)
         )
-        for _ in range(2):  # the second step finds what the first one left
+        for _ in range(2):  # the second step starts in the state that the first one left
             gathered, now = [], Gathered()
             prefetcher.gather_after_step(range(len(job.layouts)))
             for forward, _index in order:
@@ -68,7 +68,7 @@ def walk(job: Job) -> list[Walked]:
 
 
 def _visit(prefetcher: Prefetcher, job: Job, forward: bool) -> None:
-    """Calls what the hooks of zero/hooks.py call in one pass."""
+    """Call what the hooks of zero/hooks.py call in one pass."""
     head = job.model.num_layers + 1
     if forward:
         prefetcher.begin(Phase.FORWARD)

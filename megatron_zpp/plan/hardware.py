@@ -1,4 +1,4 @@
-"""The GPUs that --dry-run can plan for, and the share of their data sheets that our runs reach."""
+"""The GPUs that --dry-run can plan for, and the share of their data-sheet rates that our runs reach."""
 
 from dataclasses import dataclass
 
@@ -11,13 +11,13 @@ MEMORY_SHARE = 0.8  # of the memory's rate: a copy reaches 0.87, kernels 0.92 of
 INSIDE_SHARE = 0.54  # of NVLink's rate: an all-gather on two H200s, 243 of 450 GB/s
 # docs/internals/communication.md has the first two, docs/internals/planner.md the third.
 SLOWDOWN = 1.07  # factor on the time of compute beside transfers
-KERNEL_SLOWDOWN = 1.24  # the same beside NCCL's kernels inside a node, without copy engines
+KERNEL_SLOWDOWN = 1.24  # the same beside NCCL's kernels inside a node, if copy engines are not used
 CPU_BYTES_PER_SECOND = 55e9  # that AdamW of one rank reads and writes in CPU memory
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """NVIDIA's data sheets of SXM parts; `memory` in GiB as CUDA reports it, rates in bytes per second.
+    """NVIDIA's data sheet of an SXM module; `memory` in GiB as reported by CUDA, rates in bytes per second.
 
     `inside` is NVLink in one direction. `compute_share` is the share of the dense peak that forward and
     backward reach, in PaLM's FLOPs, with micro-batches of thousands of tokens.
@@ -29,7 +29,7 @@ class Gpu:
     memory_rate: float
     inside: float
     compute_share: float
-    seen: str  # where `compute_share` is from
+    seen: str  # the source of `compute_share`
 
 
 GPUS = {
@@ -45,8 +45,8 @@ class Machine:
     """The rates of one rank and its links, in bytes or FLOPs per second.
 
     `link` is the rate of a node with all its communicators together. `gather` and `exchange` bound the
-    communicator of the all-gathers and that of the reductions, for links that one communicator cannot fill,
-    as NCCL over sockets.
+    communicator of the all-gathers and that of the reductions, for links that one communicator cannot
+    saturate, such as NCCL over sockets.
     """
 
     flops: float

@@ -80,7 +80,7 @@ class Job:
 
     @cached_property
     def node_communication(self) -> list[CommunicationPlan]:
-        """The engine's plans on the ranks of node 0. Those of other nodes send and hold the same.
+        """The engine's plans on the ranks of node 0. The ranks of other nodes send and hold the same.
 
         Copy engines are assumed to work where --zero-copy-engines allows them.
         """
@@ -98,24 +98,24 @@ class Job:
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether the optimizer takes fp32 sums, and not gradients as the backward made them."""
+        """Whether the optimizer takes fp32 sums, and not the gradients of the backward directly."""
         weights_in_dtype = self.communication.gather.hop.quant_format is None
         accepts_16bit = weights_in_dtype and not self.zero.zero_offload_optimizer
         return self.communication.sums_gradients(self.micro_batches, accepts_16bit=accepts_16bit)
 
     @property
     def reduces_as_made(self) -> bool:
-        """Whether gradients are reduced as the backward makes them, before any sum over micro-batches."""
+        """Whether gradients are reduced during the backward, before any sum over micro-batches."""
         every = self.communication.reduction.every_micro_batch
         return self.sums_gradients and (every or self.micro_batches == 1)
 
     @property
     def returns_squared_norms(self) -> bool:
-        """Whether reductions compute the squares for the norm, so that it needs no further pass."""
+        """Whether reductions compute the squares for the norm, which then needs no further pass."""
         return self.sums_gradients and self.communication.reduction.returns_squared_norms
 
 
 def units_of(model: ModelConfig, vocab_size: int) -> list[tuple[str, nn.Module]]:
-    """The units of a model on the meta device, which takes no memory."""
+    """The units of a model on the meta device, without memory."""
     with torch.device("meta"):
         return GPT(model, vocab_size).units()

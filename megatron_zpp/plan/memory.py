@@ -1,4 +1,4 @@
-"""The memory of one rank, part by part, and its peak: the bytes that tensors are given.
+"""The memory of one rank, part by part, and its peak, as the bytes allocated for tensors.
 
 Model states and buffers are those of the engine's communication plan, padding included, and stay for the
 whole run. Gradients and activations come and go and do not peak together. So the peak is looked for at the
@@ -20,9 +20,9 @@ from megatron_zpp.plan.job import Job
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank. `weights` to `zeropp` stay for the run, the others come and go; `peak` is of all."""
+    """Bytes of one rank. `weights` to `zeropp` stay for the whole run; `peak` is the peak of the total."""
 
-    weights: int  # as they compute and as they are sent
+    weights: int  # as the compute reads them and as they are sent
     optimizer: int  # fp32 weights and moments
     buffers: int  # gathers and reductions
     zeropp: int  # secondary shards, or the references of weight differences
@@ -40,7 +40,7 @@ class Memory:
 
 
 def memory_of(job: Job) -> Memory:
-    """The memory of each rank: all hold the same."""
+    """The memory of each rank, which is the same on all ranks."""
     owned = sum(layout.numel if job.zero.zero_stage == 0 else layout.shard_numel for layout in job.layouts)
     offloaded = job.zero.zero_offload_optimizer
     communication = job.communication
@@ -56,7 +56,7 @@ def memory_of(job: Job) -> Memory:
     }
     moments = _moments(job)
     moment, highest = max(moments.items(), key=lambda item: item[1])
-    pinned = (4 + _source_itemsize(job)) * owned  # gradients that arrive, weights that leave
+    pinned = (4 + _source_itemsize(job)) * owned  # gradients copied in, weights copied out
     away = offloaded_bytes(job)
     return Memory(
         **parts,
@@ -79,7 +79,7 @@ def _moments(job: Job) -> dict[str, int]:
     activations = ends_bytes(job) + stored_bytes(job) - away
     table = job.dtype.itemsize * job.padded_vocab_size * job.model.hidden_size  # the head's gradient of it
     tied = 0 if job.model.untie_embeddings_and_output_weights else table
-    produced = job.dtype.itemsize * job.layouts[1].numel  # a layer's, before they are taken
+    produced = job.dtype.itemsize * job.layouts[1].numel  # a layer's, before the reduction takes them
     sent = _sent_bytes(job)
     on_their_way = int(sent * (2 * job.layouts[1].numel + job.layouts[-1].numel))  # layers' and the head's
     embedding = int(sent * first)
@@ -94,7 +94,7 @@ def _moments(job: Job) -> dict[str, int]:
         ):
             done = int(others * (1 - layers / job.model.num_layers))
             beside = on_their_way
-            if accumulated and not job.reduces_as_made:  # from this backward alone: none at its beginning
+            if accumulated and not job.reduces_as_made:  # only from this backward, so none when it starts
                 later = min(job.model.num_layers - layers, 2)
                 beside = int(sent * (later * job.layouts[1].numel + job.layouts[-1].numel))
             moments.setdefault("the backward", 0)
@@ -103,7 +103,7 @@ def _moments(job: Job) -> dict[str, int]:
             )
     produced = job.dtype.itemsize * first
     end = max(final + produced, others + produced + tied)
-    if accumulated:  # all of it is there already when the embedding's two gradients become one
+    if accumulated:  # complete when the embedding's two gradients are added
         end = accumulated + produced + max(tied, 0 if job.reduces_as_made else embedding)
     moments["the end of the backward"] = end + on_their_way
     moments["the optimizer's step"] = final
@@ -126,7 +126,7 @@ def _sent_bytes(job: Job) -> float:
 
 
 def _gradients(job: Job, *, whole: bool) -> int:
-    """Bytes of gradients as the optimizer takes them, or (`whole`) of their sums between micro-batches."""
+    """Bytes of the optimizer's gradients, or (`whole`) of their sums between micro-batches."""
     if not job.sums_gradients:
         return job.dtype.itemsize * sum(layout.numel for layout in job.layouts)
     accumulated = job.communication.accumulator_bytes
@@ -137,7 +137,7 @@ def _gradients(job: Job, *, whole: bool) -> int:
 
 
 def _source_itemsize(job: Job) -> float:
-    """Bytes per element of what a rank's gathers send, where that is not the master weights."""
+    """Bytes per element of what a rank's gathers send, if that is not the master weights."""
     if job.communication.difference_format is not None:
         return 0  # differences are computed from fp32 weights
     quant_format = job.communication.gather.hop.quant_format

@@ -118,7 +118,7 @@ def _time(plan: Plan, iterations: int) -> Iterator[str]:
 
 
 def _zeropp(plan: Plan, gpu: Gpu, machine: Machine) -> Iterator[str]:
-    """Compares no option, each option alone and all of them, and names the smallest set that pays."""
+    """Lines that compare no option, each option and all options, and name the smallest set that pays."""
     plans = zeropp_plans(plan.job, machine)
     if len(plans) == 1:
         return

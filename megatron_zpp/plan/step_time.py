@@ -31,7 +31,7 @@ from megatron_zpp.zero.reduction_plan import ReductionAlgorithm
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step. `link` and `inside` are how long these are busy, mostly behind the compute."""
+    """Seconds of one step. `link` and `inside`: how long the links are busy, mostly behind the compute."""
 
     forward: float  # compute and kernels
     backward: float
@@ -99,7 +99,7 @@ def overlap_slowdown(job: Job) -> float:
 
 
 def _recomputed_flops(job: Job) -> float:
-    """FLOPs per token that are recomputed: of whole layers, or with `selective` of attention's scores."""
+    """Recomputed FLOPs per token: of whole layers, or of attention's scores with `selective`."""
     model = job.model
     scores = 4.0 * model.num_attention_heads * model.kv_channels * model.seq_length
     if job.recompute.recompute_granularity == "selective":

@@ -1,4 +1,4 @@
-"""Bytes that all ranks together send in a step, by link: exactly what their ledgers will count."""
+"""Bytes that all ranks together send in a step, by link, exactly as their ledgers will count them."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +19,7 @@ class Pass:
     times: int
     gathered: Sent
     reduced: Sent
-    alone: Sent  # of `reduced`: the last unit's reduction, which has no compute left to run behind
+    alone: Sent  # of `reduced`: the last unit's reduction, with which no compute overlaps
     decoded: int  # elements of quantised weights that each rank decodes
     summed: int  # elements of gradients that a backward makes on each rank
 
@@ -56,14 +56,14 @@ def total(passes: list[Pass]) -> Sent:
 
 
 def _reductions(job: Job, units: Counter[FlatLayout], last: bool) -> Sent:
-    """What a micro-batch, a step's `last` or another one, sends to reduce these units, by all ranks."""
+    """Bytes that all ranks send to reduce these units in one micro-batch, a step's `last` or another one."""
     return _by_all_ranks(
         job, units, lambda plan, unit: plan.reduction.bytes_sent(unit, job.micro_batches, last=last)
     )
 
 
 def _gathers(job: Job, gathered: Gathered) -> Sent:
-    """By all ranks."""
+    """Bytes that all ranks send for these gathers."""
     sent = _by_all_ranks(job, gathered.world, lambda plan, unit: plan.gather_bytes_sent(unit))
     return sent + _by_all_ranks(
         job, gathered.secondary, lambda plan, unit: plan.secondary_gather.bytes_sent(unit)
