@@ -39,7 +39,7 @@ def plan_of(name: str, job: Job, machine: Machine) -> Plan:
 
 
 def zeropp_plans(job: Job, machine: Machine) -> list[Plan]:
-    """Plans with every subset of ZeRO++'s options at the run's stage, small ones first; stage 0 has no options."""
+    """Plans of the run's stage with every subset of ZeRO++'s options, small ones first; stage 0 has none."""
     options = tuple(flag for flag in _OPTIONS if _means_something(flag, job))
     sets = [chosen for count in range(len(options) + 1) for chosen in itertools.combinations(options, count)]
     plans = []
