@@ -102,7 +102,7 @@ class Job:
         return len(self.statuses) == len(self.pids)
 
     def wait(self, seconds: float) -> bool:
-        """Waits until all ranks have ended; False when they have not in time."""
+        """Wait until all ranks have ended; False if they do not in time."""
         deadline = time.monotonic() + seconds
         while not self.poll():
             if time.monotonic() > deadline:

@@ -61,7 +61,7 @@ def program(
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on, and that no other call gives soon."""
+    """A free TCP port that no other call returns soon."""
     for port in _ports(os.getpid()):
         with socket.socket() as free:
             free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as those do who will listen on it
@@ -75,7 +75,7 @@ def free_port() -> int:
 
 @cache
 def _ports(process: int) -> Iterator[int]:
-    """Each process walks on from a place of its own, through ports that are its test worker's alone.
+    """Each process counts on from a different start, within ports reserved for its test worker.
 
     Nobody else takes them before they are used: they are above those of SLURM's steps, which SLURM numbers
     (port_of in distributed/slurm.py), and below those that a kernel gives to whoever connects or asks for
@@ -89,7 +89,7 @@ def _ports(process: int) -> Iterator[int]:
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 120, every: float = 0.01) -> None:
-    """Returns as soon as `condition` holds, asked at intervals; fails when it does not in time."""
+    """Wait until `condition` holds, polling; fail if it does not in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"still not after {seconds} s"
@@ -149,7 +149,7 @@ class Run:
         self.processes: dict[int, multiprocessing.process.BaseProcess] = {}
 
     def start(self, rank: int, *flags: str, change: Callable[[], object] | None = None, **place: str) -> None:
-        """`place` joins the environment, and goes before what is right."""
+        """`place` overrides variables of the environment."""
         world = str(self._world)
         place = {
             "RANK": str(rank),
@@ -165,7 +165,7 @@ class Run:
         self.processes[rank].start()
 
     def wait_for(self, text: str, seconds: float = 240) -> None:
-        """Returns when rank 0 has printed `text`; fails when it ends before."""
+        """Wait until rank 0 has printed `text`; fail if it ends earlier."""
         wait_until(lambda: text in self.out(0) or not self.processes[0].is_alive(), seconds)
         assert text in self.out(0), self.err(0)
 
@@ -174,7 +174,7 @@ class Run:
         os.kill(self.processes[rank].pid, number)
 
     def statuses(self, seconds: float = 240) -> dict[int, int]:
-        """The exit status of each rank; the test fails when one does not end in time."""
+        """The exit status of each rank; fails if a rank does not end in time."""
         deadline = time.monotonic() + seconds
         for rank, process in self.processes.items():
             process.join(max(0.0, deadline - time.monotonic()))
@@ -182,11 +182,11 @@ class Run:
         return {rank: process.exitcode for rank, process in self.processes.items()}
 
     def out(self, rank: int) -> str:
-        """What a rank has printed."""
+        """The stdout of a rank."""
         return self._said(rank, "out")
 
     def err(self, rank: int) -> str:
-        """What a rank has complained of."""
+        """The stderr of a rank."""
         return self._said(rank, "err")
 
     def errors(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Rates of the link by NCCL's settings: every setting in processes of its own, and one table of all."""
+"""Rates of the link by NCCL's settings: each setting in separate processes, and one table of all."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ ARGUMENTS = ["--settings", "default", "4sockets_chunk512", "--megabytes", "25", 
 
 @pytest.fixture
 def environments(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
-    """Of node 1 in each call of what stands for run_on_nodes."""
+    """The environment of node 1 in each call of the stand-in for run_on_nodes."""
     called: list[dict[str, str]] = []
 
     def run_on_nodes(

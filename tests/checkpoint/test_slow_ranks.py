@@ -41,7 +41,7 @@ def saved_by(topology: Topology, slow: int, pause: float, directory: str) -> lis
             save(Path(directory), engine, progress, timeout=TIMEOUT, files=files)
         except SaveFailed as failure:
             outcomes[-1] = str(failure)
-            time.sleep(2)  # the training goes on, and the work that was left behind ends
+            time.sleep(2)  # the training continues, and the abandoned work ends
     return outcomes
 
 

@@ -55,7 +55,7 @@ def figures(directory: Path, *argv: object, ranks: int = 1) -> dict[str, object]
 
 
 def nats(model: GPT, ids: list[int], width: int, stride: int) -> list[float]:
-    """-log p of each id but the first, each from one forward of its own in float64."""
+    """-log p of each id but the first, each from a separate forward in float64."""
     theirs, found = as_transformers(model).double(), []
     for place in range(1, len(ids)):
         # The last window that begins at a multiple of the stride and was the first to reach this place.

@@ -17,7 +17,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def texts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *argv: object) -> list[str]:
-    """What stands below each `--- sample N ---`."""
+    """The text below each `--- sample N ---`."""
     monkeypatch.setattr(sys, "argv", ["sample", "--device", "cpu", *map(str, argv)])
     sample.main()
     parts = capsys.readouterr().out.split("--- sample ")

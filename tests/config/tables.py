@@ -37,7 +37,7 @@ def page(text: str) -> str:
 
 
 def _table(name: str, titles: tuple[str, ...], rows: list[Row]) -> str:
-    """Names of which the same is said share a line."""
+    """Names with the same description share a line."""
     merged: dict[tuple[str, ...], list[str]] = {}
     for one, said in rows:
         merged.setdefault(said, []).append(f"`{one}`")

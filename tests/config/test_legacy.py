@@ -183,5 +183,5 @@ def test_the_tutorials_command_as_printed(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_page_has_every_key_and_flag() -> None:
-    """`python -m tests.config.tables` mends it."""
+    """If it fails, `python -m tests.config.tables` updates the page."""
     assert PAGE.read_text() == page(PAGE.read_text())

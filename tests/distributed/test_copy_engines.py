@@ -59,7 +59,7 @@ def outcomes(topology: Topology) -> tuple[list[Outcome], float]:
     results.append(outcome(topology, "on", passed))
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
-        if topology.rank == 1:  # as in a container of its own: it finds no other's sockets, nor they its
+        if topology.rank == 1:  # as in another container: ranks do not find each other's sockets
             tempfile.tempdir = directory
         results.append(outcome(topology, "auto", passed))
     return results, time.monotonic() - started

@@ -242,7 +242,7 @@ def test_cores_are_those_that_no_other_rank_of_the_host_uses() -> None:
 def chosen(
     topology: Topology, value: str, backend: str, environments: list[dict[str, str]]
 ) -> tuple[list[str], str]:
-    """What a rank says, and then has in its environment; a real store, and a machine of 64 cores."""
+    """A rank's messages and environment afterwards; a real store, and a machine of 64 cores."""
     os.sched_getaffinity = lambda process: set(range(64))  # type: ignore[assignment]
     environment = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"} | environments[topology.rank]
     store = dist.distributed_c10d._get_default_store()
@@ -291,7 +291,7 @@ AGREED = {
 
 @pytest.mark.parametrize("case", AGREED)
 def test_ranks_agree_over_the_store(case: str) -> None:
-    """Four ranks, of which the third may have another environment: all do the same."""
+    """Four ranks, of which the third may have another environment: all decide alike."""
     value, backend, per_node = case.split()
     third, line, numbers = AGREED[case]
     results = on_ranks(4, chosen, value, backend, [{}, {}, third, {}], ranks_per_node=int(per_node))

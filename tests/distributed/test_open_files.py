@@ -63,7 +63,7 @@ def connections(port: int) -> int:
 
 
 def test_ranks_open_no_more_connections_than_estimated(tmp_path: Path) -> None:
-    """And a rank raises its own limit: this one would do with fewer files, but not with so few."""
+    """A rank raises its own limit too, which would otherwise be too low here."""
     most, limits, save = 0, set(), str(tmp_path / "checkpoints")
     saving = ("--save", save, "--load", save, "--save-interval", "5")
     with Run(tmp_path, 2) as run:

@@ -31,7 +31,7 @@ def test_a_task_of_srun_knows_its_place() -> None:
 
 
 def test_every_task_of_a_layout_has_its_rank() -> None:
-    """3 nodes of 2: ranks count node by node, and all meet at the same place."""
+    """3 nodes of 2: ranks are numbered node by node, and all use the same address."""
     step = {**TASK, "SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "2,2(x2)"}
     places = set()
     for rank in range(6):
@@ -65,7 +65,7 @@ def test_a_meeting_place_that_is_set_is_kept() -> None:
         without("SLURM_STEP_ID"),  # a batch script, which has SLURM_PROCID 0
         without("SLURM_PROCID"),
         {**TASK, "SLURM_STEP_ID": ""},
-        {**TASK, "SLURM_STEP_ID": str(0xFFFFFFFA)},  # the shell of salloc as a step of its own
+        {**TASK, "SLURM_STEP_ID": str(0xFFFFFFFA)},  # salloc's shell as a separate step
         {**TASK, "SLURM_STEP_ID": str(0xFFFFFFFB)},  # the batch step
     ],
 )
@@ -136,7 +136,7 @@ def test_the_first_host_of_a_list(hosts: str, first: str) -> None:
 
 
 def test_ports_are_apart() -> None:
-    """Those of jobs that may share a node, and of their restarts; none is privileged or Linux's to give."""
+    """Of jobs that may share a node, and of their restarts; none is privileged or ephemeral."""
     ports = [port_of(job, step) for job in range(70000, 70600) for step in range(30)]
     assert len(set(ports)) == len(ports)
     assert min(ports) > 1024

@@ -13,7 +13,7 @@ from tests.faults.tally import Tally
 
 
 def read_checkpoint(directory: Path) -> None:
-    """Reads and checks all of the newest, as the ranks of a run do together."""
+    """Read and check all of the newest checkpoint, as the ranks of a run do together."""
     with CheckpointReader(candidates(str(directory))[0]) as reader:
         reader.check_rest(0, 1)
 

@@ -21,7 +21,7 @@ from tests.faults.tally import Tally
 
 
 def cut_saves(directory: Path, tally: Tally, seconds: float) -> None:
-    """Cuts a save at each of its calls that change a file: by a kill, and by the errors that disks give."""
+    """Interrupts a save at each call that changes a file, by a kill and by the errors of disks."""
     library = ctypes.CDLL(os.environ["LD_PRELOAD"])
     library.calls.restype = ctypes.c_long
     engine = small()

@@ -49,7 +49,7 @@ class Disk:
         self._mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs")
 
     def fill(self) -> None:
-        """Leaves no room."""
+        """Fill the file system."""
         with (self.path / "filler").open("wb", buffering=0) as file:
             try:
                 while file.write(bytes(1 << 16)):
@@ -59,11 +59,11 @@ class Disk:
                     raise
 
     def empty(self) -> None:
-        """Gives the room back."""
+        """Free the space."""
         (self.path / "filler").unlink(missing_ok=True)
 
     def read_only(self, on: bool) -> None:
-        """Refuses writes, or takes them again."""
+        """Make the file system read-only, or writable again."""
         self._mount("-o", "remount,ro" if on else "remount,rw")
 
     def remove(self) -> None:
@@ -88,13 +88,13 @@ def digest(directory: Path) -> str:
 
 
 def losses(metrics: Path) -> dict[int, float]:
-    """The loss of each iteration, as it was logged last."""
+    """The last logged loss of each iteration."""
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     return {record["iteration"]: record["lm_loss"] for record in records if "lm_loss" in record}
 
 
 class Cases:
-    """Disturbed runs beside undisturbed ones, in a temporary directory."""
+    """Compares disturbed runs with undisturbed ones, in a temporary directory."""
 
     def __init__(self, directory: Path, draw: random.Random, tally: Tally) -> None:
         self._directory, self._draw, self._tally = directory, draw, tally
@@ -140,7 +140,7 @@ class Cases:
         return Job(logs, [*MODEL, *flags, "--save", str(save), "--load", str(save)], world)
 
     def _to_the_end(self, fault: str, index: int, save: Path, expected: str) -> None:
-        """Starts the run until it is complete and compares."""
+        """Start the run until it is complete, and compare."""
         for _ in range(STARTS):
             job = self._start(index, save)
             if not job.wait(PATIENCE):
@@ -158,7 +158,7 @@ class Cases:
         time.sleep(self._draw.random() * 1.05 * seconds)
 
     def _joined(self, job: Job) -> bool:
-        """Whether the ranks watch each other; before that a launcher ends those that are left."""
+        """Whether the ranks watch each other; before that, the launcher ends the remaining ranks."""
         return "torch " in job.log(0)
 
     def _new(self) -> Path:
@@ -198,7 +198,7 @@ class Cases:
         return shutil.rmtree(save)
 
     def _other_world(self, index: int, expected: str, seconds: float) -> None:
-        """Killed and gone on with by other ranks at other stages: each step has the loss of its samples."""
+        """Killed, then resumed with other ranks and stages: each step has the loss of its samples."""
         save = self._new()
         flags = ["--fp32", "--log-interval", "1", "--metrics-file"]
         if self._losses is None:
@@ -264,7 +264,7 @@ class Cases:
         expected: str,
         seconds: float,
     ) -> None:
-        """The training goes on beside a disk that takes nothing, says so, and ends with an error."""
+        """The training continues while the disk refuses writes, reports it, and ends with an error."""
         disk = Disk(self._new())
         save = disk.path / "checkpoints"
         try:

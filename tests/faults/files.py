@@ -198,7 +198,7 @@ SHARDS, STATE, MANIFEST, MARKER = "rank_00000.safetensors", "state.json", "manif
 
 
 def alone(harm: Harm) -> Harm:
-    """To the newest checkpoint, and there is no other."""
+    """Changes the newest checkpoint, which is the only one."""
     return both(lambda site: shutil.rmtree(site / "checkpoints/iter_0000001"), harm)
 
 
@@ -208,7 +208,7 @@ def none_whole(said: str, harm: Harm) -> Case:
 
 
 def crafted(name: str, text: str) -> Harm:
-    """A file of the newest checkpoint that is not what it should be, with right checksums."""
+    """A wrong file of the newest checkpoint, with right checksums."""
 
     def harm(site: Path) -> None:
         (site / NEWEST / name).write_text(text)

@@ -72,7 +72,7 @@ def fuzz(reader: Reader, directory: Path, examples: int, number: int) -> Counter
 
 @contextlib.contextmanager
 def _limit() -> Iterator[None]:
-    """Ends what takes too long, in Python or, a little later and with the process, outside of it."""
+    """End what takes too long: by an exception in Python, or a little later by ending the process."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         raise Hang(f"more than {SECONDS_OF_ONE} s")
@@ -90,7 +90,7 @@ def _limit() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _memory() -> Iterator[None]:
-    """Lets this process take a GiB more than it has."""
+    """Limit this process to one GiB more than it uses."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (held,) = (int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))
     before = resource.getrlimit(resource.RLIMIT_DATA)
@@ -112,7 +112,7 @@ def _work(reader: Reader, seconds: float, first: int, directory: Path) -> None:
 
 
 def _supervise(reader: Reader, seconds: float, first: int, kept: Path) -> dict[str, Any]:
-    """Runs workers for so long, and another one with other numbers when one has failed."""
+    """Run workers for so long; replace a failed one by another with other numbers."""
     total, failures, end, number = Counter(), [], time.monotonic() + seconds, first
     while (left := end - time.monotonic()) > 0 and len(failures) < 20:
         with tempfile.TemporaryDirectory() as directory:

@@ -82,7 +82,7 @@ _FIELD = st.tuples(
 
 
 def _data_checksums(directory: Path) -> Execute:
-    """PREFIX.checksums.json, also with a right digest of its own."""
+    """PREFIX.checksums.json, also with the right digest of itself."""
     prefix = str(directory / "x")
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         writer.add_document(np.arange(500))
@@ -277,7 +277,7 @@ def _hugging_face_model(directory: Path) -> Execute:
 
 
 def _deepspeed(directory: Path) -> Execute:
-    """A file of DeepSpeed's; what it says is obeyed or refused, whatever it says."""
+    """A file of DeepSpeed's, whose content is obeyed or refused."""
     path = directory / "ds.json"
     good = json.dumps(_DEEPSPEED, indent=2).encode()
 

@@ -141,7 +141,7 @@ def _fork(argv: list[str], env: dict[str, str], cwd: str, output: str) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    """The exit status that python gives to a script."""
+    """The exit status that Python gives a script."""
     sys.argv = list(argv)
     try:
         runpy.run_path(str(ROOT / argv[0]), run_name="__main__")
@@ -157,7 +157,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _drop_capabilities() -> None:
-    """Permissions then mean to root, as whom CI may run, what they mean to a person."""
+    """Drop root's capabilities, because CI may run as root, for whom permissions have no effect."""
     header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
     if ctypes.CDLL(None, use_errno=True).capset(header, bytes(24)) != 0:
         raise OSError(ctypes.get_errno(), "capset")

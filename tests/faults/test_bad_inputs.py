@@ -42,7 +42,7 @@ def good_site(tmp_path_factory: pytest.TempPathFactory, programs: Programs) -> P
 
 @pytest.fixture
 def site(good_site: Path, tmp_path: Path) -> Iterator[Path]:
-    """A copy that a test may harm."""
+    """A copy that a test may change."""
     copy = tmp_path / "site"
     shutil.copytree(good_site, copy)
     yield copy
@@ -63,7 +63,7 @@ def contents(site: Path) -> dict[str, tuple[int, int, int]]:
 
 
 def check(done: Done, case: Case) -> None:
-    """One line, with all of what it must say, in its order."""
+    """One line with all expected parts in order."""
     assert done.status == case.status, done.stderr
     assert done.stderr.endswith("\n")
     assert done.stderr.count("\n") == 1, done.stderr
@@ -78,7 +78,7 @@ def test_there_are_at_least_as_many_cases_as_promised() -> None:
 
 @pytest.mark.parametrize("program", ["preprocess", "corpus", "tokenizer", "sample"])
 def test_the_good_command_line_works(site: Path, programs: Programs, program: str) -> None:
-    """Or a refusal below could be of something else; `make_site` has run that of pretrain_gpt.py."""
+    """Otherwise a refusal below could have another cause; `make_site` has run pretrain_gpt.py's."""
     done = programs.run(*COMMANDS[program].split(), cwd=site, timeout=240)
     assert done.status == 0, done.stderr
 
@@ -108,7 +108,7 @@ LAUNCH = "import os, sys; os.chdir(sys.argv[1]); os.execv(sys.executable, [sys.e
 
 
 def two_ranks(site: Path, programs: Programs, *extra: tuple[str, ...]) -> list[Done]:
-    """Both ranks of one node, each with its own flags at the end."""
+    """Both ranks of one node, each with additional flags."""
     command, port = COMMANDS["pretrain"].split(), str(free_port())
     env = FOUR | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port}
     ranks = [
@@ -119,21 +119,21 @@ def two_ranks(site: Path, programs: Programs, *extra: tuple[str, ...]) -> list[D
 
 
 def check_one(ended: list[Done], said: str) -> None:
-    """All of them fail, and one says why."""
+    """All ranks fail, and one prints why."""
     (speaker,) = (done for done in ended if done.stderr)
     check(speaker, Case("", said))
     assert {done.status for done in ended} == {1}
 
 
 def test_each_node_reports_an_error_once(site: Path, programs: Programs) -> None:
-    """Ranks with another local rank stay silent about what all of them see."""
+    """Only local rank 0 reports an error that all ranks see."""
     first, second = two_ranks(site, programs, *[("--num-layer", "3")] * 2)
     check(first, COMMAND_LINES[0])
     assert (second.status, second.stderr) == (2, "")
 
 
 def test_ranks_with_different_flags_are_refused(site: Path, programs: Programs) -> None:
-    """They say which field differs, instead of training something else or hanging."""
+    """The error names the field that differs; no rank trains or hangs."""
     before = contents(site)
     said = "optimizer.clip_grad differs between ranks: rank 1 and rank 0 … (rank 1: 2.0, rank 0: 1.0)"
     check_one(two_ranks(site, programs, ("--clip-grad", "1.0"), ("--clip-grad", "2.0")), said)
@@ -149,7 +149,7 @@ def test_damage_that_one_rank_reads_ends_all_ranks(site: Path, programs: Program
     ended = two_ranks(site, programs, *[("--verify-data",)] * 2)
     check_one(ended, "text.bin: damaged between bytes 0 and 10000 … preprocess the data again")
     said = [line for done in ended for line in done.stdout.splitlines() if not line.startswith("[Gloo] ")]
-    assert said == []  # but what the gloo of torch 2.8 says of its own
+    assert said == []  # except what gloo of torch 2.8 prints itself
     assert contents(site) == before
 
 

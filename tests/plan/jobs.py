@@ -36,7 +36,7 @@ def job_of(
     micro_batch_size: int = 1,
     micro_batches: int = 1,
 ) -> Job:
-    """bf16 and one rank unless told otherwise."""
+    """A job of bf16 and one rank by default."""
     return Job(
         model=model,
         vocab_size=vocab_size,

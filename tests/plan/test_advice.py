@@ -47,7 +47,7 @@ def test_all_of_it_pays_on_a_slow_link() -> None:
 
 
 def test_an_option_that_leaves_the_wait_does_not_pay() -> None:
-    """hpZ takes no byte off a link that only the reduction uses (stage 1 has no hpZ to offer)."""
+    """hpZ saves no byte on a link that only the reduction uses (stage 1 has no hpZ)."""
     job = job_of(SMALL, 50304, zero={"zero_stage": 1}, nodes=4, local=8, micro_batch_size=4)
     names = [plan.name for plan in zeropp_plans(job, rates(10))]
     assert names == ["none of them", "--zero-quantized-weights", "--zero-quantized-gradients", "all of them"]

@@ -28,7 +28,7 @@ def refused(done: CompletedProcess[str], status: int, *said: str) -> None:
 
 
 def test_a_run_of_any_size_is_planned_and_nothing_is_left(tmp_path: Path) -> None:
-    """175B on 512 GPUs, on this machine; the places to write to are checked and stay as they are."""
+    """175B on 512 GPUs, planned on this machine; output directories are checked and not changed."""
     places = ("--save", tmp_path / "save", "--metrics-file", tmp_path / "metrics.jsonl")
     everything = "--zero-stage 3 --zero-quantized-weights --zero-hpz-partition-size auto".split()
     done = pretrain(*LARGE, *everything, "--zero-quantized-gradients", *map(str, places))

@@ -45,7 +45,7 @@ def allocated_at_most(engine: Any, tokens: torch.Tensor, micro_batches: int) -> 
 
 
 def peak_of(run: Callable[[], None]) -> int:
-    """The most that the CPU's allocator hands out during `run`, above what was there before it.
+    """The peak of the CPU allocator during `run`, above the memory in use before it.
 
     What a matrix product takes and gives back before it returns does not count: some processors convert
     16-bit numbers.
@@ -71,7 +71,7 @@ def peak_of(run: Callable[[], None]) -> int:
 
 
 def test_without_copy_engines_gradients_are_copied_to_be_sent() -> None:
-    """Where GPUs write each other's memory they go from where they were made."""
+    """If GPUs write each other's memory, gradients are sent without a copy."""
     model = ModelConfig(**SHAPE)
     found = {}
     for setting in ("auto", "off"):
@@ -114,7 +114,7 @@ def test_without_copy_engines_gradients_are_copied_to_be_sent() -> None:
 def test_a_step_allocates_what_the_plan_says(
     zero: dict, recompute: dict, precision: dict, changes: dict
 ) -> None:
-    """Within 5% of what comes on top of the states, and within 0.1% of the states.
+    """Within 5% of the memory above the states, and within 0.1% of the states.
 
     A step of one micro-batch is for GPUs to try, as are large tables: a CPU copies 16-bit gradients for their
     norm, and for their sum with fp32 ones a parameter at a time.
@@ -227,7 +227,7 @@ def test_squares_come_with_whole_sums_where_the_plan_says_so(nodes: int, local: 
 
 
 def test_planned_peaks_match_those_of_gpus() -> None:
-    """Within 1%: of each stage on NVLink; of the others without the loss, which was another one."""
+    """Within 1% of each stage on NVLink; the others without the loss, which was a different one."""
     rows = h200_rows()
     assert len(rows) == 14
     for row in rows:
@@ -256,7 +256,7 @@ def test_the_loss_in_chunks_takes_what_the_plan_says(width: int, precision: dict
 @pytest.mark.parametrize("tokens", [1024, 4096, 8192, 16384, 65536])
 @pytest.mark.parametrize("preset", ["gpt2-125m", "1.3b", "13b", "175b"])
 def test_the_loss_takes_no_more_than_the_plain_one(preset: str, tokens: int, itemsize: int) -> None:
-    """Which has the fp32 logits, their softmax's gradient and that of its input, or then the products."""
+    """The plain loss has the fp32 logits and the gradients of its softmax and of its input."""
     model = ModelConfig(model_preset=preset, seq_length=1024, **NO_DROPOUT)
     precision = PrecisionConfig(**BF16 if itemsize == 2 else FP32)
     job = job_of(model, 50257, precision=precision, micro_batch_size=tokens // 1024)

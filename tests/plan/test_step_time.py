@@ -29,7 +29,7 @@ def timed(machine: Machine, zero: dict | None = None, **more: object) -> StepTim
 
 
 def test_without_links_and_memory_a_step_is_its_flops() -> None:
-    """On one GPU: PaLM's 6 N + 12 L H T a token; recomputation adds the forward of the layers."""
+    """On one GPU: PaLM's 6 N + 12 L H T per token; recomputation adds the forward of the layers."""
     one = timed(GPU, {"zero_stage": 0}, nodes=1, local=1)
     layers = 12 * 12 * 1024**2
     flops = 4 * 512 * 2 * (6 * (layers + 1024 * 1024) + 12 * 12 * 1024 * 512)
@@ -86,7 +86,7 @@ def test_measured_steps_are_predicted() -> None:
 
 
 def test_steps_over_sockets_are_predicted_from_the_rates_of_collectives() -> None:
-    """Within 15% from rates that were measured alone, within 8% with one factor for each set of sockets."""
+    """Within 15% with rates of collectives alone, within 8% with one factor per set of sockets."""
     rows = socket_rows()
     assert len(rows) == 8
     for row in rows:
@@ -96,13 +96,13 @@ def test_steps_over_sockets_are_predicted_from_the_rates_of_collectives() -> Non
 
 
 def test_ranks_that_shared_a_gpu_are_no_measure_of_time() -> None:
-    """Their results are marked, and the plan compares their memory alone."""
+    """Their results are marked, and only their memory is compared with the plan."""
     shared = [row for row in h200_rows() if "measured_ms" not in row]
     assert {row["result"] for row in shared} == {"zero_speed_1.3b_mbs8_2x1"}
 
 
 def test_the_papers_throughputs_lie_where_its_system_can_be() -> None:
-    """14 and 31 TFLOP/s: between one that hides no transfer and one that hides all, the former within 20%."""
+    """14 and 31 TFLOP/s lie between predictions without and with overlap, within 20% of the former."""
     slow = published_rows()[0]
     for system, gather_source in (("ZeRO-3", 14), ("ZeRO++", 31)):
         assert 0.8 * gather_source <= slow["alone"][system] <= gather_source <= slow["behind"][system]

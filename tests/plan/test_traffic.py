@@ -81,7 +81,7 @@ GRIDS = {
 
 
 def measure(started: Topology) -> list[list[tuple[int, int]]]:
-    """(intra, inter) bytes that this rank sends in a step in the midst of a run, by grid and case."""
+    """(intra, inter) bytes that this rank sends in a step in the middle of a run, by grid and case."""
     torch.set_num_threads(1)
     rank, world = started.rank, started.world_size
     grids = [(Topology(rank, world, rank % local, local), cases) for (_, local), cases in GRIDS[world]]
@@ -145,7 +145,7 @@ def test_the_plan_of_dry_run_is_the_engines() -> None:
 def test_the_plan_without_zeropp_is_the_closed_form(
     nodes: int, local: int, stage: int, in_bf16: bool
 ) -> None:
-    """Which knows all links together. A node sends nothing to others where it is the only one."""
+    """The closed form counts all links together. A single node sends nothing to other nodes."""
     job = job_of(
         MODEL,
         VOCAB,

@@ -29,7 +29,7 @@ RECORD = {
 
 
 def read_terminal(master: int) -> str:
-    """What has come through a terminal so far, which may be a part; "" when the other side is closed."""
+    """The output of a terminal so far, possibly incomplete; "" if the other side is closed."""
     try:
         return os.read(master, 2**16).decode(errors="replace")
     except OSError:  # EIO: how Linux says that a terminal has ended
@@ -37,7 +37,7 @@ def read_terminal(master: int) -> str:
 
 
 def test_the_bar_is_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """It goes to stderr, so that a log of stdout has lines alone."""
+    """The bar goes to stderr, so that a log of stdout contains only lines."""
     master, slave = os.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 150, 0, 0))  # rows and columns
     with open(slave, "w") as terminal, monkeypatch.context() as patched:

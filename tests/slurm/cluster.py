@@ -105,7 +105,7 @@ class Cluster:
         self._daemons.append(daemon)
 
     def ask(self, *argv: str, check: bool = True) -> str:
-        """What one of SLURM's commands prints."""
+        """The output of one of SLURM's commands."""
         done = subprocess.run(argv, env=self.environment, capture_output=True, text=True, timeout=_PATIENCE)
         assert done.returncode == 0 or not check, (argv, done.stdout, done.stderr)
         return done.stdout
@@ -126,12 +126,12 @@ class Job:
         self.id = done.stdout.strip()
 
     def log(self, task: str = "") -> str:
-        """What the job, or a task of an array, has printed: SLURM names the file by its id."""
+        """The output of the job, or of a task of an array, in the file that SLURM names by its id."""
         files = list(self.directory.glob(f"*-{self.id}{task and '_' + task}.out"))
         return files[0].read_text() if files else ""
 
     def wait_for(self, text: str, times: int = 1, task: str = "") -> None:
-        """Returns when the log holds `text` so often; fails when the job ends before."""
+        """Wait until the log contains `text` so often; fail if the job ends earlier."""
         wait_until(lambda: self.log(task).count(text) >= times or self._ended(task), _PATIENCE, every=0.2)
         assert self.log(task).count(text) >= times, self.log(task)
 
@@ -152,7 +152,7 @@ class Job:
         os.kill(rank, signal.SIGCONT)
 
     def wait(self, task: str = "") -> dict[str, str]:
-        """What SLURM knows of the job when it has ended for good."""
+        """SLURM's record of the job after its final end."""
         wait_until(lambda: self._ended(task), _PATIENCE, every=0.2)
         return self._facts(task)
 

@@ -38,7 +38,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def limited(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A job that runs beside the others into its time limit of a minute, of which it wants to be told."""
+    """A job that reaches its time limit of a minute beside the others, and is signalled before."""
     directory = tmp_path_factory.mktemp("limited")
     site = directory / "site.sh"  # what a cluster's file for containers looks like
     site.write_text(
@@ -60,7 +60,7 @@ def submit(
 def driven(
     cluster: Cluster, limited: Job, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[Job]]]:
-    """A job of each launcher, of which a rank is killed, and which is signalled once it goes on.
+    """A job per launcher: a rank is killed, and the job is signalled after it has resumed.
 
     Neither is late: each start waits for it after three lines.
     """
@@ -88,7 +88,7 @@ def weights(directory: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """What a run of two ranks that nobody disturbed ends with."""
+    """The final weights of an undisturbed run of two ranks."""
     save = tmp_path_factory.mktemp("whole")
     done = pretrain(*MODEL, *LENGTH, "--save", str(save), processes=2)
     assert done.returncode == 0, done.stderr
@@ -106,7 +106,7 @@ def test_a_bad_command_line_is_final(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def test_a_cancelled_job_saves_and_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
-    """With ZeRO++'s flags, of which those after the script win."""
+    """With ZeRO++'s flags; flags after the script override those in it."""
     small = (*MODEL, *SAVED, *ENDLESS, "--zero-hpz-partition-size", "1")
     job = submit(cluster, tmp_path, "zeropp_18b.sbatch", ONE_RANK, *small)
     job.wait_for("iteration       10/")
@@ -119,7 +119,7 @@ def test_a_cancelled_job_saves_and_is_not_requeued(cluster: Cluster, tmp_path: P
 
 
 def test_a_sweep_requeues_one_of_its_tasks(cluster: Cluster, tmp_path: Path) -> None:
-    """The last one, whose id is that of the whole array."""
+    """The last task, whose id is that of the whole array."""
     (tmp_path / "points.txt").write_text(
         "--lr 1e-3 --train-iters 3\n--lr 2e-3  --lr-decay-style constant --train-iters 60\n"
     )
@@ -155,7 +155,7 @@ def test_a_run_that_is_killed_and_requeued_ends_with_the_same_weights(
 
 
 def test_a_time_limit_requeues_as_often_as_allowed(limited: Job) -> None:
-    """It is told of two limits in a row; the second one is final."""
+    """The job gets the signal of two time limits in a row; the second one is final."""
     ended, log = limited.wait(), limited.log()
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "75:0", "1"), log
     assert log.count(": SIGUSR1\n") == 2

@@ -18,7 +18,7 @@ JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "ZPP_ROOT": str(ROOT), "
 def script(
     directory: Path, name: str, *flags: str, **variables: str
 ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """Runs a script as a job would, with a stand-in for srun; also what that was given."""
+    """Run a script as a job would, with a stand-in for srun; return the result and the arguments of srun."""
     srun, given = directory / "srun", directory / "given"
     srun.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" >{given}\n")
     srun.chmod(0o755)
@@ -86,7 +86,7 @@ def test_mistakes_are_refused_in_one_line(
 
 
 def test_flags_reach_the_program_as_they_are(tmp_path: Path) -> None:
-    """Behind what a site's file says of srun and containers, whose variables and options are the job's."""
+    """They follow the site's arguments of srun and of the container, which the site's file sets."""
     site = tmp_path / "site of ours.sh"
     site.write_text(
         "srun_arguments=(--container-image 'an image')\ncontainer=(apptainer exec --nv our.sif)\n"

@@ -31,7 +31,7 @@ with Lease(Path(sys.argv[1]), print, 30.0):
 
 @contextlib.contextmanager
 def holder(directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that has the lease."""
+    """Another process that holds the lease."""
     command = [sys.executable, "-c", HOLD, str(directory)]
     with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "held\n"
@@ -63,7 +63,7 @@ def test_a_live_process_of_this_host_is_named_at_once(tmp_path: Path) -> None:
         started = time.monotonic()
         with pytest.raises(Held, match=rf"process {process.pid} on .*, started 20\d\d-"):
             Lease(tmp_path, print)
-        os.kill(process.pid, signal.SIGSTOP)  # it may go on at any time
+        os.kill(process.pid, signal.SIGSTOP)  # it may continue at any time
         with pytest.raises(Held):
             Lease(tmp_path, print)
         assert time.monotonic() - started < 5

@@ -143,7 +143,7 @@ def rank_main(
 
 @dataclass(frozen=True)
 class Scenario:
-    """What becomes of a run: a signal to the victim, or it is stuck, or all go on to the ending.
+    """The fate of a run: a signal to the victim, a stuck victim, or all ranks reach the end.
 
     A signal without a victim is for all, who are continued after more than the time limit. `told`: as when
     torchrun finds that a rank has died, the others get SIGTERM, and `kept_elsewhere`: it keeps the store.
@@ -178,20 +178,20 @@ ORDERLY = [Scenario(world, ending="leave one after another") for world in (1, 3)
 
 @dataclass(frozen=True)
 class End:
-    """Of each rank the exit status and what it said."""
+    """The exit status and output of each rank."""
 
     statuses: list[int | None]
     said: list[list[str]]
 
     def line(self, rank: int) -> str:
-        """What a rank said at its end; torch's own warnings of a store that is gone may come before it."""
+        """The last lines of a rank; torch's warnings of a lost store may precede them."""
         said = self.said[rank]
         assert sum(line.startswith("test") for line in said) == 1, said
         return said[-1]
 
 
 def wait_for_steps(directory: Path, world: int, steps: int) -> None:
-    """Until every rank has made more."""
+    """Wait until every rank has made more steps."""
     for path in (directory / f"{rank}.steps" for rank in range(world)):
         wait_until(lambda path=path: path.exists() and int(path.read_text() or 0) > steps, PATIENCE)
 
@@ -205,7 +205,7 @@ def suspend(process_ids: Sequence[int], seconds: float) -> None:
 
 
 def play(directory: Path, scenario: Scenario) -> End:
-    """Processes that beat since their first step, forked from a server that has imported torch."""
+    """Processes that send heartbeat messages from their first step, forked from a server with torch."""
     port, world = free_port(), scenario.world
     # Only who is silent or stuck has to be waited for; nobody else is, on a machine that is busy.
     timeout = 20 * TIMEOUT if scenario in (RAISES, ALIVE, *TOLD, *ORDERLY) else TIMEOUT
@@ -247,7 +247,7 @@ def play(directory: Path, scenario: Scenario) -> End:
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Scenario, Future[End]]]:
-    """Some at a time, as most of it is waiting."""
+    """Run several at a time, because they mostly wait."""
     scenarios = [*KILLS, *STUCK, *TOLD, ALIVE, RAISES, SUSPENDED, *ORDERLY]
     with ThreadPoolExecutor(4) as pool:
         yield {each: pool.submit(play, tmp_path_factory.mktemp("ranks"), each) for each in scenarios}
@@ -258,7 +258,7 @@ Played = dict[Scenario, Future[End]]
 
 @pytest.mark.parametrize("scenario", KILLS, ids=lambda kill: f"{kill.fault.name}-{kill.victim}")
 def test_survivors_name_a_rank_that_is_gone(played: Played, scenario: Scenario) -> None:
-    """Rank 0 keeps the store as well; the other two end with the line, long before collectives give up."""
+    """Rank 0 also hosts the store; the other two end with the line long before collectives time out."""
     end, victim = played[scenario].result(), scenario.victim
     for rank in {0, 1, 2} - {victim}:
         assert end.statuses[rank] == 1
@@ -273,7 +273,7 @@ def test_survivors_name_a_rank_that_is_gone(played: Played, scenario: Scenario) 
     "scenario", TOLD, ids=lambda told: f"{told.fault.name}-{told.victim}-{told.kept_elsewhere}"
 )
 def test_survivors_that_are_told_to_stop_name_a_rank_that_is_gone(played: Played, scenario: Scenario) -> None:
-    """Long before the heartbeat's time-out, after which a launcher would have killed them."""
+    """Long before the heartbeat's time-out, by which a launcher would have killed them."""
     end, victim = played[scenario].result(), scenario.victim
     for rank in {0, 1, 2} - {victim}:
         assert end.statuses[rank] == 1
@@ -321,12 +321,12 @@ def test_a_suspended_job_continues(played: Played) -> None:
 
 @pytest.mark.parametrize("scenario", ORDERLY, ids=lambda orderly: f"{orderly.world}")
 def test_an_orderly_end_is_silent(played: Played, scenario: Scenario) -> None:
-    """Though ranks end one after another, and the first of them keeps the store."""
+    """Although ranks end at different times, and the first one hosts the store."""
     assert played[scenario].result() == End([0] * scenario.world, [[]] * scenario.world)
 
 
 class Recorded:
-    """A store, and which of its methods were called."""
+    """A store that records the calls of its methods."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store, self.calls = store, []
@@ -343,7 +343,7 @@ class Recorded:
 
 
 def test_a_rank_sends_nothing_after_its_good_bye() -> None:
-    """Rank 0 takes the store away once it has read that; an answer that is awaited then fails, loudly."""
+    """Rank 0 closes the store once it has read the good-bye; a request under way then fails."""
     store = Recorded(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
     with heartbeat(store, Topology(1, 2, 1, 2), 6.0, "test"):
         wait_until(lambda: any(name == "multi_get" for name, *_ in store.calls), 30)

@@ -25,7 +25,7 @@ LINE = "pretrain_gpt.py: error: --fp16 (given): contradicts --bf16; give one"
 @pytest.mark.parametrize("late", [0, 3])
 @pytest.mark.parametrize("launcher_ends_ranks", [True, False], ids=["torchrun", "srun"])
 def test_a_refused_command_line_is_said_once(tmp_path: Path, late: int, launcher_ends_ranks: bool) -> None:
-    """torchrun sends SIGTERM to the others as soon as one has left; for srun each task is on its own."""
+    """torchrun sends SIGTERM to the others when one has exited; srun's tasks are independent."""
     go = tmp_path / "go"
     with Run(tmp_path, RANKS) as run:
         for rank in range(RANKS):
@@ -59,7 +59,7 @@ def said(capfd: pytest.CaptureFixture[str]) -> "Said":
 
 
 class Said:
-    """How often something was said since the last time."""
+    """How often a line was printed since the last call."""
 
     def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
         self._capfd = capfd
@@ -80,7 +80,7 @@ def test_an_error_of_an_earlier_start_is_printed_again(
     (file,) = tmp_path.iterdir()
     claims = [line.split() for line in file.read_text().splitlines()]
     file.write_text("".join(f"{float(when) + 10**6} {key}\n" for when, key in claims) + "cut")
-    assert [said(node), said(node)] == [1, 0]  # the machine was started again: its clock began anew
+    assert [said(node), said(node)] == [1, 0]  # the machine was rebooted, so its clock restarted
     assert len(file.read_text().splitlines()) == 1  # nothing old is kept
 
 

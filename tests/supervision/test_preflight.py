@@ -29,7 +29,7 @@ ON_ANOTHER_NODE = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # each node says
 
 @pytest.fixture(scope="module", autouse=True)
 def waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
-    """Runs that wait for ten seconds and more before they end: all of them at once, beside the others."""
+    """Runs that wait ten seconds or more before they end, all started at once."""
     with ExitStack() as stack:
         runs = {
             name: stack.enter_context(Run(tmp_path_factory.mktemp(name), world))
@@ -48,7 +48,7 @@ def hang_when_it_joins() -> None:
 
 
 def test_a_rank_that_falls_silent_ends_the_run(waiting: dict[str, Run]) -> None:
-    """It came, and hangs before it says anything."""
+    """The rank connected, and hangs before it sends anything."""
     run = waiting["silent"]
     rank_address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": run.port}
     met = rendezvous(Topology(1, 2, 1, 2), rank_address, limit=120, timeout=timedelta(seconds=120), say=print)
@@ -74,7 +74,7 @@ def test_a_sound_network_is_measured(tmp_path: Path) -> None:
 
 
 def test_an_address_that_is_not_rank_0s_is_refused(tmp_path: Path) -> None:
-    """By rank 0 at once (192.0.2.0/24 belongs to nobody), by the others when they cannot reach it in time."""
+    """By rank 0 at once (192.0.2.0/24 is reserved), by the others when the connection times out."""
     with Run(tmp_path, 2) as run:
         run.start(0, *FLAGS, MASTER_ADDR="192.0.2.1")
         run.start(1, *FLAGS, "--preflight-timeout", "2", **ON_ANOTHER_NODE)
@@ -85,7 +85,7 @@ def test_an_address_that_is_not_rank_0s_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_port_that_another_program_holds_is_refused(tmp_path: Path) -> None:
-    """Rank 0 cannot have it; the others are never answered, and do not wait for ever."""
+    """Rank 0 cannot bind it; the others get no answer and do not wait forever."""
     with Run(tmp_path, 2) as run, socket.create_server(("", int(run.port))):
         run.start(0, *FLAGS)
         run.start(1, *FLAGS, "--preflight-timeout", "3", **ON_ANOTHER_NODE)
@@ -95,7 +95,7 @@ def test_a_port_that_another_program_holds_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_rank_is_named(waiting: dict[str, Run]) -> None:
-    """Every ten seconds, and at the end by one rank."""
+    """All ranks are told every ten seconds, and one rank prints the error at the end."""
     run = waiting["absent"]
     assert run.statuses() == {0: 1, 2: 1}
     assert f"[{platform.node()} rank 0]: waiting for ranks 1, 3 of 4 (node 0)\n" in run.err(0)
@@ -126,7 +126,7 @@ def test_ranks_with_different_settings_are_refused_once(tmp_path: Path) -> None:
 
 
 def test_ranks_that_reach_the_store_but_not_each_other_end_the_run(waiting: dict[str, Run]) -> None:
-    """As behind a firewall that lets one port through."""
+    """As behind a firewall that opens one port."""
     run = waiting["apart"]
     assert run.statuses() == {0: 1, 1: 1}
     both = f"rank 0 [{platform.node()}] and rank 1 [{platform.node()}]"

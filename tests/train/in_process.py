@@ -48,7 +48,7 @@ def train_here(argv: list[str], activity: Activity | None = None, lease: Lease |
 
 
 class Resumed:
-    """A run of a model of one layer that each call starts again, from where the call before it ended."""
+    """A run of a model of one layer; each call resumes from where the previous call ended."""
 
     def __init__(self, corpus: str, directory: Path) -> None:
         self._save, self._metrics = directory / "checkpoints", directory / "metrics.jsonl"
@@ -57,7 +57,7 @@ class Resumed:
         self._flags += ["--metrics-file", str(self._metrics)]
 
     def __call__(self, *flags: str) -> list[dict[str, Any]]:
-        """Trains on; returns the records of all steps so far."""
+        """Continue the training; return the records of all steps so far."""
         train_here([*self._flags, *flags])
         return [json.loads(line) for line in self._metrics.read_text().splitlines()]
 

@@ -11,7 +11,7 @@ from tests.train.in_process import Resumed, of
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The samples that training has read, in order."""
+    """The samples that the training has read, in order."""
     samples, fetch = [], loader._Ranges.__getitem__
 
     def fetch_and_note(ranges: loader._Ranges, place: tuple[int, int]) -> object:
@@ -24,7 +24,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def resume(corpus: str, tmp_path: Path) -> Resumed:
-    """A run whose text is all for training."""
+    """A run that uses all text for training."""
     return Resumed(corpus, tmp_path)
 
 
@@ -32,7 +32,7 @@ def resume(corpus: str, tmp_path: Path) -> Resumed:
 def test_a_run_in_iterations_takes_them_all(
     resume: Resumed, read: list[int], capsys: pytest.CaptureFixture[str], now: int
 ) -> None:
-    """The rate is that of the iteration, as in a run that always had either batch."""
+    """The learning rate is that of the iteration, as in a run with a constant batch size."""
     resume("--global-batch-size", "12", "--train-iters", "6", "--exit-interval", "2")
     capsys.readouterr()
     records = resume("--global-batch-size", str(now), "--train-iters", "6")
@@ -67,7 +67,7 @@ def test_a_run_in_samples_reads_them_all(
     now: int,
     steps: int,
 ) -> None:
-    """The rate is that of the samples: only the size of the steps changes."""
+    """The learning rate follows the consumed samples; only the size of the steps changes."""
     resume("--global-batch-size", "24", "--train-samples", "96", "--exit-interval", "2")
     capsys.readouterr()
     records = resume("--global-batch-size", str(now), "--train-samples", "96")
@@ -82,7 +82,7 @@ def test_a_run_in_samples_reads_them_all(
 def test_a_ramp_continues_from_the_consumed_samples(
     resume: Resumed, read: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The steps before were of other sizes than those that the ramp would have taken."""
+    """Earlier steps had other sizes than those of the ramp."""
     resume("--global-batch-size", "10", "--train-samples", "60", "--exit-interval", "1")
     capsys.readouterr()
     ramp = ["--global-batch-size", "12", "--rampup-batch-size", "4", "4", "24", "--train-samples", "60"]

@@ -43,7 +43,7 @@ def two(request: pytest.FixtureRequest, corpus: str, tmp_path: Path) -> tuple[st
 
 
 def test_other_weights_after_a_resume(two: tuple[str, str], tmp_path: Path) -> None:
-    """On any ranks; and where it is started again without a change, the change stays where it was."""
+    """On any number of ranks; a restart without a change keeps the position of the earlier change."""
     one, other = two
     flags = [*BYTES, *TINY, "--split", "90,10,0", "--global-batch-size", "8", "--train-iters", "6", "--fp32"]
     if other.endswith(".jsonl"):

@@ -32,7 +32,7 @@ def three_steps(
     stage: int = 0,
     recompute: str = "stored",
 ) -> tuple[list[float], list[str]]:
-    """Losses of steps and evaluations, with texts that grow between; what was said of further graphs."""
+    """Losses of steps and evaluations, with generation in between; and the messages about further graphs."""
     torch._dynamo.reset()
     torch.set_num_threads(1)
     config = ModelConfig(
@@ -92,7 +92,7 @@ def test_another_graph_is_said() -> None:
 
 
 def test_a_text_without_documents_beside_batches_with_them() -> None:
-    """A text that --sample-prompt writes may have the shape of a batch, and is not worth a graph."""
+    """A text of --sample-prompt may have the shape of a batch and is not worth a graph."""
     said: list[str] = []
     torch._dynamo.reset()
     config = ModelConfig(num_layers=1, hidden_size=32, num_attention_heads=4, seq_length=LENGTH)
@@ -133,7 +133,7 @@ def test_documents_in_compiled_layers(recompute: str) -> None:
 
 
 def test_a_run_with_compiled_layers(flags: list[str], tmp_path: Path) -> None:
-    """It says so, evaluates as one without them, and goes on from its checkpoint to the same bits.
+    """The run says so, evaluates like a run without them, and resumes from its checkpoint to the same bits.
 
     Though it is told to recompute from there on: kernels that the compiler made repeat their dropout.
     """
@@ -181,7 +181,7 @@ def resolved(device: str, *, path: str = "", apex: bool = False, **settings: Any
 
 
 def test_what_is_compiled_where(tmp_path: Path) -> None:
-    """On GPUs unless told otherwise, where there is a compiler."""
+    """On GPUs by default, if there is a compiler."""
     (tmp_path / "gcc").touch(mode=0o755)
     (tmp_path / "g++").touch(mode=0o755)
     here = str(tmp_path)

@@ -33,7 +33,7 @@ def weights(directory: Path, iteration: int = 100) -> dict[str, bytes]:
 
 
 def said_by_all(ranks: Run) -> list[str]:
-    """What the two ranks of a run wrote to stderr."""
+    """The stderr of the two ranks of a run."""
     return [line for rank in range(2) for line in ranks.err(rank).splitlines()]
 
 
@@ -54,7 +54,7 @@ def in_micro_batch(number: int, act: Callable[[], object]) -> None:
 
 
 def two_ranks(directory: Path, *flags: str) -> Run:
-    """Both started with these flags."""
+    """Both ranks started with these flags."""
     run = Run(directory, 2)
     for rank in range(2):
         run.start(rank, *flags)
@@ -63,7 +63,7 @@ def two_ranks(directory: Path, *flags: str) -> Run:
 
 @pytest.fixture(scope="module")
 def whole(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of a run of two ranks that nobody disturbed."""
+    """Checkpoints of an undisturbed run of two ranks."""
     from tests.train.conftest import BYTES, TINY
 
     save = tmp_path_factory.mktemp("whole")
@@ -114,7 +114,7 @@ def test_a_signal_to_one_rank_saves_and_stops_all(flags: list[str], whole: Path,
 
 
 def test_a_second_signal_ends_a_rank_at_once(flags: list[str], tmp_path: Path) -> None:
-    """Even one whose main thread waits in a collective, for a rank that is stopped. The first is answered."""
+    """Even if the main thread waits in a collective for a stopped rank. The first signal is answered."""
     flags = [*flags, *LENGTH, "--train-iters", "100000", "--eval-iters", "0"]
     with two_ranks(tmp_path / "log", *flags) as ranks:
         ranks.wait_for("iteration        5/")
@@ -192,7 +192,7 @@ def poison_losses(value: float) -> None:
 
 @pytest.mark.parametrize("poison", ["inf", "nan"])
 def test_losses_that_are_not_finite_stop_the_run(flags: list[str], tmp_path: Path, poison: str) -> None:
-    """Steps 1 to 4 are healthy; 5 to 7 are skipped and end the run, which knows it one step later."""
+    """Steps 1 to 4 are finite; 5 to 7 are skipped and end the run, one step later."""
     save = tmp_path / "checkpoints"
     flags += ["--train-iters", "100", "--max-nan-iterations", "3", "--eval-iters", "0"]
     with Run(tmp_path / "log", 1) as run:
@@ -231,7 +231,7 @@ def test_a_log_that_fails_does_not_end_the_run(flags: list[str], tmp_path: Path)
 
 
 class Hangs:
-    """A sink that takes nothing until it is told to."""
+    """A sink that blocks until it is released."""
 
     def __init__(self) -> None:
         self.go_on = threading.Event()

@@ -7,7 +7,7 @@ from tests.train.in_process import train_here
 
 
 class Heard(Activity):
-    """Every mark that was made, by its words: whether it may take as long as it likes."""
+    """Every mark by its words: whether it may take unlimited time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ def marks_of(argv: list[str]) -> dict[str, bool]:
 def test_the_first_evaluation_of_a_resumed_run_may_build_its_kernels(
     flags: list[str], tmp_path: Path
 ) -> None:
-    """A compiler's graph without gradients is made then, behind steps that were quick."""
+    """The compiler builds the graph without gradients then, after quick steps."""
     saved = ["--save", str(tmp_path), "--load", str(tmp_path), "--eval-iters", "8"]
     run = [*flags, *saved, "--train-iters", "4", "--eval-interval", "2"]
     marks_of([*run, "--exit-interval", "1"])

@@ -31,7 +31,7 @@ def losses_of(records: list[dict]) -> list[float]:
 
 
 def valid_loss_by_hand(flags: list[str], count: int, micro_batch_size: int) -> float:
-    """Of the initial weights: each document in a forward of its own; where its end is the input, no loss."""
+    """The loss of the initial weights: one forward per document; no loss where the input is its end."""
     config = parse_args([*flags, *NO_DROPOUT, "--train-iters", "3"])
     model = GPT(config.model, EOD + 1).initialize(config.training.seed).eval()
     splits = open_splits(

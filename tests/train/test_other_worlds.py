@@ -15,7 +15,7 @@ LENGTH = "--micro-batch-size 1 --global-batch-size 12 --eval-iters 0 --num-worke
 
 
 def write_down_samples() -> None:
-    """What this rank's loader reads goes to the file LEDGER; without workers it reads nothing ahead."""
+    """Record the reads of this rank's loader in the file LEDGER; without workers nothing is read ahead."""
     read = loader._Ranges.__getitem__
 
     def read_range(ranges: loader._Ranges, place: tuple[int, int]) -> np.ndarray:
@@ -33,7 +33,7 @@ def losses(path: Path) -> list[float]:
 
 
 def test_no_sample_is_lost_or_repeated(corpus: str, tmp_path: Path) -> None:
-    """By a ledger of what all loaders read, over 2, 3 and 4 ranks at stages 1, 3 and 2."""
+    """By a ledger of the reads of all loaders, with 2, 3 and 4 ranks at stages 1, 3 and 2."""
     flags = ["--data-path", corpus, "--split", "80,10,10", *BYTES, *TINY, *LENGTH, "--train-iters", "9"]
     save = str(tmp_path / "checkpoints")
     for world, stage, stop in ((2, 1, 3), (3, 3, 6), (4, 2, 9)):

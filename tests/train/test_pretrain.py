@@ -34,7 +34,7 @@ def metrics(path: Path, name: str = "lm_loss") -> list[float]:
 
 
 def test_a_run_learns_and_reports_everywhere(flags: list[str], corpus: str, tmp_path: Path) -> None:
-    """One run with every sink: it predicts better than byte frequencies can, and each place has its curve."""
+    """One run with every sink: it predicts better than byte frequencies, and each sink has the curve."""
     out = succeeded(
         pretrain(
             *flags,
@@ -94,7 +94,7 @@ def test_a_run_learns_and_reports_everywhere(flags: list[str], corpus: str, tmp_
 
 
 def test_a_run_keeps_its_curves_when_it_is_started_again(flags: list[str], tmp_path: Path) -> None:
-    """After a step back, too: the newest checkpoint is damaged, and the one before is gone on from."""
+    """Also after a fallback: the newest checkpoint is damaged, and the run resumes from the previous one."""
     save = tmp_path / "checkpoints"
     flags += ["--eval-iters", "0", "--save", str(save), "--save-interval", "2", "--train-iters", "6"]
     flags += ["--tensorboard-dir", str(tmp_path / "tb"), "--wandb-project", "x", "--wandb-mode", "offline"]
@@ -179,7 +179,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(flags: list[str], tmp_path: P
 
 
 def test_the_loss_depends_neither_on_processes_nor_on_the_stage(flags: list[str], tmp_path: Path) -> None:
-    """Same samples, same dropout, another division: equal but for the order of the sums."""
+    """Same samples and dropout, divided differently: equal up to the order of sums."""
     flags = [*flags, "--micro-batch-size", "2", "--global-batch-size", "12", "--train-iters", "4"]
     losses = []
     for processes, stage in ((1, 0), (2, 0), (3, 1), (2, 3)):
@@ -193,7 +193,7 @@ def test_the_loss_depends_neither_on_processes_nor_on_the_stage(flags: list[str]
 
 
 def test_a_run_resumes_at_another_stage_and_world_size(flags: list[str], tmp_path: Path) -> None:
-    """Saved by two ranks at stage 3, gone on with by one at stage 0 and by three at stage 2."""
+    """Saved by two ranks at stage 3, resumed by one at stage 0 and by three at stage 2."""
     flags = [*flags, "--micro-batch-size", "2", "--global-batch-size", "12", "--train-iters", "4"]
     save, whole = str(tmp_path / "checkpoints"), tmp_path / "whole.jsonl"
     succeeded(pretrain(*flags, "--metrics-file", str(whole)))
@@ -232,7 +232,7 @@ def test_the_batch_ramps_up_and_the_run_ends_at_its_samples(flags: list[str], tm
 
 
 def test_full_validation_reads_each_window_once(flags: list[str], tmp_path: Path) -> None:
-    """The same loss whatever the micro-batch size, which need not divide the number of windows."""
+    """The same loss for any micro-batch size, which need not divide the number of windows."""
     losses = []
     for size in ("1", "5"):
         path = tmp_path / f"{size}.jsonl"

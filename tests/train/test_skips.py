@@ -13,7 +13,7 @@ FP16 = "--fp16 --initial-loss-scale 131072 --hysteresis 1 --loss-scale-window 2 
 
 
 def test_a_skipped_step_does_not_advance_the_learning_rate(corpus: str, tmp_path: Path) -> None:
-    """Megatron-LM steps its scheduler where the optimizer did; iterations and samples are counted always."""
+    """Megatron-LM's scheduler steps only when the optimizer did; iterations and samples always count."""
     flags = [*FP16, "--global-batch-size", "2", "--train-iters", "24", "--lr-decay-style", "constant"]
     run = Resumed(corpus, tmp_path / "whole")
     records = run(*flags)
@@ -48,7 +48,7 @@ def test_a_schedule_in_samples_leaves_out_those_of_skipped_steps(corpus: str, tm
 def test_nan_iterations_are_those_whose_loss_is_not_finite(
     corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
-    """Whatever the loss scale. A gradient that is not finite skips its step too, and is no such iteration."""
+    """With any loss scale. A non-finite gradient also skips its step, and is not a nan iteration."""
     healthy, seen = ZeroEngine._loss, []
 
     def poisoned(engine: ZeroEngine, tokens: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,7 @@ def calls_library(nodes: int, local: int) -> bool:
 
 
 def reduction_bytes(layouts: Sequence[FlatLayout], nodes: int, *, reduce_bytes: int, sum_bytes: int) -> int:
-    """Room that reductions of gradients as they are receive in, one unit at a time.
+    """Buffers in which reductions of unquantised gradients receive, one unit at a time.
 
     In two hops: what the ranks of the node send, two units' sums in turn and what hop 2 receives, and an fp32
     sum before it is rounded to less.

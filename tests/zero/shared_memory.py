@@ -11,7 +11,7 @@ from megatron_zpp.distributed.comm_stream import CommStream
 
 
 class SharedMemoryStream(CommStream):
-    """A communication stream of processes of this machine that has peer buffers."""
+    """A communication stream with peer buffers, between processes of this machine."""
 
     @property
     def writes_peers(self) -> bool:

@@ -76,7 +76,7 @@ def plain_torch(
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("untied", [False, True])
 def test_twenty_steps_are_as_exact_as_torchs_adamw(micro_batches: int, untied: bool) -> None:
-    """Against the same training in fp64: no further from it than plain fp32 is, but for another rounding.
+    """Compared with the same training in fp64: as close as plain fp32, up to a factor for other rounding.
 
     A key bias has no gradient but rounding, which a tiny eps would blow up to full steps: eps is 1e-4.
     """
@@ -106,7 +106,7 @@ def test_gradient_norm_is_the_whole_models_and_padding_does_not_count() -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("untied", [False, True])
 def test_gradients_of_long_micro_batches_are_plain_torchs(stage: int, untied: bool) -> None:
-    """Of so many tokens that the output layer makes its products in the forward."""
+    """With so many tokens that the output layer computes its products in the forward."""
     config = dataclasses.replace(MODEL, untie_embeddings_and_output_weights=untied)
     data = torch.randint(VOCAB, (2, 12, 17), generator=torch.Generator().manual_seed(8))
     assert not keeps_gradient(12 * 16, MODEL.hidden_size, 4)
@@ -186,7 +186,7 @@ def test_fp16_overflow_lowers_the_scale_until_steps_succeed() -> None:
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("scale", [{"loss_scale": 64.0}, {"initial_loss_scale": 64.0}])
 def test_more_micro_batches_do_not_weaken_the_loss_scale(stage: int, scale: dict[str, float]) -> None:
-    """64 equal micro-batches are as one, bit for bit, with many fp16 gradients near the smallest number.
+    """64 equal micro-batches equal one, bit for bit, with many fp16 gradients near the smallest number.
 
     Dividing before the backward would leave a scale of 1, with which some of these gradients are zero.
     """

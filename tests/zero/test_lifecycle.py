@@ -29,7 +29,7 @@ def plan_of(units: int, **zero: object) -> CommunicationPlan:
 
 
 class Walk:
-    """A prefetcher whose gathers are taken down: (unit, whether from secondary shards)."""
+    """A prefetcher that records its gathers: (unit, whether from secondary shards)."""
 
     def __init__(self, plan: CommunicationPlan) -> None:
         self.gathers: list[tuple[int, bool]] = []

@@ -247,7 +247,7 @@ def test_quantised_weights_on_one_process_are_quantised_too() -> None:
 
 @pytest.mark.parametrize("block", [256, 2048])
 def test_biases_do_not_vanish_beside_the_gains_of_norms(block: int) -> None:
-    """Each is off by half a step of its own block's codes at most, and by the rounding to bf16."""
+    """Each differs by at most half a step of its block's codes, and by the rounding to bf16."""
     engine = build(Topology(), QWZ | {"zero_quantization_block": block})
     generator, drawn = torch.Generator().manual_seed(6), {}
     for index, unit in enumerate(engine.units):

@@ -227,7 +227,7 @@ def test_variants_equal_one_process() -> None:
 
 
 def train_in_parts(topology: Topology, cases: tuple[Case, ...]) -> list[list[float]]:
-    """`train` with each gradient, that can be, a part of its own."""
+    """`train` with every possible gradient in a separate segment."""
     gradients._SENT_FROM_THERE = 1
     return train(topology, cases)
 
