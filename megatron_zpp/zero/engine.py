@@ -41,7 +41,7 @@ WEIGHTS, REFERENCE = "weights", "reference"  # as checkpoints name them
 Batch: TypeAlias = Tensor | Sequence[Tensor | None]
 
 
-class DividedModel(Protocol):
+class ModelOfUnits(Protocol):
     """What the engine needs of a model beside what every module has."""
 
     def units(self) -> list[tuple[str, nn.Module]]:
@@ -94,8 +94,8 @@ class ZeroEngine:
         self._ledger, self.sections = TrafficLedger(topology), sections
         self._clip_grad = optimizer.clip_grad
         dtype = getattr(torch, precision.compute_dtype(device.type))
-        divided = cast(DividedModel, model)  # torch declares no protocol that includes nn.Module
-        named_modules = divided.units()
+        model_of_units = cast(ModelOfUnits, model)  # torch declares no protocol that includes nn.Module
+        named_modules = model_of_units.units()
         self.copy_engines = choose_copy_engines(zero.zero_copy_engines, topology, device, timeout, say)
         layouts = layouts_of(named_modules, topology.world_size, zero.shard_multiple, zero.largest_block)
         plan = plan_communication(
@@ -118,7 +118,7 @@ class ZeroEngine:
         )
         for comm_stream in communication.comm_streams:
             comm_stream.ready()
-        self._prefetcher = Prefetcher(plan, self._gather, divided.recomputed_units(), sections)
+        self._prefetcher = Prefetcher(plan, self._gather, model_of_units.recomputed_units(), sections)
         self._optimizer = build_optimizer(optimizer, self.units, communication, fused_backend, operations)
         accepts_16bit = self._optimizer.accepts_16bit_gradients
         self._gradients = Gradients(self.units, communication, operations, accepts_16bit=accepts_16bit)
