@@ -79,6 +79,12 @@ class ZeroConfig(Options):
         "or delta2.",
         at_least=1,
     )
+    zero_delta4_iterations: int | None = option(
+        None,
+        "delta3 and delta2: iterations, from the start of the run, whose weight differences have 4 bits. "
+        "Default: twice the warm-up, as --lr-warmup-iters gives it. 0: none.",
+        at_least=0,
+    )
     zero_quantization_block: int | None = option(
         None,
         "Elements that share one scale, a power of two from 32 to 2048. Small blocks are more accurate and "
@@ -128,6 +134,12 @@ class ZeroConfig(Options):
                 self.zero_check_interval,
                 "needs --zero-quantized-weights and --zero-quantized-weights-format delta4, delta3 or delta2",
             )
+        if self.zero_delta4_iterations is not None and not self.narrows_differences:
+            raise option_error(
+                "--zero-delta4-iterations",
+                self.zero_delta4_iterations,
+                "needs --zero-quantized-weights and --zero-quantized-weights-format delta3 or delta2",
+            )
         block = self.zero_quantization_block
         if block is not None:
             if not (weights or gradients):
@@ -171,6 +183,11 @@ class ZeroConfig(Options):
     def sends_differences(self) -> bool:
         """Whether weight differences cross nodes, not weights."""
         return self.zero_quantized_weights and self.zero_quantized_weights_format.startswith("delta")
+
+    @property
+    def narrows_differences(self) -> bool:
+        """Whether weight differences have fewer than the 4 bits with which a run begins."""
+        return self.sends_differences and self.zero_quantized_weights_format != "delta4"
 
     @property
     def rotates_gradients(self) -> bool:

@@ -1,17 +1,20 @@
 """Builds the model with its initial weights, sharded over the ranks."""
 
 import os
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 
 from megatron_zpp.config.root import Config
+from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.fp8 import Float8Linear
 from megatron_zpp.model.gpt import GPT, ModelComponents, norm_class
 from megatron_zpp.train.compiling import compile_parts, prepare_compiler
 from megatron_zpp.train.device import Device, check_attention
+from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.sections import UNTIMED, TimedSections
 
@@ -26,7 +29,7 @@ def build_engine(config: Config, vocab_size: int, device: Device, topology: Topo
     return ZeroEngine(
         model,
         partial(model.initialize_parameter, seed=config.training.seed),
-        zero=config.zero,
+        zero=zero_of(config, topology.world_size),
         optimizer=config.optimizer,
         precision=config.precision,
         topology=topology,
@@ -37,6 +40,15 @@ def build_engine(config: Config, vocab_size: int, device: Device, topology: Topo
         sections=TimedSections(device.device) if config.timing.level else UNTIMED,
         say=device.say,
     )
+
+
+def zero_of(config: Config, ranks: int) -> ZeroConfig:
+    """The settings of ZeRO with the default that depends on the warm-up: --zero-delta4-iterations."""
+    zero = config.zero
+    if not zero.narrows_differences or zero.zero_delta4_iterations is not None:
+        return zero
+    warmup = RunSchedule.from_config(config, ranks).warmup_iterations
+    return replace(zero, zero_delta4_iterations=2 * warmup)
 
 
 def _build_model(config: Config, vocab_size: int, device: Device, topology: Topology) -> GPT:

@@ -51,6 +51,11 @@ class RunSchedule:
         )
         return cls(batches, learning_rate, iterations, training.train_samples)
 
+    @property
+    def warmup_iterations(self) -> int:
+        """Iterations of the learning rate's warm-up, counted as `learning_rate_at` does."""
+        return -(-self.learning_rate.warmup // self.batches.global_batch_size)
+
     def resumed(self, start: Progress) -> "RunSchedule":
         """The same schedule from `start` on; other batch sizes may have been used up to there.
 

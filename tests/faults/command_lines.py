@@ -164,6 +164,12 @@ ZERO = [
         "--zero-check-interval 5: needs --zero-quantized-weights and --zero-quantized-weights-format delta4",
     ),
     bad(
+        "--zero-stage 3 --zero-quantized-weights --zero-quantized-weights-format delta4 "
+        "--zero-hpz-partition-size auto --zero-delta4-iterations 100",
+        "--zero-delta4-iterations 100: needs --zero-quantized-weights and --zero-quantized-weights-format "
+        "delta3 or delta2",
+    ),
+    bad(
         "--zero-stage 3 --zero-quantized-gradients-format rotated4",
         "--zero-quantized-gradients-format rotated4: needs --zero-quantized-gradients",
     ),
