@@ -190,6 +190,9 @@ def load_checkpoint(
                     _load(kind, reader, engine)
                 else:  # imported weights: no step has been taken, so the moments are zero
                     engine.load_states(kind, lambda unit, elements: torch.zeros(len(elements)))
+            has_references = REFERENCE in reader.state.get("kinds", [])
+            formats = reader.state.get("difference_formats") if has_references else None
+            engine.load_difference_formats_state(formats)
             engine.load_optimizer_steps(reader.state["optimizer_steps"])
             engine.loss_scale.load_state(reader.state["loss_scale"])
         reader.check_rest(engine.topology.rank, engine.topology.world_size)

@@ -12,6 +12,8 @@ state.json contains the rest:
     units    for each unit: `shard_numel`, elements of a shard; `parameters`: `shape` and `offset` by name
     kinds    states in the files for each unit: `engine.state_kinds`, or `weights` only; absent in older
              versions, which had the weights and, if `with_optimizer`, AdamW's moments
+    difference_formats   which units send weight differences in 8 bits next, and what decides on the step
+             after: `raised` and `measured` by unit; null where the run sends none, absent in older versions
 """
 
 from collections.abc import Mapping, Sequence
@@ -82,7 +84,7 @@ def describe_state(
     config: dict[str, Any],
     tokenizer: dict[str, Any],
 ) -> dict[str, Any]:
-    """The content of state.json. Waits for the device."""
+    """The content of state.json; every rank must call it. Waits for the device."""
     return describe_state_of(
         progress,
         with_optimizer=with_optimizer,
@@ -92,6 +94,7 @@ def describe_state(
         nodes=engine.topology.nodes,
         units=describe_units(engine),
         kinds=saved_kinds(engine, with_optimizer=with_optimizer),
+        difference_formats=engine.difference_formats_state() if with_optimizer else None,
         tokenizer=tokenizer,
         config=config,
     )
@@ -109,6 +112,7 @@ def describe_state_of(
     kinds: Sequence[str],
     tokenizer: dict[str, Any],
     config: dict[str, Any],
+    difference_formats: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The content of state.json, for a program without an engine."""
     return {
@@ -120,6 +124,7 @@ def describe_state_of(
         "nodes": nodes,
         "units": units,
         "kinds": list(kinds),
+        "difference_formats": difference_formats,
         "tokenizer": tokenizer,
         "config": config,
     }
@@ -152,6 +157,7 @@ def check_state(state: dict[str, Any]) -> None:
             raise ValueError(f"{key} is {state[key]!r}")
     if not all(type(kind) is str for kind in state.get("kinds", [])):
         raise ValueError(f"kinds is {state['kinds']!r}")
+    _check_difference_formats(state.get("difference_formats"))
     scale = state["loss_scale"]
     if not all(isinstance(scale[key], int | float) for key in _LOSS_SCALE_KEYS):
         raise ValueError("loss_scale is not told in numbers")
@@ -170,6 +176,18 @@ def check_state(state: dict[str, Any]) -> None:
                 type(size) is int and 0 <= size < _LIMIT for size in (*entry["shape"], entry["offset"])
             ):
                 raise ValueError(f"a parameter is {entry}")
+
+
+def _check_difference_formats(state: Any) -> None:
+    if state is None:
+        return
+    raised, measured = state["raised"], state["measured"]
+    if len(raised) != len(measured) or not all(type(unit) is bool for unit in raised):
+        raise ValueError(f"difference_formats has {raised!r} raised")
+    if not all(type(square) is float for squares in measured for square in squares):
+        raise ValueError("difference_formats is not measured in numbers")
+    if not all(len(squares) == 2 for squares in measured):
+        raise ValueError("difference_formats has other than two sums per unit")
 
 
 def describe_units(engine: ZeroEngine) -> list[dict[str, Any]]:

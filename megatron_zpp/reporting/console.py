@@ -79,6 +79,7 @@ def log_line(record: Record, iterations: int) -> str:
         f"grad norm: {record['grad_norm']:.3f}",
         f"number of skipped iterations: {record['skipped']:3d}",
         f"number of nan iterations: {record['nan']:3d}",
+        *([f"raised units: {record['raised_units']}"] if "raised_units" in record else []),
         f"tokens/s: {record['tokens_per_second']:.0f}",
         f"MFU: {mfu}",
         f"time left: {datetime.timedelta(seconds=math.ceil(left))}",

@@ -88,6 +88,7 @@ class Interval:
     batch: int = 0  # samples of the newest step
     loss_sum: Tensor = field(init=False)  # these stay on the device: reading them would wait for it
     skipped: Tensor = field(init=False)
+    raised_units: int | None = None  # the most of any step; None where no weight differences are sent
     traffic: tuple[int, int] = (0, 0)  # bytes that this rank sent inside its node and between nodes
     watch: Stopwatch = field(default_factory=Stopwatch)
 
@@ -102,6 +103,8 @@ class Interval:
         self.batch = samples
         self.skipped = self.skipped + result.skipped
         self.traffic = (self.traffic[0] + traffic[0], self.traffic[1] + traffic[1])
+        if result.raised_units is not None:
+            self.raised_units = max(self.raised_units or 0, result.raised_units)
         self.loss_sum = self.loss_sum + loss
         if self.iterations > len(self._losses):
             self._losses = torch.cat((self._losses, torch.zeros_like(self._losses)))
@@ -116,7 +119,7 @@ class Interval:
         """Begin the next interval; the caller has lapped the stopwatch."""
         self.iterations = self.samples = self.batch = 0
         self.loss_sum = self.skipped = torch.zeros((), device=self.device)
-        self.traffic = (0, 0)
+        self.traffic, self.raised_units = (0, 0), None
 
 
 def memory_record(device: torch.device) -> Record:

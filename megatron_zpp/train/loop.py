@@ -221,6 +221,7 @@ class Trainer:
                 "loss_scale": result.loss_scale.item(),
                 "skipped": int(interval.skipped.item()),
                 "nan": int(nans.sum().item()),
+                **({} if interval.raised_units is None else {"raised_units": interval.raised_units}),
                 "elapsed_ms": 1000 * seconds / interval.iterations,
                 **self._throughput.record(tokens, seconds),
                 "intra_node_bytes": intra_node,

@@ -90,7 +90,7 @@ class UnitBuilder:
     def _message(self, layout: FlatLayout) -> Tensor | None:
         if self._plan.difference_format is None:
             return None
-        return self._communication.zeros(self._plan.gather.hop.stream, self._plan.gather.part(layout))
+        return self._communication.zeros(self._plan.gather.hop.stream, self._plan.gather.room(layout))
 
 
 def write_gather_source(communication: Communication, unit: Unit) -> None:

@@ -22,7 +22,7 @@ import torch
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops.formats import LloydMaxFormat
 from megatron_zpp.zero.flat_layout import FlatLayout
-from megatron_zpp.zero.hop import Buffer, Hop, Sent
+from megatron_zpp.zero.hop import Buffer, Codes, Hop, Sent
 from megatron_zpp.zero.reduction_plan import ReductionPlan, may_write_peers
 
 
@@ -55,10 +55,15 @@ class GatherPlan:
     shards: int
     kept: int  # index of the part of the whole that becomes this rank's secondary shard
     layouts: tuple[FlatLayout, ...]
+    largest_format: Codes | None = None  # of any step, where some send more than the hop's format
 
     def part(self, layout: FlatLayout) -> Buffer:
         """What this rank sends of a unit."""
         return self.hop.buffer(layout.shard_numel, self.shards)
+
+    def room(self, layout: FlatLayout) -> Buffer:
+        """Memory for what this rank sends of a unit in any step."""
+        return self._widest.buffer(layout.shard_numel, self.shards)
 
     @cached_property
     def largest_part(self) -> Buffer:
@@ -71,7 +76,11 @@ class GatherPlan:
         if not self.hop.quantized:
             return Buffer(0, torch.uint8)
         messages = len(self.hop.ranks) * self.shards
-        return self.hop.buffer(max(layout.shard_numel for layout in self.layouts), messages)
+        return self._widest.buffer(max(layout.shard_numel for layout in self.layouts), messages)
+
+    @property
+    def _widest(self) -> Hop:
+        return self.hop if self.largest_format is None else replace(self.hop, format=self.largest_format)
 
     def bytes_sent(self, layout: FlatLayout) -> Sent:
         """Bytes that this rank sends in one gather of a unit."""
@@ -142,7 +151,10 @@ class CommunicationPlan:
 
     @property
     def difference_format(self) -> LloydMaxFormat | None:
-        """The format in which weight differences cross nodes; None where weights themselves travel."""
+        """The format in which weight differences cross nodes; None where weights themselves travel.
+
+        A few units in a few steps need more bits: see `DifferenceFormats`.
+        """
         format = self.gather.hop.format
         return format if isinstance(format, LloydMaxFormat) else None
 
@@ -202,7 +214,7 @@ class CommunicationPlan:
         slots = {slot: layout.numel for slot, layout in zip(self.slots, self.layouts, strict=True)}
         total = sum(slots.values()) * self.compute_dtype.itemsize
         if not self.sends_from_slots:
-            total += sum(self.gather.part(layout).nbytes for layout in self.layouts)
+            total += sum(self.gather.room(layout).nbytes for layout in self.layouts)
         return total
 
     @property

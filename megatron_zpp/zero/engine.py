@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, Protocol, TypeAlias, cast
+from typing import Any, Literal, Protocol, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from megatron_zpp.zero.build import Initialize, UnitBuilder, layouts_of, write_g
 from megatron_zpp.zero.collectives.sums import sum_over_ranks
 from megatron_zpp.zero.communication import build_communication
 from megatron_zpp.zero.communication_plan import CommunicationPlan
+from megatron_zpp.zero.difference_formats import DifferenceFormats
 from megatron_zpp.zero.gradients import Gradients
 from megatron_zpp.zero.hooks import register_hooks
 from megatron_zpp.zero.loss_scale import LossScale
@@ -55,12 +56,14 @@ class ModelOfUnits(Protocol):
 class StepResult:
     """What one optimizer step did, as scalars on the device: reading one waits for it.
 
-    `grad_norm` is the global norm before clipping; `skipped` is 1 when it was not finite.
+    `grad_norm` is the global norm before clipping; `skipped` is 1 when it was not finite. `raised_units`, a
+    number of the host, is how many units sent their weight differences in 8 bits; None where none are sent.
     """
 
     grad_norm: Tensor
     skipped: Tensor
     loss_scale: Tensor
+    raised_units: int | None = None
 
 
 class ZeroEngine:
@@ -130,6 +133,10 @@ class ZeroEngine:
             0  # steps begun so far, skipped ones included; the rotation of gradients depends on it
         )
         self._exchanged: dict[int, Pending] = {}  # by unit: the newest exchange of weight differences
+        self._formats: DifferenceFormats | None = None
+        if plan.difference_format is not None:
+            early = zero.zero_delta4_iterations or 0
+            self._formats = DifferenceFormats(plan.difference_format, len(self.units), early, device)
         self._summed_gradients = 1  # how many gradients the sums of a step are sums of
 
     def accumulate(self, batch: Batch, *, index: int, micro_batches: int) -> Tensor:
@@ -176,7 +183,8 @@ class ZeroEngine:
         self._gradients.release()
         self.iteration += 1
         self.loss_scale.update(found_inf)
-        return StepResult(grad_norm, found_inf, scale)
+        raised = None if self._formats is None else self._formats.raised
+        return StepResult(grad_norm, found_inf, scale, raised)
 
     def close(self) -> None:
         """Removes the hooks, which tie model and engine in a cycle, and closes the communication streams.
@@ -282,6 +290,20 @@ class ZeroEngine:
                 return f"unit {index} (with {name}) on ranks {', '.join(map(str, ranks))}"
         return None
 
+    def difference_formats_state(self) -> dict[str, Any] | None:
+        """What decides the formats of weight differences in the next two steps, as JSON; None without these.
+
+        Every rank must call it. It waits for the device.
+        """
+        if self._formats is None:
+            return None
+        return self._formats.state(self.sum_over_ranks(self._formats.measured))
+
+    def load_difference_formats_state(self, state: dict[str, Any] | None) -> None:
+        """The inverse of `difference_formats_state`; without a state, what a new run begins with."""
+        if self._formats is not None:
+            self._formats.load_state(state, first_rank=self.topology.rank == 0)
+
     def load_optimizer_steps(self, steps: int) -> None:
         """The inverse of `optimizer_steps`."""
         self._optimizer.steps.fill_(steps)
@@ -327,8 +349,16 @@ class ZeroEngine:
             if differences is not None:
                 assert unit.message is not None
                 self._prefetcher.wait(index)  # a gather ahead may still be reading the reference
+                assert self._formats is not None
                 self._exchanged[index] = differences.exchange(
-                    unit.gather_source, unit.reference, unit.message, unit.gaps, found_inf
+                    unit.gather_source,
+                    unit.reference,
+                    unit.message,
+                    unit.gaps,
+                    found_inf,
+                    coded=self._formats.coded(self.iteration),
+                    sent=self._formats.sent(index, self.iteration),
+                    measured=self._formats.measured[index],
                 )
             yield index
 
@@ -336,7 +366,8 @@ class ZeroEngine:
         """The norm of the whole mean gradient, which is the sums / `divisor`.
 
         Squares are summed in fp32 in blocks that no shard boundary divides, then in fp64, whose rounding does
-        not reach the result. So the clipping factor has the same bits however the gradient is sharded.
+        not reach the result. So the clipping factor has the same bits however the gradient is sharded. What
+        the newest exchange of weight differences missed is added up with them.
         """
         squares = []
         for units in (self.units[1:], self.units[:1]):  # the first unit's gradient is summed last
@@ -346,7 +377,12 @@ class ZeroEngine:
                 squares += [self._gradients.squares_of(unit) for unit in units]
         with self.sections(GRADIENT_NORM):
             total = torch.cat(squares).sum(dtype=torch.float64)
-            if not self.units[0].whole:
+            if self._formats is not None:
+                local = torch.cat((total.view(1), self._formats.measured.flatten()))
+                summed = sum_over_ranks(local, self.topology)
+                self._formats.decide(summed[1:].view(-1, 2))
+                total = summed[0]
+            elif not self.units[0].whole:
                 total = sum_over_ranks(total, self.topology)
             return (total.sqrt() / divisor).float()
 

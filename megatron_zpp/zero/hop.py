@@ -12,6 +12,11 @@ Codes: TypeAlias = QuantFormat | LloydMaxFormat
 WireFormat: TypeAlias = torch.dtype | Codes
 
 
+def eight_bits(format: LloydMaxFormat) -> QuantFormat:
+    """The format of weight differences that need more bits than Lloyd-Max codes have."""
+    return QuantFormat("int8", format.block)
+
+
 @dataclass(frozen=True)
 class Sent:
     """Bytes sent to ranks of the same node, and to ranks of other nodes."""

@@ -16,7 +16,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops.formats import CodeType, LloydMaxFormat, QuantFormat
 from megatron_zpp.zero.communication_plan import CommunicationPlan, GatherPlan, Residency
 from megatron_zpp.zero.flat_layout import FlatLayout
-from megatron_zpp.zero.hop import Codes, Hop, WireFormat, make_hop
+from megatron_zpp.zero.hop import Codes, Hop, WireFormat, eight_bits, make_hop
 from megatron_zpp.zero.reduction_plan import (
     Accumulation,
     ReductionPlan,
@@ -100,9 +100,16 @@ def _plan_gathers(
     grid = streams.grid
     group = zero.hpz_ranks(grid.local_world_size, grid.nodes)
 
-    def gather(stream: int, format: WireFormat, shards: int) -> GatherPlan:
-        hop = streams.hop(stream, format)
-        return GatherPlan(hop=hop, shards=shards, kept=grid.rank % group, layouts=layouts)
+    def gather(
+        stream: int, format: WireFormat, shards: int, largest_format: Codes | None = None
+    ) -> GatherPlan:
+        return GatherPlan(
+            hop=streams.hop(stream, format),
+            shards=shards,
+            kept=grid.rank % group,
+            layouts=layouts,
+            largest_format=largest_format,
+        )
 
     format: WireFormat = compute_dtype
     if zero.zero_quantized_weights:
@@ -110,7 +117,7 @@ def _plan_gathers(
             zero.zero_quantized_weights_format, zero.zero_quantization_block or WEIGHT_BLOCK
         )
     if isinstance(format, LloydMaxFormat):
-        weights = gather(streams.new(grid.cross_node_ranks), format, 1)
+        weights = gather(streams.new(grid.cross_node_ranks), format, 1, eight_bits(format))
         slot_stream = streams.new(grid.node_ranks)
         secondary = gather(slot_stream, compute_dtype, grid.nodes)
         return _Gathers(weights=weights, inside=None, secondary=secondary, slot_stream=slot_stream)

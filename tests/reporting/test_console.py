@@ -9,7 +9,7 @@ import termios
 
 import pytest
 
-from megatron_zpp.reporting.console import Console
+from megatron_zpp.reporting.console import Console, log_line
 
 RECORD = {
     "iteration": 5,
@@ -50,6 +50,11 @@ def test_the_bar_is_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     os.close(master)
     assert re.search(r"training: +50%.* 5/10 .*loss 3\.2500, 12\.3k tokens/s, MFU 41\.5%", seen)
     assert capsys.readouterr().out.count("iteration        5/      10 |") == 1
+
+
+def test_raised_units_are_in_the_line_of_runs_that_have_them() -> None:
+    assert "raised units" not in log_line(RECORD, 10)
+    assert "| raised units: 3 | tokens/s: 12345 |" in log_line({**RECORD, "raised_units": 3}, 10)
 
 
 def test_without_a_terminal_there_is_no_bar(capsys: pytest.CaptureFixture) -> None:

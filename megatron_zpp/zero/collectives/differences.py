@@ -8,16 +8,19 @@ and its cross-node ranks own together. Forward and backward gather the reference
     gather   the messages, among the cross-node ranks
     apply    every one of them, the owner too, moves its reference by every message once
 
-So references have equal bits on all nodes, and what the codes lost is in the next difference.
+So references have equal bits on all nodes, and what the codes lost is in the next difference. Where they lose
+too much, `DifferenceFormats` has the unit travel in 8 bits, as linear codes.
 """
 
+import torch
 from torch import Tensor
 
 from megatron_zpp.distributed.comm_stream import CommStream, Pending
-from megatron_zpp.ops.formats import LloydMaxFormat
+from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.collectives.rotation import clear
 from megatron_zpp.zero.communication_plan import GatherPlan
+from megatron_zpp.zero.hop import Codes
 
 
 class WeightDifferences:
@@ -26,9 +29,11 @@ class WeightDifferences:
     def __init__(self, plan: GatherPlan, between: CommStream, operations: Operations) -> None:
         """`between` has the cross-node ranks."""
         assert isinstance(plan.hop.format, LloydMaxFormat)
-        self._between, self._operations, self._format = between, operations, plan.hop.format
+        self._between, self._operations = between, operations
         self._nodes = len(plan.hop.ranks)
         self._received = between.zeros(*plan.received)
+        blocks = max(layout.shard_numel for layout in plan.layouts) // plan.hop.format.block
+        self._squares = torch.zeros(2 * blocks, device=self._received.device)
 
     def own_part(self, reference: Tensor) -> Tensor:
         """This rank's shard (n,) of its node's reference (nodes · n,)."""
@@ -43,21 +48,46 @@ class WeightDifferences:
         return self._between.submit(lambda: self._between.all_gather(reference, self.own_part(reference)))
 
     def exchange(
-        self, weights: Tensor, reference: Tensor, message: Tensor, gaps: tuple[range, ...], skip: Tensor
+        self,
+        weights: Tensor,
+        reference: Tensor,
+        message: Tensor,
+        gaps: tuple[range, ...],
+        skip: Tensor,
+        *,
+        coded: LloydMaxFormat,
+        sent: Codes,
+        measured: Tensor,
     ) -> Pending:
         """Moves the reference towards the `weights` (n,) fp32 of all owners, unless `skip` () is not 0.
 
-        `message` keeps what this rank sends. `gaps` are the elements of the reference that belong to no
-        parameter: codes have no zero, so blocks that end in a gap would write noise there.
+        The messages are in the format `sent`, the same on all ranks. `measured` (2,) fp64 gets the sums of
+        the squares of this rank's difference and of what codes in the format `coded` miss of it. `message`
+        has room for any format, and keeps what this rank sends. `gaps` are the elements of the reference that
+        belong to no parameter: codes have no zero, so blocks that end in a gap would write noise there.
         """
-        self._operations.quantize_difference(
-            weights, self.own_part(reference), message, self._format, skip=skip
-        )
+        own = self.own_part(reference)
+        squares = self._squares[: 2 * (len(weights) // coded.block)].view(2, -1)
+        codes = message[: coded.message_bytes(len(weights))]
+        self._operations.quantize_difference(weights, own, codes, coded, skip=skip, squares=squares)
+        torch.sum(squares, dim=1, dtype=torch.float64, out=measured)
+        if isinstance(sent, QuantFormat):
+            difference = torch.where(skip != 0, 0.0, weights - own)
+            codes = message[: sent.message_bytes(len(weights))]
+            self._operations.quantize(difference[None], codes[None], sent)
 
         def work() -> None:
-            received = self._received[: self._nodes * len(message)]
-            self._between.all_gather(received, message)
-            self._operations.add_difference(received.view(self._nodes, -1), reference, self._format)
+            received = self._received[: self._nodes * len(codes)]
+            self._between.all_gather(received, codes)
+            self._apply(received.view(self._nodes, -1), reference, sent)
             clear(reference, gaps)
 
         return self._between.submit(work)
+
+    def _apply(self, messages: Tensor, reference: Tensor, format: Codes) -> None:
+        if isinstance(format, LloydMaxFormat):
+            self._operations.add_difference(messages, reference, format)
+            return
+        parts = reference.view(self._nodes, -1)
+        for message, part in zip(messages, parts, strict=True):
+            self._operations.sum_into(message[None], part, format, add=True)

@@ -1,0 +1,94 @@
+"""Decides in which format the weight differences of each unit travel, step by step.
+
+Most steps send the format of the run. Two things ask for more bits:
+
+    early    with 2 or 3 bits, the first steps (--zero-delta4-iterations) send 4, because weights change most
+             and least evenly then
+    raised   a unit whose codes fall behind its weights sends 8
+
+Let u be the norm of a step's update and e that of what the codes had missed before, so that the difference
+which is coded has a norm of u + e or less. If codes miss the share p of its squares, then e settles at no
+more than q / (1 - q) times u, q = sqrt(p): at twice the update for p = 4/9. So the difference and what its
+codes miss, both of one step, decide. The update itself would have to be kept, and would raise every unit of a
+sound run whose learning rate ends at 0.
+
+    step t        every rank sums the squares of d and of what its codes miss, per unit
+    step t + 1    all ranks add them up, in the all-reduce of the gradient norm, and the device decides
+    step t + 2    the host, which never waits for the device here, reads the decision: 8 bits in this step
+
+A raised unit is coded with the run's format as well, to find out whether that would do again. Decisions
+depend on whole units, not on how they are sharded, and all ranks take the same ones.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.ops.formats import LloydMaxFormat
+from megatron_zpp.zero.hop import Codes, eight_bits
+
+LOST_SHARE = 4 / 9  # of the squares of differences
+EARLY_BITS = 4
+
+
+class DifferenceFormats:
+    """The formats of one run, unit by unit."""
+
+    def __init__(
+        self, format: LloydMaxFormat, units: int, early_iterations: int, device: torch.device
+    ) -> None:
+        """`format` is the run's; the first `early_iterations` steps have 4 bits."""
+        self._format, self._early_iterations = format, early_iterations
+        self._early = LloydMaxFormat(max(format.bits, EARLY_BITS), format.block)
+        self._raised_format = eight_bits(format)
+        on_gpu = device.type == "cuda"
+        self.measured = torch.zeros(units, 2, dtype=torch.float64, device=device)
+        self._decided = torch.zeros(units, dtype=torch.bool, pin_memory=on_gpu)
+        self._copied = torch.cuda.Event() if on_gpu else None
+        self._raised = [False] * units
+
+    def coded(self, iteration: int) -> LloydMaxFormat:
+        """The format of units that are not raised, in step `iteration`."""
+        return self._early if iteration < self._early_iterations else self._format
+
+    def sent(self, index: int, iteration: int) -> Codes:
+        """The format in which unit `index` travels in step `iteration`, the present one."""
+        return self._raised_format if self._raised[index] else self.coded(iteration)
+
+    @property
+    def raised(self) -> int:
+        """How many units send 8 bits in the present step."""
+        return sum(self._raised)
+
+    def decide(self, measured: Tensor) -> None:
+        """Begins a step: `measured` (units, 2) fp64 are the sums over all ranks of the step before.
+
+        What was decided a step ago is in force from now on. The copy to the host is that of a step ago, which
+        the device has finished: a run reads whether that step was skipped before it begins this one.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._raised = self._decided.tolist()
+        difference, lost = measured.unbind(1)
+        self._decided.copy_(lost > LOST_SHARE * difference, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def state(self, measured: Tensor) -> dict[str, Any]:
+        """What decides the next two steps, as JSON; `measured` as in `decide`. Waits for the device."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return {"raised": self._decided.tolist(), "measured": measured.tolist()}
+
+    def load_state(self, state: dict[str, Any] | None, *, first_rank: bool) -> None:
+        """The inverse of `state`, and of a run's start if None. One rank keeps the sums of all."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._decided.zero_()
+        self.measured.zero_()
+        if state is None or len(state["raised"]) != len(self._raised):
+            return
+        self._decided.copy_(torch.tensor(state["raised"]))
+        if first_rank:
+            self.measured.copy_(torch.tensor(state["measured"], dtype=torch.float64))

@@ -1,0 +1,184 @@
+"""Which units send weight differences with more bits, and when: the first steps, and what falls behind."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_zpp.checkpoint.read import load_checkpoint
+from megatron_zpp.checkpoint.states import Progress
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.ops.formats import LloydMaxFormat
+from megatron_zpp.zero.difference_formats import LOST_SHARE, DifferenceFormats
+from megatron_zpp.zero.engine import REFERENCE, WEIGHTS, ZeroEngine
+from megatron_zpp.zero.hop import eight_bits
+from tests.checkpoint.saving import TOKENIZER, save
+from tests.zero.engines import states_of
+from tests.zero.ranks import on_ranks
+from tests.zero.test_differences import BOTH, batch, build, raw
+
+DELTA3 = BOTH | {"zero_quantized_weights_format": "delta3"}
+BEHIND = 2  # the unit whose codes fall behind
+
+
+def fall_behind(engine: ZeroEngine) -> None:
+    """Moves one element per block of a unit's reference, on all nodes alike, by a hundred updates.
+
+    Codes of 3 bits reach 2.2 rms of a block of 256, and such an element is at 16.
+    """
+    engine.evaluate(batch(engine.topology, 0))  # which waits for the exchanges behind the last step
+    engine.units[BEHIND].reference[7::256] += 1.0
+
+
+def step(engine: ZeroEngine, number: int, learning_rate: float = 1e-2) -> tuple[int | None, int]:
+    """Takes a step; returns how many units were raised, and the bytes sent between nodes."""
+    engine.take_traffic()
+    engine.accumulate(batch(engine.topology, number), index=0, micro_batches=1)
+    result = engine.step(learning_rate)
+    engine.evaluate(batch(engine.topology, 0))
+    return result.raised_units, engine.take_traffic()[1]
+
+
+def behind(engine: ZeroEngine) -> float:
+    """The largest |w - r| of the unit."""
+    weights, known = states_of(engine, WEIGHTS), states_of(engine, REFERENCE)
+    return max((weights[name] - known[name]).abs().max().item() for name in engine.units[BEHIND].names)
+
+
+def raised_and_lowered(topology: Topology) -> dict[str, Any]:
+    engine = build(topology, DELTA3)
+    before = [step(engine, number) for number in range(2)]
+    fall_behind(engine)
+    after = [(*step(engine, 2 + number), behind(engine)) for number in range(6)]
+    unit = engine.units[BEHIND]
+    return {
+        "before": before,
+        "after": after,
+        "references": [raw(each.reference) for each in engine.units],
+        "shard": unit.layout.shard_numel,
+        "gaps": [bool(unit.reference[gap.start : gap.stop].any()) for gap in unit.gaps],
+    }
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(2, 1), (2, 2), (3, 2)])
+def test_a_unit_that_falls_behind_sends_eight_bits_two_steps_later(nodes: int, local: int) -> None:
+    ranks = on_ranks(nodes * local, raised_and_lowered, ranks_per_node=local)
+    for rank, found in enumerate(ranks):
+        assert [raised for raised, _ in found["before"]] == [0, 0]
+        assert [raised for raised, *_ in found["after"]] == [0, 0, 1, 1, 1, 0]
+        usual = found["before"][1][1]
+        formats = eight_bits(LloydMaxFormat(3)), LloydMaxFormat(3)
+        eight, three = (format.message_bytes(found["shard"]) for format in formats)
+        more = (nodes - 1) * (eight - three)
+        assert [sent - usual for _, sent, _ in found["after"]] == [0, 0, more, more, more, 0]
+        lags = [lag for *_, lag in found["after"]]
+        assert lags[1] > 0.5
+        assert max(lags[2:]) < 0.05
+        assert found["references"] == ranks[rank % local]["references"]
+        assert not any(found["gaps"])
+
+
+def resumed(topology: Topology, directory: str) -> list[bool]:
+    """Whether a run that is saved and loaded before each step is the run that is not, bit for bit."""
+    engine = build(topology, DELTA3)
+    for number in range(2):
+        step(engine, number)
+    fall_behind(engine)
+    same, again = [], None
+    for number in range(5):
+        path = save(Path(directory) / str(number), engine, Progress(iteration=2 + number))
+        again = build(topology, DELTA3)
+        load_checkpoint(path, again, TOKENIZER, with_optimizer=True)
+        here, there = step(engine, 2 + number), step(again, 2 + number)
+        references = zip(engine.units, again.units, strict=True)
+        same.append(here[0] == there[0] and all(torch.equal(a.reference, b.reference) for a, b in references))
+        engine = again  # so the next save is that of an engine which has resumed
+    return same
+
+
+def test_a_resumed_run_raises_the_same_units(tmp_path: Path) -> None:
+    assert on_ranks(4, resumed, str(tmp_path), ranks_per_node=2) == [[True] * 5] * 4
+
+
+def saved_behind(topology: Topology, directory: str) -> None:
+    engine = build(topology, DELTA3)
+    step(engine, 0)
+    fall_behind(engine)
+    step(engine, 1)
+    save(Path(directory), engine, Progress(iteration=2))
+
+
+def raised_after_load(topology: Topology, directory: str) -> list[int | None]:
+    engine = build(topology, DELTA3)
+    load_checkpoint(next(Path(directory).glob("iter_*")), engine, TOKENIZER, with_optimizer=True)
+    return [step(engine, 2 + number)[0] for number in range(2)]
+
+
+def test_any_grid_raises_the_units_of_a_checkpoint(tmp_path: Path) -> None:
+    on_ranks(4, saved_behind, str(tmp_path), ranks_per_node=2)
+    for ranks, local in ((4, 2), (2, 1), (6, 3)):
+        raised = on_ranks(ranks, raised_after_load, str(tmp_path), ranks_per_node=local)
+        assert raised == [[0, 1]] * ranks
+
+
+def after_a_skipped_step(topology: Topology) -> tuple[float, int | None, bool]:
+    """A step that is not finite, in which a unit would send 8 bits."""
+    engine = build(topology, DELTA3)
+    step(engine, 0)
+    fall_behind(engine)
+    for number in range(2):
+        step(engine, 1 + number)
+    before = [raw(unit.reference) for unit in engine.units]
+    poison = lambda gradient: gradient.index_fill(0, torch.tensor(1), torch.nan)  # noqa: E731
+    handle = engine.units[BEHIND].parameters[0].register_hook(poison)
+    engine.accumulate(batch(topology, 9), index=0, micro_batches=1)
+    handle.remove()
+    result = engine.step(1e-2)
+    engine.evaluate(batch(topology, 0))
+    same = before == [raw(unit.reference) for unit in engine.units]
+    return result.skipped.item(), result.raised_units, same
+
+
+def test_a_skipped_step_moves_no_reference_by_eight_bits() -> None:
+    assert on_ranks(4, after_a_skipped_step, ranks_per_node=2) == [(1.0, 1, True)] * 4
+
+
+def early(topology: Topology, directory: str) -> tuple[list[int], list[int], bool]:
+    """Bytes per step that begin with 4 bits for three steps, and of 4 and 3 bits throughout."""
+    engine = build(topology, DELTA3 | {"zero_delta4_iterations": 3})
+    sent = [step(engine, number)[1] for number in range(2)]
+    path = save(Path(directory), engine, Progress(iteration=2))
+    again = build(topology, DELTA3 | {"zero_delta4_iterations": 3})
+    load_checkpoint(path, again, TOKENIZER, with_optimizer=True)
+    for number in range(2, 4):
+        sent.append(step(engine, number)[1])
+        step(again, number)
+    throughout = []
+    for zero in (BOTH, DELTA3):
+        plain = build(topology, zero)
+        step(plain, 0)
+        throughout.append(step(plain, 1)[1])
+    pairs = zip(engine.units, again.units, strict=True)
+    return sent, throughout, all(torch.equal(one.reference, other.reference) for one, other in pairs)
+
+
+def test_the_first_steps_of_fewer_bits_send_four(tmp_path: Path) -> None:
+    for sent, (four, three), same in on_ranks(4, early, str(tmp_path), ranks_per_node=2):
+        assert sent[1:] == [four, four, three]  # the first step sends key frames, too
+        assert same
+
+
+def test_a_unit_is_raised_that_settles_two_updates_behind() -> None:
+    """The worst that codes can leave behind if they lose this share: updates that all point one way."""
+    behind_by = 0.0
+    for _ in range(100):
+        behind_by = LOST_SHARE**0.5 * (1.0 + behind_by)
+    assert behind_by == pytest.approx(2.0)
+    formats = DifferenceFormats(LloydMaxFormat(3), 4, 2, torch.device("cpu"))
+    measured = torch.tensor([[1.0, 0.45], [1.0, 0.44], [0.0, 0.0], [torch.nan, torch.nan]])
+    for raised in (0, 1, 1):
+        formats.decide(measured.double())
+        assert formats.raised == raised
+    assert [formats.coded(iteration).bits for iteration in range(3)] == [4, 4, 3]
+    assert formats.sent(0, 5) != formats.sent(1, 5) == LloydMaxFormat(3)
