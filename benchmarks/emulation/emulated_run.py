@@ -13,7 +13,7 @@ from benchmarks.emulation.flat_model import FlatModel
 from benchmarks.emulation.gradients import NodeSum, cross_node_sum
 from benchmarks.emulation.rungs import MLP, Rung
 from benchmarks.emulation.source import HELD_OUT, Source
-from benchmarks.emulation.weights import Difference, weight_exchange
+from benchmarks.emulation.weights import Difference, VariedDifference, weight_exchange
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import LearningRateConfig
 from megatron_zpp.model.attention import DotProduct
@@ -110,8 +110,8 @@ class EmulatedRanks:
                     format if nodes > 1 else "plain",  # one node has no hop 2
                     rung,
                     operations,
-                    flat.counters_of(here),
-                    flat.gaps[here],
+                    flat,
+                    here,
                     seed,
                 ),
             )
@@ -200,7 +200,7 @@ class EmulatedRanks:
         """
         lags = [0.0]
         for here, exchange in self._exchanges:
-            if isinstance(exchange, Difference):
+            if isinstance(exchange, Difference | VariedDifference):
                 master = self.flat.master[here]
                 missing = (master - exchange.reference.float()).norm().item()
                 update = (master - before[here]).norm().item()

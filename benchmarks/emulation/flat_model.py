@@ -27,6 +27,15 @@ class _Place:
     shape: torch.Size
 
 
+@dataclass(frozen=True)
+class UnitRun:
+    """Elements that lie next to each other here and in the flat buffer of a unit of the engine."""
+
+    here: slice  # from the start of the range that was asked for
+    unit: int
+    first: int  # the number of the first element in the unit
+
+
 class FlatModel:
     """The model and its flat buffers, each of `numel` elements.
 
@@ -81,6 +90,22 @@ class FlatModel:
         first, last = here.start // SIGNS_PER_COUNTER, here.stop // SIGNS_PER_COUNTER
         low, high, unit = self.counters
         return low[first:last], high[first:last], unit[first:last]
+
+    def runs_of(self, here: slice) -> list[UnitRun]:
+        """The parts of a range that begins and ends where parameters do."""
+        inside = [place for place in self._places if here.start <= place.start < here.stop]
+        stops = [place.start for place in inside[1:]] + [here.stop]
+        runs: list[UnitRun] = []
+        for place, stop in zip(inside, stops, strict=True):
+            start, stop = place.start - here.start, stop - here.start
+            if runs:
+                last = runs[-1]
+                follows = last.first + last.here.stop - last.here.start == place.in_unit
+                if last.unit == place.unit and follows:
+                    runs[-1] = UnitRun(slice(last.here.start, stop), last.unit, last.first)
+                    continue
+            runs.append(UnitRun(slice(start, stop), place.unit, place.in_unit))
+        return runs
 
     def by_name(self, flat: Tensor) -> dict[str, Tensor]:
         """The parts of a flat buffer by parameter."""

@@ -10,11 +10,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from benchmarks.emulation.flat_model import FlatModel, UnitRun
 from benchmarks.emulation.rungs import Rung
-from megatron_zpp.ops.formats import QuantFormat
+from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.ops.lloyd_max import decoded
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.reference_rotation import encode_rotated, random_signs, rotate, rotate_back
+from megatron_zpp.ops.signs import Signs
 
 Counters = tuple[Tensor, Tensor, Tensor]
 
@@ -94,7 +96,36 @@ class Codes:
 
 
 class Rotated:
-    """Lloyd-Max codes of rotated blocks: the codes of all nodes are summed, and rotated back once."""
+    """Rotated Lloyd-Max codes as the engine has them: summed over the nodes, and rotated back once."""
+
+    def __init__(
+        self,
+        operations: Operations,
+        format: LloydMaxFormat,
+        runs: Sequence[UnitRun],
+        gaps: Tensor,
+        seed: int,
+    ) -> None:
+        """`runs` and `gaps` are those of the range."""
+        self._operations, self._format, self._runs, self._seed = operations, format, runs, seed
+        self._gaps = gaps if gaps.any() else None
+
+    def sum(self, nodes: Sequence[Tensor], iteration: int) -> Tensor:
+        """See CrossNodeSum."""
+        total = torch.empty_like(nodes[0])
+        for run in self._runs:
+            part = total[run.here]
+            size = self._format.message_bytes(len(part))
+            messages = torch.empty(len(nodes), size, dtype=torch.uint8, device=part.device)
+            signs = Signs(self._seed, run.unit, iteration, run.first)
+            for node, message in zip(nodes, messages, strict=True):
+                self._operations.quantize_rotated(node[run.here], message[None], self._format, signs)
+            self._operations.sum_rotated(messages, part, self._format, signs)
+        return total if self._gaps is None else total.masked_fill_(self._gaps, 0.0)
+
+
+class VariedRotated:
+    """The same in plain torch, with what the engine lacks: outliers, feedback, other scales and signs."""
 
     def __init__(self, bits: int, rung: Rung, counters: Counters, gaps: Tensor, seed: int) -> None:
         """`counters` and `gaps` are those of the range."""
@@ -139,15 +170,19 @@ class Rotated:
 
 
 def cross_node_sum(
-    format: str, rung: Rung, operations: Operations, counters: Counters, gaps: Tensor, seed: int
+    format: str, rung: Rung, operations: Operations, flat: FlatModel, here: slice, seed: int
 ) -> CrossNodeSum:
-    """Hop 2 of a range with these counters and gaps."""
+    """Hop 2 of the range `here`."""
     if format in ("plain", "bf16"):
         return PlainSum(rounded=format == "bf16")
     if format.startswith("int"):
         quant_format = QuantFormat(format, rung.gradient_block)
         return Codes(operations, quant_format, feedback=rung.gradient_feedback)
-    return Rotated(int(format[-1]), rung, counters, gaps, seed)
+    bits, gaps = int(format[-1]), flat.gaps[here]
+    if rung.varies_rotation:
+        return VariedRotated(bits, rung, flat.counters_of(here), gaps, seed)
+    codes = LloydMaxFormat(bits, rung.gradient_block)
+    return Rotated(operations, codes, flat.runs_of(here), gaps, seed)
 
 
 def _with_errors(nodes: Sequence[Tensor], errors: list[Tensor]) -> list[Tensor]:

@@ -73,6 +73,18 @@ class Rung:
         """Elements of the largest block; parameters begin at its multiples."""
         return max(self.weight_block, self.gradient_block, self.hop1_block, 256)
 
+    @property
+    def varies_rotation(self) -> bool:
+        """Whether rotated gradients have something that the engine does not have."""
+        return bool(
+            self.gradient_outliers or self.gradient_feedback or self.least_squares or self.signs_per_node
+        )
+
+    @property
+    def varies_differences(self) -> bool:
+        """The same of weight differences."""
+        return bool(self.weight_outliers) or not self.weight_feedback or self.reference != "fp32"
+
     def bytes_per_parameter(self, numels: Mapping[str, int]) -> float:
         """Between nodes per step, with one crossing per step: sent by all nodes / parameters / (nodes - 1).
 
@@ -135,6 +147,10 @@ RUNGS: dict[str, Rung] = {
     "four bits everywhere behind int4": replace(FOUR, hop1="int4"),
     "four bits everywhere behind int8 reference16": replace(FOUR, reference="bf16"),
     "three bits everywhere behind int8": THREE,
+    "three bits everywhere early4": replace(THREE, early_weights="delta4"),
+    "two and three bits everywhere early4": replace(
+        THREE, weights="delta2", table_weights="delta2", early_weights="delta4"
+    ),
     # (d) fewer bits of weights, by kind and by phase
     "delta3": DELTA3,
     "delta2": DELTA2,

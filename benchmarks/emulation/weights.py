@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.emulation.rungs import Rung
-from megatron_zpp.ops.formats import QuantFormat
+from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.ops.lloyd_max import decoded
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.reference_difference import encode_difference, moved_reference
@@ -45,7 +45,34 @@ class Codes:
 
 
 class Difference:
-    """Lloyd-Max codes of weights less the reference; int8 codes for 8 bits."""
+    """Lloyd-Max codes of weights less the reference, as the engine has them."""
+
+    def __init__(
+        self, operations: Operations, master: Tensor, gaps: Tensor, format: LloydMaxFormat, early_bits: int
+    ) -> None:
+        """The key frame: the reference is `master` in 16 bits."""
+        self._operations, self._gaps = operations, gaps if gaps.any() else None
+        self._format, self._early = format, LloydMaxFormat(early_bits, format.block)
+        self.reference = master.bfloat16().float()
+        size = max(each.message_bytes(len(master)) for each in (self._format, self._early))
+        self._message = torch.empty(size, dtype=torch.uint8, device=master.device)
+
+    def send(self, master: Tensor, compute: Tensor, *, early: bool, skip: Tensor) -> None:
+        """See WeightExchange."""
+        format = self._early if early else self._format
+        message = self._message[: format.message_bytes(len(master))]
+        self._operations.quantize_difference(master, self.reference, message, format, skip=skip)
+        self._operations.add_difference(message[None], self.reference, format)
+        if self._gaps is not None:
+            self.reference.masked_fill_(self._gaps, 0)
+        compute.copy_(self.reference)
+
+
+class VariedDifference:
+    """The same in plain torch, with what the engine lacks: outliers, no feedback, a bf16 reference.
+
+    8 bits are the engine's int8 codes of the difference.
+    """
 
     def __init__(
         self,
@@ -113,7 +140,9 @@ def weight_exchange(
     early = bits
     if rung.early_weights is not None:
         early = max(bits, int(rung.early_weights[-1]))
-    return Difference(operations, master, gaps, bits, early, rung)
+    if rung.varies_differences or bits == 8:
+        return VariedDifference(operations, master, gaps, bits, early, rung)
+    return Difference(operations, master, gaps, LloydMaxFormat(bits, rung.weight_block), early)
 
 
 def _there_and_back(

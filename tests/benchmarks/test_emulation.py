@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,12 +41,18 @@ ALL_ON = {
     "zero_hpz_partition_size": "auto",
 }
 EVERYWHERE = "four bits everywhere behind int8"
-SETTINGS: dict[str, dict[str, str]] = {
+EARLY, EARLY_STEPS = "two and three bits everywhere early4", 2
+SETTINGS: dict[str, dict[str, Any]] = {
     "today": {},
     EVERYWHERE: {"zero_quantized_weights_format": "delta4", "zero_quantized_gradients_format": "rotated4"},
     "three bits everywhere behind int8": {
         "zero_quantized_weights_format": "delta3",
         "zero_quantized_gradients_format": "rotated3",
+    },
+    EARLY: {
+        "zero_quantized_weights_format": "delta2",
+        "zero_quantized_gradients_format": "rotated3",
+        "zero_delta4_iterations": EARLY_STEPS,
     },
 }
 RATES = (1e-2, 3e-2, 1e-2, 5e-3)
@@ -59,7 +66,7 @@ CASES: list[Case] = [
     if name == "today" or not bf16 or nodes != 2
 ]
 CASES += [(EVERYWHERE, bf16, 1.0, nodes) for bf16 in (False, True) for nodes in (2, 4)]
-CASES += [("three bits everywhere behind int8", True, 1.0, 2)]
+CASES += [(name, True, 1.0, 2) for name in ("three bits everywhere behind int8", EARLY)]
 
 
 def batches(step: int, ranks: int) -> list[torch.Tensor]:
@@ -108,7 +115,7 @@ def emulated(case: Case, ranks: int) -> dict[str, str]:
     )
     for step, learning_rate in enumerate(RATES):
         state.accumulate(batches(step, ranks))
-        state.step(learning_rate, iteration=step)
+        state.step(learning_rate, iteration=step, early=step < EARLY_STEPS)
     assert not flat.master[flat.gaps].any()
     return digests(flat.by_name(flat.master))
 
@@ -239,6 +246,24 @@ def test_rotated_codes_are_those_of_the_oracle_in_the_engines_layout() -> None:
         for name, offset in zip(names, layout.offsets, strict=False):
             expected = total[offset : offset + by_name[name].numel()]
             assert torch.equal(by_name[name].flatten(), expected), name
+
+
+@pytest.mark.parametrize("name", ["delta3 rotated3", EVERYWHERE, EARLY])
+def test_the_codes_in_plain_torch_are_those_of_the_engines_operations(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rungs with what the engine lacks differ from it in nothing else."""
+    found = []
+    for varies in (False, True):
+        for what in ("varies_rotation", "varies_differences"):
+            monkeypatch.setattr(Rung, what, varies)
+        flat = small_flat(RUNGS[name])
+        state = emulated_ranks(flat, RUNGS[name])
+        for step in range(3):
+            state.accumulate(batches(step, 4))
+            state.step(1e-2, iteration=step, early=step == 0)
+        found.append(digests(flat.by_name(flat.master)))
+    assert found[0] == found[1]
 
 
 def test_equal_runs_end_with_equal_bits() -> None:
