@@ -11,7 +11,10 @@ that of the baseline of the same seed, in percent: its mean over the pairs and t
 (Student's t). Where that interval holds zero no cost was shown.
 
 Each finished run is a line of --runs-file, so the same command resumes a campaign that was stopped. The exit
-status is 75 where --limit-seconds ended the call, and 0 where all pairs are there.
+status is 75 where --limit-seconds ended the call, and 0 where all pairs are there. A seed is begun only if
+all of its runs can end in time, so calls end with whole pairs.
+
+python benchmarks/convergence.py --emulate --plot RESULT.json   draws the gap of the training loss over a run
 """
 
 import argparse
@@ -22,7 +25,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -79,6 +82,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--runs-file", type=Path, help="default build/emulation/NAME.jsonl")
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--plot", type=Path, metavar="RESULT", help="draw the curves of a result and exit")
     options = parser.parse_args(argv)
     for name in options.rungs:
         if name not in RUNGS:
@@ -96,6 +100,11 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     if options.list:
         print_rungs()
+        return 0
+    if options.plot:
+        from benchmarks.emulation.picture import draw
+
+        print(f"written to {draw(options.plot)}")
         return 0
     started = time.monotonic()
     options.device = options.device or default_device()
@@ -195,8 +204,23 @@ def summary(
                 "half_width_95_percent": None if half_width is None else round(half_width, 4),
                 "by_seed": [round(gap, 4) for gap in gaps],
             }
+        row["gap_of_training_loss"] = training_gaps(
+            [(done[name, seed], done[BASELINE, seed]) for seed in seeds]
+        )
         rungs[name] = row
     return {"settings": settings, "rungs": rungs}
+
+
+def training_gaps(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[list[float | None]]:
+    """(step, mean gap, half-width of its 95% interval), in percent, of the mean loss of 20 steps."""
+    rows: list[list[float | None]] = []
+    curves = [(run.get("train", []), baseline.get("train", [])) for run, baseline in pairs]
+    for points in zip(*(zip(*curve, strict=True) for curve in curves), strict=True):
+        gaps = [100 * (loss / of_baseline - 1) for (_, loss), (_, of_baseline) in points]
+        mean, half_width = mean_and_interval(gaps)
+        half_width = None if half_width is None else round(half_width, 4)
+        rows.append([points[0][0][0], round(mean, 4), half_width])
+    return rows
 
 
 def table(figures: dict[str, Any]) -> str:
@@ -235,13 +259,21 @@ def _run_all(
     """Runs the missing runs, pair by pair, and keeps each; False where --limit-seconds ended it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
-    longest, waiting = 0.0, list(missing)
+    waiting = _begun_first(missing, done)
+    longest = max((run["seconds"] for (name, _), run in done.items() if name in options.rungs), default=0.0)
     under_way: dict[Future[dict[str, Any]], Job] = {}
     with ProcessPoolExecutor(options.processes, context, _prepare, (options.device, options.threads)) as pool:
         while waiting or under_way:
             left = options.limit_seconds - (time.monotonic() - started)
-            while waiting and len(under_way) < options.processes and left > _MARGIN * longest:
+            begun = {seed for _, seed in (*done, *under_way.values())}
+            while (
+                waiting
+                and len(under_way) < options.processes
+                and left
+                > _MARGIN * longest * rounds_needed(waiting, begun, len(under_way), options.processes)
+            ):
                 job = waiting.pop(0)
+                begun.add(job[1])
                 under_way[pool.submit(_run, settings, job, options.device)] = job
             if not under_way:
                 return False
@@ -254,6 +286,20 @@ def _run_all(
                 longest = max(longest, run["seconds"])
                 print(f"{name}, seed {seed}: {run['loss']:.5f} after {run['seconds']} s", flush=True)
     return True
+
+
+def _begun_first(missing: Sequence[Job], done: Iterable[Job]) -> list[Job]:
+    begun = {seed for _, seed in done}
+    return sorted(missing, key=lambda job: (job[1] not in begun, job[1]))
+
+
+def rounds_needed(waiting: Sequence[Job], begun: Collection[int], under_way: int, processes: int) -> int:
+    """How many runs long the next job takes: the first of a seed needs the time of all runs of the seed."""
+    seed = waiting[0][1]
+    if seed in begun:
+        return 1
+    runs = sum(other == seed for _, other in waiting)
+    return -(-(under_way + runs) // processes)
 
 
 def _append(path: Path, run: dict[str, Any]) -> None:

@@ -349,6 +349,44 @@ def test_a_campaign_resumes_where_it_was(
     assert len(fake_runs) == 2
 
 
+def test_a_seed_is_begun_if_all_of_its_runs_can_end(
+    tmp_path: Path, fake_runs: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = [("baseline", 2), ("delta4", 2), ("baseline", 3), ("delta4", 3)]
+    for begun, under_way, processes, rounds in (
+        ({2}, 0, 1, 1),
+        ({1}, 0, 1, 2),
+        ({1}, 0, 2, 1),
+        ({1}, 1, 2, 2),
+        ({1}, 3, 4, 2),
+    ):
+        assert campaign.rounds_needed(waiting, begun, under_way, processes) == rounds
+    arguments = ["--size", "tiny", "--rungs", "delta4", "--device", "cpu", "--output", str(tmp_path)]
+    arguments += ["--runs-file", str(tmp_path / "runs.jsonl"), "--pairs", "3"]
+    now = iter(range(10_000))
+    quick = campaign._run
+
+    def slow(*arguments: Any) -> dict[str, object]:
+        return quick(*arguments) | {"seconds": 10.0}
+
+    monkeypatch.setattr(campaign, "_run", slow)
+    monkeypatch.setattr(campaign.time, "monotonic", lambda: 10.0 * next(now))  # called before each run
+    assert campaign.main([*arguments, "--limit-seconds", "44"]) == campaign.STOPPED
+    assert fake_runs == [("baseline", 0), ("delta4", 0)]
+    assert campaign.main([*arguments, "--limit-seconds", "1000"]) == 0
+    assert fake_runs[2:] == [(name, seed) for seed in (1, 2) for name in ("baseline", "delta4")]
+
+
+def test_gaps_of_the_training_loss_have_bands() -> None:
+    baseline = {"train": [[30, 4.0], [60, 2.0]]}
+    run = {"train": [[30, 4.04], [60, 2.0]]}
+    assert campaign.training_gaps([(run, baseline), (baseline, baseline)]) == [
+        [30, 0.5, pytest.approx(12.7062 * 0.5, abs=1e-3)],
+        [60, 0.0, 0.0],
+    ]
+    assert campaign.training_gaps([(run, baseline)])[0] == [30, 1.0, None]
+
+
 def test_bad_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         (["--rungs", "delta5"], "--rungs 'delta5': not one of baseline"),
