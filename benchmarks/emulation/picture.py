@@ -20,7 +20,7 @@ _SKIPPED = 0.2  # of the iterations: losses fall so fast there that their ratio 
 
 
 def draw(result: Path) -> Path:
-    """Writes docs/images/NAME.png from a result NAME.json of a campaign; returns its path."""
+    """Writes a picture in docs/images from a campaign's result of the same name; returns its path."""
     import matplotlib
 
     matplotlib.use("Agg")
