@@ -194,6 +194,7 @@ def summary(
             "pairs": len(seeds),
             "losses": {seed: done[name, seed]["loss"] for seed in seeds},
             "skipped_steps": sum(done[name, seed]["skipped"] for seed in seeds),
+            "raised_units": sum(done[name, seed].get("raised_units", 0) for seed in seeds),  # over all steps
             "seconds": round(sum(done[name, seed]["seconds"] for seed in seeds) / len(seeds), 1),
         }
         for label, loss in (("gap", "loss"), ("gap_of_master_weights", "master_loss")):

@@ -13,7 +13,7 @@ from benchmarks.emulation.flat_model import FlatModel
 from benchmarks.emulation.gradients import NodeSum, cross_node_sum
 from benchmarks.emulation.rungs import MLP, Rung
 from benchmarks.emulation.source import HELD_OUT, Source
-from benchmarks.emulation.weights import Difference, VariedDifference, weight_exchange
+from benchmarks.emulation.weights import Difference, VariedDifference, WeightExchanges
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import LearningRateConfig
 from megatron_zpp.model.attention import DotProduct
@@ -95,12 +95,14 @@ class EmulatedRanks:
         operations: Operations,
         adamw: AdamWSettings,
         seed: int,
+        early_iterations: int = 0,
     ) -> None:
+        """`early_iterations` are those in which a rung's `early_weights` are in force."""
         self.flat, self._operations, self._adamw = flat, operations, adamw
         self._nodes, self._local = nodes, ranks_per_node
+        self._weights = WeightExchanges(rung, operations, flat, early_iterations)
         self._exchanges = [
-            (here, weight_exchange(format, rung, operations, flat.master[here], flat.gaps[here]))
-            for format, here in _joined(flat.kinds, rung.weights_of)
+            (here, self._weights.of(format, here)) for format, here in _joined(flat.kinds, rung.weights_of)
         ]
         sums = _joined(flat.kinds, rung.gradients_of)
         self._sums = [
@@ -126,7 +128,8 @@ class EmulatedRanks:
         self._steps = torch.zeros((), device=flat.master.device)
         self._squares = torch.empty(flat.numel // SQUARES_BLOCK, device=flat.master.device)
         self.skipped = torch.zeros((), device=flat.master.device)  # steps whose gradient was not finite
-        self._send(early=True, skip=torch.ones_like(self._steps))  # a reference begins as its key frame
+        self.raised = 0  # units that sent 8 bits, added up over the steps
+        self._send(0, torch.ones_like(self._steps))  # a reference begins as its key frame
 
     def accumulate(self, micro_batches: Sequence[Tensor]) -> Tensor:
         """Forward and backward of each rank's (B, T + 1) tokens; returns the mean loss."""
@@ -143,9 +146,7 @@ class EmulatedRanks:
             node_sum.end_micro_batch()
         return total / len(micro_batches)
 
-    def step(
-        self, learning_rate: float, *, iteration: int, micro_batches: int = 1, early: bool = False
-    ) -> None:
+    def step(self, learning_rate: float, *, iteration: int, micro_batches: int = 1) -> None:
         """Hop 2, AdamW on the mean gradient, and the exchange of the weights."""
         flat, settings = self.flat, self._adamw
         nodes = [node_sum.take() for node_sum in self._node_sums]
@@ -174,7 +175,8 @@ class EmulatedRanks:
         )
         moments = self._moments
         self._operations.adamw(flat.master, gradient, *moments, None, scalars, decayed=flat.decayed)
-        self._send(early=early, skip=skip)
+        self.raised += self._weights.begin_step()
+        self._send(iteration, skip)
 
     @torch.no_grad()
     def evaluate(self, held_out: Tensor, size: int) -> float:
@@ -207,10 +209,10 @@ class EmulatedRanks:
                 lags.append(missing / update if update else 0.0)
         return max(lags)
 
-    def _send(self, *, early: bool, skip: Tensor) -> None:
+    def _send(self, iteration: int, skip: Tensor) -> None:
         with torch.no_grad():
             for here, exchange in self._exchanges:
-                exchange.send(self.flat.master[here], self.flat.compute[here], early=early, skip=skip)
+                exchange.send(self.flat.master[here], self.flat.compute[here], iteration=iteration, skip=skip)
 
 
 def train(
@@ -247,6 +249,7 @@ def train(
         operations=operations,
         adamw=AdamWSettings(),
         seed=seed,
+        early_iterations=2 * int(settings.warmup_fraction * settings.steps),
     )
     per_step = settings.samples_per_step
     rate = LearningRate.from_config(
@@ -266,7 +269,6 @@ def train(
         settings.steps, settings.micro_batches, -1, settings.micro_batch_size, tokens.shape[1]
     )
     evaluated_at = _evaluated_at(settings)
-    early_steps = 2 * int(settings.warmup_fraction * settings.steps)
     losses = torch.zeros(settings.steps, device=device)
     curve, lags, finals = [], [], []
     eval_size = max(settings.micro_batch_size, 16)
@@ -275,12 +277,7 @@ def train(
             losses[step] += ranks.accumulate(micro_batches) / settings.micro_batches
         reported = (step + 1) % max(1, settings.steps // 20) == 0
         before = flat.master.clone() if reported else None
-        ranks.step(
-            rate(step * per_step),
-            iteration=step,
-            micro_batches=settings.micro_batches,
-            early=step < early_steps,
-        )
+        ranks.step(rate(step * per_step), iteration=step, micro_batches=settings.micro_batches)
         if before is not None:
             lags.append((step + 1, round(ranks.reference_lag(before), 3)))
             curve.append((step + 1, round(losses[max(0, step - 19) : step + 1].mean().item(), 5)))
@@ -294,6 +291,7 @@ def train(
         "train": curve,
         "reference_lag": lags,
         "skipped": int(ranks.skipped.item()),
+        "raised_units": ranks.raised,
         "sha256": hashlib.sha256(flat.master.cpu().numpy().tobytes()).hexdigest()[:16],
         "bytes_per_parameter": round(rung.bytes_per_parameter(flat.numels), 4),
         "bytes_per_parameter_in_layers": round(rung.bytes_per_parameter({MLP: 1}), 4),

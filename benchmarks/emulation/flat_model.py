@@ -69,7 +69,7 @@ class FlatModel:
         self.master = torch.zeros(self.numel, device=device)
         self.gaps = torch.ones(self.numel, dtype=torch.bool, device=device)
         self.counters = _counters(places, self.numel, device)
-        self._places = places
+        self._places, self.units = places, len(self.model.units())
         for place in places:
             here = slice(place.start, place.start + place.numel)
             parameter = nn.Parameter(self.compute[here].view(place.shape))

@@ -1,15 +1,20 @@
 """What the forward of every rank reads after the owners' AdamW, by the format in which weights travel."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from benchmarks.emulation.flat_model import FlatModel, UnitRun
 from benchmarks.emulation.rungs import Rung
 from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.ops.lloyd_max import decoded
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.reference_difference import encode_difference, moved_reference
+from megatron_zpp.zero.collectives.differences import apply, encode
+from megatron_zpp.zero.difference_formats import EARLY_BITS, DifferenceFormats
+from megatron_zpp.zero.hop import eight_bits
 
 REFERENCES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -17,9 +22,9 @@ REFERENCES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class WeightExchange(Protocol):
     """Sends the weights of a range; every rank then holds the same bits."""
 
-    def send(self, master: Tensor, compute: Tensor, *, early: bool, skip: Tensor) -> None:
+    def send(self, master: Tensor, compute: Tensor, *, iteration: int, skip: Tensor) -> None:
         """`master` (n,) fp32 -> `compute` (n,) in the format of the compute; where `skip` () is not 0 nothing
-        may change. `early`: before twice the warm-up."""
+        may change."""
 
 
 class Cast:
@@ -28,7 +33,7 @@ class Cast:
     def __init__(self, *, rounded: bool) -> None:
         self._rounded = rounded
 
-    def send(self, master: Tensor, compute: Tensor, *, early: bool, skip: Tensor) -> None:
+    def send(self, master: Tensor, compute: Tensor, *, iteration: int, skip: Tensor) -> None:
         """See WeightExchange."""
         compute.copy_(master.bfloat16() if self._rounded else master)
 
@@ -39,7 +44,7 @@ class Codes:
     def __init__(self, operations: Operations, format: QuantFormat) -> None:
         self._operations, self._format = operations, format
 
-    def send(self, master: Tensor, compute: Tensor, *, early: bool, skip: Tensor) -> None:
+    def send(self, master: Tensor, compute: Tensor, *, iteration: int, skip: Tensor) -> None:
         """See WeightExchange."""
         compute.copy_(_there_and_back(self._operations, self._format, master, compute.dtype))
 
@@ -48,21 +53,40 @@ class Difference:
     """Lloyd-Max codes of weights less the reference, as the engine has them."""
 
     def __init__(
-        self, operations: Operations, master: Tensor, gaps: Tensor, format: LloydMaxFormat, early_bits: int
+        self,
+        operations: Operations,
+        master: Tensor,
+        gaps: Tensor,
+        runs: Sequence[UnitRun],
+        formats: DifferenceFormats,
     ) -> None:
-        """The key frame: the reference is `master` in 16 bits."""
+        """The key frame: the reference is `master` in 16 bits. `runs` and `gaps` are those of the range."""
         self._operations, self._gaps = operations, gaps if gaps.any() else None
-        self._format, self._early = format, LloydMaxFormat(early_bits, format.block)
+        self._runs, self._formats = runs, formats
         self.reference = master.bfloat16().float()
-        size = max(each.message_bytes(len(master)) for each in (self._format, self._early))
+        size = eight_bits(formats.coded(0)).message_bytes(len(master))
         self._message = torch.empty(size, dtype=torch.uint8, device=master.device)
+        self._squares = torch.empty(2 * (len(master) // formats.coded(0).block), device=master.device)
 
-    def send(self, master: Tensor, compute: Tensor, *, early: bool, skip: Tensor) -> None:
-        """See WeightExchange."""
-        format = self._early if early else self._format
-        message = self._message[: format.message_bytes(len(master))]
-        self._operations.quantize_difference(master, self.reference, message, format, skip=skip)
-        self._operations.add_difference(message[None], self.reference, format)
+    def send(self, master: Tensor, compute: Tensor, *, iteration: int, skip: Tensor) -> None:
+        """See WeightExchange. `DifferenceFormats.measured` gets what this range adds to each unit."""
+        coded = self._formats.coded(iteration)
+        for run in self._runs:
+            weights, reference = master[run.here], self.reference[run.here]
+            sent = self._formats.sent(run.unit, iteration)
+            squares = self._squares[: 2 * (len(weights) // coded.block)].view(2, -1)
+            message = encode(
+                self._operations,
+                weights,
+                reference,
+                self._message,
+                skip,
+                coded=coded,
+                sent=sent,
+                squares=squares,
+            )
+            apply(self._operations, message[None], reference, sent)
+            self._formats.measured[run.unit] += squares.sum(dim=1, dtype=torch.float64)
         if self._gaps is not None:
             self.reference.masked_fill_(self._gaps, 0)
         compute.copy_(self.reference)
@@ -81,17 +105,18 @@ class VariedDifference:
         gaps: Tensor,
         bits: int,
         early_bits: int,
+        early_iterations: int,
         rung: Rung,
     ) -> None:
         """The key frame: the reference is `master` in 16 bits."""
         self._operations, self._gaps, self._rung = operations, gaps if gaps.any() else None, rung
-        self._bits, self._early_bits = bits, early_bits
+        self._bits, self._early_bits, self._early_iterations = bits, early_bits, early_iterations
         self.reference = master.bfloat16().to(REFERENCES[rung.reference])
         self._before = None if rung.weight_feedback else master.clone()
 
-    def send(self, master: Tensor, compute: Tensor, *, early: bool, skip: Tensor) -> None:
+    def send(self, master: Tensor, compute: Tensor, *, iteration: int, skip: Tensor) -> None:
         """See WeightExchange."""
-        bits = self._early_bits if early else self._bits
+        bits = self._early_bits if iteration < self._early_iterations else self._bits
         known = self.reference if self._before is None else self._before
         moved = self._eight_bits(master, known) if bits == 8 else self._coded(master, known, bits, skip)
         self.reference.copy_(torch.where(skip != 0, self.reference, moved))
@@ -128,21 +153,36 @@ class VariedDifference:
         return (self.reference.float() + change).to(self.reference.dtype)
 
 
-def weight_exchange(
-    format: str, rung: Rung, operations: Operations, master: Tensor, gaps: Tensor
-) -> WeightExchange:
-    """The exchange of a range with initial weights `master` (n,) and `gaps` (n,)."""
-    if format in ("plain", "bf16"):
-        return Cast(rounded=format == "bf16")
-    if format.startswith("int"):
-        return Codes(operations, QuantFormat(format, rung.weight_block))
-    bits = int(format[-1])
-    early = bits
-    if rung.early_weights is not None:
-        early = max(bits, int(rung.early_weights[-1]))
-    if rung.varies_differences or bits == 8:
-        return VariedDifference(operations, master, gaps, bits, early, rung)
-    return Difference(operations, master, gaps, LloydMaxFormat(bits, rung.weight_block), early)
+class WeightExchanges:
+    """Makes the exchanges of a model's ranges, and decides with the engine's rule which units are raised."""
+
+    def __init__(self, rung: Rung, operations: Operations, flat: FlatModel, early_iterations: int) -> None:
+        self._rung, self._operations, self._flat, self._early = rung, operations, flat, early_iterations
+        self._formats: dict[str, DifferenceFormats] = {}  # by the name of the format
+
+    def of(self, format: str, here: slice) -> WeightExchange:
+        """The exchange of a range, which begins with its master weights."""
+        if format in ("plain", "bf16"):
+            return Cast(rounded=format == "bf16")
+        rung, operations = self._rung, self._operations
+        if format.startswith("int"):
+            return Codes(operations, QuantFormat(format, rung.weight_block))
+        bits, master, gaps = int(format[-1]), self._flat.master[here], self._flat.gaps[here]
+        early = bits if rung.early_weights is None else max(bits, int(rung.early_weights[-1]))
+        if rung.varies_differences or bits == 8:
+            return VariedDifference(operations, master, gaps, bits, early, self._early, rung)
+        if format not in self._formats:
+            iterations = self._early if rung.early_weights == f"delta{EARLY_BITS}" else 0
+            codes = LloydMaxFormat(bits, rung.weight_block)
+            self._formats[format] = DifferenceFormats(codes, self._flat.units, iterations, master.device)
+        return Difference(operations, master, gaps, self._flat.runs_of(here), self._formats[format])
+
+    def begin_step(self) -> int:
+        """Decides as the engine does, on what the step before measured; returns how many units are raised."""
+        for formats in self._formats.values():
+            formats.decide(formats.measured)
+            formats.measured.zero_()
+        return sum(formats.raised for formats in self._formats.values())
 
 
 def _there_and_back(

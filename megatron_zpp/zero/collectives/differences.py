@@ -66,28 +66,57 @@ class WeightDifferences:
         has room for any format, and keeps what this rank sends. `gaps` are the elements of the reference that
         belong to no parameter: codes have no zero, so blocks that end in a gap would write noise there.
         """
-        own = self.own_part(reference)
         squares = self._squares[: 2 * (len(weights) // coded.block)].view(2, -1)
-        codes = message[: coded.message_bytes(len(weights))]
-        self._operations.quantize_difference(weights, own, codes, coded, skip=skip, squares=squares)
+        codes = encode(
+            self._operations,
+            weights,
+            self.own_part(reference),
+            message,
+            skip,
+            coded=coded,
+            sent=sent,
+            squares=squares,
+        )
         torch.sum(squares, dim=1, dtype=torch.float64, out=measured)
-        if isinstance(sent, QuantFormat):
-            difference = torch.where(skip != 0, 0.0, weights - own)
-            codes = message[: sent.message_bytes(len(weights))]
-            self._operations.quantize(difference[None], codes[None], sent)
 
         def work() -> None:
             received = self._received[: self._nodes * len(codes)]
             self._between.all_gather(received, codes)
-            self._apply(received.view(self._nodes, -1), reference, sent)
+            apply(self._operations, received.view(self._nodes, -1), reference, sent)
             clear(reference, gaps)
 
         return self._between.submit(work)
 
-    def _apply(self, messages: Tensor, reference: Tensor, format: Codes) -> None:
-        if isinstance(format, LloydMaxFormat):
-            self._operations.add_difference(messages, reference, format)
-            return
-        parts = reference.view(self._nodes, -1)
-        for message, part in zip(messages, parts, strict=True):
-            self._operations.sum_into(message[None], part, format, add=True)
+
+def encode(
+    operations: Operations,
+    weights: Tensor,
+    reference: Tensor,
+    message: Tensor,
+    skip: Tensor,
+    *,
+    coded: LloydMaxFormat,
+    sent: Codes,
+    squares: Tensor,
+) -> Tensor:
+    """Encodes `weights` (n,) less `reference` (n,) in the format `sent`; returns that part of `message`.
+
+    Where `skip` () is not 0 it changes nothing. `squares` (2, blocks) fp32 gets, per block, the sums of the
+    squares of the difference and of what codes in the format `coded` miss of it.
+    """
+    codes = message[: coded.message_bytes(len(weights))]
+    operations.quantize_difference(weights, reference, codes, coded, skip=skip, squares=squares)
+    if isinstance(sent, QuantFormat):
+        difference = torch.where(skip != 0, 0.0, weights - reference)
+        codes = message[: sent.message_bytes(len(weights))]
+        operations.quantize(difference[None], codes[None], sent)
+    return codes
+
+
+def apply(operations: Operations, messages: Tensor, reference: Tensor, format: Codes) -> None:
+    """Moves part p of `reference` (P · n,) by message p of `messages` (P, bytes)."""
+    if isinstance(format, LloydMaxFormat):
+        operations.add_difference(messages, reference, format)
+        return
+    for message, part in zip(messages, reference.view(len(messages), -1), strict=True):
+        operations.sum_into(message[None], part, format, add=True)
