@@ -188,3 +188,26 @@ def test_the_plan_is_what_a_run_writes_to_its_metrics(tmp_path: Path) -> None:
         line = next(line for line in plan.stdout.splitlines() if name in line)
         assert int(line.split()[1].replace(",", "")) == last[name]
     assert last["intra_node_bytes"] > 0
+
+
+def test_the_plan_counts_the_steps_after_those_of_four_bits(tmp_path: Path) -> None:
+    """A run of two nodes with a warm-up of one iteration: the first of three that are logged has 4 bits."""
+    flags = (
+        "--mock-data --tokenizer-type NullTokenizer --vocab-size 200 --num-layers 3 --hidden-size 32 --bf16 "
+        "--num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --train-iters 4 --lr 1e-3 "
+        "--lr-warmup-iters 1 --log-interval 1 --eval-iters 0 --num-workers 0 --zero-stage 3 "
+        "--zero-quantized-weights --zero-quantized-weights-format delta2 --zero-hpz-partition-size auto"
+    ).split()
+    nodes = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    done = pretrain(*flags, "--metrics-file", tmp_path / "metrics.jsonl", processes=2, **nodes)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    plan = pretrain(*flags, "--dry-run", "--plan-nodes", "2", "--plan-gpus-per-node", "1")
+    assert plan.returncode == 0, plan.stderr
+    line = next(line for line in plan.stdout.splitlines() if "inter_node_bytes" in line)
+    planned = int(line.split()[1].replace(",", ""))
+    sent = [record["inter_node_bytes"] for record in records]  # the first step sends key frames, too
+    assert sent[2:] == [planned, planned]
+    assert sent[0] > sent[1] > planned
+    assert [record["raised_units"] for record in records] == [0] * 4
+    assert "| raised units: 0 |" in done.stdout
