@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.gpu.ranks import on_gpus
+from tests.zero import test_difference_formats as difference_formats
 from tests.zero import test_plain_reduction as plain_reductions
 from tests.zero import test_quantized as cases
 from tests.zero import test_quantized_reduction as reductions
@@ -42,6 +43,13 @@ def test_reductions_without_codes_are_those_of_cpus(nodes: int, local: int) -> N
 def test_whole_sums_are_on_all_ranks() -> None:
     needs(2)
     plain_reductions.check_all_reduced(on_gpus(1, 2, plain_reductions.all_reduce))
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(2, 1), (2, 2)])
+def test_a_unit_that_falls_behind_sends_eight_bits(nodes: int, local: int) -> None:
+    needs(local)
+    ranks = on_gpus(nodes, local, difference_formats.raised_and_lowered)
+    difference_formats.check_raised(nodes, local, ranks)
 
 
 @pytest.mark.parametrize(("nodes", "local"), [(1, 2), (2, 2)])

@@ -63,7 +63,10 @@ def raised_and_lowered(topology: Topology) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("nodes", "local"), [(2, 1), (2, 2), (3, 2)])
 def test_a_unit_that_falls_behind_sends_eight_bits_two_steps_later(nodes: int, local: int) -> None:
-    ranks = on_ranks(nodes * local, raised_and_lowered, ranks_per_node=local)
+    check_raised(nodes, local, on_ranks(nodes * local, raised_and_lowered, ranks_per_node=local))
+
+
+def check_raised(nodes: int, local: int, ranks: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(ranks):
         assert [raised for raised, _ in found["before"]] == [0, 0]
         assert [raised for raised, *_ in found["after"]] == [0, 0, 1, 1, 1, 0]
