@@ -12,7 +12,7 @@ more than q / (1 - q) times u, q = sqrt(p): at twice the update for p = 4/9. So 
 codes miss, both of one step, decide. The update itself would have to be kept, and would raise every unit of a
 sound run whose learning rate ends at 0.
 
-    step t        every rank sums the squares of d and of what its codes miss, per unit
+    step t        every rank sums the squares of the differences and of what their codes miss, per unit
     step t + 1    all ranks add them up, in the all-reduce of the gradient norm, and the device decides
     step t + 2    the host, which never waits for the device here, reads the decision: 8 bits in this step
 
