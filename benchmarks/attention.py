@@ -25,7 +25,7 @@ import torch
 from benchmarks.common import RESULTS, write_result
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.data import DataConfig
-from megatron_zpp.config.model import ModelConfig, ModelPreset
+from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.options import Options, option, option_error, parse_options
 from megatron_zpp.config.zero import ZeroConfig
@@ -52,7 +52,7 @@ class Settings(Options):
     shapes: tuple[str, ...] = option(("16x64", "16x128", "32x80", "32x128"), "Heads × width of a head.")
     seq_lengths: tuple[int, ...] = option((1024, 2048), "Tokens of a sample.", at_least=8)
     tokens: int = option(16384, "Tokens of a call.", at_least=8)
-    step_preset: ModelPreset = option("345m", "Model of the training steps.")
+    step_preset: str = option("345m", "Model of the training steps.")
     step_layers: int | None = option(None, "Fewer layers than it has.", at_least=1)
     step_hidden_size: int | None = option(None, "A narrower model.", at_least=1)
     step_seq_length: int = option(1024, "Tokens of a sample of the steps.", at_least=8)

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.common import write_result
 from megatron_zpp.config.command_line import run_tool
-from megatron_zpp.config.model import ModelConfig, ModelPreset
+from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import Options, option, parse_options
 from megatron_zpp.generate.continuation import Stop, continue_texts
 from megatron_zpp.generate.draw import Sampling
@@ -36,7 +36,7 @@ Write = Callable[[], list[list[int]]]
 class Settings(Options):
     """generation benchmark"""
 
-    model_preset: ModelPreset = option("gpt2-125m", "Shape of the model.")
+    model_preset: str = option("gpt2-125m", "Shape of the model.")
     texts: tuple[int, ...] = option(
         (1, 8), "Texts that are written at once; one measurement each.", at_least=1
     )

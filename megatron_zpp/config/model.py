@@ -1,48 +1,67 @@
 """The transformer: shape, regularisation, attention kernel, and activation recomputation."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from megatron_zpp.config.options import Options, option, option_error
-
-# GPT-2 and GPT-3 shapes (GPT-3 paper, table 2.1; 345m is Megatron-LM's GPT-2; 18b is the ZeRO++ tutorial's).
-_SHAPES = {  # layers, hidden size, attention heads, sequence length
-    "gpt2-125m": (12, 768, 12, 1024),
-    "345m": (24, 1024, 16, 1024),
-    "760m": (24, 1536, 16, 1024),
-    "1.3b": (24, 2048, 16, 1024),
-    "2.7b": (32, 2560, 32, 2048),
-    "6.7b": (32, 4096, 32, 2048),
-    "13b": (40, 5120, 40, 2048),
-    "18b": (40, 6144, 32, 512),
-    "175b": (96, 12288, 96, 2048),
-}
+from megatron_zpp.config.huggingface_config import CONFIG, describe_model
+from megatron_zpp.config.json_file import read_json_object
+from megatron_zpp.config.options import Options, flag_name, option, option_error
+from megatron_zpp.config.presets import PRESETS
 
 _WIDEST = 2**20  # more than any model has, so that a typing error is refused before memory is allocated
 
-ModelPreset = Literal["gpt2-125m", "345m", "760m", "1.3b", "2.7b", "6.7b", "13b", "18b", "175b"]
+PositionEmbedding = Literal["learned_absolute", "rope", "none"]
+Normalization = Literal["LayerNorm", "RMSNorm"]
 AttentionBackend = Literal[
     "auto", "math", "efficient", "flash", "cudnn", "flash3", "fused", "unfused", "local"
 ]
+
+_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+_DEFAULTS: dict[str, Any] = {
+    "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm",
+    "norm_epsilon": 1e-5,
+    "init_method_std": 0.02,
+    "attention_dropout": 0.1,
+    "hidden_dropout": 0.1,
+}
+_ROTARY: dict[str, Any] = {"rotary_base": 10_000.0, "rotary_percent": 1.0}
+_SCALING: dict[str, Any] = {
+    "rope_scaling_factor": 8.0,
+    "rope_low_freq_factor": 1.0,
+    "rope_high_freq_factor": 4.0,
+    "rope_original_max_position_embeddings": 8192,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Options):
     """model: the shape of the transformer"""
 
-    model_preset: ModelPreset | None = option(
-        None, "A published model shape; other flags override its values."
+    model_preset: str | None = option(
+        None,
+        "Fill the flags of this section from a published shape; flags that are given override its values. "
+        f"One of {', '.join(PRESETS)}, or the path of a Hugging Face config.json.",
     )
-    # An `int` whose default is None is either filled by `check` or required.
+    # An `int`, `float` or `str` whose default is None is either filled by `check` or required.
     num_layers: int = option(None, "Transformer layers.", at_least=1, at_most=10_000)
     hidden_size: int = option(None, "Width of the residual stream.", at_least=1, at_most=_WIDEST)
     num_attention_heads: int = option(None, "Attention heads.", at_least=1, at_most=_WIDEST)
     seq_length: int = option(None, "Tokens per sample.", at_least=1, at_most=2**31 - 1)
     max_position_embeddings: int = option(
-        None, "Rows of the position embedding; default --seq-length.", at_least=1, at_most=2**31 - 1
+        None,
+        "Longest text of the model in tokens: with learned positions, the rows of their table; default "
+        "--seq-length.",
+        at_least=1,
+        at_most=2**31 - 1,
     )
     ffn_hidden_size: int = option(
-        None, "Inner width of the MLP; default 4 × --hidden-size.", at_least=1, at_most=4 * _WIDEST
+        None,
+        "Inner width of the MLP; default 4 × --hidden-size, with --swiglu two thirds of that in multiples of "
+        "64.",
+        at_least=1,
+        at_most=4 * _WIDEST,
     )
     kv_channels: int = option(
         None,
@@ -50,36 +69,90 @@ class ModelConfig(Options):
         at_least=1,
         at_most=_WIDEST,
     )
+    group_query_attention: bool = option(
+        False, "Share each head of keys and values among a group of query heads."
+    )
+    num_query_groups: int = option(
+        None,
+        "Heads of keys and values, with --group-query-attention; default 1. Must divide "
+        "--num-attention-heads.",
+        at_least=1,
+        at_most=_WIDEST,
+    )
+    qk_layernorm: bool = option(
+        False, "Normalise each head of queries and keys before attention, with --normalization."
+    )
+    position_embedding_type: PositionEmbedding = option(
+        None,
+        "How the model knows positions: a learned table, rotary embedding of queries and keys, or not at "
+        "all; default learned_absolute.",
+    )
+    rotary_base: float | None = option(
+        None, "Base of rope's wavelengths; default 10000.", above=1, at_most=1e12
+    )
+    rotary_percent: float | None = option(
+        None, "Share of each head that rope rotates; default 1.", above=0, at_most=1
+    )
+    use_rope_scaling: bool = option(False, "Stretch rope's long wavelengths as Llama 3.1 does.")
+    rope_scaling_factor: float | None = option(
+        None, "Factor of the longest wavelengths; default 8.", at_least=1, at_most=1e6
+    )
+    rope_low_freq_factor: float | None = option(
+        None,
+        "Wavelengths above original length / this are stretched by the whole factor; default 1.",
+        above=0,
+    )
+    rope_high_freq_factor: float | None = option(
+        None, "Wavelengths below original length / this are not stretched; default 4.", above=0
+    )
+    rope_original_max_position_embeddings: int | None = option(
+        None, "The original length in tokens; default 8192.", at_least=1, at_most=2**31 - 1
+    )
+    normalization: Normalization = option(
+        None, "Normalisation before attention, MLP and output; default LayerNorm."
+    )
+    norm_epsilon: float = option(None, "Added to the variance in norms; default 1e-5.", above=0)
+    swiglu: bool = option(False, "Gated MLP: SiLU of one projection times another (Llama).")
+    squared_relu: bool = option(False, "Squared ReLU in the MLP instead of GELU.")
+    disable_bias_linear: bool = option(False, "No biases in attention and MLP.")
+    add_qkv_bias: bool = option(
+        False, "Biases of queries, keys and values in spite of --disable-bias-linear (Qwen2)."
+    )
     make_vocab_size_divisible_by: int = option(
         128, "Pad the vocabulary to a multiple of this.", at_least=1, at_most=_WIDEST
     )
-    norm_epsilon: float = option(1e-5, "Added to the variance in LayerNorm.", above=0)
     untie_embeddings_and_output_weights: bool = option(
         False, "Give the output layer separate weights instead of sharing the token embedding's."
     )
     init_method_std: float = option(
-        0.02,
-        "Standard deviation of initial weights; divided by √(2 × layers) where a matrix writes to the "
-        "residual stream.",
+        None,
+        "Standard deviation of initial weights; default 0.02. Divided by √(2 × layers) where a matrix writes "
+        "to the residual stream.",
         above=0,
     )
-    attention_dropout: float = option(0.1, "Dropout probability of attention weights.", at_least=0, below=1)
-    hidden_dropout: float = option(0.1, "Dropout probability of hidden states.", at_least=0, below=1)
+    attention_dropout: float = option(
+        None, "Dropout probability of attention weights; default 0.1.", at_least=0, below=1
+    )
+    hidden_dropout: float = option(
+        None, "Dropout probability of hidden states; default 0.1.", at_least=0, below=1
+    )
 
     def check(self) -> None:
         """Fill fields that a preset or another field implies, then refuse shapes that cannot be built."""
-        if self.model_preset:
-            names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-            for name, value in zip(names, _SHAPES[self.model_preset], strict=True):
-                self._fill(name, value)
-        for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
+        self._obey_preset()
+        for name in _REQUIRED:
             if getattr(self, name) is None:
-                flag = "--" + name.replace("_", "-")
                 raise option_error(
-                    flag, "(not given)", f"give it, or --model-preset with one of {', '.join(_SHAPES)}"
+                    flag_name(name),
+                    "(not given)",
+                    f"give it, or --model-preset with one of {', '.join(PRESETS)}",
                 )
+        for name, value in _DEFAULTS.items():
+            self._fill(name, value)
         self._fill("max_position_embeddings", self.seq_length)
-        self._fill("ffn_hidden_size", 4 * self.hidden_size)
+        self._fill("ffn_hidden_size", self._inner_width())
+        if self.swiglu and self.squared_relu:
+            raise option_error("--squared-relu", "(given)", "contradicts --swiglu; give one")
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise option_error(
                 "--num-attention-heads",
@@ -87,6 +160,88 @@ class ModelConfig(Options):
                 f"must divide --hidden-size {self.hidden_size}, or give --kv-channels",
             )
         self._fill("kv_channels", self.hidden_size // self.num_attention_heads)
+        self._check_groups()
+        self._check_positions()
+
+    @property
+    def activation(self) -> str:
+        """The MLP's activation function: "gelu", "swiglu" or "squared_relu"."""
+        return "swiglu" if self.swiglu else "squared_relu" if self.squared_relu else "gelu"
+
+    @property
+    def rotated_channels(self) -> int:
+        """Channels of each head that rope rotates; 0 for other position embeddings."""
+        return int(self.kv_channels * self.rotary_percent) if self.rotary_percent else 0
+
+    def padded_vocab_size(self, vocab_size: int) -> int:
+        """Return `vocab_size` rounded up to --make-vocab-size-divisible-by: rows of the token embedding."""
+        multiple = self.make_vocab_size_divisible_by
+        return -(-vocab_size // multiple) * multiple
+
+    def _obey_preset(self) -> None:
+        if self.model_preset is None:
+            return
+        values = PRESETS.get(self.model_preset)
+        if values is None:
+            values = self._read_preset(Path(self.model_preset))
+            object.__setattr__(self, "model_preset", None)  # a checkpoint must not depend on the file
+        if self.position_embedding_type not in (None, values.get("position_embedding_type")):
+            values = {name: value for name, value in values.items() if name not in _ROTARY | _SCALING}
+            values.pop("use_rope_scaling", None)
+        for name, value in values.items():
+            self._fill(name, value)
+
+    def _read_preset(self, path: Path) -> dict[str, Any]:
+        """Return the fields that config.json describes; `path` is that file or its directory."""
+        flag, shown = "--model-preset", self.model_preset
+        if path.is_dir():
+            path /= CONFIG
+        if not path.exists():
+            raise option_error(
+                flag, shown, f"is neither a file nor a preset; use one of {', '.join(PRESETS)}"
+            )
+        try:
+            described = describe_model(read_json_object(flag, str(path)))
+        except ValueError as error:
+            raise error if str(error).startswith(flag) else option_error(flag, shown, str(error)) from None
+        return described.fields
+
+    def _inner_width(self) -> int:
+        width = 4 * self.hidden_size
+        return max(64, int(width * 2 / 3 / 64) * 64) if self.swiglu else width  # Megatron-LM's rule
+
+    def _check_groups(self) -> None:
+        heads = self.num_attention_heads
+        self._fill("num_query_groups", 1 if self.group_query_attention else heads)
+        if heads % self.num_query_groups:
+            raise option_error(
+                "--num-query-groups", self.num_query_groups, f"must divide --num-attention-heads {heads}"
+            )
+        if self.num_query_groups != heads and not self.group_query_attention:
+            raise option_error("--num-query-groups", self.num_query_groups, "needs --group-query-attention")
+
+    def _check_positions(self) -> None:
+        rope, scaled = self.position_embedding_type == "rope", self.use_rope_scaling
+        if scaled and not rope:
+            raise option_error("--use-rope-scaling", "(given)", "needs --position-embedding-type rope")
+        for defaults, allowed, needed in (
+            (_ROTARY, rope, "--position-embedding-type rope"),
+            (_SCALING, scaled, "--use-rope-scaling"),
+        ):
+            for name, value in defaults.items():
+                if allowed:
+                    self._fill(name, value)
+                elif getattr(self, name) is not None:
+                    raise option_error(flag_name(name), getattr(self, name), f"needs {needed}")
+        if rope and (self.rotated_channels == 0 or self.rotated_channels % 2):
+            raise option_error(
+                "--rotary-percent",
+                self.rotary_percent,
+                f"rotates {self.rotated_channels} of --kv-channels {self.kv_channels}; must be even",
+            )
+        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+        if low is not None and high is not None and low >= high:
+            raise option_error("--rope-low-freq-factor", low, f"must be below --rope-high-freq-factor {high}")
         if self.seq_length > self.max_position_embeddings:
             raise option_error(
                 "--seq-length",
@@ -94,13 +249,8 @@ class ModelConfig(Options):
                 f"must be at most --max-position-embeddings {self.max_position_embeddings}",
             )
 
-    def padded_vocab_size(self, vocab_size: int) -> int:
-        """Return `vocab_size` rounded up to --make-vocab-size-divisible-by: rows of the token embedding."""
-        multiple = self.make_vocab_size_divisible_by
-        return -(-vocab_size // multiple) * multiple
-
     def _fill(self, name: str, value: Any) -> None:
-        if getattr(self, name) is None:
+        if getattr(self, name) is None or getattr(self, name) is False:
             object.__setattr__(self, name, value)  # __post_init__ is running: nobody has seen the old value
 
 

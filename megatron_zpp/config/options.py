@@ -59,6 +59,11 @@ class Options:
         """Raise an `option_error` if fields contradict each other."""
 
 
+def flag_name(field_name: str) -> str:
+    """Return the flag of a field whose declaration names no other: `--num-layers` for `num_layers`."""
+    return "--" + field_name.replace("_", "-")
+
+
 def flag_of(field: dataclasses.Field) -> str:
     """Return the flag of a field, such as `--num-layers`; for a positional field its name in capitals."""
     if field.metadata["positional"]:

@@ -177,11 +177,13 @@ def _check_order(data: DataConfig, training: TrainingConfig) -> None:
 def _check_fp8(model: ModelConfig, training: TrainingConfig) -> None:
     """Require multiples of 16 in every dimension of an 8-bit product; weight gradients sum over tokens."""
     heads = model.num_attention_heads * model.kv_channels
+    keys = model.num_query_groups * model.kv_channels
     tokens = training.micro_batch_size * model.seq_length
     for flag, value, width in (
         ("--hidden-size", model.hidden_size, model.hidden_size),
         ("--ffn-hidden-size", model.ffn_hidden_size, model.ffn_hidden_size),
         ("--kv-channels", f"{model.kv_channels} × --num-attention-heads {model.num_attention_heads}", heads),
+        ("--kv-channels", f"{model.kv_channels} × --num-query-groups {model.num_query_groups}", keys),
         ("--micro-batch-size", f"{training.micro_batch_size} × --seq-length {model.seq_length}", tokens),
     ):
         if width % 16:

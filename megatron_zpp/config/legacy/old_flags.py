@@ -67,7 +67,6 @@ _FUSED = "--attention-backend selects the attention kernel, and other fusions af
 _BUFFERS = "buffers hold one unit, such as a layer"
 _FLAT = "gradients accumulate in flat buffers"
 _OVERLAP = "gathers and reductions always overlap with computation"
-_PLAIN = "the model is GPT-2's and GPT-3's: LayerNorm, biases, GELU, learned positions; omit it"
 _FEEDBACK = (
     "error feedback did not lower the loss (docs/internals/numerics.md); omit it, or use "
     "--zero-quantized-gradients-format rotated4"
@@ -102,6 +101,11 @@ RENAMED = (
     _renamed("--cpu-optimizer", "--zero-offload-optimizer", "zero.zero_offload_optimizer"),
     _renamed("--optimizer-cpu-offload", "--zero-offload-optimizer", "zero.zero_offload_optimizer"),
     OldFlag(
+        name="--use-rotary-position-embeddings",
+        gives={"model.position_embedding_type": "rope"},
+        today="--position-embedding-type rope",
+    ),
+    OldFlag(
         name="--use-distributed-optimizer",
         at_least={"zero.zero_stage": 1},
         today="--zero-stage 1; a higher stage includes it",
@@ -117,8 +121,6 @@ ONLY = (
     _only("--expert-model-parallel-size", 1, _EXPERTS),
     _only("--moe-expert-parallel-size", 1, _EXPERTS),
     _only("--num-experts", 1, _EXPERTS),
-    _only("--position-embedding-type", "learned_absolute", _PLAIN),
-    _only("--normalization", "LayerNorm", _PLAIN),
     _only("--optimizer", "adam", "AdamW is the only optimizer; omit it"),
     _only("--dataloader-type", "single", "samples come in one seeded order; omit it"),
     _only("--data-impl", ("mmap", "infer"), "only .bin with .idx can be read; preprocess the data again"),
@@ -153,6 +155,7 @@ IDLE = (
     *_idle(_FUSED, "--no-masked-softmax-fusion", "--no-bias-dropout-fusion", "--attention-softmax-in-fp32"),
     *_idle(_FUSED, "--transformer-impl", takes=str),
     *_idle("GELU is always the tanh approximation", "--no-bias-gelu-fusion", "--openai-gelu"),
+    *_idle(_FUSED, "--no-rope-fusion", "--no-bias-swiglu-fusion"),
     *_idle("the result is the same", "--no-query-key-layer-scaling", "--apply-query-key-layer-scaling"),
     *_idle("there is only one model", "--use-mcore-models", "--use-legacy-models"),
     *_idle("initial weights depend on --seed only", "--use-cpu-initialization"),
@@ -168,9 +171,14 @@ REFUSED = (
     *_refused(
         "set the schedule with flags", "--use-checkpoint-lr-scheduler", "--use-checkpoint-opt_param-scheduler"
     ),
-    *_refused(_PLAIN, "--use-rotary-position-embeddings", "--swiglu", "--disable-bias-linear"),
-    *_refused(_PLAIN, "--group-query-attention", "--num-query-groups", "--squared-relu"),
-    *_refused(_PLAIN, "--apply-residual-connection-post-layernorm", "--init-method-xavier-uniform"),
+    *_refused("norms come before attention and MLP; omit it", "--apply-residual-connection-post-layernorm"),
+    *_refused("initial weights are normal; omit it", "--init-method-xavier-uniform"),
+    *_refused(
+        "rope pairs channels i and i + half a head; convert weights with interleaved pairs",
+        "--rotary-interleaved",
+    ),
+    *_refused("use --use-rope-scaling", "--rotary-seq-len-interpolation-factor"),
+    *_refused("attention has no sliding window; omit it", "--window-size"),
     *_refused("the residual stream has the compute format; use --fp32", "--fp32-residual-connection"),
     *_refused("the loss is computed in fp32; omit it", "--fp16-lm-cross-entropy"),
     *_refused(_TOKENS, "--train-tokens", "--lr-decay-tokens", "--lr-warmup-tokens"),
