@@ -22,7 +22,7 @@ class Cache:
     def __init__(self, model: GPT, padding: Sequence[int], columns: int) -> None:
         config, weight = model.config, model.embedding.tokens.weight
         self.layers = [
-            LayerCache(weight, len(padding), columns, config.num_attention_heads, config.kv_channels)
+            LayerCache(weight, len(padding), columns, config.num_query_groups, config.kv_channels)
             for _ in range(config.num_layers)
         ]
         self.padding = torch.tensor(padding, device=weight.device)  # (B)
@@ -44,9 +44,9 @@ def hidden_states(model: GPT, tokens: Tensor, cache: Cache) -> Tensor:
     columns = torch.arange(first, last, device=tokens.device)  # (T)
     positions = (columns - cache.padding[:, None]).clamp(min=0)  # (B, T)
     mask = CachedPrefix(_visible(cache, first, last))
-    x = model.embedding(tokens, positions)  # (B, T, D)
+    x, rotation = model.embedding(tokens, positions), model.rotation(positions)  # (B, T, D)
     for layer, kept in zip(model.layers, cache.layers, strict=True):
-        x = layer(x, mask, kept)
+        x = layer(x, mask, rotation, kept)
     cache.length = last
     return x
 

@@ -1,6 +1,7 @@
 """The kernels of causal attention, whole or inside documents, and which of them a run takes.
 
-Shapes: B batch, T tokens, N heads, H head width, E ends of documents.
+Shapes: B batch, T tokens, N query heads, G heads of keys and values (G divides N), H head width, E ends of
+documents.
 
 A kernel takes one of the masks of model/masks.py. Documents come as the positions of their ends: 0, where
 each next document begins among the B · T tokens of a micro-batch, and B · T, repeated until there are E. A
@@ -12,7 +13,7 @@ import inspect
 import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -59,18 +60,20 @@ class DotProduct:
         return InsideDocuments(mask.masked_fill_(same.tril_(), 0.0))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask) -> Tensor:
-        """Queries (B, T, N, H), keys and values (B, T or C, N, H) -> (B, T, N, H)."""
+        """Queries (B, T, N, H), keys and values (B, T or C, G, H) -> (B, T, N, H)."""
         dense, causal = None, True
         if isinstance(mask, InsideDocuments):
             dense, causal = mask.bounds, False
         elif isinstance(mask, CachedPrefix):
             dense, causal = mask.visible, mask.visible is None and q.shape[1] > 1
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # each (B, N, T, H)
+        grouped = q.shape[2] != k.shape[2]
+        if grouped and q.is_cuda and q.dtype.itemsize > 2:  # the kernels for fp32 know no groups
+            k, v = (part.repeat_interleave(q.shape[2] // part.shape[2], 2) for part in (k, v))
+            grouped = False
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # each (B, N or G, T, H)
         # In here, as a layer that is recomputed in backward must make the same choice again.
         with sdpa_kernel(self.backend) if self.backend else nullcontext():
-            mixed = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=dense, dropout_p=dropout, is_causal=causal
-            )
+            mixed = F.scaled_dot_product_attention(*(q, k, v, dense, dropout, causal), enable_gqa=grouped)
         return mixed.transpose(1, 2)
 
 
@@ -85,8 +88,11 @@ class PackedFlash(DotProduct):
         from torch.nn.attention.varlen import varlen_attn
 
         self._attend = varlen_attn
-        windowed = "window_size" in inspect.signature(varlen_attn).parameters  # not yet in torch 2.10
-        self._causal = {"window_size": (-1, 0)} if windowed else {"is_causal": True}
+        parameters = inspect.signature(varlen_attn).parameters
+        self._causal: dict[str, Any] = (
+            {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
+        )
+        self._shares_keys = "enable_gqa" in parameters
 
     def describe(self) -> str:
         """What a reader of the log has to know."""
@@ -102,8 +108,14 @@ class PackedFlash(DotProduct):
             return super().__call__(q, k, v, dropout, mask)
         assert dropout == 0.0, "choose_attention gives it to no run with dropout"
         batch, tokens = q.shape[:2]
-        q, k, v = (part.flatten(0, 1) for part in (q, k, v))  # each (B · T, N, H)
-        mixed = self._attend(q, k, v, mask.bounds, mask.bounds, tokens, tokens, **self._causal)
+        q, k, v = (part.flatten(0, 1) for part in (q, k, v))  # (B · T, N, H), and twice (B · T, G, H)
+        options: dict[str, Any] = self._causal
+        if q.shape[1] != k.shape[1]:
+            if self._shares_keys:
+                options = options | {"enable_gqa": True}
+            else:  # torch before 2.12
+                k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
+        mixed = self._attend(q, k, v, mask.bounds, mask.bounds, tokens, tokens, **options)
         return mixed.unflatten(0, (batch, tokens))
 
 
@@ -125,7 +137,7 @@ class FlashAttention3:
         return InsideDocuments(ends)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask) -> Tensor:
-        """Each (B, T, N, H) -> (B, T, N, H)."""
+        """As DotProduct."""
         assert dropout == 0.0, "choose_attention gives it to no run with dropout"
         assert not isinstance(mask, CachedPrefix), "generation takes DotProduct"
         if not isinstance(mask, InsideDocuments):
@@ -174,22 +186,24 @@ def check_runs(
     *,
     masked: bool,
     head_width: int,
+    queries_per_group: int = 1,
     dropout: float,
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """One head forward and backward on the device, for samples of each length.
+    """Run the heads of one query group forward and backward on the device, for samples of each length.
 
     Raises ValueError, in one line, where torch has no such kernel.
     """
     for tokens in lengths:
-        x = torch.zeros((1, tokens, 3, 1, head_width), dtype=dtype, device=device, requires_grad=True)
+        shape = 1, tokens, queries_per_group + 2, head_width
+        x = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
         ends = torch.tensor([0, tokens], dtype=torch.int32, device=device)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch's, of each kernel that is not to be used anyway
                 mask = kernel.documents(ends, x) if masked else CAUSAL
-                q, k, v = x.unbind(2)
+                q, k, v = x.split([queries_per_group, 1, 1], 2)
                 # Not backward(gradient), which imports sympy, nor that of a mere sum, which has no strides.
                 (kernel(q, k, v, dropout, mask) * torch.ones_like(q)).sum().backward()
         except RuntimeError as error:

@@ -13,25 +13,38 @@ _PEAK_TFLOPS = (
 
 
 def parameter_count(config: ModelConfig, vocab_size: int) -> int:
-    """Parameters of the GPT, padded vocabulary included."""
-    width = config.num_attention_heads * config.kv_channels
-    hidden, inner = config.hidden_size, config.ffn_hidden_size
-    attention = hidden * 3 * width + 3 * width + width * hidden + hidden
-    mlp = 2 * hidden * inner + inner + hidden
-    norms = 4 * hidden
+    """Return the number of parameters of the GPT, padded vocabulary included."""
+    hidden, biased = config.hidden_size, not config.disable_bias_linear
+    norm = 2 if config.normalization == "LayerNorm" else 1  # vectors: gains, and a LayerNorm's biases
+    qkv = (config.num_attention_heads + 2 * config.num_query_groups) * config.kv_channels
+    inner = config.ffn_hidden_size * (2 if config.swiglu else 1)
+    biases = qkv * (biased or config.add_qkv_bias) + (inner + 2 * hidden) * biased
+    norms = norm * (2 * hidden + (2 * config.kv_channels if config.qk_layernorm else 0))
     tables = config.padded_vocab_size(vocab_size) * hidden
     tables *= 2 if config.untie_embeddings_and_output_weights else 1
-    positions = config.max_position_embeddings * hidden
-    return tables + positions + config.num_layers * (attention + mlp + norms) + 2 * hidden
+    layers = config.num_layers * (layer_matrices(config) + biases + norms)
+    return tables + _position_parameters(config) + layers + norm * hidden
+
+
+def layer_matrices(config: ModelConfig) -> int:
+    """Return the number of parameters of one layer's matrices."""
+    width = (config.num_attention_heads + config.num_query_groups) * config.kv_channels
+    inner = config.ffn_hidden_size * (3 if config.swiglu else 2)
+    return config.hidden_size * (2 * width + inner)
+
+
+def _position_parameters(config: ModelConfig) -> int:
+    learned = config.position_embedding_type == "learned_absolute"
+    return config.max_position_embeddings * config.hidden_size if learned else 0
 
 
 def flops_per_token(config: ModelConfig, vocab_size: int) -> float:
-    """Forward and backward of one trained token: 6N + 12 · layers · width · sequence length.
+    """Return FLOPs of forward and backward of one token: 6N + 12 · layers · width · sequence length.
 
     N leaves out tables that are only looked up (positions, and the token embedding when it is untied).
     Attention counts the full square, as PaLM does; recomputation is not counted.
     """
-    looked_up = config.max_position_embeddings * config.hidden_size
+    looked_up = _position_parameters(config)
     if config.untie_embeddings_and_output_weights:
         looked_up += config.padded_vocab_size(vocab_size) * config.hidden_size
     matrix_parameters = parameter_count(config, vocab_size) - looked_up
@@ -40,7 +53,7 @@ def flops_per_token(config: ModelConfig, vocab_size: int) -> float:
 
 
 def peak_tflops(device_name: str, dtype: str) -> float | None:
-    """Data-sheet peak of one device, or None for a device that is not in the table."""
+    """Return the data-sheet peak of one device, or None for a device that is not in the table."""
     for part, peaks in _PEAK_TFLOPS:
         if part in device_name:
             return peaks.get(dtype)

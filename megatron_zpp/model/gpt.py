@@ -1,13 +1,13 @@
-"""GPT-2 / GPT-3: a pre-LN decoder with learned positions (GPT-2 paper, 2.3; GPT-3 paper, 2.1).
+"""A pre-norm decoder: GPT-2, GPT-3 (GPT-2 paper, 2.3; GPT-3 paper, 2.1), and Llama-like models by flags.
 
-Shapes: B batch, T tokens, D hidden size, N heads, H head width, F inner width of the MLP,
-V padded vocabulary.
+Shapes: B batch, T tokens, D hidden size, N query heads, G heads of keys and values (query groups), H head
+width, F inner width of the MLP, V padded vocabulary.
 The model knows nothing of ranks: `GPT(config, vocab_size)` trains on a laptop as it is.
 """
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,56 +23,83 @@ from megatron_zpp.model.kv_cache import LayerCache
 from megatron_zpp.model.loss import PLAIN, linear_cross_entropy
 from megatron_zpp.model.masks import CAUSAL, Mask
 from megatron_zpp.model.offload import ActivationOffload
+from megatron_zpp.model.rotary import UNROTATED, RopeScaling, RotaryEmbedding, Rotation
 
 
 @dataclass(frozen=True)
 class ModelComponents:
-    """What layers are made of; `norm` and `linear` have the constructors of torch's."""
+    """What layers are made of: constructors with the parameters of torch's, and the attention kernel."""
 
-    norm: type[nn.Module] = nn.LayerNorm
+    norms: Mapping[str, type[nn.Module]] = field(default_factory=lambda: TORCH_NORMS)  # by --normalization
     linear: type[nn.Linear] = nn.Linear
     attention: AttentionKernel = field(default_factory=DotProduct)
 
+    def norm(self, config: ModelConfig, width: int) -> nn.Module:
+        """Return a norm of vectors of `width` elements."""
+        return self.norms[config.normalization](width, eps=config.norm_epsilon)
+
+
+TORCH_NORMS: Mapping[str, type[nn.Module]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}
+
 
 class Embedding(nn.Module):
-    """Token plus position embedding."""
+    """Token embedding, with dropout."""
 
     def __init__(self, config: ModelConfig, padded_vocab_size: int) -> None:
         super().__init__()
         self.tokens = _embedding(padded_vocab_size, config.hidden_size)
-        self.positions = _embedding(config.max_position_embeddings, config.hidden_size)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """(B, T) ids and their positions, by default 0 to T - 1 -> (B, T, D)."""
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)  # (T)
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """(B, T) ids and their positions (B or 1, T) -> (B, T, D)."""
+        return self.dropout(self.tokens(tokens))
+
+
+class PositionedEmbedding(Embedding):
+    """Token plus learned position embedding."""
+
+    def __init__(self, config: ModelConfig, padded_vocab_size: int) -> None:
+        super().__init__(config, padded_vocab_size)
+        self.positions = _embedding(config.max_position_embeddings, config.hidden_size)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """See Embedding."""
         return self.dropout(self.tokens(tokens) + self.positions(positions))
 
 
 def _embedding(entries: int, width: int) -> nn.Embedding:
-    """As torch draws it; but to draw on the meta device imports sympy or the compiler: seconds a start."""
+    """Return torch's embedding. Initialised by torch on the meta device it would import sympy: seconds."""
     weight = torch.empty(entries, width)
     return nn.Embedding(entries, width, _weight=weight if weight.is_meta else weight.normal_())
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention."""
+    """Causal self-attention with N query heads in G groups that share keys and values; G = N without groups.
+
+    The rows of `qkv` are those of all queries, then of all keys, then of all values.
+    """
 
     def __init__(self, config: ModelConfig, parts: ModelComponents, recompute_scores: bool) -> None:
         super().__init__()
-        self.heads, self.head_width = config.num_attention_heads, config.kv_channels
-        self.dropout = config.attention_dropout
+        self.heads, self.groups = config.num_attention_heads, config.num_query_groups
+        self.head_width, self.dropout = config.kv_channels, config.attention_dropout
         self.recompute_scores, self.kernel = recompute_scores, parts.attention
-        width = self.heads * self.head_width
-        self.qkv = parts.linear(config.hidden_size, 3 * width)
-        self.output = parts.linear(width, config.hidden_size)
+        biased = not config.disable_bias_linear
+        rows = (self.heads + 2 * self.groups) * self.head_width
+        self.qkv = parts.linear(config.hidden_size, rows, bias=biased or config.add_qkv_bias)
+        normalized = config.qk_layernorm
+        self.query_norm = parts.norm(config, self.head_width) if normalized else nn.Identity()
+        self.key_norm = parts.norm(config, self.head_width) if normalized else nn.Identity()
+        self.output = parts.linear(self.heads * self.head_width, config.hidden_size, bias=biased)
 
-    def forward(self, x: Tensor, mask: Mask, cache: LayerCache | None, kernels: "BlockKernels") -> Tensor:
+    def forward(
+        self, x: Tensor, mask: Mask, rotation: Rotation, cache: LayerCache | None, kernels: "BlockKernels"
+    ) -> Tensor:
         """(B, T, D) -> (B, T, D); a `cache` comes with the mask CachedPrefix."""
-        q, k, v = kernels.heads(self, x)  # each (B, T, N, H)
+        q, k, v = kernels.heads(self, x)  # (B, T, N, H), and twice (B, T, G, H)
+        q, k = rotation(self.query_norm(q)), rotation(self.key_norm(k))
         if cache is not None:
-            k, v = cache.extend(k, v)  # each (B, C, N, H)
+            k, v = cache.extend(k, v)  # each (B, C, G, H)
         dropout = self.dropout if self.training else 0.0
         attend = partial(self.kernel, dropout=dropout, mask=mask)
         if self.recompute_scores and self.training:
@@ -82,13 +109,38 @@ class Attention(nn.Module):
         return kernels.project(self.output, mixed.flatten(2))  # of (B, T, N, H)
 
 
+def gelu(x: Tensor) -> Tensor:
+    """GPT-2's tanh approximation of GELU."""
+    return F.gelu(x, approximate="tanh")
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """max(x, 0)² (Primer paper, 2109.08668)."""
+    return F.relu(x).square()
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """(…, 2F) -> (…, F): SiLU of the first half times the second (GLU Variants paper, 2002.05202)."""
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+_ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {  # and the inputs of each of its outputs
+    "gelu": (gelu, 1),
+    "squared_relu": (squared_relu, 1),
+    "swiglu": (swiglu, 2),
+}
+
+
 class MLP(nn.Module):
-    """Two linear maps with GPT-2's tanh-approximated GELU between them."""
+    """Two linear maps with an activation between them; with SwiGLU the first makes gate and value."""
 
     def __init__(self, config: ModelConfig, parts: ModelComponents) -> None:
         super().__init__()
-        self.input = parts.linear(config.hidden_size, config.ffn_hidden_size)
-        self.output = parts.linear(config.ffn_hidden_size, config.hidden_size)
+        self.activation, inputs = _ACTIVATIONS[config.activation]
+        biased = not config.disable_bias_linear
+        self.input = parts.linear(config.hidden_size, inputs * config.ffn_hidden_size, bias=biased)
+        self.output = parts.linear(config.ffn_hidden_size, config.hidden_size, bias=biased)
 
     def forward(self, x: Tensor, kernels: "BlockKernels") -> Tensor:
         """(B, T, D) -> (B, T, D) through (B, T, F)."""
@@ -100,16 +152,22 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, parts: ModelComponents, recompute_scores: bool) -> None:
         super().__init__()
-        self.attention_norm = parts.norm(config.hidden_size, eps=config.norm_epsilon)
+        self.attention_norm = parts.norm(config, config.hidden_size)
         self.attention = Attention(config, parts, recompute_scores)
-        self.mlp_norm = parts.norm(config.hidden_size, eps=config.norm_epsilon)
+        self.mlp_norm = parts.norm(config, config.hidden_size)
         self.mlp = MLP(config, parts)
         self.dropout = nn.Dropout(config.hidden_dropout)
         self.compute = transformer_block  # or a compiled one; hooks on this module stay outside of the graph
 
-    def forward(self, x: Tensor, mask: Mask = CAUSAL, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        mask: Mask = CAUSAL,
+        rotation: Rotation = UNROTATED,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
         """(B, T, D) -> (B, T, D); generation passes a cache of keys and values, and its mask."""
-        return self.compute(self, x, mask, cache)
+        return self.compute(self, x, mask, rotation, cache)
 
 
 class BlockKernels:
@@ -125,14 +183,15 @@ class BlockKernels:
         return x, layer.mlp_norm(x)
 
     def heads(self, attention: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, D) -> queries, keys and values, each (B, T, N, H)."""
-        qkv = attention.qkv(x).unflatten(-1, (3, attention.heads, attention.head_width))  # (B, T, 3, N, H)
-        q, k, v = qkv.unbind(2)
+        """(B, T, D) -> queries (B, T, N, H), keys and values, each (B, T, G, H)."""
+        heads, groups = attention.heads, attention.groups
+        qkv = attention.qkv(x).unflatten(-1, (heads + 2 * groups, attention.head_width))
+        q, k, v = qkv.split([heads, groups, groups], 2)
         return q, k, v
 
     def activation(self, mlp: MLP, x: Tensor) -> Tensor:
         """(B, T, D) -> the inner values of the MLP (B, T, F)."""
-        return F.gelu(mlp.input(x), approximate="tanh")
+        return mlp.activation(mlp.input(x))
 
     def project(self, linear: nn.Linear, x: Tensor) -> Tensor:
         """The linear map that ends attention or the MLP: (B, T, …) -> (B, T, D)."""
@@ -146,12 +205,13 @@ def transformer_block(
     layer: Layer,
     x: Tensor,
     mask: Mask = CAUSAL,
+    rotation: Rotation = UNROTATED,
     cache: LayerCache | None = None,
     kernels: BlockKernels = PLAIN_BLOCK,
 ) -> Tensor:
     """The only forward pass of a layer, in training, compiled and with a cache: (B, T, D) -> (B, T, D)."""
     normed, residual = kernels.norm(layer.attention_norm, x)
-    mixed = layer.dropout(layer.attention(normed, mask, cache, kernels))
+    mixed = layer.dropout(layer.attention(normed, mask, rotation, cache, kernels))
     x, normed = kernels.add_norm(layer, x, mixed, residual)
     return x + layer.dropout(layer.mlp(normed, kernels))
 
@@ -165,7 +225,7 @@ class Head(nn.Module):
         super().__init__()
         self.vocab_size = vocab_size
         self.passes = PLAIN  # or compiled ones
-        self.norm = parts.norm(config.hidden_size, eps=config.norm_epsilon)
+        self.norm = parts.norm(config, config.hidden_size)
         self.output = (
             nn.Linear(config.hidden_size, padded_vocab_size, bias=False)
             if config.untie_embeddings_and_output_weights
@@ -205,7 +265,9 @@ class GPT(nn.Module):
         padded = config.padded_vocab_size(vocab_size)
         selective = self.recompute.recompute_granularity == "selective"
         self.offload = ActivationOffload() if self.recompute.recompute_offload else None
-        self.embedding = Embedding(config, padded)
+        learned = config.position_embedding_type == "learned_absolute"
+        self.embedding = PositionedEmbedding(config, padded) if learned else Embedding(config, padded)
+        self.rotary = _rotary(config)
         self.parts = parts or ModelComponents()
         self.layers = nn.ModuleList(Layer(config, self.parts, selective) for _ in range(config.num_layers))
         self.head = Head(config, self.parts, vocab_size, padded)
@@ -222,10 +284,13 @@ class GPT(nn.Module):
         A target of -100 is not counted. `positions` (B, T) are 0 to T - 1 by default. Attention is causal
         over the row, or inside documents that `documents` (E) ends, as in model/attention.py.
         """
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]  # (1, T)
         x = self.embedding(tokens, positions)  # (B, T, D)
+        rotation = self.rotation(positions)
         mask = CAUSAL if documents is None else self.parts.attention.documents(documents, x)
         for first, last, recomputed in segments(self.config.num_layers, self.recompute):
-            run = partial(self._run_layers, first=first, last=last, mask=mask)
+            run = partial(self._run_layers, first=first, last=last, mask=mask, rotation=rotation)
             if recomputed and self.training:
                 with self.offload.saving() if self.offload else nullcontext():
                     x = checkpoint(run, x, use_reentrant=False)  # x alone is kept, and may be offloaded
@@ -234,6 +299,10 @@ class GPT(nn.Module):
         if targets is not None:
             return self.head(x, self.embedding.tokens.weight, targets)
         return self.head(x, self.embedding.tokens.weight)[..., : self.vocab_size]
+
+    def rotation(self, positions: Tensor) -> Rotation:
+        """Return what rotates queries and keys at positions (B or 1, T)."""
+        return UNROTATED if self.rotary is None else self.rotary.rotation(positions)
 
     @property
     def compiled(self) -> bool:
@@ -275,9 +344,9 @@ class GPT(nn.Module):
         if name in ("embedding.tokens.weight", "head.output.weight"):
             tensor[self.vocab_size :] = 0.0
 
-    def _run_layers(self, x: Tensor, first: int, last: int, mask: Mask) -> Tensor:
+    def _run_layers(self, x: Tensor, first: int, last: int, mask: Mask, rotation: Rotation) -> Tensor:
         for layer in self.layers[first:last]:
-            x = layer(x, mask)
+            x = layer(x, mask, rotation)
         return x
 
 
@@ -298,13 +367,27 @@ def recomputed_units(layers: int, plan: RecomputeConfig) -> list[range]:
     return [range(1 + first, 1 + stop) for first, stop, again in segments(layers, plan) if again]
 
 
-def norm_class(backend: str) -> type[nn.Module]:
-    """LayerNorm of the fused backend "torch" or "apex"."""
+def norm_classes(backend: str) -> Mapping[str, type[nn.Module]]:
+    """Return the norms of the fused backend "torch" or "apex", by --normalization."""
     if backend == "torch":
-        return nn.LayerNorm
-    from apex.normalization import FusedLayerNorm
+        return TORCH_NORMS
+    from apex.normalization import FusedLayerNorm, FusedRMSNorm
 
-    return FusedLayerNorm
+    return {"LayerNorm": FusedLayerNorm, "RMSNorm": FusedRMSNorm}
+
+
+def _rotary(config: ModelConfig) -> RotaryEmbedding | None:
+    if config.position_embedding_type != "rope":
+        return None
+    scaling = None
+    if config.use_rope_scaling:
+        scaling = RopeScaling(
+            factor=config.rope_scaling_factor,
+            low_freq_factor=config.rope_low_freq_factor,
+            high_freq_factor=config.rope_high_freq_factor,
+            original_positions=config.rope_original_max_position_embeddings,
+        )
+    return RotaryEmbedding(config.rotated_channels, config.rotary_base, scaling)
 
 
 def _tensor_seed(seed: int, name: str) -> int:

@@ -11,7 +11,7 @@ from megatron_zpp.config.root import Config
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.fp8 import Float8Linear
-from megatron_zpp.model.gpt import GPT, ModelComponents, norm_class
+from megatron_zpp.model.gpt import GPT, ModelComponents, norm_classes
 from megatron_zpp.train.compiling import compile_parts, prepare_compiler
 from megatron_zpp.train.device import Device, check_attention
 from megatron_zpp.train.run_schedule import RunSchedule
@@ -54,7 +54,7 @@ def zero_of(config: Config, ranks: int) -> ZeroConfig:
 def _build_model(config: Config, vocab_size: int, device: Device, topology: Topology) -> GPT:
     """The model on the meta device, compiled if the device compiles."""
     linear = Float8Linear if config.precision.fp8 else nn.Linear
-    parts = ModelComponents(norm_class(device.fused_backend), linear, device.attention)
+    parts = ModelComponents(norm_classes(device.fused_backend), linear, device.attention)
     with torch.device("meta"):
         model = GPT(config.model, vocab_size, config.recompute, parts)
     if device.compiles:

@@ -14,7 +14,8 @@ from megatron_zpp.model.attention import FlashAttention3
 from megatron_zpp.model.gpt import GPT, PLAIN_BLOCK, BlockKernels, Layer, transformer_block
 from megatron_zpp.model.kv_cache import LayerCache
 from megatron_zpp.model.loss import LossKernels, logits_to_gradient
-from megatron_zpp.model.masks import CAUSAL, Causal, InsideDocuments, Mask
+from megatron_zpp.model.masks import Causal, InsideDocuments, Mask
+from megatron_zpp.model.rotary import Rotation
 from megatron_zpp.native.cache import cache_directory
 from megatron_zpp.storage.files import check_writable
 
@@ -71,16 +72,16 @@ def compile_parts(
     kernels, passes = _kernels(first) if on_gpu else (PLAIN_BLOCK, None)
     kind = InsideDocuments if masked else Causal
 
-    def block(layer: Layer, x: Tensor, mask: Mask) -> Tensor:
-        return transformer_block(layer, x, mask, kernels=kernels)
+    def block(layer: Layer, x: Tensor, mask: Mask, rotation: Rotation) -> Tensor:
+        return transformer_block(layer, x, mask, rotation, kernels=kernels)
 
     compiled = torch.compile(block, backend=maker, fullgraph=whole, dynamic=False)
 
-    def run(layer: Layer, x: Tensor, mask: Mask = CAUSAL, cache: LayerCache | None = None) -> Tensor:
+    def run(layer: Layer, x: Tensor, mask: Mask, rotation: Rotation, cache: LayerCache | None) -> Tensor:
         if x.shape[:2] != shape or type(mask) is not kind or cache is not None:
-            return transformer_block(layer, x, mask, cache)
+            return transformer_block(layer, x, mask, rotation, cache)
         try:
-            out = compiled(layer, x, mask)
+            out = compiled(layer, x, mask, rotation)
         except TorchDynamoException as error:
             cause = getattr(error, "inner_exception", error)
             said = f"{type(cause).__name__}: {cause}".strip().splitlines()[0]

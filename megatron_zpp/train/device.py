@@ -78,7 +78,9 @@ def check_attention(config: Config, device: Device) -> None:
     if config.evaluation.sample_prompt is not None:
         lengths = (1, 2, *lengths)  # a text grows token by token
     backend = config.attention.attention_backend
-    check_runs(device.attention, backend, lengths, **_attention(config, device.device))
+    queries = config.model.num_attention_heads // config.model.num_query_groups
+    settings = _attention(config, device.device)
+    check_runs(device.attention, backend, lengths, queries_per_group=queries, **settings)
 
 
 def _attention(config: Config, device: torch.device) -> dict[str, Any]:

@@ -22,13 +22,15 @@ def head_lines(config: Config, vocab_size: int, engine: ZeroEngine, splits: Spli
     model, topology = config.model, engine.topology
     parameters = parameter_count(model, vocab_size)
     name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "CPU"
+    shared = model.num_query_groups != model.num_attention_heads
+    groups = f" in {model.num_query_groups} groups" if shared else ""
     lines = [
         f" torch {torch.__version__}, python {platform.python_version()}, {topology.world_size} × {name}, "
         f"{config.precision.compute_dtype(engine.device.type)}"
         f"{' with 8-bit products' if config.precision.fp8 else ''}, {config.zero.describe()}"
         f"{', compiled layers' if engine.model.compiled else ''}",
         f" GPT of {parameters / 1e6:.1f} M parameters: {model.num_layers} layers × {model.hidden_size}, "
-        f"{model.num_attention_heads} heads, sequence {model.seq_length}, vocabulary "
+        f"{model.num_attention_heads} heads{groups}, sequence {model.seq_length}, vocabulary "
         f"{vocab_size} padded to {model.padded_vocab_size(vocab_size)}",
     ]
     assert isinstance(engine.model, GPT)

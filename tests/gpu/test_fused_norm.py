@@ -1,35 +1,35 @@
 """The kernels of layer norm against float64, as they are and inside a graph."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-Norm = nn.LayerNorm
+Norm = nn.LayerNorm | nn.RMSNorm
 Function = Callable[..., Tensor]
 
 
-def inputs(rows: int, width: int, dtype: torch.dtype) -> tuple[list[Tensor], list[nn.LayerNorm]]:
+def inputs(
+    rows: int, width: int, dtype: torch.dtype, kind: type[nn.Module] = nn.LayerNorm
+) -> tuple[list[Tensor], list[Norm]]:
     """x, what is added to it, two biases, and two norms; rows of a mean far from zero among them."""
     draw = torch.Generator("cuda").manual_seed(width)
     x, added = torch.randn(2, rows, width, generator=draw, device="cuda")
     x[::3] += 5.0
-    norms = [nn.LayerNorm(width, device="cuda") for _ in range(2)]
-    for module in norms:
-        module.weight.data += 0.2 * torch.randn(width, generator=draw, device="cuda")
-        module.bias.data += 0.2 * torch.randn(width, generator=draw, device="cuda")
+    norms = [kind(width, eps=1e-5, device="cuda") for _ in range(2)]
+    for parameter in (parameter for module in norms for parameter in module.parameters()):
+        parameter.data += 0.2 * torch.randn(width, generator=draw, device="cuda")
     biases = torch.randn(2, width, generator=draw, device="cuda")
     tensors = [part.to(dtype).requires_grad_() for part in (x, added, *biases)]
     return tensors, [module.to(dtype) for module in norms]
 
 
-def in_float64(tensors: list[Tensor], norms: list[nn.LayerNorm]) -> tuple[list[Tensor], list[nn.LayerNorm]]:
+def in_float64(tensors: list[Tensor], norms: list[Norm]) -> tuple[list[Tensor], list[Norm]]:
     """Copies of the same numbers."""
-    uses_copy_engines = [nn.LayerNorm(len(module.weight), device="cuda").double() for module in norms]
-    for copy, module in zip(uses_copy_engines, norms, strict=True):
-        copy.load_state_dict(module.state_dict())
-    return [part.detach().double().requires_grad_() for part in tensors], uses_copy_engines
+    copies = [copy.deepcopy(module).double() for module in norms]
+    return [part.detach().double().requires_grad_() for part in tensors], copies
 
 
 def ours(x: Tensor, added: Tensor, before: Tensor, after: Tensor, first: Norm, second: Norm) -> Tensor:
@@ -54,9 +54,7 @@ def torchs(x: Tensor, added: Tensor, before: Tensor, after: Tensor, first: Norm,
     return torch.stack((normed, total + after, second(total)))
 
 
-def results(
-    function: Function, tensors: list[Tensor], norms: list[nn.LayerNorm], weights: Tensor
-) -> list[Tensor]:
+def results(function: Function, tensors: list[Tensor], norms: list[Norm], weights: Tensor) -> list[Tensor]:
     """What it returns, and all gradients."""
     out = function(*tensors, *norms)
     parameters = [parameter for module in norms for parameter in module.parameters()]
@@ -74,6 +72,22 @@ def test_results_are_as_exact_as_torchs(
     given = inputs(rows, width, dtype)
     weights = torch.randn(3, rows, width, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
     function = torch.compile(fused, fullgraph=True, dynamic=False) if compiles else fused
+    exact = results(torchs, *in_float64(*given), weights)
+    found, plain = results(function, *given, weights), results(torchs, *given, weights)
+    for mine, theirs, expected in zip(found, plain, exact, strict=True):
+        error, allowed = (torch.linalg.vector_norm(part.double() - expected) for part in (mine, theirs))
+        smallest = torch.finfo(torch.float32).eps * torch.linalg.vector_norm(expected)
+        assert error <= 2 * allowed + smallest
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (700, 1000), (1500, 4096)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norms_are_as_exact_as_torchs(rows: int, width: int, dtype: torch.dtype, compiles: bool) -> None:
+    torch._dynamo.reset()
+    given = inputs(rows, width, dtype, nn.RMSNorm)
+    weights = torch.randn(3, rows, width, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
+    function = torch.compile(without_biases, fullgraph=True) if compiles else without_biases
     exact = results(torchs, *in_float64(*given), weights)
     found, plain = results(function, *given, weights), results(torchs, *given, weights)
     for mine, theirs, expected in zip(found, plain, exact, strict=True):

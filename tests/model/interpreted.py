@@ -5,6 +5,7 @@ compiler is called as it is. Of number formats fp32 and fp16: the interpreter tr
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,7 +65,7 @@ def same(ours: Function, torchs: Function, x: list[Tensor], modules: list[nn.Mod
 
 
 def sizes(module: nn.Module) -> tuple[int, ...]:
-    if isinstance(module, nn.LayerNorm):
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return (len(module.weight),)
     return module.in_features, module.out_features
 
@@ -94,6 +95,25 @@ def norms(rows: int, width: int, dtype: torch.dtype) -> None:
         return [normed, total + after, second(total)]
 
     tensors = [part.to(dtype).requires_grad_() for part in (x, added, *torch.randn(2, width))]
+    same(ours, torchs, tensors, [module.to(dtype) for module in modules])
+
+
+def rms_norms(rows: int, width: int, dtype: torch.dtype) -> None:
+    x, added = torch.randn(2, rows, width)
+    modules = [nn.RMSNorm(width, eps=1e-5) for _ in range(2)]
+    for module in modules:
+        module.weight.data += 0.2 * torch.randn(width)
+
+    def ours(x: Tensor, added: Tensor, first: nn.RMSNorm, second: nn.RMSNorm) -> list[Tensor]:
+        normed, token = fused_norm.norm(x, first)
+        return [normed, *fused_norm.add_norm(x, added * normed, token, second)]
+
+    def torchs(x: Tensor, added: Tensor, first: nn.RMSNorm, second: nn.RMSNorm) -> list[Tensor]:
+        normed = first(x)
+        total = x + added * normed
+        return [normed, total, second(total)]
+
+    tensors = [part.to(dtype).requires_grad_() for part in (x, added)]
     same(ours, torchs, tensors, [module.to(dtype) for module in modules])
 
 
@@ -133,7 +153,10 @@ def sums(rows: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(fused_loss.scaled(given, factor, dtype), expected, rtol=0, atol=0)
 
 
-def layers(dropout: float, dtype: torch.dtype) -> None:
+LLAMA = {"normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True}
+
+
+def layers(dropout: float, dtype: torch.dtype, **variant: Any) -> None:
     """A whole layer, whose dropout draws the same numbers in both."""
     config = ModelConfig(
         num_layers=1,
@@ -142,6 +165,7 @@ def layers(dropout: float, dtype: torch.dtype) -> None:
         seq_length=8,
         hidden_dropout=dropout,
         attention_dropout=0.0,
+        **variant,
     )
     layer = GPT(config, 64).initialize(3).layers[0].to(dtype).train()
     for parameter in layer.parameters():
@@ -164,10 +188,13 @@ def main() -> None:
     for dtype in (torch.float32, torch.float16):
         for rows, width in ((1, 64), (5, 96), (7, 1000)):
             norms(rows, width, dtype)
+            rms_norms(rows, width, dtype)
         for shape in ((1, 1, 8, 8), (17, 3, 40, 260), (33, 5, 64, 300)):
             linears(*shape, dtype)
         for dropout in (0.0, 0.2):
             layers(dropout, dtype)
+            layers(dropout, dtype, **LLAMA)
+            layers(dropout, dtype, add_qkv_bias=True, group_query_attention=True)
         rows_of_logits(4, 20096, 20001, dtype)
         rows_of_logits(3, 128, 128, dtype)
         sums(17, dtype)

@@ -31,18 +31,13 @@ def three_steps(
     backend: str | None,
     stage: int = 0,
     recompute: str = "stored",
+    **changes: Any,
 ) -> tuple[list[float], list[str]]:
     """Losses of steps and evaluations, with generation in between; and the messages about further graphs."""
     torch._dynamo.reset()
     torch.set_num_threads(1)
-    config = ModelConfig(
-        num_layers=3,
-        hidden_size=32,
-        num_attention_heads=4,
-        seq_length=LENGTH,
-        hidden_dropout=0.1,
-        attention_dropout=0.1,
-    )
+    shape = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "seq_length": LENGTH}
+    config = ModelConfig(**shape | changes, hidden_dropout=0.1, attention_dropout=0.1)
     zero, recomputed = ZeroConfig(zero_stage=stage), RecomputeConfig(**RECOMPUTED[recompute])
     engine = engine_of(config, VOCABULARY, zero=zero, recompute=recomputed, topology=topology)
     said: list[str] = []
@@ -70,6 +65,20 @@ def test_one_graph_for_all_layers_and_each_way_to_run_them() -> None:
         assert three_steps(Topology(), backend="aot_eager", recompute=recompute) == (plain, [])
     for losses in on_ranks(2, sharded_steps):
         assert losses == (plain, [])
+
+
+def test_one_graph_for_a_llama() -> None:
+    changes: dict[str, Any] = {
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "qk_layernorm": True,
+        "disable_bias_linear": True,
+    }
+    plain, _ = three_steps(Topology(), backend=None, **changes)
+    assert three_steps(Topology(), backend="aot_eager", recompute="full", **changes) == (plain, [])
 
 
 def sharded_steps(topology: Topology) -> tuple[list[float], list[str]]:

@@ -10,7 +10,7 @@ from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import AttentionKernel, DotProduct
-from megatron_zpp.model.gpt import GPT, ModelComponents, norm_class
+from megatron_zpp.model.gpt import GPT, ModelComponents, norm_classes
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -32,7 +32,7 @@ def engine_of(
 ) -> ZeroEngine:
     """An engine with the initial weights of `seed`, drawn on the CPU whatever the device."""
     with torch.device("meta"):
-        parts = ModelComponents(norm_class(fused_backend), attention=kernel or DotProduct())
+        parts = ModelComponents(norm_classes(fused_backend), attention=kernel or DotProduct())
         model = GPT(config, vocab_size, recompute, parts)
 
     def initialize(name: str, tensor: torch.Tensor) -> None:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from megatron_zpp.model.fused import linear as fused_linear
 from megatron_zpp.model.fused import norm as fused_norm
-from megatron_zpp.model.gpt import MLP, Attention, BlockKernels, Layer
+from megatron_zpp.model.gpt import MLP, Attention, BlockKernels, Layer, gelu
 
 
 class FusedKernels(BlockKernels):
@@ -14,10 +14,12 @@ class FusedKernels(BlockKernels):
     def __init__(self, layer: Layer) -> None:
         attention, mlp = layer.attention, layer.mlp
         self._norms = fused_norm.serves(layer.attention_norm) and fused_norm.serves(layer.mlp_norm)
-        self._heads, self._gelu = fused_linear.serves(attention.qkv), fused_linear.serves(mlp.input)
+        self._heads = fused_linear.serves(attention.qkv) and attention.groups == attention.heads
+        self._gelu = fused_linear.serves(mlp.input) and mlp.activation is gelu
         maps = attention.output, mlp.output, attention.qkv, mlp.input
         # Whether the gradients of the biases of `output` are made where that of the residual sum is.
-        self._sums_biases = self._norms and layer.dropout.p == 0 and all(map(fused_linear.serves, maps))
+        joins = self._norms and fused_norm.has_bias(layer.mlp_norm) and layer.dropout.p == 0
+        self._sums_biases = joins and all(map(fused_linear.serves, maps))
 
     def norm(self, norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         """See BlockKernels."""

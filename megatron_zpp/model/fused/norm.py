@@ -1,9 +1,10 @@
-"""Layer norm and the residual sum before it: operators whose kernels torch.compile takes into its graphs.
+"""LayerNorm or RMSNorm and the residual sum before it, as operators that torch.compile takes into its graphs.
 
 Shapes: B batch, T tokens, D hidden size, R = B · T rows, P programs of a backward.
 
 The compiler's own backward reads a row's inputs again for the sums over rows. Here it is one pass: the
-gradient of the residual path is added where the norm's is made, and each program keeps its rows' sums.
+gradient of the residual path is added where the norm's is computed, and each program keeps its rows' sums.
+An RMSNorm has no bias, and its mean () is a tensor without elements.
 """
 
 import torch
@@ -17,16 +18,21 @@ _ELEMENTS, _PROGRAMS = 6144, 5  # of a backward on a multiprocessor at a time: i
 
 
 def serves(module: nn.Module) -> bool:
-    """Whether `norm` and `add_norm` can take the place of the module."""
-    return type(module) is nn.LayerNorm and module.weight.numel() <= LARGEST
+    """Return whether `norm` and `add_norm` can take the place of the module."""
+    return type(module) in (nn.LayerNorm, nn.RMSNorm) and module.weight.numel() <= LARGEST
 
 
-def norm(x: Tensor, module: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+def has_bias(module: nn.Module) -> bool:
+    """Return whether it is a LayerNorm, whose kernels also sum the gradients of biases."""
+    return type(module) is nn.LayerNorm
+
+
+def norm(x: Tensor, module: nn.LayerNorm | nn.RMSNorm) -> tuple[Tensor, Tensor]:
     """(B, T, D) -> the norm, and a token for `add_norm` that takes the gradient of the residual path back.
 
     The token has the shape of x and no contents.
     """
-    normed, token, _, _ = _norm(x, module.weight, module.bias, module.eps)
+    normed, token, _, _ = _norm(x, module.weight, _bias(module), module.eps)
     return normed, token
 
 
@@ -34,31 +40,43 @@ def add_norm(
     x: Tensor,
     added: Tensor,
     token: Tensor,
-    module: nn.LayerNorm,
+    module: nn.LayerNorm | nn.RMSNorm,
     biases: tuple[Tensor, Tensor] | tuple[()] = (),
 ) -> tuple[Tensor, Tensor]:
     """x + added and its norm, each (B, T, D); `token` is that of x's norm: x has its gradient through it.
 
     `biases`, each (D), have their gradients here: one that `added` has in it, and one that has been added to
-    what the sum becomes, which is used nowhere else.
+    what the sum becomes, which is used nowhere else. Only a LayerNorm takes them.
     """
-    weight, bias, eps = module.weight, module.bias, module.eps
+    weight, bias, eps = module.weight, _bias(module), module.eps
     total, normed, _, _ = _add_norm(x.detach(), added, token, weight, bias, list(biases), eps)
     return total, normed
 
 
+def _bias(module: nn.LayerNorm | nn.RMSNorm) -> Tensor | None:
+    return module.bias if isinstance(module, nn.LayerNorm) else None
+
+
 @triton_op("megatron_zpp_model::norm", mutates_args={})
-def _norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    normed, mean, rstd = torch.empty_like(x), *_statistics(x)
+def _norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    normed, mean, rstd = torch.empty_like(x), *_statistics(x, bias is not None)
     _forward(x, None, weight, bias, None, normed, mean, rstd, eps)
     return normed, x.new_empty(1).expand(x.shape), mean, rstd
 
 
 @triton_op("megatron_zpp_model::add_norm", mutates_args={})
 def _add_norm(
-    x: Tensor, added: Tensor, token: Tensor, weight: Tensor, bias: Tensor, biases: list[Tensor], eps: float
+    x: Tensor,
+    added: Tensor,
+    token: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    biases: list[Tensor],
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    total, normed, mean, rstd = torch.empty_like(x), torch.empty_like(x), *_statistics(x)
+    total, normed, mean, rstd = torch.empty_like(x), torch.empty_like(x), *_statistics(x, bias is not None)
     _forward(x, added, weight, bias, total, normed, mean, rstd, eps)
     return total, normed, mean, rstd
 
@@ -69,9 +87,10 @@ def _norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x, with `of_x` that it has otherwise, and of weight and bias (2, D) fp32.
 
-    With 4 sums those of the gradient of x and of `of_x` along the rows come after them (4, D).
+    With one sum (RMSNorm) there is no bias (1, D). With 4 sums those of the gradient of x and of `of_x` along
+    the rows come after them (4, D).
     """
-    rows, width = mean.numel(), x.shape[-1]
+    rows, width = rstd.numel(), x.shape[-1]
     shape = _shape(width, fewest=4)  # 8 elements a thread where 16 would leave most warps out
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
     programs = min(rows, max(1, min(_ELEMENTS // width, _PROGRAMS)) * processors)
@@ -85,16 +104,16 @@ def _norm_backward(
     return gradient, parts.sum(0)
 
 
-def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    mean, rstd = (torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) for _ in range(2))
-    return mean, rstd
+def _statistics(x: Tensor, centred: bool) -> tuple[Tensor, Tensor]:
+    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    return torch.empty_like(rstd) if centred else rstd.new_empty(0), rstd
 
 
 def _forward(
     x: Tensor,
     added: Tensor | None,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     total: Tensor | None,
     normed: Tensor,
     mean: Tensor,
@@ -102,10 +121,12 @@ def _forward(
     eps: float,
 ) -> None:
     width, adds = x.shape[-1], added is not None
-    # Without a sum x stands for what is not touched.
-    wrap_triton(_forward_kernel)[(mean.numel(),)](
-        *(x, added if adds else x, weight, bias, total if adds else x, normed, mean, rstd, width, eps),
+    # Where there is no sum or no bias another tensor is passed, and not touched.
+    wrap_triton(_forward_kernel)[(rstd.numel(),)](
+        *(x, added if adds else x, weight, weight if bias is None else bias, total if adds else x),
+        *(normed, mean, rstd, width, eps),
         ADDS=adds,
+        CENTRED=bias is not None,
         **_shape(width),
     )
 
@@ -117,23 +138,26 @@ def _shape(width: int, fewest: int = 1) -> dict[str, int]:
 
 
 def _save_norm(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
-    (x, weight, _, _), (_, _, mean, rstd) = inputs, output
+    (x, weight, bias, _), (_, _, mean, rstd) = inputs, output
     ctx.save_for_backward(x, weight, mean, rstd)
+    ctx.sums = 1 if bias is None else 2
 
 
 def _of_norm(
     ctx: torch.autograd.function.FunctionCtx, of_normed: Tensor, of_token: Tensor, *_: Tensor
 ) -> tuple[Tensor | None, ...]:
     x, weight, mean, rstd = ctx.saved_tensors
-    of_x, sums = _norm_backward(of_normed.contiguous(), of_token.contiguous(), x, weight, mean, rstd, 2)
-    of_weight, of_bias = sums.to(weight.dtype).unbind()
-    return of_x, of_weight, of_bias, None
+    of_x, sums = _norm_backward(
+        of_normed.contiguous(), of_token.contiguous(), x, weight, mean, rstd, ctx.sums
+    )
+    of_weight, *of_bias = sums.to(weight.dtype).unbind()
+    return of_x, of_weight, of_bias[0] if of_bias else None, None
 
 
 def _save_add_norm(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
-    (_, _, _, weight, _, biases, _), (total, _, mean, rstd) = inputs, output
+    (_, _, _, weight, bias, biases, _), (total, _, mean, rstd) = inputs, output
     ctx.save_for_backward(total, weight, mean, rstd)
-    ctx.sums = 2 + len(biases)
+    ctx.sums = 1 if bias is None else 2 + len(biases)
 
 
 def _of_add_norm(
@@ -143,7 +167,8 @@ def _of_add_norm(
     of_x, sums = _norm_backward(
         of_normed.contiguous(), of_total.contiguous(), total, weight, mean, rstd, ctx.sums
     )
-    of_weight, of_bias, *of_biases = sums.to(weight.dtype).unbind()
+    of_weight, *others = sums.to(weight.dtype).unbind()
+    of_bias, of_biases = (others[0], others[1:]) if others else (None, [])
     return None, of_x, of_x, of_weight, of_bias, of_biases, None
 
 
@@ -164,6 +189,7 @@ def _forward_kernel(
     width,
     eps,
     ADDS: tl.constexpr,
+    CENTRED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -176,13 +202,16 @@ def _forward_kernel(
         rounded = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + at, rounded, mask=inside)
         x = rounded.to(tl.float32)  # the norm is of what is kept
-    mean = tl.sum(x, axis=0) / width
-    centred = tl.where(inside, x - mean, 0.0)
+    centred = x
+    if CENTRED:
+        mean = tl.sum(x, axis=0) / width
+        centred = tl.where(inside, x - mean, 0.0)
+        tl.store(mean_ptr + row, mean)
     rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=0) / width + eps)
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed_ptr + at, centred * rstd * weight + bias, mask=inside)
-    tl.store(mean_ptr + row, mean)
+    normed = centred * rstd * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if CENTRED:
+        normed += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed_ptr + at, normed, mask=inside)
     tl.store(rstd_ptr + row, rstd)
 
 
@@ -224,21 +253,25 @@ def _backward_kernel(
         next_of_x = tl.load(of_x_ptr + following, mask=there, other=0.0)
         x, of_normed, of_x = x.to(tl.float32), of_normed.to(tl.float32), of_x.to(tl.float32)
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)  # no room to keep it
-        mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
-        normalised = tl.where(inside, (x - mean) * rstd, 0.0)
+        rstd = tl.load(rstd_ptr + row)
+        normalised = x * rstd
+        if SUMS > 1:
+            normalised = tl.where(inside, (x - tl.load(mean_ptr + row)) * rstd, 0.0)
         of_weight += of_normed * normalised
-        of_bias += of_normed
         scaled = of_normed * weight
         along = tl.sum(scaled * normalised, axis=0) / width
-        level = tl.sum(scaled, axis=0) / width
-        gradient = of_x + (scaled - level - normalised * along) * rstd
+        if SUMS > 1:
+            of_bias += of_normed
+            scaled -= tl.sum(scaled, axis=0) / width
+        gradient = of_x + (scaled - normalised * along) * rstd
         tl.store(gradient_ptr + at, gradient, mask=inside)
         if SUMS == 4:
             of_before += gradient
             of_after += of_x
     place = sums_ptr + program * SUMS * width + columns
     tl.store(place, of_weight, mask=inside)
-    tl.store(place + width, of_bias, mask=inside)
+    if SUMS > 1:
+        tl.store(place + width, of_bias, mask=inside)
     if SUMS == 4:
         tl.store(place + 2 * width, of_before, mask=inside)
         tl.store(place + 3 * width, of_after, mask=inside)
