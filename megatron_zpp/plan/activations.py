@@ -4,8 +4,10 @@ Counted are the tensors that autograd saves of model/gpt.py on a GPU, where atte
 output and one number per row, never the square of the scores:
 
     a layer   its input, both norms' outputs, q, k, v, attention's output, the residual between attention and
-              MLP, both sides of the GELU; 8 bytes per token and norm; a byte for each number that dropout may
-              drop
+              MLP, both sides of the activation (with SwiGLU gate and value, and unless the layer is compiled
+              the SiLU of the gate); with rope q and k before the rotation too, since v is a view of the same
+              tensor; 8 bytes per token and LayerNorm, 4 per RMSNorm, of heads too if they are normalised; a
+              byte for each number that dropout may drop
     the head  its input, the norm's output, and what model/loss.py works with and keeps (`loss_bytes`)
 
 Ids and the temporary memory of kernels do not count.
@@ -16,8 +18,6 @@ from dataclasses import dataclass
 from megatron_zpp.model.gpt import segments
 from megatron_zpp.model.loss import CHUNK_BYTES, LEAN_CHUNK_BYTES, chunk_rows, keeps_gradient
 from megatron_zpp.plan.job import Job
-
-_NORM = 8  # bytes per token: mean and deviation
 
 
 @dataclass(frozen=True)
@@ -30,20 +30,23 @@ class Moment:
 
 
 def layer_bytes(job: Job) -> int:
-    """Bytes that one layer saves for its backward if it is not recomputed."""
+    """Return the bytes that one layer saves for its backward if it is not recomputed."""
     model = job.model
-    width = model.num_attention_heads * model.kv_channels
-    numbers = 4 * model.hidden_size + 4 * width + 2 * model.ffn_hidden_size
-    exact = 2 * _NORM + (2 * model.hidden_size if model.hidden_dropout else 0)
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    vectors = 2 * heads + 2 * groups + (heads + groups if model.position_embedding_type == "rope" else 0)
+    inner = 2 if not model.swiglu else 3 if job.compiled else 4
+    numbers = 4 * model.hidden_size + vectors * model.kv_channels + inner * model.ffn_hidden_size
+    norms = 2 + (heads + groups if model.qk_layernorm else 0)
+    exact = norms * _norm_bytes(job) + (2 * model.hidden_size if model.hidden_dropout else 0)
     if job.recompute.recompute_granularity != "selective":
         exact += 4 * model.num_attention_heads
     return job.tokens * (numbers * job.dtype.itemsize + exact)
 
 
 def ends_bytes(job: Job) -> int:
-    """Bytes that the embedding and the head save, without the loss."""
+    """Return the bytes that the embedding and the head save, without the loss."""
     model = job.model
-    return job.tokens * (2 * model.hidden_size * job.dtype.itemsize + _NORM + _masks(job))
+    return job.tokens * (2 * model.hidden_size * job.dtype.itemsize + _norm_bytes(job) + _masks(job))
 
 
 def loss_bytes(job: Job, chunk_bytes: int | None = None) -> int:
@@ -90,8 +93,8 @@ def backward(job: Job) -> list[Moment]:
 
 
 def working_bytes(job: Job) -> int:
-    """Bytes of gradients within a layer's backward: of GELU's output, the residual, one MLP matrix."""
-    hidden, inner = job.model.hidden_size, job.model.ffn_hidden_size
+    """Return bytes of gradients in a layer's backward: of the activation, the residual, one MLP matrix."""
+    hidden, inner = job.model.hidden_size, job.model.ffn_hidden_size * (2 if job.model.swiglu else 1)
     return job.dtype.itemsize * (job.tokens * (hidden + inner) + hidden * inner)
 
 
@@ -108,6 +111,11 @@ def _kept(job: Job, first: int, stop: int, recomputed: bool) -> int:
 def _input(job: Job) -> int:
     """Bytes of the input of a layer."""
     return job.tokens * job.model.hidden_size * job.dtype.itemsize
+
+
+def _norm_bytes(job: Job) -> int:
+    """Return bytes per normalised vector: the deviation, and a LayerNorm's mean."""
+    return 8 if job.model.normalization == "LayerNorm" else 4
 
 
 def _masks(job: Job) -> int:

@@ -21,6 +21,7 @@ evaluation, checkpoints.
 
 from dataclasses import dataclass
 
+from megatron_zpp.model.flops import layer_matrices
 from megatron_zpp.model.gpt import segments
 from megatron_zpp.plan.hardware import CPU_BYTES_PER_SECOND, KERNEL_SLOWDOWN, SLOWDOWN, Machine
 from megatron_zpp.plan.job import Job
@@ -105,8 +106,7 @@ def _recomputed_flops(job: Job) -> float:
     if job.recompute.recompute_granularity == "selective":
         return model.num_layers * scores
     layers = sum(stop - first for first, stop, again in segments(model.num_layers, job.recompute) if again)
-    matrices = 4 * model.hidden_size * model.num_attention_heads * model.kv_channels
-    return layers * (2.0 * (matrices + 2 * model.hidden_size * model.ffn_hidden_size) + scores)
+    return layers * (2.0 * layer_matrices(model) + scores)
 
 
 def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:

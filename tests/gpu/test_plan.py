@@ -19,6 +19,16 @@ DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 OFFLOAD = FULL | {"recompute_offload": True}
 
 
+LLAMA = {
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "disable_bias_linear": True,
+}
+
+
 @pytest.mark.parametrize(
     ("precision", "recompute", "zero", "changes", "vocab", "micro_batches"),
     [
@@ -39,6 +49,8 @@ OFFLOAD = FULL | {"recompute_offload": True}
         ({"bf16": True}, FULL | {"recompute_num_layers": 4}, {}, {}, 1000, 1),
         ({"bf16": True}, OFFLOAD, {"zero_stage": 1}, {"num_layers": 24}, 1000, 1),
         ({"bf16": True}, {}, {"zero_stage": 3, "zero_offload_optimizer": True}, {}, 1000, 1),
+        ({"bf16": True}, {}, {"zero_stage": 3}, LLAMA, 1000, 1),
+        ({"bf16": True}, {"recompute_granularity": "selective"}, {}, LLAMA, 50_000, 1),
     ],
 )
 def test_the_peak_is_within_five_percent(
