@@ -1,4 +1,4 @@
-"""Compares our model with transformers' GPT2LMHeadModel on a directory that both have read."""
+"""Compares our model with transformers' own on a directory that both have read."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,6 +8,7 @@ import torch
 from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
 from megatron_zpp.model.gpt import GPT
 
+_TOKENS = 1024  # at most, of the text that is compared: logits of 131,072 tokens would not fit in memory
 LIMIT = 1e-5  # of a difference between logits in fp32; of the largest logit where that is above 1
 LEFT_OUT = (
     "weights are read back bit for bit; logits are not compared with transformers', which is not installed: "
@@ -16,21 +17,21 @@ LEFT_OUT = (
 
 
 def have_transformers() -> bool:
-    """Whether transformers is installed; nothing but this comparison needs it."""
+    """Return whether transformers is installed; only this comparison needs it."""
     return find_spec("transformers") is not None
 
 
 @torch.inference_mode()
 def compare_logits(named: NamedDirectory, directory: Path, model: GPT) -> str:
-    """A line that says the largest difference. Raises ValueError when it is above the limit."""
+    """Return a line with the largest difference. Raises ValueError if it is above the limit."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    theirs = transformers.GPT2LMHeadModel.from_pretrained(
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
         str(directory), local_files_only=True, use_safetensors=True
     )
-    length = model.config.max_position_embeddings
+    length = min(model.config.max_position_embeddings, _TOKENS)
     tokens = torch.randint(
         model.vocab_size, (1, length), generator=torch.Generator().manual_seed(1)
     )  # (B, T)

@@ -1,4 +1,4 @@
-"""Makes a directory for transformers from a checkpoint of any stage and number of ranks."""
+"""Writes a directory for transformers from a checkpoint of any stage and number of ranks."""
 
 import json
 import math
@@ -12,12 +12,11 @@ from torch import Tensor
 from megatron_zpp.checkpoint.huggingface.architecture import config_json
 from megatron_zpp.checkpoint.huggingface.compare import LEFT_OUT, compare_logits, have_transformers
 from megatron_zpp.checkpoint.huggingface.named_directory import (
-    CONFIG,
     WEIGHTS_FILE,
     WEIGHTS_INDEX,
     NamedDirectory,
 )
-from megatron_zpp.checkpoint.huggingface.names import OUTPUT, TOKENS, their_name, with_prefix
+from megatron_zpp.checkpoint.huggingface.names import OUTPUT, TOKENS, names_of
 from megatron_zpp.checkpoint.huggingface.tokenizer_files import (
     check_auto_tokenizer,
     is_written,
@@ -26,6 +25,8 @@ from megatron_zpp.checkpoint.huggingface.tokenizer_files import (
 from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.checkpoint.write import STATE
+from megatron_zpp.config.huggingface_config import CONFIG
+from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.root import Config
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.checksums import DamagedFile
@@ -75,7 +76,7 @@ def export_checkpoint(
                 longest = config.model.max_position_embeddings
                 lines.append(write_tokenizer(named, tokenizer, config.tokenizer, partial, longest))
             sources = _sources(checkpoint, reader, config, tokenizer.vocab_size)
-            _write_weights(partial, reader, sources, file_bytes)
+            _write_weights(partial, reader, sources, config.model, file_bytes)
             reader.check_rest(0, 1)
             lines.append(_check(named, partial, reader, sources, config, tokenizer))
             for path in partial.iterdir():
@@ -86,7 +87,10 @@ def export_checkpoint(
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-    return [f"{target}: GPT2LMHeadModel of {checkpoint}, {tokenizer.vocab_size} entries", *lines]
+    return [
+        f"{target}: {described['architectures'][0]} of {checkpoint}, {tokenizer.vocab_size} entries",
+        *lines,
+    ]
 
 
 def _generation(described: dict) -> dict:
@@ -115,7 +119,11 @@ def _sources(
 
 
 def _write_weights(
-    directory: Path, reader: CheckpointReader, sources: dict[str, _Source], file_bytes: int
+    directory: Path,
+    reader: CheckpointReader,
+    sources: dict[str, _Source],
+    model: ModelConfig,
+    file_bytes: int,
 ) -> None:
     from safetensors.torch import save_file
 
@@ -129,12 +137,16 @@ def _write_weights(
         files[-1][name] = source
         size += length
     weight_map: dict[str, str] = {}
+    names = names_of(model)
     for number, part in enumerate(files, start=1):
         file = WEIGHTS_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         tensors = {}
         for name, source in part.items():
-            theirs, weight = their_name(name), source.read(reader)
-            tensors[with_prefix(theirs.name)] = weight.T.contiguous() if theirs.transposed else weight
+            tensors_of_it = names.tensors(name, source.shape, model)
+            weights = source.read(reader).split([theirs.rows for theirs in tensors_of_it])
+            for theirs, weight in zip(tensors_of_it, weights, strict=True):
+                whole = (weight.T if theirs.transposed else weight).contiguous()
+                tensors[names.with_prefix(theirs.name)] = whole
         save_file(tensors, directory / file, metadata={"format": "pt"})
         (directory / file).chmod((directory / CONFIG).stat().st_mode)  # as the umask says; its own is 0600
         weight_map |= dict.fromkeys(tensors, file)

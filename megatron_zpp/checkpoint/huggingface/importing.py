@@ -17,7 +17,9 @@ from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.checkpoint.states import Progress, describe_state_of, describe_unit, tensor_name
 from megatron_zpp.checkpoint.write import SaveOptions, write_checkpoint
+from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.options import flag_name
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.distributed.exchange import Exchange
@@ -30,6 +32,13 @@ from megatron_zpp.zero.build import in_order, layouts_of
 from megatron_zpp.zero.engine import WEIGHTS
 from megatron_zpp.zero.flat_layout import SHARD_MULTIPLE
 from megatron_zpp.zero.loss_scale import LossScale
+
+_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+_TOLD_BY_RUN = (
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+)  # they do not change the weights' use
 
 
 def import_checkpoint(
@@ -116,21 +125,13 @@ def _check(path: Path, weights: HuggingFaceWeights) -> None:
 def _flags(config: Config) -> str:
     """The flags that a run needs to start from it."""
     model, tokenizer = config.model, config.tokenizer
-    told: dict[str, object] = {
-        "--num-layers": model.num_layers,
-        "--hidden-size": model.hidden_size,
-        "--num-attention-heads": model.num_attention_heads,
-        "--max-position-embeddings": model.max_position_embeddings,
-    }
-    if model.ffn_hidden_size != 4 * model.hidden_size:
-        told["--ffn-hidden-size"] = model.ffn_hidden_size
-    if model.norm_epsilon != 1e-5:
-        told["--norm-epsilon"] = model.norm_epsilon
-    if model.make_vocab_size_divisible_by != 128:
-        told["--make-vocab-size-divisible-by"] = model.make_vocab_size_divisible_by
-    if model.untie_embeddings_and_output_weights:
-        told["--untie-embeddings-and-output-weights"] = ""
+    sizes = {name: getattr(model, name) for name in _SIZES}
+    implied = asdict(ModelConfig(**sizes, seq_length=model.max_position_embeddings))
+    told: dict[str, object] = {flag_name(name): value for name, value in sizes.items()}
+    for name, value in asdict(model).items():
+        if value != implied[name] and name not in _TOLD_BY_RUN:
+            told[flag_name(name)] = "" if value is True else value
     for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"):
         if getattr(tokenizer, name) is not None:
-            told["--" + name.replace("_", "-")] = getattr(tokenizer, name)
+            told[flag_name(name)] = getattr(tokenizer, name)
     return " ".join(f"{flag} {value}".rstrip() for flag, value in told.items())

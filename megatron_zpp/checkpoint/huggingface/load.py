@@ -1,4 +1,4 @@
-"""--load hf:DIR: a GPT-2 as the initial weights of a run, each rank reading what it owns."""
+"""--load hf:DIR: a Hugging Face model as the initial weights of a run; each rank reads what it owns."""
 
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,16 @@ from megatron_zpp.zero.engine import WEIGHTS, ZeroEngine
 
 
 def open_weights(directory: str, model: ModelConfig, tokenizer: dict[str, Any]) -> HuggingFaceWeights:
-    """The weights in `directory`. Raises ValueError that names the flag unless they fit this run."""
+    """Return the weights in `directory`. Raises ValueError that names the flag unless they fit this run."""
     named = NamedDirectory("--load", HUGGINGFACE + directory, Path(directory))
     architecture = read_architecture(named)
-    check_flags(named, architecture.model, model)
+    check_flags(named, architecture, model)
     check_vocabulary(named, architecture, tokenizer)
     return HuggingFaceWeights(named, model, architecture.vocab_size)
 
 
 def load_weights(directory: str, engine: ZeroEngine, model: ModelConfig, tokenizer: dict[str, Any]) -> None:
-    """Puts them into the engine. Sends nothing: ranks may fail apart."""
+    """Put them into the engine. Sends nothing: ranks may fail independently."""
     with open_weights(directory, model, tokenizer) as weights:
 
         def read(unit: int, elements: range) -> Any:

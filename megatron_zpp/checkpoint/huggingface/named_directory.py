@@ -6,7 +6,6 @@ from pathlib import Path
 from megatron_zpp.config.options import option_error
 from megatron_zpp.storage.files import check_writable
 
-CONFIG = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 

@@ -1,53 +1,114 @@
-"""What transformers' GPT-2 calls our parameters, and which of them it keeps transposed."""
+"""What transformers' models call our parameters, and which of their tensors make up one of ours."""
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
-PREFIX = "transformer."  # of all but lm_head, unless the bare GPT2Model was saved
-TOKENS, OUTPUT = "embedding.tokens.weight", "head.output.weight"  # tables that are padded
-THEIR_TOKENS, THEIR_OUTPUT = "wte.weight", "lm_head.weight"
+from megatron_zpp.config.model import ModelConfig
 
-_FIXED = {
-    TOKENS: THEIR_TOKENS,
-    "embedding.positions.weight": "wpe.weight",
-    "head.norm.weight": "ln_f.weight",
-    "head.norm.bias": "ln_f.bias",
-    OUTPUT: THEIR_OUTPUT,
-}
-_IN_A_LAYER = {
-    "attention_norm": "ln_1",
-    "attention.qkv": "attn.c_attn",  # queries, keys, values of all heads one after the other, as ours
-    "attention.output": "attn.c_proj",
-    "mlp_norm": "ln_2",
-    "mlp.input": "mlp.c_fc",
-    "mlp.output": "mlp.c_proj",
-}
+TOKENS, OUTPUT = "embedding.tokens.weight", "head.output.weight"  # tables that are padded
+THEIR_OUTPUT = "lm_head.weight"
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
-_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 
 
 class Theirs(NamedTuple):
-    """A name without PREFIX; `transposed`: a Conv1D's weight is (in, out), a Linear's (out, in)."""
+    """A tensor that holds `rows` rows of one of our parameters.
+
+    The name has no prefix. `transposed`: a Conv1D's weight is (in, out), a Linear's (out, in).
+    """
 
     name: str
-    transposed: bool
+    rows: int
+    transposed: bool = False
 
 
-def their_name(ours: str) -> Theirs:
-    """The counterpart of one of our parameters."""
-    if ours in _FIXED:
-        return Theirs(_FIXED[ours], False)
-    match = _LAYER.fullmatch(ours)
-    assert match is not None, f"{ours} is not a parameter of the GPT"
-    index, part, kind = match.groups()
-    return Theirs(f"h.{index}.{_IN_A_LAYER[part]}.{kind}", kind == "weight" and "norm" not in part)
+@dataclass(frozen=True)
+class Names:
+    """The names of one family of transformers' models.
+
+    prefix    of all tensors but lm_head, unless the model without its head was saved
+    fixed     names by ours, outside of layers
+    layer     the beginning of names inside layer `{}`
+    parts     by ours inside a layer: the modules whose rows make up the parameter, one after the other
+    buffers   tensors that are no parameters, which old versions saved too
+    """
+
+    prefix: str
+    fixed: Mapping[str, str]
+    layer: str
+    parts: Mapping[str, tuple[str, ...]]
+    buffers: re.Pattern[str]
+    transposes: bool = False
+
+    def tensors(self, ours: str, shape: tuple[int, ...], model: ModelConfig) -> tuple[Theirs, ...]:
+        """Return the tensors that make up one of our parameters, in the order of its rows."""
+        if ours in self.fixed:
+            return (Theirs(self.fixed[ours], shape[0]),)
+        match = _LAYER.fullmatch(ours)
+        assert match is not None, f"{ours} is not a parameter of the GPT"
+        index, part, kind = match.groups()
+        modules = self.parts[part]
+        return tuple(
+            Theirs(f"{self.layer.format(index)}.{module}.{kind}", rows, self.transposes and len(shape) == 2)
+            for module, rows in zip(modules, _rows(len(modules), shape, model), strict=True)
+        )
+
+    def with_prefix(self, name: str) -> str:
+        """Return the name in a model with its head."""
+        return name if name == THEIR_OUTPUT else self.prefix + name
+
+    def is_buffer(self, name: str) -> bool:
+        """Return whether the tensor is no parameter."""
+        return self.buffers.fullmatch(name) is not None
 
 
-def with_prefix(name: str) -> str:
-    """As GPT2LMHeadModel calls it."""
-    return name if name == THEIR_OUTPUT else PREFIX + name
+def _rows(modules: int, shape: tuple[int, ...], model: ModelConfig) -> tuple[int, ...]:
+    if modules == 3:  # queries, keys and values
+        groups = model.num_query_groups * model.kv_channels
+        return shape[0] - 2 * groups, groups, groups
+    return (shape[0] // modules,) * modules  # one, or gate and value of the MLP
 
 
-def is_mask(name: str) -> bool:
-    """Whether it is the causal mask, which old versions saved beside the weights."""
-    return _BUFFER.fullmatch(name) is not None
+_GPT2 = Names(
+    prefix="transformer.",
+    fixed={
+        TOKENS: "wte.weight",
+        "embedding.positions.weight": "wpe.weight",
+        "head.norm.weight": "ln_f.weight",
+        "head.norm.bias": "ln_f.bias",
+        OUTPUT: THEIR_OUTPUT,
+    },
+    layer="h.{}",
+    parts={
+        "attention_norm": ("ln_1",),
+        "attention.qkv": ("attn.c_attn",),  # queries, keys, values of all heads one after the other, as ours
+        "attention.output": ("attn.c_proj",),
+        "mlp_norm": ("ln_2",),
+        "mlp.input": ("mlp.c_fc",),
+        "mlp.output": ("mlp.c_proj",),
+    },
+    buffers=re.compile(r"h\.\d+\.attn\.(bias|masked_bias)"),
+    transposes=True,
+)
+_LLAMA = Names(
+    prefix="model.",
+    fixed={TOKENS: "embed_tokens.weight", "head.norm.weight": "norm.weight", OUTPUT: THEIR_OUTPUT},
+    layer="layers.{}",
+    parts={
+        "attention_norm": ("input_layernorm",),
+        "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attention.query_norm": ("self_attn.q_norm",),
+        "attention.key_norm": ("self_attn.k_norm",),
+        "attention.output": ("self_attn.o_proj",),
+        "mlp_norm": ("post_attention_layernorm",),
+        "mlp.input": ("mlp.gate_proj", "mlp.up_proj"),
+        "mlp.output": ("mlp.down_proj",),
+    },
+    buffers=re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),
+)
+
+
+def names_of(model: ModelConfig) -> Names:
+    """Return the names of the family that the model belongs to (`model_type_of` says which)."""
+    return _GPT2 if model.position_embedding_type == "learned_absolute" else _LLAMA

@@ -1,4 +1,4 @@
-"""Reads a GPT-2's weights from safetensors files, any range of any of our parameters, as fp32.
+"""Reads a model's weights from safetensors files, any range of any of our parameters, as fp32.
 
 A directory holds model.safetensors, or model.safetensors.index.json, which says the file of each tensor.
 """
@@ -14,16 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint.huggingface.named_directory import WEIGHTS_FILE, WEIGHTS_INDEX, NamedDirectory
-from megatron_zpp.checkpoint.huggingface.names import (
-    OUTPUT,
-    PREFIX,
-    THEIR_OUTPUT,
-    THEIR_TOKENS,
-    TOKENS,
-    Theirs,
-    is_mask,
-    their_name,
-)
+from megatron_zpp.checkpoint.huggingface.names import OUTPUT, THEIR_OUTPUT, TOKENS, Theirs, names_of
 from megatron_zpp.config.json_file import read_json_object, shown_key
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.gpt import GPT
@@ -37,16 +28,17 @@ _TABLES = (TOKENS, OUTPUT)
 class HuggingFaceWeights:
     """The weights of `named` for a model of `config`. Use it in a `with` block.
 
-    Raises ValueError, in one line, unless the files hold the tensors of that GPT-2 and nothing else.
+    Raises ValueError, in one line, unless the files hold the tensors of that model and nothing else.
     Rows that only pad the vocabulary are zero.
     """
 
     def __init__(self, named: NamedDirectory, config: ModelConfig, vocab_size: int) -> None:
-        self._named, self._vocab_size = named, vocab_size
+        self._named, self._config, self._vocab_size = named, config, vocab_size
+        self._names = names_of(config)
         self._open_files = ExitStack()
         try:
             self._slices = self._open()
-            self.shapes = self._expected_shapes(config)
+            self.shapes = self._expected_shapes()
             self._check()
         except BaseException:
             self._open_files.close()
@@ -59,26 +51,29 @@ class HuggingFaceWeights:
         self.close()
 
     def close(self) -> None:
-        """Lets go of the files."""
+        """Close the files."""
         self._slices = {}
         self._open_files.close()
 
     def elements(self, name: str, start: int, stop: int) -> Tensor:
-        """The elements from `start` to before `stop` of one of our parameters, flattened."""
+        """Return the elements from `start` to before `stop` of one of our parameters, flattened."""
         width = math.prod(self.shapes[name][1:])
-        rows = self._vocab_size if name in _TABLES else self.shapes[name][0]
-        first, last = min(start // width, rows), min(-(-stop // width), rows)
         found = torch.zeros(stop - start)
-        if first < last:
-            theirs = their_name(name)
-            slices = self._slices[theirs.name]
-            part = slices[:, first:last].T if theirs.transposed else slices[first:last]
-            part = part.reshape(-1)[start - first * width :][: stop - start]
-            found[: len(part)] = part
+        begin = 0  # the first element of their tensor in our parameter
+        for theirs in self._tensors(name):
+            end = begin + theirs.rows * width
+            low, high = max(start, begin), min(stop, end)
+            if low < high:
+                first, last = (low - begin) // width, -(-(high - begin) // width)
+                slices = self._slices[theirs.name]
+                part = slices[:, first:last].T if theirs.transposed else slices[first:last]
+                part = part.reshape(-1)[low - begin - first * width :][: high - low]
+                found[low - start : high - start] = part
+            begin = end
         return found
 
     def unit_elements(self, names: tuple[str, ...], layout: FlatLayout, elements: range) -> Tensor:
-        """Some elements of the flat buffer of a unit with these parameters; its gaps are zero."""
+        """Return elements of the flat buffer of a unit with these parameters; its gaps are zero."""
         found = torch.zeros(len(elements))
         for piece in layout.pieces(elements):
             part = self.elements(names[piece.parameter], piece.start, piece.start + piece.length)
@@ -86,13 +81,13 @@ class HuggingFaceWeights:
         return found
 
     def parameters(self) -> dict[str, Tensor]:
-        """All of them by our names, whole."""
+        """Return all of them by our names, whole."""
         return {
             name: self.elements(name, 0, math.prod(shape)).view(shape) for name, shape in self.shapes.items()
         }
 
     def _open(self) -> dict[str, Any]:
-        """Slices by the tensors' names, without PREFIX."""
+        """Return slices by the tensors' names, without the prefix."""
         slices = {}
         for file, names in self._files().items():
             handle = self._open_file(file)
@@ -102,7 +97,7 @@ class HuggingFaceWeights:
                     raise self._named.error(
                         f"{WEIGHTS_INDEX}: {file} has no tensor {shown_key(name)}; fetch the files anew"
                     )
-                slices[name.removeprefix(PREFIX)] = handle.get_slice(name)
+                slices[name.removeprefix(self._names.prefix)] = handle.get_slice(name)
         return slices
 
     def _files(self) -> Mapping[str, list[str] | None]:
@@ -149,35 +144,45 @@ class HuggingFaceWeights:
                 f"{file}: not a whole safetensors file ({error}); fetch it anew"
             ) from None
 
-    def _expected_shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-        last = their_name(f"layers.{config.num_layers - 1}.attention_norm.weight").name
-        if last not in self._slices:  # before thousands of layers are made because a file asks for them
-            raise self._named.error(f"has no tensor {last}; config.json asks for {config.num_layers} layers")
+    def _tensors(self, ours: str) -> tuple[Theirs, ...]:
+        """Return the tensors that make up one of our parameters, without rows of padding."""
+        shape = self.shapes[ours]
+        if ours in _TABLES:
+            shape = (self._vocab_size, *shape[1:])
+        return self._names.tensors(ours, shape, self._config)
+
+    def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
+        layers, width = self._config.num_layers, (self._config.hidden_size,)
+        name = f"layers.{layers - 1}.attention_norm.weight"
+        (last,) = self._names.tensors(name, width, self._config)
+        if last.name not in self._slices:  # before thousands of layers are built because a file asks for them
+            raise self._named.error(f"has no tensor {last.name}; config.json asks for {layers} layers")
         with torch.device("meta"):
-            parameters = GPT(config, self._vocab_size).named_parameters()
+            parameters = GPT(self._config, self._vocab_size).named_parameters()
         return {name: tuple(parameter.shape) for name, parameter in parameters}
 
     def _check(self) -> None:
-        expected = {their_name(name).name: name for name in self.shapes}
-        for theirs, ours in expected.items():
-            self._check_tensor(Theirs(theirs, their_name(ours).transposed), ours)
-        for theirs in sorted(self._slices.keys() - expected.keys()):
-            if theirs == THEIR_OUTPUT:
-                if not torch.equal(self._slices[THEIR_OUTPUT][:], self._slices[THEIR_TOKENS][:]):
+        expected = set()
+        for ours in self.shapes:
+            for theirs in self._tensors(ours):
+                self._check_tensor(theirs, ours)
+                expected.add(theirs.name)
+        for name in sorted(self._slices.keys() - expected):
+            if name == THEIR_OUTPUT:
+                table = self._tensors(TOKENS)[0].name
+                if not torch.equal(self._slices[THEIR_OUTPUT][:], self._slices[table][:]):
                     raise self._named.error(
-                        "lm_head.weight is not wte.weight, but tie_word_embeddings says so; set that to false"
+                        f"lm_head.weight is not {table}, but tie_word_embeddings says so; set that to false"
                     )
-            elif not is_mask(theirs):
+            elif not self._names.is_buffer(name):
                 raise self._named.error(
-                    f"its tensor {shown_key(theirs)} is no part of a GPT-2 language model of its config.json"
+                    f"its tensor {shown_key(name)} is no part of the model that its config.json describes"
                 )
 
     def _check_tensor(self, theirs: Theirs, ours: str) -> None:
         if theirs.name not in self._slices:
             raise self._named.error(f"has no tensor {theirs.name}; config.json asks for one")
-        tensor, shape = self._slices[theirs.name], self.shapes[ours]
-        if ours in _TABLES:
-            shape = (self._vocab_size, *shape[1:])
+        tensor, shape = self._slices[theirs.name], (theirs.rows, *self.shapes[ours][1:])
         needed, found = tuple(reversed(shape)) if theirs.transposed else shape, tuple(tensor.get_shape())
         if found != needed:
             raise self._named.error(f"{theirs.name} has shape {found}; config.json asks for {needed}")
@@ -188,7 +193,7 @@ class HuggingFaceWeights:
 
 
 def _is_file_name(value: Any) -> bool:
-    """Whether it can only be the name of a file beside the index."""
+    """Return whether it can only be the name of a file beside the index."""
     return (
         type(value) is str and value.isprintable() and value not in ("", "..") and Path(value).name == value
     )

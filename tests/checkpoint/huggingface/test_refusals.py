@@ -41,7 +41,7 @@ def indexed(weight_map: object) -> Callable[[Path], None]:
 
 
 REFUSALS = [
-    (configured(model_type="llama"), 'model_type is "llama"; only gpt2'),
+    (configured(model_type="bert"), 'model_type is "bert"; must be one of gpt2, llama'),
     (
         configured(activation_function="relu"),
         'activation_function "relu" is not supported; must be "gelu_new"',
@@ -58,12 +58,12 @@ REFUSALS = [
     (configured(n_layer=1), "its tensor h.1."),
     (configured(n_inner=40), "mlp.c_fc.weight has shape (20, 80); config.json asks for (20, 40)"),
     (configured(n_positions=20), "wpe.weight has shape (19, 20); config.json asks for (20, 20)"),
-    (configured(n_layer="2"), 'n_layer is "2"; must be a whole number'),
+    (configured(n_layer="2"), 'n_layer is "2"; must be a positive integer'),
     (configured(layer_norm_epsilon=None), "layer_norm_epsilon is null; must be a number"),
     (configured(tie_word_embeddings=1), "tie_word_embeddings is 1; must be true or false"),
     (configured(tie_word_embeddings=False), "has no tensor lm_head.weight"),
     (configured(vocab_size=50), "has vocab_size 50, but this HuggingFaceTokenizer has"),
-    (weights(lambda there: there.update(score=torch.ones(2))), "its tensor score is no part of a GPT-2"),
+    (weights(lambda there: there.update(score=torch.ones(2))), "its tensor score is no part of the model"),
     (weights(lambda there: there.pop("transformer.ln_f.bias")), "has no tensor ln_f.bias"),
     (
         weights(lambda there: there.update({"transformer.ln_f.bias": torch.ones(20, dtype=torch.float64)})),

@@ -1,0 +1,131 @@
+"""Llama-like models from and to Hugging Face: bits, sharded files, runs at any stage, and what is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_zpp.config.huggingface_config import describe_model, huggingface_values
+from megatron_zpp.config.model import ModelConfig
+from tests.checkpoint.huggingface.gpt2 import check_equal, entries, save, tensors
+from tests.model.families import FAMILIES
+from tests.support import pretrain
+
+RUN = (
+    "--mock-data --micro-batch-size 2 --eval-iters 1 --num-workers 0 --seq-length 16 --train-iters 1 "
+    "--lr 1e-30 --weight-decay 0"
+).split()
+
+
+def directory_of(family: str, bpe: Path, directory: Path, **how: Any) -> Path:
+    """A model of the family with the entries of the tokenizer, and the tokenizer beside it."""
+    chosen = FAMILIES[family]
+    settings = chosen.settings | {"vocab_size": entries(bpe)}
+    return save(type(chosen)(chosen.config, settings).model(), bpe, directory, **how)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_import_then_export_returns_every_bit(
+    tool: Callable[..., str], bpe: Path, tmp_path: Path, family: str
+) -> None:
+    """From several files; both commands compare logits with those of transformers.
+
+    transformers reads a tokenizer beside a Qwen2 as Qwen2's own, which normalises texts; ours does not.
+    """
+    source = directory_of(family, bpe, tmp_path / "theirs", max_shard_size="30KB")
+    assert len(list(source.glob("*.safetensors"))) > 1
+    for said in (
+        tool("import", source, tmp_path / "ours"),
+        tool("export", tmp_path / "ours", tmp_path / "back", *["--no-tokenizer"] * (family == "qwen2")),
+    ):
+        assert "logits: largest difference" in said
+    check_equal(tensors(tmp_path / "back"), tensors(source))
+
+
+@pytest.mark.parametrize(("family", "stage", "world"), [("qwen3", 0, 1), ("llama-tied-scaled", 3, 2)])
+def test_a_run_starts_from_a_llama(
+    tool: Callable[..., str], bpe: Path, tmp_path: Path, family: str, stage: int, world: int
+) -> None:
+    """With the shape from its config.json; a step too small to change a weight saves what was loaded."""
+    source = directory_of(family, bpe, tmp_path / "theirs")
+    flags = [*RUN, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(source)]
+    flags += ["--model-preset", str(source / "config.json"), "--zero-stage", str(stage)]
+    ran = pretrain(*flags, "--load", f"hf:{source}", "--save", str(tmp_path / "run"), processes=world)
+    assert ran.returncode == 0, ran.stderr
+    (source / "config.json").rename(source / "moved.json")  # a checkpoint does not need it
+    tool("export", tmp_path / "run", tmp_path / "back")
+    check_equal(tensors(tmp_path / "back"), tensors(source))
+
+
+def test_a_flag_that_does_not_fit_is_named(bpe: Path, tmp_path: Path) -> None:
+    source = directory_of("qwen3", bpe, tmp_path / "theirs")
+    flags = [*RUN, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(source)]
+    shape = ["--model-preset", str(source), "--rotary-base", "500"]
+    ran = pretrain(*flags, *shape, "--load", f"hf:{source}", "--save", str(tmp_path / "run"))
+    assert ran.returncode == 1
+    assert "--rotary-base 500.0: the model of --load hf:" in ran.stderr
+    assert "give --rotary-base 10000.0" in ran.stderr
+
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_act": "gelu"}, 'hidden_act "gelu" is not supported; must be "silu"'),
+        ({"attention_bias": True}, "attention_bias true with mlp_bias false is not supported"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type "linear" is not supported'),
+        ({"rope_parameters": {"rope_theta": "x"}}, 'rope_theta of rope is "x"; must be a number'),
+        ({"hidden_size": None}, "hidden_size is null; must be a positive integer"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window true is not supported"),
+        ({"model_type": "smollm3"}, 'model_type is "smollm3"; must be one of gpt2, llama'),
+        ({"quantization_config": {}}, "quantization_config {} is not supported"),
+    ],
+)
+def test_what_no_flag_expresses_is_refused_with_its_key(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=r"^config\.json: ") as caught:
+        describe_model(LLAMA | changes)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"position_embedding_type": "none"}, "--position-embedding-type none"),
+        ({"rotary_percent": 0.5}, "--rotary-percent 0.5"),
+        ({"normalization": "LayerNorm"}, "--normalization LayerNorm"),
+        ({"qk_layernorm": True, "add_qkv_bias": True}, "--add-qkv-bias True"),
+    ],
+)
+def test_what_transformers_cannot_compute_is_not_exported(changes: dict[str, Any], said: str) -> None:
+    shape: dict[str, Any] = {"model_preset": "llama3.2-1b", "seq_length": 64}
+    config = ModelConfig(**shape | changes)
+    with pytest.raises(ValueError, match="cannot be exported") as caught:
+        huggingface_values(vars(config), 100, 0)
+    assert str(caught.value).startswith(said)
+
+
+def test_a_sliding_window_shortens_a_mistral() -> None:
+    described = describe_model(LLAMA | {"model_type": "mistral", "sliding_window": 32})
+    assert described.fields["max_position_embeddings"] == 32
+    assert "sliding_window 32" in described.notes[0]
+
+
+@pytest.mark.parametrize("preset", ["llama3.2-1b", "llama3.1-8b", "qwen3-1.7b", "smollm2-135m", "mistral-7b"])
+def test_presets_survive_config_json(preset: str, tmp_path: Path) -> None:
+    """What is exported describes the same model to --model-preset."""
+    config = ModelConfig(model_preset=preset, seq_length=64)
+    (tmp_path / "config.json").write_text(json.dumps(huggingface_values(vars(config), 100, 0)))
+    again = ModelConfig(model_preset=str(tmp_path), seq_length=64)
+    assert vars(again) == vars(config) | {"model_preset": None}

@@ -1,0 +1,77 @@
+"""Small models of transformers' Llama-like families, on shapes that nothing divides, and ours beside them."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from megatron_zpp.checkpoint.huggingface.architecture import read_architecture
+from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
+from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
+from megatron_zpp.model.gpt import GPT
+
+VOCAB = 1001
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    config: type[transformers.PreTrainedConfig]
+    settings: dict[str, Any]
+
+    def model(self, seed: int = 1) -> transformers.PreTrainedModel:
+        """With random norms and biases too, which would be 1 and 0."""
+        shape = {
+            "vocab_size": VOCAB,
+            "hidden_size": 48,
+            "intermediate_size": 72,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 40,
+            "max_position_embeddings": 64,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "attn_implementation": "eager",
+        }
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(self.config(**shape | self.settings))
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.data = torch.randn(parameter.shape) * 0.2 + ("norm" in name)
+            else:
+                parameter.data *= 5  # so that positions and gates matter
+        return model.eval()
+
+
+FAMILIES = {
+    "llama": Family(transformers.LlamaConfig, {}),
+    "llama-tied-scaled": Family(
+        transformers.LlamaConfig, {"tie_word_embeddings": True, "rope_parameters": SCALED}
+    ),
+    "llama-biased": Family(
+        transformers.LlamaConfig, {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 3}
+    ),
+    "mistral": Family(transformers.MistralConfig, {"sliding_window": None}),
+    "qwen2": Family(transformers.Qwen2Config, {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3": Family(transformers.Qwen3Config, {"num_attention_heads": 4, "num_key_value_heads": 2}),
+}
+
+
+def ours(directory: Path) -> GPT:
+    """Our model with the weights that save_pretrained wrote to `directory`."""
+    named = NamedDirectory("HF_DIR", str(directory), directory)
+    found = read_architecture(named)
+    with HuggingFaceWeights(named, found.model, found.vocab_size) as weights:
+        model = GPT(found.model, found.vocab_size)
+        model.load_state_dict(weights.parameters(), assign=True)
+    return model.eval()

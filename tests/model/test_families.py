@@ -1,0 +1,93 @@
+"""Llama-like models against transformers: logits and gradients, with a cache and without one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_zpp.checkpoint.huggingface.architecture import read_architecture
+from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
+from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.generate.cached import Cache, next_logits
+from megatron_zpp.model.flops import parameter_count
+from megatron_zpp.model.gpt import GPT
+from tests.model.families import FAMILIES, VOCAB, ours
+
+TOKENS = torch.randint(VOCAB, (2, 33), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients_are_transformers(family: str, tmp_path: Path) -> None:
+    theirs = FAMILIES[family].model()
+    theirs.save_pretrained(tmp_path)
+    model = ours(tmp_path)
+    expected, found = theirs(TOKENS).logits, model(TOKENS)
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * max(1.0, scale))
+    targets = TOKENS.roll(-1, 1)
+    F.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
+    model(TOKENS, targets).backward()
+    for parameter in theirs.parameters():
+        parameter.data = parameter.grad  # so that gradients are read by the names of weights
+    theirs.save_pretrained(tmp_path / "gradients")
+    named = NamedDirectory("HF_DIR", "", tmp_path / "gradients")
+    with HuggingFaceWeights(named, read_architecture(named).model, VOCAB) as gradients:
+        wanted = gradients.parameters()
+    for name, parameter in model.named_parameters():
+        error = torch.linalg.vector_norm(parameter.grad - wanted[name])
+        assert error <= 1e-5 * torch.linalg.vector_norm(wanted[name]), name
+
+
+@pytest.mark.parametrize("family", ["llama-tied-scaled", "qwen3"])
+def test_a_cache_gives_the_logits_of_the_whole_text(family: str, tmp_path: Path) -> None:
+    """Rows are padded to one length, and keys are kept for the groups alone."""
+    FAMILIES[family].model().save_pretrained(tmp_path)
+    model = ours(tmp_path)
+    cache = Cache(model, padding=[0, 5], columns=33)
+    texts = TOKENS.clone()
+    texts[1, 5:], texts[1, :5] = TOKENS[1, :-5], 0
+    found = next_logits(model, texts[:, :20], cache)
+    for column in range(20, 33):
+        found = next_logits(model, texts[:, column : column + 1], cache)
+    expected = [model(TOKENS[:1])[0, -1], model(TOKENS[1:, :28])[0, -1]]
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)
+    k, _ = cache.layers[0].extend(*[torch.zeros(2, 0, model.config.num_query_groups, 40)] * 2)
+    assert k.shape == (2, 33, model.config.num_query_groups, 40)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_documents_do_not_see_each_other(family: str, tmp_path: Path) -> None:
+    FAMILIES[family].model().save_pretrained(tmp_path)
+    model = ours(tmp_path)
+    first, second = TOKENS[:1, :13], TOKENS[:1, 13:]
+    positions = torch.cat([torch.arange(13), torch.arange(20)])[None]
+    ends = torch.tensor([0, 13, 33, 33], dtype=torch.int32)
+    found = model(TOKENS[:1], positions=positions, documents=ends)
+    expected = torch.cat([model(first), model(second)], 1)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+VARIANTS = [
+    {},
+    {"swiglu": True, "disable_bias_linear": True, "group_query_attention": True, "num_query_groups": 3},
+    {"position_embedding_type": "rope", "rotary_percent": 0.5, "squared_relu": True, "qk_layernorm": True},
+    {"position_embedding_type": "none", "normalization": "RMSNorm", "group_query_attention": True},
+    {"disable_bias_linear": True, "add_qkv_bias": True, "untie_embeddings_and_output_weights": True},
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_any_combination_of_components_counts_and_learns(variant: dict) -> None:
+    """Parameters are as many as the formula says, each has a gradient, and norms and biases do not decay."""
+    shape = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 6, "seq_length": 16}
+    config = ModelConfig(**shape, **variant, attention_dropout=0.0, hidden_dropout=0.0)
+    model = GPT(config, VOCAB).initialize(3)
+    assert sum(map(torch.numel, model.parameters())) == parameter_count(config, VOCAB)
+    tokens = TOKENS[:, :16]
+    model(tokens, tokens.roll(-1, 1)).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.any(), name
+        assert (parameter.dim() == 1) == (name.endswith("bias") or "norm" in name)
