@@ -26,6 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
+from benchmarks.plain_llama import PlainLlama, cross_entropy
 from megatron_zpp.config.model import ModelConfig
 
 
@@ -70,16 +71,12 @@ class PlainGPT(nn.Module):
         return self.loss(F.linear(self.norm(x), self.tokens.weight), targets)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """(B, T, V) and (B, T) -> their mean cross-entropy in fp32."""
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-
 def build(kind: str, config: ModelConfig, vocabulary: int, device: torch.device) -> nn.Module:
     """The model as a user of this kind would set it up."""
     torch.manual_seed(1)
     with device:
-        model = PlainGPT(config, vocabulary)
+        rotates = config.position_embedding_type == "rope"
+        model = PlainLlama(config, vocabulary) if rotates else PlainGPT(config, vocabulary)
     if kind == "whole":
         model = model.bfloat16()
         model.compile(dynamic=False)
