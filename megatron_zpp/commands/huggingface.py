@@ -1,4 +1,4 @@
-"""GPT-2 weights from and to Hugging Face's format, with their tokenizer:
+"""Weights from and to Hugging Face's format, with their tokenizer:
 
 python -m megatron_zpp.commands.huggingface import HF_DIR CHECKPOINT_DIR
 python -m megatron_zpp.commands.huggingface export CHECKPOINT_DIR HF_DIR
