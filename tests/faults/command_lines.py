@@ -41,7 +41,26 @@ MODEL = [
     bad("--attention-dropout -0.1", "--attention-dropout -0.1: must be at least 0"),
     bad("--norm-epsilon 0", "--norm-epsilon 0.0: must be above 0"),
     bad("--init-method-std -1", "--init-method-std -1.0: must be above 0"),
-    bad("--model-preset 9b", "--model-preset … '9b' … '13b'"),
+    bad("--model-preset 9b", "--model-preset 9b: is neither a file nor a preset; use one of … 13b"),
+    bad("--position-embedding-type alibi", "--position-embedding-type: invalid choice: 'alibi' … 'rope'"),
+    bad("--rotary-base 500", "--rotary-base 500.0: needs --position-embedding-type rope"),
+    bad("--use-rope-scaling", "--use-rope-scaling (given): needs --position-embedding-type rope"),
+    bad(
+        "--position-embedding-type rope --rope-scaling-factor 8",
+        "--rope-scaling-factor 8.0: needs --use-rope-scaling",
+    ),
+    bad(
+        "--position-embedding-type rope --use-rope-scaling --rope-low-freq-factor 5",
+        "--rope-low-freq-factor 5.0: must be below --rope-high-freq-factor 4.0",
+    ),
+    bad(
+        "--position-embedding-type rope --kv-channels 5",
+        "--rotary-percent 1.0: rotates 5 of --kv-channels 5; must be even",
+    ),
+    bad("--num-query-groups 1", "--num-query-groups 1: needs --group-query-attention"),
+    bad("--group-query-attention --num-query-groups 3", "--num-query-groups 3: must divide --num-attention"),
+    bad("--swiglu --squared-relu", "--squared-relu (given): contradicts --swiglu; give one"),
+    bad("--normalization BatchNorm", "--normalization: invalid choice: 'BatchNorm' … 'RMSNorm'"),
     bad("--attention-backend fast", "--attention-backend: invalid choice: 'fast' … 'flash'"),
     Case(
         "--attention-backend flash3", "--attention-backend flash3: its kernels need a Hopper GPU; … use auto"

@@ -15,15 +15,12 @@ OLD_FLAGS = [
     bad(
         "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2: only 1 is … use --zero-stage 3"
     ),
-    bad(
-        "--position-embedding-type rope", "--position-embedding-type rope: only learned_absolute is possible"
-    ),
     bad("--optimizer sgd", "--optimizer sgd: only adam is possible: … omit it"),
     bad("--remote-device nvme", "--remote-device nvme: only none is possible: … --zero-stage 3"),
     bad("--checkpoint-in-cpu", "--recompute-offload (given): needs … is --checkpoint-in-cpu)"),
     bad("--checkpoint-activations --recompute-activations", f"{FULL}: contradicts --recompute-activations"),
     bad("--use-distributed-optimizer --zero-stage 0", "(given): contradicts --zero-stage 0; omit one"),
-    bad("--swiglu", "--swiglu (given): not here: … omit it"),
+    bad("--rotary-interleaved", "--rotary-interleaved (given): not here: … convert weights"),
     bad("--train-tokens 1000", "--train-tokens 1000: not here: … --seq-length … -samples"),
     Case("--cpu-optimizer", "--zero-offload-optimizer (given): … omit it"),
 ]
