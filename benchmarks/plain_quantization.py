@@ -13,8 +13,8 @@ from megatron_zpp.ops.lloyd_max import BOUNDARIES, LEVELS
 Quantized = tuple[Tensor, Tensor]  # codes and scales, blocks first
 
 
-def hadamard(device: torch.device, size: int = 32) -> Tensor:
-    """The matrix (size, size) of a rotation."""
+def hadamard(device: torch.device, size: int) -> Tensor:
+    """Return the matrix (size, size) of a rotation."""
     matrix = torch.ones(1, 1, device=device)
     while len(matrix) < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
@@ -67,41 +67,30 @@ def sum_rotated(
     shard.copy_((rotated @ matrix).view(-1) * signs)
 
 
-def quantize(
-    x: Tensor, matrix: Tensor | None = None, *, format: QuantFormat, stochastic: bool = False
-) -> Quantized:
-    """Codes and scales of x, which may have any shape."""
-    x = x.float()
-    if matrix is not None:
-        x = x.view(-1, 32) @ matrix
-    x = x.reshape(-1, format.block)
+def quantize(x: Tensor, *, format: QuantFormat) -> Quantized:
+    """Return codes and scales of x, which may have any shape."""
+    x = x.float().reshape(-1, format.block)
     top = 448.0 if format.code_type == "fp8" else 2.0 ** (format.bits - 1) - 1
     scales = (x.abs().amax(1, keepdim=True).clamp(min=1e-30) / top).to(format.scales)
     y = x / scales.float()
     if format.code_type == "fp8":
         return y.to(torch.float8_e4m3fn), scales
-    y = (y + torch.rand_like(y)).floor() if stochastic else y.round()
-    codes = y.clamp(-top - 1, top).to(torch.int8)
+    codes = y.round().clamp(-top - 1, top).to(torch.int8)
     if format.code_type == "int4":
         codes = codes[:, 0::2] & 15 | codes[:, 1::2] << 4
     return codes, scales
 
 
-def dequantize(codes: Tensor, scales: Tensor, format: QuantFormat, matrix: Tensor | None = None) -> Tensor:
-    """The fp32 values (blocks, block)."""
+def dequantize(codes: Tensor, scales: Tensor, format: QuantFormat) -> Tensor:
+    """Return the fp32 values (blocks, block)."""
     if format.code_type == "int4":
         codes = torch.stack((codes << 4 >> 4, codes >> 4), dim=-1).flatten(-2)
-    x = codes.float() * scales.float()
-    if matrix is not None:
-        x = (x.view(-1, 32) @ matrix).view(-1, format.block)
-    return x
+    return codes.float() * scales.float()
 
 
-def dequantize_into(
-    codes: Tensor, scales: Tensor, output: Tensor, matrix: Tensor | None = None, *, format: QuantFormat
-) -> None:
+def dequantize_into(codes: Tensor, scales: Tensor, output: Tensor, *, format: QuantFormat) -> None:
     """Decode to `output`, of any dtype."""
-    output.copy_(dequantize(codes, scales, format, matrix).view(output.shape))
+    output.copy_(dequantize(codes, scales, format).view(output.shape))
 
 
 def total(messages: list[Quantized], format: QuantFormat) -> Tensor:
@@ -109,17 +98,9 @@ def total(messages: list[Quantized], format: QuantFormat) -> Tensor:
     return sum(dequantize(*message, format) for message in messages)
 
 
-def sum_quantize(
-    messages: list[Quantized], error: Tensor | None = None, *, format: QuantFormat, stochastic: bool = False
-) -> Quantized:
-    """Encode the sum of messages, with the encoding error kept in `error`."""
-    x = total(messages, format)
-    if error is not None:
-        x = x + error.view(x.shape)
-    codes, scales = quantize(x, format=format, stochastic=stochastic)
-    if error is not None:
-        error.copy_((x - dequantize(codes, scales, format)).view(error.shape))
-    return codes, scales
+def sum_quantize(messages: list[Quantized], *, format: QuantFormat) -> Quantized:
+    """Encode the sum of messages."""
+    return quantize(total(messages, format), format=format)
 
 
 def sum_into(messages: list[Quantized], shard: Tensor, *, format: QuantFormat) -> None:

@@ -1,7 +1,6 @@
 """The operations, formats and buffers that benchmarks/quantization.py measures."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +14,6 @@ from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.signs import Signs
 
 INT8, INT4, FP8 = QuantFormat("int8", 256), QuantFormat("int4", 128), QuantFormat("fp8", 256)
-ROTATED = replace(INT8, rotate=True)
 FOUR, SIGNS = LloydMaxFormat(4, 256), Signs(seed=0, unit=1, iteration=2)
 
 
@@ -44,14 +42,11 @@ def all_cases() -> list[Case]:
 
 
 def _one_message() -> list[Case]:
-    named = (("int8/256", INT8), ("int4/128", INT4), ("fp8/256", FP8), ("int8/256, rotated", ROTATED))
+    named = (("int8/256", INT8), ("int4/128", INT4), ("fp8/256", FP8))
     cases = []
     for name, format in named:
         written = partial(plain.quantize, format=format)
         cases.append(Case("quantize", name, partial(_quantize, format=format), written, written))
-    written = partial(plain.quantize, format=INT8, stochastic=True)
-    build = partial(_quantize, format=INT8, seed=1)
-    cases.append(Case("quantize", "int8/256, stochastic", build, written, written))
     for name, format in named:
         into = partial(plain.dequantize_into, format=format)
         cases.append(Case("dequantize", name, partial(_dequantize, format=format), into, into))
@@ -61,7 +56,6 @@ def _one_message() -> list[Case]:
 def _several_messages() -> list[Case]:
     cases = []
     encode, add = partial(plain.sum_quantize, format=INT4), partial(plain.sum_into, format=INT4)
-    stochastic = partial(plain.sum_quantize, format=INT4, stochastic=True)
     for count in (2, 4, 8):
         name = f"int4/128, {count} messages"
         cases.append(Case("sum_quantize", name, partial(_sum_quantize, count=count), encode, encode))
@@ -70,10 +64,6 @@ def _several_messages() -> list[Case]:
         cases.append(Case("sum_parts", f"bf16, {count} parts", build, plain.sum_parts, plain.sum_parts))
     both = plain.sum_parts_and_squares
     cases.append(Case("sum_parts", "bf16, 2 parts, with squares", _sum_parts_and_squares, both, both))
-    build = partial(_sum_quantize, count=4, error=True)
-    cases.append(Case("sum_quantize", "int4/128, 4 messages, error feedback", build, encode, encode))
-    build = partial(_sum_quantize, count=4, seed=1)
-    cases.append(Case("sum_quantize", "int4/128, 4 messages, stochastic", build, stochastic, stochastic))
     return cases
 
 
@@ -165,23 +155,17 @@ def _messages(ops: Operations, x: Tensor, format: QuantFormat) -> tuple[Tensor, 
     return messages, [plain.quantize(row, format=format) for row in x]
 
 
-def _matrix(format: QuantFormat, device: torch.device) -> tuple[Tensor, ...]:
-    return (plain.hadamard(device),) if format.rotate else ()
-
-
-def _quantize(
-    ops: Operations, elements: int, device: torch.device, *, format: QuantFormat, seed: int | None = None
-) -> Buffers:
+def _quantize(ops: Operations, elements: int, device: torch.device, *, format: QuantFormat) -> Buffers:
     x = _numbers(1, elements, device=device)
     message = torch.empty(1, format.message_bytes(elements), dtype=torch.uint8, device=device)
-    ours = partial(ops.quantize, x, message, format, seed=seed)
-    return Buffers(x.nbytes + message.nbytes, ours, (x, *_matrix(format, device)))
+    ours = partial(ops.quantize, x, message, format)
+    return Buffers(x.nbytes + message.nbytes, ours, (x,))
 
 
 def _dequantize(ops: Operations, elements: int, device: torch.device, *, format: QuantFormat) -> Buffers:
     output = _numbers(1, elements, device=device)
     message, (quantized,) = _messages(ops, output, format)
-    theirs = (*quantized, torch.empty_like(output), *_matrix(format, device))
+    theirs = (*quantized, torch.empty_like(output))
     return Buffers(output.nbytes + message.nbytes, partial(ops.dequantize, message, output, format), theirs)
 
 
@@ -191,16 +175,12 @@ def _sum_quantize(
     device: torch.device,
     *,
     count: int,
-    error: bool = False,
-    seed: int | None = None,
 ) -> Buffers:
     m = elements // count
     messages, quantized = _messages(ops, _numbers(count, m, device=device), INT4)
     output = torch.empty(1, INT4.message_bytes(m), dtype=torch.uint8, device=device)
-    left = _numbers(m, device=device) if error else None
-    moved = messages.nbytes + output.nbytes + (2 * left.nbytes if error else 0)
-    ours = partial(ops.sum_quantize, messages, output, INT4, INT4, error=left, seed=seed)
-    return Buffers(moved, ours, (quantized, left.clone()) if error else (quantized,))
+    ours = partial(ops.sum_quantize, messages, output, INT4, INT4)
+    return Buffers(messages.nbytes + output.nbytes, ours, (quantized,))
 
 
 def _sum_into(ops: Operations, elements: int, device: torch.device, *, count: int) -> Buffers:

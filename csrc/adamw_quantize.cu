@@ -11,7 +11,6 @@ struct AdamwQuantizeParams {
   uint32_t blocks;
   Lanes lanes;
   Writer writer;
-  bool rotate;
 };
 
 // Steps this lane's eight elements, which begin at `at`, and returns their new weights. Both lanes of a pair must call
@@ -47,11 +46,8 @@ __global__ void __launch_bounds__(kThreads, V == 8 ? 1 : 2)
     const int64_t start = int64_t(block) << p.writer.log_block;
     float x[V][8];
 #pragma unroll
-    for (int v = 0; v < V; ++v) {
-      step_eight<ALIGNED>(p.step, factors, start + p.lanes.run<8>(v), active, x[v]);
-      if (p.rotate) rotate(x[v]);
-    }
-    write_block<C>(p.writer, p.lanes, p.writer.messages, block, 0, x, active);
+    for (int v = 0; v < V; ++v) step_eight<ALIGNED>(p.step, factors, start + p.lanes.run<8>(v), active, x[v]);
+    write_block<C>(p.writer, p.lanes, p.writer.messages, block, x, active);
   }
 }
 
@@ -61,8 +57,7 @@ void launch_vectors(const AdamwQuantize& op, CUstream_st* stream) {
       op.step,
       index_of(op.step.elements / op.format.block),
       Lanes{log2_of(op.format.block / (8 * V))},
-      Writer(op.message, op.format, op.step.elements, Seed{false, 0}),
-      op.format.rotate,
+      Writer(op.message, op.format, op.step.elements),
   };
   const int64_t tiles = (params.blocks + params.lanes.groups() - 1) / params.lanes.groups();
   if (is_aligned(op.step))

@@ -58,8 +58,6 @@ DType dtype_of(const Tensor& tensor) {
   }
 }
 
-Seed seed_of(std::optional<int64_t> seed) { return {seed.has_value(), uint64_t(seed.value_or(0))}; }
-
 const Tensor* provided(const std::optional<Tensor>& tensor) { return tensor ? &*tensor : nullptr; }
 
 uint8_t* bytes_of(const Tensor& tensor) { return static_cast<uint8_t*>(tensor.mutable_data_ptr()); }
@@ -69,21 +67,21 @@ const float* const_floats_of(const Tensor& tensor) { return static_cast<const fl
 
 // ---- operators ----
 
-void quantize(const Tensor& input, const Tensor& messages, std::string_view code_type, int64_t block, ScalarType scales,
-              bool rotate, std::optional<int64_t> seed) {
-  const Format format = checks::format("quantize", code_type, block, scales, rotate);
+void quantize(const Tensor& input, const Tensor& messages, std::string_view code_type, int64_t block,
+              ScalarType scales) {
+  const Format format = checks::format("quantize", code_type, block, scales);
   checks::rows("quantize", "input", input, format);
   checks::messages_of_rows("quantize", messages, input, format);
   checks::same_device("quantize", {{"input", &input}, {"messages", &messages}});
   if (input.numel() == 0) return;
   const Quantize op{input.const_data_ptr(), dtype_of(input),  input.size(0), input.size(1), input.stride(0),
-                    bytes_of(messages),     messages.size(0), format,        seed_of(seed)};
+                    bytes_of(messages),     messages.size(0), format};
   run_on(input, op);
 }
 
 void dequantize(const Tensor& messages, const Tensor& output, std::string_view code_type, int64_t block,
-                ScalarType scales, bool rotate) {
-  const Format format = checks::format("dequantize", code_type, block, scales, rotate);
+                ScalarType scales) {
+  const Format format = checks::format("dequantize", code_type, block, scales);
   checks::rows("dequantize", "output", output, format);
   checks::messages_of_rows("dequantize", messages, output, format);
   checks::same_device("dequantize", {{"messages", &messages}, {"output", &output}});
@@ -94,15 +92,13 @@ void dequantize(const Tensor& messages, const Tensor& output, std::string_view c
 }
 
 void sum_quantize(const Tensor& messages, const Tensor& output, std::string_view code_type, int64_t block,
-                  ScalarType scales, std::string_view output_code_type, int64_t output_block, ScalarType output_scales,
-                  const std::optional<Tensor>& error, std::optional<int64_t> seed) {
+                  ScalarType scales, std::string_view output_code_type, int64_t output_block, ScalarType output_scales) {
   const char* name = "sum_quantize";
-  const Format format = checks::format(name, code_type, block, scales, false);
-  const Format output_format = checks::format(name, output_code_type, output_block, output_scales, false, "output_");
+  const Format format = checks::format(name, code_type, block, scales);
+  const Format output_format = checks::format(name, output_code_type, output_block, output_scales, "output_");
   const int64_t numel = checks::numel_of_messages(name, messages, format);
   checks::summed_output(name, output, numel, output_format);
-  if (error) checks::error(name, *error, numel);
-  checks::same_device(name, {{"messages", &messages}, {"output", &output}, {"error", provided(error)}});
+  checks::same_device(name, {{"messages", &messages}, {"output", &output}});
   if (numel == 0) return;
   const SumQuantize op{const_bytes_of(messages),
                        messages.size(0),
@@ -110,16 +106,13 @@ void sum_quantize(const Tensor& messages, const Tensor& output, std::string_view
                        format,
                        bytes_of(output),
                        output.size(0),
-                       output_format,
-                       error ? error->mutable_data_ptr() : nullptr,
-                       error ? dtype_of(*error) : DType::fp32,
-                       seed_of(seed)};
+                       output_format};
   run_on(messages, op);
 }
 
 void sum_into(const Tensor& messages, const Tensor& shard, std::string_view code_type, int64_t block, ScalarType scales,
-              bool rotate, double factor, bool add) {
-  const Format format = checks::format("sum_into", code_type, block, scales, rotate);
+              double factor, bool add) {
+  const Format format = checks::format("sum_into", code_type, block, scales);
   const int64_t numel = checks::numel_of_messages("sum_into", messages, format);
   checks::contiguous("sum_into", "shard", shard, {at::kFloat}, {numel});
   checks::same_device("sum_into", {{"messages", &messages}, {"shard", &shard}});
@@ -206,9 +199,9 @@ void adamw(const Tensor& master, const Tensor& gradient, const Tensor& exp_avg, 
 
 void adamw_quantize(const Tensor& master, const Tensor& gradient, const Tensor& exp_avg, const Tensor& exp_avg_sq,
                     const Tensor& message, at::TensorList device_scalars, at::ArrayRef<double> host_scalars,
-                    int64_t decayed, std::string_view code_type, int64_t block, ScalarType scales, bool rotate) {
+                    int64_t decayed, std::string_view code_type, int64_t block, ScalarType scales) {
   const char* name = "adamw_quantize";
-  const Format format = checks::format(name, code_type, block, scales, rotate);
+  const Format format = checks::format(name, code_type, block, scales);
   const AdamwStep step = adamw_step(name, {master, gradient, exp_avg, exp_avg_sq}, {at::kFloat}, device_scalars,
                                     host_scalars, decayed);
   checks::message_of_weights(name, message, master, format);
@@ -302,16 +295,14 @@ void register_operators(torch::Library& library) {
 
 TORCH_LIBRARY(megatron_zpp, library) {
   library.def(
-      "quantize(Tensor input, Tensor(a!) messages, str code_type, int block, ScalarType scales, bool rotate, "
-      "int? seed=None) -> ()");
+      "quantize(Tensor input, Tensor(a!) messages, str code_type, int block, ScalarType scales) -> ()");
   library.def(
-      "dequantize(Tensor messages, Tensor(a!) output, str code_type, int block, ScalarType scales, bool rotate) -> ()");
+      "dequantize(Tensor messages, Tensor(a!) output, str code_type, int block, ScalarType scales) -> ()");
   library.def(
       "sum_quantize(Tensor messages, Tensor(a!) output, str code_type, int block, ScalarType scales, "
-      "str output_code_type, int output_block, ScalarType output_scales, Tensor(b!)? error=None, int? seed=None) "
-      "-> ()");
+      "str output_code_type, int output_block, ScalarType output_scales) -> ()");
   library.def(
-      "sum_into(Tensor messages, Tensor(a!) shard, str code_type, int block, ScalarType scales, bool rotate, "
+      "sum_into(Tensor messages, Tensor(a!) shard, str code_type, int block, ScalarType scales, "
       "float factor, bool add) -> ()");
   library.def(
       "sum_parts(Tensor parts, Tensor(a!) shard, float factor, bool add, Tensor? own=None, int group_rank=0, "
@@ -323,7 +314,7 @@ TORCH_LIBRARY(megatron_zpp, library) {
   library.def(
       "adamw_quantize(Tensor(a!) master, Tensor gradient, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, "
       "Tensor(d!) message, Tensor[] device_scalars, float[] host_scalars, int decayed, str code_type, int block, "
-      "ScalarType scales, bool rotate) -> ()");
+      "ScalarType scales) -> ()");
   library.def(
       "quantize_difference(Tensor weights, Tensor reference, Tensor(a!) message, int bits, int block, "
       "Tensor? skip=None, Tensor(b!)? squares=None) -> ()");

@@ -42,15 +42,11 @@ struct Writer {
   uint32_t scale_bytes;
   int log_block;
   bool fp32_scales;
-  bool stochastic;
-  PhiloxKeys keys;
 
-  Writer(uint8_t* messages, const Format& format, int64_t elements, Seed seed)
+  Writer(uint8_t* messages, const Format& format, int64_t elements)
       : messages(messages),
         log_block(log2_of(format.block)),
-        fp32_scales(format.scales == Scales::fp32),
-        stochastic(seed.given),
-        keys(philox_keys(seed.value)) {
+        fp32_scales(format.scales == Scales::fp32) {
     const MessageLayout layout = message_layout(format, elements);
     code_bytes = layout.code_bytes;
     bytes = layout.bytes;
@@ -96,62 +92,38 @@ __device__ __forceinline__ uint32_t largest_key(const float (&x)[K][RUN]) {
   return max(peak_key(float_of(positive)), peak_key(float_of(negative)));
 }
 
-// Encodes one run; `index` is the index of its first element, for the random numbers.
-template <CodeType C, bool STOCHASTIC, int RUN>
-__device__ __forceinline__ void encode_run(const float (&x)[RUN], const BlockScale& scale, const PhiloxKeys& keys,
-                                           uint64_t index, uint32_t (&words)[words_of<C>(RUN)]) {
+// Encodes one run.
+template <CodeType C, int RUN>
+__device__ __forceinline__ void encode_run(const float (&x)[RUN], const BlockScale& scale,
+                                           uint32_t (&words)[words_of<C>(RUN)]) {
 #pragma unroll
   for (int i = 0; i < RUN; i += 8) {
     float eight[8];
     uint32_t part[words_of<C>(8)];
 #pragma unroll
     for (int j = 0; j < 8; ++j) eight[j] = x[i + j];
-    if constexpr (STOCHASTIC)
-      encode_eight<C>(eight, scale.inverse, scale.code_mask, keys, (index + i) >> 3, part);
-    else
-      encode_eight<C>(eight, scale.inverse, scale.code_mask, part);
+    encode_eight<C>(eight, scale.inverse, scale.code_mask, part);
 #pragma unroll
     for (int w = 0; w < words_of<C>(8); ++w) words[words_of<C>(i) + w] = part[w];
   }
 }
 
-// Encodes all runs; `index` is the index of the first element of this lane's first run.
-template <CodeType C, bool STOCHASTIC, int RUN, int K>
-__device__ __forceinline__ void encode_runs(const float (&x)[K][RUN], const BlockScale& scale, const PhiloxKeys& keys,
-                                            uint64_t index, uint32_t step, uint32_t (&words)[K][words_of<C>(RUN)]) {
-#pragma unroll
-  for (int k = 0; k < K; ++k) encode_run<C, STOCHASTIC>(x[k], scale, keys, index + k * step, words[k]);
-}
-
-// Encodes x as block `block` of `message`; `index` is the index of its first element, for the random numbers. Calls
-// use(k, words, scale) with the codes of each run k. All lanes of a warp must call this; lanes without a block are not
-// `active` and write nothing.
-template <CodeType C, int RUN, int K, typename Use>
+// Encodes x as block `block` of `message`. All lanes of a warp must call this; lanes without a block are not `active`
+// and write nothing.
+template <CodeType C, int RUN, int K>
 __device__ __forceinline__ void write_block(const Writer& writer, const Lanes& lanes, uint8_t* message, uint32_t block,
-                                            uint64_t index, const float (&x)[K][RUN], bool active, Use&& use) {
+                                            const float (&x)[K][RUN], bool active) {
   const uint32_t key = largest_of_lanes(largest_key(x), lanes.log_lanes);
   const BlockScale scale = block_scale(key, scale_factor(C), !writer.fp32_scales);
   const uint32_t start = lanes.run<RUN>(0), step = lanes.step<RUN>();
   uint32_t words[K][words_of<C>(RUN)];
-  if (writer.stochastic)  // one branch here keeps the code of the runs free of branches
-    encode_runs<C, true>(x, scale, writer.keys, index + start, step, words);
-  else
-    encode_runs<C, false>(x, scale, writer.keys, 0, 0, words);
-  if (active) {
-    uint8_t* codes = writer.codes<C>(message, block) + start * bits_of_code(C) / 8;
 #pragma unroll
-    for (int k = 0; k < K; ++k) store_words(codes + k * step * bits_of_code(C) / 8, words[k]);
-  }
+  for (int k = 0; k < K; ++k) encode_run<C>(x[k], scale, words[k]);
+  if (!active) return;
+  uint8_t* codes = writer.codes<C>(message, block) + start * bits_of_code(C) / 8;
 #pragma unroll
-  for (int k = 0; k < K; ++k) use(k, words[k], scale);
-  if (active && lanes.member() == 0) writer.store_scale(message, block, scale.stored);
-}
-
-template <CodeType C, int RUN, int K>
-__device__ __forceinline__ void write_block(const Writer& writer, const Lanes& lanes, uint8_t* message, uint32_t block,
-                                            uint64_t index, const float (&x)[K][RUN], bool active) {
-  write_block<C>(writer, lanes, message, block, index, x, active,
-                 [](int, const uint32_t (&)[words_of<C>(RUN)], const BlockScale&) {});
+  for (int k = 0; k < K; ++k) store_words(codes + k * step * bits_of_code(C) / 8, words[k]);
+  if (lanes.member() == 0) writer.store_scale(message, block, scale.stored);
 }
 
 }  // namespace megatron_zpp::cuda

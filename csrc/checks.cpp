@@ -66,7 +66,7 @@ void messages(const char* op, const char* name, const at::Tensor& tensor, at::In
 
 }  // namespace
 
-Format format(const char* op, std::string_view code_type, int64_t block, at::ScalarType scales, bool rotate,
+Format format(const char* op, std::string_view code_type, int64_t block, at::ScalarType scales,
               const char* prefix) {
   TORCH_CHECK_VALUE(code_type == "int8" || code_type == "int4" || code_type == "fp8", op, ": ", prefix,
                     "code_type must be int8, int4 or fp8, got ", code_type);
@@ -75,7 +75,7 @@ Format format(const char* op, std::string_view code_type, int64_t block, at::Sca
   TORCH_CHECK_VALUE(scales == at::kBFloat16 || scales == at::kFloat, op, ": ", prefix,
                     "scales must be bfloat16 or float32, got torch.", name_of(scales));
   return {code_type == "int8" ? CodeType::int8 : code_type == "int4" ? CodeType::int4 : CodeType::fp8, int(block),
-          scales == at::kFloat ? Scales::fp32 : Scales::bf16, rotate};
+          scales == at::kFloat ? Scales::fp32 : Scales::bf16};
 }
 
 void rows(const char* op, const char* name, const at::Tensor& tensor, const Format& format) {
@@ -85,11 +85,6 @@ void rows(const char* op, const char* name, const at::Tensor& tensor, const Form
   TORCH_CHECK_VALUE(n % format.block == 0, op, ": block must divide the ", text(n), " columns of ", name, ", got ",
                     text(format.block));
   contiguous_rows(op, name, tensor);
-}
-
-void error(const char* op, const at::Tensor& error, int64_t numel) {
-  contiguous(op, "error", error, kFloats, {numel});
-  aligned(op, "error", error);
 }
 
 void messages_of_rows(const char* op, const at::Tensor& tensor, const at::Tensor& rows, const Format& format) {

@@ -17,14 +17,11 @@ namespace megatron_zpp::checks {
 using Named = std::pair<const char*, const at::Tensor*>;  // null: an optional tensor that was not passed
 
 // `prefix` precedes the arguments' names in messages.
-Format format(const char* op, std::string_view code_type, int64_t block, at::ScalarType scales, bool rotate,
+Format format(const char* op, std::string_view code_type, int64_t block, at::ScalarType scales,
               const char* prefix = "");
 
 // A matrix (R, n) of floats: n is whole blocks, rows are contiguous and do not overlap.
 void rows(const char* op, const char* name, const at::Tensor& tensor, const Format& format);
-
-// The error (m,) of sum_quantize, which kernels load 16 bytes at a time.
-void error(const char* op, const at::Tensor& error, int64_t numel);
 
 // Messages (G, message_bytes(R / G * n)) of rows (R, n).
 void messages_of_rows(const char* op, const at::Tensor& messages, const at::Tensor& rows, const Format& format);

@@ -28,12 +28,6 @@ __device__ __forceinline__ float shifted_nearest(float x, float inverse) {
   return fmaf(x, inverse, kRound + float(kHalfRange<C>));
 }
 
-// The sum is rounded down, so its low bits are the floor.
-template <CodeType C>
-__device__ __forceinline__ float shifted_stochastic(float x, float inverse, float uniform) {
-  return __fadd_rd(x * inverse + uniform, kRound + float(kHalfRange<C>));
-}
-
 // The low halves of two such numbers, clamped to the range of the codes.
 template <CodeType C>
 __device__ __forceinline__ uint32_t clamped_pair(float low, float high) {
@@ -93,31 +87,6 @@ __device__ __forceinline__ void encode_eight(const float (&x)[8], float inverse,
     for (int i = 0; i < 8; ++i) shifted[i] = shifted_nearest<C>(x[i], inverse);
     pack<C>(shifted, mask, words);
   }
-}
-
-// `uniform` of a half of a word. Using the half as a mantissa with the exponent of 2^23 saves one instruction.
-__device__ __forceinline__ float uniform_of_half(uint32_t word, bool high) {
-  return fmaf(float_of(__byte_perm(word, 0x4B000000u, high ? 0x7632 : 0x7610)), 0x1p-16f, -128.f);
-}
-
-// Encodes eight numbers with stochastic rounding; `counter` is the index of the first divided by 8.
-template <CodeType C>
-__device__ __forceinline__ void encode_eight(const float (&x)[8], float inverse, uint32_t mask,
-                                             const PhiloxKeys& keys, uint64_t counter,
-                                             uint32_t (&words)[words_of<C>(8)]) {
-  const Random8 random = random_for_eight(keys, counter);
-  float shifted[8];
-#pragma unroll
-  for (int w = 0; w < words_of<C>(8); ++w) words[w] = 0;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const uint32_t word = random.word[i / 2];
-    if constexpr (C == CodeType::fp8)
-      words[i / 4] |= e4m3_stochastic(x[i] * inverse, i & 1 ? word >> 16 : word & 0xFFFF) << 8 * (i % 4) & mask;
-    else
-      shifted[i] = shifted_stochastic<C>(x[i], inverse, uniform_of_half(word, i & 1));
-  }
-  if constexpr (C != CodeType::fp8) pack<C>(shifted, mask, words);
 }
 
 // ---- decoding ----

@@ -74,8 +74,7 @@ void run(const AdamwQuantize& op) {
       for (int64_t block = begin; block < end; ++block) {
         step(op.step, factors, block * n, n);
         load(op.step.master + block * n, x, n);
-        if (op.format.rotate) rotate(x, n);
-        writer.write<decltype(code_type)::value>(block, x, nullptr);
+        writer.write<decltype(code_type)::value>(block, x);
       }
     });
   });

@@ -29,17 +29,13 @@ void quantize_blocks(const Quantize& op) {
   const int n = op.format.block;
   const MessageOrder position_of{op.columns / n, op.rows / op.message_count, n};
   const MessageLayout layout = message_layout(op.format, op.rows / op.message_count * op.columns);
-  const PhiloxKeys keys = philox_keys(op.seed.value);
   at::parallel_for(0, op.rows * position_of.row_blocks, kGrainElements / n, [&](int64_t begin, int64_t end) {
     alignas(64) float x[kLargestBlock];
-    alignas(64) uint16_t random[kLargestBlock];
     for (int64_t index = begin; index < end; ++index) {
       const BlockPosition position = position_of(index);
       load(static_cast<const T*>(op.input) + position.row * op.row_stride + position.column, x, n);
-      if (op.format.rotate) rotate(x, n);
-      if (op.seed.given) fill_random(keys, position.row * op.columns + position.column, n, random);
       const Writer writer{op.messages + position.message * layout.bytes, op.format, layout};
-      writer.write<C>(position.block, x, op.seed.given ? random : nullptr);
+      writer.write<C>(position.block, x);
     }
   });
 }
@@ -55,7 +51,6 @@ void dequantize_blocks(const Dequantize& op) {
       const BlockPosition position = position_of(index);
       const Reader reader{op.messages + position.message * layout.bytes, op.format, layout};
       reader.read<C>(position.block, [&](int i, float value) { x[i] = value; });
-      if (op.format.rotate) rotate(x, n);
       store(x, static_cast<T*>(op.output) + position.row * op.row_stride + position.column, n);
     }
   });

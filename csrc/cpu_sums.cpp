@@ -27,39 +27,11 @@ void sum_blocks(const uint8_t* messages, int64_t count, const Format& format, co
   }
 }
 
-// Sets error (n,) to the error of the encoding of x (n,) as block `block` of the message.
-template <CodeType C, typename T>
-void keep_error(const Writer& writer, int64_t block, float stored, const float* x, T* error) {
-  const int n = writer.format.block;
-  alignas(64) float lost[kLargestBlock];
-  decode<C>(writer.codes<C>(block), n, stored, [&](int i, float value) { lost[i] = lost_of(x[i], value); });
-  store(lost, error, n);
-}
-
-template <typename T>
-void add_error(const T* error, int n, float* x) {
-  for (int i = 0; i < n; ++i) x[i] += to_float(error[i]);
-}
-
-// Encodes a block x (n,) of the sum as block `index` of all outputs, with error feedback if op.error is not null.
+// Encodes a block x (n,) of the sum as block `index` of all outputs.
 template <CodeType C>
-void write_block(const SumQuantize& op, const MessageLayout& layout, int64_t index, float* x, uint16_t* random) {
-  const int n = op.output_format.block;
-  const int64_t start = index * n;
-  const int64_t message = index / layout.blocks, block = index % layout.blocks;
-  const Writer writer{op.output + message * layout.bytes, op.output_format, layout};
-  if (op.seed.given) fill_random(philox_keys(op.seed.value), start, n, random);
-  const uint16_t* random_or_null = op.seed.given ? random : nullptr;
-  if (op.error == nullptr) {
-    writer.write<C>(block, x, random_or_null);
-    return;
-  }
-  with_dtype(op.error_dtype, [&](auto dtype) {
-    auto* error = static_cast<typename decltype(dtype)::type*>(op.error) + start;
-    add_error(error, n, x);
-    const float stored = writer.write<C>(block, x, random_or_null).stored;
-    if (!std::isnan(stored)) keep_error<C>(writer, block, stored, x, error);  // a NaN would be fed back for ever
-  });
+void write_block(const SumQuantize& op, const MessageLayout& layout, int64_t index, const float* x) {
+  const Writer writer{op.output + index / layout.blocks * layout.bytes, op.output_format, layout};
+  writer.write<C>(index % layout.blocks, x);
 }
 
 template <CodeType In, CodeType Out>
@@ -70,11 +42,10 @@ void sum_quantize_blocks(const SumQuantize& op) {
   const MessageLayout output_layout = message_layout(op.output_format, op.elements / op.output_count);
   at::parallel_for(0, op.elements / chunk, kGrainElements / chunk, [&](int64_t begin, int64_t end) {
     alignas(64) float sum[kLargestBlock];
-    alignas(64) uint16_t random[kLargestBlock];
     for (int64_t index = begin; index < end; ++index) {
       sum_blocks<In>(op.messages, op.message_count, op.format, layout, index * (chunk / in), chunk / in, sum);
       for (int b = 0; b < chunk / out; ++b)
-        write_block<Out>(op, output_layout, index * (chunk / out) + b, sum + b * out, random);
+        write_block<Out>(op, output_layout, index * (chunk / out) + b, sum + b * out);
     }
   });
 }
@@ -141,7 +112,6 @@ void run(const SumInto& op) {
       alignas(64) float sum[kLargestBlock];
       for (int64_t block = begin; block < end; ++block) {
         sum_blocks<decltype(code_type)::value>(op.messages, op.message_count, op.format, layout, block, 1, sum);
-        if (op.format.rotate) rotate(sum, n);
         put(sum, n, op.factor, op.add, op.shard + block * n);
       }
     });

@@ -6,6 +6,7 @@ namespace megatron_zpp::cuda {
 namespace {
 
 constexpr int kElements = 32;             // per lane and iteration
+constexpr int kRun = 8;                   // neighbouring lanes hold neighbouring runs
 constexpr int kTile = kElements * kWarp;  // per warp and iteration
 
 struct DequantizeParams {
@@ -14,25 +15,23 @@ struct DequantizeParams {
   void* output;
   int64_t row_stride;
   uint32_t blocks;  // in all rows
-  bool rotate;
 };
 
-// Neighbouring lanes hold neighbouring runs of RUN elements; the runs of two or four lanes are rotated together.
-template <CodeType C, typename T, int RUN, bool ALIGNED>
+template <CodeType C, typename T, bool ALIGNED>
 __global__ void __launch_bounds__(kThreads, 4) dequantize_kernel(const __grid_constant__ DequantizeParams p) {
-  constexpr int kRuns = kElements / RUN;
+  constexpr int kRuns = kElements / kRun;
   const int log_block = p.reader.log_block;
   const uint32_t in_block = (1u << log_block) - 1;
   for (uint64_t tile = warp_index();; tile += warp_count()) {
     const uint32_t first = uint32_t(tile * kTile >> log_block);
     if (first >= p.blocks) break;
-    uint32_t words[kRuns][words_of<C>(RUN)];
+    uint32_t words[kRuns][words_of<C>(kRun)];
     uint32_t scale_words[kRuns], selectors[kRuns];
     T* target[kRuns];
     bool active[kRuns];
 #pragma unroll
     for (int r = 0; r < kRuns; ++r) {
-      const uint32_t element = (uint32_t(tile * kTile) & in_block) + RUN * (r * kWarp + lane_index());
+      const uint32_t element = (uint32_t(tile * kTile) & in_block) + kRun * (r * kWarp + lane_index());
       const uint32_t block = first + (element >> log_block), start = element & in_block;
       active[r] = block < p.blocks;
       const BlockPosition position = p.position_of(min(block, p.blocks - 1));  // past the end: the last block again
@@ -46,24 +45,17 @@ __global__ void __launch_bounds__(kThreads, 4) dequantize_kernel(const __grid_co
     }
 #pragma unroll
     for (int r = 0; r < kRuns; ++r) {
-      float x[RUN];
+      float x[kRun];
       decode_codes<C>(words[r], x);
       const float scale = scale_of_word(scale_words[r], selectors[r]);
 #pragma unroll
-      for (int i = 0; i < RUN; ++i) x[i] *= scale;
-      if (p.rotate) rotate(x);
-#pragma unroll
-      for (int i = 0; i < RUN; i += 8) {
-        float eight[8];
-#pragma unroll
-        for (int j = 0; j < 8; ++j) eight[j] = x[i + j];
-        store_eight<ALIGNED>(target[r] + i, eight, active[r]);
-      }
+      for (int i = 0; i < kRun; ++i) x[i] *= scale;
+      store_eight<ALIGNED>(target[r], x, active[r]);
     }
   }
 }
 
-template <CodeType C, typename T, int RUN>
+template <CodeType C, typename T>
 void launch_tiles(const Dequantize& op, CUstream_st* stream) {
   const int64_t row_blocks = op.columns / op.format.block;
   const DequantizeParams params{
@@ -72,22 +64,12 @@ void launch_tiles(const Dequantize& op, CUstream_st* stream) {
       op.output,
       op.row_stride,
       index_of(op.rows * row_blocks),
-      op.format.rotate,
   };
   const int64_t tiles = (op.rows * op.columns + kTile - 1) / kTile;
   if (is_aligned(op.output, 16) && (op.rows == 1 || op.row_stride * sizeof(T) % 16 == 0))
-    launch<dequantize_kernel<C, T, RUN, true>>(tiles, stream, params, kGridsForAll);
+    launch<dequantize_kernel<C, T, true>>(tiles, stream, params, kGridsForAll);
   else
-    launch<dequantize_kernel<C, T, RUN, false>>(tiles, stream, params, kGridsForAll);
-}
-
-// Longer runs need fewer shuffles to rotate, but fp32 needs runs of eight, which neighbouring lanes store together.
-template <CodeType C, typename T>
-void launch_runs(const Dequantize& op, CUstream_st* stream) {
-  if constexpr (sizeof(T) == 2) {
-    if (op.format.rotate) return launch_tiles<C, T, 16>(op, stream);
-  }
-  launch_tiles<C, T, 8>(op, stream);
+    launch<dequantize_kernel<C, T, false>>(tiles, stream, params, kGridsForAll);
 }
 
 }  // namespace
@@ -95,7 +77,7 @@ void launch_runs(const Dequantize& op, CUstream_st* stream) {
 void run(const Dequantize& op, CUstream_st* stream) {
   with_code_type(op.format.code_type, [&](auto code_type) {
     with_dtype(op.output_dtype, [&](auto dtype) {
-      launch_runs<decltype(code_type)::value, typename decltype(dtype)::type>(op, stream);
+      launch_tiles<decltype(code_type)::value, typename decltype(dtype)::type>(op, stream);
     });
   });
 }

@@ -153,29 +153,6 @@ __device__ __forceinline__ uint32_t largest_of_lanes(uint32_t key, int log_lanes
   return key;
 }
 
-// Rotates elements of which neighbouring lanes hold neighbouring runs of RUN.
-template <int RUN>
-__device__ __forceinline__ void rotate(float (&x)[RUN]) {
-#pragma unroll
-  for (int h = 1; h < RUN; h *= 2) {
-#pragma unroll
-    for (int i = 0; i < RUN; ++i) {
-      if (i & h) continue;
-      const float a = x[i], b = x[i + h];
-      x[i] = a + b;
-      x[i + h] = a - b;
-    }
-  }
-#pragma unroll
-  for (int distance = 1; distance < kRotation / RUN; distance *= 2) {
-    const float sign = lane_index() & distance ? -1.f : 1.f;
-#pragma unroll
-    for (int i = 0; i < RUN; ++i) x[i] = fmaf(x[i], sign, __shfl_xor_sync(kAllLanes, x[i], distance));
-  }
-#pragma unroll
-  for (int i = 0; i < RUN; ++i) x[i] *= kRotationFactor;
-}
-
 // Eight consecutive fp32 numbers per lane take two accesses of 16 bytes, each of which would use half of every 32-byte
 // sector. So a pair of lanes accesses the 32 bytes of its even lane together, then those of its odd lane, and
 // exchanges halves. `quads[h]` is at pair_quad(address of the lane's own eight, h).

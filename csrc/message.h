@@ -11,7 +11,6 @@ struct Format {
   CodeType code_type;
   int block;  // elements that share a scale: a power of two
   Scales scales;
-  bool rotate;  // whether each 32 elements go through a Hadamard matrix before they are encoded
 };
 
 constexpr int kSmallestBlock = 32;

@@ -168,19 +168,10 @@ ZPP_HOST_DEVICE BlockScale block_scale(uint32_t key, float factor, bool bf16_sca
   return {stored, 1.f / (usable ? scale : 1.f), usable ? ~0u : 0u};
 }
 
-// The encoding error of x, to be fed back. It is 0 where the decoded value is infinite, which the rounding of a scale
-// can cause near the largest fp32 number: the receiver sees the infinity, but feedback would repeat it for ever.
-ZPP_HOST_DEVICE float lost_of(float x, float decoded) {
-  const float lost = x - decoded;
-  return (bits_of(lost) & ~kSignBit) < kInfinityBits ? lost : 0.f;
-}
-
 // ---- encoding ----
 
 // The sum of this and a number below 2^22 has the nearest integer (ties to even) in its low bits, in two's complement.
 constexpr float kRound = 0x1.8p23f;
-
-ZPP_HOST_DEVICE float uniform(uint32_t random16) { return float_of(0x3F800000u | random16 << 7) - 1.f; }
 
 constexpr uint32_t kE4m3Largest = 0x7E;                // 448
 constexpr uint32_t kE4m3FirstNormalBits = 0x3C800000;  // 2^-6 as fp32
@@ -199,18 +190,6 @@ ZPP_HOST_DEVICE uint32_t e4m3_nearest(float y) {
   return e4m3_sign(y) | at_most_e4m3_largest(magnitude < kE4m3FirstNormalBits ? small : normal);
 }
 
-// y must be finite. Adding random bits below the bits that are kept carries into them with a probability equal to the
-// fraction that truncation removes.
-ZPP_HOST_DEVICE uint32_t e4m3_stochastic(float y, uint32_t random16) {
-  const uint32_t magnitude = bits_of(y) & ~kSignBit;
-  const uint32_t normal = ((magnitude + (random16 << 4)) >> 20) - kE4m3Rebias;
-  const bool is_small = magnitude < kE4m3FirstNormalBits;
-  // From 0 to 8, so truncation is the floor.
-  const float steps = (is_small ? float_of(magnitude) : 0.f) * 512.f + uniform(random16);
-  const uint32_t small = uint32_t(int32_t(steps));
-  return e4m3_sign(y) | (is_small ? small : at_most_e4m3_largest(normal));
-}
-
 // ---- decoding ----
 
 ZPP_HOST_DEVICE float e4m3_value(uint32_t code) {
@@ -225,7 +204,6 @@ ZPP_HOST_DEVICE float e4m3_value(uint32_t code) {
 // ---- random numbers ----
 
 // Philox4x32-7 (Salmon et al. 2011). Seven rounds pass all of BigCrush; the paper's default of ten is a safety margin.
-// Of eight elements, element 2k takes the low half of word k, and element 2k + 1 the high half.
 constexpr int kPhiloxRounds = 7;
 
 struct Random8 {
@@ -259,23 +237,6 @@ ZPP_HOST_DEVICE Product product_of(uint32_t a, uint32_t b) {
 #endif
   return {uint32_t(product), uint32_t(product >> 32)};
 }
-
-ZPP_HOST_DEVICE Random8 random_for_eight(const PhiloxKeys& keys, uint64_t counter) {
-  uint32_t c0 = uint32_t(counter), c1 = uint32_t(counter >> 32), c2 = 0, c3 = 0;
-  for (int round = 0; round < kPhiloxRounds; ++round) {
-    const Product first = product_of(c0, 0xD2511F53u), second = product_of(c2, 0xCD9E8D57u);
-    c0 = second.high ^ c1 ^ keys.low[round];
-    c1 = second.low;
-    c2 = first.high ^ c3 ^ keys.high[round];
-    c3 = first.low;
-  }
-  return {{c0, c1, c2, c3}};
-}
-
-// ---- rotation ----
-
-constexpr int kRotation = 32;                            // size of the Hadamard matrix
-constexpr float kRotationFactor = 0.17677669529663687f;  // the fp32 number nearest 1 / sqrt(32)
 
 // ---- AdamW ----
 

@@ -13,12 +13,6 @@ namespace megatron_zpp {
 
 enum class DType : int { fp32, bf16, fp16 };
 
-// Rounding is stochastic with a seed and to nearest without one.
-struct Seed {
-  bool given;
-  uint64_t value;
-};
-
 // Message g holds the rows / message_count rows of the (rows, columns) input from g * rows / message_count on.
 struct Quantize {
   const void* input;
@@ -27,7 +21,6 @@ struct Quantize {
   uint8_t* messages;
   int64_t message_count;
   Format format;
-  Seed seed;
 };
 
 // The inverse of Quantize.
@@ -49,9 +42,6 @@ struct SumQuantize {
   uint8_t* output;
   int64_t output_count;
   Format output_format;
-  void* error;  // null without error feedback
-  DType error_dtype;
-  Seed seed;
 };
 
 // shard = factor * sum of all messages, or shard += that if `add`.

@@ -7,12 +7,11 @@ namespace {
 
 struct QuantizeParams {
   const void* input;
-  int64_t columns, row_stride;
+  int64_t row_stride;
   uint32_t blocks;  // in all rows
   MessageOrder position_of;
   Lanes lanes;
   Writer writer;
-  bool rotate;
 };
 
 // V vectors of eight elements per lane and block. Several small blocks are encoded at a time, to have four loads in
@@ -37,59 +36,11 @@ __global__ void __launch_bounds__(kThreads, V == 8 ? 2 : 4) quantize_kernel(cons
     for (int b = 0; b < kBlocks; ++b) {
       float x[V][8];
 #pragma unroll
-      for (int v = 0; v < V; ++v) {
-        loaded[b][v].to_floats(x[v]);
-        if constexpr (sizeof(T) == 4) {
-          if (p.rotate) rotate(x[v]);
-        }
-      }
-      const uint64_t index = position[b].row * p.columns + (int64_t(position[b].column_block) << p.writer.log_block);
+      for (int v = 0; v < V; ++v) loaded[b][v].to_floats(x[v]);
       const bool active = first + b * groups + p.lanes.group() < p.blocks;
-      write_block<C>(p.writer, p.lanes, p.writer.message(position[b].message), position[b].block, index, x, active);
+      write_block<C>(p.writer, p.lanes, p.writer.message(position[b].message), position[b].block, x, active);
     }
   }
-}
-
-// With rotation a lane has K runs of 32 elements, which it rotates without shuffles. Neighbouring lanes access
-// neighbouring 64 bytes, so the first-level cache combines their loads.
-template <CodeType C, typename T, int K, bool ALIGNED>
-__global__ void __launch_bounds__(kThreads, K == 1 ? 4 : 2)
-    quantize_rotated_kernel(const __grid_constant__ QuantizeParams p) {
-  const uint32_t groups = p.lanes.groups();
-  for (uint32_t first = warp_index() * groups; first < p.blocks; first += warp_count() * groups) {
-    // Lanes past the end load the last block again.
-    const BlockPosition position = p.position_of(min(first + p.lanes.group(), p.blocks - 1));
-    const uint64_t column = uint64_t(position.column_block) << p.writer.log_block;
-    const T* block = static_cast<const T*>(p.input) + position.row * p.row_stride + column;
-    Eight<T, ALIGNED> loaded[K][4];
-#pragma unroll
-    for (int i = 0; i < 4 * K; ++i) loaded[i / 4][i % 4].load(block + p.lanes.run<kRotation>(i / 4) + 8 * (i % 4));
-    float x[K][kRotation];
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
-#pragma unroll
-      for (int v = 0; v < 4; ++v) {
-        float eight[8];
-        loaded[k][v].to_floats(eight);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) x[k][8 * v + i] = eight[i];
-      }
-      rotate(x[k]);
-    }
-    const bool active = first + p.lanes.group() < p.blocks;
-    write_block<C>(p.writer, p.lanes, p.writer.message(position.message), position.block,
-                   position.row * p.columns + column, x, active);
-  }
-}
-
-template <CodeType C, typename T, int K>
-void launch_rotated(QuantizeParams params, bool aligned, CUstream_st* stream) {
-  params.lanes = Lanes{params.writer.log_block - log2_of(kRotation * K)};
-  const int64_t tiles = (params.blocks + params.lanes.groups() - 1) / params.lanes.groups();
-  if (aligned)
-    launch<quantize_rotated_kernel<C, T, K, true>>(tiles, stream, params);
-  else
-    launch<quantize_rotated_kernel<C, T, K, false>>(tiles, stream, params);
 }
 
 template <CodeType C, typename T, int V>
@@ -110,18 +61,12 @@ void launch_blocks(const Quantize& op, CUstream_st* stream) {
   const bool aligned = is_aligned(op.input, 16) && (op.rows == 1 || op.row_stride * sizeof(T) % 16 == 0);
   const QuantizeParams params{
       op.input,
-      op.columns,
       op.row_stride,
       index_of(op.rows * row_blocks),
       MessageOrder(row_blocks, op.rows / op.message_count),
       Lanes{log2_of(block / (8 * vectors))},
-      Writer(op.messages, op.format, op.rows / op.message_count * op.columns, op.seed),
-      op.format.rotate,
+      Writer(op.messages, op.format, op.rows / op.message_count * op.columns),
   };
-  if constexpr (sizeof(T) == 2) {
-    if (op.format.rotate && block <= kWarp * kRotation) return launch_rotated<C, T, 1>(params, aligned, stream);
-    if (op.format.rotate) return launch_rotated<C, T, 2>(params, aligned, stream);
-  }
   switch (vectors) {
     case 1: return launch_vectors<C, T, 1>(params, aligned, stream);
     case 4: return launch_vectors<C, T, 4>(params, aligned, stream);

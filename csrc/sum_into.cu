@@ -19,7 +19,7 @@ struct SumIntoParams {
   int64_t elements;
   uint32_t runs;
   float factor;
-  bool add, rotate;
+  bool add;
 };
 
 template <CodeType C>
@@ -75,7 +75,6 @@ __global__ void __launch_bounds__(kThreads, C == CodeType::int4 ? 3 : 4)
   for (; tile < tiles; tile += warp_count()) {
     float x[kRun<C>];
     sums.next(tile, x);
-    if (p.rotate) rotate(x);
     store_tile<C, ALIGNED>(p, tile, x, shared[threadIdx.x / kWarp]);
   }
 }
@@ -92,7 +91,6 @@ void run(const SumInto& op, CUstream_st* stream) {
         uint32_t(op.elements / kRun<C>),
         op.factor,
         op.add,
-        op.format.rotate,
     };
     const int64_t tiles = (params.runs + kWarp - 1) / kWarp;
     if (is_aligned(op.shard, 16))

@@ -1,4 +1,4 @@
-// sum_quantize without error feedback on a GPU.
+// sum_quantize on a GPU.
 #include "sum_quantize.cuh"
 
 namespace megatron_zpp::cuda {
@@ -19,8 +19,7 @@ __global__ void __launch_bounds__(kThreads, RUN == 32 ? 3 : 2)
     sums.next(tile, x[0]);
     const Target target = target_of(p, tile);
     const Quotient output = p.by_message_blocks(target.block);
-    write_block<Out>(p.writer, p.lanes, p.writer.message(output.quotient), output.remainder, first_element(p, target),
-                     x, target.active);
+    write_block<Out>(p.writer, p.lanes, p.writer.message(output.quotient), output.remainder, x, target.active);
   }
 }
 
@@ -34,7 +33,6 @@ void launch_codes(const SumQuantize& op, CUstream_st* stream) {
 }  // namespace
 
 void run(const SumQuantize& op, CUstream_st* stream) {
-  if (op.error != nullptr) return run_with_error(op, stream);
   with_code_type(op.format.code_type, [&](auto in) {
     with_code_type(op.output_format.code_type,
                [&](auto out) { launch_codes<decltype(in)::value, decltype(out)::value>(op, stream); });

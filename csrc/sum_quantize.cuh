@@ -1,4 +1,4 @@
-// Code of both kernels of sum_quantize: tiles and blocks of the sum, and launching.
+// Code of sum_quantize: tiles and blocks of the sum, and launching.
 #pragma once
 
 #include "blocks.cuh"
@@ -13,7 +13,6 @@ struct SumQuantizeParams {
   Divisor by_message_blocks;
   Lanes lanes;
   Writer writer;
-  void* error;
 };
 
 // The block of a tile that a group of lanes encodes, counted over all outputs. Lanes past the end have the last block
@@ -26,10 +25,6 @@ struct Target {
 __device__ __forceinline__ Target target_of(const SumQuantizeParams& p, uint32_t tile) {
   const uint32_t block = tile * p.lanes.groups() + p.lanes.group();
   return {min(block, p.blocks - 1), block < p.blocks};
-}
-
-__device__ __forceinline__ uint64_t first_element(const SumQuantizeParams& p, const Target& target) {
-  return uint64_t(target.block) << p.writer.log_block;
 }
 
 // Sums with as many stages per warp as fit in BYTES of shared memory per thread block.
@@ -46,8 +41,7 @@ inline SumQuantizeParams params_of(const SumQuantize& op, int elements_a_lane) {
       uint32_t((blocks + lanes.groups() - 1) / lanes.groups()),
       Divisor(blocks / op.output_count),
       lanes,
-      Writer(op.output, op.output_format, op.elements / op.output_count, op.seed),
-      op.error,
+      Writer(op.output, op.output_format, op.elements / op.output_count),
   };
 }
 
@@ -59,8 +53,5 @@ void launch_tiles(const SumQuantize& op, int elements_a_lane, CUstream_st* strea
   const SumQuantizeParams params = params_of(op, elements_a_lane);
   launch_loading_ahead<kernel>(params.tiles, stream, params, kGrids);
 }
-
-// sum_quantize with error feedback.
-void run_with_error(const SumQuantize& op, CUstream_st* stream);
 
 }  // namespace megatron_zpp::cuda

@@ -10,27 +10,17 @@ _FACTORS = {"int8": -(2.0**-7), "int4": -(2.0**-3), "fp8": 2.0**-8}
 _SMALLEST_NORMAL = 2.0**-126
 _NAN_BITS = {torch.bfloat16: (torch.int16, 0x7FC0), torch.float32: (torch.int32, 0x7FC00000)}
 _FP16_MAX = 65504.0
-_ROOT_32 = 0.1767766922712326  # the fp32 number nearest 1 / sqrt(32)
 
 
-def rotate_32(x: Tensor) -> Tensor:
-    """Multiply each 32 elements of x (..., n) by the Hadamard matrix / sqrt(32), its own inverse."""
-    shape = x.shape
-    for h in (1, 2, 4, 8, 16):
-        a, b = x.reshape(-1, 2, h).unbind(1)
-        x = torch.stack((a + b, a - b), dim=1)
-    return x.reshape(shape) * _ROOT_32
-
-
-def encode_blocks(x: Tensor, format: QuantFormat, random: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Codes (K, bytes) and scales (K,) of fp32 blocks x (K, B); `random` (K, B) rounds stochastically."""
+def encode_blocks(x: Tensor, format: QuantFormat) -> tuple[Tensor, Tensor]:
+    """Return codes (K, bytes) and scales (K,) of fp32 blocks x (K, B), rounded to nearest."""
     stored, usable = _block_scales(x, format)
     zero = torch.zeros_like(x[:, :1])
     inverse = torch.where(usable[:, None], stored.float().reciprocal()[:, None], zero)
     x = torch.where(usable[:, None], x, zero)
     if format.code_type == "fp8":
-        return _to_e4m3(x * inverse, random), stored
-    return _to_integers(x, inverse, random, format.bits), stored
+        return (x * inverse).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8), stored
+    return _to_integers(x, inverse, format.bits), stored
 
 
 def decode_blocks(codes: Tensor, stored: Tensor, format: QuantFormat) -> Tensor:
@@ -65,23 +55,8 @@ def _block_scales(x: Tensor, format: QuantFormat) -> tuple[Tensor, Tensor]:
     return bits.masked_fill(~finite, nan).view(format.scales), usable
 
 
-def _to_integers(x: Tensor, inverse: Tensor, random: Tensor | None, bits: int) -> Tensor:
-    """Two's complement codes (K, bytes) of x (K, B) · inverse (K, 1)."""
-    if random is None:
-        q = torch.round(x.double() * inverse.double())  # the product of two fp32 numbers is exact in fp64
-    else:
-        q = torch.floor(x * inverse + random * 2.0**-16)
+def _to_integers(x: Tensor, inverse: Tensor, bits: int) -> Tensor:
+    """Return two's complement codes (K, bytes) of x (K, B) · inverse (K, 1)."""
+    q = torch.round(x.double() * inverse.double())  # the product of two fp32 numbers is exact in fp64
     q = q.clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1).to(torch.int8).view(torch.uint8)
     return q if bits == 8 else q[:, 0::2] & 15 | q[:, 1::2] << 4
-
-
-def _to_e4m3(y: Tensor, random: Tensor | None) -> Tensor:
-    """The E4M3 codes of y."""
-    if random is None:
-        return y.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-    magnitude = y.abs()
-    # Random bits added below the 3 that are kept carry into them with the probability of the truncated part.
-    normal = ((magnitude.view(torch.int32) + (random << 4)) >> 20) - (120 << 3)
-    subnormal = torch.floor(magnitude * 512 + random * 2.0**-16).int()
-    code = torch.where(magnitude >= 2.0**-6, normal.clamp(max=0x7E), subnormal)
-    return (code | torch.signbit(y).int() << 7).to(torch.uint8)

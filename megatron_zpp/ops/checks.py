@@ -44,7 +44,6 @@ def sum_quantize(
     output_code_type: CodeType,
     output_block: int,
     output_scales: torch.dtype,
-    error: Tensor | None,
 ) -> None:
     """See reference.sum_quantize."""
     op = "sum_quantize"
@@ -58,9 +57,7 @@ def sum_quantize(
             f"of {output_block}, got {_shown(output)}"
         )
     _exactly(op, "output", output, torch.uint8, (groups, target.message_bytes(m // groups)))
-    if error is not None:
-        _one_of(op, "error", error, _FLOATS, (m,))
-    _same_device(op, messages=messages, output=output, error=error)
+    _same_device(op, messages=messages, output=output)
 
 
 def sum_into(messages: Tensor, shard: Tensor, code_type: CodeType, block: int, scales: torch.dtype) -> None:

@@ -19,15 +19,12 @@ class QuantFormat:
 
     `code_type`: two's complement `int8` or `int4` (two per byte, the first in the low half), or `fp8`, which
     is E4M3 of FP8 Formats for Deep Learning (2209.05433). `block`: elements that share a scale, a power of
-    two from 32 to 2048. `scales`: torch.bfloat16 or torch.float32. `rotate`: whether each 32 elements are
-    multiplied by a Hadamard matrix first, which spreads an outlier over all of them. Raises ValueError for
-    any other value.
+    two from 32 to 2048. `scales`: torch.bfloat16 or torch.float32. Raises ValueError for any other value.
     """
 
     code_type: CodeType = "int8"
     block: int = 256
     scales: torch.dtype = torch.bfloat16
-    rotate: bool = False
 
     def __post_init__(self) -> None:
         if self.code_type not in get_args(CodeType):

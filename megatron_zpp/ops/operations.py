@@ -22,42 +22,25 @@ class Operations:
         """`kernels` has the operators by name: torch.ops.megatron_zpp (`compiled`), or `reference`."""
         self._kernels, self.compiled = kernels, compiled
 
-    def quantize(
-        self, input: Tensor, messages: Tensor, format: QuantFormat, *, seed: int | None = None
-    ) -> None:
+    def quantize(self, input: Tensor, messages: Tensor, format: QuantFormat) -> None:
         """Encode `input` (R, n) fp32, bf16 or fp16 into `messages` (G, message_bytes(R/G · n)) uint8.
 
-        Message g holds the R/G rows from g · R/G on. Rows may be any stride apart. Rounding is stochastic
-        with a `seed`, which must differ between calls, and to nearest without one.
+        Message g holds the R/G rows from g · R/G on. Rows may be any stride apart.
         """
-        self._kernels.quantize(input, messages, *_flat(format), format.rotate, seed)
+        self._kernels.quantize(input, messages, *_flat(format))
 
     def dequantize(self, messages: Tensor, output: Tensor, format: QuantFormat) -> None:
         """The inverse of `quantize`: `messages` (G, message_bytes(R/G · n)) into `output` (R, n)."""
-        self._kernels.dequantize(messages, output, *_flat(format), format.rotate)
+        self._kernels.dequantize(messages, output, *_flat(format))
 
     def sum_quantize(
-        self,
-        messages: Tensor,
-        output: Tensor,
-        format: QuantFormat,
-        output_format: QuantFormat,
-        *,
-        error: Tensor | None = None,
-        seed: int | None = None,
+        self, messages: Tensor, output: Tensor, format: QuantFormat, output_format: QuantFormat
     ) -> None:
         """Sum `messages` (P, message_bytes(m)) and encode the sum as `output` (G, message_bytes(m/G)).
 
-        Part g of the sum becomes message g. `error` (m,) fp32, bf16 or fp16 is added to the sum, and is then
-        overwritten by the error of this encoding. The sum of rotated messages is rotated, so both formats
-        must have the same `rotate`.
+        Part g of the sum becomes message g.
         """
-        if format.rotate != output_format.rotate:
-            raise ValueError(
-                f"sum_quantize: output_format must have rotate={format.rotate}, as the messages have, "
-                f"got rotate={output_format.rotate}"
-            )
-        self._kernels.sum_quantize(messages, output, *_flat(format), *_flat(output_format), error, seed)
+        self._kernels.sum_quantize(messages, output, *_flat(format), *_flat(output_format))
 
     def sum_into(
         self, messages: Tensor, shard: Tensor, format: QuantFormat, *, factor: float = 1.0, add: bool = False
@@ -66,7 +49,7 @@ class Operations:
 
         With `add`, the result is added to the shard.
         """
-        self._kernels.sum_into(messages, shard, *_flat(format), format.rotate, factor, add)
+        self._kernels.sum_into(messages, shard, *_flat(format), factor, add)
 
     def sum_parts(
         self,
@@ -127,12 +110,10 @@ class Operations:
     ) -> None:
         """Take a step of AdamW and encode the new weights as `message` (message_bytes(m),) uint8.
 
-        Rounding is to nearest. The gradient must be fp32.
+        The gradient must be fp32.
         """
         states = master, gradient, exp_avg, exp_avg_sq
-        self._kernels.adamw_quantize(
-            *states, message, *scalars.packed(), decayed, *_flat(format), format.rotate
-        )
+        self._kernels.adamw_quantize(*states, message, *scalars.packed(), decayed, *_flat(format))
 
     def quantize_difference(
         self,
@@ -186,5 +167,5 @@ class Operations:
 
 
 def _flat(format: QuantFormat) -> tuple[Any, ...]:
-    """A format as operators take it, but for `rotate`, which sum_quantize does not need."""
+    """Return a format as operators take it."""
     return format.code_type, format.block, format.scales

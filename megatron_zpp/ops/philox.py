@@ -3,7 +3,6 @@
 Seven rounds are the fewest that passed BigCrush in the paper; its default of ten is a safety margin.
 """
 
-import torch
 from torch import Tensor
 
 _ROUNDS = 7
@@ -22,18 +21,6 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + _KEY_STEPS[0]) & _LOW_32, (k1 + _KEY_STEPS[1]) & _LOW_32
     return c0, c1, c2, c3
-
-
-def random_16_bits(seed: int, first: Tensor, numel: int) -> Tensor:
-    """Random int32 numbers (rows, numel) below 2^16 of the elements first[row] … first[row] + numel - 1.
-
-    `first` (rows,) and `numel` must be multiples of 8, because one counter gives the numbers of 8 elements.
-    """
-    index = first[:, None] // 8 + torch.arange(numel // 8, device=first.device)
-    zero = torch.zeros_like(index)
-    words = philox((index & _LOW_32, index >> 32, zero, zero), (seed & _LOW_32, seed >> 32 & _LOW_32))
-    halves = [half for word in words for half in (word & _LOW_16, word >> 16)]
-    return torch.stack(halves, dim=-1).int().view(len(first), numel)
 
 
 def _product(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:

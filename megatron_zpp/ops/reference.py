@@ -12,10 +12,9 @@ from torch import Tensor
 
 from megatron_zpp.ops import checks
 from megatron_zpp.ops.adamw import AdamWScalars, AdamWStep
-from megatron_zpp.ops.block_codes import decode_blocks, encode_blocks, rotate_32, to_dtype
+from megatron_zpp.ops.block_codes import decode_blocks, encode_blocks, to_dtype
 from megatron_zpp.ops.checks import SQUARES_BLOCK
 from megatron_zpp.ops.formats import CodeType, QuantFormat
-from megatron_zpp.ops.philox import random_16_bits
 
 # R rows, n columns, G output messages, P input messages, m elements, K blocks, B elements per block
 TILE = 1 << 20
@@ -27,16 +26,13 @@ def quantize(
     code_type: CodeType,
     block: int,
     scales: torch.dtype,
-    rotate: bool,
-    seed: int | None = None,
 ) -> None:
     """Encode `input` (R, n) into `messages` (G, message_bytes(R/G · n)).
 
-    Message g holds the R/G rows from g · R/G on. Rounding is stochastic with a `seed`. Raises ValueError
-    (`checks.quantize`).
+    Message g holds the R/G rows from g · R/G on. Raises ValueError (`checks.quantize`).
     """
     checks.quantize(input, messages, code_type, block, scales)
-    format = QuantFormat(code_type, block, scales, rotate)
+    format = QuantFormat(code_type, block, scales)
     count, n = len(input) // len(messages), input.shape[1]  # of the rows of a message
     for group, message in enumerate(messages):
         rows = input[group * count : (group + 1) * count]
@@ -44,13 +40,7 @@ def quantize(
         _zero_padding(message, format, rows.numel())
         for row_tile, column_tile in _tiles(len(rows), n, block):
             x = rows[row_tile, column_tile].float()
-            random = None
-            if seed is not None:
-                first = (torch.arange(len(rows), device=x.device)[row_tile] + group * count) * n
-                random = random_16_bits(seed, first + column_tile.start, x.shape[1]).view(-1, block)
-            if rotate:
-                x = rotate_32(x)
-            encoded, stored = encode_blocks(x.reshape(-1, block), format, random)
+            encoded, stored = encode_blocks(x.reshape(-1, block), format)
             _tile_of(code_rows, len(rows), row_tile, column_tile, block).copy_(
                 encoded.view(*x.shape[:1], -1, encoded.shape[1])
             )
@@ -60,14 +50,14 @@ def quantize(
 
 
 def dequantize(
-    messages: Tensor, output: Tensor, code_type: CodeType, block: int, scales: torch.dtype, rotate: bool
+    messages: Tensor, output: Tensor, code_type: CodeType, block: int, scales: torch.dtype
 ) -> None:
     """Decode `messages` (G, message_bytes(R/G · n)) into `output` (R, n): the inverse of `quantize`.
 
     Raises ValueError (`checks.dequantize`).
     """
     checks.dequantize(messages, output, code_type, block, scales)
-    format = QuantFormat(code_type, block, scales, rotate)
+    format = QuantFormat(code_type, block, scales)
     count = len(output) // len(messages)  # of the rows of a message
     for group, message in enumerate(messages):
         rows = output[group * count : (group + 1) * count]
@@ -78,7 +68,7 @@ def dequantize(
             shape = len(encoded), -1
             x = decode_blocks(encoded.flatten(0, 1), _scales_of(stored.flatten(0, 1), scales), format)
             x = x.view(shape)
-            rows[row_tile, column_tile].copy_(to_dtype(rotate_32(x) if rotate else x, output.dtype))
+            rows[row_tile, column_tile].copy_(to_dtype(x, output.dtype))
 
 
 def sum_quantize(
@@ -90,17 +80,13 @@ def sum_quantize(
     output_code_type: CodeType,
     output_block: int,
     output_scales: torch.dtype,
-    error: Tensor | None = None,
-    seed: int | None = None,
 ) -> None:
     """Sum `messages` (P, message_bytes(m)) in order and encode part g of the sum as message g of `output`.
 
-    `output` is (G, message_bytes(m / G)). `error` (m,) is added to the sum and then overwritten by the error
-    of the encoding, except in blocks that are not finite. Rotated messages give a rotated sum. Raises
-    ValueError (`checks.sum_quantize`).
+    `output` is (G, message_bytes(m / G)). Raises ValueError (`checks.sum_quantize`).
     """
     checks.sum_quantize(
-        messages, output, code_type, block, scales, output_code_type, output_block, output_scales, error
+        messages, output, code_type, block, scales, output_code_type, output_block, output_scales
     )
     source, target = (
         QuantFormat(code_type, block, scales),
@@ -115,24 +101,10 @@ def sum_quantize(
             stop = min(start + TILE, part)
             here = slice(group * part + start, group * part + stop)
             value = _sum_of(messages, source, m, here)
-            if error is not None:
-                value = value + error[here].float()
-            random = None
-            if seed is not None:
-                first = torch.full((1,), here.start, device=value.device)
-                random = random_16_bits(seed, first, stop - start).view(-1, output_block)
-            value = value.view(-1, output_block)
-            encoded, stored = encode_blocks(value, target, random)
+            encoded, stored = encode_blocks(value.view(-1, output_block), target)
             blocks = slice(start // output_block, stop // output_block)
             code_blocks[blocks] = encoded
             scale_blocks[blocks] = stored.view(torch.uint8).view(-1, output_scales.itemsize)
-            if error is not None:
-                lost = value - decode_blocks(encoded, stored, target)
-                # The receiver sees an overflow; feedback would repeat it for ever.
-                lost = to_dtype(lost.where(lost.isfinite(), 0.0), error.dtype)
-                before = error[here].view(-1, output_block)
-                finite = ~stored.isnan().unsqueeze(1)
-                error[here] = torch.where(finite, lost, before).flatten()
 
 
 def sum_into(
@@ -141,7 +113,6 @@ def sum_into(
     code_type: CodeType,
     block: int,
     scales: torch.dtype,
-    rotate: bool,
     factor: float,
     add: bool,
 ) -> None:
@@ -151,11 +122,11 @@ def sum_into(
     (`checks.sum_into`).
     """
     checks.sum_into(messages, shard, code_type, block, scales)
-    format = QuantFormat(code_type, block, scales, rotate)
+    format = QuantFormat(code_type, block, scales)
     for start in range(0, len(shard), TILE):
         here = slice(start, min(start + TILE, len(shard)))
         total = _sum_of(messages, format, len(shard), here)
-        _put(shard[here], rotate_32(total) if rotate else total, factor, add)
+        _put(shard[here], total, factor, add)
 
 
 def sum_parts(
@@ -248,9 +219,8 @@ def adamw_quantize(
     code_type: CodeType,
     block: int,
     scales: torch.dtype,
-    rotate: bool,
 ) -> None:
-    """`adamw` that encodes the new weights, rounded to nearest, as `message` (message_bytes(m),).
+    """`adamw` that encodes the new weights as `message` (message_bytes(m),).
 
     Raises ValueError (`checks.adamw_quantize`).
     """
@@ -258,7 +228,7 @@ def adamw_quantize(
     checks.adamw_quantize(*states, message, *scalars, decayed, code_type, block, scales)
     adamw(*states, None, *scalars, decayed)
     encoded = torch.empty_like(message)
-    quantize(master[None], encoded[None], code_type, block, scales, rotate)
+    quantize(master[None], encoded[None], code_type, block, scales)
     found_inf = AdamWScalars.unpacked(*scalars).found_inf
     message.copy_(torch.where(found_inf != 0, message, encoded))
 
@@ -301,7 +271,7 @@ def _tile_of(blocks: Tensor, rows: int, row_tile: slice, column_tile: slice, blo
 
 
 def _sum_of(messages: Tensor, format: QuantFormat, m: int, here: slice) -> Tensor:
-    """The fp32 sum of the elements `here` of all messages, added in order; still rotated if they are."""
+    """The fp32 sum of the elements `here` of all messages, added in order."""
     first, last = here.start // format.block, -(-here.stop // format.block)
     total = None
     for message in messages:

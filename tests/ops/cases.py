@@ -26,30 +26,28 @@ def garbage(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
 
 
 def plain(format: QuantFormat) -> tuple[Any, ...]:
-    """A format as the operators take it, without `rotate`."""
+    """A format as the operators take it."""
     return format.code_type, format.block, format.scales
 
 
 def quantize_and_back(code_type: str, block: int, device: str) -> None:
-    """Every dtype of scales and numbers, rotation and rounding, on every kind of block."""
+    """Every dtype of scales and numbers, on every kind of block."""
     rows, groups, n = 6, 3, block * -(-KINDS // 6)
-    for scales, dtype, rotate, seed in itertools.product(SCALES, FLOATS, (False, True), (None, SEED)):
-        format = QuantFormat(code_type, block, scales, rotate)
+    for scales, dtype in itertools.product(SCALES, FLOATS):
+        format = QuantFormat(code_type, block, scales)
         messages = garbage(groups, format.message_bytes(rows // groups * n))
         x = awkward(rows, n, block, dtype)
-        _, messages, *_ = assert_agree("quantize", x, messages, *plain(format), rotate, seed, device=device)
+        _, messages, *_ = assert_agree("quantize", x, messages, *plain(format), device=device)
         output = garbage(rows, n, dtype=dtype)
-        assert_agree("dequantize", messages, output, *plain(format), rotate, device=device)
+        assert_agree("dequantize", messages, output, *plain(format), device=device)
 
 
 def any_bytes(code_type: str, device: str) -> None:
     """Every code, with scales of every kind."""
-    for scales, dtype, rotate in itertools.product(SCALES, FLOATS, (False, True)):
-        format = QuantFormat(code_type, 64, scales, rotate)
+    for scales, dtype in itertools.product(SCALES, FLOATS):
+        format = QuantFormat(code_type, 64, scales)
         messages = random_messages(2, format, 4096)
-        assert_agree(
-            "dequantize", messages, garbage(8, 1024, dtype=dtype), *plain(format), rotate, device=device
-        )
+        assert_agree("dequantize", messages, garbage(8, 1024, dtype=dtype), *plain(format), device=device)
 
 
 def largest_fp16_number(code_type: str, device: str) -> None:
@@ -62,7 +60,7 @@ def largest_fp16_number(code_type: str, device: str) -> None:
     scale = torch.full((blocks,), 65520 / (8 if code_type == "int4" else 16))
     message[0, begin : begin + 4 * blocks] = scale.view(torch.uint8)
     output = garbage(1, numel, dtype=torch.float16)
-    *_, output, _, _, _, _ = assert_agree("dequantize", message, output, *plain(format), False, device=device)
+    *_, output, _, _, _, _ = assert_agree("dequantize", message, output, *plain(format), device=device)
     assert not output.isinf().any()
     assert (output == -65504).any()
 
@@ -76,16 +74,14 @@ def row_orders(device: str) -> None:
                 x = torch.randn(rows, n + gap, generator=torch.Generator().manual_seed(n))
                 x = x.to(dtype)[:, :n]
                 messages = garbage(groups, format.message_bytes(rows // groups * n))
-                _, messages, *_ = assert_agree(
-                    "quantize", x, messages, *plain(format), False, SEED, device=device
-                )
+                _, messages, *_ = assert_agree("quantize", x, messages, *plain(format), device=device)
                 output = garbage(rows, n + gap, dtype=dtype)[:, :n]
-                assert_agree("dequantize", messages, output, *plain(format), False, device=device)
+                assert_agree("dequantize", messages, output, *plain(format), device=device)
     for code_type in CODE_TYPES:
-        format = QuantFormat(code_type, 128, rotate=True)
+        format = QuantFormat(code_type, 128)
         x = awkward(3, 128 * 1001, 128, torch.bfloat16)
         messages = garbage(3, format.message_bytes(x.shape[1]))
-        assert_agree("quantize", x, messages, *plain(format), True, None, device=device)
+        assert_agree("quantize", x, messages, *plain(format), device=device)
 
 
 def strided_output_keeps_its_gaps(device: str) -> None:
@@ -93,7 +89,7 @@ def strided_output_keeps_its_gaps(device: str) -> None:
     format = QuantFormat()
     messages = random_messages(2, format, 512).to(device)
     buffer = garbage(4, 300, dtype=torch.float32).to(device)
-    torch.ops.megatron_zpp.dequantize(messages, buffer[:, :256], *plain(format), False)
+    torch.ops.megatron_zpp.dequantize(messages, buffer[:, :256], *plain(format))
     assert (buffer[:, 256:] == 165).all()
     assert not (buffer[:, :256] == 165).all()
 
@@ -102,33 +98,28 @@ def sums(code_type: str, device: str) -> None:
     """Sum 1 to 9 messages into a shard, and encode sums. The last warp may be half empty."""
     for count in range(1, 10):
         format = QuantFormat(code_type, (32, 64, 256, 2048)[count % 4], SCALES[count % 2])
-        for rotate, add in itertools.product((False, True), repeat=2):
+        for add in (False, True):
             m = _elements(format.block)
             messages = random_messages(count, format, m, seed=count)
             shard = awkward(1, m, 32, torch.float32)[0]
-            assert_agree("sum_into", messages, shard, *plain(format), rotate, 1 / 3, add, device=device)
-        for target, groups, error, seed in _targets(count):
+            assert_agree("sum_into", messages, shard, *plain(format), 1 / 3, add, device=device)
+        for target, groups in _targets(count):
             m = _elements(max(format.block, target.block))
             messages = random_messages(count, format, m, seed=count)
             output = garbage(groups, target.message_bytes(m // groups))
-            left = None if error is None else awkward(1, m, 64, error, seed=5)[0]
-            assert_agree(
-                "sum_quantize", messages, output, *plain(format), *plain(target), left, seed, device=device
-            )
+            assert_agree("sum_quantize", messages, output, *plain(format), *plain(target), device=device)
     largest = torch.full((1, 64), torch.finfo(torch.float32).max)
     messages = torch.empty(
         1, (source := QuantFormat(code_type, 32, torch.float32)).message_bytes(64), dtype=torch.uint8
     )
-    reference.quantize(largest, messages, *plain(source), False)
+    reference.quantize(largest, messages, *plain(source))
     output = garbage(1, QuantFormat("int4", 64).message_bytes(64))
-    error = torch.ones(64)
     assert_agree(
         "sum_quantize",
         messages,
         output,
         *plain(source),
         *plain(QuantFormat("int4", 64)),
-        error,
         device=device,
     )
 
@@ -137,8 +128,8 @@ def _elements(block: int) -> int:
     return 2048 * 3 if block > 256 else 256 * 42
 
 
-def _targets(count: int) -> Iterator[tuple[QuantFormat, int, torch.dtype | None, int | None]]:
-    """Output formats, numbers of parts, dtypes of errors and seeds; they differ between values of `count`."""
+def _targets(count: int) -> Iterator[tuple[QuantFormat, int]]:
+    """Output formats and numbers of parts, which differ between values of `count`."""
     parts = {32: (1, 4, 6, 16), 64: (1, 2, 4, 6), 128: (1, 3, 4, 6), 1024: (1, 2, 3), 2048: (1, 3)}
     formats = [
         QuantFormat(code_type, block, scales)
@@ -147,9 +138,7 @@ def _targets(count: int) -> Iterator[tuple[QuantFormat, int, torch.dtype | None,
         for scales in SCALES
     ]
     for index, format in enumerate(formats):
-        turn = index + count
-        groups = parts[format.block][turn % len(parts[format.block])]
-        yield format, groups, (None, *FLOATS)[turn % 4], (None, SEED)[turn // 4 % 2]
+        yield format, parts[format.block][(index + count) % len(parts[format.block])]
 
 
 def plain_parts(device: str) -> None:
@@ -248,9 +237,9 @@ def adamw_steps(device: str) -> None:
                     int(part * m),
                     device=device,
                 )
-    for code_type, scales, rotate, blocks in itertools.product(CODE_TYPES, SCALES, (False, True), (1, 13)):
+    for code_type, scales, blocks in itertools.product(CODE_TYPES, SCALES, (1, 13)):
         for block, found_inf in ((32, 0.0), (256, 0.0), (2048, 0.0), (64, 1.0)):
-            format = QuantFormat(code_type, block, scales, rotate)
+            format = QuantFormat(code_type, block, scales)
             m = blocks * block
             assert_agree(
                 "adamw_quantize",
@@ -259,7 +248,6 @@ def adamw_steps(device: str) -> None:
                 *adamw_scalars(found_inf).packed(),
                 m // 3,
                 *plain(format),
-                rotate,
                 device=device,
             )
 
@@ -268,23 +256,11 @@ def nothing_at_all(device: str) -> None:
     """Tensors without elements are valid."""
     format = QuantFormat()
     for rows, n in ((0, 256), (4, 0)):
-        assert_agree(
-            "quantize", torch.empty(rows, n), garbage(2, 0), *plain(format), False, None, device=device
-        )
-        assert_agree("dequantize", garbage(2, 0), torch.empty(rows, n), *plain(format), True, device=device)
-    assert_agree("sum_into", garbage(3, 0), torch.empty(0), *plain(format), True, 1.0, True, device=device)
+        assert_agree("quantize", torch.empty(rows, n), garbage(2, 0), *plain(format), device=device)
+        assert_agree("dequantize", garbage(2, 0), torch.empty(rows, n), *plain(format), device=device)
+    assert_agree("sum_into", garbage(3, 0), torch.empty(0), *plain(format), 1.0, True, device=device)
     states, messages = [torch.empty(0) for _ in range(4)], garbage(0)
     assert_agree(
-        "adamw_quantize", *states, messages, *adamw_scalars().packed(), 0, *plain(format), True, device=device
+        "adamw_quantize", *states, messages, *adamw_scalars().packed(), 0, *plain(format), device=device
     )
-    for error in (None, torch.empty(0)):
-        assert_agree(
-            "sum_quantize",
-            garbage(3, 0),
-            garbage(2, 0),
-            *plain(format),
-            *plain(format),
-            error,
-            1,
-            device=device,
-        )
+    assert_agree("sum_quantize", garbage(3, 0), garbage(2, 0), *plain(format), *plain(format), device=device)

@@ -59,69 +59,34 @@ def e4m3_byte(x: Fraction, negative: bool) -> int:
     return code | negative << 7
 
 
-def rotated(x: list[Fraction]) -> list[Fraction]:
-    """32 numbers multiplied by the Hadamard matrix / sqrt(32), one rounding per operation."""
-    x = list(x)
-    for h in (1, 2, 4, 8, 16):
-        for i in range(32):
-            if not i & h:
-                x[i], x[i + h] = fp32(x[i] + x[i + h]), fp32(x[i] - x[i + h])
-    return [fp32(value * ROOT_32) for value in x]
-
-
-def encode_block(
-    values: np.ndarray, code_type: str, scales: str, rotate: bool = False, random: list[int] | None = None
-) -> tuple[list[int], float]:
+def encode_block(values: np.ndarray, code_type: str, scales: str) -> tuple[list[int], float]:
     """Codes (integers, or E4M3 bytes) and the stored scale of one block of fp32 numbers."""
     if not np.isfinite(values).all():
         return [0] * len(values), float("nan")
     x = [Fraction(float(value)) for value in values]
-    if rotate:
-        x = [value for start in range(0, len(x), 32) for value in rotated(x[start : start + 32])]
     largest = max(abs(value) for value in x)
     peak = largest if largest in x else -largest
     stored = (fp32 if scales == "fp32" else bf16)(fp32(peak * FACTORS[code_type]))
     if abs(stored) < Fraction(1, 2**126):
         return [0] * len(x), 0.0
     inverse = fp32(1 / stored)
-    coded = [
-        encode_one(value, inverse, code_type, None if random is None else random[index])
-        for index, value in enumerate(x)
-    ]
-    return coded, float(stored)
+    return [encode_one(value, inverse, code_type) for value in x], float(stored)
 
 
-def encode_one(x: Fraction, inverse: Fraction, code_type: str, random: int | None) -> int:
+def encode_one(x: Fraction, inverse: Fraction, code_type: str) -> int:
     """The code of one number."""
-    u = None if random is None else Fraction(random, 2**16)
-    y = fp32(x * inverse)
     if code_type == "fp8":
-        negative = (x < 0) != (inverse < 0)
-        if u is None:
-            return e4m3_byte(e4m3(y), negative)
-        a = abs(y)
-        if a >= Fraction(1, 64):
-            bits = struct.unpack("<I", struct.pack("<f", float(a)))[0]
-            return min(((bits + (random << 4)) >> 20) - (120 << 3), 0x7E) | negative << 7
-        return int(fp32(fp32(a * 512) + u) // 1) | negative << 7
-    q = to_even(x * inverse) if u is None else fp32(y + u) // 1
+        return e4m3_byte(e4m3(fp32(x * inverse)), (x < 0) != (inverse < 0))
+    q = to_even(x * inverse)
     top = 2 ** (BITS[code_type] - 1)
     return int(max(-top, min(q, top - 1)))
 
 
-def message_of(
-    values: np.ndarray,
-    code_type: str,
-    block: int,
-    scales: str,
-    rotate: bool = False,
-    random: list[int] | None = None,
-) -> bytes:
+def message_of(values: np.ndarray, code_type: str, block: int, scales: str) -> bytes:
     """The message of numbers (elements,)."""
     code_bytes, scale_bytes = bytearray(), bytearray()
     for start in range(0, len(values), block):
-        here = None if random is None else random[start : start + block]
-        coded, stored = encode_block(values[start : start + block], code_type, scales, rotate, here)
+        coded, stored = encode_block(values[start : start + block], code_type, scales)
         if code_type == "int4":
             pairs = zip(coded[0::2], coded[1::2], strict=True)
             code_bytes += bytes(low & 15 | (high & 15) << 4 for low, high in pairs)
@@ -143,24 +108,6 @@ def decode_one(code: int, stored: Fraction, code_type: str) -> Fraction:
     else:
         number = Fraction(8 + magnitude % 8, 8) * Fraction(2) ** (magnitude // 8 - 7)
     return fp32((-number if code & 0x80 else number) * stored)
-
-
-def philox_16_bits(seed: int, index: int) -> int:
-    """The random number of one element."""
-    mask = 0xFFFFFFFF
-    counter = [index // 8 & mask, index // 8 >> 32, 0, 0]
-    key = [seed & mask, seed >> 32 & mask]
-    for _ in range(7):
-        first, second = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
-        counter = [
-            second >> 32 ^ counter[1] ^ key[0],
-            second & mask,
-            first >> 32 ^ counter[3] ^ key[1],
-            first & mask,
-        ]
-        key = [key[0] + 0x9E3779B9 & mask, key[1] + 0xBB67AE85 & mask]
-    word = counter[index % 8 // 2]
-    return word >> 16 if index % 2 else word & 0xFFFF
 
 
 def adamw_element(

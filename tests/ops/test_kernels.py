@@ -65,8 +65,6 @@ floats = st.floats(width=32, allow_nan=True, allow_infinity=True)
     code_type=st.sampled_from(cases.CODE_TYPES),
     scales=st.sampled_from(cases.SCALES),
     dtype=st.sampled_from(cases.FLOATS),
-    rotate=st.booleans(),
-    seed=st.none() | st.integers(-(2**63), 2**63 - 1),
     per_message=st.integers(1, 4),
     groups=st.integers(1, 4),
     blocks=st.integers(1, 5),
@@ -76,18 +74,16 @@ def test_any_numbers_encode_the_same(
     code_type: str,
     scales: torch.dtype,
     dtype: torch.dtype,
-    rotate: bool,
-    seed: int | None,
     per_message: int,
     groups: int,
     blocks: int,
     values: list[float],
 ) -> None:
-    format, rows, n = QuantFormat(code_type, 32, scales, rotate), per_message * groups, 32 * blocks
+    format, rows, n = QuantFormat(code_type, 32, scales), per_message * groups, 32 * blocks
     x = torch.tensor(values).repeat(-(-rows * n // len(values)))[: rows * n].view(rows, n).to(dtype)
     messages = cases.garbage(groups, format.message_bytes(per_message * n))
-    _, messages, *_ = assert_agree("quantize", x, messages, *cases.plain(format), rotate, seed)
-    assert_agree("dequantize", messages, torch.ones(rows, n, dtype=dtype), *cases.plain(format), rotate)
+    _, messages, *_ = assert_agree("quantize", x, messages, *cases.plain(format))
+    assert_agree("dequantize", messages, torch.ones(rows, n, dtype=dtype), *cases.plain(format))
 
 
 @settings(max_examples=50, deadline=None)
@@ -101,8 +97,6 @@ def test_any_numbers_encode_the_same(
     count=st.integers(1, 17),
     groups=st.integers(1, 9),
     blocks=st.integers(1, 4),
-    error=st.sampled_from((None, *cases.FLOATS)),
-    seed=st.none() | st.integers(-(2**63), 2**63 - 1),
 )
 def test_any_parts_of_a_sum_encode_the_same(
     source: QuantFormat,
@@ -110,13 +104,10 @@ def test_any_parts_of_a_sum_encode_the_same(
     count: int,
     groups: int,
     blocks: int,
-    error: torch.dtype | None,
-    seed: int | None,
 ) -> None:
     """Parts need not be whole blocks of the input messages, if the sum is."""
     part = blocks * target.block
     groups *= source.block // torch.gcd(torch.tensor(source.block), torch.tensor(part)).item()
     messages = cases.random_messages(count, source, groups * part, seed=blocks)
     output = cases.garbage(groups, target.message_bytes(part))
-    left = None if error is None else cases.sprinkled(groups * part, error)
-    assert_agree("sum_quantize", messages, output, *cases.plain(source), *cases.plain(target), left, seed)
+    assert_agree("sum_quantize", messages, output, *cases.plain(source), *cases.plain(target))
