@@ -84,7 +84,7 @@ def test_compiled_parts_learn_what_eager_ones_do(changes: dict[str, Any]) -> Non
     in_fp32 = losses_of(compiled(said, precision=PrecisionConfig(fp32=True), **changes))
     assert distance(in_fp32, exact) <= 2**-6 * distance(eager, exact)  # 20 steps amplify both
     assert said == []
-    assert eager[-1] < 0.9 * eager[0]  # of 6.95 that a guess among the vocabulary loses
+    assert eager[-1] < 6.9 - 0.5  # a guess among the vocabulary loses ln 1000 = 6.9
 
 
 def test_recomputation_repeats_the_draws_of_dropout() -> None:
