@@ -77,10 +77,10 @@ class Stopwatch:
 
     def _batch(self, turns: Iterator[Call], count: int) -> float:
         if self.device.type == "cpu":
-            begin = time.perf_counter()
+            started = time.perf_counter()
             for _ in range(count):
                 next(turns)()
-            return time.perf_counter() - begin
+            return time.perf_counter() - started
         torch.cuda.synchronize()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(SLEEP_CYCLES)

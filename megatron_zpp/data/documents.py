@@ -59,8 +59,8 @@ class MaskedSamples:
     def describe(self) -> str:
         """One line for the head of a run."""
         told = {
-            "positions begin anew": self.reset_position_ids,
-            "attention begins anew": self.reset_attention_mask,
+            "positions restart": self.reset_position_ids,
+            "attention restarts": self.reset_attention_mask,
             "no loss of the next token": self.eod_mask_loss,
         }
         masks = ", ".join(name for name, given in told.items() if given)

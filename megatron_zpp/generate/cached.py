@@ -39,7 +39,7 @@ class Cache:
 
 @torch.inference_mode()
 def hidden_states(model: GPT, tokens: Tensor, cache: Cache) -> Tensor:
-    """(B, T) ids, which go on where the cache ends -> what the head is to see of them, (B, T, D)."""
+    """(B, T) ids that follow the columns of the cache -> their hidden states before the head, (B, T, D)."""
     first, last = cache.length, cache.length + tokens.shape[1]
     columns = torch.arange(first, last, device=tokens.device)  # (T)
     positions = (columns - cache.padding[:, None]).clamp(min=0)  # (B, T)
@@ -53,7 +53,7 @@ def hidden_states(model: GPT, tokens: Tensor, cache: Cache) -> Tensor:
 
 @torch.inference_mode()
 def next_logits(model: GPT, tokens: Tensor, cache: Cache) -> Tensor:
-    """(B, T) ids, which go on where the cache ends -> logits of what follows them, (B, V) fp32."""
+    """(B, T) ids that follow the columns of the cache -> logits of the next token, (B, V) fp32."""
     x = hidden_states(model, tokens, cache)[:, -1]  # (B, D)
     return model.head(x, model.embedding.tokens.weight)[:, : model.vocab_size].float()
 

@@ -57,7 +57,7 @@ def continue_texts(
 ) -> Iterator[Continuation]:
     """Up to `new_tokens` ids after each prompt, `batch_size` texts at a time, in the prompts' order.
 
-    An empty prompt begins a document. A text longer than the model's positions goes on from the last ones
+    An empty prompt begins a document. A text longer than the model's positions continues from the last ones
     that fit, without a cache. What is drawn follows from seed, prompt and how many times this prompt came
     before. `before_token` may end it all by raising.
     """

@@ -63,7 +63,7 @@ def load_model(directory: str, iteration: int | None) -> tuple[GPT, Tokenizer]:
             "--load", directory, "holds no checkpoint; name what pretrain_gpt.py --save wrote to"
         )
     if iteration is None and (lost := lost_newest(Path(directory))):
-        sys.stderr.write(f"warning: {lost}: it is passed over for {checkpoint}\n")
+        sys.stderr.write(f"warning: {lost}: skipped; {checkpoint} is loaded instead\n")
     try:
         return _read_model(checkpoint)
     except DamagedFile as damage:

@@ -31,7 +31,7 @@ def key(name: str, default: Any, help: str, **bounds: Any) -> Any:
 class GenerateRequest(Options):
     """request: one call of PUT /api"""
 
-    prompts: tuple[str, ...] = key("prompts", ("",), "Texts to go on from; empty ones are allowed.")
+    prompts: tuple[str, ...] = key("prompts", ("",), "Texts to continue; empty ones are allowed.")
     tokens_to_generate: int = key("tokens_to_generate", 64, "0 only scores the prompts.", at_least=0)
     temperature: float = key("temperature", 1.0, "0 takes the likeliest.", at_least=0, at_most=100)
     top_k: int = key("top_k", 0, "0 draws among all.", at_least=0, at_most=1000)
@@ -86,7 +86,7 @@ def parse_request(body: bytes) -> GenerateRequest:
             'the request is not a JSON object such as {"prompts": ["…"], "tokens_to_generate": 64}'
         )
     hints = typing.get_type_hints(GenerateRequest)
-    given = {}
+    given: dict[str, Any] = {}
     for name, value in content.items():
         if name in _NOT_HERE:
             neutral, fix = _NOT_HERE[name]

@@ -50,12 +50,13 @@ def run(model: GPT, tokenizer: Tokenizer, options: ServerOptions) -> None:
 
 
 def application(service: "Service", options: ServerOptions) -> web.Application:
-    """What answers HTTP: only PUT /api, and only what is addressed to this server."""
+    """Return the application: it answers PUT /api, and only requests addressed to this server."""
     logger = logging.Logger("megatron_zpp.serve")  # not among those that a library configures
     logger.addHandler(_OneLine())
+    middlewares: list[Any] = [_errors_as_json, _AllowedHosts(options.host, options.allowed_hosts).check]
     app = web.Application(
         client_max_size=options.max_request_bytes,
-        middlewares=[_errors_as_json, _AllowedHosts(options.host, options.allowed_hosts).check],
+        middlewares=middlewares,
         # Compressed bodies are refused, so none is ever expanded: a megabyte can become a gigabyte.
         handler_args={"auto_decompress": False, "logger": logger},
     )
@@ -194,7 +195,8 @@ class _OneLine(logging.Handler):
     """What aiohttp says of a client that speaks no HTTP, without its traceback."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        why = f": {one_line(record.exc_info[1])}" if record.exc_info else ""
+        error = record.exc_info[1] if record.exc_info else None
+        why = f": {one_line(error)}" if error is not None else ""
         _say(f"{record.getMessage()}{why}")
 
 

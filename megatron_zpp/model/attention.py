@@ -48,9 +48,9 @@ class DotProduct:
         return f"{name}{self.remark}"
 
     def documents(self, ends: Tensor, x: Tensor) -> InsideDocuments:
-        """(E) int32, (B, T, …) -> a mask (B, 1, T, T) in the format of x: 0 where a token looks, else -inf.
+        """(E) int32, (B, T, …) -> a mask (B, 1, T, T) in the format of x: 0 where a token attends, or -inf.
 
-        Kernels would turn a boolean one into it, each layer anew.
+        Of a boolean mask the kernels of every layer would make this one again.
         """
         batch, tokens = x.shape[:2]
         places = torch.arange(batch * tokens, dtype=ends.dtype, device=ends.device)

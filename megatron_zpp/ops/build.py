@@ -115,6 +115,7 @@ def _run_ninja(
             argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, umask=PRIVATE_UMASK
         ) as process,
     ):
+        assert process.stdout is not None
         for line in process.stdout:
             file.write(line)
             file.flush()

@@ -6,6 +6,7 @@ bits. Tensors are processed in tiles of `TILE` elements, so scratch memory does 
 """
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -271,15 +272,14 @@ def _tile_of(blocks: Tensor, rows: int, row_tile: slice, column_tile: slice, blo
 
 
 def _sum_of(messages: Tensor, format: QuantFormat, m: int, here: slice) -> Tensor:
-    """The fp32 sum of the elements `here` of all messages, added in order."""
+    """Return the fp32 sum of the elements `here` of all messages, added in order."""
     first, last = here.start // format.block, -(-here.stop // format.block)
-    total = None
+    values = []
     for message in messages:
         encoded, stored = (part[first:last] for part in _message_parts(message, format, m))
-        value = decode_blocks(encoded, _scales_of(stored, format.scales), format)
-        total = value if total is None else total + value
+        values.append(decode_blocks(encoded, _scales_of(stored, format.scales), format))
     offset = here.start - first * format.block
-    return total.flatten()[offset : offset + here.stop - here.start]
+    return reduce(torch.add, values).flatten()[offset : offset + here.stop - here.start]
 
 
 def _put(target: Tensor, total: Tensor, factor: float, add: bool) -> None:

@@ -23,6 +23,7 @@ iteration): the sign of element e of a unit is negative where bit e % 32 of word
 """
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -110,10 +111,7 @@ def sum_rotated(
     result = torch.empty_like(shard)
     for here in _tiles(len(shard)):
         blocks = slice(here.start // block, here.stop // block)
-        total = None
-        for codes, stored in read:
-            value = decoded(codes[blocks], stored[blocks], bits)
-            total = value if total is None else total + value
+        total = reduce(torch.add, (decoded(codes[blocks], stored[blocks], bits) for codes, stored in read))
         signs = _signs_like(total, first + here.start, seed, unit, iteration)
         result[here] = rotate_back(total, signs).view(-1)
     if factor != 1.0:

@@ -67,6 +67,7 @@ def find_toolchain(environ: Mapping[str, str]) -> Toolchain:
     if cuda_problem(environ) is not None:
         return found
     nvcc = find_nvcc(environ)
+    assert nvcc is not None, "cuda_problem names a missing compiler"
     return Toolchain(cxx, found.cxx_version, ninja, nvcc, nvcc_version(nvcc), _cuda_home(nvcc))
 
 

@@ -17,7 +17,7 @@ def to_pipeline(content: bytes) -> str:
     from sentencepiece import sentencepiece_model_pb2  # needs protobuf
     from tokenizers import AddedToken, Tokenizer, decoders
 
-    model = sentencepiece_model_pb2.ModelProto()
+    model: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made by protobuf
     model.ParseFromString(content)
     pieces = model.pieces
     if model.trainer_spec.treat_whitespace_as_suffix or any(piece.type == _UNUSED for piece in pieces):
@@ -80,7 +80,7 @@ def _merges(pieces: Any) -> list[tuple[str, str]]:
 def _normalizer(spec: Any) -> Any:
     from tokenizers import Regex, normalizers
 
-    steps = []
+    steps: list[Any] = []
     if spec.precompiled_charsmap:
         steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
     if spec.remove_extra_whitespaces:

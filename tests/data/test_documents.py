@@ -126,7 +126,7 @@ def test_opening_data_masks_it_and_needs_ends_of_documents(by_hand):
     assert (masked.targets == np.where(plain[:, :-1] == EOD, -100, plain[:, 1:])).all()
     assert masked.positions.max() == 2
     assert splits.train.describe().endswith(
-        "samples of 4; after token 3: positions begin anew, no loss of the next token"
+        "samples of 4; after token 3: positions restart, no loss of the next token"
     )
     assert splits.train.windows_per_epoch == opened(with_ends).train.windows_per_epoch
     with pytest.raises(

@@ -121,11 +121,11 @@ stream = iter(batches)
 next(stream)
 seen = []
 try:
-    if sys.argv[1] == "go on":
+    if sys.argv[1] == "continue":
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, lambda number, frame: seen.append(number))
     print("running", flush=True)
-    while sys.argv[1] == "go on" and len(seen) < 4:
+    while sys.argv[1] == "continue" and len(seen) < 4:
         next(stream)
     for _ in range(100 if seen else 0):  # more than was read ahead
         next(stream)
@@ -195,7 +195,7 @@ def test_ctrl_c_is_the_parents_alone_and_leaves_no_worker(start, way):
 
 
 def test_signals_to_the_whole_job_are_the_parents_alone(start):
-    process, _ = start("go on")
+    process, _ = start("continue")
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         os.killpg(process.pid, number)
     assert process.stdout.readline() == "read on\n"

@@ -313,7 +313,7 @@ HUGGINGFACE = [
     Case(HF, f"{HF}: model.safetensors: not a whole safetensors file", harm=cut(HF_WEIGHTS, -1)),
     Case(HF, f"{HF}: model.safetensors: not a whole safetensors file", harm=put(HF_WEIGHTS, "")),
     Case(HF, f"{HF}: model.safetensors: is a directory", harm=directory(HF_WEIGHTS)),
-    Case(HF, f"{HF}: model.safetensors: is a FIFO, not a regular file; fetch", harm=fifo(HF_WEIGHTS)),
+    Case(HF, f"{HF}: model.safetensors: is a FIFO, not a regular file; download", harm=fifo(HF_WEIGHTS)),
     Case(HF, "hf/config.json: cannot be read (is a FIFO, not a regular", harm=fifo("hf/config.json")),
     Case(HF, f"{HF}: model.safetensors: cannot be read", harm=locked(HF_WEIGHTS)),
 ]

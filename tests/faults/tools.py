@@ -157,7 +157,7 @@ HUGGINGFACE = [
     huggingface(f"import hf file/x {IDS} 256", f"CHECKPOINT_DIR file: Not a directory; {WRITABLE}"),
     huggingface(
         f"import hf new {IDS} 256",
-        "HF_DIR hf: model.safetensors: not a whole safetensors file … fetch it anew",
+        "HF_DIR hf: model.safetensors: not a whole safetensors file … download it again",
         harm=cut("hf/model.safetensors", -1),
     ),
     huggingface("export gone new", "CHECKPOINT_DIR gone: holds no checkpoint; name"),

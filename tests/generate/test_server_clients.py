@@ -26,7 +26,7 @@ GOOD = json.dumps({"prompts": ["a"], "no_log": True}).encode()
 
 @dataclass
 class Model:
-    """Writes nothing until it may go on; asks at each token whether somebody still waits, as the real one."""
+    """Writes nothing until released; asks at each token whether a client still waits, as the real one."""
 
     go_on: threading.Event = field(default_factory=threading.Event)
     busy: threading.Event = field(default_factory=threading.Event)

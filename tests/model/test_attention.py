@@ -41,7 +41,7 @@ def packed(lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> tuple[Tensor, Tens
 
 
 def documents_alone(model: GPT, tokens: Tensor, first_positions: bool) -> Tensor:
-    """The logits of each document in a forward of its own; its positions go on in the row, or begin anew."""
+    """Return the logits of each document by itself; positions count in the row, or in the document."""
     rows = []
     for row, lengths in zip(tokens, LENGTHS, strict=True):
         places = torch.arange(16).split(lengths)

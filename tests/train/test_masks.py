@@ -22,7 +22,7 @@ def record_of(path: Path, flags: list[str], *more: str, processes: int = 1) -> l
     command = [*flags, *NO_DROPOUT, "--global-batch-size", "8", "--train-iters", "3", *more]
     done = pretrain(*command, "--metrics-file", str(path), processes=processes)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "after token 256: positions begin anew, attention begins anew, no loss" in done.stdout
+    assert "after token 256: positions restart, attention restarts, no loss" in done.stdout
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

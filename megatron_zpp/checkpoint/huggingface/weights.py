@@ -95,7 +95,7 @@ class HuggingFaceWeights:
             for name in there if names is None else names:
                 if name not in there:
                     raise self._named.error(
-                        f"{WEIGHTS_INDEX}: {file} has no tensor {shown_key(name)}; fetch the files anew"
+                        f"{WEIGHTS_INDEX}: {file} has no tensor {shown_key(name)}; download the files again"
                     )
                 slices[name.removeprefix(self._names.prefix)] = handle.get_slice(name)
         return slices
@@ -117,11 +117,11 @@ class HuggingFaceWeights:
         files: dict[str, list[str]] = {}
         weight_map = read_json_object(self._named.flag, str(path / WEIGHTS_INDEX)).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise self._named.error(f"{WEIGHTS_INDEX}: has no weight_map; fetch it anew")
+            raise self._named.error(f"{WEIGHTS_INDEX}: has no weight_map; download it again")
         for name, file in weight_map.items():
             if not _is_file_name(file):
                 raise self._named.error(
-                    f"{WEIGHTS_INDEX}: {shown_key(name)} is in no file beside it; fetch it anew"
+                    f"{WEIGHTS_INDEX}: {shown_key(name)} is in no file beside it; download it again"
                 )
             files.setdefault(file, []).append(name)
         return files
@@ -134,14 +134,14 @@ class HuggingFaceWeights:
             os.close(open_regular(path))  # says why not; safetensors takes all for a file that is missing
             return self._open_files.enter_context(safe_open(str(path), framework="pt"))
         except FileNotFoundError:
-            raise self._named.error(f"{file}: missing; fetch the files anew") from None
+            raise self._named.error(f"{file}: missing; download the files again") from None
         except UnfitFile as error:
-            raise self._named.error(f"{file}: {error.strerror}; fetch the files anew") from None
+            raise self._named.error(f"{file}: {error.strerror}; download the files again") from None
         except OSError as error:
             raise self._named.error(f"{file}: cannot be read ({error.strerror or error}); check it") from None
         except SafetensorError as error:
             raise self._named.error(
-                f"{file}: not a whole safetensors file ({error}); fetch it anew"
+                f"{file}: not a whole safetensors file ({error}); download it again"
             ) from None
 
     def _tensors(self, ours: str) -> tuple[Theirs, ...]:

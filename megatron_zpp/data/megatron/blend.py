@@ -62,7 +62,7 @@ def blend_order(
 def exhaustive_order(
     sizes: np.ndarray, compiled: CompiledOrders | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """As `blend_order`, with every sample of each set once: sizes (K,) int64. A spent set is passed over."""
+    """As `blend_order`, with every sample of each set once: sizes (K,) int64. Exhausted sets are skipped."""
     total = int(sizes.sum())
     weights = sizes / total
     which, numbers = blend_order(weights, total, compiled)

@@ -70,7 +70,7 @@ class CompiledOrders:
     ) -> None:
         """The choices of a blend in lanes side by side, lane k from sample firsts[k] on, into row rows[k].
 
-        weights (K,) float64; counts (K, lanes) float64, which go on; which (…, steps) int16; numbers
+        weights (K,) float64; counts (K, lanes) float64, which are continued; which (…, steps) int16; numbers
         (…, steps) int32 or int64.
         """
         lanes, steps = len(rows), which.shape[1]

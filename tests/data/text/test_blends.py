@@ -25,7 +25,7 @@ TOKENIZER = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=EOD)
 
 
 def resumed(saved: ResumedData | None, consumed: int, *paths: str, **settings: object) -> ResumedData:
-    """As a run reads `paths` that goes on from a checkpoint of another."""
+    """Read `paths` as a run does that resumes from the checkpoint of another."""
     data = DataConfig(train_data_path=paths, num_workers=0, append_eod=True, **settings)
     description = describe(build_tokenizer(TOKENIZER))
     splits = open_splits(
