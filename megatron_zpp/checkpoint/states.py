@@ -157,7 +157,7 @@ def check_state(state: dict[str, Any]) -> None:
             raise ValueError(f"{key} is {state[key]!r}")
     if not all(type(kind) is str for kind in state.get("kinds", [])):
         raise ValueError(f"kinds is {state['kinds']!r}")
-    _check_difference_formats(state.get("difference_formats"))
+    _check_difference_formats(state.get("difference_formats"), len(state["units"]))
     scale = state["loss_scale"]
     if not all(isinstance(scale[key], int | float) for key in _LOSS_SCALE_KEYS):
         raise ValueError("loss_scale is not told in numbers")
@@ -178,11 +178,11 @@ def check_state(state: dict[str, Any]) -> None:
                 raise ValueError(f"a parameter is {entry}")
 
 
-def _check_difference_formats(state: Any) -> None:
+def _check_difference_formats(state: Any, units: int) -> None:
     if state is None:
         return
     raised, measured = state["raised"], state["measured"]
-    if len(raised) != len(measured) or not all(type(unit) is bool for unit in raised):
+    if not len(raised) == len(measured) == units or not all(type(unit) is bool for unit in raised):
         raise ValueError(f"difference_formats has {raised!r} raised")
     if not all(type(square) is float for squares in measured for square in squares):
         raise ValueError("difference_formats is not measured in numbers")

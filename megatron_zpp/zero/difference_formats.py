@@ -58,11 +58,11 @@ class DifferenceFormats:
 
     @property
     def raised(self) -> int:
-        """How many units send 8 bits in the present step."""
+        """The number of units that send 8 bits in the present step."""
         return sum(self._raised)
 
     def decide(self, measured: Tensor) -> None:
-        """Begins a step: `measured` (units, 2) fp64 are the sums over all ranks of the step before.
+        """Begin a step: `measured` (units, 2) fp64 are the sums over all ranks of the step before.
 
         What was decided a step ago is in force from now on. The copy to the host is that of a step ago, which
         the device has finished: a run reads whether that step was skipped before it begins this one.
@@ -76,18 +76,18 @@ class DifferenceFormats:
             self._copied.record()
 
     def state(self, measured: Tensor) -> dict[str, Any]:
-        """What decides the next two steps, as JSON; `measured` as in `decide`. Waits for the device."""
+        """Return as JSON what decides the next two steps; `measured` as in `decide`. Waits for the device."""
         if self._copied is not None:
             self._copied.synchronize()
         return {"raised": self._decided.tolist(), "measured": measured.tolist()}
 
     def load_state(self, state: dict[str, Any] | None, *, first_rank: bool) -> None:
-        """The inverse of `state`, and of a run's start if None. One rank keeps the sums of all."""
+        """Restore what `state` returned, or a run's start if None. One rank keeps the sums of all."""
         if self._copied is not None:
             self._copied.synchronize()
         self._decided.zero_()
         self.measured.zero_()
-        if state is None or len(state["raised"]) != len(self._raised):
+        if state is None:
             return
         self._decided.copy_(torch.tensor(state["raised"]))
         if first_rank:
