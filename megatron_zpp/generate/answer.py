@@ -49,7 +49,7 @@ def answer(
     batch_size: int,
     before_token: Callable[[], None],
 ) -> dict[str, Any]:
-    """What goes back to the client as JSON. `before_token` may end it by raising."""
+    """Return the answer to the client as JSON. `before_token` may stop generation by raising."""
     stop_token = tokenizer.eod if request.stop_token is None else request.stop_token
     found = continue_texts(
         model,
@@ -85,7 +85,7 @@ def _logprobs(
     batch_size: int,
     before_token: Callable[[], None],
 ) -> list[list[float]]:
-    """Of each token but the first, which has nothing before it; without an echo only of the new ones."""
+    """Return log-probabilities of all tokens but the first; without an echo only of the new ones."""
     if not request.echo_prompts:
         return [written.log_probabilities for written in texts]
     longer = [written.prompt for written in texts if len(written.prompt) > 1]

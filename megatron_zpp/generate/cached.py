@@ -59,7 +59,7 @@ def next_logits(model: GPT, tokens: Tensor, cache: Cache) -> Tensor:
 
 
 def _visible(cache: Cache, first: int, last: int) -> Tensor | None:
-    """Which columns each new one sees: (B, 1, T, C); None where all that are there, or all before it."""
+    """Return the columns that each new one attends to (B, 1, T, C); None stands for all before it."""
     if not cache.padded and (first == 0 or last - first == 1):
         return None
     seen = torch.arange(last, device=cache.padding.device)  # (C)

@@ -15,7 +15,7 @@ from megatron_zpp.tokenizer.base import Tokenizer
 
 @dataclass(frozen=True)
 class Stop:
-    """What ends a text, and is no part of it: an id, or a string in what was written."""
+    """What ends a text without being part of it: an id, or a string in the generated text."""
 
     ids: frozenset[int] = frozenset()
     strings: tuple[str, ...] = ()
@@ -23,7 +23,7 @@ class Stop:
 
 @dataclass
 class Continuation:
-    """What was written after `prompt`, and the log-probability that the model gave to each id of it."""
+    """The text generated after `prompt`, and the log-probability of each of its ids."""
 
     prompt: list[int]
     ids: list[int]
@@ -111,7 +111,7 @@ def _write(
 
 
 def _next(model: GPT, rows: list[_Row], cache: Cache | None, left: int) -> tuple[torch.Tensor, Cache]:
-    """Logits (B, V) after each row, and the cache that holds it; begins one anew where the last is full."""
+    """Return logits (B, V) after each row, and its cache, which is a new one if the last is full."""
     positions, device = model.config.max_position_embeddings, model.embedding.tokens.weight.device
     if cache is not None and cache.length < cache.columns:
         tokens = torch.tensor([row.result.ids[-1:] for row in rows], device=device)  # (B, 1)

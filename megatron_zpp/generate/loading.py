@@ -34,7 +34,7 @@ class CheckpointOptions(Options):
             raise option_error(f"--{formats[1]}", "(given)", f"contradicts --{formats[0]}; give one")
 
     def dtype(self, device: torch.device) -> torch.dtype:
-        """What was asked for, else the device's default."""
+        """Return the requested dtype, or the device's default."""
         if self.fp16:
             return torch.float16
         if self.bf16:

@@ -1,4 +1,4 @@
-"""What a client may ask of the server: the keys of Megatron-LM's `PUT /api`, and their limits."""
+"""Requests to the server: the keys of Megatron-LM's `PUT /api`, and their limits."""
 
 import difflib
 import json

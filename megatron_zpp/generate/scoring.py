@@ -1,4 +1,4 @@
-"""How likely given tokens are: the measure of every evaluation.
+"""Log-probabilities of given tokens, on which every evaluation rests.
 
 Shapes: B passages, T tokens of the longest one but its last, V vocabulary.
 """

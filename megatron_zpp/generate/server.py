@@ -154,7 +154,7 @@ class Service:
 class _AllowedHosts:
     """Refuses requests that are addressed to somebody else.
 
-    A page in a user's browser can make a name of its own stand for 127.0.0.1 (DNS rebinding), and would then
+    A page in a user's browser can let its own host name stand for 127.0.0.1 (DNS rebinding), and would then
     talk to this server as if it were its own. The Host line says which name the client meant.
     """
 
@@ -192,7 +192,7 @@ def _unavailable(why: str) -> web.HTTPServiceUnavailable:
 
 
 class _OneLine(logging.Handler):
-    """What aiohttp says of a client that speaks no HTTP, without its traceback."""
+    """Prints aiohttp's remarks on clients that speak no HTTP, without tracebacks."""
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None

@@ -1,4 +1,4 @@
-"""Where the server listens, and how much it takes on."""
+"""Flags of the server: its address and its limits."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What evaluations ask of a model, and what its scores come to: perplexity of texts, last words of LAMBADA.
+"""The evaluation tasks, and the figures computed from scores: perplexity of texts, last words of LAMBADA.
 
 An evaluation is a list of passages; it does not matter who scores which. Sums are exact (math.fsum), so the
 figures do not depend on their order.
@@ -52,7 +52,7 @@ class Task:
 
 
 def outcome_of(score: Score) -> Outcome:
-    """What of a score the figures need."""
+    """The part of a score that the figures need."""
     return math.fsum(score.log_probabilities), int(score.greedy)
 
 

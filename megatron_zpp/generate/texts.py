@@ -19,7 +19,7 @@ def text_after(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) 
 
 
 def segments(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """What each id adds to the text; a character of several ids comes with its last one."""
+    """Return what each id adds to the text; a character of several ids comes with its last one."""
     found: list[str] = []
     first = 0  # of the ids that have given no text yet
     for index in range(len(ids)):

@@ -43,7 +43,7 @@ class DotProduct:
         self.backend, self.remark = TORCH_BACKENDS[backend] if backend else None, remark
 
     def describe(self) -> str:
-        """What a reader of the log has to know; empty for torch's choice without documents."""
+        """Return the kernel's description for the log; empty for torch's choice without documents."""
         name = self.backend.name.lower() if self.backend else "torch's choice" if self.remark else ""
         return f"{name}{self.remark}"
 
@@ -95,7 +95,7 @@ class PackedFlash(DotProduct):
         self._shares_keys = "enable_gqa" in parameters
 
     def describe(self) -> str:
-        """What a reader of the log has to know."""
+        """Return the kernel's description for the log."""
         return "flash_attention over documents end to end"
 
     def documents(self, ends: Tensor, x: Tensor) -> InsideDocuments:
@@ -129,7 +129,7 @@ class FlashAttention3:
         self._attend_documents = torch.compiler.disable(flash_attn_varlen_func)
 
     def describe(self) -> str:
-        """What a reader of the log has to know."""
+        """Return the kernel's description for the log."""
         return "flash_attention_3"
 
     def documents(self, ends: Tensor, x: Tensor) -> InsideDocuments:
@@ -237,7 +237,7 @@ def check_flash3_settings(dropout: float, dtype: torch.dtype) -> None:
 
 
 def _no_packed_flash(head_width: int, dropout: float, dtype: torch.dtype, device: torch.device) -> str:
-    """What hinders PackedFlash, as 'needs …'; empty where nothing does."""
+    """Return what prevents PackedFlash, as 'needs …'; empty if nothing does."""
     if dtype.itemsize != 2:
         return "needs --bf16 or --fp16"
     if dropout:

@@ -28,7 +28,7 @@ from megatron_zpp.model.rotary import UNROTATED, RopeScaling, RotaryEmbedding, R
 
 @dataclass(frozen=True)
 class ModelComponents:
-    """What layers are made of: constructors with the parameters of torch's, and the attention kernel."""
+    """The components of layers: constructors with the parameters of torch's, and the attention kernel."""
 
     norms: Mapping[str, type[nn.Module]] = field(default_factory=lambda: TORCH_NORMS)  # by --normalization
     linear: type[nn.Linear] = nn.Linear
@@ -306,7 +306,7 @@ class GPT(nn.Module):
 
     @property
     def compiled(self) -> bool:
-        """Whether a compiler has made the layers' kernels."""
+        """Whether the layers are compiled."""
         return self.layers[0].compute is not transformer_block
 
     def units(self) -> list[tuple[str, nn.Module]]:

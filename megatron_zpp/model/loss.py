@@ -58,7 +58,7 @@ def scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class LossKernels:
-    """What of the loss is no product: functions of nothing but their arguments."""
+    """The parts of the loss that are not matrix products, as functions of their arguments alone."""
 
     to_gradient: Callable[[Tensor, Tensor, int], Tensor] = logits_to_gradient
     scaled: Callable[[Tensor, Tensor, torch.dtype], Tensor] = scaled
@@ -98,7 +98,7 @@ def chunk_rows(tokens: int, entries: int, chunk_bytes: int = CHUNK_BYTES) -> int
 
 
 def keeps_gradient(tokens: int, width: int, itemsize: int) -> bool:
-    """Whether the gradient of the logits waits for the backward, and not the fp32 sums.
+    """Return whether the gradient of the logits is kept for the backward, and not the fp32 sums.
 
     It may be twice as large as these: whole products are faster than sums of parts, which are read and
     written for each, and the backward makes another (V, D) of such sums.
@@ -112,7 +112,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def unit(dtype: torch.dtype) -> float:
-    """What a gradient of 1 is kept as: fp16 could not hold the small ones, and none is larger than 1."""
+    """Return the stored value of a gradient of 1: fp16 could not hold small ones, and none is above 1."""
     return 2.0**15 if dtype == torch.float16 else 1.0
 
 
@@ -186,7 +186,7 @@ class _Sums:
         self.weight = torch.empty_like(weight, dtype=dtype) if wanted[1] else None
 
     def add(self, first: int, gradient: Tensor, x: Tensor, weight: Tensor) -> None:
-        """Of the chunk x (C, D) that begins at token `first`; the first one begins the sum over all."""
+        """Add the chunk x (C, D) that begins at token `first`; the first chunk starts the sums."""
         if self.x is not None:
             _product(gradient, weight, self.x[first : first + len(x)], begins=True)
         if self.weight is not None:

@@ -1,4 +1,4 @@
-"""What each token attends to: one type per kind of attention mask.
+"""Attention masks: one type for each kind.
 
 Shapes: B batch, T tokens of this forward pass, C columns of the cache up to now, E ends of documents.
 """

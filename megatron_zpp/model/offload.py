@@ -30,7 +30,7 @@ class ActivationOffload:
         self._homes: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
 
     def saving(self) -> AbstractContextManager[None]:
-        """What autograd saves inside is offloaded, where it lies on a GPU."""
+        """Offload the GPU tensors that autograd saves inside this context."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> Offloaded | Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWScalars:
-    """What a step takes besides the tensors of a shard; the same for all shards of a step.
+    """The arguments of a step besides the tensors of a shard; the same for all shards of a step.
 
     The tensors are fp32 and on the device of the states, so that a step does not wait for the device.
     """

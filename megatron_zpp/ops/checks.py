@@ -142,7 +142,7 @@ def _adamw_step(
     host_scalars: Sequence[float],
     decayed: int,
 ) -> None:
-    """What both operations have in common; `states` has the master first."""
+    """The checks that both operations share; `states` has the master first."""
     master = states["master"]
     if master.dim() != 1:
         raise ValueError(f"{op}: master must be float32 of shape (m,), got {_shown(master)}")

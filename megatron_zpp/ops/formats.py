@@ -106,5 +106,5 @@ class LloydMaxFormat:
 
 
 def is_block(block: int) -> bool:
-    """Whether `block` is a block size that the kernels accept."""
+    """Return whether the kernels accept `block` as a block size."""
     return SMALLEST_BLOCK <= block <= LARGEST_BLOCK and block & (block - 1) == 0

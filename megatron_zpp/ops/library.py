@@ -66,7 +66,7 @@ def load_kernels(device_type: str, say: Callable[[str], None]) -> None:
 
 
 def loaded() -> bool:
-    """Whether this process has loaded the operators."""
+    """Return whether this process has loaded the operators."""
     return hasattr(torch.ops.megatron_zpp, "quantize")
 
 

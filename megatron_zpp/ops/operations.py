@@ -162,7 +162,7 @@ class Operations:
         run(messages, shard, format.bits, format.block, *signs.packed(), factor, add)
 
     def _lloyd_max(self, tensor: Tensor, reference: Any) -> Any:
-        """What runs Lloyd-Max codes: kernels on GPUs; on CPUs the reference, which has no compiled twin."""
+        """Return the implementation of Lloyd-Max codes: kernels on GPUs, and the reference on CPUs."""
         return self._kernels if self.compiled and tensor.is_cuda else reference
 
 

@@ -105,7 +105,7 @@ def moved_reference(reference: Tensor, codes: Tensor, stored: Tensor, bits: int)
 
 
 def root_mean_square(z: Tensor) -> Tensor:
-    """Of fp32 blocks (K, B), the sum in `ordered_sum`'s order; the root is the nearest fp32 number."""
+    """Return the root mean square (K,) of fp32 blocks (K, B), with the squares added by `ordered_sum`."""
     mean = ordered_sum(z * z) * (1.0 / z.shape[1])  # exact: B is a power of two
     return mean.double().sqrt().float()
 

@@ -136,7 +136,7 @@ def random_signs(counter: tuple[Tensor, Tensor, Tensor], seed: int, iteration: i
 
 
 def _signs_of_bytes(device: torch.device) -> Tensor:
-    """The eight signs (256, 8) fp32 that the bits of each byte stand for, the lowest bit first."""
+    """Return the signs (256, 8) fp32 of the bits of each byte, the lowest bit first."""
     bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
     return 1.0 - 2.0 * bits
 

@@ -1,4 +1,4 @@
-"""Which random signs a rotation takes: equal on all senders and receivers of a sum."""
+"""The random signs of a rotation: equal on all senders and receivers of a sum."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What every tokenizer offers."""
+"""The interface of tokenizers."""
 
 import hashlib
 import json
@@ -43,7 +43,7 @@ class Tokenizer(ABC):
 
 
 def describe(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a data set or checkpoint records of its tokenizer, to know it again."""
+    """Return the record by which a data set or checkpoint recognises its tokenizer."""
     return {
         "tokenizer_type": tokenizer.kind,
         "vocab_size": tokenizer.vocab_size,

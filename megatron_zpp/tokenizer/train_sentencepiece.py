@@ -11,7 +11,7 @@ ModelType = Literal["bpe", "unigram"]
 
 # Training never puts these into pieces, yet source code is full of them.
 _WHITESPACE_PIECES = ("\n", "\n\n", "\t", "\t\t", "\r\n")
-_LONGEST_LINE = 4096  # bytes; SentencePiece leaves out a longer one unless told, and slows down on it
+_LONGEST_LINE = 4096  # bytes; SentencePiece omits longer ones by default, and is slow with them
 
 # Sums of floats are split by threads: a fixed number, so that the model does not depend on the machine.
 _THREADS = 8

@@ -69,7 +69,7 @@ def import_checkpoint(
 
 
 def _config(architecture: Architecture, tokenizer: TokenizerConfig) -> Config:
-    """Of model and tokenizer; the rest is what a run must have been told, and is told by its own flags."""
+    """Return a configuration with model and tokenizer; a run sets the rest by its own flags."""
     return Config.from_json(
         {
             "model": asdict(architecture.model),
@@ -111,7 +111,7 @@ def _write(
 
 
 def _check(path: Path, weights: HuggingFaceWeights) -> None:
-    """What a run will read is what the directory holds. Raises DamagedFile if not."""
+    """Raise DamagedFile unless a run would read the weights of the directory."""
     with CheckpointReader(path) as reader:
         for name, weight in reader.parameters().items():
             if not torch.equal(

@@ -19,7 +19,7 @@ class NamedDirectory:
     path: Path
 
     def error(self, fix: str) -> ValueError:
-        """What is wrong with it, and what would be right."""
+        """Return the error that names the directory, with `fix`: what is wrong and what would be right."""
         return option_error(self.flag, self.shown, fix)
 
 

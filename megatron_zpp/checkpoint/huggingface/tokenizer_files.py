@@ -95,7 +95,7 @@ def check_auto_tokenizer(named: NamedDirectory, tokenizer: Tokenizer, directory:
 
 
 def is_written(directory: Path) -> bool:
-    """Whether the directory has a tokenizer."""
+    """Return whether the directory has a tokenizer."""
     return (directory / _TOKENIZER).exists()
 
 

@@ -101,7 +101,7 @@ class HuggingFaceWeights:
         return slices
 
     def _files(self) -> Mapping[str, list[str] | None]:
-        """The names of tensors by file; None stands for all that it has."""
+        """Return the names of tensors by file; None stands for all tensors of the file."""
         path = self._named.path
         if (path / WEIGHTS_FILE).exists():
             return {WEIGHTS_FILE: None}
