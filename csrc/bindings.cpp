@@ -36,16 +36,6 @@ void run_on(const Tensor& tensor, const Op& op) {
 #endif
 }
 
-#ifdef WITH_CUDA
-// Runs a checked operation that has no CPU twin.
-template <typename Op>
-void run_on_gpu(const Tensor& tensor, const Op& op) {
-  const c10::cuda::CUDAGuard guard(tensor.device());
-  cuda::run(op, c10::cuda::getCurrentCUDAStream().stream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
-}
-#endif
-
 // ---- arguments ----
 
 DType dtype_of(const Tensor& tensor) {
@@ -210,9 +200,7 @@ void adamw_quantize(const Tensor& master, const Tensor& gradient, const Tensor& 
   run_on(master, AdamwQuantize{step, bytes_of(message), format});
 }
 
-#ifdef WITH_CUDA
-
-// ---- Lloyd-Max codes, on GPUs: on CPUs the reference of megatron_zpp/ops/ serves ----
+// ---- Lloyd-Max codes ----
 
 void quantize_difference(const Tensor& weights, const Tensor& reference, const Tensor& message, int64_t bits,
                          int64_t block, const std::optional<Tensor>& skip, const std::optional<Tensor>& squares) {
@@ -230,9 +218,9 @@ void quantize_difference(const Tensor& weights, const Tensor& reference, const T
                              {"skip", provided(skip)},
                              {"squares", provided(squares)}});
   if (weights.numel() == 0) return;
-  run_on_gpu(weights, QuantizeDifference{const_floats_of(weights), const_floats_of(reference), weights.numel(),
-                                         bytes_of(message), format, skip ? const_floats_of(*skip) : nullptr,
-                                         squares ? floats_of(*squares) : nullptr});
+  run_on(weights, QuantizeDifference{const_floats_of(weights), const_floats_of(reference), weights.numel(),
+                                     bytes_of(message), format, skip ? const_floats_of(*skip) : nullptr,
+                                     squares ? floats_of(*squares) : nullptr});
 }
 
 void add_difference(const Tensor& messages, const Tensor& reference, int64_t bits, int64_t block) {
@@ -242,7 +230,7 @@ void add_difference(const Tensor& messages, const Tensor& reference, int64_t bit
   const int64_t numel = checks::lloyd_max_messages(name, "messages", messages, reference.numel(), format);
   checks::same_device(name, {{"messages", &messages}, {"reference", &reference}});
   if (numel == 0) return;
-  run_on_gpu(reference, AddDifference{const_bytes_of(messages), messages.size(0), numel, floats_of(reference), format});
+  run_on(reference, AddDifference{const_bytes_of(messages), messages.size(0), numel, floats_of(reference), format});
 }
 
 void quantize_rotated(const Tensor& input, const Tensor& messages, int64_t bits, int64_t block, int64_t seed,
@@ -254,8 +242,8 @@ void quantize_rotated(const Tensor& input, const Tensor& messages, int64_t bits,
   checks::same_device(name, {{"input", &input}, {"messages", &messages}});
   const Signs signs = checks::signs(name, seed, unit, iteration, first);
   if (numel == 0) return;
-  run_on_gpu(input, QuantizeRotated{input.const_data_ptr(), dtype_of(input), input.numel(), bytes_of(messages),
-                                    messages.size(0), format, signs});
+  run_on(input, QuantizeRotated{input.const_data_ptr(), dtype_of(input), input.numel(), bytes_of(messages),
+                                messages.size(0), format, signs});
 }
 
 void sum_rotated(const Tensor& messages, const Tensor& shard, int64_t bits, int64_t block, int64_t seed, int64_t unit,
@@ -267,18 +255,9 @@ void sum_rotated(const Tensor& messages, const Tensor& shard, int64_t bits, int6
   checks::same_device(name, {{"messages", &messages}, {"shard", &shard}});
   const Signs signs = checks::signs(name, seed, unit, iteration, first);
   if (shard.numel() == 0) return;
-  run_on_gpu(shard, SumRotated{const_bytes_of(messages), messages.size(0), shard.numel(), floats_of(shard), format,
-                               signs, float(factor), add});
+  run_on(shard, SumRotated{const_bytes_of(messages), messages.size(0), shard.numel(), floats_of(shard), format,
+                           signs, float(factor), add});
 }
-
-void register_lloyd_max(torch::Library& library) {
-  library.impl("quantize_difference", TORCH_FN(quantize_difference));
-  library.impl("add_difference", TORCH_FN(add_difference));
-  library.impl("quantize_rotated", TORCH_FN(quantize_rotated));
-  library.impl("sum_rotated", TORCH_FN(sum_rotated));
-}
-
-#endif
 
 void register_operators(torch::Library& library) {
   library.impl("quantize", TORCH_FN(quantize));
@@ -289,6 +268,10 @@ void register_operators(torch::Library& library) {
   library.impl("sum_squares", TORCH_FN(sum_squares));
   library.impl("adamw", TORCH_FN(adamw));
   library.impl("adamw_quantize", TORCH_FN(adamw_quantize));
+  library.impl("quantize_difference", TORCH_FN(quantize_difference));
+  library.impl("add_difference", TORCH_FN(add_difference));
+  library.impl("quantize_rotated", TORCH_FN(quantize_rotated));
+  library.impl("sum_rotated", TORCH_FN(sum_rotated));
 }
 
 }  // namespace
@@ -330,10 +313,7 @@ TORCH_LIBRARY(megatron_zpp, library) {
 TORCH_LIBRARY_IMPL(megatron_zpp, CPU, library) { register_operators(library); }
 
 #ifdef WITH_CUDA
-TORCH_LIBRARY_IMPL(megatron_zpp, CUDA, library) {
-  register_operators(library);
-  register_lloyd_max(library);
-}
+TORCH_LIBRARY_IMPL(megatron_zpp, CUDA, library) { register_operators(library); }
 #endif
 
 }  // namespace megatron_zpp

@@ -244,20 +244,6 @@ struct Messages {
 
 // ---- rotation ----
 
-// The 128 signs of the elements from 128 * counter on: bit i % 32 of word i / 32 is that of element i.
-__device__ __forceinline__ Random8 random_signs(const Signs& signs, uint64_t counter) {
-  uint32_t c0 = uint32_t(counter), c1 = uint32_t(counter >> 32), c2 = signs.unit, c3 = signs.iteration;
-#pragma unroll
-  for (int round = 0; round < kPhiloxRounds; ++round) {
-    const Product first = product_of(c0, 0xD2511F53u), second = product_of(c2, 0xCD9E8D57u);
-    c0 = second.high ^ c1 ^ signs.keys.low[round];
-    c1 = second.low;
-    c2 = first.high ^ c3 ^ signs.keys.high[round];
-    c3 = first.low;
-  }
-  return {{c0, c1, c2, c3}};
-}
-
 // The signs of a tile: ROWS rows of 256 elements, of which each lane has eight neighbours. Four rows have 32 words of
 // signs, one per lane, so that each lane draws once.
 template <int ROWS>

@@ -131,17 +131,17 @@ class Operations:
         `skip` () is not 0 the message changes nothing. `squares` (2, m / block) fp32 gets per block the sums
         of the squares of the differences, and of what the codes lose of them.
         """
-        run = self._lloyd_max(weights, reference_difference).quantize_difference
+        run = self._lloyd_max(reference_difference).quantize_difference
         run(weights, reference, message, format.bits, format.block, skip, squares)
 
     def add_difference(self, messages: Tensor, reference: Tensor, format: LloydMaxFormat) -> None:
         """Move part p of `reference` (P · m,) fp32 by message p of `messages` (P, message_bytes(m))."""
-        run = self._lloyd_max(reference, reference_difference).add_difference
+        run = self._lloyd_max(reference_difference).add_difference
         run(messages, reference, format.bits, format.block)
 
     def quantize_rotated(self, input: Tensor, messages: Tensor, format: LloydMaxFormat, signs: Signs) -> None:
         """Rotate `input` (n,) fp32, bf16 or fp16 and encode it as `messages` (G, message_bytes(n / G))."""
-        run = self._lloyd_max(input, reference_rotation).quantize_rotated
+        run = self._lloyd_max(reference_rotation).quantize_rotated
         run(input, messages, format.bits, format.block, *signs.packed())
 
     def sum_rotated(
@@ -158,12 +158,12 @@ class Operations:
 
         Messages are summed in their order and rotated back once. So all of them must have the same signs.
         """
-        run = self._lloyd_max(shard, reference_rotation).sum_rotated
+        run = self._lloyd_max(reference_rotation).sum_rotated
         run(messages, shard, format.bits, format.block, *signs.packed(), factor, add)
 
-    def _lloyd_max(self, tensor: Tensor, reference: Any) -> Any:
-        """Return the implementation of Lloyd-Max codes: kernels on GPUs, and the reference on CPUs."""
-        return self._kernels if self.compiled and tensor.is_cuda else reference
+    def _lloyd_max(self, reference: Any) -> Any:
+        """Return the implementation of Lloyd-Max codes: the kernels, or the reference where none are loaded."""
+        return self._kernels if self.compiled else reference
 
 
 def _flat(format: QuantFormat) -> tuple[Any, ...]:
