@@ -162,7 +162,7 @@ class Operations:
         run(messages, shard, format.bits, format.block, *signs.packed(), factor, add)
 
     def _lloyd_max(self, reference: Any) -> Any:
-        """Return the implementation of Lloyd-Max codes: the kernels, or the reference where none are loaded."""
+        """Return what computes Lloyd-Max codes: the kernels, or the reference where none are loaded."""
         return self._kernels if self.compiled else reference
 
 
