@@ -22,7 +22,8 @@ from benchmarks.common import write_result
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import Options, option, parse_options
 from megatron_zpp.data.batches import BatchSchedule
-from megatron_zpp.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron_zpp.data.indexed import IndexedDataset
+from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.windows import WindowDataset
 

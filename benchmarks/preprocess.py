@@ -23,7 +23,7 @@ from megatron_zpp.config.options import Options, option, parse_options
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.data.corpus.inputs import read_blocks, whole
 from megatron_zpp.data.corpus.json_lines import parse_lines, split_lines
-from megatron_zpp.data.corpus.pieces import BLOCK_BYTES
+from megatron_zpp.data.corpus.parallel_encode import BLOCK_BYTES
 from megatron_zpp.data.corpus.problems import Problem
 from megatron_zpp.tokenizer import build_tokenizer
 from megatron_zpp.tokenizer.train_sentencepiece import ModelType

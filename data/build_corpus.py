@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory, not installed
 
-from megatron_zpp.config.command_line import run_tool
+from megatron_zpp.config.command_line import run_tool, unwind_on_sigterm
 from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_options
 from megatron_zpp.config.text import JSON_LINES, plain_suffix
 from megatron_zpp.data.corpus.compression import replacing
@@ -18,7 +18,6 @@ from megatron_zpp.data.corpus.inputs import find_files
 from megatron_zpp.data.corpus.problems import Report
 from megatron_zpp.data.corpus.progress import Progress
 from megatron_zpp.data.corpus.python_source import read_source, source_files, standard_library
-from megatron_zpp.data.corpus.terminate import unwind_on_sigterm
 from megatron_zpp.data.corpus.texts import Texts, check_suffix, read_documents
 from megatron_zpp.storage.files import check_replaceable
 

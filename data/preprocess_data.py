@@ -10,19 +10,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory, not installed
 
-from megatron_zpp.config.command_line import run_tool
+from megatron_zpp.config.command_line import run_tool, unwind_on_sigterm
 from megatron_zpp.config.options import REQUIRED, Options, UsageError, option, option_error, parse_all
 from megatron_zpp.config.text import plain_suffix
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.data.checksums import checksums_path
 from megatron_zpp.data.corpus.encode import Encoder
 from megatron_zpp.data.corpus.inputs import TEXT, find_files, partition
-from megatron_zpp.data.corpus.partitions import encode_partitions
-from megatron_zpp.data.corpus.pieces import Piece
+from megatron_zpp.data.corpus.parallel_encode import Piece, encode_partitions
 from megatron_zpp.data.corpus.problems import Report
 from megatron_zpp.data.corpus.progress import Progress
-from megatron_zpp.data.corpus.terminate import unwind_on_sigterm
-from megatron_zpp.data.indexed import IndexedDatasetWriter, index_path, token_dtype, tokens_path
+from megatron_zpp.data.indexed import index_path, token_dtype, tokens_path
+from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.data.provenance import provenance_path
 from megatron_zpp.storage.files import check_replaceable
 from megatron_zpp.tokenizer import build_tokenizer, describe

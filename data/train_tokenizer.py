@@ -9,14 +9,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory, not installed
 
-from megatron_zpp.config.command_line import run_tool
+from megatron_zpp.config.command_line import run_tool, unwind_on_sigterm
 from megatron_zpp.config.options import REQUIRED, Options, option, parse_options
 from megatron_zpp.data.corpus.compression import replacing
 from megatron_zpp.data.corpus.inputs import find_files
 from megatron_zpp.data.corpus.problems import Report
 from megatron_zpp.data.corpus.progress import Progress
 from megatron_zpp.data.corpus.sample import sample_text
-from megatron_zpp.data.corpus.terminate import unwind_on_sigterm
 from megatron_zpp.data.corpus.texts import check_suffix, read_passages
 from megatron_zpp.storage.files import check_replaceable
 from megatron_zpp.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer

@@ -1,6 +1,7 @@
 """How every program ends: an error is one line on stderr; a broken pipe and Ctrl-C print no traceback."""
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -33,6 +34,11 @@ def run_tool(prog: str, main: Callable[[], None]) -> None:
             traceback.print_exc()
         print(f"{prog}: error: {one_line(error)}", file=sys.stderr)
         sys.exit(1)
+
+
+def unwind_on_sigterm() -> None:
+    """Make SIGTERM exit through every `with` and `finally`, with the shell's status for it, 143."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def one_line(error: BaseException) -> str:

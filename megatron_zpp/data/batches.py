@@ -1,4 +1,4 @@
-"""Which samples each rank reads at each step; the arithmetic alone."""
+"""Which samples each rank reads at each step: arithmetic only."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,16 @@ from megatron_zpp.config.options import option_error
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Global batch size by samples consumed, and its division into micro-batches.
+    """Global batch size as a function of the samples consumed, and its division into micro-batches.
 
-    A step that begins after c samples reads the samples c to c + global batch size, whatever the number of
-    ranks: micro-batch k of rank r is the `micro_batch_size` samples from c + (k · ranks + r) · that size on.
+    A step that begins after c samples reads samples c to c + global batch size, whatever the number of ranks:
+    micro-batch k of rank r consists of `micro_batch_size` samples from c + (k · ranks + r) · micro_batch_size
+    on.
 
-    `rampup` is Megatron's START INCREMENT SAMPLES: over the first SAMPLES samples the global batch grows from
-    START to `global_batch_size` by INCREMENT at a time, in stages of equally many samples.
+    `rampup` is Megatron-LM's START INCREMENT SAMPLES: over the first SAMPLES samples the global batch grows
+    from START to `global_batch_size` in increments of INCREMENT, in stages of equally many samples.
 
-    Raises ValueError when sizes do not divide.
+    Raises ValueError if the sizes are not divisible.
     """
 
     micro_batch_size: int
@@ -47,42 +48,44 @@ class BatchSchedule:
         self._check_divisible(flag, self.rampup, increment, "INCREMENT ")
 
     def global_batch_size_at(self, consumed: int) -> int:
-        """Samples of the step that begins after `consumed` samples."""
+        """Return the samples of the step that begins after `consumed` samples."""
         if self.rampup is None or consumed >= self.rampup[2]:
             return self.global_batch_size
         start, increment, samples = self.rampup
         return start + consumed * self._increments // samples * increment
 
     def micro_batches_at(self, consumed: int) -> int:
-        """Micro-batches of each rank in that step."""
+        """Return the micro-batches per rank of the step that begins after `consumed` samples."""
         return self.global_batch_size_at(consumed) // (self.micro_batch_size * self.data_parallel_size)
 
     def micro_batch(self, consumed: int, index: int, rank: int) -> tuple[int, int]:
-        """(first sample, number of samples) of a rank's micro-batch in that step."""
+        """Return (first sample, number of samples) of a rank's micro-batch `index` in that step."""
         assert 0 <= rank < self.data_parallel_size, f"rank {rank} of {self.data_parallel_size}"
         assert 0 <= index < self.micro_batches_at(consumed), f"micro-batch {index} after {consumed} samples"
         size = self.micro_batch_size
         return consumed + (index * self.data_parallel_size + rank) * size, size
 
     def iterations(self, samples: int, *, consumed: int = 0) -> int:
-        """Whole steps from sample `consumed` to `samples`; a remainder below one global batch is not read."""
+        """Return the whole steps from sample `consumed` to `samples`; a partial global batch is not read."""
         return self._walk(consumed, samples=samples)[0]
 
     def samples_after(self, iterations: int, *, consumed: int = 0) -> int:
-        """Samples consumed after `iterations` more steps, when `consumed` are consumed before them."""
+        """Return the samples consumed after `iterations` steps that begin at sample `consumed`."""
         return self._walk(consumed, iterations=iterations)[1]
 
     @property
     def _increments(self) -> int:
+        if self.rampup is None:
+            return 0
         start, increment, _ = self.rampup
         return (self.global_batch_size - start) // increment
 
     def _walk(
         self, consumed: int, *, samples: int | None = None, iterations: int | None = None
     ) -> tuple[int, int]:
-        """(steps, samples consumed) when one more step would exceed either limit; a stage at a time.
+        """Return (steps, samples consumed) at the last step within the limit; walks one stage at a time.
 
-        `consumed` is where the first step begins, which need not be the end of a step of this schedule.
+        The first step begins at sample `consumed`, which need not be the end of a step of this schedule.
         """
         steps = 0
         while True:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_zpp.data.samples import Epochs, Samples
+from megatron_zpp.data.samples import Epochs, KnownSamples
 
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
@@ -17,30 +17,30 @@ _TOP = np.uint64(63)
 
 @dataclass(frozen=True)
 class Blend:
-    """The order in which data sets of these weights take turns; K of them.
+    """The order in which K data sets with these weights take turns.
 
-    The data sets are the leaves of a binary tree of depth d = ceil(log2 K). At a node, of the first j samples
-    that reach it C(j) = floor(j·p + 1/2) go left, p being the left side's part of the node's weight, and the
-    other j - C(j) go right. So sample j goes left when C(j+1) > C(j), which happens at most once a step as
-    p < 1, and is then number C(j) on that side; otherwise it is number j - C(j) on the right.
+    The data sets are the leaves of a binary tree of depth d = ceil(log2 K). Let p be the left child's share
+    of a node's weight. Of the first j samples that reach the node, C(j) = floor(j·p + 1/2) go left and j -
+    C(j) go right. So sample j goes left if C(j+1) > C(j), and is then number C(j) on the left; otherwise it
+    is number j - C(j) on the right. C grows by at most 1 per sample, because p < 1.
 
-    Bound: |C(j) - j·p| <= 1/2, and the same holds on the right. If a node's count is off from its exact
-    share of i samples by at most e, a child's is off by at most e·q + 1/2 for its part q < 1 of the node.
-    From e = 0 at the root: after any number of samples each data set is within d/2 samples of its weight's
-    share. (p is held to 64 bits, which adds d·i/2^64: below 2^-19 for i up to 2^40 and 32 data sets.)
+    Bound: |C(j) - j·p| <= 1/2, and likewise on the right. If a node's count differs from its exact share of i
+    samples by at most e, the count of a child with share q < 1 of the node differs by at most e·q + 1/2. At
+    the root e = 0, so after any number of samples each data set is within d/2 samples of its share. (p has 64
+    bits, which adds d·i/2^64: below 2^-19 for i up to 2^40 and 32 data sets.)
     """
 
     weights: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        assert self.weights, "a blend has at least one data set"
-        assert all(weight > 0 for weight in self.weights), f"weights are positive: {self.weights}"
+        assert self.weights, "a blend needs at least one data set"
+        assert all(weight > 0 for weight in self.weights), f"weights must be positive, got {self.weights}"
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(data set, its sample number), each (len,) int64, for (len,) sample numbers in [0, 2^62]."""
+        """Return (data set, its sample number), each (len,) int64, for (len,) sample numbers in [0, 2^62]."""
         which = np.zeros(len(indices), np.int64)
         numbers = np.asarray(indices).astype(np.uint64)
-        pending = [(0, len(self.weights), np.arange(len(indices)))]  # a node, and whose samples reach it
+        pending = [(0, len(self.weights), np.arange(len(indices)))]  # a node, and the samples that reach it
         while pending:
             first, last, members = pending.pop()
             if last - first == 1 or not members.size:
@@ -55,7 +55,7 @@ class Blend:
         return which, numbers.astype(np.int64)
 
     def counts(self, samples: int) -> np.ndarray:
-        """(K,) int64: how many of the first `samples` each data set gives."""
+        """Return how many of the first `samples` come from each data set: (K,) int64."""
         counts = np.zeros(len(self.weights), np.int64)
         pending = [(0, len(self.weights), np.array([samples], np.uint64))]
         while pending:
@@ -70,7 +70,7 @@ class Blend:
 
     @cached_property
     def _left_parts(self) -> dict[tuple[int, int], int]:
-        """p of each inner node [first, last), in 2^-64ths; neither 0 nor 1, however small a weight is."""
+        """p of each inner node [first, last) in units of 2^-64; never 0 or 1, however small a weight is."""
         running = [Fraction(0), *accumulate(map(Fraction, self.weights))]
         parts, pending = {}, [(0, len(self.weights))]
         while pending:
@@ -86,39 +86,46 @@ class Blend:
 class BlendOrder(Protocol):
     """An order in which K data sets take turns."""
 
-    weights: tuple[float, ...]
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Weights of the data sets, (K,)."""
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(data set, its sample number), each (len,) int64."""
+        """Return (data set, its sample number), each (len,) int64."""
 
     def counts(self, samples: int) -> np.ndarray:
-        """(K,): how many of the first `samples` each data set gives."""
+        """Return how many of the first `samples` come from each data set: (K,)."""
 
 
 @dataclass(frozen=True)
 class BlendedDataset:
-    """Samples of several sources, mixed by weight."""
+    """Samples of several data sets, mixed by weight."""
 
-    sources: tuple[Samples, ...]
+    sources: tuple[KnownSamples, ...]
     blend: BlendOrder
 
     @property
     def windows_per_epoch(self) -> int | None:
-        """The sources' windows together; by then a source above its share of the tokens has repeated.
+        """The sum over the sources, None if one of them does not know its own.
 
-        None where one of them does not know its own.
+        By then a source whose weight exceeds its share of the tokens has repeated.
         """
-        windows = [source.windows_per_epoch for source in self.sources]
-        return None if None in windows else sum(windows)
+        total = 0
+        for source in self.sources:
+            windows = source.windows_per_epoch
+            if windows is None:
+                return None
+            total += windows
+        return total
 
     def describe(self) -> str:
-        """One line for the head of a run."""
+        """One line for the head of the log."""
         total = sum(self.blend.weights)
         parts = zip(self.blend.weights, self.sources, strict=True)
         return "; ".join(f"{weight / total:.2%} {source.describe()}" for weight, source in parts)
 
     def epochs(self, samples: int) -> list[Epochs]:
-        """How often so many samples read each data set."""
+        """How often the first `samples` samples read each data set."""
         counts = self.blend.counts(samples).tolist()
         parts = zip(self.sources, counts, strict=True)
         return [each for source, count in parts for each in source.epochs(count)]
@@ -135,7 +142,7 @@ class BlendedDataset:
 
 
 def _rounded_product(numbers: np.ndarray, part: int) -> np.ndarray:
-    """floor(numbers · part / 2^64 + 1/2), exactly: (len,) uint64 to the same."""
+    """Return floor(numbers · part / 2^64 + 1/2), exactly: (len,) uint64 to (len,) uint64."""
     part_low, part_high = np.uint64(part & 0xFFFFFFFF), np.uint64(part >> 32)
     low, high = numbers & _LOW, numbers >> _HALF
     lowest = low * part_low

@@ -1,4 +1,4 @@
-"""How far each data set of a run is read, as its checkpoints keep it, and the order from there on."""
+"""How far a run has read each of its data sets, as saved in checkpoints, and the order from there on."""
 
 import math
 from dataclasses import dataclass, fields
@@ -9,7 +9,7 @@ import numpy as np
 from megatron_zpp.config.data import weighted_prefixes
 from megatron_zpp.data.blend import Blend
 
-_LIMIT = 2**48  # of any count of samples
+_LIMIT = 2**48  # an upper bound on counts of samples
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,11 @@ class SourceProgress:
     """One data set of a run, present or past."""
 
     prefix: str
-    fingerprint: str  # "" where an older checkpoint does not tell
-    stream: int  # which order of samples it has; it keeps it whatever becomes of the list
-    # 0 once it is left out; None for its tokens, where an older checkpoint does not tell
-    weight: float | None
+    fingerprint: str  # "" if an older checkpoint has none
+    stream: int  # number of its sample order, kept when the list of data sets changes
+    weight: (
+        float | None
+    )  # 0 if the run no longer reads it; None for its tokens, unknown to an older checkpoint
     consumed_before: int  # samples of it that were read before `since`
 
     def __post_init__(self) -> None:
@@ -33,7 +34,7 @@ class SourceProgress:
 
 @dataclass(frozen=True)
 class DatasetProgress:
-    """The data sets of a run since its weights last changed; those that it reads come first."""
+    """The data sets of a run since its weights last changed; the data sets that the run reads come first."""
 
     order: str  # --dataset-order
     since: int  # the first sample of the present weights
@@ -41,23 +42,23 @@ class DatasetProgress:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "DatasetProgress":
-        """The inverse of `asdict`. Raises ValueError, KeyError or TypeError for anything else."""
+        """Return the inverse of `asdict`. Raises ValueError, KeyError or TypeError for anything else."""
         names = [field.name for field in fields(SourceProgress)]
         entries = [dict(entry) for entry in value["sets"]]
         for entry in entries:
-            if "given" in entry:  # as format version 2 calls it
+            if "given" in entry:  # the key in format version 2
                 entry["consumed_before"] = entry.pop("given")
         sets = tuple(SourceProgress(*(entry[name] for name in names)) for entry in entries)
         found = cls(value["order"], value["since"], sets)
         if type(found.order) is not str or type(found.since) is not int or not 0 <= found.since < _LIMIT:
             raise ValueError(f"not a valid record of dataset progress: {value}")
         if not found.reading or found.sets[: len(found.reading)] != found.reading:
-            raise ValueError("a run reads a data set, and those that it reads come first")
+            raise ValueError("a run must read a data set, and the data sets that it reads must come first")
         return found
 
     @classmethod
     def from_settings(cls, data: dict[str, Any]) -> "DatasetProgress | None":
-        """What is known of a run of the `data` settings that kept none: the same weights from the start."""
+        """Return the progress of a run with settings `data` that saved none, with constant weights."""
         entries = tuple(data.get("data_path") or data.get("train_data_path") or ())
         try:
             parts = weighted_prefixes("--data-path", entries)
@@ -70,12 +71,19 @@ class DatasetProgress:
 
     @property
     def reading(self) -> tuple[SourceProgress, ...]:
-        """The data sets that it reads."""
+        """The data sets that the run reads."""
         return tuple(part for part in self.sets if part.weight != 0)
 
+    @property
+    def weights(self) -> tuple[float, ...] | None:
+        """Weights of the data sets that the run reads; None if an older checkpoint does not know them all."""
+        known = tuple(part.weight for part in self.reading if part.weight is not None)
+        return known if len(known) == len(self.reading) else None
+
     def consumed_by(self, consumed: int) -> list[int]:
-        """How many samples of each data set are read when `consumed` are, from `since` on."""
-        weights = tuple(part.weight for part in self.reading)
+        """Return the samples of each data set that were read by sample `consumed`, `since` or later."""
+        weights = self.weights
+        assert weights is not None, f"the weights are unknown: {self}"
         counts = Blend(weights).counts(consumed - self.since).tolist()
         counts += [0] * (len(self.sets) - len(counts))
         return [part.consumed_before + count for part, count in zip(self.sets, counts, strict=True)]
@@ -91,14 +99,14 @@ class ResumedBlend:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Of the data sets."""
+        """Weights of the data sets, (K,)."""
         return self.blend.weights
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(data set, its sample number), each (len,) int64, for (len,) sample numbers from `since` on."""
+        """Return (data set, its sample number), each (len,) int64, for (len,) numbers from `since` on."""
         which, numbers = self.blend.locate(np.asarray(indices) - self.since)
         return which, numbers + np.array(self.consumed_before)[which]
 
     def counts(self, samples: int) -> np.ndarray:
-        """(K,): how many of the first `samples`, at least `since`, each data set gives."""
+        """Return how many of the first `samples`, `since` or more, come from each data set: (K,)."""
         return self.blend.counts(samples - self.since) + np.array(self.consumed_before)

@@ -1,7 +1,7 @@
-"""Arrays that stay in their file: what is asked for is read with pread.
+"""Arrays that stay in their files: rows are read with pread when they are indexed.
 
-A mapped file that another program shortens ends the run with SIGBUS, and no line. A read that comes up short
-is an error with a name and a place. pread moves no file position, so threads and forked workers share a
+If another program shortens a mapped file, SIGBUS ends the run without a message; a short read gives an error
+with the file and the offset. pread does not move the file position, so threads and forked workers can share a
 descriptor.
 """
 
@@ -19,18 +19,18 @@ import numpy as np
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.regular import open_regular
 
-_NEAR = 1 << 15  # bytes; numbers that lie so near one another are read at once
+_NEAR = 1 << 15  # bytes; rows within this distance are fetched by one read
 _CHUNK = 1 << 20  # rows
-_OPEN_FILES = 1 << 16  # wanted where the limit is lower: a blend holds several for each data set
+_OPEN_FILES = 1 << 16  # requested if the limit is lower: a blend holds several files open per data set
 
 
 class OpenFile:
     """A regular file that stays open for as long as this object lives.
 
-    path   as it was given
-    size   bytes, when it was opened
+    path   as passed to the constructor
+    size   bytes, when the file was opened
 
-    Raises OSError as the file system does, and UnfitFile where there is no regular file.
+    Raises OSError from the file system, and UnfitFile if the file is not regular.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -40,12 +40,12 @@ class OpenFile:
         self.size = os.fstat(self._descriptor).st_size
 
     def read(self, start: int, size: int) -> bytes:
-        """The bytes [start, start + size). Raises DamagedFile where the file no longer has them."""
+        """Return the bytes [start, start + size). Raises DamagedFile if the file no longer has them."""
         try:
             content = os.pread(self._descriptor, size, start)
             if len(content) == size:
                 return content
-            parts = [content]  # a file system may give less than it is asked for
+            parts = [content]  # a file system may return fewer bytes than requested
             done = len(content)
             while content and done < size:
                 content = os.pread(self._descriptor, size - done, start + done)
@@ -65,7 +65,7 @@ class OpenFile:
         return b"".join(parts)
 
     def read_each(self, starts: list[int], sizes: list[int]) -> bytes:
-        """The bytes [start, start + size) of each start, joined. Raises as `read`."""
+        """Return the bytes [start, start + size) of each start, concatenated. Raises like `read`."""
         descriptor, pread = self._descriptor, os.pread
         try:
             content = b"".join(
@@ -79,11 +79,10 @@ class OpenFile:
 
 
 class FileArray:
-    """An array (N, …) in C order of which rows are read as they are indexed: by a slice, a number, or
-    numbers.
+    """An array (N, …) in C order whose rows are read when indexed: by a slice, a number, or numbers.
 
-    Each read gives a new array in memory, which is read-only where it is a slice. Raises DamagedFile where
-    the file has become shorter, IndexError for numbers outside [0, N).
+    Each read returns a new array in memory, read-only for a slice. Raises DamagedFile if the file has become
+    shorter, IndexError for numbers outside [0, N).
     """
 
     def __init__(self, file: OpenFile, dtype: np.dtype | str, offset: int, shape: tuple[int, ...]) -> None:
@@ -99,7 +98,7 @@ class FileArray:
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, slice):
             start, stop, step = key.indices(self._length)
-            assert step == 1, f"rows are read in a row, not with step {step}"
+            assert step == 1, f"the step of a slice must be 1, got {step}"
             return self._read(start, max(stop, start))
         if isinstance(key, np.ndarray):
             return self._take(key)
@@ -108,11 +107,11 @@ class FileArray:
         return self._read(number, number + 1)[0]
 
     def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
-        """All of it."""
+        """Read the whole array."""
         return self[:].astype(self.dtype if dtype is None else dtype, copy=bool(copy))
 
     def gather(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """The rows [start, start + length) of each start, one after the other; lengths are 0 or more."""
+        """Return the rows [start, start + length) of each start, concatenated; lengths are 0 or more."""
         if not starts.size:
             return self._as_rows(b"")
         self._check(int(starts.min()), int((starts + lengths).max()) - 1)
@@ -120,13 +119,13 @@ class FileArray:
         return self._as_rows(self._file.read_each(places.tolist(), (lengths * self._row_bytes).tolist()))
 
     def part(self, first: int, last: int) -> "FileArray":
-        """The rows [first, last) as an array of their own, of which nothing is read yet."""
+        """Return the rows [first, last) as an array, without reading them."""
         assert 0 <= first <= last <= self._length, f"rows {first} to {last} of {self._length}"
         offset = self._offset + first * self._row_bytes
         return FileArray(self._file, self.dtype, offset, (last - first, *self._row))
 
     def chunks(self) -> Iterator[np.ndarray]:
-        """All rows, some at a time, so that memory does not grow with their number."""
+        """Yield all rows in chunks, so that memory does not grow with their number."""
         for first in range(0, self._length, _CHUNK):
             yield self[first : first + _CHUNK]
 
@@ -153,7 +152,7 @@ class FileArray:
 
 
 def _open(path: str) -> int:
-    """Raises the limit of open files, as far as this process may, when it is reached."""
+    """Open the file; if the limit of open files is reached, raise it as far as this process may."""
     try:
         return open_regular(path)
     except OSError as error:

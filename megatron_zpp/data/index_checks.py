@@ -1,4 +1,4 @@
-"""Whether the arrays of an index agree with one another, in memory that does not grow with them."""
+"""Checks that the arrays of an index agree with one another, in constant memory."""
 
 import numpy as np
 
@@ -11,9 +11,11 @@ Rows = np.ndarray | FileArray
 def check_lengths_and_pointers(
     path: str, lengths: Rows, pointers: Rows, itemsize: int, lengths_at: int, pointers_at: int
 ) -> int:
-    """The number of tokens, from lengths (S,) int32 and pointers (S,) int64 at those bytes of the file.
+    """Return the number of tokens.
 
-    Raises ValueError for a negative length and for a pointer that is not the bytes of all sequences before.
+    lengths (S,) int32 and pointers (S,) int64 begin at bytes `lengths_at` and `pointers_at` of the file.
+    Raises ValueError for a negative length, and for a pointer that differs from the size of all sequences
+    before it.
     """
     position = 0  # bytes of .bin
     for first in range(0, lengths.size, _CHUNK):
@@ -22,7 +24,7 @@ def check_lengths_and_pointers(
             at = int(np.argmax(chunk < 0))
             raise ValueError(
                 f"{path}: byte {lengths_at + 4 * (first + at)}: sequence {first + at} has length "
-                f"{chunk[at]}; a length is 0 or more"
+                f"{chunk[at]}; lengths must be 0 or more"
             )
         ends = position + np.cumsum(chunk) * itemsize
         expected = ends - chunk * itemsize
@@ -38,11 +40,11 @@ def check_lengths_and_pointers(
 
 
 def check_document_indices(path: str, indices: Rows, sequences: int, indices_at: int) -> None:
-    """Raises ValueError unless indices (D,) int64 at that byte rise from 0 to the number of sequences."""
+    """Raise ValueError unless indices (D,) int64, at byte `indices_at`, rise from 0 to `sequences`."""
     if not indices.size:
-        raise ValueError(f"{path}: byte 26: 0 document indices; there is at least the 0 they begin with")
+        raise ValueError(f"{path}: byte 26: 0 document indices; the first one, 0, is missing")
     if indices[0] != 0:
-        raise ValueError(f"{path}: byte {indices_at}: document 0 begins at sequence {indices[0]}, not at 0")
+        raise ValueError(f"{path}: byte {indices_at}: document 0 begins at sequence {indices[0]}, not 0")
     for first in range(0, indices.size - 1, _CHUNK):
         chunk = indices[first : first + _CHUNK + 1]
         falls = chunk[1:] < chunk[:-1]

@@ -1,4 +1,4 @@
-"""Reads one rank's micro-batches ahead of the step that needs them."""
+"""Reads one rank's micro-batches ahead of the steps that need them."""
 
 import atexit
 import multiprocessing
@@ -18,31 +18,31 @@ from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
 from megatron_zpp.data.batches import BatchSchedule
 from megatron_zpp.data.documents import ModelInputs, as_tensors
-from megatron_zpp.data.samples import Samples
+from megatron_zpp.data.samples import BatchSource
 
 _PREFETCH = 4  # micro-batches that each worker reads ahead
-_LOOK_AT_PARENT = 0.5  # seconds between two looks
+_PARENT_POLL = 0.5  # seconds between checks that the rank is alive
 
-# What a terminal, a scheduler or `timeout` sends to every process of a job: the rank alone decides.
+# Sent by a terminal, a scheduler or `timeout` to every process of a job; only the rank reacts.
 _GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class MicroBatches:
     """One rank's micro-batches, each (B, S + 1) int64 in CPU memory, in the order of its schedule.
 
-    Where documents are told apart, each is the tensors of documents.ModelInputs instead.
+    With document masks, each is a tuple of tensors in the order of documents.ModelInputs instead.
 
-    `iter()` starts at the sample `consumed`, each time anew; iteration ends before the step that would go
-    past sample `end`, or never. With `num_workers` processes that read ahead, which outlive an iteration;
-    with 0 in this process. `pin_memory` puts batches where a GPU can fetch them asynchronously.
+    Every `iter()` starts at sample `consumed`. Iteration ends before the step that would exceed sample `end`;
+    it never ends if `end` is None. `num_workers` processes read ahead and outlive an iteration; with 0, this
+    process reads. `pin_memory` places batches in memory that a GPU can fetch asynchronously.
 
-    Use it in a `with` block or call `close`; leaving the process closes it too. Raises ValueError as
-    `samples` does, wherever it was read.
+    Use it in a `with` block or call `close`; it is also closed when the process exits. Raises the ValueError
+    of `samples`, whichever process read them.
     """
 
     def __init__(
         self,
-        samples: Samples,
+        samples: BatchSource,
         schedule: BatchSchedule,
         *,
         rank: int,
@@ -56,16 +56,16 @@ class MicroBatches:
             _Ranges(samples),
             sampler=_Reads(schedule, rank, consumed, end),
             collate_fn=_unchanged,
-            batch_size=None,  # what the sampler names is a micro-batch already
+            batch_size=None,  # the sampler's items are micro-batches
             num_workers=num_workers,
             prefetch_factor=_PREFETCH if num_workers else None,
             persistent_workers=num_workers > 0,
             worker_init_fn=_prepare_worker,
-            generator=torch.Generator(),  # or each start would advance the generator that dropout uses
+            generator=torch.Generator(),  # otherwise each start would advance dropout's generator
         )
         self._pin_memory = pin_memory
         self._batches: Iterator[np.ndarray | ModelInputs | str] | None = None
-        # Before multiprocessing's own exit handler, which would wait for workers that ignore SIGTERM.
+        # Runs before multiprocessing's exit handler, which would wait for workers that ignore SIGTERM.
         atexit.register(self.close)
 
     def __iter__(self) -> "MicroBatches":
@@ -73,7 +73,7 @@ class MicroBatches:
         return self
 
     def __next__(self) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
-        assert self._batches is not None, "iter() comes first, and close() last"
+        assert self._batches is not None, "call iter() first, and do not read after close()"
         batch = next(self._batches)
         if isinstance(batch, str):
             raise ValueError(batch)
@@ -85,7 +85,7 @@ class MicroBatches:
         return tuple(None if tensor is None else tensor.pin_memory() for tensor in tensors)
 
     def close(self) -> None:
-        """Ends the workers; may be called again."""
+        """End the workers; may be called repeatedly."""
         atexit.unregister(self.close)
         batches, self._batches = self._batches, None
         if self._loader.num_workers and batches is not None:
@@ -122,18 +122,18 @@ class _Reads:
 
 class _Loader(DataLoader):
     def check_worker_number_rationality(self) -> None:
-        """Not a warning on every rank that a job gives one core: workers wait for files and for the rank."""
+        """Omit the warning on ranks with one core: workers mostly wait for files and for the rank."""
 
 
 class _Ranges(Dataset):
     """Ranges of samples.
 
-    They travel as arrays, through a pipe: a tensor would need shared memory, which containers ration, and a
-    connection for each batch, which took three times as long with torch 2.13. A refusal travels as its text:
-    torch would wrap the exception in the worker's traceback.
+    Batches are sent as arrays through a pipe: tensors would need shared memory, which containers limit, and a
+    connection per batch, which took three times as long with torch 2.13. A ValueError is sent as its text,
+    because torch would wrap the exception in the worker's traceback.
     """
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: BatchSource) -> None:
         self._samples = samples
 
     def __getitem__(self, read: tuple[int, int]) -> np.ndarray | ModelInputs | str:
@@ -145,16 +145,16 @@ class _Ranges(Dataset):
 
 
 def _kill_workers(batches: Any) -> None:
-    """Ends torch's iterator over worker processes by force, in bounded time: they only read.
+    """Kill the workers of torch's iterator, in bounded time; nothing is lost, because they only read.
 
-    The documented way, dropping the last reference, fails when a traceback still holds one. torch's own way
-    talks to the workers through queues and an event, whose locks a worker, or an exception of a signal here,
-    may have left taken; and it waits 10 s for each that does not answer.
+    The documented method, dropping the last reference, fails while a traceback still holds one. torch's
+    internal shutdown uses queues and an event, whose locks a worker, or a signal in this process, may have
+    left locked; and it waits 10 s for each worker that does not respond.
     """
-    if batches._worker_pids_set:  # or torch takes their deaths for an error, and raises it anywhere
+    if batches._worker_pids_set:  # otherwise torch's signal handler raises an error for their deaths
         _remove_worker_pids(id(batches))
         batches._worker_pids_set = False
-    batches._shutdown = True  # what torch would do when the iterator goes is done here
+    batches._shutdown = True  # so that torch does not shut down again when the iterator is deleted
     for worker in batches._workers:
         worker.kill()
     for worker in batches._workers:
@@ -175,12 +175,12 @@ def _prepare_worker(worker: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """Ends this worker when the rank was killed.
+    """End this worker after the rank was killed.
 
-    torch's worker sees that too, but only between its tasks, and then waits for ever for a reader of what it
-    has in its pipe, whose other end its siblings hold open.
+    torch's worker also notices, but only between tasks. It then waits forever for a reader of its pipe, whose
+    other end its siblings hold open.
     """
     rank = multiprocessing.parent_process()
     while rank is not None and os.getppid() == rank.pid:
-        time.sleep(_LOOK_AT_PARENT)
+        time.sleep(_PARENT_POLL)
     os._exit(1)

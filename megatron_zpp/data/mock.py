@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_zpp.data.hashing import mix, random_bits
 from megatron_zpp.data.samples import Epochs
+from megatron_zpp.data.stateless_random import mix, random_bits
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,14 @@ class MockDataset:
 
     @property
     def windows_per_epoch(self) -> None:
-        """None: it never repeats."""
+        """None: mock data never repeats."""
 
     def describe(self) -> str:
-        """One line for the head of a run."""
+        """One line for the head of the log."""
         return f"mock data: random tokens below {self.vocab_size:,}, samples of {self.seq_length}"
 
     def epochs(self, samples: int) -> list[Epochs]:
-        """Nothing is read, so nothing repeats."""
+        """Nothing, because no data set is read."""
         return []
 
     def batch(self, indices: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Opens what a run reads, and refuses what it could not read to the end."""
+"""Opens the data of a run and checks it, so that errors appear before the first step."""
 
 import functools
 import glob
@@ -19,25 +19,25 @@ from megatron_zpp.config.text import HUB, JSON_LINES, is_text, looks_like_hub
 from megatron_zpp.data.blend import Blend, BlendedDataset
 from megatron_zpp.data.checksums import checksums_path
 from megatron_zpp.data.documents import check_ends, masked_samples
-from megatron_zpp.data.hashing import random_bits
 from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.megatron.compiled_orders import CompiledOrders, compiled_orders
 from megatron_zpp.data.megatron.dataset import MegatronOrders
-from megatron_zpp.data.megatron.split import DatasetSlice, build_split
+from megatron_zpp.data.megatron.split import build_split
 from megatron_zpp.data.mock import MockDataset
 from megatron_zpp.data.order_cache import OrderCache
 from megatron_zpp.data.provenance import check_provenance
-from megatron_zpp.data.samples import Samples
-from megatron_zpp.data.split import cut
+from megatron_zpp.data.samples import KnownSamples, Samples
+from megatron_zpp.data.split import DatasetSlice, paths_of_split, range_of_split
+from megatron_zpp.data.stateless_random import random_bits
 from megatron_zpp.data.windows import WindowDataset, order_seed
 from megatron_zpp.storage.checksums import DamagedFile
 
-_PROBED = 8  # samples read at open: a foreign vocabulary nearly always shows in them
+_PROBED = 8  # samples read at open: they almost always reveal ids of another vocabulary
 
 
 @dataclass(frozen=True)
 class Splits:
-    """The sources of samples of a run, None where the run needs none; and the files that they read."""
+    """The samples of each split, None if the run does not need it, and the files that they read."""
 
     train: Samples | None
     valid: Samples | None
@@ -46,17 +46,17 @@ class Splits:
 
 
 class TextSlice(Protocol):
-    """A text that is cut into blocks, of which a split reads some."""
+    """A text that is cut into blocks; each split reads some of them."""
 
     blocks: int
-    size: int  # bytes, by which texts are mixed without weights
+    size: int  # bytes, the weight of a text in a blend without weights
 
     def samples(
         self, split: str, blocks: tuple[int, int], seq_length: int, seed: int, prepared: int | None
-    ) -> Samples:
-        """Samples of the blocks [first, last), of which the first `prepared` are tokenised now; None is all.
+    ) -> KnownSamples:
+        """Return samples of the blocks [first, last). The first `prepared` are tokenised now; None means all.
 
-        Raises ValueError when one of these cannot be read, or the split has no sample.
+        Raises ValueError if one of these cannot be read, or if the split has no sample.
         """
 
 
@@ -77,23 +77,25 @@ def open_splits(
     open_text: Callable[[str, str], TextSlice] = _no_text,
     evaluated: int | None = None,
 ) -> Splits:
-    """Opens and checks the splits in `needed` (of train, valid, test), before a device or group is taken.
+    """Open and check the splits in `needed` (of train, valid, test); needs no device or process group.
 
-    With document masks their batches are ModelInputs; the tokenizer's `eod` must be described for them.
+    Samples are numbered from 0. Every split and every data set has a different order, determined by `seed`.
+    With document masks, batches are ModelInputs.
 
-    `requested` is how many samples of each the run may read, None for one epoch: Megatron-LM's order depends
-    on it, and is built for so many; `say` gets a line when that has to be done. `open_text` (flag, path)
-    opens text; the `evaluated` samples that an evaluation reads, None for one epoch, are tokenised at once.
+    vocab_size              ids of the tokenizer without padding; all tokens must be below
+    tokenizer_description   compared with the record of the data, None to skip that; masks need its `eod`
+    requested               samples of each split that the run may read, None for one epoch; the length of
+                            Megatron-LM's order
+    say                     gets a line when an order is built
+    open_text               (flag, path) opens a text
+    evaluated               samples that an evaluation reads, None for one epoch; of text, tokenised at once
 
-    Token ids are below `vocab_size`, the tokenizer's without padding. `tokenizer_description` is compared
-    with what the data records; None compares nothing. Each split and data set has its own order, decided by
-    `seed`; samples are numbered from 0.
-
-    Raises ValueError, one line, when a file is missing or damaged, was made with another tokenizer, holds a
-    token outside the vocabulary, has too few tokens in a needed split for one sample, or has no checksums for
+    Raises ValueError, one line, if a file is missing or damaged, was made with another tokenizer, holds a
+    token outside the vocabulary, has too few tokens for one sample of a needed split, or lacks checksums for
     --verify-data.
     """
     assert set(needed) <= set(SPLITS), f"splits are {SPLITS}, not {needed}"
+    assert tokenizer_description is not None or not config.masks, "document masks need the tokenizer's eod"
     opening = _Opening(
         config,
         seq_length,
@@ -104,8 +106,8 @@ def open_splits(
         say,
         open_text,
         evaluated,
-        functools.cache(lambda: compiled_orders(say)),  # for the first order that is to be built
-        tokenizer_description["eod"] if config.masks else -1,
+        functools.cache(lambda: compiled_orders(say)),  # compiled when the first order is built
+        tokenizer_description["eod"] if tokenizer_description is not None and config.masks else -1,
     )
     samples = {
         split: masked_samples(opening.split(split), config, opening.eod) if split in needed else None
@@ -116,7 +118,7 @@ def open_splits(
 
 @dataclass(frozen=True)
 class _Opening:
-    """What the splits of a run are told, and share while they are opened; see `open_splits`."""
+    """Settings and files that the splits of a run share while they are opened; see `open_splits`."""
 
     config: DataConfig
     seq_length: int
@@ -128,62 +130,61 @@ class _Opening:
     open_text: Callable[[str, str], TextSlice]
     evaluated: int | None
     compiled: Callable[[], CompiledOrders | None]
-    eod: int  # the end of a document, where documents are kept apart
-    data: dict[str, IndexedDataset] = field(default_factory=dict)  # what all splits share is read once
+    eod: int  # end of document, for document masks
+    data: dict[str, IndexedDataset] = field(default_factory=dict)  # each is opened once for all splits
     texts: dict[str, TextSlice] = field(default_factory=dict)
 
     def split(self, split: str) -> Samples:
-        """Opens one of train, valid, test."""
-        config, split_seed = self.config, seed_of(split, self.seed)
-        if config.mock_data:
+        """Open one of train, valid, test."""
+        split_seed = seed_of(split, self.seed)
+        if self.config.mock_data:
             return MockDataset(self.seq_length, self.vocab_size, split_seed)
-        flag = "--data-path" if config.data_path else f"--{split}-data-path"
-        entries = config.data_path or getattr(config, f"{split}_data_path")
-        if not entries:
-            raise option_error(flag, "(not given)", f"this run needs {split} data{_WITHOUT[split]}")
+        flag, entries = paths_of_split(self.config, split)
         weighted = weighted_prefixes(flag, entries)
-        if config.dataset_order == "megatron":
+        if self.config.dataset_order == "megatron":
             return self._megatron(split, flag, [self._part(split, flag, *each) for each in weighted])
         weights = [self._size(split, flag, path) if weight is None else weight for weight, path in weighted]
-        sources: list[Samples] = []
+        sources: list[KnownSamples] = []
         for number, (_, path) in enumerate(weighted):
-            own_seed = order_seed(split_seed, number)
+            seed = order_seed(split_seed, number)
             if is_text(path):
-                sources.append(self._text_samples(split, flag, path, own_seed, weights[number], weights))
+                sources.append(self._text_samples(split, flag, path, seed, weights[number], weights))
             else:
-                sources.append(self._windows(split, self._part(split, flag, None, path), own_seed))
+                sources.append(self._windows(split, self._part(split, flag, None, path), seed))
         return sources[0] if len(sources) == 1 else BlendedDataset(tuple(sources), Blend(tuple(weights)))
 
     def _size(self, split: str, flag: str, path: str) -> float:
-        """What it weighs beside its like: bytes of text, or the tokens of the split."""
+        """Return the weight of a data set without one: bytes of text, or tokens of the split."""
         if is_text(path):
             return float(self._text(flag, path).size)
-        first, last = _tokens(self._part(split, flag, None, path))
+        first, last = self._part(split, flag, None, path).tokens()
         return float(last - first)
 
     def _windows(self, split: str, part: DatasetSlice, seed: int) -> WindowDataset:
-        _check_enough(self.config, split, part, self.seq_length, self.seq_length + 1)
-        samples = WindowDataset(part.source, *_tokens(part), self.seq_length, self.vocab_size, seed)
+        part.check_tokens(split, self.seq_length, self.seq_length + 1, self.config)
+        samples = WindowDataset(part.source, *part.tokens(), self.seq_length, self.vocab_size, seed)
         samples.batch(np.arange(min(_PROBED, samples.windows_per_epoch)))
         return samples
 
     def _text_samples(
         self, split: str, flag: str, path: str, seed: int, weight: float, weights: Sequence[float]
-    ) -> Samples:
-        """With the first of them tokenised: what an evaluation reads, or enough to see that training can."""
+    ) -> KnownSamples:
+        """Open a text and tokenise its first samples: an evaluation's, or enough to find most errors."""
         if self.config.masks and not self.config.append_eod:
             mask = "--" + self.config.masks[0].replace("_", "-")
-            fix = f"{path} is text, whose documents have an end where --append-eod says so; add it"
+            fix = f"the documents of {path}, a text, have no end; add --append-eod"
             raise option_error(mask, "(given)", fix)
         text = self._text(flag, path)
-        blocks = _sequences(self.config, split, text.blocks)
+        blocks = range_of_split(self.config, split, text.blocks)
         if blocks[0] == blocks[1]:
             fix = f"leaves no {split} part of {path}, which is cut into {text.blocks} blocks"
             raise option_error(
                 "--split", self.config.split or DEFAULT_SPLIT, f"{fix}; give it a larger share"
             )
         prepared = 1 if split == "train" else self.evaluated
-        if prepared is not None:  # a blend is within half a sample for each of its levels of the share
+        if (
+            prepared is not None
+        ):  # a blend deviates from the shares by up to half a sample per level of its tree
             prepared = math.ceil(prepared * weight / sum(weights)) + len(weights)
         return text.samples(split, blocks, self.seq_length, seed, prepared)
 
@@ -191,16 +192,17 @@ class _Opening:
         requested = self.requested[split]
         repeats = requested is not None and (len(parts) == 1 or parts[0].weight is not None)
         for part in parts:
-            _check_enough(self.config, split, part, self.seq_length, 2 if repeats else self.seq_length + 1)
+            part.check_tokens(split, self.seq_length, 2 if repeats else self.seq_length + 1, self.config)
         cache = _cache(self.config, parts[0].source.prefix, self.say)
         orders = MegatronOrders(cache, self.seq_length, self.vocab_size, self.seed, self.compiled)
         samples = build_split(orders, flag, split, parts, requested)
-        samples.batch(np.arange(min(_PROBED, requested or samples.windows_per_epoch)))
+        available = requested or samples.windows_per_epoch
+        samples.batch(np.arange(_PROBED if available is None else min(_PROBED, available)))
         return samples
 
     def _part(self, split: str, flag: str, weight: float | None, prefix: str) -> DatasetSlice:
         data = self._data(flag, prefix)
-        return DatasetSlice(weight, data, *_sequences(self.config, split, data.num_sequences))
+        return DatasetSlice(weight, data, *range_of_split(self.config, split, data.num_sequences))
 
     def _data(self, flag: str, prefix: str) -> IndexedDataset:
         if prefix not in self.data:
@@ -208,7 +210,7 @@ class _Opening:
             check_ends(self.data[prefix], self.config.masks, self.eod)
             if self.config.verify_data and self.data[prefix].checksums is None:
                 missing = checksums_path(self.data[prefix].prefix)
-                fix = f"{missing} is missing; preprocess the data again, or leave the flag out"
+                fix = f"{missing} is missing; preprocess the data again, or omit the flag"
                 raise option_error("--verify-data", "(given)", fix)
         return self.data[prefix]
 
@@ -219,18 +221,15 @@ class _Opening:
 
 
 def seed_of(split: str, seed: int) -> int:
-    """What decides the orders of a split's data sets."""
+    """Return the seed of a split, from which the orders of its data sets follow."""
     return int(random_bits(seed, SPLITS.index(split))[0])
 
 
-_WITHOUT = {"train": "", "valid": ", or --eval-iters 0", "test": ""}
-
-
 def _open(flag: str, prefix: str, tokenizer_description: Mapping[str, Any] | None) -> IndexedDataset:
-    """Whatever is wrong with the data set is said with its flag, and with what to do about it."""
+    """Open a data set. Raises ValueError with the flag, the fault and a remedy."""
     if os.path.isfile(prefix) and not prefix.endswith((".bin", ".idx")):
         endings = " or ".join(JSON_LINES)
-        fix = f"is no tokenised data set; text is JSON lines, and ends in {endings}, then .gz or .zst"
+        fix = f"is not a tokenised data set; text must be JSON lines, named {endings}, then .gz or .zst"
         raise option_error(flag, prefix, f"{fix}; data/build_corpus.py converts other text")
     try:
         data = IndexedDataset(prefix)
@@ -239,7 +238,7 @@ def _open(flag: str, prefix: str, tokenizer_description: Mapping[str, Any] | Non
     except ValueError as error:
         fix = "name another data set, or preprocess it again"
         if looks_like_hub(prefix) and not glob.glob(f"{glob.escape(prefix)}.*"):
-            fix += f"; one of Hugging Face's is {HUB}{prefix}"
+            fix += f"; a data set of Hugging Face is {HUB}{prefix}"
         raise option_error(flag, prefix, f"{error}; {fix}") from None
     except OSError as error:
         raise option_error(flag, prefix, f"{one_line(error)}; name a data set that can be read") from None
@@ -249,42 +248,7 @@ def _open(flag: str, prefix: str, tokenizer_description: Mapping[str, Any] | Non
 
 
 def _cache(config: DataConfig, prefix: str, say: Callable[[str], None]) -> OrderCache:
-    """--data-cache-path, or a place that all runs on the same data find."""
+    """Return the cache in --data-cache-path, or beside the data, where all its runs find it."""
     shown = config.data_cache_path or f"{prefix}.orders"
     flag = "--data-cache-path" if config.data_cache_path else "--data-cache-path (not given)"
     return OrderCache(flag, shown, Path(shown), say)
-
-
-def _sequences(config: DataConfig, split: str, count: int) -> tuple[int, int]:
-    """The sequences, or blocks of text, [first, last) of a split, of `count`."""
-    if not config.data_path:
-        return 0, count
-    if not config.shares[SPLITS.index(split)]:
-        raise option_error("--split", config.split, f"this run needs {split} data{_WITHOUT[split]}")
-    return cut(config.shares, count)[SPLITS.index(split)]
-
-
-def _tokens(part: DatasetSlice) -> tuple[int, int]:
-    """The tokens [first, last) of its sequences."""
-    data = part.source
-    first, last = (
-        int(data.pointers[sequence]) // data.dtype.itemsize
-        if sequence < data.num_sequences
-        else data.num_tokens
-        for sequence in (part.first, part.last)
-    )
-    return first, last
-
-
-def _check_enough(config: DataConfig, split: str, part: DatasetSlice, seq_length: int, needed: int) -> None:
-    """Raises ValueError when the tokens are too few for one sample."""
-    first, last = _tokens(part)
-    if last - first < needed:
-        fix = "a larger share in --split, " if config.data_path else ""
-        raise option_error(
-            "--seq-length",
-            seq_length,
-            f"one sample needs {needed} tokens, but the {split} split of {part.source.prefix} has "
-            f"{last - first} ({part.last - part.first} of {part.source.num_sequences} sequences); give more "
-            f"data, {fix}or a shorter length",
-        )

@@ -1,10 +1,10 @@
-"""Arrays that are computed once and then read from files by whoever needs them again.
+"""A cache of arrays on disk: each is computed once and then read by every process that needs it.
 
-An entry is a directory KEY of one .npy file an array, `checksums.json`, and `made_of.json`, which says what
-the key is the digest of. It gets its name when it is whole. Entries may be removed when no run uses them.
+An entry is a directory KEY with one .npy file per array, `checksums.json`, and `made_of.json`, of which KEY
+is the digest. The directory gets its name when it is complete. Entries may be removed while no run uses them.
 
-An entry is data and not code, and may be shared, as the data set beside which it lies: it gets the
-permissions that the umask leaves, and is believed whoever owns it, as far as its checksums agree.
+An entry is data, not code, and may be shared like the data set beside it: its permissions follow from the
+umask, and it is used if its checksums match, whoever owns it.
 """
 
 import contextlib
@@ -20,17 +20,17 @@ from typing import Any
 
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
-from megatron_zpp.data.array_files import ArrayFiles, open_array, verify
 from megatron_zpp.data.file_array import FileArray
+from megatron_zpp.data.npy_files import NpyWriter, open_array, verify_arrays
 from megatron_zpp.storage.files import fsync
 from megatron_zpp.storage.regular import open_stream
 
-_EDGE = 1 << 16  # bytes at either end of a file that its digest covers
+_EDGE = 1 << 16  # bytes at either end of a file that are part of its digest
 _MADE_OF = "made_of.json"
 
 
 def contents_of(path: str) -> dict[str, Any]:
-    """What tells a file from another or a later one: its size, its time and a digest of both its ends."""
+    """Return what distinguishes a file from others and later versions: size, time, digest of both ends."""
     digest = hashlib.sha256()
     with open_stream(path) as file:
         status = os.fstat(file.fileno())
@@ -41,9 +41,9 @@ def contents_of(path: str) -> dict[str, Any]:
 
 
 class CachedArrays:
-    """The arrays of an entry, by name. Pickling keeps the path alone: a worker process opens the files again.
+    """The arrays of an entry, by name. Pickling stores the path only: a worker process opens the files again.
 
-    Raises OSError and ValueError when they cannot be read.
+    Raises OSError and ValueError if they cannot be read.
     """
 
     def __init__(self, entry: Path, names: tuple[str, ...]) -> None:
@@ -58,35 +58,35 @@ class CachedArrays:
 
 
 class OrderCache:
-    """The entries of one directory, which is made when there is one to write."""
+    """The entries of one directory, which is created for the first entry."""
 
     def __init__(self, flag: str, shown: str, directory: Path, say: Callable[[str], None]) -> None:
-        """`flag` and `shown` name the directory in refusals; `say` gets a line when something is built."""
+        """`flag` and `shown` name the directory in errors; `say` gets a line whenever an entry is built."""
         self._flag, self._shown, self._directory, self._say = flag, shown, directory, say
 
     def get(
         self,
         made_of: Mapping[str, Any],
         names: tuple[str, ...],
-        build: Callable[[ArrayFiles], None],
+        build: Callable[[NpyWriter], None],
         what: str,
     ) -> CachedArrays:
-        """The arrays `names`, checked and opened; built first by `build` where there are none.
+        """Return the arrays `names`, checked and opened; `build` writes them if they are missing.
 
-        Where several processes ask at once one builds and the others wait, as far as the file system has
-        locks; without them each builds, and the first to be done is kept. An entry that cannot be read, or
-        is not as it was written, is built again. Raises ValueError where the directory cannot be written.
+        If several processes need an entry, one builds it and the others wait. On a file system without locks
+        each builds it, and the first one to finish is kept. An entry that is damaged or cannot be read is
+        built again. Raises ValueError if the directory cannot be written.
         """
         text = json.dumps(dict(made_of), sort_keys=True, indent=1)
         entry = self._directory / hashlib.sha256(text.encode()).hexdigest()[:32]
         with contextlib.suppress(OSError, ValueError):
-            return _whole(entry, names)
+            return _verified(entry, names)
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             with locked(self._directory / "lock"):
                 problem = ""
                 try:
-                    return _whole(entry, names)
+                    return _verified(entry, names)
                 except FileNotFoundError:
                     problem = f": a file of {entry} is missing" if entry.exists() else ""
                 except (OSError, ValueError) as error:
@@ -94,44 +94,42 @@ class OrderCache:
                 self._say(f"building {what}, {f'again{problem}' if problem else f'once; {entry}'}")
                 self._build(entry, text, build)
         except OSError as error:
-            fix = f"{error.strerror}; name a directory with room that can be written"
+            fix = f"{error.strerror}; name a writable directory with free space"
             raise option_error(self._flag, self._shown, fix) from None
         return CachedArrays(entry, names)
 
-    def _build(self, entry: Path, text: str, build: Callable[[ArrayFiles], None]) -> None:
-        shutil.rmtree(entry, ignore_errors=True)  # what is there cannot be read
+    def _build(self, entry: Path, text: str, build: Callable[[NpyWriter], None]) -> None:
+        shutil.rmtree(entry, ignore_errors=True)  # an existing entry cannot be read
         with tempfile.TemporaryDirectory(prefix=f"{entry.name}.building-", dir=self._directory) as name:
-            whole = Path(name) / "entry"
-            whole.mkdir()
-            build(files := ArrayFiles(whole))
+            complete = Path(name) / "entry"
+            complete.mkdir()
+            files = NpyWriter(complete)
+            build(files)
             files.finish()
-            (whole / _MADE_OF).write_text(text + "\n")
-            for path in (*whole.iterdir(), whole):
+            (complete / _MADE_OF).write_text(text + "\n")
+            for path in (*complete.iterdir(), complete):
                 fsync(path)
-            with contextlib.suppress(FileExistsError):
-                _rename(whole, entry)
+            _rename_unless_present(complete, entry)
         fsync(self._directory)
 
 
-def _whole(entry: Path, names: tuple[str, ...]) -> CachedArrays:
-    """Raises OSError or ValueError unless it is as it was written."""
-    verify(entry, names)
+def _verified(entry: Path, names: tuple[str, ...]) -> CachedArrays:
+    """Raises OSError or ValueError unless the entry is as it was written."""
+    verify_arrays(entry, names)
     return CachedArrays(entry, names)
 
 
-def _rename(whole: Path, entry: Path) -> None:
-    """Raises FileExistsError when another process was faster, which has made the same."""
+def _rename_unless_present(complete: Path, entry: Path) -> None:
     try:
-        os.rename(whole, entry)
+        os.rename(complete, entry)
     except OSError:
-        if not entry.is_dir():
+        if not entry.is_dir():  # otherwise another process was faster, and built the same entry
             raise
-        raise FileExistsError(entry) from None
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """The kernel frees the lock when its holder dies, so none is left behind."""
+    """Hold a lock on the file `path`, which the kernel releases if this process dies."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)  # a group may share it
     try:
         with contextlib.suppress(OSError):  # a file system without locks

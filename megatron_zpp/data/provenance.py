@@ -1,4 +1,4 @@
-"""PREFIX.tokenizer.json: which tokenizer made a data set."""
+"""PREFIX.tokenizer.json: a record of the tokenizer that made a data set."""
 
 import json
 from collections.abc import Mapping
@@ -8,8 +8,8 @@ from typing import Any
 from megatron_zpp.storage.files import write_text
 from megatron_zpp.storage.regular import read_limited
 
-_LIMIT = 1 << 20  # bytes; a description is a handful of short values
-# In the order in which a difference tells a person most.
+_LIMIT = 1 << 20  # bytes; a description has a few short values
+# The most informative difference comes first.
 KEYS = ("tokenizer_type", "vocab_size", "eod", "fingerprint")
 
 
@@ -19,15 +19,17 @@ def provenance_path(prefix: str) -> str:
 
 
 def write_provenance(prefix: str | Path, description: Mapping[str, Any]) -> None:
-    """Writes `description`, which has at least `KEYS`, for PREFIX; a reader sees the old or the new one."""
-    assert all(key in description for key in KEYS), f"a tokenizer's description has {KEYS}: {description}"
+    """Atomically write `description`, which has at least `KEYS`, for PREFIX."""
+    assert all(key in description for key in KEYS), (
+        f"a tokenizer's description must have {KEYS}: {description}"
+    )
     write_text(Path(provenance_path(str(prefix))), json.dumps(dict(description), indent=2) + "\n")
 
 
 def check_provenance(prefix: str | Path, description: Mapping[str, Any]) -> None:
-    """Raises ValueError when the tokenizer that made PREFIX is not the one described.
+    """Raise ValueError if the record of PREFIX differs from the tokenizer described.
 
-    A data set without the file, as Megatron-LM makes it, passes.
+    A data set without a record, as Megatron-LM writes it, passes.
     """
     path = provenance_path(str(prefix))
     try:
@@ -35,7 +37,7 @@ def check_provenance(prefix: str | Path, description: Mapping[str, Any]) -> None
     except FileNotFoundError:
         return
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; mend that, or preprocess the data again") from None
+        raise ValueError(f"{path}: {error.strerror}; fix that, or preprocess the data again") from None
     recorded = _parse(path, text)
     differing = [key for key in KEYS if recorded[key] != description[key]]
     if differing:
@@ -43,15 +45,15 @@ def check_provenance(prefix: str | Path, description: Mapping[str, Any]) -> None
         ours = ", ".join(f"{key} {description[key]}" for key in differing)
         raise ValueError(
             f"{path}: the data set was made with another tokenizer: {theirs}; --tokenizer-type "
-            f"{description['tokenizer_type']} and its files give {ours}; give the tokenizer of the data"
+            f"{description['tokenizer_type']} and its files give {ours}; use the tokenizer of the data"
         )
 
 
 def _parse(path: str, text: bytes) -> dict[str, Any]:
     try:
         recorded = json.loads(text)
-    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or brackets in brackets
+    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or brackets nested too deeply
         raise ValueError(f"{path}: not JSON ({error}); preprocess the data again") from None
     if not isinstance(recorded, dict) or not all(key in recorded for key in KEYS):
-        raise ValueError(f"{path}: no JSON object with {', '.join(KEYS)}; preprocess the data again")
+        raise ValueError(f"{path}: not a JSON object with {', '.join(KEYS)}; preprocess the data again")
     return recorded

@@ -1,9 +1,10 @@
-"""What a resumed run reads, also with other weights or other data sets.
+"""The training samples of a resumed run, whose weights or data sets may have changed.
 
-A checkpoint says since which sample the weights hold, and how much of every data set was read by then. From
-there on the blend of these weights says which data set a sample is of, and its number there is what was read
-by then and what the blend has given since. So a change loses and repeats no sample of any data set, whatever
-the number of ranks and however often the weights change; and where nothing changes no sample moves.
+A checkpoint records since which sample its weights hold, and how much of each data set had been read by then.
+From that sample on, the blend of these weights determines the data set of each sample. The sample's number in
+its data set is the count read before the change plus the count that the blend has drawn since. So a change
+neither skips nor repeats a sample of any data set, for any number of ranks and of changes. Without a change,
+no sample moves.
 """
 
 import math
@@ -16,19 +17,19 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.data.blend import Blend, BlendedDataset
 from megatron_zpp.data.dataset_progress import DatasetProgress, ResumedBlend, SourceProgress
 from megatron_zpp.data.documents import MaskedSamples
-from megatron_zpp.data.samples import KnownSamples, Samples
+from megatron_zpp.data.samples import KnownSamples, Samples, SeededSamples
 from megatron_zpp.data.windows import order_seed
 
-_SAME = 1e-12  # of a share: 3 and 7 are 0.3 and 0.7
-_ANEW = (
-    " WARNING: other data sets or weights than before, and it is not known how far each was read: "
-    "from here on samples are numbered by the present ones, so that some may repeat or be left out"
+_TOLERANCE = 1e-12  # relative, of shares: weights 3 and 7 are 0.3 and 0.7
+_RENUMBERED = (
+    " WARNING: data sets or weights have changed, and how far each was read is unknown: "
+    "from here on samples are numbered by the present data sets, so some may be repeated or skipped"
 )
 
 
 @dataclass(frozen=True)
 class ResumedData:
-    """What a run resumes with: samples, what to keep in its checkpoints, and lines for the log."""
+    """Training samples of a resumed run, the progress to save in checkpoints, and lines for the log."""
 
     samples: Samples
     dataset_progress: DatasetProgress | None
@@ -38,11 +39,12 @@ class ResumedData:
 def resume_data(
     samples: Samples, saved: DatasetProgress | None, *, consumed: int, data: DataConfig, train_seed: int
 ) -> ResumedData:
-    """The training samples of a run that resumes after `consumed` samples of the order in `saved`.
+    """Return the training samples of a run that resumes after `consumed` samples of the order in `saved`.
 
-    Data sets are told apart by their contents, so one that was moved continues; a new one begins, and one
-    that was left out keeps its place for when it is back. `train_seed` is the split's. Raises ValueError
-    for another blend in Megatron-LM's order, which is made for the whole of a run.
+    Data sets are recognised by their contents, so a data set that was moved continues where it was. A new one
+    starts at its beginning. The position of an omitted one is kept until it is used again. `train_seed` is
+    the seed of the split. Raises ValueError for a changed blend in Megatron-LM's order, which is built for a
+    whole run.
     """
     if isinstance(samples, MaskedSamples):
         inner = resume_data(samples.samples, saved, consumed=consumed, data=data, train_seed=train_seed)
@@ -60,29 +62,30 @@ def resume_data(
     if data.dataset_order == "megatron":
         flag = "--data-path" if data.data_path else "--train-data-path"
         fix = (
-            f"the run began with {_listed(saved)}, and --dataset-order megatron is made for a whole run; "
-            "give these again, or begin a new run from its weights with --finetune"
+            f"the run began with {_listed(saved)}, and --dataset-order megatron is built for a whole run; "
+            "give these again, or start a new run from its weights with --finetune"
         )
         raise option_error(flag, data.data_path or data.train_data_path, fix)
     if any(part.weight is None for part in saved.reading):
-        return ResumedData(samples, beginning, [_ANEW])
+        return ResumedData(samples, beginning, [_RENUMBERED])
     dataset_progress = _changed(saved, beginning, partners, consumed)
     return ResumedData(
         _arranged(samples, dataset_progress, train_seed),
         dataset_progress,
-        _said(saved, dataset_progress, partners, consumed),
+        _describe_change(saved, dataset_progress, partners, consumed),
     )
 
 
 def _parts(samples: Samples) -> tuple[Sequence[KnownSamples], tuple[float, ...]]:
-    """The data sets; SeededSamples but for Megatron-LM's order."""
+    """Return the data sets of `samples` and their weights."""
     if isinstance(samples, BlendedDataset):
         return samples.sources, samples.blend.weights
+    assert isinstance(samples, KnownSamples), f"not samples of a data set: {samples}"
     return (samples,), (1.0,)
 
 
 def _beginning(order: str, sources: Sequence[KnownSamples], weights: Sequence[float]) -> DatasetProgress:
-    """Of a run that has read nothing."""
+    """Return the progress of a run that has read nothing."""
     sets = (
         SourceProgress(source.name, source.fingerprint(), number, float(weight), 0)
         for number, (source, weight) in enumerate(zip(sources, weights, strict=True))
@@ -91,7 +94,7 @@ def _beginning(order: str, sources: Sequence[KnownSamples], weights: Sequence[fl
 
 
 def _partners(saved: Sequence[SourceProgress], present: Sequence[SourceProgress]) -> list[int | None]:
-    """Which of the saved data sets each present one is; None for a new one."""
+    """Return the index of each present data set among the saved ones, None for a new data set."""
     rules: tuple[Callable[[SourceProgress, SourceProgress], bool], ...] = (
         lambda old, new: old.fingerprint == new.fingerprint and old.prefix == new.prefix,
         lambda old, new: old.fingerprint == new.fingerprint,
@@ -103,24 +106,28 @@ def _partners(saved: Sequence[SourceProgress], present: Sequence[SourceProgress]
     for same in rules:
         for number, new in enumerate(present):
             if found[number] is None:
-                found[number] = next((k for k, old in free.items() if same(old, new)), None)
-                free.pop(found[number], None)
+                partner = next((k for k, old in free.items() if same(old, new)), None)
+                if partner is not None:
+                    found[number] = partner
+                    del free[partner]
     return found
 
 
 def _same_shares(saved: DatasetProgress, partners: list[int | None], weights: Sequence[float]) -> bool:
     """Whether the run reads the same data sets in the same proportions as before."""
-    before = [part.weight for part in saved.reading]
-    if partners != list(range(len(before))):
+    if partners != list(range(len(saved.reading))):
         return False
-    if None in before or len(before) == 1:
-        return len(before) == 1 or set(before) == {None}
+    if len(saved.reading) == 1:
+        return True
+    before = saved.weights
+    if before is None:
+        return all(part.weight is None for part in saved.reading)
     pairs = zip(before, weights, strict=True)
-    return all(math.isclose(a / sum(before), b / sum(weights), rel_tol=_SAME) for a, b in pairs)
+    return all(math.isclose(a / sum(before), b / sum(weights), rel_tol=_TOLERANCE) for a, b in pairs)
 
 
 def _renamed(saved: DatasetProgress, beginning: DatasetProgress) -> DatasetProgress:
-    """`saved` with the data sets as they are called and known now."""
+    """Return `saved` with the present prefixes, fingerprints and, where unknown, weights."""
     present = (
         replace(
             old,
@@ -136,7 +143,7 @@ def _renamed(saved: DatasetProgress, beginning: DatasetProgress) -> DatasetProgr
 def _changed(
     saved: DatasetProgress, beginning: DatasetProgress, partners: list[int | None], consumed: int
 ) -> DatasetProgress:
-    """The present data sets, each from where it stands after `consumed` samples, and those left out."""
+    """Return the present data sets, then the omitted ones, each at its position after `consumed` samples."""
     before = saved.consumed_by(consumed)
     stream = 1 + max(part.stream for part in saved.sets)
     sets = []
@@ -153,55 +160,55 @@ def _changed(
 
 
 def _arranged(samples: Samples, dataset_progress: DatasetProgress, train_seed: int) -> Samples:
-    """The data sets of `samples` as `dataset_progress` says; `samples` itself where that is the same."""
+    """Return `samples` in the order of `dataset_progress`."""
     sources, weights = _parts(samples)
-    reading = dataset_progress.reading
-    as_begun = all(part.stream == number for number, part in enumerate(reading))
-    if dataset_progress.order == "megatron" or (
-        as_begun
-        and not dataset_progress.since
-        and (len(reading) == 1 or weights == tuple(p.weight for p in reading))
-    ):
-        return samples
-    pairs = zip(sources, reading, strict=True)
-    moved = tuple(source.with_seed(order_seed(train_seed, part.stream)) for source, part in pairs)
-    blend = Blend(tuple(part.weight for part in reading))
-    return BlendedDataset(
-        moved, ResumedBlend(blend, dataset_progress.since, tuple(part.consumed_before for part in reading))
+    reading, reading_weights = dataset_progress.reading, dataset_progress.weights
+    first_streams = all(part.stream == number for number, part in enumerate(reading))
+    unchanged = (
+        first_streams and not dataset_progress.since and (len(reading) == 1 or weights == reading_weights)
     )
+    if dataset_progress.order == "megatron" or unchanged:
+        return samples
+    assert reading_weights is not None, f"the weights are unknown: {dataset_progress}"
+    moved: list[KnownSamples] = []
+    for source, part in zip(sources, reading, strict=True):
+        assert isinstance(source, SeededSamples), f"{source.name} has one order only"
+        moved.append(source.with_seed(order_seed(train_seed, part.stream)))
+    consumed_before = tuple(part.consumed_before for part in reading)
+    blend = ResumedBlend(Blend(reading_weights), dataset_progress.since, consumed_before)
+    return BlendedDataset(tuple(moved), blend)
 
 
-def _said(
+def _describe_change(
     saved: DatasetProgress, dataset_progress: DatasetProgress, partners: list[int | None], consumed: int
 ) -> list[str]:
-    """A line for the change, and one for each data set: its share before and now, and where it continues."""
-    reading = dataset_progress.reading
+    """Return a line for the change and one per data set: shares before and now, where it continues."""
     before, now = (_shares(each) for each in (saved, dataset_progress))
     lines = [f" the blend changes at sample {consumed:,}; each data set continues from where it was:"]
     known = {part.prefix for part in saved.sets}
-    for number, (part, partner) in enumerate(zip(reading, partners, strict=True)):
-        old = before[partner] if partner is not None else 0.0
+    for number, (part, partner) in enumerate(zip(dataset_progress.reading, partners, strict=True)):
+        share = before[partner] if partner is not None else 0.0
         where = f"from its sample {part.consumed_before:,} on"
         if partner is None:
-            where = "anew, as its contents have changed" if part.prefix in known else "from its beginning"
-        lines.append(f"   {old:.2%} -> {now[number]:.2%} {part.prefix}, {where}")
+            changed = part.prefix in known
+            where = "from its beginning" + (", because its contents have changed" if changed else "")
+        lines.append(f"   {share:.2%} -> {now[number]:.2%} {part.prefix}, {where}")
     for number, old in enumerate(saved.reading):
         if number not in partners:
-            consumed_before = saved.consumed_by(consumed)[number]
-            lines.append(
-                f"   {before[number]:.2%} -> 0 {old.prefix}, left out after {consumed_before:,} samples"
-            )
+            read = saved.consumed_by(consumed)[number]
+            lines.append(f"   {before[number]:.2%} -> 0 {old.prefix}, omitted after {read:,} samples")
     return lines
 
 
 def _shares(dataset_progress: DatasetProgress) -> list[float]:
-    total = sum(part.weight for part in dataset_progress.sets)
-    return [part.weight / total for part in dataset_progress.sets]
+    weights = [part.weight or 0.0 for part in dataset_progress.sets]
+    total = sum(weights)
+    return [weight / total for weight in weights]
 
 
 def _listed(dataset_progress: DatasetProgress) -> str:
-    """The data sets as they are given on a command line."""
-    parts = ([] if part.weight is None else [f"{part.weight:g}"] for part in dataset_progress.reading)
-    return " ".join(
-        " ".join((*w, part.prefix)) for w, part in zip(parts, dataset_progress.reading, strict=True)
-    )
+    """Return the data sets as they are written on a command line."""
+    entries: list[str] = []
+    for part in dataset_progress.reading:
+        entries += [part.prefix] if part.weight is None else [f"{part.weight:g}", part.prefix]
+    return " ".join(entries)

@@ -1,48 +1,54 @@
-"""What every source of samples offers, whatever it reads."""
+"""Interfaces of sources of samples."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 
 class Epochs(NamedTuple):
-    """How often some samples read all of a data set."""
+    """How often a number of samples reads a whole data set."""
 
-    name: str  # as it was given
+    name: str  # as given on the command line
     times: float
-    about: bool = False  # estimated from what of a text is tokenised
+    about: bool = False  # estimated, because only part of a text is tokenised
 
 
-class Samples(Protocol):
-    """A numbered sequence of samples of S + 1 tokens, as long as the run needs it; picklable, for workers."""
-
-    @property
-    def windows_per_epoch(self) -> int | None:
-        """Samples that are read before text repeats; None when it never does, or nobody knows."""
+class BatchSource(Protocol):
+    """Anything that returns numbered samples; picklable, for worker processes."""
 
     def batch(self, indices: np.ndarray) -> Any:
         """Samples by number: (len,) integers of 0 or more to (len, S + 1) int64, or documents.ModelInputs."""
 
+
+class Samples(BatchSource, Protocol):
+    """A numbered sequence of samples of S + 1 tokens, as long as the run needs it."""
+
+    @property
+    def windows_per_epoch(self) -> int | None:
+        """Samples before text repeats; None if it never does, or if the number is unknown."""
+
     def epochs(self, samples: int) -> list[Epochs]:
-        """How often the first so many samples read each data set that knows."""
+        """How often the first `samples` samples read each data set, for data sets that know."""
 
     def describe(self) -> str:
-        """One line for the head of a run."""
+        """One line for the head of the log."""
 
 
+@runtime_checkable
 class KnownSamples(Samples, Protocol):
     """Samples of one data set, which a resumed run recognises."""
 
     @property
     def name(self) -> str:
-        """The data set as it was given."""
+        """The data set, as given on the command line."""
 
     def fingerprint(self) -> str:
-        """The same for a copy elsewhere, another for other contents; it stays in checkpoints."""
+        """An identifier that is kept in checkpoints: equal for copies, different for other contents."""
 
 
+@runtime_checkable
 class SeededSamples(KnownSamples, Protocol):
-    """Samples of one data set in an order that a seed decides, each as near as the first."""
+    """Samples of one data set in a seeded order; any sample is found as fast as the first."""
 
     def with_seed(self, seed: int) -> "SeededSamples":
         """The same data set in the order of another seed."""

@@ -1,14 +1,55 @@
-"""Where a data set is cut into train, valid and test."""
+"""Which part of a data set belongs to train, valid and test."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+
+from megatron_zpp.config.data import SPLITS, DataConfig
+from megatron_zpp.config.options import option_error
+from megatron_zpp.data.indexed import IndexedDataset
+
+_ALTERNATIVE = {"train": "", "valid": ", or --eval-iters 0", "test": ""}  # to data of a split
+
+
+@dataclass(frozen=True)
+class DatasetSlice:
+    """The sequences [first, last) of a data set and its weight in the blend, None if none is given."""
+
+    weight: float | None
+    source: IndexedDataset
+    first: int
+    last: int
+
+    def tokens(self) -> tuple[int, int]:
+        """The tokens [first, last) of the sequences."""
+        data = self.source
+        first, last = (
+            int(data.pointers[sequence]) // data.dtype.itemsize
+            if sequence < data.num_sequences
+            else data.num_tokens
+            for sequence in (self.first, self.last)
+        )
+        return first, last
+
+    def check_tokens(self, split: str, seq_length: int, needed: int, config: DataConfig) -> None:
+        """Raise ValueError if the slice has fewer than the `needed` tokens of one sample."""
+        first, last = self.tokens()
+        if last - first < needed:
+            fix = "a larger share in --split, " if config.data_path else ""
+            raise option_error(
+                "--seq-length",
+                seq_length,
+                f"one sample needs {needed} tokens, but the {split} split of {self.source.prefix} has "
+                f"{last - first} ({self.last - self.first} of {self.source.num_sequences} sequences); give "
+                f"more data, {fix}or a shorter length",
+            )
 
 
 def cut(shares: Sequence[float], sequences: int) -> tuple[tuple[int, int], ...]:
-    """The sequences [first, last) of each share, contiguous from 0 on.
+    """Return the sequences [first, last) of each share, contiguous from 0.
 
-    As Megatron-LM: each end is the running sum of the shares times `sequences`, rounded to the nearest whole
-    number and halves to the even one. `shares` sum to 1, so the last end is `sequences`.
+    As in Megatron-LM, each end is the running sum of the shares times `sequences`, rounded to the nearest
+    integer, halves to even. `shares` sum to 1, so the last end is `sequences`.
     """
     ends, total = [0], 0.0
     for share in shares:
@@ -16,3 +57,21 @@ def cut(shares: Sequence[float], sequences: int) -> tuple[tuple[int, int], ...]:
         ends.append(round(total * sequences))
     assert ends[-1] == sequences, f"shares {shares} sum to {total}, not 1"
     return tuple(pairwise(ends))
+
+
+def range_of_split(config: DataConfig, split: str, count: int) -> tuple[int, int]:
+    """Return the range [first, last) of a split among `count` sequences, or blocks of text."""
+    if not config.data_path:
+        return 0, count
+    if not config.shares[SPLITS.index(split)]:
+        raise option_error("--split", config.split, f"this run needs {split} data{_ALTERNATIVE[split]}")
+    return cut(config.shares, count)[SPLITS.index(split)]
+
+
+def paths_of_split(config: DataConfig, split: str) -> tuple[str, tuple[str, ...]]:
+    """Return the flag that names the data of a split, and its value. Raises ValueError if there is none."""
+    flag = "--data-path" if config.data_path else f"--{split}-data-path"
+    entries = config.data_path or getattr(config, f"{split}_data_path")
+    if not entries:
+        raise option_error(flag, "(not given)", f"this run needs {split} data{_ALTERNATIVE[split]}")
+    return flag, entries

@@ -1,33 +1,40 @@
-"""Whether data sets still are what was written, byte by byte."""
+"""Compares the tokens of data sets with their checksums."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
-from megatron_zpp.data.indexed import IndexedDataset, tokens_path, unlike_what_was_written
-from megatron_zpp.storage.checksums import DamagedFile, OnProgress, VerifiedFile, no_report
+from megatron_zpp.data.checksums import changed_since_written
+from megatron_zpp.data.indexed import IndexedDataset, tokens_path
+from megatron_zpp.storage.checksums import Checksums, DamagedFile, OnProgress, VerifiedFile, no_report
 
-_THREADS = 4  # that read and hash; both leave Python's lock
+_THREADS = 4  # read and hash, both without holding Python's lock
 
 
 def verify_tokens(
     datasets: Sequence[IndexedDataset], part: int, parts: int, on_progress: OnProgress = no_report
 ) -> None:
-    """Reads one of `parts` equal parts of all .bin files together and checks it; each data set has checksums.
+    """Read and check one of `parts` equal parts of all .bin files together; every data set has checksums.
 
-    Raises DamagedFile with file, place and fix; OSError as the file system does.
+    Raises DamagedFile with the file, the offset and a remedy; OSError from the file system.
     """
-    chunks = [len(data.checksums.tokens.digests) for data in datasets]
+    written = [_checksums(data) for data in datasets]
+    chunks = [len(checksums.digests) for checksums in written]
     begin, end = (sum(chunks) * edge // parts for edge in (part, part + 1))
-    first = 0  # of this file's chunks, among all
+    first = 0  # index of this file's first chunk among the chunks of all files
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="verify") as pool:
-        for data, count in zip(datasets, chunks, strict=True):
+        for data, checksums, count in zip(datasets, written, chunks, strict=True):
             mine = range(max(begin - first, 0), min(end - first, count))
             first += count
             try:
                 path = Path(tokens_path(data.prefix))
-                with closing(VerifiedFile(path, data.checksums.tokens, on_progress)) as file:
+                with closing(VerifiedFile(path, checksums, on_progress)) as file:
                     file.check(mine, pool.map)
             except DamagedFile as damage:
-                raise unlike_what_was_written(data.prefix, damage) from None
+                raise changed_since_written(data.prefix, damage) from None
+
+
+def _checksums(data: IndexedDataset) -> Checksums:
+    assert data.checksums is not None, f"{data.prefix} has no checksums"
+    return data.checksums.tokens

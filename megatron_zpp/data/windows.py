@@ -1,8 +1,9 @@
-"""The default sample order, and the data set that reads its samples.
+"""The default sample order, and the data set that reads samples in it.
 
-The tokens of a split form a ring of T. Epoch e cuts it into W = T // S windows of S + 1 tokens, S inputs and
-one more label, from a random offset on, and visits them in a random order. Sample i is a closed form of
-(seed, i): there is no index to build or to cache, and any sample is as near as the first.
+The T tokens of a split form a ring. Epoch e cuts the ring at a random offset into W = T // S windows of S + 1
+tokens (S inputs, and one more token as the last label) and visits them in a random order. Sample i is a
+closed form of (seed, i): there is no index to build or to cache, and any sample is found as fast as the
+first.
 """
 
 from dataclasses import dataclass, replace
@@ -10,27 +11,26 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_zpp.data.file_array import FileArray
-from megatron_zpp.data.fingerprint import fingerprint_of
-from megatron_zpp.data.hashing import random_bits
 from megatron_zpp.data.indexed import IndexedDataset
-from megatron_zpp.data.permutation import permute
 from megatron_zpp.data.samples import Epochs
-from megatron_zpp.data.token_range_check import check_tokens
+from megatron_zpp.data.stateless_random import permute, random_bits
 
-_OFFSET, _ORDER = 0, 1  # what the random bits of an epoch decide
+_OFFSET, _ORDER = 0, 1  # uses of an epoch's random bits
 
 
 @dataclass(frozen=True)
 class WindowOrder:
-    """Where each sample begins in a ring of `tokens`; the arithmetic alone."""
+    """Where each sample begins in a ring of `tokens`: arithmetic only."""
 
     tokens: int  # T
     seq_length: int  # S
     seed: int
 
     def __post_init__(self) -> None:
-        assert self.seq_length >= 1, f"a window has at least one token, not {self.seq_length}"
-        assert self.tokens > self.seq_length, f"{self.tokens} tokens hold no window of {self.seq_length} + 1"
+        assert self.seq_length >= 1, f"a window must have at least one token, got {self.seq_length}"
+        assert self.tokens > self.seq_length, (
+            f"{self.tokens} tokens are too few for a window of {self.seq_length} + 1"
+        )
 
     @property
     def windows_per_epoch(self) -> int:
@@ -38,7 +38,7 @@ class WindowOrder:
         return self.tokens // self.seq_length
 
     def starts(self, indices: np.ndarray) -> np.ndarray:
-        """First token of each sample, in [0, T): (len,) integers of 0 or more to (len,) int64."""
+        """Return the first token of each sample, in [0, T): (len,) integers of 0 or more to (len,) int64."""
         epochs, positions = np.divmod(np.asarray(indices, np.int64), self.windows_per_epoch)
         offsets = random_bits(self.seed, epochs, _OFFSET) % np.uint64(self.tokens)
         windows = permute(positions, self.windows_per_epoch, random_bits(self.seed, epochs, _ORDER))
@@ -46,7 +46,7 @@ class WindowOrder:
 
 
 def order_seed(split_seed: int, stream: int) -> int:
-    """The seed of a data set of a split: each has an order of its own."""
+    """Return the seed of data set number `stream` of a split: every data set has a different order."""
     return int(random_bits(split_seed, stream)[0])
 
 
@@ -63,12 +63,12 @@ class WindowDataset:
 
     @property
     def name(self) -> str:
-        """The data set as it was given."""
+        """The data set, as given on the command line."""
         return self.source.prefix
 
     def fingerprint(self) -> str:
-        """What the data set is known by again."""
-        return fingerprint_of(self.source)
+        """An identifier of the whole data set's contents."""
+        return self.source.fingerprint()
 
     def with_seed(self, seed: int) -> "WindowDataset":
         """The same tokens in the order of another seed."""
@@ -76,23 +76,23 @@ class WindowDataset:
 
     @property
     def order(self) -> WindowOrder:
-        """Which sample begins where, from `first` on."""
+        """The order of samples; positions count from token `first`."""
         return WindowOrder(self.last - self.first, self.seq_length, self.seed)
 
     @property
     def windows_per_epoch(self) -> int:
-        """Samples after which each token has been an input once, but for fewer than S of them."""
+        """Samples after which every token has been an input once, except for fewer than S tokens."""
         return self.order.windows_per_epoch
 
     def describe(self) -> str:
-        """One line for the head of a run."""
+        """One line for the head of the log."""
         return (
             f"{self.source.prefix}: {self.last - self.first:,} tokens, "
             f"{self.windows_per_epoch:,} samples of {self.seq_length}"
         )
 
     def epochs(self, samples: int) -> list[Epochs]:
-        """How often so many samples read each data set."""
+        """How often the first `samples` samples read the data set."""
         return [Epochs(self.name, samples / self.windows_per_epoch)]
 
     def batch(self, indices: np.ndarray) -> np.ndarray:
@@ -103,28 +103,25 @@ class WindowDataset:
         ring = self.source.tokens.part(self.first, self.last)
         starts = self.order.starts(indices)
         batch = read_windows(ring, starts, self.seq_length + 1)
-        check_tokens(
-            batch, self.vocab_size, self.source, lambda row, column: self._place(starts[row], column)
+        self.source.check_token_ids(
+            batch, self.vocab_size, lambda row, column: self.first + int(starts[row] + column) % len(ring)
         )
         return batch
 
-    def _place(self, start: int, column: int) -> int:
-        return self.first + int(start + column) % (self.last - self.first)
-
 
 def read_windows(ring: FileArray, starts: np.ndarray, length: int) -> np.ndarray:
-    """As `cut_windows`, of a ring (T,) that lies in a file."""
+    """Return what `cut_windows` returns, for a ring (T,) in a file."""
     before_end = np.minimum(length, len(ring) - starts)
     if (before_end == length).all():
         found = ring.gather(starts, before_end)
-    else:  # each window is what it has before the end, and what it has from the beginning
+    else:  # a window may have one part before the end of the ring and one from its beginning
         firsts = np.stack([starts, np.zeros_like(starts)], axis=1)
         found = ring.gather(firsts.ravel(), np.stack([before_end, length - before_end], axis=1).ravel())
     return found.reshape(len(starts), length).astype(np.int64)
 
 
 def cut_windows(ring: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
-    """What stands in a ring from each start on: (T,) tokens, (len,) starts to (len, length <= T) int64."""
+    """Return `length` <= T tokens of a ring from each start: (T,), (len,) to (len, length) int64."""
     batch = np.empty((len(starts), length), np.int64)
     for row, start in zip(batch, starts.tolist(), strict=True):
         straight = ring[start : start + length]

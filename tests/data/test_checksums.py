@@ -9,7 +9,8 @@ import pytest
 
 from megatron_zpp.config.data import DataConfig
 from megatron_zpp.data.checksums import checksums_path
-from megatron_zpp.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron_zpp.data.indexed import IndexedDataset
+from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.data.open import open_splits
 from megatron_zpp.data.verify import verify_tokens
 from megatron_zpp.storage import checksums
@@ -151,7 +152,7 @@ def test_data_of_megatron_opens_without_and_is_not_verified(tmp_path: Path) -> N
     }
     open_splits(DataConfig(train_data_path=(path,)), **arguments)
     with pytest.raises(
-        ValueError, match=rf"^--verify-data \(given\): {path}.checksums.json is missing; .*leave"
+        ValueError, match=rf"^--verify-data \(given\): {path}.checksums.json is missing; .*omit"
     ):
         open_splits(DataConfig(train_data_path=(path,), verify_data=True), **arguments)
 

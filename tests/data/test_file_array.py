@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_zpp.data.array_files import ArrayFiles, open_array
 from megatron_zpp.data.batches import BatchSchedule
 from megatron_zpp.data.file_array import FileArray, OpenFile
-from megatron_zpp.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron_zpp.data.indexed import IndexedDataset
+from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.data.loader import MicroBatches
+from megatron_zpp.data.npy_files import NpyWriter, open_array
 from megatron_zpp.data.windows import WindowDataset, cut_windows, read_windows
 from megatron_zpp.storage.checksums import DamagedFile
 
@@ -101,7 +102,7 @@ def test_tokens_that_are_cut_off_under_a_run_are_an_error_and_not_sigbus(
 
 
 def test_an_index_or_a_cached_order_that_is_cut_off_is_an_error(data: IndexedDataset, tmp_path: Path) -> None:
-    files = ArrayFiles(tmp_path)
+    files = NpyWriter(tmp_path)
     files.save("order", np.arange(10_000))
     order, path = open_array(tmp_path, "order"), tmp_path / "order.npy"
     before = path.stat().st_size

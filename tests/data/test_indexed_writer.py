@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_zpp.data import indexed
-from megatron_zpp.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron_zpp.data import indexed_writer
+from megatron_zpp.data.indexed import IndexedDataset
+from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.data.verify import verify_tokens
 from tests.data.format_by_hand import write_by_hand
 
@@ -48,7 +49,7 @@ def test_bytes_are_those_of_the_format(tmp_path_factory, sequences):
 
 
 def test_index_of_several_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr(indexed, "_CHUNK", 7)
+    monkeypatch.setattr(indexed_writer, "_CHUNK", 7)
     with IndexedDatasetWriter(tmp_path / "x", np.int32) as writer:
         writer.add_documents(np.arange(40) + 70_000, [2] * 20)
     data = IndexedDataset(tmp_path / "x")
@@ -116,7 +117,7 @@ def test_missing_directory_is_an_error_of_the_system(tmp_path):
 WRITE_FOREVER = """
 import sys
 import numpy as np
-from megatron_zpp.data.indexed import IndexedDatasetWriter
+from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 for size in range(1, 1_000_000):
     with IndexedDatasetWriter(sys.argv[1], np.uint16) as writer:
         for _ in range(size % 13 + 1):

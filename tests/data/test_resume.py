@@ -181,8 +181,8 @@ def test_a_checkpoint_without_a_standing_had_its_weights_from_the_start(folder):
 def test_without_weights_it_is_not_known_and_said(folder):
     before = DataConfig(train_data_path=(str(folder / "a"), str(folder / "b")))
     on = resumed(folder, [(1, "a"), (1, "c")], DatasetProgress.from_settings(asdict(before)), 20)
-    assert [line[:60] for line in on.lines] == [
-        " WARNING: other data sets or weights than before, and it is "
+    assert [line[:61] for line in on.lines] == [
+        " WARNING: data sets or weights have changed, and how far each"
     ]
 
 
@@ -193,7 +193,7 @@ def test_what_is_said(folder):
         " the blend changes at sample 30; each data set continues from where it was:",
         f"   50.00% -> 60.00% {folder}/a, from its sample 15 on",
         f"   0.00% -> 40.00% {folder}/c, from its beginning",
-        f"   50.00% -> 0 {folder}/b, left out after 15 samples",
+        f"   50.00% -> 0 {folder}/b, omitted after 15 samples",
     ]
     assert [(part.name, part.times, part.about) for part in on.samples.epochs(50)] == [
         (f"{folder}/a", (15 + 12) / 11, False),
@@ -208,8 +208,8 @@ def test_data_made_anew_under_its_name_begins_anew(folder, tmp_path):
             first = resumed(tmp_path, [(1, "set")], None, 0)
     on = resumed(tmp_path, [(1, "set")], first.dataset_progress, 3)
     assert on.lines[1:] == [
-        f"   0.00% -> 100.00% {tmp_path}/set, anew, as its contents have changed",
-        f"   100.00% -> 0 {tmp_path}/set, left out after 3 samples",
+        f"   0.00% -> 100.00% {tmp_path}/set, from its beginning, because its contents have changed",
+        f"   100.00% -> 0 {tmp_path}/set, omitted after 3 samples",
     ]
 
 

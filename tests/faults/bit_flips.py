@@ -6,7 +6,8 @@ from pathlib import Path
 
 from megatron_zpp.checkpoint.directory import candidates
 from megatron_zpp.checkpoint.read import CheckpointReader
-from megatron_zpp.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron_zpp.data.indexed import IndexedDataset
+from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.data.verify import verify_tokens
 from tests.checkpoint.saving import save, small, train
 from tests.faults.tally import Tally

@@ -33,7 +33,7 @@ DATA = [
     Case("--data-path owner/gone", "no such file … preprocess … is hf:owner/gone"),
     Case(
         "--data-path text.txt",
-        "--data-path text.txt: is no tokenised data set; text is JSON lines … build_corpus",
+        "--data-path text.txt: is not a tokenised data set; text must be JSON lines … build_corpus",
     ),
     Case("--data-path gone.jsonl", "--data-path gone.jsonl: gone.jsonl: No such file or directory; name"),
     Case("--data-path x.jsonl", "--data-path x.jsonl: the file is empty", harm=put("x.jsonl", "")),
@@ -79,7 +79,7 @@ DATA = [
     Case(PLAIN, f"plain.idx: truncated … {ANEW}", harm=patch("plain.idx", 18, b"\xff" * 8)),
     Case(PLAIN, f"plain.idx: byte 34: … length -1 … {ANEW}", harm=patch("plain.idx", 34, b"\xff" * 4)),
     Case(PLAIN, f"plain.idx: byte 234: … points at byte … {ANEW}", harm=flip("plain.idx", 234)),
-    Case(f"{PLAIN} --vocab-size 90", "plain.bin: byte … outside the vocabulary of 91; give the tokenizer"),
+    Case(f"{PLAIN} --vocab-size 90", "plain.bin: byte … outside the vocabulary of 91; use the tokenizer"),
     Case("--vocab-size 90", "text.tokenizer.json: … vocab_size 257 … vocab_size 91 … give the tokenizer"),
     Case("", "text.tokenizer.json: … 301 … --tokenizer-type NullTokenizer … 257", harm=of_another_tokenizer),
     Case("", "text.tokenizer.json: not JSON … preprocess", harm=put("text.tokenizer.json", "{")),

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from megatron_zpp.config.root import Config, parse_args, parse_command_line
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.data.checksums import checksums_path
-from megatron_zpp.data.indexed import DTYPE_CODES, HEADER, MAGIC, IndexedDataset, IndexedDatasetWriter
+from megatron_zpp.data.indexed import DTYPE_CODES, HEADER, MAGIC, IndexedDataset
+from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.data.provenance import check_provenance, provenance_path, write_provenance
 from megatron_zpp.data.verify import verify_tokens
 from megatron_zpp.data.windows import WindowDataset

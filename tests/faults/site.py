@@ -7,7 +7,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from megatron_zpp.config.tokenizer import TokenizerConfig
-from megatron_zpp.data.indexed import IndexedDatasetWriter
+from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.data.provenance import provenance_path, write_provenance
 from megatron_zpp.tokenizer.base import describe
 from megatron_zpp.tokenizer.build import build_tokenizer

@@ -7,7 +7,7 @@ import tokenize
 import numpy as np
 import pytest
 
-from megatron_zpp.data.indexed import IndexedDatasetWriter
+from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 
 BYTES = "--tokenizer-type NullTokenizer --vocab-size 256".split()
 TINY = (

@@ -131,7 +131,7 @@ def test_refusals(megatron: list[str], corpus: str) -> None:
     assert "--dataset-order megatron: --mock-data has no documents to order" in done.stderr
     unweighted = [entry for entry in megatron if entry not in ("0.3", "0.7")]
     done = pretrain(*unweighted[:-1], "100000")
-    assert "the run asks for 800000 train samples, and one epoch of each has" in done.stderr
+    assert "the run requests 800000 train samples, but one epoch of each has" in done.stderr
     assert done.returncode == 1
 
 

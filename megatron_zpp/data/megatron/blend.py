@@ -1,30 +1,30 @@
-"""Megatron-LM's blend of data sets, as megatron-core draws it: sample i is the next one of data set k.
+"""Megatron-LM's blend of data sets, as in megatron-core: sample i is the next sample of data set k.
 
-k is the set that is furthest behind its weight, the first of several: the largest
-w[k] · max(i, 1) - count[k], in float64. Each choice depends on all before, but only through the counts, and
-counts that are a little wrong are right after a few choices. So the samples are cut into lanes that are
-computed side by side: each starts from counts estimated a little before it, and where a lane's counts are not
-those that the lane before ends with, it is computed again from these. What is returned is therefore the
-sequence of choices, not an estimate.
+k is the data set that is furthest behind its weight: the first with the largest w[k] · max(i, 1) - count[k],
+in float64. Each choice depends on all choices before it, but only through the counts, and slightly wrong
+counts become right after a few choices. So the samples are divided into lanes that are computed in parallel.
+Each lane starts from counts estimated a little before it. A lane is computed again if its initial counts
+differ from the final counts of the lane before. The result is therefore exact.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_zpp.data.megatron.compiled_orders import CompiledOrders
+from megatron_zpp.data.order_cache import CachedArrays
 
 BLEND_INDEXES = ("dataset_index", "dataset_sample_index")
-_PIECE = 1 << 22  # samples that are in memory at once
-_LANES, _COMPILED_LANES, _SHORTEST = 2048, 64, 256  # at most so many, of at least so many samples
-_BLOCK = 64  # steps whose choices are turned from a row a step into a row a lane at once
+_PIECE = 1 << 22  # samples in memory at a time
+_LANES, _COMPILED_LANES, _SHORTEST = 2048, 64, 256  # most lanes of a piece; samples per lane, at least
+_BLOCK = 64  # steps whose choices are transposed together, from a row per step to a row per lane
 
 
 def blend_pieces(
     weights: np.ndarray, size: int, compiled: CompiledOrders | None = None
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(data set int16, its sample number int32 or int64) of samples one piece after the other, `size` in all.
+    """Yield (data set int16, its sample number int32 or int64) of `size` samples, piece by piece.
 
     weights (K,) sum to 1.
     """
@@ -44,14 +44,14 @@ def blend_pieces(
             ends[:, pending] = counts
             pending = 1 + np.flatnonzero((starts[:, 1:] != ends[:, :-1]).any(axis=0))
             starts[:, pending] = ends[:, pending - 1]
-        counts = ends[:, -1]  # of a whole piece; after a shorter one there is none
+        counts = ends[:, -1]  # right for a full piece; only the last piece is shorter
         yield which.reshape(-1)[:here], numbers.reshape(-1)[:here]
 
 
 def blend_order(
     weights: np.ndarray, size: int, compiled: CompiledOrders | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The same in one piece: (size,) each."""
+    """Return all pieces of `blend_pieces`, concatenated: (size,) each."""
     pieces = list(blend_pieces(weights, size, compiled))
     if len(pieces) == 1:
         return pieces[0]
@@ -62,18 +62,19 @@ def blend_order(
 def exhaustive_order(
     sizes: np.ndarray, compiled: CompiledOrders | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """As `blend_order`, with every sample of each set once: sizes (K,) int64. Exhausted sets are skipped."""
+    """Like `blend_order`, with every sample of each set once; skips exhausted sets. sizes (K,) int64."""
     total = int(sizes.sum())
     weights = sizes / total
     which, numbers = blend_order(weights, total, compiled)
-    spent = np.flatnonzero(numbers >= sizes[which])
-    if spent.size:  # up to there nothing was drawn from a spent set
-        counts = np.bincount(which[: spent[0]], minlength=len(sizes))
-        _choose_unspent(weights.tolist(), counts.tolist(), sizes.tolist(), which, numbers, int(spent[0]))
+    beyond = np.flatnonzero(numbers >= sizes[which])
+    if beyond.size:  # no earlier sample was drawn from an exhausted set
+        first = int(beyond[0])
+        counts = np.bincount(which[:first], minlength=len(sizes))
+        _choose_unexhausted(weights.tolist(), counts.tolist(), sizes.tolist(), which, numbers, first)
     return which, numbers
 
 
-def _choose_unspent(
+def _choose_unexhausted(
     weights: list[float],
     counts: list[int],
     sizes: list[int],
@@ -81,21 +82,22 @@ def _choose_unspent(
     numbers: np.ndarray,
     first: int,
 ) -> None:
-    """Fills in what is drawn from sample `first` on, one by one: only few are left when a set is spent."""
-    unspent = [source for source in range(len(sizes)) if counts[source] < sizes[source]]
+    """Draw the samples from `first` on one by one: few remain when a set is exhausted."""
+    remaining = [source for source in range(len(sizes)) if counts[source] < sizes[source]]
     for sample in range(first, len(which)):
-        source = max(unspent, key=lambda source: weights[source] * max(sample, 1.0) - counts[source])
+        source = max(remaining, key=lambda source: weights[source] * max(sample, 1.0) - counts[source])
         which[sample], numbers[sample] = source, counts[source]
         counts[source] += 1
         if counts[source] == sizes[source]:
-            unspent.remove(source)
+            remaining.remove(source)
 
 
 def _estimated_counts(
     weights: np.ndarray, firsts: np.ndarray, counts: np.ndarray, choose: Callable[..., None], settle: int
 ) -> np.ndarray:
-    """Counts (K, lanes) float64 at the samples `firsts`: those given (K,) at the first; at the others rounded
-    shares, and the `settle` choices before.
+    """Return estimated counts (K, lanes) float64 at the samples `firsts`.
+
+    The first lane has the given counts (K,). The others have rounded shares, corrected by `settle` choices.
     """
     starts = np.empty((len(weights), len(firsts)))
     starts[:, 0] = counts
@@ -103,7 +105,7 @@ def _estimated_counts(
         early = np.maximum(firsts[1:] - settle, 0)
         shares = weights[:, None] * early
         settled = np.floor(shares)
-        missing = early - settled.sum(axis=0)  # whole samples, for the largest remainders
+        missing = early - settled.sum(axis=0)  # whole samples, which go to the largest remainders
         rank = np.argsort(np.argsort(settled - shares, axis=0, kind="stable"), axis=0)
         settled += rank < missing
         choose(weights, early, settled, np.arange(len(early)), *_empty(len(early), settle, 0))
@@ -112,7 +114,7 @@ def _estimated_counts(
 
 
 def _empty(rows: int, length: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Room for choices, and for numbers below `size`."""
+    """Return empty arrays for choices and for numbers below `size`."""
     wide = np.int32 if size <= np.iinfo(np.int32).max else np.int64
     return np.empty((rows, length), np.int16), np.empty((rows, length), wide)
 
@@ -125,7 +127,7 @@ def _choose_by_numpy(
     which: np.ndarray,
     numbers: np.ndarray,
 ) -> None:
-    """As CompiledOrders.choose."""
+    """Do what CompiledOrders.choose does."""
     for step, choices, drawn in _choose(weights, firsts, counts, which.shape[1]):
         which[rows, step : step + len(choices)] = choices.T
         numbers[rows, step : step + len(drawn)] = drawn.T
@@ -134,17 +136,17 @@ def _choose_by_numpy(
 def _choose(
     weights: np.ndarray, firsts: np.ndarray, counts: np.ndarray, length: int
 ) -> Iterable[tuple[int, np.ndarray, np.ndarray]]:
-    """The choices of `length` steps in each lane, which `counts` (K, lanes) then includes.
+    """Yield the choices of `length` steps in each lane, and add them to `counts` (K, lanes).
 
-    Yields (step, data set (steps, lanes) uint8 or int16, its sample number (steps, lanes) float64), some
-    steps at a time; the arrays are used again.
+    Each item is (step, data set (steps, lanes) uint8 or int16, its sample number (steps, lanes) float64) for
+    some steps; the arrays are reused.
     """
     lanes = len(firsts)
     if not lanes:
         return
     small = np.uint8 if len(weights) <= 256 else np.int16
     flat, lane = counts.reshape(-1), np.arange(lanes)
-    assert np.shares_memory(flat, counts), "counts are contiguous"
+    assert np.shares_memory(flat, counts), "counts must be contiguous"
     sample, best, behind = np.empty(lanes), np.empty(lanes), np.empty(lanes)
     further, found, place = np.empty(lanes, bool), np.empty(lanes, small), np.empty(lanes, np.int64)
     which, numbers = np.empty((_BLOCK, lanes), small), np.empty((_BLOCK, lanes))
@@ -161,7 +163,7 @@ def _choose(
             if source < len(weights) - 1:
                 np.maximum(best, behind, out=best)
         np.add(np.multiply(choice, lanes, out=place, dtype=np.int64), lane, out=place)
-        flat.take(place, out=number, mode="clip")  # they are in range; "raise" would copy
+        flat.take(place, out=number, mode="clip")  # all are in range, and "raise" would copy
         flat[place] = number + 1
         if row == _BLOCK - 1 or step == length - 1:
             yield step - row, which[: row + 1], numbers[: row + 1]
@@ -169,18 +171,18 @@ def _choose(
 
 @dataclass(frozen=True)
 class MegatronBlend:
-    """A finished order of K data sets: sample i is sample dataset_sample_index[i] of set dataset_index[i]."""
+    """A finite order of K data sets: sample i is sample dataset_sample_index[i] of set dataset_index[i]."""
 
     weights: tuple[float, ...]
-    indexes: Mapping[str, np.ndarray]
+    indexes: CachedArrays
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(data set, its sample number), each (len,) int64."""
+        """Return (data set, its sample number), each (len,) int64."""
         which, numbers = (self.indexes[name][indices].astype(np.int64) for name in BLEND_INDEXES)
         return which, numbers
 
     def counts(self, samples: int) -> np.ndarray:
-        """(K,): how many of the first `samples` each data set gives."""
+        """Return how many of the first `samples` come from each data set: (K,)."""
         which = self.indexes[BLEND_INDEXES[0]]
         counts = np.zeros(len(self.weights), np.int64)
         for first in range(0, samples, _PIECE):

@@ -1,4 +1,4 @@
-"""The Python face of csrc/orders.cc, which numpy replaces, more slowly, where there is no compiler."""
+"""Python interface of csrc/orders.cc; without a compiler, slower numpy code takes its place."""
 
 import ctypes
 import os
@@ -11,35 +11,36 @@ from megatron_zpp.native.cache import BuildError
 from megatron_zpp.native.library import load_source
 
 SOURCE = Path(__file__).resolve().parents[3] / "csrc" / "orders.cc"
-_LANES = 16  # as there
+_LANES = 16  # as in orders.cc
 _ALIGNED = 32  # bytes
-_PIECE = 1 << 17  # rows of a sample index that are filled at a time: they stay in the processor's cache
+_PIECE = 1 << 17  # rows of a sample index that are filled at a time, and stay in the processor's cache
 
 
 class CompiledOrders:
-    """Each method does what its counterpart in megatron_order.py and megatron_blend.py does, bit for bit."""
+    """Each method returns bit for bit what its numpy counterpart in order.py or blend.py returns."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         library.sample_rows.restype = ctypes.c_int64
 
     def shuffle(self, values: np.ndarray, random: np.random.RandomState) -> None:
-        """random.shuffle of contiguous elements of 4 or 8 bytes."""
-        assert values.flags.c_contiguous, "elements lie side by side"
-        assert values.itemsize in (4, 8), f"an element has 4 or 8 bytes, not {values.itemsize}"
-        name, key, position, has_gauss, gauss = random.get_state()
-        key, place = np.array(key, np.uint32), np.array([position], np.int32)
+        """Do random.shuffle on contiguous elements of 4 or 8 bytes."""
+        assert values.flags.c_contiguous, "elements must be contiguous"
+        assert values.itemsize in (4, 8), f"elements must have 4 or 8 bytes, got {values.itemsize}"
+        state = random.get_state(legacy=False)
+        generator = state["state"]
+        key, position = np.array(generator["key"], np.uint32), np.array([generator["pos"]], np.int32)
         self._library.shuffle_values(
-            _address(values), _int(values.itemsize), _int(values.size), _address(key), _address(place)
+            _address(values), _int(values.itemsize), _int(values.size), _address(key), _address(position)
         )
-        random.set_state((name, key, int(place[0]), has_gauss, gauss))
+        random.set_state({**state, "state": {"key": key, "pos": int(position[0])}})
 
     def sample_rows(
         self, lengths: np.ndarray, documents: np.ndarray, seq_length: int, rows: int, dtype: np.dtype
     ) -> Iterator[np.ndarray]:
-        """A sample index (rows, 2) in pieces; each is used again. Ends early where the documents do."""
+        """Yield a sample index (rows, 2) in pieces, in one reused buffer; ends early with the documents."""
         lengths, documents = (np.ascontiguousarray(array, np.int32) for array in (lengths, documents))
-        piece, place = np.empty((_PIECE, 2), dtype), np.zeros(3, np.int64)
+        piece, position = np.empty((_PIECE, 2), dtype), np.zeros(3, np.int64)
         done = 0
         while done < rows:
             filled = self._library.sample_rows(
@@ -50,7 +51,7 @@ class CompiledOrders:
                 _address(documents),
                 _int(documents.size),
                 _int(seq_length),
-                _address(place),
+                _address(position),
             )
             if not filled:
                 return
@@ -68,9 +69,9 @@ class CompiledOrders:
         which: np.ndarray,
         numbers: np.ndarray,
     ) -> None:
-        """The choices of a blend in lanes side by side, lane k from sample firsts[k] on, into row rows[k].
+        """Write the choices of a blend by lanes: lane k begins at sample firsts[k] and fills row rows[k].
 
-        weights (K,) float64; counts (K, lanes) float64, which are continued; which (…, steps) int16; numbers
+        weights (K,) float64; counts (K, lanes) float64, updated in place; which (…, steps) int16; numbers
         (…, steps) int32 or int64.
         """
         lanes, steps = len(rows), which.shape[1]
@@ -82,7 +83,7 @@ class CompiledOrders:
             inner[:, :here], inner[:, here:] = counts[:, first : first + here], 0
             begins = np.zeros(_LANES, np.int64)
             begins[:here] = firsts[first : first + here]
-            places = [
+            outputs = [
                 (ctypes.c_void_p * _LANES)(
                     *(
                         array[rows[first + lane]].ctypes.data if lane < here else unused.ctypes.data
@@ -97,14 +98,14 @@ class CompiledOrders:
                 _int(len(weights)),
                 _address(begins),
                 _int(steps),
-                *places,
+                *outputs,
                 _int(numbers.itemsize),
             )
             counts[:, first : first + here] = inner[:, :here]
 
 
 def compiled_orders(say: Callable[[str], None]) -> CompiledOrders | None:
-    """None, and a line that says why, where the library cannot be built."""
+    """Return the library; if it cannot be built, None, after a warning with the reason."""
     try:
         return CompiledOrders(load_source(SOURCE, say, os.environ))
     except (BuildError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Samples of data sets in Megatron-LM's order and blend, by indexes that come from a cache."""
+"""Samples of data sets in Megatron-LM's order and blend; the indexes are cached on disk."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_zpp.data.array_files import ArrayFiles
 from megatron_zpp.data.blend import BlendedDataset
 from megatron_zpp.data.file_array import FileArray
-from megatron_zpp.data.fingerprint import fingerprint_of
 from megatron_zpp.data.indexed import IndexedDataset, index_path
 from megatron_zpp.data.megatron.blend import BLEND_INDEXES, MegatronBlend, blend_pieces, exhaustive_order
 from megatron_zpp.data.megatron.compiled_orders import CompiledOrders
@@ -23,20 +21,20 @@ from megatron_zpp.data.megatron.order import (
     sample_index_dtype,
     shuffle_index,
 )
+from megatron_zpp.data.npy_files import NpyWriter
 from megatron_zpp.data.order_cache import CachedArrays, OrderCache, contents_of
 from megatron_zpp.data.samples import Epochs
-from megatron_zpp.data.token_range_check import check_tokens
 
 _INDEXES = ("document_index", "sample_index", "shuffle_index")
-_VERSION = 2  # of what is cached
+_VERSION = 2  # of the cached indexes
 
 
 @dataclass(frozen=True)
 class MegatronDataset:
-    """The samples of `sizes` of the sequences [first, last) of a data set; numbered from 0, and finite.
+    """A finite number of samples, given by `sizes`, of the sequences [first, last) of a data set.
 
     `indexes` has document_index (D,), sample_index (samples + 1, 2) and shuffle_index (samples,): see
-    megatron_order.py.
+    order.py.
     """
 
     source: IndexedDataset
@@ -48,30 +46,30 @@ class MegatronDataset:
 
     @property
     def name(self) -> str:
-        """The data set as it was given."""
+        """The data set, as given on the command line."""
         return self.source.prefix
 
     def fingerprint(self) -> str:
-        """What the data set is known by again."""
-        return fingerprint_of(self.source)
+        """An identifier of the whole data set's contents."""
+        return self.source.fingerprint()
 
     def __len__(self) -> int:
         return self.sizes.samples
 
     @property
     def windows_per_epoch(self) -> int:
-        """Samples of one epoch."""
+        """Samples per epoch."""
         return (self.sizes.tokens - 1) // self.sizes.seq_length
 
     def describe(self) -> str:
-        """One line for the head of a run."""
+        """One line for the head of the log."""
         return (
             f"{self.source.prefix}: {self.sizes.tokens:,} tokens, {len(self):,} samples of "
             f"{self.sizes.seq_length} in Megatron-LM's order"
         )
 
     def epochs(self, samples: int) -> list[Epochs]:
-        """How often so many samples read each data set."""
+        """How often the first `samples` samples read the data set."""
         return [Epochs(self.name, samples * self.sizes.seq_length / self.sizes.tokens)]
 
     def batch(self, indices: np.ndarray) -> np.ndarray:
@@ -83,37 +81,39 @@ class MegatronDataset:
         begins, lengths = self._pieces(cuts)
         tokens = self.source.tokens.gather(begins, lengths)
         batch = tokens.reshape(len(cuts), self.sizes.seq_length + 1).astype(np.int64)
-        check_tokens(batch, self.vocab_size, self.source, lambda row, column: self._place(cuts[row], column))
+        self.source.check_token_ids(
+            batch, self.vocab_size, lambda row, column: self._position(cuts[row], column)
+        )
         return batch
 
     def _pieces(self, cuts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """First token in PREFIX.bin and length of what makes up the samples, one piece after the other.
+        """Return the first token in PREFIX.bin and the length of every piece of the samples, in order.
 
-        (len,) int64 to two (pieces,) int64; a sample has a piece of each document that it touches.
+        (len,) int64 to two (pieces,) int64; a sample has one piece per document that it touches.
         """
         two = np.full(len(cuts), 2)
-        # (len, 2): of a sample's first token, and of its label, which the next sample begins with, the place
-        # in the document index and the token within that document
+        # (len, 2): positions in the document index, and tokens within the document, of a sample's first token
+        # and of its last label, which is the first token of the next sample
         edges = self.indexes["sample_index"].gather(cuts, two).astype(np.int64).reshape(len(cuts), 2, 2)
-        places, within = edges[:, :, 0], edges[:, :, 1]
-        counts = places[:, 1] - places[:, 0] + 1  # documents of each sample
-        documents = self.indexes["document_index"].gather(places[:, 0], counts).astype(np.int64)
+        positions, within = edges[:, :, 0], edges[:, :, 1]
+        counts = positions[:, 1] - positions[:, 0] + 1  # documents of each sample
+        documents = self.indexes["document_index"].gather(positions[:, 0], counts).astype(np.int64)
         starts, ends = self.source.token_ranges(documents)
         lasts = np.cumsum(counts) - 1
         ends[lasts] = starts[lasts] + within[:, 1] + 1
         starts[lasts - counts + 1] += within[:, 0]
         return starts, ends - starts
 
-    def _place(self, cut: int, column: int) -> int:
+    def _position(self, cut: int, column: int) -> int:
         pieces = zip(*self._pieces(np.array([cut])), strict=True)
         return int(np.concatenate([np.arange(begin, begin + length) for begin, length in pieces])[column])
 
 
 @dataclass(frozen=True)
 class MegatronOrders:
-    """Builds what a run reads in Megatron-LM's order, as it would for the same flags.
+    """Builds data sets and blends in the order that Megatron-LM would use for the same flags.
 
-    `compiled` is asked when there is something to build.
+    `compiled` is called when an order has to be built.
     """
 
     cache: OrderCache
@@ -125,7 +125,7 @@ class MegatronOrders:
     def dataset(
         self, source: IndexedDataset, first: int, last: int, requested: int | None, split: str
     ) -> MegatronDataset:
-        """The sequences [first, last), for so many samples; None is one epoch."""
+        """Return `requested` samples of the sequences [first, last); None requests one epoch."""
         sizes = OrderSizes(_total(source.lengths.part(first, last)), self.seq_length, requested)
         made_of = {
             "version": _VERSION,
@@ -138,7 +138,7 @@ class MegatronOrders:
             "seed": self.seed,
         }
 
-        def build(files: ArrayFiles) -> None:
+        def build(files: NpyWriter) -> None:
             _build_indexes(source.lengths[:], first, last, sizes, self.seed, self.compiled(), files)
 
         what = f"the {split} order of {source.prefix}, {sizes.samples:,} samples"
@@ -148,7 +148,7 @@ class MegatronOrders:
     def blend(
         self, sources: Sequence[MegatronDataset], weights: Sequence[float], size: int | None, split: str
     ) -> BlendedDataset:
-        """`size` samples of the sources by `weights`; None draws each source's samples once."""
+        """Return `size` samples of the sources by `weights`; None draws every sample of each source once."""
         shares = normalized(np.array(weights, np.float64))
         made_of: dict[str, Any] = {"version": _VERSION, "indexes": BLEND_INDEXES, "size": size}
         if size is None:
@@ -170,7 +170,7 @@ class MegatronOrders:
 
 
 def normalized(weights: np.ndarray) -> np.ndarray:
-    """(K,) float64 divided by their sum, in numpy's order of summation, which decides the last bit."""
+    """Return (K,) float64 divided by its sum; numpy's order of summation determines the last bit."""
     return weights / np.sum(weights)
 
 
@@ -185,7 +185,7 @@ def _build_indexes(
     sizes: OrderSizes,
     seed: int,
     compiled: CompiledOrders | None,
-    files: ArrayFiles,
+    files: NpyWriter,
 ) -> None:
     random = np.random.RandomState(seed)
     documents = document_index(first, last, sizes, random, compiled)
@@ -199,9 +199,9 @@ def _build_indexes(
 
 
 def _build_blend(
-    order: Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]], size: int, files: ArrayFiles
+    order: Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]], size: int, files: NpyWriter
 ) -> None:
-    """`order` gives the two indexes piece by piece."""
+    """Write the two indexes, which `order` returns piece by piece."""
     pieces = iter(order())
     first = next(pieces)
     with ExitStack() as stack:

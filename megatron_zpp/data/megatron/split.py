@@ -1,37 +1,26 @@
-"""What Megatron-LM builds of the data sets of one split: how many samples of which, mixed how."""
+"""The samples of one split in Megatron-LM's order: how many of each data set, and their blend."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_zpp.config.options import option_error
-from megatron_zpp.data.indexed import IndexedDataset
+from megatron_zpp.data.blend import BlendedDataset
 from megatron_zpp.data.megatron.dataset import MegatronDataset, MegatronOrders, normalized
-from megatron_zpp.data.samples import Samples
+from megatron_zpp.data.split import DatasetSlice
 
-_SURPLUS = 0.005  # of each data set of a blend, so that a share that is rounded up is there
-
-
-@dataclass(frozen=True)
-class DatasetSlice:
-    """The sequences [first, last) of a data set, and its weight in the blend; None where none is given."""
-
-    weight: float | None
-    source: IndexedDataset
-    first: int
-    last: int
+_SURPLUS = 0.005  # samples of each data set beyond its share of a blend, relative
 
 
 def build_split(
     orders: MegatronOrders, flag: str, split: str, parts: Sequence[DatasetSlice], requested: int | None
-) -> Samples:
-    """`requested` samples of what `flag` names; None is every sample of one epoch.
+) -> MegatronDataset | BlendedDataset:
+    """Return `requested` samples of the data sets of `flag`; None requests every sample of one epoch.
 
-    A data set alone is repeated as often as the samples need, and so is each of a blend with weights. Without
-    weights it is one epoch of each. Raises ValueError when these have fewer samples than are asked for, and
-    for weights without a number of samples.
+    A single data set, and each data set of a blend with weights, is repeated as often as needed. A blend
+    without weights has one epoch of each. Raises ValueError if that is fewer samples than requested, and for
+    weights without a number of samples.
     """
 
     def dataset(part: DatasetSlice, samples: int | None) -> MegatronDataset:
@@ -42,9 +31,10 @@ def build_split(
         return dataset(parts[0], requested)
     shown = [part.source.prefix for part in parts]
     if weighted and requested is None:
-        fix = f"{flag} has weights, and Megatron-LM's blend of them has no end; use --eval-iters"
+        fix = f"{flag} has weights, and Megatron-LM's blend with weights never ends; use --eval-iters"
         raise option_error("--full-validation", "(given)", fix)
-    if weighted:
+    size = requested
+    if weighted and requested is not None:
         weights = normalized(np.array([part.weight for part in parts], np.float64)).tolist()
         shares = [math.ceil(requested * weight) for weight in weights]
         sources = [
@@ -53,12 +43,12 @@ def build_split(
         ]
         size = sum(shares)
     else:
-        sources, size = [dataset(part, None) for part in parts], requested
-        weights, there = [len(source) for source in sources], sum(map(len, sources))
-        if size is not None and size > there:
+        sources = [dataset(part, None) for part in parts]
+        weights, available = [len(source) for source in sources], sum(map(len, sources))
+        if size is not None and size > available:
             fix = (
-                f"the run asks for {size} {split} samples, and one epoch of each has {there}; Megatron-LM "
-                "repeats data sets that have weights only: give a weight before each prefix"
+                f"the run requests {size} {split} samples, but one epoch of each has {available}; "
+                "Megatron-LM repeats data sets only if they have weights: put a weight before each prefix"
             )
             raise option_error(flag, shown, fix)
     blend = orders.blend(sources, weights, size, split)
@@ -69,11 +59,14 @@ def build_split(
 def _check_supply(
     flag: str, shown: Sequence[str], sources: Sequence[MegatronDataset], counts: np.ndarray
 ) -> None:
-    """Many data sets of few samples each can be drawn from more often than Megatron-LM's surplus allows."""
+    """Raise ValueError if the blend draws more from a data set than its index holds.
+
+    This can happen in a blend of many data sets with few samples each, despite Megatron-LM's surplus.
+    """
     for source, count in zip(sources, counts.tolist(), strict=True):
         if count > len(source):
             fix = (
-                f"the blend takes {count} samples of {source.source.prefix}, and Megatron-LM's order has "
-                f"{len(source)}, with which it ends in an error itself; use --dataset-order windows"
+                f"the blend draws {count} samples of {source.source.prefix}, but Megatron-LM's order has "
+                f"{len(source)}, where Megatron-LM fails as well; use --dataset-order windows"
             )
             raise option_error(flag, shown, fix)

@@ -26,8 +26,8 @@ from megatron_zpp.data.batches import BatchSchedule
 from megatron_zpp.data.corpus.encode import NO_TOKENS, Encoded, Encoder
 from megatron_zpp.data.corpus.json_lines import split_lines
 from megatron_zpp.data.corpus.problems import Problem
-from megatron_zpp.data.hashing import random_bits
 from megatron_zpp.data.loader import MicroBatches
+from megatron_zpp.data.stateless_random import random_bits
 from megatron_zpp.data.text.sources import TextSource
 from megatron_zpp.storage.files import write_durably
 from megatron_zpp.storage.regular import read_limited

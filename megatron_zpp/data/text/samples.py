@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_zpp.config.options import option_error
-from megatron_zpp.data.hashing import random_bits
-from megatron_zpp.data.permutation import permute
 from megatron_zpp.data.samples import Epochs
+from megatron_zpp.data.stateless_random import permute, random_bits
 from megatron_zpp.data.text.cache import TokenCache
 from megatron_zpp.data.text.sources import TextSource, fingerprint_of
 from megatron_zpp.data.windows import WindowOrder, cut_windows

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_zpp.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron_zpp.data.indexed import IndexedDataset
+from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from tests.data import megatron_core
 
 DOCUMENTS = [[5, 3, 2], [], [7] * 1000, [0], list(range(500))]

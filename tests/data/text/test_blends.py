@@ -68,7 +68,7 @@ def test_text_that_was_moved_or_compressed_goes_on(text: str, tokens: str, tmp_p
         assert on.lines == [
             " the blend changes at sample 100; each data set continues from where it was:",
             f"   50.00% -> 100.00% {path}, from its sample 50 on",
-            f"   50.00% -> 0 {tokens}, left out after 50 samples",
+            f"   50.00% -> 0 {tokens}, omitted after 50 samples",
         ]
 
 
@@ -85,9 +85,9 @@ def test_text_that_was_changed_begins_anew(
     Path(text).write_bytes(json_lines(documents))
     on = resumed(first, 100, "0.5", text, "0.5", tokens)
     assert on.lines[1:] == [
-        f"   0.00% -> 50.00% {text}, anew, as its contents have changed",
+        f"   0.00% -> 50.00% {text}, from its beginning, because its contents have changed",
         f"   50.00% -> 50.00% {tokens}, from its sample 50 on",
-        f"   50.00% -> 0 {text}, left out after 50 samples",
+        f"   50.00% -> 0 {text}, omitted after 50 samples",
     ]
     assert [part.stream for part in on.dataset_progress.sets] == [2, 1, 0]
 

@@ -78,7 +78,7 @@ def test_a_run_that_goes_on_says_that_its_text_has_changed(flags: list[str], tmp
     assert said(tmp_path / "copy" / "x.jsonl", 2) == []
     (tmp_path / "copy" / "x.jsonl").write_text(lines + lines.splitlines()[0] + "\n")
     changed = said(tmp_path / "copy" / "x.jsonl", 3)
-    assert any("anew" in line for line in changed), changed
+    assert any("contents have changed" in line for line in changed), changed
     masked = said(tmp_path / "copy" / "x.jsonl", 4, "--eod-mask-loss")
     assert masked == [
         " WARNING: --eod-mask-loss is given, and was not: the change applies from this iteration on"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_zpp.data.permutation import permute
+from megatron_zpp.data.stateless_random import permute
 
 
 @settings(max_examples=150, deadline=None)

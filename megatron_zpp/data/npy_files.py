@@ -1,4 +1,4 @@
-"""Arrays as .npy files, written piece by piece, with the checksums that tell later whether they are whole."""
+"""Arrays in .npy files: written piece by piece, with checksums, and opened without being read."""
 
 import contextlib
 import json
@@ -20,12 +20,12 @@ from megatron_zpp.storage.checksums import (
 from megatron_zpp.storage.regular import read_limited
 
 CHECKSUMS = "checksums.json"
-_HEADER_LIMIT = 4096  # bytes; what is written here has 128
-_THREADS = 4  # that read and sum; both leave Python's lock
+_HEADER_LIMIT = 4096  # bytes; a header written here has 128
+_THREADS = 4  # read and hash, both without holding Python's lock
 
 
-class ArrayFiles:
-    """Writes NAME.npy into a directory, and at last the checksums of all."""
+class NpyWriter:
+    """Writes NAME.npy files into a directory, and finally their checksums."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -35,13 +35,13 @@ class ArrayFiles:
     def open(
         self, name: str, dtype: np.dtype | type, shape: tuple[int, ...]
     ) -> Iterator[Callable[[np.ndarray], None]]:
-        """What is entered takes the array's rows, some at a time; they must be `shape` in all."""
+        """Return a context whose function appends rows to the array; in total they must have `shape`."""
         dtype, size = np.dtype(dtype), 0
         writer = ChecksummedWriter(self._directory / _file(name))
 
         def write(rows: np.ndarray) -> None:
             nonlocal size
-            assert rows.dtype == dtype, f"{name} is of {dtype}, not {rows.dtype}"
+            assert rows.dtype == dtype, f"{name} has dtype {dtype}, got {rows.dtype}"
             size += rows.size
             if rows.size:
                 writer.write(np.ascontiguousarray(rows).data)
@@ -52,26 +52,26 @@ class ArrayFiles:
             np.lib.format.write_array_header_1_0(header, described)
             writer.write(header.getvalue())
             yield write
-            assert size == np.prod(shape), f"{name} has {size} elements, not {shape}"
+            assert size == np.prod(shape), f"{name} has shape {shape}, got {size} elements"
             self._checksums[name] = writer.finish()
         finally:
             writer.close()
 
     def save(self, name: str, values: np.ndarray) -> None:
-        """A whole array."""
+        """Write a whole array."""
         with self.open(name, values.dtype, values.shape) as write:
             write(values)
 
     def finish(self) -> None:
-        """Writes down the checksums."""
+        """Write the checksums of all arrays."""
         sums = {name: checksums.to_json() for name, checksums in self._checksums.items()}
         (self._directory / CHECKSUMS).write_text(json.dumps(sums) + "\n")
 
 
-def verify(directory: Path, names: tuple[str, ...]) -> None:
-    """Reads the arrays. Raises DamagedFile, naming file and place, unless all are as they were written.
+def verify_arrays(directory: Path, names: tuple[str, ...]) -> None:
+    """Read the arrays. Raises DamagedFile with file and offset if an array differs from what was written.
 
-    OSError and ValueError are raised where they, or their checksums, cannot be read.
+    Raises OSError and ValueError if an array or its checksums cannot be read.
     """
     path = directory / CHECKSUMS
     sums = json.loads(read_limited(path, JSON_LIMIT))
@@ -83,18 +83,18 @@ def verify(directory: Path, names: tuple[str, ...]) -> None:
 
 
 def open_array(directory: Path, name: str) -> FileArray:
-    """The array, of which nothing is read yet. Raises OSError and ValueError when it cannot be read."""
+    """Open an array without reading its rows. Raises OSError and ValueError if it cannot be read."""
     file = OpenFile(directory / _file(name))
     start = BytesIO(file.read(0, min(file.size, _HEADER_LIMIT)))
     try:
         if np.lib.format.read_magic(start) != (1, 0):
-            raise ValueError("not of version 1.0")
+            raise ValueError("the format version is not 1.0")
         shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(start)
     except ValueError as error:
         raise ValueError(f"{file.path}: {' '.join(str(error).split())}") from None
     array = FileArray(file, dtype, start.tell(), shape)
     if fortran_order or dtype.hasobject or start.tell() + array.nbytes != file.size:
-        raise ValueError(f"{file.path}: not an array of shape {shape} and type {dtype} in C order")
+        raise ValueError(f"{file.path}: not an array of shape {shape} and dtype {dtype} in C order")
     return array
 
 
