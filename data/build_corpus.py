@@ -1,4 +1,4 @@
-"""Collects text into JSON lines, one document a line: from files, from a hub, or from Python's own source."""
+"""Collects text as JSON lines, one document per line, from files, the Hugging Face hub or Python's source."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from megatron_zpp.config.text import JSON_LINES, plain_suffix
 from megatron_zpp.data.corpus.compression import replacing
 from megatron_zpp.data.corpus.hub import read_hub
 from megatron_zpp.data.corpus.inputs import find_files
-from megatron_zpp.data.corpus.problems import Report
+from megatron_zpp.data.corpus.problems import Report, in_file
 from megatron_zpp.data.corpus.progress import Progress
 from megatron_zpp.data.corpus.python_source import read_source, source_files, standard_library
 from megatron_zpp.data.corpus.texts import Texts, check_suffix, read_documents
@@ -33,22 +33,22 @@ class CorpusConfig(Options):
 
     output: str = option(REQUIRED, "The file to write: .jsonl, .jsonl.gz or .jsonl.zst.")
     input: tuple[str, ...] = option(
-        (), "Files, globs or directories of .txt (one document a file) and .jsonl, also .gz and .zst."
+        (), "Files, globs or directories of .txt (one document per file) and .jsonl, also .gz and .zst."
     )
     json_key: str = option("text", "The key of a .jsonl line that holds its document.")
     hf_dataset: str | None = option(None, "A data set of the Hugging Face hub, or json, parquet or text.")
-    hf_config: str | None = option(None, "Which configuration of it.")
-    hf_split: str = option("train", "Which split of it.")
-    hf_text_key: str = option("text", "Which column of it.")
-    hf_data_files: tuple[str, ...] = option((), "Local files, where --hf-dataset is json, parquet or text.")
+    hf_config: str | None = option(None, "The configuration of --hf-dataset.")
+    hf_split: str = option("train", "The split of --hf-dataset.")
+    hf_text_key: str = option("text", "The column of --hf-dataset that holds the text.")
+    hf_data_files: tuple[str, ...] = option((), "Local files, if --hf-dataset is json, parquet or text.")
 
     def check(self) -> None:
-        """One source; its own flags only; an output that says what it is."""
+        """Require one source at most, only flags of that source, and an output with a known suffix."""
         if not self.output.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
             raise option_error("--output", self.output, "must end in .jsonl, .jsonl.gz or .jsonl.zst")
         if self.input and self.hf_dataset:
             raise option_error(
-                "--hf-dataset", self.hf_dataset, "cannot be joined with --input; give one of them"
+                "--hf-dataset", self.hf_dataset, "cannot be combined with --input; give one of them"
             )
         for flag, value in (
             ("--hf-config", self.hf_config),
@@ -57,9 +57,9 @@ class CorpusConfig(Options):
             ("--hf-text-key", self.hf_text_key if self.hf_text_key != "text" else None),
         ):
             if value and not self.hf_dataset:
-                raise option_error(flag, value, "has no meaning without --hf-dataset")
+                raise option_error(flag, value, "needs --hf-dataset")
         if self.json_key != "text" and not self.input:
-            raise option_error("--json-key", self.json_key, "has no meaning without --input")
+            raise option_error("--json-key", self.json_key, "needs --input")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Source:
     """Where the text comes from."""
 
     name: str
-    disk_bytes: int | None  # None when nobody knows
+    disk_bytes: int | None  # None if unknown
     texts: Iterator[Texts]
 
 
@@ -83,22 +83,22 @@ def main() -> None:
     ):
         report = Report(progress.say)
         for found in source.texts:
-            report.add(found.problems, lambda problem, path=found.path: f"{path} line {problem.line}")
+            report.add(found.problems, in_file(found.path))
             lines = [json_line(text, found.path, config) for text in found.texts]
             output.write(b"".join(lines))
             progress.advance(
                 disk_bytes=found.disk_bytes, text_bytes=sum(map(len, lines)), documents=len(lines)
             )
         if not progress.documents:
-            raise ValueError(f"{source.name}: no documents (left out: {report.summary()})")
+            raise ValueError(f"{source.name}: no documents (skipped: {report.summary()})")
     print(
         f"{config.output}: {progress.documents:,} documents of {source.name}, "
-        f"{os.path.getsize(config.output) / 1e6:,.1f} MB; left out: {report.summary()}"
+        f"{os.path.getsize(config.output) / 1e6:,.1f} MB; skipped: {report.summary()}"
     )
 
 
 def open_source(config: CorpusConfig) -> Source:
-    """Raises ValueError when there is no such source."""
+    """Return the source of the text. Raises ValueError if it does not exist."""
     if config.input:
         files = find_files("--input", config.input)
         for path in files:
@@ -117,7 +117,7 @@ def open_source(config: CorpusConfig) -> Source:
 
 
 def json_line(text: str, path: str, config: CorpusConfig) -> bytes:
-    """The document's line; it says which file it came from where a file is a document."""
+    """Return the line of a document; it includes the path if the file is one document."""
     record = {"text": text}
     if not config.hf_dataset and plain_suffix(path) not in JSON_LINES:
         record["path"] = path

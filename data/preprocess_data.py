@@ -33,31 +33,29 @@ PROG = "preprocess_data.py"
 class PreprocessConfig(Options):
     """preprocessing: JSON lines to PREFIX_KEY_document.bin and .idx"""
 
-    input: tuple[str, ...] = option(
-        REQUIRED, "JSON lines: files, globs or directories; .gz and .zst are read as they are."
-    )
-    output_prefix: str = option(REQUIRED, "What the names of the files written begin with.")
-    json_keys: tuple[str, ...] = option(("text",), "Keys to take; each becomes a data set of its own.")
-    append_eod: bool = option(False, "End each document with the tokenizer's end of document.")
+    input: tuple[str, ...] = option(REQUIRED, "JSON lines: files, globs or directories; also .gz and .zst.")
+    output_prefix: str = option(REQUIRED, "Beginning of the names of the files to write.")
+    json_keys: tuple[str, ...] = option(("text",), "Keys to encode; each becomes a separate data set.")
+    append_eod: bool = option(False, "Append the tokenizer's end-of-document token to each document.")
     workers: int | None = option(
-        None, "Processes that tokenise; without it one a core.", at_least=1, at_most=4096
+        None, "Processes that tokenise; by default one per core.", at_least=1, at_most=4096
     )
     partitions: int = option(
         1,
-        "Parts of the input read and written side by side, then joined: for more workers than one reader "
-        "can feed. Takes twice the disk while it runs; the result is the same.",
+        "Parts of the input that are encoded in parallel and then joined, for more workers than one reader "
+        "can supply. Needs twice the disk space meanwhile; the result is the same.",
         at_least=1,
     )
     log_interval: int = option(
-        1000, "Documents between two lines of progress where stderr is not a terminal.", at_least=1
+        1000, "Documents between two lines of progress if stderr is not a terminal.", at_least=1
     )
-    strict: bool = option(False, "Stop at the first line that gives no document, and write nothing.")
+    strict: bool = option(False, "Stop at the first line without a document, and write nothing.")
 
     def check(self) -> None:
-        """Two equal keys would be written to one name; partitions share the workers out evenly."""
+        """Require different keys that can be part of a file name, and workers divisible by partitions."""
         for key in self.json_keys:
             if "/" in key:
-                raise option_error("--json-keys", key, "becomes part of a file's name and cannot hold a /")
+                raise option_error("--json-keys", key, "becomes part of a file name and cannot contain a /")
         if len(set(self.json_keys)) < len(self.json_keys):
             raise option_error("--json-keys", self.json_keys, "names a key twice")
         if self.num_workers() % self.partitions:
@@ -66,6 +64,7 @@ class PreprocessConfig(Options):
             )
 
     def num_workers(self) -> int:
+        """Return --workers, or the number of cores of this process."""
         return self.workers or len(os.sched_getaffinity(0))
 
 
@@ -98,20 +97,20 @@ def main() -> None:
                 documents=piece.encoded.lengths[0].size,
             )
 
-        runs = partition(files, config.partitions)
-        encode_partitions(runs, build, config.num_workers() // config.partitions, writers, observe)
+        partitions = partition(files, config.partitions)
+        encode_partitions(partitions, build, config.num_workers() // config.partitions, writers, observe)
         if not progress.documents:
-            raise option_error("--input", config.input, f"holds no documents (left out: {report.summary()})")
+            raise option_error("--input", config.input, f"has no documents (skipped: {report.summary()})")
     for writer in writers:
         print(f"{writer.prefix}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens")
     print(
         f"{progress.text_bytes / 1e6:,.1f} MB in {progress.seconds():.1f} s, {progress.rates()}; "
-        f"left out: {report.summary()}"
+        f"skipped: {report.summary()}"
     )
 
 
 def parse(argv: Sequence[str]) -> tuple[PreprocessConfig, TokenizerConfig]:
-    """Raises UsageError on a bad command line."""
+    """Parse the command line. Raises UsageError if it is not valid."""
     groups = {"preprocess": PreprocessConfig, "tokenizer": TokenizerConfig}
     configs = parse_all(groups, PROG, __doc__, argv)
     if configs["tokenizer"].tokenizer_type is None:
@@ -120,9 +119,9 @@ def parse(argv: Sequence[str]) -> tuple[PreprocessConfig, TokenizerConfig]:
 
 
 def output_prefixes(config: PreprocessConfig) -> list[str]:
-    """PREFIX_KEY_document of each key, whose directory is made when it is missing.
+    """Return PREFIX_KEY_document for each key, and create their directory.
 
-    Raises ValueError, before any work, when a file of one of them could not be written.
+    Raises ValueError, before any work, if one of their files could not be written.
     """
     prefixes = [f"{config.output_prefix}_{key}_document" for key in config.json_keys]
     for prefix in prefixes:

@@ -13,7 +13,7 @@ from megatron_zpp.config.command_line import run_tool, unwind_on_sigterm
 from megatron_zpp.config.options import REQUIRED, Options, option, parse_options
 from megatron_zpp.data.corpus.compression import replacing
 from megatron_zpp.data.corpus.inputs import find_files
-from megatron_zpp.data.corpus.problems import Report
+from megatron_zpp.data.corpus.problems import Report, in_file
 from megatron_zpp.data.corpus.progress import Progress
 from megatron_zpp.data.corpus.sample import sample_text
 from megatron_zpp.data.corpus.texts import check_suffix, read_passages
@@ -31,12 +31,12 @@ class TrainTokenizerConfig(Options):
     input: tuple[str, ...] = option(
         REQUIRED, "Files, globs or directories of .txt and .jsonl, also .gz and .zst."
     )
-    vocab_size: int = option(REQUIRED, "How many ids.", at_least=1, at_most=2**31 - 1)
-    output_prefix: str = option(REQUIRED, "What the names of the files written begin with.")
+    vocab_size: int = option(REQUIRED, "Number of ids.", at_least=1, at_most=2**31 - 1)
+    output_prefix: str = option(REQUIRED, "The file to write, without .model.")
     model_type: ModelType = option("bpe", "bpe, or unigram: slower to train, faster to encode.")
     json_key: str = option("text", "The key of a .jsonl line that holds its document.")
     max_train_mib: int = option(
-        4, "MiB of text to train on; of more, a sample drawn evenly from all of it.", at_least=1
+        4, "MiB of text to train on; from a larger input, a uniform sample is drawn.", at_least=1
     )
 
 
@@ -62,22 +62,22 @@ def main() -> None:
     path = f"{config.output_prefix}.model"
     print(
         f"{path}: {config.vocab_size:,} pieces after {time.monotonic() - start:.1f} s; "
-        f"{bytes_per_token(path, sample):.2f} bytes a token; left out: {report.summary()}"
+        f"{bytes_per_token(path, sample):.2f} bytes per token; skipped: {report.summary()}"
     )
 
 
 def read(files: list[str], json_key: str, progress: Progress, report: Report) -> Iterator[str]:
-    """The text of all files, in order."""
+    """Yield the text of all files, in order."""
     for path in files:
         for found in read_passages(path, json_key):
-            report.add(found.problems, lambda problem, path=path: f"{path} line {problem.line}")
+            report.add(found.problems, in_file(path))
             yield from found.texts
             size = sum(len(text.encode()) for text in found.texts)
             progress.advance(disk_bytes=found.disk_bytes, text_bytes=size, documents=len(found.texts))
 
 
 def bytes_per_token(model: str, sample: list[str]) -> float:
-    """How well the model compresses a part of what it was trained on."""
+    """Return the bytes per token of the model on a part of its training text."""
     part = sample[:: max(1, len(sample) // 32)]
     tokens = SentencePieceTokenizer(model).encode_batch(part)
     return sum(len(text.encode()) for text in part) / max(1, sum(map(len, tokens)))

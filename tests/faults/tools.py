@@ -7,7 +7,7 @@ from tests.faults.files import READ_ONLY, WRITABLE
 
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 STRICT = "text.jsonl line 1: "
-MEND = "mend the line, or leave out --strict"
+CORRECT = "correct the line, or omit --strict"
 
 
 def preprocess(argv: str, said: str, **more: object) -> Case:
@@ -37,7 +37,7 @@ def huggingface(argv: str, said: str, **more: object) -> Case:
 
 def strict(said: str, text: bytes | str) -> Case:
     """A line that gives no document."""
-    return preprocess("--strict", f"{STRICT}{said} … {MEND}", harm=put("text.jsonl", text))
+    return preprocess("--strict", f"{STRICT}{said} … {CORRECT}", harm=put("text.jsonl", text))
 
 
 PREPROCESS = [
@@ -48,23 +48,23 @@ PREPROCESS = [
     preprocess("", "--input text.jsonl: is a FIFO, not a regular file; save", harm=fifo("text.jsonl")),
     preprocess("", "--input text.jsonl: cannot be read; check its permissions", harm=locked("text.jsonl")),
     preprocess("", "--input text.jsonl: no such file … check", harm=loop("text.jsonl")),
-    preprocess("", "--input text.jsonl: holds no documents", harm=put("text.jsonl", "\n")),
+    preprocess("", "--input text.jsonl: has no documents", harm=put("text.jsonl", "\n")),
     strict("malformed line: not JSON", '{"text": "1"'),
     strict("malformed line: not UTF-8", b'{"text": "\xff"}'),
     strict("malformed line: not a JSON object but a number", "7"),
     strict("missing key: no 'text'; its keys: 'body'", '{"body": "1"}'),
     strict("value that is not text: 'text' is a number", '{"text": 5}'),
     strict("document without tokens", '{"text": ""}'),
-    strict("document that the tokenizer refuses: 'text': id 300", '{"text": "300"}'),
-    strict("document that the tokenizer refuses: 'text': text of a NullTokenizer", '{"text": "one"}'),
+    strict("document that the tokenizer rejects: 'text': id 300", '{"text": "300"}'),
+    strict("document that the tokenizer rejects: 'text': text of a NullTokenizer", '{"text": "one"}'),
     preprocess(
         "--input z.jsonl.gz",
-        "z.jsonl.gz: the file ends in the middle of its compressed data; make it anew",
+        "z.jsonl.gz: the file ends in the middle of its compressed data; create it again",
         harm=put("z.jsonl.gz", gzip.compress(b'{"text": "1"}\n' * 500)[:-9]),
     ),
     preprocess(
         "--input z.jsonl.zst",
-        "z.jsonl.zst: the compressed data is damaged … make it anew",
+        "z.jsonl.zst: the compressed data is damaged … create it again",
         harm=put("z.jsonl.zst", "nonsense"),
     ),
     preprocess("", "are required: --input", status=2, without="--input"),
@@ -75,7 +75,7 @@ PREPROCESS = [
     preprocess("--workers two", "--workers: invalid int value: 'two'", status=2),
     preprocess("--workers 3 --partitions 2", "--partitions 2: must divide … workers, 3", status=2),
     preprocess("--json-keys a a", "--json-keys a a: names a key twice", status=2),
-    preprocess("--json-keys a/b", "--json-keys a/b: … cannot hold a /", status=2),
+    preprocess("--json-keys a/b", "--json-keys a/b: … cannot contain a /", status=2),
     preprocess("--log-interval 0", "--log-interval 0: must be at least 1", status=2),
     preprocess("--append-eods", "--append-eods; did you mean --append-eod?", status=2),
     preprocess("--output-prefix=", "--output-prefix '': must not be empty", status=2),
@@ -101,10 +101,10 @@ OTHERS = [
     corpus("--output out.txt", "--output out.txt: must end in .jsonl", status=2),
     corpus("--input gone/*.txt", "--input gone/*.txt: no such file … check the path"),
     corpus("--input file", "--input file: its name must end in"),
-    corpus("--hf-dataset json", "--hf-dataset json: cannot be joined with --input; give one", status=2),
-    corpus("--hf-split test", "--hf-split test: has no meaning without --hf-dataset", status=2),
-    corpus("--hf-config x", "--hf-config x: has no meaning without --hf-dataset", status=2),
-    corpus("--json-key k", "--json-key k: has no meaning without --input", status=2, without="--input"),
+    corpus("--hf-dataset json", "--hf-dataset json: cannot be combined with --input; give one", status=2),
+    corpus("--hf-split test", "--hf-split test: needs --hf-dataset", status=2),
+    corpus("--hf-config x", "--hf-config x: needs --hf-dataset", status=2),
+    corpus("--json-key k", "--json-key k: needs --input", status=2, without="--input"),
     corpus("", "--input text.txt: is a FIFO, not a regular file; save the text", harm=fifo("text.txt")),
     corpus("", "--input text.txt: cannot be read; check its permissions", harm=locked("text.txt")),
     corpus("--output file/o.jsonl", f"--output file: Not a directory; {WRITABLE}"),

@@ -133,5 +133,5 @@ def test_a_damaged_file_leaves_the_old_output(tmp_path: Path) -> None:
 def test_files_without_documents(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     error = fail(TOOL, "--output", tmp_path / "out.jsonl", "--input", tmp_path / "empty.txt")
-    assert "no documents (left out: 1 × blank document)" in error
+    assert "no documents (skipped: 1 × blank document)" in error
     assert len(list(tmp_path.iterdir())) == 1

@@ -88,7 +88,7 @@ def test_awkward_lines_are_left_out_and_named(tmp_path: Path, partitions: int) -
     ):
         assert f"{tmp_path}/in.jsonl {place}" in result.stderr
     for count in ("5 × malformed line", "1 × missing key", "3 × value that is not text",
-                  "1 × document without tokens", "1 × document that the tokenizer refuses"):  # fmt: skip
+                  "1 × document without tokens", "1 × document that the tokenizer rejects"):  # fmt: skip
         assert count in result.stdout
 
 
@@ -129,7 +129,7 @@ def test_keys_stay_aligned(tmp_path: Path) -> None:
 def test_no_documents_is_an_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "in.jsonl").write_bytes(content)
     error = fail(TOOL, "--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "out", *NULL)
-    assert f"--input {tmp_path}/in.jsonl: holds no documents" in error
+    assert f"--input {tmp_path}/in.jsonl: has no documents" in error
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 

@@ -1,4 +1,4 @@
-"""Reads and writes .gz and .zst files as if they were plain."""
+"""Reads and writes .gz and .zst files as if they were not compressed."""
 
 import gzip
 import io
@@ -7,22 +7,29 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
-_CHUNK = 32 << 10  # of compressed bytes; what it expands to is held at once
+_CHUNK = 32 << 10  # compressed bytes; a whole decompressed chunk is in memory
+
+
+class Writable(Protocol):
+    """A stream that accepts bytes."""
+
+    def write(self, content: bytes, /) -> int:
+        """Write all of `content`."""
 
 
 class Decompressed(io.RawIOBase):
-    """The contents of a .gz or .zst file, of one member or many.
+    """The contents of a .gz or .zst file with one or more members.
 
-    Raises ValueError, with the file's name, where the file is damaged or ends too early: a download that
-    was cut short must not pass for a smaller file.
+    Raises ValueError with the file's name if the file is damaged or ends too early, so that an incomplete
+    download is not mistaken for a smaller file.
     """
 
     def __init__(self, raw: BinaryIO, path: str) -> None:
         self._raw = raw
         self._path = path
-        self._member: Any = None  # of zlib or zstandard; None between two members
+        self._member: Any = None  # decoder of zlib or zstandard; None between members
         self._compressed = b""
         self._plain = memoryview(b"")
 
@@ -36,7 +43,7 @@ class Decompressed(io.RawIOBase):
             if not self._compressed:
                 if self._member is not None:
                     raise ValueError(
-                        f"{self._path}: the file ends in the middle of its compressed data; make it anew"
+                        f"{self._path}: the file ends in the middle of its compressed data; create it again"
                     )
                 return 0
             self._expand()
@@ -50,9 +57,9 @@ class Decompressed(io.RawIOBase):
             self._member = _member_decoder(self._path)
         try:
             self._plain = memoryview(self._member.decompress(self._compressed))
-        except Exception as error:  # zlib.error or zstandard.ZstdError, and the second may not be installed
+        except Exception as error:  # zlib.error, or zstandard.ZstdError of an optional package
             raise ValueError(
-                f"{self._path}: the compressed data is damaged ({error}); make it anew"
+                f"{self._path}: the compressed data is damaged ({error}); create it again"
             ) from None
         self._compressed = self._member.unused_data if self._member.eof else b""
         if self._member.eof:
@@ -68,11 +75,11 @@ def _member_decoder(path: str) -> Any:
 
 
 @contextmanager
-def replacing(path: str) -> Iterator[BinaryIO]:
-    """A stream to the new contents of `path`, compressed as its name asks.
+def replacing(path: str) -> Iterator[Writable]:
+    """Yield a stream for the new contents of `path`, compressed according to its name.
 
-    The file appears under its name, whole and on disk, when the block ends; an error or a kill before that
-    leaves what was there.
+    The new file gets its name when the block ends and everything is on disk; an error or a kill before that
+    leaves the old file as it was.
     """
     partial = f"{path}.{os.getpid()}.partial"
     try:
@@ -88,7 +95,7 @@ def replacing(path: str) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def _compressing(raw: BinaryIO, path: str) -> Iterator[BinaryIO]:
+def _compressing(raw: BinaryIO, path: str) -> Iterator[Writable]:
     if path.endswith(".gz"):
         with gzip.GzipFile(filename="", fileobj=raw, mode="wb", compresslevel=6, mtime=0) as stream:
             yield stream

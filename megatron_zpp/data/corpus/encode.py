@@ -1,4 +1,4 @@
-"""Turns a block of JSON lines into tokens: what one worker does."""
+"""Encodes a block of JSON lines as tokens: the work of one worker."""
 
 import itertools
 from collections.abc import Sequence
@@ -13,24 +13,24 @@ from megatron_zpp.data.indexed import token_dtype
 from megatron_zpp.tokenizer import build_tokenizer
 
 NO_TOKENS = "document without tokens"
-NOT_TOKENISED = "document that the tokenizer refuses"
+NOT_TOKENISED = "document that the tokenizer rejects"
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """The documents of one block. All keys have the same documents."""
+    """The documents of one block, the same number for every key."""
 
-    tokens: tuple[np.ndarray, ...]  # one a key, each (tokens,)
-    lengths: tuple[np.ndarray, ...]  # one a key, each (documents,), in tokens
+    tokens: tuple[np.ndarray, ...]  # one array (tokens,) per key
+    lengths: tuple[np.ndarray, ...]  # one array (documents,) per key, in tokens
     lines: int
-    problems: Problems  # their lines counted from the block's first
+    problems: Problems  # with line numbers within the block
 
 
 class Encoder:
-    """Encodes blocks of JSON lines; build it in the process that uses it.
+    """Encodes blocks of JSON lines; create it in the process that uses it.
 
-    A line gives either one document under every key or, when there is anything wrong with one of its
-    values, none at all: the n-th documents of two keys always come from the same line.
+    A line holds one document for every key, or none if any of its values has a problem. So the n-th documents
+    of all keys come from the same line.
     """
 
     def __init__(self, config: TokenizerConfig, keys: Sequence[str], append_eod: bool) -> None:
@@ -43,7 +43,7 @@ class Encoder:
         lines = split_lines(block)
         found: list[Problem] = []
         numbers: list[int] = []
-        texts: list[str] = []  # the keys of one line stand side by side
+        texts: list[str] = []  # len(keys) consecutive texts per line
         for parsed in parse_lines(lines, self._keys):
             if isinstance(parsed, Problem):
                 found.append(parsed)
@@ -53,10 +53,9 @@ class Encoder:
         documents = iter(self._encode_texts(texts))
         rows: list[list[list[int]]] = []
         for number in numbers:
-            row = list(itertools.islice(documents, len(self._keys)))
-            problem = self._problem(number, row)
-            if problem:
-                found.append(problem)
+            row = self._checked(number, list(itertools.islice(documents, len(self._keys))))
+            if isinstance(row, Problem):
+                found.append(row)
             else:
                 rows.append(row)
         columns = [self._pack([row[k] for row in rows]) for k in range(len(self._keys))]
@@ -64,11 +63,11 @@ class Encoder:
         found.sort(key=lambda problem: problem.line)
         return Encoded(tokens, lengths, len(lines), Problems.of(found))
 
-    def _encode_texts(self, texts: list[str]) -> list[list[int] | ValueError]:
+    def _encode_texts(self, texts: list[str]) -> Sequence[list[int] | ValueError]:
         try:
             return self._tokenizer.encode_batch(texts)
         except ValueError:
-            return [self._encode_one(text) for text in texts]  # one of them is at fault, the rest is not
+            return [self._encode_one(text) for text in texts]  # to find out which texts are at fault
 
     def _encode_one(self, text: str) -> list[int] | ValueError:
         try:
@@ -76,16 +75,19 @@ class Encoder:
         except ValueError as error:
             return error
 
-    def _problem(self, number: int, row: Sequence[list[int] | ValueError]) -> Problem | None:
+    def _checked(self, number: int, row: Sequence[list[int] | ValueError]) -> list[list[int]] | Problem:
+        """Return the documents of line `number`, or the first problem of one of them."""
+        documents = []
         for key, document in zip(self._keys, row, strict=True):
             if isinstance(document, ValueError):
                 return Problem(number, NOT_TOKENISED, f"{key!r}: {document}")
             if not document:
-                return Problem(number, NO_TOKENS, f"{key!r} gives none")
-        return None
+                return Problem(number, NO_TOKENS, f"{key!r} has none")
+            documents.append(document)
+        return documents
 
     def _pack(self, documents: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens,) with each document's end, and (documents,) lengths."""
+        """Return the tokens (tokens,), with each end of document, and the lengths (documents,)."""
         lengths = np.array([len(document) + len(self._end) for document in documents], dtype=np.int64)
         parts = itertools.chain.from_iterable((document, self._end) for document in documents)
         flat = itertools.chain.from_iterable(parts)

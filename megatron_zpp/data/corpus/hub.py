@@ -1,4 +1,4 @@
-"""Documents of a Hugging Face data set, streamed."""
+"""Streams the documents of a Hugging Face data set."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -8,13 +8,13 @@ from megatron_zpp.data.corpus.json_lines import NOT_TEXT
 from megatron_zpp.data.corpus.problems import Problem
 from megatron_zpp.data.corpus.texts import Texts, keep
 
-_ROWS = 256  # handed on at a time
+_ROWS = 256  # per Texts
 
 
 def read_hub(name: str, config: str | None, split: str, key: str, files: Sequence[str]) -> Iterator[Texts]:
-    """The column `key` of a data set of the hub, or of local `files` where `name` is json, parquet or text.
+    """Yield the column `key` of a data set of the hub, or of local `files` of format `name`.
 
-    Raises ValueError when the data set, the split or the column is not there, or stops coming.
+    Raises ValueError if the data set, split or column does not exist or cannot be read to its end.
     """
     rows = enumerate(_rows(name, config, split, files), start=1)
     while chunk := list(itertools.islice(rows, _ROWS)):
@@ -25,10 +25,11 @@ def read_hub(name: str, config: str | None, split: str, key: str, files: Sequenc
                 raise option_error(
                     "--hf-text-key", key, f"{name} has no such column; it has {', '.join(row)}"
                 )
-            if isinstance(row[key], str):
-                texts.append((number, row[key]))
+            text = row[key]
+            if isinstance(text, str):
+                texts.append((number, text))
             else:
-                problems.append(Problem(number, NOT_TEXT, f"{key!r} is {type(row[key]).__name__}"))
+                problems.append(Problem(number, NOT_TEXT, f"{key!r} is {type(text).__name__}"))
         yield keep(name, texts, problems, disk_bytes=0)
 
 
@@ -40,7 +41,7 @@ def _rows(name: str, config: str | None, split: str, files: Sequence[str]) -> It
         yield from datasets.load_dataset(
             name, config, split=split, data_files=list(files) or None, streaming=True
         )
-    except Exception as error:  # `datasets` lets through whatever its readers and the network raise
+    except Exception as error:  # `datasets` passes on any error of its readers and the network
         raise option_error(
             "--hf-dataset",
             name,

@@ -1,4 +1,4 @@
-"""Finds the input files, and reads them in blocks of whole lines."""
+"""Finds input files, and reads them in blocks of whole lines."""
 
 import glob
 import io
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import BinaryIO
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.text import JSON_LINES, SUFFIXES, plain_suffix
@@ -18,7 +19,7 @@ TEXT = (".txt",)
 
 @dataclass(frozen=True)
 class Span:
-    """The lines of a file that begin in the bytes [start, end); a compressed file is always a whole span."""
+    """The lines of a file that begin in the bytes [start, end); a compressed file is one span."""
 
     path: str
     start: int
@@ -27,19 +28,19 @@ class Span:
 
 @dataclass(frozen=True)
 class Block:
-    """Whole lines of one span; the last line of a file may lack its newline."""
+    """Whole lines of one span; the last line of a file may have no newline."""
 
     span: Span
     content: bytes
-    disk_bytes: int  # what the block took of the file, which for a compressed one is less than its content
+    disk_bytes: int  # size of the block in the file, where it may be compressed
 
 
 def find_files(flag: str, patterns: Sequence[str]) -> list[str]:
-    """The files that names, globs and directories stand for: in the order given, sorted within each.
+    """Return the files that match names, globs and directories: in the order given, sorted within each.
 
-    Of a directory, every file below it whose name ends like text or JSON lines. Raises ValueError when one of
-    them stands for nothing, or cannot be read, or is no regular file: text is cut into parts, which are read
-    side by side, so a pipe has to be saved to a file first.
+    A directory stands for every file below it with a suffix of text or JSON lines. Raises ValueError if a
+    pattern matches nothing, or if a file cannot be read or is not regular: parts of a file are read in
+    parallel, so a pipe has to be saved to a file first.
     """
     files: list[str] = []
     for pattern in patterns:
@@ -67,20 +68,20 @@ def _find(pattern: str) -> list[str]:
 
 
 def whole(path: str) -> Span:
-    """All of a file."""
+    """Return the span of a whole file."""
     return Span(path, 0, os.path.getsize(path))
 
 
 def partition(files: Sequence[str], count: int) -> list[list[Span]]:
-    """Cuts the files, in order, into `count` runs of spans of about the same size on disk.
+    """Divide the files, in order, into `count` lists of spans of about the same size on disk.
 
-    A plain file is cut wherever the size says, a compressed one only at its ends, so a run may be empty.
+    A compressed file is never cut, so a list may be empty.
     """
     spans = [whole(path) for path in files]
     total = sum(span.end for span in spans)
     edges = [total * k // count for k in range(count + 1)]
-    runs: list[list[Span]] = [[] for _ in range(count)]
-    before = 0  # bytes of the files already dealt out
+    partitions: list[list[Span]] = [[] for _ in range(count)]
+    before = 0  # bytes of earlier files
     for span in spans:
         cuts = [0, *(edge - before for edge in edges if 0 < edge - before < span.end), span.end]
         if span.path.endswith(SUFFIXES):
@@ -88,15 +89,15 @@ def partition(files: Sequence[str], count: int) -> list[list[Span]]:
         for start, end in pairwise(cuts):
             middle = before + (start + end) // 2
             index = max(k for k in range(count) if edges[k] <= middle)
-            runs[index].append(Span(span.path, start, end))
+            partitions[index].append(Span(span.path, start, end))
         before += span.end
-    return runs
+    return partitions
 
 
 def read_blocks(span: Span, block_bytes: int) -> Iterator[Block]:
-    """Cuts a span into blocks of about `block_bytes`; one longer line is a block of its own.
+    """Yield the lines of a span in blocks of about `block_bytes`; a longer line is one block.
 
-    Raises ValueError where compressed data is damaged or ends too early.
+    Raises ValueError if compressed data is damaged or ends too early.
     """
     with open_stream(span.path) as raw:
         if span.path.endswith(SUFFIXES):
@@ -104,19 +105,19 @@ def read_blocks(span: Span, block_bytes: int) -> Iterator[Block]:
             return
         if span.start:
             raw.seek(span.start - 1)
-            raw.readline()  # a line that began before the span belongs to the one before
+            raw.readline()  # a line that began earlier belongs to the span before
         position = raw.tell()
         while position < span.end:
             content = raw.read(min(block_bytes, span.end - position))
             if not content:
-                return  # the file has shrunk under us
+                return  # the file has become shorter meanwhile
             if not content.endswith(b"\n"):
                 content += raw.readline()
             position += len(content)
             yield Block(span, content, len(content))
 
 
-def _read_compressed(span: Span, raw: io.BufferedReader, block_bytes: int) -> Iterator[Block]:
+def _read_compressed(span: Span, raw: BinaryIO, block_bytes: int) -> Iterator[Block]:
     stream = io.BufferedReader(Decompressed(raw, span.path), block_bytes)
     before = 0
     while content := stream.read(block_bytes):
@@ -127,7 +128,7 @@ def _read_compressed(span: Span, raw: io.BufferedReader, block_bytes: int) -> It
 
 
 def lines_before(span: Span) -> int:
-    """Lines of the file before the span: added to a line of the span they give the line of the file."""
+    """Return the number of lines of the file before the span, to convert line numbers."""
     if not span.start:
         return 0
     return sum(block.content.count(b"\n") for block in read_blocks(Span(span.path, 0, span.start), 1 << 20))

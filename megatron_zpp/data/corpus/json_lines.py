@@ -1,4 +1,4 @@
-"""Parses lines of JSON, and says what is wrong with those that give no document."""
+"""Parses lines of JSON, and describes the problem of each line without a document."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ class BadLine(Exception):
 
 
 def split_lines(content: bytes) -> list[bytes]:
-    """The lines of a block without their newlines; only \\n ends one, as JSON strings may hold the others."""
+    """Return the lines of a block. Only \\n ends a line, because JSON strings may contain other breaks."""
     lines = content.split(b"\n")
     if not lines[-1]:
         lines.pop()
@@ -29,7 +29,7 @@ def split_lines(content: bytes) -> list[bytes]:
 
 
 def parse_lines(lines: Sequence[bytes], keys: Sequence[str]) -> Iterator[tuple[int, list[str]] | Problem]:
-    """For each line that is not blank: its number from 1 and its texts, one a key, or the problem with it."""
+    """Yield for each nonblank line its number from 1 and its texts, one per key, or its problem."""
     for number, line in enumerate(lines, start=1):
         if not line or line.isspace():
             continue
@@ -46,7 +46,10 @@ def _parse(line: bytes, keys: Sequence[str]) -> list[str]:
         raise BadLine(MALFORMED, f"not UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:
         raise BadLine(MALFORMED, f"not JSON: {error.msg} at column {error.colno}") from None
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or brackets as deep
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # an integer of thousands of digits, or as many nested brackets
         raise BadLine(MALFORMED, f"not JSON that can be read: {error}") from None
     if not isinstance(record, dict):
         raise BadLine(MALFORMED, f"not a JSON object but {_json_type(record)}")

@@ -1,7 +1,7 @@
-"""Maps a function over items in other processes: order kept, memory bounded, a dead worker is an error.
+"""Maps a function over items in other processes, in order and with bounded memory; a dead worker is an error.
 
-Each worker is a process of its own with one pipe to the parent. A worker's own thread empties the pipe, so
-the parent never waits to send while that worker waits to send; both would wait for ever.
+Each worker is a process with one pipe to the parent. A thread of the worker empties the pipe, so that parent
+and worker never both wait to send, which would be a deadlock.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -23,19 +23,18 @@ from typing import Any, TypeVar
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_AHEAD = 3  # items a worker holds: one at work, one next, one on the way
-_LOOSE = 2  # times the items at work that may wait for their turn, so that one slow item stops nobody
+_AHEAD = 3  # items per worker: one in work, one received, one in the pipe
+_BUFFERED = 2  # finished items per item in work, at most: one slow item does not stop the other workers
 
 
 def ordered_map(
     build: Callable[[], Callable[[Item], Result]], items: Iterable[Item], workers: int
-) -> Iterator[Result]:
-    """Yields the result of every item, in the items' order.
+) -> Generator[Result, None, None]:
+    """Yield the result of every item, in the order of the items.
 
-    `build` is called once in each worker (so it must pickle) and makes the function. Items are drawn only
-    as workers take them, so memory holds a few a worker. Close the generator to end the workers early.
-    Raises ChildProcessError when a worker dies, and RuntimeError with its traceback when `build` or the
-    function raises.
+    `build` (picklable) is called once in each worker and returns the function. Items are drawn as workers
+    take them, so memory holds a few items per worker. Close the generator to end the workers early. Raises
+    ChildProcessError if a worker dies, and RuntimeError with a traceback if `build` or the function raises.
     """
     with _started(build, workers) as team:
         remaining = iter(items)
@@ -43,7 +42,7 @@ def ordered_map(
         finished: dict[int, Result] = {}
         next_out = next_in = 0
         while True:
-            while next_in - next_out < workers * _AHEAD * _LOOSE:
+            while next_in - next_out < workers * _AHEAD * _BUFFERED:
                 worker = min(team, key=lambda worker: len(worker.numbers))
                 if len(worker.numbers) == _AHEAD:
                     break
@@ -66,20 +65,20 @@ def ordered_map(
 
 @dataclass(frozen=True)
 class _Failure:
-    """What a worker sends in place of a result when its function raised."""
+    """Sent by a worker in place of a result if its function raised."""
 
     traceback: str
 
 
 class _Worker:
-    """The parent's side of one worker: a process, the pipe to it, the numbers of the items it holds."""
+    """One worker, as seen by the parent: its process, the pipe to it, the numbers of its items."""
 
     def __init__(self, context: Any, build: Callable[[], Callable]) -> None:
         self.connection, theirs = context.Pipe()
         self.process: BaseProcess = context.Process(target=_serve, args=(theirs, build), daemon=True)
         self.numbers: deque[int] = deque()
         self.process.start()
-        theirs.close()  # the worker then holds the only copy, and its death closes the pipe
+        theirs.close()  # the worker holds the only copy, so its death closes the pipe
 
     def send(self, number: int, item: Any) -> None:
         try:
@@ -103,13 +102,13 @@ class _Worker:
         how = (
             f"was killed by signal {-code}" if code is not None and code < 0 else f"exited with status {code}"
         )
-        hint = "; the machine may be short of memory" if code == -signal.SIGKILL else ""
+        hint = "; the machine may have run out of memory" if code == -signal.SIGKILL else ""
         return ChildProcessError(f"worker process {self.process.pid} {how}{hint}")
 
 
 @contextlib.contextmanager
 def _started(build: Callable[[], Callable], count: int) -> Iterator[list[_Worker]]:
-    # spawn, not fork: no thread or lock is copied half-way, and no sibling holds a pipe open
+    # spawn, not fork: locks of other threads are not copied, and siblings do not hold pipes open
     context = multiprocessing.get_context("spawn")
     team: list[_Worker] = []
     try:
@@ -129,8 +128,8 @@ def _started(build: Callable[[], Callable], count: int) -> Iterator[list[_Worker
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Processes started here never see Ctrl-C, which the terminal sends to all: stopping is the parent's."""
-    resource_tracker.ensure_running()  # otherwise the first start does, and unblocks SIGINT as it ends
+    """Block Ctrl-C in processes started in this context: the terminal signals all, but the parent decides."""
+    resource_tracker.ensure_running()  # otherwise the first start does this, and unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -139,8 +138,8 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def _serve(connection: Connection, build: Callable[[], Callable]) -> None:
-    """A worker's life: ends when the parent closes the pipe, or dies and so closes it."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores are shared out by processes already
+    """Run a worker until the parent closes the pipe or dies."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # worker processes use all cores already
     inbox: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
     threading.Thread(target=_empty_pipe, args=(connection, inbox), daemon=True).start()
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):

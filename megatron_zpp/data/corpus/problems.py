@@ -1,30 +1,31 @@
-"""Counts what had to be left out of the input, and shows the first few."""
+"""Counts the skipped lines of the input, and shows the first few."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-KEPT = 5  # a wrong --json-key makes every line a problem
+KEPT = 5  # with a wrong --json-key every line is a problem
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One line that gave no document."""
+    """One line without a document."""
 
     line: int  # from 1
-    kind: str  # the same for all of its kind, to count by
+    kind: str  # problems are counted by kind
     detail: str
 
 
 @dataclass
 class Problems:
-    """How many of each kind, and the first few in full."""
+    """The number of problems of each kind, and the first few problems."""
 
     counts: Counter[str] = field(default_factory=Counter)
     first: list[Problem] = field(default_factory=list)
 
     @classmethod
     def of(cls, found: Iterable[Problem]) -> "Problems":
+        """Count the problems `found`."""
         problems = cls()
         for problem in found:
             problems.counts[problem.kind] += 1
@@ -33,8 +34,13 @@ class Problems:
         return problems
 
 
+def in_file(path: str) -> Callable[[Problem], str]:
+    """Return the function that locates problems of the file `path`, as `FILE line N`."""
+    return lambda problem: f"{path} line {problem.line}"
+
+
 class Report:
-    """All that a run leaves out: shows the first few as they come, or stops at the first, and sums up."""
+    """All problems of a run: shows the first few at once, or stops at the first, and sums them up."""
 
     def __init__(self, say: Callable[[str], None], *, strict: bool = False) -> None:
         self._say, self._strict = say, strict
@@ -42,16 +48,16 @@ class Report:
         self._shown = 0
 
     def add(self, problems: Problems, where: Callable[[Problem], str]) -> None:
-        """`where` names file and line of a problem. Raises ValueError for the first one of a strict run."""
+        """Add problems, which `where` locates. A strict report raises ValueError for the first problem."""
         for problem in problems.first[: KEPT - self._shown]:
             line = f"{where(problem)}: {problem.kind}: {problem.detail}"
             if self._strict:
-                raise ValueError(f"{line}; mend the line, or leave out --strict")
-            self._say(f"left out: {line}")
+                raise ValueError(f"{line}; correct the line, or omit --strict")
+            self._say(f"skipped: {line}")
             self._shown += 1
         self._counts += problems.counts
 
     def summary(self) -> str:
-        """For example `3 × malformed line, 1 × missing key`, and `nothing` when all is well."""
+        """Return, for example, `3 × malformed line, 1 × missing key`; `nothing` without problems."""
         kinds = (f"{count:,} × {kind}" for kind, count in self._counts.most_common())
         return ", ".join(kinds) or "nothing"

@@ -1,4 +1,4 @@
-"""Says how far a long step is: a bar on a terminal, now and then a line elsewhere."""
+"""Shows the progress of a long step: a bar on a terminal, otherwise a line from time to time."""
 
 import sys
 import time
@@ -8,10 +8,10 @@ from tqdm import tqdm
 
 
 class Progress:
-    """Counts bytes and documents, and shows the rates and the time left on stderr.
+    """Counts bytes and documents, and shows rates and the remaining time on stderr.
 
-    `total_bytes` is the size of the input on disk, None when nobody knows it; `every` is the number of
-    documents between two lines where stderr is not a terminal. Use it in a `with` block.
+    `total_bytes` is the size of the input on disk, None if unknown; `every` is the number of documents
+    between lines if stderr is not a terminal. Use it in a `with` block.
     """
 
     def __init__(self, step: str, total_bytes: int | None, every: int, stream: TextIO | None = None) -> None:
@@ -34,7 +34,7 @@ class Progress:
             self._bar.close()
 
     def advance(self, *, disk_bytes: int, text_bytes: int, documents: int) -> None:
-        """Adds what has been done: bytes of the input as it lies on disk, bytes of text, documents."""
+        """Add finished work: bytes of the input as stored on disk, bytes of text, documents."""
         self.disk_bytes += disk_bytes
         self.text_bytes += text_bytes
         self.documents += documents
@@ -46,7 +46,7 @@ class Progress:
             self.say(f"{self._step}: {self.documents:,} documents, {self._state()}")
 
     def say(self, line: str) -> None:
-        """Writes a line without tearing the bar."""
+        """Write a line without breaking the bar."""
         if self._bar is not None:
             self._bar.write(line, file=self._stream)
         else:
@@ -54,11 +54,11 @@ class Progress:
             self._stream.flush()
 
     def seconds(self) -> float:
-        """Since the start."""
+        """Return the seconds since the start."""
         return max(time.monotonic() - self._start, 1e-9)
 
     def rates(self) -> str:
-        """For example `3.61 MB/s, 212 documents/s`; MB is 10^6 bytes of text."""
+        """Return, for example, `3.61 MB/s, 212 documents/s`; MB is 10^6 bytes of text."""
         seconds = self.seconds()
         return f"{self.text_bytes / seconds / 1e6:.2f} MB/s, {self.documents / seconds:,.0f} documents/s"
 

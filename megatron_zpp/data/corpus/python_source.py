@@ -1,4 +1,4 @@
-"""The corpus that is always there: the source of the running interpreter's standard library."""
+"""A corpus that is always available: the source of the running interpreter's standard library."""
 
 import io
 import os
@@ -11,19 +11,19 @@ from megatron_zpp.data.corpus.problems import Problem
 from megatron_zpp.data.corpus.texts import Texts, keep
 from megatron_zpp.storage.regular import open_stream
 
-_INSTALLED = ("site-packages", "dist-packages")  # what was added to the interpreter differs by machine
+_INSTALLED = ("site-packages", "dist-packages")  # installed packages differ between machines
 
 
 def standard_library() -> Path:
-    """Its directory. Raises ValueError where the interpreter has it only as bytecode or in an archive."""
+    """Return its directory. Raises ValueError if the library is only bytecode or in an archive."""
     directory = Path(sysconfig.get_paths()["stdlib"])
     if not (directory / "os.py").is_file():
-        raise ValueError(f"{directory}: no source of the standard library here; give a corpus with --input")
+        raise ValueError(f"{directory}: has no source of the standard library; give a corpus with --input")
     return directory
 
 
 def source_files(directory: Path) -> list[Path]:
-    """Every .py file below that is not empty, without installed packages, in the order of their names."""
+    """Return all .py files below that are not empty, sorted by path, without installed packages."""
     files: list[Path] = []
     for folder, folders, names in os.walk(directory):
         folders[:] = [name for name in folders if name not in _INSTALLED]
@@ -33,7 +33,7 @@ def source_files(directory: Path) -> list[Path]:
 
 
 def read_source(directory: Path, files: list[Path]) -> Iterator[Texts]:
-    """One document a file, decoded as PEP 263 says; its path is relative to `directory`."""
+    """Yield one document per file, decoded by the rules of PEP 263; paths are relative to `directory`."""
     for file in files:
         path, size = file.relative_to(directory).as_posix(), file.stat().st_size
         try:
@@ -41,7 +41,7 @@ def read_source(directory: Path, files: list[Path]) -> Iterator[Texts]:
                 encoding, _ = tokenize.detect_encoding(raw.readline)
                 raw.seek(0)
                 text = io.TextIOWrapper(raw, encoding).read()
-        except (SyntaxError, UnicodeDecodeError) as error:  # the library's tests have some on purpose
+        except (SyntaxError, UnicodeDecodeError) as error:  # the tests of the library contain some on purpose
             yield keep(path, [], [Problem(1, "undecodable file", str(error))], size)
             continue
         yield keep(path, [(1, text)], [], size)

@@ -1,4 +1,4 @@
-"""A sample of bounded size of a stream of text, the same for the same stream."""
+"""Draws a sample of bounded size from a stream of text; the same stream gives the same sample."""
 
 import heapq
 import random
@@ -9,12 +9,13 @@ _SEED = 1234
 
 
 def sample_text(texts: Iterable[str], max_bytes: int) -> list[str]:
-    """Chunks of whole lines from all over the stream, in its order, of at most `max_bytes` of UTF-8.
+    """Return chunks of whole lines from all over the stream, in order, of at most `max_bytes` of UTF-8.
 
-    Every chunk is equally likely to stay, and when all fit, all do. Memory holds the sample alone.
+    Every chunk is equally likely to be in the sample; all chunks are, if they fit. Memory holds only the
+    sample.
     """
     rng = random.Random(_SEED)
-    kept: list[tuple[float, int, int, str]] = []  # a heap: the chunk with the lowest draw goes first
+    kept: list[tuple[float, int, int, str]] = []  # a heap: the chunk with the lowest draw is removed first
     held = 0
     for order, chunk in enumerate(chunk for text in texts for chunk in _chunks(text)):
         size = len(chunk.encode())

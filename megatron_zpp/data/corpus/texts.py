@@ -16,23 +16,23 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Texts:
-    """Some texts of one file, none of them blank, and what was left out between them."""
+    """Some texts of one file, none of them blank, and the problems of skipped ones."""
 
     path: str
     texts: list[str]
     problems: Problems
-    disk_bytes: int  # what they took of the file
+    disk_bytes: int  # their size in the file
 
 
 def check_suffix(flag: str, path: str) -> None:
-    """Raises ValueError when the name does not say how the file holds its documents."""
+    """Raise ValueError if the name does not end in a known suffix."""
     if plain_suffix(path) not in JSON_LINES + TEXT:
         endings = " or ".join(JSON_LINES + TEXT)
-        raise option_error(flag, path, f"its name must end in {endings}, then .gz or .zst when compressed")
+        raise option_error(flag, path, f"its name must end in {endings}, then .gz or .zst if compressed")
 
 
 def keep(path: str, numbered: Iterable[tuple[int, str]], problems: list[Problem], disk_bytes: int) -> Texts:
-    """Texts without the blank ones, which are problems too; `numbered` gives each its line."""
+    """Return the texts that are not blank; blank ones become problems. `numbered` has (line, text)."""
     texts = []
     for line, text in numbered:
         if text and not text.isspace():
@@ -44,7 +44,7 @@ def keep(path: str, numbered: Iterable[tuple[int, str]], problems: list[Problem]
 
 
 def read_documents(path: str, json_key: str) -> Iterator[Texts]:
-    """Whole documents: each line of a JSON lines file, or the one document that a text file is."""
+    """Yield whole documents: each line of a file of JSON lines, or all of a text file."""
     if plain_suffix(path) in JSON_LINES:
         yield from _read_json_lines(path, json_key)
         return
@@ -54,7 +54,7 @@ def read_documents(path: str, json_key: str) -> Iterator[Texts]:
 
 
 def read_passages(path: str, json_key: str) -> Iterator[Texts]:
-    """As `read_documents`, but a text file comes in blocks of lines, so that it may exceed the memory."""
+    """Like `read_documents`, but in blocks of lines for a text file, which may exceed the memory."""
     if plain_suffix(path) in JSON_LINES:
         yield from _read_json_lines(path, json_key)
         return

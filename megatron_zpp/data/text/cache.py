@@ -1,13 +1,13 @@
-"""The tokens of a text, block by block, made by whichever process needs a block first.
+"""A cache of the tokens of a text. Each block is tokenised by the process that needs it first.
 
-    counts       for each block: tokens, lines left out, and a check of both; 0 where nobody has made it
-    claims       empty; a process that makes block n holds a lock on its byte n
-    000/0000012  the tokens of block 12 behind their digest
+    counts       per block: tokens, skipped lines, and a check of both; 0 before the block is tokenised
+    claims       empty; the process that tokenises block n holds a lock on byte n
+    000/0000012  the tokens of block 12, after their digest
 
-Whoever waits for blocks makes those that nobody else is at. So the workers of all ranks of a machine, and of
-all machines that share the directory, tokenise every block once, in the order in which the run reads it. A
-process that dies gives up its claims; a file system without locks has a block made twice, to the same bytes.
-Nothing here is relied on: what is damaged or gone is made again.
+A process that waits for blocks tokenises those that no other process has claimed. So the workers of all ranks
+on all machines that share the directory tokenise every block once, in the order in which the run reads them.
+The claims of a process end when it dies. On a file system without locks a block may be tokenised twice, to
+the same bytes. Blocks that are damaged or missing are tokenised again.
 """
 
 import contextlib
@@ -32,18 +32,18 @@ from megatron_zpp.data.text.sources import TextSource
 from megatron_zpp.storage.files import write_durably
 from megatron_zpp.storage.regular import read_limited
 
-_RECORD = np.dtype([("tokens", "<u8"), ("left_out", "<u8"), ("check", "<u8")])
+_RECORD = np.dtype([("tokens", "<u8"), ("skipped", "<u8"), ("check", "<u8")])
 _DIGEST = 16  # bytes
-_POLL = 0.02  # seconds between two looks at what others make
-_PARTS = 16  # a worker's share comes in so many, so that the quick ones take more
+_POLL = 0.02  # seconds between checks of blocks that other processes tokenise
+_PARTS = 16  # parts per worker, so that fast workers can take more
 
 
 class TokenCache:
-    """The tokens of the blocks of `source`, in `directory`, which exists.
+    """The tokens of the blocks of `source`, in the existing `directory`.
 
-    `build` makes the encoder, in the process that tokenises: with `workers` above 0 that is a worker of a
-    loader, never the process that trains. Lines without a document raise ValueError, naming the first, unless
-    `skip` is set; a document that has no tokens, as an empty text, has nothing to learn and is left out.
+    `build` creates the encoder in the process that tokenises. With `workers` above 0 that is a worker of a
+    loader, never the process that trains. A line without a document raises ValueError unless `skip` is set; a
+    document without tokens, such as an empty text, is always skipped.
     """
 
     def __init__(
@@ -68,43 +68,43 @@ class TokenCache:
         return _reopen, (self._arguments, self._settings)
 
     def counts(self, blocks: np.ndarray) -> np.ndarray:
-        """Tokens of each block, -1 where it has to be made: (len,) integers to (len,) int64."""
+        """Return the tokens of each block, -1 if it is not tokenised: (len,) integers to (len,) int64."""
         content = os.pread(self._counts, self._source.blocks * _RECORD.itemsize, 0)
         records = np.zeros(self._source.blocks, _RECORD)
-        there = np.frombuffer(content[: len(content) // _RECORD.itemsize * _RECORD.itemsize], _RECORD)
-        records[: there.size] = there
+        written = np.frombuffer(content[: len(content) // _RECORD.itemsize * _RECORD.itemsize], _RECORD)
+        records[: written.size] = written
         records = records[blocks]
-        known = records["check"] == _check(records["tokens"], records["left_out"], np.asarray(blocks))
+        known = records["check"] == _check(records["tokens"], records["skipped"], np.asarray(blocks))
         if not self._skip:
-            known &= records["left_out"] == 0  # made again, they say which line it is
+            known &= records["skipped"] == 0  # tokenised again, so that the error names the line
         return np.where(known, records["tokens"], -1).astype(np.int64)
 
     def fill(self, blocks: np.ndarray) -> np.ndarray:
-        """Waits until all blocks are there, and makes those that nobody makes; returns their counts."""
+        """Wait until all blocks are tokenised, tokenise unclaimed ones, and return `counts`."""
         if self._workers and get_worker_info() is None:
             self._fill_by_workers(self._missing(blocks))
         while (missing := self._missing(blocks)).size:
-            if not self._make_unclaimed(missing):
+            if not self._tokenise_unclaimed(missing):
                 time.sleep(_POLL)
         return self.counts(blocks)
 
-    def go_ahead(self, blocks: np.ndarray) -> None:
-        """Makes what is missing and nobody makes, where that keeps nobody from training."""
+    def prefetch(self, blocks: np.ndarray) -> None:
+        """In a worker, tokenise blocks that no process has claimed; the process that trains does nothing."""
         if get_worker_info() is not None:
-            self._make_unclaimed(self._missing(blocks))
+            self._tokenise_unclaimed(self._missing(blocks))
 
     def tokens(self, blocks: np.ndarray) -> np.ndarray:
-        """The tokens of all blocks, one after the other."""
+        """Return the tokens of all blocks, concatenated."""
         parts = self._read_all(blocks)
-        damaged = [block for block, part in zip(blocks.tolist(), parts, strict=True) if part is None]
+        damaged = [block for block in blocks.tolist() if block not in parts]
         if damaged:
             for block in damaged:
                 self._record(block, bytes(_RECORD.itemsize))
             parts = self._read_all(blocks)
-        if any(part is None for part in parts):
-            fix = "what was just written there reads otherwise; name another directory"
+        if any(block not in parts for block in blocks.tolist()):
+            fix = "returns other bytes than were just written; name another directory"
             raise option_error("--data-cache-path", self._directory, fix)
-        return np.concatenate(parts)
+        return np.concatenate([parts[block] for block in blocks.tolist()])
 
     def _missing(self, blocks: np.ndarray) -> np.ndarray:
         return blocks[self.counts(blocks) < 0]
@@ -113,28 +113,29 @@ class TokenCache:
         if not blocks.size:
             return
         parts = np.array_split(blocks, min(blocks.size, self._workers * _PARTS))
-        one_by_one = BatchSchedule(1, 1, 1)
+        one_part_each = BatchSchedule(1, 1, 1)
         workers = min(self._workers, len(parts))
-        filling = _Filling(self, parts)
-        with MicroBatches(filling, one_by_one, rank=0, end=len(parts), num_workers=workers) as loader:
+        source = _PartsToFill(self, parts)
+        with MicroBatches(source, one_part_each, rank=0, end=len(parts), num_workers=workers) as loader:
             for _ in loader:
                 pass
 
-    def _make_unclaimed(self, blocks: np.ndarray) -> int:
-        made = 0
+    def _tokenise_unclaimed(self, blocks: np.ndarray) -> int:
+        """Return how many of the blocks this process has tokenised."""
+        done = 0
         for block in blocks.tolist():
             with self._claim(block) as mine:
                 if mine and self._missing(np.array([block])).size:
-                    self._make(block)
-                    made += 1
-        return made
+                    self._tokenise(block)
+                    done += 1
+        return done
 
     @contextlib.contextmanager
     def _claim(self, block: int) -> Iterator[bool]:
-        """Whether the block is ours to make."""
+        """Claim a block for the time of the context; yields whether this process may tokenise it."""
         try:
             fcntl.lockf(self._claims, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, block)
-        except (BlockingIOError, PermissionError):  # POSIX leaves the choice of the two
+        except (BlockingIOError, PermissionError):  # POSIX allows either error
             yield False
             return
         except OSError:
@@ -145,17 +146,17 @@ class TokenCache:
         finally:
             fcntl.lockf(self._claims, fcntl.LOCK_UN, 1, block)
 
-    def _make(self, block: int) -> None:
+    def _tokenise(self, block: int) -> None:
         if self._encoder is None:
-            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores are shared out by processes already
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # worker processes use all cores already
             self._encoder = self._build()
         content = self._source.read(block)
         encoded = self._encoder(content)
-        left_out = sum(encoded.problems.counts.values()) - encoded.problems.counts[NO_TOKENS]
-        if left_out and not self._skip:
-            problem = self._first_problem(content, encoded)
-            where = self._source.place(block, problem.line)
-            fix = "mend the line, or leave such lines out with --skip-bad-lines"
+        skipped = sum(encoded.problems.counts.values()) - encoded.problems.counts[NO_TOKENS]
+        if skipped and not self._skip:
+            problem = _first_problem(self._encoder, content, encoded)
+            where = self._source.location(block, problem.line)
+            fix = "correct the line, or skip such lines with --skip-bad-lines"
             raise ValueError(f"{where}: {problem.kind}: {problem.detail}; {fix}")
         tokens = np.ascontiguousarray(encoded.tokens[0], self._dtype).tobytes()
         path = self._path(block)
@@ -166,23 +167,12 @@ class TokenCache:
             os.replace(partial, path)
         except OSError as error:
             partial.unlink(missing_ok=True)
-            fix = f"{error.strerror}; name a directory with room in --data-cache-path"
+            fix = f"{error.strerror}; name a directory with free space in --data-cache-path"
             raise option_error("--data-cache-path", self._directory, fix) from None
         record = np.zeros(1, _RECORD)
-        record["tokens"], record["left_out"] = encoded.tokens[0].size, left_out
-        record["check"] = _check(record["tokens"], record["left_out"], np.array([block]))
+        record["tokens"], record["skipped"] = encoded.tokens[0].size, skipped
+        record["check"] = _check(record["tokens"], record["skipped"], np.array([block]))
         self._record(block, record.tobytes())
-
-    def _first_problem(self, content: bytes, encoded: Encoded) -> Problem:
-        """Of those that are no empty text: a block tells its first few problems alone, a line its own."""
-        told = [problem for problem in encoded.problems.first if problem.kind != NO_TOKENS]
-        if told:
-            return told[0]
-        for number, line in enumerate(split_lines(content), start=1):
-            for problem in self._encoder(line).problems.first:
-                if problem.kind != NO_TOKENS:
-                    return Problem(number, problem.kind, problem.detail)
-        raise AssertionError("a block counts problems that none of its lines has")
 
     def _record(self, block: int, record: bytes) -> None:
         os.pwrite(self._counts, record, block * _RECORD.itemsize)
@@ -190,9 +180,13 @@ class TokenCache:
     def _path(self, block: int) -> Path:
         return self._directory / f"{block // 1000:03}" / f"{block:07}"
 
-    def _read_all(self, blocks: np.ndarray) -> list[np.ndarray | None]:
+    def _read_all(self, blocks: np.ndarray) -> dict[int, np.ndarray]:
+        """Return the tokens of each block that is not damaged."""
         counts = self.fill(blocks).tolist()
-        return [self._read(block, count) for block, count in zip(blocks.tolist(), counts, strict=True)]
+        parts = {
+            block: self._read(block, count) for block, count in zip(blocks.tolist(), counts, strict=True)
+        }
+        return {block: part for block, part in parts.items() if part is not None}
 
     def _read(self, block: int, count: int) -> np.ndarray | None:
         try:
@@ -205,8 +199,8 @@ class TokenCache:
         return np.frombuffer(tokens, self._dtype)
 
 
-class _Filling:
-    """Parts of the blocks to fill as if they were samples, for a loader's workers."""
+class _PartsToFill:
+    """A source of batches that fills one part of the blocks per batch, for the workers of a loader."""
 
     def __init__(self, cache: TokenCache, parts: Sequence[np.ndarray]) -> None:
         self._cache, self._parts = cache, parts
@@ -214,6 +208,18 @@ class _Filling:
     def batch(self, indices: np.ndarray) -> np.ndarray:
         self._cache.fill(self._parts[int(indices[0])])
         return np.zeros((1, 1), np.int64)
+
+
+def _first_problem(encode: Encoder, content: bytes, encoded: Encoded) -> Problem:
+    """Return the first problem of a block other than a document without tokens."""
+    for problem in encoded.problems.first:  # only the first few of a block are kept
+        if problem.kind != NO_TOKENS:
+            return problem
+    for number, line in enumerate(split_lines(content), start=1):
+        for problem in encode(line).problems.first:
+            if problem.kind != NO_TOKENS:
+                return Problem(number, problem.kind, problem.detail)
+    raise AssertionError("no line has the problems that its block counted")
 
 
 def _reopen(arguments: tuple, settings: dict) -> TokenCache:
@@ -224,5 +230,5 @@ def _digest(tokens: bytes) -> bytes:
     return hashlib.blake2b(tokens, digest_size=_DIGEST).digest()
 
 
-def _check(tokens: np.ndarray, left_out: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    return random_bits(tokens, left_out, blocks)
+def _check(tokens: np.ndarray, skipped: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+    return random_bits(tokens, skipped, blocks)

@@ -1,4 +1,4 @@
-"""Opens text for a run, and keeps its tokens where later runs find them."""
+"""Opens text for a run, with a cache of its tokens that later runs can use."""
 
 import hashlib
 import json
@@ -16,19 +16,18 @@ from megatron_zpp.data.corpus.encode import Encoder
 from megatron_zpp.data.corpus.inputs import read_blocks, whole
 from megatron_zpp.data.indexed import token_dtype
 from megatron_zpp.data.order_cache import contents_of, locked
-from megatron_zpp.data.samples import Samples
 from megatron_zpp.data.text.cache import TokenCache
 from megatron_zpp.data.text.hub import HubText
 from megatron_zpp.data.text.samples import GroupOrder, TextDataset
 from megatron_zpp.data.text.sources import JsonLinesText, TextSource
 from megatron_zpp.storage.files import fsync
 
-_VERSION = 1  # of what lies in the cache
+_VERSION = 1  # of the cache's format
 _BLOCK_BYTES = 1 << 20
 
 
 class OpenText:
-    """A text and the cache of its tokens; see TextPart in data/open.py."""
+    """A text and the cache of its tokens; a TextSlice of data/open.py."""
 
     def __init__(self, source: TextSource, cache: TokenCache) -> None:
         self.source, self.cache = source, cache
@@ -37,7 +36,7 @@ class OpenText:
 
     def samples(
         self, split: str, blocks: tuple[int, int], seq_length: int, seed: int, prepared: int | None
-    ) -> Samples:
+    ) -> TextDataset:
         order = GroupOrder(*blocks, self.source.group, seed)
         dataset = TextDataset(split, self.source, self.cache, order, seq_length)
         dataset.prepare(prepared)
@@ -53,11 +52,11 @@ def open_text(
     description: Mapping[str, Any],
     say: Callable[[str], None],
 ) -> OpenText:
-    """Opens the text `path` of `flag`, of which nothing is tokenised yet unless an earlier run did it.
+    """Open the text `path` of `flag` without tokenising any of it.
 
-    `description` is that of the `tokenizer`; `say` gets a line about what takes its time.
+    `description` describes the `tokenizer`; `say` gets a line about anything that takes long.
 
-    Raises ValueError, one line, when text or cache cannot be used.
+    Raises ValueError, one line, if the text or the cache cannot be used.
     """
     shown = data.data_cache_path or f"{path.removeprefix(HUB)}.tokens"
     cache_flag = "--data-cache-path" if data.data_cache_path else "--data-cache-path (not given)"
@@ -87,13 +86,13 @@ def open_text(
             workers=data.num_workers,
         )
     except OSError as error:
-        fix = f"{error.strerror}; name a directory with room that can be written"
+        fix = f"{error.strerror}; name a writable directory with free space"
         raise option_error(cache_flag, shown, fix) from None
     return OpenText(source, cache)
 
 
 def _entry(directory: Path, made_of: Mapping[str, Any]) -> Path:
-    """The directory of what is made of that, which says so for people."""
+    """Create and return the cache directory for `made_of`, which is kept there for people to read."""
     text = json.dumps(made_of, sort_keys=True, indent=1)
     entry = directory / hashlib.sha256(text.encode()).hexdigest()[:32]
     entry.mkdir(parents=True, exist_ok=True)
@@ -102,7 +101,7 @@ def _entry(directory: Path, made_of: Mapping[str, Any]) -> Path:
 
 
 def _unpacked(flag: str, path: str, directory: Path, say: Callable[[str], None]) -> str:
-    """A plain copy of a compressed file: in that any block is as near as the first. One process makes it."""
+    """Return an uncompressed copy, in which any block is read as fast as the first; one process makes it."""
     try:
         contents = contents_of(path)
     except OSError as error:
@@ -117,6 +116,6 @@ def _unpacked(flag: str, path: str, directory: Path, say: Callable[[str], None])
             with open(partial_copy, "wb") as output:
                 for block in read_blocks(whole(path), _BLOCK_BYTES):
                     output.write(block.content)
-            fsync(partial_copy)  # it is taken for the whole of the text from here on
+            fsync(partial_copy)  # from here on the copy counts as complete
             os.replace(partial_copy, plain)
     return str(plain)

@@ -1,11 +1,11 @@
-"""The order of the samples of a text, and the data set that reads them.
+"""The order of the samples of a text, and the data set that reads samples in it.
 
-How many tokens a text has is known when all of it is tokenised, so that one permutation of all its windows
-cannot be drawn before. An epoch here visits the blocks of a split in a random order and takes them a group at
-a time; the tokens of a group form a ring, which is cut into windows and shuffled as `WindowOrder` does. So a
-sample needs the counts of the groups before its own, which the cache keeps, and the tokens of its own. It
-follows from the text, the tokenizer, the seed and its number, and from nothing else. Up to some 32 MB are one
-group, whose windows are shuffled all together.
+The number of tokens of a text is known only when all of it is tokenised, so its windows cannot be permuted
+all together before that. Instead, an epoch visits the blocks of a split in a random order, one group at a
+time. The tokens of a group form a ring, which `WindowOrder` cuts into windows and shuffles. Reading a sample
+requires the token counts of all groups before its own, which the cache keeps, and the tokens of its own
+group. A sample depends only on the text, the tokenizer, the seed and its number. A text of up to about 32 MB
+is one group, whose windows are all shuffled together.
 """
 
 import bisect
@@ -21,55 +21,56 @@ from megatron_zpp.data.text.cache import TokenCache
 from megatron_zpp.data.text.sources import TextSource, fingerprint_of
 from megatron_zpp.data.windows import WindowOrder, cut_windows
 
-_BLOCKS, _WINDOWS = 0, 1  # what random bits decide
-_AHEAD = 2.0  # times as fast as a group is read the next one is tokenised
-_HELD = 2  # groups whose tokens stay in memory: a batch may end in another than it begins in
+_BLOCKS, _WINDOWS = 0, 1  # uses of random bits
+_AHEAD = 2.0  # fraction of the next group tokenised per fraction of this group read
+_HELD = 2  # groups whose tokens stay in memory, because a batch may span two groups
 
 
 @dataclass(frozen=True)
 class GroupOrder:
-    """Which blocks of [first, last) make which group, counted on through all epochs; the arithmetic alone."""
+    """The blocks of [first, last) in each group, with groups numbered through all epochs: arithmetic only."""
 
     first: int
     last: int
-    group: int  # blocks, at the least
+    group: int  # blocks per group, or more
     seed: int
 
     @property
     def groups(self) -> int:
-        """Groups of an epoch."""
+        """Groups per epoch."""
         return max(1, (self.last - self.first) // self.group)
 
     def blocks(self, number: int) -> np.ndarray:
-        """The blocks of a group, in the order in which their tokens are joined."""
-        epoch, place = divmod(number, self.groups)
+        """Return the blocks of a group, in the order in which their tokens are concatenated."""
+        epoch, group = divmod(number, self.groups)
         count = self.last - self.first
-        edges = [count * edge // self.groups for edge in (place, place + 1)]
+        edges = [count * edge // self.groups for edge in (group, group + 1)]
         return self.first + permute(np.arange(*edges), count, random_bits(self.seed, epoch, _BLOCKS))
 
     def windows(self, number: int, tokens: int, seq_length: int) -> WindowOrder:
-        """The order inside a group of so many tokens, more than `seq_length`."""
+        """Return the order of the windows of a group with `tokens` tokens, more than `seq_length`."""
         return WindowOrder(tokens, seq_length, int(random_bits(self.seed, number, _WINDOWS)[0]))
 
 
 class TextDataset:
-    """Samples of some blocks of a text, which are tokenised when they are needed, or shortly before."""
+    """Samples of some blocks of a text, tokenised when they are needed or shortly before."""
 
     def __init__(
         self, split: str, source: TextSource, cache: TokenCache, order: GroupOrder, seq_length: int
     ) -> None:
-        """`split` is what they are called in a refusal."""
+        """`split` names the samples in errors."""
         self.name = source.name
         self._split = split
         self._source, self._cache, self._order, self._seq_length = source, cache, order, seq_length
-        self._ends: list[int] = []  # the number of the first sample behind each group, as far as known
+        self._ends: list[int] = []  # number of the first sample after each group, as far as known
         self._rings: dict[int, np.ndarray] = {}  # by group
         self.windows_per_epoch: int | None = None
 
     def prepare(self, samples: int | None) -> None:
-        """Has the first samples tokenised; None is an epoch, which is counted then, as is one of one group.
+        """Tokenise the first `samples` samples, an epoch if None.
 
-        Raises ValueError when a line holds no document, or a sample needs more tokens than there are.
+        An epoch of one group is tokenised as a whole. `windows_per_epoch` is known after that. Raises
+        ValueError if a line holds no document, or if there are fewer tokens than a sample needs.
         """
         if samples is None or self._order.groups == 1:
             self._cache.fill(
@@ -81,11 +82,11 @@ class TextDataset:
             self._find_ends(sample=samples - 1)
 
     def fingerprint(self) -> str:
-        """What the text is known by again."""
+        """An identifier of the whole text's contents."""
         return fingerprint_of(self._source)
 
     def with_seed(self, seed: int) -> "TextDataset":
-        """The same blocks in the order of another seed; where they are counted, also in that order."""
+        """Return the same blocks in the order of another seed, counted if these are counted."""
         order = replace(self._order, seed=seed)
         moved = TextDataset(self._split, self._source, self._cache, order, self._seq_length)
         if self.windows_per_epoch is not None:
@@ -93,14 +94,14 @@ class TextDataset:
         return moved
 
     def describe(self) -> str:
-        """One line for the head of a run."""
+        """One line for the head of the log."""
         text = self._source.describe(self._order.last - self._order.first)
         return f"{self.name}: {text}, tokenised as it is read, samples of {self._seq_length}"
 
     def epochs(self, samples: int) -> list[Epochs]:
-        """How often so many samples read the text; about, as long as only some blocks are tokenised.
+        """How often the first `samples` samples read the text; an estimate until all blocks are tokenised.
 
-        Blocks are of about one size, and those that are tokenised first are drawn at random.
+        The estimate is good, because blocks have similar sizes and are tokenised in a random order.
         """
         if self.windows_per_epoch:
             return [Epochs(self.name, samples / self.windows_per_epoch)]
@@ -125,14 +126,14 @@ class TextDataset:
             windows = self._order.windows(group, ring.size, self._seq_length)
             starts = windows.starts(numbers[members] - self._begin(group))
             batch[members] = cut_windows(ring, starts, self._seq_length + 1)
-        self._go_ahead(int(numbers.max()))
+        self._prefetch(int(numbers.max()))
         return batch
 
     def _begin(self, group: int) -> int:
         return self._ends[group - 1] if group else 0
 
     def _find_ends(self, *, sample: int = -1, groups: int = 0) -> None:
-        """Counts groups up to that of a sample, and at least so many."""
+        """Count the groups up to the one of `sample`, and at least `groups` of them."""
         while len(self._ends) < groups or not self._ends or self._ends[-1] <= sample:
             group = len(self._ends)
             tokens = int(self._cache.fill(self._order.blocks(group)).sum())
@@ -142,14 +143,13 @@ class TextDataset:
                 raise self._too_few()
 
     def _too_few(self) -> ValueError:
-        """Of an epoch without a window."""
+        """Return the error of an epoch without a window."""
         tokens = int(self._cache.counts(np.arange(self._order.first, self._order.last)).sum())
         return option_error(
             "--seq-length",
             self._seq_length,
-            f"one sample needs {self._seq_length + 1} tokens, but the {self._split} split of "
-            f"{self.name} has {tokens}; give more text, a larger share in --split, or a shorter "
-            "length",
+            f"one sample needs {self._seq_length + 1} tokens, but the {self._split} split of {self.name} has "
+            f"{tokens}; give more text, a larger share in --split, or a shorter length",
         )
 
     def _ring(self, group: int) -> np.ndarray:
@@ -159,10 +159,10 @@ class TextDataset:
             self._rings[group] = self._cache.tokens(self._order.blocks(group))
         return self._rings[group]
 
-    def _go_ahead(self, sample: int) -> None:
-        """Keeps the next group ahead of what is read of this one, so that no step waits for all of it."""
+    def _prefetch(self, sample: int) -> None:
+        """Tokenise the next group while this one is read, so that no step waits for a whole group."""
         group = bisect.bisect_right(self._ends, sample)
         begin = self._begin(group)
         read = (sample + 1 - begin) / (self._ends[group] - begin)
         blocks = self._order.blocks(group + 1)
-        self._cache.go_ahead(blocks[: math.ceil(min(1.0, _AHEAD * read) * blocks.size)])
+        self._cache.prefetch(blocks[: math.ceil(min(1.0, _AHEAD * read) * blocks.size)])

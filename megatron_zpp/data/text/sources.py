@@ -1,4 +1,4 @@
-"""What text is read from: numbered blocks of whole documents, each as near as the first."""
+"""Sources of text: numbered blocks of whole documents, any of which is read as fast as the first."""
 
 import hashlib
 import json
@@ -11,47 +11,49 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.data.corpus.inputs import Span, lines_before, read_blocks
 from megatron_zpp.data.order_cache import contents_of
 
-# About a thousand blocks, so that a split finds its thousandth; of a size that is worth a file of its own,
-# and never so many that a directory of them becomes slow.
+# About a thousand blocks, so that a split can be a thousandth of the text. A block is large enough for a
+# file, and there are never so many that their directory becomes slow.
 _BLOCKS, _MOST_BLOCKS = 1024, 1 << 16
 _LEAST_BYTES, _MOST_BYTES = 1 << 10, 1 << 20
 _GROUP_BYTES = 16 << 20
-_PLACE = ("name", "mtime_ns")  # what of `made_of` a copy need not share
+_NOT_CONTENTS = ("name", "mtime_ns")  # keys of `made_of` that may differ in a copy
 GROUP_BLOCKS = 4
 
 
 class TextSource(Protocol):
-    """Documents in `blocks` blocks, of which `group` in a row are shuffled together; picklable."""
+    """Documents in `blocks` blocks; `group` consecutive blocks are shuffled together. Picklable."""
 
-    name: str  # as it was given
+    name: str  # as given on the command line
     blocks: int
     group: int
     size: int  # bytes of a file, rows of a data set
-    made_of: Mapping[str, Any]  # what tells it from other or later text
+    made_of: Mapping[str, Any]  # distinguishes the text from other text and later versions
 
     def read(self, block: int) -> bytes:
-        """The documents of a block as JSON lines. Raises ValueError when the text has changed since."""
+        """Return the documents of a block as JSON lines. Raises ValueError if the text has changed."""
 
-    def place(self, block: int, line: int) -> str:
-        """Where a line of a block, counted from 1, is found by a person."""
+    def location(self, block: int, line: int) -> str:
+        """Return the location of a line of a block, counted from 1, for an error message."""
 
     def describe(self, blocks: int) -> str:
-        """How much text so many of the blocks are."""
+        """Return the size of `blocks` blocks in words."""
 
 
 class JsonLinesText:
-    """A file of JSON lines that is not compressed; a line belongs to the block in which it begins."""
+    """An uncompressed file of JSON lines; a line belongs to the block in which it begins."""
 
     def __init__(self, flag: str, name: str, path: str) -> None:
-        """`name` is what a person calls the file at `path`. Raises ValueError when there is no text."""
+        """Open `path`, called `name` in messages. Raises ValueError if it is empty or cannot be read."""
         self.name, self._path = name, path
         try:
-            self.made_of = contents_of(path)
+            self.made_of: Mapping[str, Any] = contents_of(path)
         except OSError as error:
             raise option_error(flag, name, f"{one_line(error)}; name a file that can be read") from None
         self.size = self.made_of["size"]
         if not self.size:
-            raise option_error(flag, name, "the file is empty (0 bytes); give one with a JSON object a line")
+            raise option_error(
+                flag, name, "the file is empty (0 bytes); give a file with a JSON object per line"
+            )
         self._bytes = size_of_block(self.size, _LEAST_BYTES, _MOST_BYTES)
         self.blocks = -(-self.size // self._bytes)
         self.group = max(GROUP_BLOCKS, _GROUP_BYTES // self._bytes)
@@ -59,10 +61,10 @@ class JsonLinesText:
     def read(self, block: int) -> bytes:
         status = os.stat(self._path)
         if (status.st_size, status.st_mtime_ns) != (self.size, self.made_of["mtime_ns"]):
-            raise ValueError(f"{self.name}: has changed since the run began; start it again")
+            raise ValueError(f"{self.name}: has changed since the run began; start the run again")
         return b"".join(piece.content for piece in read_blocks(self._span(block), self._bytes))
 
-    def place(self, block: int, line: int) -> str:
+    def location(self, block: int, line: int) -> str:
         return f"{self.name} line {lines_before(self._span(block)) + line}"
 
     def describe(self, blocks: int) -> str:
@@ -73,10 +75,11 @@ class JsonLinesText:
 
 
 def size_of_block(size: int, least: int, most: int) -> int:
+    """Return the bytes or rows per block of a text of `size`: between `least` and `most`, if possible."""
     return max(min(max(size // _BLOCKS, least), most), -(-size // _MOST_BLOCKS))
 
 
 def fingerprint_of(source: TextSource) -> str:
-    """The same for a copy elsewhere, also a compressed one: of what tells the text, not its place or time."""
-    told = {key: value for key, value in source.made_of.items() if key not in _PLACE}
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
+    """Return an identifier of the contents, equal for copies, also compressed ones."""
+    contents = {key: value for key, value in source.made_of.items() if key not in _NOT_CONTENTS}
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:32]
