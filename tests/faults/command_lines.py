@@ -69,7 +69,7 @@ MODEL = [
         "--attention-backend fused",
         "--attention-backend fused: cannot compute 32 tokens, --kv-channels 8, … in float32 on this cpu",
     ),
-    Case("--eod-mask-loss", "--eod-mask-loss (given): text.bin has no end of document (token 256) … leave"),
+    Case("--eod-mask-loss", "--eod-mask-loss (given): text.bin has no end of document (token 256) … omit"),
     bad("--recompute-method block", "--recompute-method block: needs --recompute-granularity full"),
     bad(FULL, f"{FULL}: needs --recompute-method uniform or block"),
     bad("--recompute-num-layers 2", "--recompute-num-layers 2: needs --recompute-granularity full"),

@@ -69,6 +69,10 @@ class _Failure:
 
     traceback: str
 
+    def error(self) -> RuntimeError:
+        """Return the exception that the parent raises."""
+        return RuntimeError(f"in a worker process:\n{self.traceback}")
+
 
 class _Worker:
     """One worker, as seen by the parent: its process, the pipe to it, the numbers of its items."""
@@ -84,19 +88,24 @@ class _Worker:
         try:
             self.connection.send(item)
         except OSError:
-            raise self._death() from None
+            raise self._reason() from None
         self.numbers.append(number)
 
     def receive(self) -> tuple[int, Any]:
         try:
             result = self.connection.recv()
         except (EOFError, OSError):
-            raise self._death() from None
+            raise self._reason() from None
         if isinstance(result, _Failure):
-            raise RuntimeError(f"in a worker process:\n{result.traceback}")
+            raise result.error()
         return self.numbers.popleft(), result
 
-    def _death(self) -> ChildProcessError:
+    def _reason(self) -> RuntimeError | ChildProcessError:
+        """Return why the worker has ended: the failure that it sent last, or else how its process died."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                if isinstance(result := self.connection.recv(), _Failure):
+                    return result.error()
         self.process.join(timeout=10)
         code = self.process.exitcode
         how = (

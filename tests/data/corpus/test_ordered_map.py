@@ -1,5 +1,6 @@
 """ordered_map: order, bounded look-ahead, and no hang whatever a worker does."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -67,3 +68,16 @@ def test_a_dead_worker() -> None:
 def test_a_function_or_build_that_raises(build) -> None:
     with pytest.raises(RuntimeError, match=r"in a worker process:\n(.|\n)*Error: "):
         list(ordered_map(build, range(10), workers=2))
+
+
+def test_a_failure_is_reported_even_if_the_worker_has_ended_before_the_next_item_is_sent() -> None:
+    others = set(multiprocessing.active_children())
+
+    def items():
+        yield 3
+        while set(multiprocessing.active_children()) - others:
+            time.sleep(0.01)
+        yield 4
+
+    with pytest.raises(RuntimeError, match=r"in a worker process:\n(.|\n)*ZeroDivisionError: "):
+        list(ordered_map(partial(constant, divide), items(), workers=1))
