@@ -26,10 +26,11 @@ _SEARCHED = 1 << 20  # tokens of a data set: few documents are longer
 class ModelInputs(NamedTuple):
     """A micro-batch: the arguments of the model, in order.
 
-    tokens      (B, S) int64 targets     (B, S) int64; targets NOT_COUNTED have no loss positions   (B, S)
-    int64, or None if every row counts from 0 to S - 1 documents   (E,) int32, or None if each row is one
-    document: the index of each document's first token among
-                the B · S tokens; the rest is B · S, as if empty documents followed
+    tokens      (B, S) int64
+    targets     (B, S) int64; targets NOT_COUNTED have no loss
+    positions   (B, S) int64, or None if every row counts from 0 to S - 1
+    documents   (E,) int32, or None if each row is one document. The index of each document's first token
+                among the B · S tokens, padded with B · S, as if empty documents followed
     """
 
     tokens: np.ndarray

@@ -88,7 +88,7 @@ def open_splits(
                             Megatron-LM's order
     say                     gets a line when an order is built
     open_text               (flag, path) opens a text
-    evaluated               samples that an evaluation reads, None for one epoch; of text, tokenised at once
+    evaluated               samples that an evaluation reads, None for one epoch; text is tokenised for them
 
     Raises ValueError, one line, if a file is missing or damaged, was made with another tokenizer, holds a
     token outside the vocabulary, has too few tokens for one sample of a needed split, or lacks checksums for
@@ -97,17 +97,17 @@ def open_splits(
     assert set(needed) <= set(SPLITS), f"splits are {SPLITS}, not {needed}"
     assert tokenizer_description is not None or not config.masks, "document masks need the tokenizer's eod"
     opening = _Opening(
-        config,
-        seq_length,
-        vocab_size,
-        seed,
-        tokenizer_description,
-        requested,
-        say,
-        open_text,
-        evaluated,
-        functools.cache(lambda: compiled_orders(say)),  # compiled when the first order is built
-        tokenizer_description["eod"] if tokenizer_description is not None and config.masks else -1,
+        config=config,
+        seq_length=seq_length,
+        vocab_size=vocab_size,
+        seed=seed,
+        tokenizer_description=tokenizer_description,
+        requested=requested,
+        say=say,
+        open_text=open_text,
+        evaluated=evaluated,
+        compiled=functools.cache(lambda: compiled_orders(say)),  # compiled when the first order is built
+        eod=tokenizer_description["eod"] if tokenizer_description is not None and config.masks else -1,
     )
     samples = {
         split: masked_samples(opening.split(split), config, opening.eod) if split in needed else None
@@ -116,7 +116,7 @@ def open_splits(
     return Splits(**samples, files=tuple(opening.data.values()))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Opening:
     """Settings and files that the splits of a run share while they are opened; see `open_splits`."""
 
@@ -172,7 +172,7 @@ class _Opening:
         """Open a text and tokenise its first samples: an evaluation's, or enough to find most errors."""
         if self.config.masks and not self.config.append_eod:
             mask = "--" + self.config.masks[0].replace("_", "-")
-            fix = f"the documents of {path}, a text, have no end; add --append-eod"
+            fix = f"the documents of the text {path} have no end of document; add --append-eod"
             raise option_error(mask, "(given)", fix)
         text = self._text(flag, path)
         blocks = range_of_split(self.config, split, text.blocks)
@@ -182,9 +182,8 @@ class _Opening:
                 "--split", self.config.split or DEFAULT_SPLIT, f"{fix}; give it a larger share"
             )
         prepared = 1 if split == "train" else self.evaluated
-        if (
-            prepared is not None
-        ):  # a blend deviates from the shares by up to half a sample per level of its tree
+        if prepared is not None:
+            # A blend deviates from the shares by up to half a sample per level of its tree.
             prepared = math.ceil(prepared * weight / sum(weights)) + len(weights)
         return text.samples(split, blocks, self.seq_length, seed, prepared)
 

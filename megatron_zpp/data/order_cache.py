@@ -114,7 +114,7 @@ class OrderCache:
 
 
 def _verified(entry: Path, names: tuple[str, ...]) -> CachedArrays:
-    """Raises OSError or ValueError unless the entry is as it was written."""
+    """Return the arrays of an entry. Raises OSError or ValueError if it is not as it was written."""
     verify_arrays(entry, names)
     return CachedArrays(entry, names)
 

@@ -16,6 +16,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -56,16 +57,15 @@ class TokenCache:
         skip: bool,
         workers: int,
     ) -> None:
-        self._arguments = (directory, source, build, dtype)
-        self._settings = {"skip": skip, "workers": workers}
-        self._directory, self._source, self._build, self._dtype = self._arguments
+        self._directory, self._source, self._build, self._dtype = directory, source, build, dtype
         self._skip, self._workers = skip, workers
         self._encoder: Encoder | None = None
         self._counts = os.open(directory / "counts", os.O_RDWR | os.O_CREAT, 0o666)
         self._claims = os.open(directory / "claims", os.O_RDWR | os.O_CREAT, 0o666)
 
-    def __reduce__(self) -> tuple[Callable[[tuple, dict], "TokenCache"], tuple[tuple, dict]]:
-        return _reopen, (self._arguments, self._settings)
+    def __reduce__(self) -> tuple[Callable[[], "TokenCache"], tuple[()]]:
+        arguments = (self._directory, self._source, self._build, self._dtype)
+        return partial(TokenCache, *arguments, skip=self._skip, workers=self._workers), ()
 
     def counts(self, blocks: np.ndarray) -> np.ndarray:
         """Return the tokens of each block, -1 if it is not tokenised: (len,) integers to (len,) int64."""
@@ -80,7 +80,7 @@ class TokenCache:
         return np.where(known, records["tokens"], -1).astype(np.int64)
 
     def fill(self, blocks: np.ndarray) -> np.ndarray:
-        """Wait until all blocks are tokenised, tokenise unclaimed ones, and return `counts`."""
+        """Tokenise unclaimed blocks, wait for the others, and return `counts`."""
         if self._workers and get_worker_info() is None:
             self._fill_by_workers(self._missing(blocks))
         while (missing := self._missing(blocks)).size:
@@ -161,12 +161,12 @@ class TokenCache:
         tokens = np.ascontiguousarray(encoded.tokens[0], self._dtype).tobytes()
         path = self._path(block)
         path.parent.mkdir(exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}.partial")
         try:
-            write_durably(partial, _digest(tokens) + tokens)
-            os.replace(partial, path)
+            write_durably(unfinished, _digest(tokens) + tokens)
+            os.replace(unfinished, path)
         except OSError as error:
-            partial.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
             fix = f"{error.strerror}; name a directory with free space in --data-cache-path"
             raise option_error("--data-cache-path", self._directory, fix) from None
         record = np.zeros(1, _RECORD)
@@ -220,10 +220,6 @@ def _first_problem(encode: Encoder, content: bytes, encoded: Encoded) -> Problem
             if problem.kind != NO_TOKENS:
                 return Problem(number, problem.kind, problem.detail)
     raise AssertionError("no line has the problems that its block counted")
-
-
-def _reopen(arguments: tuple, settings: dict) -> TokenCache:
-    return TokenCache(*arguments, **settings)
 
 
 def _digest(tokens: bytes) -> bytes:

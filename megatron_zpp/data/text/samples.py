@@ -106,11 +106,11 @@ class TextDataset:
         if self.windows_per_epoch:
             return [Epochs(self.name, samples / self.windows_per_epoch)]
         counts = self._cache.counts(np.arange(self._order.first, self._order.last))
-        made = counts[counts >= 0]
-        if not made.any():
+        known = counts[counts >= 0]
+        if not known.any():
             return []
-        tokens = made.mean() * counts.size
-        return [Epochs(self.name, samples * self._seq_length / tokens, about=made.size < counts.size)]
+        tokens = known.mean() * counts.size
+        return [Epochs(self.name, samples * self._seq_length / tokens, about=known.size < counts.size)]
 
     def batch(self, indices: np.ndarray) -> np.ndarray:
         """Samples by number: (len,) integers of 0 or more, at least one, to (len, S + 1) int64.
