@@ -1,4 +1,4 @@
-"""What megatron-core makes of the same files and flags: the reference for our reading of its data."""
+"""Reads files with megatron-core: the reference for our reader and orders."""
 
 import warnings
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def build(
     split: str | None = None,
     blends: Sequence[Sequence[str]] = (),
 ) -> Any:
-    """Its train, valid or test data set of so many samples, of one blend or of a blend each.
+    """Return its train, valid or test data set of that many samples, from one blend or one blend per split.
 
     Raises as it does: AssertionError or IndexError where it cannot.
     """
@@ -56,7 +56,7 @@ def build(
         eod_mask_loss=False,
         create_attention_mask=False,
     )
-    if split is not None:  # without the others: it never returns where one of them has no tokens
+    if split is not None:  # without the others: it never returns if one of them has no tokens
         config.split_matrix = [
             part if i == split_index else None for i, part in enumerate(config.split_matrix)
         ]
@@ -67,7 +67,7 @@ def build(
 
 
 def text(dataset: Any, index: int) -> np.ndarray:
-    """(S + 1,): the inputs of a sample and its last label."""
+    """The inputs of a sample and its last label, (S + 1,)."""
     sample = dataset[index]
     return np.append(sample["tokens"].numpy(), sample["labels"].numpy()[-1])
 
@@ -75,6 +75,6 @@ def text(dataset: Any, index: int) -> np.ndarray:
 def masks_and_positions(
     tokens: torch.Tensor, eod: int, given: Sequence[str]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What it makes of one row (S): hidden (1, S, S) bool, counted (S) 0 or 1, positions (S)."""
+    """Return its masks of one row (S): hidden (1, S, S) bool, counted (S) 0 or 1, positions (S)."""
     flags = (name in given for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"))
     return _get_ltor_masks_and_position_ids(tokens, eod, *flags, True)

@@ -1,4 +1,4 @@
-"""Batch sizes, ramp-up and the division among ranks, against a loop that takes one step at a time."""
+"""Batch sizes, ramp-up and the division among ranks, compared with a loop over single steps."""
 
 import pytest
 from hypothesis import assume, given
@@ -8,7 +8,7 @@ from megatron_zpp.data.batches import BatchSchedule
 
 
 def sizes_one_by_one(schedule, samples, consumed=0):
-    """Megatron's rule, written as its loop over increments of samples / increments."""
+    """Megatron-LM's rule, written as a loop over increments."""
     sizes = []
     while True:
         size = schedule.global_batch_size
@@ -75,7 +75,7 @@ def test_ramp_by_hand():
     ]
 
 
-def test_long_runs_are_counted_at_once():
+def test_long_runs_are_counted_quickly():
     schedule = BatchSchedule(1, 3072, 8, (32, 32, 500_000_000))
     steps = schedule.iterations(10**13)
     assert 10**13 - 3072 < schedule.samples_after(steps) <= 10**13

@@ -1,4 +1,4 @@
-"""Blends: the promised bound, and every data set's samples in sequence."""
+"""Blends: the documented bound, and the samples of each data set in sequence."""
 
 import math
 from fractions import Fraction
@@ -28,8 +28,8 @@ def test_counts_stay_within_the_bound_and_samples_in_sequence(weights):
 
 @settings(max_examples=50, deadline=None)
 @given(weights_lists, st.integers(0, 2**40 - 1000))
-def test_far_along_it_is_still_one_sequence_within_the_bound(weights, begin):
-    """The number of a sample is the count of its data set so far, so it must obey the bound as well."""
+def test_large_numbers_are_still_one_sequence_within_the_bound(weights, begin):
+    """The number of a sample is the count of its data set so far, so the bound applies to it as well."""
     which, numbers = Blend(tuple(weights)).locate(np.arange(begin, begin + 1000))
     bound = math.ceil(math.log2(len(weights))) / 2 + 1e-6
     for source, weight in enumerate(weights):

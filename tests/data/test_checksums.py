@@ -1,4 +1,4 @@
-"""With checksums every flipped bit and cut of .idx is found at open, and of .bin by verify_tokens."""
+"""With checksums, any flipped bit or truncation of .idx is found at open, of .bin by verify_tokens."""
 
 import os
 import random
@@ -37,7 +37,7 @@ def prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def verify(*prefixes: str, parts: int = 1) -> list[str | None]:
-    """What each of `parts` ranks says."""
+    """Return what each of `parts` ranks reports."""
     data, said = [IndexedDataset(prefix) for prefix in prefixes], []
     for part in range(parts):
         try:
@@ -132,14 +132,14 @@ def test_every_flipped_bit_of_the_checksums_is_blamed_on_them(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "content", ["[]", "{}", '{"files": 5, "sha256": 5}', "[" * 100_000, "1" * 5000, "\xff"]
 )
-def test_what_is_no_file_of_checksums(tmp_path: Path, content: str) -> None:
+def test_invalid_checksum_files(tmp_path: Path, content: str) -> None:
     prefix = write(tmp_path / "x")
     Path(checksums_path(prefix)).write_bytes(content.encode("latin-1"))
     with pytest.raises(DamagedFile, match=r"x.checksums.json: damaged \(.*remove this file"):
         IndexedDataset(prefix)
 
 
-def test_data_of_megatron_opens_without_and_is_not_verified(tmp_path: Path) -> None:
+def test_data_of_megatron_opens_without_checksums_and_is_not_verified(tmp_path: Path) -> None:
     write_by_hand(tmp_path / "x", [[1] * 50])
     path = str(tmp_path / "x")
     assert IndexedDataset(path).checksums is None
@@ -157,8 +157,8 @@ def test_data_of_megatron_opens_without_and_is_not_verified(tmp_path: Path) -> N
         open_splits(DataConfig(train_data_path=(path,), verify_data=True), **arguments)
 
 
-def test_other_data_under_the_same_name_is_told(tmp_path: Path) -> None:
-    """Megatron-LM, which leaves our checksums alone, wrote the files anew."""
+def test_other_data_under_the_same_name_is_an_error(tmp_path: Path) -> None:
+    """Megatron-LM overwrote the files and did not update our checksums."""
     prefix = write(tmp_path / "x")
     write_by_hand(prefix, [[1] * 50])
     with pytest.raises(DamagedFile, match=r"x.idx: .*or remove .*x.checksums.json if another program wrote"):

@@ -1,4 +1,4 @@
-"""Document masks against those that megatron-core makes of the same tokens."""
+"""Document masks compared with those of megatron-core for the same tokens."""
 
 import itertools
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ TEXTS = {
 
 @dataclass(frozen=True)
 class Rows:
-    """A source of these samples."""
+    """Return a source of these samples."""
 
     rows: list[list[int]]
     windows_per_epoch = None
@@ -82,7 +82,7 @@ def test_masks_are_megatron_cores(rows, given):
 
 
 def test_documents_have_few_sizes_whatever_the_text():
-    """Kernels are compiled for each size, twice, and torch.compile ends a run at its ninth graph."""
+    """Kernels are compiled twice for each size, and torch.compile fails at its ninth graph."""
     sizes = {}
     for share in (0, 0.2, 0.5, *range(1, 4), *range(5, 101, 5)):
         rows = np.where(np.arange(8192) % 1000 < 10 * share, EOD, 1)[None].repeat(4, axis=0).tolist()

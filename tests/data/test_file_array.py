@@ -1,4 +1,4 @@
-"""Arrays in files: what numpy gives, one line where the file became shorter, and no mapping to die of."""
+"""Arrays in files: the values of numpy, one line if the file has become shorter, and no SIGBUS."""
 
 import errno
 import itertools
@@ -24,7 +24,7 @@ SHORTER = r"^{path}: has {now} bytes, and had {before} when it was opened: anoth
 
 @pytest.fixture(params=[(), (2,)], ids=["numbers", "pairs"])
 def both(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[FileArray, np.ndarray]:
-    """The same rows in a file, at an odd place, and in memory."""
+    """Return the same rows in a file, at an odd offset, and in memory."""
     rows = np.arange(20_000 * (2 if request.param else 1), dtype="<i4").reshape(20_000, *request.param)
     (tmp_path / "file").write_bytes(b"abc" + rows.tobytes())
     return FileArray(OpenFile(tmp_path / "file"), "<i4", 3, rows.shape), rows
@@ -89,7 +89,7 @@ def batches(request: pytest.FixtureRequest, data: IndexedDataset) -> Iterator[Mi
         yield loader
 
 
-def test_tokens_that_are_cut_off_under_a_run_are_an_error_and_not_sigbus(
+def test_tokens_that_are_truncated_during_a_run_are_an_error_and_not_sigbus(
     batches: MicroBatches, data: IndexedDataset
 ) -> None:
     path = f"{data.prefix}.bin"
@@ -101,7 +101,9 @@ def test_tokens_that_are_cut_off_under_a_run_are_an_error_and_not_sigbus(
     assert "\n" not in str(raised.value)
 
 
-def test_an_index_or_a_cached_order_that_is_cut_off_is_an_error(data: IndexedDataset, tmp_path: Path) -> None:
+def test_an_index_or_a_cached_order_that_is_truncated_is_an_error(
+    data: IndexedDataset, tmp_path: Path
+) -> None:
     files = NpyWriter(tmp_path)
     files.save("order", np.arange(10_000))
     order, path = open_array(tmp_path, "order"), tmp_path / "order.npy"
@@ -117,7 +119,7 @@ def test_an_index_or_a_cached_order_that_is_cut_off_is_an_error(data: IndexedDat
             read()
 
 
-def test_an_error_of_the_file_system_names_file_and_place(
+def test_an_error_of_the_file_system_names_file_and_offset(
     data: IndexedDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: int) -> bytes:
@@ -130,7 +132,7 @@ def test_an_error_of_the_file_system_names_file_and_place(
             read()
 
 
-def test_a_file_system_that_gives_less_than_it_is_asked_for(
+def test_a_file_system_that_returns_fewer_bytes_than_requested(
     data: IndexedDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pread = os.pread

@@ -1,4 +1,4 @@
-"""The reader against files made by hand, and against every way to damage them."""
+"""The reader of indexed files: files written by hand, and damaged in every way."""
 
 import os
 import random
@@ -27,7 +27,7 @@ def patch(path, offset, content):
 
 
 def refused(prefix):
-    """The message with which the data set is refused, always a single line."""
+    """Return the error of opening the data set, always a single line."""
     with pytest.raises(ValueError, match=r".") as error:
         IndexedDataset(prefix)
     message = str(error.value)
@@ -55,7 +55,7 @@ def test_either_file_names_the_data_set(by_hand, suffix):
     assert IndexedDataset(prefix + suffix).prefix == prefix
 
 
-def test_travels_to_a_worker_as_its_name(by_hand):
+def test_is_pickled_as_its_name(by_hand):
     data = IndexedDataset(by_hand("x", [list(range(10_000))]))
     message = bytes(ForkingPickler.dumps(data))
     assert len(message) < 1000
@@ -63,7 +63,7 @@ def test_travels_to_a_worker_as_its_name(by_hand):
 
 
 @pytest.mark.parametrize("kind", ["d", "f"])
-def test_floats_are_no_tokens(by_hand, kind):
+def test_float_tokens_are_an_error(by_hand, kind):
     prefix = by_hand("x", SEQUENCES, kind=kind)
     assert f"{prefix}.idx: byte 17: dtype code" in refused(prefix)
 
@@ -98,7 +98,7 @@ def test_missing_and_empty_files_are_named(by_hand, suffix):
         ),
     ],
 )
-def test_damage_is_told_with_its_place(by_hand, offset, content, expected):
+def test_damage_is_reported_with_its_offset(by_hand, offset, content, expected):
     prefix = by_hand("x", SEQUENCES)
     patch(f"{prefix}.idx", offset, content)
     message = refused(prefix)
@@ -143,7 +143,7 @@ def test_every_truncation_of_the_index(by_hand):
 
 
 def test_every_flipped_bit_of_the_index_is_found_or_harmless(by_hand):
-    """Harmless: every length, pointer and token is as it was; nothing of ours reads document boundaries."""
+    """Harmless, because lengths, pointers and tokens are unchanged and we do not read document boundaries."""
     prefix = by_hand("x", [[1] * length for length in (3, 0, 1, 5, 2, 2, 0, 7, 1)])
     whole = Path(f"{prefix}.idx").read_bytes()
     right = IndexedDataset(prefix)
@@ -222,7 +222,7 @@ def test_no_document_indices(by_hand):
 
 
 def test_opening_does_not_read_the_tokens(tmp_path):
-    """A .bin of 64 GiB, nearly all of it a hole, opens at once and within little memory."""
+    """A sparse .bin of 64 GiB opens quickly and with little memory."""
     prefix = tmp_path / "x"
     script = (
         "import sys, resource, numpy as np; sys.path.insert(0, '.');"

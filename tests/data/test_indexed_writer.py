@@ -1,4 +1,4 @@
-"""What the writer leaves on disk: the bytes of the format, a whole pair, or nothing."""
+"""The writer of indexed files: the bytes of the format, and either both files or none."""
 
 import json
 import os
@@ -70,7 +70,7 @@ def test_values_that_do_not_fit_are_refused(tmp_path, dtype, value):
     assert names(tmp_path) == []
 
 
-def test_no_tokens_is_no_data_set(tmp_path):
+def test_a_data_set_needs_tokens(tmp_path):
     with (
         pytest.raises(ValueError, match="x: no tokens to write"),
         IndexedDatasetWriter(tmp_path / "x", "u2") as writer,
@@ -79,7 +79,7 @@ def test_no_tokens_is_no_data_set(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_exception_keeps_what_stood_there(tmp_path):
+def test_an_exception_keeps_the_old_files(tmp_path):
     with IndexedDatasetWriter(tmp_path / "x", "u2") as writer:
         writer.add_document([1, 2, 3])
     with pytest.raises(KeyboardInterrupt), IndexedDatasetWriter(tmp_path / "x", "u2") as writer:
@@ -109,7 +109,7 @@ def test_second_writer_of_a_prefix_is_refused(tmp_path):
     assert IndexedDataset(tmp_path / "x").tokens[:].tolist() == [1, 2]
 
 
-def test_missing_directory_is_an_error_of_the_system(tmp_path):
+def test_missing_directory_is_an_os_error(tmp_path):
     with pytest.raises(FileNotFoundError), IndexedDatasetWriter(tmp_path / "none" / "x", "u2"):
         pass
 
@@ -126,12 +126,12 @@ for size in range(1, 1_000_000):
 """
 
 
-def test_killed_at_any_moment_leaves_a_whole_pair_or_none(tmp_path):
+def test_a_kill_at_any_moment_leaves_both_files_or_none(tmp_path):
     prefix, generator = tmp_path / "x", random.Random(1)
     whole = 0
     for _ in range(25):
         process = subprocess.Popen([sys.executable, "-c", WRITE_FOREVER, str(prefix)], stdout=subprocess.PIPE)
-        process.stdout.readline()  # the first data set stands
+        process.stdout.readline()  # the first data set is complete
         time.sleep(generator.random() * 0.03)
         process.send_signal(signal.SIGKILL)
         process.wait()

@@ -1,4 +1,4 @@
-"""The loader: one order whatever the world, resumable anywhere, and workers that neither hang nor shout."""
+"""The loader: one order for any number of ranks, resumable anywhere, and workers that end quietly."""
 
 import contextlib
 import multiprocessing
@@ -29,7 +29,7 @@ def windows(prefix, seq_length=4, vocab_size=65536):
 
 
 def steps(samples, world, *, consumed=0, end=240, num_workers=0):
-    """[(samples consumed before, global batch in sample order)] of a whole world."""
+    """Return [(samples consumed before, global batch in sample order)] over all ranks."""
     schedule = BatchSchedule(1, 24, world, RAMP)
     loaders = [
         MicroBatches(samples, schedule, rank=rank, consumed=consumed, end=end, num_workers=num_workers)
@@ -60,7 +60,7 @@ def test_global_batches_are_the_same_for_every_world(text):
         assert steps(text, world) == alone
 
 
-def test_resuming_at_any_step_with_any_world_goes_on_with_the_same_batches(text):
+def test_resuming_at_any_step_with_any_world_continues_with_the_same_batches(text):
     whole = steps(text, 1)
     for number, (consumed, _) in enumerate(whole):
         assert steps(text, 1 + number % 4, consumed=consumed) == whole[number:]
@@ -71,7 +71,7 @@ def test_workers_change_nothing(text, num_workers):
     assert steps(text, 1, num_workers=num_workers) == steps(text, 1)
 
 
-def test_batches_are_int64_and_iteration_starts_anew(text):
+def test_batches_are_int64_and_iteration_restarts(text):
     with MicroBatches(text, BatchSchedule(3, 6, 2), rank=1, end=25, num_workers=1) as batches:
         first = list(batches)
         next(iter(batches))  # left half-way
@@ -89,7 +89,7 @@ def test_global_random_state_is_left_alone(text):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_refusal_arrives_as_one_plain_line(by_hand, num_workers):
+def test_an_error_of_a_worker_is_one_plain_line(by_hand, num_workers):
     data = windows(by_hand("x", [[5] * 99]), vocab_size=5)
     with MicroBatches(data, BatchSchedule(1, 1, 1), rank=0, num_workers=num_workers) as batches:
         with pytest.raises(
@@ -142,7 +142,7 @@ except KeyboardInterrupt:
 
 @pytest.fixture
 def start():
-    """Starts RUN with arguments; gives the process and its workers. A failed test leaves neither."""
+    """Start RUN with arguments and return the process and its workers; kill them after a failed test."""
     started = []
 
     def start(*arguments):
@@ -212,7 +212,7 @@ def test_workers_end_when_the_rank_is_killed(start):
     assert gone(workers)
 
 
-def test_more_workers_than_cores_are_no_matter(monkeypatch, recwarn):
+def test_more_workers_than_cores_give_no_warning(monkeypatch, recwarn):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process_id: {0})
     with MicroBatches(MockDataset(16, 100, 0), BatchSchedule(1, 1, 1), rank=0, num_workers=2) as batches:
         next(iter(batches))

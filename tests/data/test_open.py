@@ -1,4 +1,4 @@
-"""What a run may start with: each source of data opens, and what cannot be trained on is refused by name."""
+"""Opening data: each source opens, and unusable data gives an error that names it."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def refused(config, **more):
 
 @pytest.fixture
 def text(by_hand):
-    """100 sequences of 10 tokens; a token tells its sequence."""
+    """Write 100 sequences of 10 tokens; a token identifies its sequence."""
     return by_hand("text", [[number] * 10 for number in range(100)])
 
 
@@ -120,7 +120,7 @@ def test_default_split_of_a_small_data_set_names_what_is_empty(by_hand):
     assert "--split" in message
 
 
-def test_other_tokenizer_and_foreign_tokens_are_seen_at_open(text):
+def test_other_tokenizer_and_tokens_outside_the_vocabulary_are_found_at_open(text):
     assert "is 9" in refused(
         DataConfig(train_data_path=(text,)), vocab_size=90, seq_length=500, needed=("train",)
     )

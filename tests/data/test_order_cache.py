@@ -1,4 +1,4 @@
-"""The cache of Megatron-LM's indexes: built once, told apart by the data's contents, never half there."""
+"""The cache of Megatron-LM's indexes: built once, keyed by the contents of the data, never incomplete."""
 
 import os
 import shutil
@@ -56,7 +56,7 @@ def test_other_flags_have_another_entry(config):
 
 
 def test_changed_data_is_seen(config, text, by_hand):
-    """Also when its size and the time of its files are as before."""
+    """Even if the size and the times of the files have not changed."""
     said = []
     before = opened(config, said).indexes["sample_index"][:].tolist()
     status = os.stat(text + ".idx")
@@ -89,7 +89,9 @@ def test_a_damaged_entry_is_built_again(config, text, damage):
     assert len(said) == 2
 
 
-def test_without_a_compiler_it_is_said_once_and_numpy_does_it(config, text, by_hand, tmp_path, monkeypatch):
+def test_without_a_compiler_numpy_builds_orders_after_one_warning(
+    config, text, by_hand, tmp_path, monkeypatch
+):
     other = by_hand("other", [[number] * 7 for number in range(50)])
     blend = DataConfig(train_data_path=("1", text, "2", other), dataset_order="megatron")
     expected = opened(blend, []).batch(SAMPLES).tolist()
@@ -114,7 +116,7 @@ def test_one_builds_while_others_wait(config):
     assert all(order == orders[0] for order in orders)
 
 
-def test_what_a_killed_builder_left_is_no_entry(config, text):
+def test_a_killed_build_leaves_no_entry(config, text):
     said = []
     expected = opened(config, said).batch(SAMPLES).tolist()
     (entry,) = (path for path in Path(text + ".orders").iterdir() if path.is_dir())
@@ -123,7 +125,7 @@ def test_what_a_killed_builder_left_is_no_entry(config, text):
     assert len(said) == 2
 
 
-def test_a_place_that_cannot_be_written_is_refused(text, tmp_path):
+def test_a_directory_that_cannot_be_written_is_an_error(text, tmp_path):
     (tmp_path / "file").write_text("")
     config = DataConfig(
         train_data_path=(text,), dataset_order="megatron", data_cache_path=str(tmp_path / "file" / "x")

@@ -1,4 +1,4 @@
-"""Data of another tokenizer is refused; data of unknown origin is not."""
+"""Data of another tokenizer is an error; data without a record is accepted."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def test_any_difference_names_both_sides(tmp_path, key, value):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b"null", b'{"vocab_size": 3}'])
-def test_garbage_is_told_apart_from_a_difference(tmp_path, content):
+def test_an_invalid_record_has_another_error_than_a_difference(tmp_path, content):
     (tmp_path / "x.tokenizer.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"x\.tokenizer\.json: no.*preprocess the data again"):
         check_provenance(tmp_path / "x", OURS)

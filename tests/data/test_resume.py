@@ -27,7 +27,7 @@ TELLS = 10_000  # tokens for each set, so that one says which it is of
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Data sets a to c of 11, 12, 13 windows, and texts d of some groups, e of one.
+    """Data sets a to c with 11, 12 and 13 windows, text d with several groups and text e with one.
 
     A token says which set it is of, and where.
     """
@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
 
 @cache
 def text_of(path):
-    """With groups of four blocks, fewer than a run would have."""
+    """With groups of four blocks, fewer than in a run."""
     text = opened_text(path)
     text.source.group = 4
     return text
@@ -81,7 +81,7 @@ def resumed(folder, parts, saved, consumed, **options):
 
 
 def order_of(folder, name, stream, count):
-    """What a data set gives by itself: its first samples in the order of a stream."""
+    """Return the first samples of a single data set in the order of a stream."""
     seed = order_seed(seed_of("train", SEED), stream)
     if name in TEXTS:
         text = text_of(path_of(folder, name))
@@ -101,7 +101,7 @@ blends = st.lists(st.sampled_from(SETS), min_size=1, max_size=4, unique=True).fl
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(blends, st.integers(1, 60)), min_size=2, max_size=6))
 def test_no_sample_of_any_set_is_lost_or_repeated(folder, stages):
-    """Over any changes, also sets left out and taken back: what is read of a set is its own sequence."""
+    """After any changes, including omitted and reused sets, the samples read from a set are its sequence."""
     consumed, dataset_progress = 0, None
     read: dict[str, list] = {name: [] for name in SETS}
     streams: dict[str, int] = {}
@@ -147,7 +147,7 @@ def test_counts_are_exact(weights, samples):
     ],
 )
 @pytest.mark.parametrize("known", [True, False])
-def test_nothing_moves_where_nothing_changes(folder, parts, known):
+def test_no_sample_moves_without_a_change(folder, parts, known):
     first = resumed(folder, parts, None, 0)
     saved = (
         first.dataset_progress if known else DatasetProgress.from_settings(asdict(opened(folder, parts)[1]))
@@ -169,8 +169,8 @@ def test_the_same_proportions_are_no_change(folder):
     assert on.samples.batch(np.arange(500)).tolist() == first.samples.batch(np.arange(500)).tolist()
 
 
-def test_a_checkpoint_without_a_standing_had_its_weights_from_the_start(folder):
-    """As those of versions before this one: told by its settings, also of a data set that was moved."""
+def test_a_checkpoint_without_progress_had_its_weights_from_the_start(folder):
+    """As from earlier versions: recognised by its settings, even if a data set was moved."""
     before = DataConfig(train_data_path=("0.25", "/elsewhere/b", "0.75", str(folder / "a")))
     on = resumed(folder, [(1, "a"), (1, "b")], DatasetProgress.from_settings(asdict(before)), 20)
     given = {Path(part.prefix).name: part.consumed_before for part in on.dataset_progress.sets}
@@ -178,7 +178,7 @@ def test_a_checkpoint_without_a_standing_had_its_weights_from_the_start(folder):
     assert {Path(part.prefix).name: part.stream for part in on.dataset_progress.sets} == {"a": 1, "b": 0}
 
 
-def test_without_weights_it_is_not_known_and_said(folder):
+def test_unknown_progress_without_weights_gives_a_warning(folder):
     before = DataConfig(train_data_path=(str(folder / "a"), str(folder / "b")))
     on = resumed(folder, [(1, "a"), (1, "c")], DatasetProgress.from_settings(asdict(before)), 20)
     assert [line[:61] for line in on.lines] == [
@@ -186,7 +186,7 @@ def test_without_weights_it_is_not_known_and_said(folder):
     ]
 
 
-def test_what_is_said(folder):
+def test_lines_about_a_changed_blend(folder):
     first = resumed(folder, [(0.5, "a"), (0.5, "b")], None, 0)
     on = resumed(folder, [(0.6, "a"), (0.4, "c")], first.dataset_progress, 30)
     assert on.lines == [
@@ -201,7 +201,7 @@ def test_what_is_said(folder):
     ]
 
 
-def test_data_made_anew_under_its_name_begins_anew(folder, tmp_path):
+def test_data_rebuilt_under_its_name_starts_at_its_beginning(folder, tmp_path):
     for content in (range(40), range(48)):
         write_by_hand(tmp_path / "set", [list(content)])
         if len(content) == 40:
@@ -220,7 +220,7 @@ def test_one_data_set_given_twice_is_two(folder):
     assert [part.consumed_before for part in on.dataset_progress.sets] == [5, 5]
 
 
-def test_megatrons_order_takes_no_other_blend(folder):
+def test_a_changed_blend_in_megatrons_order_is_an_error(folder):
     parts, other = [(0.3, "a"), (0.7, "b")], [(0.4, "a"), (0.6, "b")]
     first = resumed(folder, parts, None, 0, order="megatron")
     on = resumed(folder, parts, first.dataset_progress, 10, order="megatron")
@@ -257,7 +257,7 @@ def test_megatrons_order_takes_no_other_blend(folder):
         {"sets": [{"prefix": "a", "fingerprint": "", "stream": 0, "weight": 1.0, "consumed_before": -1}]},
     ],
 )
-def test_what_no_run_has_written_is_refused(folder, harm):
+def test_an_invalid_record_of_progress_is_an_error(folder, harm):
     value = json.loads(json.dumps(asdict(resumed(folder, [(1, "a")], None, 0).dataset_progress)))
     with pytest.raises((ValueError, KeyError, TypeError)):
         DatasetProgress.from_json(value | harm)

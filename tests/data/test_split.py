@@ -1,4 +1,4 @@
-"""The cut against exact arithmetic on fractions."""
+"""Splits compared with exact arithmetic on fractions."""
 
 from fractions import Fraction
 

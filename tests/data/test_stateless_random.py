@@ -1,4 +1,4 @@
-"""Permutations of every size: each index once, and no pattern that a statistic can see."""
+"""Permutations of every size: each index once, and no pattern that a statistic detects."""
 
 import math
 from itertools import permutations
@@ -46,14 +46,14 @@ def test_a_key_for_each_index():
 
 
 def chi_square(counts):
-    """Standardised: about normal(0, 1) for a random source."""
+    """Return a statistic that is about normal(0, 1) for a random source."""
     expected = counts.sum() / counts.size
     freedom = counts.size - 1
     return (((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5])
-def test_all_orders_of_a_few_are_equally_likely(n):
+def test_all_orders_of_few_elements_are_equally_likely(n):
     keys = np.arange(120_000, dtype=np.uint64)
     columns = [permute(np.full(keys.size, index), n, keys) for index in range(n)]
     number = sum(column * n**place for place, column in enumerate(columns))

@@ -1,4 +1,4 @@
-"""Windows of the ring against plain Python, and tokens that no vocabulary has."""
+"""Windows of the ring compared with plain Python, and tokens outside the vocabulary."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def test_any_sample_alone_is_the_one_of_the_sequence():
     ].tolist()
 
 
-def test_far_along_and_very_large():
+def test_large_numbers_and_large_data_sets():
     starts = WindowOrder(2**45, 2048, 1).starts(np.array([0, 2**40, 2**50, 2**60]))
     assert starts.min() >= 0
     assert starts.max() < 2**45
@@ -73,7 +73,7 @@ def test_smallest_data_set_that_holds_a_sample(by_hand):
 
 
 @pytest.mark.parametrize(("kind", "bad"), [("H", 50_000), ("H", 101), ("i", -1), ("q", 2**40)])
-def test_token_outside_the_vocabulary_is_named_with_its_place(by_hand, kind, bad):
+def test_token_outside_the_vocabulary_is_named_with_its_position(by_hand, kind, bad):
     tokens = [*range(90), bad, *range(9)]
     prefix = by_hand("x", [tokens], kind=kind)
     data = WindowDataset(IndexedDataset(prefix), 50, 100, 7, 101, 0)
@@ -84,6 +84,6 @@ def test_token_outside_the_vocabulary_is_named_with_its_place(by_hand, kind, bad
     assert "\n" not in str(error.value)
 
 
-def test_tokens_of_another_split_are_not_looked_at(by_hand):
+def test_tokens_of_another_split_are_not_checked(by_hand):
     source = IndexedDataset(by_hand("x", [[999] * 20 + [1] * 30 + [999] * 20]))
     assert (WindowDataset(source, 20, 50, 4, 10, 0).batch(np.arange(40)) == 1).all()

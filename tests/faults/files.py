@@ -84,7 +84,7 @@ DATA = [
     Case("", "text.tokenizer.json: … 301 … --tokenizer-type NullTokenizer … 257", harm=of_another_tokenizer),
     Case("", "text.tokenizer.json: not JSON … preprocess", harm=put("text.tokenizer.json", "{")),
     Case("", "text.tokenizer.json: not JSON … preprocess", harm=put("text.tokenizer.json", DEEP)),
-    Case("", "text.tokenizer.json: not a JSON object with … preprocess", harm=put("text.tokenizer.json", "{}")),
+    Case("", "text.tokenizer.json: not a JSON object … preprocess", harm=put("text.tokenizer.json", "{}")),
     Case("", "text.tokenizer.json: is a directory … preprocess", harm=directory("text.tokenizer.json")),
     Case("", "text.tokenizer.json: Permission denied … preprocess", harm=locked("text.tokenizer.json")),
     Case("--seq-length 5000", "--seq-length 5000: … text has 4000 … give more data"),

@@ -1,4 +1,4 @@
-"""Spans, blocks and samples: every line exactly once, wherever the cuts fall."""
+"""Spans, blocks and samples: every line exactly once, for all cuts."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""ordered_map: order, bounded look-ahead, and no hang whatever a worker does."""
+"""ordered_map: order, bounded look-ahead, and no hang whatever happens to a worker."""
 
 import multiprocessing
 import os
@@ -31,7 +31,7 @@ def divide(number: int) -> float:
 
 
 def constant(function):
-    """What ordered_map calls in a worker to make its function; here the function itself."""
+    """Return `function`, as the `build` of ordered_map."""
     return function
 
 
@@ -53,7 +53,7 @@ def test_items_are_drawn_only_as_they_are_used() -> None:
 
 
 def test_items_and_results_far_beyond_a_pipe() -> None:
-    """Parent and worker both have megabytes to send at once: neither may wait for the other for ever."""
+    """Parent and worker both have megabytes to send, which must not be a deadlock."""
     sizes = [4_000_000] * 8
     items = (bytes(size) for size in sizes)
     assert [len(result) for result in ordered_map(partial(constant, bytes), items, workers=1)] == sizes

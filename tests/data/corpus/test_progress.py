@@ -1,4 +1,4 @@
-"""What a person sees of a long step, on a terminal and in a log file."""
+"""The progress of a long step, on a terminal and in a log file."""
 
 import io
 
@@ -10,7 +10,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_log_file_gets_a_line_every_so_many_documents() -> None:
+def test_a_log_file_gets_a_line_from_time_to_time() -> None:
     log = io.StringIO()
     with Progress("step", 1000, every=100, stream=log) as progress:
         for _ in range(10):

@@ -1,4 +1,4 @@
-"""Data sets of Megatron-LM and ours are the same bytes, and each reads the other's."""
+"""Data sets of Megatron-LM and ours have the same bytes, and each program reads the other's."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def test_each_reads_the_other(pair):
 
 
 def test_documents_of_several_sequences_are_read(tmp_path):
-    """As --split-sentences of its preprocessing writes them: a sequence a sentence."""
+    """As written by --split-sentences of its preprocessing: one sequence per sentence."""
     prefix = str(tmp_path / "sentences")
     builder = megatron_core.IndexedDatasetBuilder(prefix + ".bin", dtype=np.int32)
     builder.add_document(torch.arange(5), [2, 3])

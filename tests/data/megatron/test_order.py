@@ -59,7 +59,7 @@ def assert_same(ours, theirs, count):
 
 
 def flags_of(random, paths):
-    """(flags of ours, of theirs): one path or several, with weights or without, cut or for each split."""
+    """Return (our flags, their flags): paths with or without weights, split or one list per split."""
     entries = with_weights(random, paths) if random.random() < 0.6 else list(paths)
     if random.random() < 0.7:
         split = str(random.choice(["969,30,1", "80,15,5", "1,1,1", "0.6,0.4", "50,30,20"]))
@@ -98,7 +98,7 @@ def test_same_samples_as_megatron_core(case, by_hand, tmp_path):
 
 @pytest.mark.parametrize("case", range(12))
 def test_long_blends_of_any_weights_are_the_same(case, compiled):
-    """Weights at random, equal, round numbers, far apart; and more sets than a byte counts."""
+    """Weights that are random, equal, round or far apart; and more sets than fit in a byte."""
     random = np.random.default_rng(case)
     sets = 260 if case == 11 else int(random.integers(2, 20))
     kinds = (
@@ -123,7 +123,7 @@ def test_long_blends_of_any_weights_are_the_same(case, compiled):
 
 @pytest.mark.parametrize("weights", [[0.3, 0.7], [1 / 3, 1 / 3, 1 / 3], [1e-6, 0.1, 0.2, 0.3, 0.7]])
 def test_blends_of_several_pieces(weights, compiled):
-    """Ties at every step among them."""
+    """Including ties at every step."""
     shares, size = normalized(np.array(weights)), (1 << 22) + 70_001
     expected = np.zeros(size, np.int16), np.zeros(size, np.int64)
     megatron_core.helpers.build_blending_indices(*expected, shares, len(weights), size, False)
@@ -149,7 +149,7 @@ def test_sample_indexes_of_many_documents(longest, seq_length, compiled):
 
 @pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64])
 def test_shuffles_are_numpys(dtype, compiled):
-    """Also from the middle of a block of the generator, and what is drawn afterwards."""
+    """Also from the middle of a block of the generator, and for later draws."""
     mine, its = (np.random.RandomState(2**32 - 1) for _ in range(2))
     for size in (0, 1, 2, 3, 64, 65, 66, 623, 625, 65536, 65537, 1_000_003):
         values, expected = (np.arange(size, dtype=dtype) for _ in range(2))
@@ -173,7 +173,7 @@ def open_split(config, split, requested, seq_length=8, seed=1):
 
 
 def assert_cannot(message, reference, requested):
-    """What is refused here ends in an error there, has too few samples, or never returns."""
+    """Settings that are errors here fail in Megatron-LM too, give too few samples, or never return."""
     if re.search(r" has [01] \(", message):  # tokens, of which it would never have enough
         return
     try:

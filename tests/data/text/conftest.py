@@ -1,4 +1,4 @@
-"""A text whose tokens tell where they stand, and what opens it."""
+"""A text whose tokens identify their positions, and functions that open it."""
 
 import json
 import os
@@ -19,7 +19,7 @@ NULL = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=70_000)
 
 @pytest.fixture(scope="session")
 def documents() -> list[list[int]]:
-    """500 documents of 1 to 99 tokens; every token is there once, in rising order."""
+    """Write 500 documents of 1 to 99 tokens; every token occurs once, in rising order."""
     lengths = np.random.default_rng(0).integers(1, 100, 500)
     return [part.tolist() for part in np.split(np.arange(lengths.sum()), np.cumsum(lengths)[:-1])]
 
@@ -30,7 +30,7 @@ def json_lines(documents: list[list[int]]) -> bytes:
 
 @pytest.fixture
 def text(documents: list[list[int]], tmp_path: Path) -> str:
-    """A file of them; some 150 KB, so that a block is the least, 1 KiB."""
+    """A file of about 150 KB, so that blocks have the smallest size, 1 KiB."""
     (tmp_path / "text.jsonl").write_bytes(json_lines(documents))
     return str(tmp_path / "text.jsonl")
 
@@ -49,13 +49,13 @@ def opened(
 
 
 def documents_of(text: OpenText, eod: int) -> list[list[int]]:
-    """All that it has, in the order of the file; each ends with the token `eod`."""
+    """Return all documents in the order of the file; each ends with the token `eod`."""
     tokens = text.cache.tokens(np.arange(text.blocks))
     return [part.tolist() for part in np.split(tokens, np.flatnonzero(tokens == eod) + 1)[:-1]]
 
 
 class NotingEncoder(Encoder):
-    """Writes down which process encodes each block."""
+    """Records which process encodes each block."""
 
     def __init__(self, notes: Path, *arguments: object) -> None:
         super().__init__(*arguments)

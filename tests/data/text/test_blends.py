@@ -25,7 +25,7 @@ TOKENIZER = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=EOD)
 
 
 def resumed(saved: ResumedData | None, consumed: int, *paths: str, **settings: object) -> ResumedData:
-    """Read `paths` as a run does that resumes from the checkpoint of another."""
+    """Read `paths` like a run that resumes from the checkpoint of another run."""
     data = DataConfig(train_data_path=paths, num_workers=0, append_eod=True, **settings)
     description = describe(build_tokenizer(TOKENIZER))
     splits = open_splits(
@@ -51,8 +51,8 @@ def tokens(documents: list[list[int]], tmp_path: Path) -> str:
     return str(tmp_path / "tokens")
 
 
-def test_text_that_was_moved_or_compressed_goes_on(text: str, tokens: str, tmp_path: Path) -> None:
-    """With another time of its last change, and nothing tokenised where it is now."""
+def test_text_that_was_moved_or_compressed_continues(text: str, tokens: str, tmp_path: Path) -> None:
+    """With another modification time, and no cached tokens at the new place."""
     first = resumed(None, 0, "0.5", text, "0.5", tokens)
     (tmp_path / "moved").mkdir()
     content = Path(text).read_bytes()
@@ -73,10 +73,10 @@ def test_text_that_was_moved_or_compressed_goes_on(text: str, tokens: str, tmp_p
 
 
 @pytest.mark.parametrize("place", [0, -1, None])
-def test_text_that_was_changed_begins_anew(
+def test_text_that_was_changed_starts_at_its_beginning(
     documents: list[list[int]], text: str, tokens: str, place: int | None
 ) -> None:
-    """At either end, or anywhere where it has become longer."""
+    """At either end, or anywhere if the length has changed."""
     first = resumed(None, 0, "0.5", text, "0.5", tokens)
     if place is None:
         documents = [*documents[:250], [7], *documents[250:]]
@@ -102,7 +102,7 @@ def test_a_text_of_an_older_checkpoint_had_its_weight_from_the_start(text: str, 
 
 
 def test_a_masked_blend_changes_as_one_without_masks(text: str, tokens: str) -> None:
-    """Sample for sample, with the masks around what is read then."""
+    """Sample by sample, with masks applied to the resumed data."""
     blends = (("1", text, "3", tokens), ("3", text, "1", tokens), ("1", text))
     plain = masked = None
     for stage, blend in enumerate(blends):
@@ -119,10 +119,10 @@ def test_a_masked_blend_changes_as_one_without_masks(text: str, tokens: str) -> 
     assert [part.consumed_before for part in masked.dataset_progress.sets] == [100, 100]
 
 
-def test_a_data_set_of_the_hub_is_known_by_its_rows(
+def test_a_data_set_of_the_hub_is_recognised_by_its_rows(
     documents: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under any name; with one row more it is another."""
+    """Under any name; one more row makes it another data set."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")

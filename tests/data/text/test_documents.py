@@ -1,4 +1,4 @@
-"""A text gives the documents that preprocess_data.py makes of it, or says which line it cannot read."""
+"""A text gives the documents of preprocess_data.py, or an error that names the line."""
 
 import gzip
 import inspect
@@ -31,7 +31,7 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> TokenizerConfig:
 
 
 def preprocessed(path: Path, tokenizer: TokenizerConfig) -> list[list[int]]:
-    """By the tool."""
+    """Encode it with preprocess_data.py."""
     flags = ["--tokenizer-type", tokenizer.tokenizer_type]
     if tokenizer.tokenizer_model:
         flags += ["--tokenizer-model", tokenizer.tokenizer_model]
@@ -45,7 +45,7 @@ def preprocessed(path: Path, tokenizer: TokenizerConfig) -> list[list[int]]:
 
 
 def test_documents_are_those_of_the_indexed_path(tmp_path: Path, bpe: TokenizerConfig) -> None:
-    """Plain and compressed, with lines that end in all ways, texts in all scripts, and empty ones."""
+    """Plain and compressed, with all line endings, texts in many scripts, and empty texts."""
     texts = [
         *re.split(r"\n(?=def |class )", inspect.getsource(inspect)),
         "",
@@ -66,8 +66,8 @@ def test_documents_are_those_of_the_indexed_path(tmp_path: Path, bpe: TokenizerC
         assert documents_of(text, eod) == expected, name
 
 
-def test_lines_that_hold_no_document_are_left_out_when_asked_for(tmp_path: Path) -> None:
-    """The same ones as preprocess_data.py leaves out."""
+def test_lines_without_a_document_are_skipped_on_request(tmp_path: Path) -> None:
+    """The lines that preprocess_data.py skips."""
     tokenizer = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=70_000)
     (tmp_path / "x.jsonl").write_bytes(AWKWARD)
     expected = preprocessed(tmp_path / "x.jsonl", tokenizer)
@@ -80,7 +80,7 @@ def test_lines_that_hold_no_document_are_left_out_when_asked_for(tmp_path: Path)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz"])
 def test_a_bad_line_is_named(documents: list[list[int]], tmp_path: Path, ending: str, workers: int) -> None:
-    """Also where it comes after empty texts, of which a block tells the first few alone."""
+    """Even after many empty texts, because a block keeps only its first few problems."""
     lines = json_lines(documents).splitlines(keepends=True)
     lines[300:301] = [b'{"text": ""}\n'] * 9 + [b'["text"]\n']
     path = tmp_path / f"x.{ending}"
@@ -94,7 +94,7 @@ def test_a_bad_line_is_named(documents: list[list[int]], tmp_path: Path, ending:
     assert "worker" not in str(error.value)
 
 
-def test_what_cannot_be_text_is_refused(tmp_path: Path) -> None:
+def test_unusable_text_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_bytes(b"")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "1"}\n' * 9)[:-9])
     (tmp_path / "blank.jsonl").write_bytes(b"\n\n")
@@ -138,7 +138,7 @@ def test_another_tokenizer_or_key_gets_other_tokens(tmp_path: Path) -> None:
 
 @pytest.fixture
 def hub(documents: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A directory as the hub would hold it."""
+    """A directory with the files of a data set of the hub."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")

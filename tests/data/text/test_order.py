@@ -1,4 +1,4 @@
-"""The samples of a text: the same whoever reads them and from where on, each token once an epoch."""
+"""The samples of a text: the same for all readers and starting points, each token once per epoch."""
 
 import itertools
 import os
@@ -31,14 +31,14 @@ S, GROUP = 8, 16  # tokens, blocks
 def samples_of(
     path: str, *, group: int = GROUP, blocks: tuple[int, int] | None = None, **settings
 ) -> TextDataset:
-    """All of a text, its groups smaller than a run would have them."""
+    """Open a whole text with smaller groups than in a run."""
     text = opened(path, **settings)
     text.source.group = group
     return text.samples("train", blocks or (0, text.blocks), S, 7, 0)
 
 
 def steps(samples: Samples, world: int, *, consumed: int = 0, end: int, num_workers: int) -> list[list[int]]:
-    """The samples that a world reads, in their order; its ranks' workers read at the same time."""
+    """Return the samples that all ranks read, in order; their workers read concurrently."""
     schedule = BatchSchedule(4, 24, world)
     loaders = [
         MicroBatches(samples, schedule, rank=rank, consumed=consumed, end=end, num_workers=num_workers)
@@ -55,7 +55,7 @@ def steps(samples: Samples, world: int, *, consumed: int = 0, end: int, num_work
 
 @pytest.fixture
 def cold(text: str):
-    """Opens the text as if for the first time."""
+    """Open the text again, as a new process would."""
 
     def open_anew(**settings) -> TextDataset:
         shutil.rmtree(f"{text}.tokens", ignore_errors=True)
@@ -65,7 +65,7 @@ def cold(text: str):
 
 
 def test_samples_are_the_same_for_any_world_workers_and_start(cold, text: str) -> None:
-    """With and without what an earlier run has kept; past the end of the first epoch, too."""
+    """With and without the cache of an earlier run, and beyond the first epoch."""
     end = 24 * 150
     whole = steps(cold(), 1, end=end, num_workers=0)
     first_epoch = cold().batch(np.arange(100)).tolist()
@@ -89,7 +89,7 @@ def test_an_epoch_reads_every_token_once(cold, text: str, documents: list[list[i
     inputs = rows[:, :-1].ravel()
     assert len(set(inputs.tolist())) == inputs.size  # S - 1 of each group at the most are left out
     assert inputs.size > tokens - groups * S
-    # Labels follow their inputs but where one block ends and another begins.
+    # Labels follow their inputs except between blocks.
     assert (np.diff(rows, axis=1) != 1).sum() < 1.2 * opened(text).blocks
     second = samples.batch(np.arange(known.windows_per_epoch, 2 * known.windows_per_epoch - 2 * groups))
     assert not np.array_equal(second[:50], rows[:50])
@@ -98,10 +98,8 @@ def test_an_epoch_reads_every_token_once(cold, text: str, documents: list[list[i
     assert np.mean(np.abs(np.diff(rows[:, 0])) < 3 * S) < 0.1
 
 
-def test_how_often_a_text_will_be_read_is_said_before_it_is_known(
-    cold, text: str, documents: list[list[int]]
-) -> None:
-    """From the first group, as all of it is counted when all of it is tokenised."""
+def test_how_often_a_text_will_be_read_is_estimated(cold, text: str, documents: list[list[int]]) -> None:
+    """From the first group on, because everything is counted once everything is tokenised."""
     samples, tokens = cold(), sum(map(len, documents))
     assert samples.epochs(100) == []
     samples.prepare(1)
@@ -130,7 +128,7 @@ def test_what_is_counted_stays_counted_in_another_order(text: str) -> None:
 
 
 def test_splits_share_no_document(text: str, documents: list[list[int]]) -> None:
-    """A cut never goes through a document."""
+    """Documents are never cut."""
     parts = []
     for split in ("train", "valid", "test"):
         samples = open_run(text, split="60,30,10", needed=(split,)).__getattribute__(split)
@@ -145,7 +143,7 @@ def test_splits_share_no_document(text: str, documents: list[list[int]]) -> None
 
 
 def open_run(path: str, *paths: str, needed: tuple[str, ...] = ("train",), **settings) -> Splits:
-    """As pretrain_gpt.py opens it."""
+    """Open the text as pretrain_gpt.py does."""
     data = DataConfig(**{"data_path": (path, *paths), "num_workers": 0, **settings})
     description = describe(build_tokenizer(NULL))
     return open_splits(
@@ -180,7 +178,7 @@ def test_a_split_without_a_block_is_refused(tmp_path: Path) -> None:
         open_run(str(tmp_path / "x.jsonl"), needed=("train", "valid"))
 
 
-def test_what_is_damaged_or_lost_is_made_again(text: str) -> None:
+def test_damaged_or_missing_blocks_are_tokenised_again(text: str) -> None:
     expected = samples_of(text).batch(np.arange(500))
     (entry,) = Path(f"{text}.tokens").iterdir()
     first, second, *_, last = sorted(entry.glob("*/*"))
@@ -195,8 +193,8 @@ def test_what_is_damaged_or_lost_is_made_again(text: str) -> None:
     assert np.array_equal(samples_of(text).batch(np.arange(500)), expected)
 
 
-def test_workers_make_each_block_once_and_the_training_process_none(text: str, tmp_path: Path) -> None:
-    """Two of them at a time, for two ranks' loaders; evaluation too reads what workers have made."""
+def test_workers_tokenise_each_block_once_and_the_training_process_none(text: str, tmp_path: Path) -> None:
+    """Two loaders at a time, as on two ranks; evaluation also reads blocks that workers have tokenised."""
     opened_text = opened(text, num_workers=2)
     opened_text.cache._build = partial(NotingEncoder, tmp_path / "notes", NULL, ("text",), False)
     opened_text.source.group = GROUP
@@ -237,8 +235,8 @@ text.cache.fill(np.arange(text.blocks))
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self"), reason="reads /proc")
-def test_a_worker_whose_rank_is_killed_makes_no_more_blocks(text: str, tmp_path: Path) -> None:
-    """Each has some of them to make before it would ask for more."""
+def test_a_worker_whose_rank_is_killed_tokenises_no_more_blocks(text: str, tmp_path: Path) -> None:
+    """Each process gets several blocks before it would request more."""
     notes = tmp_path / "notes"
     process = subprocess.Popen([sys.executable, "-c", KILLED, text, str(notes)], cwd=ROOT, env=environment())
     try:

@@ -1,4 +1,4 @@
-"""pretrain_gpt.py on text resumes to the same losses, whatever reads it, and says what is wrong with it."""
+"""pretrain_gpt.py on text: a resumed run has the same losses, and errors name the line."""
 
 import inspect
 import json
@@ -29,7 +29,7 @@ def losses(path: Path) -> list[tuple[str, float]]:
     ]
 
 
-def test_a_run_goes_on_to_the_same_losses(flags: list[str], tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_same_losses(flags: list[str], tmp_path: Path) -> None:
     def run(name: str, *more: str, processes: int = 1) -> list[tuple[str, float]]:
         done = pretrain(*flags, *more, "--metrics-file", str(tmp_path / name), processes=processes)
         assert done.returncode == 0, done.stderr
@@ -61,8 +61,8 @@ def test_a_bad_line_ends_a_run_with_one_line(flags: list[str], tmp_path: Path) -
     assert "x.jsonl is text" in done.stderr
 
 
-def test_a_run_that_goes_on_says_that_its_text_has_changed(flags: list[str], tmp_path: Path) -> None:
-    """Text of another size starts over; a copy of the same text elsewhere continues."""
+def test_a_resumed_run_reports_that_its_text_has_changed(flags: list[str], tmp_path: Path) -> None:
+    """Text of another size starts at its beginning; a copy of the same text continues."""
     saved = ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run"), "--eval-iters", "0"]
 
     def said(path: Path, stop: int, *more: str) -> list[str]:
