@@ -7,7 +7,7 @@ CODES = {"B": 1, "b": 2, "h": 3, "i": 4, "q": 5, "d": 6, "f": 7, "H": 8}
 
 
 def write_by_hand(prefix, sequences, kind="H", documents=None):
-    """Write the files; `kind` is struct's letter of the token type. Each sequence is a document by default."""
+    """Write the files; `kind` is struct's letter of the token type. Default: a document per sequence."""
     tokens = [token for sequence in sequences for token in sequence]
     pointers, position = [], 0
     for sequence in sequences:

@@ -89,7 +89,7 @@ def test_global_random_state_is_left_alone(text):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_error_of_a_worker_is_one_plain_line(by_hand, num_workers):
+def test_an_error_arrives_as_one_plain_line(by_hand, num_workers):
     data = windows(by_hand("x", [[5] * 99]), vocab_size=5)
     with MicroBatches(data, BatchSchedule(1, 1, 1), rank=0, num_workers=num_workers) as batches:
         with pytest.raises(
