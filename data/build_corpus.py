@@ -64,7 +64,7 @@ class CorpusConfig(Options):
 
 @dataclass(frozen=True)
 class Source:
-    """Where the text comes from."""
+    """A source of text."""
 
     name: str
     disk_bytes: int | None  # None if unknown

@@ -28,7 +28,7 @@ class Samples(BatchSource, Protocol):
         """Samples before text repeats; None if it never does, or if the number is unknown."""
 
     def epochs(self, samples: int) -> list[Epochs]:
-        """How often the first `samples` samples read each data set, for data sets that know."""
+        """How often the first `samples` samples read each data set, where that is known."""
 
     def describe(self) -> str:
         """One line for the head of the log."""

@@ -8,7 +8,7 @@ from megatron_zpp.data.corpus.json_lines import NOT_TEXT
 from megatron_zpp.data.corpus.problems import Problem
 from megatron_zpp.data.corpus.texts import Texts, keep
 
-_ROWS = 256  # per Texts
+_ROWS = 256  # rows per item yielded
 
 
 def read_hub(name: str, config: str | None, split: str, key: str, files: Sequence[str]) -> Iterator[Texts]:

@@ -32,7 +32,7 @@ class Block:
 
     span: Span
     content: bytes
-    disk_bytes: int  # size of the block in the file, where it may be compressed
+    disk_bytes: int  # size of the block in the file, which may be compressed
 
 
 def find_files(flag: str, patterns: Sequence[str]) -> list[str]:

@@ -46,10 +46,7 @@ def _parse(line: bytes, keys: Sequence[str]) -> list[str]:
         raise BadLine(MALFORMED, f"not UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:
         raise BadLine(MALFORMED, f"not JSON: {error.msg} at column {error.colno}") from None
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # an integer of thousands of digits, or as many nested brackets
+    except (ValueError, RecursionError) as error:  # thousands of digits or of nested brackets
         raise BadLine(MALFORMED, f"not JSON that can be read: {error}") from None
     if not isinstance(record, dict):
         raise BadLine(MALFORMED, f"not a JSON object but {_json_type(record)}")
