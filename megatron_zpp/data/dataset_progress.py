@@ -19,9 +19,8 @@ class SourceProgress:
     prefix: str
     fingerprint: str  # "" if an older checkpoint has none
     stream: int  # number of its sample order, kept when the list of data sets changes
-    weight: (
-        float | None
-    )  # 0 if the run no longer reads it; None for its tokens, unknown to an older checkpoint
+    # 0 if the run no longer reads the data set; None, in an older checkpoint, if the weight is its tokens
+    weight: float | None
     consumed_before: int  # samples of it that were read before `since`
 
     def __post_init__(self) -> None:

@@ -72,10 +72,10 @@ def document_index(
     compiled: CompiledOrders | None = None,
 ) -> np.ndarray:
     """Return the sequences in the order of the text: (epochs · (last - first),) int32."""
-    apart, width = int(sizes.last_apart), last - first
     documents = np.tile(np.arange(first, last, dtype=np.int32), sizes.epochs)
-    _shuffle(documents[: (sizes.epochs - apart) * width], random, compiled)
-    _shuffle(documents[(sizes.epochs - apart) * width :], random, compiled)
+    together = (sizes.epochs - 1 if sizes.last_apart else sizes.epochs) * (last - first)
+    _shuffle(documents[:together], random, compiled)
+    _shuffle(documents[together:], random, compiled)
     return documents
 
 
@@ -106,8 +106,8 @@ def sample_index(
 
     lengths (sequences,) int32; documents (D,) is the document index. The last of samples + 1 rows is the
     position of the last sample's label, where the next sample would begin. A sample begins in the document
-    that holds its first token, so never in an empty one, except that the first sample always begins at (0,
-    0).
+    that holds its first token, so never in an empty one. The first sample is the exception: it begins at
+    (0, 0) even if document 0 is empty.
     """
     dtype = sample_index_dtype(len(documents))
     if compiled:
