@@ -126,10 +126,11 @@ def check_one(ended: list[Done], said: str) -> None:
 
 
 def test_each_node_reports_an_error_once(site: Path, programs: Programs) -> None:
-    """Only local rank 0 reports an error that all ranks see."""
-    first, second = two_ranks(site, programs, *[("--num-layer", "3")] * 2)
-    check(first, COMMAND_LINES[0])
-    assert (second.status, second.stderr) == (2, "")
+    """One rank reports an error that all ranks see: whichever finds it first, so the test does not say which."""
+    ended = two_ranks(site, programs, *[("--num-layer", "3")] * 2)
+    (speaker,) = (done for done in ended if done.stderr)
+    check(speaker, COMMAND_LINES[0])
+    assert {done.status for done in ended} == {2}
 
 
 def test_ranks_with_different_flags_are_refused(site: Path, programs: Programs) -> None:
