@@ -51,10 +51,10 @@ class _Source:
 def export_checkpoint(
     named: NamedDirectory, checkpoint: Path, target: Path, *, with_tokenizer: bool, file_bytes: int
 ) -> list[str]:
-    """Writes `target`, which gets its name when all of it is checked, and returns lines that say so.
+    """Write `target`, which gets its name when all of it is checked, and return lines that say so.
 
     A file holds `file_bytes` of weights, but at least one tensor; so much is held in memory, and all weights
-    twice where transformers is there to compare with.
+    twice if transformers is installed to compare with.
     """
     with CheckpointReader(checkpoint) as reader:
         config = reader.config()
@@ -161,7 +161,7 @@ def _check(
     model: ModelConfig,
     tokenizer: Tokenizer,
 ) -> str:
-    """Reads all of it back, by our reader and by transformers if that is there; a line on how it went."""
+    """Read all of it back, by our reader and by transformers if installed; return a line on the result."""
     written = NamedDirectory(named.flag, named.shown, directory)
     with HuggingFaceWeights(written, model, tokenizer.vocab_size) as weights:
         for name, source in sources.items():

@@ -44,9 +44,9 @@ _TOLD_BY_RUN = (
 def import_checkpoint(
     named: NamedDirectory, target: Path, flags: TokenizerConfig | None, divisible_by: int
 ) -> list[str]:
-    """Writes `target`/iter_0000000, and returns lines that say so; `flags` name another tokenizer.
+    """Write `target`/iter_0000000, and return lines that say so; `flags` name another tokenizer.
 
-    All weights are held in memory, twice where transformers is there to compare with.
+    All weights are held in memory, twice if transformers is installed, for the comparison.
     """
     architecture = read_architecture(named, divisible_by)
     settings = flags or find_tokenizer(named)
