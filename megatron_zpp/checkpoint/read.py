@@ -224,7 +224,7 @@ def _check_tokenizer(path: Path, saved: dict[str, Any], present: dict[str, Any])
 
 
 def _check_units(path: Path, saved: list[dict[str, Any]], present: list[dict[str, Any]]) -> None:
-    """Raises ValueError unless both have the same parameters; their layouts may differ."""
+    """Raise ValueError unless both have the same parameters; their layouts may differ."""
     theirs, ours = (
         {name: entry for unit in units for name, entry in unit["parameters"].items()}
         for units in (saved, present)

@@ -20,7 +20,7 @@ class Family:
 
     architecture   transformers' class
     keys           the field of ModelConfig that a key of config.json sets as it is
-    defaults       values of keys that may be left out
+    defaults       values of keys that may be omitted
     only           values, the default first, of keys that would change the result in ways that no flag can
     fixed          fields of ModelConfig that the model_type implies
     """

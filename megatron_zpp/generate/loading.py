@@ -28,7 +28,7 @@ class CheckpointOptions(Options):
     fp32: bool = option(False, "Compute in float32; the default on CPUs.")
 
     def check(self) -> None:
-        """One format."""
+        """Refuse more than one format."""
         formats = [name for name in ("bf16", "fp16", "fp32") if getattr(self, name)]
         if len(formats) > 1:
             raise option_error(f"--{formats[1]}", "(given)", f"contradicts --{formats[0]}; give one")
@@ -83,11 +83,11 @@ def _read_model(checkpoint: Path) -> tuple[GPT, Tokenizer]:
 
 
 def _check_tokenizer(checkpoint: Path, saved: dict[str, Any], present: dict[str, Any]) -> None:
-    """The files of a tokenizer lie outside of the checkpoint, and may have changed since."""
+    """Raise ValueError if the tokenizer's files, which lie outside of the checkpoint, have changed since."""
     if saved != present:
         raise ValueError(
             f"{checkpoint}: was trained with {_shown(saved)}, and the files of its tokenizer now give "
-            f"{_shown(present)}; put back the files of that run"
+            f"{_shown(present)}; restore the files of that run"
         )
 
 

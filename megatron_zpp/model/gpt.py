@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -25,21 +26,23 @@ from megatron_zpp.model.masks import CAUSAL, Mask
 from megatron_zpp.model.offload import ActivationOffload
 from megatron_zpp.model.rotary import UNROTATED, RopeScaling, RotaryEmbedding, Rotation
 
+Norm: TypeAlias = nn.LayerNorm | nn.RMSNorm  # or apex's, with the same parameters and attributes
+
 
 @dataclass(frozen=True)
 class ModelComponents:
     """The components of layers: constructors with the parameters of torch's, and the attention kernel."""
 
-    norms: Mapping[str, type[nn.Module]] = field(default_factory=lambda: TORCH_NORMS)  # by --normalization
+    norms: Mapping[str, type[Norm]] = field(default_factory=lambda: TORCH_NORMS)  # by --normalization
     linear: type[nn.Linear] = nn.Linear
     attention: AttentionKernel = field(default_factory=DotProduct)
 
-    def norm(self, config: ModelConfig, width: int) -> nn.Module:
+    def norm(self, config: ModelConfig, width: int) -> Norm:
         """Return a norm of vectors of `width` elements."""
         return self.norms[config.normalization](width, eps=config.norm_epsilon)
 
 
-TORCH_NORMS: Mapping[str, type[nn.Module]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}
+TORCH_NORMS: Mapping[str, type[Norm]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}
 
 
 class Embedding(nn.Module):
@@ -173,7 +176,7 @@ class Layer(nn.Module):
 class BlockKernels:
     """The operations of a block, in plain torch; model/fused/blocks.py replaces some by Triton kernels."""
 
-    def norm(self, norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    def norm(self, norm: Norm, x: Tensor) -> tuple[Tensor, Tensor]:
         """(B, T, D) -> the norm of x, and what `add_norm` takes as `residual`."""
         return norm(x), x
 
@@ -352,11 +355,11 @@ class GPT(nn.Module):
 
 def segments(layers: int, plan: RecomputeConfig) -> Iterator[tuple[int, int, bool]]:
     """Runs of layers as (first, last + 1, whether they are recomputed in backward)."""
-    if plan.recompute_granularity == "full" and plan.recompute_method == "uniform":
-        for first in range(0, layers, plan.recompute_num_layers):
-            yield first, min(first + plan.recompute_num_layers, layers), True
+    recomputed = plan.recompute_num_layers or 0  # None unless the granularity is full
+    if plan.recompute_method == "uniform":
+        for first in range(0, layers, recomputed):
+            yield first, min(first + recomputed, layers), True
         return
-    recomputed = plan.recompute_num_layers if plan.recompute_granularity == "full" else 0
     for first in range(recomputed):
         yield first, first + 1, True
     yield recomputed, layers, False
@@ -367,7 +370,7 @@ def recomputed_units(layers: int, plan: RecomputeConfig) -> list[range]:
     return [range(1 + first, 1 + stop) for first, stop, again in segments(layers, plan) if again]
 
 
-def norm_classes(backend: str) -> Mapping[str, type[nn.Module]]:
+def norm_classes(backend: str) -> Mapping[str, type[Norm]]:
     """Return the norms of the fused backend "torch" or "apex", by --normalization."""
     if backend == "torch":
         return TORCH_NORMS
@@ -379,8 +382,13 @@ def norm_classes(backend: str) -> Mapping[str, type[nn.Module]]:
 def _rotary(config: ModelConfig) -> RotaryEmbedding | None:
     if config.position_embedding_type != "rope":
         return None
+    assert config.rotary_base is not None, "ModelConfig.check fills it for rope"
     scaling = None
     if config.use_rope_scaling:
+        assert config.rope_scaling_factor is not None, "ModelConfig.check fills all four with the scaling"
+        assert config.rope_low_freq_factor is not None
+        assert config.rope_high_freq_factor is not None
+        assert config.rope_original_max_position_embeddings is not None
         scaling = RopeScaling(
             factor=config.rope_scaling_factor,
             low_freq_factor=config.rope_low_freq_factor,

@@ -21,7 +21,7 @@ from megatron_zpp.plan.job import Job
 
 
 @dataclass(frozen=True)
-class Moment:
+class LayerBackward:
     """The backward of layer `layer`, counted from 0: later layers are finished, earlier ones are not."""
 
     layer: int
@@ -74,9 +74,9 @@ def stored_bytes(job: Job) -> int:
     return sum(_kept(job, *segment) for segment in segments(job.model.num_layers, job.recompute))
 
 
-def backward(job: Job) -> list[Moment]:
+def backward(job: Job) -> list[LayerBackward]:
     """The backward of each layer, last layer first. Activations that are then in CPU memory do not count."""
-    one, moments = layer_bytes(job), []
+    one, backwards = layer_bytes(job), []
     runs = list(segments(job.model.num_layers, job.recompute))
     for index, (first, stop, recomputed) in reversed(list(enumerate(runs))):
         before = sum(_kept(job, *run) for run in runs[:index])
@@ -88,8 +88,8 @@ def backward(job: Job) -> list[Moment]:
             left = before + (layer - first) * one
             if recomputed and layer > first:
                 left -= _input(job)  # what was kept is the input of the recomputed layers
-            moments.append(Moment(layer, left + one, left))
-    return moments
+            backwards.append(LayerBackward(layer, left + one, left))
+    return backwards
 
 
 def working_bytes(job: Job) -> int:

@@ -12,7 +12,7 @@ from megatron_zpp.plan.hardware import USABLE, Machine
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import Memory, memory_of
 from megatron_zpp.plan.step_time import StepTime, step_time
-from megatron_zpp.plan.traffic import Sent, total, traffic_of
+from megatron_zpp.plan.traffic import SentBytes, total, traffic_of
 
 _WORTH = 0.01  # of a step's time: the model is not accurate enough for smaller differences
 
@@ -24,7 +24,7 @@ class Plan:
     name: str
     job: Job
     memory: Memory
-    sent: Sent
+    sent: SentBytes
     time: StepTime
 
     def fits(self, gibibytes: float) -> bool:

@@ -76,7 +76,7 @@ def _memory(plan: Plan, gpu: Gpu, machine: Machine) -> Iterator[str]:
         sizes = [getattr(memory, part) for memory in stages.values()]
         if any(sizes):
             yield f"  {name:38}" + "".join(f"{size / 2**30:10.2f} " for size in sizes).rstrip()
-    room = f"{plan.memory.peak / 2**30:.2f} GiB, in {plan.memory.moment}, of {gpu.memory:g}"
+    room = f"{plan.memory.peak / 2**30:.2f} GiB, in {plan.memory.peak_at}, of {gpu.memory:g}"
     if plan.memory.cpu:
         room += f"; {plan.memory.cpu / 2**30:.2f} GiB of CPU memory for each rank"
     if plan.fits(gpu.memory):

@@ -1,4 +1,4 @@
-"""Reads a tokenizer's files; whatever is wrong with one is said with its flag."""
+"""Reads a tokenizer's files; an error names the flag, the file and the remedy."""
 
 import json
 from typing import Any

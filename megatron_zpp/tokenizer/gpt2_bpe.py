@@ -17,7 +17,7 @@ class GPT2BPETokenizer(Tokenizer):
     kind = "GPT2BPETokenizer"
 
     def __init__(self, vocab_file: str, merge_file: str) -> None:
-        """Raises ValueError when a file is missing or garbage, or when the two do not belong together."""
+        """Raise ValueError when a file is missing or invalid, or when the two do not belong together."""
         from tokenizers import Tokenizer as Pipeline
         from tokenizers import decoders, models, pre_tokenizers
 

@@ -19,7 +19,7 @@ class HuggingFaceTokenizer(Tokenizer):
     """Any `tokenizers` pipeline.
 
     Its end of document is the `eos_token` of the tokenizer_config.json beside it, else `<|endoftext|>`,
-    else `</s>`. A post-processor, which adds special tokens around a text, is left out, and so are the
+    else `</s>`. A post-processor, which adds special tokens around a text, is omitted, and so are the
     truncation and padding that a file may have been saved with.
     """
 
@@ -96,9 +96,9 @@ def _check_merges(parts: dict[str, Any], path: Path) -> None:
 def _find_eod(vocab: dict[str, int], path: Path) -> int:
     config_path = path.with_name("tokenizer_config.json")
     if config_path.exists():
-        eos = _token_text(read_json(_FLAG, str(config_path), "mend or remove it").get("eos_token"))
+        eos = _token_text(read_json(_FLAG, str(config_path), "correct or remove it").get("eos_token"))
         if not isinstance(eos, str | None):
-            raise option_error(_FLAG, config_path, f"its eos_token {eos!r} is not text; mend or remove it")
+            raise option_error(_FLAG, config_path, f"its eos_token {eos!r} is not text; correct or remove it")
         if eos is not None:
             if eos not in vocab:
                 fix = "name one that it has there"

@@ -31,11 +31,11 @@ def check_inputs(config: Config, ranks: int, say: Callable[[str], None]) -> RunI
     `ranks` is the number of ranks that train. `say` gets a line about work that takes long. Raises
     ValueError for settings, data, checkpoints or places to write to with which the run could not end well.
     """
-    schedule = RunSchedule.from_config(config, ranks)
+    schedule = RunSchedule.from_config(config.training, config.learning_rate, ranks)
     tokenizer = build_tokenizer(config.tokenizer)
     description = describe(tokenizer)
     check_prompt(config.evaluation.sample_prompt, tokenizer)
     splits = open_data(config, schedule, description, say)
-    check_start(config, description)
+    check_start(config.checkpoint, config.model, description)
     check_sinks(config.logging)
     return RunInputs(config=config, tokenizer=description, schedule=schedule, splits=splits)

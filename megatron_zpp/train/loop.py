@@ -63,7 +63,9 @@ class Trainer:
             ranks.lease,
             check_interval=config.zero.zero_check_interval,
         )
-        self._write_text = text_writer(engine, config)
+        self._write_text = text_writer(
+            engine, config.evaluation, config.tokenizer, config.model.max_position_embeddings
+        )
         self._throughput = Throughput.of(
             config.model,
             run.tokenizer["vocab_size"],

@@ -218,7 +218,7 @@ def test_another_tokenizer_than_the_models_is_refused(checkpoint: Path, tmp_path
         file.write_text(good)
     assert status == 1
     assert "was trained with HuggingFaceTokenizer of 280 entries" in err
-    assert "put back the files of that run" in err
+    assert "restore the files of that run" in err
     assert len(err.splitlines()) == 1
 
 

@@ -30,7 +30,7 @@ SMALLEST += ["--eval-iters", "0"]
 def train_here(argv: list[str], activity: Activity | None = None, lease: Lease | None = None) -> Ending:
     """Trains on the CPU, with the samples read by this process; the log goes to stdout."""
     config, topology = parse_args([*argv, "--device", "cpu", "--num-workers", "0"]), Topology()
-    schedule = RunSchedule.from_config(config, 1)
+    schedule = RunSchedule.from_config(config.training, config.learning_rate, 1)
     tokenizer = describe(build_tokenizer(config.tokenizer))
     splits = open_data(config, schedule, tokenizer, print)
     inputs = RunInputs(config=config, tokenizer=tokenizer, schedule=schedule, splits=splits)

@@ -44,9 +44,9 @@ _TOLD_BY_RUN = (
 def import_checkpoint(
     named: NamedDirectory, target: Path, flags: TokenizerConfig | None, divisible_by: int
 ) -> list[str]:
-    """Writes `target`/iter_0000000, and returns lines that say so; `flags` name another tokenizer.
+    """Write `target`/iter_0000000, and return lines that say so; `flags` name another tokenizer.
 
-    All weights are held in memory, twice where transformers is there to compare with.
+    All weights are held in memory, twice if transformers is installed, for the comparison.
     """
     architecture = read_architecture(named, divisible_by)
     settings = flags or find_tokenizer(named)
@@ -63,9 +63,9 @@ def import_checkpoint(
             compared = compare_logits(named, named.path, whole)
             del whole
         config = _config(architecture, settings)
-        path = _write(target, model, weights, config, tokenizer)
+        path = _write(target, model, weights, config.to_json(), tokenizer)
         _check(path, weights)
-    return [*architecture.notes, f"{path}: {_flags(config)}", compared]
+    return [*architecture.notes, f"{path}: {_flags(config.model, config.tokenizer)}", compared]
 
 
 def _config(architecture: Architecture, tokenizer: TokenizerConfig) -> Config:
@@ -82,7 +82,7 @@ def _config(architecture: Architecture, tokenizer: TokenizerConfig) -> Config:
 
 
 def _write(
-    target: Path, model: GPT, weights: HuggingFaceWeights, config: Config, tokenizer: dict[str, Any]
+    target: Path, model: GPT, weights: HuggingFaceWeights, config: dict[str, Any], tokenizer: dict[str, Any]
 ) -> Path:
     modules, tensors, units = model.units(), {}, []
     for index, ((name, module), layout) in enumerate(
@@ -102,7 +102,7 @@ def _write(
         nodes=topology.nodes,
         units=units,
         kinds=[WEIGHTS],
-        config=config.to_json(),
+        config=config,
         tokenizer=tokenizer,
     )
     exchange = Exchange(dist.HashStore(), topology, timedelta(minutes=1), "import")
@@ -122,9 +122,8 @@ def _check(path: Path, weights: HuggingFaceWeights) -> None:
         reader.check_rest(0, 1)
 
 
-def _flags(config: Config) -> str:
+def _flags(model: ModelConfig, tokenizer: TokenizerConfig) -> str:
     """The flags that a run needs to start from it."""
-    model, tokenizer = config.model, config.tokenizer
     sizes = {name: getattr(model, name) for name in _SIZES}
     implied = asdict(ModelConfig(**sizes, seq_length=model.max_position_embeddings))
     told: dict[str, object] = {flag_name(name): value for name, value in sizes.items()}

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from megatron_zpp.model.fused import linear as fused_linear
 from megatron_zpp.model.fused import norm as fused_norm
-from megatron_zpp.model.gpt import MLP, Attention, BlockKernels, Layer, gelu
+from megatron_zpp.model.gpt import MLP, Attention, BlockKernels, Layer, Norm, gelu
 
 
 class FusedKernels(BlockKernels):
@@ -21,7 +21,7 @@ class FusedKernels(BlockKernels):
         joins = self._norms and fused_norm.has_bias(layer.mlp_norm) and layer.dropout.p == 0
         self._sums_biases = joins and all(map(fused_linear.serves, maps))
 
-    def norm(self, norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    def norm(self, norm: Norm, x: Tensor) -> tuple[Tensor, Tensor]:
         """See BlockKernels."""
         return fused_norm.norm(x, norm) if self._norms else super().norm(norm, x)
 
