@@ -90,17 +90,16 @@ class Attention(nn.Module):
         biased = not config.disable_bias_linear
         rows = (self.heads + 2 * self.groups) * self.head_width
         self.qkv = parts.linear(config.hidden_size, rows, bias=biased or config.add_qkv_bias)
-        normalized = config.qk_layernorm
-        self.query_norm = parts.norm(config, self.head_width) if normalized else nn.Identity()
-        self.key_norm = parts.norm(config, self.head_width) if normalized else nn.Identity()
+        self.normalized = config.qk_layernorm
+        self.query_norm = parts.norm(config, self.head_width) if self.normalized else nn.Identity()
+        self.key_norm = parts.norm(config, self.head_width) if self.normalized else nn.Identity()
         self.output = parts.linear(self.heads * self.head_width, config.hidden_size, bias=biased)
 
     def forward(
         self, x: Tensor, mask: Mask, rotation: Rotation, cache: LayerCache | None, kernels: "BlockKernels"
     ) -> Tensor:
         """(B, T, D) -> (B, T, D); a `cache` comes with the mask CachedPrefix."""
-        q, k, v = kernels.heads(self, x)  # (B, T, N, H), and twice (B, T, G, H)
-        q, k = rotation(self.query_norm(q)), rotation(self.key_norm(k))
+        q, k, v = kernels.heads(self, x, rotation)  # (B, T, N, H), and twice (B, T, G, H)
         if cache is not None:
             k, v = cache.extend(k, v)  # each (B, C, G, H)
         dropout = self.dropout if self.training else 0.0
@@ -185,12 +184,14 @@ class BlockKernels:
         x = x + added
         return x, layer.mlp_norm(x)
 
-    def heads(self, attention: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, D) -> queries (B, T, N, H), keys and values, each (B, T, G, H)."""
+    def heads(self, attention: Attention, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, D) -> queries (B, T, N, H) and keys (B, T, G, H), normalised and rotated, and values."""
         heads, groups = attention.heads, attention.groups
         qkv = attention.qkv(x).unflatten(-1, (heads + 2 * groups, attention.head_width))
         q, k, v = qkv.split([heads, groups, groups], 2)
-        return q, k, v
+        if rotation.rotates and not attention.normalized and v.requires_grad:
+            v = v.clone()  # a view would keep all of qkv for the backward, which needs nothing else of it
+        return rotation(attention.query_norm(q)), rotation(attention.key_norm(k)), v
 
     def activation(self, mlp: MLP, x: Tensor) -> Tensor:
         """(B, T, D) -> the inner values of the MLP (B, T, F)."""

@@ -5,9 +5,9 @@ output and one number per row, never the square of the scores:
 
     a layer   its input, both norms' outputs, q, k, v, attention's output, the residual between attention and
               MLP, both sides of the activation (with SwiGLU gate and value, and unless the layer is compiled
-              the SiLU of the gate); with rope q and k before the rotation too, since v is a view of the same
-              tensor; 8 bytes per token and LayerNorm, 4 per RMSNorm, of heads too if they are normalised; a
-              byte for each number that dropout may drop
+              the SiLU of the gate); with --qk-layernorm q and k before their norms too; 8 bytes per token and
+              LayerNorm, 4 per RMSNorm, of heads too if they are normalised; a byte for each number that
+              dropout may drop
     the head  its input, the norm's output, and what model/loss.py works with and keeps (`loss_bytes`)
 
 Ids and the temporary memory of kernels do not count.
@@ -33,7 +33,7 @@ def layer_bytes(job: Job) -> int:
     """Return the bytes that one layer saves for its backward if it is not recomputed."""
     model = job.model
     heads, groups = model.num_attention_heads, model.num_query_groups
-    vectors = 2 * heads + 2 * groups + (heads + groups if model.position_embedding_type == "rope" else 0)
+    vectors = 2 * heads + 2 * groups + (heads + groups if model.qk_layernorm else 0)
     inner = 2 if not model.swiglu else 3 if job.compiled else 4
     numbers = 4 * model.hidden_size + vectors * model.kv_channels + inner * model.ffn_hidden_size
     norms = 2 + (heads + groups if model.qk_layernorm else 0)

@@ -16,7 +16,7 @@ from megatron_zpp.generate.tasks import find_texts, last_word
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.tokenizer.base import Tokenizer
 from megatron_zpp.tokenizer.null import NullTokenizer
-from tests.generate.models import TRAINED, as_transformers, make_checkpoint
+from tests.generate.models import MODELS, TRAINED, as_transformers, make_checkpoint
 from tests.support import program
 
 ARTICLES = [
@@ -26,8 +26,9 @@ SENTENCES = ["the quick brown fox jumps", "over the lazy dog", "single", "one  t
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("evaluate"))
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Of a GPT-2, or of another model that a test names."""
+    return make_checkpoint(tmp_path_factory.mktemp("evaluate"), getattr(request, "param", "gpt2"))
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,9 @@ def nats(model: GPT, ids: list[int], width: int, stride: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("stride", [None, 5])
+@pytest.mark.parametrize(
+    ("checkpoint", "stride"), [("gpt2", None), ("gpt2", 5), ("llama", 5)], indirect=["checkpoint"]
+)
 def test_perplexity_is_the_plain_one_on_any_number_of_ranks(
     checkpoint: Path, loaded: tuple[GPT, Tokenizer], tmp_path: Path, stride: int | None
 ) -> None:
@@ -92,6 +95,7 @@ def test_perplexity_is_the_plain_one_on_any_number_of_ranks(
         assert figures(tmp_path, *flags, ranks=3) == found
 
 
+@pytest.mark.parametrize("checkpoint", MODELS, indirect=True)
 def test_lambada_is_what_greedy_generation_says(
     checkpoint: Path, loaded: tuple[GPT, Tokenizer], tmp_path: Path
 ) -> None:

@@ -45,7 +45,7 @@ def ours(checkpoint: Path) -> object:
 
 
 @pytest.fixture
-def reference(checkpoint: Path, theirs: transformers.GPT2LMHeadModel) -> object:
+def reference(checkpoint: Path, theirs: transformers.PreTrainedModel) -> object:
     from lm_eval.models.huggingface import HFLM
 
     tokenizer = transformers.PreTrainedTokenizerFast(
@@ -88,6 +88,7 @@ def test_generation(ours: object, reference: object, model: GPT, tokenizer: Toke
         ask(ours, "generate_until", [("a", {"repetition_penalty": 2.0})])
 
 
+@pytest.mark.parametrize("checkpoint", ["llama"], indirect=True)
 def test_a_task_from_the_command_line(checkpoint: Path, tmp_path: Path, reference: object) -> None:
     lines = [
         {"context": f"{word} and", "choices": [" fox", " dog", " return"], "right": right}
