@@ -2,8 +2,8 @@
 
 LLM Foundry's table (scripts/train/benchmarking/README.md of mosaicml/llm-foundry, H100 80GB BF16) is of
 GPTs without biases under PyTorch's FSDP, and counts FLOPs as this project does. Taken are all rows of one
-node of 8 GPUs with fully sharded states (stage 3), 1B to 13B parameters, samples of 1,024 to 4,096 tokens and no
-recomputation. Recomputed runs, longer samples and several nodes measure more than the rate of the compute.
+node of 8 GPUs with fully sharded states (stage 3), 1B to 13B parameters, samples of 1,024 to 4,096 tokens
+and no recomputation. Recomputed runs, longer samples and several nodes measure more than the compute.
 """
 
 from dataclasses import dataclass
