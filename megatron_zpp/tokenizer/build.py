@@ -1,8 +1,29 @@
 """Builds the tokenizer of --tokenizer-type."""
 
+from dataclasses import replace
+from pathlib import Path
+
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.tokenizer.base import Tokenizer
+from megatron_zpp.tokenizer.files import MERGES, SENTENCEPIECE_MODEL, TOKENIZER, VOCAB
+
+_SAVED: dict[str | None, dict[str, str]] = {  # settings that name a file, and its name in a checkpoint
+    "SentencePieceTokenizer": {"tokenizer_model": SENTENCEPIECE_MODEL},
+    "GPT2BPETokenizer": {"vocab_file": VOCAB, "merge_file": MERGES},
+    "HuggingFaceTokenizer": {"tokenizer_model": TOKENIZER},
+}
+
+
+def saved_config(config: TokenizerConfig, directory: Path) -> TokenizerConfig:
+    """Return the settings of the same tokenizer for its files, `Tokenizer.files`, in `directory`."""
+    names = _SAVED.get(config.tokenizer_type, {})
+    return replace(config, **{field: str(directory / name) for field, name in names.items()})
+
+
+def saved_names(config: TokenizerConfig) -> tuple[str, ...]:
+    """Return the names in a checkpoint of the files that the tokenizer cannot do without."""
+    return tuple(_SAVED.get(config.tokenizer_type, {}).values())
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
