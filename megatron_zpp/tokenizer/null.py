@@ -39,5 +39,8 @@ class NullTokenizer(Tokenizer):
     def fingerprint(self) -> str:
         return fingerprint_of(self.kind, self.eod)
 
+    def files(self) -> dict[str, bytes]:
+        return {}
+
     def to_tokenizers(self) -> None:
         return None

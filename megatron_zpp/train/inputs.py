@@ -1,6 +1,6 @@
 """What a run is told and what it reads, checked before a device is taken."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,11 @@ from megatron_zpp.train.sampled_text import check_prompt
 
 @dataclass(frozen=True, kw_only=True)
 class RunInputs:
-    """The flags of a run, the description of its tokenizer, its schedule from iteration 0 and its data."""
+    """The flags of a run, its tokenizer's description and files, its schedule from iteration 0, its data."""
 
     config: Config
     tokenizer: dict[str, Any]
+    tokenizer_files: Mapping[str, bytes]  # what checkpoints keep of it
     schedule: RunSchedule
     splits: Splits
 
@@ -38,4 +39,10 @@ def check_inputs(config: Config, ranks: int, say: Callable[[str], None]) -> RunI
     splits = open_data(config, schedule, description, say)
     check_start(config.checkpoint, config.model, description)
     check_sinks(config.logging)
-    return RunInputs(config=config, tokenizer=description, schedule=schedule, splits=splits)
+    return RunInputs(
+        config=config,
+        tokenizer=description,
+        tokenizer_files=tokenizer.files(),
+        schedule=schedule,
+        splits=splits,
+    )

@@ -51,6 +51,7 @@ class Trainer:
             engine,
             config,
             tokenizer=run.tokenizer,
+            tokenizer_files=run.tokenizer_files,
             reporter=run.reporter,
             store=ranks.store,
             start=run.start,

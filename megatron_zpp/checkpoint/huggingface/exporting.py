@@ -24,14 +24,14 @@ from megatron_zpp.checkpoint.huggingface.tokenizer_files import (
 )
 from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
 from megatron_zpp.checkpoint.read import CheckpointReader
+from megatron_zpp.checkpoint.tokenizer import trained_tokenizer
 from megatron_zpp.checkpoint.write import STATE
 from megatron_zpp.config.huggingface_config import CONFIG
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.files import commit_directory, fsync, write_durably
-from megatron_zpp.tokenizer.base import Tokenizer, describe
-from megatron_zpp.tokenizer.build import build_tokenizer
+from megatron_zpp.tokenizer.base import Tokenizer
 from megatron_zpp.zero.engine import WEIGHTS
 
 
@@ -58,11 +58,12 @@ def export_checkpoint(
     """
     with CheckpointReader(checkpoint) as reader:
         config = reader.config()
-        tokenizer = build_tokenizer(config.tokenizer)
-        if describe(tokenizer) != reader.state["tokenizer"]:
-            raise named.error(
-                f"{checkpoint.name} was trained with another tokenizer than its files hold now; restore them"
-            )
+        try:
+            tokenizer, files = trained_tokenizer(reader)
+        except DamagedFile:
+            raise
+        except ValueError as error:
+            raise named.error(str(error)) from None
         described = config_json(named, config.model, tokenizer.vocab_size, tokenizer.eod)
         partial = target.with_name(f"{target.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)  # what a killed export left
@@ -73,7 +74,7 @@ def export_checkpoint(
             lines = []
             if with_tokenizer:
                 longest = config.model.max_position_embeddings
-                lines.append(write_tokenizer(named, tokenizer, config.tokenizer, partial, longest))
+                lines.append(write_tokenizer(named, tokenizer, files, partial, longest))
             sources = _sources(checkpoint, reader, config.model, tokenizer.vocab_size)
             _write_weights(partial, reader, sources, config.model, file_bytes)
             reader.check_rest(0, 1)

@@ -26,7 +26,7 @@ from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.checksums import DamagedFile
-from megatron_zpp.tokenizer.base import describe
+from megatron_zpp.tokenizer.base import Tokenizer, describe
 from megatron_zpp.tokenizer.build import build_tokenizer
 from megatron_zpp.zero.build import in_order, layouts_of
 from megatron_zpp.zero.engine import WEIGHTS
@@ -50,8 +50,8 @@ def import_checkpoint(
     """
     architecture = read_architecture(named, divisible_by)
     settings = flags or find_tokenizer(named)
-    tokenizer = describe(build_tokenizer(settings))
-    check_vocabulary(named, architecture, tokenizer)
+    tokenizer = build_tokenizer(settings)
+    check_vocabulary(named, architecture, describe(tokenizer))
     check_empty("CHECKPOINT_DIR", target)
     with HuggingFaceWeights(named, architecture.model, architecture.vocab_size) as weights:
         with torch.device("meta"):
@@ -82,7 +82,7 @@ def _config(architecture: Architecture, tokenizer: TokenizerConfig) -> Config:
 
 
 def _write(
-    target: Path, model: GPT, weights: HuggingFaceWeights, config: dict[str, Any], tokenizer: dict[str, Any]
+    target: Path, model: GPT, weights: HuggingFaceWeights, config: dict[str, Any], tokenizer: Tokenizer
 ) -> Path:
     modules, tensors, units = model.units(), {}, []
     for index, ((name, module), layout) in enumerate(
@@ -103,10 +103,11 @@ def _write(
         units=units,
         kinds=[WEIGHTS],
         config=config,
-        tokenizer=tokenizer,
+        tokenizer=describe(tokenizer),
     )
     exchange = Exchange(dist.HashStore(), topology, timedelta(minutes=1), "import")
-    write_checkpoint(path, tensors, state, exchange, SaveOptions(read_back=True))
+    options = SaveOptions(read_back=True)
+    write_checkpoint(path, tensors, state, exchange, options, beside=tokenizer.files())
     return path
 
 

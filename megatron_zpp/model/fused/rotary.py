@@ -8,6 +8,8 @@ free before the backward, which needs none of it. The backward writes the gradie
 once.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -33,17 +35,13 @@ class _RotatedHeads(torch.autograd.Function):
     """(B, T, N + 2G, H) -> views of one new tensor. An operator may not return views."""
 
     @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, parts: Tensor, cos: Tensor, sin: Tensor, heads: int
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, parts: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         groups = (parts.shape[2] - heads) // 2
         return tuple(_rotate(parts, cos, sin, heads).split([heads, groups, groups], 2))
 
     @staticmethod
-    def backward(
-        ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor
-    ) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         of_q, of_k, of_v = (gradient.contiguous() for gradient in gradients)
         return _rotate_backward(of_q, of_k, of_v, *ctx.saved_tensors), None, None, None
 

@@ -4,6 +4,8 @@ Shapes: R rows, F inner width. The compiler's own backward is a concatenation, e
 inputs again; its sigmoid takes more instructions than one of the GPU's.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -40,11 +42,11 @@ def _grid(x: Tensor, width: int) -> tuple[int, int]:
     return x.numel() // (2 * width), triton.cdiv(width, _BLOCK)
 
 
-def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ctx.save_for_backward(inputs[0])
 
 
-def _of_swiglu(ctx: torch.autograd.function.FunctionCtx, of_out: Tensor) -> Tensor:
+def _of_swiglu(ctx: Any, of_out: Tensor) -> Tensor:
     (x,) = ctx.saved_tensors
     return _swiglu_backward(of_out.contiguous(), x)
 
