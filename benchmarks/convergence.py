@@ -10,7 +10,7 @@ launch/emulate_nodes.sh would give them; where some share one the result says so
 Runs of one seed see the same samples from the same weights. A result that is there already is kept: call it
 again with other --runs and --seeds to add to it.
 
-GPUs do not repeat the sums of attention's backward, and training carries the difference on: "stage 3, again"
+GPUs do not repeat the sums of attention's backward, and training propagates the difference: "stage 3, again"
 says how far. With --deterministic they do, more slowly; it and hpZ must then end with the bits of stage 3.
 """
 

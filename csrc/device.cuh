@@ -22,11 +22,11 @@ inline void check(cudaError_t status) {
 }
 
 // The largest grid, as a multiple of the thread blocks that are resident at once; threads loop over the rest. A few
-// times as many blocks balance the load. In some kernels one warp per tile (kGridsForAll) is faster: blocks start in
-// order, so their accesses stay close together, whereas loops drift apart.
+// times as many thread blocks balance the load. In some kernels one warp per tile (kGridsForAll) is faster: thread
+// blocks start in order, so their accesses stay close together, whereas loops drift apart.
 constexpr int kGridsOnChip = 16, kGridsForAll = 1 << 16;
 
-// Warps that prefetch tiles need several tiles each: if there are fewer than these, only resident blocks are launched.
+// Warps that prefetch tiles need several tiles each. With fewer tiles only resident thread blocks are launched.
 constexpr int kTilesAhead = 4;
 
 inline int multiprocessors() {

@@ -17,7 +17,7 @@ from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.data.checksums import checksums_path
 from megatron_zpp.data.corpus.encode import Encoder
 from megatron_zpp.data.corpus.inputs import TEXT, find_files, partition
-from megatron_zpp.data.corpus.parallel_encode import Piece, encode_partitions
+from megatron_zpp.data.corpus.parallel_encode import EncodedBlock, encode_partitions
 from megatron_zpp.data.corpus.problems import Report
 from megatron_zpp.data.corpus.progress import Progress
 from megatron_zpp.data.indexed import index_path, token_dtype, tokens_path
@@ -89,7 +89,7 @@ def main() -> None:
         progress = stack.enter_context(Progress("tokenising", total, config.log_interval))
         report = Report(progress.say, strict=config.strict)
 
-        def observe(piece: Piece) -> None:
+        def observe(piece: EncodedBlock) -> None:
             report.add(piece.encoded.problems, piece.where)
             progress.advance(
                 disk_bytes=piece.disk_bytes,

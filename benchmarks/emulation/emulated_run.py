@@ -230,39 +230,9 @@ def train(
     Runs of one seed have the same initial weights and the same samples, whatever the rung.
     """
     started = time.perf_counter()
-    config, vocab = settings.model()
-    flat = FlatModel(
-        config,
-        vocab,
-        alignment=rung.largest_block,
-        dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[settings.precision],
-        device=device,
-        seed=seed,
-        attention=DotProduct(None if settings.attention == "auto" else settings.attention),
-    )
-    if settings.compile:
-        _compile(flat, settings, config.seq_length, device)
-    ranks = EmulatedRanks(
-        flat,
-        rung,
-        nodes=settings.nodes,
-        ranks_per_node=settings.ranks_per_node,
-        operations=operations,
-        adamw=AdamWSettings(),
-        seed=seed,
-        early_iterations=2 * int(settings.warmup_fraction * settings.steps),
-    )
+    ranks, rate = _ranks(settings, rung, seed, device, operations), _rate(settings)
     per_step = settings.samples_per_step
-    rate = LearningRate.from_config(
-        LearningRateConfig(
-            lr=settings.lr,
-            min_lr=settings.min_lr,
-            lr_decay_style="cosine",
-            lr_warmup_fraction=settings.warmup_fraction,
-        ),
-        samples=settings.steps * per_step,
-        samples_per_iteration=per_step,
-    )
+    config, vocab = settings.model()
     source = Source(vocab, config.seq_length + 1)
     held_out = source.sequences(HELD_OUT, 0, settings.eval_samples).to(device)
     tokens = source.sequences(STREAMS + seed, 0, settings.steps * per_step).to(device)
@@ -277,7 +247,7 @@ def train(
         for micro_batches in tokens[step]:
             losses[step] += ranks.accumulate(micro_batches) / settings.micro_batches
         reported = (step + 1) % max(1, settings.steps // 20) == 0
-        before = flat.master.clone() if reported else None
+        before = ranks.flat.master.clone() if reported else None
         ranks.step(rate(step * per_step), iteration=step, micro_batches=settings.micro_batches)
         if before is not None:
             lags.append((step + 1, round(ranks.reference_lag(before), 3)))
@@ -293,12 +263,53 @@ def train(
         "reference_lag": lags,
         "skipped": int(ranks.skipped.item()),
         "raised_units": ranks.raised,
-        "sha256": hashlib.sha256(flat.master.cpu().numpy().tobytes()).hexdigest()[:16],
-        "bytes_per_parameter": round(rung.bytes_per_parameter(flat.numels), 4),
+        "sha256": hashlib.sha256(ranks.flat.master.cpu().numpy().tobytes()).hexdigest()[:16],
+        "bytes_per_parameter": round(rung.bytes_per_parameter(ranks.flat.numels), 4),
         "bytes_per_parameter_in_layers": round(rung.bytes_per_parameter({MLP: 1}), 4),
-        "parameters": sum(flat.numels.values()),
+        "parameters": sum(ranks.flat.numels.values()),
         "seconds": round(time.perf_counter() - started, 1),
     }
+
+
+def _ranks(
+    settings: RunSettings, rung: Rung, seed: int, device: torch.device, operations: Operations
+) -> EmulatedRanks:
+    """The ranks with their initial weights."""
+    config, vocab = settings.model()
+    flat = FlatModel(
+        config,
+        vocab,
+        alignment=rung.largest_block,
+        dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[settings.precision],
+        device=device,
+        seed=seed,
+        attention=DotProduct(None if settings.attention == "auto" else settings.attention),
+    )
+    if settings.compile:
+        _compile(flat, settings, config.seq_length, device)
+    return EmulatedRanks(
+        flat,
+        rung,
+        nodes=settings.nodes,
+        ranks_per_node=settings.ranks_per_node,
+        operations=operations,
+        adamw=AdamWSettings(),
+        seed=seed,
+        early_iterations=2 * int(settings.warmup_fraction * settings.steps),
+    )
+
+
+def _rate(settings: RunSettings) -> LearningRate:
+    return LearningRate.from_config(
+        LearningRateConfig(
+            lr=settings.lr,
+            min_lr=settings.min_lr,
+            lr_decay_style="cosine",
+            lr_warmup_fraction=settings.warmup_fraction,
+        ),
+        samples=settings.steps * settings.samples_per_step,
+        samples_per_iteration=settings.samples_per_step,
+    )
 
 
 def _joined(kinds: Mapping[str, slice], format_of: Callable[[str], Format]) -> list[tuple[Format, slice]]:

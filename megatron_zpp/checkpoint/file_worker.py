@@ -34,7 +34,7 @@ class FileWorker:
         """
         if self.busy:
             raise Stuck("is still busy with the files of an earlier save")
-        piece = _Piece(work, exchange.progress)
+        piece = _Work(work, exchange.progress)
         self._thread = threading.Thread(target=piece.run, name="files", daemon=True)
         self._thread.start()
         limit = exchange.timeout.total_seconds()
@@ -49,7 +49,7 @@ class FileWorker:
         return piece.outcome()
 
 
-class _Piece:
+class _Work:
     """One piece of work. Its thread sets all fields except `abandoned`."""
 
     def __init__(self, work: Callable[[OnProgress], Any], on_progress: OnProgress) -> None:

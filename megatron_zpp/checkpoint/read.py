@@ -120,7 +120,7 @@ class CheckpointReader:
     def _runs(self, names: Sequence[str], layout: FlatLayout, elements: range) -> Iterator["_Run"]:
         """Where the file has these elements; parameters that are adjacent in both form one run."""
         run = None
-        for piece in layout.pieces(elements):
+        for piece in layout.parameter_slices(elements):
             unit, offset = self._places[names[piece.parameter]]
             start = offset + piece.start
             if run and run.unit == unit and start - run.elements.start == piece.destination - run.destination:

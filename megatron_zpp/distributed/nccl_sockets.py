@@ -107,7 +107,7 @@ def choose_nccl_sockets(
 
 
 def auto_objection(nodes: int, settings: NcclSettings, network: Network, files: int | None) -> str | None:
-    """Why this rank does not want `auto` to choose; None where NCCL would use TCP in its slow way.
+    """Why this rank does not want `auto` to choose; None where NCCL would use TCP as it does by default.
 
     `files` is the limit of open files; None for no limit.
     """

@@ -7,7 +7,7 @@ from megatron_zpp.config.options import Options, option
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(Options):
-    """server: where it listens, and how much it takes on"""
+    """server: its address and its limits"""
 
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 lets the whole network in.")
     allowed_hosts: tuple[str, ...] = option(

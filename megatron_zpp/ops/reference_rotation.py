@@ -40,8 +40,8 @@ from megatron_zpp.ops.lloyd_max import (
     stored_scales,
     write_message,
 )
-from megatron_zpp.ops.philox import philox
 from megatron_zpp.ops.reference_difference import root_mean_square
+from megatron_zpp.ops.signs import philox
 
 TILE = 1 << 20  # elements at a time, so that scratch memory does not grow with the tensors
 SIGNS_PER_COUNTER = 128

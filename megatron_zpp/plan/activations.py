@@ -1,6 +1,6 @@
 """Bytes of activations of one micro-batch on one GPU: those saved for the backward, and temporary ones.
 
-Counted are the tensors that autograd saves of model/gpt.py on a GPU, where attention keeps its inputs, its
+Counts the tensors that autograd saves for model/gpt.py on a GPU, where attention keeps its inputs, its
 output and one number per row, never the square of the scores:
 
     a layer   its input, both norms' outputs, q, k, v, attention's output, the residual between attention and

@@ -1,8 +1,7 @@
 """What a rank is doing, as a sequence of marks; other ranks report the newest mark if the rank stops."""
 
+import time
 from dataclasses import dataclass
-
-from megatron_zpp.supervision.running_time import RunningTime
 
 
 @dataclass(frozen=True)
@@ -34,3 +33,20 @@ class Activity:
     def now(self, text: str, *, patient: bool = False, limit: float | None = None) -> None:
         """Mark what begins here. Takes a microsecond; another thread may read the mark at any time."""
         self.latest = Mark(text, self.latest.number + 1, self.clock.seconds, patient, limit)
+
+
+class RunningTime:
+    """A clock that pauses while its process is stopped: by Ctrl-Z, `scontrol suspend` or a paused machine.
+
+    `seconds` are those in which the process could run. One thread ticks; any thread may read.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._ticked = time.monotonic()
+
+    def tick(self, longest: float) -> None:
+        """Add the time since the last tick, at most `longest` seconds: more means that it was stopped."""
+        now = time.monotonic()
+        self.seconds += min(now - self._ticked, longest)
+        self._ticked = now

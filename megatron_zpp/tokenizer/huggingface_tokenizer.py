@@ -79,7 +79,7 @@ class HuggingFaceTokenizer(Tokenizer):
 def _check_merges(parts: dict[str, Any], path: Path) -> None:
     """Each merge of a BPE makes a piece that the vocabulary has: `tokenizers` panics over some that do not.
 
-    What is not even of the right type is left to its own words.
+    The library itself reports values of a wrong type.
     """
     model = parts.get("model")
     if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":

@@ -23,7 +23,7 @@ def train_sentencepiece(passages: Iterable[str], vocab_size: int, model_type: Mo
     Bytes stand in for characters without a piece; no text is normalised, trimmed or prefixed. The one
     character that does not survive is U+2581, which SentencePiece itself writes for a space. Ids 0, 1 and 2
     are unknown, beginning and end of document. Raises ValueError, naming --vocab-size and a number that
-    would do, when the text is too little for that many pieces or holds more characters than that.
+    is possible, when the text is too little for that many pieces or holds more characters than that.
     """
     import sentencepiece
 

@@ -1,12 +1,17 @@
-"""Opens what a run reads: indexed data sets, text, or random tokens."""
+"""Opens what a run reads (indexed data sets, text, or random tokens) and, on request, verifies all of it."""
 
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.root import Config
 from megatron_zpp.data.open import Splits, open_splits
 from megatron_zpp.data.text.open import open_text
+from megatron_zpp.data.verify import verify_tokens
+from megatron_zpp.distributed.exchange import Exchange
+from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.train.run_schedule import RunSchedule
 
 
@@ -43,3 +48,20 @@ def open_data(
     assert splits.train is not None  # every run trains
     schedule.check_data(splits.train)
     return splits
+
+
+def verify_data(splits: Splits, exchange: Exchange) -> str:
+    """Read every .bin, one part per rank, and return a line for the log; every rank must call it.
+
+    Raises DamagedFile on every rank if any rank finds damage or cannot read.
+    """
+    started, topology, problem = time.perf_counter(), exchange.topology, None
+    try:
+        verify_tokens(splits.files, topology.rank, topology.world_size, exchange.progress)
+    except (DamagedFile, OSError) as error:
+        problem = one_line(error)
+    problems = [problem for problem in exchange.all_gather("problem", problem) if problem]
+    if problems:
+        raise DamagedFile(problems[0])
+    size = sum(data.tokens.nbytes for data in splits.files)
+    return f" verified {size:,} bytes of tokens in {time.perf_counter() - started:.1f} s"

@@ -12,10 +12,9 @@ from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.train.inputs import RunInputs
 from megatron_zpp.train.ranks import Ranks
-from megatron_zpp.train.reading import open_data
+from megatron_zpp.train.reading import open_data, verify_data
 from megatron_zpp.train.restore import restore
 from megatron_zpp.train.run_schedule import RunSchedule
-from megatron_zpp.train.verify import verify_data
 from megatron_zpp.zero.engine import ZeroEngine
 
 

@@ -72,7 +72,7 @@ class UnitBuilder:
     def _initialize_master(self, unit: Unit, initialize: Initialize) -> None:
         """Fill this rank's part of each parameter that it owns a part of."""
         for index, parameter in enumerate(unit.parameters):
-            owned = [piece for piece in unit.layout.pieces(unit.owned) if piece.parameter == index]
+            owned = [piece for piece in unit.layout.parameter_slices(unit.owned) if piece.parameter == index]
             if not owned:
                 continue
             initial = torch.empty(parameter.shape, dtype=torch.float32, device=self._device)

@@ -10,7 +10,7 @@ ALIGNMENT = 128  # elements, at least: views start at 256 bytes even in 16-bit f
 SHARD_MULTIPLE = 256  # elements: a shard holds whole quantisation blocks of this size and smaller
 
 
-class Piece(NamedTuple):
+class ParameterSlice(NamedTuple):
     """`length` elements: of a parameter from `start` on, and of a range of its unit from `destination` on."""
 
     parameter: int
@@ -72,13 +72,13 @@ class FlatLayout:
             if start < stop:
                 yield range(start - elements.start, stop - elements.start)
 
-    def pieces(self, owned: range) -> Iterator[Piece]:
+    def parameter_slices(self, owned: range) -> Iterator[ParameterSlice]:
         """The parts of parameters that the `owned` elements hold."""
         for index, numel in enumerate(self.numels):
             start = max(self.offsets[index], owned.start)
             stop = min(self.offsets[index] + numel, owned.stop)
             if start < stop:
-                yield Piece(index, start - self.offsets[index], start - owned.start, stop - start)
+                yield ParameterSlice(index, start - self.offsets[index], start - owned.start, stop - start)
 
 
 def _round_up(number: int, multiple: int) -> int:

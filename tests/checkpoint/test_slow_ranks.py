@@ -23,7 +23,7 @@ TIMEOUT = timedelta(seconds=0.6)
 
 
 def saved_by(topology: Topology, slow: int, pause: float, directory: str) -> list[str]:
-    """What two saves come to on a rank; in the first one rank `slow` takes 1.5 s, in steps of `pause`."""
+    """The outcomes of two saves on a rank; in the first one rank `slow` takes 1.5 s, in steps of `pause`."""
     engine, written = small(topology=topology, zero_stage=3), write.write_shard_file
 
     def slowly(path: Path, tensors: Any, on_progress: Any) -> Any:

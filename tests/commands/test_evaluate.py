@@ -99,7 +99,7 @@ def test_perplexity_is_the_plain_one_on_any_number_of_ranks(
 def test_lambada_is_what_greedy_generation_says(
     checkpoint: Path, loaded: tuple[GPT, Tokenizer], tmp_path: Path
 ) -> None:
-    """A last word counts when transformers' model, going on from the words before, writes just its tokens."""
+    """A last word counts when transformers' model, after the words before it, writes exactly its tokens."""
     model, tokenizer = loaded
     theirs = as_transformers(model)
     # Half of the lines get the last word that the model itself would write, where that is text.

@@ -153,7 +153,7 @@ HUGGINGFACE = [
     huggingface("import directory new", "HF_DIR directory/config.json: cannot be read (No such file"),
     huggingface("import hf new", "HF_DIR hf: holds neither tokenizer.json nor … give the --tokenizer-type"),
     huggingface(f"import hf new {IDS} 300", "HF_DIR hf: has vocab_size 257, but … has 301"),
-    huggingface(f"import hf checkpoints {IDS} 256", "CHECKPOINT_DIR checkpoints: is there and no"),
+    huggingface(f"import hf checkpoints {IDS} 256", "CHECKPOINT_DIR checkpoints: exists and is not"),
     huggingface(f"import hf file/x {IDS} 256", f"CHECKPOINT_DIR file: Not a directory; {WRITABLE}"),
     huggingface(
         f"import hf new {IDS} 256",

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from megatron_zpp.ops.formats import LloydMaxFormat
 from megatron_zpp.ops.lloyd_max import read_message
-from megatron_zpp.ops.philox import philox
 from megatron_zpp.ops.reference_rotation import (
     counters,
     encode_rotated,
@@ -18,6 +17,7 @@ from megatron_zpp.ops.reference_rotation import (
     rotate_back,
     sum_rotated,
 )
+from megatron_zpp.ops.signs import philox
 from tests.ops.awkward import KINDS, awkward
 from tests.ops.scalar_oracle import fp32
 

@@ -8,7 +8,7 @@ import torch
 
 from megatron_zpp.ops import reference
 from megatron_zpp.ops.formats import QuantFormat
-from megatron_zpp.ops.philox import philox
+from megatron_zpp.ops.signs import philox
 from tests.ops import scalar_oracle
 from tests.ops.awkward import KINDS, awkward
 from tests.ops.cases import CODE_TYPES, SCALES, adamw_scalars, garbage, plain

@@ -15,7 +15,7 @@ from megatron_zpp.plan.traffic import total, traffic_of
 from megatron_zpp.zero.hop import SentBytes
 from tests.plan.jobs import FOUR_BITS, FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of
 from tests.support import pretrain
-from tests.zero.closed_forms import bytes_sent_a_step
+from tests.zero.closed_forms import bytes_sent_per_step
 from tests.zero.engines import engine_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
@@ -157,7 +157,7 @@ def test_the_plan_without_zeropp_is_the_closed_form(
         micro_batches=3,
     )
     sent = total(traffic_of(job))
-    closed = bytes_sent_a_step(
+    closed = bytes_sent_per_step(
         job.layouts,
         stage,
         3,

@@ -90,7 +90,7 @@ def test_another_graph_is_said() -> None:
         assert said == []
         model.double().layers[0](torch.zeros(BATCH, LENGTH, 32, dtype=torch.double))
     assert len(said) == 1
-    assert "once more" in said[0]
+    assert "again" in said[0]
 
 
 def test_a_text_without_documents_beside_batches_with_them() -> None:

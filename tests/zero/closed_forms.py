@@ -136,7 +136,7 @@ def slots(units: int, prefetch: int) -> int:
     return min(prefetch + 1, units)
 
 
-def gathers_a_step(units: int, stage: int, accumulation: int, *, prefetch: int) -> int:
+def gathers_per_step(units: int, stage: int, accumulation: int, *, prefetch: int) -> int:
     """How many times a step gathers one of `units` units of equal layout.
 
     At stage 3 a pass finds the last units of the pass before still in their slots: forward and backward of
@@ -149,7 +149,7 @@ def gathers_a_step(units: int, stage: int, accumulation: int, *, prefetch: int) 
     return units + (2 * accumulation - 1) * (units - slots(units, prefetch))
 
 
-def bytes_sent_a_step(
+def bytes_sent_per_step(
     layouts: Sequence[FlatLayout],
     stage: int,
     accumulation: int,
@@ -177,7 +177,7 @@ def bytes_sent_a_step(
         else:
             sizes = {"reduce_bytes": reduce_bytes, "sum_bytes": sum_bytes, "sent_bytes": sent_bytes}
             reduced = sum(reduction_sends(layout, nodes, **sizes))
-        gathers = gathers_a_step(units, stage, accumulation, prefetch=prefetch)
+        gathers = gathers_per_step(units, stage, accumulation, prefetch=prefetch)
         total += share * gathers * PARAMETER_BYTES + units * (accumulation if stage >= 2 else 1) * reduced
     return total
 

@@ -14,7 +14,7 @@ from megatron_zpp.config.zero import GRADIENT_BLOCK, WEIGHT_BLOCK, ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.zero.engine import ZeroEngine
-from tests.zero.closed_forms import arena_bytes, bytes_sent_a_step, zeropp_bytes
+from tests.zero.closed_forms import arena_bytes, bytes_sent_per_step, zeropp_bytes
 from tests.zero.engines import engine_of
 from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
@@ -181,7 +181,7 @@ def measure_traffic(
         for _ in range(3):
             step(engine, accumulation)
             sent.append(sum(engine.take_traffic()))
-        expected = bytes_sent_a_step(
+        expected = bytes_sent_per_step(
             [unit.layout for unit in engine.units],
             stage,
             accumulation,

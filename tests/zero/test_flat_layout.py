@@ -30,7 +30,7 @@ def test_the_shards_pieces_are_every_element_once(numels: list[int], ranks: int,
         owned = layout.shard(rank)
         inside = layout.decayed_in(owned)
         decayed += inside
-        for piece in layout.pieces(owned):
+        for piece in layout.parameter_slices(owned):
             assert piece.start == seen[piece.parameter]  # in order, without a gap
             seen[piece.parameter] += piece.length
             assert piece.destination >= 0

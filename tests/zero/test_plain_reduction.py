@@ -242,7 +242,7 @@ def test_nodes_of_several_ranks_reduce_in_two_hops(nodes: int, local: int) -> No
 
 
 class Summed(NamedTuple):
-    """What is sent, what sums of two steps come back in, and the way; summed by kernels or by torch."""
+    """The format that is sent, the format of sums in two steps, and the algorithm; by kernels or by torch."""
 
     sent: torch.dtype
     dtype: torch.dtype
@@ -280,7 +280,7 @@ SUMMED = [
 def all_reduce(
     topology: Topology, peer_buffers: bool = False
 ) -> list[tuple[list[numpy.ndarray], tuple[int, int]]]:
-    """(the sums of all units, bytes sent) in several formats and ways.
+    """(the sums of all units, bytes sent) in several formats and by several algorithms.
 
     With `peer_buffers` processes write each other's memory where they sum; GPUs do without being told.
     """

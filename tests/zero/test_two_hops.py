@@ -48,7 +48,7 @@ def hold_hop_two(topology: Topology) -> tuple[list[bool], list[list[float]]]:
 
 
 def test_hop_one_runs_beside_hop_two_of_the_unit_before() -> None:
-    """On 2 × 2 ranks, whose counterparts are two ranks away."""
+    """On 2 × 2 ranks, whose cross-node ranks are two ranks away."""
     for rank, (beside, arrived) in enumerate(on_ranks(4, hold_hop_two, ranks_per_node=2)):
         assert all(beside)
         place = rank % 2

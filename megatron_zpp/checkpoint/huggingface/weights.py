@@ -81,7 +81,7 @@ class HuggingFaceWeights:
     def unit_elements(self, names: tuple[str, ...], layout: FlatLayout, elements: range) -> Tensor:
         """Return elements of the flat buffer of a unit with these parameters; its gaps are zero."""
         found = torch.zeros(len(elements))
-        for piece in layout.pieces(elements):
+        for piece in layout.parameter_slices(elements):
             part = self.elements(names[piece.parameter], piece.start, piece.start + piece.length)
             found[piece.destination : piece.destination + piece.length] = part
         return found

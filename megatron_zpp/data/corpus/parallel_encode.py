@@ -27,7 +27,7 @@ BLOCK_BYTES = 256 << 10  # large enough to hide the cost of sending it, small en
 
 
 @dataclass(frozen=True)
-class Piece:
+class EncodedBlock:
     """The documents of one block, and the location of the block."""
 
     encoded: Encoded
@@ -47,7 +47,7 @@ def encode_partitions(
     build: Callable[[], Encoder],
     workers: int,
     writers: Sequence[IndexedDatasetWriter],
-    observe: Callable[[Piece], None],
+    observe: Callable[[EncodedBlock], None],
 ) -> None:
     """Encode each partition with `workers` processes and append all documents, in order, to the writers.
 
@@ -92,7 +92,7 @@ def encode_partitions(
 
 def _encode_spans(
     spans: Sequence[Span], build: Callable[[], Encoder], workers: int
-) -> Generator[Piece, None, None]:
+) -> Generator[EncodedBlock, None, None]:
     """Read the spans and encode them with `workers` processes. Raises like read_blocks and ordered_map."""
     distributed: deque[Block] = deque()
 
@@ -108,7 +108,7 @@ def _encode_spans(
             block = distributed.popleft()
             if block.span != span:
                 span, lines = block.span, 0
-            yield Piece(encoded, block.span, lines, len(block.content), block.disk_bytes)
+            yield EncodedBlock(encoded, block.span, lines, len(block.content), block.disk_bytes)
             lines += encoded.lines
 
 
