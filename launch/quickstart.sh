@@ -67,7 +67,9 @@ PYTHON=$python launch/local.sh -n "$processes" pretrain_gpt.py \
 
 step "5/5 loss curve and samples"
 "$python" -m megatron_zpp.commands.plot "$work/metrics.jsonl" --output "$work/loss.png"
+"$python" -m megatron_zpp.commands.report "$work/metrics.jsonl" --checkpoint "$work/checkpoints" \
+    --title "quickstart" --output "$work/report.html"
 "$python" -m megatron_zpp.commands.sample --load "$work/checkpoints" --num-samples 2 --max-new-tokens 160 \
     --prompt "def main():" | tee "$work/sample.txt"
 
-step "done: $work/loss.png is the curve, $work/sample.txt the text, $work/checkpoints the model"
+step "done: $work/report.html is a page about the run, $work/loss.png the curve, $work/sample.txt the text, $work/checkpoints the model"

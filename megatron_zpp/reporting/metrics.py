@@ -181,11 +181,10 @@ class NewestLoss:
         return arrived
 
 
-def evaluation_record(iteration: int, consumed_samples: int, split: str, loss: float) -> Record:
+def evaluation_record(iteration: int, split: str, loss: float) -> Record:
     """The record of an evaluation; perplexity is capped as in Megatron-LM."""
     return {
         "iteration": iteration,
-        "consumed_samples": consumed_samples,
         f"{split}_loss": loss,
         f"{split}_perplexity": math.exp(min(20.0, loss)) if loss == loss else loss,
     }

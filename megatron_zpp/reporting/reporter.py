@@ -9,7 +9,7 @@ from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.reporting.console import Console
-from megatron_zpp.reporting.metrics import NewestLoss, Record, evaluation_record
+from megatron_zpp.reporting.metrics import NewestLoss, Record, evaluation_record, number
 from megatron_zpp.reporting.sinks import Beside, open_sinks
 
 _PATIENCE = 30.0  # seconds that each sink gets to finish at the end
@@ -56,20 +56,19 @@ class Reporter:
         """A logged step."""
         if self._console:
             self._console.log(record)
-        self._write(record)
+        self._write(record, int(number(record, "consumed_samples")))
 
     def evaluation(self, progress: Progress, split: str, loss: float) -> None:
         """The result of an evaluation."""
-        iteration = progress.iteration
-        record = evaluation_record(iteration, progress.consumed_samples, split, loss)
+        record = evaluation_record(progress.iteration, split, loss)
         if self._console:
-            self._console.evaluation(record, split, f"iteration {iteration}")
-        self._write(record)
+            self._console.evaluation(record, split, f"iteration {progress.iteration}")
+        self._write(record, progress.consumed_samples)
 
-    def text(self, iteration: int, text: str) -> None:
+    def text(self, progress: Progress, text: str) -> None:
         """A text that the model wrote."""
-        self.say(f" text at iteration {iteration} | {text!r} |")
-        self._write({"iteration": iteration, "sample": text})
+        self.say(f" text at iteration {progress.iteration} | {text!r} |")
+        self._write({"iteration": progress.iteration, "sample": text}, progress.consumed_samples)
 
     def __enter__(self) -> "Reporter":
         return self
@@ -80,6 +79,6 @@ class Reporter:
         if self._console:
             self._console.close()
 
-    def _write(self, record: Record) -> None:
+    def _write(self, record: Record, samples: int) -> None:
         for sink in self._sinks:
-            sink.write(record)
+            sink.write(record, samples)

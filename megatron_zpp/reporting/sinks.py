@@ -23,8 +23,8 @@ from megatron_zpp.storage.files import check_writable
 class Sink(Protocol):
     """Takes records of one iteration each."""
 
-    def write(self, record: Record) -> None:
-        """Keeps one record; `record["iteration"]` is its position on the curve."""
+    def write(self, record: Record, samples: int) -> None:
+        """Keeps one record, of `record["iteration"]`, when the run has consumed `samples`."""
 
     def close(self) -> None:
         """Finishes what is being written."""
@@ -37,7 +37,7 @@ class MetricsFile:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "a", buffering=1)  # noqa: SIM115 - a line is on disk when it is written
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Record, samples: int) -> None:
         """Appends one line."""
         values = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -95,16 +95,16 @@ class TensorBoard:
             str(Path(directory) / BY_SAMPLES), purge_step=start.consumed_samples + 1 if again else None
         )
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Record, samples: int) -> None:
         """Adds one point to the curve of every number."""
-        iteration, samples = record["iteration"], record.get("consumed_samples")
+        iteration = record["iteration"]
         for name, value in record.items():
             if isinstance(value, str):
                 self._writer.add_text(name, value, iteration)
             elif name != "iteration" and value is not None:
                 tag = MEGATRON_TAGS.get(name, Tag(name))
                 self._writer.add_scalar(tag.name, tag.factor * value, iteration)
-                if tag.by_samples and samples is not None:
+                if tag.by_samples:
                     self._by_samples.add_scalar(f"{tag.name} vs samples", tag.factor * value, samples)
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class WandB:
         # W&B's own steps never decrease; iterations do if a run resumes from an earlier checkpoint.
         self._run.define_metric("*", step_metric="iteration")
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Record, samples: int) -> None:
         """Logs one record; its iteration is the axis of all curves."""
         self._run.log(record)
 
@@ -171,17 +171,17 @@ class Beside:
 
     def __init__(self, name: str, make: Callable[[], Sink], say: Callable[[str], None]) -> None:
         self._name, self._make, self._say = name, make, say
-        self._queue: queue.Queue[Record | None] = queue.Queue(maxsize=1000)
+        self._queue: queue.Queue[tuple[Record, int] | None] = queue.Queue(maxsize=1000)
         self._lost = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Record, samples: int) -> None:
         """Hand one record to the thread, without waiting."""
         if self._lost:
             return
         try:
-            self._queue.put_nowait(record)
+            self._queue.put_nowait((record, samples))
         except queue.Full:
             self._lose("it has not taken a record for a long time")
 
@@ -200,8 +200,8 @@ class Beside:
     def _work(self) -> None:
         try:
             sink = self._make()
-            while (record := self._queue.get()) is not None:
-                sink.write(record)
+            while (written := self._queue.get()) is not None:
+                sink.write(*written)
             sink.close()
         except Exception as error:
             self._lose(one_line(error))

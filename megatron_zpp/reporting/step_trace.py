@@ -126,7 +126,8 @@ def _gpu_lanes(events: list[Event]) -> list[Lane]:
 
 def _cpu_lanes(events: list[Event]) -> list[Lane]:
     """Outermost operations of each thread: an operation inside another one is part of it."""
-    work, ends = [], defaultdict(float)
+    work = []
+    ends: defaultdict[int, float] = defaultdict(float)
     operations = [event for event in events if event.get("cat") == "cpu_op"]
     for event in sorted(operations, key=lambda event: (event["ts"], -event["dur"])):
         if event["ts"] >= ends[event["tid"]]:

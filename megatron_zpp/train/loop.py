@@ -277,7 +277,7 @@ class Trainer:
         self._reporter.evaluation(self.progress, split, loss)
         if split == "valid" and self._write_text is not None:
             self._activity.now(f"writes text at iteration {iteration}", patient=True)
-            self._reporter.text(iteration, self._write_text())
+            self._reporter.text(self.progress, self._write_text())
 
 
 def seed_dropout(seed: int, first_sample: int) -> None:

@@ -24,7 +24,7 @@ from megatron_zpp.reporting.sinks import WandB
 logging = LoggingConfig(wandb_project="p", wandb_mode="offline", wandb_save_dir={directory!r})
 sink = WandB(logging, {{}}, Progress(run="run12345"), print)
 for iteration in range({first}, {last} + 1):
-    sink.write({{"iteration": iteration, "lm_loss": 10.0 / iteration}})
+    sink.write({{"iteration": iteration, "lm_loss": 10.0 / iteration}}, iteration)
 sink.close()
 """
 
@@ -41,9 +41,10 @@ def test_tags_are_megatrons_and_units_too(tmp_path: Path) -> None:
     """The names are those of add_scalar in Megatron-LM's training.py; other numbers keep their names."""
     sink = TensorBoard(str(tmp_path), Progress())
     sink.write(
-        {**step(5, 3.5), "grad_norm": 0.5, "learning_rate": 1e-3, "loss_scale": 1.0, "inter_node_bytes": 7}
+        {**step(5, 3.5), "grad_norm": 0.5, "learning_rate": 1e-3, "loss_scale": 1.0, "inter_node_bytes": 7},
+        20,
     )
-    sink.write({"iteration": 5, "consumed_samples": 20, "valid_loss": 3.0, "valid_perplexity": 20.0})
+    sink.write({"iteration": 5, "valid_loss": 3.0, "valid_perplexity": 20.0}, 20)
     sink.close()
     for tag, value in (
         ("lm loss", 3.5),
@@ -66,11 +67,11 @@ def test_a_step_back_hides_later_values_on_both_axes(tmp_path: Path) -> None:
     """Samples are more than iterations: one directory for both would hide all earlier curves by samples."""
     first = TensorBoard(str(tmp_path), Progress())
     for iteration in range(1, 5):
-        first.write(step(iteration, 10.0 + iteration))
+        first.write(step(iteration, 10.0 + iteration), 4 * iteration)
     first.close()
     second = TensorBoard(str(tmp_path), Progress(iteration=2, consumed_samples=8))
     for iteration in range(3, 6):
-        second.write(step(iteration, 20.0 + iteration))
+        second.write(step(iteration, 20.0 + iteration), 4 * iteration)
     second.close()
     expected = [(1, 11.0), (2, 12.0), (3, 23.0), (4, 24.0), (5, 25.0)]
     assert scalars(tmp_path, "lm loss") == expected
