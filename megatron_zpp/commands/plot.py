@@ -5,6 +5,7 @@ files, one below the other. Runs with the same label are drawn as their mean and
 most of them.
 """
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from megatron_zpp.config.options import REQUIRED, Options, option, option_error,
 from megatron_zpp.reporting.curves import (
     AXIS_LABELS,
     Axis,
-    Curve,
+    Band,
     band,
+    by_iteration,
     curve,
     metric_names,
     read_metrics,
@@ -98,7 +100,7 @@ def draw(runs: Runs, config: PlotConfig) -> None:
     figure, rows = pyplot.subplots(len(config.metric), figsize=size, layout="constrained", squeeze=False)
     for axes, metric in zip(rows[:, 0], config.metric, strict=True):
         for index, (label, records) in enumerate(runs.items()):
-            _draw_metric(axes, metric, label, records, f"C{index % 10}", config)
+            _draw_metric(axes, metric, label, records, index, config)
         axes.set(xlabel=AXIS_LABELS[config.x], ylabel=_LABELS.get(metric, metric.replace("_", " ")))
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
@@ -114,40 +116,47 @@ def draw(runs: Runs, config: PlotConfig) -> None:
 
 
 def _draw_metric(
-    axes: Any, metric: str, label: str, records: list[list[dict[str, Any]]], colour: str, config: PlotConfig
+    axes: Any, metric: str, label: str, records: list[list[dict[str, Any]]], number: int, config: PlotConfig
 ) -> None:
     """One metric of the runs of one label: lines, and for the loss the dots of evaluations."""
-    found = [each for each in (curve(run, metric, config.x) for run in records) if each.x]
-    loss = metric == "lm_loss"
+    having = [run for run in records if by_iteration(run, metric)]
+    loss, colour = metric == "lm_loss", f"C{number % 10}"
     name = f"{label}: training" if loss else label
-    if len(found) > 1:
-        joined = band([_smooth(each, config.smoothing) for each in found])
+    if len(having) > 1:
+        joined = _band(having, metric, label, config)
         axes.fill_between(joined.x, joined.least, joined.most, color=colour, alpha=0.2, linewidth=0)
-        axes.plot(joined.x, joined.mean, color=colour, alpha=0.8, label=f"{name}, mean of {len(found)}")
-    elif found:
+        axes.plot(joined.x, joined.mean, color=colour, alpha=0.8, label=f"{name}, mean of {len(having)}")
+    elif having:
+        points = curve(having[0], metric, config.x)
         if config.smoothing:
-            axes.plot(found[0].x, found[0].y, color=colour, alpha=0.2)
-        drawn = _smooth(found[0], config.smoothing)
-        axes.plot(drawn.x, drawn.y, color=colour, alpha=0.6 if loss else 0.9, label=name)
+            axes.plot(points.x, points.y, color=colour, alpha=0.2)
+        drawn = smoothed(points.y, config.smoothing)
+        axes.plot(points.x, drawn, color=colour, alpha=0.6 if loss else 0.9, label=name)
     if loss:
-        _draw_evaluations(axes, label, [curve(run, "valid_loss", config.x) for run in records], colour)
+        _draw_evaluations(axes, label, records, number, dataclasses.replace(config, smoothing=0.0))
 
 
-def _draw_evaluations(axes: Any, label: str, curves: list[Curve], colour: str) -> None:
-    found = [each for each in curves if each.x]
-    if not found:
+def _draw_evaluations(
+    axes: Any, label: str, records: list[list[dict[str, Any]]], number: int, config: PlotConfig
+) -> None:
+    having, colour = [run for run in records if by_iteration(run, "valid_loss")], f"C{number % 10}"
+    if not having:
         return
-    joined = band(found)
-    if len(found) > 1:
+    joined = _band(having, "valid_loss", label, config)
+    if len(having) > 1:
         axes.fill_between(joined.x, joined.least, joined.most, color=colour, alpha=0.2, linewidth=0)
     axes.plot(joined.x, joined.mean, "o-", color=colour, label=f"{label}: validation")
-    if joined.x:
-        last = (joined.x[-1], joined.mean[-1])
-        axes.annotate(f"{last[1]:.3f}", last, xytext=(4, 8), textcoords="offset points", ha="right")
+    last = (joined.x[-1], joined.mean[-1])
+    beside = (4, 8 + 12 * number)  # the last values of runs are often close to each other
+    axes.annotate(f"{last[1]:.3f}", last, xytext=beside, textcoords="offset points", ha="right", color=colour)
 
 
-def _smooth(points: Curve, weight: float) -> Curve:
-    return Curve(points.x, smoothed(points.y, weight))
+def _band(runs: list[list[dict[str, Any]]], metric: str, label: str, config: PlotConfig) -> Band:
+    """The band of one label. Raises ValueError if its runs have no iteration in common."""
+    joined = band(runs, metric, config.x, config.smoothing)
+    if not joined.x:
+        raise option_error("--labels", label, f"its runs have {metric} at no iteration in common")
+    return joined
 
 
 def _check_metrics(runs: Runs, metrics: Sequence[str]) -> None:

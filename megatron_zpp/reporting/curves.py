@@ -115,16 +115,23 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
     return result
 
 
-def band(curves: Sequence[Curve]) -> Band:
-    """The band of curves that have the same x; others' points are left out."""
-    tables = [dict(zip(each.x, each.y, strict=True)) for each in curves]
-    shared = sorted(set.intersection(*(set(table) for table in tables)))
-    columns = [[table[x] for table in tables] for x in shared]
+def band(runs: Sequence[Sequence[Values]], name: str, axis: Axis, weight: float = 0.0) -> Band:
+    """One number of several runs, smoothed, at the iterations that all of them logged.
+
+    On the axis an iteration is where it is in the mean: no two runs take the same time.
+    """
+    tables = []
+    for records in runs:
+        points = by_iteration(records, name)
+        tables.append(dict(zip(points, smoothed(list(points.values()), weight), strict=True)))
+    shared = sorted(set.intersection(*map(set, tables)))
+    places = [axis_of(records, axis) for records in runs] if shared else []
+    columns = [[table[iteration] for table in tables] for iteration in shared]
     return Band(
-        shared,
-        [sum(ys) / len(ys) for ys in columns],
-        [min(ys) for ys in columns],
-        [max(ys) for ys in columns],
+        [sum(place(iteration) for place in places) / len(places) for iteration in shared],
+        [sum(column) / len(column) for column in columns],
+        [min(column) for column in columns],
+        [max(column) for column in columns],
     )
 
 

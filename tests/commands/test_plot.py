@@ -66,6 +66,7 @@ def test_runs_of_one_label_are_one_band(tmp_path: Path) -> None:
     ("argv", "status", "said"),
     [
         ("--metric wrong", 1, "--metric wrong: no run has it; there are consumed_samples, lm_loss, "),
+        ("other.jsonl --labels a a", 1, "--labels a: its runs have lm_loss at no iteration in common"),
         ("--labels a b", 2, "--labels a b: must be 1, one for each run"),
         ("--output x.gif", 2, "--output x.gif: must end in .png, .svg, .pdf"),
         ("--smoothing 1", 2, "--smoothing 1.0: must be below 1"),
@@ -73,6 +74,9 @@ def test_runs_of_one_label_are_one_band(tmp_path: Path) -> None:
     ],
 )
 def test_bad_command_lines(tmp_path: Path, argv: str, status: int, said: str) -> None:
-    done = run("-m", "megatron_zpp.commands.plot", write_run(tmp_path / "run.jsonl", 1.0), *argv.split())
+    first = write_run(tmp_path / "run.jsonl", 1.0)
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"iteration": 99, "lm_loss": 1.0}) + "\n")
+    done = run("-m", "megatron_zpp.commands.plot", first, *argv.replace("other.jsonl", str(other)).split())
     assert (done.returncode, done.stderr.count("\n")) == (status, 1)
     assert said in done.stderr

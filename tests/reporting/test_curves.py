@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from megatron_zpp.reporting.curves import (
-    Curve,
     axis_of,
     band,
     by_iteration,
@@ -89,6 +88,12 @@ def test_smoothing_is_a_weighted_mean_of_the_past() -> None:
     assert smoothed(values, 0.0) == values
 
 
-def test_a_band_has_the_points_that_all_runs_have() -> None:
-    found = band([Curve([1, 2, 3], [1.0, 2.0, 3.0]), Curve([2, 3, 4], [4.0, 5.0, 6.0])])
+def test_a_band_has_the_iterations_that_all_runs_logged() -> None:
+    """On the time axis they are where they are in the mean, because no two runs take the same time."""
+    fast = [step(1, 1.0, 2.0), step(2, 2.0, 2.0), step(3, 3.0, 2.0)]
+    slow = [step(2, 4.0, 4.0), step(3, 5.0, 4.0), step(4, 6.0, 4.0)]
+    found = band([fast, slow], "lm_loss", "iteration")
     assert (found.x, found.mean, found.least, found.most) == ([2, 3], [3.0, 4.0], [2.0, 3.0], [4.0, 5.0])
+    hours = band([fast, slow], "lm_loss", "hours").x
+    assert hours == pytest.approx([(4 + 4) / 2 / 3600, (6 + 8) / 2 / 3600])
+    assert band([fast[:1], slow], "lm_loss", "hours").x == []
