@@ -12,6 +12,9 @@ if __name__ == "__main__":  # the imports below take a while: a scheduler's sign
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     # Without this, torch prints a page of its own stack frames when the store goes, after our error line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from megatron_zpp.config.command_line import check_packages
+
+    check_packages("pretrain_gpt.py", "torch", "numpy", "tqdm")
 
 from megatron_zpp.config.root import parse_command_line
 from megatron_zpp.distributed.process_group import barrier

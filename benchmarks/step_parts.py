@@ -9,9 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.timeline import kind_of
+from megatron_zpp.reporting.step_trace import kind_of
 
-KINDS = {  # kind of benchmarks/timeline.py -> part
+KINDS = {  # kind of reporting/step_trace.py -> part
     "matrix product": "matrix products",
     "attention": "attention",
     "AdamW": "AdamW",

@@ -8,39 +8,19 @@ A row is a stream of the GPU, named by what it carries; the step is the last who
 import argparse
 import gzip
 import json
+import sys
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-KINDS = (  # (part of a kernel's name, kind), the first that fits
-    ("AllGather", "gather"),
-    ("SendRecv", "exchange between nodes"),
-    ("Memcpy PtoP", "copy to or from another GPU"),
-    ("Memcpy", "copy inside the GPU"),
-    ("dequantize", "decode"),
-    ("sum_quantize", "sum and encode again"),
-    ("sum_into", "decode and sum"),
-    ("sum_parts", "sum"),
-    ("sum_and_square", "sum"),
-    ("adamw", "AdamW"),
-    ("quantize", "encode"),
-    ("nvjet", "matrix product"),
-    ("gemm", "matrix product"),
-    ("cudnn", "attention"),
-    ("flash", "attention"),
-)
-Event = dict[str, Any]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-
-def kind_of(event: Event) -> str:
-    """The kind of a kernel."""
-    return next((kind for part, kind in KINDS if part in event["name"]), "other compute")
+from megatron_zpp.reporting.step_trace import Event, kind_of
 
 
 def last_step(events: list[Event]) -> tuple[float, float]:

@@ -18,6 +18,7 @@ usage() {
 say() { echo "launch/local.sh: $*" >&2; }
 refuse() { say "$*"; exit 2; }
 
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
 processes=
 restarts=0
@@ -35,8 +36,12 @@ while (($# > 0)); do
 done
 (($# > 0)) || usage
 if [[ -z $processes ]]; then
-    processes=$("$python" -c 'import os, torch
-print(torch.cuda.device_count() or len(os.sched_getaffinity(0)))')
+    processes=$("$python" -c 'import os, sys
+sys.path.insert(0, sys.argv[1])
+from megatron_zpp.config.command_line import check_packages
+check_packages("launch/local.sh", "torch") # or a line that says how to activate the environment
+import torch
+print(torch.cuda.device_count() or len(os.sched_getaffinity(0)))' "$root")
 fi
 [[ $processes =~ ^[1-9][0-9]*$ ]] || refuse "-n $processes: must be a whole number of processes, 1 or more"
 [[ $restarts =~ ^(0|[1-9][0-9]*)$ ]] || refuse "--max-restarts $restarts: must be a whole number, 0 or more"

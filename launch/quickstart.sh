@@ -90,7 +90,9 @@ step "5/5 loss curve and samples"
 curves=("$work/metrics$suffix.jsonl")
 [[ -z $suffix || ! -e $work/metrics.jsonl ]] || curves=("$work/metrics.jsonl" "${curves[@]}")
 "$python" -m megatron_zpp.commands.plot "${curves[@]}" --output "$work/loss$suffix.png"
+"$python" -m megatron_zpp.commands.report "$work/metrics$suffix.jsonl" --checkpoint "$work/checkpoints$suffix" \
+    --title "quickstart" --output "$work/report$suffix.html"
 "$python" -m megatron_zpp.commands.sample --load "$work/checkpoints$suffix" --num-samples 2 \
     --max-new-tokens 160 --prompt "def main():" | tee "$work/sample$suffix.txt"
 
-step "done: loss$suffix.png in $work is the curve, sample$suffix.txt the text, checkpoints$suffix the model"
+step "done, in $work: report$suffix.html is a page about the run, loss$suffix.png the curve, sample$suffix.txt the text, checkpoints$suffix the model"

@@ -1,88 +1,180 @@
-"""Draws loss curves: `python -m megatron_zpp.commands.plot METRICS.jsonl … --output FILE.png`."""
+"""Draws curves of runs: `python -m megatron_zpp.commands.plot METRICS.jsonl … --output FILE.png`.
 
-import json
+By default training loss as a line and validation loss as dots. `--metric` draws other numbers of the metrics
+files, one below the other. Runs with the same label are drawn as their mean and a band from the least to the
+most of them.
+"""
+
+import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_options
-from megatron_zpp.reporting.metrics import Record
-from megatron_zpp.storage.regular import open_stream
+from megatron_zpp.reporting.curves import (
+    AXIS_LABELS,
+    Axis,
+    Band,
+    band,
+    by_iteration,
+    curve,
+    metric_names,
+    read_metrics,
+    smoothed,
+)
 
 PROG = "plot"
-LINE_LIMIT = 1 << 20  # bytes; a record has a few dozen numbers
-Curve = tuple[list[int], list[float]]
+_FORMATS = (".png", ".svg", ".pdf")
+_LABELS = {
+    "lm_loss": "cross-entropy (nats per token)",
+    "grad_norm": "gradient norm",
+    "learning_rate": "learning rate",
+    "tokens_per_second": "tokens per second",
+    "tflops_per_gpu": "TFLOP/s per GPU",
+    "mfu": "MFU",
+    "elapsed_ms": "milliseconds per step",
+    "inter_node_bytes": "bytes between nodes per step",
+    "intra_node_bytes": "bytes inside nodes per step",
+    "memory_peak_bytes": "peak memory (bytes)",
+    "power_watts": "power (W)",
+}
+Runs = dict[str, list[list[dict[str, Any]]]]  # label -> the records of each of its runs
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlotConfig(Options):
-    """plot: loss curves from metrics files"""
+    """plot: curves from metrics files"""
 
     runs: tuple[str, ...] = option(REQUIRED, "Metrics files, one per run.", positional=True)
-    output: str = option("loss.png", "Picture to write.")
+    output: str = option("loss.png", "Picture to write: .png, .svg or .pdf.")
+    metric: tuple[str, ...] = option(
+        ("lm_loss",),
+        "Numbers to draw, such as grad_norm or tokens_per_second; lm_loss has valid_loss with it.",
+    )
+    x: Axis = option("iteration", "The axis below the curves.")
+    log_x: bool = option(False, "Logarithmic axis below the curves.")
+    log_y: bool = option(False, "Logarithmic axis of the values.")
+    smoothing: float = option(
+        0.0, "Weight of the past in a moving average; 0.9 is smooth.", at_least=0, below=1
+    )
+    labels: tuple[str, ...] = option(
+        (), "A name for each run, by default its file's; runs with the same name become a band."
+    )
+    title: str = option("", "Title of the picture.")
 
     def check(self) -> None:
-        """The suffix decides the format; only PNG is offered."""
-        if not self.output.endswith(".png"):
-            raise option_error("--output", self.output, "must end in .png")
+        """The suffix decides the format; labels are for all runs or for none."""
+        if not self.output.endswith(_FORMATS):
+            raise option_error("--output", self.output, f"must end in {', '.join(_FORMATS)}")
+        if self.labels and len(self.labels) != len(self.runs):
+            raise option_error("--labels", self.labels, f"must be {len(self.runs)}, one for each run")
 
 
 def main() -> None:
     """Draw the files of the command line."""
     config = parse_options(PlotConfig, PROG, __doc__, sys.argv[1:])
-    draw({Path(run).stem: read_metrics(run) for run in config.runs}, config.output)
+    draw(load(config.runs, config.labels or _names(config.runs)), config)
     print(f"wrote {config.output}")
 
 
-def read_metrics(path: str) -> list[Record]:
-    """The records of a metrics file. Raises ValueError, with the line number, if a line is not a record."""
-    records = []
-    with open_stream(path) as file:
-        for number, line in enumerate(iter(lambda: file.readline(LINE_LIMIT), b""), 1):
-            try:
-                record = json.loads(line)
-                record["iteration"]
-            except (ValueError, TypeError, KeyError):
-                raise ValueError(f"{path}:{number}: not a line of a metrics file") from None
-            records.append(record)
-    if not records:
-        raise ValueError(f"{path}: empty; a run writes it with --metrics-file")
-    return records
+def load(paths: Sequence[str], labels: Sequence[str]) -> Runs:
+    """The records of the runs by label."""
+    runs: Runs = {}
+    for path, label in zip(paths, labels, strict=True):
+        runs.setdefault(label, []).append(read_metrics(path))
+    return runs
 
 
-def curve(records: Sequence[Mapping[str, Any]], name: str) -> Curve:
-    """(iterations, values) of one number; if a resumed run repeats an iteration, the later value counts."""
-    points = {record["iteration"]: record[name] for record in records if record.get(name) is not None}
-    return sorted(points), [points[iteration] for iteration in sorted(points)]
-
-
-def draw(runs: dict[str, list[Record]], output: str) -> None:
-    """Draw training loss as lines and validation loss as dots, one colour per run."""
+def draw(runs: Runs, config: PlotConfig) -> None:
+    """Draw each metric in axes of its own, one colour per label. Raises ValueError if no run has a metric."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    for index, (name, records) in enumerate(runs.items()):
-        colour = f"C{index % 10}"
-        axes.plot(*curve(records, "lm_loss"), color=colour, alpha=0.6, label=f"{name}: training")
-        iterations, losses = curve(records, "valid_loss")
-        axes.plot(iterations, losses, "o-", color=colour, label=f"{name}: validation")
-        if losses:
-            axes.annotate(f"{losses[-1]:.3f}", (iterations[-1], losses[-1]), xytext=(4, 8), **_ABOVE)
-    axes.set(xlabel="iteration", ylabel="cross-entropy (nats per token)", title="Loss")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    Path(output).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=120)
+    _check_metrics(runs, config.metric)
+    size = (8, 1.5 + 3.5 * len(config.metric))
+    figure, rows = pyplot.subplots(len(config.metric), figsize=size, layout="constrained", squeeze=False)
+    for axes, metric in zip(rows[:, 0], config.metric, strict=True):
+        for index, (label, records) in enumerate(runs.items()):
+            _draw_metric(axes, metric, label, records, index, config)
+        axes.set(xlabel=AXIS_LABELS[config.x], ylabel=_LABELS.get(metric, metric.replace("_", " ")))
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
+        if config.log_x:
+            axes.set_xscale("log")
+        if config.log_y:
+            axes.set_yscale("log")
+    rows[0, 0].set_title(config.title or ("Loss" if config.metric == ("lm_loss",) else ""))
+    Path(config.output).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(config.output, dpi=120)
     pyplot.close(figure)
 
 
-_ABOVE = {"textcoords": "offset points", "ha": "right"}
+def _draw_metric(
+    axes: Any, metric: str, label: str, records: list[list[dict[str, Any]]], number: int, config: PlotConfig
+) -> None:
+    """One metric of the runs of one label: lines, and for the loss the dots of evaluations."""
+    having = [run for run in records if by_iteration(run, metric)]
+    loss, colour = metric == "lm_loss", f"C{number % 10}"
+    name = f"{label}: training" if loss else label
+    if len(having) > 1:
+        joined = _band(having, metric, label, config)
+        axes.fill_between(joined.x, joined.least, joined.most, color=colour, alpha=0.2, linewidth=0)
+        axes.plot(joined.x, joined.mean, color=colour, alpha=0.8, label=f"{name}, mean of {len(having)}")
+    elif having:
+        points = curve(having[0], metric, config.x)
+        if config.smoothing:
+            axes.plot(points.x, points.y, color=colour, alpha=0.2)
+        drawn = smoothed(points.y, config.smoothing)
+        axes.plot(points.x, drawn, color=colour, alpha=0.6 if loss else 0.9, label=name)
+    if loss:
+        _draw_evaluations(axes, label, records, number, dataclasses.replace(config, smoothing=0.0))
+
+
+def _draw_evaluations(
+    axes: Any, label: str, records: list[list[dict[str, Any]]], number: int, config: PlotConfig
+) -> None:
+    having, colour = [run for run in records if by_iteration(run, "valid_loss")], f"C{number % 10}"
+    if not having:
+        return
+    joined = _band(having, "valid_loss", label, config)
+    if len(having) > 1:
+        axes.fill_between(joined.x, joined.least, joined.most, color=colour, alpha=0.2, linewidth=0)
+    axes.plot(joined.x, joined.mean, "o-", color=colour, label=f"{label}: validation")
+    last = (joined.x[-1], joined.mean[-1])
+    beside = (4, 8 + 12 * number)  # the last values of runs are often close to each other
+    axes.annotate(f"{last[1]:.3f}", last, xytext=beside, textcoords="offset points", ha="right", color=colour)
+
+
+def _band(runs: list[list[dict[str, Any]]], metric: str, label: str, config: PlotConfig) -> Band:
+    """The band of one label. Raises ValueError if its runs have no iteration in common."""
+    joined = band(runs, metric, config.x, config.smoothing)
+    if not joined.x:
+        raise option_error("--labels", label, f"its runs have {metric} at no iteration in common")
+    return joined
+
+
+def _check_metrics(runs: Runs, metrics: Sequence[str]) -> None:
+    """Raise ValueError for a metric that no run has."""
+    known = metric_names(record for records in runs.values() for run in records for record in run)
+    for metric in metrics:
+        if metric not in known:
+            raise option_error("--metric", metric, f"no run has it; there are {', '.join(known)}")
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    """The files' names, with their folders where two names are equal."""
+    stems = [Path(path).stem for path in paths]
+    return [
+        stem if stems.count(stem) == 1 else str(Path(path).with_suffix(""))
+        for stem, path in zip(stems, paths, strict=True)
+    ]
+
 
 if __name__ == "__main__":
     run_tool(PROG, main)

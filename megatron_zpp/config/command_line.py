@@ -5,7 +5,10 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 
+from megatron_zpp.config.colour import paint_message, wants_colour
 from megatron_zpp.config.options import UsageError
 
 INTERRUPTED = 130  # the shell's status for a program stopped by Ctrl-C
@@ -27,13 +30,33 @@ def run_tool(prog: str, main: Callable[[], None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails again
         sys.exit(0)
     except UsageError as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
+        _print_error(prog, str(error))
         sys.exit(2)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         if os.environ.get("MEGATRON_ZPP_DEBUG"):
             traceback.print_exc()
-        print(f"{prog}: error: {one_line(error)}", file=sys.stderr)
+        _print_error(prog, one_line(error))
         sys.exit(1)
+
+
+def _print_error(prog: str, message: str) -> None:
+    line = f"{prog}: error: {message}"
+    print(paint_message(line) if wants_colour(sys.stderr.isatty()) else line, file=sys.stderr)
+
+
+def check_packages(prog: str, *names: str) -> None:
+    """End with a hint if one of these packages is missing, as without the environment that has them."""
+    if all(find_spec(name) for name in names):
+        return
+    missing = ", ".join(name for name in names if not find_spec(name))
+    root = Path(__file__).resolve().parents[2]
+    environment = root / ".venv"
+    if (environment / "bin" / "python").exists() and Path(sys.prefix).resolve() != environment.resolve():
+        hint = f"activate the environment: source {environment}/bin/activate"
+    else:
+        hint = f"install them: {root}/launch/setup_venv.sh requirements.txt, then source .venv/bin/activate"
+    _print_error(prog, f"{sys.executable} has no {missing}; {hint}")
+    sys.exit(1)
 
 
 def unwind_on_sigterm() -> None:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_zpp.native.progress import EVERY_SECONDS
+
 POLL_SECONDS = 0.1
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 PRIVATE_UMASK = 0o077  # for compilers
@@ -94,15 +96,17 @@ def _make_private(directory: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path, say: Callable[[str], None], wait_seconds: float) -> Iterator[None]:
+def locked(
+    path: Path, say: Callable[[str], None], wait_seconds: float, every_seconds: float = EVERY_SECONDS
+) -> Iterator[None]:
     """Hold the lock on file `path`, and write to the file which process holds it.
 
-    The kernel releases the lock when its holder dies. If another process holds it, `say` gets one line, and
-    BuildError is raised after `wait_seconds`.
+    The kernel releases the lock when its holder dies. If another process holds it, `say` gets a line every
+    `every_seconds`, and BuildError is raised after `wait_seconds`.
     """
     descriptor = open_private(path, os.O_RDWR)
     try:
-        _acquire(descriptor, path, say, wait_seconds)
+        _acquire(descriptor, path, say, wait_seconds, every_seconds)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         yield
@@ -110,8 +114,10 @@ def locked(path: Path, say: Callable[[str], None], wait_seconds: float) -> Itera
         os.close(descriptor)
 
 
-def _acquire(descriptor: int, path: Path, say: Callable[[str], None], wait_seconds: float) -> None:
-    started, said = time.monotonic(), False
+def _acquire(
+    descriptor: int, path: Path, say: Callable[[str], None], wait_seconds: float, every_seconds: float
+) -> None:
+    started, said = time.monotonic(), 0
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -121,14 +127,16 @@ def _acquire(descriptor: int, path: Path, say: Callable[[str], None], wait_secon
         except OSError as error:
             raise BuildError(f"{path} cannot be locked ({error.strerror}); {_ELSEWHERE}") from error
         holder = os.pread(descriptor, 1000, 0).decode(errors="replace") or "another process"
-        if time.monotonic() - started >= wait_seconds:
+        waited = time.monotonic() - started
+        if waited >= wait_seconds:
             raise BuildError(
                 f"{holder} has been building the kernels for over {wait_seconds:g} s and holds {path}; "
                 f"end that process and start again, or set MEGATRON_ZPP_CACHE to another directory"
             )
-        if not said:
-            say(f"waiting for {holder}, which is building the kernels")
-            said = True
+        if waited >= said * every_seconds:
+            so_far = f", {waited:.0f} s so far" if said else ""
+            say(f"waiting for {holder}, which is building the kernels{so_far}")
+            said += 1
         time.sleep(POLL_SECONDS)
 
 

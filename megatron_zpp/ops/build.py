@@ -9,6 +9,7 @@ SHA-256 equals the one saved with it. CXX and CUDA_HOME select other compilers.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from megatron_zpp.native.cache import (
     open_private,
 )
 from megatron_zpp.native.library_file import install, problem_of
+from megatron_zpp.native.progress import EVERY_SECONDS, shown
 from megatron_zpp.ops.toolchain import (
     SOURCES,
     Command,
@@ -52,12 +54,14 @@ def build(
     verbose: bool = False,
     force: bool = False,
     wait_seconds: float = WAIT_SECONDS,
+    every_seconds: float = EVERY_SECONDS,
     sources: Path = SOURCES,
     environ: Mapping[str, str] = os.environ,
 ) -> Path:
     """Return the library of `sources`, and build it first if it is missing or damaged, or with `force`.
 
-    Processes that call this at the same time wait for the first, at most `wait_seconds`. Raises BuildError.
+    `say` is called when a build begins, and with its progress every `every_seconds`. Processes that call this
+    at the same time wait for the first, at most `wait_seconds`. Raises BuildError.
     """
     tools = find_toolchain(environ)
     commands = library_commands(tools, sources, LIBRARY)
@@ -66,7 +70,7 @@ def build(
     library = cache / f"{key}.so"
     if not force and problem_of(library) is None:
         return library
-    with locked(cache / f"{key}.lock", say, wait_seconds):
+    with locked(cache / f"{key}.lock", say, wait_seconds, every_seconds):
         problem = problem_of(library)
         if problem is None and not force:
             return library
@@ -75,7 +79,12 @@ def build(
         for abandoned in cache.glob(f"{key}.building-*"):
             shutil.rmtree(abandoned, ignore_errors=True)  # its builder is dead, because we hold the lock
         with building_directory(cache, key) as directory:
-            _run_ninja(tools.ninja, commands, directory, cache / f"{key}.log", say if verbose else None)
+            compiled = _Compiled(len(commands))
+            with shown(say, compiled.describe, "built the kernels", every_seconds):
+                log = cache / f"{key}.log"
+                _run_ninja(
+                    tools.ninja, commands, directory, log, compiled.next_line, say if verbose else None
+                )
             install(directory / LIBRARY, library)
     return library
 
@@ -98,14 +107,42 @@ def check_device_code(
     commands = device_commands(nvcc, tools.cxx, sources, *fast)
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "log"
-        _run_ninja(tools.ninja, commands, Path(directory), log, say if verbose else None)
+        compiled = _Compiled(len(commands))
+        with shown(say, compiled.describe, "compiled them"):
+            _run_ninja(
+                tools.ninja, commands, Path(directory), log, compiled.next_line, say if verbose else None
+            )
     say(f"csrc: {nvcc} compiles {len(commands)} files of device code")
 
 
+@dataclass
+class _Compiled:
+    """How many of a build's commands are done, as ninja says it."""
+
+    total: int
+    done: int = 0
+
+    def next_line(self, line: str) -> None:
+        """Take note of a line of ninja's output, which begins with [DONE/TOTAL] when a command is done."""
+        if found := re.match(r"\[(\d+)/\d+\]", line):
+            self.done = int(found[1])
+
+    def describe(self) -> str:
+        return f"compiling the kernels: {self.done} of {self.total} files done"
+
+
 def _run_ninja(
-    ninja: str, commands: list[Command], directory: Path, log: Path, say: Callable[[str], None] | None
+    ninja: str,
+    commands: list[Command],
+    directory: Path,
+    log: Path,
+    heed: Callable[[str], None],
+    say: Callable[[str], None] | None,
 ) -> None:
-    """Run the commands in `directory`, one per core at a time, and write their output to `log`."""
+    """Run the commands in `directory`, one per core at a time.
+
+    Their output goes to `log`, and its lines to `heed` and `say`.
+    """
     (directory / "build.ninja").write_text(ninja_text(commands))
     argv = [ninja, "-C", str(directory), "-v", f"-j{len(os.sched_getaffinity(0))}"]
     lines = []
@@ -120,6 +157,7 @@ def _run_ninja(
             file.write(line)
             file.flush()
             lines.append(line.rstrip())
+            heed(lines[-1])
             if say:
                 say(lines[-1])
     if process.returncode:

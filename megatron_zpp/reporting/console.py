@@ -7,26 +7,37 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
+from megatron_zpp.config.colour import paint_log_line, paint_message, wants_colour
 from megatron_zpp.reporting.metrics import Record, number
 
 
 def tell(prog: str, line: str) -> None:
-    """Write a line to stderr about slow work before the log begins."""
-    print(f"{prog}: {line}", file=sys.stderr, flush=True)
+    """Write a line to stderr about slow work."""
+    with tqdm.external_write_mode(file=sys.stderr):
+        print(_message(f"{prog}: {line}"), file=sys.stderr, flush=True)
 
 
 def warn(prog: str, rank: int, notes: Sequence[str]) -> None:
     """Write each note on the command line to stderr; only rank 0 does."""
     if rank == 0:
         for note in notes:
-            print(f"{prog}: warning: {note}", file=sys.stderr, flush=True)
+            print(_message(f"{prog}: warning: {note}"), file=sys.stderr, flush=True)
+
+
+def _message(line: str) -> str:
+    return paint_message(line) if wants_colour(sys.stderr.isatty()) else line
 
 
 class Console:
-    """Prints for one rank. On a terminal, a bar below the lines shows rate and time left."""
+    """Prints for one rank. On a terminal lines have colours, and a bar below them shows the run at a glance.
 
-    def __init__(self, iterations: int, done: int) -> None:
-        self._iterations = iterations
+    `gpu_bytes` is the memory of this rank's GPU, None on a CPU.
+    """
+
+    def __init__(self, iterations: int, done: int, gpu_bytes: int | None = None) -> None:
+        self._iterations, self._gpu_bytes = iterations, gpu_bytes
+        self._colour = wants_colour(sys.stdout.isatty())
+        self._loss, self._glance = "", ""
         self._bar = tqdm(
             total=iterations,
             initial=done,
@@ -35,32 +46,62 @@ class Console:
             file=sys.stderr,
             disable=not sys.stderr.isatty(),
             dynamic_ncols=True,
+            bar_format="{l_bar}{bar:16}{r_bar}",  # leaves room for the rest on a narrow terminal
+            colour="green" if wants_colour(sys.stderr.isatty()) else None,
         )
+
+    @property
+    def has_bar(self) -> bool:
+        """Whether there is a bar, which can show the loss of every step."""
+        return not self._bar.disable
 
     def say(self, text: str) -> None:
         """One line of text."""
-        with tqdm.external_write_mode(file=sys.stdout):
-            print(text, flush=True)
+        self._print(paint_message(text) if self._colour else text)
 
-    def step_done(self) -> None:
-        """Move the bar by one iteration."""
+    def step_done(self, loss: str = "") -> None:
+        """Move the bar by one iteration, and show `loss` if it is given."""
+        if loss:
+            self._loss = loss
+            self._set_postfix()
         self._bar.update()
 
     def log(self, record: Record) -> None:
         """The line of a logged step."""
-        self.say(log_line(record, self._iterations))
-        mfu = "" if record["mfu"] is None else f", MFU {100 * record['mfu']:.1f}%"
-        rate = tqdm.format_sizeof(record["tokens_per_second"])
-        self._bar.set_postfix_str(f"loss {record['lm_loss']:.4f}, {rate} tokens/s{mfu}")
+        line = log_line(record, self._iterations)
+        self._print(paint_log_line(line) if self._colour else line)
+        self._loss, self._glance = f"loss {record['lm_loss']:.4f}", glance(record, self._gpu_bytes)
+        self._set_postfix()
 
     def evaluation(self, record: Record, split: str, where: str) -> None:
         """The line of an evaluation."""
         loss, perplexity = record[f"{split}_loss"], record[f"{split}_perplexity"]
-        self.say(f" {split} loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |")
+        line = f" {split} loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
+        self._print(paint_log_line(line) if self._colour else line)
 
     def close(self) -> None:
         """Remove the bar."""
         self._bar.close()
+
+    def _print(self, line: str) -> None:
+        with tqdm.external_write_mode(file=sys.stdout):
+            print(line, flush=True)
+
+    def _set_postfix(self) -> None:
+        self._bar.set_postfix_str(self._loss + self._glance, refresh=False)
+
+
+def glance(record: Record, gpu_bytes: int | None) -> str:
+    """Rate, MFU, memory and power of a logged step, to follow the loss."""
+    parts = [f"{tqdm.format_sizeof(number(record, 'tokens_per_second'))} tokens/s"]
+    if record["mfu"] is not None:
+        parts.append(f"MFU {100 * number(record, 'mfu'):.1f}%")
+    if "memory_peak_bytes" in record:
+        of = f" of {gpu_bytes / 2**30:.0f}" if gpu_bytes else ""
+        parts.append(f"{number(record, 'memory_peak_bytes') / 2**30:.1f}{of} GiB")
+    if "power_watts" in record:
+        parts.append(f"{number(record, 'power_watts'):.0f} W")
+    return "".join(f", {part}" for part in parts)
 
 
 def log_line(record: Record, iterations: int) -> str:

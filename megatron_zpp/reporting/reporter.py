@@ -2,11 +2,14 @@
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.reporting.console import Console
-from megatron_zpp.reporting.metrics import Record, evaluation_record
+from megatron_zpp.reporting.metrics import NewestLoss, Record, evaluation_record, number
 from megatron_zpp.reporting.sinks import ThreadedSink, open_sinks
 
 _PATIENCE = 30.0  # seconds that each sink gets to finish at the end
@@ -23,9 +26,14 @@ class Reporter:
         *,
         iterations: int,
         start: Progress,
+        device: torch.device,
     ) -> None:
         speaks = topology.rank == 0
-        self._console = Console(iterations, start.iteration) if speaks else None
+        on_gpu = speaks and device.type == "cuda"
+        memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else None
+        self._console = Console(iterations, start.iteration, memory) if speaks else None
+        self._newest = NewestLoss(device) if self._console and self._console.has_bar else None
+        self._whose = " on rank 0" if topology.world_size > 1 else ""
         self._sinks: list[ThreadedSink] = open_sinks(logging, config, start, self.say) if speaks else []
         self.lost_sinks = False  # known when the block is left
 
@@ -38,28 +46,29 @@ class Reporter:
         """A line about a problem that does not end the run."""
         self.say(f" WARNING: {text}")
 
-    def step_done(self) -> None:
-        """One more iteration."""
+    def step_done(self, loss: Tensor) -> None:
+        """One more iteration; `loss` is this rank's, which a bar shows as soon as the device has it."""
         if self._console:
-            self._console.step_done()
+            newest = self._newest.after(loss) if self._newest else None
+            self._console.step_done("" if newest is None else f"loss {newest:.4f}{self._whose}")
 
     def log(self, record: Record) -> None:
         """A logged step."""
         if self._console:
             self._console.log(record)
-        self._write(record)
+        self._write(record, int(number(record, "consumed_samples")))
 
-    def evaluation(self, iteration: int, split: str, loss: float) -> None:
+    def evaluation(self, progress: Progress, split: str, loss: float) -> None:
         """The result of an evaluation."""
-        record = evaluation_record(iteration, split, loss)
+        record = evaluation_record(progress.iteration, split, loss)
         if self._console:
-            self._console.evaluation(record, split, f"iteration {iteration}")
-        self._write(record)
+            self._console.evaluation(record, split, f"iteration {progress.iteration}")
+        self._write(record, progress.consumed_samples)
 
-    def text(self, iteration: int, text: str) -> None:
+    def text(self, progress: Progress, text: str) -> None:
         """A text that the model wrote."""
-        self.say(f" text at iteration {iteration} | {text!r} |")
-        self._write({"iteration": iteration, "sample": text})
+        self.say(f" text at iteration {progress.iteration} | {text!r} |")
+        self._write({"iteration": progress.iteration, "sample": text}, progress.consumed_samples)
 
     def __enter__(self) -> "Reporter":
         return self
@@ -70,6 +79,6 @@ class Reporter:
         if self._console:
             self._console.close()
 
-    def _write(self, record: Record) -> None:
+    def _write(self, record: Record, samples: int) -> None:
         for sink in self._sinks:
-            sink.write(record)
+            sink.write(record, samples)

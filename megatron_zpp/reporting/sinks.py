@@ -4,8 +4,10 @@ import json
 import math
 import os
 import queue
+import shlex
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,8 +23,8 @@ from megatron_zpp.storage.files import check_writable
 class Sink(Protocol):
     """Takes records of one iteration each."""
 
-    def write(self, record: Record) -> None:
-        """Keep one record; `record["iteration"]` is its position on the curve."""
+    def write(self, record: Record, samples: int) -> None:
+        """Keep one record, of `record["iteration"]`, when the run has consumed `samples`."""
 
     def close(self) -> None:
         """Finish what is being written."""
@@ -35,7 +37,7 @@ class MetricsFile:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "a", buffering=1)  # noqa: SIM115 - a line is on disk when it is written
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Record, samples: int) -> None:
         """Append one line."""
         values = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -48,32 +50,79 @@ class MetricsFile:
         self._file.close()
 
 
+@dataclass(frozen=True)
+class Tag:
+    """Megatron-LM's tag of a number, whether it also has a curve by samples, and the factor to its unit."""
+
+    name: str
+    by_samples: bool = False
+    factor: float = 1.0
+
+
+MEGATRON_TAGS = {
+    "lm_loss": Tag("lm loss", True),
+    "learning_rate": Tag("learning-rate", True),
+    "global_batch_size": Tag("batch-size", True),
+    "loss_scale": Tag("loss-scale", True),
+    "grad_norm": Tag("grad-norm", True),
+    "valid_loss": Tag("lm loss validation", True),
+    "valid_perplexity": Tag("lm loss validation ppl", True),
+    "test_loss": Tag("lm loss test", True),
+    "test_perplexity": Tag("lm loss test ppl", True),
+    "elapsed_ms": Tag("iteration-time", factor=1e-3),
+    "tflops_per_gpu": Tag("throughput"),
+    "memory_allocated_bytes": Tag("mem-allocated-bytes"),
+    "memory_peak_bytes": Tag("mem-max-allocated-bytes"),
+    "power_watts": Tag("power/gpu"),
+}
+BY_SAMPLES = "vs_samples"  # the directory of curves by samples, which TensorBoard shows as another run
+
+
 class TensorBoard:
-    """Scalars of a TensorBoard event file."""
+    """Scalars of TensorBoard event files, under Megatron-LM's tags where it has the same number.
+
+    Curves by samples are in a directory of their own, because each directory hides what earlier starts wrote
+    after the start by its own axis.
+    """
 
     def __init__(self, directory: str, start: Progress) -> None:
         """Records of earlier starts after `start` are hidden."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(directory, purge_step=start.iteration + 1 if start.iteration else None)
+        again = start.iteration > 0
+        self._writer = SummaryWriter(directory, purge_step=start.iteration + 1 if again else None)
+        self._by_samples = SummaryWriter(
+            str(Path(directory) / BY_SAMPLES), purge_step=start.consumed_samples + 1 if again else None
+        )
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Record, samples: int) -> None:
         """Add one point to the curve of every number."""
+        iteration = record["iteration"]
         for name, value in record.items():
             if isinstance(value, str):
-                self._writer.add_text(name, value, record["iteration"])
+                self._writer.add_text(name, value, iteration)
             elif name != "iteration" and value is not None:
-                self._writer.add_scalar(name, value, record["iteration"])
+                tag = MEGATRON_TAGS.get(name, Tag(name))
+                self._writer.add_scalar(tag.name, tag.factor * value, iteration)
+                if tag.by_samples:
+                    self._by_samples.add_scalar(f"{tag.name} vs samples", tag.factor * value, samples)
 
     def close(self) -> None:
-        """Flush the event file."""
+        """Flush the event files."""
         self._writer.close()
+        self._by_samples.close()
 
 
 class WandB:
-    """A Weights & Biases run: the same one for all starts of a run, unless WANDB_RUN_ID names another."""
+    """A Weights & Biases run: the same one for all starts of a run, unless WANDB_RUN_ID names another.
 
-    def __init__(self, logging: LoggingConfig, config: dict[str, Any], start: Progress) -> None:
+    Offline each start records a piece in a directory of its own, and `say` gets the command that uploads all
+    of them as one run.
+    """
+
+    def __init__(
+        self, logging: LoggingConfig, config: dict[str, Any], start: Progress, say: Callable[[str], None]
+    ) -> None:
         import wandb
 
         if logging.wandb_save_dir:
@@ -87,20 +136,31 @@ class WandB:
             mode=logging.wandb_mode,
             config=config,
             id=os.environ.get("WANDB_RUN_ID", start.run),
-            resume=None
-            if mode == "offline"
-            else "allow",  # offline there is nothing to ask; the id joins them
+            resume=None if mode == "offline" else "allow",  # offline there is no server to ask
         )
+        if self._run.offline:
+            say(f" W&B: recorded offline; to upload it later: {upload_command(self._run)}")
         # W&B's own steps never decrease; iterations do if a run resumes from an earlier checkpoint.
         self._run.define_metric("*", step_metric="iteration")
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Record, samples: int) -> None:
         """Log one record; its iteration is the axis of all curves."""
         self._run.log(record)
 
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
+
+
+def upload_command(run: Any) -> str:
+    """The command that uploads all pieces of an offline W&B run, in the order in which they were recorded.
+
+    With WANDB_RESUME=allow W&B continues the steps of the pieces that the server already has. Without it the
+    steps of every piece begin at 0 again.
+    """
+    recorded = Path(run.settings.sync_dir)
+    pieces = f"{shlex.quote(str(recorded.parent))}/offline-run-*-{shlex.quote(run.id)}"
+    return f"WANDB_RESUME=allow wandb sync {pieces}"
 
 
 class ThreadedSink:
@@ -111,17 +171,17 @@ class ThreadedSink:
 
     def __init__(self, name: str, make: Callable[[], Sink], say: Callable[[str], None]) -> None:
         self._name, self._make, self._say = name, make, say
-        self._queue: queue.Queue[Record | None] = queue.Queue(maxsize=1000)
+        self._queue: queue.Queue[tuple[Record, int] | None] = queue.Queue(maxsize=1000)
         self._lost = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Record, samples: int) -> None:
         """Hand one record to the thread, without waiting."""
         if self._lost:
             return
         try:
-            self._queue.put_nowait(record)
+            self._queue.put_nowait((record, samples))
         except queue.Full:
             self._lose("it has not taken a record for a long time")
 
@@ -140,8 +200,8 @@ class ThreadedSink:
     def _work(self) -> None:
         try:
             sink = self._make()
-            while (record := self._queue.get()) is not None:
-                sink.write(record)
+            while (written := self._queue.get()) is not None:
+                sink.write(*written)
             sink.close()
         except Exception as error:
             self._lose(one_line(error))
@@ -178,5 +238,5 @@ def open_sinks(
     if logging.tensorboard_dir:
         sinks["TensorBoard"] = partial(TensorBoard, logging.tensorboard_dir, start)
     if logging.wandb_project:
-        sinks["W&B"] = lambda: WandB(logging, config, start)
+        sinks["W&B"] = partial(WandB, logging, config, start, say)
     return [ThreadedSink(name, make, say) for name, make in sinks.items()]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from megatron_zpp.config.colour import CLEAR_LINE, paint_message, wants_colour
 from megatron_zpp.distributed.topology import Topology
 
 SHARED_MEMORY = Path("/dev/shm")  # local to this machine, fast, and empty after a reboot
@@ -69,9 +70,14 @@ class OncePerNode:
 
 
 def write_line(line: str) -> None:
-    """Write to stderr from any thread: a thread that hangs may hold the lock of sys.stderr."""
+    """Write to stderr from any thread: a thread that hangs may hold the lock of sys.stderr.
+
+    On a terminal the line replaces a bar that may be there, and has colours.
+    """
     with suppress(OSError):  # the reader is gone
-        os.write(2, f"{line}\n".encode())
+        terminal = os.isatty(2)
+        shown = paint_message(line) if wants_colour(terminal) else line
+        os.write(2, f"{CLEAR_LINE if terminal else ''}{shown}\n".encode())
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import torch
 
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.samples import Samples
-from megatron_zpp.reporting.metrics import Interval, Throughput, memory_record
+from megatron_zpp.reporting.metrics import Interval, PowerMeter, Throughput, memory_record
 from megatron_zpp.reporting.profile import StepProfiler
 from megatron_zpp.reporting.timing import BATCH, FORWARD_BACKWARD, OPTIMIZER, STEP, Timing
 from megatron_zpp.train.evaluation import evaluate
@@ -78,6 +78,7 @@ class Trainer:
         self._timing = Timing(config.timing, engine)
         self._profiler = StepProfiler(config.timing, engine.topology.rank, engine.device)
         self._interval = Interval(engine.device)
+        self._power = PowerMeter(engine.device)
         self._skip_flag = SkipFlag(engine.device)
         self._evaluated: dict[str, int] = {}  # split -> iteration of its last evaluation
         self._learning_rate, self._samples = 0.0, 0  # of the newest step
@@ -109,16 +110,19 @@ class Trainer:
         """Take the remaining steps. Raises Stop between two of them or during an evaluation."""
         if self.progress.iteration == 0:
             self._evaluate("valid")
+        first = self.progress.iteration + 1
         with self._batches() as loader:
             batches = iter(loader)
             while self.progress.iteration < self._schedule.iterations:
                 self._interval.watch.resume()
                 with self._engine.sections(STEP):
                     result = self._step(batches)
-                self._reporter.step_done()
+                self._reporter.step_done(self._interval.newest_loss)
                 self._stops.check_references(self.progress.iteration)
                 if self.progress.iteration % self._config.logging.log_interval == 0:
                     self._log(result)
+                elif self.progress.iteration == first:
+                    self._log_first_step()
                 self._interval.watch.pause()
                 self._end_profile()
                 if self.progress.iteration % self._config.evaluation.eval_interval == 0:
@@ -203,6 +207,14 @@ class Trainer:
         """Mark the activity; the first step is patient because it builds kernels and allocates buffers."""
         self._activity.now(text, patient=not self._warm)
 
+    def _log_first_step(self) -> None:
+        """Say that training has begun, long before the first log line; every rank must call it."""
+        loss = self._engine.mean_over_ranks(self._interval.newest_loss).item()
+        seconds = self._interval.watch.total()
+        self._reporter.say(
+            f" first step, iteration {self.progress.iteration}: loss {loss:.4f}, {seconds:.1f} s"
+        )
+
     def _log(self, result: StepResult) -> None:
         """Log the interval that ends here; every rank must call it, for the mean of the loss."""
         interval, progress = self._interval, self.progress
@@ -230,6 +242,7 @@ class Trainer:
                 "intra_node_bytes": intra_node,
                 "inter_node_bytes": inter_node,
                 **memory_record(self._engine.device),
+                **self._power.record(),
                 **times,
             }
         )
@@ -264,10 +277,10 @@ class Trainer:
             before_round=before_round,
         )
         self._evaluated[split] = iteration
-        self._reporter.evaluation(iteration, split, loss)
+        self._reporter.evaluation(self.progress, split, loss)
         if split == "valid" and self._write_text is not None:
             self._activity.now(f"writes text at iteration {iteration}", patient=True)
-            self._reporter.text(iteration, self._write_text())
+            self._reporter.text(self.progress, self._write_text())
 
 
 def seed_dropout(seed: int, first_sample: int) -> None:

@@ -1,7 +1,7 @@
 """The ranks of a run while they are connected: what they share, and who may save."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.reporting.console import tell
+from megatron_zpp.reporting.slow_work import SlowWork
 from megatron_zpp.storage.lease import Lease
 from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.supervision.heartbeat import heartbeat
@@ -55,6 +56,7 @@ def joined_ranks(process: Process, config: Config, device: Device) -> Iterator[R
         with (
             join(config.distributed, topology, device.device, rendezvous, settings, activity) as lines,
             save_lease(save, topology, store, activity, partial(tell, prog)) as lease,
+            SlowWork(lambda: activity.latest, partial(tell, prog)) if topology.rank == 0 else nullcontext(),
         ):
             yield Ranks(
                 topology=topology,

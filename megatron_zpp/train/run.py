@@ -65,7 +65,12 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
     progress = replace(progress, dataset_progress=resumed.dataset_progress)
     epochs = schedule.describe_epochs(resumed.samples)
     reporter = Reporter(
-        config.logging, config.to_json(), ranks.topology, iterations=schedule.iterations, start=progress
+        config.logging,
+        config.to_json(),
+        ranks.topology,
+        iterations=schedule.iterations,
+        start=progress,
+        device=engine.device,
     )
     return Run(
         config=config,

@@ -1,11 +1,15 @@
-"""Reading metrics files: what is none is refused in a line, and at once."""
+"""Curves of metrics files; what is none is refused in a line, and at once."""
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
-from megatron_zpp.commands.plot import LINE_LIMIT, read_metrics
+from megatron_zpp.commands.plot import load
+from megatron_zpp.reporting.curves import LINE_LIMIT, read_metrics
+from tests.reporting.test_curves import step
+from tests.support import program, run
 
 
 def test_reads_records(tmp_path: Path) -> None:
@@ -23,3 +27,56 @@ def test_a_fifo_and_a_line_without_end_are_refused(tmp_path: Path) -> None:
         file.truncate(1000 * LINE_LIMIT)  # zeros, of which the first line's limit is read
     with pytest.raises(ValueError, match="long:1: not a line of a metrics file"):
         read_metrics(str(tmp_path / "long"))
+
+
+def write_run(path: Path, scale: float, **more: float) -> str:
+    records = [{**step(iteration, scale * (3 - iteration / 10)), **more} for iteration in range(1, 11)]
+    path.write_text(
+        "".join(json.dumps(record) + "\n" for record in [*records, {"iteration": 10, "valid_loss": 2.0}])
+    )
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_any_metric_by_any_axis_with_a_band_over_seeds(tmp_path: Path, suffix: str) -> None:
+    runs = [write_run(tmp_path / f"{seed}.jsonl", 1 + seed / 10, grad_norm=1.0 + seed) for seed in range(3)]
+    output = tmp_path / "new" / f"plot.{suffix}"
+    done = program(
+        "megatron_zpp.commands.plot",
+        *(*runs, "--labels", "a", "a", "b", "--metric", "lm_loss", "grad_norm", "--x", "tokens"),
+        *("--log-x", "--log-y", "--smoothing", "0.5", "--title", "seeds", "--output", str(output)),
+    )
+    assert done.returncode == 0, done.stderr
+    content = output.read_bytes()
+    assert content.startswith({"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[suffix])
+    if suffix == "svg":
+        for text in (b"a: training, mean of 2", b"b: training", b"gradient norm", b"tokens", b"seeds"):
+            assert b"<!-- %s -->" % text in content, (
+                text
+            )  # matplotlib's comments beside its outlines of letters
+
+
+def test_runs_of_one_label_are_one_band(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / f"{seed}.jsonl", 1 + seed) for seed in range(2)]
+    assert [len(records) for records in load(runs, ("a", "a")).values()] == [2]
+    assert list(load(runs, ("a", "b"))) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "said"),
+    [
+        ("--metric wrong", 1, "--metric wrong: no run has it; there are consumed_samples, lm_loss, "),
+        ("other.jsonl --labels a a", 1, "--labels a: its runs have lm_loss at no iteration in common"),
+        ("--labels a b", 2, "--labels a b: must be 1, one for each run"),
+        ("--output x.gif", 2, "--output x.gif: must end in .png, .svg, .pdf"),
+        ("--smoothing 1", 2, "--smoothing 1.0: must be below 1"),
+        ("--x minutes", 2, "--x: invalid choice: 'minutes'"),
+    ],
+)
+def test_bad_command_lines(tmp_path: Path, argv: str, status: int, said: str) -> None:
+    first = write_run(tmp_path / "run.jsonl", 1.0)
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"iteration": 99, "lm_loss": 1.0}) + "\n")
+    done = run("-m", "megatron_zpp.commands.plot", first, *argv.replace("other.jsonl", str(other)).split())
+    assert (done.returncode, done.stderr.count("\n")) == (status, 1)
+    assert said in done.stderr

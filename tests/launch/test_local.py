@@ -42,6 +42,27 @@ def test_every_rank_gets_the_launchers_variables_and_the_flags(tmp_path: Path) -
     assert (sorted(out.splitlines()), err) == (expected, "")
 
 
+def test_an_environment_that_is_not_active_is_named(tmp_path: Path) -> None:
+    """Instead of a ModuleNotFoundError for each rank, by the launcher as by the program alone."""
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without site-packages
+    bare.chmod(0o755)
+    for argv in ([SCRIPT, "pretrain_gpt.py"], [bare, ROOT / "pretrain_gpt.py"]):
+        done = subprocess.run(
+            argv,
+            env=environment(PYTHON=str(bare)),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+        (line,) = done.stderr.splitlines()
+        assert " has no torch" in line
+        assert "source " in line
+        assert line.endswith("bin/activate")
+        assert done.returncode == 1
+
+
 def test_a_module_is_started_as_python_does() -> None:
     out, err = local("-n", "2", "-m", "json.tool", "--help").communicate(timeout=PATIENCE)
     assert (out.count("usage:"), err) == (2, "")

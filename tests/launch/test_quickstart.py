@@ -31,3 +31,4 @@ def test_two_calls_make_one_run(tmp_path: Path) -> None:
     assert "test loss at iteration 2" in second
     assert "--- sample 2 ---" in second
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from megatron_zpp.native.cache import BuildError, cache_directory, locked
 from megatron_zpp.native.library import load_source
 from megatron_zpp.native.library_file import problem_of
-from megatron_zpp.ops.build import build, check_device_code
+from megatron_zpp.ops.build import _Compiled, build, check_device_code
 from megatron_zpp.ops.toolchain import cuda_problem, find_toolchain
 from tests.support import ROOT, environment
 
@@ -256,6 +257,38 @@ def test_a_killed_builder_blocks_nobody_and_a_living_one_not_for_ever(site: Site
     site.hang.unlink()
     assert answer(site.build(wait_seconds=120)) == 42
     assert not list(site.cache.glob("*.building-*"))
+
+
+def test_a_slow_build_shows_its_progress_and_so_does_who_waits_for_it(site: Site) -> None:
+    """A minute of silence looks like a hang."""
+    site.hang.touch()
+    waiter_said: list[str] = []
+    environment_of_both = {"sources": site.sources, "environ": site.environ, "every_seconds": 0.05}
+    builder = threading.Thread(target=lambda: site.build(every_seconds=0.05))
+    builder.start()
+    site.wait_until_compiling()
+    waiter = threading.Thread(target=lambda: build(say=waiter_said.append, **environment_of_both))
+    waiter.start()
+    while len(site.said) < 3 or len(waiter_said) < 2:
+        time.sleep(0.02)
+    site.hang.unlink()
+    for thread in (builder, waiter):
+        thread.join(60)
+    assert re.fullmatch(r"compiling the kernels: 0 of \d+ files done, 0 s so far", site.said[1])
+    assert re.fullmatch(r"built the kernels in \d+ s", site.said[-1])
+    assert re.fullmatch(r"waiting for process \d+ on \S+, which is building the kernels", waiter_said[0])
+    assert waiter_said[1] == f"{waiter_said[0]}, 0 s so far"
+
+
+def test_ninjas_lines_are_counted() -> None:
+    compiled = _Compiled(4)
+    for line in (
+        "[1/4] g++ -c a.cpp",
+        "a.cpp:3: warning: [2/4] is not at the beginning",
+        "[3/4] g++ -c b.cpp",
+    ):
+        compiled.next_line(line)
+    assert compiled.describe() == "compiling the kernels: 3 of 4 files done"
 
 
 def test_who_waits_loads_what_the_other_built(site: Site) -> None:

@@ -6,10 +6,14 @@ import re
 import struct
 import sys
 import termios
+import threading
+from dataclasses import dataclass
 
 import pytest
 
+from megatron_zpp.config.colour import wants_colour
 from megatron_zpp.reporting.console import Console, log_line
+from megatron_zpp.reporting.slow_work import SlowWork
 
 RECORD = {
     "iteration": 5,
@@ -36,20 +40,142 @@ def read_terminal(master: int) -> str:
         return ""
 
 
+class Terminal:
+    """A terminal in place of some of sys's streams; `seen` is what was written to it, once it is closed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *streams: str) -> None:
+        self._patch, self._streams, self.seen = monkeypatch, streams, ""
+
+    def __enter__(self) -> "Terminal":
+        self._master, slave = os.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 170, 0, 0))  # rows and columns
+        self._file = open(slave, "w")
+        for stream in self._streams:
+            self._patch.setattr(sys, stream, self._file)
+        self._patch.setenv("TERM", "xterm")
+        self._patch.delenv("NO_COLOR", raising=False)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+        self._patch.undo()
+        self.seen = "".join(iter(lambda: read_terminal(self._master), ""))
+        os.close(self._master)
+
+
+def without_colours(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
 def test_the_bar_is_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """The bar goes to stderr, so that a log of stdout contains only lines."""
-    master, slave = os.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 150, 0, 0))  # rows and columns
-    with open(slave, "w") as terminal, monkeypatch.context() as patched:
-        patched.setattr(sys, "stderr", terminal)
+    with Terminal(monkeypatch, "stderr") as terminal:
         console = Console(iterations=10, done=4)
         console.step_done()
         console.log(RECORD)
         console.close()
-    seen = "".join(iter(lambda: read_terminal(master), ""))
-    os.close(master)
+    seen = without_colours(terminal.seen)
     assert re.search(r"training: +50%.* 5/10 .*loss 3\.2500, 12\.3k tokens/s, MFU 41\.5%", seen)
-    assert capsys.readouterr().out.count("iteration        5/      10 |") == 1
+    assert capsys.readouterr().out[30:] == f"{log_line(RECORD, 10)}\n"[30:]  # after the time
+
+
+def test_the_bar_shows_memory_and_power_and_the_loss_of_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Terminal(monkeypatch, "stderr") as terminal:
+        console = Console(iterations=10, done=4, gpu_bytes=80 * 2**30)
+        console.step_done("loss 3.3000 on rank 0")
+        console.log({**RECORD, "memory_peak_bytes": 29 * 2**30, "power_watts": 612.3})
+        console.close()
+    assert "loss 3.3000 on rank 0]" in terminal.seen
+    assert "loss 3.2500, 12.3k tokens/s, MFU 41.5%, 29.0 of 80 GiB, 612 W]" in terminal.seen
+
+
+def test_lines_have_colours_on_a_terminal_and_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Without the colours a line is the one that scripts parse, byte for byte."""
+
+    def write() -> None:
+        console = Console(iterations=10, done=4)
+        console.log({**RECORD, "nan": 2})
+        console.evaluation({"valid_loss": 3.0, "valid_perplexity": 20.1}, "valid", "iteration 5")
+        console.say(" WARNING: a sink is lost")
+        console.close()
+
+    with Terminal(monkeypatch, "stdout") as terminal:
+        write()
+    write()
+    plain = capsys.readouterr().out
+    assert without_colours(terminal.seen).replace("\r\n", "\n")[30:] == plain[30:]  # after the time
+    for coloured in ("\x1b[1;32m3.250000E+00\x1b[0m", "\x1b[1;31m  2\x1b[0m", "\x1b[33mWARNING:\x1b[0m"):
+        assert coloured in terminal.seen
+    assert "\x1b" not in plain
+
+
+def test_no_color_and_dumb_terminals_are_respected() -> None:
+    assert wants_colour(True, {"TERM": "xterm", "NO_COLOR": ""})
+    assert not wants_colour(True, {"NO_COLOR": "1"})
+    assert not wants_colour(True, {"TERM": "dumb"})
+    assert not wants_colour(False, {})
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+
+@dataclass(frozen=True)
+class Work:
+    text: str
+    patient: bool
+
+
+def watch(doing: list[tuple[float, Work]]) -> list[str]:
+    """The lines said while the work at each of these times was seen once, in their order."""
+    said: list[str] = []
+    seen = iter(doing)
+    ended = threading.Event()
+    clock = Clock()
+
+    def latest() -> Work:
+        time, work = next(seen, (clock.seconds, Work("nothing", False)))
+        clock.seconds = time
+        if work.text == "nothing":
+            ended.set()
+        return work
+
+    with SlowWork(latest, said.append, poll=0.001, clock=lambda: clock.seconds):
+        assert ended.wait(60)
+    return said
+
+
+def test_slow_work_is_said_less_and_less_often_and_steps_are_not() -> None:
+    loading, first, later = (
+        Work("loading", True),
+        Work("step 1, micro-batch 1 of 8", True),
+        Work("step 2", False),
+    )
+    said = watch(
+        [(float(second), loading) for second in range(0, 45)]
+        + [(50.0, first), (55.0, first), (61.0, first), (70.0, later), (500.0, later)]
+    )
+    assert said == [
+        "loading, 10 s so far",
+        "loading, 20 s so far",
+        "loading, 40 s so far",
+        "step 1, micro-batch 1 of 8, 11 s so far",
+    ]
+
+
+def test_slow_work_is_shown_on_a_terminal_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    loading, step = Work("loading", True), Work("step 2", False)
+    with Terminal(monkeypatch, "stderr") as terminal:
+        said = watch([(0.0, loading), (1.0, loading), (3.0, loading), (4.0, step), (9.0, step)])
+    assert said == []
+    assert "loading: 3 s" in terminal.seen
+    assert "loading: 1 s" not in terminal.seen
+    assert "step 2" not in terminal.seen
 
 
 def test_raised_units_are_in_the_line_of_runs_that_have_them() -> None:

@@ -236,7 +236,7 @@ class Hangs:
     def __init__(self) -> None:
         self.go_on = threading.Event()
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Record, samples: int) -> None:
         self.go_on.wait()
 
     def close(self) -> None:
@@ -247,14 +247,14 @@ def test_a_sink_that_hangs_holds_nobody_up() -> None:
     lines, hanging = [], Hangs()
     sink = ThreadedSink("slow", lambda: hanging, lines.append)
     for iteration in range(2000):
-        sink.write({"iteration": iteration})
+        sink.write({"iteration": iteration}, 0)
     assert [line.split(":")[0] for line in lines] == [" WARNING"]
     assert not sink.close(60)
     hanging.go_on.set()
 
     waiting = Hangs()
     sink = ThreadedSink("slow", lambda: waiting, lines.append)
-    sink.write({"iteration": 1})
+    sink.write({"iteration": 1}, 0)
     assert not sink.close(0.1)
     assert (
         lines[1] == " WARNING: slow is lost, and the run continues without it: it did not finish within 0.1 s"

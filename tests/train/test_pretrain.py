@@ -81,8 +81,8 @@ def test_a_run_learns_and_reports_everywhere(flags: list[str], corpus: str, tmp_
 
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
-    assert [event.value for event in events.Scalars("lm_loss")] == pytest.approx(losses, rel=1e-6)
-    assert len(events.Scalars("valid_loss")) == 3
+    assert [event.value for event in events.Scalars("lm loss")] == pytest.approx(losses, rel=1e-6)
+    assert len(events.Scalars("lm loss validation")) == 3
     texts = metrics(tmp_path / "metrics.jsonl", "sample")
     assert all(re.fullmatch(r"32 100( \d+){0,5}", text) for text in texts)
     assert len(texts) == 3
@@ -91,6 +91,13 @@ def test_a_run_learns_and_reports_everywhere(flags: list[str], corpus: str, tmp_
     (recorded,) = (tmp_path / "wandb").rglob("*.wandb")
     assert recorded.stat().st_size > 0
     assert [loss for _, loss in wandb_points(recorded)] == pytest.approx(losses)
+
+
+def test_the_first_step_is_reported_long_before_the_first_log_line(flags: list[str]) -> None:
+    out = succeeded(pretrain(*flags, "--train-iters", "2", "--log-interval", "2", "--eval-iters", "0"))
+    first, logged = (line for line in out.splitlines() if "iteration " in line)
+    assert re.fullmatch(r" first step, iteration 1: loss \d+\.\d{4}, \d+\.\d s", first)
+    assert MEGATRON_LINE.match(logged)
 
 
 def test_a_run_keeps_its_curves_when_it_is_started_again(flags: list[str], tmp_path: Path) -> None:
@@ -121,7 +128,7 @@ def test_a_run_keeps_its_curves_when_it_is_started_again(flags: list[str], tmp_p
 
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
-    assert [event.step for event in events.Scalars("lm_loss")] == [1, 2, 3, 4, 5, 6]
+    assert [event.step for event in events.Scalars("lm loss")] == [1, 2, 3, 4, 5, 6]
 
 
 def wandb_to(directory: Path) -> tuple[str, str]:

@@ -1,0 +1,170 @@
+"""Writes the report of a run: `python -m megatron_zpp.commands.report METRICS.jsonl --output report.html`.
+
+The page has curves, times, traffic and samples from the metrics file. With `--checkpoint` it also has the
+settings of the run, and its planned memory and traffic beside what was measured. It needs no network.
+"""
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_zpp.checkpoint.directory import candidates
+from megatron_zpp.checkpoint.read import CheckpointReader
+from megatron_zpp.config.command_line import run_tool
+from megatron_zpp.config.options import REQUIRED, Options, flag_of, option, option_error, parse_options
+from megatron_zpp.config.root import Config
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.plan.job import Job
+from megatron_zpp.plan.memory import memory_of
+from megatron_zpp.plan.traffic import total, traffic_of
+from megatron_zpp.reporting.curves import Axis, by_iteration, read_metrics
+from megatron_zpp.reporting.html_report import Comparison, Records, Report, Setting, page
+from megatron_zpp.reporting.step_trace import read_trace
+from megatron_zpp.train.dry_run import job_of
+from megatron_zpp.train.run_schedule import RunSchedule
+
+PROG = "report"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig(Options):
+    """report: a page about a run"""
+
+    metrics: str = option(REQUIRED, "The run's --metrics-file.", positional=True)
+    output: str = option("report.html", "Page to write.")
+    checkpoint: str | None = option(None, "The run's --save directory, for its settings and its plan.")
+    ckpt_step: int | None = option(None, "Iteration of the checkpoint; default the newest.", at_least=0)
+    trace: str | None = option(None, "A trace of --profile, such as profile/rank0.trace.json.gz.")
+    x: Axis = option("iteration", "The axis below the curves.")
+    smoothing: float = option(0.6, "Weight of the past in the smoothed loss; 0: off.", at_least=0, below=1)
+    title: str | None = option(None, "Title of the page; default the name of the metrics file.")
+
+    def check(self) -> None:
+        """The iteration is one of the checkpoint's."""
+        if self.ckpt_step is not None and self.checkpoint is None:
+            raise option_error("--ckpt-step", self.ckpt_step, "needs --checkpoint DIRECTORY")
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """What a checkpoint says of its run."""
+
+    config: Config
+    job: Job
+    iterations: int
+
+
+def main() -> None:
+    """Write the page that the command line asks for."""
+    config = parse_options(ReportConfig, PROG, __doc__, sys.argv[1:])
+    text = page(make_report(config))
+    Path(config.output).parent.mkdir(parents=True, exist_ok=True)
+    Path(config.output).write_text(text, encoding="utf-8")
+    print(f"wrote {config.output}")
+
+
+def make_report(config: ReportConfig) -> Report:
+    """What the page shows, read from the files of `config`. Raises ValueError for files of another kind."""
+    records = read_metrics(config.metrics)
+    saved = None
+    if config.checkpoint is not None:
+        saved = read_run(config.checkpoint, config.ckpt_step, on_cpus=not by_iteration(records, "mfu"))
+    source = config.metrics + (f" and {config.checkpoint}" if config.checkpoint else "")
+    return Report(
+        title=config.title or Path(config.metrics).stem,
+        source=f"from {source}",
+        records=records,
+        axis=config.x,
+        smoothing=config.smoothing,
+        iterations=saved.iterations if saved else None,
+        settings=settings_of(saved.config) if saved else (),
+        memory=memory_rows(saved.job, records) if saved else (),
+        traffic=traffic_rows(saved.job if saved else None, records),
+        lanes=read_trace(config.trace) if config.trace else (),
+    )
+
+
+def read_run(directory: str, iteration: int | None, *, on_cpus: bool) -> SavedRun:
+    """The run that wrote a checkpoint. `on_cpus`: it computes in fp32 unless its flags say otherwise."""
+    path = next(iter(candidates(directory, iteration, "--checkpoint")), None)
+    if path is None:
+        raise option_error("--checkpoint", directory, "holds no checkpoint; name what --save wrote to")
+    with CheckpointReader(path) as reader:
+        config, ranks = reader.config(), reader.ranks
+        topology = Topology(0, ranks, 0, ranks // reader.state.get("nodes", 1))
+        vocab_size = reader.state["tokenizer"]["vocab_size"]
+    schedule, precision, planned = RunSchedule.from_config(config, ranks), config.precision, config
+    if on_cpus and not (precision.bf16 or precision.fp16 or precision.fp32):
+        planned = dataclasses.replace(config, precision=dataclasses.replace(precision, fp32=True))
+    return SavedRun(config, job_of(planned, vocab_size, schedule, topology), schedule.iterations)
+
+
+def settings_of(config: Config) -> list[Setting]:
+    """All settings by part, as flags."""
+    settings = []
+    for part in dataclasses.fields(config):
+        options: Any = getattr(config, part.name)
+        for field in dataclasses.fields(options):
+            value = getattr(options, field.name)
+            default = None if field.default is dataclasses.MISSING else field.default
+            settings.append(Setting(part.name, flag_of(field), _shown(value), value != default))
+    return settings
+
+
+def memory_rows(job: Job, records: Records) -> list[Comparison]:
+    """The planned parts of the memory, and the planned peak beside the measured one."""
+    planned = memory_of(job)
+    rows = [
+        Comparison(name, _gib(getattr(planned, part)), "")
+        for part, name in (
+            ("weights", "weights, as they compute and are sent"),
+            ("optimizer", "fp32 weights and AdamW's moments"),
+            ("buffers", "buffers of gathers and reductions"),
+            ("zeropp", "secondary shards, references"),
+            ("gradients", "gradients, at the optimizer's step"),
+            ("activations", "activations, at the loss"),
+            ("loss", "the loss"),
+        )
+        if getattr(planned, part)
+    ]
+    peaks = by_iteration(records, "memory_peak_bytes").values()
+    on_cpus = not by_iteration(records, "mfu")
+    note = f"planned in {planned.moment}"
+    if on_cpus:
+        note += "; a plan is for GPUs: on a CPU the whole process is measured, with its libraries"
+    rows.append(Comparison("peak", _gib(planned.peak), _gib(max(peaks)) if peaks else "", note))
+    return rows
+
+
+def traffic_rows(job: Job | None, records: Records) -> list[Comparison]:
+    """Bytes of a step between nodes and inside them: planned if the run is known, and of the newest step."""
+    sent = total(traffic_of(job)) if job else None
+    rows = []
+    for name, what in (("inter_node_bytes", "between nodes"), ("intra_node_bytes", "inside nodes")):
+        measured = list(by_iteration(records, name).values())
+        if not measured:
+            continue
+        planned = {"inter_node_bytes": sent.inter, "intra_node_bytes": sent.intra}[name] if sent else None
+        note = ""
+        if planned is not None:
+            note = "equal" if planned == measured[-1] else f"differs by {measured[-1] - planned:+,.0f}"
+        rows.append(Comparison(what, "" if planned is None else f"{planned:,}", f"{measured[-1]:,.0f}", note))
+    return rows
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return "not set" if value is None else str(value)
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.3f} GiB"
+
+
+if __name__ == "__main__":
+    run_tool(PROG, main)

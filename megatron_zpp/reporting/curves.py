@@ -1,0 +1,162 @@
+"""Curves from metrics files: any number by iteration, tokens, samples or time; smoothed, or as bands."""
+
+import json
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any, Literal
+
+from megatron_zpp.storage.regular import open_stream
+
+LINE_LIMIT = 1 << 20  # bytes; a record has a few dozen numbers
+Axis = Literal["iteration", "tokens", "samples", "hours"]
+AXIS_LABELS: dict[Axis, str] = {
+    "iteration": "iteration",
+    "tokens": "tokens",
+    "samples": "samples",
+    "hours": "hours of training",
+}
+Values = Mapping[str, Any]  # one record of a metrics file
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points in the order of `x`."""
+
+    x: list[float]
+    y: list[float]
+
+
+@dataclass(frozen=True)
+class Band:
+    """Mean, least and most of several curves where all of them have a point."""
+
+    x: list[float]
+    mean: list[float]
+    least: list[float]
+    most: list[float]
+
+
+def read_metrics(path: str) -> list[dict[str, Any]]:
+    """The records of a metrics file. Raises ValueError, with the line number, if a line is not a record."""
+    records = []
+    with open_stream(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(LINE_LIMIT), b""), 1):
+            try:
+                record = json.loads(line)
+                iteration = record["iteration"]
+            except (ValueError, TypeError, KeyError, RecursionError):
+                iteration = None
+            if not isinstance(iteration, int):
+                raise ValueError(f"{path}:{number}: not a line of a metrics file")
+            records.append(record)
+    if not records:
+        raise ValueError(f"{path}: empty; a run writes it with --metrics-file")
+    return records
+
+
+def metric_names(records: Iterable[Values]) -> list[str]:
+    """The numbers that the records have, in the order in which they appear."""
+    names = dict.fromkeys(name for record in records for name, value in record.items() if _is_number(value))
+    return [name for name in names if name != "iteration"]
+
+
+def by_iteration(records: Sequence[Values], name: str) -> dict[int, float]:
+    """One number by iteration; if a resumed run repeats an iteration, the later value counts."""
+    points = {record["iteration"]: record[name] for record in records if _is_number(record.get(name))}
+    return dict(sorted(points.items()))
+
+
+def curve(records: Sequence[Values], name: str, axis: Axis = "iteration") -> Curve:
+    """One number along an axis. Raises ValueError if the records do not say where iterations are on it."""
+    points, place = by_iteration(records, name), axis_of(records, axis)
+    return Curve([place(iteration) for iteration in points], list(points.values()))
+
+
+def axis_of(records: Sequence[Values], axis: Axis) -> Callable[[int], float]:
+    """Where an iteration is on an axis; between logged steps, and for evaluations, it is interpolated."""
+    if axis == "iteration":
+        return float
+    if axis == "hours":
+        known = _hours(records)
+    else:
+        known = by_iteration(records, "consumed_samples")
+        scale = sequence_length(records) if axis == "tokens" else 1
+        known = {iteration: scale * samples for iteration, samples in known.items()}
+    if not known:
+        raise ValueError(f"no logged step says how many {axis} it took")
+    known = {0: 0.0, **known} if min(known) > 0 else known
+    iterations, places = list(known), list(known.values())
+    return lambda iteration: _interpolated(iterations, places, iteration)
+
+
+def sequence_length(records: Sequence[Values]) -> int:
+    """Tokens per sample, from the rate and the batch of each logged step. Raises ValueError without these."""
+    found = [
+        record["tokens_per_second"] * record["elapsed_ms"] / 1000 / record["global_batch_size"]
+        for record in records
+        if all(_is_number(record.get(name)) for name in ("tokens_per_second", "elapsed_ms"))
+        and record.get("global_batch_size")
+    ]
+    if not found:
+        raise ValueError("no logged step says how many tokens it took")
+    return round(median(found))
+
+
+def smoothed(values: Sequence[float], weight: float) -> list[float]:
+    """Exponential moving average with `weight` for the past, corrected for its start; 0 changes nothing."""
+    mean, total, result = 0.0, 0.0, []
+    for value in values:
+        mean = weight * mean + (1 - weight) * value
+        total = weight * total + (1 - weight)
+        result.append(mean / total)
+    return result
+
+
+def band(runs: Sequence[Sequence[Values]], name: str, axis: Axis, weight: float = 0.0) -> Band:
+    """One number of several runs, smoothed, at the iterations that all of them logged.
+
+    On the axis an iteration is where it is in the mean: no two runs take the same time.
+    """
+    tables = []
+    for records in runs:
+        points = by_iteration(records, name)
+        tables.append(dict(zip(points, smoothed(list(points.values()), weight), strict=True)))
+    shared = sorted(set.intersection(*map(set, tables)))
+    places = [axis_of(records, axis) for records in runs] if shared else []
+    columns = [[table[iteration] for table in tables] for iteration in shared]
+    return Band(
+        [sum(place(iteration) for place in places) / len(places) for iteration in shared],
+        [sum(column) / len(column) for column in columns],
+        [min(column) for column in columns],
+        [max(column) for column in columns],
+    )
+
+
+def _hours(records: Sequence[Values]) -> dict[int, float]:
+    """Hours of training up to each logged step: its time per iteration counts since the one before it."""
+    times = by_iteration(records, "elapsed_ms")
+    first = next(iter(times), 0)
+    interval = min((later - earlier for earlier, later in pairwise(times)), default=first)
+    before = max(0, first - interval)  # the file of a resumed run may begin late
+    total, hours = 0.0, {}
+    for iteration, milliseconds in times.items():
+        total += (iteration - before) * milliseconds / 3.6e6
+        before = iteration
+        hours[iteration] = total
+    return hours
+
+
+def _interpolated(xs: list[int], ys: list[float], x: int) -> float:
+    """Linear between known points, and with the nearest slope outside of them."""
+    if len(xs) == 1:
+        return float(ys[0])
+    high = min(max(1, bisect_left(xs, x)), len(xs) - 1)
+    slope = (ys[high] - ys[high - 1]) / (xs[high] - xs[high - 1])
+    return ys[high] - slope * (xs[high] - x)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,99 @@
+"""Curves of metrics files along every axis."""
+
+import numpy as np
+import pytest
+
+from megatron_zpp.reporting.curves import (
+    axis_of,
+    band,
+    by_iteration,
+    curve,
+    metric_names,
+    sequence_length,
+    smoothed,
+)
+
+
+def step(iteration: int, loss: float | None = 1.0, seconds: float = 2.0) -> dict:
+    """A logged step of 4 samples of 16 tokens."""
+    return {
+        "iteration": iteration,
+        "consumed_samples": 4 * iteration,
+        "lm_loss": loss,
+        "elapsed_ms": 1000 * seconds,
+        "tokens_per_second": 64 / seconds,
+        "global_batch_size": 4,
+        "mfu": None,
+        "sample": "text",
+    }
+
+
+RUN = [
+    {"iteration": 0, "valid_loss": 5.0},
+    step(10, 3.0),
+    step(20, 2.0, 4.0),
+    {"iteration": 15, "valid_loss": 4.0},
+]
+
+
+def test_every_number_has_a_name_and_text_and_null_have_none() -> None:
+    names = metric_names(RUN)
+    assert {"lm_loss", "valid_loss", "consumed_samples"} < set(names)
+    assert not {"iteration", "sample", "mfu"} & set(names)
+
+
+def test_the_later_of_two_values_counts_and_null_is_no_value() -> None:
+    assert by_iteration([step(2, 5.0), step(1, 4.0), step(2, 3.0), step(3, None)], "lm_loss") == {
+        1: 4.0,
+        2: 3.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("axis", "train", "valid"),
+    [
+        ("iteration", [10, 20], [0, 15]),
+        ("samples", [40, 80], [0, 60]),
+        ("tokens", [640, 1280], [0, 960]),
+        ("hours", [20 / 3600, 60 / 3600], [0, 40 / 3600]),
+    ],
+)
+def test_axes(axis: str, train: list[float], valid: list[float]) -> None:
+    """10 steps of 2 s and 10 of 4 s; evaluations are between them."""
+    assert curve(RUN, "lm_loss", axis).x == pytest.approx(train)
+    assert curve(RUN, "valid_loss", axis).x == pytest.approx(valid)
+    assert curve(RUN, "valid_loss", axis).y == [5.0, 4.0]
+
+
+def test_a_file_of_a_resumed_run_begins_late() -> None:
+    """Hours are those that the file saw: the first interval is as long as the others."""
+    assert curve([step(110), step(120)], "lm_loss", "hours").x == pytest.approx([20 / 3600, 40 / 3600])
+
+
+def test_tokens_per_sample_follow_from_the_rate() -> None:
+    assert sequence_length(RUN) == 16
+    with pytest.raises(ValueError, match="no logged step says how many tokens"):
+        axis_of([{"iteration": 1, "consumed_samples": 4}], "tokens")
+    with pytest.raises(ValueError, match="no logged step says how many hours"):
+        axis_of([{"iteration": 1}], "hours")
+
+
+def test_smoothing_is_a_weighted_mean_of_the_past() -> None:
+    values, weight = [4.0, 1.0, 7.0, 2.0], 0.75
+    for last in range(len(values)):
+        weights = weight ** np.arange(last, -1, -1)
+        assert smoothed(values, weight)[last] == pytest.approx(
+            np.average(values[: last + 1], weights=weights)
+        )
+    assert smoothed(values, 0.0) == values
+
+
+def test_a_band_has_the_iterations_that_all_runs_logged() -> None:
+    """On the time axis they are where they are in the mean, because no two runs take the same time."""
+    fast = [step(1, 1.0, 2.0), step(2, 2.0, 2.0), step(3, 3.0, 2.0)]
+    slow = [step(2, 4.0, 4.0), step(3, 5.0, 4.0), step(4, 6.0, 4.0)]
+    found = band([fast, slow], "lm_loss", "iteration")
+    assert (found.x, found.mean, found.least, found.most) == ([2, 3], [3.0, 4.0], [2.0, 3.0], [4.0, 5.0])
+    hours = band([fast, slow], "lm_loss", "hours").x
+    assert hours == pytest.approx([(4 + 4) / 2 / 3600, (6 + 8) / 2 / 3600])
+    assert band([fast[:1], slow], "lm_loss", "hours").x == []

@@ -1,0 +1,166 @@
+"""The page of a run: well-formed, without references to other files, and safe with any text."""
+
+import gzip
+import html
+import json
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.reporting.charts import Series, chart, nice_ticks, short
+from megatron_zpp.reporting.curves import Curve
+from megatron_zpp.reporting.html_report import Comparison, Report, Setting, page
+from megatron_zpp.reporting.step_trace import draw_lanes, read_trace
+from tests.reporting.test_curves import step
+
+EVIL = "</td></script><script>alert('\"&')</script>"
+
+
+class Page(HTMLParser):
+    """The elements of a page, which must be closed in their order, and the attributes of each."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attributes)))
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def test_a_page_needs_nothing_else_and_shows_text_as_it_is() -> None:
+    records = [{**step(iteration, 3.0 / iteration), "time_forward_ms": 5.0} for iteration in range(1, 60)]
+    records += [
+        {"iteration": 59, "valid_loss": 2.0, "valid_perplexity": math.exp(2)},
+        {"iteration": 59, "sample": EVIL},
+    ]
+    text = page(
+        Report(
+            title=EVIL,
+            source=EVIL,
+            records=records,
+            iterations=100,
+            settings=[
+                Setting("model", "--num-layers", EVIL, True),
+                Setting("model", "--seq-length", "16", False),
+            ],
+            memory=[Comparison("peak", "1 GiB", "2 GiB", EVIL)],
+            traffic=[Comparison("between nodes", "3", "3", "equal")],
+        )
+    )
+    found = Page(text)
+    assert [tag for tag, _ in found.found].count("script") == 1
+    assert not any({"src", "href"} & set(attributes) for _, attributes in found.found)
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert [each for each in found.texts if EVIL in each].__len__() >= 4
+    for said in (
+        "59",
+        "iterations of 100",
+        "2.0000",
+        "Loss, nats per token",
+        "Gradient norm",
+        "Learning rate",
+    ):
+        assert (said in "".join(found.texts)) == (said not in ("Gradient norm", "Learning rate")), said
+    for heading in (
+        "Where the time of a step goes",
+        "Memory of each rank",
+        "Configuration",
+        "Text that the model",
+    ):
+        assert heading in text
+
+
+def test_a_section_without_content_is_left_out() -> None:
+    record = {name: value for name, value in step(1).items() if name != "sample"}
+    text = page(Report(title="run", source="", records=[record]))
+    Page(text)
+    for heading in ("Where the time", "Memory of each rank", "Bytes sent", "Configuration", "Text that"):
+        assert heading not in text
+
+
+def test_a_chart_keeps_spikes_and_leaves_out_what_is_not_finite() -> None:
+    ys = [1.0] * 5000
+    ys[1234], ys[4321], ys[7] = 9.0, -9.0, math.nan
+    drawn = chart([Series("loss", Curve(list(range(5000)), ys))], title="t", x_label="iteration")
+    points = json.loads(html.unescape(drawn.split('data-chart="')[1].split('"')[0]))["series"][0]["points"]
+    values = [point[3] for point in points]
+    assert len(values) <= 600
+    assert {9.0, -9.0} <= set(values)
+    assert [point[2] for point in points] == sorted(point[2] for point in points)
+    assert chart([Series("loss", Curve([1], [math.inf]))], title="t", x_label="x") == ""
+    assert chart([Series("norm", Curve([1], [0.0]))], title="t", x_label="x", log_y=True) == ""
+
+
+@pytest.mark.parametrize("low_high", [(0.0, 1.0), (3.7, 912.0), (-5.0, 5.0), (1e-6, 3e-6), (1e9, 1.00001e9)])
+def test_ticks_are_round_and_few(low_high: tuple[float, float]) -> None:
+    low, high = low_high
+    ticks = nice_ticks(low, high)
+    assert 2 <= len(ticks) <= 6
+    assert all(low - 1e-9 * abs(low) <= tick <= high * (1 + 1e-9) for tick in ticks)
+    step_size = ticks[1] - ticks[0]
+    assert round(step_size / 10 ** math.floor(math.log10(step_size) + 1e-9), 3) in (1, 2, 5)
+    assert nice_ticks(4.0, 4.0) == [4.0]
+
+
+def test_short_numbers() -> None:
+    assert [short(value) for value in (0.00123, 42, 9999, 12_345, 3.5e6, 2e9, 7.1e12)] == [
+        "0.00123",
+        "42",
+        "9999",
+        "12.35 k",
+        "3.5 M",
+        "2 G",
+        "7.1 T",
+    ]
+
+
+def event(
+    name: str, start: float, length: float, category: str = "kernel", stream: int = 7, tid: int = 1
+) -> dict:
+    """An event of torch's profiler; times in microseconds."""
+    more = {"args": {"stream": stream}} if category == "kernel" else {}
+    return {"ph": "X", "name": name, "cat": category, "ts": start, "dur": length, "tid": tid, **more}
+
+
+def test_lanes_are_streams_of_a_gpu_or_threads_of_a_cpu(tmp_path: Path) -> None:
+    packed = tmp_path / "rank0.trace.json.gz"
+    gpu = [event("nvjet_x", 1000, 500), event("ncclDevKernel_AllGather", 1200, 100, stream=20)]
+    packed.write_bytes(gzip.compress(json.dumps({"traceEvents": [*gpu, {"ph": "M"}]}).encode()))
+    lanes = read_trace(str(packed))
+    assert [(lane.name, lane.spans) for lane in lanes] == [
+        ("stream 7", (("matrix product", 0.0, 0.5),)),
+        ("stream 20", (("gather", 0.2, 0.1),)),
+    ]
+    Page(draw_lanes(lanes, EVIL))
+    plain = tmp_path / "cpu.json"
+    nested = [event("aten::linear", 0, 900, "cpu_op"), event("aten::mm", 100, 500, "cpu_op")]
+    plain.write_text(json.dumps({"traceEvents": [*nested, event("aten::add", 2000, 100, "cpu_op", tid=2)]}))
+    assert [(lane.name, lane.spans) for lane in read_trace(str(plain))] == [
+        ("thread 1", (("matrix product", 0.0, 0.9),)),  # without what is inside of it
+        ("thread 2", (("other compute", 2.0, 0.1),)),
+    ]
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"traceEvents": []}', b"\x1f\x8b damaged"])
+def test_what_is_no_trace_is_refused_in_a_line(tmp_path: Path, content: bytes) -> None:
+    for name in ("trace.json", "trace.json.gz"):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match="not a trace of --profile, or one without work"):
+            read_trace(str(tmp_path / name))

@@ -1,0 +1,71 @@
+"""The report of a real run: its plan, its traffic and its traced steps, from the files that it left."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.commands.report import ReportConfig, make_report
+from tests.support import pretrain, program, run
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run of two ranks leaves."""
+    from tests.train.conftest import BYTES, TINY
+
+    directory = tmp_path_factory.mktemp("left")
+    flags = [
+        *"--mock-data --train-iters 4 --eval-iters 1 --zero-stage 3 --timing-log-level 1".split(),
+        *BYTES,
+        *TINY,
+    ]
+    done = pretrain(
+        *(*flags, "--save", str(directory / "save"), "--metrics-file", str(directory / "metrics.jsonl")),
+        *("--profile", "--profile-step-start", "2", "--profile-step-end", "3"),
+        *("--profile-dir", str(directory / "profile")),
+        processes=2,
+    )
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+def test_a_report_compares_the_run_with_its_plan(left: Path) -> None:
+    trace = str(left / "profile" / "rank0.trace.json.gz")
+    report = make_report(
+        ReportConfig(metrics=str(left / "metrics.jsonl"), checkpoint=str(left / "save"), trace=trace)
+    )
+    assert report.iterations == 4
+    assert [row.note for row in report.traffic] == ["equal", "equal"]
+    assert int(report.traffic[1].measured.replace(",", "")) > 0
+    assert report.memory[-1].what == "peak"
+    assert ("--zero-stage", "3", True) in [(each.flag, each.value, each.changed) for each in report.settings]
+    assert report.lanes
+    page = left / "new" / "report.html"
+    done = program(
+        *("megatron_zpp.commands.report", str(left / "metrics.jsonl"), "--checkpoint", str(left / "save")),
+        *("--trace", trace, "--x", "tokens", "--output", str(page)),
+    )
+    assert done.returncode == 0, done.stderr
+    text = page.read_text()
+    for said in (
+        "--zero-stage 3",
+        "Traced steps",
+        "forward backward",
+        "inside nodes",
+        "on a CPU the whole process",
+    ):
+        assert said in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "said"),
+    [
+        ("--checkpoint nowhere", 1, "--checkpoint nowhere: "),
+        ("--ckpt-step 3", 2, "--ckpt-step 3: needs --checkpoint DIRECTORY"),
+        ("--trace pyproject.toml", 1, "pyproject.toml: not a trace of --profile, or one without work"),
+    ],
+)
+def test_bad_command_lines(left: Path, argv: str, status: int, said: str) -> None:
+    done = run("-m", "megatron_zpp.commands.report", left / "metrics.jsonl", *argv.split())
+    assert (done.returncode, done.stderr.count("\n")) == (status, 1), done.stderr
+    assert said in done.stderr
