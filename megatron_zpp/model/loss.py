@@ -170,10 +170,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
             return *of_sums, None, None, None, None
         counted, x, weight, gradient = ctx.saved_tensors
         factor = of_loss / (counted * unit(x.dtype))
-        for part in gradient.split(ctx.rows):
-            ctx.scaled(part, factor, x.dtype)  # torch refuses a second backward: what it saved has changed
-        of_x = torch.mm(gradient, weight) if ctx.needs_input_grad[0] else None
-        of_weight = torch.mm(gradient.T, x) if ctx.needs_input_grad[1] else None
+        of_x = of_weight = None
+        narrow = x.dtype == torch.float16  # in which x times a small factor would be lost
+        if narrow:
+            for part in gradient.split(ctx.rows):
+                ctx.scaled(part, factor, x.dtype)  # torch refuses a second backward: it has changed
+        if ctx.needs_input_grad[1]:
+            # Otherwise x and its gradient take the factor: passes over (N, D) in place of one over (N, V).
+            of_weight = torch.mm(gradient.T, x if narrow else _times(x, factor))
+        if ctx.needs_input_grad[0]:
+            of_x = torch.mm(gradient, weight)
+            of_x = of_x if narrow else ctx.scaled(of_x, factor, x.dtype)
         return of_x, of_weight, None, None, None, None
 
 
@@ -204,6 +211,11 @@ def _product(a: Tensor, b: Tensor, total: Tensor, *, begins: bool) -> None:
             total.add_(torch.mm(a, b, out_dtype=total.dtype))
         return
     torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=0 if begins else 1, out=total)
+
+
+def _times(x: Tensor, factor: Tensor) -> Tensor:
+    """x times a scalar, rounded once."""
+    return torch.mul(x, factor.view(1, 1), out=torch.empty_like(x))
 
 
 def _zero(x: Tensor) -> Tensor:

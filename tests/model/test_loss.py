@@ -92,8 +92,9 @@ def test_float64_is_torchs_loss(tokens: int, width: int, vocab: int, padded: int
 def test_each_format_is_as_exact_as_the_plain_loss(dtype: torch.dtype, width: int) -> None:
     """fp32 and 16 bits round differently here and there, never more: twice the plain errors at most.
 
-    The plain loss rounds the gradient of the logits once, ours once more when it is scaled, and both round
-    the product. Errors of independent roundings add up as squares: √3 / √2 of the plain error, below 2.
+    The plain loss rounds the gradient of the logits once, ours once more, or what it is multiplied with,
+    because of the factor; both round the product. Errors of independent roundings add up as squares: √3 / √2
+    of the plain error, below 2.
     """
     for tokens in (15, 200):
         given = inputs(tokens, width, 50, 64, dtype)
@@ -161,10 +162,10 @@ def test_gradients_accumulate_and_repeat_bit_for_bit(width: int) -> None:
     assert torch.equal(weight.grad, 2 * of_weight)
 
 
-@pytest.mark.parametrize("width", [WIDE, NARROW])
-def test_a_second_backward_is_refused(width: int) -> None:
+@pytest.mark.parametrize(("width", "dtype"), [(WIDE, torch.float16), (NARROW, torch.float32)])
+def test_a_second_backward_is_refused_where_it_would_be_wrong(width: int, dtype: torch.dtype) -> None:
     """What waits for the backward is scaled where it lies: a second one would scale it again."""
-    x, weight, targets, vocab = inputs(15, width, 50, 64)
+    x, weight, targets, vocab = inputs(15, width, 50, 64, dtype)
     loss = chunked(x.requires_grad_(), weight, targets, vocab)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
