@@ -62,7 +62,7 @@ class LossKernels:
 
     to_gradient: Callable[[Tensor, Tensor, int], Tensor] = logits_to_gradient
     scaled: Callable[[Tensor, Tensor, torch.dtype], Tensor] = scaled
-    chunk_bytes: int = CHUNK_BYTES
+    lean: bool = False  # whether `to_gradient` makes no fp32 logits
 
 
 PLAIN = LossKernels()
@@ -81,12 +81,22 @@ def linear_cross_entropy(
 
     x (N, D) and weight (V, D) are of one format, targets (N) ids or IGNORED: the mean is over the others, and
     0 where there are none. float64 stays float64. The result can be differentiated once. A chunk is as many
-    tokens as have `chunk_bytes` of fp32 logits, by default those of `passes`.
+    tokens as have `chunk_bytes` of fp32 logits, by default `default_chunk_bytes`.
     """
-    arguments = x, weight, targets, vocab_size, chunk_bytes or passes.chunk_bytes
+    chunk_bytes = chunk_bytes or default_chunk_bytes(*weight.shape, x.element_size(), lean=passes.lean)
+    arguments = x, weight, targets, vocab_size, chunk_bytes
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(*arguments, passes)
     return _loss_alone(*arguments)
+
+
+def default_chunk_bytes(entries: int, width: int, itemsize: int, *, lean: bool) -> int:
+    """Return the bytes of a chunk's logits if they were fp32.
+
+    Each chunk reads and writes the fp32 sums (V, D). So where a chunk has only logits of the compute format
+    (`lean`), it may have as many bytes of them as those sums have.
+    """
+    return max(LEAN_CHUNK_BYTES, 4 * entries * 4 * width // itemsize) if lean else CHUNK_BYTES
 
 
 def chunk_rows(tokens: int, entries: int, chunk_bytes: int = CHUNK_BYTES) -> int:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_zpp.model import loss as loss_module
 from megatron_zpp.model.loss import IGNORED, chunk_rows, keeps_gradient, linear_cross_entropy
 from tests.support import run
 
@@ -224,6 +225,17 @@ def allocations(loss: Loss, *given: Tensor | int) -> tuple[int, int]:
         now += event.nbytes()
         peak = max(peak, now)
     return max(event.nbytes() for event in events), peak
+
+
+def test_a_lean_chunk_is_no_larger_than_what_each_chunk_reads_and_writes() -> None:
+    """Llama 3.2 1B, 8 × 2048 tokens: four chunks, not eight of 1 GiB of fp32 logits; GPT-3 1.3B as ever."""
+    llama, gpt = (
+        loss_module.default_chunk_bytes(*shape, 2, lean=True) for shape in ((128_256, 2048), (50_304, 2048))
+    )
+    assert chunk_rows(16_384, 128_256, llama) == 4096
+    assert 2 * 4096 * 128_256 <= 4 * 128_256 * 2048
+    assert gpt == loss_module.LEAN_CHUNK_BYTES
+    assert loss_module.default_chunk_bytes(128_256, 2048, 2, lean=False) == loss_module.CHUNK_BYTES
 
 
 @pytest.mark.parametrize("width", [16, 300])
