@@ -75,8 +75,8 @@ else
         --micro-batch-size "$micro" --global-batch-size 8 --train-iters 480 --lr-warmup-fraction 0.08
         --eval-interval 120)
 fi
-[[ $arch == gpt2 ]] || shape+=(--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
-    --group-query-attention --num-query-groups "$groups" --ffn-hidden-size "$inner")
+[[ $arch == gpt2 ]] || shape+=(--position-embedding-type rope --normalization RMSNorm --swiglu
+    --disable-bias-linear --group-query-attention --num-query-groups "$groups" --ffn-hidden-size "$inner")
 step "4/5 pretraining of a $arch on $([[ $gpus -gt 0 ]] && echo "$gpus GPU(s)" || echo "$processes CPU process(es)")"
 PYTHON=$python launch/local.sh -n "$processes" pretrain_gpt.py \
     --data-path "$work/corpus_text_document" --split 95,4,1 "${tokenizer[@]}" \

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_zpp.config.huggingface_window import window_fields, window_keys
 from megatron_zpp.config.json_file import shown
 
 CONFIG = "config.json"
@@ -133,14 +134,14 @@ FAMILIES: dict[str, Family] = {
         "Qwen2ForCausalLM",
         _LLAMA_KEYS,
         _LLAMA_DEFAULTS,
-        _SILU | {"use_sliding_window": (False,)},
+        _SILU,
         _LLAMA_FIXED | _NO_BIAS | {"add_qkv_bias": True},
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         _LLAMA_KEYS,
         _LLAMA_DEFAULTS | {"head_dim": 128},
-        _SILU | {"use_sliding_window": (False,), "attention_bias": (False,)},
+        _SILU | {"attention_bias": (False,)},
         _LLAMA_FIXED | _NO_BIAS | {"qk_layernorm": True},
     ),
 }
@@ -191,8 +192,8 @@ def describe_model(values: dict[str, Any]) -> DescribedModel:
     if model_type == "llama":
         fields["disable_bias_linear"] = _without_biases(values)
     fields |= _rope_fields(values)
-    notes = _obey_window(values, fields)
-    return DescribedModel(model_type, fields, their["vocab_size"], notes)
+    fields |= window_fields(values, fields["num_layers"], fields["max_position_embeddings"])
+    return DescribedModel(model_type, fields, their["vocab_size"])
 
 
 def model_type_of(model: Mapping[str, Any]) -> str:
@@ -207,6 +208,7 @@ def model_type_of(model: Mapping[str, Any]) -> str:
             "qk_layernorm": False,
             "disable_bias_linear": False,
             "num_query_groups": model["num_attention_heads"],
+            "window_size": None,
         }
         _check_fields("GPT-2", model, wanted)
         if model["kv_channels"] * model["num_attention_heads"] != model["hidden_size"]:
@@ -221,7 +223,12 @@ def model_type_of(model: Mapping[str, Any]) -> str:
     if model["qk_layernorm"]:
         _check_fields("Qwen3", model, {"disable_bias_linear": True, "add_qkv_bias": False})
         return "qwen3"
-    return "qwen2" if biases == (False, True) else "llama"
+    if biases == (False, True):
+        return "qwen2"
+    if model["window_size"] is None:
+        return "llama"
+    _check_fields("Mistral", model, {"disable_bias_linear": True, "window_attn_skip_freq": None})
+    return "mistral"
 
 
 def huggingface_values(model: Mapping[str, Any], vocab_size: int, eod: int) -> dict[str, Any]:
@@ -243,6 +250,7 @@ def huggingface_values(model: Mapping[str, Any], vocab_size: int, eod: int) -> d
             found["n_inner"] = None
         return found | {"activation_function": "gelu_new", "embd_pdrop": model["hidden_dropout"]}
     found["hidden_act"] = "silu"
+    found |= window_keys(model, model_type)
     if model_type == "llama":
         found["attention_bias"] = found["mlp_bias"] = not model["disable_bias_linear"]
     found["rope_theta"], found["rope_scaling"] = model["rotary_base"], None
@@ -295,23 +303,6 @@ def _rope_fields(values: dict[str, Any]) -> dict[str, Any]:
     if kind == "llama3":
         fields |= {name: found[key] for key, name in _ROPE_KEYS.items()} | {"use_rope_scaling": True}
     return fields
-
-
-def _obey_window(values: dict[str, Any], fields: dict[str, Any]) -> tuple[str, ...]:
-    """Shorten a model with a sliding window (Mistral 7B v0.1) to it: up to there both compute the same."""
-    window = values.get("sliding_window", 4096 if values["model_type"] == "mistral" else None)
-    if window is None or values["model_type"] != "mistral":  # Qwen's are refused if they are in use
-        return ()
-    if type(window) is not int or window < 1:
-        raise ValueError(f"{CONFIG}: sliding_window is {shown(window)}; must be null or a positive integer")
-    whole = fields["max_position_embeddings"]
-    if window >= whole:
-        return ()
-    fields["max_position_embeddings"] = window
-    return (
-        f"sliding_window {window}: there are no sliding windows here, so the model takes texts of {window} "
-        f"tokens instead of {whole}; up to that length both are the same",
-    )
 
 
 def _dropout_notes(their: dict[str, Any]) -> tuple[str, ...]:

@@ -4,6 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_zpp.config.attention_window import (
+    FREQUENCY,
+    SIZE,
+    describe_pattern,
+    parse_pattern,
+    parse_window,
+)
 from megatron_zpp.config.huggingface_config import CONFIG, describe_model
 from megatron_zpp.config.json_file import read_json_object
 from megatron_zpp.config.options import Options, flag_name, option, option_error
@@ -81,6 +88,17 @@ class ModelConfig(Options):
     )
     qk_layernorm: bool = option(
         False, "Normalise each head of queries and keys before attention, with --normalization."
+    )
+    window_size: str | None = option(
+        None,
+        "Sliding window of attention as LEFT,0: a token attends to itself and to LEFT tokens before it; -1: "
+        "to all of them. Default: no window.",
+        metavar="LEFT,0",
+    )
+    window_attn_skip_freq: str | None = option(
+        None,
+        "Layers without the window: each N-th one, or a Python list with a 1 (window) or 0 (none) per layer, "
+        'such as "([1]*5+[0])*4". Default: all layers have it.',
     )
     position_embedding_type: PositionEmbedding = option(
         None,
@@ -161,12 +179,22 @@ class ModelConfig(Options):
             )
         self._fill("kv_channels", self.hidden_size // self.num_attention_heads)
         self._check_groups()
+        self._check_window()
         self._check_positions()
 
     @property
     def activation(self) -> str:
         """The MLP's activation function: "gelu", "swiglu" or "squared_relu"."""
         return "swiglu" if self.swiglu else "squared_relu" if self.squared_relu else "gelu"
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """The tokens that a token of each layer attends to, itself included; None stands for all."""
+        if self.window_size is None:
+            return (None,) * self.num_layers
+        window, pattern = parse_window(self.window_size), self.window_attn_skip_freq
+        windowed = parse_pattern(pattern, self.num_layers) if pattern else (True,) * self.num_layers
+        return tuple(window if one else None for one in windowed)
 
     @property
     def rotated_channels(self) -> int:
@@ -219,6 +247,17 @@ class ModelConfig(Options):
             )
         if self.num_query_groups != heads and not self.group_query_attention:
             raise option_error("--num-query-groups", self.num_query_groups, "needs --group-query-attention")
+
+    def _check_window(self) -> None:
+        """Give both settings their shortest form, so that equal ones are equal."""
+        window = parse_window(self.window_size) if self.window_size is not None else None
+        pattern = self.window_attn_skip_freq
+        if pattern is not None and window is None:
+            raise option_error(FREQUENCY, pattern, f"needs {SIZE}")
+        windowed = parse_pattern(pattern, self.num_layers) if pattern else (True,)
+        size = f"{window - 1},0" if window is not None and any(windowed) else None
+        object.__setattr__(self, "window_size", size)
+        object.__setattr__(self, "window_attn_skip_freq", describe_pattern(windowed) if size else None)
 
     def _check_positions(self) -> None:
         rope, scaled = self.position_embedding_type == "rope", self.use_rope_scaling

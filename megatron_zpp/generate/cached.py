@@ -43,10 +43,10 @@ def hidden_states(model: GPT, tokens: Tensor, cache: Cache) -> Tensor:
     first, last = cache.length, cache.length + tokens.shape[1]
     columns = torch.arange(first, last, device=tokens.device)  # (T)
     positions = (columns - cache.padding[:, None]).clamp(min=0)  # (B, T)
-    mask = CachedPrefix(_visible(cache, first, last))
+    masks = {window: CachedPrefix(_visible(cache, first, last, window)) for window in set(model.windows)}
     x, rotation = model.embedding(tokens, positions), model.rotation(positions)  # (B, T, D)
-    for layer, kept in zip(model.layers, cache.layers, strict=True):
-        x = layer(x, mask, rotation, kept)
+    for layer, window, kept in zip(model.layers, model.windows, cache.layers, strict=True):
+        x = layer(x, masks[window], rotation, kept)
     cache.length = last
     return x
 
@@ -58,12 +58,15 @@ def next_logits(model: GPT, tokens: Tensor, cache: Cache) -> Tensor:
     return model.head(x, model.embedding.tokens.weight)[:, : model.vocab_size].float()
 
 
-def _visible(cache: Cache, first: int, last: int) -> Tensor | None:
+def _visible(cache: Cache, first: int, last: int, window: int | None) -> Tensor | None:
     """Return the columns that each new one attends to (B, 1, T, C); None stands for all before it."""
-    if not cache.padded and (first == 0 or last - first == 1):
+    if not cache.padded and (first == 0 or last - first == 1) and (window is None or last <= window):
         return None
     seen = torch.arange(last, device=cache.padding.device)  # (C)
     new = seen[first:, None]  # (T, 1)
     real = seen >= cache.padding[:, None, None]  # (B, 1, C)
+    inside = seen <= new
+    if window is not None:
+        inside &= seen > new - window
     # A column of padding sees itself: a softmax over nothing would be NaN.
-    return ((seen <= new) & real | (seen == new))[:, None]
+    return (inside & real | (seen == new))[:, None]

@@ -13,6 +13,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from itertools import product
 from typing import Any, TypeAlias
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_zpp.config.options import option_error
-from megatron_zpp.model.masks import CAUSAL, CachedPrefix, InsideDocuments, Mask
+from megatron_zpp.model.masks import CAUSAL, CachedPrefix, Causal, InsideDocuments, Mask, SlidingWindow
 
 FLAG = "--attention-backend"
 TORCH_BACKENDS = {
@@ -47,22 +48,29 @@ class DotProduct:
         name = self.backend.name.lower() if self.backend else "torch's choice" if self.remark else ""
         return f"{name}{self.remark}"
 
-    def documents(self, ends: Tensor, x: Tensor) -> InsideDocuments:
-        """(E) int32, (B, T, …) -> a mask (B, 1, T, T) in the format of x: 0 where a token attends, or -inf.
+    def sliding_window(self, window: int, x: Tensor) -> SlidingWindow:
+        """(B, T, …) -> a mask (1, 1, T, T) in the format of x: 0 where a token attends, or -inf.
 
         Of a boolean mask the kernels of every layer would make this one again.
         """
+        tokens = x.shape[1]
+        mask = torch.full((1, 1, tokens, tokens), -torch.inf, dtype=x.dtype, device=x.device)
+        return SlidingWindow(window, mask.masked_fill_(_newest(tokens, window, x.device), 0.0))
+
+    def documents(self, ends: Tensor, x: Tensor, window: int | None = None) -> InsideDocuments:
+        """(E) int32, (B, T, …) -> a mask (B, 1, T, T), as that of `sliding_window`."""
         batch, tokens = x.shape[:2]
         places = torch.arange(batch * tokens, dtype=ends.dtype, device=ends.device)
         document = torch.bucketize(places, ends, right=True).view(batch, 1, tokens)
         same = document[..., None, :] == document[..., None]  # (B, 1, T, T)
+        same &= _newest(tokens, window or tokens, x.device)
         mask = torch.full(same.shape, -torch.inf, dtype=x.dtype, device=x.device)
-        return InsideDocuments(mask.masked_fill_(same.tril_(), 0.0))
+        return InsideDocuments(mask.masked_fill_(same, 0.0), window)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask) -> Tensor:
         """Queries (B, T, N, H), keys and values (B, T or C, G, H) -> (B, T, N, H)."""
         dense, causal = None, True
-        if isinstance(mask, InsideDocuments):
+        if isinstance(mask, InsideDocuments | SlidingWindow):
             dense, causal = mask.bounds, False
         elif isinstance(mask, CachedPrefix):
             dense, causal = mask.visible, mask.visible is None and q.shape[1] > 1
@@ -78,38 +86,45 @@ class DotProduct:
 
 
 class PackedFlash(DotProduct):
-    """Documents laid end to end through torch's flash attention of variable lengths; without them DotProduct.
+    """Documents laid end to end, and windows, through torch's flash attention of variable lengths.
 
-    No kernel looks beyond a document, so its work is that of the documents alone.
+    No kernel looks beyond a document or a window, so its work is that of these alone. Other masks are
+    DotProduct's.
     """
 
-    def __init__(self, backend: str | None = None) -> None:
+    def __init__(self, backend: str | None = None, what: str = "over documents end to end") -> None:
         super().__init__(backend)
+        self._what = what
         from torch.nn.attention.varlen import varlen_attn
 
         self._attend: Callable[..., Any] = varlen_attn  # of one tensor, as nothing else is asked for
         parameters = inspect.signature(varlen_attn).parameters
-        self._causal: dict[str, Any] = (
-            {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
-        )
-        self._shares_keys = "enable_gqa" in parameters
+        self._has_windows, self._shares_keys = "window_size" in parameters, "enable_gqa" in parameters
 
     def describe(self) -> str:
         """Return the kernel's description for the log."""
-        return "flash_attention over documents end to end"
+        return f"flash_attention {self._what}"
 
-    def documents(self, ends: Tensor, x: Tensor) -> InsideDocuments:
+    def sliding_window(self, window: int, x: Tensor) -> SlidingWindow:
+        """Rows as documents."""
+        batch, tokens = x.shape[:2]
+        ends = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=x.device)
+        return SlidingWindow(window, ends)
+
+    def documents(self, ends: Tensor, x: Tensor, window: int | None = None) -> InsideDocuments:
         """The ends as they are."""
-        return InsideDocuments(ends)
+        return InsideDocuments(ends, window)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask) -> Tensor:
         """As DotProduct."""
-        if not isinstance(mask, InsideDocuments):
+        if not isinstance(mask, InsideDocuments | SlidingWindow):
             return super().__call__(q, k, v, dropout, mask)
         assert dropout == 0.0, "choose_attention gives it to no run with dropout"
         batch, tokens = q.shape[:2]
         q, k, v = (part.flatten(0, 1) for part in (q, k, v))  # (B · T, N, H), and twice (B · T, G, H)
-        options: dict[str, Any] = self._causal
+        options: dict[str, Any] = (
+            {"window_size": _reach(mask.window)} if self._has_windows else {"is_causal": True}
+        )
         if q.shape[1] != k.shape[1]:
             if self._shares_keys:
                 options = options | {"enable_gqa": True}
@@ -132,16 +147,21 @@ class FlashAttention3:
         """Return the kernel's description for the log."""
         return "flash_attention_3"
 
-    def documents(self, ends: Tensor, x: Tensor) -> InsideDocuments:
+    def sliding_window(self, window: int, x: Tensor) -> SlidingWindow:
+        """Its kernel takes the number."""
+        return SlidingWindow(window)
+
+    def documents(self, ends: Tensor, x: Tensor, window: int | None = None) -> InsideDocuments:
         """The ends as they are."""
-        return InsideDocuments(ends)
+        return InsideDocuments(ends, window)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask) -> Tensor:
         """As DotProduct."""
         assert dropout == 0.0, "choose_attention gives it to no run with dropout"
         assert not isinstance(mask, CachedPrefix), "generation takes DotProduct"
+        reach = _reach(None if isinstance(mask, Causal) else mask.window)
         if not isinstance(mask, InsideDocuments):
-            return _first(self._attend(q, k, v, causal=True))
+            return _first(self._attend(q, k, v, causal=True, window_size=reach))
         batch, tokens = q.shape[:2]
         mixed = self._attend_documents(
             *(part.flatten(0, 1) for part in (q, k, v)),
@@ -150,6 +170,7 @@ class FlashAttention3:
             max_seqlen_q=tokens,
             max_seqlen_k=tokens,
             causal=True,
+            window_size=reach,
         )
         return _first(mixed).unflatten(0, (batch, tokens))
 
@@ -158,9 +179,18 @@ AttentionKernel: TypeAlias = DotProduct | FlashAttention3
 
 
 def choose_attention(
-    backend: str, *, masked: bool, head_width: int, dropout: float, dtype: torch.dtype, device: torch.device
+    backend: str,
+    *,
+    masked: bool,
+    windowed: bool = False,
+    head_width: int,
+    dropout: float,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> AttentionKernel:
-    """The kernel of --attention-backend; `masked` says that documents will come (--reset-attention-mask).
+    """The kernel of --attention-backend.
+
+    `masked` says that documents will come (--reset-attention-mask), `windowed` that layers have windows.
 
     Raises ValueError where it is known without trying that a backend that was asked for cannot serve.
     """
@@ -168,13 +198,16 @@ def choose_attention(
         _check_flash3(dropout, dtype, device)
         return FlashAttention3()
     on_gpu = device.type == "cuda"
-    if masked and on_gpu and backend in ("auto", "flash"):
-        hindrance = _no_packed_flash(head_width, dropout, dtype, device)
+    if (masked or windowed) and on_gpu and backend in ("auto", "flash"):
+        hindrance = _no_packed_flash(head_width, dropout, dtype, device, windowed)
         if not hindrance:
-            return PackedFlash("flash" if backend == "flash" else None)
+            what = "over documents end to end" if masked else "in windows"
+            return PackedFlash("flash" if backend == "flash" else None, what)
         if backend == "flash":
-            raise option_error(FLAG, "flash", f"with --reset-attention-mask it {hindrance}, or use auto")
-        return DotProduct(remark=f", documents through a dense mask; flash attention {hindrance}")
+            cause = "--reset-attention-mask" if masked else "--window-size"
+            raise option_error(FLAG, "flash", f"with {cause} it {hindrance}, or use auto")
+        what = "documents" if masked else "windows"
+        return DotProduct(remark=f", {what} through a dense mask; flash attention {hindrance}")
     # On Hopper GPUs torch takes cuDNN's; benchmarks/attention.py found none faster that comes with torch.
     return DotProduct(None if backend == "auto" else backend)
 
@@ -185,30 +218,32 @@ def check_runs(
     lengths: Iterable[int],
     *,
     masked: bool,
+    windows: Iterable[int | None] = (None,),
     head_width: int,
     queries_per_group: int = 1,
     dropout: float,
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Run the heads of one query group forward and backward on the device, for samples of each length.
+    """Run the heads of one query group forward and backward on the device, for each length and window.
 
     Raises ValueError, in one line, where torch has no such kernel.
     """
-    for tokens in lengths:
+    for tokens, window in product(lengths, windows):
         shape = 1, tokens, queries_per_group + 2, head_width
         x = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
         ends = torch.tensor([0, tokens], dtype=torch.int32, device=device)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch's, of each kernel that is not to be used anyway
-                mask = kernel.documents(ends, x) if masked else CAUSAL
+                mask = mask_of(kernel, x, window, ends if masked else None)
                 q, k, v = x.split([queries_per_group, 1, 1], 2)
                 # Not backward(gradient), which imports sympy, nor that of a mere sum, which has no strides.
                 (kernel(q, k, v, dropout, mask) * torch.ones_like(q)).sum().backward()
         except RuntimeError as error:
             case = f"{tokens} tokens, --kv-channels {head_width}, --attention-dropout {dropout}"
             masks = ", --reset-attention-mask" if masked else ""
+            masks += f", --window-size {window - 1},0" if window else ""
             name = str(dtype).removeprefix("torch.")
             reason = str(error).strip().splitlines()[0]
             raise option_error(
@@ -216,6 +251,25 @@ def check_runs(
                 backend,
                 f"cannot compute {case}{masks} in {name} on this {device.type} ({reason}); use another",
             ) from None
+
+
+def mask_of(kernel: AttentionKernel, x: Tensor, window: int | None, documents: Tensor | None) -> Mask:
+    """The mask of layers with this window for texts (B, T, …): inside documents (E), or causal."""
+    if documents is not None:
+        return kernel.documents(documents, x, window)
+    return CAUSAL if window is None or x.shape[1] <= window else kernel.sliding_window(window, x)
+
+
+def _newest(tokens: int, window: int, device: torch.device) -> Tensor:
+    """Return where each token attends to itself and to those before it inside a window: (T, T)."""
+    places = torch.arange(tokens, device=device)
+    distance = places[:, None] - places
+    return (distance >= 0) & (distance < window)
+
+
+def _reach(window: int | None) -> tuple[int, int]:
+    """Return flash attention's window: the tokens before a token and after it, -1 for all."""
+    return (-1 if window is None else window - 1), 0
 
 
 def _check_flash3(dropout: float, dtype: torch.dtype, device: torch.device) -> None:
@@ -236,7 +290,9 @@ def check_flash3_settings(dropout: float, dtype: torch.dtype) -> None:
         raise option_error(FLAG, "flash3", "computes in bf16 and fp16; leave out --fp32, or use auto")
 
 
-def _no_packed_flash(head_width: int, dropout: float, dtype: torch.dtype, device: torch.device) -> str:
+def _no_packed_flash(
+    head_width: int, dropout: float, dtype: torch.dtype, device: torch.device, windowed: bool
+) -> str:
     """Return what prevents PackedFlash, as 'needs …'; empty if nothing does."""
     if dtype.itemsize != 2:
         return "needs --bf16 or --fp16"
@@ -248,6 +304,11 @@ def _no_packed_flash(head_width: int, dropout: float, dtype: torch.dtype, device
         return "needs a GPU of Ampere or later"
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return f"needs torch 2.10 or later, not {torch.__version__}"
+    if windowed:
+        from torch.nn.attention.varlen import varlen_attn
+
+        if "window_size" not in inspect.signature(varlen_attn).parameters:
+            return f"needs torch 2.11 or later, not {torch.__version__}"
     return ""
 
 

@@ -42,14 +42,20 @@ def flops_per_token(config: ModelConfig, vocab_size: int) -> float:
     """Return FLOPs of forward and backward of one token: 6N + 12 · layers · width · sequence length.
 
     N leaves out tables that are only looked up (positions, and the token embedding when it is untied).
-    Attention counts the full square, as PaLM does; recomputation is not counted.
+    Attention counts the full square, as PaLM does, or of layers with a window the window's tokens;
+    recomputation is not counted.
     """
     looked_up = _position_parameters(config)
     if config.untie_embeddings_and_output_weights:
         looked_up += config.padded_vocab_size(vocab_size) * config.hidden_size
     matrix_parameters = parameter_count(config, vocab_size) - looked_up
     width = config.num_attention_heads * config.kv_channels
-    return 6.0 * matrix_parameters + 12.0 * config.num_layers * width * config.seq_length
+    return 6.0 * matrix_parameters + 12.0 * width * attended_tokens(config)
+
+
+def attended_tokens(config: ModelConfig) -> int:
+    """Return the sum over layers of the tokens that a token's scores are counted for."""
+    return sum(min(window or config.seq_length, config.seq_length) for window in config.layer_windows)
 
 
 def peak_tflops(device_name: str, dtype: str) -> float | None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
-from megatron_zpp.model.attention import AttentionKernel, DotProduct
+from megatron_zpp.model.attention import AttentionKernel, DotProduct, mask_of
 from megatron_zpp.model.kv_cache import LayerCache
 from megatron_zpp.model.loss import PLAIN, linear_cross_entropy
 from megatron_zpp.model.masks import CAUSAL, Mask
@@ -271,7 +271,7 @@ class GPT(nn.Module):
         self.offload = ActivationOffload() if self.recompute.recompute_offload else None
         learned = config.position_embedding_type == "learned_absolute"
         self.embedding = PositionedEmbedding(config, padded) if learned else Embedding(config, padded)
-        self.rotary = _rotary(config)
+        self.rotary, self.windows = _rotary(config), config.layer_windows
         self.parts = parts or ModelComponents()
         self.layers = nn.ModuleList(Layer(config, self.parts, selective) for _ in range(config.num_layers))
         self.head = Head(config, self.parts, vocab_size, padded)
@@ -292,9 +292,9 @@ class GPT(nn.Module):
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]  # (1, T)
         x = self.embedding(tokens, positions)  # (B, T, D)
         rotation = self.rotation(positions)
-        mask = CAUSAL if documents is None else self.parts.attention.documents(documents, x)
+        masks = {window: mask_of(self.parts.attention, x, window, documents) for window in set(self.windows)}
         for first, last, recomputed in segments(self.config.num_layers, self.recompute):
-            run = partial(self._run_layers, first=first, last=last, mask=mask, rotation=rotation)
+            run = partial(self._run_layers, first=first, last=last, masks=masks, rotation=rotation)
             if recomputed and self.training:
                 with self.offload.saving() if self.offload else nullcontext():
                     x = checkpoint(run, x, use_reentrant=False)  # x alone is kept, and may be offloaded
@@ -348,9 +348,11 @@ class GPT(nn.Module):
         if name in ("embedding.tokens.weight", "head.output.weight"):
             tensor[self.vocab_size :] = 0.0
 
-    def _run_layers(self, x: Tensor, first: int, last: int, mask: Mask, rotation: Rotation) -> Tensor:
-        for layer in self.layers[first:last]:
-            x = layer(x, mask, rotation)
+    def _run_layers(
+        self, x: Tensor, first: int, last: int, masks: Mapping[int | None, Mask], rotation: Rotation
+    ) -> Tensor:
+        for layer, window in zip(self.layers[first:last], self.windows[first:last], strict=True):
+            x = layer(x, masks[window], rotation)
         return x
 
 

@@ -63,7 +63,7 @@ class LossKernels:
 
     to_gradient: Callable[[Tensor, Tensor, int], Tensor] = logits_to_gradient
     scaled: Callable[[Tensor, Tensor, torch.dtype], Tensor] = scaled
-    chunk_bytes: int = CHUNK_BYTES
+    lean: bool = False  # whether `to_gradient` makes no fp32 logits
 
 
 PLAIN = LossKernels()
@@ -82,12 +82,22 @@ def linear_cross_entropy(
 
     x (N, D) and weight (V, D) are of one format, targets (N) ids or IGNORED: the mean is over the others, and
     0 where there are none. float64 stays float64. The result can be differentiated once. A chunk is as many
-    tokens as have `chunk_bytes` of fp32 logits, by default those of `passes`.
+    tokens as have `chunk_bytes` of fp32 logits, by default `default_chunk_bytes`.
     """
-    arguments = x, weight, targets, vocab_size, chunk_bytes or passes.chunk_bytes
+    chunk_bytes = chunk_bytes or default_chunk_bytes(*weight.shape, x.element_size(), lean=passes.lean)
+    arguments = x, weight, targets, vocab_size, chunk_bytes
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(*arguments, passes)
     return _loss_alone(*arguments)
+
+
+def default_chunk_bytes(entries: int, width: int, itemsize: int, *, lean: bool) -> int:
+    """Return the bytes of a chunk's logits if they were fp32.
+
+    Each chunk reads and writes the fp32 sums (V, D). So where a chunk has only logits of the compute format
+    (`lean`), it may have as many bytes of them as those sums have.
+    """
+    return max(LEAN_CHUNK_BYTES, 4 * entries * 4 * width // itemsize) if lean else CHUNK_BYTES
 
 
 def chunk_rows(tokens: int, entries: int, chunk_bytes: int = CHUNK_BYTES) -> int:
@@ -171,10 +181,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
             return *of_sums, None, None, None, None
         counted, x, weight, gradient = ctx.saved_tensors
         factor = of_loss / (counted * unit(x.dtype))
-        for part in gradient.split(ctx.rows):
-            ctx.scaled(part, factor, x.dtype)  # torch refuses a second backward: what it saved has changed
-        of_x = torch.mm(gradient, weight) if ctx.needs_input_grad[0] else None
-        of_weight = torch.mm(gradient.T, x) if ctx.needs_input_grad[1] else None
+        of_x = of_weight = None
+        narrow = x.dtype == torch.float16  # in which x times a small factor would be lost
+        if narrow:
+            for part in gradient.split(ctx.rows):
+                ctx.scaled(part, factor, x.dtype)  # torch refuses a second backward: it has changed
+        if ctx.needs_input_grad[1]:
+            # Otherwise x and its gradient take the factor: passes over (N, D) in place of one over (N, V).
+            of_weight = torch.mm(gradient.T, x if narrow else _times(x, factor))
+        if ctx.needs_input_grad[0]:
+            of_x = torch.mm(gradient, weight)
+            of_x = of_x if narrow else ctx.scaled(of_x, factor, x.dtype)
         return of_x, of_weight, None, None, None, None
 
 
@@ -205,6 +222,11 @@ def _product(a: Tensor, b: Tensor, total: Tensor, *, begins: bool) -> None:
             total.add_(torch.mm(a, b, out_dtype=total.dtype))
         return
     torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=0 if begins else 1, out=total)
+
+
+def _times(x: Tensor, factor: Tensor) -> Tensor:
+    """x times a scalar, rounded once."""
+    return torch.mul(x, factor.view(1, 1), out=torch.empty_like(x))
 
 
 def _zero(x: Tensor) -> Tensor:

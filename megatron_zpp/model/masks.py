@@ -1,6 +1,9 @@
 """Attention masks: one type for each kind.
 
 Shapes: B batch, T tokens of this forward pass, C columns of the cache up to now, E ends of documents.
+
+A window counts the tokens that a token attends to, itself included; None stands for all before it. `bounds`
+is what the kernel that reads it has made.
 """
 
 from dataclasses import dataclass
@@ -15,13 +18,25 @@ class Causal:
 
 
 @dataclass(frozen=True)
+class SlidingWindow:
+    """Causal, and only to the newest `window` tokens.
+
+    `bounds` are the ends of rows (B + 1), a mask (1, 1, T, T) that is added to the scores, or nothing.
+    """
+
+    window: int
+    bounds: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class InsideDocuments:
-    """Causal, and only to tokens of the same document. The kernel that reads `bounds` has made them.
+    """Causal, and only to tokens of the same document, of these to the newest `window` ones.
 
     `bounds` are the ends of documents (E), or a mask (B, 1, T, T) that is added to the scores.
     """
 
     bounds: Tensor
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -35,5 +50,5 @@ class CachedPrefix:
     visible: Tensor | None = None
 
 
-Mask: TypeAlias = Causal | InsideDocuments | CachedPrefix
+Mask: TypeAlias = Causal | SlidingWindow | InsideDocuments | CachedPrefix
 CAUSAL = Causal()

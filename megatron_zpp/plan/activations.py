@@ -16,7 +16,7 @@ Ids and the temporary memory of kernels do not count.
 from dataclasses import dataclass
 
 from megatron_zpp.model.gpt import segments
-from megatron_zpp.model.loss import CHUNK_BYTES, LEAN_CHUNK_BYTES, chunk_rows, keeps_gradient
+from megatron_zpp.model.loss import chunk_rows, default_chunk_bytes, keeps_gradient
 from megatron_zpp.plan.job import Job
 
 
@@ -58,7 +58,7 @@ def loss_bytes(job: Job, chunk_bytes: int | None = None) -> int:
     """
     tokens, entries, width = job.tokens, job.padded_vocab_size, job.model.hidden_size
     itemsize, exact = job.dtype.itemsize, 4
-    chunk_bytes = chunk_bytes or (LEAN_CHUNK_BYTES if job.compiled else CHUNK_BYTES)
+    chunk_bytes = chunk_bytes or default_chunk_bytes(entries, width, itemsize, lean=job.compiled)
     chunk = chunk_rows(tokens, entries, chunk_bytes) * entries
     softmax = 0 if job.compiled else chunk * (exact if itemsize == exact else 2 * exact)
     gradients = (entries + tokens) * width

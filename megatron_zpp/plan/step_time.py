@@ -21,7 +21,7 @@ evaluation, checkpoints.
 
 from dataclasses import dataclass
 
-from megatron_zpp.model.flops import layer_matrices
+from megatron_zpp.model.flops import attended_tokens, layer_matrices
 from megatron_zpp.model.gpt import segments
 from megatron_zpp.plan.hardware import CPU_BYTES_PER_SECOND, KERNEL_SLOWDOWN, SLOWDOWN, Machine
 from megatron_zpp.plan.job import Job
@@ -102,7 +102,8 @@ def overlap_slowdown(job: Job) -> float:
 def _recomputed_flops(job: Job) -> float:
     """Recomputed FLOPs per token: of whole layers, or of attention's scores with `selective`."""
     model = job.model
-    scores = 4.0 * model.num_attention_heads * model.kv_channels * model.seq_length
+    attended = attended_tokens(model) / model.num_layers
+    scores = 4.0 * model.num_attention_heads * model.kv_channels * attended
     if job.recompute.recompute_granularity == "selective":
         return model.num_layers * scores
     layers = sum(stop - first for first, stop, again in segments(model.num_layers, job.recompute) if again)

@@ -1,4 +1,4 @@
-"""torch.compile of the layers: one graph for all of them, compiled once per run."""
+"""torch.compile of the layers: one graph for all of them, or one per window, compiled once per run."""
 
 import os
 from collections.abc import Callable, MutableMapping
@@ -14,7 +14,7 @@ from megatron_zpp.model.attention import FlashAttention3
 from megatron_zpp.model.gpt import GPT, PLAIN_BLOCK, BlockKernels, Layer, transformer_block
 from megatron_zpp.model.kv_cache import LayerCache
 from megatron_zpp.model.loss import LossKernels, logits_to_gradient
-from megatron_zpp.model.masks import Causal, InsideDocuments, Mask
+from megatron_zpp.model.masks import Causal, InsideDocuments, Mask, SlidingWindow
 from megatron_zpp.model.rotary import Rotation
 from megatron_zpp.native.cache import cache_directory
 from megatron_zpp.storage.files import check_writable
@@ -66,32 +66,40 @@ def compile_parts(
     """
     from torch._dynamo.exc import TorchDynamoException  # takes seconds: only runs that compile import it
 
-    maker = _Backend(backend, say)
     whole = not isinstance(model.parts.attention, FlashAttention3)
     first = model.layers[0]
     assert isinstance(first, Layer)
     kernels, passes = _kernels(first) if on_gpu else (PLAIN_BLOCK, None)
-    kind = InsideDocuments if masked else Causal
 
-    def block(layer: Layer, x: Tensor, mask: Mask, rotation: Rotation) -> Tensor:
-        return transformer_block(layer, x, mask, rotation, kernels=kernels)
+    def run_of(window: int | None) -> Callable[..., Tensor]:
+        """What computes the layers with this window."""
+        kind = (
+            InsideDocuments if masked else Causal if window is None or shape[1] <= window else SlidingWindow
+        )
+        maker = _Backend(backend, say)
 
-    compiled = torch.compile(block, backend=maker, fullgraph=whole, dynamic=False)
+        def block(layer: Layer, x: Tensor, mask: Mask, rotation: Rotation) -> Tensor:
+            return transformer_block(layer, x, mask, rotation, kernels=kernels)
 
-    def run(layer: Layer, x: Tensor, mask: Mask, rotation: Rotation, cache: LayerCache | None) -> Tensor:
-        if x.shape[:2] != shape or type(mask) is not kind or cache is not None:
-            return transformer_block(layer, x, mask, rotation, cache)
-        try:
-            out = compiled(layer, x, mask, rotation)
-        except TorchDynamoException as error:
-            cause = getattr(error, "inner_exception", error)
-            said = f"{type(cause).__name__}: {cause}".strip().splitlines()[0]
-            raise RuntimeError(f"torch.compile failed; --no-compile trains without it: {said}") from error
-        maker.finished.add(torch.is_grad_enabled())
-        return out
+        compiled = torch.compile(block, backend=maker, fullgraph=whole, dynamic=False)
 
-    for layer in model.layers:
-        layer.compute = run  # type: ignore[assignment]  # torch's stubs: an attribute is a tensor or module
+        def run(layer: Layer, x: Tensor, mask: Mask, rotation: Rotation, cache: LayerCache | None) -> Tensor:
+            if x.shape[:2] != shape or type(mask) is not kind or cache is not None:
+                return transformer_block(layer, x, mask, rotation, cache)
+            try:
+                out = compiled(layer, x, mask, rotation)
+            except TorchDynamoException as error:
+                cause = getattr(error, "inner_exception", error)
+                said = f"{type(cause).__name__}: {cause}".strip().splitlines()[0]
+                raise RuntimeError(f"torch.compile failed; --no-compile trains without it: {said}") from error
+            maker.finished.add(torch.is_grad_enabled())
+            return out
+
+        return run
+
+    runs = {window: run_of(window) for window in set(model.windows)}
+    for layer, window in zip(model.layers, model.windows, strict=True):
+        layer.compute = runs[window]  # type: ignore[assignment]  # torch's stubs: a tensor or a module
     # A graph for whole chunks of tokens, and one where the last chunk is smaller.
     model.head.passes = passes or LossKernels(
         torch.compile(logits_to_gradient, backend=backend, fullgraph=True, dynamic=False)

@@ -83,6 +83,7 @@ def check_attention(config: Config, device: Device) -> None:
     backend = config.attention.attention_backend
     queries = config.model.num_attention_heads // config.model.num_query_groups
     settings = _attention(config, device.device)
+    settings["windows"] = set(config.model.layer_windows) if settings.pop("windowed") else (None,)
     check_runs(device.attention, backend, lengths, queries_per_group=queries, **settings)
 
 
@@ -90,6 +91,7 @@ def _attention(config: Config, device: torch.device) -> dict[str, Any]:
     """The settings that the choice of an attention kernel depends on."""
     return {
         "masked": config.data.reset_attention_mask,
+        "windowed": any(config.model.layer_windows),
         "head_width": config.model.kv_channels,
         "dropout": config.model.attention_dropout,
         "dtype": getattr(torch, config.precision.compute_dtype(device.type)),

@@ -34,6 +34,8 @@ def head_lines(config: Config, vocab_size: int, engine: ZeroEngine, splits: Spli
         f"{vocab_size} padded to {model.padded_vocab_size(vocab_size)}",
     ]
     assert isinstance(engine.model, GPT)
+    if windows := [window for window in model.layer_windows if window]:
+        lines.append(f" windows of {windows[0]} tokens in {len(windows)} of {model.num_layers} layers")
     if attention := engine.model.parts.attention.describe():
         lines.append(f" attention: {attention}")
     for split in ("train", "valid", "test"):

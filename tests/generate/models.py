@@ -22,7 +22,7 @@ MODELS = {  # flags beside those
     "llama": (
         "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
         "--qk-layernorm --kv-channels 10 --group-query-attention --num-query-groups 2 "
-        "--untie-embeddings-and-output-weights"
+        "--untie-embeddings-and-output-weights --window-size 6,0 --window-attn-skip-freq 2"
     ).split(),
 }
 STEPS = "--micro-batch-size 2 --train-iters 2 --lr 1e-3 --eval-iters 0 --log-interval 1 --mock-data".split()

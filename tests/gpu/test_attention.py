@@ -20,9 +20,9 @@ from megatron_zpp.model.attention import (
     PackedFlash,
     check_runs,
     choose_attention,
+    mask_of,
 )
 from megatron_zpp.model.gpt import GPT, ModelComponents
-from megatron_zpp.model.masks import CAUSAL
 from tests.gpu.steady import waits_are_errors
 from tests.support import pretrain
 from tests.zero.engines import engine_of
@@ -58,10 +58,12 @@ def batches(count: int, samples: int = 4) -> list[tuple[Tensor, ...]]:
     return [tuple(part.pin_memory() for part in batch) for batch in found]
 
 
-def results(kernel: AttentionKernel, qkv: Tensor, ends: Tensor | None, weights: Tensor) -> list[Tensor]:
+def results(
+    kernel: AttentionKernel, qkv: Tensor, ends: Tensor | None, weights: Tensor, window: int | None
+) -> list[Tensor]:
     """The output (B, T, N, H) and the gradients of q, k and v, in fp32."""
     qkv = qkv.detach().requires_grad_()
-    mask = CAUSAL if ends is None else kernel.documents(ends, qkv)
+    mask = mask_of(kernel, qkv, window, ends)
     q, k, v = qkv.unbind(2)
     mixed = kernel(q, k, v, 0.0, mask)
     (gradient,) = torch.autograd.grad(mixed, qkv, weights.to(mixed.dtype))
@@ -70,14 +72,15 @@ def results(kernel: AttentionKernel, qkv: Tensor, ends: Tensor | None, weights: 
 
 @pytest.mark.parametrize("head_width", [64, 80, 128])
 @pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 40])
 @pytest.mark.parametrize("backend", ["auto", "efficient", "flash", "cudnn", "flash3"])
 def test_each_kernel_is_fp32s_within_the_rounding_of_bf16(
-    backend: str, masked: bool, head_width: int
+    backend: str, window: int | None, masked: bool, head_width: int
 ) -> None:
     given = settings(head_width, masked)
     try:
-        kernel = choose_attention(backend, **given)
-        check_runs(kernel, backend, (TOKENS,), **given)
+        kernel = choose_attention(backend, windowed=window is not None, **given)
+        check_runs(kernel, backend, (TOKENS,), windows=(window,), **given)
     except ValueError as refused:
         if backend in ("cudnn", "flash3"):
             pytest.skip(str(refused))
@@ -86,8 +89,8 @@ def test_each_kernel_is_fp32s_within_the_rounding_of_bf16(
     qkv = torch.randn(4, TOKENS, 3, 4, head_width, generator=generator, device="cuda").bfloat16()
     weights = torch.randn(4, TOKENS, 4, head_width, generator=generator, device="cuda").bfloat16()
     ends = batches(1)[0][3].cuda() if masked else None
-    expected = results(DotProduct("math"), qkv.float(), ends, weights)
-    for found, exact in zip(results(kernel, qkv, ends, weights), expected, strict=True):
+    expected = results(DotProduct("math"), qkv.float(), ends, weights, window)
+    for found, exact in zip(results(kernel, qkv, ends, weights, window), expected, strict=True):
         assert torch.linalg.vector_norm(found - exact) <= 2 * EPSILON * torch.linalg.vector_norm(exact)
 
 

@@ -1,4 +1,4 @@
-"""launch/quickstart.sh: from nothing to text, and a second call that continues."""
+"""launch/quickstart.sh: from nothing to text, a second call that continues, and a Llama beside it."""
 
 import subprocess
 from pathlib import Path
@@ -32,3 +32,17 @@ def test_two_calls_make_one_run(tmp_path: Path) -> None:
     assert "--- sample 2 ---" in second
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+    llama = quickstart(tmp_path, *short, "--arch", "llama")
+    assert llama.count("already there") == 3
+    assert "4 heads in 2 groups" in llama
+    assert "starting from initial weights" in llama
+    for name in ("loss-llama.png", "report-llama.html", "sample-llama.txt", "checkpoints-llama"):
+        assert (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("flags", [["--arch", "bert"], ["--arch=", "--seed", "1"], ["--arch"]])
+def test_another_arch_is_refused(flags: list[str]) -> None:
+    done = subprocess.run([ROOT / "launch" / "quickstart.sh", *flags], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("quickstart.sh: error: --arch ")
+    assert done.stderr.endswith(": must be gpt2 or llama\n")

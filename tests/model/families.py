@@ -62,8 +62,21 @@ FAMILIES = {
         transformers.LlamaConfig, {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 3}
     ),
     "mistral": Family(transformers.MistralConfig, {"sliding_window": None}),
+    "mistral-window": Family(transformers.MistralConfig, {"sliding_window": 9}),
     "qwen2": Family(transformers.Qwen2Config, {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen2-window": Family(
+        transformers.Qwen2Config,
+        {"head_dim": 16, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
     "qwen3": Family(transformers.Qwen3Config, {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    "qwen3-window": Family(
+        transformers.Qwen3Config,
+        {
+            "use_sliding_window": True,
+            "sliding_window": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
 }
 
 

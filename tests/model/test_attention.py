@@ -2,16 +2,17 @@
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
-from megatron_zpp.model.attention import DotProduct, PackedFlash, check_runs, choose_attention
+from megatron_zpp.model.attention import DotProduct, PackedFlash, check_runs, choose_attention, mask_of
 from megatron_zpp.model.gpt import GPT, ModelComponents
 from megatron_zpp.model.masks import InsideDocuments
-from tests.model.variants import MODELS
+from tests.model.variants import LLAMA, MODELS, WINDOWS
 
 VOCAB = 50
 MODEL = ModelConfig(
@@ -72,6 +73,34 @@ def test_packed_documents_are_as_each_of_them_alone(kernel: DotProduct) -> None:
     assert not torch.allclose(both, model(tokens, positions=positions))
 
 
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("window", [1, 2, 5, 15, 16, 100])
+@pytest.mark.parametrize("backend", [None, "math", "flash"])
+def test_a_window_hides_what_came_before_it(documents: bool, window: int, backend: str | None) -> None:
+    """Each token by itself: the softmax over the tokens that it may see, in float64."""
+    draw = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(3, 16, heads, 8, generator=draw, dtype=torch.double) for heads in (4, 2, 2))
+    _, _, ends = packed()
+    kernel = DotProduct(backend)
+    found = kernel(q, k, v, 0.0, mask_of(kernel, q, window, ends if documents else None))
+    begins = torch.zeros(3, 16, dtype=torch.long)
+    if documents:
+        firsts = [[first] * length for row in LENGTHS for first, length in _firsts(row)]
+        begins = torch.tensor([place for part in firsts for place in part]).view(3, 16)
+    for row in range(3):
+        for token in range(16):
+            seen = slice(max(int(begins[row, token]), token - window + 1), token + 1)
+            for head in range(4):
+                scores = k[row, seen, head // 2] @ q[row, token, head] / 8**0.5
+                expected = scores.softmax(0) @ v[row, seen, head // 2]
+                torch.testing.assert_close(found[row, token, head], expected)
+
+
+def _firsts(lengths: tuple[int, ...]) -> list[tuple[int, int]]:
+    """The place in the row and the length of each document."""
+    return [(sum(lengths[:number]), length) for number, length in enumerate(lengths)]
+
+
 def test_positions_alone_leave_attention_whole() -> None:
     """A token sees across documents, and the first ones of a document take the first rows of the table."""
     model = model_of()
@@ -94,12 +123,12 @@ def test_positions_alone_leave_attention_whole() -> None:
     ids=["selective", "uniform", "block"],
 )
 @pytest.mark.parametrize("backend", [None, "math"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS.values(), LLAMA | WINDOWS], ids=[*MODELS, "windows"])
 def test_recomputation_sees_the_same_documents(
-    recompute: RecomputeConfig, backend: str | None, model: str
+    recompute: RecomputeConfig, backend: str | None, model: dict[str, Any]
 ) -> None:
     tokens, positions, ends = packed()
-    config, gradients = dataclasses.replace(MODEL, **MODELS[model]), []
+    config, gradients = dataclasses.replace(MODEL, **model), []
     for how in (None, recompute):
         gpt = model_of(how, DotProduct(backend), config)
         gpt(tokens, tokens, positions, ends).backward()
@@ -133,12 +162,15 @@ def test_the_compiler_takes_a_layer_whole_and_once() -> None:
             torch.testing.assert_close(found, expected)
 
 
-def test_flash_of_variable_lengths_fits_the_model() -> None:
+@pytest.mark.parametrize("windows", [{}, WINDOWS])
+def test_flash_of_variable_lengths_fits_the_model(windows: dict[str, str]) -> None:
     """On the meta device, where the kernel's own shapes are checked and nothing is computed."""
     pytest.importorskip("torch.nn.attention.varlen", reason="torch 2.10 brought it")
     with torch.device("meta"):
-        model = GPT(MODEL, VOCAB, parts=ModelComponents(attention=PackedFlash())).bfloat16()
+        config = dataclasses.replace(MODEL, **windows)
+        model = GPT(config, VOCAB, parts=ModelComponents(attention=PackedFlash())).bfloat16()
         tokens, positions, ends = (part.to("meta") for part in packed())
+        model(tokens, tokens).backward()
         loss = model(tokens, tokens, positions, ends)
         loss.backward()
         assert model(tokens).shape == (3, 16, VOCAB)  # as a text is written, without documents
@@ -163,6 +195,7 @@ CHOICE = {"masked": False, "head_width": 64, "dropout": 0.0, "dtype": torch.bflo
         ("flash", {"masked": True, "dropout": 0.1}, "--reset-attention-mask it needs --attention-dropout 0"),
         ("flash", {"masked": True, "dtype": torch.float32}, "--reset-attention-mask it needs --bf16 or"),
         ("flash", {"masked": True, "head_width": 20}, "multiple of 8 up to 256, not 20, or use auto"),
+        ("flash", {"windowed": True, "dropout": 0.1}, "--window-size it needs --attention-dropout 0"),
     ],
 )
 def test_what_cannot_serve_is_refused(backend: str, given: dict, said: str) -> None:
@@ -175,6 +208,10 @@ def test_a_mask_that_is_slow_is_said() -> None:
     kernel = choose_attention("auto", **CHOICE | {"masked": True, "dropout": 0.1})
     assert kernel.describe() == (
         "torch's choice, documents through a dense mask; flash attention needs --attention-dropout 0"
+    )
+    kernel = choose_attention("auto", **CHOICE | {"windowed": True, "dtype": torch.float32})
+    assert kernel.describe() == (
+        "torch's choice, windows through a dense mask; flash attention needs --bf16 or --fp16"
     )
     assert choose_attention("auto", **CHOICE | {"device": CPU}).describe() == ""
 

@@ -40,7 +40,9 @@ def test_logits_and_gradients_are_transformers(family: str, tmp_path: Path) -> N
         assert error <= 1e-5 * torch.linalg.vector_norm(wanted[name]), name
 
 
-@pytest.mark.parametrize("family", ["llama-tied-scaled", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["llama-tied-scaled", "qwen3", "mistral-window", "qwen2-window", "qwen3-window"]
+)
 def test_a_cache_gives_the_logits_of_the_whole_text(family: str, tmp_path: Path) -> None:
     """Rows are padded to one length, and keys are kept for the groups alone."""
     FAMILIES[family].model().save_pretrained(tmp_path)
@@ -53,8 +55,9 @@ def test_a_cache_gives_the_logits_of_the_whole_text(family: str, tmp_path: Path)
         found = next_logits(model, texts[:, column : column + 1], cache)
     expected = [model(TOKENS[:1])[0, -1], model(TOKENS[1:, :28])[0, -1]]
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)
-    k, _ = cache.layers[0].extend(*[torch.zeros(2, 0, model.config.num_query_groups, 40)] * 2)
-    assert k.shape == (2, 33, model.config.num_query_groups, 40)
+    groups, width = model.config.num_query_groups, model.config.kv_channels
+    k, _ = cache.layers[0].extend(*[torch.zeros(2, 0, groups, width)] * 2)
+    assert k.shape == (2, 33, groups, width)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_zpp.model import loss as loss_module
 from megatron_zpp.model.loss import IGNORED, chunk_rows, keeps_gradient, linear_cross_entropy
 from tests.support import run
 
@@ -92,8 +93,9 @@ def test_float64_is_torchs_loss(tokens: int, width: int, vocab: int, padded: int
 def test_each_format_is_as_exact_as_the_plain_loss(dtype: torch.dtype, width: int) -> None:
     """fp32 and 16 bits round differently here and there, never more: twice the plain errors at most.
 
-    The plain loss rounds the gradient of the logits once, ours once more when it is scaled, and both round
-    the product. Errors of independent roundings add up as squares: √3 / √2 of the plain error, below 2.
+    The plain loss rounds the gradient of the logits once, ours once more, or what it is multiplied with,
+    because of the factor; both round the product. Errors of independent roundings add up as squares: √3 / √2
+    of the plain error, below 2.
     """
     for tokens in (15, 200):
         given = inputs(tokens, width, 50, 64, dtype)
@@ -161,10 +163,10 @@ def test_gradients_accumulate_and_repeat_bit_for_bit(width: int) -> None:
     assert torch.equal(weight.grad, 2 * of_weight)
 
 
-@pytest.mark.parametrize("width", [WIDE, NARROW])
-def test_a_second_backward_is_refused(width: int) -> None:
+@pytest.mark.parametrize(("width", "dtype"), [(WIDE, torch.float16), (NARROW, torch.float32)])
+def test_a_second_backward_is_refused_where_it_would_be_wrong(width: int, dtype: torch.dtype) -> None:
     """What waits for the backward is scaled where it lies: a second one would scale it again."""
-    x, weight, targets, vocab = inputs(15, width, 50, 64)
+    x, weight, targets, vocab = inputs(15, width, 50, 64, dtype)
     loss = chunked(x.requires_grad_(), weight, targets, vocab)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -223,6 +225,17 @@ def allocations(loss: Loss, *given: Tensor | int) -> tuple[int, int]:
         now += event.nbytes()
         peak = max(peak, now)
     return max(event.nbytes() for event in events), peak
+
+
+def test_a_lean_chunk_is_no_larger_than_what_each_chunk_reads_and_writes() -> None:
+    """Llama 3.2 1B, 8 × 2048 tokens: four chunks, not eight of 1 GiB of fp32 logits; GPT-3 1.3B as ever."""
+    llama, gpt = (
+        loss_module.default_chunk_bytes(*shape, 2, lean=True) for shape in ((128_256, 2048), (50_304, 2048))
+    )
+    assert chunk_rows(16_384, 128_256, llama) == 4096
+    assert 2 * 4096 * 128_256 <= 4 * 128_256 * 2048
+    assert gpt == loss_module.LEAN_CHUNK_BYTES
+    assert loss_module.default_chunk_bytes(128_256, 2048, 2, lean=False) == loss_module.CHUNK_BYTES
 
 
 @pytest.mark.parametrize("width", [16, 300])

@@ -74,6 +74,14 @@ def test_one_graph_for_a_llama() -> None:
         assert three_steps(Topology(), backend="aot_eager", recompute=recompute, **LLAMA) == (plain, [])
 
 
+def test_a_graph_for_layers_with_a_window_and_one_for_others() -> None:
+    changes = LLAMA | {"window_size": "6,0", "window_attn_skip_freq": "3"}
+    plain, _ = three_steps(Topology(), backend=None, **changes)
+    assert plain != three_steps(Topology(), backend=None, **LLAMA)[0]
+    for recompute in RECOMPUTED:
+        assert three_steps(Topology(), backend="aot_eager", recompute=recompute, **changes) == (plain, [])
+
+
 def sharded_steps(topology: Topology) -> tuple[list[float], list[str]]:
     """Both ranks have the same batch, so that its mean is what one rank has."""
     return three_steps(topology, backend="aot_eager", stage=3, recompute="full")

@@ -180,7 +180,6 @@ REFUSED = (
         "--rotary-interleaved",
     ),
     *_refused("use --use-rope-scaling", "--rotary-seq-len-interpolation-factor"),
-    *_refused("attention has no sliding window; omit it", "--window-size"),
     *_refused("the residual stream has the compute format; use --fp32", "--fp32-residual-connection"),
     *_refused("the loss is computed in fp32; omit it", "--fp16-lm-cross-entropy"),
     *_refused(_TOKENS, "--train-tokens", "--lr-decay-tokens", "--lr-warmup-tokens"),

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_zpp.model.fused.math import exp2
-from megatron_zpp.model.loss import IGNORED, LEAN_CHUNK_BYTES, LossKernels, unit
+from megatron_zpp.model.loss import IGNORED, LossKernels, unit
 
 # The fastest of 2048 to 16384 and 4 to 32 for 50,304 entries on an H200.
 _BLOCK, _WARPS = 8192, 16
@@ -35,7 +35,7 @@ def scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-PASSES = LossKernels(logits_to_gradient, scaled, LEAN_CHUNK_BYTES)
+PASSES = LossKernels(logits_to_gradient, scaled, lean=True)
 
 
 @triton.jit

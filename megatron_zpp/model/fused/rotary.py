@@ -79,18 +79,25 @@ def _launch(
 ) -> None:
     batch, tokens, whole, head_width = out.shape
     pairs = cos.shape[-1]
-    block = min(_HEADS, triton.next_power_of_2(whole))
-    pair_block = triton.next_power_of_2(pairs)
     wrap_triton(_rotate_kernel)[(batch * tokens,)](
         *(q, k, v, cos, sin, out, cos.numel() // pairs, heads, groups),
         JOINS=joins,
-        WIDTH=head_width,
-        PAIRS=pairs,
-        HEAD_BLOCK=block,
-        PAIR_BLOCK=pair_block,
-        REST_BLOCK=triton.next_power_of_2(head_width - 2 * pairs) if head_width > 2 * pairs else 0,
-        num_warps=min(max(block * pair_block // 256, 1), 8),  # 16 elements a thread
+        **_shape(whole, head_width, pairs),
     )
+
+
+def _shape(heads: int, width: int, pairs: int) -> dict[str, int]:
+    """Of a program, for all heads: 16 elements a thread, or more where that takes more than 8 warps."""
+    rest = width - 2 * pairs
+    block, pair_block = min(_HEADS, triton.next_power_of_2(heads)), triton.next_power_of_2(pairs)
+    return {
+        "WIDTH": width,
+        "PAIRS": pairs,
+        "HEAD_BLOCK": block,
+        "PAIR_BLOCK": pair_block,
+        "REST_BLOCK": triton.next_power_of_2(rest) if rest else 0,
+        "num_warps": min(max(block * pair_block // 256, 1), 8),
+    }
 
 
 @triton.jit

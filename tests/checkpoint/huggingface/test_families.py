@@ -38,7 +38,7 @@ def test_import_then_export_returns_every_bit(
     assert len(list(source.glob("*.safetensors"))) > 1
     for said in (
         tool("import", source, tmp_path / "ours"),
-        tool("export", tmp_path / "ours", tmp_path / "back", *["--no-tokenizer"] * (family == "qwen2")),
+        tool("export", tmp_path / "ours", tmp_path / "back", *["--no-tokenizer"] * ("qwen2" in family)),
     ):
         assert "logits: largest difference" in said
     check_equal(tensors(tmp_path / "back"), tensors(source))
@@ -79,8 +79,10 @@ LLAMA = {
     "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
+QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16}
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,10 @@ LLAMA = {
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type "linear" is not supported'),
         ({"rope_parameters": {"rope_theta": "x"}}, 'rope_theta of rope is "x"; must be a number'),
         ({"hidden_size": None}, "hidden_size is null; must be a positive integer"),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window true is not supported"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0; must be null or a positive"),
+        (QWEN2 | {"use_sliding_window": 1}, "use_sliding_window is 1; must be true or false"),
+        (QWEN2 | {"max_window_layers": -1}, "max_window_layers is -1; must be 0 or more"),
+        (QWEN2 | {"layer_types": ["chunked_attention"] * 2}, "must name full_attention or sliding_attention"),
         ({"model_type": "smollm3"}, 'model_type is "smollm3"; must be one of gpt2, llama'),
         ({"quantization_config": {}}, "quantization_config {} is not supported"),
     ],
@@ -109,6 +114,7 @@ def test_what_no_flag_expresses_is_refused_with_its_key(changes: dict[str, Any],
         ({"rotary_percent": 0.5}, "--rotary-percent 0.5"),
         ({"normalization": "LayerNorm"}, "--normalization LayerNorm"),
         ({"qk_layernorm": True, "add_qkv_bias": True}, "--add-qkv-bias True"),
+        ({"window_size": "7,0", "window_attn_skip_freq": "2"}, "--window-attn-skip-freq 2"),
     ],
 )
 def test_what_transformers_cannot_compute_is_not_exported(changes: dict[str, Any], said: str) -> None:
@@ -119,10 +125,25 @@ def test_what_transformers_cannot_compute_is_not_exported(changes: dict[str, Any
     assert str(caught.value).startswith(said)
 
 
-def test_a_sliding_window_shortens_a_mistral() -> None:
-    described = describe_model(LLAMA | {"model_type": "mistral", "sliding_window": 32})
-    assert described.fields["max_position_embeddings"] == 32
-    assert "sliding_window 32" in described.notes[0]
+@pytest.mark.parametrize(
+    ("values", "windows"),
+    [
+        (LLAMA | {"sliding_window": 32}, [None, None]),  # no key of a Llama
+        (LLAMA | {"model_type": "mistral", "sliding_window": 32}, [32, 32]),
+        (LLAMA | {"model_type": "mistral", "sliding_window": None}, [None, None]),
+        (LLAMA | {"model_type": "mistral"}, [None, None]),  # 4096, of 128 positions
+        (LLAMA | QWEN2, [None, None]),  # from layer 28 on
+        (LLAMA | QWEN2 | {"max_window_layers": 1}, [None, 16]),
+        (LLAMA | QWEN2 | {"max_window_layers": 0}, [16, 16]),
+        (LLAMA | QWEN2 | {"layer_types": ["sliding_attention", "full_attention"]}, [16, None]),
+        (LLAMA | QWEN2 | {"use_sliding_window": False, "max_window_layers": 0}, [None, None]),
+    ],
+)
+def test_windows_of_config_json(values: dict[str, Any], windows: list[int | None]) -> None:
+    config = ModelConfig(**describe_model(values).fields, seq_length=64)
+    assert list(config.layer_windows) == windows
+    again = ModelConfig(**describe_model(huggingface_values(vars(config), 100, 0)).fields, seq_length=64)
+    assert again.layer_windows == config.layer_windows
 
 
 @pytest.mark.parametrize("preset", ["llama3.2-1b", "llama3.1-8b", "qwen3-1.7b", "smollm2-135m", "mistral-7b"])
