@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, MutableMapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import FlashAttention3
 from megatron_zpp.model.gpt import GPT, PLAIN_BLOCK, BlockKernels, Layer, transformer_block
 from megatron_zpp.model.kv_cache import LayerCache
-from megatron_zpp.model.loss import LossKernels, logits_to_gradient
+from megatron_zpp.model.loss import LossKernels
 from megatron_zpp.model.masks import Causal, InsideDocuments, Mask
 from megatron_zpp.model.rotary import Rotation
 from megatron_zpp.native.cache import cache_directory
@@ -91,10 +92,7 @@ def compile_parts(
 
     for layer in model.layers:
         layer.compute = run  # type: ignore[assignment]  # torch's stubs: an attribute is a tensor or module
-    # A graph for whole chunks of tokens, and one where the last chunk is smaller.
-    model.head.passes = passes or LossKernels(
-        torch.compile(logits_to_gradient, backend=backend, fullgraph=True, dynamic=False)
-    )
+    model.head.compile_loss(partial(torch.compile, backend=backend, fullgraph=True, dynamic=False), passes)
 
 
 def _kernels(layer: Layer) -> tuple[BlockKernels, LossKernels]:
