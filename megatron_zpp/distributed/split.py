@@ -12,9 +12,9 @@ from torch import Tensor
 class Split:
     """A parameter of which each of T tensor ranks has an equal part along dimension `dim`.
 
-    `runs` are the lengths of consecutive parts of the whole dimension, each of which is cut by itself: the rows
-    of queries, keys and values of an attention layer, or gate and value of SwiGLU. Rank r has part r of the
-    first run, then part r of the second, and so on. T divides every run.
+    `runs` are the lengths of consecutive parts of the whole dimension, each of which is cut by itself: the
+    rows of queries, keys and values of an attention layer, or gate and value of SwiGLU. Rank r has part r of
+    the first run, then part r of the second, and so on. T divides every run.
     """
 
     dim: int

@@ -21,7 +21,7 @@ class TensorGroup:
         self._name = self._group.group_name
 
     def start_gather(self, rows: Tensor) -> Tensor:
-        """Start an all-gather: (R, …) on each rank -> (ranks · R, …), to be passed to `wait` before it is read."""
+        """Start an all-gather: (R, …) on each rank -> (ranks · R, …), for `wait`."""
         return _COLLECTIVES.all_gather_into_tensor(rows.contiguous(), self.size, self._name)
 
     def start_scatter_sum(self, rows: Tensor) -> Tensor:

@@ -4,10 +4,11 @@ Shapes: T tensor ranks, B batch, S tokens per sample, D hidden size, R = B · S 
 vocabulary.
 
 Between the linear maps of a layer, where norms, dropout and residual sums are, a rank has the rows of its own
-tokens: (R, D), part r of the B · S tokens laid end to end. A column-parallel map gathers the rows of all ranks
-and computes some of the outputs for all tokens, (B, S, outputs / T). A row-parallel map has some of the inputs,
-and its products are summed over ranks and scattered to the rows. What is kept for the backward of a map into
-heads or into the MLP is (R, D) too: the backward gathers it again, beside the product that does not need it.
+tokens: (R, D), part r of the B · S tokens laid end to end. A column-parallel map gathers the rows of all
+ranks and computes some of the outputs for all tokens, (B, S, outputs / T). A row-parallel map has some of the
+inputs, and its products are summed over ranks and scattered to the rows. What is kept for the backward of a
+map into heads or into the MLP is (R, D) too: the backward gathers it again, beside the product that does not
+need it.
 """
 
 import math
@@ -171,8 +172,8 @@ class VocabularyParallelHead(Head):
 class VocabularyParallelLoss:
     """The parts of the loss that are not products, where each rank has V / T of the logits of all tokens.
 
-    Each rank finds the maximum, the sum of exponentials and the target's logit among its entries. One exchange
-    of these three numbers per token tells all ranks the softmax.
+    Each rank finds the maximum, the sum of exponentials and the target's logit among its entries. One
+    exchange of these three numbers per token tells all ranks the softmax.
     """
 
     def __init__(self, group: TensorGroup) -> None:

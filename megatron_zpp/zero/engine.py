@@ -235,7 +235,7 @@ class ZeroEngine:
         return sum_over_ranks(value, self.topology)
 
     def mean_over_ranks(self, value: Tensor) -> Tensor:
-        """The mean of a small tensor over the data ranks; tensor ranks of one data rank have the same value."""
+        """The mean of a small tensor over data ranks, whose tensor ranks have the same value."""
         counted = value if self.grid.tensor_rank == 0 else torch.zeros_like(value)
         return sum_over_ranks(counted, self.topology) / self.grid.data.world_size
 

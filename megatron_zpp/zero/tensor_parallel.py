@@ -18,8 +18,8 @@ Initialize = Callable[[str, Tensor], None]
 class TensorShare:
     """This rank's share of a model among `group`. Parameters that `splits` does not name are replicated.
 
-    Replicated parameters have the same bits on all ranks of the group: their gradients, of which each rank has
-    the part of its own tokens or heads, are summed over the group before anything else happens to them.
+    Replicated parameters have the same bits on all ranks of the group: their gradients, of which each rank
+    has the part of its own tokens or heads, are summed over the group before anything else happens to them.
     """
 
     group: TensorGroup | None = None

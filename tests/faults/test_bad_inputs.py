@@ -126,7 +126,7 @@ def check_one(ended: list[Done], said: str) -> None:
 
 
 def test_each_node_reports_an_error_once(site: Path, programs: Programs) -> None:
-    """One rank reports an error that all ranks see: whichever finds it first, so the test does not say which."""
+    """One rank, whichever is first, reports an error that both ranks have."""
     ended = two_ranks(site, programs, *[("--num-layer", "3")] * 2)
     (speaker,) = (done for done in ended if done.stderr)
     check(speaker, COMMAND_LINES[0])
