@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_zpp.config.options import option_error
+from megatron_zpp.config.tensor_parallel import FLAG, divisors
 from megatron_zpp.distributed.topology import Topology
-
-FLAG = "--tensor-model-parallel-size"
 
 
 @dataclass(frozen=True)
@@ -24,9 +23,8 @@ class Grid:
         """Raise ValueError if a tensor group would cross nodes."""
         local = self.job.local_world_size
         if local % self.tensor:
-            sizes = ", ".join(str(size) for size in range(1, local + 1) if local % size == 0)
             raise option_error(
-                FLAG, self.tensor, f"must divide the {local} ranks of a node; possible here: {sizes}"
+                FLAG, self.tensor, f"must divide the {local} ranks of a node; possible: {divisors(local)}"
             )
 
     @property

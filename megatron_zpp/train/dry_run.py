@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend
 from megatron_zpp.config.fused_backend import resolve_fused_backend
 from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.root import Config
+from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import TORCH_BACKENDS, check_flash3_settings
 from megatron_zpp.plan.hardware import GPUS, machine
@@ -49,10 +50,10 @@ def _compiles(config: Config) -> bool:
     return config.compilation.wanted("cuda", apex=config.optimizer.fused_backend == "apex")
 
 
-def dry_run(inputs: RunInputs, topology: Topology, *, speaks: bool) -> None:
+def dry_run(inputs: RunInputs, grid: Grid, *, speaks: bool) -> None:
     """Print the plan if this process `speaks` for the others. Raises ValueError if the run would."""
     config, schedule = inputs.config, inputs.schedule
-    check_topology(config.zero, topology)
+    check_topology(config.zero, grid.data)
     config.recompute.check_device("cuda")
     compiles = _compiles(config)
     if compiles:
@@ -65,7 +66,7 @@ def dry_run(inputs: RunInputs, topology: Topology, *, speaks: bool) -> None:
     if config.attention.attention_backend == "flash3":
         check_flash3_settings(config.model.attention_dropout, getattr(torch, dtype))
     if speaks:
-        job = job_of(config, inputs.tokenizer["vocab_size"], schedule, topology)
+        job = job_of(config, inputs.tokenizer["vocab_size"], schedule, grid.job)
         lines = [*report(job, gpu, rates, schedule.iterations), *_not_planned(config)]
         sys.stdout.write("\n".join(lines) + "\n")
         sys.stdout.flush()

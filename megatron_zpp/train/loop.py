@@ -140,7 +140,7 @@ class Trainer:
         return MicroBatches(
             self._splits.train,
             self._schedule.batches,
-            rank=self._engine.topology.rank,
+            rank=self._engine.grid.data.rank,
             consumed=self.progress.consumed_samples,
             end=self._schedule.samples,
             num_workers=self._config.data.num_workers,
@@ -150,14 +150,15 @@ class Trainer:
     def _step(self, batches: Iterator[Batch]) -> StepResult:
         """One optimizer step on the next global batch."""
         consumed, schedule = self.progress.consumed_samples, self._schedule.batches
+        grid = self._engine.grid
         micro_batches = schedule.micro_batches_at(consumed)
         losses = torch.zeros((), device=self._engine.device)
         self._engine.take_traffic()  # discards the traffic of an evaluation
         where, sections = f"step {self.progress.iteration + 1}", self._engine.sections
         self._profiler.before_step(self.progress.iteration + 1)
         for index in range(micro_batches):
-            first_sample, _ = schedule.micro_batch(consumed, index, self._engine.topology.rank)
-            seed_dropout(self._config.training.seed, first_sample)
+            first_sample, _ = schedule.micro_batch(consumed, index, grid.data.rank)
+            seed_dropout(self._config.training.seed, first_sample, grid.tensor_rank)
             self._mark(f"{where}, reading micro-batch {index + 1} of {micro_batches}")
             with sections(BATCH):
                 batch = next(batches)
@@ -267,7 +268,11 @@ class Trainer:
             self._reporter.text(iteration, self._write_text())
 
 
-def seed_dropout(seed: int, first_sample: int) -> None:
-    """Seed dropout from `seed` and a micro-batch's first sample, for any world size or resume."""
-    digest = hashlib.blake2b(f"dropout/{seed}/{first_sample}".encode(), digest_size=8).digest()
+def seed_dropout(seed: int, first_sample: int, tensor_rank: int) -> None:
+    """Seed dropout from `seed` and a micro-batch's first sample, for any number of data ranks or resume.
+
+    Tensor ranks drop out of different tokens and heads of a micro-batch, so that each has masks of its own.
+    """
+    key = f"dropout/{seed}/{first_sample}" + (f"/{tensor_rank}" if tensor_rank else "")
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -217,12 +217,15 @@ class ZeroEngine:
             return self._loss(batch)
 
     @torch.no_grad()
-    def next_token_logits(self, tokens: Tensor) -> Tensor:
-        """The logits (V,) fp32, on the CPU, of the token after `tokens` (1, T); every rank must call it."""
+    def next_token_logits(self, tokens: Tensor, *, after: int = -1) -> Tensor:
+        """The logits (V,) fp32, on the CPU, of the token after place `after` of `tokens` (1, T).
+
+        Every rank must call it.
+        """
         self.model.eval()
         self._prefetcher.begin(Phase.FORWARD)
         with self.sections.unheard():
-            return self.model(tokens.to(self.device))[0, -1].float().cpu()
+            return self.model(tokens.to(self.device))[0, after].float().cpu()
 
     def take_traffic(self) -> tuple[int, int]:
         """Bytes sent by this rank (inside its node, between nodes) since the last call."""

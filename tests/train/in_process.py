@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_zpp.config.root import parse_args
+from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.lease import Lease
 from megatron_zpp.supervision.activity import Activity
@@ -34,7 +35,9 @@ def train_here(argv: list[str], activity: Activity | None = None, lease: Lease |
     tokenizer = describe(build_tokenizer(config.tokenizer))
     splits = open_data(config, schedule, tokenizer, print)
     inputs = RunInputs(config=config, tokenizer=tokenizer, schedule=schedule, splits=splits)
-    engine = build_engine(config, tokenizer["vocab_size"], prepare_device(config, topology), topology)
+    engine = build_engine(
+        config, tokenizer["vocab_size"], prepare_device(config, Grid(topology)), Grid(topology)
+    )
     ranks = Ranks(
         topology=topology,
         store=dist.HashStore(),
