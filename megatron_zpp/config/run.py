@@ -216,8 +216,8 @@ class DistributedConfig(Options):
     )
     tensor_model_parallel_size: int = option(
         1,
-        "Ranks of a node that share every layer, each with some of its heads, columns and vocabulary; between "
-        "them each has 1 / N of the tokens (sequence parallelism).",
+        "Ranks of a node that share every layer, each with some of its heads, columns and vocabulary; "
+        "between linear maps each has 1 / N of the tokens (sequence parallelism).",
         at_least=1,
         at_most=1024,
     )

@@ -27,13 +27,13 @@ def check_tensor_ranks(model: ModelConfig, ranks: int, *, fp8: bool) -> None:
         raise option_error(
             FLAG,
             ranks,
-            f"leaves {model.num_query_groups // ranks} × --kv-channels {model.kv_channels} outputs of keys per "
-            "rank; must be a multiple of 16 with --fp8",
+            f"leaves {model.num_query_groups // ranks} × --kv-channels {model.kv_channels} outputs of keys "
+            "per rank; must be a multiple of 16 with --fp8",
         )
 
 
 def check_vocabulary(model: ModelConfig, vocab_size: int, ranks: int) -> None:
-    """Raise ValueError unless `ranks` can share the rows of the vocabulary, whose padding depends on no rank."""
+    """Raise ValueError unless `ranks` can share the padded vocabulary, which does not depend on them."""
     padded = model.padded_vocab_size(vocab_size)
     if padded % ranks:
         raise option_error(

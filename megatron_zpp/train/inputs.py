@@ -29,8 +29,9 @@ class RunInputs:
 def check_inputs(config: Config, ranks: int, say: Callable[[str], None]) -> RunInputs:
     """Open and check everything that this process can check without a device or the other ranks.
 
-    `ranks` is the number of ranks that have samples of their own. `say` gets a line about work that takes long. Raises
-    ValueError for settings, data, checkpoints or places to write to with which the run could not end well.
+    `ranks` is the number of ranks that have samples of their own. `say` gets a line about work that takes
+    long. Raises ValueError for settings, data, checkpoints or places to write to with which the run could not
+    end well.
     """
     schedule = RunSchedule.from_config(config, ranks)
     tokenizer = build_tokenizer(config.tokenizer)
