@@ -71,6 +71,8 @@ def train(
     options: argparse.Namespace, settings: dict[str, Any], seed: int, topology: Topology, splits: Splits
 ) -> dict[str, Any]:
     """Training losses, validation losses and the final one of a run."""
+    assert splits.train is not None, "main opens both"
+    assert splits.valid is not None
     device = torch.device(f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu")
     config = ModelConfig(
         model_preset=options.preset,

@@ -4,6 +4,8 @@ Symmetric quantisation in its usual form: scales and codes in two tensors, alloc
 functions go through torch.compile.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -63,7 +65,7 @@ def sum_rotated(
     messages: list[Quantized], shard: Tensor, signs: Tensor, matrix: Tensor, levels: Tensor
 ) -> None:
     """Write the sum of messages to `shard`, rotated back once."""
-    rotated = sum(_level(codes, levels) * scales.float() for codes, scales in messages)
+    rotated: Any = sum(_level(codes, levels) * scales.float() for codes, scales in messages)
     shard.copy_((rotated @ matrix).view(-1) * signs)
 
 
@@ -95,7 +97,10 @@ def dequantize_into(codes: Tensor, scales: Tensor, output: Tensor, *, format: Qu
 
 def total(messages: list[Quantized], format: QuantFormat) -> Tensor:
     """The fp32 sum of messages."""
-    return sum(dequantize(*message, format) for message in messages)
+    summed: Any = sum(
+        dequantize(*message, format) for message in messages
+    )  # to its stubs perhaps the integer 0
+    return summed
 
 
 def sum_quantize(messages: list[Quantized], *, format: QuantFormat) -> Quantized:

@@ -2,7 +2,8 @@
 
 python benchmarks/plan.py   writes results/plan.json and prints the tables of docs/internals/planner.md
 
-plan_rows.py says how the measurements are compared, and plan_paper.py how the paper's figures are.
+plan_rows.py says how the measurements are compared, plan_paper.py how the paper's figures are, and
+plan_published.py how published runs on H100s are.
 """
 
 import sys
@@ -12,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the ro
 
 from benchmarks.common import write_result
 from benchmarks.plan_paper import our_rows, published_rows
+from benchmarks.plan_published import h100_rows
 from benchmarks.plan_rows import Row, h200_rows, shape_rows, slow_link_rows, socket_rows
 
 
@@ -49,7 +51,21 @@ def tables() -> dict[str, list[str]]:
         f"{row['milliseconds'] / row['measured_ms'] - 1:+.1%} |"
         for row in shape_rows()
     ]
-    return {"gpus": gpus, "sockets": sockets, "shapes": shapes, "links": links, "paper": paper, "ours": ours}
+    h100s = [
+        f"| {row['model'].upper()} | {row['tokens']:,} | "
+        f"{row['micro_batch_size']} × {row['micro_batches']} | {row['measured_mfu']:.1f} | "
+        f"{row['mfu']:.1f} | {_off(row['measured_mfu'], row['mfu'])} |"
+        for row in h100_rows()
+    ]
+    return {
+        "gpus": gpus,
+        "sockets": sockets,
+        "shapes": shapes,
+        "h100s": h100s,
+        "links": links,
+        "paper": paper,
+        "ours": ours,
+    }
 
 
 def _times(row: Row) -> str:
@@ -72,6 +88,7 @@ def main() -> None:
         "h200": h200_rows(),
         "sockets": socket_rows(),
         "one_h200": shape_rows(),
+        "published_h100": h100_rows(),
         "slow_link": slow_link_rows(),
         "zeropp_paper_18b": published_rows(),
         "ours_18b": our_rows(),

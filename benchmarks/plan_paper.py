@@ -17,7 +17,7 @@ from megatron_zpp.plan.hardware import Machine, machine
 from megatron_zpp.plan.job import Job, units_of
 from megatron_zpp.plan.step_time import compute_seconds, pass_seconds, step_time
 from megatron_zpp.plan.traffic import Pass, total, traffic_of
-from megatron_zpp.zero.hop import Sent
+from megatron_zpp.zero.hop import SentBytes
 
 PAPER_NODES, PAPER_GPUS = 24, 16
 PAPER_VOLUMES = {  # models sent: forward, backward, gradients
@@ -97,8 +97,8 @@ def _paper(tokens: int, volumes: tuple[float, float, float], rates: Machine) -> 
     forward, backward, gradients = volumes
     behind = alone = computes = 0.0
     for is_forward, models in ((True, forward), (False, backward + gradients)):
-        sent = Sent(inter=int(models * whole))
-        one = Pass(is_forward, 1, sent, Sent(), Sent(), decoded=0, summed=0)
+        sent = SentBytes(inter=int(models * whole))
+        one = Pass(is_forward, 1, sent, SentBytes(), SentBytes(), decoded=0, summed=0)
         compute = compute_seconds(job, rates, is_forward)
         behind += pass_seconds(job, rates, one, compute)
         alone += compute + pass_seconds(job, rates, one, 0.0)

@@ -2,10 +2,27 @@
 # From nothing to text written by a GPT of your own: environment, corpus, tokenizer, data set, pretraining,
 # evaluation, loss curve, samples. Everything is written to ./quickstart (or QUICKSTART_DIR). Finished
 # steps are kept: a second call continues where the first one stopped.
-# Arguments are appended to pretrain_gpt.py's: launch/quickstart.sh --train-iters 1000
+# --arch llama trains a Llama-like model of as many parameters instead of a GPT-2, beside it.
+# Other arguments are appended to pretrain_gpt.py's: launch/quickstart.sh --train-iters 1000
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONUNBUFFERED=1 # lines appear as they are printed, through pipes too
+
+arch=gpt2
+flags=()
+while (($#)); do
+    case $1 in
+        --arch=*) arch=${1#*=} ;;
+        --arch) arch=${2-} && shift $(($# > 1)) ;;
+        *) flags+=("$1") ;;
+    esac
+    shift
+done
+case $arch in
+    gpt2) suffix="" ;;
+    llama) suffix=-llama ;;
+    *) echo "quickstart.sh: error: --arch ${arch:-(not given)}: must be gpt2 or llama" >&2 && exit 2 ;;
+esac
 
 work=${QUICKSTART_DIR:-quickstart}
 launch/setup_venv.sh requirements.txt
@@ -42,6 +59,7 @@ fi
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 if ((gpus > 0)); then
     processes=$gpus
+    groups=4 inner=1560 # of a Llama with the GPT-2's count of parameters
     shape=(--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512
         --micro-batch-size 16 --global-batch-size $((16 * gpus)) --train-iters 1500 --lr-warmup-fraction 0.08
         --eval-interval 250)
@@ -52,22 +70,27 @@ else
     while ((8 % processes)); do processes=$((processes - 1)); done
     micro=$((8 / processes))
     ((micro <= 4)) || micro=4
+    groups=2 inner=792
     shape=(--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256
         --micro-batch-size "$micro" --global-batch-size 8 --train-iters 480 --lr-warmup-fraction 0.08
         --eval-interval 120)
 fi
-step "4/5 pretraining on $([[ $gpus -gt 0 ]] && echo "$gpus GPU(s)" || echo "$processes CPU process(es)")"
+[[ $arch == gpt2 ]] || shape+=(--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+    --group-query-attention --num-query-groups "$groups" --ffn-hidden-size "$inner")
+step "4/5 pretraining of a $arch on $([[ $gpus -gt 0 ]] && echo "$gpus GPU(s)" || echo "$processes CPU process(es)")"
 PYTHON=$python launch/local.sh -n "$processes" pretrain_gpt.py \
     --data-path "$work/corpus_text_document" --split 95,4,1 "${tokenizer[@]}" \
     "${shape[@]}" --attention-dropout 0 --hidden-dropout 0 \
     --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95 \
     --log-interval 20 --eval-iters 20 \
-    --save "$work/checkpoints" --load "$work/checkpoints" --save-interval 120 \
-    --metrics-file "$work/metrics.jsonl" "$@"
+    --save "$work/checkpoints$suffix" --load "$work/checkpoints$suffix" --save-interval 120 \
+    --metrics-file "$work/metrics$suffix.jsonl" ${flags[@]+"${flags[@]}"}
 
 step "5/5 loss curve and samples"
-"$python" -m megatron_zpp.commands.plot "$work/metrics.jsonl" --output "$work/loss.png"
-"$python" -m megatron_zpp.commands.sample --load "$work/checkpoints" --num-samples 2 --max-new-tokens 160 \
-    --prompt "def main():" | tee "$work/sample.txt"
+curves=("$work/metrics$suffix.jsonl")
+[[ -z $suffix || ! -e $work/metrics.jsonl ]] || curves=("$work/metrics.jsonl" "${curves[@]}")
+"$python" -m megatron_zpp.commands.plot "${curves[@]}" --output "$work/loss$suffix.png"
+"$python" -m megatron_zpp.commands.sample --load "$work/checkpoints$suffix" --num-samples 2 \
+    --max-new-tokens 160 --prompt "def main():" | tee "$work/sample$suffix.txt"
 
-step "done: $work/loss.png is the curve, $work/sample.txt the text, $work/checkpoints the model"
+step "done: loss$suffix.png in $work is the curve, sample$suffix.txt the text, checkpoints$suffix the model"

@@ -280,7 +280,7 @@ def _run_all(
                 return False
             for future in wait(under_way, return_when=FIRST_COMPLETED).done:
                 name, seed = under_way.pop(future)
-                run = {"key": key_of(settings, RUNGS[name], seed), "rung": name, "seed": seed}
+                run: dict[str, Any] = {"key": key_of(settings, RUNGS[name], seed), "rung": name, "seed": seed}
                 run |= {"commit": commit(), **future.result()}
                 _append(path, run)
                 done[name, seed] = run
@@ -317,7 +317,7 @@ def _prepare(device: str, threads: int) -> None:
 
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # not in stubs
     if device == "cuda":
         torch.cuda.init()
 

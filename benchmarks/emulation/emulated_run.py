@@ -4,14 +4,14 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from benchmarks.emulation.flat_model import FlatModel
 from benchmarks.emulation.gradients import NodeSum, cross_node_sum
-from benchmarks.emulation.rungs import MLP, Rung
+from benchmarks.emulation.rungs import MLP, Gradients, Rung, Weights
 from benchmarks.emulation.source import HELD_OUT, Source
 from benchmarks.emulation.weights import Difference, VariedDifference, WeightExchanges
 from megatron_zpp.config.model import ModelConfig
@@ -30,6 +30,7 @@ SHAPES = {  # layers, hidden size, heads, tokens of a sample, vocabulary; parame
     "30m": (8, 512, 8, 256, 8192),
     "60m": (8, 768, 12, 256, 8192),
 }
+Format = TypeVar("Format", Weights, Gradients)
 STREAMS = 1 << 32  # of training data: one for each seed, apart from HELD_OUT
 
 
@@ -300,9 +301,9 @@ def train(
     }
 
 
-def _joined(kinds: Mapping[str, slice], format_of: Callable[[str], str]) -> list[tuple[str, slice]]:
+def _joined(kinds: Mapping[str, slice], format_of: Callable[[str], Format]) -> list[tuple[Format, slice]]:
     """Formats and their ranges; neighbours of one format are one range, as no block has parts of both."""
-    joined: list[tuple[str, slice]] = []
+    joined: list[tuple[Format, slice]] = []
     for kind, here in kinds.items():
         format = format_of(kind)
         if joined and joined[-1][0] == format:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.emulation.flat_model import FlatModel, UnitRun
-from benchmarks.emulation.rungs import Rung
+from benchmarks.emulation.rungs import Gradients, Rung
 from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.ops.lloyd_max import decoded
 from megatron_zpp.ops.operations import Operations
@@ -26,16 +26,16 @@ class NodeSum:
 
     def __init__(self, operations: Operations, coded: Sequence[slice], format: QuantFormat | None) -> None:
         """Gradients travel in `format` in the ranges `coded`, and as they are elsewhere; None: everywhere."""
-        self._operations, self._format = operations, format
-        self._coded = coded if format is not None else []
+        self._operations = operations
+        self._coded = [] if format is None else [(here, format) for here in coded]
         self._messages: list[list[Tensor]] = [[] for _ in self._coded]
         self._ranks: Tensor | None = None
         self.total: Tensor | None = None
 
     def add(self, gradient: Tensor) -> None:
         """Takes the gradient (n,) of the next rank; the caller may overwrite it."""
-        for here, messages in zip(self._coded, self._messages, strict=True):
-            messages.append(_message(self._operations, self._format, gradient[here]))
+        for (here, format), messages in zip(self._coded, self._messages, strict=True):
+            messages.append(_message(self._operations, format, gradient[here]))
         if self._ranks is None:
             self._ranks = gradient.to(torch.float32, copy=True)
         else:
@@ -43,17 +43,19 @@ class NodeSum:
 
     def end_micro_batch(self) -> None:
         """All ranks of the node were added."""
-        for here, messages in zip(self._coded, self._messages, strict=True):
-            summed = torch.empty_like(self._ranks[here])
-            self._operations.sum_into(torch.cat(messages), summed, self._format)
-            self._ranks[here] = summed
+        ranks, self._ranks = self._ranks, None
+        assert ranks is not None, "a micro-batch has ranks"
+        for (here, format), messages in zip(self._coded, self._messages, strict=True):
+            summed = torch.empty_like(ranks[here])
+            self._operations.sum_into(torch.cat(messages), summed, format)
+            ranks[here] = summed
             messages.clear()
-        self.total = self._ranks if self.total is None else self.total + self._ranks
-        self._ranks = None
+        self.total = ranks if self.total is None else self.total + ranks
 
     def take(self) -> Tensor:
         """The sum of the step, after which the next one begins."""
         total, self.total = self.total, None
+        assert total is not None, "a step has micro-batches"
         return total
 
 
@@ -79,7 +81,8 @@ class Codes:
     """The engine's block codes (qgZ), with error feedback or without."""
 
     def __init__(self, operations: Operations, format: QuantFormat, *, feedback: bool) -> None:
-        self._operations, self._format, self._errors = operations, format, [] if feedback else None
+        self._operations, self._format = operations, format
+        self._errors: list[Tensor] | None = [] if feedback else None
 
     def sum(self, nodes: Sequence[Tensor], iteration: int) -> Tensor:
         """See CrossNodeSum."""
@@ -150,9 +153,10 @@ class VariedRotated:
                 lost = (x - rotate_back(arrived, signs)).view(-1)
                 self._errors[node].copy_(lost if self._gaps is None else lost.masked_fill(self._gaps, 0.0))
             rotated.append(arrived if shared is not None else rotate_back(arrived, signs))
-            exact.append(kept)
+            if kept is not None:
+                exact.append(kept)
         total = _ordered(rotated) if shared is None else rotate_back(_ordered(rotated), shared)
-        if exact[0] is not None:
+        if exact:
             total = _ordered([total, *exact])
         total = total.reshape(-1)
         return total if self._gaps is None else total.masked_fill(self._gaps, 0.0)
@@ -170,12 +174,12 @@ class VariedRotated:
 
 
 def cross_node_sum(
-    format: str, rung: Rung, operations: Operations, flat: FlatModel, here: slice, seed: int
+    format: Gradients, rung: Rung, operations: Operations, flat: FlatModel, here: slice, seed: int
 ) -> CrossNodeSum:
     """Hop 2 of the range `here`."""
     if format in ("plain", "bf16"):
         return PlainSum(rounded=format == "bf16")
-    if format.startswith("int"):
+    if format == "int8" or format == "int4":
         quant_format = QuantFormat(format, rung.gradient_block)
         return Codes(operations, quant_format, feedback=rung.gradient_feedback)
     bits, gaps = int(format[-1]), flat.gaps[here]

@@ -116,18 +116,24 @@ TODAY = Rung(
     hop1="int4",
     gradient_block=128,
 )
-DELTA4, DELTA3, DELTA2 = (Rung(weights=f"delta{bits}") for bits in (4, 3, 2))
-ROTATED4, ROTATED3 = (Rung(gradients=f"rotated{bits}") for bits in (4, 3))
+DELTA4, DELTA3, DELTA2 = Rung(weights="delta4"), Rung(weights="delta3"), Rung(weights="delta2")
+ROTATED4, ROTATED3 = Rung(gradients="rotated4"), Rung(gradients="rotated3")
 BOTH4 = replace(DELTA4, gradients="rotated4")
 
 
 def _everywhere(weights: Weights, gradients: Gradients, hop1: Literal["plain", "int4", "int8"]) -> Rung:
     """The same formats for matrices, tables, norms and biases, in one message."""
-    tables = {"table_weights": weights, "table_gradients": gradients}
-    return Rung(weights=weights, gradients=gradients, **tables, small="coded", hop1=hop1)
+    return Rung(
+        weights=weights,
+        gradients=gradients,
+        table_weights=weights,
+        table_gradients=gradients,
+        small="coded",
+        hop1=hop1,
+    )
 
 
-FOUR, THREE = (_everywhere(f"delta{bits}", f"rotated{bits}", "int8") for bits in (4, 3))
+FOUR, THREE = _everywhere("delta4", "rotated4", "int8"), _everywhere("delta3", "rotated3", "int8")
 
 BASELINE = "baseline"
 RUNGS: dict[str, Rung] = {

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.emulation.flat_model import FlatModel, UnitRun
-from benchmarks.emulation.rungs import Rung
+from benchmarks.emulation.rungs import Rung, Weights
 from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.ops.lloyd_max import decoded
 from megatron_zpp.ops.operations import Operations
@@ -160,12 +160,12 @@ class WeightExchanges:
         self._rung, self._operations, self._flat, self._early = rung, operations, flat, early_iterations
         self._formats: dict[str, DifferenceFormats] = {}  # by the name of the format
 
-    def of(self, format: str, here: slice) -> WeightExchange:
+    def of(self, format: Weights, here: slice) -> WeightExchange:
         """The exchange of a range, which begins with its master weights."""
         if format in ("plain", "bf16"):
             return Cast(rounded=format == "bf16")
         rung, operations = self._rung, self._operations
-        if format.startswith("int"):
+        if format == "int8" or format == "int4":
             return Codes(operations, QuantFormat(format, rung.weight_block))
         bits, master, gaps = int(format[-1]), self._flat.master[here], self._flat.gaps[here]
         early = bits if rung.early_weights is None else max(bits, int(rung.early_weights[-1]))

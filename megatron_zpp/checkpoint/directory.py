@@ -72,7 +72,7 @@ def candidates(directory: str, iteration: int | None = None, flag: str = "--load
     if not there:
         for path in sorted(root.glob("iter_*")):
             if iteration_of(path) is not None:
-                problem = f"{path.name} has no {MARKER}: it is damaged or not of this program"
+                problem = f"{path.name} has no {MARKER}: it is damaged, or another program wrote it"
                 raise option_error(flag, directory, f"{problem}; name another directory, or remove it")
     return list(there.values())
 

@@ -19,6 +19,7 @@ from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.checksums import DamagedFile, OnProgress, no_report, verify_file
 from megatron_zpp.storage.regular import read_limited
+from megatron_zpp.tokenizer.base import in_words
 from megatron_zpp.zero.engine import REFERENCE, WEIGHTS, ZeroEngine
 from megatron_zpp.zero.flat_layout import FlatLayout
 
@@ -73,6 +74,14 @@ class CheckpointReader:
         self._pool.shutdown(cancel_futures=True)
         for file in self._files.values():
             file.file.close()
+
+    def has_file(self, name: str) -> bool:
+        """Whether the manifest names a file."""
+        return name in self._checksums
+
+    def check_file(self, name: str) -> None:
+        """Check all bytes of a file that the manifest names. Raises DamagedFile."""
+        verify_file(self.path / name, self._checksums[name], on_progress=self._on_progress)
 
     def config(self) -> Config:
         """The settings of the run that wrote the checkpoint."""
@@ -148,9 +157,16 @@ class CheckpointReader:
         return whole
 
     def check_rest(self, reader: int, readers: int) -> None:
-        """Check what has not been read yet of every `readers`th file, starting at file `reader`."""
+        """Check what has not been read yet of every `readers`th file of shards, starting at file `reader`.
+
+        Reader 0 also checks the other files.
+        """
         for rank in range(reader, self.ranks, readers):
             self._file(rank).file.check_rest(self._pool.map)
+        if reader == 0:
+            shards = set(map(shard_file_name, range(self.ranks)))
+            for name in self._checksums.keys() - shards - {STATE}:
+                self.check_file(name)
 
     def _file(self, rank: int) -> ShardFile:
         if rank not in self._files:
@@ -218,13 +234,13 @@ def _load(kind: str, reader: CheckpointReader, engine: ZeroEngine) -> None:
 def _check_tokenizer(path: Path, saved: dict[str, Any], present: dict[str, Any]) -> None:
     if saved != present:
         raise ValueError(
-            f"{path}: was trained with {_shown(saved)}, this run has {_shown(present)}; give the tokenizer "
-            "flags of that run"
+            f"{path}: was trained with {in_words(saved)}, this run has {in_words(present)}; give the "
+            "tokenizer flags of that run"
         )
 
 
 def _check_units(path: Path, saved: list[dict[str, Any]], present: list[dict[str, Any]]) -> None:
-    """Raises ValueError unless both have the same parameters; their layouts may differ."""
+    """Raise ValueError unless both have the same parameters; their layouts may differ."""
     theirs, ours = (
         {name: entry for unit in units for name, entry in unit["parameters"].items()}
         for units in (saved, present)
@@ -239,11 +255,6 @@ def _check_units(path: Path, saved: list[dict[str, Any]], present: list[dict[str
                 f"{path}: {name} has shape {shapes[0]}, this model needs {shapes[1]}; use the model flags "
                 "that it was saved with"
             )
-
-
-def _shown(tokenizer: dict[str, Any]) -> str:
-    short = str(tokenizer.get("fingerprint", ""))[:12]
-    return f"{tokenizer.get('tokenizer_type')} of {tokenizer.get('vocab_size')} entries ({short})"
 
 
 def _numel(shape: list[int]) -> int:

@@ -131,7 +131,7 @@ def describe_state_of(
 
 
 def check_state(state: dict[str, Any]) -> None:
-    """Raises ValueError, KeyError or TypeError for a state that `describe_state` cannot have returned."""
+    """Raise ValueError, KeyError or TypeError for a state that `describe_state` cannot have returned."""
     progress = Progress.from_json(state["progress"])
     if type(progress.run) is not str:
         raise ValueError(f"the run is called {progress.run!r}")
@@ -144,7 +144,7 @@ def check_state(state: dict[str, Any]) -> None:
         state["optimizer_steps"],
     ]
     if not all(type(number) is int and 0 <= number < _LIMIT for number in numbers):
-        raise ValueError("progress is not told in numbers")
+        raise ValueError("progress has values that are not numbers")
     if not (
         progress.skipped_iterations <= progress.iteration
         and progress.skipped_samples <= progress.consumed_samples
@@ -160,7 +160,7 @@ def check_state(state: dict[str, Any]) -> None:
     _check_difference_formats(state.get("difference_formats"), len(state["units"]))
     scale = state["loss_scale"]
     if not all(isinstance(scale[key], int | float) for key in _LOSS_SCALE_KEYS):
-        raise ValueError("loss_scale is not told in numbers")
+        raise ValueError("loss_scale has values that are not numbers")
     sizes = [
         state["ranks"],
         state.get("nodes", 1),
@@ -185,7 +185,7 @@ def _check_difference_formats(state: Any, units: int) -> None:
     if not len(raised) == len(measured) == units or not all(type(unit) is bool for unit in raised):
         raise ValueError(f"difference_formats has {raised!r} raised")
     if not all(type(square) is float for squares in measured for square in squares):
-        raise ValueError("difference_formats is not measured in numbers")
+        raise ValueError("difference_formats has measurements that are not numbers")
     if not all(len(squares) == 2 for squares in measured):
         raise ValueError("difference_formats has other than two sums per unit")
 

@@ -1,4 +1,4 @@
-"""Writes one checkpoint: each rank writes its file, then rank 0 the state, manifest and marker."""
+"""Writes one checkpoint: each rank writes its file, then rank 0 the rest, manifest and marker."""
 
 import json
 import os
@@ -53,8 +53,12 @@ def write_checkpoint(
     state: dict[str, Any],
     exchange: Exchange,
     options: SaveOptions,
+    *,
+    beside: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write `final` from all ranks; each rank returns, or raises SaveFailed, once it knows the outcome.
+
+    `beside`: the contents of more files by name, those of the tokenizer; rank 0 writes them.
 
     The final name exists only after all of the checkpoint is durable. A save may take as long as some rank
     makes progress with its file. If no rank does for the exchange's time-out, the save fails on all ranks,
@@ -65,7 +69,8 @@ def write_checkpoint(
     by_rank_0 = exchange.topology.rank == 0
     try:
         if by_rank_0:
-            problem = _lead(final, tensors, state, exchange, options)
+            texts = {**(beside or {}), STATE: (json.dumps(state, indent=1) + "\n").encode()}
+            problem = _lead(final, tensors, texts, exchange, options)
         else:
             problem = _follow(final, tensors, exchange, options)
     except Abandoned as abandoned:
@@ -84,7 +89,7 @@ def write_checkpoint(
 def _lead(
     final: Path,
     tensors: Mapping[str, Tensor],
-    state: dict[str, Any],
+    texts: Mapping[str, bytes],
     exchange: Exchange,
     options: SaveOptions,
 ) -> str | None:
@@ -104,7 +109,7 @@ def _lead(
     problem = problem or attempt(lambda on_progress: options.may_write())
     if problem := exchange.abandon(problem) if problem else exchange.commit():
         return problem
-    problem = attempt(lambda on_progress: _commit(partial, final, state, reports, on_progress))
+    problem = attempt(lambda on_progress: _commit(partial, final, texts, reports, on_progress))
     if not problem:
         exchange.put("outcome", None)
     return problem
@@ -176,10 +181,17 @@ def _write_shards(
 
 
 def _commit(
-    partial: Path, final: Path, state: dict[str, Any], reports: list[dict[str, Any]], on_progress: OnProgress
+    partial: Path,
+    final: Path,
+    texts: Mapping[str, bytes],
+    reports: list[dict[str, Any]],
+    on_progress: OnProgress,
 ) -> None:
-    write_durably(partial / STATE, (json.dumps(state, indent=1) + "\n").encode())
-    files = {STATE: checksums_of(partial / STATE)}
+    files = {}
+    for name, text in texts.items():
+        write_durably(partial / name, text)
+        files[name] = checksums_of(partial / name)
+        on_progress()
     for rank, report in enumerate(reports):
         path = partial / shard_file_name(rank)
         files[path.name] = Checksums.from_json(report["checksums"][0], path)

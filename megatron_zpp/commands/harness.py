@@ -1,8 +1,10 @@
 """EleutherAI's lm-evaluation-harness on a checkpoint: `python -m megatron_zpp.commands.harness run …`.
 
 All arguments go to lm_eval's command line; `--model megatron_zpp --model_args load=DIR` selects a checkpoint.
+Without `--device` it runs on the first GPU, or on the CPU where there is none.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +14,8 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from megatron_zpp.config.command_line import run_tool
+from megatron_zpp.config.options import option_error
 from megatron_zpp.distributed.process_group import select_device
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.generate.continuation import Stop, continue_texts
@@ -19,6 +23,7 @@ from megatron_zpp.generate.draw import Sampling
 from megatron_zpp.generate.loading import CheckpointOptions, load_for
 from megatron_zpp.generate.scoring import Passage, score_passages
 
+PROG = "harness"
 _NEW_TOKENS = 256  # default of tasks that set no number, as in the harness's own models
 
 
@@ -48,10 +53,9 @@ class CheckpointLM(LM):
             raise ValueError(f"precision {precision}: must be bf16, fp16 or fp32")
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise ValueError(f"batch_size {batch_size}: must be a whole number, 1 or more")
-        kind = (device or "auto").partition(":")[0]
         numbers = {precision: True} if precision else {}
         options = CheckpointOptions(load=load, ckpt_step=ckpt_step, **numbers)
-        self._place = select_device(kind, Topology())
+        self._place = _place(device or "auto")
         self._batch_size = int(batch_size)
         self._model, self._tokenizer = load_for(options, self._place)
         self._positions = self._model.config.max_position_embeddings
@@ -126,7 +130,40 @@ class CheckpointLM(LM):
         return next(written).text
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run lm_eval's command line."""
     from lm_eval.__main__ import cli_evaluate
 
+    sys.argv[1:] = with_device(sys.argv[1:])
     cli_evaluate()
+
+
+def with_device(argv: Sequence[str]) -> list[str]:
+    """`argv` with a device that this machine has, before the user's arguments, which therefore prevail.
+
+    lm_eval itself fills in cuda:0, also where there is no GPU. A device of a --config file prevails as well.
+    """
+    arguments = list(argv)
+    if arguments and arguments[0].startswith("--") and arguments[0] != "--help":
+        arguments.insert(0, "run")  # as lm_eval does where no command is named
+    from_file = any(argument.partition("=")[0] in ("-C", "--config") for argument in arguments)
+    if arguments[:1] == ["run"] and not from_file:
+        arguments[1:1] = ["--device", "cuda:0" if torch.cuda.device_count() else "cpu"]
+    return arguments
+
+
+def _place(device: str) -> torch.device:
+    """The device that `auto`, `cpu`, `cuda` or `cuda:N` names. Raises ValueError if this machine lacks it."""
+    kind, _, number = device.partition(":")
+    if kind not in ("auto", "cpu", "cuda"):
+        raise option_error("--device", device, "must be auto, cpu, cuda or cuda:N")
+    place = select_device(kind, Topology())
+    if not number:
+        return place
+    if not number.isdecimal() or int(number) >= torch.cuda.device_count():
+        raise option_error("--device", device, f"this machine has {torch.cuda.device_count()} GPUs")
+    return torch.device(kind, int(number))
+
+
+if __name__ == "__main__":
+    run_tool(PROG, main)

@@ -45,7 +45,7 @@ class ExportConfig(Options):
     hf_dir: str = option(REQUIRED, "To be made.", positional=True, metavar="HF_DIR")
     ckpt_step: int | None = option(None, "This iteration instead of the latest.", at_least=0)
     max_file_gib: float = option(4, "Maximum size of one file of weights, in GiB.", above=0)
-    tokenizer: bool = option(True, "Leave the tokenizer out.")
+    tokenizer: bool = option(True, "Omit the tokenizer.")
 
 
 def main() -> None:

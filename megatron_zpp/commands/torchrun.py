@@ -33,7 +33,7 @@ def main() -> None:
     # Ranks then use a store of rank 0, which outlives a torchrun that ends early.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     try:
-        run(parse_args([*where(os.environ), *sys.argv[1:]]))
+        run(parse_args([*rendezvous_flags(os.environ), *sys.argv[1:]]))
     except ChildFailedError as error:
         sys.exit(status_of([failure.exitcode for failure in by_time(error)]))
     except Exception as error:
@@ -41,7 +41,7 @@ def main() -> None:
         sys.exit(1)
 
 
-def where(environment: Mapping[str, str]) -> list[str]:
+def rendezvous_flags(environment: Mapping[str, str]) -> list[str]:
     """torchrun's flags for this node of a SLURM step. Raises ValueError if a variable is missing."""
     for name in ("SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURMD_NODENAME"):
         if not environment.get(name):

@@ -37,7 +37,7 @@ class CompilationConfig(Options):
         Raises ValueError for settings that contradict each other.
         """
         if apex and self.compile:
-            fix = "torch.compile fuses LayerNorm itself; omit --fused-backend apex"
+            fix = "torch.compile fuses norms itself; omit --fused-backend apex"
             raise option_error("--compile", "(given)", fix)
         return device == "cuda" and not apex if self.compile is None else self.compile
 

@@ -1,4 +1,4 @@
-"""Which library provides LayerNorm and AdamW: NVIDIA apex or torch."""
+"""Which library provides norms and AdamW: NVIDIA apex or torch."""
 
 import importlib.util
 from typing import Literal
@@ -16,7 +16,7 @@ def resolve_fused_backend(
 ) -> Literal["apex", "torch"]:
     """Return what --fused-backend means on `device` ("cpu" or "cuda").
 
-    `compiles`: layers are compiled, so LayerNorm is torch's. Raises ValueError if apex is requested and
+    `compiles`: layers are compiled, so norms are torch's. Raises ValueError if apex is requested and
     cannot be used, and for --zero-offload-optimizer without a GPU.
     """
     requested, offload = optimizer.fused_backend, zero.zero_offload_optimizer

@@ -20,7 +20,7 @@ class Family:
 
     architecture   transformers' class
     keys           the field of ModelConfig that a key of config.json sets as it is
-    defaults       values of keys that may be left out
+    defaults       values of keys that may be omitted
     only           values, the default first, of keys that would change the result in ways that no flag can
     fixed          fields of ModelConfig that the model_type implies
     """
@@ -215,7 +215,8 @@ def model_type_of(model: Mapping[str, Any]) -> str:
                 f"--hidden-size {model['hidden_size']} / --num-attention-heads {model['num_attention_heads']}"
             )
         return "gpt2"
-    _check_fields("Llama, Qwen2 and Qwen3", model, _LLAMA_FIXED | {"rotary_percent": 1.0})
+    computed = {name: value for name, value in _LLAMA_FIXED.items() if name != "hidden_dropout"}
+    _check_fields("Llama, Qwen2 and Qwen3", model, computed | {"rotary_percent": 1.0})
     biases = not model["disable_bias_linear"], model["add_qkv_bias"]
     if model["qk_layernorm"]:
         _check_fields("Qwen3", model, {"disable_bias_linear": True, "add_qkv_bias": False})

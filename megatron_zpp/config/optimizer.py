@@ -19,7 +19,7 @@ class OptimizerConfig(Options):
     adam_eps: float = option(1e-8, "Added to the square root of the second moment.", above=0)
     fused_backend: Literal["auto", "apex", "torch"] = option(
         "auto",
-        "Source of LayerNorm and AdamW. apex: NVIDIA apex; torch: torch's LayerNorm with this program's "
+        "Source of norms and AdamW. apex: NVIDIA apex; torch: torch's norms with this program's "
         "AdamW kernel (torch's AdamW on CPUs and without a compiler); auto: apex on a GPU if it is installed "
         "and layers are not compiled, else torch.",
     )

@@ -129,7 +129,7 @@ class CheckpointConfig(Options):
         "format.",
         metavar="DIR",
     )
-    ckpt_step: int | None = option(None, "Load this iteration instead of the newest.", at_least=1)
+    ckpt_step: int | None = option(None, "Load this iteration instead of the newest.", at_least=0)
     load_optim: bool = option(True, "Load weights and progress without the optimizer's state.")
     finetune: bool = option(False, "Load weights only, and start at iteration 0.")
     exit_on_missing_checkpoint: bool = option(
@@ -150,7 +150,7 @@ class CheckpointConfig(Options):
             raise option_error("--save", self.save, f"name a directory without {HUGGINGFACE}, and use {tool}")
         if self.huggingface == "":
             raise option_error("--load", self.load, "names no directory; give one after the colon")
-        if self.huggingface and self.ckpt_step:
+        if self.huggingface and self.ckpt_step is not None:
             raise option_error(
                 "--ckpt-step", self.ckpt_step, f"--load {self.load} has no iterations; omit it"
             )
@@ -168,15 +168,15 @@ class CheckpointConfig(Options):
                 "--keep-every", self.keep_every, "needs --keep-last K; without it all are kept"
             )
         if self.load is None:
-            needs_load = {
-                "--ckpt-step": self.ckpt_step,
-                "--no-load-optim": not self.load_optim,
-                "--finetune": self.finetune,
-                "--exit-on-missing-checkpoint": self.exit_on_missing_checkpoint,
-            }
-            for flag, value in needs_load.items():
-                if value:
-                    raise option_error(flag, "(given)" if value is True else value, "needs --load DIRECTORY")
+            if self.ckpt_step is not None:
+                raise option_error("--ckpt-step", self.ckpt_step, "needs --load DIRECTORY")
+            for flag, given in (
+                ("--no-load-optim", not self.load_optim),
+                ("--finetune", self.finetune),
+                ("--exit-on-missing-checkpoint", self.exit_on_missing_checkpoint),
+            ):
+                if given:
+                    raise option_error(flag, "(given)", "needs --load DIRECTORY")
 
 
 @dataclass(frozen=True, kw_only=True)

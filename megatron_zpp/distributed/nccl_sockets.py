@@ -78,7 +78,7 @@ class RankReport:
 def choose_nccl_sockets(
     value: str, backend: str, exchange: Exchange, environment: MutableMapping[str, str]
 ) -> SocketChoice:
-    """Chooses by --nccl-sockets `value`, alike on all ranks, and sets NCCL's variables in `environment`.
+    """Choose by --nccl-sockets `value`, alike on all ranks, and set NCCL's variables in `environment`.
 
     Every rank must call it, before the first communicator exists. Raises ValueError on every rank where
     numbers that were given cannot be obeyed.

@@ -15,7 +15,7 @@ from megatron_zpp.tokenizer.base import Tokenizer
 
 
 def encode_prompts(request: GenerateRequest, model: GPT, tokenizer: Tokenizer) -> list[list[int]]:
-    """The ids of each prompt. Raises ValueError for what tokenizer or model have no place for."""
+    """The ids of each prompt. Raises ValueError if the tokenizer or the model cannot take the request."""
     positions = model.config.max_position_embeddings
     prompts = []
     for number, text in enumerate(request.prompts):
@@ -72,7 +72,7 @@ def answer(
 
 
 def _segments(tokenizer: Tokenizer, written: Continuation, request: GenerateRequest) -> list[str]:
-    """One string a token; with add_BOS the first is the mark's."""
+    """One string per token; with add_BOS the first is that of the end of document."""
     ids = written.prompt + written.ids
     found = segments(tokenizer, ids)
     return found if request.echo_prompts else found[len(written.prompt) :]

@@ -30,7 +30,7 @@ class Cache:
         self.columns, self.length = columns, 0
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Forgets all rows but these."""
+        """Forget all rows but these."""
         chosen = torch.tensor(rows, device=self.padding.device)
         for layer in self.layers:
             layer.keep(chosen)

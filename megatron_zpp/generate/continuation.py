@@ -57,9 +57,9 @@ def continue_texts(
 ) -> Iterator[Continuation]:
     """Up to `new_tokens` ids after each prompt, `batch_size` texts at a time, in the prompts' order.
 
-    An empty prompt begins a document. A text longer than the model's positions continues from the last ones
-    that fit, without a cache. What is drawn follows from seed, prompt and how many times this prompt came
-    before. `before_token` may end it all by raising.
+    An empty prompt begins a document. Of a text longer than the model's positions the model sees the last
+    tokens that fit, without a cache. The drawn ids depend only on the seed, the prompt and how often this
+    prompt came before. `before_token` may end the generation by raising.
     """
     copies: Counter[tuple[int, ...]] = Counter()
     rows = []
@@ -84,13 +84,13 @@ def _write(
     stop: Stop,
     before_token: Callable[[], None],
 ) -> None:
-    """Fills the rows' results."""
+    """Fill in the rows' results."""
     all_rows, cache = rows, None
     for written in range(new_tokens):
         before_token()
         logits, cache = _next(model, rows, cache, new_tokens - written)  # (B, V)
         if not torch.isfinite(logits).all():
-            raise ValueError("the model gives logits that are not finite; its weights are of no use")
+            raise ValueError("the model gives logits that are not finite; its weights cannot be used")
         chosen = draw(logits, sampling, uniforms([row.generator for row in rows]))
         scores = torch.log_softmax(logits, -1).gather(-1, chosen[:, None])[:, 0]
         going = [
@@ -125,7 +125,7 @@ def _next(model: GPT, rows: list[_Row], cache: Cache | None, left: int) -> tuple
 
 
 def _take(result: Continuation, token: int, score: float, stop: Stop, tokenizer: Tokenizer) -> bool:
-    """Adds an id to a text; whether the text has ended."""
+    """Add an id to a text; return whether the text has ended."""
     if token in stop.ids:
         return True
     result.ids.append(token)

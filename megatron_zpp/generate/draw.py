@@ -24,9 +24,9 @@ class Sampling:
 
 
 def generator_of(seed: int, prompt: Sequence[int], copy: int) -> torch.Generator:
-    """The random numbers of the `copy`th text from a prompt: they follow from these three alone.
+    """The random numbers of the `copy`th text from a prompt; they depend on these three arguments only.
 
-    So a text is the same whatever else is drawn beside it.
+    So a text does not depend on the texts that are drawn at the same time.
     """
     key = f"{seed}/{copy}/{','.join(map(str, prompt))}".encode()
     digest = hashlib.blake2b(key, digest_size=8).digest()
@@ -59,7 +59,7 @@ def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
 
 
 def _candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
-    """The logits to draw from, and their ids; None where these are their places."""
+    """The logits to draw from, and their ids; None if each id is the index of its logit."""
     if 0 < sampling.top_k < logits.shape[-1]:
         return logits.topk(sampling.top_k)
     if 0 < sampling.top_p < 1:

@@ -9,12 +9,12 @@ import torch
 
 from megatron_zpp.checkpoint.directory import candidates, lost_newest
 from megatron_zpp.checkpoint.read import CheckpointReader
+from megatron_zpp.checkpoint.tokenizer import trained_tokenizer
 from megatron_zpp.checkpoint.write import STATE
 from megatron_zpp.config.options import REQUIRED, Options, option, option_error
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.checksums import DamagedFile
-from megatron_zpp.tokenizer.base import Tokenizer, describe
-from megatron_zpp.tokenizer.build import build_tokenizer
+from megatron_zpp.tokenizer.base import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,13 +22,13 @@ class CheckpointOptions(Options):
     """model: which checkpoint, and its number format"""
 
     load: str = option(REQUIRED, "Directory of checkpoints.")
-    ckpt_step: int | None = option(None, "This iteration instead of the latest.", at_least=1)
+    ckpt_step: int | None = option(None, "This iteration instead of the latest.", at_least=0)
     bf16: bool = option(False, "Compute in bfloat16; the default on GPUs.")
     fp16: bool = option(False, "Compute in float16.")
     fp32: bool = option(False, "Compute in float32; the default on CPUs.")
 
     def check(self) -> None:
-        """One format."""
+        """Refuse more than one format."""
         formats = [name for name in ("bf16", "fp16", "fp32") if getattr(self, name)]
         if len(formats) > 1:
             raise option_error(f"--{formats[1]}", "(given)", f"contradicts --{formats[0]}; give one")
@@ -73,27 +73,12 @@ def load_model(directory: str, iteration: int | None) -> tuple[GPT, Tokenizer]:
 def _read_model(checkpoint: Path) -> tuple[GPT, Tokenizer]:
     with CheckpointReader(checkpoint) as reader:
         config = reader.config()
-        tokenizer = build_tokenizer(config.tokenizer)
-        _check_tokenizer(checkpoint, reader.state["tokenizer"], describe(tokenizer))
+        tokenizer, _ = trained_tokenizer(reader)
         with torch.device("meta"):
             model = GPT(config.model, tokenizer.vocab_size)
         _check_shapes(checkpoint, model, reader.units)
         model.load_state_dict(reader.parameters(), assign=True)
     return model.eval().requires_grad_(False), tokenizer
-
-
-def _check_tokenizer(checkpoint: Path, saved: dict[str, Any], present: dict[str, Any]) -> None:
-    """The files of a tokenizer lie outside of the checkpoint, and may have changed since."""
-    if saved != present:
-        raise ValueError(
-            f"{checkpoint}: was trained with {_shown(saved)}, and the files of its tokenizer now give "
-            f"{_shown(present)}; put back the files of that run"
-        )
-
-
-def _shown(tokenizer: dict[str, Any]) -> str:
-    short = str(tokenizer.get("fingerprint"))[:12]
-    return f"{tokenizer.get('tokenizer_type')} of {tokenizer.get('vocab_size')} entries ({short})"
 
 
 def _check_shapes(checkpoint: Path, model: GPT, units: list[dict[str, Any]]) -> None:

@@ -10,20 +10,20 @@ from megatron_zpp.config.options import Options, fits, option, option_error
 
 MOST_STOPS, LONGEST_STOP = 64, 256  # strings, characters: all are looked for after each token
 
-# Keys of Megatron-LM that would change the text and are not here, and the values that ask for nothing.
-_NOT_HERE = {
-    "beam_width": (None, "there is no beam search here; leave it out"),
-    "length_penalty": (1, "belongs to beam search, which is not here; leave it out"),
-    "top_p_decay": (0, "top_p stays the same for all tokens; leave it out"),
-    "top_p_bound": (0, "top_p stays the same for all tokens; leave it out"),
-    "prevent_newline_after_colon": (False, "not here; leave it out"),
+# Keys of Megatron-LM that would change the text and are not supported, and their values without effect.
+_UNSUPPORTED = {
+    "beam_width": (None, "beam search is not available; omit it"),
+    "length_penalty": (1, "belongs to beam search, which is not available; omit it"),
+    "top_p_decay": (0, "top_p stays the same for all tokens; omit it"),
+    "top_p_bound": (0, "top_p stays the same for all tokens; omit it"),
+    "prevent_newline_after_colon": (False, "is not available; omit it"),
     "max_len": (None, "give tokens_to_generate"),
     "sentences": (None, "give prompts"),
 }
 
 
 def key(name: str, default: Any, help: str, **bounds: Any) -> Any:
-    """A field whose refusals name the key of the request."""
+    """A field whose errors name the key of the request."""
     return option(default, help, flag=name, **bounds)
 
 
@@ -51,7 +51,7 @@ class GenerateRequest(Options):
     no_log: bool = key("no_log", False, "Say nothing of this request on the server's terminal.")
 
     def check(self) -> None:
-        """Rules over several keys, as Megatron-LM has them."""
+        """Check rules over several keys, which are Megatron-LM's."""
         if not self.prompts:
             raise option_error("prompts", "[]", "is empty; give at least one text")
         if "" in self.prompts and not self.add_BOS:
@@ -76,7 +76,7 @@ class GenerateRequest(Options):
 
 
 def parse_request(body: bytes) -> GenerateRequest:
-    """Raises ValueError, in one line that names the key, its value and what would be right."""
+    """Return the request. Raises ValueError, in one line with the key, its value and what would be right."""
     try:
         content = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -88,8 +88,8 @@ def parse_request(body: bytes) -> GenerateRequest:
     hints = typing.get_type_hints(GenerateRequest)
     given: dict[str, Any] = {}
     for name, value in content.items():
-        if name in _NOT_HERE:
-            neutral, fix = _NOT_HERE[name]
+        if name in _UNSUPPORTED:
+            neutral, fix = _UNSUPPORTED[name]
             if value != neutral:
                 raise option_error(name, _shown(value), fix)
             continue

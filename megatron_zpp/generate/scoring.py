@@ -12,14 +12,14 @@ from megatron_zpp.model.gpt import GPT
 
 
 class Passage(NamedTuple):
-    """Ids, of which the last `scored` ones are asked about; the model sees the others before them."""
+    """Ids, of which the last `scored` ones get a score; the model sees the ids before them."""
 
     ids: Sequence[int]
     scored: int
 
 
 class Score(NamedTuple):
-    """The log-probability of each scored id, and whether each is what the model holds likeliest."""
+    """The log-probability of each scored id, and whether each is the model's likeliest."""
 
     log_probabilities: list[float]
     greedy: bool

@@ -22,7 +22,7 @@ from megatron_zpp.generate.server_options import ServerOptions
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.tokenizer.base import Tokenizer
 
-_FAREWELL = 5.0  # seconds that a request under way has left at SIGTERM
+_GRACE = 5.0  # seconds that a running request has left at SIGTERM
 _MOST_BODIES = 256  # that are received at a time: each is held in memory, up to --max-request-bytes
 _EVERY_ADDRESS = ("0.0.0.0", "::")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -31,11 +31,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class TooLate(Exception):
-    """A request took longer than it may."""
+    """A request exceeded its time limit."""
 
 
 def run(model: GPT, tokenizer: Tokenizer, options: ServerOptions) -> None:
-    """Answers until SIGTERM or Ctrl-C; a request under way gets some seconds. Raises OSError for a port."""
+    """Answer until SIGTERM or Ctrl-C; a running request gets some seconds. Raises OSError for a port."""
     service = Service(model, tokenizer, options)
     web.run_app(
         application(service, options),
@@ -44,7 +44,7 @@ def run(model: GPT, tokenizer: Tokenizer, options: ServerOptions) -> None:
         print=lambda *_: _say(f"listening on http://{options.host}:{options.port}/api"),
         access_log=None,
         handler_cancellation=True,  # when the client leaves
-        shutdown_timeout=_FAREWELL,
+        shutdown_timeout=_GRACE,
     )
     service.close()
 
@@ -65,7 +65,7 @@ def application(service: "Service", options: ServerOptions) -> web.Application:
 
 
 class Service:
-    """The model and those who wait for it."""
+    """The model, and the requests that are received or wait for it."""
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, options: ServerOptions) -> None:
         self._model, self._tokenizer, self._options = model, tokenizer, options
@@ -74,7 +74,7 @@ class Service:
         self._present = 0  # requests that are worked on or wait
 
     async def generate(self, http: web.Request) -> web.Response:
-        """PUT /api. A request queues once all of it is here, so that slow senders hold up nobody."""
+        """PUT /api. A request is queued once all of it has arrived, so that slow senders delay no others."""
         body = await self._receive(http)
         deadline = time.monotonic() + self._options.request_timeout
         if self._present > self._options.max_waiting:
@@ -92,7 +92,7 @@ class Service:
                 text=f"not done within --request-timeout {seconds:g} s; ask for fewer tokens or prompts"
             ) from None
         finally:
-            given_up.set()  # of no use any more when the client has left
+            given_up.set()  # nobody waits for the answer when the client has left
             self._present -= 1
 
     async def _receive(self, http: web.Request) -> bytes:
@@ -115,13 +115,13 @@ class Service:
             self._arriving -= 1
 
     def close(self) -> None:
-        """Waits for the thread, which notices at its next token that nobody waits for it."""
+        """Wait for the thread, which notices at its next token that the request was given up."""
         self._thread.shutdown(cancel_futures=True)
 
     def _work(
         self, body: bytes, deadline: float, given_up: threading.Event, client: str | None
     ) -> dict[str, Any]:
-        """In the thread of the model."""
+        """Answer a request, in the thread of the model."""
 
         def check() -> None:
             if given_up.is_set() or time.monotonic() > deadline:
@@ -152,19 +152,19 @@ class Service:
 
 
 class _AllowedHosts:
-    """Refuses requests that are addressed to somebody else.
+    """Refuses requests that are addressed to another server.
 
-    A page in a user's browser can let its own host name stand for 127.0.0.1 (DNS rebinding), and would then
-    talk to this server as if it were its own. The Host line says which name the client meant.
+    A page in a user's browser can make its own host name resolve to 127.0.0.1 (DNS rebinding), and so talk to
+    this server as if it were the page's own. The Host line says which name the client used.
     """
 
     def __init__(self, host: str, more: tuple[str, ...]) -> None:
         self._names = {_bare(name) for name in (*_LOOPBACK, host, *more)}
-        self._addresses = host in _EVERY_ADDRESS  # any in numbers: no name, so nobody can redirect it
+        self._addresses = host in _EVERY_ADDRESS  # numeric ones, which nobody can redirect
 
     @web.middleware
     async def check(self, http: web.Request, handler: Handler) -> web.StreamResponse:
-        """Raises HTTPForbidden unless the Host line has an allowed name."""
+        """Raise HTTPForbidden unless the Host line has an allowed name."""
         given = http.headers.get("Host", "")
         match = _HOST.fullmatch(given)
         name = _bare(match["name"]) if match else ""
@@ -192,7 +192,7 @@ def _unavailable(why: str) -> web.HTTPServiceUnavailable:
 
 
 class _OneLine(logging.Handler):
-    """Prints aiohttp's remarks on clients that speak no HTTP, without tracebacks."""
+    """Prints aiohttp's messages about clients that do not speak HTTP, without tracebacks."""
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
@@ -202,11 +202,11 @@ class _OneLine(logging.Handler):
 
 @web.middleware
 async def _errors_as_json(http: web.Request, handler: Handler) -> web.StreamResponse:
-    """{"message": one line} for whatever is refused; Megatron-LM's client prints that."""
+    """Answer every refused request with {"message": one line}, which Megatron-LM's client prints."""
     try:
         return await handler(http)
     except (ConnectionError, web.RequestPayloadError):
-        # The client left in the middle of its request, or that is no HTTP: nobody may be there to read this.
+        # The client left in the middle of its request, or it is not HTTP: perhaps nobody reads this answer.
         return web.json_response({"message": "the request is not whole"}, status=400)
     except web.HTTPException as error:
         message = " ".join((error.text or error.reason).split())

@@ -30,7 +30,7 @@ class Task:
     characters_utf8: int
 
     def figures(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-        """The result, from what each passage came to."""
+        """The result, from the outcome of each passage."""
         if self.name == "lambada":
             right = sum(greedy for _, greedy in outcomes)
             return {
@@ -84,8 +84,8 @@ def lambada_task(files: Sequence[str], json_key: str, tokenizer: Tokenizer, *, w
 def last_word(tokenizer: Tokenizer, path: str, text: str, width: int) -> Passage:
     """The tokens of a text, of which those of its last word are scored.
 
-    A token that joins the end of the word before to this one belongs to this one. A text of one word comes
-    after an end of document.
+    A token that spans the end of the previous word and the beginning of this one belongs to this one. A text
+    of one word comes after an end of document.
     """
     text = text.strip()
     before = text[: -len(text.split()[-1])].rstrip()
@@ -108,7 +108,7 @@ def find_texts(patterns: Sequence[str]) -> list[str]:
 
 
 def _documents(files: Sequence[str], json_key: str) -> Iterator[tuple[str, str]]:
-    """(file, text) of each document. Raises ValueError for a line that holds none: nothing is left out."""
+    """(file, text) of each document. Raises ValueError for a line that holds none: nothing is omitted."""
     for path in files:
         found = False
         for block in read_documents(path, json_key):

@@ -1,4 +1,4 @@
-"""Ids back to text, in context: a tokenizer may write an id otherwise at the beginning of a text."""
+"""Ids back to text, in context: a tokenizer may decode an id differently at the beginning of a text."""
 
 from collections.abc import Sequence
 

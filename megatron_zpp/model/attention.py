@@ -11,7 +11,7 @@ kernel turns them into its `InsideDocuments` once per forward pass, for all laye
 import importlib.util
 import inspect
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, TypeAlias
 
@@ -87,7 +87,7 @@ class PackedFlash(DotProduct):
         super().__init__(backend)
         from torch.nn.attention.varlen import varlen_attn
 
-        self._attend = varlen_attn
+        self._attend: Callable[..., Any] = varlen_attn  # of one tensor, as nothing else is asked for
         parameters = inspect.signature(varlen_attn).parameters
         self._causal: dict[str, Any] = (
             {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
@@ -207,14 +207,14 @@ def check_runs(
                 # Not backward(gradient), which imports sympy, nor that of a mere sum, which has no strides.
                 (kernel(q, k, v, dropout, mask) * torch.ones_like(q)).sum().backward()
         except RuntimeError as error:
-            shape = f"{tokens} tokens, --kv-channels {head_width}, --attention-dropout {dropout}"
+            case = f"{tokens} tokens, --kv-channels {head_width}, --attention-dropout {dropout}"
             masks = ", --reset-attention-mask" if masked else ""
             name = str(dtype).removeprefix("torch.")
             reason = str(error).strip().splitlines()[0]
             raise option_error(
                 FLAG,
                 backend,
-                f"cannot compute {shape}{masks} in {name} on this {device.type} ({reason}); use another",
+                f"cannot compute {case}{masks} in {name} on this {device.type} ({reason}); use another",
             ) from None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -27,12 +27,14 @@ from megatron_zpp.model.masks import CAUSAL, Mask
 from megatron_zpp.model.offload import ActivationOffload
 from megatron_zpp.model.rotary import UNROTATED, RopeScaling, RotaryEmbedding, Rotation
 
+Norm: TypeAlias = nn.LayerNorm | nn.RMSNorm  # or apex's, with the same parameters and attributes
+
 
 @dataclass(frozen=True)
 class ModelComponents:
     """The components of layers: constructors with the parameters of torch's, and the attention kernel."""
 
-    norms: Mapping[str, type[nn.Module]] = field(default_factory=lambda: TORCH_NORMS)  # by --normalization
+    norms: Mapping[str, type[Norm]] = field(default_factory=lambda: TORCH_NORMS)  # by --normalization
     linear: type[nn.Linear] = nn.Linear
     attention: AttentionKernel = field(default_factory=DotProduct)
 
@@ -41,7 +43,7 @@ class ModelComponents:
         """How many ranks share each layer: every one has an equal part of heads, groups and inner width."""
         return 1
 
-    def norm(self, config: ModelConfig, width: int) -> nn.Module:
+    def norm(self, config: ModelConfig, width: int) -> Norm:
         """Return a norm of vectors of `width` elements."""
         return self.norms[config.normalization](width, eps=config.norm_epsilon)
 
@@ -70,7 +72,7 @@ class ModelComponents:
         return Head(config, self, vocab_size, padded_vocab_size)
 
 
-TORCH_NORMS: Mapping[str, type[nn.Module]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}
+TORCH_NORMS: Mapping[str, type[Norm]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}
 
 
 class Embedding(nn.Module):
@@ -118,26 +120,24 @@ class Attention(nn.Module):
         self.head_width, self.dropout = config.kv_channels, config.attention_dropout
         self.recompute_scores, self.kernel = recompute_scores, parts.attention
         biased = not config.disable_bias_linear
-        queries, keys = (
-            n * config.kv_channels for n in (config.num_attention_heads, config.num_query_groups)
-        )
+        queries = config.num_attention_heads * config.kv_channels
+        keys = config.num_query_groups * config.kv_channels
         self.qkv = parts.column(
             config.hidden_size,
             queries + 2 * keys,
             bias=biased or config.add_qkv_bias,
             runs=(queries, keys, keys),
         )
-        normalized = config.qk_layernorm
-        self.query_norm = parts.norm(config, self.head_width) if normalized else nn.Identity()
-        self.key_norm = parts.norm(config, self.head_width) if normalized else nn.Identity()
+        self.normalized = config.qk_layernorm
+        self.query_norm = parts.norm(config, self.head_width) if self.normalized else nn.Identity()
+        self.key_norm = parts.norm(config, self.head_width) if self.normalized else nn.Identity()
         self.output = parts.row(queries, config.hidden_size, bias=biased)
 
     def forward(
         self, x: Tensor, mask: Mask, rotation: Rotation, cache: LayerCache | None, kernels: "BlockKernels"
     ) -> Tensor:
         """(B, T, D) -> (B, T, D); a `cache` comes with the mask CachedPrefix."""
-        q, k, v = kernels.heads(self, x)  # (B, T, N, H), and twice (B, T, G, H)
-        q, k = rotation(self.query_norm(q)), rotation(self.key_norm(k))
+        q, k, v = kernels.heads(self, x, rotation)  # (B, T, N, H), and twice (B, T, G, H)
         if cache is not None:
             k, v = cache.extend(k, v)  # each (B, C, G, H)
         dropout = self.dropout if self.training else 0.0
@@ -214,7 +214,7 @@ class Layer(nn.Module):
 class BlockKernels:
     """The operations of a block, in plain torch; model/fused/blocks.py replaces some by Triton kernels."""
 
-    def norm(self, norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    def norm(self, norm: Norm, x: Tensor) -> tuple[Tensor, Tensor]:
         """(B, T, D) -> the norm of x, and what `add_norm` takes as `residual`."""
         return norm(x), x
 
@@ -223,12 +223,14 @@ class BlockKernels:
         x = x + added
         return x, layer.mlp_norm(x)
 
-    def heads(self, attention: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, D) -> queries (B, T, N, H), keys and values, each (B, T, G, H)."""
+    def heads(self, attention: Attention, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, D) -> queries (B, T, N, H) and keys (B, T, G, H), normalised and rotated, and values."""
         heads, groups = attention.heads, attention.groups
         qkv = attention.qkv(x).unflatten(-1, (heads + 2 * groups, attention.head_width))
         q, k, v = qkv.split([heads, groups, groups], 2)
-        return q, k, v
+        if rotation.rotates and not attention.normalized and v.requires_grad:
+            v = v.clone()  # a view would keep all of qkv for the backward, which needs nothing else of it
+        return rotation(attention.query_norm(q)), rotation(attention.key_norm(k)), v
 
     def activation(self, mlp: MLP, x: Tensor) -> Tensor:
         """(B, T, D) -> the inner values of the MLP (B, T, F)."""
@@ -403,11 +405,11 @@ class GPT(nn.Module):
 
 def segments(layers: int, plan: RecomputeConfig) -> Iterator[tuple[int, int, bool]]:
     """Runs of layers as (first, last + 1, whether they are recomputed in backward)."""
-    if plan.recompute_granularity == "full" and plan.recompute_method == "uniform":
-        for first in range(0, layers, plan.recompute_num_layers):
-            yield first, min(first + plan.recompute_num_layers, layers), True
+    recomputed = plan.recompute_num_layers or 0  # None unless the granularity is full
+    if plan.recompute_method == "uniform":
+        for first in range(0, layers, recomputed):
+            yield first, min(first + recomputed, layers), True
         return
-    recomputed = plan.recompute_num_layers if plan.recompute_granularity == "full" else 0
     for first in range(recomputed):
         yield first, first + 1, True
     yield recomputed, layers, False
@@ -418,7 +420,7 @@ def recomputed_units(layers: int, plan: RecomputeConfig) -> list[range]:
     return [range(1 + first, 1 + stop) for first, stop, again in segments(layers, plan) if again]
 
 
-def norm_classes(backend: str) -> Mapping[str, type[nn.Module]]:
+def norm_classes(backend: str) -> Mapping[str, type[Norm]]:
     """Return the norms of the fused backend "torch" or "apex", by --normalization."""
     if backend == "torch":
         return TORCH_NORMS
@@ -430,8 +432,13 @@ def norm_classes(backend: str) -> Mapping[str, type[nn.Module]]:
 def _rotary(config: ModelConfig) -> RotaryEmbedding | None:
     if config.position_embedding_type != "rope":
         return None
+    assert config.rotary_base is not None, "ModelConfig.check fills it for rope"
     scaling = None
     if config.use_rope_scaling:
+        assert config.rope_scaling_factor is not None, "ModelConfig.check fills all four with the scaling"
+        assert config.rope_low_freq_factor is not None
+        assert config.rope_high_freq_factor is not None
+        assert config.rope_original_max_position_embeddings is not None
         scaling = RopeScaling(
             factor=config.rope_scaling_factor,
             low_freq_factor=config.rope_low_freq_factor,

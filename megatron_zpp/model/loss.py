@@ -14,11 +14,12 @@ The first grows with the tokens and the second does not: `keeps_gradient` choose
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 IGNORED = -100  # a token with this target does not count: F.cross_entropy's default
 CHUNK_BYTES = 512 * 2**20  # of a chunk's fp32 logits: large products, and little beside a model
@@ -136,7 +137,7 @@ def _loss_alone(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         x: Tensor,
         weight: Tensor,
         targets: Tensor,
@@ -168,7 +169,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, of_loss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.keeps:
             counted, *sums = ctx.saved_tensors
             of_sums = [

@@ -1,6 +1,5 @@
 """Keeps the activations that recomputation starts from in CPU memory (ZeRO paper, section 6.1, P_a+cpu)."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -10,11 +9,11 @@ from torch import Tensor
 class Offloaded:
     """One tensor on its way out, in CPU memory, or on its way back."""
 
-    def __init__(self, tensor: Tensor, home: Tensor) -> None:
+    def __init__(self, tensor: Tensor, home: Tensor, moved: torch.cuda.Event) -> None:
         self.device = tensor.device
         self.on_device: Tensor | None = tensor  # until its copy is done, and when it is back
         self.home = home  # pinned, like `tensor`
-        self.moved: torch.cuda.Event | None = None  # the newest copy of it
+        self.moved = moved  # after the newest copy of it
 
 
 class ActivationOffload:
@@ -40,9 +39,8 @@ class ActivationOffload:
             self._leave(self._away[-1])
         homes = self._homes.setdefault((tensor.shape, tensor.dtype), [])
         home = homes.pop() if homes else torch.empty_like(tensor, device="cpu", pin_memory=True)
-        entry = Offloaded(tensor, home)
+        entry = Offloaded(tensor, home, self._copy(tensor, home, tensor.device))
         self._away.append(entry)
-        self._beside(entry, lambda: home.copy_(tensor, non_blocking=True))
         return entry
 
     def _leave(self, entry: Offloaded) -> None:
@@ -54,7 +52,7 @@ class ActivationOffload:
     def _unpack(self, entry: Offloaded | Tensor) -> Tensor:
         if isinstance(entry, Tensor):
             return entry
-        self._return(entry)
+        back = self._return(entry)
         torch.cuda.current_stream().wait_event(entry.moved)
         if entry in self._away:
             del self._away[self._away.index(entry) :]
@@ -62,18 +60,20 @@ class ActivationOffload:
             self._homes[entry.home.shape, entry.home.dtype].append(entry.home)
             if self._away:
                 self._return(self._away[-1])
+        return back
+
+    def _return(self, entry: Offloaded) -> Tensor:
+        """The tensor on the device; starts the copy back, unless it never left or is on its way."""
+        if entry.on_device is None:
+            entry.on_device = torch.empty_like(entry.home, device=entry.device)
+            entry.moved = self._copy(entry.home, entry.on_device, entry.device)
         return entry.on_device
 
-    def _return(self, entry: Offloaded) -> None:
-        """Starts the copy back, unless the tensor never left or is on its way."""
-        if entry.on_device is None:
-            back = entry.on_device = torch.empty_like(entry.home, device=entry.device)
-            self._beside(entry, lambda: back.copy_(entry.home, non_blocking=True))
-
-    def _beside(self, entry: Offloaded, copy: Callable[[], Tensor]) -> None:
+    def _copy(self, source: Tensor, target: Tensor, device: torch.device) -> torch.cuda.Event:
+        """Starts a copy beside the compute; the event follows it."""
         if self._stream is None:
-            self._stream = torch.cuda.Stream(entry.device)
+            self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            copy()
-            entry.moved = self._stream.record_event()
+            target.copy_(source, non_blocking=True)
+            return self._stream.record_event()

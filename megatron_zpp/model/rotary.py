@@ -54,6 +54,11 @@ class Rotation:
     cos: Tensor | None = None
     sin: Tensor | None = None
 
+    @property
+    def rotates(self) -> bool:
+        """Whether positions are rotations at all."""
+        return self.cos is not None
+
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate the first R channels of x (B, T, N, H); computes in fp32, returns the format of x."""
         if self.cos is None or self.sin is None:

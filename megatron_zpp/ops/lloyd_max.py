@@ -107,7 +107,7 @@ def decoded(codes: Tensor, stored: Tensor, bits: int) -> Tensor:
 
 
 def write_message(message: Tensor, codes: Tensor, stored: Tensor, format: LloydMaxFormat) -> None:
-    """Fills `message` (message_bytes(n),) uint8 from codes (K, B) and scales (K,)."""
+    """Fill `message` (message_bytes(n),) uint8 from codes (K, B) and scales (K,)."""
     place, shift = 0, 0
     for bits in format.planes:
         plane = pack(codes >> shift & ((1 << bits) - 1), bits)

@@ -41,7 +41,7 @@ def quantize_difference(
     skip: Tensor | None = None,
     squares: Tensor | None = None,
 ) -> None:
-    """Encodes `weights` (n,) fp32 less `reference` (n,) into `message`; `add_difference` applies it.
+    """Encode `weights` (n,) fp32 less `reference` (n,) into `message`; `add_difference` applies it.
 
     `reference` is fp32 or bf16, `message` (message_bytes(n),) uint8. Where `skip` () is not 0 all scales and
     codes are 0, so nothing changes. `squares` (2, n / block) fp32 get, per block, the sums of the squares of
@@ -76,7 +76,7 @@ def quantize_difference(
 
 
 def add_difference(messages: Tensor, reference: Tensor, bits: int, block: int) -> None:
-    """Applies `messages` (P, message_bytes(m)) once to the parts of `reference` (P · m,), in their order.
+    """Apply `messages` (P, message_bytes(m)) once to the parts of `reference` (P · m,), in their order.
 
     No level is zero, so elements between parameters that share a block with elements of one get noise. Raises
     ValueError as `quantize_difference`.

@@ -61,7 +61,7 @@ def quantize_rotated(
     iteration: int,
     first: int = 0,
 ) -> None:
-    """Rotates `input` (n,) fp32, bf16 or fp16 and encodes it into `messages` (G, message_bytes(n / G)) uint8.
+    """Rotate `input` (n,) fp32, bf16 or fp16 and encode it into `messages` (G, message_bytes(n / G)) uint8.
 
     `first`, a multiple of 128, is the element of the unit that `input` begins with. Raises ValueError unless
     each message is of whole blocks and the sizes agree.
@@ -100,7 +100,7 @@ def sum_rotated(
     factor: float = 1.0,
     add: bool = False,
 ) -> None:
-    """Sums `messages` (P, message_bytes(n)) in order, rotates back once, and puts the sum into `shard` (n,).
+    """Sum `messages` (P, message_bytes(n)) in order, rotate back once, and put the sum into `shard` (n,).
 
     `shard` is fp32 and gets `factor` times the sum; with `add` that is added to it. Elements that belong to
     no parameter get noise, since a rotation mixes the elements of a block. Raises ValueError as

@@ -5,9 +5,9 @@ output and one number per row, never the square of the scores:
 
     a layer   its input, both norms' outputs, q, k, v, attention's output, the residual between attention and
               MLP, both sides of the activation (with SwiGLU gate and value, and unless the layer is compiled
-              the SiLU of the gate); with rope q and k before the rotation too, since v is a view of the same
-              tensor; 8 bytes per token and LayerNorm, 4 per RMSNorm, of heads too if they are normalised; a
-              byte for each number that dropout may drop
+              the SiLU of the gate); with --qk-layernorm q and k before their norms too; 8 bytes per token and
+              LayerNorm, 4 per RMSNorm, of heads too if they are normalised; a byte for each number that
+              dropout may drop
     the head  its input, the norm's output, and what model/loss.py works with and keeps (`loss_bytes`)
 
 Ids and the temporary memory of kernels do not count.
@@ -21,7 +21,7 @@ from megatron_zpp.plan.job import Job
 
 
 @dataclass(frozen=True)
-class Moment:
+class LayerBackward:
     """The backward of layer `layer`, counted from 0: later layers are finished, earlier ones are not."""
 
     layer: int
@@ -33,7 +33,7 @@ def layer_bytes(job: Job) -> int:
     """Return the bytes that one layer saves for its backward if it is not recomputed."""
     model = job.model
     heads, groups = model.num_attention_heads, model.num_query_groups
-    vectors = 2 * heads + 2 * groups + (heads + groups if model.position_embedding_type == "rope" else 0)
+    vectors = 2 * heads + 2 * groups + (heads + groups if model.qk_layernorm else 0)
     inner = 2 if not model.swiglu else 3 if job.compiled else 4
     numbers = 4 * model.hidden_size + vectors * model.kv_channels + inner * model.ffn_hidden_size
     norms = 2 + (heads + groups if model.qk_layernorm else 0)
@@ -74,9 +74,9 @@ def stored_bytes(job: Job) -> int:
     return sum(_kept(job, *segment) for segment in segments(job.model.num_layers, job.recompute))
 
 
-def backward(job: Job) -> list[Moment]:
+def backward(job: Job) -> list[LayerBackward]:
     """The backward of each layer, last layer first. Activations that are then in CPU memory do not count."""
-    one, moments = layer_bytes(job), []
+    one, backwards = layer_bytes(job), []
     runs = list(segments(job.model.num_layers, job.recompute))
     for index, (first, stop, recomputed) in reversed(list(enumerate(runs))):
         before = sum(_kept(job, *run) for run in runs[:index])
@@ -88,8 +88,8 @@ def backward(job: Job) -> list[Moment]:
             left = before + (layer - first) * one
             if recomputed and layer > first:
                 left -= _input(job)  # what was kept is the input of the recomputed layers
-            moments.append(Moment(layer, left + one, left))
-    return moments
+            backwards.append(LayerBackward(layer, left + one, left))
+    return backwards
 
 
 def working_bytes(job: Job) -> int:

@@ -12,9 +12,9 @@ from megatron_zpp.plan.hardware import USABLE, Machine
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import Memory, memory_of
 from megatron_zpp.plan.step_time import StepTime, step_time
-from megatron_zpp.plan.traffic import Sent, total, traffic_of
+from megatron_zpp.plan.traffic import SentBytes, total, traffic_of
 
-_WORTH = 0.01  # of a step's time: the model is not accurate enough for smaller differences
+WORTH = 0.01  # of a step's time: the model is not accurate enough for smaller differences
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,17 @@ class Plan:
     name: str
     job: Job
     memory: Memory
-    sent: Sent
+    sent: SentBytes
     time: StepTime
 
     def fits(self, gibibytes: float) -> bool:
-        """Whether the peak leaves enough of a GPU's memory for what the plan does not count."""
-        return self.memory.peak <= USABLE * gibibytes * 2**30
+        """Whether it fits a GPU of this memory."""
+        return fits(self.memory, gibibytes)
+
+
+def fits(memory: Memory, gibibytes: float) -> bool:
+    """Whether the peak leaves enough of a GPU's `gibibytes` for what a plan does not count."""
+    return memory.peak <= USABLE * gibibytes * 2**30
 
 
 def plan_of(name: str, job: Job, machine: Machine) -> Plan:
@@ -99,13 +104,13 @@ def accumulation_advice(job: Job, gibibytes: float) -> str | None:
 
 def _sends_less(flags: str, job: Job, changed: Job, gibibytes: float) -> str | None:
     """What the flags of `changed` save and cost; None if nothing is saved, or if it would not fit."""
-    before, after = memory_of(job).peak, memory_of(changed).peak
+    before, after = memory_of(job), memory_of(changed)
     sent, less = (total(traffic_of(each)).inter / job.nodes / 1e9 for each in (job, changed))
-    if after > USABLE * gibibytes * 2**30 or less >= (1 - _WORTH) * sent:
+    if not fits(after, gibibytes) or less >= (1 - WORTH) * sent:
         return None
     return (
         f"{flags} would send {less:.3g} GB per step from each node instead of {sent:.3g}, for "
-        f"{max(after - before, 0) / 2**30:.2f} GiB more on each GPU"
+        f"{max(after.peak - before.peak, 0) / 2**30:.2f} GiB more on each GPU"
     )
 
 
@@ -116,17 +121,17 @@ def least_that_pays(plans: list[Plan], gibibytes: float) -> Plan:
     """
     fitting = [plan for plan in plans if plan.fits(gibibytes)] or plans
     fastest = min(plan.time.seconds for plan in fitting)
-    return next(plan for plan in fitting if plan.time.seconds <= (1 + _WORTH) * fastest)
+    return next(plan for plan in fitting if plan.time.seconds <= (1 + WORTH) * fastest)
 
 
 def why(plain: Plan, plan: Plan) -> str:
     """Whether options shorten a step, and why, in words."""
     before, after = plain.time.seconds, plan.time.seconds
     waits = f"{_milliseconds(plan.time.exposed)}, not {_milliseconds(plain.time.exposed)} ms"
-    if before - after > _WORTH * before:
+    if before - after > WORTH * before:
         return f"pays: waits for links {waits}"
-    if plain.time.exposed <= _WORTH * before:
-        costs = f", costs {_milliseconds(after - before)} ms" if after > (1 + _WORTH) * before else ""
+    if plain.time.exposed <= WORTH * before:
+        costs = f", costs {_milliseconds(after - before)} ms" if after > (1 + WORTH) * before else ""
         return f"does not pay: the compute hides all that is sent{costs}"
     return f"does not pay: waits for links {waits}"
 
@@ -136,9 +141,9 @@ def _milliseconds(seconds: float) -> str:
 
 
 def ways_to_fit(job: Job, machine: Machine) -> Iterator[Plan]:
-    """Plans that take less memory: each change alone, then all changes together."""
+    """Plans that take less memory: each change alone, then the furthest value of all of them together."""
     alone = {
-        **({"--zero-stage 3": at_stage(job, 3)} if job.zero.zero_stage < 3 and job.ranks > 1 else {}),
+        **{f"{_STAGE} {stage}": at_stage(job, stage) for stage in _higher_stages(job)},
         **_micro_batches(job),
         **({f"without {_HPZ}": _without_hpz(job)} if job.zero.hpz else {}),
         **({f"without {_ACCUMULATE}": _without_accumulation(job)} if _accumulates(job.zero) else {}),
@@ -147,12 +152,26 @@ def ways_to_fit(job: Job, machine: Machine) -> Iterator[Plan]:
     }
     for name, changed in alone.items():
         yield plan_of(name, changed, machine)
-    names = [name for name in alone if not name.startswith(_MICRO) or name == f"{_MICRO} 1"]
-    if len(names) > 1:
+    furthest = [name for name in alone if name in _CHANGES]
+    if len(furthest) > 1:
         together = job
-        for name in names:
+        for name in furthest:
             together = _CHANGES[name](together)
         yield plan_of("all of these", together, machine)
+
+
+def faster_stage(plan: Plan, machine: Machine, gibibytes: float) -> Plan | None:
+    """The fastest plan of another stage that fits; None if it is not faster than `plan`."""
+    job = plan.job
+    stages = [stage for stage in range(4) if stage != job.zero.zero_stage] if job.ranks > 1 else []
+    others = [plan_of(f"{_STAGE} {stage}", at_stage(job, stage), machine) for stage in stages]
+    fitting = [other for other in others if other.fits(gibibytes)]
+    best = min(fitting, key=lambda other: other.time.seconds, default=None)
+    return best if best and best.time.seconds < (1 - WORTH) * plan.time.seconds else None
+
+
+def _higher_stages(job: Job) -> range:
+    return range(job.zero.zero_stage + 1, 4) if job.ranks > 1 else range(0)
 
 
 def at_stage(job: Job, stage: int) -> Job:
@@ -248,8 +267,9 @@ _HPZ = "--zero-hpz-partition-size"
 _ACCUMULATE = "--zero-gradient-partition-size"
 _OPTIONS = ("--zero-quantized-weights", _HPZ, "--zero-quantized-gradients", _ACCUMULATE)
 _MICRO, _RECOMPUTE = "--micro-batch-size", "--recompute-granularity full --recompute-method uniform"
-_CHANGES = {
-    "--zero-stage 3": lambda job: at_stage(job, 3),
+_STAGE = "--zero-stage"
+_CHANGES = {  # the furthest value of each flag
+    f"{_STAGE} 3": lambda job: at_stage(job, 3),
     f"without {_HPZ}": _without_hpz,
     f"without {_ACCUMULATE}": _without_accumulation,
     f"{_MICRO} 1": lambda job: _in_micro_batches_of(job, 1),

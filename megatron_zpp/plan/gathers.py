@@ -13,11 +13,11 @@ from megatron_zpp.plan.job import Job
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.prefetch import Phase, Prefetcher
 
-_WALKED = 3  # micro-batches: the first, one for all others, the last
+_DIFFERENT = 3  # micro-batches whose gathers may differ: the first, one for all others, the last
 
 
 @dataclass
-class Gathered:
+class GatherCounts:
     """How many times one pass gathers a unit of each layout."""
 
     world: Counter[FlatLayout] = field(default_factory=Counter)  # over all ranks
@@ -25,26 +25,26 @@ class Gathered:
 
 
 @dataclass(frozen=True)
-class Walked:
+class PassGathers:
     """A forward, or a backward with its recomputation, that a step repeats `times` times."""
 
     forward: bool
     micro_batch: int  # from 0; the last of them is a step's last
     times: int
-    gathered: Gathered
+    gathered: GatherCounts
 
 
-def walk(job: Job) -> list[Walked]:
+def gathers_of(job: Job) -> list[PassGathers]:
     """The passes of a step in the middle of a run.
 
     Gathers that the previous step's optimizer starts count as those of the first forward.
     """
-    walked = min(job.micro_batches, _WALKED)
+    walked = min(job.micro_batches, _DIFFERENT)
     order = [(forward, index) for index in range(walked) for forward in (True, False)]
     if job.zero.zero_stage == 0 or job.ranks == 1:
-        gathered = [Gathered() for _ in order]
+        gathered = [GatherCounts() for _ in order]
     else:
-        now = Gathered()
+        now = GatherCounts()
 
         def gather(index: int, from_secondary: bool) -> Pending:
             (now.secondary if from_secondary else now.world)[job.layouts[index]] += 1
@@ -54,15 +54,15 @@ def walk(job: Job) -> list[Walked]:
             job.communication, gather, recomputed_units(job.model.num_layers, job.recompute)
         )
         for _ in range(2):  # the second step starts in the state that the first one left
-            gathered, now = [], Gathered()
+            gathered, now = [], GatherCounts()
             prefetcher.gather_after_step(range(len(job.layouts)))
             for forward, _index in order:
                 _visit(prefetcher, job, forward)
                 gathered.append(now)
-                now = Gathered()
+                now = GatherCounts()
     between = job.micro_batches - walked + 1
     return [
-        Walked(forward, index, between if walked == _WALKED and index == 1 else 1, sizes)
+        PassGathers(forward, index, between if walked == _DIFFERENT and index == 1 else 1, sizes)
         for (forward, index), sizes in zip(order, gathered, strict=True)
     ]
 

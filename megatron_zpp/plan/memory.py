@@ -2,7 +2,7 @@
 
 Model states and buffers are those of the engine's communication plan, padding included, and stay for the
 whole run. Gradients and activations come and go and do not peak together. So the peak is looked for at the
-moments where it can be: in the loss, along the backward, in the optimizer's step.
+points of a step where it can be: in the loss, along the backward, in the optimizer's step.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Memory:
     activations: int
     loss: int
     peak: int
-    moment: str  # of the peak
+    peak_at: str  # the part of a step
     cpu: int  # states and activations in CPU memory
 
     @property
@@ -54,8 +54,8 @@ def memory_of(job: Job) -> Memory:
         "buffers": communication.arena_bytes,
         "zeropp": communication.secondary_bytes,
     }
-    moments = _moments(job)
-    moment, highest = max(moments.items(), key=lambda item: item[1])
+    candidates = _peak_candidates(job)
+    peak_at, highest = max(candidates.items(), key=lambda item: item[1])
     pinned = (4 + _source_itemsize(job)) * owned  # gradients copied in, weights copied out
     away = offloaded_bytes(job)
     return Memory(
@@ -64,13 +64,13 @@ def memory_of(job: Job) -> Memory:
         activations=stored_bytes(job) - away + ends_bytes(job),
         loss=loss_bytes(job),
         peak=sum(parts.values()) + highest,
-        moment=moment,
+        peak_at=peak_at,
         cpu=away + (int(optimizer + pinned) if offloaded else 0),
     )
 
 
-def _moments(job: Job) -> dict[str, int]:
-    """Bytes of gradients, activations and temporary tensors at each moment that can be the peak."""
+def _peak_candidates(job: Job) -> dict[str, int]:
+    """Bytes of gradients, activations and temporary tensors at each point of a step that can be the peak."""
     accumulated = _gradients(job, whole=True) if job.micro_batches > 1 else 0
     final = _gradients(job, whole=False)
     first = job.layouts[0].numel
@@ -86,7 +86,7 @@ def _moments(job: Job) -> dict[str, int]:
     from_before = 0  # since the last micro-batch
     if job.reduces_as_made and job.micro_batches > 1:
         from_before = on_their_way + embedding
-    moments = {"the loss": accumulated + from_before + activations + loss_bytes(job)}
+    candidates = {"the loss": accumulated + from_before + activations + loss_bytes(job)}
     for one in backward(job):
         for layers, live in (
             (one.layer + 1, one.stored + working_bytes(job)),
@@ -97,17 +97,17 @@ def _moments(job: Job) -> dict[str, int]:
             if accumulated and not job.reduces_as_made:  # only from this backward, so none when it starts
                 later = min(job.model.num_layers - layers, 2)
                 beside = int(sent * (later * job.layouts[1].numel + job.layouts[-1].numel))
-            moments.setdefault("the backward", 0)
-            moments["the backward"] = max(
-                moments["the backward"], max(accumulated, done) + live + tied + beside
+            candidates.setdefault("the backward", 0)
+            candidates["the backward"] = max(
+                candidates["the backward"], max(accumulated, done) + live + tied + beside
             )
     produced = job.dtype.itemsize * first
     end = max(final + produced, others + produced + tied)
     if accumulated:  # complete when the embedding's two gradients are added
         end = accumulated + produced + max(tied, 0 if job.reduces_as_made else embedding)
-    moments["the end of the backward"] = end + on_their_way
-    moments["the optimizer's step"] = final
-    return moments
+    candidates["the end of the backward"] = end + on_their_way
+    candidates["the optimizer's step"] = final
+    return candidates
 
 
 def _sent_bytes(job: Job) -> float:

@@ -1,12 +1,16 @@
 """The plan as lines of text, for a person."""
 
+import math
 from collections.abc import Iterator
 
-from megatron_zpp.model.flops import parameter_count
+from megatron_zpp.model.flops import parameter_count, peak_tflops
 from megatron_zpp.plan.advice import (
+    WORTH,
     Plan,
     advice_of,
     at_stage,
+    faster_stage,
+    fits,
     least_that_pays,
     plan_of,
     ways_to_fit,
@@ -33,7 +37,6 @@ _PARTS = {
     "gradients": "gradients, at the optimizer's step",
     "activations": "activations, at the loss",
     "loss": "the loss",
-    "peak": "peak",
 }
 _DAY = 86400
 
@@ -76,17 +79,34 @@ def _memory(plan: Plan, gpu: Gpu, machine: Machine) -> Iterator[str]:
         sizes = [getattr(memory, part) for memory in stages.values()]
         if any(sizes):
             yield f"  {name:38}" + "".join(f"{size / 2**30:10.2f} " for size in sizes).rstrip()
-    room = f"{plan.memory.peak / 2**30:.2f} GiB, in {plan.memory.moment}, of {gpu.memory:g}"
+    peaks = stages.values()
+    marked = (f"{each.peak / 2**30:10.2f}{' ' if fits(each, gpu.memory) else '!'}" for each in peaks)
+    yield f"  {'peak (! does not fit)':38}" + "".join(marked).rstrip()
+    yield from _verdict(plan, gpu, machine)
+
+
+def _verdict(plan: Plan, gpu: Gpu, machine: Machine) -> Iterator[str]:
+    """Whether the run fits, what would make it fit if not, and whether another stage that fits is faster."""
+    room = (
+        f"{plan.memory.peak / 2**30:.2f} GiB, in {plan.memory.peak_at}, of {USABLE * gpu.memory:.2f} "
+        f"({gpu.memory:g} less {1 - USABLE:.0%} for CUDA, NCCL and fragmentation)"
+    )
     if plan.memory.cpu:
-        room += f"; {plan.memory.cpu / 2**30:.2f} GiB of CPU memory for each rank"
+        yield f"  {plan.memory.cpu / 2**30:.2f} GiB of CPU memory for each rank"
     if plan.fits(gpu.memory):
         yield f"  * this run fits: {room}"
+        if faster := faster_stage(plan, machine, gpu.memory):
+            now, then = 1e3 * plan.time.seconds, 1e3 * faster.time.seconds
+            peak = f"{faster.memory.peak / 2**30:.2f} GiB"
+            gain = f"{then:,.1f} ms per step, not {now:,.1f}"
+            yield f"  {faster.name} fits as well, in {peak}, and is faster: {gain}"
         return
-    yield f"  * this run does NOT fit: {room}. What would change that:"
-    for other in ways_to_fit(job, machine):
-        fits = "fits" if other.fits(gpu.memory) else "does not fit"
-        peak, milliseconds = other.memory.peak / 2**30, 1e3 * other.time.seconds
-        yield f"    {other.name:56}{peak:10.2f} GiB {milliseconds:12,.1f} ms  {fits}"
+    yield f"  * this run does NOT fit: {room}"
+    yield "  what would change that:"
+    for other in ways_to_fit(plan.job, machine):
+        verdict = "fits" if other.fits(gpu.memory) else "does not fit"
+        peak, milliseconds = f"{other.memory.peak / 2**30:10.2f} GiB", 1e3 * other.time.seconds
+        yield f"    {other.name:56}{peak} {milliseconds:12,.1f} ms  {verdict}"
 
 
 def _traffic(plan: Plan) -> Iterator[str]:
@@ -102,9 +122,10 @@ def _time(plan: Plan, iterations: int) -> Iterator[str]:
     tokens = job.tokens_per_step / seconds
     tflops = tokens * job.flops_per_token / job.ranks / 1e12
     yield f"a step takes {1e3 * seconds:,.1f} ms"
+    recomputes = job.recompute.recompute_granularity is not None
     for name, part in (
         ("forward", time.forward),
-        ("backward, with recomputation", time.backward),
+        ("backward, with recomputation" if recomputes else "backward", time.backward),
         ("waiting for links in the forward", time.exposed_forward),
         ("waiting for links in the backward", time.exposed_backward),
         ("optimizer", time.optimizer),
@@ -133,14 +154,29 @@ def _zeropp(plan: Plan, gpu: Gpu, machine: Machine) -> Iterator[str]:
         yield f"{mark} {other.name:30}{figures}{other.memory.peak / 2**30:8.2f}{fits} {reason}".rstrip()
     for advice in advice_of(plan.job, gpu.memory):
         yield f"  advice: {advice}"
-    gain = plain.time.seconds / best.time.seconds
-    yield f"  take {best.name}: {1e3 * best.time.seconds:,.1f} ms, {gain:.2f} × as fast as none of them"
+    yield f"  {_recommended(plain, best, gpu)}"
+
+
+def _recommended(plain: Plan, best: Plan, gpu: Gpu) -> str:
+    """Which set of options to take: `best`, which may be `plain`, the plan without any."""
+    if best is plain:
+        return f"take none of them: no set of them that fits shortens the step by more than {WORTH:.0%}"
+    gain, milliseconds = plain.time.seconds / best.time.seconds, f"{1e3 * best.time.seconds:,.1f} ms"
+    if not plain.fits(gpu.memory) and best.fits(gpu.memory):
+        return f"take {best.name}: {milliseconds}, and it fits, unlike none of them"
+    once = "" if best.fits(gpu.memory) else ", once it fits"
+    return f"take {best.name}: {milliseconds}, {gain:.2f} × as fast as none of them{once}"
 
 
 def _assumptions(job: Job, gpu: Gpu, machine: Machine) -> Iterator[str]:
     yield "assumptions (docs/internals/planner.md says how well they hold)"
-    flops = machine.flops / 1e12
-    yield f"  compute at {flops:,.0f} TFLOP/s per GPU ({gpu.seen}); --plan-compute-share sets it"
+    share = machine.flops / 1e12 / (peak_tflops(gpu.name, job.precision.compute_dtype("cuda")) or math.inf)
+    reached = f"{machine.flops / 1e12:,.0f} TFLOP/s per GPU, {share:.2g} of its peak"
+    if math.isclose(share, gpu.compute_share):
+        yield f"  compute at {reached}; --plan-compute-share sets another share"
+        yield f"    {gpu.seen}"
+    else:
+        yield f"  compute at {reached}, as --plan-compute-share says"
     if job.precision.fp8:
         yield "  products of --fp8 take the time and memory of bf16: on an H200 1.3B was 1.09 × as fast"
     if job.ranks > 1:
@@ -151,7 +187,6 @@ def _assumptions(job: Job, gpu: Gpu, machine: Machine) -> Iterator[str]:
     yield f"  {inside}, memory at {machine.memory_rate / 1e12:.2f} TB/s ({MEMORY_SHARE:g})"
     if job.zero.zero_offload_optimizer:
         yield f"  AdamW in CPU memory at {CPU_BYTES_PER_SECOND / 1e9:g} GB/s per rank"
-    yield f"  {1 - USABLE:.0%} of a GPU's memory is left for CUDA, NCCL and fragmentation"
 
 
 def _span(seconds: float) -> str:

@@ -26,7 +26,7 @@ from megatron_zpp.model.gpt import segments
 from megatron_zpp.plan.hardware import CPU_BYTES_PER_SECOND, KERNEL_SLOWDOWN, SLOWDOWN, Machine
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.traffic import Pass, total
-from megatron_zpp.zero.hop import Sent
+from megatron_zpp.zero.hop import SentBytes
 from megatron_zpp.zero.reduction_plan import ReductionAlgorithm
 
 
@@ -122,7 +122,7 @@ def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
             nbytes += one.summed * (itemsize + 8)
         elif not plan.reduction.sends_in_place:
             nbytes += one.summed * (itemsize + sent_bytes)
-        if one.reduced != Sent():
+        if one.reduced != SentBytes():
             nbytes += one.summed * _reduced_bytes(job, sent_bytes)
     return nbytes / machine.memory_rate
 
@@ -134,7 +134,7 @@ def _reduced_bytes(job: Job, sent_bytes: int) -> float:
         return job.ranks * sent_bytes + 4
     nbytes = sent_bytes + 8 / job.ranks
     if reduction.quantized:
-        codes = reduction.hops[0].codes
+        codes = reduction.hops[0].code_format
         nbytes += 2 * codes.block_bytes / codes.block
     elif reduction.algorithm is ReductionAlgorithm.TWO_HOPS:
         nbytes += 2 * reduction.hops[1].nbytes(1) / job.local
@@ -150,9 +150,9 @@ def _optimizer_seconds(job: Job, machine: Machine) -> float:
     return norm + adamw / (CPU_BYTES_PER_SECOND if job.zero.zero_offload_optimizer else machine.memory_rate)
 
 
-def _link_seconds(job: Job, machine: Machine, sent: Sent) -> float:
+def _link_seconds(job: Job, machine: Machine, sent: SentBytes) -> float:
     return sent.inter / job.nodes / machine.link
 
 
-def _inside_seconds(job: Job, machine: Machine, sent: Sent) -> float:
+def _inside_seconds(job: Job, machine: Machine, sent: SentBytes) -> float:
     return sent.intra / job.ranks / machine.inside

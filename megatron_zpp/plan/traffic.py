@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_zpp.plan.gathers import Gathered, walk
+from megatron_zpp.plan.gathers import GatherCounts, gathers_of
 from megatron_zpp.plan.job import Job
 from megatron_zpp.zero.communication_plan import CommunicationPlan
 from megatron_zpp.zero.flat_layout import FlatLayout
-from megatron_zpp.zero.hop import Sent
+from megatron_zpp.zero.hop import SentBytes
 
 
 @dataclass(frozen=True)
@@ -17,14 +17,14 @@ class Pass:
 
     forward: bool
     times: int
-    gathered: Sent
-    reduced: Sent
-    alone: Sent  # of `reduced`: the last unit's reduction, with which no compute overlaps
+    gathered: SentBytes
+    reduced: SentBytes
+    alone: SentBytes  # of `reduced`: the last unit's reduction, with which no compute overlaps
     decoded: int  # elements of quantised weights that each rank decodes
     summed: int  # elements of gradients that a backward makes on each rank
 
     @property
-    def sent(self) -> Sent:
+    def sent(self) -> SentBytes:
         """Bytes of one such pass."""
         return self.gathered + self.reduced
 
@@ -32,7 +32,7 @@ class Pass:
 def traffic_of(job: Job) -> list[Pass]:
     """The passes of one optimizer step in the middle of a run."""
     passes = []
-    plan, walked = job.communication, walk(job)
+    plan, walked = job.communication, gathers_of(job)
     units = Counter(job.layouts)
     for one in walked:
         last = one.micro_batch == walked[-1].micro_batch
@@ -41,8 +41,8 @@ def traffic_of(job: Job) -> list[Pass]:
                 forward=one.forward,
                 times=one.times,
                 gathered=_gathers(job, one.gathered),
-                reduced=Sent() if one.forward else _reductions(job, units, last),
-                alone=Sent() if one.forward else _reductions(job, Counter(job.layouts[:1]), last),
+                reduced=SentBytes() if one.forward else _reductions(job, units, last),
+                alone=SentBytes() if one.forward else _reductions(job, Counter(job.layouts[:1]), last),
                 decoded=_decoded(plan, one.gathered),
                 summed=0 if one.forward else sum(layout.numel for layout in job.layouts),
             )
@@ -50,19 +50,19 @@ def traffic_of(job: Job) -> list[Pass]:
     return passes
 
 
-def total(passes: list[Pass]) -> Sent:
+def total(passes: list[Pass]) -> SentBytes:
     """Bytes of the whole step: `intra_node_bytes` and `inter_node_bytes` of metrics.jsonl."""
-    return sum((one.sent * one.times for one in passes), Sent())
+    return sum((one.sent * one.times for one in passes), SentBytes())
 
 
-def _reductions(job: Job, units: Counter[FlatLayout], last: bool) -> Sent:
+def _reductions(job: Job, units: Counter[FlatLayout], last: bool) -> SentBytes:
     """Bytes that all ranks send to reduce these units in one micro-batch, a step's `last` or another one."""
     return _by_all_ranks(
         job, units, lambda plan, unit: plan.reduction.bytes_sent(unit, job.micro_batches, last=last)
     )
 
 
-def _gathers(job: Job, gathered: Gathered) -> Sent:
+def _gathers(job: Job, gathered: GatherCounts) -> SentBytes:
     """Bytes that all ranks send for these gathers."""
     sent = _by_all_ranks(job, gathered.world, lambda plan, unit: plan.gather_bytes_sent(unit))
     return sent + _by_all_ranks(
@@ -71,13 +71,13 @@ def _gathers(job: Job, gathered: Gathered) -> Sent:
 
 
 def _by_all_ranks(
-    job: Job, units: Counter[FlatLayout], sent: Callable[[CommunicationPlan, FlatLayout], Sent]
-) -> Sent:
+    job: Job, units: Counter[FlatLayout], sent: Callable[[CommunicationPlan, FlatLayout], SentBytes]
+) -> SentBytes:
     of_a_node = (sent(plan, unit) * times for plan in job.node_communication for unit, times in units.items())
-    return sum(of_a_node, Sent()) * job.nodes
+    return sum(of_a_node, SentBytes()) * job.nodes
 
 
-def _decoded(plan: CommunicationPlan, gathered: Gathered) -> int:
+def _decoded(plan: CommunicationPlan, gathered: GatherCounts) -> int:
     """Elements that a rank decodes."""
     decoded = sum(plan.gather_decodes(unit) * times for unit, times in gathered.world.items())
     if plan.secondary is not None and plan.secondary.hop.quant_format is not None:

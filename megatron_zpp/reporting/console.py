@@ -43,7 +43,7 @@ class Console:
             print(text, flush=True)
 
     def step_done(self) -> None:
-        """Moves the bar by one iteration."""
+        """Move the bar by one iteration."""
         self._bar.update()
 
     def log(self, record: Record) -> None:
@@ -59,7 +59,7 @@ class Console:
         self.say(f" {split} loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |")
 
     def close(self) -> None:
-        """Removes the bar."""
+        """Remove the bar."""
         self._bar.close()
 
 

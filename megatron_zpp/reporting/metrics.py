@@ -43,7 +43,7 @@ class Throughput:
         dtype: str,
         peak: float | None,
     ) -> "Throughput":
-        """Uses `peak` if given, else the data sheet's value for a known GPU."""
+        """Make one with `peak` if given, else the data sheet's value for a known GPU."""
         if peak is None and device.type == "cuda":
             peak = peak_tflops(torch.cuda.get_device_name(device), dtype)
         return cls(flops_per_token(model, vocab_size), devices, peak)
@@ -67,7 +67,7 @@ class Stopwatch:
         self._total += time.perf_counter() - self._started
 
     def resume(self) -> None:
-        """Counts again."""
+        """Continue to count."""
         self._started = time.perf_counter()
 
     def lap(self) -> float:

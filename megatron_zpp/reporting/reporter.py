@@ -7,7 +7,7 @@ from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.reporting.console import Console
 from megatron_zpp.reporting.metrics import Record, evaluation_record
-from megatron_zpp.reporting.sinks import Beside, open_sinks
+from megatron_zpp.reporting.sinks import ThreadedSink, open_sinks
 
 _PATIENCE = 30.0  # seconds that each sink gets to finish at the end
 
@@ -26,7 +26,7 @@ class Reporter:
     ) -> None:
         speaks = topology.rank == 0
         self._console = Console(iterations, start.iteration) if speaks else None
-        self._sinks: list[Beside] = open_sinks(logging, config, start, self.say) if speaks else []
+        self._sinks: list[ThreadedSink] = open_sinks(logging, config, start, self.say) if speaks else []
         self.lost_sinks = False  # known when the block is left
 
     def say(self, text: str) -> None:

@@ -22,10 +22,10 @@ class Sink(Protocol):
     """Takes records of one iteration each."""
 
     def write(self, record: Record) -> None:
-        """Keeps one record; `record["iteration"]` is its position on the curve."""
+        """Keep one record; `record["iteration"]` is its position on the curve."""
 
     def close(self) -> None:
-        """Finishes what is being written."""
+        """Finish what is being written."""
 
 
 class MetricsFile:
@@ -36,7 +36,7 @@ class MetricsFile:
         self._file = open(path, "a", buffering=1)  # noqa: SIM115 - a line is on disk when it is written
 
     def write(self, record: Record) -> None:
-        """Appends one line."""
+        """Append one line."""
         values = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in record.items()
@@ -44,7 +44,7 @@ class MetricsFile:
         self._file.write(json.dumps(values, allow_nan=False) + "\n")
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
 
 
@@ -58,7 +58,7 @@ class TensorBoard:
         self._writer = SummaryWriter(directory, purge_step=start.iteration + 1 if start.iteration else None)
 
     def write(self, record: Record) -> None:
-        """Adds one point to the curve of every number."""
+        """Add one point to the curve of every number."""
         for name, value in record.items():
             if isinstance(value, str):
                 self._writer.add_text(name, value, record["iteration"])
@@ -66,7 +66,7 @@ class TensorBoard:
                 self._writer.add_scalar(name, value, record["iteration"])
 
     def close(self) -> None:
-        """Flushes the event file."""
+        """Flush the event file."""
         self._writer.close()
 
 
@@ -95,15 +95,15 @@ class WandB:
         self._run.define_metric("*", step_metric="iteration")
 
     def write(self, record: Record) -> None:
-        """Logs one record; its iteration is the axis of all curves."""
+        """Log one record; its iteration is the axis of all curves."""
         self._run.log(record)
 
     def close(self) -> None:
-        """Finishes the run."""
+        """Finish the run."""
         self._run.finish()
 
 
-class Beside:
+class ThreadedSink:
     """A sink in its own thread: a sink that fails or hangs loses its records and does not affect the run.
 
     `make` opens the sink in that thread. `say` gets one line with `name` if the sink is lost.
@@ -170,7 +170,7 @@ def check_sinks(logging: LoggingConfig) -> None:
 
 def open_sinks(
     logging: LoggingConfig, config: dict[str, Any], start: Progress, say: Callable[[str], None]
-) -> list[Beside]:
+) -> list[ThreadedSink]:
     """The sinks that the flags ask for, of a run that starts at `start`; call it on one rank only."""
     sinks: dict[str, Callable[[], Sink]] = {}
     if logging.metrics_file:
@@ -179,4 +179,4 @@ def open_sinks(
         sinks["TensorBoard"] = partial(TensorBoard, logging.tensorboard_dir, start)
     if logging.wandb_project:
         sinks["W&B"] = lambda: WandB(logging, config, start)
-    return [Beside(name, make, say) for name, make in sinks.items()]
+    return [ThreadedSink(name, make, say) for name, make in sinks.items()]

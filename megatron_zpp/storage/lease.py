@@ -57,7 +57,7 @@ class Holder:
         return f"process {self.process} on {self.host}, started {self.since}"
 
     @classmethod
-    def here(cls) -> "Holder":
+    def of_this_process(cls) -> "Holder":
         """Return the description of this process, with a new lease id."""
         return cls(
             secrets.token_hex(8),
@@ -68,7 +68,7 @@ class Holder:
             datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
 
-    def lives(self) -> bool | None:
+    def is_alive(self) -> bool | None:
         """Return whether the process is alive; None if this process cannot see it."""
         if (self.boot, self.pid_namespace) != _kernel() or not self.boot:
             return None
@@ -84,7 +84,7 @@ class Lease:
         If a process on another host holds it, wait for `seconds`, after a message to `say`, to find out
         whether that process is alive. Raises Held if the holder is alive; OSError from the file system.
         """
-        self._path, self._seconds, self._holder = directory / LEASE, seconds, Holder.here()
+        self._path, self._seconds, self._holder = directory / LEASE, seconds, Holder.of_this_process()
         self._made_directory = not directory.exists()
         directory.mkdir(parents=True, exist_ok=True)
         self._descriptor = self._take(say)
@@ -140,10 +140,10 @@ class Lease:
     def _await_death(self, content: bytes | None, say: Callable[[str], None]) -> None:
         """Return once the process that wrote `content` is dead or no longer renews it. Raises Held."""
         holder = _parse(content)
-        lives = holder.lives() if holder is not None else None
-        if lives:
+        is_alive = holder.is_alive() if holder is not None else None
+        if is_alive:
             raise Held(str(holder))
-        if lives is False:
+        if is_alive is False:
             return
         who = "a process that has not written its name" if holder is None else str(holder)
         say(f"{self._path} is held by {who}; waiting {self._seconds:g} s to see whether it is alive")

@@ -200,22 +200,22 @@ class _Pulse:
         """One round of rank 0."""
         leaves, failed = self._leaves, self._failed
         self._tell(left=False)
-        beats = self._read_all()
-        self._hurries = self._hurries or any(beat and beat.asks for beat in beats)
-        self._found = self._found or self._monitor.lost(beats) or self._monitor.stuck(beats)
-        self._report_slow_ranks(beats)
+        messages = self._read_all()
+        self._hurries = self._hurries or any(message and message.asks for message in messages)
+        self._found = self._found or self._monitor.lost(messages) or self._monitor.stuck(messages)
+        self._report_slow_ranks(messages)
         if self._found:
             self._store.set(_VERDICT, json.dumps(self._found))
             limit = time.monotonic() + _FAREWELL
             while not self._monitor.gone(self._read_all()[1:], _FAREWELL / 2) and time.monotonic() < limit:
                 time.sleep(self._interval / 4)
-        if failed or (leaves and all(beat and beat.left for beat in beats[1:])):
+        if failed or (leaves and all(message and message.left for message in messages[1:])):
             self._told.set()
         elif self._found:
             self._verdict = self._found
 
-    def _report_slow_ranks(self, beats: list[HeartbeatMessage | None]) -> None:
-        slow = self._monitor.slow(beats, SAY_AFTER)
+    def _report_slow_ranks(self, messages: list[HeartbeatMessage | None]) -> None:
+        slow = self._monitor.slow(messages, SAY_AFTER)
         if slow and time.monotonic() - self._said > SAY_AFTER:
             self._said = time.monotonic()
             os.write(2, f"{self._prog}: waiting for {slow}\n".encode())
@@ -224,7 +224,7 @@ class _Pulse:
         """Write this rank's message."""
         self._count += 1
         mark = self._activity.latest
-        beat = HeartbeatMessage(
+        message = HeartbeatMessage(
             rank=self._topology.rank,
             host=platform.node(),
             count=self._count,
@@ -237,20 +237,20 @@ class _Pulse:
             failed=self._failed,
             left=left,
         )
-        self._store.set(_key(self._topology.rank), beat.encode())
+        self._store.set(_key(self._topology.rank), message.encode())
 
     def _read_all(self) -> list[HeartbeatMessage | None]:
         """The newest messages of all ranks; the monitor sees them too."""
         texts = self._store.multi_get([_key(rank) for rank in range(self._topology.world_size)])
         self._answered = self._clock.seconds
-        beats = [HeartbeatMessage.decode(text) for text in texts]
-        self._first = beats[0]
-        self._monitor.see(beats, self._answered)
-        return beats
+        messages = [HeartbeatMessage.decode(text) for text in texts]
+        self._first = messages[0]
+        self._monitor.see(messages, self._answered)
+        return messages
 
 
 def _key(rank: int) -> str:
-    return f"beat/{rank}"
+    return f"heartbeat/{rank}"
 
 
 def _of_a_collective(error: BaseException) -> bool:

@@ -55,37 +55,41 @@ class LivenessMonitor:
         self._newest: dict[int, tuple[int, float]] = {}
         self._now = 0.0
 
-    def see(self, beats: Sequence[HeartbeatMessage | None], now: float) -> None:
+    def see(self, messages: Sequence[HeartbeatMessage | None], now: float) -> None:
         """Record the messages of ranks 0, 1, … at the time `now`, in seconds."""
         self._now = now
-        for rank, beat in enumerate(beats):
-            count = beat.count if beat else 0
+        for rank, message in enumerate(messages):
+            count = message.count if message else 0
             if rank not in self._newest or self._newest[rank][0] != count:
                 self._newest[rank] = (count, now)
 
-    def lost(self, beats: Sequence[HeartbeatMessage | None], *, asked: bool = False) -> str | None:
+    def lost(self, messages: Sequence[HeartbeatMessage | None], *, asked: bool = False) -> str | None:
         """Describe the rank that failed, or the longest silent rank if that is too long; else None.
 
-        `asked`: some rank asks, whose message may not be among `beats`.
+        `asked`: some rank asks, whose message may not be among `messages`.
         """
-        for beat in beats:
-            if beat and beat.failed:
-                return f"{beat.name} failed: {beat.failed}"
-        asked = asked or any(beat and beat.asks for beat in beats)
+        for message in messages:
+            if message and message.failed:
+                return f"{message.name} failed: {message.failed}"
+        asked = asked or any(message and message.asks for message in messages)
         limit = self._patience if asked else self._timeout
-        silences = [0.0 if beat and beat.left else self._silence(rank) for rank, beat in enumerate(beats)]
+        silences = [
+            0.0 if message and message.left else self._silence(rank) for rank, message in enumerate(messages)
+        ]
         longest = max(silences)
         if longest <= limit:
             return None
         rank = silences.index(longest)
-        beat = beats[rank]
-        name, doing = (beat.name, beat.doing) if beat else (f"rank {rank}", "starting")
+        message = messages[rank]
+        name, doing = (message.name, message.doing) if message else (f"rank {rank}", "starting")
         return f"{name} has been silent for {longest:.0f} s; last seen: {doing}"
 
-    def stuck(self, beats: Sequence[HeartbeatMessage | None]) -> str | None:
+    def stuck(self, messages: Sequence[HeartbeatMessage | None]) -> str | None:
         """Describe the ranks with the fewest marks, which others may wait for, if the mark is too old."""
-        last = _last(beats)
-        if not last or any(beat.patient or beat.seconds <= (beat.limit or self._timeout) for beat in last):
+        last = _last(messages)
+        if not last or any(
+            message.patient or message.seconds <= (message.limit or self._timeout) for message in last
+        ):
             return None
         flag = "--heartbeat-timeout" if last[0].limit is None else "--preflight-timeout"
         return (
@@ -93,23 +97,24 @@ class LivenessMonitor:
             f"(if it is only slow, raise {flag})"
         )
 
-    def slow(self, beats: Sequence[HeartbeatMessage | None], seconds: float) -> str | None:
+    def slow(self, messages: Sequence[HeartbeatMessage | None], seconds: float) -> str | None:
         """Describe the ranks that others have awaited for `seconds`, if their mark has a limit; else None."""
-        if None in beats:  # connected and sent no message
-            absent = beats.index(None)
+        if None in messages:  # connected and sent no message
+            absent = messages.index(None)
             waited = self._silence(absent)
             return f"rank {absent}: starting for {waited:.0f} s" if waited > seconds else None
-        last = _last(beats)
-        last = [beat for beat in last if self._silence(beat.rank) > self._patience] or last
+        last = _last(messages)
+        last = [message for message in last if self._silence(message.rank) > self._patience] or last
         if not last or last[0].limit is None:
             return None
-        waited = min(beat.seconds + self._silence(beat.rank) for beat in last)
+        waited = min(message.seconds + self._silence(message.rank) for message in last)
         return f"{_names(last)}: {last[0].doing} for {waited:.0f} s" if waited > seconds else None
 
-    def gone(self, beats: Sequence[HeartbeatMessage | None], silence: float) -> bool:
+    def gone(self, messages: Sequence[HeartbeatMessage | None], silence: float) -> bool:
         """Whether each rank has left, failed, or been silent for more than `silence` seconds."""
         return all(
-            beat is None or beat.left or beat.failed or self._silence(beat.rank) > silence for beat in beats
+            message is None or message.left or message.failed or self._silence(message.rank) > silence
+            for message in messages
         )
 
     def _silence(self, rank: int) -> float:
@@ -117,12 +122,14 @@ class LivenessMonitor:
         return self._now - self._newest[rank][1]
 
 
-def _last(beats: Sequence[HeartbeatMessage | None]) -> list[HeartbeatMessage]:
+def _last(messages: Sequence[HeartbeatMessage | None]) -> list[HeartbeatMessage]:
     """The messages of the ranks that have the fewest marks and have not left."""
-    present = [beat for beat in beats if beat and not beat.left]
-    fewest = min((beat.marks for beat in present), default=0)
-    return [beat for beat in present if beat.marks == fewest]
+    present = [message for message in messages if message and not message.left]
+    fewest = min((message.marks for message in present), default=0)
+    return [message for message in present if message.marks == fewest]
 
 
-def _names(beats: Sequence[HeartbeatMessage]) -> str:
-    return " and ".join(beat.name for beat in beats[:4]) + (" and others" if len(beats) > 4 else "")
+def _names(messages: Sequence[HeartbeatMessage]) -> str:
+    return " and ".join(message.name for message in messages[:4]) + (
+        " and others" if len(messages) > 4 else ""
+    )

@@ -42,7 +42,7 @@ class OncePerNode:
         return lambda message, line: self.say(topic, line)
 
     def say(self, topic: str, line: str) -> None:
-        """Writes `line` to stderr, unless a rank of this start of the job has written one on `topic`.
+        """Write `line` to stderr, unless a rank of this start of the job has written one on `topic`.
 
         Returns after one of them is out. If the ranks cannot find that out, each writes its line.
         """
@@ -69,7 +69,7 @@ class OncePerNode:
 
 
 def write_line(line: str) -> None:
-    """Writes to stderr from any thread: sys.stderr may be locked by one that is stuck."""
+    """Write to stderr from any thread: a thread that hangs may hold the lock of sys.stderr."""
     with suppress(OSError):  # the reader is gone
         os.write(2, f"{line}\n".encode())
 

@@ -35,6 +35,13 @@ class Tokenizer(ABC):
         """SHA-256 in hex of everything that decides which ids a text gets, wherever its files lie."""
 
     @abstractmethod
+    def files(self) -> dict[str, bytes]:
+        """The files that this tokenizer was read from, under the names that a checkpoint gives them.
+
+        `build.saved_config` returns the settings that read them again.
+        """
+
+    @abstractmethod
     def to_tokenizers(self) -> str | None:
         """A tokenizer.json whose pipeline gives texts these ids; None where text has no tokenizer.
 
@@ -50,6 +57,12 @@ def describe(tokenizer: Tokenizer) -> dict[str, Any]:
         "eod": tokenizer.eod,
         "fingerprint": tokenizer.fingerprint(),
     }
+
+
+def in_words(description: dict[str, Any]) -> str:
+    """Return what `describe` returned, in words."""
+    short = str(description.get("fingerprint", ""))[:12]
+    return f"{description.get('tokenizer_type')} of {description.get('vocab_size')} entries ({short})"
 
 
 def fingerprint_of(kind: str, content: Any) -> str:

@@ -1,8 +1,34 @@
 """Builds the tokenizer of --tokenizer-type."""
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.tokenizer.base import Tokenizer
+from megatron_zpp.tokenizer.files import MERGES, SENTENCEPIECE_MODEL, TOKENIZER, VOCAB
+
+_SAVED: dict[str | None, dict[str, str]] = {  # settings that name a file, and its name in a checkpoint
+    "SentencePieceTokenizer": {"tokenizer_model": SENTENCEPIECE_MODEL},
+    "GPT2BPETokenizer": {"vocab_file": VOCAB, "merge_file": MERGES},
+    "HuggingFaceTokenizer": {"tokenizer_model": TOKENIZER},
+}
+
+
+def saved_config(config: TokenizerConfig, directory: Path) -> TokenizerConfig:
+    """Return the settings of the same tokenizer for its files, `Tokenizer.files`, in `directory`."""
+    named: dict[str, Any] = {field: str(directory / name) for field, name in _files_of(config).items()}
+    return replace(config, **named)
+
+
+def saved_names(config: TokenizerConfig) -> tuple[str, ...]:
+    """Return the names in a checkpoint of the files that the tokenizer cannot do without."""
+    return tuple(_files_of(config).values())
+
+
+def _files_of(config: TokenizerConfig) -> dict[str, str]:
+    return _SAVED.get(config.tokenizer_type, {})
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:

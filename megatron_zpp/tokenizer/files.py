@@ -1,10 +1,15 @@
-"""Reads a tokenizer's files; whatever is wrong with one is said with its flag."""
+"""Reads a tokenizer's files; an error names the flag, the file and the remedy."""
 
 import json
 from typing import Any
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.storage.regular import UnfitFile, read_limited
+
+# What a tokenizer's files are called in a checkpoint.
+SENTENCEPIECE_MODEL = "tokenizer.model"
+VOCAB, MERGES = "vocab.json", "merges.txt"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 
 LIMIT = 256 << 20  # bytes; a tokenizer.json of 260,000 entries has 33 MB
 
@@ -22,10 +27,10 @@ def read_bytes(flag: str, path: str, fix: str) -> bytes:
     return content
 
 
-def read_json(flag: str, path: str, fix: str) -> dict[str, Any]:
-    """The file's JSON object. Raises ValueError that names `flag`, `path` and `fix` when it holds none."""
+def parse_json(text: bytes, flag: str, path: str, fix: str) -> dict[str, Any]:
+    """The JSON object in `text`, the file's content. Raises ValueError as `read_bytes` does."""
     try:
-        content = json.loads(read_bytes(flag, path, fix).decode())
+        content = json.loads(text.decode())
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise option_error(flag, path, f"is not JSON; {fix}") from None
     if not isinstance(content, dict):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.tokenizer.base import Tokenizer, fingerprint_of
-from megatron_zpp.tokenizer.files import read_bytes, read_json
+from megatron_zpp.tokenizer.files import MERGES, VOCAB, parse_json, read_bytes
 
 _EOD = "<|endoftext|>"
 _VOCAB_FIX = "give GPT-2's vocab.json"
@@ -17,12 +17,16 @@ class GPT2BPETokenizer(Tokenizer):
     kind = "GPT2BPETokenizer"
 
     def __init__(self, vocab_file: str, merge_file: str) -> None:
-        """Raises ValueError when a file is missing or garbage, or when the two do not belong together."""
+        """Raise ValueError when a file is missing or invalid, or when the two do not belong together."""
         from tokenizers import Tokenizer as Pipeline
         from tokenizers import decoders, models, pre_tokenizers
 
-        vocab = _read_vocab(vocab_file)
-        merges = _read_merges(merge_file)
+        self._files = {
+            VOCAB: read_bytes("--vocab-file", vocab_file, _VOCAB_FIX),
+            MERGES: read_bytes("--merge-file", merge_file, _MERGES_FIX),
+        }
+        vocab = _parse_vocab(self._files[VOCAB], vocab_file)
+        merges = _parse_merges(self._files[MERGES], merge_file)
         for first, second in merges:
             for piece in (first, second, first + second):
                 if piece not in vocab:
@@ -55,6 +59,9 @@ class GPT2BPETokenizer(Tokenizer):
     def fingerprint(self) -> str:
         return self._digest
 
+    def files(self) -> dict[str, bytes]:
+        return dict(self._files)
+
     def to_tokenizers(self) -> str:
         from tokenizers import AddedToken
         from tokenizers import Tokenizer as Pipeline
@@ -64,8 +71,8 @@ class GPT2BPETokenizer(Tokenizer):
         return pipeline.to_str()
 
 
-def _read_vocab(path: str) -> dict[str, int]:
-    vocab = read_json("--vocab-file", path, _VOCAB_FIX)
+def _parse_vocab(text: bytes, path: str) -> dict[str, int]:
+    vocab = parse_json(text, "--vocab-file", path, _VOCAB_FIX)
     for piece, index in vocab.items():
         if type(index) is not int or not 0 <= index < 2**31:
             raise option_error("--vocab-file", path, f"gives {piece!r} the id {index!r}; {_VOCAB_FIX}")
@@ -74,9 +81,9 @@ def _read_vocab(path: str) -> dict[str, int]:
     return vocab
 
 
-def _read_merges(path: str) -> list[tuple[str, str]]:
+def _parse_merges(text: bytes, path: str) -> list[tuple[str, str]]:
     try:
-        lines = read_bytes("--merge-file", path, _MERGES_FIX).decode().replace("\r\n", "\n").split("\n")
+        lines = text.decode().replace("\r\n", "\n").split("\n")
     except UnicodeDecodeError:
         raise option_error("--merge-file", path, f"is not UTF-8 text; {_MERGES_FIX}") from None
     merges = []

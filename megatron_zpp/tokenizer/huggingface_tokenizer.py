@@ -7,10 +7,11 @@ from typing import Any
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.tokenizer.base import Tokenizer, fingerprint_of
-from megatron_zpp.tokenizer.files import read_bytes, read_json
+from megatron_zpp.tokenizer.files import TOKENIZER, TOKENIZER_CONFIG, parse_json, read_bytes
 
 _FLAG = "--tokenizer-model"
 _FIX = "give a tokenizer.json, or the directory that holds one"
+_CONFIG_FIX = "mend or remove it"
 _USUAL_EODS = ("<|endoftext|>", "</s>")
 _PARTS_THAT_DECIDE_IDS = ("normalizer", "pre_tokenizer", "model", "added_tokens")
 
@@ -19,7 +20,7 @@ class HuggingFaceTokenizer(Tokenizer):
     """Any `tokenizers` pipeline.
 
     Its end of document is the `eos_token` of the tokenizer_config.json beside it, else `<|endoftext|>`,
-    else `</s>`. A post-processor, which adds special tokens around a text, is left out, and so are the
+    else `</s>`. A post-processor, which adds special tokens around a text, is omitted, and so are the
     truncation and padding that a file may have been saved with.
     """
 
@@ -29,11 +30,13 @@ class HuggingFaceTokenizer(Tokenizer):
         """`model`: a tokenizer.json or its directory. Raises ValueError when it cannot serve."""
         from tokenizers import Tokenizer as Pipeline
 
-        path = Path(model, "tokenizer.json") if Path(model).is_dir() else Path(model)
-        parts = read_json(_FLAG, str(path), _FIX)
+        path = Path(model, TOKENIZER) if Path(model).is_dir() else Path(model)
+        content = read_bytes(_FLAG, str(path), _FIX)
+        self._files = {TOKENIZER: content}
+        parts = parse_json(content, _FLAG, str(path), _FIX)
         _check_merges(parts, path)
         try:
-            self._pipeline = Pipeline.from_str(read_bytes(_FLAG, str(path), _FIX).decode())
+            self._pipeline = Pipeline.from_str(content.decode())
         except BaseException as error:  # `tokenizers` raises nothing more specific, and panics
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
@@ -45,7 +48,10 @@ class HuggingFaceTokenizer(Tokenizer):
         if not vocab:
             raise option_error(_FLAG, path, f"has an empty vocabulary; {_FIX}")
         self.vocab_size = max(vocab.values()) + 1
-        self.eod = _find_eod(vocab, path)
+        config_path = path.with_name(TOKENIZER_CONFIG)
+        if config_path.exists():
+            self._files[TOKENIZER_CONFIG] = read_bytes(_FLAG, str(config_path), _CONFIG_FIX)
+        self.eod = _find_eod(vocab, path, self._files.get(TOKENIZER_CONFIG))
         decisive = {name: parts.get(name) for name in _PARTS_THAT_DECIDE_IDS}
         self._digest = fingerprint_of(self.kind, [decisive, self.eod])
 
@@ -61,6 +67,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def fingerprint(self) -> str:
         return self._digest
+
+    def files(self) -> dict[str, bytes]:
+        return dict(self._files)
 
     def to_tokenizers(self) -> str:
         parts = json.loads(self._pipeline.to_str())
@@ -93,12 +102,12 @@ def _check_merges(parts: dict[str, Any], path: Path) -> None:
                         )
 
 
-def _find_eod(vocab: dict[str, int], path: Path) -> int:
-    config_path = path.with_name("tokenizer_config.json")
-    if config_path.exists():
-        eos = _token_text(read_json(_FLAG, str(config_path), "mend or remove it").get("eos_token"))
+def _find_eod(vocab: dict[str, int], path: Path, config: bytes | None) -> int:
+    config_path = path.with_name(TOKENIZER_CONFIG)
+    if config is not None:
+        eos = _token_text(parse_json(config, _FLAG, str(config_path), _CONFIG_FIX).get("eos_token"))
         if not isinstance(eos, str | None):
-            raise option_error(_FLAG, config_path, f"its eos_token {eos!r} is not text; mend or remove it")
+            raise option_error(_FLAG, config_path, f"its eos_token {eos!r} is not text; {_CONFIG_FIX}")
         if eos is not None:
             if eos not in vocab:
                 fix = "name one that it has there"

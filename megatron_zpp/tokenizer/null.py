@@ -12,7 +12,7 @@ class NullTokenizer(Tokenizer):
     kind = "NullTokenizer"
 
     def __init__(self, largest: int) -> None:
-        """Raises ValueError when the ids would not fit the int32 that data sets are written in."""
+        """Raise ValueError when the ids would not fit the int32 of data sets."""
         if largest >= 2**31:
             raise option_error(
                 "--vocab-size", largest, "ids are stored in 32 bits, so give less than 2147483648"
@@ -38,6 +38,9 @@ class NullTokenizer(Tokenizer):
 
     def fingerprint(self) -> str:
         return fingerprint_of(self.kind, self.eod)
+
+    def files(self) -> dict[str, bytes]:
+        return {}
 
     def to_tokenizers(self) -> None:
         return None

@@ -2,7 +2,7 @@
 
 Both formats have BPE and unigram models with byte fallback; what differs is around them. Whether a text gets
 the same ids is for the caller to try: a few rules (ties between merges, spaces beside a piece of the user's)
-cannot be written down there.
+cannot be expressed there.
 """
 
 from typing import Any

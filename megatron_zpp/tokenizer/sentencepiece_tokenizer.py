@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.tokenizer.base import Tokenizer
-from megatron_zpp.tokenizer.files import read_bytes
+from megatron_zpp.tokenizer.files import SENTENCEPIECE_MODEL, read_bytes
 
 _FIX = "give a SentencePiece .model file, such as data/train_tokenizer.py writes"
 
@@ -45,6 +45,9 @@ class SentencePieceTokenizer(Tokenizer):
 
     def fingerprint(self) -> str:
         return self._digest
+
+    def files(self) -> dict[str, bytes]:
+        return {SENTENCEPIECE_MODEL: self._content}
 
     def to_tokenizers(self) -> str:
         from megatron_zpp.tokenizer.sentencepiece_pipeline import to_pipeline

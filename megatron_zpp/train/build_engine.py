@@ -56,7 +56,7 @@ def zero_of(config: Config, ranks: int) -> ZeroConfig:
     zero = config.zero
     if not zero.narrows_differences or zero.zero_delta4_iterations is not None:
         return zero
-    warmup = RunSchedule.from_config(config, ranks).warmup_iterations
+    warmup = RunSchedule.from_config(config.training, config.learning_rate, ranks).warmup_iterations
     return replace(zero, zero_delta4_iterations=2 * warmup)
 
 

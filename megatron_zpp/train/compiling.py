@@ -1,4 +1,4 @@
-"""torch.compile of the layers: one graph for all of them, made once a run."""
+"""torch.compile of the layers: one graph for all of them, compiled once per run."""
 
 import os
 from collections.abc import Callable, MutableMapping
@@ -25,7 +25,7 @@ _THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 
 def check_cache(config: CompilationConfig) -> None:
-    """Raises ValueError for a --compile-cache-dir where nothing can be kept: a step would be late for it."""
+    """Raise ValueError, before the first step, for a --compile-cache-dir that cannot be written."""
     if config.compile_cache_dir is not None:
         check_writable("--compile-cache-dir", config.compile_cache_dir)
 
@@ -33,10 +33,10 @@ def check_cache(config: CompilationConfig) -> None:
 def prepare_compiler(
     config: CompilationConfig, topology: Topology, environ: MutableMapping[str, str]
 ) -> None:
-    """Says by torch's variables, before it reads them, where kernels are kept and who makes them.
+    """Set torch's variables for the cache of kernels and the compiling processes, before torch reads them.
 
-    Torch's own place is one in /tmp that any user may have made before: what is in it is run. The ranks of a
-    node share its processors.
+    Torch's default cache is in /tmp, where any user may have created it before, and what it contains is
+    executed. The ranks of a node share its processors.
     """
     if config.compile_cache_dir is not None:
         environ[_CACHE] = os.path.abspath(config.compile_cache_dir)
@@ -56,15 +56,16 @@ def compile_parts(
     masked: bool = False,
     on_gpu: bool = False,
 ) -> None:
-    """Lets a graph compute every layer of `model` for micro-batches of `shape` (B, T); `say` hears of more.
+    """Let one graph compute every layer of `model` for micro-batches of `shape` (B, T).
 
-    On GPUs (`on_gpu`) parts of it, and what the loss does beside its products, are kernels of ours; elsewhere
-    the latter becomes another graph.
-    The graph is inside the hooks of a layer, so that its parameters are gathered before it runs. Other inputs
-    take the same block without a graph: a text that grows, a cache, or a mask of another kind than that of
-    batches (`masked`: inside documents). A layer raises RuntimeError when no graph can be made.
+    `say` gets a line if torch compiles a second graph. On GPUs (`on_gpu`) some operations of the layers, and
+    all of the loss but its matrix products, are Triton kernels. Elsewhere these operations of the loss become
+    another graph.
+    The graph is inside the hooks of a layer, so that the parameters are gathered before it runs. Other inputs
+    go through the same block without a graph: a text that grows, a cache, or a mask of another kind than that
+    of batches (`masked`: inside documents). A layer raises RuntimeError if torch cannot compile it.
     """
-    from torch._dynamo.exc import TorchDynamoException  # seconds, which a run that compiles nothing has not
+    from torch._dynamo.exc import TorchDynamoException  # takes seconds: only runs that compile import it
 
     maker = _Backend(backend, say)
     whole = not isinstance(model.parts.attention, FlashAttention3)
@@ -86,7 +87,7 @@ def compile_parts(
         except TorchDynamoException as error:
             cause = getattr(error, "inner_exception", error)
             said = f"{type(cause).__name__}: {cause}".strip().splitlines()[0]
-            raise RuntimeError(f"torch.compile failed, and --no-compile does without it: {said}") from error
+            raise RuntimeError(f"torch.compile failed; --no-compile trains without it: {said}") from error
         maker.finished.add(torch.is_grad_enabled())
         return out
 
@@ -96,28 +97,26 @@ def compile_parts(
 
 
 def _kernels(layer: Layer) -> tuple[BlockKernels, LossKernels]:
-    """Triton kernels for layers like `layer`, and for what the loss does beside its products."""
+    """Triton kernels for layers like `layer`, and for all of the loss but its matrix products."""
     from megatron_zpp.model.fused import blocks, loss  # import Triton, which only torch for GPUs brings
 
     return blocks.FusedKernels(layer), loss.PASSES
 
 
 class _Backend:
-    """Torch's compiler, and a word when it is called again for what a layer has already run through.
+    """Torch's compiler, with a warning when it is called again although layers have already run.
 
-    Layers run with gradients and without, and need graphs for each.
+    Layers run with gradients and without them, and need one graph for each.
     """
 
     def __init__(self, name: str, say: Callable[[str], None]) -> None:
         self._name, self._say = name, say
-        self.finished: set[bool] = set()  # whether gradients were wanted, once a layer is through
+        self.finished: set[bool] = set()  # with gradients, without them: those with which a layer has run
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         from torch._dynamo import lookup_backend
 
         if torch.is_grad_enabled() in self.finished:
             why = "TORCH_LOGS=recompiles says why"
-            self._say(
-                f"warning: torch.compile makes a layer's kernels once more, which takes its time; {why}"
-            )
+            self._say(f"warning: torch.compile compiles a layer again, which takes a while; {why}")
         return lookup_backend(self._name)(graph, inputs)

@@ -4,10 +4,9 @@ They are logged and not refused, because they may be intended. data/resume.py tr
 and of their weights.
 """
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from megatron_zpp.config.data import DEFAULT_SPLIT, MASKS
-from megatron_zpp.config.root import Config
 from megatron_zpp.data.batches import BatchSchedule
 from megatron_zpp.train.run_schedule import RunSchedule
 
@@ -27,9 +26,12 @@ _YOUNGER = {  # settings absent from older checkpoints, and the values their run
 }
 
 
-def data_changes(saved: dict[str, dict[str, Any]], config: Config) -> list[str]:
+Settings: TypeAlias = dict[str, dict[str, Any]]  # of a run, by part and name, as Config.to_json returns them
+
+
+def data_changes(saved: Settings, present: Settings) -> list[str]:
     """Log lines on flags that number samples differently from the checkpoint's settings."""
-    present, lines = config.to_json(), []
+    lines = []
     for part, name in _READ:
         before, now = (_value(settings.get(part, {}), name) for settings in (saved, present))
         if before != now and not (before is None and now == _YOUNGER.get(name)):
@@ -38,9 +40,9 @@ def data_changes(saved: dict[str, dict[str, Any]], config: Config) -> list[str]:
     return lines
 
 
-def mask_changes(saved: dict[str, dict[str, Any]], config: Config) -> list[str]:
+def mask_changes(saved: Settings, present: Settings) -> list[str]:
     """Log lines on flags that treat document ends differently from the checkpoint's run."""
-    present, lines = config.to_json(), []
+    lines = []
     for name in MASKS:
         before, now = (bool(settings.get("data", {}).get(name)) for settings in (saved, present))
         if before != now:
@@ -50,9 +52,7 @@ def mask_changes(saved: dict[str, dict[str, Any]], config: Config) -> list[str]:
     return lines
 
 
-def batch_changes(
-    saved: dict[str, dict[str, Any]], ranks: int, config: Config, schedule: RunSchedule
-) -> list[str]:
+def batch_changes(saved: Settings, ranks: int, present: Settings, schedule: RunSchedule) -> list[str]:
     """A log line if the global batch size differs from that of the run that saved; `ranks` is that run's.
 
     `schedule` is that of the resumed run.
@@ -62,7 +62,7 @@ def batch_changes(
         return []
     start, left = schedule.start, max(0, schedule.iterations - schedule.start.iteration)
     changed = f" the global batch size was {_size(before)} and is {_size(after)}"
-    if config.training.global_batch_size is None:
+    if present["training"]["global_batch_size"] is None:
         fix = f"give --global-batch-size {before.global_batch_size} to keep it"
         changed += f" (--micro-batch-size × ranks; {fix})"
     consumed = start.consumed_samples
@@ -77,7 +77,7 @@ def batch_changes(
     return [f"{changed}: {remain}; no sample is skipped or repeated"]
 
 
-def ordered_samples(saved: dict[str, dict[str, Any]], ranks: int) -> int:
+def ordered_samples(saved: Settings, ranks: int) -> int:
     """The number of samples that an older version's run built Megatron-LM's order for."""
     training = saved.get("training", {})
     batch = training.get("global_batch_size") or (training.get("micro_batch_size") or 0) * ranks

@@ -70,7 +70,10 @@ def prepare_device(config: Config, grid: Grid) -> Device:
         check_cache(config.compilation)
     backend = resolve_fused_backend(config.optimizer, config.zero, device.type, compiles=compiles)
     attention = choose_attention(config.attention.attention_backend, **_attention(config, device))
-    return Device(device, backend, _operations(config, device, say), attention, compiles, say)
+    operations = _operations(
+        device, say, required=config.distributed.require_kernels, quantizes=config.zero.quantizes
+    )
+    return Device(device, backend, operations, attention, compiles, say)
 
 
 def check_attention(config: Config, device: Device) -> None:
@@ -95,9 +98,10 @@ def _attention(config: Config, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _operations(config: Config, device: torch.device, say: Callable[[str], None]) -> Operations | None:
+def _operations(
+    device: torch.device, say: Callable[[str], None], *, required: bool, quantizes: bool
+) -> Operations | None:
     """The compiled operations; None on CPUs without quantisation, where torch's kernels are as fast."""
-    required, quantizes = config.distributed.require_kernels, config.zero.quantizes
     if not (required or quantizes or device.type == "cuda"):
         return None
     operations = load_operations(device.type, require_kernels=required, say=say)

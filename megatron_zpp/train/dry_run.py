@@ -5,7 +5,9 @@ import sys
 import torch
 from torch.nn.attention import SDPBackend
 
+from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.config.fused_backend import resolve_fused_backend
+from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.grid import Grid
@@ -42,12 +44,12 @@ def job_of(config: Config, vocab_size: int, schedule: RunSchedule, topology: Top
         micro_batch_size=batches.micro_batch_size,
         micro_batches=batches.global_batch_size // (batches.micro_batch_size * topology.world_size),
         units=units_of(config.model, vocab_size),
-        compiled=_compiles(config),
+        compiled=_compiles(config.compilation, config.optimizer),
     )
 
 
-def _compiles(config: Config) -> bool:
-    return config.compilation.wanted("cuda", apex=config.optimizer.fused_backend == "apex")
+def _compiles(compilation: CompilationConfig, optimizer: OptimizerConfig) -> bool:
+    return compilation.wanted("cuda", apex=optimizer.fused_backend == "apex")
 
 
 def dry_run(inputs: RunInputs, grid: Grid, *, speaks: bool) -> None:
@@ -55,7 +57,7 @@ def dry_run(inputs: RunInputs, grid: Grid, *, speaks: bool) -> None:
     config, schedule = inputs.config, inputs.schedule
     check_topology(config.zero, grid.data)
     config.recompute.check_device("cuda")
-    compiles = _compiles(config)
+    compiles = _compiles(config.compilation, config.optimizer)
     if compiles:
         check_cache(config.compilation)
     resolve_fused_backend(config.optimizer, config.zero, "cuda", compiles=compiles)
@@ -67,19 +69,20 @@ def dry_run(inputs: RunInputs, grid: Grid, *, speaks: bool) -> None:
         check_flash3_settings(config.model.attention_dropout, getattr(torch, dtype))
     if speaks:
         job = job_of(config, inputs.tokenizer["vocab_size"], schedule, grid.job)
-        lines = [*report(job, gpu, rates, schedule.iterations), *_not_planned(config)]
+        lines = report(job, gpu, rates, schedule.iterations)
+        lines += _not_planned(config.attention.attention_backend, masked=config.data.reset_attention_mask)
         sys.stdout.write("\n".join(lines) + "\n")
         sys.stdout.flush()
 
 
-def _not_planned(config: Config) -> list[str]:
+def _not_planned(backend: str, *, masked: bool) -> list[str]:
     """Lines, to follow the plan's list of assumptions, on settings of this run that it ignores."""
-    lines, backend = [], config.attention.attention_backend
+    lines = []
     if TORCH_BACKENDS.get(backend) is SDPBackend.MATH:
         lines.append(
             f"  attention that keeps no scores; --attention-backend {backend} keeps them, for each layer and "
             "head, and takes longer"
         )
-    if config.data.reset_attention_mask:
+    if masked:
         lines.append("  attention over whole samples, also with --reset-attention-mask")
     return lines

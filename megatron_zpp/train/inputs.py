@@ -1,6 +1,6 @@
 """What a run is told and what it reads, checked before a device is taken."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,11 @@ from megatron_zpp.train.sampled_text import check_prompt
 
 @dataclass(frozen=True, kw_only=True)
 class RunInputs:
-    """The flags of a run, the description of its tokenizer, its schedule from iteration 0 and its data."""
+    """The flags of a run, its tokenizer's description and files, its schedule from iteration 0, its data."""
 
     config: Config
     tokenizer: dict[str, Any]
+    tokenizer_files: Mapping[str, bytes]  # what checkpoints keep of it
     schedule: RunSchedule
     splits: Splits
 
@@ -33,12 +34,18 @@ def check_inputs(config: Config, ranks: int, say: Callable[[str], None]) -> RunI
     long. Raises ValueError for settings, data, checkpoints or places to write to with which the run could not
     end well.
     """
-    schedule = RunSchedule.from_config(config, ranks)
+    schedule = RunSchedule.from_config(config.training, config.learning_rate, ranks)
     tokenizer = build_tokenizer(config.tokenizer)
     description = describe(tokenizer)
     check_vocabulary(config.model, description["vocab_size"], config.distributed.tensor_model_parallel_size)
     check_prompt(config.evaluation.sample_prompt, tokenizer)
     splits = open_data(config, schedule, description, say)
-    check_start(config, description)
+    check_start(config.checkpoint, config.model, description)
     check_sinks(config.logging)
-    return RunInputs(config=config, tokenizer=description, schedule=schedule, splits=splits)
+    return RunInputs(
+        config=config,
+        tokenizer=description,
+        tokenizer_files=tokenizer.files(),
+        schedule=schedule,
+        splits=splits,
+    )

@@ -65,6 +65,6 @@ def plan_lines(config: Config, vocab_size: int, engine: ZeroEngine, schedule: Ru
         memory = memory_of(job)
         sizes = (memory.resident, memory.peak, total)
         states, peak, there = (f"{size / 2**30:.2f} GiB" for size in sizes)
-        lines.append(f" memory planned: {states} of states and buffers, {peak} {memory.moment}, of {there}")
+        lines.append(f" memory planned: {states} of states and buffers, {peak} {memory.peak_at}, of {there}")
     lines += [f" advice: {advice}" for advice in advice_of(job, total / 2**30)]
     return lines

@@ -51,6 +51,7 @@ class Trainer:
             engine,
             config,
             tokenizer=run.tokenizer,
+            tokenizer_files=run.tokenizer_files,
             reporter=run.reporter,
             store=ranks.store,
             start=run.start,
@@ -63,7 +64,9 @@ class Trainer:
             ranks.lease,
             check_interval=config.zero.zero_check_interval,
         )
-        self._write_text = text_writer(engine, config)
+        shared = engine.share.group is not None  # tensor ranks compute samples of one length alone
+        positions = config.model.seq_length if shared else config.model.max_position_embeddings
+        self._write_text = text_writer(engine, config.evaluation, config.tokenizer, positions)
         self._throughput = Throughput.of(
             config.model,
             run.tokenizer["vocab_size"],

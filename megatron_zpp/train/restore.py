@@ -2,7 +2,9 @@
 
 import os
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from megatron_zpp.checkpoint.huggingface.load import load_weights, open_weights
 from megatron_zpp.checkpoint.read import load_checkpoint, saved_settings
 from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.config.command_line import one_line
+from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.run import CheckpointConfig
@@ -39,9 +42,8 @@ class Start:
     lines: list[str]
 
 
-def check_start(run: Config, tokenizer: dict[str, Any]) -> None:
+def check_start(config: CheckpointConfig, model: ModelConfig, tokenizer: dict[str, Any]) -> None:
     """Raise ValueError, before anything is built, for a --load or --save that cannot be used."""
-    config = run.checkpoint
     if config.save:
         check_writable("--save", config.save)
         if (Path(config.save) / TRACKER).is_dir():
@@ -49,7 +51,7 @@ def check_start(run: Config, tokenizer: dict[str, Any]) -> None:
     if config.load is None:
         return
     if config.huggingface:
-        open_weights(config.huggingface, run.model, tokenizer).close()
+        open_weights(config.huggingface, model, tokenizer).close()
         return
     if found := candidates(config.load, config.ckpt_step):
         _check_going_back(config, found[0])
@@ -95,14 +97,15 @@ def restore(
     Raises ValueError when no checkpoint is whole: a run that has some never starts from initial weights.
     """
     settings = config.checkpoint
+    exchange_for = partial(Exchange, store, engine.topology, config.distributed.timeout)
     if settings.huggingface:
         load_weights(settings.huggingface, engine, config.model, tokenizer)
         line = f" loaded the weights of {settings.load}; starting at iteration 0"
-        return Start(_named(Progress(), config, engine, store), [line])
+        return Start(_named(Progress(), settings, exchange_for), [line])
     passed_over: list[tuple[Path, str]] = []
-    for path in _agreed_candidates(config, engine, store):
+    for path in _agreed_candidates(settings, exchange_for):
         problem, start = None, Start(Progress(), [])
-        exchange = _exchange(config, engine, store, f"load/{path.name}")
+        exchange = exchange_for(f"load/{path.name}")
         try:
             start = _load(config, path, engine, tokenizer, schedule, exchange.progress)
         except (DamagedFile, OSError) as damage:
@@ -116,7 +119,7 @@ def restore(
                 write_tracker(directory)
             warnings = [f" WARNING: {lost}: it is skipped"] if lost else []
             warnings += [f" WARNING: {path} is skipped: {problem}" for path, problem in passed_over]
-            return Start(_named(start.progress, config, engine, store), [*warnings, *start.lines])
+            return Start(_named(start.progress, settings, exchange_for), [*warnings, *start.lines])
         passed_over.append((path, problems[0]))
     if passed_over:
         raise option_error(
@@ -124,26 +127,26 @@ def restore(
             settings.load,
             f"none of its checkpoints is whole: {passed_over[0][1]}; omit --load to start from new weights",
         )
-    return Start(_named(Progress(), config, engine, store), [" starting from initial weights"])
+    return Start(_named(Progress(), settings, exchange_for), [" starting from initial weights"])
 
 
-def _named(progress: Progress, config: Config, engine: ZeroEngine, store: dist.Store) -> Progress:
+def _named(progress: Progress, config: CheckpointConfig, exchange_for: Callable[[str], Exchange]) -> Progress:
     """`progress` with the name of the run: a new one unless the run resumes in the directory it saves to."""
-    if progress.run and _saves_where_it_loads(config.checkpoint):
+    if progress.run and _saves_where_it_loads(config):
         return progress
-    exchange = _exchange(config, engine, store, "run")
-    if engine.topology.rank == 0:
+    exchange = exchange_for("run")
+    if exchange.topology.rank == 0:
         exchange.put("name", secrets.token_hex(4))
     return replace(progress, run=exchange.get("name"))
 
 
-def _agreed_candidates(config: Config, engine: ZeroEngine, store: dist.Store) -> list[Path]:
+def _agreed_candidates(config: CheckpointConfig, exchange_for: Callable[[str], Exchange]) -> list[Path]:
     """The checkpoints that rank 0 sees, because a shared file system may show ranks different ones."""
-    if config.checkpoint.load is None:
+    if config.load is None:
         return []
-    exchange = _exchange(config, engine, store, "load")
-    if engine.topology.rank == 0:
-        found = candidates(config.checkpoint.load, config.checkpoint.ckpt_step)
+    exchange = exchange_for("load")
+    if exchange.topology.rank == 0:
+        found = candidates(config.load, config.ckpt_step)
         exchange.put("candidates", [str(path) for path in found])
     return [Path(path) for path in exchange.get("candidates")]
 
@@ -171,40 +174,35 @@ def _load(
     saved, ranks = saved_settings(path)
     if progress.dataset_progress is None:
         progress = replace(progress, dataset_progress=DatasetProgress.from_settings(saved.get("data", {})))
-    lines, resumed = data_changes(saved, config), schedule.resumed(progress)
+    present, resumed = config.to_json(), schedule.resumed(progress)
+    lines = data_changes(saved, present)
     if config.data.dataset_order != "megatron":
         progress = replace(progress, ordered_samples=None)
     else:
-        progress, said = _ordered(saved, ranks, config, progress, resumed, same_numbers=not lines)
+        before = progress.ordered_samples
+        progress, said = _ordered(
+            progress,
+            before=ordered_samples(saved, ranks) if before is None else before,
+            requested=resumed.requested_samples(config.training, config.evaluation)["train"],
+            samples=resumed.samples,
+            same_numbers=not lines,
+        )
         lines += said
-    lines += mask_changes(saved, config) + batch_changes(saved, ranks, config, resumed)
+    lines += mask_changes(saved, present) + batch_changes(saved, ranks, present, resumed)
     return Start(progress, [line, *lines])
 
 
 def _ordered(
-    saved: dict[str, Any],
-    ranks: int,
-    config: Config,
-    progress: Progress,
-    resumed: RunSchedule,
-    *,
-    same_numbers: bool,
+    progress: Progress, *, before: int, requested: int | None, samples: int, same_numbers: bool
 ) -> tuple[Progress, list[str]]:
     """`progress` with the number of samples to build Megatron-LM's order for, and lines for the log.
 
     The order depends on that number, and another number would skip some samples and repeat others. So the
-    run keeps the number that it began with if that covers all samples still to be read.
+    run keeps the number `before` that it began with if that covers all `samples` that it reads until its
+    end. `requested` is the number that the present flags ask for.
     """
-    before = progress.ordered_samples
-    if before is None:
-        before = ordered_samples(saved, ranks)
-    if same_numbers and resumed.samples <= before:
+    if same_numbers and samples <= before:
         return replace(progress, ordered_samples=before), []
-    requested = resumed.requested_samples(config.training, config.evaluation)["train"]
     assert requested is not None  # training has a length
-    now = max(requested, resumed.samples)
+    now = max(requested, samples)
     return replace(progress, ordered_samples=now), [order_change(before, now)] if same_numbers else []
-
-
-def _exchange(config: Config, engine: ZeroEngine, store: dist.Store, purpose: str) -> Exchange:
-    return Exchange(store, engine.topology, config.distributed.timeout, purpose)

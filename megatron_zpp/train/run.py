@@ -1,5 +1,6 @@
 """`Run`, what one run is made of, and the builder that finds out where it starts."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ class Run:
     ranks: Ranks
     # Data, as it is read from the start of this process on
     tokenizer: dict[str, Any]  # its description
+    tokenizer_files: Mapping[str, bytes]
     splits: Splits
     schedule: RunSchedule
     # Model and its state: new, or loaded from a checkpoint
@@ -70,6 +72,7 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
         config=config,
         ranks=ranks,
         tokenizer=inputs.tokenizer,
+        tokenizer_files=inputs.tokenizer_files,
         splits=replace(splits, train=resumed.samples),
         schedule=schedule,
         engine=engine,

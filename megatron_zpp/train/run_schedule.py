@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 
 from megatron_zpp.checkpoint.states import Progress
+from megatron_zpp.config.optimizer import LearningRateConfig
 from megatron_zpp.config.options import option_error
-from megatron_zpp.config.root import Config
 from megatron_zpp.config.run import EvaluationConfig, TrainingConfig
 from megatron_zpp.data.batches import BatchSchedule
 from megatron_zpp.data.samples import Epochs, Samples
@@ -26,9 +26,10 @@ class RunSchedule:
     start: Progress = Progress()
 
     @classmethod
-    def from_config(cls, config: Config, ranks: int) -> "RunSchedule":
+    def from_config(
+        cls, training: TrainingConfig, learning_rate: LearningRateConfig, ranks: int
+    ) -> "RunSchedule":
         """The schedule from iteration 0. Raises ValueError if sizes do not divide or there is no step."""
-        training = config.training
         batches = BatchSchedule(
             micro_batch_size=training.micro_batch_size,
             global_batch_size=training.global_batch_size or training.micro_batch_size * ranks,
@@ -44,12 +45,12 @@ class RunSchedule:
             raise option_error(
                 "--train-samples", training.train_samples, f"must hold one global batch of {size} samples"
             )
-        learning_rate = LearningRate.from_config(
-            config.learning_rate,
+        rate = LearningRate.from_config(
+            learning_rate,
             samples=training.train_samples or batches.samples_after(iterations),
             samples_per_iteration=batches.global_batch_size,
         )
-        return cls(batches, learning_rate, iterations, training.train_samples)
+        return cls(batches, rate, iterations, training.train_samples)
 
     @property
     def warmup_iterations(self) -> int:

@@ -6,7 +6,8 @@ from functools import partial
 import torch
 
 from megatron_zpp.config.options import option_error
-from megatron_zpp.config.root import Config
+from megatron_zpp.config.run import EvaluationConfig
+from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.generate.draw import Sampling, draw, generator_of, uniforms
 from megatron_zpp.tokenizer.base import Tokenizer
 from megatron_zpp.tokenizer.build import build_tokenizer
@@ -24,19 +25,20 @@ def check_prompt(prompt: str | None, tokenizer: Tokenizer) -> None:
             raise option_error("--sample-prompt", prompt, str(error)) from None
 
 
-def text_writer(engine: ZeroEngine, config: Config) -> Callable[[], str] | None:
-    """`sample_text` with the engine and the settings of --sample-prompt; None without that flag."""
-    if config.evaluation.sample_prompt is None:
+def text_writer(
+    engine: ZeroEngine, evaluation: EvaluationConfig, tokenizer: TokenizerConfig, positions: int
+) -> Callable[[], str] | None:
+    """`sample_text` with all its arguments; None without --sample-prompt."""
+    if evaluation.sample_prompt is None:
         return None
-    shared = engine.share.group is not None
     return partial(
         sample_text,
         engine,
-        build_tokenizer(config.tokenizer),
-        config.evaluation.sample_prompt,
-        new_tokens=config.evaluation.sample_tokens,
-        positions=config.model.seq_length if shared else config.model.max_position_embeddings,
-        fills_window=shared,
+        build_tokenizer(tokenizer),
+        evaluation.sample_prompt,
+        new_tokens=evaluation.sample_tokens,
+        positions=positions,
+        fills_window=engine.share.group is not None,
     )
 
 

@@ -1,6 +1,7 @@
 """When a run saves, how a save is written, and what follows if it fails."""
 
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,16 +33,20 @@ class Saver:
         config: Config,
         *,
         tokenizer: dict[str, Any],
+        tokenizer_files: Mapping[str, bytes],
         reporter: Reporter,
         store: dist.Store,
         start: Progress,
         lease: Lease | None = None,
     ) -> None:
-        """`tokenizer` describes the tokenizer. `start` is the progress from which this process trains.
+        """`tokenizer` describes the tokenizer, whose files are `tokenizer_files`.
+
+        `start` is the progress from which this process trains.
 
         `lease` is that of --save; it is checked before a checkpoint is begun and before it is committed.
         """
         self._engine, self._tokenizer, self._reporter, self._store = engine, tokenizer, reporter, store
+        self._tokenizer_files = tokenizer_files
         self._settings, self._saved_config = config.checkpoint, config.to_json()
         self._options = SaveOptions(
             read_back=config.checkpoint.keep_last is not None,
@@ -120,7 +125,7 @@ class Saver:
         exchange = Exchange(self._store, self._engine.topology, self._timeout, f"save/{self._saves}")
         self._saves += 1
         path = checkpoint_path(directory, progress.iteration)
-        write_checkpoint(path, tensors, state, exchange, self._options)
+        write_checkpoint(path, tensors, state, exchange, self._options, beside=self._tokenizer_files)
         line = f" saved {path} in {time.perf_counter() - started:.1f} s"
         if settings.keep_last is not None and self._engine.topology.rank == 0:
             try:

@@ -23,7 +23,7 @@ class SkipFlag:
         self._pending = False
 
     def send(self, skipped: Tensor) -> None:
-        """Begins to copy the flag of a step, a scalar on the device: 1 if the step was skipped, else 0."""
+        """Begin to copy the flag of a step, a scalar on the device: 1 if the step was skipped, else 0."""
         assert not self._pending, "the flag of the step before has not been read"
         self._flag.copy_(skipped, non_blocking=True)
         if self._copied is not None:

@@ -70,7 +70,7 @@ class UnitBuilder:
         )
 
     def _initialize_master(self, unit: Unit, initialize: Initialize) -> None:
-        """Fills this rank's part of each parameter that it owns a part of."""
+        """Fill this rank's part of each parameter that it owns a part of."""
         for index, parameter in enumerate(unit.parameters):
             owned = [piece for piece in unit.layout.pieces(unit.owned) if piece.parameter == index]
             if not owned:
@@ -94,7 +94,7 @@ class UnitBuilder:
 
 
 def write_gather_source(communication: Communication, unit: Unit) -> None:
-    """Writes what the next gather of a unit sends, from its master weights."""
+    """Write what the next gather of a unit sends, from its master weights."""
     communication.gather.write_gather_source(unit.master, unit.gather_source)
     if communication.differences is not None:
         communication.differences.write_key_frame(unit.gather_source, unit.reference)
@@ -117,7 +117,7 @@ def layouts_of(
 
 
 def _decays(parameter: nn.Parameter) -> bool:
-    """Matrices have weight decay; biases and norms have none."""
+    """Whether a parameter has weight decay: matrices have, biases and norms do not."""
     return parameter.dim() >= 2
 
 
@@ -127,7 +127,7 @@ def in_order(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _replace_parameters(module: nn.Module, layout: FlatLayout, buffer: Tensor) -> tuple[nn.Parameter, ...]:
-    """Makes the module's parameters views of `buffer`."""
+    """Make the module's parameters views of `buffer`."""
     views = []
     for (path, parameter), offset in zip(in_order(module), layout.offsets, strict=False):
         view = buffer[offset : offset + parameter.numel()].view(parameter.shape)

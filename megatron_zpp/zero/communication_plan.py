@@ -22,7 +22,7 @@ import torch
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops.formats import LloydMaxFormat
 from megatron_zpp.zero.flat_layout import FlatLayout
-from megatron_zpp.zero.hop import Buffer, Codes, Hop, Sent
+from megatron_zpp.zero.hop import Buffer, CodeFormat, Hop, SentBytes
 from megatron_zpp.zero.reduction_plan import ReductionPlan, may_write_peers
 
 
@@ -55,7 +55,7 @@ class GatherPlan:
     shards: int
     kept: int  # index of the part of the whole that becomes this rank's secondary shard
     layouts: tuple[FlatLayout, ...]
-    largest_format: Codes | None = None  # of any step, where some send more than the hop's format
+    largest_format: CodeFormat | None = None  # of any step, where some send more than the hop's format
 
     def part(self, layout: FlatLayout) -> Buffer:
         """What this rank sends of a unit."""
@@ -82,7 +82,7 @@ class GatherPlan:
     def _widest(self) -> Hop:
         return self.hop if self.largest_format is None else replace(self.hop, format=self.largest_format)
 
-    def bytes_sent(self, layout: FlatLayout) -> Sent:
+    def bytes_sent(self, layout: FlatLayout) -> SentBytes:
         """Bytes that this rank sends in one gather of a unit."""
         return self.hop.ring((len(self.hop.ranks) - 1) * self.part(layout).nbytes)
 
@@ -187,7 +187,7 @@ class CommunicationPlan:
         inside, secondary = self.inside_gather, self.secondary
         return inside is not None and secondary is not None and inside.hop.ranks == secondary.hop.ranks
 
-    def gather_bytes_sent(self, layout: FlatLayout) -> Sent:
+    def gather_bytes_sent(self, layout: FlatLayout) -> SentBytes:
         """Bytes that this rank sends to gather new weights of a unit."""
         if self.difference_format is not None:
             return self.gather.bytes_sent(layout) + self.secondary_gather.bytes_sent(layout)

@@ -16,7 +16,7 @@ sound run whose learning rate ends at 0.
     step t + 1    all ranks add them up, in the all-reduce of the gradient norm, and the device decides
     step t + 2    the host, which never waits for the device here, reads the decision: 8 bits in this step
 
-A raised unit is coded with the run's format as well, to find out whether that would do again. Decisions
+A raised unit is coded with the run's format as well, to find out whether that suffices again. Decisions
 depend on whole units, not on how they are sharded, and all ranks take the same ones.
 """
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.ops.formats import LloydMaxFormat
-from megatron_zpp.zero.hop import Codes, eight_bits
+from megatron_zpp.zero.hop import CodeFormat, eight_bits
 
 LOST_SHARE = 4 / 9  # of the squares of differences
 EARLY_BITS = 4
@@ -52,7 +52,7 @@ class DifferenceFormats:
         """The format of units that are not raised, in step `iteration`."""
         return self._early if iteration < self._early_iterations else self._format
 
-    def sent(self, index: int, iteration: int) -> Codes:
+    def sent(self, index: int, iteration: int) -> CodeFormat:
         """The format in which unit `index` travels in step `iteration`, the present one."""
         return self._raised_format if self._raised[index] else self.coded(iteration)
 

@@ -152,7 +152,7 @@ class ZeroEngine:
         self._summed_gradients = 1  # how many gradients the sums of a step are sums of
 
     def accumulate(self, batch: Batch, *, index: int, micro_batches: int) -> Tensor:
-        """Adds the gradients of micro-batch `index` of a step's `micro_batches`; returns its mean loss.
+        """Add the gradients of micro-batch `index` of a step's `micro_batches`; return its mean loss.
 
         The loss is this rank's, a scalar on the device. Sums over ranks run behind the backward. A NaN or Inf
         of the loss becomes one of the gradients, which would not follow from every Inf.
@@ -199,7 +199,7 @@ class ZeroEngine:
         return StepResult(grad_norm, found_inf, scale, raised)
 
     def close(self) -> None:
-        """Removes the hooks, which tie model and engine in a cycle, and closes the communication streams.
+        """Remove the hooks, which tie model and engine in a cycle, and close the communication streams.
 
         Every rank must call it at the end of a run. After an error it may wait for the others.
         """
@@ -213,7 +213,7 @@ class ZeroEngine:
         """The mean loss of a batch without dropout, not reduced over ranks."""
         self.model.eval()
         self._prefetcher.begin(Phase.FORWARD)
-        with self.sections.unheard():
+        with self.sections.paused():
             return self._loss(batch)
 
     @torch.no_grad()
@@ -224,7 +224,7 @@ class ZeroEngine:
         """
         self.model.eval()
         self._prefetcher.begin(Phase.FORWARD)
-        with self.sections.unheard():
+        with self.sections.paused():
             return self.model(tokens.to(self.device))[0, after].float().cpu()
 
     def take_traffic(self) -> tuple[int, int]:
@@ -266,7 +266,7 @@ class ZeroEngine:
         ]
 
     def load_states(self, kind: str, read: Callable[[int, range], Tensor]) -> None:
-        """Loads one of `state_kinds`; `read(unit, elements)` returns a part of a unit's flat buffer.
+        """Load one of `state_kinds`; `read(unit, elements)` returns a part of a unit's flat buffer.
 
         Elements behind the last parameter are not read: they are zero and stay zero.
         """
@@ -340,7 +340,7 @@ class ZeroEngine:
         return [unit.reference for unit in self.units]
 
     def _gather(self, index: int, from_secondary: bool) -> Pending:
-        """Starts to fill a unit's slot, from the secondary shards of this rank's group or from all ranks."""
+        """Start to fill a unit's slot, from the secondary shards of this rank's group or from all ranks."""
         unit, communication = self.units[index], self._communication
         if communication.differences is not None:
             after = None if from_secondary else self._exchanged.get(index)
@@ -355,7 +355,7 @@ class ZeroEngine:
         return communication.gather.gather(unit.full, unit.gather_source, unit.secondary)
 
     def _stepped(self, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> Iterator[int]:
-        """Takes the optimizer's step; yields the units whose new weights can be gathered.
+        """Take the optimizer's step; yield the units whose new weights can be gathered.
 
         Weight differences cross nodes in forward order, unit by unit. They need no slot, so none of them
         waits for the forward.

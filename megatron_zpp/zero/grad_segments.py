@@ -29,7 +29,7 @@ def segments_inside(parts: Iterable[GradSegment], owned: range) -> Iterator[Grad
 
 
 def join(parts: Sequence[GradSegment], room: Tensor) -> Tensor:
-    """Copies all segments to their places in `room`, in its dtype, and returns the part that they fill."""
+    """Copy all segments to their places in `room`, in its dtype, and return the part that they fill."""
     whole = room[: sum(len(part.flat) for part in parts)]
     for part in parts:
         if part.of(whole).data_ptr() != part.flat.data_ptr():  # else it is there already

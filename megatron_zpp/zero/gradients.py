@@ -60,7 +60,7 @@ class Gradients:
         }
 
     def begin(self, *, first: bool, last: bool, iteration: int) -> None:
-        """Prepares for the backward of step `iteration`'s first, last or another micro-batch.
+        """Prepare for the backward of step `iteration`'s first, last or another micro-batch.
 
         Waits for the reductions of the previous micro-batch, which the forward hid. The first micro-batch
         drops what an abandoned step left.
@@ -73,13 +73,13 @@ class Gradients:
             unit.grad.arrived = 0
 
     def gradient_arrived(self, unit: Unit) -> None:
-        """Counts a parameter of `unit` whose `.grad` has arrived; the last one starts the reduction."""
+        """Count a parameter of `unit` whose `.grad` has arrived; the last one starts the reduction."""
         unit.grad.arrived += 1
         if unit.grad.arrived == len(unit.parameters):
             self._take(unit)
 
     def finish_backward(self) -> None:
-        """Takes the units with a parameter that had no part in the loss."""
+        """Take the gradients of units with a parameter that had no part in the loss."""
         for unit in self._units:
             if unit.grad.arrived < len(unit.parameters):
                 for parameter in unit.parameters:
@@ -88,7 +88,7 @@ class Gradients:
                 self._take(unit)
 
     def wait(self, units: list[Unit]) -> None:
-        """Lets the compute wait for the reductions of these units: REDUCING -> SUMMED."""
+        """Let the compute wait for the reductions of these units: REDUCING -> SUMMED."""
         for unit in units:
             unit.grad.wait()
 
@@ -108,12 +108,12 @@ class Gradients:
         return sums
 
     def release(self) -> None:
-        """Gives the memory of all gradients to the next forward, for activations: any state -> EMPTY."""
+        """Give the memory of all gradients to the next forward, for activations: any state -> EMPTY."""
         for unit in self._units:
             unit.grad.release()
 
     def _take(self, unit: Unit) -> None:
-        """Takes over `.grad` of every parameter, and starts the reduction that is due.
+        """Take over `.grad` of every parameter, and start the reduction that is due.
 
         EMPTY -> SUMMED where there is nothing to sum; else -> ACCUMULATING or REDUCING.
         """
@@ -157,7 +157,7 @@ class Gradients:
     def _accumulate_in_group(
         self, unit: Unit, sent: tuple[GradSegment, ...], reduction: GroupReduction
     ) -> None:
-        """Starts hop 1, and behind a step's last one the other hops: EMPTY or ACCUMULATING -> REDUCING."""
+        """Start hop 1, and behind a step's last one the other hops: EMPTY or ACCUMULATING -> REDUCING."""
         accumulated = unit.grad.accumulated
         if accumulated is None:
             numel = self._plan.accumulator_numel(unit.layout)
@@ -177,7 +177,7 @@ class Gradients:
     def _reduce(
         self, unit: Unit, sent: tuple[GradSegment, ...], *, add: bool, total: Tensor | None = None
     ) -> None:
-        """Starts the sum over ranks, at stage 0 into `total`, if it is given: -> REDUCING.
+        """Start the sum over ranks, at stage 0 into `total`, if it is given: -> REDUCING.
 
         Adds to what earlier micro-batches left, or begins a new sum.
         """

@@ -12,7 +12,7 @@ from megatron_zpp.zero.sharded_unit import Unit
 def register_hooks(
     modules: list[nn.Module], units: list[Unit], prefetcher: Prefetcher, gradients: Gradients
 ) -> list[RemovableHandle]:
-    """Hooks every module that is a unit; the handles remove the hooks again.
+    """Hook every module that is a unit; the returned handles remove the hooks again.
 
     A module's parameters are needed before its forward, and before its backward, which begins when the
     gradient of its output has arrived. When a parameter's `.grad` has arrived, it needs that parameter no

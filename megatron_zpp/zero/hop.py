@@ -8,8 +8,8 @@ import torch
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 
-Codes: TypeAlias = QuantFormat | LloydMaxFormat
-WireFormat: TypeAlias = torch.dtype | Codes
+CodeFormat: TypeAlias = QuantFormat | LloydMaxFormat
+WireFormat: TypeAlias = torch.dtype | CodeFormat
 
 
 def eight_bits(format: LloydMaxFormat) -> QuantFormat:
@@ -18,17 +18,17 @@ def eight_bits(format: LloydMaxFormat) -> QuantFormat:
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentBytes:
     """Bytes sent to ranks of the same node, and to ranks of other nodes."""
 
     intra: int = 0
     inter: int = 0
 
-    def __add__(self, other: "Sent") -> "Sent":
-        return Sent(self.intra + other.intra, self.inter + other.inter)
+    def __add__(self, other: "SentBytes") -> "SentBytes":
+        return SentBytes(self.intra + other.intra, self.inter + other.inter)
 
-    def __mul__(self, times: int) -> "Sent":
-        return Sent(self.intra * times, self.inter * times)
+    def __mul__(self, times: int) -> "SentBytes":
+        return SentBytes(self.intra * times, self.inter * times)
 
 
 class Buffer(NamedTuple):
@@ -68,7 +68,7 @@ class Hop:
         return not isinstance(self.format, torch.dtype)
 
     @property
-    def codes(self) -> Codes:
+    def code_format(self) -> CodeFormat:
         """The format of the codes, where elements travel as such."""
         assert not isinstance(self.format, torch.dtype)
         return self.format
@@ -83,16 +83,16 @@ class Hop:
             return Buffer(messages * numel, self.format)
         return Buffer(messages * self.format.message_bytes(numel), torch.uint8)
 
-    def ring(self, nbytes: int) -> Sent:
+    def ring(self, nbytes: int) -> SentBytes:
         """`nbytes` to the next rank."""
         if len(self.ranks) == 1:
-            return Sent()
-        return Sent(intra=nbytes) if self.next_is_near else Sent(inter=nbytes)
+            return SentBytes()
+        return SentBytes(intra=nbytes) if self.next_is_near else SentBytes(inter=nbytes)
 
-    def exchange(self, nbytes: int) -> Sent:
+    def exchange(self, nbytes: int) -> SentBytes:
         """`nbytes` to every other rank."""
         far = len(self.ranks) - 1 - self.neighbours
-        return Sent(self.neighbours * nbytes, far * nbytes)
+        return SentBytes(self.neighbours * nbytes, far * nbytes)
 
 
 def make_hop(grid: Topology, stream: int, ranks: tuple[int, ...], format: WireFormat) -> Hop:

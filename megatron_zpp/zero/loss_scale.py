@@ -23,7 +23,7 @@ class LossScale:
         self._patience = torch.full((), float(config.hysteresis), device=device)
 
     def update(self, found_inf: Tensor) -> None:
-        """Adjusts the scale after a step; `found_inf` is 1 for an overflow, else 0."""
+        """Adjust the scale after a step; `found_inf` is 1 for an overflow, else 0."""
         if not self.dynamic:
             return
         overflow = found_inf > 0
@@ -50,7 +50,7 @@ class LossScale:
         }
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Continues from `state`. A fixed scale remains what the command line says.
+        """Continue from `state`. A fixed scale remains what the command line says.
 
         A dynamic scale starts afresh after a run with a fixed one.
         """

@@ -16,7 +16,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops.formats import CodeType, LloydMaxFormat, QuantFormat
 from megatron_zpp.zero.communication_plan import CommunicationPlan, GatherPlan, Residency
 from megatron_zpp.zero.flat_layout import FlatLayout
-from megatron_zpp.zero.hop import Codes, Hop, WireFormat, eight_bits, make_hop
+from megatron_zpp.zero.hop import CodeFormat, Hop, WireFormat, eight_bits, make_hop
 from megatron_zpp.zero.reduction_plan import (
     Accumulation,
     ReductionPlan,
@@ -101,7 +101,7 @@ def _plan_gathers(
     group = zero.hpz_ranks(grid.local_world_size, grid.nodes)
 
     def gather(
-        stream: int, format: WireFormat, shards: int, largest_format: Codes | None = None
+        stream: int, format: WireFormat, shards: int, largest_format: CodeFormat | None = None
     ) -> GatherPlan:
         return GatherPlan(
             hop=streams.hop(stream, format),
@@ -185,7 +185,7 @@ def _plan_reduction(
 
 
 def check_topology(zero: ZeroConfig, topology: Topology) -> None:
-    """Raises ValueError, with the sizes that would do, for ZeRO++ flags that these ranks cannot obey."""
+    """Raise ValueError, with the sizes that would be valid, for ZeRO++ flags that these ranks cannot obey."""
     hpz_ranks = zero.hpz_ranks(topology.local_world_size, topology.nodes)
     gradient_ranks = zero.gradient_ranks(topology.local_world_size)
     if zero.sends_differences:
@@ -215,14 +215,14 @@ def _check_differences(zero: ZeroConfig, topology: Topology, hpz_ranks: int) -> 
         )
 
 
-def _code_format(name: str, block: int) -> Codes:
+def _code_format(name: str, block: int) -> CodeFormat:
     """The format of a name: `delta4` and `rotated4` are Lloyd-Max codes of 4 bits, others a QuantFormat's."""
     if name.startswith(("delta", "rotated")):
         return LloydMaxFormat(int(name[-1]), block)
     return QuantFormat(cast(CodeType, name), block)
 
 
-def _gradient_codes(zero: ZeroConfig) -> tuple[Codes, Codes]:
+def _gradient_codes(zero: ZeroConfig) -> tuple[CodeFormat, CodeFormat]:
     """The formats of gradients inside nodes, and between them.
 
     Rotated codes are for slow links. Inside nodes 8 bits lose less, and cost less to encode.

@@ -87,7 +87,7 @@ class Prefetcher:
         self._to_recompute: int | None = None  # the last unit of the range that is being recomputed
 
     def begin(self, phase: Phase) -> None:
-        """Starts a pass in this direction."""
+        """Start a pass in this direction."""
         self._phase, self._to_recompute = phase, None
 
     def weights_of(self, index: int) -> WeightState:
@@ -103,7 +103,7 @@ class Prefetcher:
         self._weights[index] = self._changed
 
     def gather_after_step(self, stepped: Iterable[int]) -> None:
-        """Starts to gather, as the optimizer finishes each of `stepped`, the units that slots can hold.
+        """Start to gather, as the optimizer finishes each of `stepped`, the units that slots can hold.
 
         They are the units that the next forward reads first.
         """
@@ -115,7 +115,7 @@ class Prefetcher:
                 self._start(index)
 
     def before_forward(self, index: int) -> None:
-        """Gathers a unit that is about to compute, and starts the next gathers.
+        """Gather a unit that is about to compute, and start the next gathers.
 
         In the backward phase this is a recomputation.
         """
@@ -128,7 +128,7 @@ class Prefetcher:
         self._start_ahead(self._backward, self._recomputed_at[index])
 
     def before_backward(self, index: int) -> None:
-        """Gathers what is needed now that the gradient of a unit's output has arrived.
+        """Gather what is needed now that the gradient of a unit's output has arrived.
 
         If the unit ends a range that is recomputed, the first unit of the range is needed first.
         """
@@ -142,7 +142,7 @@ class Prefetcher:
         self._start_ahead(self._backward, self._gradients_at[index])
 
     def wait(self, index: int) -> None:
-        """Lets the compute wait for the gather into the slot of unit `index`: GATHERING -> GATHERED."""
+        """Let the compute wait for the gather into the slot of unit `index`: GATHERING -> GATHERED."""
         slot = self._slots[index]
         if slot.pending is not None:
             assert slot.holder is not None
@@ -152,7 +152,7 @@ class Prefetcher:
                 self._weights[slot.holder] = WeightState.GATHERED
 
     def _start_ahead(self, order: list[int], at: int) -> None:
-        """Starts the gathers of the units that are read next, up to one whose slot has yet to be read."""
+        """Start the gathers of the units that are read next, up to one whose slot has yet to be read."""
         taken = {order[at]: self._slots[order[at]]}
         for index in order[at + 1 :]:
             if index in taken:

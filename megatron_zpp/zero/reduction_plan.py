@@ -10,7 +10,7 @@ import torch
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops.formats import LloydMaxFormat
 from megatron_zpp.zero.flat_layout import FlatLayout
-from megatron_zpp.zero.hop import Buffer, Hop, Sent
+from megatron_zpp.zero.hop import Buffer, Hop, SentBytes
 
 CHUNKS, SMALLEST_CHUNK = 4, 2**18  # chunks of a shard at most; elements of a chunk at least
 
@@ -152,18 +152,18 @@ class ReductionPlan:
         """
         return self.nodes * (self.hops[0].group_rank * shard_numel + chunk.start)
 
-    def bytes_sent(self, layout: FlatLayout, micro_batches: int, *, last: bool = True) -> Sent:
+    def bytes_sent(self, layout: FlatLayout, micro_batches: int, *, last: bool = True) -> SentBytes:
         """Bytes that this rank sends to reduce a unit's gradient of one micro-batch.
 
         Where gradients accumulate in groups, all but the `last` micro-batch of a step take the first hop
         alone.
         """
         if not last and self.accumulation is not Accumulation.SHARD:
-            return self._first_hop(layout, micro_batches) if self.every_micro_batch else Sent()
+            return self._first_hop(layout, micro_batches) if self.every_micro_batch else SentBytes()
         sent = self._all_hops(layout, micro_batches)
         return sent if self.fold is None else sent + self.fold.exchange(4 * self.nodes * layout.shard_numel)
 
-    def _first_hop(self, layout: FlatLayout, micro_batches: int) -> Sent:
+    def _first_hop(self, layout: FlatLayout, micro_batches: int) -> SentBytes:
         """Bytes of the hop inside a group or a node."""
         first, slices = self.hops[0], self.groups * self.nodes
         if not self.quantized:
@@ -172,7 +172,7 @@ class ReductionPlan:
         messages = (self.groups * first.nbytes(self.nodes * chunk) for chunk in chunks)
         return first.exchange(sum(messages))
 
-    def _all_hops(self, layout: FlatLayout, micro_batches: int) -> Sent:
+    def _all_hops(self, layout: FlatLayout, micro_batches: int) -> SentBytes:
         first, shard, itemsize = self.hops[0], layout.shard_numel, self.sent_itemsize(micro_batches)
         others = len(first.ranks) - 1
         match self.algorithm:
@@ -256,7 +256,7 @@ class ReductionPlan:
         """
         if self.algorithm is not ReductionAlgorithm.QUANTIZED_TWO_HOPS:
             return shard_numel
-        block = max(hop.codes.block for hop in self.hops)
+        block = max(hop.code_format.block for hop in self.hops)
         wanted = max(-(-shard_numel // CHUNKS), SMALLEST_CHUNK)
         return min(-(-wanted // block) * block, shard_numel)
 

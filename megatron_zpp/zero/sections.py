@@ -18,7 +18,7 @@ class Sections(Protocol):
     def __call__(self, name: str) -> AbstractContextManager[None]:
         """A context manager around the part `name`."""
 
-    def unheard(self) -> AbstractContextManager[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """A context manager around work that is no part of a step and is not timed."""
 
 
@@ -29,7 +29,7 @@ class NoSections:
         """See Sections."""
         return self
 
-    def unheard(self) -> "NoSections":
+    def paused(self) -> "NoSections":
         """See Sections."""
         return self
 
@@ -47,14 +47,14 @@ class TimedSections:
     """Adds up the times of parts between two reports: of the CUDA stream, or on a CPU of this thread."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu, self._hears = device.type == "cuda", True
+        self._on_gpu, self._running = device.type == "cuda", True
         self._seconds: dict[str, float] = {}
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """See Sections. Parts may lie inside one another."""
-        if not self._hears:
+        if not self._running:
             yield
             return
         self._seconds.setdefault(name, 0.0)
@@ -70,11 +70,11 @@ class TimedSections:
         self._events.append((name, start, end))
 
     @contextmanager
-    def unheard(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """See Sections."""
-        self._hears = False
+        self._running = False
         yield
-        self._hears = True
+        self._running = True
 
     def take(self) -> dict[str, float]:
         """Seconds by name since the last call. Waits for the device."""

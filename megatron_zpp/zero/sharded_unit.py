@@ -82,19 +82,19 @@ class UnitGradient:
         squares: Tensor | None,
         accumulated: Tensor | None = None,
     ) -> None:
-        """Owns what a submitted reduction uses: EMPTY, ACCUMULATING or SUMMED -> REDUCING."""
+        """Own what a submitted reduction uses: EMPTY, ACCUMULATING or SUMMED -> REDUCING."""
         assert self.state is not GradientState.REDUCING
         self.state, self.pending, self.sent = GradientState.REDUCING, pending, sent
         self.accumulated, self.segments, self.squares = accumulated, (GradSegment(0, total),), squares
 
     def reduce_in_group(self, pending: Pending, sent: tuple[GradSegment, ...], accumulated: Tensor) -> None:
-        """Owns what a submitted first hop uses: EMPTY or ACCUMULATING -> REDUCING."""
+        """Own what a submitted first hop uses: EMPTY or ACCUMULATING -> REDUCING."""
         assert self.state in (GradientState.EMPTY, GradientState.ACCUMULATING), self.state
         self.state, self.pending, self.sent = GradientState.REDUCING, pending, sent
         self.accumulated = accumulated
 
     def wait(self) -> None:
-        """Lets the compute wait for a reduction under way: REDUCING -> SUMMED, or ACCUMULATING in a group."""
+        """Let the compute wait for a reduction under way: REDUCING -> SUMMED, or ACCUMULATING in a group."""
         if self.state is GradientState.REDUCING:
             assert self.pending is not None
             self.pending.wait()
@@ -104,12 +104,12 @@ class UnitGradient:
                 self.accumulated = None
 
     def take(self, segments: tuple[GradSegment, ...]) -> None:
-        """Takes gradients that need no sum: EMPTY -> SUMMED."""
+        """Take gradients that need no sum: EMPTY -> SUMMED."""
         assert self.state is GradientState.EMPTY, self.state
         self.state, self.segments = GradientState.SUMMED, segments
 
     def release(self) -> None:
-        """Gives the memory back: any state but REDUCING -> EMPTY."""
+        """Give the memory back: any state but REDUCING -> EMPTY."""
         assert self.state is not GradientState.REDUCING
         self.state, self.accumulated, self.segments, self.squares = GradientState.EMPTY, None, (), None
 

@@ -8,12 +8,12 @@ import torch
 
 from megatron_zpp.commands import sample, serve
 from megatron_zpp.generate.loading import load_model
-from tests.generate.models import make_checkpoint
+from tests.generate.models import MODELS, make_checkpoint
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("sample"))
+@pytest.fixture(scope="module", params=MODELS)
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("sample"), request.param)
 
 
 def texts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *argv: object) -> list[str]:

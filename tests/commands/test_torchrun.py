@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megatron_zpp.commands.torchrun import children, status_of, where
+from megatron_zpp.commands.torchrun import children, rendezvous_flags, status_of
 from tests.support import run, wait_until
 
 NODE = {
@@ -21,7 +21,9 @@ NODE = {
 
 
 def test_all_nodes_get_one_address_and_the_first_node_hosts_it() -> None:
-    first, second = (where({**NODE, "SLURM_NODEID": node, "SLURMD_NODENAME": f"n{node}"}) for node in "01")
+    first, second = (
+        rendezvous_flags({**NODE, "SLURM_NODEID": node, "SLURMD_NODENAME": f"n{node}"}) for node in "01"
+    )
     assert "--nnodes=2" in first
     assert "--rdzv-conf=is_host=1" in first
     assert "--rdzv-conf=is_host=0" in second
@@ -32,7 +34,7 @@ def test_all_nodes_get_one_address_and_the_first_node_hosts_it() -> None:
 @pytest.mark.parametrize("name", ["SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURMD_NODENAME"])
 def test_a_process_not_started_by_srun_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"^{name} \(not set\): start it with srun"):
-        where({key: value for key, value in NODE.items() if key != name})
+        rendezvous_flags({key: value for key, value in NODE.items() if key != name})
 
 
 def test_outside_of_slurm_it_says_so_in_one_line() -> None:

@@ -146,7 +146,7 @@ OPTIMIZER = [
         "--compile-cache-dir kernels: --no-compile compiles nothing",
     ),
     Case("--compile --compile-cache-dir /dev/null", "--compile-cache-dir /dev/null: Not a directory; name a"),
-    Case("--compile --fused-backend apex", "--compile (given): torch.compile fuses LayerNorm"),
+    Case("--compile --fused-backend apex", "--compile (given): torch.compile fuses norms"),
 ]
 
 ZERO = [

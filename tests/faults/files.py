@@ -187,7 +187,7 @@ TOKENIZERS = [
     hugging_face("`tokenizers` cannot load it … give a tokenizer.json", put("tokenizer.json", "{}")),
     hugging_face("merges 'abc', which its vocabulary lacks; give", put("tokenizer.json", bpe("ab", "c"))),
     hugging_face("merges 'c', which … prefix '##'; give", put("tokenizer.json", bpe("ab", "c", "##"))),
-    hugging_face(f"{CONFIG}: is not JSON; mend or remove it", put(CONFIG, "{")),
+    hugging_face(f"{CONFIG}: is not JSON; correct or remove it", put(CONFIG, "{")),
     hugging_face(f"lacks 'zz', the eos_token of {CONFIG}", put(CONFIG, '{"eos_token": "zz"}')),
     hugging_face(f"{CONFIG}: its eos_token [1] is not text; mend", put(CONFIG, '{"eos_token": [1]}')),
 ]

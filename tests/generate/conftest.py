@@ -1,4 +1,4 @@
-"""One checkpoint for all tests of generation and evaluation."""
+"""A checkpoint of each model for all tests of generation and scores."""
 
 from pathlib import Path
 
@@ -8,13 +8,13 @@ import transformers
 from megatron_zpp.generate.loading import load_model
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.tokenizer.base import Tokenizer
-from tests.generate.models import as_transformers, make_checkpoint, quiet
+from tests.generate.models import MODELS, as_transformers, make_checkpoint, quiet
 
 
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="session", params=MODELS)
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A directory of checkpoints that two ranks have written."""
-    return make_checkpoint(tmp_path_factory.mktemp("generate"))
+    return make_checkpoint(tmp_path_factory.mktemp("generate"), request.param)
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +33,7 @@ def tokenizer(loaded: tuple[GPT, Tokenizer]) -> Tokenizer:
 
 
 @pytest.fixture
-def theirs(model: GPT) -> transformers.GPT2LMHeadModel:
-    """transformers' GPT-2 with the checkpoint's weights."""
+def theirs(model: GPT) -> transformers.PreTrainedModel:
+    """transformers' model with the checkpoint's weights."""
     quiet()
     return as_transformers(model)

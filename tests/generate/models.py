@@ -1,4 +1,4 @@
-"""A sharded checkpoint of a small GPT, read as ours and as transformers' GPT-2, and a tokenizer of bytes."""
+"""Sharded checkpoints of small models, read as ours and as transformers', and a tokenizer of bytes."""
 
 import os
 from pathlib import Path
@@ -6,9 +6,10 @@ from pathlib import Path
 import torch
 import transformers
 
+from megatron_zpp.checkpoint.huggingface.names import names_of
+from megatron_zpp.config.huggingface_config import huggingface_values
 from megatron_zpp.model.gpt import GPT
 from tests.faults.site import train_bpe
-from tests.model.test_gpt import names_in_transformers
 from tests.support import pretrain
 
 LAYERS, POSITIONS, TRAINED = 2, 32, 24
@@ -16,11 +17,19 @@ PROMPTS = ["The quick brown fox", "a", "def main(self):\n    return", "jumps ove
 SHAPE = f"--num-layers {LAYERS} --hidden-size 48 --num-attention-heads 4 --seq-length {TRAINED}".split()
 # Wide initial weights: an untrained model of the usual ones finds all tokens about equally likely.
 WIDE = f"--max-position-embeddings {POSITIONS} --init-method-std 0.3".split()
+MODELS = {  # flags beside those
+    "gpt2": [],
+    "llama": (
+        "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+        "--qk-layernorm --kv-channels 10 --group-query-attention --num-query-groups 2 "
+        "--untie-embeddings-and-output-weights"
+    ).split(),
+}
 STEPS = "--micro-batch-size 2 --train-iters 2 --lr 1e-3 --eval-iters 0 --log-interval 1 --mock-data".split()
 
 
-def make_checkpoint(directory: Path) -> Path:
-    """Trains two steps on two ranks at stage 3, and returns where it was saved."""
+def make_checkpoint(directory: Path, model: str = "gpt2") -> Path:
+    """Train one of MODELS for two steps on two ranks at stage 3; return where it was saved."""
     train_bpe(directory, [f"{text} {__doc__}" for text in PROMPTS])
     words = [
         "--tokenizer-type",
@@ -29,33 +38,29 @@ def make_checkpoint(directory: Path) -> Path:
         str(directory / "tokenizer.json"),
     ]
     save = directory / "checkpoints"
-    parts = [*SHAPE, *WIDE, *STEPS, *words, "--save", str(save), "--zero-stage", "3", "--device", "cpu"]
+    parts = [*SHAPE, *WIDE, *MODELS[model], *STEPS, *words]
+    parts += ["--save", str(save), "--zero-stage", "3", "--device", "cpu"]
     done = pretrain(*parts, processes=2)
     assert done.returncode == 0, done.stderr
     return save
 
 
-def as_transformers(ours: GPT, positions: int = POSITIONS) -> transformers.GPT2LMHeadModel:
+def as_transformers(ours: GPT, positions: int = POSITIONS) -> transformers.PreTrainedModel:
     """The same weights in transformers' model, with zeros for positions that ours does not have."""
-    config = transformers.GPT2Config(
-        vocab_size=ours.vocab_size,
-        n_positions=positions,
-        n_embd=ours.config.hidden_size,
-        n_layer=ours.config.num_layers,
-        n_head=ours.config.num_attention_heads,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    theirs = transformers.GPT2LMHeadModel(config).eval()
-    weights = theirs.state_dict()
+    values = huggingface_values(vars(ours.config), ours.vocab_size, 0)
+    length = "n_positions" if values["model_type"] == "gpt2" else "max_position_embeddings"
+    config = transformers.AutoConfig.for_model(**values | {length: positions})
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    weights, names = theirs.state_dict(), names_of(ours.config)
     with torch.no_grad():
         for weight in weights.values():
             weight.zero_()
         for name, parameter in ours.named_parameters():
-            their_name, transposed = names_in_transformers(ours.config.num_layers)[name]
-            weight = weights[their_name]
-            value = parameter.T if transposed else parameter[: len(weight)]
-            weight[: len(value)] = value
+            found = names.tensors(name, tuple(parameter.shape), ours.config)
+            for tensor, part in zip(found, parameter.split([each.rows for each in found]), strict=True):
+                weight = weights[names.with_prefix(tensor.name)]
+                value = part.T if tensor.transposed else part[: len(weight)]
+                weight[: len(value)] = value
     return theirs
 
 

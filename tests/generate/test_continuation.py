@@ -49,7 +49,7 @@ def prompts(tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def test_greedy_is_what_transformers_writes(
-    model: GPT, tokenizer: Tokenizer, prompts: list[list[int]], theirs: transformers.GPT2LMHeadModel
+    model: GPT, tokenizer: Tokenizer, prompts: list[list[int]], theirs: transformers.PreTrainedModel
 ) -> None:
     longest = max(map(len, prompts))
     padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
@@ -126,7 +126,8 @@ def test_a_text_ends_before_what_stops_it(model: GPT, tokenizer: Tokenizer, prom
     for found, unstopped in zip(by_string, free, strict=True):
         assert found.text == unstopped.text.split(string)[0]
         assert found.text in tokenizer.decode(found.ids)
-        assert len(tokenizer.decode(found.ids[:-1])) < max(1, len(found.text))
+        if found.text != unstopped.text:  # the last token was needed to see it
+            assert string not in tokenizer.decode(found.ids[:-1])
 
 
 def test_no_prompt_begins_a_document(model: GPT, tokenizer: Tokenizer) -> None:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 from megatron_zpp.model.gpt import GPT
@@ -45,7 +46,7 @@ def ours(checkpoint: Path) -> object:
 
 
 @pytest.fixture
-def reference(checkpoint: Path, theirs: transformers.GPT2LMHeadModel) -> object:
+def reference(checkpoint: Path, theirs: transformers.PreTrainedModel) -> object:
     from lm_eval.models.huggingface import HFLM
 
     tokenizer = transformers.PreTrainedTokenizerFast(
@@ -88,6 +89,7 @@ def test_generation(ours: object, reference: object, model: GPT, tokenizer: Toke
         ask(ours, "generate_until", [("a", {"repetition_penalty": 2.0})])
 
 
+@pytest.mark.parametrize("checkpoint", ["llama"], indirect=True)
 def test_a_task_from_the_command_line(checkpoint: Path, tmp_path: Path, reference: object) -> None:
     lines = [
         {"context": f"{word} and", "choices": [" fox", " dog", " return"], "right": right}
@@ -97,11 +99,12 @@ def test_a_task_from_the_command_line(checkpoint: Path, tmp_path: Path, referenc
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "local_words.yaml").write_text(TASK.format(data=data))
     done = run(
-        *("-m", "megatron_zpp.commands.harness", "run", "--model", "megatron_zpp", "--device", "cpu"),
+        *("-m", "megatron_zpp.commands.harness", "run", "--model", "megatron_zpp"),
         *("--model_args", f"load={checkpoint}", "--tasks", "local_words", "--include_path", tmp_path),
         *("--output_path", tmp_path / "results.json"),
         timeout=240,
         HF_HUB_OFFLINE="1",
+        CUDA_VISIBLE_DEVICES="",
         HF_HOME=str(tmp_path),
     )
     assert done.returncode == 0, done.stderr
@@ -113,3 +116,34 @@ def test_a_task_from_the_command_line(checkpoint: Path, tmp_path: Path, referenc
         values = [value for value, _ in ask(reference, "loglikelihood", pairs)]
         right.append(values.index(max(values)) == line["right"])
     assert accuracy == pytest.approx(sum(right) / len(right))
+
+
+def test_a_device_is_named_where_the_user_names_none() -> None:
+    """lm_eval fills in cuda:0, which a machine without GPUs refuses."""
+    from megatron_zpp.commands.harness import with_device
+
+    device = "cuda:0" if torch.cuda.device_count() else "cpu"
+    assert with_device(["run", "--tasks", "x"]) == ["run", "--device", device, "--tasks", "x"]
+    assert with_device(["--tasks", "x"]) == ["run", "--device", device, "--tasks", "x"]
+    assert with_device(["run", "--device", "cuda:1"])[-2:] == ["--device", "cuda:1"]  # the last one counts
+    for others in (["ls", "tasks"], ["--help"], [], ["run", "--config", "file.yaml"]):
+        assert with_device(others) == others
+
+
+def test_a_device_that_the_machine_lacks_is_refused_in_a_line(checkpoint: Path, tmp_path: Path) -> None:
+    for device, said in (
+        ("cuda", "--device cuda: torch sees no GPU here; use --device cpu"),
+        ("mps", "--device mps: must be auto, cpu, cuda or cuda:N"),
+        ("cpu:3", "--device cpu:3: this machine has 0 GPUs"),
+    ):
+        done = run(
+            *("-m", "megatron_zpp.commands.harness", "run", "--model", "megatron_zpp", "--device", device),
+            *("--model_args", f"load={checkpoint}", "--tasks", "wikitext"),
+            timeout=240,
+            HF_HUB_OFFLINE="1",
+            HF_HOME=str(tmp_path),
+            CUDA_VISIBLE_DEVICES="",
+        )
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1] == f"harness: error: {said}"
+        assert "Traceback" not in done.stderr

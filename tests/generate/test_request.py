@@ -54,7 +54,7 @@ REFUSED = [
     ({"stop": ["a", "x" * 257]}, "xxx…: has 257 characters; at most 256"),
     ({"stop": [""]}, "stop '': must not be empty"),
     ({"add_BOS": 1}, "add_BOS 1: must be true or false"),
-    ({"beam_width": 4}, "beam_width 4: there is no beam search here; leave it out"),
+    ({"beam_width": 4}, "beam_width 4: beam search is not available; omit it"),
     ({"top_p_decay": 0.5}, "top_p_decay 0.5: top_p stays the same for all tokens"),
     ({"max_len": 5}, "max_len 5: give tokens_to_generate"),
     ({"topk": 5}, "topk 5: no such key; did you mean top_k?"),

@@ -138,6 +138,7 @@ def test_a_bad_request_gets_one_line(server: Server, keys: dict[str, Any], statu
     assert "\n" not in answer["message"]
 
 
+@pytest.mark.parametrize("checkpoint", ["gpt2"], indirect=True)
 def test_a_request_that_takes_too_long_is_ended_and_sigterm_ends_cleanly(checkpoint: Path) -> None:
     slow = Server(checkpoint, "--request-timeout", "0.05", "--batch-size", "1")
     try:
@@ -158,6 +159,7 @@ def test_a_request_that_takes_too_long_is_ended_and_sigterm_ends_cleanly(checkpo
         slow.process.kill()
 
 
+@pytest.mark.parametrize("checkpoint", ["gpt2"], indirect=True)
 def test_a_port_that_is_taken_is_said_in_a_line(checkpoint: Path, server: Server) -> None:
     done = run("-m", "megatron_zpp.commands.serve", "--load", checkpoint, "--port", str(server.port))
     assert done.returncode == 1

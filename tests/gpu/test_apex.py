@@ -1,4 +1,6 @@
-"""--fused-backend apex against torch's LayerNorm and the project's AdamW; skipped where apex is not built."""
+"""--fused-backend apex against torch's norms and the project's AdamW; skipped where apex is not built."""
+
+import dataclasses
 
 import pytest
 import torch
@@ -7,6 +9,8 @@ from torch import Tensor
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.model.gpt import TORCH_NORMS, norm_classes
+from tests.model.variants import MODELS
 from tests.zero.engines import engine_of, weights_of
 
 pytest.importorskip("amp_C", reason="apex is not built; README.md says how")
@@ -17,17 +21,19 @@ STEPS = 10
 MODEL = ModelConfig(
     num_layers=3,
     hidden_size=320,
-    num_attention_heads=5,
+    num_attention_heads=4,
     seq_length=128,
     attention_dropout=0.0,
     hidden_dropout=0.0,
 )
 
 
-def train(backend: str, stage: int, precision: PrecisionConfig) -> tuple[list[float], dict[str, Tensor]]:
+def train(
+    backend: str, stage: int, precision: PrecisionConfig, model: str = "gpt2"
+) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of STEPS steps of two micro-batches, and the whole master weights after them."""
     engine = engine_of(
-        MODEL,
+        dataclasses.replace(MODEL, **MODELS[model]),
         VOCAB,
         zero=ZeroConfig(zero_stage=stage),
         optimizer=OptimizerConfig(weight_decay=0.1),
@@ -44,11 +50,12 @@ def train(backend: str, stage: int, precision: PrecisionConfig) -> tuple[list[fl
     return losses, weights_of(engine)
 
 
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("stage", range(4))
-def test_fp32_steps_agree_with_the_other_backend(stage: int) -> None:
+def test_fp32_steps_agree_with_the_other_backend(stage: int, model: str) -> None:
     exact = PrecisionConfig(fp32=True)
-    losses, _ = train("apex", stage, exact)
-    expected, _ = train("torch", stage, exact)
+    losses, _ = train("apex", stage, exact, model)
+    expected, _ = train("torch", stage, exact, model)
     assert losses == pytest.approx(expected, rel=1e-5)  # sums of norms in another order, over ten steps
 
 
@@ -60,11 +67,12 @@ def test_fp32_steps_agree_with_the_other_backend(stage: int) -> None:
         (PrecisionConfig(fp16=True, loss_scale=1024.0), torch.float16),
     ],
 )
+@pytest.mark.parametrize("model", MODELS)
 def test_16_bit_steps_agree_within_their_rounding(
-    stage: int, precision: PrecisionConfig, dtype: torch.dtype
+    stage: int, precision: PrecisionConfig, dtype: torch.dtype, model: str
 ) -> None:
-    losses, _ = train("apex", stage, precision)
-    expected, _ = train("torch", stage, precision)
+    losses, _ = train("apex", stage, precision, model)
+    expected, _ = train("torch", stage, precision, model)
     assert losses == pytest.approx(expected, rel=2 * torch.finfo(dtype).eps)
 
 
@@ -87,20 +95,23 @@ def test_a_step_that_overflows_changes_nothing() -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_layer_norm_follows_float64() -> None:
-    from apex.normalization import FusedLayerNorm
-
+@pytest.mark.parametrize("kind", TORCH_NORMS)
+@pytest.mark.parametrize("width", [64, 1000])
+def test_norms_follow_float64(kind: str, width: int) -> None:
+    """Of hidden states, and of heads, which are not contiguous."""
     torch.manual_seed(4)
-    hidden = torch.randn(64, 1000, device="cuda").mul_(3).requires_grad_()
-    norm = FusedLayerNorm(1000, eps=1e-5).cuda()
-    torch.nn.init.normal_(norm.weight, 1.0, 0.1)
-    torch.nn.init.normal_(norm.bias, 0.0, 0.1)
+    hidden = torch.randn(64, 3 * width, device="cuda").mul_(3).requires_grad_()
+    norm = norm_classes("apex")[kind](width, eps=1e-5).cuda()
+    exact = TORCH_NORMS[kind](width, eps=1e-5).cuda().double()
+    for (name, parameter), other in zip(norm.named_parameters(), exact.parameters(), strict=True):
+        torch.nn.init.normal_(parameter, float(name == "weight"), 0.1)
+        other.data.copy_(parameter)
     wide = hidden.detach().double().requires_grad_()
-    expected = torch.nn.functional.layer_norm(
-        wide, (1000,), norm.weight.detach().double(), norm.bias.detach().double(), 1e-5
-    )
-    upstream = torch.randn_like(hidden)
-    norm(hidden).backward(upstream)
+    found, expected = norm(hidden[:, width : 2 * width]), exact(wide[:, width : 2 * width])
+    upstream = torch.randn_like(found)
+    found.backward(upstream)
     expected.backward(upstream.double())
-    torch.testing.assert_close(norm(hidden).double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(hidden.grad.double(), wide.grad, rtol=1e-5, atol=1e-5)
+    for parameter, other in zip(norm.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.double(), other.grad, rtol=1e-5, atol=1e-4)

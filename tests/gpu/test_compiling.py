@@ -11,21 +11,12 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.train.compiling import compile_parts
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.gpu.steady import assert_steady
+from tests.model import variants
 from tests.zero.engines import engine_of
 
 VOCAB, BATCH, LENGTH = 1000, 8, 128
 BF16 = PrecisionConfig(bf16=True)
-LLAMA = {
-    "num_attention_heads": 6,
-    "group_query_attention": True,
-    "num_query_groups": 2,
-    "kv_channels": 64,
-    "position_embedding_type": "rope",
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "disable_bias_linear": True,
-    "qk_layernorm": True,
-}
+LLAMA = variants.LLAMA | {"num_attention_heads": 6, "kv_channels": 64}
 FULL = RecomputeConfig(recompute_granularity="full", recompute_method="uniform")
 
 

@@ -11,22 +11,13 @@ from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.plan.memory import memory_of
+from tests.model.variants import LLAMA
 from tests.plan.jobs import FULL, NO_DROPOUT, job_of
 from tests.zero.engines import engine_of
 
 SHAPE = {"num_layers": 12, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 1024} | NO_DROPOUT
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 OFFLOAD = FULL | {"recompute_offload": True}
-
-
-LLAMA = {
-    "group_query_attention": True,
-    "num_query_groups": 2,
-    "position_embedding_type": "rope",
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "disable_bias_linear": True,
-}
 
 
 @pytest.mark.parametrize(
@@ -51,6 +42,7 @@ LLAMA = {
         ({"bf16": True}, {}, {"zero_stage": 3, "zero_offload_optimizer": True}, {}, 1000, 1),
         ({"bf16": True}, {}, {"zero_stage": 3}, LLAMA, 1000, 1),
         ({"bf16": True}, {"recompute_granularity": "selective"}, {}, LLAMA, 50_000, 1),
+        ({"bf16": True}, OFFLOAD, {"zero_stage": 1}, LLAMA | {"num_layers": 24}, 1000, 1),
     ],
 )
 def test_the_peak_is_within_five_percent(

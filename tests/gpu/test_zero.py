@@ -22,6 +22,7 @@ from megatron_zpp.ops.library import load_operations
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.gpu.ranks import on_gpus
 from tests.gpu.steady import assert_steady
+from tests.model.variants import MODELS
 from tests.support import pretrain
 from tests.zero.closed_forms import arena_bytes
 from tests.zero.engines import engine_of
@@ -47,16 +48,17 @@ def test_a_steady_step_neither_waits_for_the_device_nor_allocates(
     assert_steady(step, warmup=3)
 
 
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("stage", [0, 3])
-def test_an_offloaded_optimizer_takes_the_same_steps(stage: int) -> None:
+def test_an_offloaded_optimizer_takes_the_same_steps(stage: int, model: str) -> None:
     """AdamW's states leave the GPU; the weights differ by the CPU's rounding of a step alone."""
-    curves, allocated = [], []
+    curves, allocated, config = [], [], dataclasses.replace(MODEL, **MODELS[model])
     for offload in (False, True):
         gc.collect()  # what an earlier test left in a cycle must not be freed in between
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         zero = ZeroConfig(zero_stage=stage, zero_offload_optimizer=offload)
-        engine = engine_of(MODEL, VOCAB, zero=zero, precision=PrecisionConfig(bf16=True), device="cuda")
+        engine = engine_of(config, VOCAB, zero=zero, precision=PrecisionConfig(bf16=True), device="cuda")
         allocated.append(torch.cuda.memory_allocated() - before)
         losses = []
         for step in range(10):
@@ -98,18 +100,19 @@ def requested_bytes() -> int:
     return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
 
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("method", ["uniform", "block"])
-def test_offloaded_activations_change_nothing_but_memory(method: str) -> None:
+def test_offloaded_activations_change_nothing_but_memory(method: str, model: str) -> None:
     """Checkpoints of 6 layers: all but the newest two are in CPU memory when the backward begins."""
     tokens = torch.randint(VOCAB, (64, 129), device="cuda")
-    curves, stored = [], []
+    curves, stored, config = [], [], dataclasses.replace(MODEL, **MODELS[model])
     for offload in (False, True):
         layers = 5 if method == "block" else None
         recompute = dataclasses.replace(
             FULL, recompute_method=method, recompute_num_layers=layers, recompute_offload=offload
         )
         engine = engine_of(
-            MODEL, VOCAB, recompute=recompute, precision=PrecisionConfig(bf16=True), device="cuda"
+            config, VOCAB, recompute=recompute, precision=PrecisionConfig(bf16=True), device="cuda"
         )
         losses = []
         for step in range(5):

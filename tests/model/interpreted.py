@@ -19,9 +19,13 @@ from megatron_zpp.model.fused import blocks as fused_blocks
 from megatron_zpp.model.fused import linear as fused_linear
 from megatron_zpp.model.fused import loss as fused_loss
 from megatron_zpp.model.fused import norm as fused_norm
-from megatron_zpp.model.gpt import GPT, PLAIN_BLOCK, transformer_block
+from megatron_zpp.model.fused import rotary as fused_rotary
+from megatron_zpp.model.fused import swiglu as fused_swiglu
+from megatron_zpp.model.gpt import GPT, PLAIN_BLOCK, swiglu, transformer_block
+from megatron_zpp.model.rotary import RotaryEmbedding
+from tests.model.variants import LLAMA
 
-for module in (fused_norm, fused_linear):
+for module in (fused_norm, fused_linear, fused_rotary, fused_swiglu):
     module.wrap_triton = lambda kernel: kernel
 
 
@@ -35,8 +39,10 @@ def reciprocal(x):
     return 1.0 / x
 
 
-fused_linear.exp2 = fused_loss.exp2 = exp2  # the interpreter knows no instructions of GPUs
-fused_linear.reciprocal = reciprocal
+fused_linear.exp2 = fused_loss.exp2 = fused_swiglu.exp2 = (
+    exp2  # the interpreter knows no instructions of GPUs
+)
+fused_linear.reciprocal = fused_swiglu.reciprocal = reciprocal
 
 Function = Callable[..., list[Tensor]]
 
@@ -153,7 +159,27 @@ def sums(rows: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(fused_loss.scaled(given, factor, dtype), expected, rtol=0, atol=0)
 
 
-LLAMA = {"normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True}
+def gates(rows: int, inner: int, dtype: torch.dtype) -> None:
+    x = (3 * torch.randn(2, rows, 2 * inner)).to(dtype).requires_grad_()
+    same(lambda x: [fused_swiglu.swiglu(x)], lambda x: [swiglu(x)], [x], [])
+
+
+def rotations(
+    rows: int, heads: int, groups: int, width: int, rotated: int, shared: bool, dtype: torch.dtype
+) -> None:
+    """Of texts with the same positions, or each with its own."""
+    positions = torch.arange(rows)[None] if shared else torch.randint(rows, (2, rows))
+    rotation = RotaryEmbedding(rotated, 100.0).rotation(positions)
+
+    def ours(x: Tensor) -> list[Tensor]:
+        return [*fused_rotary.rotate_heads(x, heads, groups, width, rotation)]
+
+    def torchs(x: Tensor) -> list[Tensor]:
+        q, k, v = x.unflatten(-1, (-1, width)).split([heads, groups, groups], 2)
+        return [rotation(q), rotation(k), v]
+
+    x = torch.randn(2, rows, (heads + 2 * groups) * width).to(dtype).requires_grad_()
+    same(ours, torchs, [x], [])
 
 
 def layers(dropout: float, dtype: torch.dtype, **variant: Any) -> None:
@@ -161,20 +187,21 @@ def layers(dropout: float, dtype: torch.dtype, **variant: Any) -> None:
     config = ModelConfig(
         num_layers=1,
         hidden_size=48,
-        num_attention_heads=3,
+        num_attention_heads=4,
         seq_length=8,
         hidden_dropout=dropout,
         attention_dropout=0.0,
         **variant,
     )
-    layer = GPT(config, 64).initialize(3).layers[0].to(dtype).train()
+    model = GPT(config, 64).initialize(3)
+    layer, rotation = model.layers[0].to(dtype).train(), model.rotation(torch.arange(8)[None])
     for parameter in layer.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape).to(dtype)
     x = torch.randn(2, 8, 48).to(dtype).requires_grad_()
     found = []
     for kernels in (fused_blocks.FusedKernels(layer), PLAIN_BLOCK):
         torch.manual_seed(7)
-        out = transformer_block(layer, x, kernels=kernels)
+        out = transformer_block(layer, x, rotation=rotation, kernels=kernels)
         weights = torch.linspace(-1.0, 1.0, out.numel()).view(out.shape).to(dtype)
         found.append([out, *torch.autograd.grad(out, [x, *layer.parameters()], weights)])
     rounding = 16 * torch.finfo(dtype).eps
@@ -189,11 +216,18 @@ def main() -> None:
         for rows, width in ((1, 64), (5, 96), (7, 1000)):
             norms(rows, width, dtype)
             rms_norms(rows, width, dtype)
+            gates(rows, 3 * width, dtype)
+        for rotated in ((5, 3, 1, 40, 40), (7, 4, 4, 16, 8), (3, 70, 7, 8, 6)):
+            rotations(*rotated, shared=True, dtype=dtype)
+            rotations(*rotated, shared=False, dtype=dtype)
         for shape in ((1, 1, 8, 8), (17, 3, 40, 260), (33, 5, 64, 300)):
             linears(*shape, dtype)
         for dropout in (0.0, 0.2):
             layers(dropout, dtype)
             layers(dropout, dtype, **LLAMA)
+            layers(dropout, dtype, **LLAMA | {"qk_layernorm": False, "rotary_percent": 0.5})
+            layers(dropout, dtype, position_embedding_type="rope", qk_layernorm=True)
+            layers(dropout, dtype, position_embedding_type="rope", swiglu=True)
             layers(dropout, dtype, add_qkv_bias=True, group_query_attention=True)
         rows_of_logits(4, 20096, 20001, dtype)
         rows_of_logits(3, 128, 128, dtype)

@@ -11,6 +11,7 @@ from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.model.attention import DotProduct, PackedFlash, check_runs, choose_attention
 from megatron_zpp.model.gpt import GPT, ModelComponents
 from megatron_zpp.model.masks import InsideDocuments
+from tests.model.variants import MODELS
 
 VOCAB = 50
 MODEL = ModelConfig(
@@ -27,8 +28,10 @@ TORCHS = DotProduct()
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-def model_of(recompute: RecomputeConfig | None = None, kernel: DotProduct = TORCHS) -> GPT:
-    return GPT(MODEL, VOCAB, recompute, parts=ModelComponents(attention=kernel)).initialize(3).double()
+def model_of(
+    recompute: RecomputeConfig | None = None, kernel: DotProduct = TORCHS, config: ModelConfig = MODEL
+) -> GPT:
+    return GPT(config, VOCAB, recompute, parts=ModelComponents(attention=kernel)).initialize(3).double()
 
 
 def packed(lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,13 +94,16 @@ def test_positions_alone_leave_attention_whole() -> None:
     ids=["selective", "uniform", "block"],
 )
 @pytest.mark.parametrize("backend", [None, "math"])
-def test_recomputation_sees_the_same_documents(recompute: RecomputeConfig, backend: str | None) -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_recomputation_sees_the_same_documents(
+    recompute: RecomputeConfig, backend: str | None, model: str
+) -> None:
     tokens, positions, ends = packed()
-    gradients = []
+    config, gradients = dataclasses.replace(MODEL, **MODELS[model]), []
     for how in (None, recompute):
-        model = model_of(how, DotProduct(backend))
-        model(tokens, tokens, positions, ends).backward()
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+        gpt = model_of(how, DotProduct(backend), config)
+        gpt(tokens, tokens, positions, ends).backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in gpt.parameters()]))
     assert torch.equal(*gradients)
 
 

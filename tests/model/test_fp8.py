@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.model.fp8 import Float8Linear
 from megatron_zpp.model.gpt import GPT, ModelComponents
+from tests.model.variants import MODELS
 
 E4M3, E5M2 = (3, -9, 448.0), (2, -16, 57344.0)  # bits of the fraction, log2 of the least, the largest
 FP32 = 2.0**-23
@@ -109,7 +110,8 @@ def test_frozen_parts_get_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("recompute", [None, "full", "selective"])
-def test_a_model_of_them_learns_what_a_plain_one_does(recompute: str | None) -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_of_them_learns_what_a_plain_one_does(recompute: str | None, model: str) -> None:
     """In bf16, on one batch again and again: both lose most of the loss, at about the same rate."""
     config = ModelConfig(
         num_layers=1,
@@ -118,6 +120,7 @@ def test_a_model_of_them_learns_what_a_plain_one_does(recompute: str | None) -> 
         seq_length=16,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        **MODELS[model] | ({"num_query_groups": 1} if model == "llama" else {}),
     )
     method = {"recompute_method": "uniform"} if recompute == "full" else {}
     recomputed = RecomputeConfig(recompute_granularity=recompute, **method)
@@ -125,18 +128,18 @@ def test_a_model_of_them_learns_what_a_plain_one_does(recompute: str | None) -> 
     torch.set_num_threads(1)
     curves = []
     for parts in (ModelComponents(), ModelComponents(linear=Float8Linear)):
-        model = GPT(config, 64, recomputed, parts).initialize(1).bfloat16()
-        masters = [parameter.detach().float().requires_grad_() for parameter in model.parameters()]
+        gpt = GPT(config, 64, recomputed, parts).initialize(1).bfloat16()
+        masters = [parameter.detach().float().requires_grad_() for parameter in gpt.parameters()]
         adamw, losses = torch.optim.AdamW(masters, lr=2e-2), []
         for _ in range(16):
-            loss = model(tokens[:, :-1], tokens[:, 1:])
+            loss = gpt(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
             losses.append(loss.item())
-            for master, parameter in zip(masters, model.parameters(), strict=True):
+            for master, parameter in zip(masters, gpt.parameters(), strict=True):
                 master.grad, parameter.grad = parameter.grad.float(), None
             adamw.step()
             with torch.no_grad():
-                for master, parameter in zip(masters, model.parameters(), strict=True):
+                for master, parameter in zip(masters, gpt.parameters(), strict=True):
                     parameter.copy_(master)
         curves.append(losses)
     plain, ours = curves

@@ -1,6 +1,8 @@
 """The GPT against transformers' GPT2LMHeadModel, and what must not depend on settings."""
 
 import dataclasses
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ from torch import nn
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.model.flops import flops_per_token, parameter_count, peak_tflops
-from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.gpt import GPT, ModelComponents, norm_classes
+from tests.model.variants import MODELS
 
 VOCAB = 203  # not a multiple of anything that the tables are padded to
 TINY = ModelConfig(
@@ -126,18 +129,35 @@ def test_padding_rows_get_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("granularity", ["selective", "full"])
-def test_recomputation_repeats_the_dropout(granularity: str) -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_recomputation_repeats_the_dropout(granularity: str, model: str) -> None:
     """The gradient of a run with dropout is the same whether activations are stored or recomputed."""
-    config = dataclasses.replace(TINY, attention_dropout=0.3, hidden_dropout=0.3)
+    config = dataclasses.replace(TINY, **MODELS[model], attention_dropout=0.3, hidden_dropout=0.3)
     method = {"recompute_method": "uniform"} if granularity == "full" else {}
     tokens = torch.randint(VOCAB, (2, 25))
     gradients = []
     for recompute in (RecomputeConfig(), RecomputeConfig(recompute_granularity=granularity, **method)):
-        model = GPT(config, VOCAB, recompute).initialize(5)
+        gpt = GPT(config, VOCAB, recompute).initialize(5)
         torch.manual_seed(11)
-        model(tokens[:, :-1], tokens[:, 1:]).backward()
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+        gpt(tokens[:, :-1], tokens[:, 1:]).backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in gpt.parameters()]))
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize(("model", "name"), [("gpt2", "FusedLayerNorm"), ("llama", "FusedRMSNorm")])
+def test_apex_provides_every_norm(model: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of heads too; tests/gpu/test_apex.py has its kernels."""
+    kinds: dict[str, type[nn.Module]] = {
+        "FusedLayerNorm": type("FusedLayerNorm", (nn.LayerNorm,), {}),
+        "FusedRMSNorm": type("FusedRMSNorm", (nn.RMSNorm,), {}),
+    }
+    monkeypatch.setitem(sys.modules, "apex", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "apex.normalization", SimpleNamespace(**kinds))
+    gpt = GPT(dataclasses.replace(TINY, **MODELS[model]), VOCAB, parts=ModelComponents(norm_classes("apex")))
+    norms = {name: module for name, module in gpt.named_modules() if name.endswith("norm")}
+    identities = [module for module in norms.values() if isinstance(module, nn.Identity)]
+    assert len(identities) == (0 if "qk_layernorm" in MODELS[model] else 2 * TINY.num_layers)
+    assert {type(module) for module in norms.values()} - {nn.Identity} == {kinds[name]}
 
 
 def test_untied_output_has_weights_of_its_own() -> None:

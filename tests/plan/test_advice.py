@@ -10,6 +10,7 @@ from megatron_zpp.plan.advice import (
     accumulation_advice,
     at_stage,
     difference_advice,
+    faster_stage,
     least_that_pays,
     plan_of,
     ways_to_fit,
@@ -75,6 +76,7 @@ def test_settings_that_would_fit_are_found() -> None:
     assert not whole.fits(GPUS["h100"].memory)
     recompute = "--recompute-granularity full --recompute-method uniform"
     assert set(ways) == {
+        "--zero-stage 2",
         "--zero-stage 3",
         *(f"--micro-batch-size {size}" for size in (4, 2, 1)),
         recompute,
@@ -86,6 +88,21 @@ def test_settings_that_would_fit_are_found() -> None:
     assert all(plan.job.tokens_per_step == job.tokens_per_step for plan in ways.values())
     assert ways[recompute].time.seconds > whole.time.seconds
     assert ways["--zero-offload-optimizer"].memory.cpu > 0
+
+
+def test_a_stage_that_fits_and_gathers_less_often_is_offered() -> None:
+    """Stage 2 gathers once per step and stage 3 twice per micro-batch; stage 0 does not fit 20 GiB."""
+    job = job_of(SMALL, 50304, zero={"zero_stage": 3}, nodes=4, local=8, micro_batches=4)
+    plan = plan_of("", job, rates(100))
+    faster = faster_stage(plan, rates(100), 20)
+    assert faster is not None
+    assert faster.name in ("--zero-stage 1", "--zero-stage 2")
+    assert faster.time.seconds < 0.99 * plan.time.seconds
+    assert faster.fits(20)
+    assert faster_stage(plan, rates(100), memory_of(job).peak / 2**30 / 0.9) is None  # only this stage fits
+    assert faster_stage(faster, rates(100), 20) is None
+    alone = plan_of("", job_of(SMALL, 50304), rates(100))
+    assert faster_stage(alone, rates(100), 20) is None
 
 
 def test_accumulation_inside_nodes_is_advised_where_gradients_cross_the_link_every_micro_batch() -> None:

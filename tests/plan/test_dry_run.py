@@ -6,12 +6,15 @@ from subprocess import CompletedProcess
 import pytest
 
 from benchmarks.plan import tables
+from benchmarks.plan_published import ROWS, fitted_share, planned_mfu
+from megatron_zpp.plan.hardware import GPUS
 from tests.support import ROOT, pretrain
 
 SMALL = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 100 --num-layers 2 --hidden-size 64 "
     "--num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 10 --lr 1e-3"
 ).split()
+PLAN = "--dry-run --mock-data --tokenizer-type NullTokenizer --vocab-size 50257 --lr 1e-4 --train-iters 9"
 LARGE = (
     "--dry-run --model-preset 175b --mock-data --tokenizer-type NullTokenizer --vocab-size 50257 --lr 1e-4 "
     "--micro-batch-size 1 --global-batch-size 1024 --train-iters 1000 --plan-nodes 64 --plan-gpus-per-node 8 "
@@ -66,6 +69,42 @@ def test_a_run_that_does_not_fit_is_reported_with_settings_that_would_fit() -> N
     assert "does NOT fit" in done.stdout
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("    --zero-stage 3 "))
     assert line.endswith(" fits")
+    assert ", of 72.68 (79 less 8% for CUDA, NCCL and fragmentation)\n" in done.stdout
+
+
+def test_the_stages_of_the_table_that_do_not_fit_are_marked_and_those_that_fit_are_offered() -> None:
+    """13B on 128 H100s: stage 1 does not fit and stage 2 does."""
+    argv = f"{PLAN} --model-preset 13b --plan-nodes 16 --plan-gpus-per-node 8 --zero-stage 1".split()
+    done = pretrain(*argv, "--micro-batch-size", "2", "--global-batch-size", "512")
+    (peak,) = (line.split() for line in done.stdout.splitlines() if line.startswith("  peak (!"))
+    assert [value.endswith("!") for value in peak[-4:]] == [True, True, False, False]
+    offered = [line.split() for line in done.stdout.splitlines() if line.startswith("    --zero-stage ")]
+    assert [(line[1], line[2], line[-1]) for line in offered] == [
+        ("2", peak[-2], "fits"),
+        ("3", peak[-1], "fits"),
+    ]
+    assert "\n  backward  " in done.stdout
+    assert "recomputation " not in done.stdout  # none was asked for
+
+
+def test_no_option_is_recommended_where_none_pays() -> None:
+    argv = f"{PLAN} --model-preset 1.3b --plan-gpus-per-node 2 --micro-batch-size 8 --zero-stage 3".split()
+    done = pretrain(*argv)
+    assert done.returncode == 0, done.stderr
+    assert "× as fast as none" not in done.stdout
+    assert "  take none of them: no set of them that fits shortens the step by more than 1%\n" in done.stdout
+
+
+def test_the_share_of_an_h100s_peak_is_the_one_fitted_to_published_runs() -> None:
+    assert GPUS["h100"].compute_share == fitted_share()
+    assert max(abs(row.mfu / planned_mfu(row) - 1) for row in ROWS) < 0.08
+    done = pretrain(*SMALL, "--dry-run")
+    assert (
+        "0.47 of its peak; --plan-compute-share sets another share\n    fitted to LLM Foundry" in done.stdout
+    )
+    done = pretrain(*SMALL, *"--dry-run --plan-compute-share 0.5".split())
+    assert "0.5 of its peak, as --plan-compute-share says\n  " in done.stdout
+    assert "LLM Foundry" not in done.stdout
 
 
 @pytest.mark.parametrize(

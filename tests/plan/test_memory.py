@@ -1,5 +1,6 @@
 """The plan's memory: against what torch's allocator hands out here, and what two H200s reported."""
 
+import dataclasses
 from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +13,17 @@ from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.model.gpt import GPT, Layer
 from megatron_zpp.model.loss import keeps_gradient, linear_cross_entropy
-from megatron_zpp.plan.activations import loss_bytes
+from megatron_zpp.model.masks import CAUSAL
+from megatron_zpp.model.rotary import Rotation
+from megatron_zpp.plan.activations import layer_bytes, loss_bytes
 from megatron_zpp.plan.advice import at_stage
 from megatron_zpp.plan.hardware import Machine
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.step_time import compute_seconds
+from megatron_zpp.train.compiling import compile_parts
+from tests.model.variants import LLAMA
 from tests.plan.jobs import FOUR_BITS, FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of
 from tests.zero.engines import engine_of
 from tests.zero.quantizing import operations
@@ -150,6 +156,52 @@ def test_a_step_allocates_what_the_plan_says(
     )
     assert planned.resident == pytest.approx(states, rel=1e-3)
     assert planned.peak - planned.resident == pytest.approx(peak, rel=0.05)
+
+
+def saved_bytes(layer: Layer, x: torch.Tensor, rotation: Rotation) -> int:
+    """What autograd keeps of a layer: whole storages, since a view keeps all of its tensor."""
+    kept = [*layer.parameters(), rotation.cos, rotation.sin]
+    others = {tensor.untyped_storage().data_ptr() for tensor in kept if tensor is not None}
+    found: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in others:
+            found[storage.data_ptr()] = storage  # held, so that no other takes its place
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x, CAUSAL, rotation)
+    return sum(storage.nbytes() for storage in found.values())
+
+
+PLAIN_LLAMA = LLAMA | {"qk_layernorm": False}
+LAYER_NORM = {"normalization": "LayerNorm"}  # an RMSNorm without the compiler keeps more on a CPU
+
+
+@pytest.mark.parametrize(
+    ("variant", "compiled"),
+    [
+        ({}, False),
+        ({"qk_layernorm": True}, False),
+        (PLAIN_LLAMA | LAYER_NORM, False),
+        (LLAMA | LAYER_NORM, False),
+        (PLAIN_LLAMA, True),
+        (LLAMA, True),
+    ],
+    ids=str,
+)
+def test_a_layer_saves_what_the_plan_says(variant: dict[str, Any], compiled: bool) -> None:
+    """To the byte: rotated queries and keys leave nothing behind of the tensor that values were a view of."""
+    torch._dynamo.reset()
+    model = ModelConfig(**SHAPE | variant)
+    gpt = GPT(model, 100).initialize(3)
+    if compiled:
+        compile_parts(gpt, (2, model.seq_length), print)
+    x = torch.randn(2, model.seq_length, model.hidden_size, requires_grad=True)
+    found = saved_bytes(gpt.layers[0], x, gpt.rotation(torch.arange(model.seq_length)[None]))
+    job = job_of(model, 100, precision=PrecisionConfig(fp32=True), micro_batch_size=2)
+    assert found == layer_bytes(dataclasses.replace(job, compiled=compiled))
 
 
 STATES: list[dict[str, Any]] = [

@@ -12,7 +12,7 @@ from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.plan.traffic import total, traffic_of
-from megatron_zpp.zero.hop import Sent
+from megatron_zpp.zero.hop import SentBytes
 from tests.plan.jobs import FOUR_BITS, FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of
 from tests.support import pretrain
 from tests.zero.closed_forms import bytes_sent_a_step
@@ -122,7 +122,7 @@ def test_the_plan_is_what_the_ranks_send(world: int) -> None:
                 local=local,
                 micro_batches=micro_batches,
             )
-            sent = Sent(*(sum(rank[index][number][link] for rank in ranks) for link in (0, 1)))
+            sent = SentBytes(*(sum(rank[index][number][link] for rank in ranks) for link in (0, 1)))
             assert sent == total(traffic_of(job)), (nodes, local, zero, recompute, micro_batches)
 
 

@@ -1,4 +1,4 @@
-"""Who ended a run: judged from beats alone, and by real ranks of which one is killed, stopped or stuck."""
+"""Who ended a run: by heartbeat messages alone, and with real ranks of which one is killed or stuck."""
 
 import os
 import platform
@@ -221,7 +221,7 @@ def play(directory: Path, scenario: Scenario) -> End:
     for process in processes:
         process.start()
     try:
-        wait_for_steps(directory, world, 100 if scenario.told else 400)  # of 10 ms and more: some beats
+        wait_for_steps(directory, world, 100 if scenario.told else 400)  # of 10 ms and more: some heartbeats
         survivors = set(range(world))
         if scenario == SUSPENDED:
             suspend([process.pid for process in processes], timeout + 2)
@@ -348,5 +348,5 @@ def test_a_rank_sends_nothing_after_its_good_bye() -> None:
     with heartbeat(store, Topology(1, 2, 1, 2), 6.0, "test"):
         wait_until(lambda: any(name == "multi_get" for name, *_ in store.calls), 30)
     *before, (name, key, said) = store.calls
-    assert (name, key, HeartbeatMessage.decode(said).left) == ("set", "beat/1", True)
+    assert (name, key, HeartbeatMessage.decode(said).left) == ("set", "heartbeat/1", True)
     assert not any(HeartbeatMessage.decode(given[1]).left for name, *given in before if name == "set")

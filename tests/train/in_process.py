@@ -31,13 +31,15 @@ SMALLEST += ["--eval-iters", "0"]
 def train_here(argv: list[str], activity: Activity | None = None, lease: Lease | None = None) -> Ending:
     """Trains on the CPU, with the samples read by this process; the log goes to stdout."""
     config, topology = parse_args([*argv, "--device", "cpu", "--num-workers", "0"]), Topology()
-    schedule = RunSchedule.from_config(config, 1)
-    tokenizer = describe(build_tokenizer(config.tokenizer))
+    schedule = RunSchedule.from_config(config.training, config.learning_rate, 1)
+    built = build_tokenizer(config.tokenizer)
+    tokenizer = describe(built)
     splits = open_data(config, schedule, tokenizer, print)
-    inputs = RunInputs(config=config, tokenizer=tokenizer, schedule=schedule, splits=splits)
-    engine = build_engine(
-        config, tokenizer["vocab_size"], prepare_device(config, Grid(topology)), Grid(topology)
+    inputs = RunInputs(
+        config=config, tokenizer=tokenizer, tokenizer_files=built.files(), schedule=schedule, splits=splits
     )
+    grid = Grid(topology)
+    engine = build_engine(config, tokenizer["vocab_size"], prepare_device(config, grid), grid)
     ranks = Ranks(
         topology=topology,
         store=dist.HashStore(),

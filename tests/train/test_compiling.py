@@ -16,6 +16,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.masks import InsideDocuments
 from megatron_zpp.train.compiling import compile_parts, prepare_compiler
+from tests.model.variants import LLAMA, MODELS
 from tests.support import pretrain
 from tests.zero.engines import engine_of
 from tests.zero.ranks import on_ranks
@@ -68,17 +69,9 @@ def test_one_graph_for_all_layers_and_each_way_to_run_them() -> None:
 
 
 def test_one_graph_for_a_llama() -> None:
-    changes: dict[str, Any] = {
-        "group_query_attention": True,
-        "num_query_groups": 2,
-        "position_embedding_type": "rope",
-        "normalization": "RMSNorm",
-        "swiglu": True,
-        "qk_layernorm": True,
-        "disable_bias_linear": True,
-    }
-    plain, _ = three_steps(Topology(), backend=None, **changes)
-    assert three_steps(Topology(), backend="aot_eager", recompute="full", **changes) == (plain, [])
+    plain, _ = three_steps(Topology(), backend=None, **LLAMA)
+    for recompute in RECOMPUTED:
+        assert three_steps(Topology(), backend="aot_eager", recompute=recompute, **LLAMA) == (plain, [])
 
 
 def sharded_steps(topology: Topology) -> tuple[list[float], list[str]]:
@@ -117,7 +110,8 @@ def test_a_text_without_documents_beside_batches_with_them() -> None:
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTED)
-def test_documents_in_compiled_layers(recompute: str) -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_documents_in_compiled_layers(recompute: str, model: str) -> None:
     """Masks are arguments of one graph, which gives the gradients of plain layers for any documents."""
     config = ModelConfig(
         num_layers=2,
@@ -126,17 +120,18 @@ def test_documents_in_compiled_layers(recompute: str) -> None:
         seq_length=LENGTH,
         attention_dropout=0.0,
         hidden_dropout=0.0,
+        **MODELS[model],
     )
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
     found, said = [], []
     for compiled in (False, True):
         torch._dynamo.reset()
-        model = GPT(config, VOCABULARY, RecomputeConfig(**RECOMPUTED[recompute])).initialize(3)
+        gpt = GPT(config, VOCABULARY, RecomputeConfig(**RECOMPUTED[recompute])).initialize(3)
         if compiled:
-            compile_parts(model, (BATCH, LENGTH), said.append, "aot_eager", masked=True)
+            compile_parts(gpt, (BATCH, LENGTH), said.append, "aot_eager", masked=True)
         for ends in ((0, 5, 32, 64, 64), (0, 32, 40, 41, 64)):
-            model(tokens, tokens, documents=torch.tensor(ends, dtype=torch.int32)).backward()
-        found.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+            gpt(tokens, tokens, documents=torch.tensor(ends, dtype=torch.int32)).backward()
+        found.append(torch.cat([parameter.grad.flatten() for parameter in gpt.parameters()]))
     assert torch.equal(*found)
     assert said == []
 
@@ -181,7 +176,7 @@ def test_a_compiler_that_fails_is_one_line() -> None:
     compile_parts(model, (1, 8), print, "megatron_zpp_broken")
     with pytest.raises(RuntimeError) as caught:
         model(torch.zeros((1, 8), dtype=torch.long))
-    wanted = "torch.compile failed, and --no-compile does without it: OSError: no Python.h"
+    wanted = "torch.compile failed; --no-compile trains without it: OSError: no Python.h"
     assert str(caught.value) == wanted
 
 
@@ -201,7 +196,7 @@ def test_what_is_compiled_where(tmp_path: Path) -> None:
     assert resolved("cuda").missing  # triton or a C compiler
     for expected, device, settings in (
         ("--compile (given): needs a C\\+\\+ compiler: g\\+\\+ or clang", "cpu", {"compile": True}),
-        ("--compile \\(given\\): torch.compile fuses LayerNorm", "cuda", {"compile": True, "apex": True}),
+        ("--compile \\(given\\): torch.compile fuses norms", "cuda", {"compile": True, "apex": True}),
         ("--compile-cache-dir x: nothing is compiled on a cpu", "cpu", {"compile_cache_dir": "x"}),
         ("--compile-cache-dir x: --no-compile", "cuda", {"compile": False, "compile_cache_dir": "x"}),
     ):

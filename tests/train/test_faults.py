@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron_zpp.reporting.metrics import Record
-from megatron_zpp.reporting.sinks import Beside
+from megatron_zpp.reporting.sinks import ThreadedSink
 from tests.support import ROOT, Run, environment, holding, wait_until
 
 NODE = f"pretrain_gpt.py [{platform.node()}]"
@@ -245,7 +245,7 @@ class Hangs:
 
 def test_a_sink_that_hangs_holds_nobody_up() -> None:
     lines, hanging = [], Hangs()
-    sink = Beside("slow", lambda: hanging, lines.append)
+    sink = ThreadedSink("slow", lambda: hanging, lines.append)
     for iteration in range(2000):
         sink.write({"iteration": iteration})
     assert [line.split(":")[0] for line in lines] == [" WARNING"]
@@ -253,7 +253,7 @@ def test_a_sink_that_hangs_holds_nobody_up() -> None:
     hanging.go_on.set()
 
     waiting = Hangs()
-    sink = Beside("slow", lambda: waiting, lines.append)
+    sink = ThreadedSink("slow", lambda: waiting, lines.append)
     sink.write({"iteration": 1})
     assert not sink.close(0.1)
     assert (

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.model.variants import MODELS, flags_of
 from tests.support import pretrain
 
 
@@ -13,11 +14,13 @@ def losses_of(path: Path) -> list[float]:
     return [value for record in records for name, value in record.items() if name.endswith("_loss")]
 
 
-def test_a_run_of_8_bit_products(flags: list[str], tmp_path: Path) -> None:
-    small = ["--hidden-size", "32", "--global-batch-size", "8"]  # a CPU takes its time for such products
+@pytest.mark.parametrize("model", MODELS)
+def test_a_run_of_8_bit_products(flags: list[str], tmp_path: Path, model: str) -> None:
+    # A CPU takes its time for such products.
+    small = ["--hidden-size", "32", "--kv-channels", "16", "--global-batch-size", "8"]
 
     def run(name: str, *more: str, processes: int = 1) -> list[float]:
-        command = [*flags, *small, "--fp8", "--bf16", "--train-iters", "4", *more]
+        command = [*flags, *small, *flags_of(MODELS[model]), "--fp8", "--bf16", "--train-iters", "4", *more]
         done = pretrain(*command, "--metrics-file", str(tmp_path / name), processes=processes)
         assert done.returncode == 0, done.stderr
         assert "CPU, bfloat16 with 8-bit products, ZeRO stage" in done.stdout

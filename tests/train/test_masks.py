@@ -10,6 +10,7 @@ import torch
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.data.open import open_splits
 from megatron_zpp.model.gpt import GPT
+from tests.model.variants import MODELS, flags_of
 from tests.support import pretrain
 
 EOD = 256
@@ -58,7 +59,11 @@ def valid_loss_by_hand(flags: list[str], count: int, micro_batch_size: int) -> f
     return float(np.mean(means))
 
 
-def test_a_masked_run_is_the_same_for_any_stage_ranks_and_kernel(tmp_path: Path, flags: list[str]) -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_a_masked_run_is_the_same_for_any_stage_ranks_and_kernel(
+    tmp_path: Path, flags: list[str], model: str
+) -> None:
+    flags = [*flags, *flags_of(MODELS[model])]
     alone = record_of(tmp_path / "alone", flags, *ALL)
     assert alone[0]["valid_loss"] == pytest.approx(valid_loss_by_hand(flags, 16, 4), rel=1e-5)
     assert len(losses_of(alone)) == 6  # valid, three steps, valid, test

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_zpp.data import loader
+from tests.model.variants import MODELS, flags_of
 from tests.support import Run
 from tests.train.conftest import BYTES, TINY
 
@@ -32,9 +33,11 @@ def losses(path: Path) -> list[float]:
     return [record["lm_loss"] for record in records if "lm_loss" in record]
 
 
-def test_no_sample_is_lost_or_repeated(corpus: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_no_sample_is_lost_or_repeated(corpus: str, tmp_path: Path, model: str) -> None:
     """By a ledger of the reads of all loaders, with 2, 3 and 4 ranks at stages 1, 3 and 2."""
     flags = ["--data-path", corpus, "--split", "80,10,10", *BYTES, *TINY, *LENGTH, "--train-iters", "9"]
+    flags += flags_of(MODELS[model])
     save = str(tmp_path / "checkpoints")
     for world, stage, stop in ((2, 1, 3), (3, 3, 6), (4, 2, 9)):
         part = ["--zero-stage", str(stage), "--save", save, "--load", save, "--exit-interval", str(stop)]

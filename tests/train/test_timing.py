@@ -70,7 +70,7 @@ def test_sections_add_up_and_are_reset() -> None:
     for _ in range(2):
         with sections("outer"), sections("inner"):
             time.sleep(0.01)
-    with sections.unheard(), sections("evaluation"):
+    with sections.paused(), sections("evaluation"):
         pass
     taken = sections.take()
     assert list(taken) == ["outer", "inner"]

@@ -17,7 +17,7 @@ from megatron_zpp.zero.communication import build_communication, build_reduction
 from megatron_zpp.zero.communication_plan import CommunicationPlan
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.grad_segments import GradSegment
-from megatron_zpp.zero.hop import Sent
+from megatron_zpp.zero.hop import SentBytes
 from megatron_zpp.zero.plan_communication import plan_communication
 from megatron_zpp.zero.reduction_plan import ReductionAlgorithm, ReductionPlan, choose_algorithm
 from tests.zero.quantizing import copy_engines, operations, this_device
@@ -319,7 +319,7 @@ def all_reduce(
                 torch.testing.assert_close(its_squares, expected, rtol=any_order, atol=0)
         comm_stream.settle()
         sent_bytes = sum(
-            (plan.bytes_sent(layout, 1 if case.sent != case.dtype else 2) for layout in units), Sent()
+            (plan.bytes_sent(layout, 1 if case.sent != case.dtype else 2) for layout in units), SentBytes()
         )
         taken = ledger.take()
         assert taken == (sent_bytes.intra, sent_bytes.inter)

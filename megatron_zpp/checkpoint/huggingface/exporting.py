@@ -24,15 +24,14 @@ from megatron_zpp.checkpoint.huggingface.tokenizer_files import (
 )
 from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
 from megatron_zpp.checkpoint.read import CheckpointReader
+from megatron_zpp.checkpoint.tokenizer import trained_tokenizer
 from megatron_zpp.checkpoint.write import STATE
 from megatron_zpp.config.huggingface_config import CONFIG
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.config.root import Config
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.files import commit_directory, fsync, write_durably
-from megatron_zpp.tokenizer.base import Tokenizer, describe
-from megatron_zpp.tokenizer.build import build_tokenizer
+from megatron_zpp.tokenizer.base import Tokenizer
 from megatron_zpp.zero.engine import WEIGHTS
 
 
@@ -52,18 +51,19 @@ class _Source:
 def export_checkpoint(
     named: NamedDirectory, checkpoint: Path, target: Path, *, with_tokenizer: bool, file_bytes: int
 ) -> list[str]:
-    """Writes `target`, which gets its name when all of it is checked, and returns lines that say so.
+    """Write `target`, which gets its name when all of it is checked, and return lines that say so.
 
     A file holds `file_bytes` of weights, but at least one tensor; so much is held in memory, and all weights
-    twice where transformers is there to compare with.
+    twice if transformers is installed to compare with.
     """
     with CheckpointReader(checkpoint) as reader:
         config = reader.config()
-        tokenizer = build_tokenizer(config.tokenizer)
-        if describe(tokenizer) != reader.state["tokenizer"]:
-            raise named.error(
-                f"{checkpoint.name} was trained with another tokenizer than its files hold now; restore them"
-            )
+        try:
+            tokenizer, files = trained_tokenizer(reader)
+        except DamagedFile:
+            raise
+        except ValueError as error:
+            raise named.error(str(error)) from None
         described = config_json(named, config.model, tokenizer.vocab_size, tokenizer.eod)
         partial = target.with_name(f"{target.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)  # what a killed export left
@@ -74,11 +74,11 @@ def export_checkpoint(
             lines = []
             if with_tokenizer:
                 longest = config.model.max_position_embeddings
-                lines.append(write_tokenizer(named, tokenizer, config.tokenizer, partial, longest))
-            sources = _sources(checkpoint, reader, config, tokenizer.vocab_size)
+                lines.append(write_tokenizer(named, tokenizer, files, partial, longest))
+            sources = _sources(checkpoint, reader, config.model, tokenizer.vocab_size)
             _write_weights(partial, reader, sources, config.model, file_bytes)
             reader.check_rest(0, 1)
-            lines.append(_check(named, partial, reader, sources, config, tokenizer))
+            lines.append(_check(named, partial, reader, sources, config.model, tokenizer))
             for path in partial.iterdir():
                 fsync(path)
             if target.exists():
@@ -98,13 +98,11 @@ def _generation(described: dict) -> dict:
 
 
 def _sources(
-    checkpoint: Path, reader: CheckpointReader, config: Config, vocab_size: int
+    checkpoint: Path, reader: CheckpointReader, model: ModelConfig, vocab_size: int
 ) -> dict[str, _Source]:
-    """All parameters by our names. Raises DamagedFile unless they are those of the model in `config`."""
+    """All parameters by our names. Raises DamagedFile unless they are those of `model`."""
     with torch.device("meta"):
-        expected = {
-            name: tuple(value.shape) for name, value in GPT(config.model, vocab_size).named_parameters()
-        }
+        expected = {name: tuple(value.shape) for name, value in GPT(model, vocab_size).named_parameters()}
     found = {}
     for index, unit in enumerate(reader.units):
         for name, entry in unit["parameters"].items():
@@ -161,12 +159,12 @@ def _check(
     directory: Path,
     reader: CheckpointReader,
     sources: dict[str, _Source],
-    config: Config,
+    model: ModelConfig,
     tokenizer: Tokenizer,
 ) -> str:
-    """Reads all of it back, by our reader and by transformers if that is there; a line on how it went."""
+    """Read all of it back, by our reader and by transformers if installed; return a line on the result."""
     written = NamedDirectory(named.flag, named.shown, directory)
-    with HuggingFaceWeights(written, config.model, tokenizer.vocab_size) as weights:
+    with HuggingFaceWeights(written, model, tokenizer.vocab_size) as weights:
         for name, source in sources.items():
             wanted = source.read(reader).flatten().view(torch.int32)
             if not torch.equal(wanted, weights.elements(name, 0, len(wanted)).view(torch.int32)):
@@ -176,9 +174,9 @@ def _check(
     if not have_transformers():
         return LEFT_OUT
     with torch.device("meta"):
-        model = GPT(config.model, tokenizer.vocab_size)
-    model.load_state_dict(reader.parameters(), assign=True)
-    line = compare_logits(named, directory, model)
+        loaded = GPT(model, tokenizer.vocab_size)
+    loaded.load_state_dict(reader.parameters(), assign=True)
+    line = compare_logits(named, directory, loaded)
     if is_written(directory):
         check_auto_tokenizer(named, tokenizer, directory)
     return line

@@ -26,7 +26,7 @@ from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.checksums import DamagedFile
-from megatron_zpp.tokenizer.base import describe
+from megatron_zpp.tokenizer.base import Tokenizer, describe
 from megatron_zpp.tokenizer.build import build_tokenizer
 from megatron_zpp.zero.build import in_order, layouts_of
 from megatron_zpp.zero.engine import WEIGHTS
@@ -44,14 +44,14 @@ _TOLD_BY_RUN = (
 def import_checkpoint(
     named: NamedDirectory, target: Path, flags: TokenizerConfig | None, divisible_by: int
 ) -> list[str]:
-    """Writes `target`/iter_0000000, and returns lines that say so; `flags` name another tokenizer.
+    """Write `target`/iter_0000000, and return lines that say so; `flags` name another tokenizer.
 
-    All weights are held in memory, twice where transformers is there to compare with.
+    All weights are held in memory, twice if transformers is installed, for the comparison.
     """
     architecture = read_architecture(named, divisible_by)
     settings = flags or find_tokenizer(named)
-    tokenizer = describe(build_tokenizer(settings))
-    check_vocabulary(named, architecture, tokenizer)
+    tokenizer = build_tokenizer(settings)
+    check_vocabulary(named, architecture, describe(tokenizer))
     check_empty("CHECKPOINT_DIR", target)
     with HuggingFaceWeights(named, architecture.model, architecture.vocab_size) as weights:
         with torch.device("meta"):
@@ -63,9 +63,9 @@ def import_checkpoint(
             compared = compare_logits(named, named.path, whole)
             del whole
         config = _config(architecture, settings)
-        path = _write(target, model, weights, config, tokenizer)
+        path = _write(target, model, weights, config.to_json(), tokenizer)
         _check(path, weights)
-    return [*architecture.notes, f"{path}: {_flags(config)}", compared]
+    return [*architecture.notes, f"{path}: {_flags(config.model, config.tokenizer)}", compared]
 
 
 def _config(architecture: Architecture, tokenizer: TokenizerConfig) -> Config:
@@ -82,7 +82,7 @@ def _config(architecture: Architecture, tokenizer: TokenizerConfig) -> Config:
 
 
 def _write(
-    target: Path, model: GPT, weights: HuggingFaceWeights, config: Config, tokenizer: dict[str, Any]
+    target: Path, model: GPT, weights: HuggingFaceWeights, config: dict[str, Any], tokenizer: Tokenizer
 ) -> Path:
     modules, tensors, units = model.units(), {}, []
     for index, ((name, module), layout) in enumerate(
@@ -102,11 +102,12 @@ def _write(
         nodes=topology.nodes,
         units=units,
         kinds=[WEIGHTS],
-        config=config.to_json(),
-        tokenizer=tokenizer,
+        config=config,
+        tokenizer=describe(tokenizer),
     )
     exchange = Exchange(dist.HashStore(), topology, timedelta(minutes=1), "import")
-    write_checkpoint(path, tensors, state, exchange, SaveOptions(read_back=True))
+    options = SaveOptions(read_back=True)
+    write_checkpoint(path, tensors, state, exchange, options, beside=tokenizer.files())
     return path
 
 
@@ -122,9 +123,8 @@ def _check(path: Path, weights: HuggingFaceWeights) -> None:
         reader.check_rest(0, 1)
 
 
-def _flags(config: Config) -> str:
+def _flags(model: ModelConfig, tokenizer: TokenizerConfig) -> str:
     """The flags that a run needs to start from it."""
-    model, tokenizer = config.model, config.tokenizer
     sizes = {name: getattr(model, name) for name in _SIZES}
     implied = asdict(ModelConfig(**sizes, seq_length=model.max_position_embeddings))
     told: dict[str, object] = {flag_name(name): value for name, value in sizes.items()}

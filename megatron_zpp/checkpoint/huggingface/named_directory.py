@@ -24,8 +24,8 @@ class NamedDirectory:
 
 
 def check_empty(flag: str, target: Path) -> None:
-    """Raises ValueError unless `target` is an empty directory, or can be made."""
+    """Raise ValueError unless `target` is an empty directory, or can be created."""
     named = NamedDirectory(flag, str(target), target)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise named.error("is there and no empty directory; name another one")
+        raise named.error("exists and is not an empty directory; name another one")
     check_writable(flag, str(target.parent))

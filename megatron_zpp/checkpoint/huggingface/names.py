@@ -12,7 +12,7 @@ THEIR_OUTPUT = "lm_head.weight"
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
 
 
-class Theirs(NamedTuple):
+class TransformersTensor(NamedTuple):
     """A tensor that holds `rows` rows of one of our parameters.
 
     The name has no prefix. `transposed`: a Conv1D's weight is (in, out), a Linear's (out, in).
@@ -41,16 +41,20 @@ class Names:
     buffers: re.Pattern[str]
     transposes: bool = False
 
-    def tensors(self, ours: str, shape: tuple[int, ...], model: ModelConfig) -> tuple[Theirs, ...]:
+    def tensors(
+        self, ours: str, shape: tuple[int, ...], model: ModelConfig
+    ) -> tuple[TransformersTensor, ...]:
         """Return the tensors that make up one of our parameters, in the order of its rows."""
         if ours in self.fixed:
-            return (Theirs(self.fixed[ours], shape[0]),)
+            return (TransformersTensor(self.fixed[ours], shape[0]),)
         match = _LAYER.fullmatch(ours)
         assert match is not None, f"{ours} is not a parameter of the GPT"
         index, part, kind = match.groups()
         modules = self.parts[part]
         return tuple(
-            Theirs(f"{self.layer.format(index)}.{module}.{kind}", rows, self.transposes and len(shape) == 2)
+            TransformersTensor(
+                f"{self.layer.format(index)}.{module}.{kind}", rows, self.transposes and len(shape) == 2
+            )
             for module, rows in zip(modules, _rows(len(modules), shape, model), strict=True)
         )
 

@@ -42,7 +42,7 @@ def find_tokenizer(named: NamedDirectory) -> TokenizerConfig:
 def write_tokenizer(
     named: NamedDirectory, tokenizer: Tokenizer, config: TokenizerConfig, directory: Path, longest: int
 ) -> str:
-    """Writes the files that AutoTokenizer reads, and returns a line about them.
+    """Write the files that AutoTokenizer reads, and return a line about them.
 
     `longest` is the model's length in tokens. Raises ValueError, naming `named`, when some text would get
     other ids from them.
@@ -80,7 +80,7 @@ def write_tokenizer(
 
 
 def check_auto_tokenizer(named: NamedDirectory, tokenizer: Tokenizer, directory: Path) -> None:
-    """Raises ValueError when transformers' AutoTokenizer gives other ids; there must be a tokenizer."""
+    """Raise ValueError when transformers' AutoTokenizer gives other ids; there must be a tokenizer."""
     from tokenizers import Tokenizer as Pipeline
     from transformers import AutoTokenizer
 
@@ -119,7 +119,7 @@ def _check_ids(
 
 def _cannot(named: NamedDirectory, tokenizer: Tokenizer, problem: str) -> ValueError:
     return named.error(
-        f"its {tokenizer.kind} cannot be written for transformers: {problem}; --no-tokenizer leaves it out"
+        f"its {tokenizer.kind} cannot be written for transformers: {problem}; --no-tokenizer omits it"
     )
 
 

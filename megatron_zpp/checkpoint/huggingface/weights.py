@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint.huggingface.named_directory import WEIGHTS_FILE, WEIGHTS_INDEX, NamedDirectory
-from megatron_zpp.checkpoint.huggingface.names import OUTPUT, THEIR_OUTPUT, TOKENS, Theirs, names_of
+from megatron_zpp.checkpoint.huggingface.names import (
+    OUTPUT,
+    THEIR_OUTPUT,
+    TOKENS,
+    TransformersTensor,
+    names_of,
+)
 from megatron_zpp.config.json_file import read_json_object, shown_key
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.gpt import GPT
@@ -144,7 +150,7 @@ class HuggingFaceWeights:
                 f"{file}: not a whole safetensors file ({error}); download it again"
             ) from None
 
-    def _tensors(self, ours: str) -> tuple[Theirs, ...]:
+    def _tensors(self, ours: str) -> tuple[TransformersTensor, ...]:
         """Return the tensors that make up one of our parameters, without rows of padding."""
         shape = self.shapes[ours]
         if ours in _TABLES:
@@ -179,7 +185,7 @@ class HuggingFaceWeights:
                     f"its tensor {shown_key(name)} is no part of the model that its config.json describes"
                 )
 
-    def _check_tensor(self, theirs: Theirs, ours: str) -> None:
+    def _check_tensor(self, theirs: TransformersTensor, ours: str) -> None:
         if theirs.name not in self._slices:
             raise self._named.error(f"has no tensor {theirs.name}; config.json asks for one")
         tensor, shape = self._slices[theirs.name], (theirs.rows, *self.shapes[ours][1:])

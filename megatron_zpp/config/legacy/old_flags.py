@@ -168,7 +168,9 @@ IDLE = (
     *_idle("order and dropout depend on --seed and consumed samples only", "--no-save-rng", "--no-load-rng"),
     *_idle("the first signal always saves and stops", "--exit-signal-handler"),
     *_idle("files are read as needed, not mapped", "--mmap-warmup"),
-    *_idle("checkpoints have one format, described in docs/guide/checkpoints.md", "--ckpt-format", takes=str),
+    *_idle(
+        "checkpoints have one format, described in docs/internals/checkpoints.md", "--ckpt-format", takes=str
+    ),
     *_idle(_SCHEDULE, "--override-lr-scheduler", "--override-opt_param-scheduler", "--no-load-lr-state"),
 )
 

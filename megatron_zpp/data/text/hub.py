@@ -23,7 +23,7 @@ class HubText:
     """
 
     def __init__(self, flag: str, name: str, key: str) -> None:
-        """Raises ValueError if the data set, configuration, split or column does not exist."""
+        """Raise ValueError if the data set, configuration, split or column does not exist."""
         self.name, self._key = name, key
         parts = name.removeprefix(HUB).split(":")
         if not parts[0] or len(parts) > 3:

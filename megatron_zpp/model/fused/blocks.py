@@ -5,7 +5,10 @@ from torch import Tensor, nn
 
 from megatron_zpp.model.fused import linear as fused_linear
 from megatron_zpp.model.fused import norm as fused_norm
-from megatron_zpp.model.gpt import MLP, Attention, BlockKernels, Layer, gelu
+from megatron_zpp.model.fused import rotary as fused_rotary
+from megatron_zpp.model.fused import swiglu as fused_swiglu
+from megatron_zpp.model.gpt import MLP, Attention, BlockKernels, Layer, Norm, gelu, swiglu
+from megatron_zpp.model.rotary import Rotation
 
 
 class FusedKernels(BlockKernels):
@@ -15,13 +18,15 @@ class FusedKernels(BlockKernels):
         attention, mlp = layer.attention, layer.mlp
         self._norms = fused_norm.serves(layer.attention_norm) and fused_norm.serves(layer.mlp_norm)
         self._heads = fused_linear.serves(attention.qkv) and attention.groups == attention.heads
+        self._rotates = not attention.normalized
         self._gelu = fused_linear.serves(mlp.input) and mlp.activation is gelu
+        self._swiglu = mlp.activation is swiglu
         maps = attention.output, mlp.output, attention.qkv, mlp.input
         # Whether the gradients of the biases of `output` are made where that of the residual sum is.
         joins = self._norms and fused_norm.has_bias(layer.mlp_norm) and layer.dropout.p == 0
         self._sums_biases = joins and all(map(fused_linear.serves, maps))
 
-    def norm(self, norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    def norm(self, norm: Norm, x: Tensor) -> tuple[Tensor, Tensor]:
         """See BlockKernels."""
         return fused_norm.norm(x, norm) if self._norms else super().norm(norm, x)
 
@@ -32,14 +37,20 @@ class FusedKernels(BlockKernels):
         biases = (layer.attention.output.bias, layer.mlp.output.bias) if self._sums_biases else ()
         return fused_norm.add_norm(x, added, residual, layer.mlp_norm, biases)
 
-    def heads(self, attention: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, attention: Attention, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """See BlockKernels."""
+        heads, groups, width = attention.heads, attention.groups, attention.head_width
+        if rotation.rotates and self._rotates:
+            return fused_rotary.rotate_heads(attention.qkv(x), heads, groups, width, rotation)
         if not self._heads:
-            return super().heads(attention, x)
-        return fused_linear.heads_of_linear(x, attention.qkv, attention.heads, attention.head_width)
+            return super().heads(attention, x, rotation)
+        q, k, v = fused_linear.heads_of_linear(x, attention.qkv, heads, width)
+        return rotation(attention.query_norm(q)), rotation(attention.key_norm(k)), v
 
     def activation(self, mlp: MLP, x: Tensor) -> Tensor:
         """See BlockKernels."""
+        if self._swiglu:
+            return fused_swiglu.swiglu(mlp.input(x))
         return fused_linear.gelu_of_linear(x, mlp.input) if self._gelu else super().activation(mlp, x)
 
     def project(self, linear: nn.Linear, x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ memory is.
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -91,11 +92,11 @@ def _grid(x: Tensor, rows: int, width: int) -> tuple[int, int]:
     return columns, max(1, min(triton.cdiv(rows, _ROWS), _PROGRAMS * processors // columns))
 
 
-def _save_gelu(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
+def _save_gelu(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ctx.save_for_backward(inputs[0])
 
 
-def _of_gelu(ctx: torch.autograd.function.FunctionCtx, of_out: Tensor) -> tuple[Tensor, Tensor]:
+def _of_gelu(ctx: Any, of_out: Tensor) -> tuple[Tensor, Tensor]:
     (x,) = ctx.saved_tensors
     of_x, of_bias = _gelu_backward(of_out.contiguous(), x)
     return of_x, of_bias.to(x.dtype)
@@ -108,11 +109,11 @@ class _Heads(torch.autograd.Function):
     """(B, T, 3, N, H), and the bias that is in it -> its three parts. An operator may not return views."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, joined: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, joined: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
         return joined.unbind(2)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         joined, of_bias = _join_heads(*(gradient.contiguous() for gradient in gradients))
         return joined, of_bias.to(joined.dtype)
 

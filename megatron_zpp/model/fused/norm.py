@@ -7,6 +7,8 @@ gradient of the residual path is added where the norm's is computed, and each pr
 An RMSNorm has no bias, and its mean () is a tensor without elements.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +21,8 @@ _ELEMENTS, _PROGRAMS = 6144, 5  # of a backward on a multiprocessor at a time: i
 
 def serves(module: nn.Module) -> bool:
     """Return whether `norm` and `add_norm` can take the place of the module."""
-    return type(module) in (nn.LayerNorm, nn.RMSNorm) and module.weight.numel() <= LARGEST
+    # Not isinstance: a subclass may compute something else.
+    return (type(module) is nn.LayerNorm or type(module) is nn.RMSNorm) and module.weight.numel() <= LARGEST
 
 
 def has_bias(module: nn.Module) -> bool:
@@ -137,15 +140,13 @@ def _shape(width: int, fewest: int = 1) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": min(max(block // 512, fewest), 16)}
 
 
-def _save_norm(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
+def _save_norm(ctx: Any, inputs: tuple, output: tuple) -> None:
     (x, weight, bias, _), (_, _, mean, rstd) = inputs, output
     ctx.save_for_backward(x, weight, mean, rstd)
     ctx.sums = 1 if bias is None else 2
 
 
-def _of_norm(
-    ctx: torch.autograd.function.FunctionCtx, of_normed: Tensor, of_token: Tensor, *_: Tensor
-) -> tuple[Tensor | None, ...]:
+def _of_norm(ctx: Any, of_normed: Tensor, of_token: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, mean, rstd = ctx.saved_tensors
     of_x, sums = _norm_backward(
         of_normed.contiguous(), of_token.contiguous(), x, weight, mean, rstd, ctx.sums
@@ -154,14 +155,14 @@ def _of_norm(
     return of_x, of_weight, of_bias[0] if of_bias else None, None
 
 
-def _save_add_norm(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
+def _save_add_norm(ctx: Any, inputs: tuple, output: tuple) -> None:
     (_, _, _, weight, bias, biases, _), (total, _, mean, rstd) = inputs, output
     ctx.save_for_backward(total, weight, mean, rstd)
     ctx.sums = 1 if bias is None else 2 + len(biases)
 
 
 def _of_add_norm(
-    ctx: torch.autograd.function.FunctionCtx, of_total: Tensor, of_normed: Tensor, *_: Tensor
+    ctx: Any, of_total: Tensor, of_normed: Tensor, *_: Tensor
 ) -> tuple[Tensor | list[Tensor] | None, ...]:
     total, weight, mean, rstd = ctx.saved_tensors
     of_x, sums = _norm_backward(

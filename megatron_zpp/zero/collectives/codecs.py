@@ -16,12 +16,12 @@ class Codec(Protocol):
         """Bytes of a message of so many elements."""
 
     def encode(self, rows: Tensor, messages: Tensor, rotation: Rotation | None, first: int) -> None:
-        """Encodes `rows` (R, n) into `messages` (G, bytes), each of R / G rows."""
+        """Encode `rows` (R, n) into `messages` (G, bytes), each of R / G rows."""
 
     def sum_into(
         self, messages: Tensor, target: Tensor, rotation: Rotation | None, first: int, *, add: bool
     ) -> None:
-        """Writes the sum of `messages` (P, bytes), in their order, to `target` (m,) fp32, or adds it."""
+        """Write the sum of `messages` (P, bytes), in their order, to `target` (m,) fp32, or add it."""
 
 
 class BlockCodec:

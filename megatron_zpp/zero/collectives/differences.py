@@ -20,7 +20,7 @@ from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.collectives.rotation import clear
 from megatron_zpp.zero.communication_plan import GatherPlan
-from megatron_zpp.zero.hop import Codes
+from megatron_zpp.zero.hop import CodeFormat
 
 
 class WeightDifferences:
@@ -40,11 +40,11 @@ class WeightDifferences:
         return reference.view(self._nodes, -1)[self._between.group_rank]
 
     def write_key_frame(self, weights: Tensor, reference: Tensor) -> None:
-        """Begins a reference with `weights` (n,) in bf16; `publish` sends it."""
+        """Begin a reference with `weights` (n,) in bf16; `publish` sends it."""
         self.own_part(reference).copy_(weights.bfloat16())
 
     def publish(self, reference: Tensor) -> Pending:
-        """Sends this rank's part of the reference itself, at the start of a run."""
+        """Send this rank's part of the reference itself, at the start of a run."""
         return self._between.submit(lambda: self._between.all_gather(reference, self.own_part(reference)))
 
     def exchange(
@@ -56,10 +56,10 @@ class WeightDifferences:
         skip: Tensor,
         *,
         coded: LloydMaxFormat,
-        sent: Codes,
+        sent: CodeFormat,
         measured: Tensor,
     ) -> Pending:
-        """Moves the reference towards the `weights` (n,) fp32 of all owners, unless `skip` () is not 0.
+        """Move the reference towards the `weights` (n,) fp32 of all owners, unless `skip` () is not 0.
 
         The messages are in the format `sent`, the same on all ranks. `measured` (2,) fp64 gets the sums of
         the squares of this rank's difference and of what codes in the format `coded` miss of it. `message`
@@ -96,10 +96,10 @@ def encode(
     skip: Tensor,
     *,
     coded: LloydMaxFormat,
-    sent: Codes,
+    sent: CodeFormat,
     squares: Tensor,
 ) -> Tensor:
-    """Encodes `weights` (n,) less `reference` (n,) in the format `sent`; returns that part of `message`.
+    """Encode `weights` (n,) less `reference` (n,) in the format `sent`; return that part of `message`.
 
     Where `skip` () is not 0 it changes nothing. `squares` (2, blocks) fp32 gets, per block, the sums of the
     squares of the difference and of what codes in the format `coded` miss of it.
@@ -113,8 +113,8 @@ def encode(
     return codes
 
 
-def apply(operations: Operations, messages: Tensor, reference: Tensor, format: Codes) -> None:
-    """Moves part p of `reference` (P · n,) by message p of `messages` (P, bytes)."""
+def apply(operations: Operations, messages: Tensor, reference: Tensor, format: CodeFormat) -> None:
+    """Move part p of `reference` (P · n,) by message p of `messages` (P, bytes)."""
     if isinstance(format, LloydMaxFormat):
         operations.add_difference(messages, reference, format)
         return

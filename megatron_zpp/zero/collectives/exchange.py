@@ -23,7 +23,7 @@ class Exchange(Protocol):
     def sum(
         self, sent: Sequence[GradSegment], total: Tensor, *, add: bool, squares: Tensor | None = None
     ) -> None:
-        """Runs on the communication stream. See Reduction.reduce."""
+        """Exchange and sum, on the communication stream; see Reduction.reduce."""
 
 
 def build_exchange(
@@ -125,7 +125,7 @@ class _PeerWrites:
             )
 
     def _write(self, sent: Sequence[GradSegment], numel: int) -> Tensor:
-        """Writes to the other ranks; returns what they wrote here: (ranks, numel), without this one's row."""
+        """Write to the other ranks; return what they wrote here: (ranks, numel), without this one's row."""
         ranks, group_rank, dtype = len(self._received), self._comm_stream.group_rank, sent[0].flat.dtype
         rows = [buffer.view(dtype)[: ranks * numel].view(ranks, numel) for buffer in self._received]
         self._comm_stream.barrier()  # all have summed what was there

@@ -24,7 +24,7 @@ class FirstHop(Protocol):
     """
 
     def sum(self, sent: Sequence[GradSegment], target: Tensor, *, add: bool) -> Pending:
-        """Submits the sum of `sent` into the fp32 `target` (groups · nodes · shard_numel,), or adds it."""
+        """Submit the sum of `sent` into the fp32 `target` (groups · nodes · shard_numel,), or add it."""
 
 
 def build_first_hop(plan: ReductionPlan, comm_stream: CommStream, operations: Operations | None) -> FirstHop:
@@ -60,7 +60,7 @@ class QuantizedFirstHop:
     """Gradients as block-quantised messages, chunk by chunk (plan.chunks)."""
 
     def __init__(self, plan: ReductionPlan, comm_stream: CommStream, operations: Operations) -> None:
-        self.codec, self._plan = build_codec(plan.hops[0].codes, operations), plan
+        self.codec, self._plan = build_codec(plan.hops[0].code_format, operations), plan
         self._comm_stream, buffers = comm_stream, plan.buffers
         self._joined = comm_stream.zeros(*buffers.joined)
         self._sent = comm_stream.zeros(*buffers.to_send)
@@ -115,7 +115,7 @@ class Fold:
         self._received = comm_stream.zeros(*plan.buffers.folded)
 
     def sum_now(self, accumulated: Tensor, total: Tensor, *, squares: Tensor | None = None) -> None:
-        """Sums `accumulated` (groups · n,) of each group into `total` (n,), on the present stream."""
+        """Sum `accumulated` (groups · n,) of each group into `total` (n,), on the present stream."""
         received = self._received[: len(accumulated)]
         self._comm_stream.all_to_all(received, accumulated)
         sum_parts(self._operations, received.view(self._groups, -1), total, add=False, squares=squares)
@@ -131,7 +131,7 @@ def owning(buffer: Tensor, pending: Pending) -> Pending:
 
 
 def all_of(pending: Sequence[Pending]) -> Pending:
-    """Waits for each, since each can fail."""
+    """Wait for each of them, because each can fail."""
 
     def wait() -> None:
         for one in pending:

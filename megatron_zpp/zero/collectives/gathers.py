@@ -182,7 +182,7 @@ class TwoHopGather:
         self._between.all_gather(part, gather_source)
 
     def _decode(self, part: Tensor, secondary: Tensor) -> None:
-        """Decodes the message of each node in `part` into `secondary`."""
+        """Decode the message of each node in `part` into `secondary`."""
         assert self._operations is not None
         assert self._format is not None
         self._operations.dequantize(part.view(self._nodes, -1), secondary.view(self._nodes, -1), self._format)

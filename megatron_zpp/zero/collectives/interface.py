@@ -14,7 +14,7 @@ class Gather(Protocol):
     """Writes this rank's part of a unit as it is sent, and makes the whole unit from the parts of a group."""
 
     def write_gather_source(self, master: Tensor, gather_source: Tensor) -> None:
-        """Writes master weights (n,) fp32 as they are sent."""
+        """Write master weights (n,) fp32 in the form in which they are sent."""
 
     def gather(
         self,
@@ -23,7 +23,7 @@ class Gather(Protocol):
         keep: Tensor | None = None,
         after: Pending | None = None,
     ) -> Pending:
-        """Fills `full` (ranks · n,) from every rank's `gather_source`: the same bits on every rank.
+        """Fill `full` (ranks · n,) from every rank's `gather_source`: the same bits on every rank.
 
         `keep`, a secondary shard, gets this rank's part of what was filled. The gather starts `after` the
         work that fills `gather_source`, where that is on another communication stream.
@@ -42,7 +42,7 @@ class Reduction(Protocol):
         squares: Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> Pending:
-        """Sums `sent`, together (ranks · n,), over ranks into the fp32 `total`: over it, or added to it.
+        """Sum `sent`, together (ranks · n,), over ranks; overwrite the fp32 `total`, or `add` to it.
 
         `total` is this rank's shard (n,), or the whole (ranks · n,) for the algorithms of stage 0. Those do
         not add, and `sent` may be `total`. Gradients stay where they are until the sum is waited for.
@@ -56,7 +56,7 @@ class GroupReduction(Reduction, Protocol):
     """A reduction whose first hop and other hops run apart, for gradients that accumulate in groups."""
 
     def accumulate(self, sent: Sequence[GradSegment], accumulated: Tensor, *, add: bool) -> Pending:
-        """The first hop alone: sums `sent` over the group into the fp32 `accumulated`: over it, or added.
+        """The first hop alone: sum `sent` over the group; overwrite the fp32 `accumulated`, or `add` to it.
 
         `accumulated` (plan.accumulator_numel,) has the order of elements that suits the other hops.
         """
@@ -69,7 +69,7 @@ class GroupReduction(Reduction, Protocol):
         squares: Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> Pending:
-        """The other hops: sums what the groups accumulated into the fp32 `total`. See `reduce`.
+        """The other hops: sum what the groups accumulated into the fp32 `total`. See `reduce`.
 
         `accumulated` is scratch memory afterwards.
         """

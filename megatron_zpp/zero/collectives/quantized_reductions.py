@@ -55,7 +55,7 @@ class QuantizedTwoHopReduceScatter:
         self._plan, self._operations, self._between = plan, operations, between
         self._ranks, self._nodes = plan.groups * len(inside.ranks) * plan.nodes, plan.nodes
         self._first = QuantizedFirstHop(plan, inside, operations)
-        self._second = build_codec(plan.hops[1].codes, operations)
+        self._second = build_codec(plan.hops[1].code_format, operations)
         self._fold = Fold(plan, fold[0], operations) if fold else None
         self._node_sum = inside.zeros(*plan.buffers.exact)
         self._hops = TwoHops(inside, between, plan.buffers)

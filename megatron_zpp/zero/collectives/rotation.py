@@ -24,11 +24,11 @@ class Rotation:
         return replace(self.signs, first=element)
 
     def clear_gaps(self, shard: Tensor) -> None:
-        """Zeroes the gaps of this rank's shard of the sum."""
+        """Set the gaps of this rank's shard of the sum to zero."""
         clear(shard, self.gaps)
 
 
 def clear(flat: Tensor, gaps: tuple[range, ...]) -> None:
-    """Zeroes these elements of `flat` (n,). Where sizes are multiples of a block there are next to none."""
+    """Set these elements of `flat` (n,) to zero. There are few where sizes are multiples of a block."""
     for gap in gaps:
         flat[gap.start : gap.stop].zero_()

@@ -19,7 +19,7 @@ def sum_parts(
     group_rank: int = 0,
     squares: Tensor | None = None,
 ) -> None:
-    """Sums `parts` (P, n) in order into the fp32 `total` (n,): over it, or added to it.
+    """Sum `parts` (P, n) in order; overwrite the fp32 `total` (n,), or `add` to it.
 
     `own` (n,) replaces part `group_rank`. Without `operations` every part is a pass over memory.
     """
@@ -36,7 +36,7 @@ def sum_parts(
 
 
 def sum_squares(operations: Operations | None, flat: Tensor, sums: Tensor) -> None:
-    """Writes the sum of the squares of each block of `flat` (n,) to `sums` (n / SQUARES_BLOCK,) fp32."""
+    """Write the sum of the squares of each block of `flat` (n,) to `sums` (n / SQUARES_BLOCK,) fp32."""
     if operations is not None:
         operations.sum_squares(flat, sums)
         return

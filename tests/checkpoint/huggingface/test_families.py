@@ -44,7 +44,10 @@ def test_import_then_export_returns_every_bit(
     check_equal(tensors(tmp_path / "back"), tensors(source))
 
 
-@pytest.mark.parametrize(("family", "stage", "world"), [("qwen3", 0, 1), ("llama-tied-scaled", 3, 2)])
+@pytest.mark.parametrize(
+    ("family", "stage", "world"),
+    [("qwen3", 0, 1), ("mistral", 1, 2), ("llama-biased", 2, 3), ("llama-tied-scaled", 3, 2)],
+)
 def test_a_run_starts_from_a_llama(
     tool: Callable[..., str], bpe: Path, tmp_path: Path, family: str, stage: int, world: int
 ) -> None:

@@ -1,0 +1,22 @@
+"""The models that tests of everything else run with: fields of ModelConfig and flags beside the widths."""
+
+from typing import Any
+
+LLAMA: dict[str, Any] = {  # of 4 heads, or a multiple of 2
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "qk_layernorm": True,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+}
+MODELS: dict[str, dict[str, Any]] = {"gpt2": {}, "llama": LLAMA}
+
+
+def flags_of(fields: dict[str, Any]) -> list[str]:
+    """The same as flags of pretrain_gpt.py."""
+    found = []
+    for name, value in fields.items():
+        found += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return found
