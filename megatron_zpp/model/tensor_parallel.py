@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.distributed.split import Split
 from megatron_zpp.distributed.tensor_group import TensorGroup
-from megatron_zpp.model.gpt import Head, ModelComponents
+from megatron_zpp.model.gpt import GPT, Head, ModelComponents
 from megatron_zpp.model.loss import IGNORED, LEAN_CHUNK_BYTES, LossKernels, linear_cross_entropy, unit, wide
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -89,6 +89,18 @@ def splits_of(model: nn.Module) -> dict[str, Split]:
         for name, module in model.named_modules()
         for parameter, split in getattr(module, "tensor_splits", {}).items()
     }
+
+
+def exchanges_of(model: GPT) -> list[tuple[int, int]]:
+    """How often forward and backward of each unit gather or scatter hidden states, in the order of units.
+
+    A layer has two pairs of a gather and a scatter. The backward of a pair scatters and gathers their
+    gradients, and gathers the input of the first map again, unless products are of 8-bit floats, which keep
+    it whole.
+    """
+    parts = model.parts
+    pair = 3 if isinstance(parts, TensorParallelComponents) and parts.product is F.linear else 2
+    return [(1, 1), *[(4, 2 * pair)] * len(model.layers), (1, 1)]
 
 
 class ColumnParallel(nn.Linear):

@@ -15,7 +15,7 @@ from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.fp8 import Float8Linear, float8_linear
 from megatron_zpp.model.gpt import GPT, ModelComponents, norm_classes
-from megatron_zpp.model.tensor_parallel import TensorParallelComponents, splits_of
+from megatron_zpp.model.tensor_parallel import TensorParallelComponents, exchanges_of, splits_of
 from megatron_zpp.train.compiling import compile_parts, prepare_compiler
 from megatron_zpp.train.device import Device, check_attention
 from megatron_zpp.train.run_schedule import RunSchedule
@@ -42,7 +42,7 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
         precision=config.precision,
         topology=grid.job,
         device=device.device,
-        share=TensorShare(group, splits_of(model)),
+        share=TensorShare(group, splits_of(model), exchanges_of(model), config.model.hidden_size),
         fused_backend=device.fused_backend,
         operations=device.operations,
         timeout=config.distributed.timeout,

@@ -36,7 +36,7 @@ from megatron_zpp.zero.sections import (
     WAIT_REDUCTIONS,
     Sections,
 )
-from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
+from megatron_zpp.zero.tensor_parallel import ALONE, ExchangeCounter, TensorShare
 
 WEIGHTS, REFERENCE = "weights", "reference"  # as checkpoints name them
 
@@ -137,8 +137,13 @@ class ZeroEngine:
         self._gradients = Gradients(
             self.units, communication, operations, accepts_16bit=accepts_16bit, share=share
         )
+        self._exchanges = ExchangeCounter(share, self._ledger, dtype)
         self._hooks = register_hooks(
-            [module for _, module in named_modules], self.units, self._prefetcher, self._gradients
+            [module for _, module in named_modules],
+            self.units,
+            self._prefetcher,
+            self._gradients,
+            self._exchanges,
         )
         self.loss_scale = LossScale(precision, device)
         self.iteration = (
@@ -407,8 +412,11 @@ class ZeroEngine:
     def _loss(self, batch: Batch) -> Tensor:
         if isinstance(batch, Tensor):
             tokens = batch.to(self.device, non_blocking=True)
-            return self.model(tokens[:, :-1], tokens[:, 1:])
-        moved = (part if part is None else part.to(self.device, non_blocking=True) for part in batch)
+            moved: list[Tensor | None] = [tokens[:, :-1], tokens[:, 1:]]
+        else:
+            moved = [part if part is None else part.to(self.device, non_blocking=True) for part in batch]
+        assert moved[0] is not None  # the tokens
+        self._exchanges.begin(moved[0].numel())
         return self.model(*moved)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_zpp.distributed.split import Split
 from megatron_zpp.distributed.tensor_group import TensorGroup
+from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.ops.checks import SQUARES_BLOCK
 from megatron_zpp.zero.flat_layout import FlatLayout
 
@@ -18,12 +19,17 @@ Initialize = Callable[[str, Tensor], None]
 class TensorShare:
     """This rank's share of a model among `group`. Parameters that `splits` does not name are replicated.
 
+    `exchanges`: how often a unit's forward and its backward gather or scatter hidden states of `width`
+    elements per token, in forward order of units.
+
     Replicated parameters have the same bits on all ranks of the group: their gradients, of which each rank
     has the part of its own tokens or heads, are summed over the group before anything else happens to them.
     """
 
     group: TensorGroup | None = None
     splits: Mapping[str, Split] = field(default_factory=dict)
+    exchanges: Sequence[tuple[int, int]] = ()
+    width: int = 0
 
     @property
     def block(self) -> int:
@@ -78,3 +84,34 @@ class TensorShare:
 
 
 ALONE = TensorShare()
+
+
+class ExchangeCounter:
+    """Counts in `ledger` the bytes of the exchanges of hidden states, when passes reach their units.
+
+    A compiled layer runs its collectives without Python, so that they cannot be counted where they are sent.
+    The loss's three numbers per token are not counted.
+    """
+
+    def __init__(self, share: TensorShare, ledger: TrafficLedger, dtype: torch.dtype) -> None:
+        self._share, self._ledger, self._dtype = share, ledger, dtype
+        self._sent = 0  # bytes that this rank sends in one gather or scatter
+
+    def begin(self, tokens: int) -> None:
+        """Begin a pass over a micro-batch of `tokens`."""
+        if self._share.group is not None:
+            ranks = self._share.group.size
+            rows = tokens // ranks * self._share.width * self._dtype.itemsize  # of this rank
+            self._sent = (ranks - 1) * rows
+
+    def forward(self, index: int) -> None:
+        """Count the forward, or its repetition, of unit `index`."""
+        self._count(index, 0)
+
+    def backward(self, index: int) -> None:
+        """Count the backward of unit `index`."""
+        self._count(index, 1)
+
+    def _count(self, index: int, direction: int) -> None:
+        if self._share.exchanges:
+            self._ledger.inside_node(self._share.exchanges[index][direction] * self._sent)

@@ -13,7 +13,7 @@ from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import AttentionKernel, DotProduct
 from megatron_zpp.model.gpt import GPT, ModelComponents, norm_classes
-from megatron_zpp.model.tensor_parallel import TensorParallelComponents, splits_of
+from megatron_zpp.model.tensor_parallel import TensorParallelComponents, exchanges_of, splits_of
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
@@ -48,7 +48,7 @@ def engine_of(
     with torch.device("meta"):
         model = GPT(config, vocab_size, recompute, parts)
     if tensor > 1:
-        share = TensorShare(group, splits_of(model))
+        share = TensorShare(group, splits_of(model), exchanges_of(model), config.hidden_size)
 
     def initialize(name: str, tensor: torch.Tensor) -> None:
         drawn = torch.empty(tensor.shape)

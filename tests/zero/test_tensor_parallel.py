@@ -1,7 +1,8 @@
 """Tensor ranks × data ranks × ZeRO stages learn what one process does (1909.08053, 2205.05198)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -231,3 +232,32 @@ def _skipped(topology: Topology) -> list[float]:
         skipped.append(engine.step(1e-3).skipped.item())
     engine.close()
     return skipped
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_the_ledger_has_what_the_collectives_sent(recompute: str) -> None:
+    """Counted apart: each collective of hidden states is called with its bytes recorded."""
+    for counted, sent in on_ranks(2, _traffic, recompute):
+        assert counted == sent > 0
+
+
+def _traffic(topology: Topology, recompute: str) -> tuple[int, int]:
+    """Bytes inside the node by the ledger, and those given to the collectives, of one step without ZeRO."""
+    engine = build(Case("llama", 2, 0, recompute), topology)
+    group, sent = engine.share.group, 0
+    gather, scatter = group.start_gather, group.start_scatter_sum
+
+    def recorded(collective: Callable[[torch.Tensor], torch.Tensor], share: int, rows: torch.Tensor) -> Any:
+        nonlocal sent
+        if rows.shape[-1] == LLAMA.hidden_size:  # not the loss's three numbers per token
+            sent += rows.nbytes // share
+        return collective(rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "start_gather", partial(recorded, gather, 1))
+        patch.setattr(group, "start_scatter_sum", partial(recorded, scatter, 2))
+        engine.accumulate(torch.randint(VOCAB, (2, 13)), index=0, micro_batches=1)
+    counted, between_nodes = engine.take_traffic()
+    assert between_nodes == 0
+    engine.close()
+    return counted, sent
