@@ -187,11 +187,14 @@ def _check_unit(unit: dict[str, Any], tensor: int, data_ranks: int) -> None:
         raise ValueError(f"a shard has {shard_numel!r} elements")
     for entry in unit["parameters"].values():
         shape, offset = entry["shape"], entry["offset"]
-        if len(shape) > _MOST_DIMENSIONS or not all(map(_is_count, (*shape, offset))):
+        if len(shape) > _MOST_DIMENSIONS:
+            raise ValueError(f"a parameter has {len(shape)} dimensions")
+        if not all(map(_is_count, (*shape, offset))):
             raise ValueError(f"a parameter is {entry}")
         split = split_of(entry)
         if split is not None and (
-            split.dim >= len(shape)
+            tensor == 1  # written without
+            or split.dim >= len(shape)
             or sum(split.runs) != shape[split.dim]
             or any(run % tensor for run in split.runs)
         ):
@@ -251,7 +254,7 @@ def describe_unit(
     described: dict[str, dict[str, Any]] = {}
     for (name, parameter), offset in zip(parameters.items(), layout.offsets, strict=False):
         split = splits.get(name)
-        if split is None:
+        if split is None or tensor == 1:
             described[name] = {"shape": list(parameter.shape), "offset": offset}
             continue
         whole = split.whole_shape(parameter.shape, tensor)

@@ -196,9 +196,9 @@ def test_references_of_weight_differences_move_between_grids(tmp_path: Path, loc
     saved = on_ranks(2 * local, save_runs, cases, ranks_per_node=local)[0]
     assert any(name.startswith(REFERENCE) for name in saved[0].states)
     check(on_ranks(2 * local, resume_runs, cases, ranks_per_node=local)[0], saved, exact=True)
-    for world, local in ((4, 2), (2, 1)):
+    for world, per_node in ((4, 2), (2, 1)):
         moved = [Case(case.directory, case.model, 1, 3, case.precision, True) for case in cases]
-        found: list[Any] = on_ranks(world, resume_runs, moved, ranks_per_node=local)[0]
+        found: list[Any] = on_ranks(world, resume_runs, moved, ranks_per_node=per_node)[0]
         for ours, theirs in zip(found, saved, strict=True):
             assert (ours.states, ours.optimizer_steps) == (theirs.states, theirs.optimizer_steps)
             assert ours.losses == pytest.approx(theirs.losses, rel=1e-2)  # bf16, and other blocks of codes
