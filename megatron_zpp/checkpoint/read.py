@@ -86,7 +86,7 @@ class CheckpointReader:
             self.state: dict[str, Any] = json.loads(read_limited(path / STATE, STATE_LIMIT))
             check_state(self.state)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DamagedFile(f"{path / STATE}: not the state of a run ({error!r})") from None
+            raise DamagedFile(f"{path / STATE}: not the state of a run ({error!r:.400})") from None
         named, held = iteration_of(path), self.state["progress"]["iteration"]
         if named is not None and named != held:
             fix = f"rename it to {checkpoint_path(path.parent, held).name}, or move it away"

@@ -174,7 +174,7 @@ def check_state(state: dict[str, Any]) -> None:
         raise ValueError("loss_scale is not told in numbers")
     ranks, nodes, tensor = sizes = state["ranks"], state.get("nodes", 1), state.get("tensor", 1)
     if not all(_is_count(size) and size > 0 for size in sizes):
-        raise ValueError(f"ranks, nodes and tensor ranks are {sizes}")
+        raise ValueError(f"ranks, nodes and tensor ranks are {_shown(sizes)}")
     if ranks % (nodes * tensor):
         raise ValueError(f"{ranks} ranks on {nodes} nodes, {tensor} of which share a layer")
     for unit in state["units"]:
@@ -184,13 +184,13 @@ def check_state(state: dict[str, Any]) -> None:
 def _check_unit(unit: dict[str, Any], tensor: int, data_ranks: int) -> None:
     shard_numel = unit["shard_numel"]
     if not _is_count(shard_numel) or shard_numel == 0:
-        raise ValueError(f"a shard has {shard_numel!r} elements")
+        raise ValueError(f"a shard has {_shown(shard_numel)} elements")
     for entry in unit["parameters"].values():
         shape, offset = entry["shape"], entry["offset"]
         if len(shape) > _MOST_DIMENSIONS:
             raise ValueError(f"a parameter has {len(shape)} dimensions")
         if not all(map(_is_count, (*shape, offset))):
-            raise ValueError(f"a parameter is {entry}")
+            raise ValueError(f"a parameter is {_shown(entry)}")
         split = split_of(entry)
         if split is not None and (
             tensor == 1  # written without
@@ -198,9 +198,16 @@ def _check_unit(unit: dict[str, Any], tensor: int, data_ranks: int) -> None:
             or sum(split.runs) != shape[split.dim]
             or any(run % tensor for run in split.runs)
         ):
-            raise ValueError(f"a parameter is {entry}, which {tensor} tensor ranks cannot share")
+            raise ValueError(f"a parameter is {_shown(entry)}, which {tensor} tensor ranks cannot share")
         if offset + math.prod(local_shape(entry, tensor)) > shard_numel * data_ranks:
-            raise ValueError(f"a parameter is {entry} in {data_ranks} shards of {shard_numel} elements")
+            raise ValueError(
+                f"a parameter is {_shown(entry)} in {data_ranks} shards of {shard_numel} elements"
+            )
+
+
+def _shown(value: Any) -> str:
+    """A damaged value, which may be anything, in a line that can be read."""
+    return f"{value!r:.200}"
 
 
 def _is_count(value: Any) -> bool:
