@@ -70,7 +70,7 @@ def difference_advice(job: Job, gibibytes: float) -> str | None:
     They apply if all of ZeRO++ is on and every node keeps the weights.
     """
     zero = job.zero
-    whole_nodes = zero.zero_stage < 3 or zero.hpz_ranks(job.local, job.nodes) == job.local
+    whole_nodes = zero.zero_stage < 3 or zero.hpz_ranks(job.data_local, job.nodes) == job.data_local
     if job.nodes == 1 or not (zero.zero_quantized_weights and zero.zero_quantized_gradients and whole_nodes):
         return None
     if zero.zero_hpz_secondary == "quantized" or (zero.sends_differences and zero.rotates_gradients):
@@ -138,7 +138,7 @@ def _milliseconds(seconds: float) -> str:
 def ways_to_fit(job: Job, machine: Machine) -> Iterator[Plan]:
     """Plans that take less memory: each change alone, then all changes together."""
     alone = {
-        **({"--zero-stage 3": at_stage(job, 3)} if job.zero.zero_stage < 3 and job.ranks > 1 else {}),
+        **({"--zero-stage 3": at_stage(job, 3)} if job.zero.zero_stage < 3 and job.data_ranks > 1 else {}),
         **_micro_batches(job),
         **({f"without {_HPZ}": _without_hpz(job)} if job.zero.hpz else {}),
         **({f"without {_ACCUMULATE}": _without_accumulation(job)} if _accumulates(job.zero) else {}),

@@ -41,7 +41,7 @@ def walk(job: Job) -> list[Walked]:
     """
     walked = min(job.micro_batches, _WALKED)
     order = [(forward, index) for index in range(walked) for forward in (True, False)]
-    if job.zero.zero_stage == 0 or job.ranks == 1:
+    if job.zero.zero_stage == 0 or job.data_ranks == 1:
         gathered = [Gathered() for _ in order]
     else:
         now = Gathered()

@@ -27,9 +27,12 @@ def planned(plan: PlanConfig, started: Topology) -> Topology:
     return Topology(world_size=(plan.plan_nodes or started.nodes) * local, local_world_size=local)
 
 
-def job_of(config: Config, vocab_size: int, schedule: RunSchedule, topology: Topology) -> Job:
-    """The values that a plan of a run is made from."""
+def job_of(
+    config: Config, vocab_size: int, schedule: RunSchedule, topology: Topology, tensor: int = 1
+) -> Job:
+    """The values that a plan of a run is made from; `topology` has all ranks, of which `tensor` share layers."""
     batches = schedule.batches
+    data_ranks = topology.world_size // tensor
     return Job(
         model=config.model,
         vocab_size=vocab_size,
@@ -39,8 +42,9 @@ def job_of(config: Config, vocab_size: int, schedule: RunSchedule, topology: Top
         nodes=topology.nodes,
         local=topology.local_world_size,
         micro_batch_size=batches.micro_batch_size,
-        micro_batches=batches.global_batch_size // (batches.micro_batch_size * topology.world_size),
-        units=units_of(config.model, vocab_size),
+        micro_batches=batches.global_batch_size // (batches.micro_batch_size * data_ranks),
+        units=units_of(config.model, vocab_size, tensor),
+        tensor=tensor,
         compiled=_compiles(config),
     )
 
