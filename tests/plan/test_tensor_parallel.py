@@ -198,3 +198,72 @@ def test_exchanges_are_the_collectives_of_a_micro_batch(case: Case, monkeypatch:
     engine.accumulate(tokens_of(case), index=0, micro_batches=1)
     assert group.sent == exchanged_bytes(case.job())
     assert exchanged_bytes(replace(case, tensor=1).job()) == 0
+
+
+SHARED = [
+    *({"zero_stage": stage} for stage in (0, 1, 2, 3)),
+    {"zero_stage": 3} | QWZ | HPZ | QGZ,
+    {"zero_stage": 3} | HPZ | {"zero_gradient_partition_size": "auto"},
+]
+SMALL = replace(GPT_2, num_layers=3, seq_length=16)
+
+
+def sent_and_held(started: Topology) -> list[list[tuple[tuple[int, int], int, bool]]]:
+    """Bytes sent in a second step, states after it, and whether the plan is the engine's, by grid and case."""
+    torch.set_num_threads(1)
+    rank, world = started.rank, started.world_size
+    grids = [Topology(rank, world, rank % local, local) for local in (2, 4)]
+    return [[_sent_and_held(topology, zero) for zero in SHARED] for topology in grids]
+
+
+def _sent_and_held(topology: Topology, zero: dict[str, Any]) -> tuple[tuple[int, int], int, bool]:
+    engine = engines.engine_of(
+        SMALL,
+        VOCAB,
+        zero=ZeroConfig(**zero),
+        precision=PrecisionConfig(bf16=True),
+        topology=topology,
+        operations=operations(),
+        tensor=2,
+    )
+    for _ in range(2):  # the first one also gathers what was initialised
+        engine.take_traffic()
+        for index in range(2):
+            tokens = torch.zeros(1, SMALL.seq_length + 1, dtype=torch.long)
+            engine.accumulate(tokens, index=index, micro_batches=2)
+        engine.step(1e-3)
+    same = topology.rank > 0 or engine.plan.layouts == tuple(planned(zero, topology.nodes).layouts)
+    sent, states = engine.take_traffic(), live_bytes(engine)
+    engine.close()
+    return sent, states, same
+
+
+def planned(zero: dict[str, Any], nodes: int) -> Job:
+    zero = zero | {"zero_copy_engines": "off"}  # CPUs have none
+    return job_of(SMALL, VOCAB, zero=zero, nodes=nodes, local=4 // nodes, micro_batches=2, tensor=2)
+
+
+def test_data_ranks_send_and_hold_what_the_plan_says() -> None:
+    """Two tensor ranks on each of two nodes, and four ranks of a node: traffic to the byte, states to 0.1%."""
+    ranks = on_ranks(4, sent_and_held)
+    for index, nodes in enumerate((2, 1)):
+        for number, zero in enumerate(SHARED):
+            job, found = planned(zero, nodes), [rank[index][number] for rank in ranks]
+            sent = Sent(*(sum(one[0][link] for one in found) for link in (0, 1)))
+            assert sent == total(traffic_of(job)), (nodes, zero)
+            assert all(same for _, _, same in found)
+            for _, states, _ in found:
+                assert memory_of(job).resident == pytest.approx(states, rel=1e-3), (nodes, zero)
+
+
+def test_tensor_ranks_divide_model_states_and_what_crosses_nodes_stays() -> None:
+    """States are 1 / T; the bytes between nodes are those of ZeRO alone with as many micro-batches."""
+    model = ModelConfig(model_preset="6.7b", **NO_DROPOUT)
+    grid: dict[str, Any] = {"zero": {"zero_stage": 2}, "nodes": 4, "micro_batches": 2}
+    alone = job_of(model, 50304, local=1, micro_batch_size=1, **grid)
+    shared = job_of(model, 50304, local=8, micro_batch_size=1, tensor=8, **grid)
+    whole, part = memory_of(alone), memory_of(shared)
+    assert part.weights == pytest.approx(whole.weights / 8, rel=0.01)
+    assert part.optimizer == pytest.approx(whole.optimizer / 8, rel=0.01)
+    assert shared.tokens_per_step == alone.tokens_per_step
+    assert total(traffic_of(shared)).inter == pytest.approx(total(traffic_of(alone)).inter, rel=0.01)
