@@ -23,7 +23,7 @@ from megatron_zpp.model.gpt import segments
 from megatron_zpp.model.loss import CHUNK_BYTES, LEAN_CHUNK_BYTES, chunk_rows, keeps_gradient
 from megatron_zpp.plan.job import Job
 
-_SHARED_SOFTMAX = 14  # bytes per logit of a chunk at the peak of model/tensor_parallel.py's loss, if not compiled
+_SHARED_SOFTMAX = 14  # bytes per logit of a chunk, at the peak of tensor ranks' loss without a compiler
 
 
 @dataclass(frozen=True)

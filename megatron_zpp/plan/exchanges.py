@@ -1,19 +1,19 @@
-"""What a rank sends to the ranks that share its layers (model/tensor_parallel.py), and how long it waits for it.
+"""What a rank sends to the ranks that share its layers, and how long it waits for them.
 
-For T ranks, a collective on the hidden states of a micro-batch makes each of them send (T - 1) / T of their
-bytes over NVLink:
+model/tensor_parallel.py has the collectives. For T ranks, one of them on the hidden states of a micro-batch
+makes each rank send (T - 1) / T of their bytes over NVLink:
 
     a layer         forward    an all-gather before each of two linear maps, a reduce-scatter after two others
-                    backward   the transposes of these four, and the two inputs gathered again for the gradients
-                               of weights, unless 8-bit products have kept them; with recomputation also
-                               what the forward sends
+                    backward   the transposes of these four, and the two inputs gathered again for the
+                               gradients of weights, unless 8-bit products have kept them; with
+                               recomputation also what the forward sends
     the embedding   a reduce-scatter, and in the backward an all-gather
     the head        an all-gather, and in the backward a reduce-scatter; three fp32 numbers per token for the
                     softmax
     all layers      in the backward an all-reduce of the gradients of norms, biases and positions, in fp32
 
-A rank waits for all of these, except in the backward of a map whose input is gathered: the input arrives beside
-the product for the input's gradient, which is scattered beside the product for the weight's.
+A rank waits for all of these, except in the backward of a map whose input is gathered: the input arrives
+beside the product for the input's gradient, which is scattered beside the product for the weight's.
 """
 
 from dataclasses import dataclass

@@ -30,7 +30,7 @@ def planned(plan: PlanConfig, started: Topology) -> Topology:
 def job_of(
     config: Config, vocab_size: int, schedule: RunSchedule, topology: Topology, tensor: int = 1
 ) -> Job:
-    """The values that a plan of a run is made from; `topology` has all ranks, of which `tensor` share layers."""
+    """The values that a plan is made from; of all ranks, those of `topology`, `tensor` share each layer."""
     batches = schedule.batches
     data_ranks = topology.world_size // tensor
     return Job(

@@ -1,8 +1,5 @@
 """The plan of ranks that share layers: against saved tensors, allocations and collectives of two ranks."""
 
-import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +9,6 @@ import torch
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.plan.activations import ends_bytes, stored_bytes
 from megatron_zpp.plan.exchanges import exchanged_bytes
@@ -88,8 +84,7 @@ SAVED = [Case(model, recompute) for model in MODELS for recompute in RECOMPUTE]
 
 def tokens_of(case: Case) -> torch.Tensor:
     model = MODELS[case.model]
-    drawn = torch.randint(VOCAB, (SAMPLES, model.seq_length + 1), generator=torch.Generator().manual_seed(1))
-    return drawn
+    return torch.randint(VOCAB, (SAMPLES, model.seq_length + 1), generator=torch.Generator().manual_seed(1))
 
 
 def saved_for_the_backward(topology: Topology, cases: list[Case]) -> list[int]:
@@ -131,7 +126,10 @@ STEPS = [
     *(Case(precision="fp32", recompute=recompute, micro_batches=2) for recompute in ("stored", "full")),
     Case(precision="fp16", recompute="selective", micro_batches=2),
     *(Case(stage=stage, recompute="full", micro_batches=2) for stage in (1, 3)),
-    *(Case(recompute="full", precision=precision, micro_batches=2, tensor=4) for precision in ("bf16", "fp32")),
+    *(
+        Case(recompute="full", precision=precision, micro_batches=2, tensor=4)
+        for precision in ("bf16", "fp32")
+    ),
 ]
 
 
@@ -209,7 +207,7 @@ SMALL = replace(GPT_2, num_layers=3, seq_length=16)
 
 
 def sent_and_held(started: Topology) -> list[list[tuple[tuple[int, int], int, bool]]]:
-    """Bytes sent in a second step, states after it, and whether the plan is the engine's, by grid and case."""
+    """Bytes sent in a second step, states after it, whether the layouts are planned; by grid and case."""
     torch.set_num_threads(1)
     rank, world = started.rank, started.world_size
     grids = [Topology(rank, world, rank % local, local) for local in (2, 4)]
@@ -244,7 +242,7 @@ def planned(zero: dict[str, Any], nodes: int) -> Job:
 
 
 def test_data_ranks_send_and_hold_what_the_plan_says() -> None:
-    """Two tensor ranks on each of two nodes, and four ranks of a node: traffic to the byte, states to 0.1%."""
+    """On two nodes of two ranks and on a node of four: traffic to the byte, states to 0.1%."""
     ranks = on_ranks(4, sent_and_held)
     for index, nodes in enumerate((2, 1)):
         for number, zero in enumerate(SHARED):
