@@ -96,12 +96,12 @@ def _zero_of(job: Job, size: int) -> ZeroConfig:
     try:
         check_topology(zero, Grid(Topology(0, job.ranks, 0, job.local), size).data)
     except ValueError:
-        groups = {
-            name: "auto"
-            for name, off in (("zero_hpz_partition_size", "1"), ("zero_gradient_partition_size", "off"))
-            if getattr(zero, name) != off
-        }
-        return dataclasses.replace(zero, **groups)
+        gradients = zero.zero_gradient_partition_size
+        return dataclasses.replace(
+            zero,
+            zero_hpz_partition_size="auto" if zero.hpz else zero.zero_hpz_partition_size,
+            zero_gradient_partition_size="off" if gradients == "off" else "auto",
+        )
     return zero
 
 
