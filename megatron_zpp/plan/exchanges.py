@@ -56,6 +56,14 @@ def exchanged_bytes(job: Job) -> int:
     return job.micro_batches * sum(exchanged(job, forward).nbytes for forward in (True, False))
 
 
+def hidden_state_bytes(job: Job) -> int:
+    """Of `exchanged_bytes`, those of hidden states: the ledger of a run counts no others."""
+    others = job.tensor - 1
+    statistics = others * _STATISTICS * job.tokens
+    sums = 2 * others * 4 * sum(job.replicated) // job.tensor
+    return exchanged_bytes(job) - job.micro_batches * (statistics + sums)
+
+
 def waiting_seconds(job: Job, machine: Machine, forward: bool) -> float:
     """Seconds of one forward or backward in which a rank waits for its tensor ranks."""
     sent = exchanged(job, forward)

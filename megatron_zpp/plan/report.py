@@ -13,6 +13,7 @@ from megatron_zpp.plan.advice import (
     why,
     zeropp_plans,
 )
+from megatron_zpp.plan.exchanges import hidden_state_bytes
 from megatron_zpp.plan.hardware import (
     CPU_BYTES_PER_SECOND,
     INSIDE_SHARE,
@@ -103,7 +104,8 @@ def _traffic(plan: Plan) -> Iterator[str]:
     sent, job = plan.sent, plan.job
     yield "bytes sent in a step by all ranks together, as metrics.jsonl will say"
     yield f"  inter_node_bytes {sent.inter:>20,}   {sent.inter / job.nodes / 1e9:10.3f} GB from each node"
-    yield f"  intra_node_bytes {sent.intra:>20,}   {sent.intra / job.ranks / 1e9:10.3f} GB from each GPU"
+    inside = sent.intra + job.ranks * hidden_state_bytes(job)
+    yield f"  intra_node_bytes {inside:>20,}   {inside / job.ranks / 1e9:10.3f} GB from each GPU"
     if job.tensor > 1:
         yield exchange_line(job)
 

@@ -14,7 +14,7 @@ from megatron_zpp.distributed.grid import FLAG, Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.plan.activations import ends_bytes, layer_bytes, loss_bytes, stored_bytes, working_bytes
 from megatron_zpp.plan.advice import Plan, at_stage, least_that_pays, plan_of
-from megatron_zpp.plan.exchanges import exchanged_bytes
+from megatron_zpp.plan.exchanges import exchanged_bytes, hidden_state_bytes
 from megatron_zpp.plan.hardware import USABLE, Machine
 from megatron_zpp.plan.job import Job, units_of
 from megatron_zpp.plan.memory import memory_of
@@ -195,10 +195,9 @@ def _cause(plan: Plan) -> str:
 
 
 def exchange_line(job: Job) -> str:
-    """What tensor ranks send each other in a step."""
-    nbytes = exchanged_bytes(job)
-    numbers = f"{nbytes * job.ranks:>20,}   {nbytes / _GB:10.3f} GB from each GPU"
-    return f"  {'activations':16} {numbers}, inside nodes; not in metrics.jsonl"
+    """Hidden states that tensor ranks send each other in a step, a part of `intra_node_bytes`."""
+    nbytes = hidden_state_bytes(job)
+    return f"    activations    {nbytes * job.ranks:>20,}   {nbytes / _GB:10.3f} GB from each GPU of these"
 
 
 def assumption_lines(job: Job) -> Iterator[str]:

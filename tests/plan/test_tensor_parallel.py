@@ -11,7 +11,7 @@ from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.plan.activations import ends_bytes, stored_bytes
-from megatron_zpp.plan.exchanges import exchanged_bytes
+from megatron_zpp.plan.exchanges import exchanged_bytes, hidden_state_bytes
 from megatron_zpp.plan.job import Job, UnconnectedGroup
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.traffic import total, traffic_of
@@ -195,6 +195,10 @@ def test_exchanges_are_the_collectives_of_a_micro_batch(case: Case, monkeypatch:
     engine = case.engine(Topology(0, case.tensor, 0, case.tensor))
     engine.accumulate(tokens_of(case), index=0, micro_batches=1)
     assert group.sent == exchanged_bytes(case.job())
+    job = case.job()
+    layers, rows = job.model.num_layers, job.rows * job.model.hidden_size * job.dtype.itemsize
+    collectives = (14 if case.recompute == "full" else 10) * layers + 4
+    assert hidden_state_bytes(job) == (case.tensor - 1) * collectives * rows
     assert exchanged_bytes(replace(case, tensor=1).job()) == 0
 
 
