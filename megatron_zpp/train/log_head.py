@@ -57,7 +57,7 @@ def plan_lines(config: Config, vocab_size: int, engine: ZeroEngine, schedule: Ru
     """
     if engine.topology.rank != 0:
         return []
-    job = job_of(config, vocab_size, schedule, engine.topology)
+    job = job_of(config, vocab_size, schedule, engine.grid)
     zero = replace(job.zero, zero_copy_engines="on" if engine.copy_engines else "off")  # what auto chose
     job, lines, total = replace(job, zero=zero), [], math.inf
     if engine.device.type == "cuda":
