@@ -63,6 +63,10 @@ class ModelComponents:
         """Return the output weights of a model that does not share those of the embedding."""
         return nn.Linear(width, entries, bias=False)
 
+    def hidden_shape(self, batch: int, tokens: int, width: int) -> tuple[int, ...]:
+        """The shape of hidden states between linear maps."""
+        return batch, tokens, width
+
     def own_positions(self, positions: Tensor, tokens: Tensor) -> Tensor:
         """Return those of `positions` (B or 1, T) whose hidden states this rank has between linear maps."""
         return positions

@@ -67,6 +67,10 @@ class TensorParallelComponents(ModelComponents):
         """See ModelComponents."""
         return _split(super().output(width, entries // self.group.size), weight=Split(0, (entries,)))
 
+    def hidden_shape(self, batch: int, tokens: int, width: int) -> tuple[int, ...]:
+        """See ModelComponents."""
+        return batch * tokens // self.group.size, width
+
     def own_positions(self, positions: Tensor, tokens: Tensor) -> Tensor:
         """See ModelComponents."""
         return positions.expand(tokens.shape).flatten().chunk(self.group.size)[self.group.rank]  # (R)
@@ -293,11 +297,23 @@ class _GatheredLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         group, wanted = ctx.group, ctx.needs_input_grad
+        if torch.compiler.is_compiling():
+            rows = _after(rows, gradient)
         gathering = group.start_gather(rows) if wanted[1] else None
         scattering = group.start_scatter_sum(gradient @ weight) if wanted[0] else None
         of_weight = None if gathering is None else gradient.t() @ group.wait(gathering)
         of_bias = gradient.sum(0) if wanted[2] else None
         return None if scattering is None else group.wait(scattering), of_weight, of_bias, None
+
+
+def _after(rows: Tensor, gradient: Tensor) -> Tensor:
+    """`rows`, in a graph that the compiler can only compute when `gradient` is there.
+
+    Otherwise it would find that forward and backward gather the same rows, gather them once, and keep the
+    rows of all ranks for the backward.
+    """
+    first = gradient[:1, :1]
+    return torch.where(first == first, rows, rows)
 
 
 class _LinearScattered(torch.autograd.Function):

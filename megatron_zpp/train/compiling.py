@@ -73,6 +73,7 @@ def compile_parts(
     assert isinstance(first, Layer)
     kernels, passes = _kernels(first) if on_gpu else (PLAIN_BLOCK, None)
     kind = InsideDocuments if masked else Causal
+    hidden = model.parts.hidden_shape(*shape, model.config.hidden_size)
 
     def block(layer: Layer, x: Tensor, mask: Mask, rotation: Rotation) -> Tensor:
         return transformer_block(layer, x, mask, rotation, kernels=kernels)
@@ -80,7 +81,7 @@ def compile_parts(
     compiled = torch.compile(block, backend=maker, fullgraph=whole, dynamic=False)
 
     def run(layer: Layer, x: Tensor, mask: Mask, rotation: Rotation, cache: LayerCache | None) -> Tensor:
-        if x.shape[:2] != shape or type(mask) is not kind or cache is not None:
+        if x.shape != hidden or type(mask) is not kind or cache is not None:
             return transformer_block(layer, x, mask, rotation, cache)
         try:
             out = compiled(layer, x, mask, rotation)
