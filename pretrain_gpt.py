@@ -17,6 +17,7 @@ if __name__ == "__main__":  # the imports below take a while: a scheduler's sign
     check_packages("pretrain_gpt.py", "torch", "numpy", "tqdm")
 
 from megatron_zpp.config.root import parse_command_line
+from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.process_group import barrier
 from megatron_zpp.reporting.console import tell, warn
 from megatron_zpp.supervision.process import Process
@@ -38,16 +39,16 @@ def main() -> None:
     with process.local_errors():
         command_line = parse_command_line(sys.argv[1:], PROG, lambda plan: planned(plan, topology).world_size)
         config = command_line.config
-        ranks = planned(config.plan, topology)
-        inputs = check_inputs(config, ranks.world_size, partial(tell, PROG))
+        grid = Grid(planned(config.plan, topology), config.distributed.tensor_model_parallel_size)
+        inputs = check_inputs(config, grid.data.world_size, partial(tell, PROG))
         if config.plan.dry_run:
             warn(PROG, topology.rank, command_line.notes)
-            dry_run(inputs, ranks, speaks=topology.rank == 0)
+            dry_run(inputs, grid, speaks=topology.rank == 0)
             return
-        device = prepare_device(config, topology)
+        device = prepare_device(config, grid)
         warn(PROG, topology.rank, command_line.notes)
     with joined_ranks(process, config, device) as joined:
-        engine = build_engine(config, inputs.tokenizer["vocab_size"], device, topology)
+        engine = build_engine(config, inputs.tokenizer["vocab_size"], device, grid)
         ending = train(build_run(inputs, engine, joined))
         barrier(topology)  # logs are closed before the first rank leaves: a launcher may then end the others
         engine.close()

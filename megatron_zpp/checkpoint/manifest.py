@@ -1,6 +1,6 @@
 """Writes and reads the manifest, which lists the files of a checkpoint, and the marker, written last.
 
-manifest.json   {"format_version": 4, "files": {NAME: checksums, …}}, checksums as in storage/checksums.py
+manifest.json   {"format_version": 5, "files": {NAME: checksums, …}}, checksums as in storage/checksums.py
 COMMITTED       the SHA-256 of manifest.json in hexadecimal, and a newline
 
 A directory without a marker is not a checkpoint; one whose marker, manifest and files disagree is damaged.
@@ -15,9 +15,10 @@ from megatron_zpp.storage.checksums import JSON_LIMIT, Checksums, DamagedFile
 from megatron_zpp.storage.files import write_durably
 from megatron_zpp.storage.regular import UnfitFile, read_limited
 
-FORMAT_VERSION = 4
-# In state.json, 2 has another name for dataset progress, and 3 has no `nodes`, because rank r owned shard r.
-READABLE_VERSIONS = (2, 3, 4)
+FORMAT_VERSION = 5
+# In state.json, 2 has another name for dataset progress, 3 has no `nodes`, because rank r owned shard r, and
+# 4 has no `tensor`, because every rank had whole parameters.
+READABLE_VERSIONS = (2, 3, 4, 5)
 MANIFEST, MARKER = "manifest.json", "COMMITTED"
 _MARKER_LIMIT = 65  # bytes: a SHA-256 in hexadecimal, and a newline
 

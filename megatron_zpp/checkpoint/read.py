@@ -1,6 +1,7 @@
-"""Reads a checkpoint into an engine of any stage and number of ranks, and checks all of its bytes."""
+"""Reads a checkpoint into an engine of any stage, data and tensor ranks, and checks all of its bytes."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -12,14 +13,24 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.directory import checkpoint_path, iteration_of
 from megatron_zpp.checkpoint.manifest import read_manifest
+from megatron_zpp.checkpoint.same_model import check_tokenizer, check_units
 from megatron_zpp.checkpoint.shard_file import ShardFile
-from megatron_zpp.checkpoint.states import Progress, check_state, describe_units, tensor_name
+from megatron_zpp.checkpoint.slices import UNSHARED, Part, Sharing, blocks, fill, same_part
+from megatron_zpp.checkpoint.states import (
+    Progress,
+    check_state,
+    describe_units,
+    local_shape,
+    sharing_of,
+    split_of,
+    tensor_name,
+)
 from megatron_zpp.checkpoint.write import STATE, shard_file_name
 from megatron_zpp.config.root import Config
+from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.checksums import DamagedFile, OnProgress, no_report, verify_file
 from megatron_zpp.storage.regular import read_limited
-from megatron_zpp.tokenizer.base import in_words
 from megatron_zpp.zero.engine import REFERENCE, WEIGHTS, ZeroEngine
 from megatron_zpp.zero.flat_layout import FlatLayout
 
@@ -28,11 +39,30 @@ _THREADS = 4  # that read and check chunks; both release the GIL
 
 
 class _Run(NamedTuple):
-    """Elements of a saved unit's flat buffer, and the first element of the result where they belong."""
+    """Elements of a saved tensor rank's flat buffer of a unit, and the first element where they belong.
 
+    If no tensor rank has saved such a part, elements of the part of the parameter `name` instead.
+    """
+
+    tensor_rank: int | None
     unit: int
+    name: str  # of the first parameter
     elements: range
     destination: int
+
+    def continues_in(self, other: "_Run") -> bool:
+        """Whether one read finds both."""
+        if self.tensor_rank is None or (self.tensor_rank, self.unit) != (other.tensor_rank, other.unit):
+            return False
+        return other.elements.start - self.elements.start == other.destination - self.destination
+
+
+class _Place(NamedTuple):
+    """Where a checkpoint has a parameter: its unit, its first element there, and its whole shape."""
+
+    unit: int
+    offset: int
+    shape: tuple[int, ...]
 
 
 class CheckpointReader:
@@ -56,14 +86,21 @@ class CheckpointReader:
             self.state: dict[str, Any] = json.loads(read_limited(path / STATE, STATE_LIMIT))
             check_state(self.state)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DamagedFile(f"{path / STATE}: not the state of a run ({error!r})") from None
+            raise DamagedFile(f"{path / STATE}: not the state of a run ({error!r:.400})") from None
         named, held = iteration_of(path), self.state["progress"]["iteration"]
         if named is not None and named != held:
             fix = f"rename it to {checkpoint_path(path.parent, held).name}, or move it away"
             raise ValueError(f"{path}: holds iteration {held}, not {named}; {fix}")
         self.units: list[dict[str, Any]] = self.state["units"]
         self.ranks: int = self.state["ranks"]
-        self._grid = Topology(0, self.ranks, 0, self.ranks // self.state.get("nodes", 1))
+        if self.ranks > len(self._checksums):
+            raise DamagedFile(f"{path}: its manifest does not name the files of {self.ranks} ranks")
+        self.tensor: int = self.state.get("tensor", 1)
+        local = self.ranks // self.state.get("nodes", 1)
+        self._data_ranks = Grid(Topology(0, self.ranks, 0, local), self.tensor).data
+        entries = [(name, entry) for unit in self.units for name, entry in unit["parameters"].items()]
+        splits = {name: split for name, entry in entries if (split := split_of(entry)) is not None}
+        self._sharing = Sharing(splits, self.tensor)
         self._files: dict[int, ShardFile] = {}
         self._pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="checkpoint")
 
@@ -90,53 +127,81 @@ class CheckpointReader:
         except ValueError as error:
             raise DamagedFile(f"{self.path / STATE}: {error}") from None
 
-    def elements(self, kind: str, unit: int, elements: range) -> Tensor:
-        """Elements of a unit's flat fp32 buffer of weights or a moment, (len(elements),) on the CPU."""
+    def elements(self, kind: str, name: str, elements: range) -> Tensor:
+        """Elements of a whole parameter's fp32 weights or moment, (len(elements),) on the CPU."""
         found = torch.empty(len(elements))
-        shard = self.units[unit]["shard_numel"]
-        position = elements.start
-        while position < elements.stop:
-            index, first = divmod(position, shard)
-            count = min(shard - first, elements.stop - position)
-            place = position - elements.start
-            self._file(self._grid.owner_of(index)).read_into(
-                tensor_name(kind, unit), first, found[place : place + count], self._pool.map
-            )
-            position += count
+        self._fill(kind, name, UNSHARED.part(name), elements, found)
         return found
 
-    def shard_elements(self, kind: str, names: Sequence[str], layout: FlatLayout, elements: range) -> Tensor:
+    def shard_elements(
+        self,
+        kind: str,
+        names: Sequence[str],
+        layout: FlatLayout,
+        elements: range,
+        sharing: Sharing = UNSHARED,
+    ) -> Tensor:
         """Elements of the flat fp32 buffer of parameters `names` in `layout`, (len(elements),) on the CPU.
 
-        They are found by parameter and slice, wherever the saved units have them. Gaps are zero.
+        They are found by parameter and slice, wherever the saved units have them. The buffer has the parts of
+        the reader's tensor rank in `sharing`. Gaps are zero.
         """
         found = torch.zeros(len(elements))
-        for saved in self._runs(names, layout, elements):
-            found[saved.destination : saved.destination + len(saved.elements)] = self.elements(
-                kind, saved.unit, saved.elements
-            )
+        for run in self._runs(names, layout, elements, sharing):
+            target = found[run.destination : run.destination + len(run.elements)]
+            if run.tensor_rank is None:
+                self._fill(kind, run.name, sharing.part(run.name), run.elements, target)
+            else:
+                self._read_into(kind, run.unit, run.tensor_rank, run.elements.start, target)
         return found
 
-    def _runs(self, names: Sequence[str], layout: FlatLayout, elements: range) -> Iterator["_Run"]:
-        """Where the file has these elements; parameters that are adjacent in both form one run."""
-        run = None
+    def _runs(
+        self, names: Sequence[str], layout: FlatLayout, elements: range, sharing: Sharing
+    ) -> Iterator[_Run]:
+        """Where the files have these elements; parameters that are adjacent in both form one run."""
+        last = None
         for piece in layout.parameter_slices(elements):
-            unit, offset = self._places[names[piece.parameter]]
-            start = offset + piece.start
-            if run and run.unit == unit and start - run.elements.start == piece.destination - run.destination:
-                run = run._replace(elements=range(run.elements.start, start + piece.length))
+            name = names[piece.parameter]
+            unit, offset, _ = self._places[name]
+            rank = same_part(self._sharing.part(name), sharing.part(name))
+            first = piece.start if rank is None else offset + piece.start
+            run = _Run(rank, unit, name, range(first, first + piece.length), piece.destination)
+            if last and last.continues_in(run):
+                last = last._replace(elements=range(last.elements.start, run.elements.stop))
                 continue
-            if run:
-                yield run
-            run = _Run(unit, range(start, start + piece.length), piece.destination)
-        if run:
-            yield run
+            if last:
+                yield last
+            last = run
+        if last:
+            yield last
+
+    def _fill(self, kind: str, name: str, wanted: Part, elements: range, found: Tensor) -> None:
+        """Fill `found` with elements of a part of a parameter."""
+        place, rank = self._places[name], same_part(self._sharing.part(name), wanted)
+
+        def read_into(tensor_rank: int, first: int, target: Tensor) -> None:
+            self._read_into(kind, place.unit, tensor_rank, place.offset + first, target)
+
+        if rank is not None:
+            read_into(rank, elements.start, found)
+        else:
+            fill(found, elements, blocks(place.shape, self._sharing, name, wanted, elements), read_into)
+
+    def _read_into(self, kind: str, unit: int, tensor_rank: int, first: int, target: Tensor) -> None:
+        """Fill `target` with elements of a tensor rank's flat buffer of a unit, from `first` on."""
+        shard, filled = self.units[unit]["shard_numel"], 0
+        while filled < len(target):
+            index, start = divmod(first + filled, shard)
+            count = min(shard - start, len(target) - filled)
+            owner = self._data_ranks.owner_of(index) * self.tensor + tensor_rank
+            part = target[filled : filled + count]
+            self._file(owner).read_into(tensor_name(kind, unit), start, part, self._pool.map)
+            filled += count
 
     @cached_property
-    def _places(self) -> dict[str, tuple[int, int]]:
-        """The unit of each parameter, and the parameter's first element in the unit."""
+    def _places(self) -> dict[str, _Place]:
         return {
-            name: (index, entry["offset"])
+            name: _Place(index, entry["offset"], tuple(entry["shape"]))
             for index, unit in enumerate(self.units)
             for name, entry in unit["parameters"].items()
         }
@@ -145,15 +210,18 @@ class CheckpointReader:
         """All weights by the model's names, whole and in fp32, for a program of one process."""
         whole = {}
         for index, unit in enumerate(self.units):
-            described = unit["parameters"]
-            numels = {name: _numel(entry["shape"]) for name, entry in described.items()}
-            stop = max((entry["offset"] + numels[name] for name, entry in described.items()), default=0)
+            shapes = {name: local_shape(entry, self.tensor) for name, entry in unit["parameters"].items()}
+            offsets = {name: entry["offset"] for name, entry in unit["parameters"].items()}
+            stop = max((offsets[name] + math.prod(shape) for name, shape in shapes.items()), default=0)
             if stop > sum(checksums.size for checksums in self._checksums.values()):
                 raise DamagedFile(f"{self.path / STATE}: a unit of {stop} elements, more than its files hold")
-            flat = self.elements(WEIGHTS, index, range(stop))
-            for name, entry in described.items():
-                offset = entry["offset"]
-                whole[name] = flat[offset : offset + numels[name]].view(entry["shape"]).clone()
+            flats = torch.empty(self.tensor, stop)
+            for rank, flat in enumerate(flats):
+                self._read_into(WEIGHTS, index, rank, 0, flat)
+            for name, shape in shapes.items():
+                parts = [flat[offsets[name] :][: math.prod(shape)].view(shape) for flat in flats]
+                split = self._sharing.splits.get(name)
+                whole[name] = parts[0].clone() if split is None else split.join(parts)
         return whole
 
     def check_rest(self, reader: int, readers: int) -> None:
@@ -192,8 +260,8 @@ def load_checkpoint(
     checkpoint is loaded. Nothing is sent, so ranks may fail independently.
     """
     with CheckpointReader(path, on_progress) as reader:
-        _check_tokenizer(path, reader.state["tokenizer"], tokenizer)
-        _check_units(path, reader.units, describe_units(engine))
+        check_tokenizer(path, reader.state["tokenizer"], tokenizer)
+        check_units(path, reader.units, describe_units(engine))
         _load(WEIGHTS, reader, engine)
         if with_optimizer:
             if not reader.state["with_optimizer"] and reader.state["optimizer_steps"]:
@@ -218,47 +286,16 @@ def load_checkpoint(
 
 
 def saved_settings(path: Path) -> tuple[dict[str, Any], int]:
-    """(settings by part and field, ranks) of the run that saved a checkpoint, after it was loaded."""
+    """(settings by part and field, data ranks) of the run that saved a checkpoint, after it was loaded."""
     state = json.loads(read_limited(path / STATE, STATE_LIMIT))
-    return state["config"], state["ranks"]
+    return state["config"], state["ranks"] // state.get("tensor", 1)
 
 
 def _load(kind: str, reader: CheckpointReader, engine: ZeroEngine) -> None:
+    sharing = sharing_of(engine)
+
     def read(index: int, elements: range) -> Tensor:
         unit = engine.units[index]
-        return reader.shard_elements(kind, unit.names, unit.layout, elements)
+        return reader.shard_elements(kind, unit.names, unit.layout, elements, sharing)
 
     engine.load_states(kind, read)
-
-
-def _check_tokenizer(path: Path, saved: dict[str, Any], present: dict[str, Any]) -> None:
-    if saved != present:
-        raise ValueError(
-            f"{path}: was trained with {in_words(saved)}, this run has {in_words(present)}; give the "
-            "tokenizer flags of that run"
-        )
-
-
-def _check_units(path: Path, saved: list[dict[str, Any]], present: list[dict[str, Any]]) -> None:
-    """Raise ValueError unless both have the same parameters; their layouts may differ."""
-    theirs, ours = (
-        {name: entry for unit in units for name, entry in unit["parameters"].items()}
-        for units in (saved, present)
-    )
-    for name in sorted(theirs.keys() ^ ours.keys()):
-        where = "missing from it" if name in ours else "not part of this model"
-        raise ValueError(f"{path}: {name} is {where}; use the model flags that it was saved with")
-    for name, entry in ours.items():
-        if theirs[name]["shape"] != entry["shape"]:
-            shapes = tuple(theirs[name]["shape"]), tuple(entry["shape"])
-            raise ValueError(
-                f"{path}: {name} has shape {shapes[0]}, this model needs {shapes[1]}; use the model flags "
-                "that it was saved with"
-            )
-
-
-def _numel(shape: list[int]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel

@@ -4,29 +4,37 @@ Files contain shards as the ranks have them: `weights/unit_3` is one rank's shar
 The offset of a parameter in a flat buffer depends on the model and on the largest quantisation block of the
 run, and is stored in state.json. A rank of another run reads the slices of parameters that it owns from the
 shards that contain them. At stage 0 every rank writes an equal part of the states, which all ranks have.
+Of a split parameter, a flat buffer has one tensor rank's part; of others each tensor rank saves a copy.
 
 state.json contains the rest:
     progress, with_optimizer, optimizer_steps, loss_scale, tokenizer, config
-    ranks, nodes   the grid of the run, which determines whose file has a shard (`Topology.owner_of`);
-             without `nodes`, in older versions, rank r owns shard r
-    units    for each unit: `shard_numel`, elements of a shard; `parameters`: `shape` and `offset` by name
+    ranks, nodes, tensor   the grid of the run: ranks of the job, each with a file, and T tensor ranks.
+             Rank `owner_of`(s) · T + j has shard s of tensor rank j (`Grid.data`). Without `tensor`, in older
+             versions, T is 1; without `nodes`, in still older ones, rank r owns shard r
+    units    for each unit: `shard_numel`, elements of a shard; by name `parameters`: `shape` of the whole
+             parameter, `offset` of a tensor rank's part, and `split` into parts, if it is (`Split`)
     kinds    states in the files for each unit: `engine.state_kinds`, or `weights` only; absent in older
              versions, which had the weights and, if `with_optimizer`, AdamW's moments
     difference_formats   which units send weight differences in 8 bits next, and what decides on the step
              after: `raised` and `measured` by unit; null where the run sends none, absent in older versions
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
+from megatron_zpp.checkpoint.slices import Sharing
 from megatron_zpp.data.dataset_progress import DatasetProgress
+from megatron_zpp.distributed.split import Split
 from megatron_zpp.zero.engine import WEIGHTS, ZeroEngine
 from megatron_zpp.zero.flat_layout import FlatLayout
 
 _LIMIT = 2**48  # of any count of samples or elements
+_MOST_DIMENSIONS = 8  # of a parameter
 _LOSS_SCALE_KEYS = ("dynamic", "scale", "clean_steps", "patience")
 
 
@@ -92,6 +100,7 @@ def describe_state(
         loss_scale=engine.loss_scale.state(),
         ranks=engine.topology.world_size,
         nodes=engine.topology.nodes,
+        tensor=engine.grid.tensor,
         units=describe_units(engine),
         kinds=saved_kinds(engine, with_optimizer=with_optimizer),
         difference_formats=engine.difference_formats_state() if with_optimizer else None,
@@ -113,6 +122,7 @@ def describe_state_of(
     tokenizer: dict[str, Any],
     config: dict[str, Any],
     difference_formats: dict[str, Any] | None = None,
+    tensor: int = 1,
 ) -> dict[str, Any]:
     """The content of state.json, for a program without an engine."""
     return {
@@ -122,6 +132,7 @@ def describe_state_of(
         "loss_scale": loss_scale,
         "ranks": ranks,
         "nodes": nodes,
+        "tensor": tensor,
         "units": units,
         "kinds": list(kinds),
         "difference_formats": difference_formats,
@@ -161,21 +172,46 @@ def check_state(state: dict[str, Any]) -> None:
     scale = state["loss_scale"]
     if not all(isinstance(scale[key], int | float) for key in _LOSS_SCALE_KEYS):
         raise ValueError("loss_scale has values that are not numbers")
-    sizes = [
-        state["ranks"],
-        state.get("nodes", 1),
-        *(unit["shard_numel"] for unit in state["units"]),
-    ]
-    if not all(type(size) is int and 0 < size < _LIMIT for size in sizes):
-        raise ValueError(f"ranks, nodes and elements of shards are {sizes}")
-    if state["ranks"] % state.get("nodes", 1):
-        raise ValueError(f"{state['ranks']} ranks on {state['nodes']} nodes")
+    ranks, nodes, tensor = sizes = state["ranks"], state.get("nodes", 1), state.get("tensor", 1)
+    if not all(_is_count(size) and size > 0 for size in sizes):
+        raise ValueError(f"ranks, nodes and tensor ranks are {_shown(sizes)}")
+    if ranks % (nodes * tensor):
+        raise ValueError(f"{ranks} ranks on {nodes} nodes, {tensor} of which share a layer")
     for unit in state["units"]:
-        for entry in unit["parameters"].values():
-            if not all(
-                type(size) is int and 0 <= size < _LIMIT for size in (*entry["shape"], entry["offset"])
-            ):
-                raise ValueError(f"a parameter is {entry}")
+        _check_unit(unit, tensor, ranks // tensor)
+
+
+def _check_unit(unit: dict[str, Any], tensor: int, data_ranks: int) -> None:
+    shard_numel = unit["shard_numel"]
+    if not _is_count(shard_numel) or shard_numel == 0:
+        raise ValueError(f"a shard has {_shown(shard_numel)} elements")
+    for entry in unit["parameters"].values():
+        shape, offset = entry["shape"], entry["offset"]
+        if len(shape) > _MOST_DIMENSIONS:
+            raise ValueError(f"a parameter has {len(shape)} dimensions")
+        if not all(map(_is_count, (*shape, offset))):
+            raise ValueError(f"a parameter is {_shown(entry)}")
+        split = split_of(entry)
+        if split is not None and (
+            tensor == 1  # written without
+            or split.dim >= len(shape)
+            or sum(split.runs) != shape[split.dim]
+            or any(run % tensor for run in split.runs)
+        ):
+            raise ValueError(f"a parameter is {_shown(entry)}, which {tensor} tensor ranks cannot share")
+        if offset + math.prod(local_shape(entry, tensor)) > shard_numel * data_ranks:
+            raise ValueError(
+                f"a parameter is {_shown(entry)} in {data_ranks} shards of {shard_numel} elements"
+            )
+
+
+def _shown(value: Any) -> str:
+    """A damaged value, which may be anything, in a line that can be read."""
+    return f"{value!r:.200}"
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _LIMIT
 
 
 def _check_difference_formats(state: Any, units: int) -> None:
@@ -190,20 +226,44 @@ def _check_difference_formats(state: Any, units: int) -> None:
         raise ValueError("difference_formats has other than two sums per unit")
 
 
+def sharing_of(engine: ZeroEngine) -> Sharing:
+    """How the engine's tensor ranks share parameters, as seen by this rank."""
+    return Sharing(engine.share.splits, engine.grid.tensor, engine.grid.tensor_rank)
+
+
+def split_of(entry: Mapping[str, Any]) -> Split | None:
+    """How tensor ranks share a parameter of `units`. Raises as `Split.from_json`."""
+    return Split.from_json(entry["split"]) if "split" in entry else None
+
+
+def local_shape(entry: Mapping[str, Any], tensor: int) -> tuple[int, ...]:
+    """The shape of what each of `tensor` ranks has of a parameter of `units`."""
+    split = split_of(entry)
+    return tuple(entry["shape"]) if split is None else split.local_shape(entry["shape"], tensor)
+
+
 def describe_units(engine: ZeroEngine) -> list[dict[str, Any]]:
-    """The offsets and shapes of each unit's parameters, and the elements of its shards."""
+    """The offsets, whole shapes and splits of each unit's parameters, and the elements of its shards."""
+    splits, tensor = engine.share.splits, engine.grid.tensor
     return [
-        describe_unit(dict(zip(unit.names, unit.parameters, strict=True)), unit.layout)
+        describe_unit(dict(zip(unit.names, unit.parameters, strict=True)), unit.layout, splits, tensor)
         for unit in engine.units
     ]
 
 
-def describe_unit(parameters: Mapping[str, Tensor], layout: FlatLayout) -> dict[str, Any]:
-    """The same of one unit; `parameters` are in the order of its flat buffer."""
-    return {
-        "shard_numel": layout.shard_numel,
-        "parameters": {
-            name: {"shape": list(parameter.shape), "offset": offset}
-            for (name, parameter), offset in zip(parameters.items(), layout.offsets, strict=False)
-        },
-    }
+def describe_unit(
+    parameters: Mapping[str, Tensor],
+    layout: FlatLayout,
+    splits: Mapping[str, Split] = MappingProxyType({}),
+    tensor: int = 1,
+) -> dict[str, Any]:
+    """The same of one unit; `parameters` are a tensor rank's, in the order of its flat buffer."""
+    described: dict[str, dict[str, Any]] = {}
+    for (name, parameter), offset in zip(parameters.items(), layout.offsets, strict=False):
+        split = splits.get(name)
+        if split is None or tensor == 1:
+            described[name] = {"shape": list(parameter.shape), "offset": offset}
+            continue
+        whole = split.whole_shape(parameter.shape, tensor)
+        described[name] = {"shape": list(whole), "offset": offset, "split": split.to_json()}
+    return {"shard_numel": layout.shard_numel, "parameters": described}

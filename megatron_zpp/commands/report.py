@@ -15,6 +15,7 @@ from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import REQUIRED, Options, flag_of, option, option_error, parse_options
 from megatron_zpp.config.root import Config
+from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import memory_of
@@ -92,13 +93,15 @@ def read_run(directory: str, iteration: int | None, *, on_cpus: bool) -> SavedRu
     if path is None:
         raise option_error("--checkpoint", directory, "holds no checkpoint; name what --save wrote to")
     with CheckpointReader(path) as reader:
-        config, ranks = reader.config(), reader.ranks
-        topology = Topology(0, ranks, 0, ranks // reader.state.get("nodes", 1))
+        config, state = reader.config(), reader.state
+        job = Topology(0, reader.ranks, 0, reader.ranks // state.get("nodes", 1))
+        grid = Grid(job, state.get("tensor", 1))
         vocab_size = reader.state["tokenizer"]["vocab_size"]
-    schedule, precision, planned = RunSchedule.from_config(config, ranks), config.precision, config
+    schedule = RunSchedule.from_config(config.training, config.learning_rate, grid.data.world_size)
+    precision, planned = config.precision, config
     if on_cpus and not (precision.bf16 or precision.fp16 or precision.fp32):
         planned = dataclasses.replace(config, precision=dataclasses.replace(precision, fp32=True))
-    return SavedRun(config, job_of(planned, vocab_size, schedule, topology), schedule.iterations)
+    return SavedRun(config, job_of(planned, vocab_size, schedule, grid), schedule.iterations)
 
 
 def settings_of(config: Config) -> list[Setting]:
@@ -131,7 +134,7 @@ def memory_rows(job: Job, records: Records) -> list[Comparison]:
     ]
     peaks = by_iteration(records, "memory_peak_bytes").values()
     on_cpus = not by_iteration(records, "mfu")
-    note = f"planned in {planned.moment}"
+    note = f"planned in {planned.peak_at}"
     if on_cpus:
         note += "; a plan is for GPUs: on a CPU the whole process is measured, with its libraries"
     rows.append(Comparison("peak", _gib(planned.peak), _gib(max(peaks)) if peaks else "", note))

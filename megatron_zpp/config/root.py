@@ -23,6 +23,7 @@ from megatron_zpp.config.run import (
     LoggingConfig,
     TrainingConfig,
 )
+from megatron_zpp.config.tensor_parallel import check_tensor_ranks
 from megatron_zpp.config.text import is_text
 from megatron_zpp.config.timing import TimingConfig
 from megatron_zpp.config.tokenizer import TokenizerConfig
@@ -64,6 +65,8 @@ class Config:
         _check_order(self.data, self.training)
         if self.precision.fp8:
             _check_fp8(self.model, self.training)
+        tensor_ranks = self.distributed.tensor_model_parallel_size
+        check_tensor_ranks(self.model, tensor_ranks, fp8=self.precision.fp8)
         if self.tokenizer.tokenizer_type is None:
             raise option_error("--tokenizer-type", "(not given)", "give the tokenizer that made the data")
         if self.plan.dry_run and self.distributed.device == "cpu":
@@ -124,7 +127,8 @@ def parse_command_line(
 ) -> CommandLine:
     """Parse current flags, old flags and DeepSpeed's file.
 
-    `ranks` returns the number of ranks, real or planned, that a batch size in DeepSpeed's file is divided by.
+    `ranks` returns the number of ranks, real or planned. A batch size in DeepSpeed's file is divided by those
+    that have samples of their own.
     Raises UsageError, in one line, if the command line is wrong.
     """
     parts = typing.get_type_hints(Config)
@@ -138,7 +142,9 @@ def parse_command_line(
         notes = obey_old_flags(typed[GROUP], provided)
         file = DeepSpeedFile(**typed["deepspeed"]).deepspeed_config
         if file is not None:
-            notes += obey_file(file, provided, ranks(PlanConfig(**provided.values["plan"])))
+            tensor_ranks = provided.values["distributed"].get("tensor_model_parallel_size", 1)
+            data_ranks = ranks(PlanConfig(**provided.values["plan"])) // tensor_ranks
+            notes += obey_file(file, provided, max(1, data_ranks))
         settle_old_flags(typed[GROUP], provided)
         parsed = {name: part(**provided.values[name]) for name, part in parts.items()}
         return CommandLine(Config(**parsed), notes + _without_effect(parsed["data"]))

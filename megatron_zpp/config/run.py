@@ -214,6 +214,13 @@ class DistributedConfig(Options):
     distributed_backend: Literal["nccl", "gloo"] | None = option(
         None, "Library for collectives; default nccl on GPUs, gloo on CPUs."
     )
+    tensor_model_parallel_size: int = option(
+        1,
+        "Ranks of a node that share every layer, each with some of its heads, columns and vocabulary; "
+        "between linear maps each has 1 / N of the tokens (sequence parallelism).",
+        at_least=1,
+        at_most=1024,
+    )
     nccl_sockets: str = option(
         "auto",
         "Threads × sockets per thread of each of NCCL's TCP connections, such as 2x2. auto: 2x2 where NCCL "

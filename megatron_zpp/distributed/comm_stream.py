@@ -56,11 +56,12 @@ class CommStream:
         self._symmetric: SymmetricMemory | None = None
         self._group: dist.ProcessGroup | None = None
         if len(self.ranks) > 1:
+            members = topology.job_ranks(self.ranks)
             if copy_engines and len({topology.node_of(rank) for rank in self.ranks}) == 1:
-                self._symmetric = SymmetricMemory(self.ranks, device, timeout)
+                self._symmetric = SymmetricMemory(members, device, timeout)
                 self._group = self._symmetric.group
             else:
-                self._group = dist.new_group(self.ranks, timeout=timeout, use_local_synchronization=True)
+                self._group = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
         beside = self._stream is None and self._group is not None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="comm_stream") if beside else None
         self._newest: Future | None = None

@@ -1,6 +1,6 @@
 """Ranks, and which of them share a node: arithmetic on the launcher's variables."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron_zpp.distributed.slurm import TORCHRUN_VARIABLES, launcher_variables
@@ -8,12 +8,18 @@ from megatron_zpp.distributed.slurm import TORCHRUN_VARIABLES, launcher_variable
 
 @dataclass(frozen=True)
 class Topology:
-    """The position of one rank. A node is the `local_world_size` ranks that share a fast link."""
+    """The position of one rank. A node is the `local_world_size` ranks that share a fast link.
+
+    These are all ranks of a job, or its data ranks (`Grid.data`): rank r of them is rank
+    first_job_rank + r · stride of the job.
+    """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
+    stride: int = 1
+    first_job_rank: int = 0
 
     def __post_init__(self) -> None:
         for name, part, whole in (
@@ -28,6 +34,10 @@ class Topology:
                 f"WORLD_SIZE {self.world_size}: must be a multiple of LOCAL_WORLD_SIZE "
                 f"{self.local_world_size}; start the same number of ranks on every node"
             )
+
+    def job_ranks(self, ranks: Iterable[int]) -> list[int]:
+        """The ranks of the job that `ranks` are."""
+        return [self.first_job_rank + rank * self.stride for rank in ranks]
 
     @property
     def nodes(self) -> int:

@@ -25,6 +25,10 @@ class TrafficLedger:
             if peer != self.topology.rank:
                 self._count(peer, nbytes)
 
+    def inside_node(self, nbytes: int) -> None:
+        """Count `nbytes` to ranks of this node."""
+        self.intra_node += nbytes
+
     def take(self) -> tuple[int, int]:
         """Return (bytes inside the node, bytes between nodes) since the last call."""
         taken = self.intra_node, self.inter_node

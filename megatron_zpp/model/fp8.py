@@ -23,8 +23,13 @@ class Float8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out), in the dtype of the input: fp32 or a 16-bit one."""
-        rows = _Product.apply(input.flatten(0, -2), self.weight, self.bias)
+        rows = float8_linear(input.flatten(0, -2), self.weight, self.bias)
         return rows.unflatten(0, input.shape[:-1])
+
+
+def float8_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear of rows (R, in) and a weight (out, in), whose product is of 8-bit floats; see Float8Linear."""
+    return _Product.apply(rows, weight, bias)
 
 
 class _Product(torch.autograd.Function):

@@ -2,7 +2,8 @@
 
 Shapes: B batch, T tokens, D hidden size, N query heads, G heads of keys and values (query groups), H head
 width, F inner width of the MLP, V padded vocabulary.
-The model knows nothing of ranks: `GPT(config, vocab_size)` trains on a laptop as it is.
+The model knows nothing of ranks: `GPT(config, vocab_size)` trains on a laptop as it is. Tensor ranks share it
+by its components alone (model/tensor_parallel.py); N, G, F and V are then one rank's parts of each.
 """
 
 import hashlib
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.model.attention import AttentionKernel, DotProduct, mask_of
 from megatron_zpp.model.kv_cache import LayerCache
-from megatron_zpp.model.loss import PLAIN, linear_cross_entropy
+from megatron_zpp.model.loss import PLAIN, LossKernels, linear_cross_entropy, logits_to_gradient
 from megatron_zpp.model.masks import CAUSAL, Mask
 from megatron_zpp.model.offload import ActivationOffload
 from megatron_zpp.model.rotary import UNROTATED, RopeScaling, RotaryEmbedding, Rotation
@@ -37,9 +38,42 @@ class ModelComponents:
     linear: type[nn.Linear] = nn.Linear
     attention: AttentionKernel = field(default_factory=DotProduct)
 
+    @property
+    def tensor_ranks(self) -> int:
+        """How many ranks share each layer: every one has an equal part of heads, groups and inner width."""
+        return 1
+
     def norm(self, config: ModelConfig, width: int) -> Norm:
         """Return a norm of vectors of `width` elements."""
         return self.norms[config.normalization](width, eps=config.norm_epsilon)
+
+    def column(self, inputs: int, outputs: int, *, bias: bool, runs: tuple[int, ...] = ()) -> nn.Linear:
+        """Return a linear map whose outputs can be split; `runs` are those that are split by themselves."""
+        return self.linear(inputs, outputs, bias=bias)
+
+    def row(self, inputs: int, outputs: int, *, bias: bool) -> nn.Linear:
+        """Return a linear map whose inputs can be split."""
+        return self.linear(inputs, outputs, bias=bias)
+
+    def vocabulary(self, entries: int, width: int) -> nn.Embedding:
+        """Return the embedding of tokens."""
+        return _embedding(entries, width)
+
+    def output(self, width: int, entries: int) -> nn.Linear:
+        """Return the output weights of a model that does not share those of the embedding."""
+        return nn.Linear(width, entries, bias=False)
+
+    def hidden_shape(self, batch: int, tokens: int, width: int) -> tuple[int, ...]:
+        """The shape of hidden states between linear maps."""
+        return batch, tokens, width
+
+    def own_positions(self, positions: Tensor, tokens: Tensor) -> Tensor:
+        """Return those of `positions` (B or 1, T) whose hidden states this rank has between linear maps."""
+        return positions
+
+    def head(self, config: ModelConfig, vocab_size: int, padded_vocab_size: int) -> "Head":
+        """Return the head of a model."""
+        return Head(config, self, vocab_size, padded_vocab_size)
 
 
 TORCH_NORMS: Mapping[str, type[Norm]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}
@@ -48,9 +82,9 @@ TORCH_NORMS: Mapping[str, type[Norm]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": n
 class Embedding(nn.Module):
     """Token embedding, with dropout."""
 
-    def __init__(self, config: ModelConfig, padded_vocab_size: int) -> None:
+    def __init__(self, config: ModelConfig, parts: ModelComponents, padded_vocab_size: int) -> None:
         super().__init__()
-        self.tokens = _embedding(padded_vocab_size, config.hidden_size)
+        self.tokens = parts.vocabulary(padded_vocab_size, config.hidden_size)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -61,13 +95,14 @@ class Embedding(nn.Module):
 class PositionedEmbedding(Embedding):
     """Token plus learned position embedding."""
 
-    def __init__(self, config: ModelConfig, padded_vocab_size: int) -> None:
-        super().__init__(config, padded_vocab_size)
+    def __init__(self, config: ModelConfig, parts: ModelComponents, padded_vocab_size: int) -> None:
+        super().__init__(config, parts, padded_vocab_size)
         self.positions = _embedding(config.max_position_embeddings, config.hidden_size)
+        self.own_positions = parts.own_positions
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """See Embedding."""
-        return self.dropout(self.tokens(tokens) + self.positions(positions))
+        return self.dropout(self.tokens(tokens) + self.positions(self.own_positions(positions, tokens)))
 
 
 def _embedding(entries: int, width: int) -> nn.Embedding:
@@ -84,16 +119,23 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, parts: ModelComponents, recompute_scores: bool) -> None:
         super().__init__()
-        self.heads, self.groups = config.num_attention_heads, config.num_query_groups
+        self.heads = config.num_attention_heads // parts.tensor_ranks
+        self.groups = config.num_query_groups // parts.tensor_ranks
         self.head_width, self.dropout = config.kv_channels, config.attention_dropout
         self.recompute_scores, self.kernel = recompute_scores, parts.attention
         biased = not config.disable_bias_linear
-        rows = (self.heads + 2 * self.groups) * self.head_width
-        self.qkv = parts.linear(config.hidden_size, rows, bias=biased or config.add_qkv_bias)
+        queries = config.num_attention_heads * config.kv_channels
+        keys = config.num_query_groups * config.kv_channels
+        self.qkv = parts.column(
+            config.hidden_size,
+            queries + 2 * keys,
+            bias=biased or config.add_qkv_bias,
+            runs=(queries, keys, keys),
+        )
         self.normalized = config.qk_layernorm
         self.query_norm = parts.norm(config, self.head_width) if self.normalized else nn.Identity()
         self.key_norm = parts.norm(config, self.head_width) if self.normalized else nn.Identity()
-        self.output = parts.linear(self.heads * self.head_width, config.hidden_size, bias=biased)
+        self.output = parts.row(queries, config.hidden_size, bias=biased)
 
     def forward(
         self, x: Tensor, mask: Mask, rotation: Rotation, cache: LayerCache | None, kernels: "BlockKernels"
@@ -141,8 +183,9 @@ class MLP(nn.Module):
         super().__init__()
         self.activation, inputs = _ACTIVATIONS[config.activation]
         biased = not config.disable_bias_linear
-        self.input = parts.linear(config.hidden_size, inputs * config.ffn_hidden_size, bias=biased)
-        self.output = parts.linear(config.ffn_hidden_size, config.hidden_size, bias=biased)
+        inner = config.ffn_hidden_size
+        self.input = parts.column(config.hidden_size, inputs * inner, bias=biased, runs=(inner,) * inputs)
+        self.output = parts.row(inner, config.hidden_size, bias=biased)
 
     def forward(self, x: Tensor, kernels: "BlockKernels") -> Tensor:
         """(B, T, D) -> (B, T, D) through (B, T, F)."""
@@ -230,11 +273,8 @@ class Head(nn.Module):
         self.vocab_size = vocab_size
         self.passes = PLAIN  # or compiled ones
         self.norm = parts.norm(config, config.hidden_size)
-        self.output = (
-            nn.Linear(config.hidden_size, padded_vocab_size, bias=False)
-            if config.untie_embeddings_and_output_weights
-            else None
-        )
+        untied = config.untie_embeddings_and_output_weights
+        self.output = parts.output(config.hidden_size, padded_vocab_size) if untied else None
 
     def forward(self, x: Tensor, tied: Tensor, targets: Tensor | None = None) -> Tensor:
         """(B, T, D) and the token embedding (V, D) -> logits (B, T, V); with targets (B, T) the mean loss.
@@ -248,6 +288,15 @@ class Head(nn.Module):
         return linear_cross_entropy(
             x.flatten(0, 1), weight, targets.flatten(), self.vocab_size, passes=self.passes
         )
+
+    def compile_loss(
+        self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]], fused: LossKernels | None
+    ) -> None:
+        """Let `fused` kernels compute the loss beside its products, or else a graph of `compiler`.
+
+        There will be a graph for whole chunks of tokens, and one where the last chunk is smaller.
+        """
+        self.passes = fused or LossKernels(compiler(logits_to_gradient))
 
 
 class GPT(nn.Module):
@@ -270,11 +319,13 @@ class GPT(nn.Module):
         selective = self.recompute.recompute_granularity == "selective"
         self.offload = ActivationOffload() if self.recompute.recompute_offload else None
         learned = config.position_embedding_type == "learned_absolute"
-        self.embedding = PositionedEmbedding(config, padded) if learned else Embedding(config, padded)
-        self.rotary, self.windows = _rotary(config), config.layer_windows
+        self.windows = config.layer_windows
         self.parts = parts or ModelComponents()
+        embedding = PositionedEmbedding if learned else Embedding
+        self.embedding = embedding(config, self.parts, padded)
+        self.rotary = _rotary(config)
         self.layers = nn.ModuleList(Layer(config, self.parts, selective) for _ in range(config.num_layers))
-        self.head = Head(config, self.parts, vocab_size, padded)
+        self.head = self.parts.head(config, vocab_size, padded)
 
     def forward(
         self,
@@ -292,7 +343,10 @@ class GPT(nn.Module):
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]  # (1, T)
         x = self.embedding(tokens, positions)  # (B, T, D)
         rotation = self.rotation(positions)
-        masks = {window: mask_of(self.parts.attention, x, window, documents) for window in set(self.windows)}
+        shaped = x.new_empty(1).expand(*tokens.shape, 1)  # x itself may be of some of the tokens only
+        masks = {
+            window: mask_of(self.parts.attention, shaped, window, documents) for window in set(self.windows)
+        }
         for first, last, recomputed in segments(self.config.num_layers, self.recompute):
             run = partial(self._run_layers, first=first, last=last, masks=masks, rotation=rotation)
             if recomputed and self.training:

@@ -57,6 +57,12 @@ def scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(total, factor.view(1, 1), out=out)  # with dims, or a 16-bit product would round it
 
 
+def cross_entropies(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    """The sum of the cross-entropies of logits (C, V), where no gradient is wanted."""
+    used = logits[:, :vocab_size].to(wide(logits.dtype))
+    return F.cross_entropy(used, targets, ignore_index=IGNORED, reduction="sum")
+
+
 @dataclass(frozen=True)
 class LossKernels:
     """The parts of the loss that are not matrix products, as functions of their arguments alone."""
@@ -64,6 +70,7 @@ class LossKernels:
     to_gradient: Callable[[Tensor, Tensor, int], Tensor] = logits_to_gradient
     scaled: Callable[[Tensor, Tensor, torch.dtype], Tensor] = scaled
     lean: bool = False  # whether `to_gradient` makes no fp32 logits
+    loss: Callable[[Tensor, Tensor, int], Tensor] = cross_entropies
 
 
 PLAIN = LossKernels()
@@ -84,10 +91,11 @@ def linear_cross_entropy(
     0 where there are none. float64 stays float64. The result can be differentiated once. A chunk is as many
     tokens as have `chunk_bytes` of fp32 logits, by default `default_chunk_bytes`.
     """
-    chunk_bytes = chunk_bytes or default_chunk_bytes(*weight.shape, x.element_size(), lean=passes.lean)
-    arguments = x, weight, targets, vocab_size, chunk_bytes
+    entries, width = weight.shape
+    chunk_bytes = chunk_bytes or default_chunk_bytes(entries, width, x.element_size(), lean=passes.lean)
+    arguments = x, weight, targets, vocab_size, chunk_bytes, passes
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _LinearCrossEntropy.apply(*arguments, passes)
+        return _LinearCrossEntropy.apply(*arguments)
     return _loss_alone(*arguments)
 
 
@@ -127,12 +135,13 @@ def unit(dtype: torch.dtype) -> float:
     return 2.0**15 if dtype == torch.float16 else 1.0
 
 
-def _loss_alone(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk_bytes: int) -> Tensor:
+def _loss_alone(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk_bytes: int, passes: LossKernels
+) -> Tensor:
     total, counted = _zero(x), _counted(targets)
     rows = chunk_rows(*_sizes(x, weight), chunk_bytes)
     for part, wanted in zip(x.split(rows), targets.split(rows), strict=True):
-        logits = F.linear(part, weight)[:, :vocab_size]
-        total += F.cross_entropy(logits.to(total.dtype), wanted, ignore_index=IGNORED, reduction="sum")
+        total += passes.loss(F.linear(part, weight), wanted, vocab_size)
     return total / counted
 
 

@@ -10,6 +10,10 @@ output and one number per row, never the square of the scores:
               dropout may drop
     the head  its input, the norm's output, and what model/loss.py works with and keeps (`loss_bytes`)
 
+Tensor ranks divide all of a layer, by tokens between its linear maps and by heads or inner columns inside
+them, and the logits by entries of the vocabulary. Each has the norm's output of all tokens in the head, and
+for the length of a product the gathered rows of a linear map. 8-bit products keep these rows.
+
 Ids and the temporary memory of kernels do not count.
 """
 
@@ -18,6 +22,8 @@ from dataclasses import dataclass
 from megatron_zpp.model.gpt import segments
 from megatron_zpp.model.loss import chunk_rows, default_chunk_bytes, keeps_gradient
 from megatron_zpp.plan.job import Job
+
+_SHARED_SOFTMAX = 14  # bytes per logit of a chunk, at the peak of tensor ranks' loss without a compiler
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,7 @@ class LayerBackward:
 
 
 def layer_bytes(job: Job) -> int:
-    """Return the bytes that one layer saves for its backward if it is not recomputed."""
+    """Return the bytes that one layer saves on a rank for its backward if it is not recomputed."""
     model = job.model
     heads, groups = model.num_attention_heads, model.num_query_groups
     vectors = 2 * heads + 2 * groups + (heads + groups if model.qk_layernorm else 0)
@@ -40,27 +46,33 @@ def layer_bytes(job: Job) -> int:
     exact = norms * _norm_bytes(job) + (2 * model.hidden_size if model.hidden_dropout else 0)
     if job.recompute.recompute_granularity != "selective":
         exact += 4 * model.num_attention_heads
-    return job.tokens * (numbers * job.dtype.itemsize + exact)
+    return job.rows * (numbers * job.dtype.itemsize + exact) + _gathered_codes(job)
 
 
 def ends_bytes(job: Job) -> int:
-    """Return the bytes that the embedding and the head save, without the loss."""
-    model = job.model
-    return job.tokens * (2 * model.hidden_size * job.dtype.itemsize + _norm_bytes(job) + _masks(job))
+    """Return the bytes that the embedding and the head save, without the loss.
+
+    The input of the loss, which is the norm's output, is that of all tokens.
+    """
+    vectors = (job.rows + job.tokens) * job.model.hidden_size
+    return vectors * job.dtype.itemsize + job.rows * (_norm_bytes(job) + _masks(job))
 
 
 def loss_bytes(job: Job, chunk_bytes: int | None = None) -> int:
     """The peak of the output layer, in its forward or its backward (model/loss.py).
 
     A chunk holds its logits in the compute format and, unless the model is compiled, their log-softmax in
-    fp32, and fp32 logits where the compute format is another. In addition there is what the forward saves
-    for the backward, or in the backward the gradients.
+    fp32, and fp32 logits where the compute format is another; tensor ranks hold more of the kind. In addition
+    there is what the forward saves for the backward, or in the backward the gradients.
     """
-    tokens, entries, width = job.tokens, job.padded_vocab_size, job.model.hidden_size
+    tokens, entries, width = job.tokens, job.entries, job.model.hidden_size
     itemsize, exact = job.dtype.itemsize, 4
-    chunk_bytes = chunk_bytes or default_chunk_bytes(entries, width, itemsize, lean=job.compiled)
+    lean = job.compiled or job.tensor > 1
+    chunk_bytes = chunk_bytes or default_chunk_bytes(entries, width, itemsize, lean=lean)
     chunk = chunk_rows(tokens, entries, chunk_bytes) * entries
     softmax = 0 if job.compiled else chunk * (exact if itemsize == exact else 2 * exact)
+    if softmax and job.tensor > 1:
+        softmax = chunk * _SHARED_SOFTMAX
     gradients = (entries + tokens) * width
     if keeps_gradient(tokens, width, itemsize):
         kept = itemsize * tokens * entries
@@ -93,9 +105,20 @@ def backward(job: Job) -> list[LayerBackward]:
 
 
 def working_bytes(job: Job) -> int:
-    """Return bytes of gradients in a layer's backward: of the activation, the residual, one MLP matrix."""
-    hidden, inner = job.model.hidden_size, job.model.ffn_hidden_size * (2 if job.model.swiglu else 1)
-    return job.dtype.itemsize * (job.tokens * (hidden + inner) + hidden * inner)
+    """Return bytes of gradients in a layer's backward: of the activation, the residual, one MLP matrix.
+
+    Tensor ranks gather the residual's gradient for the MLP's second map. For its first map they gather the
+    input and have their part of a product for all tokens, when what the second map and the activation had
+    saved is gone.
+    """
+    hidden, tensor = job.model.hidden_size, job.tensor
+    inner = job.model.ffn_hidden_size * (2 if job.model.swiglu else 1)
+    second = job.rows * hidden + (job.tokens + hidden) * inner // tensor
+    if tensor > 1:
+        saved = job.tokens * (inner + job.model.ffn_hidden_size) // tensor
+        first = second + (2 * job.tokens + job.rows) * hidden + hidden * inner // tensor - saved
+        second = max(second + job.tokens * hidden, first)
+    return job.dtype.itemsize * second
 
 
 def offloaded_bytes(job: Job) -> int:
@@ -109,8 +132,15 @@ def _kept(job: Job, first: int, stop: int, recomputed: bool) -> int:
 
 
 def _input(job: Job) -> int:
-    """Bytes of the input of a layer."""
-    return job.tokens * job.model.hidden_size * job.dtype.itemsize
+    """Bytes of a rank's input of a layer."""
+    return job.rows * job.model.hidden_size * job.dtype.itemsize
+
+
+def _gathered_codes(job: Job) -> int:
+    """Bytes that 8-bit products of tensor ranks keep beyond their own rows: codes of all rows of two maps."""
+    if job.tensor == 1 or not job.precision.fp8:
+        return 0
+    return 2 * job.model.hidden_size * max(0, job.tokens - job.rows * job.dtype.itemsize)
 
 
 def _norm_bytes(job: Job) -> int:

@@ -75,7 +75,7 @@ def difference_advice(job: Job, gibibytes: float) -> str | None:
     They apply if all of ZeRO++ is on and every node keeps the weights.
     """
     zero = job.zero
-    whole_nodes = zero.zero_stage < 3 or zero.hpz_ranks(job.local, job.nodes) == job.local
+    whole_nodes = zero.zero_stage < 3 or zero.hpz_ranks(job.data_local, job.nodes) == job.data_local
     if job.nodes == 1 or not (zero.zero_quantized_weights and zero.zero_quantized_gradients and whole_nodes):
         return None
     if zero.zero_hpz_secondary == "quantized" or (zero.sends_differences and zero.rotates_gradients):
@@ -163,7 +163,7 @@ def ways_to_fit(job: Job, machine: Machine) -> Iterator[Plan]:
 def faster_stage(plan: Plan, machine: Machine, gibibytes: float) -> Plan | None:
     """The fastest plan of another stage that fits; None if it is not faster than `plan`."""
     job = plan.job
-    stages = [stage for stage in range(4) if stage != job.zero.zero_stage] if job.ranks > 1 else []
+    stages = [stage for stage in range(4) if stage != job.zero.zero_stage] if job.data_ranks > 1 else []
     others = [plan_of(f"{_STAGE} {stage}", at_stage(job, stage), machine) for stage in stages]
     fitting = [other for other in others if other.fits(gibibytes)]
     best = min(fitting, key=lambda other: other.time.seconds, default=None)
@@ -171,7 +171,7 @@ def faster_stage(plan: Plan, machine: Machine, gibibytes: float) -> Plan | None:
 
 
 def _higher_stages(job: Job) -> range:
-    return range(job.zero.zero_stage + 1, 4) if job.ranks > 1 else range(0)
+    return range(job.zero.zero_stage + 1, 4) if job.data_ranks > 1 else range(0)
 
 
 def at_stage(job: Job, stage: int) -> Job:

@@ -41,7 +41,7 @@ def gathers_of(job: Job) -> list[PassGathers]:
     """
     walked = min(job.micro_batches, _DIFFERENT)
     order = [(forward, index) for index in range(walked) for forward in (True, False)]
-    if job.zero.zero_stage == 0 or job.ranks == 1:
+    if job.zero.zero_stage == 0 or job.data_ranks == 1:
         gathered = [GatherCounts() for _ in order]
     else:
         now = GatherCounts()

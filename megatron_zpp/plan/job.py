@@ -10,20 +10,25 @@ from torch import nn
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.grid import Grid
+from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.flops import flops_per_token
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.tensor_parallel import TensorParallelComponents, splits_of
 from megatron_zpp.zero.build import layouts_of
 from megatron_zpp.zero.communication_plan import CommunicationPlan
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.plan_communication import plan_communication
+from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One optimizer step of `micro_batches` on `nodes` × `local` GPUs.
+    """One optimizer step of `micro_batches` on `nodes` × `local` GPUs, of which `tensor` share every layer.
 
-    `units` are the model's, on the meta device. `compiled`: layers and loss are compiled, as by default.
+    `units` are those of one tensor rank's part of the model, on the meta device. Their layouts, and all that
+    ZeRO sends, are those of the data ranks. `compiled`: layers and loss are compiled, as by default.
     """
 
     model: ModelConfig
@@ -37,6 +42,7 @@ class Job:
     micro_batches: int
     units: Sequence[tuple[str, nn.Module]]
     compiled: bool = False
+    tensor: int = 1
 
     @property
     def ranks(self) -> int:
@@ -44,14 +50,34 @@ class Job:
         return self.nodes * self.local
 
     @property
+    def data_ranks(self) -> int:
+        """Groups of tensor ranks, each with samples of its own."""
+        return self.ranks // self.tensor
+
+    @property
+    def data_local(self) -> int:
+        """Data ranks of a node."""
+        return self.local // self.tensor
+
+    @property
     def tokens(self) -> int:
-        """Tokens of one micro-batch on one rank."""
+        """Tokens of one micro-batch on one data rank."""
         return self.micro_batch_size * self.model.seq_length
 
     @property
+    def rows(self) -> int:
+        """Tokens whose hidden states a rank has between linear maps: 1 / `tensor` of `tokens`."""
+        return self.tokens // self.tensor
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of all data ranks."""
+        return self.micro_batch_size * self.micro_batches * self.data_ranks
+
+    @property
     def tokens_per_step(self) -> int:
-        """Tokens of all ranks."""
-        return self.tokens * self.micro_batches * self.ranks
+        """Tokens of all data ranks."""
+        return self.samples_per_step * self.model.seq_length
 
     @property
     def flops_per_token(self) -> float:
@@ -64,6 +90,11 @@ class Job:
         return self.model.padded_vocab_size(self.vocab_size)
 
     @property
+    def entries(self) -> int:
+        """Rows of the token embedding that one rank has."""
+        return self.padded_vocab_size // self.tensor
+
+    @property
     def dtype(self) -> torch.dtype:
         """The compute format on a GPU."""
         return getattr(torch, self.precision.compute_dtype("cuda"))
@@ -71,7 +102,19 @@ class Job:
     @cached_property
     def layouts(self) -> list[FlatLayout]:
         """The layouts of the units, in forward order."""
-        return layouts_of(self.units, self.ranks, self.zero.shard_multiple, self.zero.largest_block)
+        share = ALONE if self.tensor == 1 else TensorShare(UnconnectedGroup(self.tensor))
+        block = max(self.zero.largest_block, share.block)
+        return layouts_of(self.units, self.data_ranks, self.zero.shard_multiple, block)
+
+    @cached_property
+    def replicated(self) -> list[int]:
+        """Elements of each unit that all tensor ranks have whole; none where ranks share no layer."""
+        if self.tensor == 1:
+            return [0] * len(self.units)
+        return [
+            sum(weight.numel() for name, weight in module.named_parameters() if name not in splits_of(module))
+            for _, module in self.units
+        ]
 
     @property
     def communication(self) -> CommunicationPlan:
@@ -80,20 +123,21 @@ class Job:
 
     @cached_property
     def node_communication(self) -> list[CommunicationPlan]:
-        """The engine's plans on the ranks of node 0. The ranks of other nodes send and hold the same.
+        """The engine's plans on the data ranks of node 0, by their first tensor ranks.
 
-        Copy engines are assumed to work where --zero-copy-engines allows them.
+        The other tensor ranks, and the ranks of other nodes, send and hold the same. Copy engines are assumed
+        to work where --zero-copy-engines allows them.
         """
         return [
             plan_communication(
                 self.zero,
-                Topology(rank, self.ranks, rank, self.local),
+                Grid(Topology(rank, self.ranks, rank, self.local), self.tensor).data,
                 self.layouts,
                 compute_dtype=self.dtype,
                 reduce_in_bf16=self.precision.grad_reduce_in_bf16,
                 copy_engines=self.zero.zero_copy_engines != "off",
             )
-            for rank in range(self.local)
+            for rank in range(0, self.local, self.tensor)
         ]
 
     @property
@@ -115,7 +159,17 @@ class Job:
         return self.sums_gradients and self.communication.reduction.returns_squared_norms
 
 
-def units_of(model: ModelConfig, vocab_size: int) -> list[tuple[str, nn.Module]]:
-    """The units of a model on the meta device, without memory."""
+class UnconnectedGroup(TensorGroup):
+    """The first of `size` tensor ranks, without a communicator: models can be built for it, but not run."""
+
+    def __init__(self, size: int) -> None:
+        self.ranks, self.size, self.rank = tuple(range(size)), size, 0
+
+
+def units_of(model: ModelConfig, vocab_size: int, tensor: int = 1) -> list[tuple[str, nn.Module]]:
+    """The units of one tensor rank's part of a model, on the meta device, without memory."""
+    parts = None
+    if tensor > 1:
+        parts = TensorParallelComponents(group=UnconnectedGroup(tensor), tokens=model.seq_length)
     with torch.device("meta"):
-        return GPT(model, vocab_size).units()
+        return GPT(model, vocab_size, parts=parts).units()

@@ -17,6 +17,8 @@ from megatron_zpp.plan.activations import (
 )
 from megatron_zpp.plan.job import Job
 
+_SUMMING = 12  # bytes per element while tensor ranks sum a gradient: fp32, joined with others, and the sum
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -77,7 +79,7 @@ def _peak_candidates(job: Job) -> dict[str, int]:
     others = int(final * (1 - first / sum(layout.numel for layout in job.layouts)))  # without the embedding's
     away = offloaded_bytes(job)
     activations = ends_bytes(job) + stored_bytes(job) - away
-    table = job.dtype.itemsize * job.padded_vocab_size * job.model.hidden_size  # the head's gradient of it
+    table = job.dtype.itemsize * job.entries * job.model.hidden_size  # the head's gradient of it
     tied = 0 if job.model.untie_embeddings_and_output_weights else table
     produced = job.dtype.itemsize * job.layouts[1].numel  # a layer's, before the reduction takes them
     sent = _sent_bytes(job)
@@ -105,7 +107,8 @@ def _peak_candidates(job: Job) -> dict[str, int]:
     end = max(final + produced, others + produced + tied)
     if accumulated:  # complete when the embedding's two gradients are added
         end = accumulated + produced + max(tied, 0 if job.reduces_as_made else embedding)
-    candidates["the end of the backward"] = end + on_their_way
+    summing = _SUMMING * job.replicated[0]  # the embedding's gradients that tensor ranks have whole
+    candidates["the end of the backward"] = end + on_their_way + summing
     candidates["the optimizer's step"] = final
     return candidates
 
@@ -121,7 +124,7 @@ def _sent_bytes(job: Job) -> float:
     if not job.sums_gradients:
         return 0
     if job.zero.zero_stage >= 1:
-        return 4 / job.ranks
+        return 4 / job.data_ranks
     return reduce_bytes if reduce_bytes < 4 else 0
 
 

@@ -17,6 +17,7 @@ from megatron_zpp.plan.advice import (
     why,
     zeropp_plans,
 )
+from megatron_zpp.plan.exchanges import hidden_state_bytes
 from megatron_zpp.plan.hardware import (
     CPU_BYTES_PER_SECOND,
     INSIDE_SHARE,
@@ -28,6 +29,7 @@ from megatron_zpp.plan.hardware import (
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.step_time import overlap_slowdown
+from megatron_zpp.plan.tensor_parallel import assumption_lines, exchange_line, tensor_lines
 
 _PARTS = {
     "weights": "weights, as they compute and are sent",
@@ -48,6 +50,8 @@ def report(job: Job, gpu: Gpu, machine: Machine, iterations: int) -> list[str]:
     lines += [*_time(plan, iterations), ""]
     if advice := list(_zeropp(plan, gpu, machine)):
         lines += [*advice, ""]
+    if tensor := list(tensor_lines(plan, machine, gpu.memory)):
+        lines += [*tensor, ""]
     return [*lines, *_assumptions(job, gpu, machine)]
 
 
@@ -64,9 +68,16 @@ def _head(plan: Plan, gpu: Gpu, iterations: int) -> Iterator[str]:
         f"{model.seq_length}, vocabulary {job.vocab_size} padded to {job.padded_vocab_size}"
     )
     yield (
-        f"  a step: {job.ranks} ranks × {job.micro_batches} micro-batches × {job.micro_batch_size} samples = "
-        f"{job.tokens_per_step:,} tokens; {iterations:,} steps = {run:,.3f} B tokens"
+        f"  a step: {_data_ranks(job)} × {job.micro_batches} micro-batches × "
+        f"{job.micro_batch_size} samples = {job.tokens_per_step:,} tokens; "
+        f"{iterations:,} steps = {run:,.3f} B tokens"
     )
+
+
+def _data_ranks(job: Job) -> str:
+    if job.tensor == 1:
+        return f"{job.ranks} ranks"
+    return f"{job.data_ranks} data ranks of {job.tensor} tensor ranks"
 
 
 def _memory(plan: Plan, gpu: Gpu, machine: Machine) -> Iterator[str]:
@@ -113,7 +124,10 @@ def _traffic(plan: Plan) -> Iterator[str]:
     sent, job = plan.sent, plan.job
     yield "bytes sent in a step by all ranks together, as metrics.jsonl will say"
     yield f"  inter_node_bytes {sent.inter:>20,}   {sent.inter / job.nodes / 1e9:10.3f} GB from each node"
-    yield f"  intra_node_bytes {sent.intra:>20,}   {sent.intra / job.ranks / 1e9:10.3f} GB from each GPU"
+    inside = sent.intra + job.ranks * hidden_state_bytes(job)
+    yield f"  intra_node_bytes {inside:>20,}   {inside / job.ranks / 1e9:10.3f} GB from each GPU"
+    if job.tensor > 1:
+        yield exchange_line(job)
 
 
 def _time(plan: Plan, iterations: int) -> Iterator[str]:
@@ -128,6 +142,7 @@ def _time(plan: Plan, iterations: int) -> Iterator[str]:
         ("backward, with recomputation" if recomputes else "backward", time.backward),
         ("waiting for links in the forward", time.exposed_forward),
         ("waiting for links in the backward", time.exposed_backward),
+        *((("  of these, for tensor ranks", time.exchanges),) if job.tensor > 1 else ()),
         ("optimizer", time.optimizer),
     ):
         yield f"  {name:36}{1e3 * part:10,.1f} ms {part / seconds:7.1%}"
@@ -185,6 +200,8 @@ def _assumptions(job: Job, gpu: Gpu, machine: Machine) -> Iterator[str]:
         yield f"  a node's link at {machine.link * 8 / 1e9:g} Gbit/s in each direction: --plan-link-gbit"
     inside = f"NVLink at {machine.inside / 1e9:,.0f} GB/s each way ({INSIDE_SHARE:g} of the data sheet)"
     yield f"  {inside}, memory at {machine.memory_rate / 1e12:.2f} TB/s ({MEMORY_SHARE:g})"
+    if job.tensor > 1:
+        yield from assumption_lines(job)
     if job.zero.zero_offload_optimizer:
         yield f"  AdamW in CPU memory at {CPU_BYTES_PER_SECOND / 1e9:g} GB/s per rank"
 

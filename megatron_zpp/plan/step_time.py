@@ -15,14 +15,15 @@ the three. The last unit's reduction has no compute left to run behind, and link
 the last gather arrives before the last unit's forward, and the first reduction follows the first unit's
 backward. The time that a pass takes beyond its compute and kernels is exposed. The optimizer reads 12 bytes
 per parameter of its share and the gradient, and writes 12 bytes and what is sent, at the memory's rate, or if
-offloaded at the CPU's. Not modelled: latencies, other jobs on the links, slow ranks, reading of data,
+offloaded at the CPU's. Ranks that share layers have equal parts of their FLOPs, and wait for each other as
+plan/exchanges.py says. Not modelled: latencies, other jobs on the links, slow ranks, reading of data,
 evaluation, checkpoints.
 """
 
 from dataclasses import dataclass
 
 from megatron_zpp.model.flops import attended_tokens, layer_matrices
-from megatron_zpp.model.gpt import segments
+from megatron_zpp.plan.exchanges import exchanged, exchanged_bytes, recomputed_layers, waiting_seconds
 from megatron_zpp.plan.hardware import CPU_BYTES_PER_SECOND, KERNEL_SLOWDOWN, SLOWDOWN, Machine
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.traffic import Pass, total
@@ -32,7 +33,10 @@ from megatron_zpp.zero.reduction_plan import ReductionAlgorithm
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step. `link` and `inside`: how long the links are busy, mostly behind the compute."""
+    """Seconds of one step. `link` and `inside`: how long the links are busy, mostly behind the compute.
+
+    `exchanges`: of those that are exposed, what a rank waits for the ranks that share its layers.
+    """
 
     forward: float  # compute and kernels
     backward: float
@@ -41,6 +45,7 @@ class StepTime:
     optimizer: float
     link: float
     inside: float
+    exchanges: float = 0.0
 
     @property
     def exposed(self) -> float:
@@ -68,7 +73,8 @@ def step_time(job: Job, machine: Machine, passes: list[Pass]) -> StepTime:
         exposed_backward=exposed[False],
         optimizer=_optimizer_seconds(job, machine),
         link=_link_seconds(job, machine, sent),
-        inside=_inside_seconds(job, machine, sent),
+        inside=_inside_seconds(job, machine, sent) + exchanged_bytes(job) / machine.inside,
+        exchanges=sum(waiting_seconds(job, machine, one.forward) * one.times for one in passes),
     )
 
 
@@ -81,20 +87,22 @@ def pass_seconds(job: Job, machine: Machine, one: Pass, working: float) -> float
     gathers = one.gathered.inter / job.nodes / machine.gather
     reductions = one.reduced.inter / job.nodes / machine.exchange
     link, inside = _link_seconds(job, machine, one.sent), _inside_seconds(job, machine, one.sent)
+    inside += exchanged(job, one.forward).nbytes / machine.inside
     one_unit = working / len(job.layouts)
-    return max(working + alone, one_unit + max(link, inside, gathers, reductions))
+    waiting = waiting_seconds(job, machine, one.forward)
+    return max(working + waiting + alone, one_unit + max(link, inside, gathers, reductions))
 
 
 def compute_seconds(job: Job, machine: Machine, forward: bool) -> float:
     """Seconds of a forward or backward of one micro-batch, without transfers and kernels."""
     third = job.flops_per_token / 3
     flops = job.tokens * (third if forward else 2 * third + _recomputed_flops(job))
-    return flops / machine.flops * overlap_slowdown(job)
+    return flops / job.tensor / machine.flops * overlap_slowdown(job)
 
 
 def overlap_slowdown(job: Job) -> float:
     """The factor by which compute takes longer beside the transfers of this job."""
-    if job.ranks == 1:
+    if job.data_ranks == 1:
         return 1.0
     return KERNEL_SLOWDOWN if job.nodes == 1 and job.zero.zero_copy_engines == "off" else SLOWDOWN
 
@@ -106,8 +114,7 @@ def _recomputed_flops(job: Job) -> float:
     scores = 4.0 * model.num_attention_heads * model.kv_channels * attended
     if job.recompute.recompute_granularity == "selective":
         return model.num_layers * scores
-    layers = sum(stop - first for first, stop, again in segments(model.num_layers, job.recompute) if again)
-    return layers * (2.0 * layer_matrices(model) + scores)
+    return recomputed_layers(job) * (2.0 * layer_matrices(model) + scores)
 
 
 def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
@@ -132,13 +139,13 @@ def _reduced_bytes(job: Job, sent_bytes: int) -> float:
     """Bytes per element of the whole gradient that a reduction reads and writes in memory."""
     reduction = job.communication.reduction
     if reduction.algorithm is ReductionAlgorithm.LOCAL_SUM:
-        return job.ranks * sent_bytes + 4
-    nbytes = sent_bytes + 8 / job.ranks
+        return job.data_ranks * sent_bytes + 4
+    nbytes = sent_bytes + 8 / job.data_ranks
     if reduction.quantized:
         codes = reduction.hops[0].code_format
         nbytes += 2 * codes.block_bytes / codes.block
     elif reduction.algorithm is ReductionAlgorithm.TWO_HOPS:
-        nbytes += 2 * reduction.hops[1].nbytes(1) / job.local
+        nbytes += 2 * reduction.hops[1].nbytes(1) / job.data_local
     return nbytes
 
 

@@ -1,4 +1,7 @@
-"""Bytes that all ranks together send in a step, by link, exactly as their ledgers will count them."""
+"""Bytes that all ranks together send in a step, by link, exactly as their ledgers will count them.
+
+What tensor ranks exchange is not among them: plan/exchanges.py has it.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -74,7 +77,7 @@ def _by_all_ranks(
     job: Job, units: Counter[FlatLayout], sent: Callable[[CommunicationPlan, FlatLayout], SentBytes]
 ) -> SentBytes:
     of_a_node = (sent(plan, unit) * times for plan in job.node_communication for unit, times in units.items())
-    return sum(of_a_node, SentBytes()) * job.nodes
+    return sum(of_a_node, SentBytes()) * (job.nodes * job.tensor)
 
 
 def _decoded(plan: CommunicationPlan, gathered: GatherCounts) -> int:

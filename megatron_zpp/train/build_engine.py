@@ -5,35 +5,44 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.grid import Grid
+from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.model.fp8 import Float8Linear
+from megatron_zpp.model.fp8 import Float8Linear, float8_linear
 from megatron_zpp.model.gpt import GPT, ModelComponents, norm_classes
+from megatron_zpp.model.tensor_parallel import TensorParallelComponents, exchanges_of, splits_of
 from megatron_zpp.train.compiling import compile_parts, prepare_compiler
 from megatron_zpp.train.device import Device, check_attention
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.sections import UNTIMED, TimedSections
+from megatron_zpp.zero.tensor_parallel import TensorShare
 
 
-def build_engine(config: Config, vocab_size: int, device: Device, topology: Topology) -> ZeroEngine:
-    """The engine with initial weights; all ranks of `topology` have joined and must call it.
+def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) -> ZeroEngine:
+    """The engine with initial weights; all ranks of the job have joined and must call it.
 
     Raises ValueError if the chosen attention kernel does not run on the device.
     """
     check_attention(config, device)
-    model = _build_model(config, vocab_size, device, topology)
+    group = None
+    if grid.tensor > 1:
+        group = TensorGroup(grid.tensor_ranks, grid.job.rank, config.distributed.timeout)
+    model = _build_model(config, vocab_size, device, grid.job, group)
     return ZeroEngine(
         model,
         partial(model.initialize_parameter, seed=config.training.seed),
-        zero=zero_of(config, topology.world_size),
+        zero=zero_of(config, grid.data.world_size),
         optimizer=config.optimizer,
         precision=config.precision,
-        topology=topology,
+        topology=grid.job,
         device=device.device,
+        share=TensorShare(group, splits_of(model), exchanges_of(model), config.model.hidden_size),
         fused_backend=device.fused_backend,
         operations=device.operations,
         timeout=config.distributed.timeout,
@@ -51,10 +60,20 @@ def zero_of(config: Config, ranks: int) -> ZeroConfig:
     return replace(zero, zero_delta4_iterations=2 * warmup)
 
 
-def _build_model(config: Config, vocab_size: int, device: Device, topology: Topology) -> GPT:
-    """The model on the meta device, compiled if the device compiles."""
-    linear = Float8Linear if config.precision.fp8 else nn.Linear
-    parts = ModelComponents(norm_classes(device.fused_backend), linear, device.attention)
+def _build_model(
+    config: Config, vocab_size: int, device: Device, topology: Topology, group: TensorGroup | None
+) -> GPT:
+    """The model on the meta device, this rank's part of it if a `group` shares it; compiled if it can be."""
+    norms, fp8 = norm_classes(device.fused_backend), config.precision.fp8
+    parts = ModelComponents(norms, Float8Linear if fp8 else nn.Linear, device.attention)
+    if group is not None:
+        parts = TensorParallelComponents(
+            norms,
+            attention=device.attention,
+            group=group,
+            tokens=config.model.seq_length,
+            product=float8_linear if fp8 else F.linear,
+        )
     with torch.device("meta"):
         model = GPT(config.model, vocab_size, config.recompute, parts)
     if device.compiles:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, MutableMapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import FlashAttention3
 from megatron_zpp.model.gpt import GPT, PLAIN_BLOCK, BlockKernels, Layer, transformer_block
 from megatron_zpp.model.kv_cache import LayerCache
-from megatron_zpp.model.loss import LossKernels, logits_to_gradient
+from megatron_zpp.model.loss import LossKernels
 from megatron_zpp.model.masks import Causal, InsideDocuments, Mask, SlidingWindow
 from megatron_zpp.model.rotary import Rotation
 from megatron_zpp.native.cache import cache_directory
@@ -70,6 +71,7 @@ def compile_parts(
     first = model.layers[0]
     assert isinstance(first, Layer)
     kernels, passes = _kernels(first) if on_gpu else (PLAIN_BLOCK, None)
+    hidden = model.parts.hidden_shape(*shape, model.config.hidden_size)
 
     def run_of(window: int | None) -> Callable[..., Tensor]:
         """What computes the layers with this window."""
@@ -84,7 +86,7 @@ def compile_parts(
         compiled = torch.compile(block, backend=maker, fullgraph=whole, dynamic=False)
 
         def run(layer: Layer, x: Tensor, mask: Mask, rotation: Rotation, cache: LayerCache | None) -> Tensor:
-            if x.shape[:2] != shape or type(mask) is not kind or cache is not None:
+            if x.shape != hidden or type(mask) is not kind or cache is not None:
                 return transformer_block(layer, x, mask, rotation, cache)
             try:
                 out = compiled(layer, x, mask, rotation)
@@ -100,10 +102,7 @@ def compile_parts(
     runs = {window: run_of(window) for window in set(model.windows)}
     for layer, window in zip(model.layers, model.windows, strict=True):
         layer.compute = runs[window]  # type: ignore[assignment]  # torch's stubs: a tensor or a module
-    # A graph for whole chunks of tokens, and one where the last chunk is smaller.
-    model.head.passes = passes or LossKernels(
-        torch.compile(logits_to_gradient, backend=backend, fullgraph=True, dynamic=False)
-    )
+    model.head.compile_loss(partial(torch.compile, backend=backend, fullgraph=True, dynamic=False), passes)
 
 
 def _kernels(layer: Layer) -> tuple[BlockKernels, LossKernels]:

@@ -53,7 +53,7 @@ def mask_changes(saved: Settings, present: Settings) -> list[str]:
 
 
 def batch_changes(saved: Settings, ranks: int, present: Settings, schedule: RunSchedule) -> list[str]:
-    """A log line if the global batch size differs from that of the run that saved; `ranks` is that run's.
+    """A log line if the global batch size differs from the run's that saved, which had `ranks` data ranks.
 
     `schedule` is that of the resumed run.
     """
@@ -104,7 +104,7 @@ def _value(settings: dict[str, Any], name: str) -> Any:
 
 
 def _batches(training: dict[str, Any], ranks: int) -> BatchSchedule | None:
-    """The global batches of a run on `ranks` ranks, as seen by one rank; None if the settings lack a size."""
+    """The global batches of a run on `ranks` data ranks, as seen by one; None if the settings lack a size."""
     size = training.get("global_batch_size") or (training.get("micro_batch_size") or 0) * ranks
     rampup = training.get("rampup_batch_size")
     if not size:

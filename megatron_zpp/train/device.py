@@ -11,8 +11,8 @@ import torch
 from megatron_zpp.config.compilation import resolve_compilation
 from megatron_zpp.config.fused_backend import resolve_fused_backend
 from megatron_zpp.config.root import Config
+from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.process_group import select_device
-from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import AttentionKernel, check_runs, choose_attention
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.ops.operations import Operations
@@ -43,13 +43,14 @@ class Device:
         return {"kernels": kernels}
 
 
-def prepare_device(config: Config, topology: Topology) -> Device:
+def prepare_device(config: Config, grid: Grid) -> Device:
     """Choose this rank's device, without occupying it yet, and build the kernels if they are needed.
 
     Raises ValueError for settings that need another device or other ranks, BuildError if --require-kernels
     is given and there is no compiler.
     """
-    check_topology(config.zero, topology)
+    topology = grid.job
+    check_topology(config.zero, grid.data)
     config.timing.check_ranks(topology.world_size)
     device = select_device(config.distributed.device, topology)
     config.recompute.check_device(device.type)

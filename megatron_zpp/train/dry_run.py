@@ -10,6 +10,7 @@ from megatron_zpp.config.fused_backend import resolve_fused_backend
 from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.root import Config
+from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import TORCH_BACKENDS, check_flash3_settings
 from megatron_zpp.plan.hardware import GPUS, machine
@@ -29,8 +30,8 @@ def planned(plan: PlanConfig, started: Topology) -> Topology:
     return Topology(world_size=(plan.plan_nodes or started.nodes) * local, local_world_size=local)
 
 
-def job_of(config: Config, vocab_size: int, schedule: RunSchedule, topology: Topology) -> Job:
-    """The values that a plan of a run is made from."""
+def job_of(config: Config, vocab_size: int, schedule: RunSchedule, grid: Grid) -> Job:
+    """The values that a plan of a run on the ranks of `grid` is made from."""
     batches = schedule.batches
     return Job(
         model=config.model,
@@ -38,11 +39,12 @@ def job_of(config: Config, vocab_size: int, schedule: RunSchedule, topology: Top
         recompute=config.recompute,
         zero=config.zero,
         precision=config.precision,
-        nodes=topology.nodes,
-        local=topology.local_world_size,
+        nodes=grid.job.nodes,
+        local=grid.job.local_world_size,
         micro_batch_size=batches.micro_batch_size,
-        micro_batches=batches.global_batch_size // (batches.micro_batch_size * topology.world_size),
-        units=units_of(config.model, vocab_size),
+        micro_batches=batches.global_batch_size // (batches.micro_batch_size * grid.data.world_size),
+        units=units_of(config.model, vocab_size, grid.tensor),
+        tensor=grid.tensor,
         compiled=_compiles(config.compilation, config.optimizer),
     )
 
@@ -51,10 +53,10 @@ def _compiles(compilation: CompilationConfig, optimizer: OptimizerConfig) -> boo
     return compilation.wanted("cuda", apex=optimizer.fused_backend == "apex")
 
 
-def dry_run(inputs: RunInputs, topology: Topology, *, speaks: bool) -> None:
+def dry_run(inputs: RunInputs, grid: Grid, *, speaks: bool) -> None:
     """Print the plan if this process `speaks` for the others. Raises ValueError if the run would."""
     config, schedule = inputs.config, inputs.schedule
-    check_topology(config.zero, topology)
+    check_topology(config.zero, grid.data)
     config.recompute.check_device("cuda")
     compiles = _compiles(config.compilation, config.optimizer)
     if compiles:
@@ -67,7 +69,7 @@ def dry_run(inputs: RunInputs, topology: Topology, *, speaks: bool) -> None:
     if config.attention.attention_backend == "flash3":
         check_flash3_settings(config.model.attention_dropout, getattr(torch, dtype))
     if speaks:
-        job = job_of(config, inputs.tokenizer["vocab_size"], schedule, topology)
+        job = job_of(config, inputs.tokenizer["vocab_size"], schedule, grid)
         lines = report(job, gpu, rates, schedule.iterations)
         lines += _not_planned(config.attention.attention_backend, masked=config.data.reset_attention_mask)
         sys.stdout.write("\n".join(lines) + "\n")

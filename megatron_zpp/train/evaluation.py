@@ -24,7 +24,7 @@ def evaluate(
     beyond the last sample have no weight. `before_round(number, rounds)` is called before each round and may
     raise, on all ranks, to abandon the evaluation.
     """
-    ranks, rank = engine.topology.world_size, engine.topology.rank
+    ranks, rank = engine.grid.data.world_size, engine.grid.data.rank
     chunks = -(-count // micro_batch_size)
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     for round_start in range(0, chunks, ranks):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_zpp.config.root import Config
+from megatron_zpp.config.tensor_parallel import check_vocabulary
 from megatron_zpp.data.open import Splits
 from megatron_zpp.reporting.sinks import check_sinks
 from megatron_zpp.tokenizer.base import describe
@@ -29,12 +30,14 @@ class RunInputs:
 def check_inputs(config: Config, ranks: int, say: Callable[[str], None]) -> RunInputs:
     """Open and check everything that this process can check without a device or the other ranks.
 
-    `ranks` is the number of ranks that train. `say` gets a line about work that takes long. Raises
-    ValueError for settings, data, checkpoints or places to write to with which the run could not end well.
+    `ranks` is the number of ranks that have samples of their own. `say` gets a line about work that takes
+    long. Raises ValueError for settings, data, checkpoints or places to write to with which the run could not
+    end well.
     """
     schedule = RunSchedule.from_config(config.training, config.learning_rate, ranks)
     tokenizer = build_tokenizer(config.tokenizer)
     description = describe(tokenizer)
+    check_vocabulary(config.model, description["vocab_size"], config.distributed.tensor_model_parallel_size)
     check_prompt(config.evaluation.sample_prompt, tokenizer)
     splits = open_data(config, schedule, description, say)
     check_start(config.checkpoint, config.model, description)

@@ -28,7 +28,7 @@ def head_lines(config: Config, vocab_size: int, engine: ZeroEngine, splits: Spli
         f" torch {torch.__version__}, python {platform.python_version()}, {topology.world_size} × {name}, "
         f"{config.precision.compute_dtype(engine.device.type)}"
         f"{' with 8-bit products' if config.precision.fp8 else ''}, {config.zero.describe()}"
-        f"{', compiled layers' if engine.model.compiled else ''}",
+        f"{', compiled layers' if engine.model.compiled else ''}{_tensor_ranks(engine)}",
         f" GPT of {parameters / 1e6:.1f} M parameters: {model.num_layers} layers × {model.hidden_size}, "
         f"{model.num_attention_heads} heads{groups}, sequence {model.seq_length}, vocabulary "
         f"{vocab_size} padded to {model.padded_vocab_size(vocab_size)}",
@@ -45,6 +45,13 @@ def head_lines(config: Config, vocab_size: int, engine: ZeroEngine, splits: Spli
     return lines
 
 
+def _tensor_ranks(engine: ZeroEngine) -> str:
+    grid = engine.grid
+    if grid.tensor == 1:
+        return ""
+    return f", {grid.data.world_size} data ranks × {grid.tensor} tensor ranks with sequence parallelism"
+
+
 def plan_lines(config: Config, vocab_size: int, engine: ZeroEngine, schedule: RunSchedule) -> list[str]:
     """On rank 0, the planned memory of each GPU, and advice to accumulate gradients if that pays.
 
@@ -52,7 +59,7 @@ def plan_lines(config: Config, vocab_size: int, engine: ZeroEngine, schedule: Ru
     """
     if engine.topology.rank != 0:
         return []
-    job = job_of(config, vocab_size, schedule, engine.topology)
+    job = job_of(config, vocab_size, schedule, engine.grid)
     zero = replace(job.zero, zero_copy_engines="on" if engine.copy_engines else "off")  # what auto chose
     job, lines, total = replace(job, zero=zero), [], math.inf
     if engine.device.type == "cuda":

@@ -64,9 +64,9 @@ class Trainer:
             ranks.lease,
             check_interval=config.zero.zero_check_interval,
         )
-        self._write_text = text_writer(
-            engine, config.evaluation, config.tokenizer, config.model.max_position_embeddings
-        )
+        shared = engine.share.group is not None  # tensor ranks compute samples of one length alone
+        positions = config.model.seq_length if shared else config.model.max_position_embeddings
+        self._write_text = text_writer(engine, config.evaluation, config.tokenizer, positions)
         self._throughput = Throughput.of(
             config.model,
             run.tokenizer["vocab_size"],
@@ -147,7 +147,7 @@ class Trainer:
         return MicroBatches(
             self._splits.train,
             self._schedule.batches,
-            rank=self._engine.topology.rank,
+            rank=self._engine.grid.data.rank,
             consumed=self.progress.consumed_samples,
             end=self._schedule.samples,
             num_workers=self._config.data.num_workers,
@@ -157,14 +157,15 @@ class Trainer:
     def _step(self, batches: Iterator[Batch]) -> StepResult:
         """One optimizer step on the next global batch."""
         consumed, schedule = self.progress.consumed_samples, self._schedule.batches
+        grid = self._engine.grid
         micro_batches = schedule.micro_batches_at(consumed)
         losses = torch.zeros((), device=self._engine.device)
         self._engine.take_traffic()  # discards the traffic of an evaluation
         where, sections = f"step {self.progress.iteration + 1}", self._engine.sections
         self._profiler.before_step(self.progress.iteration + 1)
         for index in range(micro_batches):
-            first_sample, _ = schedule.micro_batch(consumed, index, self._engine.topology.rank)
-            seed_dropout(self._config.training.seed, first_sample)
+            first_sample, _ = schedule.micro_batch(consumed, index, grid.data.rank)
+            seed_dropout(self._config.training.seed, first_sample, grid.tensor_rank)
             self._mark(f"{where}, reading micro-batch {index + 1} of {micro_batches}")
             with sections(BATCH):
                 batch = next(batches)
@@ -283,7 +284,11 @@ class Trainer:
             self._reporter.text(self.progress, self._write_text())
 
 
-def seed_dropout(seed: int, first_sample: int) -> None:
-    """Seed dropout from `seed` and a micro-batch's first sample, for any world size or resume."""
-    digest = hashlib.blake2b(f"dropout/{seed}/{first_sample}".encode(), digest_size=8).digest()
+def seed_dropout(seed: int, first_sample: int, tensor_rank: int) -> None:
+    """Seed dropout from `seed` and a micro-batch's first sample, for any number of data ranks or resume.
+
+    Tensor ranks drop out of different tokens and heads of a micro-batch, so that each has masks of its own.
+    """
+    key = f"dropout/{seed}/{first_sample}" + (f"/{tensor_rank}" if tensor_rank else "")
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)

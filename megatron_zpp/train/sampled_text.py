@@ -38,22 +38,33 @@ def text_writer(
         evaluation.sample_prompt,
         new_tokens=evaluation.sample_tokens,
         positions=positions,
+        fills_window=engine.share.group is not None,
     )
 
 
 def sample_text(
-    engine: ZeroEngine, tokenizer: Tokenizer, prompt: str, *, new_tokens: int, positions: int
+    engine: ZeroEngine,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    new_tokens: int,
+    positions: int,
+    fills_window: bool = False,
 ) -> str:
     """`prompt` and the model's continuation of up to `new_tokens` tokens; every rank must call it.
 
     All ranks run the same number of forwards, because each forward gathers sharded parameters. `positions`
-    is the number of tokens that the model can attend to.
+    is the number of tokens that the model can attend to. `fills_window`: a forward must have as many.
     """
     ids = tokenizer.encode(prompt)
     generator = generator_of(_SEED, ids, copy=0)
     for _ in range(new_tokens):
-        window = torch.tensor([ids[-positions:]])  # (1, T)
-        logits = engine.next_token_logits(window)[None]  # (1, V)
+        window = ids[-positions:]
+        padding = (
+            [0] * (positions - len(window)) if fills_window else []
+        )  # no token attends to what follows it
+        tokens = torch.tensor([window + padding])  # (1, T)
+        logits = engine.next_token_logits(tokens, after=len(window) - 1)[None]  # (1, V)
         ids.append(int(draw(logits, _SAMPLING, uniforms([generator])).item()))
     if tokenizer.eod in ids:
         ids = ids[: ids.index(tokenizer.eod)]

@@ -13,6 +13,7 @@ from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.comm_stream import CommStream, Pending
 from megatron_zpp.distributed.copy_engine_trial import choose_copy_engines
+from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.ops.operations import Operations
@@ -35,6 +36,7 @@ from megatron_zpp.zero.sections import (
     WAIT_REDUCTIONS,
     Sections,
 )
+from megatron_zpp.zero.tensor_parallel import ALONE, ExchangeCounter, TensorShare
 
 WEIGHTS, REFERENCE = "weights", "reference"  # as checkpoints name them
 
@@ -72,7 +74,8 @@ class ZeroEngine:
     `model(tokens, targets)` returns a mean loss; a batch may bring more arguments. `model.units()` are its
     modules in forward order, and `model.recomputed_units()` the ranges of them whose forward its backward
     repeats. The model's parameters are on the meta device; `initialize(name, tensor)` fills one. They become
-    views of flat buffers on `device`, and this rank holds no more of them than the stage says. `operations`
+    views of flat buffers on `device`, and this rank holds no more of them than the stage says. `share` says
+    how tensor ranks share the model, which has this rank's parts of its parameters then. `operations`
     has the kernels for sums and optimizer steps; None: torch's. `sections` times the parts of a step. `say`
     gets a line if copy engines were tried and cannot be used.
     """
@@ -87,23 +90,30 @@ class ZeroEngine:
         precision: PrecisionConfig,
         topology: Topology,
         device: torch.device,
+        share: TensorShare = ALONE,
         fused_backend: Literal["apex", "torch"] = "torch",
         operations: Operations | None = None,
         timeout: timedelta | None = None,
         sections: Sections = UNTIMED,
         say: Callable[[str], None] = print,
     ) -> None:
-        self.model, self.topology, self.device = model, topology, device
-        self._ledger, self.sections = TrafficLedger(topology), sections
+        self.model, self.topology, self.device, self.share = model, topology, device, share
+        self.grid = Grid(topology, 1 if share.group is None else share.group.size)
+        data_ranks = self.grid.data
+        self._ledger, self.sections = TrafficLedger(data_ranks), sections
         self._clip_grad = optimizer.clip_grad
         dtype = getattr(torch, precision.compute_dtype(device.type))
         model_of_units = cast(ModelOfUnits, model)  # torch declares no protocol that includes nn.Module
         named_modules = model_of_units.units()
-        self.copy_engines = choose_copy_engines(zero.zero_copy_engines, topology, device, timeout, say)
-        layouts = layouts_of(named_modules, topology.world_size, zero.shard_multiple, zero.largest_block)
+        several = data_ranks.local_world_size > 1  # data ranks on a node; the trial is that of all its ranks
+        self.copy_engines = choose_copy_engines(
+            zero.zero_copy_engines, topology if several else data_ranks, device, timeout, say
+        )
+        block = max(zero.largest_block, share.block)
+        layouts = layouts_of(named_modules, data_ranks.world_size, zero.shard_multiple, block)
         plan = plan_communication(
             zero,
-            topology,
+            data_ranks,
             layouts,
             compute_dtype=dtype,
             reduce_in_bf16=precision.grad_reduce_in_bf16,
@@ -112,21 +122,28 @@ class ZeroEngine:
         self._communication = communication = build_communication(
             plan,
             lambda ranks: CommStream(
-                ranks, topology, device, self._ledger, timeout, copy_engines=self.copy_engines
+                ranks, data_ranks, device, self._ledger, timeout, copy_engines=self.copy_engines
             ),
             operations,
         )
         self.units = UnitBuilder(communication, device, offload_optimizer=zero.zero_offload_optimizer).build(
-            named_modules, initialize
+            named_modules, share.initialize(initialize)
         )
         for comm_stream in communication.comm_streams:
             comm_stream.ready()
         self._prefetcher = Prefetcher(plan, self._gather, model_of_units.recomputed_units(), sections)
         self._optimizer = build_optimizer(optimizer, self.units, communication, fused_backend, operations)
         accepts_16bit = self._optimizer.accepts_16bit_gradients
-        self._gradients = Gradients(self.units, communication, operations, accepts_16bit=accepts_16bit)
+        self._gradients = Gradients(
+            self.units, communication, operations, accepts_16bit=accepts_16bit, share=share
+        )
+        self._exchanges = ExchangeCounter(share, self._ledger, dtype)
         self._hooks = register_hooks(
-            [module for _, module in named_modules], self.units, self._prefetcher, self._gradients
+            [module for _, module in named_modules],
+            self.units,
+            self._prefetcher,
+            self._gradients,
+            self._exchanges,
         )
         self.loss_scale = LossScale(precision, device)
         self.iteration = (
@@ -161,7 +178,7 @@ class ZeroEngine:
             last = index == micro_batches - 1
             self._gradients.begin(first=index == 0, last=last, iteration=self.iteration)
         if index == 0:
-            self._summed_gradients = micro_batches * self.topology.world_size
+            self._summed_gradients = micro_batches * self.grid.data.world_size
         with self.sections(BACKWARD):
             (loss * (self.loss_scale.scale + 0.0 * loss.detach())).backward()
             self._gradients.finish_backward()
@@ -205,12 +222,15 @@ class ZeroEngine:
             return self._loss(batch)
 
     @torch.no_grad()
-    def next_token_logits(self, tokens: Tensor) -> Tensor:
-        """The logits (V,) fp32, on the CPU, of the token after `tokens` (1, T); every rank must call it."""
+    def next_token_logits(self, tokens: Tensor, *, after: int = -1) -> Tensor:
+        """The logits (V,) fp32, on the CPU, of the token after place `after` of `tokens` (1, T).
+
+        Every rank must call it.
+        """
         self.model.eval()
         self._prefetcher.begin(Phase.FORWARD)
         with self.sections.paused():
-            return self.model(tokens.to(self.device))[0, -1].float().cpu()
+            return self.model(tokens.to(self.device))[0, after].float().cpu()
 
     def take_traffic(self) -> tuple[int, int]:
         """Bytes sent by this rank (inside its node, between nodes) since the last call."""
@@ -219,12 +239,13 @@ class ZeroEngine:
         return self._ledger.take()
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
-        """The sum of a small tensor over all ranks."""
+        """The sum of a small tensor over all ranks of the job."""
         return sum_over_ranks(value, self.topology)
 
     def mean_over_ranks(self, value: Tensor) -> Tensor:
-        """The mean of a small tensor over all ranks."""
-        return sum_over_ranks(value, self.topology) / self.topology.world_size
+        """The mean of a small tensor over data ranks, whose tensor ranks have the same value."""
+        counted = value if self.grid.tensor_rank == 0 else torch.zeros_like(value)
+        return sum_over_ranks(counted, self.topology) / self.grid.data.world_size
 
     @property
     def optimizer_steps(self) -> int:
@@ -384,13 +405,18 @@ class ZeroEngine:
                 total = summed[0]
             elif not self.units[0].whole:
                 total = sum_over_ranks(total, self.topology)
+            elif self.share.group is not None:
+                total = self.share.group.sum(total)
             return (total.sqrt() / divisor).float()
 
     def _loss(self, batch: Batch) -> Tensor:
         if isinstance(batch, Tensor):
             tokens = batch.to(self.device, non_blocking=True)
-            return self.model(tokens[:, :-1], tokens[:, 1:])
-        moved = (part if part is None else part.to(self.device, non_blocking=True) for part in batch)
+            moved: list[Tensor | None] = [tokens[:, :-1], tokens[:, 1:]]
+        else:
+            moved = [part if part is None else part.to(self.device, non_blocking=True) for part in batch]
+        assert moved[0] is not None  # the tokens
+        self._exchanges.begin(moved[0].numel())
         return self.model(*moved)
 
 

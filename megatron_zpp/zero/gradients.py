@@ -13,6 +13,7 @@ from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.grad_segments import GradSegment, segments_of
 from megatron_zpp.zero.sharded_unit import Unit
+from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
 
 # A 16-bit gradient of so many elements stays where the backward made it:
 _STEPPED_THERE = 1 << 23  # a copy would move 32 MiB; without it the norm and AdamW launch more kernels
@@ -36,6 +37,7 @@ class Gradients:
         operations: Operations | None,
         *,
         accepts_16bit: bool,
+        share: TensorShare = ALONE,
     ) -> None:
         """`accepts_16bit`: whether the optimizer takes gradients in 16 bits."""
         plan = communication.plan
@@ -51,6 +53,11 @@ class Gradients:
             layout: tuple(layout.gaps_in(layout.shard(plan.shard))) for layout in set(plan.layouts)
         }
         self._numbers = {unit: index for index, unit in enumerate(units)}
+        self._share = share
+        self._replicated = {unit: share.replicated(unit.names) for unit in units}
+        self._counted_elsewhere = {
+            unit: share.counted_elsewhere(unit.layout, self._replicated[unit], unit.owned) for unit in units
+        }
 
     def begin(self, *, first: bool, last: bool, iteration: int) -> None:
         """Prepare for the backward of step `iteration`'s first, last or another micro-batch.
@@ -86,13 +93,18 @@ class Gradients:
             unit.grad.wait()
 
     def squares_of(self, unit: Unit) -> Tensor:
-        """The sums of the squares of each block of a unit's gradient, which is SUMMED."""
-        if unit.grad.squares is not None:
-            return unit.grad.squares
-        counts = [len(segment.flat) // SQUARES_BLOCK for segment in unit.gradients]
-        sums = torch.empty(sum(counts), device=unit.full.device)
-        for segment, its_sums in zip(unit.gradients, sums.split(counts), strict=True):
-            sum_squares(self._operations, segment.flat, its_sums)
+        """The sums of the squares of each block of a unit's gradient, which is SUMMED.
+
+        Those of blocks that another tensor rank counts are 0.
+        """
+        sums = unit.grad.squares
+        if sums is None:
+            counts = [len(segment.flat) // SQUARES_BLOCK for segment in unit.gradients]
+            sums = torch.empty(sum(counts), device=unit.full.device)
+            for segment, its_sums in zip(unit.gradients, sums.split(counts), strict=True):
+                sum_squares(self._operations, segment.flat, its_sums)
+        for blocks in self._counted_elsewhere[unit]:
+            sums[blocks.start : blocks.stop].zero_()
         return sums
 
     def release(self) -> None:
@@ -110,6 +122,7 @@ class Gradients:
             assert parameter.grad is not None
             produced.append(parameter.grad)
             parameter.grad = None
+        self._share.sum_replicated(produced, self._replicated[unit])
         if reducing := self._reducing.get(self._slots[unit]):
             reducing.grad.wait()  # so that no more than two units of a layout keep what they send
         only = self._first and self._last

@@ -7,10 +7,15 @@ from torch.utils.hooks import RemovableHandle
 from megatron_zpp.zero.gradients import Gradients
 from megatron_zpp.zero.prefetch import Prefetcher
 from megatron_zpp.zero.sharded_unit import Unit
+from megatron_zpp.zero.tensor_parallel import ExchangeCounter
 
 
 def register_hooks(
-    modules: list[nn.Module], units: list[Unit], prefetcher: Prefetcher, gradients: Gradients
+    modules: list[nn.Module],
+    units: list[Unit],
+    prefetcher: Prefetcher,
+    gradients: Gradients,
+    exchanges: ExchangeCounter,
 ) -> list[RemovableHandle]:
     """Hook every module that is a unit; the returned handles remove the hooks again.
 
@@ -20,7 +25,7 @@ def register_hooks(
     """
     handles = []
     for index, (module, unit) in enumerate(zip(modules, units, strict=True)):
-        handles += _hook_passes(module, index, prefetcher)
+        handles += _hook_passes(module, index, prefetcher, exchanges)
         for parameter in unit.parameters:
             handles.append(
                 parameter.register_post_accumulate_grad_hook(
@@ -30,12 +35,19 @@ def register_hooks(
     return handles
 
 
-def _hook_passes(module: nn.Module, index: int, prefetcher: Prefetcher) -> list[RemovableHandle]:
+def _hook_passes(
+    module: nn.Module, index: int, prefetcher: Prefetcher, exchanges: ExchangeCounter
+) -> list[RemovableHandle]:
     def before_forward(module: nn.Module, arguments: tuple) -> None:
         prefetcher.before_forward(index)
+        exchanges.forward(index)
+
+    def before_backward(gradient: Tensor) -> None:
+        prefetcher.before_backward(index)
+        exchanges.backward(index)
 
     def after_forward(module: nn.Module, arguments: tuple, output: Tensor) -> None:
         if torch.is_grad_enabled() and output.requires_grad:
-            output.register_hook(lambda gradient: prefetcher.before_backward(index))
+            output.register_hook(before_backward)
 
     return [module.register_forward_pre_hook(before_forward), module.register_forward_hook(after_forward)]

@@ -31,9 +31,10 @@ def small(
     seed: int = 1,
     precision: PrecisionConfig | None = None,
     topology: Topology | None = None,
+    tensor: int = 1,
     **zero: object,
 ) -> ZeroEngine:
-    """An engine; its units have sizes that no shard divides evenly."""
+    """An engine; its units have sizes that no shard divides evenly. `tensor` ranks share its layers."""
     config = ModelConfig(num_layers=2, hidden_size=hidden, num_attention_heads=4, seq_length=8)
     return engine_of(
         config,
@@ -43,6 +44,7 @@ def small(
         topology=topology,
         zero=ZeroConfig(**zero) if zero else None,
         operations=operations() if zero.get("zero_quantized_weights") else None,
+        tensor=tensor,
     )
 
 

@@ -10,8 +10,10 @@ OLD_FLAGS = [
     bad(
         "--layernorm-epsilon 0", "--norm-epsilon 0.0: must be above 0 (--norm-epsilon is --layernorm-epsilon)"
     ),
-    bad("--model-parallel-size 2", "--model-parallel-size 2: only 1 is possible: … use --zero-stage 3"),
-    bad("--tensor-model-parallel-size 8", "--tensor-model-parallel-size 8: only 1 is … use --zero-stage 3"),
+    bad(
+        "--model-parallel-size 2",
+        "--tensor-model-parallel-size 2: must divide the 1 ranks of a node; possible: 1",
+    ),
     bad(
         "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2: only 1 is … use --zero-stage 3"
     ),

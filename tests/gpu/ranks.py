@@ -11,17 +11,23 @@ import torch.multiprocessing as mp
 from megatron_zpp.distributed.topology import Topology
 
 
-def on_gpus(nodes: int, local: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def on_gpus(
+    nodes: int, local: int, function: Callable[..., Any], *arguments: Any, share_one_gpu: bool = False
+) -> list[Any]:
     """What `function(topology, *arguments)` returns on each rank, by rank; no tensors.
 
-    Ranks of different nodes talk over TCP, as NCCL takes them for different hosts.
+    Ranks of different nodes talk over TCP, as NCCL takes them for different hosts. So do all ranks that
+    `share_one_gpu`.
     """
     results = mp.get_context("spawn").SimpleQueue()
     rendezvous = dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False
     )  # at a port that is free
     processes = mp.spawn(
-        _rank, (nodes, local, rendezvous.port, results, function, arguments), nprocs=nodes * local, join=False
+        _rank,
+        (nodes, local, rendezvous.port, results, share_one_gpu, function, arguments),
+        nprocs=nodes * local,
+        join=False,
     )
     collected = {}
     while not processes.join(timeout=0.05) or not results.empty():
@@ -32,13 +38,20 @@ def on_gpus(nodes: int, local: int, function: Callable[..., Any], *arguments: An
 
 
 def _rank(
-    rank: int, nodes: int, local: int, port: int, results: Any, function: Callable, arguments: tuple
+    rank: int,
+    nodes: int,
+    local: int,
+    port: int,
+    results: Any,
+    share_one_gpu: bool,
+    function: Callable,
+    arguments: tuple,
 ) -> None:
     topology = Topology(rank, nodes * local, rank % local, local)
-    if nodes > 1:
-        node = f"node{topology.node_of(rank)}"
-        os.environ |= {"NCCL_HOSTID": node, "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-    device = torch.device("cuda", topology.local_rank)
+    if nodes > 1 or share_one_gpu:
+        host = f"rank{rank}" if share_one_gpu else f"node{topology.node_of(rank)}"
+        os.environ |= {"NCCL_HOSTID": host, "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    device = torch.device("cuda", 0 if share_one_gpu else topology.local_rank)
     torch.cuda.set_device(device)
     rendezvous = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("nccl", store=rendezvous, rank=rank, world_size=nodes * local, device_id=device)

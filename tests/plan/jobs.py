@@ -35,8 +35,9 @@ def job_of(
     local: int = 1,
     micro_batch_size: int = 1,
     micro_batches: int = 1,
+    tensor: int = 1,
 ) -> Job:
-    """A job of bf16 and one rank by default."""
+    """A job of bf16 and one rank by default; `tensor` ranks of `local` share each layer."""
     return Job(
         model=model,
         vocab_size=vocab_size,
@@ -47,5 +48,6 @@ def job_of(
         local=local,
         micro_batch_size=micro_batch_size,
         micro_batches=micro_batches,
-        units=units_of(model, vocab_size),
+        units=units_of(model, vocab_size, tensor),
+        tensor=tensor,
     )

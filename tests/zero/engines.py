@@ -8,11 +8,15 @@ import torch.distributed as dist
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.grid import Grid
+from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import AttentionKernel, DotProduct
 from megatron_zpp.model.gpt import GPT, ModelComponents, norm_classes
+from megatron_zpp.model.tensor_parallel import TensorParallelComponents, exchanges_of, splits_of
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
 
 
 def engine_of(
@@ -29,11 +33,22 @@ def engine_of(
     seed: int = 3,
     kernel: AttentionKernel | None = None,
     fused_backend: Literal["apex", "torch"] = "torch",
+    tensor: int = 1,
 ) -> ZeroEngine:
-    """An engine with the initial weights of `seed`, drawn on the CPU whatever the device."""
+    """An engine with the initial weights of `seed`, drawn on the CPU whatever the device.
+
+    `tensor` ranks share each layer.
+    """
+    norms, attention = norm_classes(fused_backend), kernel or DotProduct()
+    share, parts = ALONE, ModelComponents(norms, attention=attention)
+    if tensor > 1:
+        assert topology is not None
+        group = TensorGroup(Grid(topology, tensor).tensor_ranks, topology.rank)
+        parts = TensorParallelComponents(norms, attention=attention, group=group, tokens=config.seq_length)
     with torch.device("meta"):
-        parts = ModelComponents(norm_classes(fused_backend), attention=kernel or DotProduct())
         model = GPT(config, vocab_size, recompute, parts)
+    if tensor > 1:
+        share = TensorShare(group, splits_of(model), exchanges_of(model), config.hidden_size)
 
     def initialize(name: str, tensor: torch.Tensor) -> None:
         drawn = torch.empty(tensor.shape)
@@ -50,20 +65,31 @@ def engine_of(
         device=torch.device(device),
         operations=operations,
         fused_backend=fused_backend,
+        share=share,
     )
 
 
 def states_of(engine: ZeroEngine, kind: str) -> dict[str, torch.Tensor]:
     """A copy of the whole weights, or of a moment, by name. Every rank must call it."""
-    ranks, states = engine.topology.world_size, {}
+    grid, states = engine.grid, {}
     for unit, shard in zip(engine.units, engine.shards(kind), strict=True):
-        shards = [torch.empty_like(shard, device=engine.device) for _ in range(ranks)]
-        if ranks > 1:
+        shards = [torch.empty_like(shard, device=engine.device) for _ in range(grid.job.world_size)]
+        if grid.job.world_size > 1:
             dist.all_gather(shards, shard.to(engine.device))
         else:
             shards = [shard]
-        shards = [shards[engine.topology.owner_of(index)] for index in range(ranks)]
-        states |= dict(zip(unit.names, unit.views(torch.cat(shards).clone()), strict=True))
+        parts = []  # the unit's parameters on each tensor rank
+        for rank in range(grid.tensor):
+            owners = (grid.data.owner_of(index) for index in range(grid.data.world_size))
+            flat = torch.cat([shards[owner * grid.tensor + rank] for owner in owners])
+            parts.append(unit.views(flat.clone()))
+        for name, *of_ranks in zip(unit.names, *parts, strict=True):
+            split = engine.share.splits.get(name)
+            if split is None:
+                assert all(torch.equal(part, of_ranks[0]) for part in of_ranks), (
+                    f"{name} differs between ranks"
+                )
+            states[name] = of_ranks[0] if split is None else split.join(of_ranks)
     return states
 
 

@@ -37,15 +37,13 @@ from megatron_zpp.zero.engine import WEIGHTS
 
 @dataclass(frozen=True)
 class _Source:
-    """A parameter of a checkpoint, without rows of padding: where it begins in its unit."""
+    """A parameter of a checkpoint: its name there, and its shape without rows of padding."""
 
-    unit: int
-    offset: int
+    name: str
     shape: tuple[int, ...]
 
     def read(self, reader: CheckpointReader) -> Tensor:
-        elements = range(self.offset, self.offset + math.prod(self.shape))
-        return reader.elements(WEIGHTS, self.unit, elements).view(self.shape)
+        return reader.elements(WEIGHTS, self.name, range(math.prod(self.shape))).view(self.shape)
 
 
 def export_checkpoint(
@@ -104,15 +102,14 @@ def _sources(
     with torch.device("meta"):
         expected = {name: tuple(value.shape) for name, value in GPT(model, vocab_size).named_parameters()}
     found = {}
-    for index, unit in enumerate(reader.units):
+    for unit in reader.units:
         for name, entry in unit["parameters"].items():
-            found[name] = _Source(index, entry["offset"], tuple(entry["shape"]))
+            found[name] = _Source(name, tuple(entry["shape"]))
     if {name: source.shape for name, source in found.items()} != expected:
         raise DamagedFile(f"{checkpoint / STATE}: its weights are not those of the model that it describes")
     for name in (TOKENS, OUTPUT):
         if name in found:
-            source = found[name]
-            found[name] = _Source(source.unit, source.offset, (vocab_size, source.shape[1]))
+            found[name] = _Source(name, (vocab_size, found[name].shape[1]))
     return found
 
 

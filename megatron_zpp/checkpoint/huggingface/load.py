@@ -6,6 +6,7 @@ from typing import Any
 from megatron_zpp.checkpoint.huggingface.architecture import check_flags, check_vocabulary, read_architecture
 from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
 from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
+from megatron_zpp.checkpoint.states import sharing_of
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.run import HUGGINGFACE
 from megatron_zpp.zero.engine import WEIGHTS, ZeroEngine
@@ -22,9 +23,11 @@ def open_weights(directory: str, model: ModelConfig, tokenizer: dict[str, Any]) 
 
 def load_weights(directory: str, engine: ZeroEngine, model: ModelConfig, tokenizer: dict[str, Any]) -> None:
     """Put them into the engine. Sends nothing: ranks may fail independently."""
+    sharing = sharing_of(engine)
     with open_weights(directory, model, tokenizer) as weights:
 
-        def read(unit: int, elements: range) -> Any:
-            return weights.unit_elements(engine.units[unit].names, engine.units[unit].layout, elements)
+        def read(index: int, elements: range) -> Any:
+            unit = engine.units[index]
+            return weights.unit_elements(unit.names, unit.layout, elements, sharing)
 
         engine.load_states(WEIGHTS, read)

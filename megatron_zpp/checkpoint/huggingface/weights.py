@@ -21,6 +21,7 @@ from megatron_zpp.checkpoint.huggingface.names import (
     TransformersTensor,
     names_of,
 )
+from megatron_zpp.checkpoint.slices import UNSHARED, Sharing, blocks, fill
 from megatron_zpp.config.json_file import read_json_object, shown_key
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.gpt import GPT
@@ -78,12 +79,25 @@ class HuggingFaceWeights:
             begin = end
         return found
 
-    def unit_elements(self, names: tuple[str, ...], layout: FlatLayout, elements: range) -> Tensor:
-        """Return elements of the flat buffer of a unit with these parameters; its gaps are zero."""
+    def unit_elements(
+        self, names: tuple[str, ...], layout: FlatLayout, elements: range, sharing: Sharing = UNSHARED
+    ) -> Tensor:
+        """Return elements of the flat buffer of a unit with these parameters; its gaps are zero.
+
+        The buffer has the parts of the reader's tensor rank in `sharing`.
+        """
         found = torch.zeros(len(elements))
         for piece in layout.parameter_slices(elements):
-            part = self.elements(names[piece.parameter], piece.start, piece.start + piece.length)
-            found[piece.destination : piece.destination + piece.length] = part
+            name, target = names[piece.parameter], found[piece.destination :][: piece.length]
+            wanted, part = range(piece.start, piece.start + piece.length), sharing.part(name)
+
+            def read_into(rank: int, first: int, target: Tensor, name: str = name) -> None:
+                target.copy_(self.elements(name, first, first + len(target)))
+
+            if part.split is None:
+                read_into(0, wanted.start, target)
+            else:
+                fill(target, wanted, blocks(self.shapes[name], UNSHARED, name, part, wanted), read_into)
         return found
 
     def parameters(self) -> dict[str, Tensor]:

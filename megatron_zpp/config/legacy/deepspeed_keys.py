@@ -122,7 +122,9 @@ _MEAN = "the loss is divided by the number of ranks before backward"
 _DISK = "states are not offloaded to disks"
 _PRINTS = "only prints; the log has throughput, MFU and bytes"
 _ONE_FORM = "there is only one implementation"
-_NO_PARALLEL = "there is no tensor, pipeline, sequence or expert parallelism"
+_NO_PARALLEL = "there is no pipeline, context or expert parallelism"
+_TENSOR = "--tensor-model-parallel-size sets tensor parallelism, with one implementation"
+_PARTITIONED = "with tensor parallelism, what recomputation starts from is always split over tensor ranks"
 
 BATCH_SIZE = "train_batch_size"
 ACCUMULATION = "gradient_accumulation_steps"
@@ -185,9 +187,9 @@ _BLOCKS: dict[str, Rule] = {
     "sparse_attention": Refused("attention is dense and causal; omit it"),
     "compression_training": Refused("weights are neither pruned nor trained in few bits; omit it"),
     "quantize_training": Refused("weights are not trained in few bits; omit it"),
-    "tensor_parallel.autotp_size": Only((0, 1), "every rank computes whole layers; omit it"),
+    "tensor_parallel.autotp_size": Only((0, 1), "use --tensor-model-parallel-size"),
     **{
-        f"tensor_parallel.{key}": Idle(_NO_PARALLEL)
+        f"tensor_parallel.{key}": Idle(_TENSOR)
         for key in ("preset_model", "tp_overlap_comm", "vocab_parallel_lm_head", "partition_config")
     },
     "sequence_parallel_size": Only((1,), "every rank computes whole samples; omit it"),
@@ -299,7 +301,7 @@ _ZERO: dict[str, Rule] = {
 
 _RECOMPUTATION: dict[str, Rule] = {
     "cpu_checkpointing": _switch("recompute.recompute_offload", "--recompute-offload"),
-    "partition_activations": Idle(_NO_PARALLEL),
+    "partition_activations": Idle(_PARTITIONED),
     "contiguous_memory_optimization": Idle(_ONE_FORM),
     "number_checkpoints": Idle("--recompute-num-layers sets the layers per activation checkpoint"),
     "synchronize_checkpoint_boundary": Idle(_ONE_FORM),

@@ -57,11 +57,10 @@ def _refused(otherwise: str, *names: str) -> list[OldFlag]:
 
 _FULL = {"recompute.recompute_granularity": "full"}
 _UNIFORM = {"recompute.recompute_method": "uniform"}
-_TP = "every rank computes whole layers; use --zero-stage 3 to shard the model over ranks"
 _PP = "every rank computes all layers; use --zero-stage 3 to shard the model over ranks"
 _LONG = "every rank computes whole samples; omit it"
 _EXPERTS = "the model is dense; omit it"
-_NO_TP = "there is no tensor parallelism"
+_SEQUENCE = "with tensor parallelism, hidden states between linear maps are always split by tokens"
 _NO_PP = "there is no pipeline parallelism"
 _FUSED = "--attention-backend selects the attention kernel, and other fusions affect speed only"
 _BUFFERS = "buffers hold one unit, such as a layer"
@@ -77,6 +76,12 @@ _TOKENS = "lengths are given in samples or iterations: divide by --seq-length an
 
 RENAMED = (
     _renamed("--batch-size", "--micro-batch-size", "training.micro_batch_size", int),
+    _renamed(
+        "--model-parallel-size",
+        "--tensor-model-parallel-size",
+        "distributed.tensor_model_parallel_size",
+        int,
+    ),
     _renamed("--warmup", "--lr-warmup-fraction", "learning_rate.lr_warmup_fraction", float),
     _renamed("--layernorm-epsilon", "--norm-epsilon", "model.norm_epsilon", float),
     _renamed("--encoder-seq-length", "--seq-length", "model.seq_length", int),
@@ -113,9 +118,7 @@ RENAMED = (
 )
 
 ONLY = (
-    _only("--tensor-model-parallel-size", 1, _TP),
     _only("--pipeline-model-parallel-size", 1, _PP),
-    _only("--model-parallel-size", 1, _TP, today="--tensor-model-parallel-size"),
     _only("--context-parallel-size", 1, _LONG),
     _only("--ds-sequence-parallel-size", 1, _LONG),
     _only("--expert-model-parallel-size", 1, _EXPERTS),
@@ -138,9 +141,12 @@ IDLE = (
     *_idle("stored inputs of recomputation stay where they were computed", "--contigious-checkpointing"),
     *_idle("no layer waits for the device", "--synchronize-each-layer"),
     *_idle("only prints; use benchmarks/zero_speed.py --trace", "--profile-backward"),
-    *_idle(_NO_TP, "--partition-activations", "--distribute-checkpointed-activations"),
-    *_idle(_NO_TP, "--distribute-saved-activations", "--sequence-parallel"),
-    *_idle(_NO_TP, "--no-async-tensor-model-parallel-allreduce"),
+    *_idle(_SEQUENCE, "--sequence-parallel", "--partition-activations"),
+    *_idle(_SEQUENCE, "--distribute-checkpointed-activations", "--distribute-saved-activations"),
+    *_idle(
+        "activations are gathered and scattered, not all-reduced",
+        "--no-async-tensor-model-parallel-allreduce",
+    ),
     *_idle(_NO_PP, "--no-pipeline-parallel", "--no-scatter-gather-tensors-in-pipeline"),
     *_idle("every rank receives only its shard", "--zero-reduce-scatter"),
     *_idle(_FLAT, "--zero-contigious-gradients", "--no-gradient-accumulation-fusion"),

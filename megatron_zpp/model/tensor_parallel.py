@@ -1,0 +1,335 @@
+"""Layers that tensor ranks share, with sequence parallelism (Megatron-LM papers 1909.08053, 2205.05198).
+
+Shapes: T tensor ranks, B batch, S tokens per sample, D hidden size, R = B · S / T rows of this rank, V padded
+vocabulary.
+
+Between the linear maps of a layer, where norms, dropout and residual sums are, a rank has the rows of its own
+tokens: (R, D), part r of the B · S tokens laid end to end. A column-parallel map gathers the rows of all
+ranks and computes some of the outputs for all tokens, (B, S, outputs / T). A row-parallel map has some of the
+inputs, and its products are summed over ranks and scattered to the rows. What is kept for the backward of a
+map into heads or into the MLP is (R, D) too: the backward gathers it again, beside the product that does not
+need it.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.distributed.split import Split
+from megatron_zpp.distributed.tensor_group import TensorGroup
+from megatron_zpp.model.gpt import GPT, Head, ModelComponents
+from megatron_zpp.model.loss import IGNORED, LossKernels, linear_cross_entropy, unit, wide
+
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of rows (R, K), a weight (N, K) and a bias (N)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallelComponents(ModelComponents):
+    """Components of a model that the ranks of `group` share; samples have `tokens` tokens.
+
+    `product` is what linear maps compute: F.linear, or the same in 8 bits.
+    """
+
+    group: TensorGroup
+    tokens: int
+    product: Product = F.linear
+
+    @property
+    def tensor_ranks(self) -> int:
+        """See ModelComponents."""
+        return self.group.size
+
+    def column(self, inputs: int, outputs: int, *, bias: bool, runs: tuple[int, ...] = ()) -> nn.Linear:
+        """See ModelComponents."""
+        shared = Split(0, runs or (outputs,))
+        module = ColumnParallel(inputs, outputs // self.group.size, bias, self)
+        return _split(module, weight=shared, **({"bias": shared} if bias else {}))
+
+    def row(self, inputs: int, outputs: int, *, bias: bool) -> nn.Linear:
+        """See ModelComponents."""
+        module = RowParallel(inputs // self.group.size, outputs, bias, self)
+        return _split(module, weight=Split(1, (inputs,)))
+
+    def vocabulary(self, entries: int, width: int) -> nn.Embedding:
+        """See ModelComponents."""
+        module = VocabularyParallelEmbedding(entries // self.group.size, width, self.group)
+        return _split(module, weight=Split(0, (entries,)))
+
+    def output(self, width: int, entries: int) -> nn.Linear:
+        """See ModelComponents."""
+        return _split(super().output(width, entries // self.group.size), weight=Split(0, (entries,)))
+
+    def hidden_shape(self, batch: int, tokens: int, width: int) -> tuple[int, ...]:
+        """See ModelComponents."""
+        return batch * tokens // self.group.size, width
+
+    def own_positions(self, positions: Tensor, tokens: Tensor) -> Tensor:
+        """See ModelComponents."""
+        return positions.expand(tokens.shape).flatten().chunk(self.group.size)[self.group.rank]  # (R)
+
+    def head(self, config: ModelConfig, vocab_size: int, padded_vocab_size: int) -> Head:
+        """See ModelComponents."""
+        return VocabularyParallelHead(config, self, vocab_size, padded_vocab_size)
+
+
+def _split(module: Any, **splits: Split) -> Any:
+    """`module`, which says how its parameters are shared."""
+    module.tensor_splits = splits
+    return module
+
+
+def splits_of(model: nn.Module) -> dict[str, Split]:
+    """How tensor ranks share the parameters of a model, by name; they all have the others whole."""
+    return {
+        f"{name}.{parameter}": split
+        for name, module in model.named_modules()
+        for parameter, split in getattr(module, "tensor_splits", {}).items()
+    }
+
+
+def exchanges_of(model: GPT) -> list[tuple[int, int]]:
+    """How often forward and backward of each unit gather or scatter hidden states, in the order of units.
+
+    A layer has two pairs of a gather and a scatter. The backward of a pair scatters and gathers their
+    gradients, and gathers the input of the first map again, unless products are of 8-bit floats, which keep
+    it whole.
+    """
+    parts = model.parts
+    pair = 3 if isinstance(parts, TensorParallelComponents) and parts.product is F.linear else 2
+    return [(1, 1), *[(4, 2 * pair)] * len(model.layers), (1, 1)]
+
+
+class ColumnParallel(nn.Linear):
+    """Rows (R, D) of this rank's tokens -> some outputs for all tokens, (B, S, outputs / T)."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, parts: TensorParallelComponents) -> None:
+        super().__init__(inputs, outputs, bias)
+        self.group, self.tokens, self.product = parts.group, parts.tokens, parts.product
+
+    def forward(self, input: Tensor) -> Tensor:
+        """See the class."""
+        if self.product is F.linear:
+            out = _GatheredLinear.apply(input, self.weight, self.bias, self.group)
+        else:
+            out = self.product(_Gather.apply(input, self.group), self.weight, self.bias)
+        return out.unflatten(0, (-1, self.tokens))
+
+
+class RowParallel(nn.Linear):
+    """Some inputs of all tokens, (B, S, inputs / T) -> the rows of this rank's tokens, (R, D)."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, parts: TensorParallelComponents) -> None:
+        super().__init__(inputs, outputs, bias)
+        self.group, self.product = parts.group, parts.product
+
+    def forward(self, input: Tensor) -> Tensor:
+        """See the class. The bias, which all ranks have whole, joins the sum over ranks once."""
+        rows = input.flatten(0, 1)
+        if self.product is F.linear:
+            out = _LinearScattered.apply(rows, self.weight, self.group)
+        else:
+            out = _ScatterSum.apply(self.product(rows, self.weight, None), self.group)
+        return out if self.bias is None else out + self.bias
+
+
+class VocabularyParallelEmbedding(nn.Embedding):
+    """(B, S) ids -> the rows of this rank's tokens, (R, D); each rank has V / T entries of the table."""
+
+    def __init__(self, entries: int, width: int, group: TensorGroup) -> None:
+        weight = torch.empty(entries, width)
+        super().__init__(entries, width, _weight=weight if weight.is_meta else weight.normal_())
+        self.group = group
+
+    def forward(self, input: Tensor) -> Tensor:
+        """See the class."""
+        entries = input.flatten() - self.group.rank * self.num_embeddings
+        elsewhere = (entries < 0) | (entries >= self.num_embeddings)
+        found = F.embedding(entries.masked_fill(elsewhere, 0), self.weight)
+        return _ScatterSum.apply(found.masked_fill(elsewhere[:, None], 0.0), self.group)
+
+
+class VocabularyParallelHead(Head):
+    """The head of a model whose output weights are split by entries of the vocabulary."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        parts: TensorParallelComponents,
+        vocab_size: int,
+        padded_vocab_size: int,
+    ) -> None:
+        super().__init__(config, parts, vocab_size, padded_vocab_size)
+        self.group = parts.group
+        self._tokens = parts.tokens
+        self.passes = VocabularyParallelLoss(self.group).kernels()
+
+    def forward(self, x: Tensor, tied: Tensor, targets: Tensor | None = None) -> Tensor:
+        """(R, D) and this rank's entries of the token embedding -> as Head, for all tokens."""
+        x = _Gather.apply(self.norm(x), self.group)  # (B · S, D)
+        weight = tied if self.output is None else self.output.weight
+        if targets is None:
+            logits = self.group.gather(F.linear(x, weight)[None])  # (T, B · S, V / T): for inference alone
+            return logits.movedim(0, 1).flatten(1).unflatten(0, (-1, self._tokens))
+        return linear_cross_entropy(x, weight, targets.flatten(), self.vocab_size, passes=self.passes)
+
+    def compile_loss(self, compiler: Compiler, fused: LossKernels | None) -> None:
+        """See Head; `fused` is for whole vocabularies."""
+        self.passes = VocabularyParallelLoss(self.group).kernels(compiler)
+
+
+class VocabularyParallelLoss:
+    """The parts of the loss that are not products, where each rank has V / T of the logits of all tokens.
+
+    Each rank finds the maximum, the sum of exponentials and the target's logit among its entries. One
+    exchange of these three numbers per token tells all ranks the softmax.
+    """
+
+    def __init__(self, group: TensorGroup) -> None:
+        self._group = group
+        self._local, self._to_gradient = _local_statistics, _to_gradient
+
+    def kernels(self, compiler: Compiler = lambda function: function) -> LossKernels:
+        """The loss as kernels for `linear_cross_entropy`; its targets are ids of the whole vocabulary."""
+        self._local, self._to_gradient = compiler(_local_statistics), compiler(_to_gradient)
+        return LossKernels(self.to_gradient, lean=True, loss=self.loss)
+
+    def to_gradient(self, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+        """As loss.logits_to_gradient, of logits (C, V / T)."""
+        place = targets - self._group.rank * logits.shape[1]
+        statistics = self._statistics(logits, place, vocab_size)
+        return self._to_gradient(
+            logits, targets != IGNORED, place, statistics, self._entries(logits, vocab_size)
+        )
+
+    def loss(self, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+        """The sum of the cross-entropies of logits (C, V / T), which stay as they are."""
+        place = targets - self._group.rank * logits.shape[1]
+        likelihood, _ = _likelihood(self._statistics(logits, place, vocab_size))
+        return -torch.where(targets != IGNORED, likelihood, 0.0).sum()
+
+    def _statistics(self, logits: Tensor, place: Tensor, vocab_size: int) -> Tensor:
+        local = self._local(logits, place, self._entries(logits, vocab_size))
+        return self._group.gather(local[None])  # (T, 3, C)
+
+    def _entries(self, logits: Tensor, vocab_size: int) -> int:
+        """Columns of this rank that do not only pad the vocabulary."""
+        return min(max(vocab_size - self._group.rank * logits.shape[1], 0), logits.shape[1])
+
+
+def _local_statistics(logits: Tensor, place: Tensor, entries: int) -> Tensor:
+    """Maximum, sum of exponentials less the maximum, and target's logit or 0 of logits (C, V / T): (3, C)."""
+    used = logits[:, :entries].to(wide(logits.dtype))
+    if entries == 0:
+        zero = used.new_zeros(len(logits))
+        return torch.stack((torch.full_like(zero, -math.inf), zero, zero))
+    largest = used.amax(1)
+    total = torch.exp(used - largest[:, None]).sum(1)
+    inside = (place >= 0) & (place < entries)
+    wanted = used.gather(1, place.clamp(0, entries - 1)[:, None])[:, 0]
+    return torch.stack((largest, total, torch.where(inside, wanted, 0.0)))
+
+
+def _likelihood(statistics: Tensor) -> tuple[Tensor, Tensor]:
+    """The log-likelihood of the target, and the logarithm of the sum of exponentials, each (C)."""
+    largest, totals, wanted = statistics.unbind(1)  # each (T, C)
+    most = largest.amax(0)
+    log_total = most + torch.log((totals * torch.exp(largest - most)).sum(0))
+    return wanted.sum(0) - log_total, log_total
+
+
+def _to_gradient(logits: Tensor, counted: Tensor, place: Tensor, statistics: Tensor, entries: int) -> Tensor:
+    """The loss; logits (C, V / T) become their gradient times `unit`."""
+    likelihood, log_total = _likelihood(statistics)
+    scale = unit(logits.dtype)
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    shifted = logits.to(log_total.dtype) - (log_total - math.log(scale))[:, None]
+    is_target = columns == place[:, None]
+    softmax = torch.where(is_target, scale * torch.expm1(likelihood)[:, None], torch.exp(shifted))
+    logits.copy_(torch.where(counted[:, None] & (columns < entries), softmax, 0.0))
+    return -torch.where(counted, likelihood, 0.0).sum()
+
+
+class _Gather(torch.autograd.Function):
+    """(R, …) -> the rows of all ranks (T · R, …); the backward sums what each rank made of them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return group.gather(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.scatter_sum(gradient), None
+
+
+class _ScatterSum(torch.autograd.Function):
+    """(T · R, …) -> this rank's rows of the sum over ranks (R, …)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return group.scatter_sum(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.gather(gradient), None
+
+
+class _GatheredLinear(torch.autograd.Function):
+    """F.linear of the rows of all ranks; rows (R, D) are kept, and gathered once more by the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, group: TensorGroup) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.group = group
+        return F.linear(group.gather(rows), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        group, wanted = ctx.group, ctx.needs_input_grad
+        if torch.compiler.is_compiling():
+            rows = _after(rows, gradient)
+        gathering = group.start_gather(rows) if wanted[1] else None
+        scattering = group.start_scatter_sum(gradient @ weight) if wanted[0] else None
+        of_weight = None if gathering is None else gradient.t() @ group.wait(gathering)
+        of_bias = gradient.sum(0) if wanted[2] else None
+        return None if scattering is None else group.wait(scattering), of_weight, of_bias, None
+
+
+def _after(rows: Tensor, gradient: Tensor) -> Tensor:
+    """`rows`, in a graph that the compiler can only compute when `gradient` is there.
+
+    Otherwise it would find that forward and backward gather the same rows, gather them once, and keep the
+    rows of all ranks for the backward.
+    """
+    first = gradient[:1, :1]
+    return torch.where(first == first, rows, rows)
+
+
+class _LinearScattered(torch.autograd.Function):
+    """The products of all ranks with their inputs (T · R, inputs / T), summed and scattered to (R, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, group: TensorGroup) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.group = group
+        return group.scatter_sum(F.linear(rows, weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        gathered = ctx.group.gather(gradient)
+        of_rows = gathered @ weight if ctx.needs_input_grad[0] else None
+        of_weight = gathered.t() @ rows if ctx.needs_input_grad[1] else None
+        return of_rows, of_weight, None

@@ -1,0 +1,85 @@
+"""What a rank sends to the ranks that share its layers, and how long it waits for them.
+
+model/tensor_parallel.py has the collectives. For T ranks, one of them on the hidden states of a micro-batch
+makes each rank send (T - 1) / T of their bytes over NVLink:
+
+    a layer         forward    an all-gather before each of two linear maps, a reduce-scatter after two others
+                    backward   the transposes of these four, and the two inputs gathered again for the
+                               gradients of weights, unless 8-bit products have kept them; with
+                               recomputation also what the forward sends
+    the embedding   a reduce-scatter, and in the backward an all-gather
+    the head        an all-gather, and in the backward a reduce-scatter; three fp32 numbers per token for the
+                    softmax
+    all layers      in the backward an all-reduce of the gradients of norms, biases and positions, in fp32
+
+A rank waits for all of these, except in the backward of a map whose input is gathered: the input arrives
+beside the product for the input's gradient, which is scattered beside the product for the weight's.
+"""
+
+from dataclasses import dataclass
+
+from megatron_zpp.model.gpt import segments
+from megatron_zpp.plan.hardware import Machine
+from megatron_zpp.plan.job import Job
+
+_STATISTICS = 3 * 4  # bytes per token: fp32 maximum, sum of exponentials, target's logit
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """Bytes that one rank sends to its tensor ranks in a forward or a backward of a micro-batch."""
+
+    waited: int  # while it has nothing to compute
+    beside: int  # beside products
+
+    @property
+    def nbytes(self) -> int:
+        """All of them."""
+        return self.waited + self.beside
+
+
+def exchanged(job: Job, forward: bool) -> Exchanged:
+    """What one forward or backward exchanges; nothing without tensor ranks."""
+    others, layers = job.tensor - 1, job.model.num_layers
+    one = others * job.rows * job.model.hidden_size * job.dtype.itemsize  # a collective on hidden states
+    if forward:
+        return Exchanged((4 * layers + 2) * one + others * _STATISTICS * job.tokens, 0)
+    sums = 2 * others * 4 * sum(job.replicated) // job.tensor
+    again = 4 * recomputed_layers(job)
+    if job.precision.fp8:
+        return Exchanged((again + 4 * layers + 2) * one + sums, 0)
+    return Exchanged((again + 2 * layers + 2) * one + sums, 4 * layers * one)
+
+
+def exchanged_bytes(job: Job) -> int:
+    """Bytes that one rank sends to its tensor ranks in a step."""
+    return job.micro_batches * sum(exchanged(job, forward).nbytes for forward in (True, False))
+
+
+def hidden_state_bytes(job: Job) -> int:
+    """Of `exchanged_bytes`, those of hidden states: the ledger of a run counts no others."""
+    others = job.tensor - 1
+    statistics = others * _STATISTICS * job.tokens
+    sums = 2 * others * 4 * sum(job.replicated) // job.tensor
+    return exchanged_bytes(job) - job.micro_batches * (statistics + sums)
+
+
+def waiting_seconds(job: Job, machine: Machine, forward: bool) -> float:
+    """Seconds of one forward or backward in which a rank waits for its tensor ranks."""
+    sent = exchanged(job, forward)
+    return sent.waited / machine.inside + max(0.0, sent.beside / machine.inside - _products(job, machine))
+
+
+def recomputed_layers(job: Job) -> int:
+    """Layers whose forward a backward repeats."""
+    runs = segments(job.model.num_layers, job.recompute)
+    return sum(stop - first for first, stop, again in runs if again)
+
+
+def _products(job: Job, machine: Machine) -> float:
+    """Seconds of the two products per map and layer beside which a backward exchanges."""
+    model = job.model
+    outputs = (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels
+    outputs += model.ffn_hidden_size * (2 if model.swiglu else 1)
+    flops = 2 * 2.0 * job.tokens * model.hidden_size * outputs * model.num_layers / job.tensor
+    return flops / machine.flops

@@ -1,0 +1,214 @@
+"""Plans of a run with other numbers of tensor ranks, and whether these pay against ZeRO alone, in words.
+
+All plans have the run's global batch. A data rank of T tensor ranks has T times the samples in a micro-batch,
+so that a GPU has as many hidden states between linear maps and a step as many micro-batches, where sizes and
+memory allow it, and fewer samples otherwise.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_zpp.config.tensor_parallel import FLAG, check_tensor_ranks, check_vocabulary
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.grid import Grid
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.plan.activations import ends_bytes, layer_bytes, loss_bytes, stored_bytes, working_bytes
+from megatron_zpp.plan.advice import Plan, at_stage, least_that_pays, plan_of
+from megatron_zpp.plan.exchanges import exchanged_bytes, hidden_state_bytes
+from megatron_zpp.plan.hardware import USABLE, Machine
+from megatron_zpp.plan.job import Job, units_of
+from megatron_zpp.plan.memory import memory_of
+from megatron_zpp.zero.plan_communication import check_topology
+
+_GB, _GIB = 1e9, 2**30
+
+
+def tensor_plans(plan: Plan, machine: Machine, gibibytes: float) -> list[Plan]:
+    """The run with each possible number of tensor ranks, fewest first, named by the flag's value and changes.
+
+    Other numbers than the run's take the largest micro-batches that fit. Whole layers are also planned at
+    stage 3, which needs least memory, and tensor ranks of a run at stage 3 at stage 2 where that fits: it
+    gathers once per step.
+    """
+    run, plans = plan.job, dict[str, Plan]()
+    for size in range(1, run.local + 1):
+        jobs = at_tensor(run, size)
+        if not jobs:
+            continue
+        if size == run.tensor:
+            plans[str(size)] = dataclasses.replace(plan, name=str(size))
+        if size != run.tensor or not plan.fits(gibibytes):
+            other = _largest_that_fits(jobs, run, machine, gibibytes)
+            plans.setdefault(other.name, other)
+        stage = 3 if size == 1 else 2
+        if (run.zero.zero_stage < 3 if size == 1 else run.zero.zero_stage == 3) and run.ranks > 1:
+            staged = [at_stage(job, stage) for job in jobs]
+            other = _largest_that_fits(staged, run, machine, gibibytes)
+            if size == 1 or other.fits(gibibytes):
+                plans[other.name] = other
+    return list(plans.values())
+
+
+def _largest_that_fits(jobs: list[Job], run: Job, machine: Machine, gibibytes: float) -> Plan:
+    """The first of `jobs` that fits, else the last."""
+    fitting = (job for job in jobs if memory_of(job).peak <= USABLE * gibibytes * _GIB)
+    return _named(plan_of("", next(fitting, jobs[-1]), machine), run)
+
+
+def _named(plan: Plan, run: Job) -> Plan:
+    """The plan, named by the value of FLAG and the other flags that are not those of the run."""
+    job, name = plan.job, str(plan.job.tensor)
+    if job.zero.zero_stage != run.zero.zero_stage:
+        name += f" --zero-stage {job.zero.zero_stage}"
+    if job.micro_batch_size != run.micro_batch_size:
+        name += f" --micro-batch-size {job.micro_batch_size}"
+    return dataclasses.replace(plan, name=name)
+
+
+def at_tensor(job: Job, size: int) -> list[Job]:
+    """The job with `size` tensor ranks and ever smaller micro-batches.
+
+    There are none if so many ranks cannot share the layers or the global batch.
+    """
+    if not _divides(job, size) or job.samples_per_step % (job.ranks // size):
+        return []
+    samples = job.samples_per_step // (job.ranks // size)
+    units = job.units if size == job.tensor else units_of(job.model, job.vocab_size, size)
+    shared = dataclasses.replace(job, tensor=size, units=units, zero=_zero_of(job, size))
+    most = max(1, job.micro_batch_size * size // job.tensor)
+    sizes = [one for one in range(1, min(most, samples) + 1) if samples % one == 0]
+    return [
+        dataclasses.replace(shared, micro_batch_size=one, micro_batches=samples // one)
+        for one in reversed(sizes)
+    ]
+
+
+def _divides(job: Job, size: int) -> bool:
+    """Whether `size` ranks of a node can share each layer."""
+    try:
+        check_tensor_ranks(job.model, size, fp8=job.precision.fp8)
+        check_vocabulary(job.model, job.vocab_size, size)
+    except ValueError:
+        return False
+    return job.local % size == 0
+
+
+def _zero_of(job: Job, size: int) -> ZeroConfig:
+    """The run's ZeRO++ groups, or whole nodes if data ranks cannot be in groups of that size."""
+    zero = job.zero
+    try:
+        check_topology(zero, Grid(Topology(0, job.ranks, 0, job.local), size).data)
+    except ValueError:
+        gradients = zero.zero_gradient_partition_size
+        return dataclasses.replace(
+            zero,
+            zero_hpz_partition_size="auto" if zero.hpz else zero.zero_hpz_partition_size,
+            zero_gradient_partition_size="off" if gradients == "off" else "auto",
+        )
+    return zero
+
+
+def tensor_lines(plan: Plan, machine: Machine, gibibytes: float) -> Iterator[str]:
+    """Whether tensor ranks pay, with a table of all plans if the run has some or they pay."""
+    plans = tensor_plans(plan, machine, gibibytes)
+    if all(other.job.tensor == 1 for other in plans):
+        return
+    advice = verdict(plans, gibibytes)
+    if advice.pays or plan.job.tensor > 1:
+        figures = f"{'ms per step':>12}{'GB per node':>13}{'GiB':>8}"
+        yield f"{'tensor ranks, same batch':42}{figures}  micro-batches"
+        for other in plans:
+            yield _row(other, plan.job, gibibytes)
+    yield f"  advice: {advice.claim}:"
+    yield f"    {advice.reason}"
+
+
+def _row(other: Plan, run: Job, gibibytes: float) -> str:
+    job, time = other.job, other.time
+    figures = f"{1e3 * time.seconds:12,.1f}{other.sent.inter / job.nodes / _GB:13.3f}"
+    mark, fits = "*" if job is run else " ", " " if other.fits(gibibytes) else "!"
+    line = f"{mark} {other.name:40}{figures}{other.memory.peak / _GIB:8.2f}{fits} "
+    line += f"{job.micro_batches} × {job.micro_batch_size}"
+    if job.tensor > 1:
+        line += f", {exchanged_bytes(job) / _GB:,.1f} GB inside, waits {_ms(time.exchanges)} ms"
+    return line
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether tensor ranks pay; `claim` says it in words, and `reason` why."""
+
+    pays: bool
+    claim: str
+    reason: str
+
+
+def verdict(plans: list[Plan], gibibytes: float) -> Verdict:
+    """Whether tensor ranks pay against ranks with whole layers; `plans` are those of `tensor_plans`."""
+    alone = [plan for plan in plans if plan.job.tensor == 1]
+    shared = [plan for plan in plans if plan.job.tensor > 1]
+    fitting = [plan for plan in plans if plan.fits(gibibytes)]
+    if not fitting:
+        least = min(plans, key=lambda plan: plan.memory.peak)
+        needs = f"{FLAG} {least.name} needs least, {least.memory.peak / _GIB:.2f} GiB"
+        return Verdict(False, f"{FLAG} up to {plans[-1].job.tensor} does not help", f"none fits; {needs}")
+    best = least_that_pays(plans, gibibytes)
+    if best.job.tensor == 1:
+        other = min(shared, key=lambda plan: (not plan.fits(gibibytes), plan.time.seconds))
+        return Verdict(False, f"{FLAG} {other.name} does not pay", _why_not(best, other, gibibytes))
+    whole = [plan for plan in alone if plan in fitting]
+    if whole:
+        reason = _gain(min(whole, key=lambda plan: plan.time.seconds), best)
+    elif alone:
+        reason = _cause(min(alone, key=lambda plan: plan.memory.peak))
+    else:
+        samples, job = f"{best.job.samples_per_step:,} samples per step", best.job
+        reason = f"{samples} are too few for {job.ranks:,} data ranks, and enough for {job.data_ranks:,}"
+    return Verdict(True, f"{FLAG} {best.name} pays", reason)
+
+
+def _why_not(plain: Plan, other: Plan, gibibytes: float) -> str:
+    """Why the plan `plain` is better than `other`, which has tensor ranks."""
+    if not other.fits(gibibytes):
+        return "no number of tensor ranks fits with this global batch"
+    waits = f"{_ms(other.time.exchanges)} ms of them waiting for activations"
+    return f"{_ms(other.time.seconds)} ms per step, {waits}; {_ms(plain.time.seconds)} without it"
+
+
+def _gain(plain: Plan, best: Plan) -> str:
+    """What the plan `best` gains over `plain`, which has no tensor ranks."""
+    gain = f"{_ms(best.time.seconds)} ms per step, not {_ms(plain.time.seconds)}"
+    sent, plain_sent = (plan.sent.inter / plan.job.nodes / _GB for plan in (best, plain))
+    if sent < plain_sent:
+        gain += f"; {sent:,.1f} GB from each node to others, not {plain_sent:,.1f}"
+    return gain
+
+
+def _cause(plan: Plan) -> str:
+    """What fills the memory of a rank that has whole layers."""
+    job, memory = plan.job, plan.memory
+    activations = stored_bytes(job) + ends_bytes(job)
+    activations += max(loss_bytes(job), layer_bytes(job) + working_bytes(job))
+    held = {
+        f"activations of {job.micro_batch_size} × {job.model.seq_length:,} tokens": activations,
+        "gathered layers and states": memory.resident,
+    }
+    parts = " and ".join(f"{nbytes / _GIB:.1f} GiB of {name}" for name, nbytes in held.items())
+    return f"a rank with whole layers has {parts}"
+
+
+def exchange_line(job: Job) -> str:
+    """Hidden states that tensor ranks send each other in a step, a part of `intra_node_bytes`."""
+    nbytes = hidden_state_bytes(job)
+    return f"    activations    {nbytes * job.ranks:>20,}   {nbytes / _GB:10.3f} GB from each GPU of these"
+
+
+def assumption_lines(job: Job) -> Iterator[str]:
+    """What a plan of tensor ranks assumes."""
+    yield f"  products of 1/{job.tensor} of a layer reach the same share of the peak"
+    yield "  tensor ranks wait for activations, except for those sent beside products of the backward"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:,.1f}" if seconds < 1 else f"{1000 * seconds:,.0f}"

@@ -1,0 +1,117 @@
+"""What the engine does for a model that tensor ranks share: cut parameters, sum and count replicated ones."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.distributed.split import Split
+from megatron_zpp.distributed.tensor_group import TensorGroup
+from megatron_zpp.distributed.traffic import TrafficLedger
+from megatron_zpp.ops.checks import SQUARES_BLOCK
+from megatron_zpp.zero.flat_layout import FlatLayout
+
+Initialize = Callable[[str, Tensor], None]
+
+
+@dataclass(frozen=True)
+class TensorShare:
+    """This rank's share of a model among `group`. Parameters that `splits` does not name are replicated.
+
+    `exchanges`: how often a unit's forward and its backward gather or scatter hidden states of `width`
+    elements per token, in forward order of units.
+
+    Replicated parameters have the same bits on all ranks of the group: their gradients, of which each rank
+    has the part of its own tokens or heads, are summed over the group before anything else happens to them.
+    """
+
+    group: TensorGroup | None = None
+    splits: Mapping[str, Split] = field(default_factory=dict)
+    exchanges: Sequence[tuple[int, int]] = ()
+    width: int = 0
+
+    @property
+    def block(self) -> int:
+        """Elements to which parameters are aligned, so that no block of squares has both kinds; 1: any."""
+        return 1 if self.group is None else SQUARES_BLOCK
+
+    def initialize(self, initialize: Initialize) -> Initialize:
+        """`initialize`, which fills whole parameters, for this rank's parts of them."""
+
+        def fill(name: str, part: Tensor) -> None:
+            split = self.splits.get(name)
+            if split is None or self.group is None:
+                initialize(name, part)
+                return
+            size, rank = self.group.size, self.group.rank
+            whole = torch.empty(split.whole_shape(part.shape, size), dtype=part.dtype, device=part.device)
+            initialize(name, whole)
+            part.copy_(split.part(whole, size, rank))
+
+        return fill
+
+    def replicated(self, names: Sequence[str]) -> tuple[int, ...]:
+        """Which of the parameters `names` all ranks of the group have whole; none without a group."""
+        if self.group is None:
+            return ()
+        return tuple(index for index, name in enumerate(names) if name not in self.splits)
+
+    def sum_replicated(self, gradients: list[Tensor], replicated: Sequence[int]) -> None:
+        """Sum those of a unit's `gradients` that are `replicated` over the group, in fp32 and in place."""
+        if self.group is None or not replicated:
+            return
+        parts = [gradients[index] for index in replicated]
+        dtype = torch.promote_types(parts[0].dtype, torch.float32)
+        total = self.group.sum(torch.cat([part.flatten().to(dtype) for part in parts]))
+        for part, summed in zip(parts, total.split([part.numel() for part in parts]), strict=True):
+            part.copy_(summed.view(part.shape))
+
+    def counted_elsewhere(self, layout: FlatLayout, replicated: Sequence[int], owned: range) -> list[range]:
+        """The blocks of squares of the `owned` elements that another rank of the group counts."""
+        if self.group is None or self.group.rank == 0:
+            return []
+        found: list[range] = []
+        for index in replicated:
+            start = max(layout.offsets[index], owned.start) - owned.start
+            stop = min(layout.offsets[index + 1], owned.stop) - owned.start
+            if start < stop:
+                blocks = range(start // SQUARES_BLOCK, -(-stop // SQUARES_BLOCK))
+                if found and found[-1].stop == blocks.start:
+                    blocks = range(found.pop().start, blocks.stop)
+                found.append(blocks)
+        return found
+
+
+ALONE = TensorShare()
+
+
+class ExchangeCounter:
+    """Counts in `ledger` the bytes of the exchanges of hidden states, when passes reach their units.
+
+    A compiled layer runs its collectives without Python, so that they cannot be counted where they are sent.
+    The loss's three numbers per token are not counted.
+    """
+
+    def __init__(self, share: TensorShare, ledger: TrafficLedger, dtype: torch.dtype) -> None:
+        self._share, self._ledger, self._dtype = share, ledger, dtype
+        self._sent = 0  # bytes that this rank sends in one gather or scatter
+
+    def begin(self, tokens: int) -> None:
+        """Begin a pass over a micro-batch of `tokens`."""
+        if self._share.group is not None:
+            ranks = self._share.group.size
+            rows = tokens // ranks * self._share.width * self._dtype.itemsize  # of this rank
+            self._sent = (ranks - 1) * rows
+
+    def forward(self, index: int) -> None:
+        """Count the forward, or its repetition, of unit `index`."""
+        self._count(index, 0)
+
+    def backward(self, index: int) -> None:
+        """Count the backward of unit `index`."""
+        self._count(index, 1)
+
+    def _count(self, index: int, direction: int) -> None:
+        if self._share.exchanges:
+            self._ledger.inside_node(self._share.exchanges[index][direction] * self._sent)

@@ -1,0 +1,103 @@
+"""Layers that two ranks share on a GPU, compiled and not: what one rank learns, and the memory that it takes.
+
+Both ranks share one GPU, and their collectives go over TCP, so that a machine of one GPU can run this.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.train.compiling import compile_parts
+from megatron_zpp.zero.engine import ZeroEngine
+from tests.gpu.ranks import on_gpus
+from tests.model import variants
+from tests.zero.engines import engine_of
+
+VOCAB, BATCH, LENGTH = 1000, 4, 128
+SHAPE = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": LENGTH}
+LLAMA = variants.LLAMA | {"num_attention_heads": 8, "num_query_groups": 2, "kv_channels": 32}
+MODELS: dict[str, dict[str, Any]] = {"gpt": {}, "llama": LLAMA}
+BF16, FP32 = PrecisionConfig(bf16=True), PrecisionConfig(fp32=True)
+
+
+def build(
+    topology: Topology, tensor: int, model: str, precision: PrecisionConfig, compiled: bool, **changes: Any
+) -> ZeroEngine:
+    torch._dynamo.reset()
+    config = ModelConfig(**SHAPE | MODELS[model] | changes, hidden_dropout=0.0, attention_dropout=0.0)
+    engine = engine_of(
+        config,
+        VOCAB,
+        zero=ZeroConfig(zero_stage=0),
+        precision=precision,
+        topology=topology,
+        device="cuda",
+        tensor=tensor,
+    )
+    if compiled:
+        shape = (changes.get("batch", BATCH), config.seq_length)
+        compile_parts(engine.model, shape, print, on_gpu=True)
+    return engine
+
+
+def losses(
+    topology: Topology, tensor: int, cases: list[tuple[str, PrecisionConfig, bool]]
+) -> list[list[float]]:
+    """Of ten steps and an evaluation, for each model, format, and whether layers are compiled."""
+    found = []
+    data = torch.randint(VOCAB, (10, BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(8))
+    for model, precision, compiled in cases:
+        engine = build(topology, tensor, model, precision, compiled)
+        its = []
+        for batch in data:
+            its.append(engine.accumulate(batch, index=0, micro_batches=1).item())
+            assert engine.step(1e-3).skipped.item() == 0
+        its.append(engine.evaluate(data[0]).item())
+        engine.close()
+        found.append(its)
+    return found
+
+
+def test_two_tensor_ranks_learn_what_one_does() -> None:
+    cases = [
+        (model, precision, compiled)
+        for model in MODELS
+        for precision in (FP32, BF16)
+        for compiled in (False, True)
+    ]
+    expected = losses(Topology(), 1, cases)
+    first, second = on_gpus(1, 2, losses, 2, cases, share_one_gpu=True)
+    assert first == second
+    for case, found, wanted in zip(cases, first, expected, strict=True):
+        rel = 2**-8 if case[1] is BF16 else 1e-5  # fp32 products may be TF32's or not, alike on both
+        assert found == pytest.approx(wanted, rel=rel), case
+
+
+def test_two_tensor_ranks_keep_half_the_activations_each() -> None:
+    """What a forward leaves for the backward; the head's hidden states and numbers per token stay whole."""
+    one = kept(Topology(), 1)
+    for two in on_gpus(1, 2, kept, 2, share_one_gpu=True):
+        assert two <= 0.55 * one
+
+
+def kept(topology: Topology, tensor: int) -> int:
+    """Bytes of a bf16 Llama's layers."""
+    changes = {"hidden_size": 1024, "num_layers": 6, "seq_length": 1024, "num_attention_heads": 16}
+    engine = build(topology, tensor, "llama", BF16, True, **changes, kv_channels=64, ffn_hidden_size=2816)
+    tokens = torch.randint(VOCAB, (BATCH, 1025), device="cuda")
+    for _ in range(2):
+        engine.accumulate(tokens, index=0, micro_batches=1)
+        engine.step(1e-4)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    loss = engine.model(tokens[:, :-1], tokens[:, 1:])
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_allocated()
+    loss.backward()
+    engine.close()
+    return after - before

@@ -1,0 +1,129 @@
+"""When a plan says that tensor ranks pay against ranks with whole layers, and when they do not."""
+
+from typing import Any
+
+import pytest
+
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.plan import PlanConfig
+from megatron_zpp.plan.advice import Plan, plan_of
+from megatron_zpp.plan.exchanges import waiting_seconds
+from megatron_zpp.plan.hardware import Machine, machine
+from megatron_zpp.plan.job import Job
+from megatron_zpp.plan.step_time import compute_seconds
+from megatron_zpp.plan.tensor_parallel import Verdict, at_tensor, tensor_lines, tensor_plans, verdict
+from tests.plan.jobs import FULL, NO_DROPOUT, QGZ, QWZ, job_of
+from tests.support import ROOT, pretrain
+
+GPU = 79.0  # GiB
+STAGE_3 = {"zero_stage": 3}
+NODES = {"nodes": 16, "local": 8}
+
+
+def rates(link: float = 400) -> Machine:
+    config = PlanConfig(dry_run=True, plan_gpu="h100", plan_link_gbit=link, plan_compute_share=0.45)
+    return machine(config, "bfloat16")
+
+
+def model(preset: str, **changes: Any) -> ModelConfig:
+    return ModelConfig(model_preset=preset, **NO_DROPOUT, **changes)
+
+
+def planned(job: Job) -> tuple[list[Plan], Verdict]:
+    plans = tensor_plans(plan_of("this run", job, rates()), rates(), GPU)
+    return plans, verdict(plans, GPU)
+
+
+def test_tensor_ranks_do_not_pay_where_whole_layers_fit_and_nothing_waits() -> None:
+    job = job_of(model("1.3b"), 50304, zero=STAGE_3, local=8, micro_batch_size=8)
+    plans, advice = planned(job)
+    assert {plan.job.tensor for plan in plans} == {1, 2, 4, 8}
+    assert not advice.pays
+    assert "does not pay" in advice.claim
+    assert "waiting for activations" in advice.reason
+    lines = list(tensor_lines(plan_of("this run", job, rates()), rates(), GPU))
+    assert len(lines) == 2  # no table
+    assert job_of(model("1.3b"), 50304, local=1).tensor == 1
+    assert not list(tensor_lines(plan_of("", job_of(model("1.3b"), 50304), rates()), rates(), GPU))
+
+
+def test_tensor_ranks_pay_where_the_activations_of_a_sample_do_not_fit() -> None:
+    long = model("175b", seq_length=65536)
+    job = job_of(long, 50304, zero=STAGE_3, recompute=FULL, **NODES)
+    plans, advice = planned(job)
+    by_size = {plan.job.tensor: plan for plan in plans}
+    assert [by_size[size].fits(GPU) for size in (1, 8)] == [False, True]
+    assert advice.pays
+    assert "--tensor-model-parallel-size 8 pays" in advice.claim
+    assert "activations of 1 × 65,536 tokens" in advice.reason
+    assert all(plan.job.samples_per_step == job.samples_per_step for plan in plans)
+
+
+def test_tensor_ranks_pay_where_the_global_batch_is_smaller_than_the_job() -> None:
+    """32 samples for 128 ranks: whole layers, and pairs of ranks, would have less than one each."""
+    job = job_of(model("13b"), 50304, zero=STAGE_3, recompute=FULL, tensor=8, micro_batch_size=2, **NODES)
+    plans, advice = planned(job)
+    assert {plan.job.tensor for plan in plans} == {4, 8}
+    assert advice.pays
+    assert advice.reason == "32 samples per step are too few for 128 data ranks, and enough for 16"
+
+
+def test_tensor_ranks_let_a_lower_stage_fit_that_sends_less_between_nodes() -> None:
+    """At stage 2 weights are gathered once per step; 175B in 16 bits are 41 GiB for each of eight ranks."""
+    job = job_of(model("175b"), 50257, zero=STAGE_3, recompute=FULL, nodes=128, local=8, micro_batches=2)
+    plans, advice = planned(job)
+    plain = plans[0]
+    (best,) = (plan for plan in plans if plan.name == "8 --zero-stage 2 --micro-batch-size 8")
+    assert advice.pays
+    assert best.name in advice.claim
+    assert plain.fits(GPU)
+    assert best.fits(GPU)
+    assert best.sent.inter < 0.4 * plain.sent.inter
+
+
+def test_whole_layers_of_smaller_micro_batches_are_compared() -> None:
+    """A micro-batch of 64 does not fit; 8 samples at a time do, so no tensor rank is needed for them."""
+    job = job_of(model("6.7b"), 50304, zero={"zero_stage": 1}, nodes=2, local=8, micro_batch_size=64)
+    plans, advice = planned(job)
+    assert not plans[0].fits(GPU)
+    assert any(plan.job.tensor == 1 and plan.fits(GPU) for plan in plans)
+    assert not advice.pays
+
+
+def test_sizes_that_cannot_share_a_layer_are_not_planned() -> None:
+    grouped = model("1.3b", group_query_attention=True, num_query_groups=2)
+    job = job_of(grouped, 50304, zero=STAGE_3, local=8)
+    assert [bool(at_tensor(job, size)) for size in (1, 2, 3, 4, 8)] == [True, True, False, False, False]
+
+
+def test_groups_of_zeropp_that_do_not_fit_the_data_ranks_become_whole_nodes() -> None:
+    zero = STAGE_3 | QWZ | QGZ | {"zero_hpz_partition_size": "8", "zero_gradient_partition_size": "4"}
+    job = job_of(model("1.3b"), 50304, zero=zero, nodes=2, local=8, micro_batches=2)
+    shared = at_tensor(job, 4)[0].zero
+    assert (shared.zero_hpz_partition_size, shared.zero_gradient_partition_size) == ("auto", "auto")
+    assert at_tensor(job, 1)[0].zero == job.zero
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_time_is_divided_products_and_the_wait_for_activations(size: int) -> None:
+    """Of 6.7B: 4 collectives per layer in a forward, 2 in a backward, and 2 of embedding and head."""
+    job = job_of(model("6.7b"), 50304, local=size, tensor=size)
+    alone = job_of(model("6.7b"), 50304)
+    for forward in (True, False):
+        whole = compute_seconds(alone, rates(), forward)
+        assert compute_seconds(job, rates(), forward) == pytest.approx(whole / size)
+    one = (size - 1) / size * 2 * 2048 * 4096  # bytes that a collective on hidden states sends
+    replicated = 2048 * 4096 + 32 * (4 + 2) * 4096 + 2 * 4096  # positions, norms, biases after sums
+    summed = 2 * (size - 1) / size * 4 * replicated
+    for forward, sent in ((True, (4 * 32 + 2) * one), (False, (2 * 32 + 2) * one + summed)):
+        assert waiting_seconds(job, rates(), forward) == pytest.approx(sent / rates().inside, rel=0.01)
+
+
+def test_the_guides_command_prints_its_table() -> None:
+    """175B on 128 nodes of 8, whole layers beside tensor ranks."""
+    page = (ROOT / "docs" / "guide" / "planning.md").read_text()
+    command, table = (part.split("```")[0] for part in page.split("```bash\n")[2].split("```\n\n```\n", 1))
+    done = pretrain(*command.replace("\\\n", " ").split()[2:])
+    assert done.returncode == 0, done.stderr
+    assert table.startswith("tensor ranks, same batch")
+    assert table in done.stdout

@@ -1,0 +1,271 @@
+"""The plan of ranks that share layers: against saved tensors, allocations and collectives of two ranks."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.plan.activations import ends_bytes, stored_bytes
+from megatron_zpp.plan.exchanges import exchanged_bytes, hidden_state_bytes
+from megatron_zpp.plan.job import Job, UnconnectedGroup
+from megatron_zpp.plan.memory import memory_of
+from megatron_zpp.plan.traffic import total, traffic_of
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.hop import SentBytes
+from tests.plan.jobs import FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of
+from tests.plan.test_memory import allocated_at_most
+from tests.zero import engines
+from tests.zero.quantizing import operations
+from tests.zero.ranks import on_ranks
+from tests.zero.test_closed_forms import live_bytes
+
+VOCAB, SAMPLES = 500, 4
+GPT_2 = ModelConfig(num_layers=6, hidden_size=128, num_attention_heads=4, seq_length=128, **NO_DROPOUT)
+LLAMA = replace(
+    GPT_2,
+    group_query_attention=True,
+    num_query_groups=2,
+    position_embedding_type="rope",
+    swiglu=True,
+    ffn_hidden_size=320,
+    qk_layernorm=True,
+    disable_bias_linear=True,
+    untie_embeddings_and_output_weights=True,
+)
+MODELS = {"gpt2": GPT_2, "llama": LLAMA}
+SELECTIVE = {"recompute_granularity": "selective"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of two tensor ranks, or of one rank."""
+
+    model: str = "gpt2"
+    recompute: str = "stored"
+    precision: str = "bf16"
+    stage: int = 0
+    micro_batches: int = 1
+    tensor: int = 2
+
+    def engine(self, topology: Topology) -> ZeroEngine:
+        return engines.engine_of(
+            MODELS[self.model],
+            VOCAB,
+            zero=ZeroConfig(zero_stage=self.stage),
+            recompute=RecomputeConfig(**RECOMPUTE[self.recompute]),
+            precision=PrecisionConfig(**{self.precision: True}),
+            topology=topology,
+            operations=operations(),
+            tensor=self.tensor,
+        )
+
+    def job(self, **grid: int) -> Job:
+        return job_of(
+            MODELS[self.model],
+            VOCAB,
+            zero={"zero_stage": self.stage},
+            recompute=RECOMPUTE[self.recompute],
+            precision=PrecisionConfig(**{self.precision: True}),
+            micro_batch_size=SAMPLES,
+            micro_batches=self.micro_batches,
+            tensor=self.tensor,
+            **{"local": self.tensor} | grid,
+        )
+
+
+RECOMPUTE: dict[str, dict[str, Any]] = {"stored": {}, "selective": SELECTIVE, "full": FULL}
+SAVED = [Case(model, recompute) for model in MODELS for recompute in RECOMPUTE]
+
+
+def tokens_of(case: Case) -> torch.Tensor:
+    model = MODELS[case.model]
+    return torch.randint(VOCAB, (SAMPLES, model.seq_length + 1), generator=torch.Generator().manual_seed(1))
+
+
+def saved_for_the_backward(topology: Topology, cases: list[Case]) -> list[int]:
+    torch.set_num_threads(1)
+    return [_saved(case.engine(topology), case) for case in cases]
+
+
+def _saved(engine: ZeroEngine, case: Case) -> int:
+    """Bytes of the numbers that a forward saves, weights and ids not counted, each storage once."""
+    weights = {weight.untyped_storage().data_ptr() for weight in engine.model.parameters()}
+    found: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.is_floating_point() and storage.data_ptr() not in weights:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        engine.accumulate(tokens_of(case), index=0, micro_batches=1)
+    engine.close()
+    return sum(found.values())
+
+
+def test_what_is_saved_for_the_backward_is_the_plans_and_half_as_much_on_two_ranks() -> None:
+    """Within 5% of the plan; two ranks have at most 0.55 of what one rank has."""
+    halves = on_ranks(2, saved_for_the_backward, SAVED)
+    wholes = saved_for_the_backward(Topology(), [replace(case, tensor=1) for case in SAVED])
+    assert halves[0] == halves[1]
+    for case, half, whole in zip(SAVED, halves[0], wholes, strict=True):
+        assert half <= 0.55 * whole
+        for saved, job in ((half, case.job()), (whole, replace(case, tensor=1).job())):
+            logits = job.dtype.itemsize * job.tokens * job.entries  # their gradient
+            assert saved == pytest.approx(stored_bytes(job) + ends_bytes(job) + logits, rel=0.01)
+
+
+STEPS = [
+    *(Case(model, recompute, micro_batches=2) for model in MODELS for recompute in ("stored", "full")),
+    *(Case(precision="fp32", recompute=recompute, micro_batches=2) for recompute in ("stored", "full")),
+    Case(precision="fp16", recompute="selective", micro_batches=2),
+    *(Case(stage=stage, recompute="full", micro_batches=2) for stage in (1, 3)),
+    *(
+        Case(recompute="full", precision=precision, micro_batches=2, tensor=4)
+        for precision in ("bf16", "fp32")
+    ),
+]
+
+
+class Mirrored(UnconnectedGroup):
+    """Tensor ranks that all have what this one has: their collectives take the memory that real ones take.
+
+    Frees on the threads of real collectives would be missing from torch's profile.
+    """
+
+    def start_gather(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat([rows] * self.size)
+
+    def start_scatter_sum(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.chunk(self.size)[0] * self.size
+
+    def wait(self, started: torch.Tensor) -> torch.Tensor:
+        return started
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        return value * self.size
+
+
+@pytest.mark.parametrize("case", STEPS, ids=str)
+def test_a_step_of_a_tensor_rank_allocates_what_the_plan_says(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within 5% of the memory above the states, and within 0.1% of the states."""
+    torch.set_num_threads(1)
+    monkeypatch.setattr(engines, "TensorGroup", lambda ranks, rank: Mirrored(len(ranks)))
+    engine = case.engine(Topology(0, case.tensor, 0, case.tensor))
+    allocated_at_most(engine, tokens_of(case), case.micro_batches)  # after it the states are all there
+    states = live_bytes(engine)
+    peak = allocated_at_most(engine, tokens_of(case), case.micro_batches)
+    planned = memory_of(case.job())
+    assert planned.resident == pytest.approx(states, rel=1e-3)
+    assert planned.peak - planned.resident == pytest.approx(peak, rel=0.05)
+
+
+class Counted(Mirrored):
+    """Tensor ranks that count the bytes that one of them sends."""
+
+    sent = 0
+
+    def start_gather(self, rows: torch.Tensor) -> torch.Tensor:
+        self.sent += (self.size - 1) * rows.nbytes
+        return super().start_gather(rows)
+
+    def start_scatter_sum(self, rows: torch.Tensor) -> torch.Tensor:
+        self.sent += (self.size - 1) * rows.nbytes // self.size
+        return super().start_scatter_sum(rows)
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """A reduce-scatter and an all-gather."""
+        self.sent += 2 * (self.size - 1) * value.nbytes // self.size
+        return super().sum(value)
+
+
+@pytest.mark.parametrize("case", [*SAVED, Case(tensor=4), Case(precision="fp32", recompute="full")], ids=str)
+def test_exchanges_are_the_collectives_of_a_micro_batch(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the byte."""
+    group = Counted(case.tensor)
+    monkeypatch.setattr(engines, "TensorGroup", lambda ranks, rank: group)
+    engine = case.engine(Topology(0, case.tensor, 0, case.tensor))
+    engine.accumulate(tokens_of(case), index=0, micro_batches=1)
+    assert group.sent == exchanged_bytes(case.job())
+    job = case.job()
+    layers, rows = job.model.num_layers, job.rows * job.model.hidden_size * job.dtype.itemsize
+    collectives = (14 if case.recompute == "full" else 10) * layers + 4
+    assert hidden_state_bytes(job) == (case.tensor - 1) * collectives * rows
+    assert exchanged_bytes(replace(case, tensor=1).job()) == 0
+
+
+SHARED = [
+    *({"zero_stage": stage} for stage in (0, 1, 2, 3)),
+    {"zero_stage": 3} | QWZ | HPZ | QGZ,
+    {"zero_stage": 3} | HPZ | {"zero_gradient_partition_size": "auto"},
+]
+SMALL = replace(GPT_2, num_layers=3, seq_length=16)
+
+
+def sent_and_held(started: Topology) -> list[list[tuple[tuple[int, int], int, bool]]]:
+    """Bytes sent in a second step, states after it, whether the layouts are planned; by grid and case."""
+    torch.set_num_threads(1)
+    rank, world = started.rank, started.world_size
+    grids = [Topology(rank, world, rank % local, local) for local in (2, 4)]
+    return [[_sent_and_held(topology, zero) for zero in SHARED] for topology in grids]
+
+
+def _sent_and_held(topology: Topology, zero: dict[str, Any]) -> tuple[tuple[int, int], int, bool]:
+    engine = engines.engine_of(
+        SMALL,
+        VOCAB,
+        zero=ZeroConfig(**zero),
+        precision=PrecisionConfig(bf16=True),
+        topology=topology,
+        operations=operations(),
+        tensor=2,
+    )
+    for _ in range(2):  # the first one also gathers what was initialised
+        engine.take_traffic()
+        for index in range(2):
+            tokens = torch.zeros(1, SMALL.seq_length + 1, dtype=torch.long)
+            engine.accumulate(tokens, index=index, micro_batches=2)
+        engine.step(1e-3)
+    same = topology.rank > 0 or engine.plan.layouts == tuple(planned(zero, topology.nodes).layouts)
+    sent, states = engine.take_traffic(), live_bytes(engine)
+    engine.close()
+    return sent, states, same
+
+
+def planned(zero: dict[str, Any], nodes: int) -> Job:
+    zero = zero | {"zero_copy_engines": "off"}  # CPUs have none
+    return job_of(SMALL, VOCAB, zero=zero, nodes=nodes, local=4 // nodes, micro_batches=2, tensor=2)
+
+
+def test_data_ranks_send_and_hold_what_the_plan_says() -> None:
+    """On two nodes of two ranks and on a node of four: traffic to the byte, states to 0.1%."""
+    ranks = on_ranks(4, sent_and_held)
+    for index, nodes in enumerate((2, 1)):
+        for number, zero in enumerate(SHARED):
+            job, found = planned(zero, nodes), [rank[index][number] for rank in ranks]
+            sent = SentBytes(*(sum(one[0][link] for one in found) for link in (0, 1)))
+            assert sent == total(traffic_of(job)), (nodes, zero)
+            assert all(same for _, _, same in found)
+            for _, states, _ in found:
+                assert memory_of(job).resident == pytest.approx(states, rel=1e-3), (nodes, zero)
+
+
+def test_tensor_ranks_divide_model_states_and_what_crosses_nodes_stays() -> None:
+    """States are 1 / T; the bytes between nodes are those of ZeRO alone with as many micro-batches."""
+    model = ModelConfig(model_preset="6.7b", **NO_DROPOUT)
+    grid: dict[str, Any] = {"zero": {"zero_stage": 2}, "nodes": 4, "micro_batches": 2}
+    alone = job_of(model, 50304, local=1, micro_batch_size=1, **grid)
+    shared = job_of(model, 50304, local=8, micro_batch_size=1, tensor=8, **grid)
+    whole, part = memory_of(alone), memory_of(shared)
+    assert part.weights == pytest.approx(whole.weights / 8, rel=0.01)
+    assert part.optimizer == pytest.approx(whole.optimizer / 8, rel=0.01)
+    assert shared.tokens_per_step == alone.tokens_per_step
+    assert total(traffic_of(shared)).inter == pytest.approx(total(traffic_of(alone)).inter, rel=0.01)

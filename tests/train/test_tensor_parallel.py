@@ -1,0 +1,91 @@
+"""Compiled layers that tensor ranks share, and runs of the program with them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.train.compiling import compile_parts
+from tests.support import pretrain
+from tests.zero.ranks import on_ranks
+from tests.zero.test_tensor_parallel import GPT_2, MODELS, VOCAB, Case, build
+
+BATCH, LENGTH, WIDTH = 4, GPT_2.seq_length, GPT_2.hidden_size
+FLAGS = (
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 250 --num-layers 2 --hidden-size 32 "
+    "--num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 "
+    "--train-iters 6 --log-interval 1 --eval-interval 3 --eval-iters 1 --device cpu --hidden-dropout 0 "
+    "--attention-dropout 0"
+).split()
+
+
+def saved_shapes(topology: Topology, model: str) -> list[tuple[int, ...]]:
+    """The shapes of what a compiled forward keeps for the backward, each memory once."""
+    torch.set_num_threads(1)
+    engine = build(Case(model, 2, 0), topology)
+    said: list[str] = []
+    compile_parts(engine.model, (BATCH, LENGTH), said.append, backend="aot_eager_decomp_partition")
+    tokens = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(8))
+    engine.accumulate(tokens, index=0, micro_batches=1)
+    engine.step(1e-3)
+    kept: dict[int, tuple[int, ...]] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = engine.model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    assert said == []
+    engine.close()
+    return list(kept.values())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_graph_keeps_no_gathered_rows(model: str) -> None:
+    """It would be enough to gather them once, but then every rank kept those of all ranks."""
+    for shapes in on_ranks(2, saved_shapes, model):
+        assert shapes.count((BATCH * LENGTH // 2, WIDTH)) >= 4  # it was compiled for rows
+        assert shapes.count((BATCH * LENGTH, WIDTH)) == 1  # the head's
+
+
+def losses(file: Path) -> list[float]:
+    records = map(json.loads, file.read_text().splitlines())
+    return [record["lm_loss"] for record in records if "lm_loss" in record]  # others are evaluations
+
+
+@pytest.mark.parametrize(
+    "more", ["", "--sample-prompt 7 --sample-tokens 3", "--position-embedding-type rope --swiglu"]
+)
+def test_a_run_learns_what_one_rank_does(more: str, tmp_path: Path) -> None:
+    """Same samples in the same order, with data ranks beside tensor ranks, ZeRO and compiled layers."""
+    runs = {1: (), 4: ("--tensor-model-parallel-size", "2", "--zero-stage", "3")}
+    for ranks, flags in runs.items():
+        file = tmp_path / f"{ranks}.jsonl"
+        done = pretrain(*FLAGS, *more.split(), *flags, "--metrics-file", str(file), processes=ranks)
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "4.jsonl") == pytest.approx(losses(tmp_path / "1.jsonl"), rel=1e-6)
+    assert "2 data ranks × 2 tensor ranks" in done.stdout
+
+
+def test_the_order_of_samples_survives_a_change_of_tensor_ranks(tmp_path: Path) -> None:
+    """Saved at 2 data × 2 tensor ranks; one rank, 4 tensor ranks and 4 data ranks go on alike."""
+    save = ["--save", str(tmp_path / "whole"), "--save-interval", "3"]
+    shared = ["--tensor-model-parallel-size", "2", "--zero-stage", "3"]
+    file = tmp_path / "whole.jsonl"
+    assert pretrain(*FLAGS, *save, *shared, "--metrics-file", str(file), processes=4).returncode == 0
+    expected = losses(file)
+    for ranks, flags in (
+        (1, ()),
+        (4, ("--tensor-model-parallel-size", "4")),
+        (4, ("--zero-stage", "1")),
+        (2, ("--tensor-model-parallel-size", "2", "--zero-stage", "2")),
+    ):
+        resumed = tmp_path / f"{ranks}{len(flags)}{flags[-1:]}.jsonl"
+        load = ["--load", str(tmp_path / "whole"), "--ckpt-step", "3", "--metrics-file", str(resumed)]
+        done = pretrain(*FLAGS, *load, *flags, processes=ranks)
+        assert done.returncode == 0, done.stderr
+        assert losses(resumed) == pytest.approx(expected[3:], rel=1e-6)

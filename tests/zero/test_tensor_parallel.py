@@ -1,0 +1,263 @@
+"""Tensor ranks × data ranks × ZeRO stages learn what one process does (1909.08053, 2205.05198)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.zero.engine import ZeroEngine
+from tests.zero.engines import engine_of, states_of, weights_of
+from tests.zero.quantizing import operations
+from tests.zero.ranks import on_ranks
+
+VOCAB, STEPS, SAMPLES = 250, 20, 4
+GPT_2 = ModelConfig(
+    num_layers=3,
+    hidden_size=36,
+    num_attention_heads=4,
+    ffn_hidden_size=52,
+    seq_length=12,
+    hidden_dropout=0,
+    attention_dropout=0,
+)
+LLAMA = replace(
+    GPT_2,
+    group_query_attention=True,
+    num_query_groups=4,
+    num_attention_heads=8,
+    kv_channels=10,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    qk_layernorm=True,
+    disable_bias_linear=True,
+    untie_embeddings_and_output_weights=True,
+)
+FP32, BF16 = PrecisionConfig(fp32=True), PrecisionConfig(bf16=True)
+ALL = (
+    ("zero_quantized_weights", True),
+    ("zero_quantized_gradients", True),
+    ("zero_hpz_partition_size", "auto"),
+)
+FOUR_BITS = (
+    ("zero_quantized_weights_format", "delta4"),
+    ("zero_quantized_gradients_format", "rotated4"),
+)
+MODELS = {"gpt2": GPT_2, "llama": LLAMA}
+RECOMPUTE = {
+    "stored": RecomputeConfig(),
+    "selective": RecomputeConfig(recompute_activations=True),
+    "full": RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of STEPS steps on SAMPLES samples."""
+
+    model: str = "gpt2"
+    tensor: int = 1
+    stage: int = 0
+    recompute: str = "stored"
+    accumulate: int = 1
+    precision: PrecisionConfig = FP32
+    dropout: float = 0.0
+    documents: bool = False
+    zero: tuple[tuple[str, Any], ...] = ()
+
+
+def build(case: Case, topology: Topology) -> ZeroEngine:
+    return engine_of(
+        replace(MODELS[case.model], hidden_dropout=case.dropout, attention_dropout=case.dropout),
+        VOCAB,
+        zero=ZeroConfig(**{"zero_stage": case.stage} | dict(case.zero)),
+        recompute=RECOMPUTE[case.recompute],
+        precision=case.precision,
+        topology=topology,
+        tensor=case.tensor,
+        operations=operations() if case.zero else None,
+    )
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Losses of all steps and of an evaluation, and norms of the first gradient and of the last."""
+
+    losses: list[float]
+    norms: tuple[float, float]
+    gradient: dict[str, list[float]]  # the first step's, by parameter; on rank 0
+
+
+def train(topology: Topology, cases: tuple[Case, ...]) -> list[Trained]:
+    torch.set_num_threads(1)
+    return [_train(build(case, topology), case) for case in cases]
+
+
+def _train(engine: ZeroEngine, case: Case) -> Trained:
+    data = torch.randint(VOCAB, (STEPS, SAMPLES, 13), generator=torch.Generator().manual_seed(8))
+    mine = slice(engine.grid.data.rank, None, engine.grid.data.world_size)
+    losses, norms, gradient = [], [], {}
+    for step, samples in enumerate(data):
+        micro_batches = samples[mine].chunk(case.accumulate)
+        total = torch.zeros(())
+        for index, batch in enumerate(micro_batches):
+            torch.manual_seed(1000 * step + 10 * index + engine.grid.tensor_rank)
+            total += engine.accumulate(
+                inside_documents(batch) if case.documents else batch,
+                index=index,
+                micro_batches=len(micro_batches),
+            )
+        norms.append(engine.step(1e-3).grad_norm.item())
+        losses.append(engine.mean_over_ranks(total / len(micro_batches)).item())
+        if step == 0:  # (1 - beta1) times the clipped gradient
+            first = states_of(engine, "exp_avg")
+            gradient = {name: state.flatten().tolist() for name, state in first.items()}
+    losses.append(engine.evaluate(data[0]).item())
+    weights_of(engine)  # asserts that replicated parameters have the same bits on all tensor ranks
+    engine.close()
+    return Trained(losses, (norms[0], norms[-1]), gradient if engine.topology.rank == 0 else {})
+
+
+def inside_documents(batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The arguments of a model whose samples hold documents of five tokens."""
+    samples, tokens = len(batch), batch.shape[1] - 1
+    positions = (torch.arange(tokens) % 5).expand(samples, tokens)
+    starts = [sample * tokens + first for sample in range(samples) for first in range(0, tokens, 5)]
+    ends = torch.tensor([*starts, samples * tokens], dtype=torch.int32)
+    return batch[:, :-1], batch[:, 1:], positions, ends
+
+
+@cache
+def one_process(case: Case) -> Trained:
+    return train(Topology(), (case,))[0]
+
+
+def check(case: Case, found: Trained, *, rel: float) -> None:
+    """Losses, norms and the first gradient, which is compared by its norm as a whole."""
+    expected = one_process(Case(case.model, documents=case.documents))
+    assert found.losses == pytest.approx(expected.losses, rel=rel), case
+    assert found.norms == pytest.approx(expected.norms, rel=10 * rel), case
+    ours, theirs = (torch.tensor([*chain(*each.gradient.values())]) for each in (found, expected))
+    assert found.gradient.keys() == expected.gradient.keys()
+    assert torch.linalg.norm(ours - theirs) <= rel * torch.linalg.norm(theirs), case
+
+
+@pytest.mark.parametrize(("tensor", "data"), [(2, 1), (4, 1), (2, 2)])
+def test_every_stage_learns_what_one_process_does(tensor: int, data: int) -> None:
+    """Within what the order of fp32 sums leaves after 20 steps."""
+    cases = tuple(Case(model, tensor, stage) for model in MODELS for stage in range(4))
+    first, *others = on_ranks(tensor * data, train, cases)
+    for other in others:
+        assert [(each.losses, each.norms) for each in other] == [(each.losses, each.norms) for each in first]
+    for case, found in zip(cases, first, strict=True):
+        check(case, found, rel=1e-6)
+
+
+def test_recomputation_and_accumulation_change_nothing() -> None:
+    cases = tuple(
+        Case(model, 2, stage, recompute, accumulate)
+        for model in MODELS
+        for stage, recompute, accumulate in (
+            (0, "full", 2),
+            (2, "selective", 2),
+            (3, "full", 1),
+            (3, "full", 2),
+        )
+    )
+    for case, found in zip(cases, on_ranks(4, train, cases)[0], strict=True):
+        check(case, found, rel=1e-6)
+
+
+def test_documents_end_where_they_end_on_one_process() -> None:
+    cases = tuple(Case(model, 2, 3, documents=True) for model in MODELS)
+    for case, found in zip(cases, on_ranks(2, train, cases)[0], strict=True):
+        check(case, found, rel=1e-6)
+
+
+def test_bf16_learns_within_its_rounding() -> None:
+    """Losses of 20 steps; bf16 has 8 bits, and an optimizer step of 1e-3 hardly more than that."""
+    cases = tuple(Case(model, 2, stage, precision=BF16) for model in MODELS for stage in (0, 3))
+    for case, found in zip(cases, on_ranks(4, train, cases)[0], strict=True):
+        assert found.losses == pytest.approx(one_process(Case(case.model)).losses, rel=2**-8), case
+
+
+def test_tensor_ranks_drop_out_of_tokens_of_their_own_and_recomputation_repeats_it() -> None:
+    stored, again, without = (
+        Case("llama", 2, 3, recompute, dropout=dropout)
+        for recompute, dropout in (("stored", 0.1), ("full", 0.1), ("stored", 0.0))
+    )
+    for kept, recomputed, whole in on_ranks(2, train, (stored, again, without)):
+        assert kept == recomputed
+        assert kept.losses != whole.losses
+
+
+@pytest.mark.parametrize(("ranks", "ranks_per_node"), [(4, 2), (8, 4)])
+def test_zeropp_acts_over_data_ranks(ranks: int, ranks_per_node: int) -> None:
+    """Two nodes of one or two data ranks each, two tensor ranks per data rank; all ranks see the same."""
+    cases = tuple(Case("llama", 2, 3, "full", zero=zero) for zero in (ALL, ALL + FOUR_BITS))
+    first, *others = on_ranks(ranks, train, cases, ranks_per_node=ranks_per_node)
+    assert all([each.losses for each in other] == [each.losses for each in first] for other in others)
+    for case, found in zip(cases, first, strict=True):
+        expected = one_process(Case("llama"))
+        assert found.losses == pytest.approx(expected.losses, rel=2**-6), case
+        assert found.losses[-1] < found.losses[0]
+
+
+def test_an_overflow_on_one_tensor_rank_skips_the_step_on_all() -> None:
+    assert on_ranks(2, _skipped) == [[1.0, 0.0], [1.0, 0.0]]
+
+
+def _skipped(topology: Topology) -> list[float]:
+    """Whether each of two steps was skipped; in the first, tensor rank 1 alone has an Inf."""
+    engine = build(
+        Case("gpt2", 2, 3, precision=PrecisionConfig(fp16=True, initial_loss_scale=2.0**10)), topology
+    )
+    data = torch.randint(VOCAB, (2, 13), generator=torch.Generator().manual_seed(8))
+    attention = engine.units[1].parameters[0]  # which is split
+    skipped = []
+    for step in range(2):
+        broken = step == 0 and topology.rank == 1
+        hook = attention.register_hook(lambda gradient: gradient * torch.inf) if broken else None
+        engine.accumulate(data, index=0, micro_batches=1)
+        if hook:
+            hook.remove()
+        skipped.append(engine.step(1e-3).skipped.item())
+    engine.close()
+    return skipped
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_the_ledger_has_what_the_collectives_sent(recompute: str) -> None:
+    """Counted apart: each collective of hidden states is called with its bytes recorded."""
+    for counted, sent in on_ranks(2, _traffic, recompute):
+        assert counted == sent > 0
+
+
+def _traffic(topology: Topology, recompute: str) -> tuple[int, int]:
+    """Bytes inside the node by the ledger, and those given to the collectives, of one step without ZeRO."""
+    engine = build(Case("llama", 2, 0, recompute), topology)
+    group, sent = engine.share.group, 0
+    gather, scatter = group.start_gather, group.start_scatter_sum
+
+    def recorded(collective: Callable[[torch.Tensor], torch.Tensor], share: int, rows: torch.Tensor) -> Any:
+        nonlocal sent
+        if rows.shape[-1] == LLAMA.hidden_size:  # not the loss's three numbers per token
+            sent += rows.nbytes // share
+        return collective(rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "start_gather", partial(recorded, gather, 1))
+        patch.setattr(group, "start_scatter_sum", partial(recorded, scatter, 2))
+        engine.accumulate(torch.randint(VOCAB, (2, 13)), index=0, micro_batches=1)
+    counted, between_nodes = engine.take_traffic()
+    assert between_nodes == 0
+    engine.close()
+    return counted, sent
