@@ -28,6 +28,7 @@ OLD = [  # what was typed, and what says the same today
     (f"{FULL} --checkpoint-in-cpu", f"{FULL} --recompute-offload"),
     ("--cpu-optimizer", "--zero-offload-optimizer"),
     ("--optimizer-cpu-offload", "--zero-offload-optimizer"),
+    ("--model-parallel-size 1", "--tensor-model-parallel-size 1"),
     ("--use-distributed-optimizer", "--zero-stage 1"),
     ("--use-rotary-position-embeddings", "--position-embedding-type rope"),
     ("--zero-stage 3 --use-distributed-optimizer", "--zero-stage 3"),

@@ -58,6 +58,23 @@ MODEL = [
         "--rotary-percent 1.0: rotates 5 of --kv-channels 5; must be even",
     ),
     bad("--num-query-groups 1", "--num-query-groups 1: needs --group-query-attention"),
+    bad("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0: must be at least 1"),
+    bad(
+        "--tensor-model-parallel-size 3",
+        "--tensor-model-parallel-size 3: must divide --num-attention-heads 2; possible: 1, 2",
+    ),
+    bad(
+        "--tensor-model-parallel-size 2 --ffn-hidden-size 63",
+        "--tensor-model-parallel-size 2: must divide --ffn-hidden-size 63; possible: 1",
+    ),
+    bad(
+        "--tensor-model-parallel-size 2 --seq-length 31",
+        "--tensor-model-parallel-size 2: must divide --seq-length 31; possible: 1",
+    ),
+    Case(
+        "--tensor-model-parallel-size 2",
+        "--tensor-model-parallel-size 2: must divide the 1 ranks of a node; possible: 1",
+    ),
     bad("--group-query-attention --num-query-groups 3", "--num-query-groups 3: must divide --num-attention"),
     bad("--swiglu --squared-relu", "--squared-relu (given): contradicts --swiglu; give one"),
     bad("--normalization BatchNorm", "--normalization: invalid choice: 'BatchNorm' … 'RMSNorm'"),

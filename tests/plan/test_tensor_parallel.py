@@ -252,7 +252,9 @@ def test_data_ranks_send_and_hold_what_the_plan_says() -> None:
         for number, zero in enumerate(SHARED):
             job, found = planned(zero, nodes), [rank[index][number] for rank in ranks]
             sent = SentBytes(*(sum(one[0][link] for one in found) for link in (0, 1)))
-            assert sent == total(traffic_of(job)), (nodes, zero)
+            planned_bytes = total(traffic_of(job))
+            hidden_states = job.ranks * hidden_state_bytes(job)
+            assert sent == SentBytes(planned_bytes.intra + hidden_states, planned_bytes.inter), (nodes, zero)
             assert all(same for _, _, same in found)
             for _, states, _ in found:
                 assert memory_of(job).resident == pytest.approx(states, rel=1e-3), (nodes, zero)
