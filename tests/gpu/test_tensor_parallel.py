@@ -3,6 +3,8 @@
 Both ranks share one GPU, and their collectives go over TCP, so that a machine of one GPU can run this.
 """
 
+import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +14,14 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.train.compiling import compile_parts
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.gpu.ranks import on_gpus
 from tests.model import variants
+from tests.plan.jobs import job_of
+from tests.plan.test_tensor_parallel import Mirrored
+from tests.zero import engines
 from tests.zero.engines import engine_of
 
 VOCAB, BATCH, LENGTH = 1000, 4, 128
@@ -101,3 +107,25 @@ def kept(topology: Topology, tensor: int) -> int:
     loss.backward()
     engine.close()
     return after - before
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_a_tensor_ranks_peak_is_planned(tensor: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 5%, with collectives that stay in this process: the memory is that of one of the ranks."""
+    monkeypatch.setattr(engines, "TensorGroup", lambda ranks, rank: Mirrored(len(ranks)))
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before, wide = torch.cuda.memory_allocated(), {"hidden_size": 1024, "num_layers": 12, "seq_length": 1024}
+    wide |= {"num_attention_heads": 16, "kv_channels": 64, "num_query_groups": 4}
+    engine = build(Topology(0, tensor, 0, tensor), tensor, "llama", BF16, compiled, **wide)
+    tokens = torch.randint(VOCAB, (BATCH, 1025), device="cuda")
+    for _ in range(2):
+        engine.accumulate(tokens, index=0, micro_batches=1)
+        engine.step(1e-4)
+    measured = torch.cuda.max_memory_allocated() - before
+    size = {"micro_batch_size": BATCH, "tensor": tensor, "local": tensor}
+    job = replace(job_of(engine.model.config, VOCAB, precision=BF16, **size), compiled=compiled)
+    engine.close()
+    assert memory_of(job).peak == pytest.approx(measured, rel=0.05)

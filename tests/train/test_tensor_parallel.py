@@ -89,3 +89,13 @@ def test_the_order_of_samples_survives_a_change_of_tensor_ranks(tmp_path: Path) 
         done = pretrain(*FLAGS, *load, *flags, processes=ranks)
         assert done.returncode == 0, done.stderr
         assert losses(resumed) == pytest.approx(expected[3:], rel=1e-6)
+
+
+def test_8_bit_products_of_shared_layers_learn_alike(tmp_path: Path) -> None:
+    """Each rank scales its own part of a tensor, so that losses agree within the formats' rounding."""
+    wide = ["--hidden-size", "64", "--bf16", "--fp8", "--train-iters", "3", "--eval-iters", "0"]
+    runs = {1: (), 2: ("--tensor-model-parallel-size", "2", "--zero-stage", "1")}
+    for ranks, flags in runs.items():
+        file = ["--metrics-file", str(tmp_path / f"{ranks}.jsonl")]
+        assert pretrain(*FLAGS, *wide, *flags, *file, processes=ranks).returncode == 0
+    assert losses(tmp_path / "2.jsonl") == pytest.approx(losses(tmp_path / "1.jsonl"), rel=2**-8)
