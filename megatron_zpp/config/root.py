@@ -23,6 +23,7 @@ from megatron_zpp.config.run import (
     LoggingConfig,
     TrainingConfig,
 )
+from megatron_zpp.config.settings_file import SettingsFile, read_settings, write_settings
 from megatron_zpp.config.text import is_text
 from megatron_zpp.config.timing import TimingConfig
 from megatron_zpp.config.tokenizer import TokenizerConfig
@@ -81,6 +82,12 @@ class Config:
         """Return the settings as JSON values, by part and field."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
+    def to_yaml(self, comments: list[str]) -> str:
+        """Return the text of a file with which --config gives these settings."""
+        return write_settings(
+            {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}, comments
+        )
+
     def shared_settings(self) -> dict[str, Any]:
         """Return the settings that must be equal on all ranks: all except those of logging."""
         return {part: values for part, values in self.to_json().items() if part != "logging"}
@@ -122,20 +129,22 @@ def parse_command_line(
     prog: str = "pretrain_gpt.py",
     ranks: Callable[[PlanConfig], int] = lambda plan: 1,
 ) -> CommandLine:
-    """Parse current flags, old flags and DeepSpeed's file.
+    """Parse current flags, old flags, a file of settings, which both win over, and DeepSpeed's file.
 
     `ranks` returns the number of ranks, real or planned, that a batch size in DeepSpeed's file is divided by.
     Raises UsageError, in one line, if the command line is wrong.
     """
     parts = typing.get_type_hints(Config)
-    parser = make_parser(
-        prog, "Pretrain a GPT. README.md shows whole command lines.", parts | {"deepspeed": DeepSpeedFile}
-    )
+    files = {"deepspeed": DeepSpeedFile, "settings": SettingsFile}
+    parser = make_parser(prog, "Pretrain a GPT. README.md shows whole command lines.", parts | files)
     add_old_flags(parser)
-    typed = parse_groups(parser, (*parts, "deepspeed", GROUP), argv)
+    typed = parse_groups(parser, (*parts, *files, GROUP), argv)
     provided = Provided(parts, typed)
     try:
         notes = obey_old_flags(typed[GROUP], provided)
+        settings = SettingsFile(**typed["settings"]).config
+        for setting in read_settings(settings, parts) if settings is not None else ():
+            provided.fill(setting.part, setting.field, setting.value, setting.place)
         file = DeepSpeedFile(**typed["deepspeed"]).deepspeed_config
         if file is not None:
             notes += obey_file(file, provided, ranks(PlanConfig(**provided.values["plan"])))
