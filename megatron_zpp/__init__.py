@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from megatron_zpp.version import __version__
+
 if TYPE_CHECKING:
     from megatron_zpp.config.model import ModelConfig
     from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
@@ -12,7 +14,6 @@ if TYPE_CHECKING:
     from megatron_zpp.ops.library import load_operations
     from megatron_zpp.zero.engine import StepResult, ZeroEngine
 
-__version__ = "0.1.0"
 __all__ = [
     "GPT",
     "ModelConfig",

@@ -16,6 +16,7 @@ from megatron_zpp.distributed.process_group import barrier
 from megatron_zpp.reporting.console import tell, warn
 from megatron_zpp.supervision.process import Process
 from megatron_zpp.train.build_engine import build_engine
+from megatron_zpp.train.checkpoint_arguments import read_arguments
 from megatron_zpp.train.device import prepare_device
 from megatron_zpp.train.dry_run import dry_run, planned
 from megatron_zpp.train.inputs import check_inputs
@@ -31,7 +32,9 @@ def main() -> None:
     process = Process.start(PROG)
     topology = process.topology
     with process.local_errors():
-        command_line = parse_command_line(sys.argv[1:], PROG, lambda plan: planned(plan, topology).world_size)
+        command_line = parse_command_line(
+            sys.argv[1:], PROG, lambda plan: planned(plan, topology).world_size, read_arguments
+        )
         config = command_line.config
         ranks = planned(config.plan, topology)
         inputs = check_inputs(config, ranks.world_size, partial(tell, PROG))

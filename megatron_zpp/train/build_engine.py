@@ -18,6 +18,9 @@ from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.sections import UNTIMED, TimedSections
 
+# Parameters of GPT with the rate of --decoupled-lr, as in Megatron-LM. Tied output weights are the first of them.
+DECOUPLED = ("embedding.tokens.weight", "head.output.weight")
+
 
 def build_engine(config: Config, vocab_size: int, device: Device, topology: Topology) -> ZeroEngine:
     """The engine with initial weights; all ranks of `topology` have joined and must call it.
@@ -39,6 +42,7 @@ def build_engine(config: Config, vocab_size: int, device: Device, topology: Topo
         timeout=config.distributed.timeout,
         sections=TimedSections(device.device) if config.timing.level else UNTIMED,
         say=device.say,
+        decoupled=DECOUPLED if config.learning_rate.decoupled_lr is not None else (),
     )
 
 

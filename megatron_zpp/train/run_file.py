@@ -3,12 +3,12 @@
 import os
 from pathlib import Path
 
-from megatron_zpp import __version__
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.files import write_text
 from megatron_zpp.storage.lease import Lease
+from megatron_zpp.version import __version__
 
 RUN_FILE = "config.yaml"
 

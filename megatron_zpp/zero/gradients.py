@@ -95,6 +95,12 @@ class Gradients:
             sum_squares(self._operations, segment.flat, its_sums)
         return sums
 
+    def zeros_of(self, unit: Unit) -> Tensor:
+        """How many elements of this rank's part of a unit's gradient, which is SUMMED, are exactly zero."""
+        elements = sum(piece.length for piece in unit.layout.pieces(unit.owned))
+        # The gaps between parameters are zero, and so are not among what is counted.
+        return elements - sum(torch.count_nonzero(segment.flat) for segment in unit.gradients)
+
     def release(self) -> None:
         """Gives the memory of all gradients to the next forward, for activations: any state -> EMPTY."""
         for unit in self._units:

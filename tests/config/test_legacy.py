@@ -9,7 +9,7 @@ from megatron_zpp.config.legacy.old_flags import IDLE, ONLY, REFUSED, RENAMED
 from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import CommandLine, parse_args, parse_command_line
 from tests.config.command_line import MINIMAL, without
-from tests.config.tables import PAGE, page
+from tests.config.tables import PAGE, page, tables
 
 BASELINE = parse_args(MINIMAL)
 FULL = "--recompute-granularity full --recompute-method uniform"
@@ -117,7 +117,7 @@ def test_a_flag_that_would_change_the_result_is_refused(flag) -> None:
         ),
         ("--use-distributed-optimizer --zero-stage 0", "(given): contradicts --zero-stage 0; omit one"),
         ("--deepspeed yes", "unrecognized argument yes"),
-        ("--batch-siz 2", "unrecognized argument --batch-siz 2; did you mean --micro-batch-size?"),
+        ("--batch-siz 2", "unrecognized argument --batch-siz 2; did you mean --batch-size?"),
     ],
 )
 def test_a_value_that_cannot_be_obeyed(line: str, said: str) -> None:
@@ -185,4 +185,4 @@ def test_the_tutorials_command_as_printed(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_the_page_has_every_key_and_flag() -> None:
     """If it fails, `python -m tests.config.tables` updates the page."""
-    assert PAGE.read_text() == page(PAGE.read_text())
+    assert PAGE.read_text() == page(PAGE.read_text(), tables())

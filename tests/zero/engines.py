@@ -1,5 +1,6 @@
 """Engines around a small GPT, the same one in every test of the engine."""
 
+from collections.abc import Collection
 from typing import Literal
 
 import torch
@@ -29,6 +30,7 @@ def engine_of(
     seed: int = 3,
     kernel: AttentionKernel | None = None,
     fused_backend: Literal["apex", "torch"] = "torch",
+    decoupled: Collection[str] = (),
 ) -> ZeroEngine:
     """An engine with the initial weights of `seed`, drawn on the CPU whatever the device."""
     with torch.device("meta"):
@@ -50,6 +52,7 @@ def engine_of(
         device=torch.device(device),
         operations=operations,
         fused_backend=fused_backend,
+        decoupled=decoupled,
     )
 
 
