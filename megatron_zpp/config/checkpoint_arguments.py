@@ -1,4 +1,4 @@
-"""--use-checkpoint-args: the model's shape and the tokenizer as a checkpoint has them."""
+"""--use-checkpoint-args and --use-checkpoint-opt_param-scheduler: settings that come from a checkpoint."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.config.options import flag_name
+from megatron_zpp.config.optimizer import LearningRateConfig
+from megatron_zpp.config.options import Options, flag_name
 from megatron_zpp.config.provided import Provided
+from megatron_zpp.config.run import TrainingConfig
 from megatron_zpp.config.tokenizer import TokenizerConfig
 
-FLAG = "--use-checkpoint-args"
+MODEL, SCHEDULE = "--use-checkpoint-args", "--use-checkpoint-opt_param-scheduler"
 _OF_THE_RUN = ("seq_length", "attention_dropout", "hidden_dropout", "init_method_std")  # flags win
 
 
@@ -21,38 +23,61 @@ class CheckpointArguments:
     name: str
     model: ModelConfig
     tokenizer: TokenizerConfig
+    learning_rate: LearningRateConfig
+    training: TrainingConfig
 
 
 SavedArguments = Callable[[str, int | None], CheckpointArguments | None]
 
 
-def obey_checkpoint(provided: Provided, saved: SavedArguments) -> tuple[str, ...]:
-    """Replace the values of model flags by those of the checkpoint; return a note for each that differs.
-
-    The values of the run itself, such as --seq-length, are only filled in, and so is the tokenizer.
-    """
-    load = provided.get("checkpoint.load")
-    if not provided.get("checkpoint.use_checkpoint_args") or load is None:
+def obey_checkpoint(provided: Provided, saved: SavedArguments | None) -> tuple[str, ...]:
+    """Replace the values of flags by those of the checkpoint; return a note for each that differs."""
+    load, model = provided.get("checkpoint.load"), provided.get("checkpoint.use_checkpoint_args")
+    schedule = provided.get("checkpoint.use_checkpoint_schedule")
+    if saved is None or load is None or not (model or schedule):
         return ()
     arguments = saved(load, provided.get("checkpoint.ckpt_step"))
     if arguments is None:
-        return (f"{FLAG}: there is no checkpoint in {load} yet, so flags give the model and the tokenizer",)
-    notes = []
-    values, place = provided.values["model"], f"{FLAG} {arguments.name}"
-    values.pop("model_preset", None)
-    for name, value in _settings(arguments.model).items():
-        if name in _OF_THE_RUN:
-            provided.fill("model", name, value, place)
-            continue
-        if name in values and values[name] != value:
-            notes.append(f"{FLAG}: {flag_name(name)} {value} of {arguments.name} replaces {values[name]}")
-        values[name] = value
-    if provided.get("tokenizer.tokenizer_type") is None:
+        given = " and ".join(flag for flag, used in ((MODEL, model), (SCHEDULE, schedule)) if used)
+        return (f"{given}: there is no checkpoint in {load} yet, so the other flags count",)
+    notes = _obey_model(provided, arguments) if model else []
+    return (*notes, *(_obey_schedule(provided, arguments) if schedule else []))
+
+
+def _obey_model(provided: Provided, arguments: CheckpointArguments) -> list[str]:
+    """Replace the model's shape; fill in the tokenizer, and what is the run's own, such as --seq-length."""
+    place = f"{MODEL} {arguments.name}"
+    provided.values["model"].pop("model_preset", None)
+    shape = _settings(arguments.model)
+    for name in _OF_THE_RUN:
+        provided.fill("model", name, shape.pop(name), place)
+    if provided.get("tokenizer.tokenizer_type") is None and provided.get("tokenizer.vocab_file") is None:
         for name, value in _settings(arguments.tokenizer).items():
             provided.fill("tokenizer", name, value, place)
-    return tuple(notes)
+    return _replace(provided, "model", shape, MODEL, arguments.name)
 
 
-def _settings(options: ModelConfig | TokenizerConfig) -> dict[str, Any]:
+def _obey_schedule(provided: Provided, arguments: CheckpointArguments) -> list[str]:
+    """The learning rate; a decay that ended with the saved run still ends there."""
+    settings = {field.name: getattr(arguments.learning_rate, field.name) for field in _FIELDS}
+    for unit in ("iters", "samples"):
+        if settings[f"lr_decay_{unit}"] is None:
+            settings[f"lr_decay_{unit}"] = getattr(arguments.training, f"train_{unit}")
+    return _replace(provided, "learning_rate", settings, SCHEDULE, arguments.name)
+
+
+_FIELDS = dataclasses.fields(LearningRateConfig)
+
+
+def _replace(provided: Provided, part: str, settings: dict[str, Any], flag: str, name: str) -> list[str]:
+    notes, values = [], provided.values[part]
+    for field, value in settings.items():
+        if field in values and values[field] != value:
+            notes.append(f"{flag}: {flag_name(field)} {value} of {name} replaces {values[field]}")
+        values[field] = value
+    return notes
+
+
+def _settings(options: Options) -> dict[str, Any]:
     """The fields that have a value."""
     return {name: value for name, value in dataclasses.asdict(options).items() if value is not None}

@@ -20,7 +20,7 @@ from megatron_zpp.config.legacy.translate import (
 )
 from megatron_zpp.config.model import AttentionConfig, ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import LearningRateConfig, OptimizerConfig, PrecisionConfig
-from megatron_zpp.config.options import UsageError, fits, make_parser, option_error, parse_groups
+from megatron_zpp.config.options import Options, UsageError, fits, make_parser, option_error, parse_groups
 from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.provided import Provided
 from megatron_zpp.config.run import (
@@ -140,16 +140,17 @@ def parse_command_line(
     argv: Sequence[str],
     prog: str = "pretrain_gpt.py",
     ranks: Callable[[PlanConfig], int] = lambda plan: 1,
-    saved: SavedArguments = lambda load, iteration: None,
+    saved: SavedArguments | None = None,
 ) -> CommandLine:
     """Parse current flags, old flags, a file of settings, which both win over, and DeepSpeed's file.
 
     `ranks` returns the number of ranks, real or planned, that a batch size in DeepSpeed's file is divided by.
-    `saved` returns what --use-checkpoint-args takes from the checkpoint of --load and --ckpt-step.
+    `saved` returns what --use-checkpoint-args takes from the checkpoint of --load and --ckpt-step; None: such
+    flags change nothing.
     Raises UsageError, in one line, if the command line is wrong.
     """
     parts = typing.get_type_hints(Config)
-    files = {"deepspeed": DeepSpeedFile, "settings": SettingsFile}
+    files: dict[str, type[Options]] = {"deepspeed": DeepSpeedFile, "settings": SettingsFile}
     parser = make_parser(prog, "Pretrain a GPT. README.md shows whole command lines.", parts | files)
     add_old_flags(parser)
     try:
@@ -175,7 +176,12 @@ def parse_command_line(
 
 
 def _without_effect(data: DataConfig) -> tuple[str, ...]:
-    """Return a note if --data-cache-path, common in Megatron-LM's command lines, caches nothing here."""
+    """Return notes on flags, common in Megatron-LM's command lines, that have no effect on these data."""
+    if data.mock_data:
+        given = [("--split", data.split), ("--data-cache-path", data.data_cache_path)]
+        return tuple(
+            f"{flag} {value}: no effect: --mock-data reads no files" for flag, value in given if value
+        )
     text = any(is_text(path) for _, path in data.sources())
     if data.data_cache_path is None or data.dataset_order == "megatron" or text:
         return ()

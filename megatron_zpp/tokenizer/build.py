@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.tokenizer import TokenizerConfig
@@ -18,7 +19,8 @@ _SAVED: dict[str | None, dict[str, str]] = {  # settings that name a file, and i
 def saved_config(config: TokenizerConfig, directory: Path) -> TokenizerConfig:
     """Return the settings of the same tokenizer for its files, `Tokenizer.files`, in `directory`."""
     names = _SAVED.get(config.tokenizer_type, {})
-    return replace(config, **{field: str(directory / name) for field, name in names.items()})
+    paths: dict[str, Any] = {field: str(directory / name) for field, name in names.items()}
+    return replace(config, **paths)
 
 
 def saved_names(config: TokenizerConfig) -> tuple[str, ...]:

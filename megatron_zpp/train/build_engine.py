@@ -18,7 +18,7 @@ from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.sections import UNTIMED, TimedSections
 
-# Parameters of GPT with the rate of --decoupled-lr, as in Megatron-LM. Tied output weights are the first of them.
+# Parameters of GPT that --decoupled-lr is for, as in Megatron-LM. If they are tied there is only the first.
 DECOUPLED = ("embedding.tokens.weight", "head.output.weight")
 
 

@@ -17,7 +17,10 @@ def read_arguments(load: str, iteration: int | None) -> CheckpointArguments | No
         try:
             with CheckpointReader(path) as reader:
                 _, tokenizer = trained_tokenizer(reader)
-                return CheckpointArguments(str(path), reader.config().model, tokenizer)
+                config = reader.config()
+                return CheckpointArguments(
+                    str(path), config.model, tokenizer, config.learning_rate, config.training
+                )
         except DamagedFile as damage:
             problem = problem or damage
     if problem is not None:

@@ -99,7 +99,8 @@ class Gradients:
         """How many elements of this rank's part of a unit's gradient, which is SUMMED, are exactly zero."""
         elements = sum(piece.length for piece in unit.layout.pieces(unit.owned))
         # The gaps between parameters are zero, and so are not among what is counted.
-        return elements - sum(torch.count_nonzero(segment.flat) for segment in unit.gradients)
+        counts = torch.stack([torch.count_nonzero(segment.flat) for segment in unit.gradients])
+        return elements - counts.sum()
 
     def release(self) -> None:
         """Gives the memory of all gradients to the next forward, for activations: any state -> EMPTY."""

@@ -59,11 +59,15 @@ RENAMED_TODAY = (
         gives={"model.make_vocab_size_divisible_by": 1},
         today="--make-vocab-size-divisible-by 1",
     ),
+    renamed(
+        "--use-checkpoint-opt-param-scheduler",
+        "--use-checkpoint-opt_param-scheduler",
+        "checkpoint.use_checkpoint_schedule",
+    ),
     renamed("--encoder-num-layers", "--num-layers", "model.num_layers", int),
 )
 
 ONLY_TODAY = (
-    only("--expert-tensor-parallel-size", 1, "the model is dense; omit it"),
     only("--num-distributed-optimizer-instances", 1, "use --zero-stage and --zero-hpz-partition-size"),
     only("--outer-dp-sharding-strategy", "no_shard", "use --zero-stage"),
     only("--fp8-recipe", "tensorwise", "scales are those of each tensor; omit it"),
@@ -160,6 +164,7 @@ IDLE_TODAY = (
     *idle(_NO_PP, "--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers", takes=int),
     *idle(_NO_PP, "--num-virtual-stages-per-pipeline-rank", takes=int),
     *idle(_NO_PP, "--pipeline-model-parallel-layout --pipeline-model-parallel-comm-backend", takes=str),
+    *idle("the model has no experts", "--expert-tensor-parallel-size", takes=int),
     *idle(_NO_CP, "--cp-comm-type", takes=str, many=True),
     *idle(_NO_CP, "--hierarchical-context-parallel-sizes", takes=int, many=True),
     *idle(_NO_CP, "--max-seqlen-per-dp-cp-rank", takes=int),
@@ -271,7 +276,6 @@ REFUSED_TODAY = (
     *refused("the model is dense; omit it", "--save-tokens-per-expert-interval"),
     *refused("weights are always the fp32 master weights; omit it", "--load-main-params-from-ckpt"),
     *refused("use --save-interval and --async-save", "--replication --replication-jump --replication-factor"),
-    *refused("set the schedule with flags", "--use-checkpoint-opt-param-scheduler"),
     *refused("initial weights are the same on all ranks; omit it", "--data-parallel-random-init"),
     *refused("parameters are always initialised; omit it", "--no-initialization"),
     *refused("use --init-method-std for all weights", "--embedding-init-method-std"),

@@ -30,6 +30,11 @@ RENAMED = (
     renamed("--batch-size", "--micro-batch-size", "training.micro_batch_size", int),
     renamed("--warmup", "--lr-warmup-fraction", "learning_rate.lr_warmup_fraction", float),
     renamed("--layernorm-epsilon", "--norm-epsilon", "model.norm_epsilon", float),
+    renamed(
+        "--use-checkpoint-lr-scheduler",
+        "--use-checkpoint-opt_param-scheduler",
+        "checkpoint.use_checkpoint_schedule",
+    ),
     renamed("--encoder-seq-length", "--seq-length", "model.seq_length", int),
     OldFlag(
         name="--checkpoint-activations",
@@ -118,9 +123,6 @@ IDLE = (
 )
 
 REFUSED = (
-    *refused(
-        "set the schedule with flags", "--use-checkpoint-lr-scheduler", "--use-checkpoint-opt_param-scheduler"
-    ),
     *refused("norms come before attention and MLP; omit it", "--apply-residual-connection-post-layernorm"),
     *refused("initial weights are normal; omit it", "--init-method-xavier-uniform"),
     *refused(
