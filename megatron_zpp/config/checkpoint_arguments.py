@@ -1,4 +1,4 @@
-"""--use-checkpoint-args and --use-checkpoint-opt_param-scheduler: settings that come from a checkpoint."""
+"""--use-checkpoint-args and --use-checkpoint-opt-param-scheduler: settings that come from a checkpoint."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from megatron_zpp.config.provided import Provided
 from megatron_zpp.config.run import TrainingConfig
 from megatron_zpp.config.tokenizer import TokenizerConfig
 
-MODEL, SCHEDULE = "--use-checkpoint-args", "--use-checkpoint-opt_param-scheduler"
+MODEL, SCHEDULE = "--use-checkpoint-args", "--use-checkpoint-opt-param-scheduler"
 _OF_THE_RUN = ("seq_length", "attention_dropout", "hidden_dropout", "init_method_std")  # flags win
 
 
@@ -33,7 +33,7 @@ SavedArguments = Callable[[str, int | None], CheckpointArguments | None]
 def obey_checkpoint(provided: Provided, saved: SavedArguments | None) -> tuple[str, ...]:
     """Replace the values of flags by those of the checkpoint; return a note for each that differs."""
     load, model = provided.get("checkpoint.load"), provided.get("checkpoint.use_checkpoint_args")
-    schedule = provided.get("checkpoint.use_checkpoint_schedule")
+    schedule = provided.get("checkpoint.use_checkpoint_opt_param_scheduler")
     if saved is None or load is None or not (model or schedule):
         return ()
     arguments = saved(load, provided.get("checkpoint.ckpt_step"))

@@ -60,7 +60,7 @@ class DataConfig(Options):
     eod_mask_loss: bool = option(
         False,
         "Omit the loss where the input is an end-of-document token. The loss is the mean over the remaining "
-        "tokens of a micro-batch, then over micro-batches.",
+        "tokens of a micro-batch, then over micro-batches, unless --calculate-per-token-loss is given.",
     )
     verify_data: bool = option(
         False,

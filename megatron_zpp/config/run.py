@@ -141,10 +141,9 @@ class CheckpointConfig(Options):
         "Take the model's shape from the checkpoint of --load, and the tokenizer where no --tokenizer-type "
         "is given. Without a checkpoint, flags give both.",
     )
-    use_checkpoint_schedule: bool = option(
+    use_checkpoint_opt_param_scheduler: bool = option(
         False,
         "Take the learning rate and its schedule from the checkpoint of --load, in place of flags.",
-        flag="--use-checkpoint-opt_param-scheduler",
     )
     finetune: bool = option(False, "Load weights only, and start at iteration 0.")
     exit_on_missing_checkpoint: bool = option(
@@ -168,9 +167,9 @@ class CheckpointConfig(Options):
         if self.huggingface and self.use_checkpoint_args:
             fix = f"--load {self.load} has no arguments; use --model-preset with its config.json"
             raise option_error("--use-checkpoint-args", "(given)", fix)
-        if self.huggingface and self.use_checkpoint_schedule:
+        if self.huggingface and self.use_checkpoint_opt_param_scheduler:
             fix = f"--load {self.load} has no schedule; omit it"
-            raise option_error("--use-checkpoint-opt_param-scheduler", "(given)", fix)
+            raise option_error("--use-checkpoint-opt-param-scheduler", "(given)", fix)
         if self.huggingface and self.ckpt_step is not None:
             raise option_error(
                 "--ckpt-step", self.ckpt_step, f"--load {self.load} has no iterations; omit it"
@@ -194,7 +193,7 @@ class CheckpointConfig(Options):
             for flag, given in (
                 ("--no-load-optim", not self.load_optim),
                 ("--use-checkpoint-args", self.use_checkpoint_args),
-                ("--use-checkpoint-opt_param-scheduler", self.use_checkpoint_schedule),
+                ("--use-checkpoint-opt-param-scheduler", self.use_checkpoint_opt_param_scheduler),
                 ("--finetune", self.finetune),
                 ("--exit-on-missing-checkpoint", self.exit_on_missing_checkpoint),
             ):

@@ -258,8 +258,8 @@ class ZeroEngine:
     @torch.no_grad()
     def weights_norm(self) -> Tensor:
         """The norm () fp64 of all master weights; every rank must call it."""
-        squares = [torch.linalg.vector_norm(unit.master, dtype=torch.float64).square() for unit in self.units]
-        total = torch.stack(squares).sum().to(self.device)
+        norms = torch.stack([torch.linalg.vector_norm(unit.master) for unit in self.units])
+        total = norms.double().square().sum().to(self.device)
         return (total if self.units[0].whole else sum_over_ranks(total, self.topology)).sqrt()
 
     @property

@@ -29,7 +29,8 @@ OLD = [  # what was typed, and what says the same today
     ("--cpu-optimizer", "--zero-offload-optimizer"),
     ("--optimizer-cpu-offload", "--zero-offload-optimizer"),
     ("--use-distributed-optimizer", "--zero-stage 1"),
-    ("--load a --use-checkpoint-lr-scheduler", "--load a --use-checkpoint-opt_param-scheduler"),
+    ("--load a --use-checkpoint-lr-scheduler", "--load a --use-checkpoint-opt-param-scheduler"),
+    ("--load a --use-checkpoint-opt_param-scheduler", "--load a --use-checkpoint-opt-param-scheduler"),
     ("--use-rotary-position-embeddings", "--position-embedding-type rope"),
     ("--zero-stage 3 --use-distributed-optimizer", "--zero-stage 3"),
 ]

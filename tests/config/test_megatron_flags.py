@@ -65,10 +65,6 @@ TODAY = [
     ("--no-pad-vocab-size", "--make-vocab-size-divisible-by 1"),
     ("--disable-pad-vocab-size", "--make-vocab-size-divisible-by 1"),
     ("--encoder-num-layers 2", ""),
-    (
-        "--load a --use-checkpoint-opt-param-scheduler",
-        "--load a --use-checkpoint-opt_param-scheduler",
-    ),
     ("--split 9,1 --data-cache-path a", "--split 9,1 --data-cache-path a"),
 ]
 

@@ -134,11 +134,11 @@ def test_arguments_come_from_the_checkpoint(
     train_here(["--data-path", corpus, *BYTES, *shape, "--train-iters", "2", "--save", "run"])
     rest = ["--data-path", corpus, "--micro-batch-size", "1", "--train-iters", "4", "--eval-iters", "0"]
     rest += ["--load", "run", "--lr", "1e-3", "--seq-length", "32", "--device", "cpu", "--num-workers", "0"]
-    from_checkpoint = ["--use-checkpoint-args", "--use-checkpoint-opt_param-scheduler"]
+    from_checkpoint = ["--use-checkpoint-args", "--use-checkpoint-opt-param-scheduler"]
     parsed = parse_command_line([*rest, *from_checkpoint, "--num-layers", "7"], saved=read_arguments)
     assert parsed.notes == (
         "--use-checkpoint-args: --num-layers 1 of run/iter_0000002 replaces 7",
-        "--use-checkpoint-opt_param-scheduler: --lr 0.003 of run/iter_0000002 replaces 0.001",
+        "--use-checkpoint-opt-param-scheduler: --lr 0.003 of run/iter_0000002 replaces 0.001",
     )
     config = parsed.config
     assert (config.model.num_layers, config.model.swiglu, config.model.rotary_base) == (1, True, 10_000)

@@ -59,11 +59,6 @@ RENAMED_TODAY = (
         gives={"model.make_vocab_size_divisible_by": 1},
         today="--make-vocab-size-divisible-by 1",
     ),
-    renamed(
-        "--use-checkpoint-opt-param-scheduler",
-        "--use-checkpoint-opt_param-scheduler",
-        "checkpoint.use_checkpoint_schedule",
-    ),
     renamed("--encoder-num-layers", "--num-layers", "model.num_layers", int),
 )
 

@@ -30,10 +30,9 @@ RENAMED = (
     renamed("--batch-size", "--micro-batch-size", "training.micro_batch_size", int),
     renamed("--warmup", "--lr-warmup-fraction", "learning_rate.lr_warmup_fraction", float),
     renamed("--layernorm-epsilon", "--norm-epsilon", "model.norm_epsilon", float),
-    renamed(
-        "--use-checkpoint-lr-scheduler",
-        "--use-checkpoint-opt_param-scheduler",
-        "checkpoint.use_checkpoint_schedule",
+    *(
+        renamed(name, "--use-checkpoint-opt-param-scheduler", "checkpoint.use_checkpoint_opt_param_scheduler")
+        for name in ("--use-checkpoint-lr-scheduler", "--use-checkpoint-opt_param-scheduler")
     ),
     renamed("--encoder-seq-length", "--seq-length", "model.seq_length", int),
     OldFlag(
