@@ -7,7 +7,7 @@ import torch
 
 from megatron_zpp.data.documents import as_tensors, counted_share
 from megatron_zpp.data.samples import Samples
-from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.engine import LEAST_WEIGHT, ZeroEngine
 
 
 def evaluate(
@@ -43,4 +43,4 @@ def evaluate(
             total += loss * weight
             weights += weight
     sums = engine.sum_over_ranks(torch.stack((total, torch.full_like(total, weights))))
-    return (sums[0] / sums[1]).item()
+    return (sums[0] / sums[1].clamp(min=LEAST_WEIGHT)).item()  # if no token counts, 0

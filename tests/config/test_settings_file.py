@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import parse_args, parse_command_line
@@ -170,3 +172,20 @@ def test_the_written_file_gives_the_same_settings(line: str) -> None:
 def test_any_text_survives(name: str) -> None:
     config = parse_args([*MINIMAL, "--save", name])
     assert parse_file(config.to_yaml([])) == config
+
+
+WORDS = st.sampled_from(
+    ["model", "lr", "num_layers", "bf16", ":", ": ", "\n", "  ", "- ", "[", "]", "{", "}", "&a", "*a"]
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.one_of(st.text(max_size=60), st.lists(WORDS, max_size=20).map("".join)))
+def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
+    Path("any.yaml").write_bytes(text.encode("utf-8", "surrogatepass"))
+    said = ""
+    try:
+        parse_args([*MINIMAL, "--config", "any.yaml"])
+    except UsageError as refused:
+        said = str(refused)
+    assert "\n" not in said
