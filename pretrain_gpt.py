@@ -1,59 +1,14 @@
 """Pretrains a GPT: one rank per process of torchrun or srun; `python pretrain_gpt.py …` is a single rank.
 
-Exit status: 0 done, 1 an error, 2 a bad command line, 3 NaN, 75 stopped by a signal: docs/guide/faults.md.
+megatron_zpp/commands/pretrain.py is the table of contents of a run.
 """
 
-import os
-import signal
-import sys
-from functools import partial
+from megatron_zpp.commands.scripts import before_torch
 
-if __name__ == "__main__":  # the imports below take a while: a scheduler's signal waits for stop_signals
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    # Without this, torch prints a page of its own stack frames when the store goes, after our error line.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from megatron_zpp.config.command_line import check_packages
+if __name__ == "__main__":
+    before_torch()
 
-    check_packages("pretrain_gpt.py", "torch", "numpy", "tqdm")
-
-from megatron_zpp.config.root import parse_command_line
-from megatron_zpp.distributed.grid import Grid
-from megatron_zpp.distributed.process_group import barrier
-from megatron_zpp.reporting.console import tell, warn
-from megatron_zpp.supervision.process import Process
-from megatron_zpp.train.build_engine import build_engine
-from megatron_zpp.train.device import prepare_device
-from megatron_zpp.train.dry_run import dry_run, planned
-from megatron_zpp.train.inputs import check_inputs
-from megatron_zpp.train.loop import train
-from megatron_zpp.train.ranks import joined_ranks
-from megatron_zpp.train.run import build_run
-
-PROG = "pretrain_gpt.py"
-
-
-def main() -> None:
-    """Check what one process can check alone; then plan, or take devices, join the ranks and train."""
-    process = Process.start(PROG)
-    topology = process.topology
-    with process.local_errors():
-        command_line = parse_command_line(sys.argv[1:], PROG, lambda plan: planned(plan, topology).world_size)
-        config = command_line.config
-        grid = Grid(planned(config.plan, topology), config.distributed.tensor_model_parallel_size)
-        inputs = check_inputs(config, grid.data.world_size, partial(tell, PROG))
-        if config.plan.dry_run:
-            warn(PROG, topology.rank, command_line.notes)
-            dry_run(inputs, grid, speaks=topology.rank == 0)
-            return
-        device = prepare_device(config, grid)
-        warn(PROG, topology.rank, command_line.notes)
-    with joined_ranks(process, config, device) as joined:
-        engine = build_engine(config, inputs.tokenizer["vocab_size"], device, grid)
-        ending = train(build_run(inputs, engine, joined))
-        barrier(topology)  # logs are closed before the first rank leaves: a launcher may then end the others
-        engine.close()
-    ending.leave(PROG, topology.rank)
-
+from megatron_zpp.commands.pretrain import main
 
 if __name__ == "__main__":
     main()

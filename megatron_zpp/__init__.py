@@ -1,3 +1,51 @@
-"""GPT pretraining with a built-in ZeRO++ layer. README.md is the map."""
+"""GPT pretraining with a built-in ZeRO++ layer. README.md is the map, docs/guide/python_api.md the API."""
 
-__version__ = "0.1.0"
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from megatron_zpp.version import __version__
+
+if TYPE_CHECKING:
+    from megatron_zpp.config.model import ModelConfig
+    from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
+    from megatron_zpp.config.zero import ZeroConfig
+    from megatron_zpp.distributed.topology import Topology
+    from megatron_zpp.model.gpt import GPT
+    from megatron_zpp.ops.library import load_operations
+    from megatron_zpp.zero.engine import StepResult, ZeroEngine
+
+__all__ = [
+    "GPT",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PrecisionConfig",
+    "StepResult",
+    "Topology",
+    "ZeroConfig",
+    "ZeroEngine",
+    "__version__",
+    "load_operations",
+]
+_MODULES = {
+    "GPT": "model.gpt",
+    "ModelConfig": "config.model",
+    "OptimizerConfig": "config.optimizer",
+    "PrecisionConfig": "config.optimizer",
+    "StepResult": "zero.engine",
+    "Topology": "distributed.topology",
+    "ZeroConfig": "config.zero",
+    "ZeroEngine": "zero.engine",
+    "load_operations": "ops.library",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name of the API when it is first used: most programs need no torch to check their flags."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'megatron_zpp' has no attribute {name!r}")
+    return getattr(import_module(f"megatron_zpp.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """The names of the API."""
+    return sorted(__all__)

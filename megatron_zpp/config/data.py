@@ -60,7 +60,7 @@ class DataConfig(Options):
     eod_mask_loss: bool = option(
         False,
         "Omit the loss where the input is an end-of-document token. The loss is the mean over the remaining "
-        "tokens of a micro-batch, then over micro-batches.",
+        "tokens of a micro-batch, then over micro-batches, unless --calculate-per-token-loss is given.",
     )
     verify_data: bool = option(
         False,
@@ -95,10 +95,8 @@ class DataConfig(Options):
                 "(not given)",
                 "a run needs data: --data-path PREFIX, or --train-data-path PREFIX, or --mock-data",
             )
-        if self.split is not None and not self.data_path:
-            raise option_error(
-                "--split", self.split, f"divides --data-path only; omit it with {(*own, '--mock-data')[0]}"
-            )
+        if self.split is not None and own:
+            raise option_error("--split", self.split, f"divides --data-path only; omit it with {own[0]}")
         split_shares(self.split or DEFAULT_SPLIT)
         for flag in ("data_path", *(f"{split}_data_path" for split in SPLITS)):
             _check_mixture("--" + flag.replace("_", "-"), getattr(self, flag))

@@ -31,6 +31,14 @@ class LearningRateConfig(Options):
 
     lr: float = option(None, "Peak learning rate; required.", above=0)
     min_lr: float = option(0.0, "Learning rate at the end of the decay.", at_least=0)
+    decoupled_lr: float | None = option(
+        None, "Peak learning rate of the token embedding and the output layer; default --lr.", above=0
+    )
+    decoupled_min_lr: float | None = option(
+        None,
+        "Their learning rate at the end of the decay; default --min-lr. Needs --decoupled-lr.",
+        at_least=0,
+    )
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
         "linear", "Shape of the decay after warm-up. WSD: warm-up, stable, decay."
     )
@@ -58,6 +66,7 @@ class LearningRateConfig(Options):
             raise option_error("--lr", "(not given)", "give the peak learning rate, e.g. --lr 3e-4")
         if self.min_lr > self.lr:
             raise option_error("--min-lr", self.min_lr, f"must be at most --lr {self.lr}")
+        self._check_decoupled()
         if self.lr_warmup_init > self.lr:
             raise option_error("--lr-warmup-init", self.lr_warmup_init, f"must be at most --lr {self.lr}")
         warmups = ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")
@@ -75,6 +84,17 @@ class LearningRateConfig(Options):
             raise option_error(
                 "--lr-decay-style", "WSD", "needs one of --lr-wsd-decay-iters and --lr-wsd-decay-samples"
             )
+
+    def _check_decoupled(self) -> None:
+        """Refuse a floor without a peak, and floors or starts above the peak."""
+        if self.decoupled_lr is None:
+            if self.decoupled_min_lr is not None:
+                raise option_error("--decoupled-min-lr", self.decoupled_min_lr, "needs --decoupled-lr")
+            return
+        floor = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
+        for flag, value in (("--decoupled-min-lr", floor), ("--lr-warmup-init", self.lr_warmup_init)):
+            if value > self.decoupled_lr:
+                raise option_error(flag, value, f"must be at most --decoupled-lr {self.decoupled_lr}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING
 from typing import Any, NoReturn
 
+from megatron_zpp.version import __version__
+
 REQUIRED: Any = MISSING
 
 
@@ -83,6 +85,12 @@ def make_parser(prog: str, description: str, groups: Mapping[str, type[Options]]
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=_HelpFormatter,
+    )
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"megatron_zpp {__version__}",
+        help="show the version of megatron_zpp and exit",
     )
     for group_name, cls in groups.items():
         section = parser.add_argument_group(_title(cls))
@@ -224,10 +232,12 @@ _BOUNDS = {
 }
 
 
+_LIKELY = 0.8  # similarity of a typing error; words in common are not enough
+
+
 def _unknown_message(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
-    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
-    flags = [flag for action in shown for flag in action.option_strings]
+    flags = [flag for action in parser._actions for flag in action.option_strings]
     first = unknown[0].split("=", 1)[0]
-    close = difflib.get_close_matches(first, flags, n=1)
+    close = difflib.get_close_matches(first, flags, n=1, cutoff=_LIKELY)
     hint = f"; did you mean {close[0]}?" if close and first.startswith("-") else ""
     return f"unrecognized argument {' '.join(unknown)}{hint}"

@@ -8,6 +8,16 @@ from typing import Any
 
 from megatron_zpp.config.options import Options, fits, flag_of, option_error
 
+# Fields of a part in groups: giving one of a group excludes the fields of the other groups.
+_ALTERNATIVES = (
+    ("precision", "bf16", "fp16", "fp32"),
+    ("training", "train_iters", "train_samples"),
+    ("data", "data_path split", "mock_data", "train_data_path valid_data_path test_data_path"),
+    ("learning_rate", "lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"),
+    ("learning_rate", "lr_decay_iters", "lr_decay_samples"),
+    ("learning_rate", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+)
+
 
 class Provided:
     """Values by part and field, each with the name that gave it.
@@ -28,6 +38,7 @@ class Provided:
             for part, cls in parts.items()
             for name, hint in typing.get_type_hints(cls).items()
         }
+        self._filled: set[str] = set()  # field paths
         self._names: dict[str, str] = {}  # by field path, for values that a current flag did not give
 
     def get(self, field_path: str) -> Any:
@@ -55,6 +66,26 @@ class Provided:
             raise option_error(
                 name, shown, f"contradicts {self._given_as(field_path)}; make them equal or omit one"
             )
+
+    def fill(self, part: str, field: str, value: Any, name: str) -> None:
+        """Record a value given by `name`, unless it or an alternative to it was given before."""
+        if self.get(f"{part}.{field}") is not None or self._has_alternative(part, field):
+            return
+        self.values[part][field] = value
+        self._names[f"{part}.{field}"] = name
+        self._filled.add(f"{part}.{field}")
+
+    def _has_alternative(self, part: str, field: str) -> bool:
+        """Whether another field that excludes this one was given by something else than `fill`."""
+        others = {
+            name
+            for place, *groups in _ALTERNATIVES
+            if place == part and any(field in group.split() for group in groups)
+            for group in groups
+            if field not in group.split()
+            for name in group.split()
+        }
+        return any(name in self.values[part] and f"{part}.{name}" not in self._filled for name in others)
 
     def explain(self, message: str) -> str:
         """Return `message`, followed by the old flag or key behind each current flag that it mentions."""

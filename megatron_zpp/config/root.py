@@ -7,13 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_zpp.config.checkpoint_arguments import SavedArguments, obey_checkpoint
 from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.config.data import DataConfig
 from megatron_zpp.config.legacy.deepspeed import DeepSpeedFile, obey_file
-from megatron_zpp.config.legacy.translate import GROUP, add_old_flags, obey_old_flags, settle_old_flags
+from megatron_zpp.config.legacy.translate import (
+    GROUP,
+    add_old_flags,
+    obey_old_flags,
+    refuse_features,
+    settle_old_flags,
+)
 from megatron_zpp.config.model import AttentionConfig, ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import LearningRateConfig, OptimizerConfig, PrecisionConfig
-from megatron_zpp.config.options import UsageError, fits, make_parser, option_error, parse_groups
+from megatron_zpp.config.options import Options, UsageError, fits, make_parser, option_error, parse_groups
 from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.provided import Provided
 from megatron_zpp.config.run import (
@@ -23,6 +30,7 @@ from megatron_zpp.config.run import (
     LoggingConfig,
     TrainingConfig,
 )
+from megatron_zpp.config.settings_file import SettingsFile, read_settings, write_settings
 from megatron_zpp.config.tensor_parallel import check_tensor_ranks
 from megatron_zpp.config.text import is_text
 from megatron_zpp.config.timing import TimingConfig
@@ -63,6 +71,8 @@ class Config:
         if self.evaluation.full_validation and self.data.mock_data:
             raise option_error("--full-validation", "(given)", "--mock-data is endless; use --eval-iters")
         _check_order(self.data, self.training)
+        if self.learning_rate.decoupled_lr is not None:
+            _check_decoupled(self.learning_rate.decoupled_lr, self.optimizer, self.zero)
         if self.precision.fp8:
             _check_fp8(self.model, self.training)
         tensor_ranks = self.distributed.tensor_model_parallel_size
@@ -84,9 +94,18 @@ class Config:
         """Return the settings as JSON values, by part and field."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
+    def to_yaml(self, comments: list[str]) -> str:
+        """Return the text of a file with which --config gives these settings."""
+        return write_settings(
+            {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}, comments
+        )
+
     def shared_settings(self) -> dict[str, Any]:
-        """Return the settings that must be equal on all ranks: all except those of logging."""
-        return {part: values for part, values in self.to_json().items() if part != "logging"}
+        """Return the settings that must be equal on all ranks: all except where a rank logs."""
+        shared = self.to_json()
+        logging = shared.pop("logging")
+        reduced = ("log_interval", "log_params_norm", "log_num_zeros_in_grad")  # ranks log these together
+        return shared | {"logging": {name: logging[name] for name in reduced}}
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> "Config":
@@ -124,22 +143,31 @@ def parse_command_line(
     argv: Sequence[str],
     prog: str = "pretrain_gpt.py",
     ranks: Callable[[PlanConfig], int] = lambda plan: 1,
+    saved: SavedArguments | None = None,
 ) -> CommandLine:
-    """Parse current flags, old flags and DeepSpeed's file.
+    """Parse current flags, old flags, a file of settings, which both win over, and DeepSpeed's file.
 
-    `ranks` returns the number of ranks, real or planned. A batch size in DeepSpeed's file is divided by those
-    that have samples of their own.
+    `ranks` returns the number of ranks, real or planned, that a batch size in DeepSpeed's file is divided by.
+    `saved` returns what --use-checkpoint-args takes from the checkpoint of --load and --ckpt-step; None: such
+    flags change nothing.
     Raises UsageError, in one line, if the command line is wrong.
     """
     parts = typing.get_type_hints(Config)
-    parser = make_parser(
-        prog, "Pretrain a GPT. README.md shows whole command lines.", parts | {"deepspeed": DeepSpeedFile}
-    )
+    files: dict[str, type[Options]] = {"deepspeed": DeepSpeedFile, "settings": SettingsFile}
+    parser = make_parser(prog, "Pretrain a GPT. README.md shows whole command lines.", parts | files)
     add_old_flags(parser)
-    typed = parse_groups(parser, (*parts, "deepspeed", GROUP), argv)
+    try:
+        refuse_features(parser, argv)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    typed = parse_groups(parser, (*parts, *files, GROUP), argv)
     provided = Provided(parts, typed)
     try:
         notes = obey_old_flags(typed[GROUP], provided)
+        settings = SettingsFile(**typed["settings"]).config
+        for setting in read_settings(settings, parts) if settings is not None else ():
+            provided.fill(setting.part, setting.field, setting.value, setting.place)
+        notes += obey_checkpoint(provided, saved)
         file = DeepSpeedFile(**typed["deepspeed"]).deepspeed_config
         if file is not None:
             tensor_ranks = provided.values["distributed"].get("tensor_model_parallel_size", 1)
@@ -153,7 +181,12 @@ def parse_command_line(
 
 
 def _without_effect(data: DataConfig) -> tuple[str, ...]:
-    """Return a note if --data-cache-path, common in Megatron-LM's command lines, caches nothing here."""
+    """Return notes on flags, common in Megatron-LM's command lines, that have no effect on these data."""
+    if data.mock_data:
+        given = [("--split", data.split), ("--data-cache-path", data.data_cache_path)]
+        return tuple(
+            f"{flag} {value}: no effect: --mock-data reads no files" for flag, value in given if value
+        )
     text = any(is_text(path) for _, path in data.sources())
     if data.data_cache_path is None or data.dataset_order == "megatron" or text:
         return ()
@@ -178,6 +211,18 @@ def _check_order(data: DataConfig, training: TrainingConfig) -> None:
     """Refuse seeds that numpy's RandomState, which Megatron-LM's order uses, does not accept."""
     if data.dataset_order == "megatron" and training.seed >= 2**32:
         raise option_error("--seed", training.seed, f"must be below {2**32} with --dataset-order megatron")
+
+
+def _check_decoupled(rate: float, optimizer: OptimizerConfig, zero: ZeroConfig) -> None:
+    """Refuse optimizers that have one learning rate."""
+    if zero.zero_offload_optimizer:
+        raise option_error(
+            "--decoupled-lr",
+            rate,
+            "needs the optimizer on the device; omit one of it and --zero-offload-optimizer",
+        )
+    if optimizer.fused_backend == "apex":
+        raise option_error("--decoupled-lr", rate, "needs --fused-backend torch")
 
 
 def _check_fp8(model: ModelConfig, training: TrainingConfig) -> None:

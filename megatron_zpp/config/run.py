@@ -40,6 +40,11 @@ class TrainingConfig(Options):
         None, "Length of the run in samples, instead of --train-iters.", at_least=1, at_most=_LONGEST
     )
     seed: int = option(1234, "Seed of initial weights, data order and dropout.", at_least=0, below=2**63)
+    calculate_per_token_loss: bool = option(
+        False,
+        "Loss and gradient are means over all tokens of a global batch that count, not means over "
+        "micro-batches of means over tokens. Differs with --eod-mask-loss.",
+    )
     exit_interval: int | None = option(
         None, "Save and exit at the next iteration that is a multiple of this.", at_least=1
     )
@@ -131,6 +136,15 @@ class CheckpointConfig(Options):
     )
     ckpt_step: int | None = option(None, "Load this iteration instead of the newest.", at_least=0)
     load_optim: bool = option(True, "Load weights and progress without the optimizer's state.")
+    use_checkpoint_args: bool = option(
+        False,
+        "Take the model's shape from the checkpoint of --load, and the tokenizer where no --tokenizer-type "
+        "is given. Without a checkpoint, flags give both.",
+    )
+    use_checkpoint_opt_param_scheduler: bool = option(
+        False,
+        "Take the learning rate and its schedule from the checkpoint of --load, in place of flags.",
+    )
     finetune: bool = option(False, "Load weights only, and start at iteration 0.")
     exit_on_missing_checkpoint: bool = option(
         False, "Exit with an error if --load holds no checkpoint, instead of starting from the beginning."
@@ -150,6 +164,12 @@ class CheckpointConfig(Options):
             raise option_error("--save", self.save, f"name a directory without {HUGGINGFACE}, and use {tool}")
         if self.huggingface == "":
             raise option_error("--load", self.load, "names no directory; give one after the colon")
+        if self.huggingface and self.use_checkpoint_args:
+            fix = f"--load {self.load} has no arguments; use --model-preset with its config.json"
+            raise option_error("--use-checkpoint-args", "(given)", fix)
+        if self.huggingface and self.use_checkpoint_opt_param_scheduler:
+            fix = f"--load {self.load} has no schedule; omit it"
+            raise option_error("--use-checkpoint-opt-param-scheduler", "(given)", fix)
         if self.huggingface and self.ckpt_step is not None:
             raise option_error(
                 "--ckpt-step", self.ckpt_step, f"--load {self.load} has no iterations; omit it"
@@ -172,6 +192,8 @@ class CheckpointConfig(Options):
                 raise option_error("--ckpt-step", self.ckpt_step, "needs --load DIRECTORY")
             for flag, given in (
                 ("--no-load-optim", not self.load_optim),
+                ("--use-checkpoint-args", self.use_checkpoint_args),
+                ("--use-checkpoint-opt-param-scheduler", self.use_checkpoint_opt_param_scheduler),
                 ("--finetune", self.finetune),
                 ("--exit-on-missing-checkpoint", self.exit_on_missing_checkpoint),
             ):
@@ -192,6 +214,10 @@ class LoggingConfig(Options):
     wandb_save_dir: str | None = option(None, "Weights & Biases: directory of local files.")
     wandb_mode: Literal["online", "offline", "disabled"] | None = option(
         None, "Weights & Biases: overrides WANDB_MODE."
+    )
+    log_params_norm: bool = option(False, "Log the L2 norm of all weights.")
+    log_num_zeros_in_grad: bool = option(
+        False, "Log how many elements of the gradient of a logged step are exactly zero."
     )
     device_peak_tflops: float | None = option(
         None, "Peak TFLOP/s of one device, from which MFU is computed; default by GPU model.", above=0

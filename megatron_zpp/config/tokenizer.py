@@ -5,14 +5,24 @@ from typing import Literal
 
 from megatron_zpp.config.options import Options, option, option_error
 
-TokenizerType = Literal["SentencePieceTokenizer", "GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer"]
+TokenizerType = Literal[
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "GPT2BPETokenizer",
+    "HuggingFaceTokenizer",
+    "NullTokenizer",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig(Options):
     """tokenizer: text to ids"""
 
-    tokenizer_type: TokenizerType | None = option(None, "Kind of tokenizer.")
+    tokenizer_type: TokenizerType | None = option(
+        None,
+        "Kind of tokenizer; default GPT2BPETokenizer with --vocab-file and --merge-file. "
+        "GPTSentencePieceTokenizer is Megatron-LM's other name for SentencePieceTokenizer.",
+    )
     tokenizer_model: str | None = option(
         None,
         "SentencePieceTokenizer: the .model file. HuggingFaceTokenizer: tokenizer.json or its directory.",
@@ -24,9 +34,14 @@ class TokenizerConfig(Options):
     )
 
     def check(self) -> None:
-        """Require the files of the type, and refuse those of other types."""
+        """Fill in the type, then require its files and refuse those of other types."""
+        if self.tokenizer_type is None and self.vocab_file is not None and self.merge_file is not None:
+            object.__setattr__(self, "tokenizer_type", "GPT2BPETokenizer")  # nobody has seen the old value
+        if self.tokenizer_type == "GPTSentencePieceTokenizer":
+            object.__setattr__(self, "tokenizer_type", "SentencePieceTokenizer")
         needs = {
             "SentencePieceTokenizer": ("tokenizer_model",),
+            "GPTSentencePieceTokenizer": ("tokenizer_model",),
             "GPT2BPETokenizer": ("vocab_file", "merge_file"),
             "HuggingFaceTokenizer": ("tokenizer_model",),
             "NullTokenizer": ("vocab_size",),

@@ -5,6 +5,7 @@ treated as if it began one. B samples of S + 1 tokens give B rows of S inputs an
 computed by the process that reads the samples, ahead of the step.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -107,6 +108,15 @@ def as_tensors(batch: np.ndarray | ModelInputs) -> torch.Tensor | tuple[torch.Te
     if isinstance(batch, np.ndarray):
         return torch.from_numpy(batch)
     return tuple(None if part is None else torch.from_numpy(part) for part in batch)
+
+
+def counted_share(batch: torch.Tensor | Sequence[torch.Tensor | None]) -> float:
+    """Return the share of a batch's targets that have a loss; the batch is on the CPU."""
+    if isinstance(batch, torch.Tensor):
+        return 1.0
+    targets = batch[1]
+    assert targets is not None, "see ModelInputs"
+    return (targets != NOT_COUNTED).sum().item() / targets.numel()
 
 
 def _positions(begins: np.ndarray) -> np.ndarray:

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 
 from megatron_zpp.native.cache import BuildError
+from megatron_zpp.native.sources import csrc
 
-SOURCES = Path(__file__).resolve().parents[2] / "csrc"
+SOURCES = csrc()
 
 # Results must not depend on the compiler: no contraction of a * b + c, no fast-math.
 HOST_FLAGS = ("-O3", "-std=c++20", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-Wall")

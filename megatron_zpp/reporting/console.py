@@ -114,10 +114,13 @@ def log_line(record: Record, iterations: int) -> str:
         f"elapsed time per iteration (ms): {record['elapsed_ms']:.1f}",
         f"throughput per GPU (TFLOP/s/GPU): {record['tflops_per_gpu']:.1f}",
         f"learning rate: {record['learning_rate']:.6E}",
+        *_given(record, "decoupled_learning_rate", "decoupled learning rate", ".6E"),
         f"global batch size: {record['global_batch_size']:5d}",
         f"lm loss: {record['lm_loss']:.6E}",
         f"loss scale: {record['loss_scale']:.1f}",
         f"grad norm: {record['grad_norm']:.3f}",
+        *_given(record, "num_zeros", "num zeros", "d"),
+        *_given(record, "params_norm", "params norm", ".3f"),
         f"number of skipped iterations: {record['skipped']:3d}",
         f"number of nan iterations: {record['nan']:3d}",
         *([f"raised units: {record['raised_units']}"] if "raised_units" in record else []),
@@ -127,3 +130,8 @@ def log_line(record: Record, iterations: int) -> str:
     )
     now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S")
     return f" [{now}] " + " | ".join(parts) + " |"
+
+
+def _given(record: Record, name: str, shown: str, form: str) -> list[str]:
+    """The part of the line for a number that is logged on request."""
+    return [f"{shown}: {number(record, name):{form}}"] if name in record else []

@@ -23,6 +23,9 @@ from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.sections import UNTIMED, TimedSections
 from megatron_zpp.zero.tensor_parallel import TensorShare
 
+# Parameters of GPT that --decoupled-lr is for, as in Megatron-LM. If they are tied there is only the first.
+DECOUPLED = ("embedding.tokens.weight", "head.output.weight")
+
 
 def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) -> ZeroEngine:
     """The engine with initial weights; all ranks of the job have joined and must call it.
@@ -48,6 +51,7 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
         timeout=config.distributed.timeout,
         sections=TimedSections(device.device) if config.timing.level else UNTIMED,
         say=device.say,
+        decoupled=DECOUPLED if config.learning_rate.decoupled_lr is not None else (),
     )
 
 

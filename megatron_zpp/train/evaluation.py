@@ -5,9 +5,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from megatron_zpp.data.documents import as_tensors
+from megatron_zpp.data.documents import as_tensors, counted_share
 from megatron_zpp.data.samples import Samples
-from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.engine import LEAST_WEIGHT, ZeroEngine
 
 
 def evaluate(
@@ -17,8 +17,11 @@ def evaluate(
     count: int,
     micro_batch_size: int,
     before_round: Callable[[int, int], None],
+    per_token: bool = False,
 ) -> float:
     """The mean loss over the first `count` samples, the same for every call and number of ranks.
+
+    It is the mean over all tokens that count if `per_token`, else the mean over micro-batches of their means.
 
     All ranks run the same number of forwards, because each forward gathers sharded parameters; forwards
     beyond the last sample have no weight. `before_round(number, rounds)` is called before each round and may
@@ -27,12 +30,17 @@ def evaluate(
     ranks, rank = engine.grid.data.world_size, engine.grid.data.rank
     chunks = -(-count // micro_batch_size)
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    weights = 0.0  # of this rank
     for round_start in range(0, chunks, ranks):
         before_round(round_start // ranks, -(-chunks // ranks))
         chunk = round_start + rank
         first = min(chunk, chunks - 1) * micro_batch_size
         size = min(micro_batch_size, count - first)
-        loss = engine.evaluate(as_tensors(samples.batch(np.arange(first, first + size))))
+        batch = as_tensors(samples.batch(np.arange(first, first + size)))
+        loss = engine.evaluate(batch)
         if chunk < chunks:
-            total += loss * size
-    return (engine.mean_over_ranks(total) * ranks / count).item()
+            weight = size * (counted_share(batch) if per_token else 1.0)
+            total += loss * weight
+            weights += weight
+    sums = engine.sum_over_ranks(torch.stack((total, torch.full_like(total, weights))))
+    return (sums[0] / sums[1].clamp(min=LEAST_WEIGHT)).item()  # if no token counts, 0

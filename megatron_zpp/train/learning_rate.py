@@ -1,7 +1,7 @@
 """The learning rate as a function of samples, with Megatron-LM's shapes."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_zpp.config.optimizer import LearningRateConfig
@@ -24,6 +24,13 @@ class LearningRate:
     style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
     wsd_decay: int = 0
     wsd_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+
+    def decoupled(self, config: LearningRateConfig) -> "LearningRate | None":
+        """Return the rate of embedding and output layer; None without --decoupled-lr."""
+        if config.decoupled_lr is None:
+            return None
+        floor = config.min_lr if config.decoupled_min_lr is None else config.decoupled_min_lr
+        return replace(self, peak=config.decoupled_lr, floor=floor)
 
     @classmethod
     def from_config(

@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from megatron_zpp.data.documents import counted_share
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.samples import Samples
-from megatron_zpp.reporting.metrics import Interval, PowerMeter, Throughput, memory_record
+from megatron_zpp.reporting.metrics import Interval, PowerMeter, Record, Throughput, memory_record
 from megatron_zpp.reporting.profile import StepProfiler
 from megatron_zpp.reporting.timing import BATCH, FORWARD_BACKWARD, OPTIMIZER, STEP, Timing
 from megatron_zpp.train.evaluation import evaluate
@@ -18,7 +20,7 @@ from megatron_zpp.train.sampled_text import text_writer
 from megatron_zpp.train.saver import Saver
 from megatron_zpp.train.skips import SkipFlag
 from megatron_zpp.train.stopping import Ending, Stop, StopConditions
-from megatron_zpp.zero.engine import Batch, StepResult
+from megatron_zpp.zero.engine import LEAST_WEIGHT, Batch, StepResult
 
 
 def train(run: Run) -> Ending:
@@ -82,6 +84,8 @@ class Trainer:
         self._skip_flag = SkipFlag(engine.device)
         self._evaluated: dict[str, int] = {}  # split -> iteration of its last evaluation
         self._learning_rate, self._samples = 0.0, 0  # of the newest step
+        self._decoupled_rate: float | None = None  # of the newest step
+        self._per_token = config.training.calculate_per_token_loss and config.data.eod_mask_loss
         self._warm = False  # whether a step is done
 
     def run(self) -> Stop | None:
@@ -170,23 +174,38 @@ class Trainer:
             with sections(BATCH):
                 batch = next(batches)
             self._mark(f"{where}, micro-batch {index + 1} of {micro_batches}")
+            weight = counted_share(batch) if self._per_token else None
             with sections(FORWARD_BACKWARD):
-                losses += self._engine.accumulate(batch, index=index, micro_batches=micro_batches)
+                loss = self._engine.accumulate(batch, index=index, micro_batches=micro_batches, weight=weight)
+                losses += loss if weight is None else loss * weight
         self._mark(f"{where}, optimizer")
         self._saver.before_step()
         self._count_if_skipped()
         with sections(OPTIMIZER):
             self._learning_rate = self._schedule.learning_rate_at(self.progress)
-            result = self._engine.step(self._learning_rate)
+            self._decoupled_rate = self._schedule.decoupled_rate_at(self.progress)
+            result = self._engine.step(
+                self._learning_rate, self._decoupled_rate, count_zeros=self._counts_zeros()
+            )
         self._skip_flag.send(result.skipped)
         self._samples = samples = schedule.global_batch_size_at(consumed)
         self.progress = replace(
             self.progress, iteration=self.progress.iteration + 1, consumed_samples=consumed + samples
         )
-        self._interval.add(losses / micro_batches, result, samples, self._engine.take_traffic())
+        loss = losses / micro_batches if result.weight is None else self._share_of_mean(losses, result.weight)
+        self._interval.add(loss, result, samples, self._engine.take_traffic())
         self._mark(f"{where}, report")
         self._warm = True
         return result
+
+    def _share_of_mean(self, losses: Tensor, weight: Tensor) -> Tensor:
+        """This rank's part of the mean over all tokens: the mean of these parts over ranks is that mean."""
+        return losses * self._engine.topology.world_size / weight.clamp(min=LEAST_WEIGHT)
+
+    def _counts_zeros(self) -> bool:
+        """Whether the step that begins here is logged, with --log-num-zeros-in-grad."""
+        logging = self._config.logging
+        return logging.log_num_zeros_in_grad and (self.progress.iteration + 1) % logging.log_interval == 0
 
     def _count_if_skipped(self) -> None:
         """Count the newest step if it was skipped; call it before a rate or a checkpoint uses the count."""
@@ -233,6 +252,7 @@ class Trainer:
                 "lm_loss": loss,
                 "grad_norm": result.grad_norm.item(),
                 "learning_rate": self._learning_rate,
+                **self._more(result),
                 "global_batch_size": interval.batch,
                 "loss_scale": result.loss_scale.item(),
                 "skipped": int(interval.skipped.item()),
@@ -250,6 +270,17 @@ class Trainer:
         for line in lines:
             self._reporter.say(line)
         interval.restart()
+
+    def _more(self, result: StepResult) -> Record:
+        """The numbers that flags ask for; every rank must call it."""
+        found: Record = {}
+        if self._decoupled_rate is not None:
+            found["decoupled_learning_rate"] = self._decoupled_rate
+        if result.zeros is not None:
+            found["num_zeros"] = int(result.zeros.item())
+        if self._config.logging.log_params_norm:
+            found["params_norm"] = self._engine.weights_norm().item()
+        return found
 
     def _evaluate(self, split: str) -> None:
         samples: Samples | None = getattr(self._splits, split)
@@ -276,6 +307,7 @@ class Trainer:
             count=count,
             micro_batch_size=batches.micro_batch_size,
             before_round=before_round,
+            per_token=self._per_token,
         )
         self._evaluated[split] = iteration
         self._reporter.evaluation(self.progress, split, loss)

@@ -14,6 +14,7 @@ from megatron_zpp.train.inputs import RunInputs
 from megatron_zpp.train.ranks import Ranks
 from megatron_zpp.train.reading import open_data, verify_data
 from megatron_zpp.train.restore import restore
+from megatron_zpp.train.run_file import write_run_file
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -64,6 +65,7 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
     )
     progress = replace(progress, dataset_progress=resumed.dataset_progress)
     epochs = schedule.describe_epochs(resumed.samples)
+    lines += write_run_file(config, ranks.topology, ranks.lease)
     reporter = Reporter(
         config.logging,
         config.to_json(),

@@ -16,7 +16,8 @@ class RunSchedule:
     """Steps up to the iteration `iterations`, with the batches of `batches` and the rates of `learning_rate`.
 
     `train_samples` is the length of a run given in samples; None if it is given in iterations. `start` is
-    the progress from which this process trains: its batches begin there.
+    the progress from which this process trains: its batches begin there. `decoupled` has the rates of
+    --decoupled-lr, if it is given.
     """
 
     batches: BatchSchedule
@@ -24,6 +25,7 @@ class RunSchedule:
     iterations: int
     train_samples: int | None = None
     start: Progress = Progress()
+    decoupled: LearningRate | None = None
 
     @classmethod
     def from_config(
@@ -50,7 +52,8 @@ class RunSchedule:
             samples=training.train_samples or batches.samples_after(iterations),
             samples_per_iteration=batches.global_batch_size,
         )
-        return cls(batches, rate, iterations, training.train_samples)
+        decoupled = rate.decoupled(learning_rate)
+        return cls(batches, rate, iterations, training.train_samples, decoupled=decoupled)
 
     @property
     def warmup_iterations(self) -> int:
@@ -74,7 +77,15 @@ class RunSchedule:
         return self.batches.samples_after(left, consumed=self.start.consumed_samples)
 
     def learning_rate_at(self, progress: Progress) -> float:
-        """The learning rate of the step that begins at `progress`.
+        """The learning rate of the step that begins at `progress`."""
+        return self.learning_rate(self._schedule_samples(progress))
+
+    def decoupled_rate_at(self, progress: Progress) -> float | None:
+        """The same of embedding and output layer; None if they have no rate of their own."""
+        return None if self.decoupled is None else self.decoupled(self._schedule_samples(progress))
+
+    def _schedule_samples(self, progress: Progress) -> int:
+        """The samples on which the learning rate of the step that begins at `progress` depends.
 
         As in Megatron-LM, a skipped step does not advance the learning rate. A schedule given in iterations
         counts iterations of the present global batch size. So a resumed run with another
@@ -82,8 +93,8 @@ class RunSchedule:
         """
         if self.train_samples is None:
             steps = progress.iteration - progress.skipped_iterations
-            return self.learning_rate(steps * self.batches.global_batch_size)
-        return self.learning_rate(progress.consumed_samples - progress.skipped_samples)
+            return steps * self.batches.global_batch_size
+        return progress.consumed_samples - progress.skipped_samples
 
     def requested_samples(
         self, training: TrainingConfig, evaluation: EvaluationConfig

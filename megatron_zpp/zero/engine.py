@@ -1,6 +1,6 @@
 """The engine: holds the model states of a run, sharded as the ZeRO stage says, and takes optimizer steps."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeAlias, cast
@@ -36,9 +36,11 @@ from megatron_zpp.zero.sections import (
     WAIT_REDUCTIONS,
     Sections,
 )
+from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.tensor_parallel import ALONE, ExchangeCounter, TensorShare
 
 WEIGHTS, REFERENCE = "weights", "reference"  # as checkpoints name them
+LEAST_WEIGHT = 1e-9  # of a step's losses: less than one token of any batch
 
 # (B, T + 1) tokens, whose inputs and targets overlap by T - 1; or the model's arguments, targets second.
 Batch: TypeAlias = Tensor | Sequence[Tensor | None]
@@ -60,12 +62,16 @@ class StepResult:
 
     `grad_norm` is the global norm before clipping; `skipped` is 1 when it was not finite. `raised_units`, a
     number of the host, is how many units sent their weight differences in 8 bits; None where none are sent.
+    `zeros` is how many elements of the gradient were zero, if they were counted. `weight` is the sum of the
+    weights of all losses of the step, if they had weights.
     """
 
     grad_norm: Tensor
     skipped: Tensor
     loss_scale: Tensor
     raised_units: int | None = None
+    zeros: Tensor | None = None
+    weight: Tensor | None = None
 
 
 class ZeroEngine:
@@ -77,7 +83,8 @@ class ZeroEngine:
     views of flat buffers on `device`, and this rank holds no more of them than the stage says. `share` says
     how tensor ranks share the model, which has this rank's parts of its parameters then. `operations`
     has the kernels for sums and optimizer steps; None: torch's. `sections` times the parts of a step. `say`
-    gets a line if copy engines were tried and cannot be used.
+    gets a line if copy engines were tried and cannot be used. Parameters whose names are `decoupled` have a
+    learning rate of their own.
     """
 
     def __init__(
@@ -96,6 +103,7 @@ class ZeroEngine:
         timeout: timedelta | None = None,
         sections: Sections = UNTIMED,
         say: Callable[[str], None] = print,
+        decoupled: Collection[str] = (),
     ) -> None:
         self.model, self.topology, self.device, self.share = model, topology, device, share
         self.grid = Grid(topology, 1 if share.group is None else share.group.size)
@@ -132,7 +140,9 @@ class ZeroEngine:
         for comm_stream in communication.comm_streams:
             comm_stream.ready()
         self._prefetcher = Prefetcher(plan, self._gather, model_of_units.recomputed_units(), sections)
-        self._optimizer = build_optimizer(optimizer, self.units, communication, fused_backend, operations)
+        self._optimizer = build_optimizer(
+            optimizer, self.units, communication, fused_backend, operations, decoupled
+        )
         accepts_16bit = self._optimizer.accepts_16bit_gradients
         self._gradients = Gradients(
             self.units, communication, operations, accepts_16bit=accepts_16bit, share=share
@@ -155,9 +165,16 @@ class ZeroEngine:
             early = zero.zero_delta4_iterations or 0
             self._formats = DifferenceFormats(plan.difference_format, len(self.units), early, device)
         self._summed_gradients = 1  # how many gradients the sums of a step are sums of
+        self._weight: float | None = (
+            None  # the sum of the weights of this rank's losses; None without weights
+        )
 
-    def accumulate(self, batch: Batch, *, index: int, micro_batches: int) -> Tensor:
+    def accumulate(
+        self, batch: Batch, *, index: int, micro_batches: int, weight: float | None = None
+    ) -> Tensor:
         """Add the gradients of micro-batch `index` of a step's `micro_batches`; return its mean loss.
+
+        With a `weight` for each micro-batch of each rank, of about 1, the step takes the weighted mean.
 
         The loss is this rank's, a scalar on the device. Sums over ranks run behind the backward. A NaN or Inf
         of the loss becomes one of the gradients, which would not follow from every Inf.
@@ -179,29 +196,42 @@ class ZeroEngine:
             self._gradients.begin(first=index == 0, last=last, iteration=self.iteration)
         if index == 0:
             self._summed_gradients = micro_batches * self.grid.data.world_size
+            self._weight = None if weight is None else 0.0
+        scale = self.loss_scale.scale
+        if weight is not None:
+            assert self._weight is not None, "all micro-batches of a step have weights, or none has"
+            self._weight += weight
+            scale = scale * weight
         with self.sections(BACKWARD):
-            (loss * (self.loss_scale.scale + 0.0 * loss.detach())).backward()
+            (loss * (scale + 0.0 * loss.detach())).backward()
             self._gradients.finish_backward()
         return loss.detach()
 
-    def step(self, learning_rate: float) -> StepResult:
+    def step(
+        self, learning_rate: float, decoupled_rate: float | None = None, *, count_zeros: bool = False
+    ) -> StepResult:
         """One optimizer step on the mean gradient of the micro-batches since the last step.
 
         A NaN or Inf in the gradients of any rank skips the step on every rank: all see the same norm.
+        `decoupled_rate` is the learning rate of the decoupled parameters, by default the same.
         """
         scale = self.loss_scale.scale
-        divisor = scale * self._summed_gradients  # from sums of scaled gradients to their mean
-        grad_norm = self._gradient_norm(divisor)
+        norm, zeros, weight = self._sums_of_gradients(count_zeros=count_zeros)
+        # From sums of scaled gradients to their mean. Without a token that counts, all gradients are zero.
+        count = self._summed_gradients if weight is None else weight.clamp(min=LEAST_WEIGHT).float()
+        divisor = scale * count
+        grad_norm = (norm / divisor).float()
+        rates = (learning_rate, learning_rate if decoupled_rate is None else decoupled_rate)
         found_inf = 1.0 - torch.isfinite(grad_norm).float()
         shrink = torch.ones_like(grad_norm)
         if self._clip_grad > 0:
             shrink = torch.clamp((grad_norm + 1e-6) / self._clip_grad, min=1.0)
-        self._prefetcher.gather_after_step(self._stepped(learning_rate, divisor * shrink, found_inf))
+        self._prefetcher.gather_after_step(self._stepped(rates, divisor * shrink, found_inf))
         self._gradients.release()
         self.iteration += 1
         self.loss_scale.update(found_inf)
         raised = None if self._formats is None else self._formats.raised
-        return StepResult(grad_norm, found_inf, scale, raised)
+        return StepResult(grad_norm, found_inf, scale, raised, zeros, weight)
 
     def close(self) -> None:
         """Remove the hooks, which tie model and engine in a cycle, and close the communication streams.
@@ -246,6 +276,27 @@ class ZeroEngine:
         """The mean of a small tensor over data ranks, whose tensor ranks have the same value."""
         counted = value if self.grid.tensor_rank == 0 else torch.zeros_like(value)
         return sum_over_ranks(counted, self.topology) / self.grid.data.world_size
+
+    @torch.no_grad()
+    def weights_norm(self) -> Tensor:
+        """The norm () fp64 of all master weights; every rank must call it."""
+        norms = torch.stack([torch.linalg.vector_norm(self._counted(unit)) for unit in self.units])
+        total = norms.double().square().sum().to(self.device)
+        if not self.units[0].whole:
+            total = sum_over_ranks(total, self.topology)
+        elif self.share.group is not None:
+            total = self.share.group.sum(total)
+        return total.sqrt()
+
+    def _counted(self, unit: Unit) -> Tensor:
+        """The master weights of a unit without those that another tensor rank counts."""
+        elsewhere = self._gradients.counted_elsewhere(unit)
+        if not elsewhere:
+            return unit.master
+        counted = unit.master.clone()
+        for elements in elsewhere:
+            counted[elements.start : elements.stop].zero_()
+        return counted
 
     @property
     def optimizer_steps(self) -> int:
@@ -359,14 +410,14 @@ class ZeroEngine:
             return communication.secondary.gather(unit.full, unit.secondary)
         return communication.gather.gather(unit.full, unit.gather_source, unit.secondary)
 
-    def _stepped(self, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> Iterator[int]:
+    def _stepped(self, rates: tuple[float, float], divisor: Tensor, found_inf: Tensor) -> Iterator[int]:
         """Take the optimizer's step; yield the units whose new weights can be gathered.
 
         Weight differences cross nodes in forward order, unit by unit. They need no slot, so none of them
         waits for the forward.
         """
         differences = self._communication.differences
-        for index, unit in enumerate(self._optimizer.step(learning_rate, divisor, found_inf)):
+        for index, unit in enumerate(self._optimizer.step(rates, divisor, found_inf)):
             if differences is not None:
                 assert unit.message is not None
                 self._prefetcher.wait(index)  # a gather ahead may still be reading the reference
@@ -383,8 +434,10 @@ class ZeroEngine:
                 )
             yield index
 
-    def _gradient_norm(self, divisor: Tensor) -> Tensor:
-        """The norm of the whole mean gradient, which is the sums / `divisor`.
+    def _sums_of_gradients(self, *, count_zeros: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The norm () fp64 of the summed gradient, its number of zeros, and the sum of the losses' weights.
+
+        One reduction over ranks has all of them. The last two are None if they are not asked for.
 
         Squares are summed in fp32 in blocks that no shard boundary divides, then in fp64, whose rounding does
         not reach the result. So the clipping factor has the same bits however the gradient is sharded. What
@@ -397,17 +450,33 @@ class ZeroEngine:
             with self.sections(GRADIENT_NORM):
                 squares += [self._gradients.squares_of(unit) for unit in units]
         with self.sections(GRADIENT_NORM):
-            total = torch.cat(squares).sum(dtype=torch.float64)
-            if self._formats is not None:
-                local = torch.cat((total.view(1), self._formats.measured.flatten()))
-                summed = sum_over_ranks(local, self.topology)
-                self._formats.decide(summed[1:].view(-1, 2))
-                total = summed[0]
-            elif not self.units[0].whole:
-                total = sum_over_ranks(total, self.topology)
-            elif self.share.group is not None:
-                total = self.share.group.sum(total)
-            return (total.sqrt() / divisor).float()
+            sums = [torch.cat(squares).sum(dtype=torch.float64).view(1)]
+            if count_zeros:
+                zeros = [self._gradients.zeros_of(unit) for unit in self.units]
+                sums.append(torch.stack(zeros).sum(dtype=torch.float64).view(1))
+            if self.units[0].whole and self._formats is None:  # every data rank has all of the gradient
+                total, weight = torch.cat(sums), self._own_weight()
+                total = total if self.share.group is None else self.share.group.sum(total)
+                weight = None if weight is None else sum_over_ranks(weight, self.topology)
+            else:
+                own = self._own_weight()
+                sums += [] if own is None else [own]
+                measured = [] if self._formats is None else [self._formats.measured.flatten()]
+                total = sum_over_ranks(torch.cat((*sums, *measured)), self.topology)
+                if self._formats is not None:
+                    self._formats.decide(total[len(sums) :].view(-1, 2))
+                weight = None if own is None else total[len(sums) - 1]
+        return total[0].sqrt(), total[1] if count_zeros else None, None if weight is None else weight.view(())
+
+    def _own_weight(self) -> Tensor | None:
+        """The sum of the weights of this data rank's losses (1,) fp64; None without weights.
+
+        It is 0 on all tensor ranks but the first, so that the sum over all ranks counts it once.
+        """
+        if self._weight is None:
+            return None
+        own = self._weight if self.grid.tensor_rank == 0 else 0.0
+        return torch.full((1,), own, dtype=torch.float64, device=self.device)
 
     def _loss(self, batch: Batch) -> Tensor:
         if isinstance(batch, Tensor):

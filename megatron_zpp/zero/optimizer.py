@@ -4,23 +4,25 @@ An `Optimizer` steps all units of a rank. DeviceOptimizer and OffloadedOptimizer
 `UpdateRule`; an optimizer that looks at more than one element, as Muon does at matrices, is an Optimizer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from megatron_zpp.config.optimizer import OptimizerConfig
+from megatron_zpp.config.options import option_error
 from megatron_zpp.ops.adamw import AdamWScalars
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.collectives.interface import Gather
 from megatron_zpp.zero.communication import Communication
-from megatron_zpp.zero.grad_segments import GradSegment
+from megatron_zpp.zero.grad_segments import GradSegment, segments_inside
 from megatron_zpp.zero.sharded_unit import Unit
 
 MOMENTS: tuple[str, ...] = ("exp_avg", "exp_avg_sq")  # the states of AdamW, as checkpoints name them
 Scalars = TypeVar("Scalars")
+Rates = tuple[float, float]
 
 
 class Optimizer(Protocol):
@@ -34,9 +36,10 @@ class Optimizer(Protocol):
     steps: Tensor  # (); steps taken so far, skipped ones not included
     accepts_16bit_gradients: bool
 
-    def step(self, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> Iterator[Unit]:
+    def step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> Iterator[Unit]:
         """Take one step on gradients / `divisor` (), or none if `found_inf` () is 1.
 
+        `rates` are the learning rates of all parameters but the decoupled ones, and of these.
         Yields the units in order, each as soon as the writing of its gather source has been submitted, so
         that the first gathers overlap with the steps of the other units.
         """
@@ -67,17 +70,29 @@ class UpdateRule(Protocol[Scalars]):
 class DeviceOptimizer(Generic[Scalars]):
     """Steps on the device of the gradients, and never waits for it."""
 
-    def __init__(self, rule: UpdateRule[Scalars], units: list[Unit]) -> None:
-        self._rule, self._units = rule, units
+    def __init__(
+        self,
+        rule: UpdateRule[Scalars],
+        units: list[Unit],
+        gather: Gather | None = None,
+        decoupled: Collection[str] = (),
+    ) -> None:
+        """`decoupled` names parameters with the second learning rate; they need `gather` for their units."""
+        self._rule, self._units, self._gather = rule, units, gather
+        self._runs = [_runs_of(unit, decoupled) for unit in units]
         self.state_names, self.accepts_16bit_gradients = rule.state_names, rule.accepts_16bit_gradients
         self.states = [_zero_states(unit, rule.state_names) for unit in units]
         self.steps = torch.zeros((), device=units[0].master.device)
 
-    def step(self, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> Iterator[Unit]:
+    def step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> Iterator[Unit]:
         """See Optimizer.step."""
         self.steps += 1 - found_inf
-        scalars = self._rule.scalars(self.steps, learning_rate, divisor, found_inf)
-        for unit, states in zip(self._units, self.states, strict=True):
+        scalars = self._rule.scalars(self.steps, rates[0], divisor, found_inf)
+        for unit, states, runs in zip(self._units, self.states, self._runs, strict=True):
+            if runs:
+                self._step_runs(unit, states, runs, rates, divisor, found_inf)
+                yield unit
+                continue
             decayed = unit.layout.decayed_in(unit.owned)
             for segment in unit.gradients:
                 shard = ShardSegment(
@@ -88,6 +103,32 @@ class DeviceOptimizer(Generic[Scalars]):
                 )
                 self._rule.step(shard, segment.flat, scalars)
             yield unit
+
+    def _step_runs(
+        self,
+        unit: Unit,
+        states: dict[str, Tensor],
+        runs: list["_Run"],
+        rates: Rates,
+        divisor: Tensor,
+        found_inf: Tensor,
+    ) -> None:
+        """Step a unit whose parameters have two learning rates, then write its gather source as a whole."""
+        decayed = unit.layout.decayed_in(unit.owned)
+        for run in runs:
+            scalars = self._rule.scalars(self.steps, rates[run.decoupled], divisor, found_inf)
+            for segment in segments_inside(unit.gradients, run.elements):
+                part = GradSegment(run.elements.start + segment.start, segment.flat)
+                shard = ShardSegment(
+                    part.of(unit.master),
+                    tuple(part.of(state) for state in states.values()),
+                    None,
+                    min(max(decayed - part.start, 0), len(part.flat)),
+                )
+                self._rule.step(shard, part.flat, scalars)
+        if not unit.gathers_from_master:
+            assert self._gather is not None, "units with two learning rates need it"
+            self._gather.write_gather_source(unit.master, unit.gather_source)
 
     def _gather_source_segment(self, unit: Unit, segment: GradSegment) -> Tensor | None:
         if unit.gathers_from_master:
@@ -116,7 +157,7 @@ class OffloadedOptimizer(Generic[Scalars]):
             None if _is_fp32(unit) else _pinned_like(unit.gather_source) for unit in units
         ]
 
-    def step(self, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> Iterator[Unit]:
+    def step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> Iterator[Unit]:
         """See Optimizer.step."""
         arrived = [
             self._copy(unit.gradient, gradient)
@@ -127,7 +168,7 @@ class OffloadedOptimizer(Generic[Scalars]):
             yield from self._units
             return
         self.steps += 1
-        scalars = self._rule.scalars(self.steps, learning_rate, divisor, found_inf)
+        scalars = self._rule.scalars(self.steps, rates[0], divisor, found_inf)
         for index, unit in enumerate(self._units):
             arrived[index].synchronize()
             states, gather_source = tuple(self.states[index].values()), self._gather_sources[index]
@@ -176,10 +217,10 @@ class ApexAdamW:
         )
         self._adam.state.update(adam_states)
 
-    def step(self, learning_rate: float, divisor: Tensor, found_inf: Tensor) -> Iterator[Unit]:
+    def step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> Iterator[Unit]:
         """See Optimizer.step."""
         if not found_inf.item():
-            self._step(learning_rate, divisor)
+            self._step(rates[0], divisor)
         for unit in self._units:
             self._gather.write_gather_source(unit.master, unit.gather_source)
             yield unit
@@ -229,10 +270,9 @@ class KernelAdamW:
         """See UpdateRule."""
         master, (exp_avg, exp_avg_sq), gather_source, decayed = shard
         states = master, gradient, exp_avg, exp_avg_sq
-        if self._quant_format is None:
+        if self._quant_format is None or gather_source is None:
             self._operations.adamw(*states, gather_source, scalars, decayed=decayed)
             return
-        assert gather_source is not None, "a message cannot be gathered from the master weights"
         self._operations.adamw_quantize(*states, gather_source, self._quant_format, scalars, decayed=decayed)
 
 
@@ -294,8 +334,16 @@ def build_optimizer(
     communication: Communication,
     backend: Literal["apex", "torch"],
     operations: Operations | None,
+    decoupled: Collection[str] = (),
 ) -> Optimizer:
-    """AdamW of the fused backend; without `operations`, by torch's own kernel."""
+    """AdamW of the fused backend; without `operations`, by torch's own kernel.
+
+    Raises ValueError for `decoupled` parameters where the optimizer has one learning rate.
+    """
+    offloaded = units[0].master.device != units[0].gather_source.device
+    if decoupled and (backend == "apex" or offloaded):
+        fix = "needs --fused-backend torch and no --zero-offload-optimizer"
+        raise option_error("--decoupled-lr", "(given)", fix)
     if backend == "apex":
         return ApexAdamW(config, units, communication.gather)
     rule: UpdateRule = (
@@ -303,8 +351,29 @@ def build_optimizer(
         if operations is None
         else KernelAdamW(config, operations, communication.weight_format)
     )
-    offloaded = units[0].master.device != units[0].gather_source.device
-    return OffloadedOptimizer(rule, units) if offloaded else DeviceOptimizer(rule, units)
+    if offloaded:
+        return OffloadedOptimizer(rule, units)
+    return DeviceOptimizer(rule, units, communication.gather, decoupled)
+
+
+class _Run(NamedTuple):
+    """Elements of this rank's shard of a unit that have the same learning rate, the second if `decoupled`."""
+
+    elements: range
+    decoupled: bool
+
+
+def _runs_of(unit: Unit, decoupled: Collection[str]) -> list[_Run]:
+    """The runs of this rank's shard; empty if no parameter of it is decoupled, as for most units."""
+    starts: list[tuple[int, bool]] = []
+    for piece in unit.layout.parameter_slices(unit.owned):
+        second = unit.names[piece.parameter] in decoupled
+        if not starts or starts[-1][1] != second:
+            starts.append((piece.destination if starts else 0, second))
+    if not any(second for _, second in starts):
+        return []
+    stops = [start for start, _ in starts[1:]] + [len(unit.owned)]
+    return [_Run(range(start, stop), second) for (start, second), stop in zip(starts, stops, strict=True)]
 
 
 def _zero_states(unit: Unit, names: tuple[str, ...]) -> dict[str, Tensor]:

@@ -21,10 +21,6 @@ from megatron_zpp.config.data import DataConfig, split_shares, weighted_prefixes
             {"train_data_path": ("x",), "split": "1,0,0"},
             "--split 1,0,0: divides --data-path only; .*--train-data-path",
         ),
-        (
-            {"mock_data": True, "split": "969,30,1"},
-            "--split 969,30,1: divides --data-path only; .*--mock-data",
-        ),
         ({"data_path": ("x",), "split": "a,b"}, "--split a,b: must be up to three shares"),
         ({"data_path": ("x",), "num_workers": -1}, "--num-workers -1: must be at least 0"),
         (

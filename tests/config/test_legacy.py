@@ -9,7 +9,7 @@ from megatron_zpp.config.legacy.old_flags import IDLE, ONLY, REFUSED, RENAMED
 from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import CommandLine, parse_args, parse_command_line
 from tests.config.command_line import MINIMAL, without
-from tests.config.tables import PAGE, page
+from tests.config.tables import PAGE, page, tables
 
 BASELINE = parse_args(MINIMAL)
 FULL = "--recompute-granularity full --recompute-method uniform"
@@ -30,6 +30,8 @@ OLD = [  # what was typed, and what says the same today
     ("--optimizer-cpu-offload", "--zero-offload-optimizer"),
     ("--model-parallel-size 1", "--tensor-model-parallel-size 1"),
     ("--use-distributed-optimizer", "--zero-stage 1"),
+    ("--load a --use-checkpoint-lr-scheduler", "--load a --use-checkpoint-opt-param-scheduler"),
+    ("--load a --use-checkpoint-opt_param-scheduler", "--load a --use-checkpoint-opt-param-scheduler"),
     ("--use-rotary-position-embeddings", "--position-embedding-type rope"),
     ("--zero-stage 3 --use-distributed-optimizer", "--zero-stage 3"),
 ]
@@ -118,7 +120,7 @@ def test_a_flag_that_would_change_the_result_is_refused(flag) -> None:
         ),
         ("--use-distributed-optimizer --zero-stage 0", "(given): contradicts --zero-stage 0; omit one"),
         ("--deepspeed yes", "unrecognized argument yes"),
-        ("--batch-siz 2", "unrecognized argument --batch-siz 2; did you mean --micro-batch-size?"),
+        ("--batch-siz 2", "unrecognized argument --batch-siz 2; did you mean --batch-size?"),
     ],
 )
 def test_a_value_that_cannot_be_obeyed(line: str, said: str) -> None:
@@ -186,4 +188,4 @@ def test_the_tutorials_command_as_printed(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_the_page_has_every_key_and_flag() -> None:
     """If it fails, `python -m tests.config.tables` updates the page."""
-    assert PAGE.read_text() == page(PAGE.read_text())
+    assert PAGE.read_text() == page(PAGE.read_text(), tables())

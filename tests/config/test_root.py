@@ -7,6 +7,7 @@ import pytest
 
 from megatron_zpp.config.legacy.deepspeed import DeepSpeedFile
 from megatron_zpp.config.root import Config, parse_args
+from megatron_zpp.config.settings_file import SettingsFile
 from tests.config.command_line import MINIMAL
 
 # Megatron-LM's flags and defaults that users have in their fingers (its arguments.py, core 0.12).
@@ -76,7 +77,7 @@ def test_help_can_be_read_and_searched(
         parse_args(["--help"])
     lines = capsys.readouterr().out.splitlines()
     titles = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
-    parts = [*typing.get_type_hints(Config).values(), DeepSpeedFile]
+    parts = [*typing.get_type_hints(Config).values(), DeepSpeedFile, SettingsFile]
     assert titles == ["options:", *(f"{part.__doc__}:" for part in parts)]
     assert [line for line in lines if line.rstrip().endswith("-")] == []
     assert [line for line in lines if len(line) > 80 and "{" not in line and line not in titles] == []

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_zpp.checkpoint.manifest import MARKER
 from megatron_zpp.storage.lease import LEASE, Lease
+from megatron_zpp.train.run_file import RUN_FILE
 from tests.support import Run, pretrain, wait_until
 from tests.train.conftest import BYTES, TINY
 from tests.train.in_process import SMALLEST, Resumed, train_here
@@ -29,7 +30,7 @@ def test_a_second_run_is_refused_and_a_killed_one_is_not_in_the_way(corpus: str,
     ]
     with Run(tmp_path / "first", 1) as first:
         first.start(0, *flags, "--train-iters", "1000000")
-        wait_until((save / LEASE).exists)
+        wait_until((save / RUN_FILE).exists)
         process = first.processes[0]
         before = sorted(save.iterdir())
         second = pretrain(*flags, "--train-iters", "3")

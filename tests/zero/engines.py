@@ -1,5 +1,6 @@
 """Engines around a small GPT, the same one in every test of the engine."""
 
+from collections.abc import Collection
 from typing import Literal
 
 import torch
@@ -34,6 +35,7 @@ def engine_of(
     kernel: AttentionKernel | None = None,
     fused_backend: Literal["apex", "torch"] = "torch",
     tensor: int = 1,
+    decoupled: Collection[str] = (),
 ) -> ZeroEngine:
     """An engine with the initial weights of `seed`, drawn on the CPU whatever the device.
 
@@ -66,6 +68,7 @@ def engine_of(
         operations=operations,
         fused_backend=fused_backend,
         share=share,
+        decoupled=decoupled,
     )
 
 

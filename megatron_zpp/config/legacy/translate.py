@@ -3,10 +3,12 @@
 import argparse
 import shutil
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_zpp.config.legacy.old_flags import OLD_FLAGS, RENAMED, VALUE, OldFlag
+from megatron_zpp.config.legacy.megatron_features import feature_flag
+from megatron_zpp.config.legacy.old_flag import VALUE, OldFlag
+from megatron_zpp.config.legacy.old_flags import OLD_FLAGS, RENAMED
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.provided import Provided
 
@@ -22,6 +24,7 @@ def add_old_flags(parser: argparse.ArgumentParser) -> None:
             details: dict[str, Any] = {"nargs": "*"}  # or argparse would complain about its values first
         else:
             details = {"action": "store_true"} if flag.takes is None else {"type": flag.takes}
+            details |= {"nargs": "+"} if flag.many else {}
         parser.add_argument(name, dest=f"{GROUP}.{name}", help=argparse.SUPPRESS, **details)
     known = ", ".join(flag.name for flag in RENAMED)
     parser.epilog = textwrap.fill(
@@ -30,6 +33,19 @@ def add_old_flags(parser: argparse.ArgumentParser) -> None:
         width=shutil.get_terminal_size().columns - 2,
         break_on_hyphens=False,
     )
+
+
+def refuse_features(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+    """Raise ValueError for the first flag of a feature of Megatron-LM that is not here.
+
+    Such flags are not in the parser, which does not know how many values each takes.
+    """
+    known = parser._option_string_actions
+    for word in argv:
+        name = word.partition("=")[0]
+        flag = None if name in known else feature_flag(name)
+        if flag is not None:
+            raise option_error(name, "(given)", f"not here: {flag.otherwise}")
 
 
 def obey_old_flags(typed: Mapping[str, Any], provided: Provided) -> tuple[str, ...]:
@@ -42,10 +58,12 @@ def obey_old_flags(typed: Mapping[str, Any], provided: Provided) -> tuple[str, .
         flag, shown = _BY_NAME[name], "(given)" if value is True or value == () else value
         if flag.refused:
             raise option_error(name, shown, f"not here: {flag.otherwise}")
-        if flag.allowed and value not in flag.allowed:
+        if flag.allowed and any(one not in flag.allowed for one in (value if flag.many else (value,))):
             allowed = " or ".join(map(str, flag.allowed))
             raise option_error(name, value, f"only {allowed} is possible: {flag.otherwise}")
-        for field_path, setting in flag.gives.items():
+        if flag.means and value not in flag.means:
+            raise option_error(name, value, f"must be {' or '.join(flag.means)}")
+        for field_path, setting in (flag.means[value] if flag.means else flag.gives).items():
             provided.put(field_path, value if setting is VALUE else setting, name, shown)
         notes += _note(name, flag)
     return tuple(notes)

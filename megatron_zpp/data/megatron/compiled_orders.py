@@ -3,14 +3,14 @@
 import ctypes
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 
 from megatron_zpp.native.cache import BuildError
 from megatron_zpp.native.library import load_source
+from megatron_zpp.native.sources import csrc
 
-SOURCE = Path(__file__).resolve().parents[3] / "csrc" / "orders.cc"
+SOURCE = csrc() / "orders.cc"
 _LANES = 16  # as in orders.cc
 _ALIGNED = 32  # bytes
 _PIECE = 1 << 17  # rows of a sample index that are filled at a time, and stay in the processor's cache

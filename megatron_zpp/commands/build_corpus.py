@@ -1,0 +1,126 @@
+"""Collects text as JSON lines, one document per line, from files, the Hugging Face hub or Python's source."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_zpp.config.command_line import run_tool, unwind_on_sigterm
+from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_options
+from megatron_zpp.config.text import JSON_LINES, plain_suffix
+from megatron_zpp.data.corpus.compression import replacing
+from megatron_zpp.data.corpus.hub import read_hub
+from megatron_zpp.data.corpus.inputs import find_files
+from megatron_zpp.data.corpus.problems import Report, in_file
+from megatron_zpp.data.corpus.progress import Progress
+from megatron_zpp.data.corpus.python_source import read_source, source_files, standard_library
+from megatron_zpp.data.corpus.texts import Texts, check_suffix, read_documents
+from megatron_zpp.storage.files import check_replaceable
+
+PROG = "build_corpus.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusConfig(Options):
+    """corpus: text to JSON lines
+
+    Without --input and --hf-dataset: the source of the running interpreter's standard library.
+    """
+
+    output: str = option(REQUIRED, "The file to write: .jsonl, .jsonl.gz or .jsonl.zst.")
+    input: tuple[str, ...] = option(
+        (), "Files, globs or directories of .txt (one document per file) and .jsonl, also .gz and .zst."
+    )
+    json_key: str = option("text", "The key of a .jsonl line that holds its document.")
+    hf_dataset: str | None = option(None, "A data set of the Hugging Face hub, or json, parquet or text.")
+    hf_config: str | None = option(None, "The configuration of --hf-dataset.")
+    hf_split: str = option("train", "The split of --hf-dataset.")
+    hf_text_key: str = option("text", "The column of --hf-dataset that holds the text.")
+    hf_data_files: tuple[str, ...] = option((), "Local files, if --hf-dataset is json, parquet or text.")
+
+    def check(self) -> None:
+        """Require one source at most, only flags of that source, and an output with a known suffix."""
+        if not self.output.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
+            raise option_error("--output", self.output, "must end in .jsonl, .jsonl.gz or .jsonl.zst")
+        if self.input and self.hf_dataset:
+            raise option_error(
+                "--hf-dataset", self.hf_dataset, "cannot be combined with --input; give one of them"
+            )
+        for flag, value in (
+            ("--hf-config", self.hf_config),
+            ("--hf-data-files", self.hf_data_files),
+            ("--hf-split", self.hf_split if self.hf_split != "train" else None),
+            ("--hf-text-key", self.hf_text_key if self.hf_text_key != "text" else None),
+        ):
+            if value and not self.hf_dataset:
+                raise option_error(flag, value, "needs --hf-dataset")
+        if self.json_key != "text" and not self.input:
+            raise option_error("--json-key", self.json_key, "needs --input")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source of text."""
+
+    name: str
+    disk_bytes: int | None  # None if unknown
+    texts: Iterator[Texts]
+
+
+def main() -> None:
+    config = parse_options(CorpusConfig, PROG, __doc__, sys.argv[1:])
+    unwind_on_sigterm()
+    source = open_source(config)
+    check_replaceable("--output", config.output)
+    Path(config.output).parent.mkdir(parents=True, exist_ok=True)
+    with (
+        Progress("collecting", source.disk_bytes, every=1000) as progress,
+        replacing(config.output) as output,
+    ):
+        report = Report(progress.say)
+        for found in source.texts:
+            report.add(found.problems, in_file(found.path))
+            lines = [json_line(text, found.path, config) for text in found.texts]
+            output.write(b"".join(lines))
+            progress.advance(
+                disk_bytes=found.disk_bytes, text_bytes=sum(map(len, lines)), documents=len(lines)
+            )
+        if not progress.documents:
+            raise ValueError(f"{source.name}: no documents (skipped: {report.summary()})")
+    print(
+        f"{config.output}: {progress.documents:,} documents of {source.name}, "
+        f"{os.path.getsize(config.output) / 1e6:,.1f} MB; skipped: {report.summary()}"
+    )
+
+
+def open_source(config: CorpusConfig) -> Source:
+    """Return the source of the text. Raises ValueError if it does not exist."""
+    if config.input:
+        files = find_files("--input", config.input)
+        for path in files:
+            check_suffix("--input", path)
+        documents = (texts for path in files for texts in read_documents(path, config.json_key))
+        return Source(f"{len(files):,} files", sum(map(os.path.getsize, files)), documents)
+    if config.hf_dataset:
+        rows = read_hub(
+            config.hf_dataset, config.hf_config, config.hf_split, config.hf_text_key, config.hf_data_files
+        )
+        return Source(config.hf_dataset, None, rows)
+    directory = standard_library()
+    modules = source_files(directory)
+    total = sum(file.stat().st_size for file in modules)
+    return Source(f"Python's standard library ({directory})", total, read_source(directory, modules))
+
+
+def json_line(text: str, path: str, config: CorpusConfig) -> bytes:
+    """Return the line of a document; it includes the path if the file is one document."""
+    record = {"text": text}
+    if not config.hf_dataset and plain_suffix(path) not in JSON_LINES:
+        record["path"] = path
+    return json.dumps(record, ensure_ascii=False).encode() + b"\n"
+
+
+if __name__ == "__main__":
+    run_tool(PROG, main)

@@ -1,0 +1,133 @@
+"""Tokenises JSON lines into the .bin/.idx files that training reads."""
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from megatron_zpp.config.command_line import run_tool, unwind_on_sigterm
+from megatron_zpp.config.options import REQUIRED, Options, UsageError, option, option_error, parse_all
+from megatron_zpp.config.text import plain_suffix
+from megatron_zpp.config.tokenizer import TokenizerConfig
+from megatron_zpp.data.checksums import checksums_path
+from megatron_zpp.data.corpus.encode import Encoder
+from megatron_zpp.data.corpus.inputs import TEXT, find_files, partition
+from megatron_zpp.data.corpus.parallel_encode import EncodedBlock, encode_partitions
+from megatron_zpp.data.corpus.problems import Report
+from megatron_zpp.data.corpus.progress import Progress
+from megatron_zpp.data.indexed import index_path, token_dtype, tokens_path
+from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
+from megatron_zpp.data.provenance import provenance_path
+from megatron_zpp.storage.files import check_replaceable
+from megatron_zpp.tokenizer import build_tokenizer, describe
+
+PROG = "preprocess_data.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessConfig(Options):
+    """preprocessing: JSON lines to PREFIX_KEY_document.bin and .idx"""
+
+    input: tuple[str, ...] = option(REQUIRED, "JSON lines: files, globs or directories; also .gz and .zst.")
+    output_prefix: str = option(REQUIRED, "Beginning of the names of the files to write.")
+    json_keys: tuple[str, ...] = option(("text",), "Keys to encode; each becomes a separate data set.")
+    append_eod: bool = option(False, "Append the tokenizer's end-of-document token to each document.")
+    workers: int | None = option(
+        None, "Processes that tokenise; by default one per core.", at_least=1, at_most=4096
+    )
+    partitions: int = option(
+        1,
+        "Parts of the input that are encoded in parallel and then joined, for more workers than one reader "
+        "can supply. Needs twice the disk space meanwhile; the result is the same.",
+        at_least=1,
+    )
+    log_interval: int = option(
+        1000, "Documents between two lines of progress if stderr is not a terminal.", at_least=1
+    )
+    strict: bool = option(False, "Stop at the first line without a document, and write nothing.")
+
+    def check(self) -> None:
+        """Require different keys that can be part of a file name, and workers divisible by partitions."""
+        for key in self.json_keys:
+            if "/" in key:
+                raise option_error("--json-keys", key, "becomes part of a file name and cannot contain a /")
+        if len(set(self.json_keys)) < len(self.json_keys):
+            raise option_error("--json-keys", self.json_keys, "names a key twice")
+        if self.num_workers() % self.partitions:
+            raise option_error(
+                "--partitions", self.partitions, f"must divide the number of workers, {self.num_workers()}"
+            )
+
+    def num_workers(self) -> int:
+        """Return --workers, or the number of cores of this process."""
+        return self.workers or len(os.sched_getaffinity(0))
+
+
+def main() -> None:
+    config, tokenizer_config = parse(sys.argv[1:])
+    unwind_on_sigterm()
+    files = find_files("--input", config.input)
+    for path in files:
+        if plain_suffix(path) in TEXT:
+            raise option_error(
+                "--input", path, "is text, not JSON lines; data/build_corpus.py --input converts it"
+            )
+    tokenizer = build_tokenizer(tokenizer_config)
+    dtype, description = token_dtype(tokenizer.vocab_size), describe(tokenizer)
+    build = partial(Encoder, tokenizer_config, config.json_keys, config.append_eod)
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(IndexedDatasetWriter(prefix, dtype, provenance=description))
+            for prefix in output_prefixes(config)
+        ]
+        total = sum(os.path.getsize(path) for path in files)
+        progress = stack.enter_context(Progress("tokenising", total, config.log_interval))
+        report = Report(progress.say, strict=config.strict)
+
+        def observe(piece: EncodedBlock) -> None:
+            report.add(piece.encoded.problems, piece.where)
+            progress.advance(
+                disk_bytes=piece.disk_bytes,
+                text_bytes=piece.text_bytes,
+                documents=piece.encoded.lengths[0].size,
+            )
+
+        partitions = partition(files, config.partitions)
+        encode_partitions(partitions, build, config.num_workers() // config.partitions, writers, observe)
+        if not progress.documents:
+            raise option_error("--input", config.input, f"has no documents (skipped: {report.summary()})")
+    for writer in writers:
+        print(f"{writer.prefix}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens")
+    print(
+        f"{progress.text_bytes / 1e6:,.1f} MB in {progress.seconds():.1f} s, {progress.rates()}; "
+        f"skipped: {report.summary()}"
+    )
+
+
+def parse(argv: Sequence[str]) -> tuple[PreprocessConfig, TokenizerConfig]:
+    """Parse the command line. Raises UsageError if it is not valid."""
+    groups = {"preprocess": PreprocessConfig, "tokenizer": TokenizerConfig}
+    configs = parse_all(groups, PROG, __doc__, argv)
+    if configs["tokenizer"].tokenizer_type is None:
+        raise UsageError("the following arguments are required: --tokenizer-type")
+    return configs["preprocess"], configs["tokenizer"]
+
+
+def output_prefixes(config: PreprocessConfig) -> list[str]:
+    """Return PREFIX_KEY_document for each key, and create their directory.
+
+    Raises ValueError, before any work, if one of their files could not be written.
+    """
+    prefixes = [f"{config.output_prefix}_{key}_document" for key in config.json_keys]
+    for prefix in prefixes:
+        for name in (index_path, tokens_path, checksums_path, provenance_path):
+            check_replaceable("--output-prefix", name(prefix))
+    Path(prefixes[0]).parent.mkdir(parents=True, exist_ok=True)
+    return prefixes
+
+
+if __name__ == "__main__":
+    run_tool(PROG, main)

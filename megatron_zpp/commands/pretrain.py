@@ -1,0 +1,57 @@
+"""Pretrains a GPT, the table of contents of a run: one rank per process of a launcher, or a single rank.
+
+Exit status: 0 done, 1 an error, 2 a bad command line, 3 NaN, 75 stopped by a signal: docs/guide/faults.md.
+"""
+
+import sys
+from functools import partial
+
+from megatron_zpp.commands.scripts import before_torch
+
+if __name__ == "__main__":
+    before_torch()
+
+from megatron_zpp.config.root import parse_command_line
+from megatron_zpp.distributed.grid import Grid
+from megatron_zpp.distributed.process_group import barrier
+from megatron_zpp.reporting.console import tell, warn
+from megatron_zpp.supervision.process import Process
+from megatron_zpp.train.build_engine import build_engine
+from megatron_zpp.train.checkpoint_arguments import read_arguments
+from megatron_zpp.train.device import prepare_device
+from megatron_zpp.train.dry_run import dry_run, planned
+from megatron_zpp.train.inputs import check_inputs
+from megatron_zpp.train.loop import train
+from megatron_zpp.train.ranks import joined_ranks
+from megatron_zpp.train.run import build_run
+
+PROG = "pretrain_gpt.py"
+
+
+def main() -> None:
+    """Check what one process can check alone; then plan, or take devices, join the ranks and train."""
+    process = Process.start(PROG)
+    topology = process.topology
+    with process.local_errors():
+        command_line = parse_command_line(
+            sys.argv[1:], PROG, lambda plan: planned(plan, topology).world_size, read_arguments
+        )
+        config = command_line.config
+        grid = Grid(planned(config.plan, topology), config.distributed.tensor_model_parallel_size)
+        inputs = check_inputs(config, grid.data.world_size, partial(tell, PROG))
+        if config.plan.dry_run:
+            warn(PROG, topology.rank, command_line.notes)
+            dry_run(inputs, grid, speaks=topology.rank == 0)
+            return
+        device = prepare_device(config, grid)
+        warn(PROG, topology.rank, command_line.notes)
+    with joined_ranks(process, config, device) as joined:
+        engine = build_engine(config, inputs.tokenizer["vocab_size"], device, grid)
+        ending = train(build_run(inputs, engine, joined))
+        barrier(topology)  # logs are closed before the first rank leaves: a launcher may then end the others
+        engine.close()
+    ending.leave(PROG, topology.rank)
+
+
+if __name__ == "__main__":
+    main()

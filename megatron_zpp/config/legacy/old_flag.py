@@ -1,0 +1,62 @@
+"""What is known of a flag that is not a current flag."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class OldFlag:
+    """One flag, which takes one value of the type `takes`, or no value if that is None.
+
+    many       whether it takes one value or more
+    gives      the values that it sets, by field path; VALUE stands for the value typed
+    at_least   lower bounds that it asks for, by field path
+    means      what it gives for each of its values, instead of `gives`
+    today      the current flag with the same meaning
+    allowed    the values that it may have, which describe what happens anyway
+    otherwise  what to do instead of another value; without `allowed` values the flag is refused
+    why        the reason why the flag has no effect
+    """
+
+    name: str
+    takes: type | None = None
+    many: bool = False
+    gives: Mapping[str, Any] = field(default_factory=dict)
+    at_least: Mapping[str, int] = field(default_factory=dict)
+    means: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    today: str = ""
+    allowed: tuple[Any, ...] = ()
+    why: str = ""
+    otherwise: str = ""
+
+    @property
+    def refused(self) -> bool:
+        """Whether the flag is refused with any value."""
+        return bool(self.otherwise) and not self.allowed
+
+
+VALUE = object()
+
+
+def renamed(name: str, today: str, field_path: str, takes: type | None = None) -> OldFlag:
+    """A flag whose current name is `today`."""
+    return OldFlag(name=name, takes=takes, gives={field_path: True if takes is None else VALUE}, today=today)
+
+
+def idle(why: str, *names: str, takes: type | None = None, many: bool = False) -> list[OldFlag]:
+    """Flags without effect here; each of `names` is one, or several separated by spaces."""
+    return [OldFlag(name=name, takes=takes, many=many, why=why) for name in " ".join(names).split()]
+
+
+def only(name: str, allowed: Any, otherwise: str, today: str = "", *, many: bool = False) -> OldFlag:
+    """A flag that may have the `allowed` values only, or a single one."""
+    values = allowed if isinstance(allowed, tuple) else (allowed,)
+    return OldFlag(
+        name=name, takes=type(values[0]), many=many, allowed=values, otherwise=otherwise, today=today
+    )
+
+
+def refused(otherwise: str, *names: str) -> list[OldFlag]:
+    """Flags that are refused with any value; `names` as in `idle`."""
+    return [OldFlag(name=name, otherwise=otherwise) for name in " ".join(names).split()]

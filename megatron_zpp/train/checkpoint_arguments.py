@@ -1,0 +1,28 @@
+"""Reads what --use-checkpoint-args takes from a checkpoint."""
+
+from megatron_zpp.checkpoint.directory import candidates
+from megatron_zpp.checkpoint.read import CheckpointReader
+from megatron_zpp.checkpoint.tokenizer import trained_tokenizer
+from megatron_zpp.config.checkpoint_arguments import CheckpointArguments
+from megatron_zpp.storage.checksums import DamagedFile
+
+
+def read_arguments(load: str, iteration: int | None) -> CheckpointArguments | None:
+    """The arguments of the newest checkpoint of a directory that can be read; None if it holds none.
+
+    Raises ValueError for a checkpoint that is missing, and for an older one whose tokenizer is gone.
+    """
+    problem: DamagedFile | None = None
+    for path in candidates(load, iteration):
+        try:
+            with CheckpointReader(path) as reader:
+                _, tokenizer = trained_tokenizer(reader)
+                config = reader.config()
+                return CheckpointArguments(
+                    str(path), config.model, tokenizer, config.learning_rate, config.training
+                )
+        except DamagedFile as damage:
+            problem = problem or damage
+    if problem is not None:
+        raise problem
+    return None

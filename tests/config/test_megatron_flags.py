@@ -1,0 +1,216 @@
+"""Every flag of Megatron-LM's parser has a row and the fate that the row says; its own scripts run."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.config.legacy.megatron_features import FEATURES
+from megatron_zpp.config.legacy.megatron_flags import IDLE_TODAY, ONLY_TODAY, REFUSED_TODAY, RENAMED_TODAY
+from megatron_zpp.config.legacy.old_flags import OLD_FLAGS
+from megatron_zpp.config.options import UsageError
+from megatron_zpp.config.root import parse_args, parse_command_line
+from tests.config.command_line import MINIMAL
+from tests.config.tables import MEGATRON_FLAGS, MEGATRON_PAGE, current_flags, fate, megatron_table, page
+
+BASELINE = parse_args(MINIMAL)
+BY_NAME = {flag.name: flag for flag in OLD_FLAGS}
+VALUES = {int: "3", float: "0.5", str: "word", None: ""}
+
+
+def test_the_page_has_a_row_for_every_flag() -> None:
+    """If it fails, `python -m tests.config.tables` updates the page."""
+    text = MEGATRON_PAGE.read_text()
+    assert text == page(text, {"megatron flags": megatron_table()})
+    assert len(MEGATRON_FLAGS) == len(set(MEGATRON_FLAGS)) > 850
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in MEGATRON_FLAGS if fate(name, current_flags())[0] != "obeyed"]
+)
+def test_a_flag_that_is_not_obeyed_has_the_fate_of_its_row(name: str) -> None:
+    status, note = fate(name, current_flags())
+    flag = BY_NAME.get(name)
+    if status == "no effect":
+        assert flag is not None
+        parsed = parse_command_line([*MINIMAL, *f"{name} {VALUES[flag.takes]}".split()])
+        assert parsed.config == BASELINE
+        assert parsed.notes == (f"{name}: no effect here: {note}",)
+        return
+    if status == "one value":
+        assert flag is not None
+        for value in flag.allowed:
+            assert parse_args([*MINIMAL, name, str(value)]) == BASELINE
+        value = "7" if flag.takes is not str else "word"
+        with pytest.raises(UsageError, match=rf"^{name} .*: only .* possible: "):
+            parse_command_line([*MINIMAL, name, value])
+        return
+    for argv in ([name], [name, "1"], [f"{name}=1"], [name, "a", "b"]):
+        with pytest.raises(UsageError) as refused:
+            parse_command_line([*MINIMAL, *argv])
+        assert str(refused.value).startswith(f"{name} ")
+        assert str(refused.value).endswith(f": not here: {note}")
+
+
+TODAY = [
+    ("--data-parallel-sharding-strategy no_shard", ""),
+    ("--data-parallel-sharding-strategy optim", "--zero-stage 1"),
+    ("--data-parallel-sharding-strategy optim_grads", "--zero-stage 2"),
+    ("--data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer", "--zero-stage 3"),
+    ("--use-torch-fsdp2", "--zero-stage 3"),
+    ("--save a --save-retain-interval 50", "--save a --keep-last 1 --keep-every 50"),
+    ("--bf16 --fp8-format hybrid", "--bf16 --fp8"),
+    ("--no-position-embedding", "--position-embedding-type none"),
+    ("--no-pad-vocab-size", "--make-vocab-size-divisible-by 1"),
+    ("--disable-pad-vocab-size", "--make-vocab-size-divisible-by 1"),
+    ("--encoder-num-layers 2", ""),
+    ("--split 9,1 --data-cache-path a", "--split 9,1 --data-cache-path a"),
+]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), TODAY)
+def test_a_flag_with_another_name_says_what_ours_says(theirs: str, ours: str) -> None:
+    assert parse_args([*MINIMAL, *theirs.split()]) == parse_args([*MINIMAL, *ours.split()])
+
+
+def test_every_other_name_has_a_test() -> None:
+    assert {flag.name for flag in RENAMED_TODAY} <= {word for theirs, _ in TODAY for word in theirs.split()}
+
+
+def test_every_entry_is_a_flag_of_megatron() -> None:
+    named = {flag.name for flag in (*RENAMED_TODAY, *ONLY_TODAY, *IDLE_TODAY, *REFUSED_TODAY)}
+    assert named <= set(MEGATRON_FLAGS)
+    for beginning in FEATURES:
+        assert any(name.startswith(beginning) for name in MEGATRON_FLAGS), beginning
+
+
+def test_a_value_that_a_flag_does_not_have() -> None:
+    with pytest.raises(UsageError, match=r"--fp8-format e4m3: must be hybrid$"):
+        parse_args([*MINIMAL, "--fp8-format", "e4m3"])
+    with pytest.raises(UsageError, match=r"--use-distributed-optimizer .given.: contradicts --data-parallel"):
+        parse_args(
+            [*MINIMAL, *"--data-parallel-sharding-strategy no_shard --use-distributed-optimizer".split()]
+        )
+
+
+@pytest.mark.parametrize("name", ["--moe-of-the-future", "--rl-x=3"])
+def test_new_flags_of_a_missing_feature_are_refused_too(name: str) -> None:
+    with pytest.raises(UsageError, match="not here: "):
+        parse_args([*MINIMAL, name])
+
+
+# Command lines of Megatron-LM's examples and functional tests. Names of files are replaced, and
+# so are the sizes of tensor and pipeline parallelism.
+GPT3 = """
+    --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048
+    --max-position-embeddings 2048 --attention-backend auto --micro-batch-size 1 --global-batch-size 1536
+    --train-iters 500000 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006
+    --clip-grad 1.0 --fp16 --lr 6.0e-5 --lr-decay-style cosine --min-lr 6.0e-6 --lr-warmup-fraction .001
+    --lr-decay-iters 430000 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1
+    --data-path data --vocab-file vocab.json --merge-file merges.txt --split 949,50,1 --log-interval 100
+    --save-interval 10000 --eval-interval 1000 --save ckpt --load ckpt --eval-iters 10
+    --tensorboard-dir tb
+"""
+LLAMA3_8B_FP8 = """
+    --use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+    --group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192
+    --max-position-embeddings 8192 --position-embedding-type rope --rotary-base 1000000
+    --rotary-percent 1.0 --attention-dropout 0.0 --hidden-dropout 0.0 --swiglu --normalization RMSNorm
+    --init-method-std 0.0134 --attention-backend fused --apply-layernorm-1p
+    --untie-embeddings-and-output-weights --disable-bias-linear --micro-batch-size 1
+    --global-batch-size 128 --train-samples 1953125000 --lr-decay-samples 1949218748
+    --lr-warmup-samples 3906252 --lr 0.00015 --min-lr 0.00001 --decoupled-lr 5.0e-4
+    --decoupled-min-lr 4.5e-5 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1
+    --adam-beta1 0.9 --adam-beta2 0.95 --bf16 --grad-reduce-in-bf16 --cross-entropy-loss-fusion
+    --calculate-per-token-loss --manual-gc --empty-unused-memory-level 1 --exit-duration-in-mins 235
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --fp8-format hybrid
+    --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather
+    --tensor-model-parallel-size 1 --context-parallel-size 1 --sequence-parallel --mock-data
+    --tokenizer-type NullTokenizer --vocab-size 128256 --data-cache-path cache --tiktoken-pattern v2
+    --split 99,1,0 --no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1
+    --log-interval 1 --eval-iters 32 --eval-interval 100 --save-interval 1000 --log-throughput --profile
+    --profile-step-start 4 --profile-step-end 6 --ckpt-format torch_dist
+    --distributed-timeout-minutes 60 --save ckpt --load ckpt --tensorboard-dir tb
+"""
+LLAMA3_8B_FSDP = (
+    LLAMA3_8B_FP8.replace("--grad-reduce-in-bf16", "").replace("torch_dist", "fsdp_dtensor")
+    + """
+    --no-check-for-nan-in-loss-and-grad --use-megatron-fsdp
+    --data-parallel-sharding-strategy optim_grads_params --no-gradient-accumulation-fusion
+    --init-model-with-meta-device --use-nccl-ub --fsdp-double-buffer --fsdp-manual-registration
+    --logging-level 20
+"""
+)
+FUNCTIONAL = """
+    --num-layers 12 --hidden-size 512 --num-attention-heads 8 --log-params-norm --log-num-zeros-in-grad
+    --log-validation-ppl-to-tensorboard --log-timers-to-tensorboard --tensorboard-dir tb
+    --micro-batch-size 4 --global-batch-size 32 --seq-length 1024 --max-position-embeddings 1024
+    --train-iters 100 --timing-log-level 0 --lr-decay-iters 320000 --save ckpt --load ckpt
+    --data-path data --vocab-file vocab.json --merge-file merges.txt --split 949,50,1
+    --distributed-backend nccl --lr 0.00015 --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 1e-2
+    --clip-grad 1.0 --lr-warmup-fraction .01 --log-interval 1 --save-interval 50 --eval-interval 1000
+    --eval-iters 10 --transformer-impl transformer_engine --tensor-model-parallel-size 1
+    --pipeline-model-parallel-size 1 --deterministic-mode --no-gradient-accumulation-fusion
+    --attention-softmax-in-fp32 --use-mcore-models --ckpt-format torch_dist
+    --dist-ckpt-strictness log_all --data-cache-path cache --bf16 --log-memory-to-tensorboard
+"""
+SCRIPTS = {
+    "gpt3": GPT3,
+    "llama3 8b fp8": LLAMA3_8B_FP8,
+    "llama3 8b fsdp fp8": LLAMA3_8B_FSDP,
+    "resume": FUNCTIONAL + "--use-distributed-optimizer --no-ckpt-fully-parallel-save --async-save "
+    "--use-checkpoint-opt_param-scheduler --use-persistent-ckpt-worker",
+    "uniform full recompute": FUNCTIONAL
+    + "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+    "--dist-ckpt-optim-fully-reshardable --attention-backend unfused",
+    "per-token loss": FUNCTIONAL + "--calculate-per-token-loss --attention-backend unfused",
+    "decoupled rate": FUNCTIONAL + "--decoupled-lr 0.0002 --attention-backend unfused",
+    "fsdp2": FUNCTIONAL + "--use-torch-fsdp2 --no-async-tensor-model-parallel-allreduce",
+    "no bias": FUNCTIONAL + "--disable-bias-linear --no-position-embedding --log-progress --manual-gc",
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_of_megatron_run_unchanged(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    parsed = parse_command_line(shlex.split(SCRIPTS[name]))
+    words = set(shlex.split(SCRIPTS[name]))
+    for note in parsed.notes:  # each names a flag of the script, once
+        assert note.split(":")[0].split(" ")[0] in words
+    assert len({note.split(":")[0] for note in parsed.notes}) == len(parsed.notes)
+    noted = {note.split(":")[0].split(" ")[0] for note in parsed.notes}
+    current = current_flags()
+    for flag in {word for word in words if word.startswith("--")} - noted:
+        assert flag in current or not BY_NAME[flag].why, flag
+    if name.startswith("llama3"):
+        assert parsed.config.precision.fp8
+        assert parsed.config.learning_rate.decoupled_lr == 5e-4
+        assert parsed.config.zero.zero_stage == (3 if "fsdp" in name else 1)
+    else:
+        assert parsed.config.tokenizer.tokenizer_type == "GPT2BPETokenizer"
+
+
+def test_the_last_flag_of_gpt3_is_refused_with_its_reason() -> None:
+    schedule = ["--step-batch-size-schedule", "0:16 2.4B:320 4.8B:624"]
+    with pytest.raises(UsageError, match=r"--step-batch-size-schedule .*: not here: use --rampup-batch-size"):
+        parse_command_line([*shlex.split(GPT3), *schedule])
+
+
+def test_likely_names_alone_are_suggested() -> None:
+    for typed, meant in (("--num-layer", "--num-layers"), ("--hiden-size", "--hidden-size")):
+        with pytest.raises(UsageError, match=rf"{typed} .*did you mean {meant}\?"):
+            parse_args([*MINIMAL, typed, "3"])
+    for typed in ("--output-path", "--log-everything", "--num-heads"):
+        with pytest.raises(UsageError) as refused:
+            parse_args([*MINIMAL, typed, "3"])
+        assert "did you mean" not in str(refused.value)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse_args(["--version"])
+    assert left.value.code == 0
+    assert re.fullmatch(r"megatron_zpp \d+\.\d+\.\d+\n", capsys.readouterr().out)

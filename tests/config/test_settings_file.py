@@ -1,0 +1,191 @@
+"""--config: what a file may hold, what flags do to it, and the file that repeats a run."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_zpp.config.options import UsageError
+from megatron_zpp.config.root import parse_args, parse_command_line
+from tests.config.command_line import MINIMAL, without
+
+TEXT = """
+# a comment
+num-layers: 2
+hidden_size: 64          # with either sign
+model: {num_attention_heads: 4, seq_length: 32}
+data:
+  mock_data: true
+tokenizer:
+  tokenizer_type: NullTokenizer
+  vocab_size: 100
+training:
+  micro_batch_size: 2
+  train_iters: 10
+learning_rate:
+  lr: 1e-3
+optimizer:
+  weight_decay: null
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def parse_file(text: str, *flags: str):
+    Path("run.yaml").write_text(text)
+    return parse_args(["--config", "run.yaml", *flags])
+
+
+def test_a_file_says_what_flags_say() -> None:
+    assert parse_file(TEXT) == parse_args(MINIMAL)
+
+
+@pytest.mark.parametrize(
+    ("line", "flags"),
+    [
+        ("lr_decay_style: WSD\nlr_wsd_decay_iters: 3", "--lr-decay-style WSD --lr-wsd-decay-iters 3"),
+        ("save_optim: false\nsave: a", "--no-save-optim --save a"),
+        ("compile: false", "--no-compile"),
+        ("adam_beta2: .95\nadam_eps: 1.e-6", "--adam-beta2 .95 --adam-eps 1e-6"),
+        ("profile: true\nprofile_ranks: [0, 3]", "--profile --profile-ranks 0 3"),
+        ("profile: TRUE\nprofile_ranks: 3", "--profile --profile-ranks 3"),
+        ("save: 007", "--save 007"),
+        ("", ""),
+    ],
+)
+def test_values_are_read_by_the_type_of_their_setting(line: str, flags: str) -> None:
+    assert parse_file(line, *MINIMAL) == parse_args([*MINIMAL, *flags.split()])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--lr 2e-3",
+        "--train-samples 100",
+        "--fp16 --micro-batch-size 3",
+        "--train-data-path a --valid-data-path b",
+        "--batch-size 5",
+        "--checkpoint-activations",
+        "--use-distributed-optimizer",
+    ],
+)
+def test_flags_win_old_ones_too(flags: str) -> None:
+    text = f"{TEXT}precision:\n  bf16: true\nzero_stage: 2\n"
+    argv, drop = [*MINIMAL, "--zero-stage", "2"], {"--train-samples": 2, "--train-data-path": 1}
+    for flag, count in drop.items():
+        if flag in flags:
+            start = argv.index({"--train-samples": "--train-iters", "--train-data-path": "--mock-data"}[flag])
+            del argv[start : start + count]
+    if "--batch-size 5" in flags:
+        start = argv.index("--micro-batch-size")
+        del argv[start : start + 2]
+    precision = [] if "--fp16" in flags else ["--bf16"]
+    assert parse_file(text, *flags.split()) == parse_args([*argv, *precision, *flags.split()])
+
+
+def test_deepspeeds_file_counts_the_settings() -> None:
+    Path("ds.json").write_text('{"gradient_accumulation_steps": 4}')
+    assert parse_file(TEXT, "--deepspeed_config", "ds.json").training.global_batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: 1\nnum_layer: 2", "line 1: a: is not a setting; --help lists all"),
+        ("num_layer: 2", "line 1: num_layer: is not a setting; did you mean num_layers? --help"),
+        ("optimizer:\n  lr: 2", "line 2: lr: belongs to learning_rate, not to optimizer"),
+        ("model: 3", "line 1: model: is a section; put its settings below it"),
+        ("lr: 1\nlearning_rate:\n  lr: 1", "line 3: lr: is there twice; remove one of them"),
+        ("num_layers: two", "line 1: num_layers: 'two' must be a whole number"),
+        ("num_layers: 2.5", "line 1: num_layers: '2.5' must be a whole number"),
+        ("lr: fast", "line 1: lr: 'fast' must be a number"),
+        ("\nbf16: maybe", "line 2: bf16: 'maybe' must be true or false"),
+        ("normalization: Norm", "line 1: normalization: 'Norm' must be one of LayerNorm, RMSNorm"),
+        ("num_layers: [1]", "line 1: num_layers: must be a single value"),
+        ("data_path: [a, [b]]", "line 1: data_path: must be a single value"),
+        ("rampup_batch_size: [1, 2]", "line 1: rampup_batch_size: must be a list of 3 values"),
+        ("lr: 1\n  num_layers: 3", "line 2: not YAML (mapping values are not allowed here)"),
+        ("- lr", "line 1: must hold lines of NAME: VALUE"),
+        ("? [a, b]\n: 1", "line 1: ?: is not a setting"),
+        ("a: " + "[" * 3000, "nested too deeply"),
+        ("num_layers: 0", "--num-layers 0: must be at least 1 (--num-layers is --config run.yaml: line 1)"),
+    ],
+)
+def test_a_file_that_cannot_be_obeyed(text: str, said: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        parse_file(text, *without("--num-layers"))
+    assert said in str(refused.value)
+    assert "run.yaml" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("path", ["gone.yaml", ".", "bytes.yaml"])
+def test_a_file_that_cannot_be_read(path: str) -> None:
+    Path("bytes.yaml").write_bytes(b"\xff")
+    with pytest.raises(UsageError, match=rf"--config {path}: .*; name a YAML file of settings"):
+        parse_args(["--config", path])
+
+
+SHAPE = "--tokenizer-type NullTokenizer --vocab-size 9 --seq-length 16 --micro-batch-size 2 --lr 1e-4"
+WHOLE = [
+    " ".join(MINIMAL),
+    f"{SHAPE} --model-preset 345m --mock-data --train-iters 5 --min-lr 1e-5 --max-position-embeddings 16",
+    f"{SHAPE} --model-preset llama3.1-8b --data-path .7 a .3 b --train-samples 999 --global-batch-size 8 "
+    "--rampup-batch-size 4 2 100 --bf16 --zero-stage 3 --zero-quantized-weights --split 9,1 --save x "
+    "--load x --keep-last 2 --no-save-optim --no-load-optim",
+    f"{SHAPE} --num-layers 1 --hidden-size 8 --num-attention-heads 1 --mock-data --train-iters 5 "
+    "--lr-decay-style WSD --lr-wsd-decay-iters 2 --recompute-activations --no-compile --swiglu "
+    "--position-embedding-type rope --use-rope-scaling --initial-loss-scale 65536 --profile",
+]
+
+
+@pytest.mark.parametrize("line", WHOLE)
+def test_the_written_file_gives_the_same_settings(line: str) -> None:
+    config = parse_args(line.split())
+    text = config.to_yaml(["a comment"])
+    assert parse_file(text) == config
+    assert parse_command_line(["--config", "run.yaml"]).notes == ()
+    loaded = yaml.safe_load(text)  # as other programs read it
+    assert loaded["learning_rate"]["lr"] == config.learning_rate.lr
+    assert text.startswith("# a comment\n")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a: b",
+        '"x"',
+        "back\\slash",
+        "naïve 東京 😀",
+        "tab\tnew\nline",
+        "\x7f\u2028\ufeff\udcff",
+        "# no",
+        "null",
+    ],
+)
+def test_any_text_survives(name: str) -> None:
+    config = parse_args([*MINIMAL, "--save", name])
+    assert parse_file(config.to_yaml([])) == config
+
+
+WORDS = st.sampled_from(
+    ["model", "lr", "num_layers", "bf16", ":", ": ", "\n", "  ", "- ", "[", "]", "{", "}", "&a", "*a"]
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.one_of(st.text(max_size=60), st.lists(WORDS, max_size=20).map("".join)))
+def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
+    Path("any.yaml").write_bytes(text.encode("utf-8", "surrogatepass"))
+    said = ""
+    try:
+        parse_args([*MINIMAL, "--config", "any.yaml"])
+    except UsageError as refused:
+        said = str(refused)
+    assert "\n" not in said

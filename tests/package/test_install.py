@@ -1,0 +1,107 @@
+"""`pip install .` and `pip install -e .`: what is installed, and that it runs from another directory."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT
+
+SHARED = sysconfig.get_path("purelib")  # torch and the others, which are not installed again
+SCRIPTS = (
+    "pretrain preprocess build-corpus train-tokenizer evaluate sample serve plot huggingface torchrun "
+    "build-kernels"
+).split()
+RUN = (
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 1 --hidden-size 16 "
+    "--num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0 "
+    "--num-workers 0 --log-interval 1 --device cpu --save run"
+).split()
+
+
+def environment(cache: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RANK")}
+    return {**kept, "MEGATRON_ZPP_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+
+
+def run(*argv: str | Path, cwd: Path, cache: Path) -> str:
+    done = subprocess.run(
+        list(map(str, argv)), cwd=cwd, env=environment(cache), capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy without what other runs left, because an installation writes beside the sources."""
+    target = tmp_path_factory.mktemp("install") / "repository"
+    target.mkdir()
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "pretrain_gpt.py"):
+        shutil.copy(ROOT / name, target)
+    for name in ("megatron_zpp", "csrc"):
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return target
+
+
+@pytest.fixture(scope="module", params=["whole", "editable"])
+def environment_bin(request: pytest.FixtureRequest, repository: Path) -> Path:
+    """bin/ of a virtual environment with the package, which sees the packages of this environment."""
+    pytest.importorskip("setuptools")
+    place = repository.parent / request.param
+    venv.create(place, with_pip=False)
+    (site,) = place.glob("lib/python*/site-packages")
+    (site / "shared.pth").write_text(f"{SHARED}\n")
+    how = ["-e"] if request.param == "editable" else []
+    pip = [sys.executable, "-m", "pip", "--python", place / "bin/python", "install", "--quiet"]
+    offline = ["--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
+    run(*pip, *offline, *how, repository, cwd=repository.parent, cache=repository.parent / "cache")
+    return place / "bin"
+
+
+def test_the_scripts_are_there_and_a_run_works_elsewhere(environment_bin: Path, tmp_path: Path) -> None:
+    there = {path.name for path in environment_bin.glob("megatron-zpp-*")}
+    assert there == {f"megatron-zpp-{name}" for name in SCRIPTS}
+    for name in set(SCRIPTS) - {"torchrun"}:
+        said = run(environment_bin / f"megatron-zpp-{name}", "--help", cwd=tmp_path, cache=tmp_path)
+        assert "--" in said, name
+    run(environment_bin / "megatron-zpp-pretrain", *RUN, cwd=tmp_path, cache=tmp_path)
+    argv = ["--load", "run", "--device", "cpu", "--prompt", "1 2", "--max-new-tokens", "2"]
+    assert "1 2" in run(environment_bin / "megatron-zpp-sample", *argv, cwd=tmp_path, cache=tmp_path)
+
+
+def test_sources_of_the_kernels_are_found(environment_bin: Path, repository: Path, tmp_path: Path) -> None:
+    code = "from megatron_zpp.native.sources import csrc; print(csrc())"
+    found = Path(run(environment_bin / "python", "-c", code, cwd=tmp_path, cache=tmp_path).strip())
+    inside = environment_bin.parent if environment_bin.parent.name == "whole" else repository
+    assert found.is_relative_to(inside)
+    assert sorted(path.name for path in found.iterdir()) == sorted(
+        path.name for path in (ROOT / "csrc").iterdir()
+    )
+    code = (
+        "from megatron_zpp.data.megatron.compiled_orders import SOURCE\n"
+        "from megatron_zpp.native.library import load_source\n"
+        "print(load_source(SOURCE, print)._name)"
+    )
+    library = run(environment_bin / "python", "-c", code, cwd=tmp_path, cache=tmp_path / "new").strip()
+    assert Path(library).is_relative_to(tmp_path / "new")
+
+
+def test_the_requirements_are_those_of_the_package() -> None:
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = set(project["dependencies"])
+    for extra in ("data", "logging"):
+        declared |= set(project["optional-dependencies"][extra])
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    pinned = {line for line in lines if line and not line.startswith("#")}
+    assert {line for line in pinned if not line.startswith(("torch==", "pytest"))} == declared - {
+        "torch>=2.8"
+    }
+    serve = (ROOT / "launch/requirements-serve.txt").read_text()
+    assert all(line in serve for line in project["optional-dependencies"]["serve"])

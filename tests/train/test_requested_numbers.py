@@ -1,0 +1,170 @@
+"""Flags of Megatron-LM that change what a run logs or computes, in whole runs."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_zpp.config.options import UsageError
+from megatron_zpp.config.root import parse_args, parse_command_line
+from megatron_zpp.data.open import open_splits
+from megatron_zpp.generate.loading import load_model
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.train.checkpoint_arguments import read_arguments
+from tests.support import pretrain
+from tests.train.conftest import BYTES, TINY
+from tests.train.in_process import SMALLEST, of, train_here
+
+EOD = 256
+PLAIN = "--attention-dropout 0 --hidden-dropout 0 --global-batch-size 8 --train-iters 3".split()
+
+
+def records(path: Path, *argv: str, processes: int = 1) -> tuple[list[dict], str]:
+    done = pretrain(*argv, "--metrics-file", str(path), processes=processes)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in path.read_text().splitlines()], done.stdout
+
+
+def steps(found: list[dict]) -> list[dict]:
+    return [record for record in found if "lm_loss" in record]
+
+
+def test_norms_and_zeros_are_logged_the_same_at_any_stage(tmp_path: Path, flags: list[str]) -> None:
+    asked = ["--log-params-norm", "--log-num-zeros-in-grad", *PLAIN, "--disable-bias-linear"]
+    save = ["--save", str(tmp_path / "run")]
+    alone, said = records(tmp_path / "alone", *flags, *asked, *save)
+    sharded, _ = records(tmp_path / "sharded", *flags, *asked, "--zero-stage", "3", processes=2)
+    assert of(steps(alone), "num_zeros") == of(steps(sharded), "num_zeros")
+    assert of(steps(alone), "params_norm") == pytest.approx(of(steps(sharded), "params_norm"), rel=1e-6)
+    model, _ = load_model(str(tmp_path / "run"), None)
+    norm = sum(weight.double().square().sum().item() for weight in model.parameters()) ** 0.5
+    assert steps(alone)[-1]["params_norm"] == pytest.approx(norm, rel=1e-6)
+    padding = (384 - 257) * 64  # rows of the table beside those of the vocabulary
+    assert all(zeros >= padding for zeros in of(steps(alone), "num_zeros"))
+    (line, *_) = [line for line in said.splitlines() if "iteration        1/" in line]
+    assert re.search(r"\| grad norm: [\d.]+ \| num zeros: \d+ \| params norm: [\d.]+ \| number of", line)
+
+
+def test_unlogged_steps_count_nothing(tmp_path: Path, corpus: str) -> None:
+    argv = ["--data-path", corpus, *BYTES, *TINY, *SMALLEST, "--train-iters", "4", "--log-interval", "2"]
+    train_here([*argv, "--log-num-zeros-in-grad", "--metrics-file", str(tmp_path / "m")])
+    found = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]
+    assert of(found, "iteration") == [2, 4]
+    assert all("num_zeros" in record for record in found)
+
+
+def per_token_loss(flags: list[str], first: int, count: int, split: str) -> float:
+    """The loss of the initial weights over all tokens of samples whose input ends no document."""
+    config = parse_args([*flags, *PLAIN])
+    model = GPT(config.model, EOD + 1).initialize(config.training.seed).eval()
+    splits = open_splits(
+        config.data,
+        seq_length=config.model.seq_length,
+        vocab_size=EOD + 1,
+        seed=config.training.seed,
+        tokenizer_description=None,
+    )
+    rows = torch.from_numpy(getattr(splits, split).batch(np.arange(first, first + count)).astype(np.int64))
+    with torch.no_grad():
+        logits = model(rows[:, :-1])[..., : EOD + 1]
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
+    return losses[rows[:, :-1].flatten() != EOD].mean().item()
+
+
+def test_per_token_loss_is_the_mean_over_all_tokens(tmp_path: Path, flags: list[str]) -> None:
+    per_token = ["--eod-mask-loss", "--calculate-per-token-loss", *PLAIN]
+    alone, _ = records(tmp_path / "alone", *flags, *per_token, "--micro-batch-size", "1")
+    assert steps(alone)[0]["lm_loss"] == pytest.approx(per_token_loss(flags, 0, 8, "train"), rel=1e-5)
+    assert alone[0]["valid_loss"] == pytest.approx(per_token_loss(flags, 0, 16, "valid"), rel=1e-5)
+    sharded, _ = records(
+        tmp_path / "sharded", *flags, *per_token, "--micro-batch-size", "2", "--zero-stage", "2", processes=2
+    )
+    for name in ("lm_loss", "grad_norm"):
+        assert of(steps(sharded), name) == pytest.approx(of(steps(alone), name), rel=1e-5)
+    means, _ = records(tmp_path / "means", *flags, "--eod-mask-loss", *PLAIN, "--micro-batch-size", "1")
+    assert steps(means)[0]["grad_norm"] != pytest.approx(steps(alone)[0]["grad_norm"], rel=1e-4)
+
+
+def test_without_masks_per_token_loss_changes_nothing(tmp_path: Path, corpus: str) -> None:
+    argv = ["--data-path", corpus, *BYTES, *TINY, *SMALLEST, "--train-iters", "2"]
+    train_here([*argv, "--metrics-file", str(tmp_path / "a")])
+    train_here([*argv, "--calculate-per-token-loss", "--metrics-file", str(tmp_path / "b")])
+    losses = [
+        [json.loads(line)["lm_loss"] for line in (tmp_path / name).read_text().splitlines()] for name in "ab"
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_the_decoupled_rate_follows_the_schedule(tmp_path: Path, flags: list[str]) -> None:
+    rates = "--lr 1e-3 --min-lr 1e-4 --decoupled-lr 4e-3 --decoupled-min-lr 2e-3 --lr-decay-iters 4".split()
+    found, said = records(tmp_path / "m", *flags, *PLAIN, *rates)
+    assert of(steps(found), "learning_rate") == pytest.approx([1e-3, 7.75e-4, 5.5e-4])
+    assert of(steps(found), "decoupled_learning_rate") == pytest.approx([4e-3, 3.5e-3, 3e-3])
+    assert "| learning rate: 1.000000E-03 | decoupled learning rate: 4.000000E-03 |" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--decoupled-min-lr 1e-5", "--decoupled-min-lr 1e-05: needs --decoupled-lr"),
+        (
+            "--decoupled-lr 1e-5 --min-lr 1e-4",
+            "--decoupled-min-lr 0.0001: must be at most --decoupled-lr 1e-05",
+        ),
+        ("--decoupled-lr 1e-3 --zero-offload-optimizer", "--decoupled-lr 0.001: needs the optimizer on"),
+        ("--decoupled-lr 1e-3 --fused-backend apex", "--decoupled-lr 0.001: needs --fused-backend torch"),
+        ("--use-checkpoint-args", "--use-checkpoint-args (given): needs --load"),
+        ("--use-checkpoint-args --load hf:x", "--use-checkpoint-args (given): --load hf:x has no arguments"),
+    ],
+)
+def test_what_cannot_be_obeyed(line: str, said: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        parse_args(["--mock-data", *BYTES, *TINY, "--train-iters", "3", *line.split()])
+    assert str(refused.value).startswith(said)
+
+
+def test_arguments_come_from_the_checkpoint(
+    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shape = [*TINY, *SMALLEST, "--swiglu", "--position-embedding-type", "rope", "--lr-decay-style", "cosine"]
+    train_here(["--data-path", corpus, *BYTES, *shape, "--train-iters", "2", "--save", "run"])
+    rest = ["--data-path", corpus, "--micro-batch-size", "1", "--train-iters", "4", "--eval-iters", "0"]
+    rest += ["--load", "run", "--lr", "1e-3", "--seq-length", "32", "--device", "cpu", "--num-workers", "0"]
+    from_checkpoint = ["--use-checkpoint-args", "--use-checkpoint-opt-param-scheduler"]
+    parsed = parse_command_line([*rest, *from_checkpoint, "--num-layers", "7"], saved=read_arguments)
+    assert parsed.notes == (
+        "--use-checkpoint-args: --num-layers 1 of run/iter_0000002 replaces 7",
+        "--use-checkpoint-opt-param-scheduler: --lr 0.003 of run/iter_0000002 replaces 0.001",
+    )
+    config = parsed.config
+    assert (config.model.num_layers, config.model.swiglu, config.model.rotary_base) == (1, True, 10_000)
+    assert config.tokenizer.vocab_size == 256
+    assert (config.learning_rate.lr_decay_style, config.learning_rate.lr_decay_iters) == ("cosine", 2)
+    done = pretrain(*rest, *from_checkpoint, "--log-interval", "1")
+    assert done.returncode == 2, "the checkpoint is elsewhere: ranks run in the repository"
+    rest[rest.index("run")] = str(tmp_path / "run")
+    done = pretrain(*rest, *from_checkpoint, "--log-interval", "1")
+    assert done.returncode == 0, done.stderr
+    assert "resuming at iteration 2" in done.stdout
+
+
+def test_an_empty_directory_leaves_the_flags(tmp_path: Path) -> None:
+    argv = [
+        "--mock-data",
+        *BYTES,
+        *TINY,
+        "--train-iters",
+        "3",
+        "--load",
+        str(tmp_path),
+        "--save",
+        str(tmp_path),
+    ]
+    parsed = parse_command_line([*argv, "--use-checkpoint-args"], saved=read_arguments)
+    (note,) = parsed.notes
+    assert note.startswith(f"--use-checkpoint-args: there is no checkpoint in {tmp_path} yet")
+    assert parsed.config.model.num_layers == 2
