@@ -200,7 +200,7 @@ class Trainer:
 
     def _share_of_mean(self, losses: Tensor, weight: Tensor) -> Tensor:
         """This rank's part of the mean over all tokens: the mean of these parts over ranks is that mean."""
-        return losses * self._engine.topology.world_size / weight.clamp(min=LEAST_WEIGHT)
+        return losses * self._engine.grid.data.world_size / weight.clamp(min=LEAST_WEIGHT)
 
     def _counts_zeros(self) -> bool:
         """Whether the step that begins here is logged, with --log-num-zeros-in-grad."""

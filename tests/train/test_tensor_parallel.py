@@ -99,3 +99,21 @@ def test_8_bit_products_of_shared_layers_learn_alike(tmp_path: Path) -> None:
         file = ["--metrics-file", str(tmp_path / f"{ranks}.jsonl")]
         assert pretrain(*FLAGS, *wide, *flags, *file, processes=ranks).returncode == 0
     assert losses(tmp_path / "2.jsonl") == pytest.approx(losses(tmp_path / "1.jsonl"), rel=2**-8)
+
+
+@pytest.mark.parametrize("stage", ["0", "3"])
+def test_what_is_counted_over_ranks_counts_replicated_parameters_once(stage: str, tmp_path: Path) -> None:
+    """Norms of weights, zero gradients and weighted losses are one rank's; so is a second learning rate."""
+    asked = "--log-params-norm --log-num-zeros-in-grad --calculate-per-token-loss --decoupled-lr 2e-3".split()
+    runs = {1: (), 4: ("--tensor-model-parallel-size", "2", "--zero-stage", stage)}
+    records = {}
+    for ranks, flags in runs.items():
+        file = tmp_path / f"{ranks}.jsonl"
+        done = pretrain(*FLAGS, *asked, *flags, "--metrics-file", str(file), processes=ranks)
+        assert done.returncode == 0, done.stderr
+        found = map(json.loads, file.read_text().splitlines())
+        records[ranks] = [record for record in found if "lm_loss" in record]
+    for one, four in zip(records[1], records[4], strict=True):
+        for key in ("lm_loss", "grad_norm", "params_norm"):
+            assert four[key] == pytest.approx(one[key], rel=1e-6), key
+        assert four["num_zeros"] == one["num_zeros"] > 0
