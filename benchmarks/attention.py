@@ -34,7 +34,8 @@ from megatron_zpp.data.mock import MockDataset
 from megatron_zpp.data.samples import Epochs
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import AttentionKernel, check_runs, choose_attention
-from megatron_zpp.model.gpt import GPT, ModelComponents
+from megatron_zpp.model.components import ModelComponents
+from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.masks import CAUSAL
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.train.compiling import compile_parts

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from benchmarks.emulation.rungs import ATTENTION, KINDS, MLP, SMALL, TABLES
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.attention import DotProduct
-from megatron_zpp.model.gpt import GPT, ModelComponents
+from megatron_zpp.model.components import ModelComponents
+from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.reference_rotation import SIGNS_PER_COUNTER
 from megatron_zpp.zero.build import in_order, layouts_of
 

@@ -10,9 +10,8 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,63 +19,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
-from megatron_zpp.model.attention import AttentionKernel, DotProduct, mask_of
+from megatron_zpp.model.attention import mask_of
+from megatron_zpp.model.components import ModelComponents, Norm, embedding
 from megatron_zpp.model.kv_cache import LayerCache
 from megatron_zpp.model.loss import PLAIN, LossKernels, linear_cross_entropy, logits_to_gradient
 from megatron_zpp.model.masks import CAUSAL, Mask
 from megatron_zpp.model.offload import ActivationOffload
 from megatron_zpp.model.rotary import UNROTATED, RopeScaling, RotaryEmbedding, Rotation
-
-Norm: TypeAlias = nn.LayerNorm | nn.RMSNorm  # or apex's, with the same parameters and attributes
-
-
-@dataclass(frozen=True)
-class ModelComponents:
-    """The components of layers: constructors with the parameters of torch's, and the attention kernel."""
-
-    norms: Mapping[str, type[Norm]] = field(default_factory=lambda: TORCH_NORMS)  # by --normalization
-    linear: type[nn.Linear] = nn.Linear
-    attention: AttentionKernel = field(default_factory=DotProduct)
-
-    @property
-    def tensor_ranks(self) -> int:
-        """How many ranks share each layer: every one has an equal part of heads, groups and inner width."""
-        return 1
-
-    def norm(self, config: ModelConfig, width: int) -> Norm:
-        """Return a norm of vectors of `width` elements."""
-        return self.norms[config.normalization](width, eps=config.norm_epsilon)
-
-    def column(self, inputs: int, outputs: int, *, bias: bool, runs: tuple[int, ...] = ()) -> nn.Linear:
-        """Return a linear map whose outputs can be split; `runs` are those that are split by themselves."""
-        return self.linear(inputs, outputs, bias=bias)
-
-    def row(self, inputs: int, outputs: int, *, bias: bool) -> nn.Linear:
-        """Return a linear map whose inputs can be split."""
-        return self.linear(inputs, outputs, bias=bias)
-
-    def vocabulary(self, entries: int, width: int) -> nn.Embedding:
-        """Return the embedding of tokens."""
-        return _embedding(entries, width)
-
-    def output(self, width: int, entries: int) -> nn.Linear:
-        """Return the output weights of a model that does not share those of the embedding."""
-        return nn.Linear(width, entries, bias=False)
-
-    def hidden_shape(self, batch: int, tokens: int, width: int) -> tuple[int, ...]:
-        """The shape of hidden states between linear maps."""
-        return batch, tokens, width
-
-    def own_positions(self, positions: Tensor, tokens: Tensor) -> Tensor:
-        """Return those of `positions` (B or 1, T) whose hidden states this rank has between linear maps."""
-        return positions
-
-    def head(self, config: ModelConfig, vocab_size: int, padded_vocab_size: int) -> "Head":
-        """Return the head of a model."""
-        return Head(config, self, vocab_size, padded_vocab_size)
-
-
-TORCH_NORMS: Mapping[str, type[Norm]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}
 
 
 class Embedding(nn.Module):
@@ -97,18 +46,12 @@ class PositionedEmbedding(Embedding):
 
     def __init__(self, config: ModelConfig, parts: ModelComponents, padded_vocab_size: int) -> None:
         super().__init__(config, parts, padded_vocab_size)
-        self.positions = _embedding(config.max_position_embeddings, config.hidden_size)
+        self.positions = embedding(config.max_position_embeddings, config.hidden_size)
         self.own_positions = parts.own_positions
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """See Embedding."""
         return self.dropout(self.tokens(tokens) + self.positions(self.own_positions(positions, tokens)))
-
-
-def _embedding(entries: int, width: int) -> nn.Embedding:
-    """Return torch's embedding. Initialised by torch on the meta device it would import sympy: seconds."""
-    weight = torch.empty(entries, width)
-    return nn.Embedding(entries, width, _weight=weight if weight.is_meta else weight.normal_())
 
 
 class Attention(nn.Module):
@@ -321,11 +264,11 @@ class GPT(nn.Module):
         learned = config.position_embedding_type == "learned_absolute"
         self.windows = config.layer_windows
         self.parts = parts or ModelComponents()
-        embedding = PositionedEmbedding if learned else Embedding
-        self.embedding = embedding(config, self.parts, padded)
+        self.embedding = (PositionedEmbedding if learned else Embedding)(config, self.parts, padded)
         self.rotary = _rotary(config)
         self.layers = nn.ModuleList(Layer(config, self.parts, selective) for _ in range(config.num_layers))
-        self.head = self.parts.head(config, vocab_size, padded)
+        head: type[Head] = self.parts.head_class(Head)
+        self.head = head(config, self.parts, vocab_size, padded)
 
     def forward(
         self,
@@ -425,15 +368,6 @@ def segments(layers: int, plan: RecomputeConfig) -> Iterator[tuple[int, int, boo
 def recomputed_units(layers: int, plan: RecomputeConfig) -> list[range]:
     """See GPT.recomputed_units; unit 0 is the embedding."""
     return [range(1 + first, 1 + stop) for first, stop, again in segments(layers, plan) if again]
-
-
-def norm_classes(backend: str) -> Mapping[str, type[Norm]]:
-    """Return the norms of the fused backend "torch" or "apex", by --normalization."""
-    if backend == "torch":
-        return TORCH_NORMS
-    from apex.normalization import FusedLayerNorm, FusedRMSNorm
-
-    return {"LayerNorm": FusedLayerNorm, "RMSNorm": FusedRMSNorm}
 
 
 def _rotary(config: ModelConfig) -> RotaryEmbedding | None:

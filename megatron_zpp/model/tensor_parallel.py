@@ -24,7 +24,8 @@ from torch.autograd.function import once_differentiable
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.distributed.split import Split
 from megatron_zpp.distributed.tensor_group import TensorGroup
-from megatron_zpp.model.gpt import GPT, Head, ModelComponents
+from megatron_zpp.model.components import ModelComponents
+from megatron_zpp.model.gpt import GPT, Head
 from megatron_zpp.model.loss import IGNORED, LossKernels, linear_cross_entropy, unit, wide
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -75,9 +76,9 @@ class TensorParallelComponents(ModelComponents):
         """See ModelComponents."""
         return positions.expand(tokens.shape).flatten().chunk(self.group.size)[self.group.rank]  # (R)
 
-    def head(self, config: ModelConfig, vocab_size: int, padded_vocab_size: int) -> Head:
+    def head_class(self, plain: type[nn.Module]) -> Any:
         """See ModelComponents."""
-        return VocabularyParallelHead(config, self, vocab_size, padded_vocab_size)
+        return VocabularyParallelHead
 
 
 def _split(module: Any, **splits: Split) -> Any:

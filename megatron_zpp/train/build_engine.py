@@ -13,8 +13,9 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.model.components import ModelComponents, norm_classes
 from megatron_zpp.model.fp8 import Float8Linear, float8_linear
-from megatron_zpp.model.gpt import GPT, ModelComponents, norm_classes
+from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.tensor_parallel import TensorParallelComponents, exchanges_of, splits_of
 from megatron_zpp.train.compiling import compile_parts, prepare_compiler
 from megatron_zpp.train.device import Device, check_attention

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
@@ -28,15 +28,9 @@ from megatron_zpp.zero.loss_scale import LossScale
 from megatron_zpp.zero.optimizer import build_optimizer
 from megatron_zpp.zero.plan_communication import plan_communication
 from megatron_zpp.zero.prefetch import Phase, Prefetcher
-from megatron_zpp.zero.sections import (
-    BACKWARD,
-    FORWARD,
-    GRADIENT_NORM,
-    UNTIMED,
-    WAIT_REDUCTIONS,
-    Sections,
-)
-from megatron_zpp.zero.sharded_unit import Unit
+from megatron_zpp.zero.reference_check import differing_references
+from megatron_zpp.zero.sections import BACKWARD, FORWARD, UNTIMED, WAIT_REDUCTIONS, Sections
+from megatron_zpp.zero.step_sums import StepSums
 from megatron_zpp.zero.tensor_parallel import ALONE, ExchangeCounter, TensorShare
 
 WEIGHTS, REFERENCE = "weights", "reference"  # as checkpoints name them
@@ -113,24 +107,25 @@ class ZeroEngine:
         dtype = getattr(torch, precision.compute_dtype(device.type))
         model_of_units = cast(ModelOfUnits, model)  # torch declares no protocol that includes nn.Module
         named_modules = model_of_units.units()
-        several = data_ranks.local_world_size > 1  # data ranks on a node; the trial is that of all its ranks
-        self.copy_engines = choose_copy_engines(
-            zero.zero_copy_engines, topology if several else data_ranks, device, timeout, say
-        )
+        self.copy_engines = self._choose_copy_engines(zero, timeout, say)
         block = max(zero.largest_block, share.block)
-        layouts = layouts_of(named_modules, data_ranks.world_size, zero.shard_multiple, block)
         plan = plan_communication(
             zero,
             data_ranks,
-            layouts,
+            layouts_of(named_modules, data_ranks.world_size, zero.shard_multiple, block),
             compute_dtype=dtype,
             reduce_in_bf16=precision.grad_reduce_in_bf16,
             copy_engines=self.copy_engines,
         )
         self._communication = communication = build_communication(
             plan,
-            lambda ranks: CommStream(
-                ranks, data_ranks, device, self._ledger, timeout, copy_engines=self.copy_engines
+            partial(
+                CommStream,
+                topology=data_ranks,
+                device=device,
+                ledger=self._ledger,
+                timeout=timeout,
+                copy_engines=self.copy_engines,
             ),
             operations,
         )
@@ -147,6 +142,7 @@ class ZeroEngine:
         self._gradients = Gradients(
             self.units, communication, operations, accepts_16bit=accepts_16bit, share=share
         )
+        self._sums = StepSums(self.units, self._gradients, self.grid, share, sections)
         self._exchanges = ExchangeCounter(share, self._ledger, dtype)
         self._hooks = register_hooks(
             [module for _, module in named_modules],
@@ -156,18 +152,14 @@ class ZeroEngine:
             self._exchanges,
         )
         self.loss_scale = LossScale(precision, device)
-        self.iteration = (
-            0  # steps begun so far, skipped ones included; the rotation of gradients depends on it
-        )
+        self.iteration = 0  # steps begun so far, with skipped ones; the rotation of gradients depends on it
         self._exchanged: dict[int, Pending] = {}  # by unit: the newest exchange of weight differences
         self._formats: DifferenceFormats | None = None
         if plan.difference_format is not None:
             early = zero.zero_delta4_iterations or 0
             self._formats = DifferenceFormats(plan.difference_format, len(self.units), early, device)
         self._summed_gradients = 1  # how many gradients the sums of a step are sums of
-        self._weight: float | None = (
-            None  # the sum of the weights of this rank's losses; None without weights
-        )
+        self._weight: float | None = None  # the sum of those of this rank's losses; None without weights
 
     def accumulate(
         self, batch: Batch, *, index: int, micro_batches: int, weight: float | None = None
@@ -216,7 +208,7 @@ class ZeroEngine:
         `decoupled_rate` is the learning rate of the decoupled parameters, by default the same.
         """
         scale = self.loss_scale.scale
-        norm, zeros, weight = self._sums_of_gradients(count_zeros=count_zeros)
+        norm, zeros, weight = self._sums.of_gradients(self._weight, self._formats, count_zeros=count_zeros)
         # From sums of scaled gradients to their mean. Without a token that counts, all gradients are zero.
         count = self._summed_gradients if weight is None else weight.clamp(min=LEAST_WEIGHT).float()
         divisor = scale * count
@@ -277,26 +269,9 @@ class ZeroEngine:
         counted = value if self.grid.tensor_rank == 0 else torch.zeros_like(value)
         return sum_over_ranks(counted, self.topology) / self.grid.data.world_size
 
-    @torch.no_grad()
     def weights_norm(self) -> Tensor:
         """The norm () fp64 of all master weights; every rank must call it."""
-        norms = torch.stack([torch.linalg.vector_norm(self._counted(unit)) for unit in self.units])
-        total = norms.double().square().sum().to(self.device)
-        if not self.units[0].whole:
-            total = sum_over_ranks(total, self.topology)
-        elif self.share.group is not None:
-            total = self.share.group.sum(total)
-        return total.sqrt()
-
-    def _counted(self, unit: Unit) -> Tensor:
-        """The master weights of a unit without those that another tensor rank counts."""
-        elsewhere = self._gradients.counted_elsewhere(unit)
-        if not elsewhere:
-            return unit.master
-        counted = unit.master.clone()
-        for elements in elsewhere:
-            counted[elements.start : elements.stop].zero_()
-        return counted
+        return self._sums.norm_of_weights()
 
     @property
     def optimizer_steps(self) -> int:
@@ -348,19 +323,7 @@ class ZeroEngine:
 
         Every rank must call it, and all get the same answer. It waits for the device.
         """
-        digests = torch.stack([_digest(reference) for reference in self._references()])  # (units,)
-        found = [torch.empty_like(digests) for _ in range(self.topology.world_size)]
-        dist.all_gather(found, digests)
-        by_rank = torch.stack(found).cpu()
-        local = self.topology.local_world_size
-        for index, unit in enumerate(self.units):
-            ranks = [
-                rank for rank in range(len(by_rank)) if by_rank[rank, index] != by_rank[rank % local, index]
-            ]
-            if ranks:
-                name = unit.names[0].rsplit(".", 1)[0]
-                return f"unit {index} (with {name}) on ranks {', '.join(map(str, ranks))}"
-        return None
+        return differing_references(self.units, self._references(), self.topology)
 
     def difference_formats_state(self) -> dict[str, Any] | None:
         """What decides the formats of weight differences in the next two steps, as JSON; None without these.
@@ -379,6 +342,14 @@ class ZeroEngine:
     def load_optimizer_steps(self, steps: int) -> None:
         """The inverse of `optimizer_steps`."""
         self._optimizer.steps.fill_(steps)
+
+    def _choose_copy_engines(
+        self, zero: ZeroConfig, timeout: timedelta | None, say: Callable[[str], None]
+    ) -> bool:
+        """Whether transfers between data ranks of a node use copy engines; all ranks of the job must ask."""
+        several = self.grid.data.local_world_size > 1
+        ranks = self.topology if several else self.grid.data  # the trial is that of all ranks of the node
+        return choose_copy_engines(zero.zero_copy_engines, ranks, self.device, timeout, say)
 
     def _flats(self, kind: str) -> list[Tensor]:
         if kind == WEIGHTS:
@@ -434,50 +405,6 @@ class ZeroEngine:
                 )
             yield index
 
-    def _sums_of_gradients(self, *, count_zeros: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The norm () fp64 of the summed gradient, its number of zeros, and the sum of the losses' weights.
-
-        One reduction over ranks has all of them. The last two are None if they are not asked for.
-
-        Squares are summed in fp32 in blocks that no shard boundary divides, then in fp64, whose rounding does
-        not reach the result. So the clipping factor has the same bits however the gradient is sharded. What
-        the newest exchange of weight differences missed is added up with them.
-        """
-        squares = []
-        for units in (self.units[1:], self.units[:1]):  # the first unit's gradient is summed last
-            with self.sections(WAIT_REDUCTIONS):
-                self._gradients.wait(units)
-            with self.sections(GRADIENT_NORM):
-                squares += [self._gradients.squares_of(unit) for unit in units]
-        with self.sections(GRADIENT_NORM):
-            sums = [torch.cat(squares).sum(dtype=torch.float64).view(1)]
-            if count_zeros:
-                zeros = [self._gradients.zeros_of(unit) for unit in self.units]
-                sums.append(torch.stack(zeros).sum(dtype=torch.float64).view(1))
-            if self.units[0].whole and self._formats is None:  # every data rank has all of the gradient
-                total, weight = torch.cat(sums), self._own_weight()
-                total = total if self.share.group is None else self.share.group.sum(total)
-                weight = None if weight is None else sum_over_ranks(weight, self.topology)
-            else:
-                own = self._own_weight()
-                sums += [] if own is None else [own]
-                measured = [] if self._formats is None else [self._formats.measured.flatten()]
-                total = sum_over_ranks(torch.cat((*sums, *measured)), self.topology)
-                if self._formats is not None:
-                    self._formats.decide(total[len(sums) :].view(-1, 2))
-                weight = None if own is None else total[len(sums) - 1]
-        return total[0].sqrt(), total[1] if count_zeros else None, None if weight is None else weight.view(())
-
-    def _own_weight(self) -> Tensor | None:
-        """The sum of the weights of this data rank's losses (1,) fp64; None without weights.
-
-        It is 0 on all tensor ranks but the first, so that the sum over all ranks counts it once.
-        """
-        if self._weight is None:
-            return None
-        own = self._weight if self.grid.tensor_rank == 0 else 0.0
-        return torch.full((1,), own, dtype=torch.float64, device=self.device)
-
     def _loss(self, batch: Batch) -> Tensor:
         if isinstance(batch, Tensor):
             tokens = batch.to(self.device, non_blocking=True)
@@ -487,16 +414,3 @@ class ZeroEngine:
         assert moved[0] is not None  # the tokens
         self._exchanges.begin(moved[0].numel())
         return self.model(*moved)
-
-
-def _digest(flat: Tensor) -> Tensor:
-    """A hash () int64 of the bits of an fp32 tensor (n,), in pieces, so that it takes little memory.
-
-    Sums with odd factors that differ from element to element see a changed bit and a swap.
-    """
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start in range(0, len(flat), 1 << 22):
-        bits = flat[start : start + (1 << 22)].view(torch.int32).long()
-        place = torch.arange(start, start + len(bits), device=flat.device)
-        total += (bits * (place * 0x9E3779B1 | 1)).sum()
-    return total

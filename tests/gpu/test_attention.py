@@ -22,7 +22,8 @@ from megatron_zpp.model.attention import (
     choose_attention,
     mask_of,
 )
-from megatron_zpp.model.gpt import GPT, ModelComponents
+from megatron_zpp.model.components import ModelComponents
+from megatron_zpp.model.gpt import GPT
 from tests.gpu.steady import waits_are_errors
 from tests.support import pretrain
 from tests.zero.engines import engine_of

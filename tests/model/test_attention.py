@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.model.attention import DotProduct, PackedFlash, check_runs, choose_attention, mask_of
-from megatron_zpp.model.gpt import GPT, ModelComponents
+from megatron_zpp.model.components import ModelComponents
+from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.masks import InsideDocuments
 from tests.model.variants import LLAMA, MODELS, WINDOWS
 

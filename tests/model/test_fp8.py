@@ -5,8 +5,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.model.components import ModelComponents
 from megatron_zpp.model.fp8 import Float8Linear
-from megatron_zpp.model.gpt import GPT, ModelComponents
+from megatron_zpp.model.gpt import GPT
 from tests.model.variants import MODELS
 
 E4M3, E5M2 = (3, -9, 448.0), (2, -16, 57344.0)  # bits of the fraction, log2 of the least, the largest

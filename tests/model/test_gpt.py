@@ -10,8 +10,9 @@ import transformers
 from torch import nn
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.model.components import ModelComponents, norm_classes
 from megatron_zpp.model.flops import flops_per_token, parameter_count, peak_tflops
-from megatron_zpp.model.gpt import GPT, ModelComponents, norm_classes
+from megatron_zpp.model.gpt import GPT
 from tests.model.variants import MODELS
 
 VOCAB = 203  # not a multiple of anything that the tables are padded to

@@ -3,11 +3,12 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_zpp.model.components import Norm
 from megatron_zpp.model.fused import linear as fused_linear
 from megatron_zpp.model.fused import norm as fused_norm
 from megatron_zpp.model.fused import rotary as fused_rotary
 from megatron_zpp.model.fused import swiglu as fused_swiglu
-from megatron_zpp.model.gpt import MLP, Attention, BlockKernels, Layer, Norm, gelu, swiglu
+from megatron_zpp.model.gpt import MLP, Attention, BlockKernels, Layer, gelu, swiglu
 from megatron_zpp.model.rotary import Rotation
 
 

@@ -1,0 +1,80 @@
+"""The components of layers, which decide how they are computed: norms, linear maps, attention's kernel.
+
+A model is built of these; model/tensor_parallel.py has others, for layers that ranks share.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.model.attention import AttentionKernel, DotProduct
+
+Norm: TypeAlias = nn.LayerNorm | nn.RMSNorm  # or apex's, with the same parameters and attributes
+
+
+TORCH_NORMS: Mapping[str, type[Norm]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}
+
+
+def norm_classes(backend: str) -> Mapping[str, type[Norm]]:
+    """Return the norms of the fused backend "torch" or "apex", by --normalization."""
+    if backend == "torch":
+        return TORCH_NORMS
+    from apex.normalization import FusedLayerNorm, FusedRMSNorm
+
+    return {"LayerNorm": FusedLayerNorm, "RMSNorm": FusedRMSNorm}
+
+
+def embedding(entries: int, width: int) -> nn.Embedding:
+    """Return torch's embedding. Initialised by torch on the meta device it would import sympy: seconds."""
+    weight = torch.empty(entries, width)
+    return nn.Embedding(entries, width, _weight=weight if weight.is_meta else weight.normal_())
+
+
+@dataclass(frozen=True)
+class ModelComponents:
+    """The components of layers: constructors with the parameters of torch's, and the attention kernel."""
+
+    norms: Mapping[str, type[Norm]] = field(default_factory=lambda: TORCH_NORMS)  # by --normalization
+    linear: type[nn.Linear] = nn.Linear
+    attention: AttentionKernel = field(default_factory=DotProduct)
+
+    @property
+    def tensor_ranks(self) -> int:
+        """How many ranks share each layer: every one has an equal part of heads, groups and inner width."""
+        return 1
+
+    def norm(self, config: ModelConfig, width: int) -> Norm:
+        """Return a norm of vectors of `width` elements."""
+        return self.norms[config.normalization](width, eps=config.norm_epsilon)
+
+    def column(self, inputs: int, outputs: int, *, bias: bool, runs: tuple[int, ...] = ()) -> nn.Linear:
+        """Return a linear map whose outputs can be split; `runs` are those that are split by themselves."""
+        return self.linear(inputs, outputs, bias=bias)
+
+    def row(self, inputs: int, outputs: int, *, bias: bool) -> nn.Linear:
+        """Return a linear map whose inputs can be split."""
+        return self.linear(inputs, outputs, bias=bias)
+
+    def vocabulary(self, entries: int, width: int) -> nn.Embedding:
+        """Return the embedding of tokens."""
+        return embedding(entries, width)
+
+    def output(self, width: int, entries: int) -> nn.Linear:
+        """Return the output weights of a model that does not share those of the embedding."""
+        return nn.Linear(width, entries, bias=False)
+
+    def hidden_shape(self, batch: int, tokens: int, width: int) -> tuple[int, ...]:
+        """The shape of hidden states between linear maps."""
+        return batch, tokens, width
+
+    def own_positions(self, positions: Tensor, tokens: Tensor) -> Tensor:
+        """Return those of `positions` (B or 1, T) whose hidden states this rank has between linear maps."""
+        return positions
+
+    def head_class(self, plain: type[nn.Module]) -> Any:
+        """Return the class of a model's head; `plain` is the one without tensor ranks."""
+        return plain

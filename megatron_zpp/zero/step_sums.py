@@ -1,0 +1,99 @@
+"""What all ranks must agree on in a step: sums over ranks of squares, zeros and the losses' weights."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.distributed.grid import Grid
+from megatron_zpp.zero.collectives.sums import sum_over_ranks
+from megatron_zpp.zero.difference_formats import DifferenceFormats
+from megatron_zpp.zero.gradients import Gradients
+from megatron_zpp.zero.sections import GRADIENT_NORM, WAIT_REDUCTIONS, Sections
+from megatron_zpp.zero.sharded_unit import Unit
+from megatron_zpp.zero.tensor_parallel import TensorShare
+
+
+class GradientSums(NamedTuple):
+    """Of the summed gradient, on the device: its norm () fp64, how many elements are zero, the weights.
+
+    The last two are None if they are not asked for.
+    """
+
+    norm: Tensor
+    zeros: Tensor | None
+    weight: Tensor | None
+
+
+class StepSums:
+    """Sums over the ranks of `grid`. What tensor ranks have in common counts once."""
+
+    def __init__(
+        self, units: Sequence[Unit], gradients: Gradients, grid: Grid, share: TensorShare, sections: Sections
+    ) -> None:
+        self._units, self._gradients, self._sections = list(units), gradients, sections
+        self._grid, self._share = grid, share
+
+    def of_gradients(
+        self, weight: float | None, formats: DifferenceFormats | None, *, count_zeros: bool
+    ) -> GradientSums:
+        """Sum over ranks, all at once; `weight` is that of this rank's losses, None without weights.
+
+        Squares are summed in fp32 in blocks that no shard boundary divides, then in fp64, whose rounding does
+        not reach the result. So the clipping factor has the same bits however the gradient is sharded. What
+        the newest exchange of weight differences missed (`formats`) is added up with them.
+        """
+        squares = []
+        for units in (self._units[1:], self._units[:1]):  # the first unit's gradient is summed last
+            with self._sections(WAIT_REDUCTIONS):
+                self._gradients.wait(units)
+            with self._sections(GRADIENT_NORM):
+                squares += [self._gradients.squares_of(unit) for unit in units]
+        with self._sections(GRADIENT_NORM):
+            sums = [torch.cat(squares).sum(dtype=torch.float64).view(1)]
+            if count_zeros:
+                zeros = [self._gradients.zeros_of(unit) for unit in self._units]
+                sums.append(torch.stack(zeros).sum(dtype=torch.float64).view(1))
+            own = self._own_weight(weight, sums[0].device)
+            if self._units[0].whole and formats is None:  # every data rank has all of the gradient
+                total = self._over_tensor_ranks(torch.cat(sums))
+                summed = None if own is None else sum_over_ranks(own, self._grid.job)
+            else:
+                sums += [] if own is None else [own]
+                measured = [] if formats is None else [formats.measured.flatten()]
+                total = sum_over_ranks(torch.cat((*sums, *measured)), self._grid.job)
+                if formats is not None:
+                    formats.decide(total[len(sums) :].view(-1, 2))
+                summed = None if own is None else total[len(sums) - 1]
+        weights = None if summed is None else summed.view(())
+        return GradientSums(total[0].sqrt(), total[1] if count_zeros else None, weights)
+
+    @torch.no_grad()
+    def norm_of_weights(self) -> Tensor:
+        """The norm () fp64 of all master weights; every rank must call it."""
+        norms = torch.stack([torch.linalg.vector_norm(self._counted(unit)) for unit in self._units])
+        total = norms.double().square().sum().to(self._units[0].full.device)
+        if self._units[0].whole:
+            return self._over_tensor_ranks(total).sqrt()
+        return sum_over_ranks(total, self._grid.job).sqrt()
+
+    def _counted(self, unit: Unit) -> Tensor:
+        """The master weights of a unit without those that another tensor rank counts."""
+        elsewhere = self._gradients.counted_elsewhere(unit)
+        if not elsewhere:
+            return unit.master
+        counted = unit.master.clone()
+        for elements in elsewhere:
+            counted[elements.start : elements.stop].zero_()
+        return counted
+
+    def _own_weight(self, weight: float | None, device: torch.device) -> Tensor | None:
+        """The weight of this data rank's losses (1,) fp64, on its first tensor rank; 0 on the others."""
+        if weight is None:
+            return None
+        own = weight if self._grid.tensor_rank == 0 else 0.0
+        return torch.full((1,), own, dtype=torch.float64, device=device)
+
+    def _over_tensor_ranks(self, value: Tensor) -> Tensor:
+        return value if self._share.group is None else self._share.group.sum(value)
