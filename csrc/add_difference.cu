@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads) add_difference_kernel(
         float r[8];
         reference[b][v].to_floats(r);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) r[i] += level_of(level, Message<BITS>::code(codes[b][v], i)) * scale;
+        for (int i = 0; i < 8; ++i) r[i] += level_of<BITS>(level, Message<BITS>::code(codes[b][v], i)) * scale;
         store_eight<true>(p.reference + uint64_t(block) * S::kBlock + S::run(v), r, moves);
       }
     }

@@ -8,6 +8,29 @@
 #include "device.cuh"
 #include "lloyd_max.h"
 
+#ifndef ZPP_LANES
+#define ZPP_LANES 8
+#define ZPP_RUNS 4
+#endif
+#ifndef ZPP_STREAM
+#define ZPP_STREAM false
+#endif
+#ifndef ZPP_DIRECT
+#define ZPP_DIRECT 1
+#endif
+#ifndef ZPP_AHEAD
+#define ZPP_AHEAD 0
+#endif
+#ifndef ZPP_GRIDS
+#define ZPP_GRIDS kGridsOnChip
+#endif
+#ifndef ZPP_TWO
+#define ZPP_TWO 2
+#endif
+#ifndef ZPP_MIN
+#define ZPP_MIN 2
+#endif
+
 namespace megatron_zpp::cuda {
 
 template <int LANES, int V>
@@ -15,12 +38,20 @@ struct Shape {
   static constexpr int kLanes = LANES, kRuns = V;
   static constexpr int kBlock = 8 * LANES * V;
   static constexpr int kGroups = kWarp / LANES;           // blocks that a warp holds at once
-  static constexpr int kAtOnce = V == 1 ? 4 : V == 2 ? 2 : 1;  // of these, whose loads are in flight together
+  static constexpr int kAtOnce = V == 1 ? 4 : V == 2 ? ZPP_TWO : 1;  // of these, whose loads are in flight together
+
+  static constexpr int kTileElements = kWarp / LANES * kAtOnce * kBlock;  // of a warp
 
   __device__ static __forceinline__ int member() { return lane_index() % LANES; }
   __device__ static __forceinline__ int group() { return lane_index() / LANES; }
   // The first element of run v, counted from the beginning of the block.
   __device__ static __forceinline__ int run(int v) { return 8 * (v * LANES + member()); }
+  // Block b of the lane in a tile, counted over all tiles.
+  __device__ static __forceinline__ uint32_t block(uint32_t tile, int b) {
+    return (tile * kAtOnce + b) * kGroups + group();
+  }
+  // The first element of its run v, counted from the beginning of the tile.
+  __device__ static __forceinline__ int element(int b, int v) { return (b * kGroups + group()) * kBlock + run(v); }
 };
 
 // Calls run(std::integral_constant<int, bits>(), Shape<...>()).
@@ -30,9 +61,9 @@ void with_shape(const LloydMaxFormat& format, Run&& run) {
     switch (format.block) {
       case 32: return run(bits, Shape<4, 1>());
       case 64: return run(bits, Shape<8, 1>());
-      case 128: return run(bits, Shape<16, 1>());
-      case 256: return run(bits, Shape<32, 1>());
-      case 512: return run(bits, Shape<32, 2>());
+      case 128: return run(bits, Shape<8, 2>());
+      case 256: return run(bits, Shape<ZPP_LANES, ZPP_RUNS>());
+      case 512: return run(bits, Shape<16, 4>());
       case 1024: return run(bits, Shape<32, 4>());
       case 2048: return run(bits, Shape<32, 8>());
     }
@@ -48,8 +79,8 @@ void with_shape(const LloydMaxFormat& format, Run&& run) {
 
 // The number of tiles of `blocks` blocks: what a warp takes at a time.
 template <typename S>
-int64_t tiles_of(int64_t blocks) {
-  constexpr int64_t tile = S::kGroups * S::kAtOnce;
+uint32_t tiles_of(uint32_t blocks) {
+  constexpr uint32_t tile = S::kGroups * S::kAtOnce;
   return (blocks + tile - 1) / tile;
 }
 
@@ -80,34 +111,38 @@ __device__ __forceinline__ float product_of_block(const float (&a)[S::kRuns][8],
   return sum_of_block<S>(runs);
 }
 
+// The bits of the largest magnitude of a block; above those of infinity if the block has a NaN. Positive numbers are
+// largest as signed integers, negative ones as unsigned integers, and Hopper takes the maximum of three in one
+// instruction, which is one instruction per number.
+template <typename S>
+__device__ __forceinline__ uint32_t largest_magnitude(const float (&x)[S::kRuns][8]) {
+  int32_t positive = INT32_MIN;
+  uint32_t negative = 0;
+#pragma unroll
+  for (int v = 0; v < S::kRuns; ++v) {
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      const uint32_t a = bits_of(x[v][i]), b = bits_of(x[v][i + 1]);
+      positive = max(positive, max(int32_t(a), int32_t(b)));
+      negative = max(negative, max(a, b));
+    }
+  }
+  return largest_of_lanes(max(uint32_t(positive) & ~kSignBit, negative & ~kSignBit), kLog2<S::kLanes>);
+}
+
 // A block over a power of two: its largest magnitude is then in [1, 2).
 struct Power {
   float power;
   bool finite, usable;  // neither NaN nor Inf; besides, not below 2^-126
 
-  template <typename S>
-  __device__ static __forceinline__ Power of(const float (&x)[S::kRuns][8], const S&) {
-    uint32_t key = 0;
-#pragma unroll
-    for (int v = 0; v < S::kRuns; ++v) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) key = max(key, bits_of(x[v][i]) & ~kSignBit);
-    }
-    key = largest_of_lanes(key, kLog2<S::kLanes>);
-    const bool finite = key < kInfinityBits, usable = finite && key >= 0x00800000u;
-    return {usable ? float_of(key & kInfinityBits) : 1.f, finite, usable};
+  // `key` has the bits of the largest magnitude.
+  __device__ explicit __forceinline__ Power(uint32_t key)
+      : finite(key < kInfinityBits), usable(key < kInfinityBits && key >= 0x00800000u) {
+    power = usable ? float_of(key & kInfinityBits) : 1.f;
   }
 
-  // x over the power; not a number that is used where the block is not usable.
-  template <int V>
-  __device__ __forceinline__ void divide(const float (&x)[V][8], float (&z)[V][8]) const {
-    const float inverse = 1.f / power;  // exact
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) z[v][i] = x[v][i] * inverse;
-    }
-  }
+  // 1 / power, which is exact: subnormal for 2^127.
+  __device__ __forceinline__ float inverse() const { return float_of(max(0x7F000000u - bits_of(power), 0x00400000u)); }
 
   // The bits of a scale in bf16: 0 for a block of zeros or one below the normal numbers, NaN for one that is not
   // finite or overflows.
@@ -120,37 +155,107 @@ struct Power {
   }
 };
 
-// How many of the ascending boundaries are at most `size`: a binary search, in fewer instructions than a count.
-template <int LEVELS>
-__device__ __forceinline__ uint32_t boundaries_below(float size, const float (&boundary)[LEVELS - 1]) {
-  if constexpr (LEVELS == 2) return size >= boundary[0] ? 1 : 0;
-  if constexpr (LEVELS == 4) {
-    const bool high = size >= boundary[1];
-    return (high ? 2 : 0) + (size >= (high ? boundary[2] : boundary[0]) ? 1 : 0);
-  }
-  if constexpr (LEVELS == 8) {
-    const bool high = size >= boundary[3];
-    const bool odd = size >= (high ? boundary[5] : boundary[1]);
-    const float last = high ? (odd ? boundary[6] : boundary[4]) : (odd ? boundary[2] : boundary[0]);
-    return (high ? 4 : 0) + (odd ? 2 : 0) + (size >= last ? 1 : 0);
-  }
-}
-
-// The codes of x in multiples of `unit`, from the lowest level up; 0 where the block is sent as zeros or as NaN.
-template <int BITS, int V>
-__device__ __forceinline__ void encode(const float (&x)[V][8], float unit, uint32_t (&codes)[V][8]) {
-  constexpr int kHalf = 1 << (BITS - 1);
-  float boundary[kHalf - 1];
-#pragma unroll
-  for (int b = 0; b < kHalf - 1; ++b) boundary[b] = unit * lloyd_max_boundary(BITS, b);
+// x * factor, in place, but 0 for -0.
+template <int V>
+__device__ __forceinline__ void multiply(float (&x)[V][8], float factor) {
 #pragma unroll
   for (int v = 0; v < V; ++v) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint32_t magnitude = boundaries_below<kHalf>(fabsf(x[v][i]), boundary);
-      codes[v][i] = magnitude ^ (x[v][i] < 0.f ? kHalf - 1 : kHalf);
+    for (int i = 0; i < 8; ++i) x[v][i] = fmaf(x[v][i], factor, 0.f);
+  }
+}
+
+// ---- codes ----
+
+// Eight codes of BITS bits, each in four bits of a word.
+using Nibbles = uint32_t;
+
+// The code of a magnitude in units: floor(slope * magnitude), at most the highest, is the code or one less, so that one
+// comparison with the boundary above that guess decides. A guess is right if slope * boundary b is in [b, b + 1) for
+// all b; the slopes are in the middle of what that allows.
+template <int BITS>
+constexpr float kSlope = BITS == 3 ? 1.43f : 2.85f;
+
+// A table of eight numbers in the lanes of a warp: lane c has entry c % 8.
+template <int BITS>
+struct LaneTables {
+  static constexpr int kHalf = 1 << (BITS - 1);
+  float boundary;  // infinity behind the last one
+  float level;     // positive
+
+  __device__ __forceinline__ LaneTables() : boundary(float_of(kInfinityBits)), level(lloyd_max_level(BITS, 0)) {
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      if (lane_index() % kHalf != i) continue;
+      if (i < kHalf - 1) boundary = lloyd_max_boundary(BITS, i);
+      level = lloyd_max_level(BITS, i);
     }
   }
+};
+
+// 1 if x >= y, and 0 otherwise, as the one instruction that compares so.
+__device__ __forceinline__ float one_if_at_least(float x, float y) {
+#ifdef __CUDA_ARCH__
+  float result;
+  asm("set.ge.f32.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
+  return result;
+#else
+  return x >= y ? 1.f : 0.f;
+#endif
+}
+
+// Encodes a block in multiples of `unit`.
+template <int BITS, typename S>
+class Encoder {
+ public:
+  // `inverse` is 1 / unit, within a percent. All lanes of a warp must call this and `magnitude`.
+  __device__ __forceinline__ Encoder(const LaneTables<BITS>& tables, float unit, float inverse)
+      : unit_(unit),
+        boundary_(kProducts ? unit * tables.boundary : BITS == 2 ? unit * lloyd_max_boundary(2, 0) : tables.boundary),
+        guess_factor_(kSlope<BITS> / kTop * inverse) {}
+
+  // A word whose five low bits are the number of boundaries at most `size`, which is not negative.
+  __device__ __forceinline__ uint32_t magnitude(float size) const {
+    if constexpr (BITS == 2) return size >= boundary_ ? 1 : 0;
+    const float place = __saturatef(size * guess_factor_);
+    const float guess = __fmaf_rd(place, kTop, 0x1p23f);  // rounds down to an integer in the low bits
+    const float entry = __shfl_sync(kAllLanes, boundary_, bits_of(guess), LaneTables<BITS>::kHalf);
+    return bits_of(guess + one_if_at_least(size, kProducts ? entry : unit_ * entry));
+  }
+
+ private:
+  // Each lane of a block multiplies one boundary by the unit, if the block has a lane for each.
+  static constexpr bool kProducts = BITS > 2 && S::kLanes >= LaneTables<BITS>::kHalf;
+  static constexpr float kTop = LaneTables<BITS>::kHalf - 0.01f;  // the guess is at most kHalf - 1
+  float unit_, boundary_, guess_factor_;
+};
+
+// Packs eight words of magnitudes and the signs of x to codes, from the lowest level up. x must not be -0.
+template <int BITS>
+__device__ __forceinline__ Nibbles codes_of(const float (&x)[8], const uint32_t (&magnitudes)[8]) {
+  uint32_t word = 0, signs = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) word = __funnelshift_r(word, magnitudes[i], 4);
+#pragma unroll
+  for (int i = 7; i >= 0; --i) signs = __funnelshift_l(bits_of(x[i]), signs, 4);
+  signs &= 0x88888888u;
+  const uint32_t all_bits = (signs >> (4 - BITS) << 1) - (signs >> 3);  // of the codes of negative numbers
+  return word ^ (0x11111111u << (BITS - 1)) ^ all_bits;
+}
+
+// The bits under `kept` of each nibble, at the bottom: the two low bits of eight nibbles are 16 bits, one is eight.
+__device__ __forceinline__ uint32_t squeezed_pairs(uint32_t x) {
+  x &= 0x33333333u;
+  x = (x | x >> 2) & 0x0F0F0F0Fu;
+  x = (x | x >> 4) & 0x00FF00FFu;
+  return (x | x >> 8) & 0xFFFFu;
+}
+
+__device__ __forceinline__ uint32_t squeezed_bits(uint32_t x) {
+  x &= 0x11111111u;
+  x = (x | x >> 3) & 0x03030303u;
+  x = (x | x >> 6) & 0x000F000Fu;
+  return (x | x >> 12) & 0xFFu;
 }
 
 // The levels of a warp: lane c has that of code c.
@@ -165,10 +270,71 @@ __device__ __forceinline__ float level_of_lane() {
   return code < kHalf ? -level : level;
 }
 
-// All lanes of a warp must call this.
-__device__ __forceinline__ float level_of(float level_of_lane, uint32_t code) {
-  return __shfl_sync(kAllLanes, level_of_lane, code);
+// The level of the code in the low bits of `word`. All lanes of a warp must call this.
+template <int BITS>
+__device__ __forceinline__ float level_of(float level_of_lane, uint32_t word) {
+  return __shfl_sync(kAllLanes, level_of_lane, word, 1 << BITS);
 }
+
+// ---- memory ----
+
+// Eight numbers of a lane as loaded. fp32 numbers take two loads, of which the second finds its sectors in the cache:
+// that takes fewer instructions than loads of whole sectors by pairs of lanes (device.cuh).
+template <typename T>
+class Run {
+ public:
+  __device__ __forceinline__ void load(const T* address) { words_ = load_vector<uint4, ZPP_STREAM>(address); }
+
+  // The numbers, negated where the bit in `signs` is set.
+  __device__ __forceinline__ void to_floats(uint32_t signs, float (&x)[8]) const {
+    const uint32_t apart = signs | signs << 15;  // the signs of even elements below those of odd ones
+    const uint32_t words[4] = {words_.x, words_.y, words_.z, words_.w};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const uint32_t word = words[k] ^ (apart << (15 - 2 * k) & 0x80008000u);
+      x[2 * k] = to_float(T{uint16_t(word)});
+      x[2 * k + 1] = to_float(T{uint16_t(word >> 16)});
+    }
+  }
+
+ private:
+  uint4 words_;
+};
+
+template <>
+class Run<float> {
+ public:
+  __device__ __forceinline__ void load(const float* address) {
+#if ZPP_DIRECT
+#pragma unroll
+    for (int h = 0; h < 2; ++h) quads_[h] = load_vector<float4, ZPP_STREAM>(address + 4 * h);
+#else
+#pragma unroll
+    for (int h = 0; h < 2; ++h) quads_[h] = load_vector<float4, ZPP_STREAM>(pair_quad(address, h));
+#endif
+  }
+
+  __device__ __forceinline__ void to_floats(float (&x)[8]) const {
+#if ZPP_DIRECT
+    to_eight(quads_, x);
+#else
+    float4 quads[2] = {quads_[0], quads_[1]};
+    exchange_with_neighbour(quads);
+    to_eight(quads, x);
+#endif
+  }
+
+  __device__ __forceinline__ void to_floats(uint32_t signs, float (&x)[8]) const {
+    to_floats(x);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = float_of(bits_of(x[i]) ^ (signs << (31 - i) & kSignBit));
+  }
+
+ private:
+  float4 quads_[2];
+};
+
+// ---- messages ----
 
 // One message. Codes of a run of eight elements are BITS bytes: all of them, or the low bits and the high ones apart.
 template <int BITS>
@@ -176,24 +342,12 @@ struct Message {
   uint8_t* bytes;
   int64_t elements, code_bytes;
 
-  __device__ __forceinline__ void store_run(uint64_t element, const uint32_t (&codes)[8]) const {
-    if constexpr (BITS == 3) {
-      uint32_t low = 0, high = 0;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        low |= (codes[i] & 3) << 2 * i;
-        high |= (codes[i] >> 2) << i;
-      }
-      *reinterpret_cast<uint16_t*>(bytes + element / 4) = uint16_t(low);
-      bytes[elements / 4 + element / 8] = uint8_t(high);
+  __device__ __forceinline__ void store_run(uint64_t element, Nibbles codes) const {
+    if constexpr (BITS == 4) {
+      *reinterpret_cast<uint32_t*>(bytes + element / 2) = codes;
     } else {
-      uint32_t word = 0;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) word |= codes[i] << BITS * i;
-      if constexpr (BITS == 2)
-        *reinterpret_cast<uint16_t*>(bytes + element / 4) = uint16_t(word);
-      else
-        *reinterpret_cast<uint32_t*>(bytes + element / 2) = word;
+      *reinterpret_cast<uint16_t*>(bytes + element / 4) = uint16_t(squeezed_pairs(codes));
+      if constexpr (BITS == 3) bytes[elements / 4 + element / 8] = uint8_t(squeezed_bits(codes >> 2));
     }
   }
 
@@ -205,9 +359,10 @@ struct Message {
     return low | uint32_t(bytes[elements / 4 + element / 8]) << 16;
   }
 
+  // A word that has code i of a run in its low bits, with others above.
   __device__ static __forceinline__ uint32_t code(uint32_t run, int i) {
     if constexpr (BITS == 3) return (run >> 2 * i & 3) | (run >> (16 + i) & 1) << 2;
-    return run >> BITS * i & ((1 << BITS) - 1);
+    return run >> BITS * i;
   }
 
   __device__ __forceinline__ uint16_t* scale(uint32_t block) const {
@@ -237,66 +392,10 @@ struct Messages {
   __device__ __forceinline__ void store_scale(const Message<BITS>& message, uint32_t block, uint32_t bits) const {
     *message.scale(block) = uint16_t(bits);
     if (block + 1 != layout.blocks) return;
+#pragma unroll 1
     for (int64_t at = layout.used_bytes; at < layout.bytes; at += 2)
       *reinterpret_cast<uint16_t*>(message.bytes + at) = 0;
   }
 };
-
-// ---- rotation ----
-
-// The signs of a tile: ROWS rows of 256 elements, of which each lane has eight neighbours. Four rows have 32 words of
-// signs, one per lane, so that each lane draws once.
-template <int ROWS>
-class TileSigns {
- public:
-  // `element` of the unit is the tile's first one.
-  __device__ __forceinline__ TileSigns(const Signs& signs, uint64_t element) {
-#pragma unroll
-    for (int four = 0; four < ROWS / 4; ++four) {
-      const Random8 random = random_signs(signs, element / 128 + 8 * four + lane_index() / 4);
-      const int word = lane_index() % 4;
-      words_[four] = word < 2 ? (word == 0 ? random.word[0] : random.word[1])
-                              : (word == 2 ? random.word[2] : random.word[3]);
-    }
-  }
-
-  // Gives the lane's eight elements of a row their signs. All lanes of a warp must call this.
-  __device__ __forceinline__ void apply(int row, float (&x)[8]) const {
-    const uint32_t word = __shfl_sync(kAllLanes, words_[row / 4], 8 * (row % 4) + lane_index() / 4);
-    const uint32_t byte = word >> (8 * (lane_index() % 4));
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = float_of(bits_of(x[i]) ^ ((byte >> i) << 31));
-  }
-
- private:
-  uint32_t words_[ROWS / 4];
-};
-
-// Each 256 elements, or the block where it is smaller, times the Hadamard matrix over its root.
-template <typename S>
-__device__ __forceinline__ void butterflies(float (&x)[8]) {
-#pragma unroll
-  for (int h = 1; h < 8; h *= 2) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (i & h) continue;
-      const float a = x[i], b = x[i + h];
-      x[i] = a + b;
-      x[i + h] = a - b;
-    }
-  }
-#pragma unroll
-  for (int distance = 1; distance < S::kLanes; distance *= 2) {
-    const float sign = lane_index() & distance ? -1.f : 1.f;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = fmaf(x[i], sign, __shfl_xor_sync(kAllLanes, x[i], distance));
-  }
-  constexpr float factor = S::kLanes == 32  ? 0.0625f
-                           : S::kLanes == 16 ? 0.088388346f
-                           : S::kLanes == 8  ? 0.125f
-                                             : 0.17677669f;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] *= factor;
-}
 
 }  // namespace megatron_zpp::cuda

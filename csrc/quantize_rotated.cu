@@ -1,5 +1,5 @@
 // quantize_rotated on a GPU.
-#include "lloyd_max.cuh"
+#include "rotation.cuh"
 
 namespace megatron_zpp::cuda {
 
@@ -8,62 +8,111 @@ namespace {
 template <int BITS>
 struct QuantizeRotatedParams {
   const void* input;
-  uint32_t blocks;  // of all messages
+  uint32_t blocks, tiles;  // of all messages
   Messages<BITS> messages;
   Signs signs;
 };
 
+// The runs of a tile.
+template <typename S, typename T>
+struct LoadedTile {
+  Run<T> runs[S::kAtOnce][S::kRuns];
+
+  // Lanes past the end load the last block again.
+  __device__ __forceinline__ void load(const T* input, uint32_t tile, uint32_t blocks) {
+#pragma unroll
+    for (int b = 0; b < S::kAtOnce; ++b) {
+      const uint64_t block = min(S::block(tile, b), blocks - 1);
+#pragma unroll
+      for (int v = 0; v < S::kRuns; ++v) runs[b][v].load(input + block * S::kBlock + S::run(v));
+    }
+  }
+};
+
+// A number over a power up to this is not so small that it rounds to 0: bf16 numbers are multiples of 2^-133, and so
+// are sums of them; fp32 numbers of 2^-149, and a rotation's factor makes them smaller.
+template <typename T>
+constexpr float kLargestSafePower = sizeof(T) == 2 ? 0x1p12f : 1.f;
+
+// A rotated block that is `factor` too large, as a block of a message.
 template <int BITS, typename S, typename T>
-__global__ void __launch_bounds__(kThreads) quantize_rotated_kernel(
+__device__ __forceinline__ void write_block(const QuantizeRotatedParams<BITS>& p, const LaneTables<BITS>& tables,
+                                            uint32_t block, float (&x)[S::kRuns][8], float factor) {
+  const Power power(bits_of(float_of(largest_magnitude<S>(x)) * factor));
+  multiply(x, power.inverse() * factor);
+  // Numbers are -0 again if they were so small that the product rounded to it; inputs and sums have larger steps.
+  if (power.power > kLargestSafePower<T>) {
+#pragma unroll
+    for (int v = 0; v < S::kRuns; ++v) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[v][i] += 0.f;
+    }
+  }
+  const float squares = product_of_block<S>(x, x);
+  const float mean = squares * (1.f / S::kBlock);
+  const Encoder<BITS, S> encoder(tables, sqrtf(mean), rsqrtf(mean));
+  Nibbles codes[S::kRuns];
+  float products[S::kRuns];
+#pragma unroll
+  for (int v = 0; v < S::kRuns; ++v) {
+    uint32_t magnitudes[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float size = fabsf(x[v][i]);
+      magnitudes[i] = encoder.magnitude(size);
+      const float product = size * level_of<BITS - 1>(tables.level, magnitudes[i]);
+      products[v] = i == 0 ? product : products[v] + product;
+    }
+    codes[v] = codes_of<BITS>(x[v], magnitudes);
+  }
+  const float ratio = squares / sum_of_block<S>(products);
+  const uint32_t stored = power.stored(power.power * ratio);
+  if (block >= p.blocks) return;
+  const uint32_t kept = float_of(stored << 16) > 0.f ? ~0u : 0u;  // neither 0 nor NaN
+  const Quotient message = p.messages.by_blocks(block);
+  const Message<BITS> to = p.messages[message.quotient];
+#pragma unroll
+  for (int v = 0; v < S::kRuns; ++v)
+    to.store_run(uint64_t(message.remainder) * S::kBlock + S::run(v), codes[v] & kept);
+  if (S::member() == 0) p.messages.store_scale(to, message.remainder, stored);
+}
+
+template <int BITS, typename S, typename T>
+__global__ void __launch_bounds__(kThreads, S::kRuns > 4 ? 1 : ZPP_MIN) quantize_rotated_kernel(
     const __grid_constant__ QuantizeRotatedParams<BITS> p) {
-  constexpr uint32_t kTile = S::kGroups * S::kAtOnce;
-  const float level = level_of_lane<BITS>();
+  // From 16-bit numbers, butterflies make no bits so low that a power of two loses them.
+  constexpr bool kLater = sizeof(T) == 2 && (kRotated<S> == 256 || kRotated<S> == 64);
+  __shared__ WarpSigns::Storage storage[kThreads / kWarp];
+  WarpSigns signs(storage[threadIdx.x / kWarp]);
+  const LaneTables<BITS> tables;
   const T* input = static_cast<const T*>(p.input);
-  for (uint32_t first = warp_index() * kTile; first < p.blocks; first += warp_count() * kTile) {
-    const TileSigns<S::kAtOnce * S::kRuns> signs(p.signs, p.signs.first + uint64_t(first) * S::kBlock);
-    Eight<T, true, true> loaded[S::kAtOnce][S::kRuns];
+  LoadedTile<S, T> loaded;
+  uint32_t tile = warp_index() * kTilesOfSigns<S>;
+#if ZPP_AHEAD
+  if (tile < p.tiles) loaded.load(input, tile, p.blocks);
+#endif
+  for (; tile < p.tiles; tile = tile_after<S>(tile)) {
+#if !ZPP_AHEAD
+    loaded.load(input, tile, p.blocks);
+#endif
+    const uint32_t of_signs = tile % kTilesOfSigns<S>;
+    if (of_signs == 0) signs.draw(p.signs, p.signs.first + uint64_t(tile) * S::kTileElements);
+    float x[S::kAtOnce][S::kRuns][8];
 #pragma unroll
     for (int b = 0; b < S::kAtOnce; ++b) {
-      const uint64_t block = min(first + b * S::kGroups + S::group(), p.blocks - 1);
 #pragma unroll
-      for (int v = 0; v < S::kRuns; ++v) loaded[b][v].load(input + block * S::kBlock + S::run(v));
+      for (int v = 0; v < S::kRuns; ++v)
+        loaded.runs[b][v].to_floats(signs.eight(of_signs * S::kTileElements + S::element(b, v)), x[b][v]);
     }
+#if ZPP_AHEAD
+    if (tile_after<S>(tile) < p.tiles) loaded.load(input, tile_after<S>(tile), p.blocks);
+#endif
 #pragma unroll
     for (int b = 0; b < S::kAtOnce; ++b) {
-      const uint32_t block = first + b * S::kGroups + S::group();
-      const bool active = block < p.blocks;
-      float y[S::kRuns][8], z[S::kRuns][8], levels[S::kRuns][8];
-#pragma unroll
-      for (int v = 0; v < S::kRuns; ++v) {
-        loaded[b][v].to_floats(y[v]);
-        signs.apply(b * S::kRuns + v, y[v]);
-        butterflies<S>(y[v]);
-      }
-      const Power power = Power::of(y, S());
-      power.divide(y, z);
-      const float squares = product_of_block<S>(z, z);
-      uint32_t codes[S::kRuns][8];
-      encode<BITS>(z, sqrtf(squares * (1.f / S::kBlock)), codes);
-#pragma unroll
-      for (int v = 0; v < S::kRuns; ++v) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) levels[v][i] = level_of(level, codes[v][i]);
-      }
-      const float ratio = squares / product_of_block<S>(z, levels);
-      const uint32_t stored = power.stored(power.power * ratio);
-      const bool sent = float_of(stored << 16) > 0.f;  // neither 0 nor NaN
-      if (!active) continue;
-      const Quotient message = p.messages.by_blocks(block);
-      const Message<BITS> to = p.messages[message.quotient];
-#pragma unroll
-      for (int v = 0; v < S::kRuns; ++v) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) codes[v][i] = sent ? codes[v][i] : 0u;
-        to.store_run(uint64_t(message.remainder) * S::kBlock + S::run(v), codes[v]);
-      }
-      if (S::member() == 0) p.messages.store_scale(to, message.remainder, stored);
+      butterflies<S>(x[b]);
+      if constexpr (!kLater) multiply(x[b], kRotationFactor<S>);
+      write_block<BITS, S, T>(p, tables, S::block(tile, b), x[b], kLater ? kRotationFactor<S> : 1.f);
     }
-    __syncwarp();
   }
 }
 
@@ -75,9 +124,11 @@ void run(const QuantizeRotated& op, CUstream_st* stream) {
     using S = decltype(shape);
     const uint32_t blocks = index_of(op.elements / op.format.block);
     const QuantizeRotatedParams<kBits> params{
-        op.input, blocks, Messages<kBits>(op.messages, op.format, op.elements / op.message_count), op.signs};
+        op.input, blocks, tiles_of<S>(blocks), Messages<kBits>(op.messages, op.format, op.elements / op.message_count),
+        op.signs};
     with_dtype(op.input_dtype, [&](auto dtype) {
-      launch<quantize_rotated_kernel<kBits, S, typename decltype(dtype)::type>>(tiles_of<S>(blocks), stream, params);
+      using T = typename decltype(dtype)::type;
+      launch<quantize_rotated_kernel<kBits, S, T>>(warps_of<S>(params.tiles), stream, params, ZPP_GRIDS);
     });
   });
 }

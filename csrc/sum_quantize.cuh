@@ -46,7 +46,10 @@ inline SumQuantizeParams params_of(const SumQuantize& op, int elements_a_lane) {
 }
 
 // Fewer than kGridsOnChip, because thread blocks are expensive to start here and tiles take long.
-constexpr int kGrids = 4;
+#ifndef ZPP_SUM_GRIDS
+#define ZPP_SUM_GRIDS 4
+#endif
+constexpr int kGrids = ZPP_SUM_GRIDS;
 
 template <auto kernel>
 void launch_tiles(const SumQuantize& op, int elements_a_lane, CUstream_st* stream) {
