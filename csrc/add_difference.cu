@@ -1,5 +1,5 @@
 // add_difference on a GPU.
-#include "lloyd_max.cuh"
+#include "lloyd_max_codes.cuh"
 
 namespace megatron_zpp::cuda {
 

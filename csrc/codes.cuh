@@ -130,26 +130,6 @@ __device__ __forceinline__ void decode_int4(uint32_t word, float* values) {
   }
 }
 
-// Sets values to the codes times a scale, in fewer instructions than decoding takes. Each code becomes the mantissa of
-// a number m with the exponent of 2^7, 2^11 or 2^15, and m * scale - (2^k + 8) * scale is exact if the scale is a bf16
-// number below kLargestOffsetScale. The sign of a zero is not that of the product.
-constexpr float kLargestOffsetScale = 0x1p100f;
-
-__device__ __forceinline__ void decode_int4_times(uint32_t word, float scale, float* values) {
-  const float offsets[3] = {-(0x1p15f + 8.f) * scale, -(0x1p11f + 8.f) * scale, -(0x1p7f + 8.f) * scale};
-  const uint32_t low = word << 8, high = word >> 12;
-  const uint32_t sources[8] = {low, low, word, word, word, high, high, high};
-  constexpr int places[8] = {0, 1, 0, 1, 2, 0, 1, 2};  // bit 8, 12 or 16 of a source
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const int place = places[i];
-    // The exponent of 2^(15 - 4 * place), and the flipped top bit that adds 8 to a code.
-    const uint32_t magic = (uint32_t(127 + 15 - 4 * place) << 23) | 8u << (8 + 4 * place);
-    const float m = float_of(masked_under(sources[i], 0xFu << (8 + 4 * place), magic));
-    values[i] = fmaf(m, scale, offsets[place]);
-  }
-}
-
 __device__ __forceinline__ void decode_fp8(uint32_t word, float* values) {
 #pragma unroll
   for (int k = 0; k < 2; ++k) {

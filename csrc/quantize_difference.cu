@@ -1,5 +1,5 @@
 // quantize_difference on a GPU.
-#include "lloyd_max.cuh"
+#include "lloyd_max_codes.cuh"
 
 namespace megatron_zpp::cuda {
 
@@ -53,7 +53,7 @@ __device__ __forceinline__ void write_block(const QuantizeDifferenceParams<BITS>
 }
 
 template <int BITS, typename S>
-__global__ void __launch_bounds__(kThreads, S::kRuns > 4 ? 1 : ZPP_MIN) quantize_difference_kernel(
+__global__ void __launch_bounds__(kThreads, S::kRuns > 4 ? 1 : 2) quantize_difference_kernel(
     const __grid_constant__ QuantizeDifferenceParams<BITS> p) {
   const LaneTables<BITS> tables;
   const bool skip = p.skip != nullptr && *p.skip != 0.f;
@@ -94,7 +94,7 @@ void run(const QuantizeDifference& op, CUstream_st* stream) {
     const QuantizeDifferenceParams<kBits> params{
         op.weights, op.reference, blocks, tiles_of<S>(blocks), Messages<kBits>(op.message, op.format, op.elements),
         op.skip, op.squares};
-    launch<quantize_difference_kernel<kBits, S>>(params.tiles, stream, params, ZPP_GRIDS);
+    launch<quantize_difference_kernel<kBits, S>>(params.tiles, stream, params);
   });
 }
 

@@ -78,7 +78,7 @@ __device__ __forceinline__ void write_block(const QuantizeRotatedParams<BITS>& p
 }
 
 template <int BITS, typename S, typename T>
-__global__ void __launch_bounds__(kThreads, S::kRuns > 4 ? 1 : ZPP_MIN) quantize_rotated_kernel(
+__global__ void __launch_bounds__(kThreads, S::kRuns > 4 ? 1 : 2) quantize_rotated_kernel(
     const __grid_constant__ QuantizeRotatedParams<BITS> p) {
   // From 16-bit numbers, butterflies make no bits so low that a power of two loses them.
   constexpr bool kLater = sizeof(T) == 2 && (kRotated<S> == 256 || kRotated<S> == 64);
@@ -88,13 +88,8 @@ __global__ void __launch_bounds__(kThreads, S::kRuns > 4 ? 1 : ZPP_MIN) quantize
   const T* input = static_cast<const T*>(p.input);
   LoadedTile<S, T> loaded;
   uint32_t tile = warp_index() * kTilesOfSigns<S>;
-#if ZPP_AHEAD
   if (tile < p.tiles) loaded.load(input, tile, p.blocks);
-#endif
   for (; tile < p.tiles; tile = tile_after<S>(tile)) {
-#if !ZPP_AHEAD
-    loaded.load(input, tile, p.blocks);
-#endif
     const uint32_t of_signs = tile % kTilesOfSigns<S>;
     if (of_signs == 0) signs.draw(p.signs, p.signs.first + uint64_t(tile) * S::kTileElements);
     float x[S::kAtOnce][S::kRuns][8];
@@ -104,9 +99,7 @@ __global__ void __launch_bounds__(kThreads, S::kRuns > 4 ? 1 : ZPP_MIN) quantize
       for (int v = 0; v < S::kRuns; ++v)
         loaded.runs[b][v].to_floats(signs.eight(of_signs * S::kTileElements + S::element(b, v)), x[b][v]);
     }
-#if ZPP_AHEAD
     if (tile_after<S>(tile) < p.tiles) loaded.load(input, tile_after<S>(tile), p.blocks);
-#endif
 #pragma unroll
     for (int b = 0; b < S::kAtOnce; ++b) {
       butterflies<S>(x[b]);
@@ -128,7 +121,7 @@ void run(const QuantizeRotated& op, CUstream_st* stream) {
         op.signs};
     with_dtype(op.input_dtype, [&](auto dtype) {
       using T = typename decltype(dtype)::type;
-      launch<quantize_rotated_kernel<kBits, S, T>>(warps_of<S>(params.tiles), stream, params, ZPP_GRIDS);
+      launch<quantize_rotated_kernel<kBits, S, T>>(warps_of<S>(params.tiles), stream, params);
     });
   });
 }

@@ -1,7 +1,7 @@
 // Signs and butterflies of rotated codes on a GPU.
 #pragma once
 
-#include "lloyd_max.cuh"
+#include "lloyd_max_codes.cuh"
 
 namespace megatron_zpp::cuda {
 

@@ -3,23 +3,13 @@
 
 namespace megatron_zpp::cuda {
 
-#ifndef ZPP_MIN32
-#define ZPP_MIN32 3
-#endif
-#ifndef ZPP_REGISTERS
-#define ZPP_REGISTERS 1
-#endif
-#ifndef ZPP_RUN
-#define ZPP_RUN 64
-#endif
 namespace {
 
 // RUN elements per lane. There is much work per lane and block, so 64 are better than 32.
 template <CodeType In, CodeType Out, int RUN, int SCALES>
-__global__ void __launch_bounds__(kThreads, RUN == 32 ? ZPP_MIN32 : 2)
+__global__ void __launch_bounds__(kThreads, RUN == 32 ? 3 : 2)
     sum_quantize_kernel(const __grid_constant__ SumQuantizeParams p) {
-  using Sums = std::conditional_t<ZPP_REGISTERS && bits_of_code(In) == 4, RegisterSums<In, RUN, SCALES>,
-                                  BlockSums<In, RUN, SCALES, 40 << 10>>;
+  using Sums = BlockSums<In, RUN, SCALES, 40 << 10>;
   __shared__ typename Sums::Stages stages[kThreads / kWarp];
   uint32_t tile = warp_index();
   if (tile >= p.tiles) return;
@@ -35,8 +25,7 @@ __global__ void __launch_bounds__(kThreads, RUN == 32 ? ZPP_MIN32 : 2)
 
 template <CodeType In, CodeType Out>
 void launch_codes(const SumQuantize& op, CUstream_st* stream) {
-  if (op.output_format.block < 64 || ZPP_RUN == 32)
-    return launch_tiles<sum_quantize_kernel<In, Out, 32, 1>>(op, 32, stream);
+  if (op.output_format.block < 64) return launch_tiles<sum_quantize_kernel<In, Out, 32, 1>>(op, 32, stream);
   if (op.format.block < 64) return launch_tiles<sum_quantize_kernel<In, Out, 64, 2>>(op, 64, stream);
   launch_tiles<sum_quantize_kernel<In, Out, 64, 1>>(op, 64, stream);
 }

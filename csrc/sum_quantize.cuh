@@ -46,10 +46,7 @@ inline SumQuantizeParams params_of(const SumQuantize& op, int elements_a_lane) {
 }
 
 // Fewer than kGridsOnChip, because thread blocks are expensive to start here and tiles take long.
-#ifndef ZPP_SUM_GRIDS
-#define ZPP_SUM_GRIDS 4
-#endif
-constexpr int kGrids = ZPP_SUM_GRIDS;
+constexpr int kGrids = 4;
 
 template <auto kernel>
 void launch_tiles(const SumQuantize& op, int elements_a_lane, CUstream_st* stream) {

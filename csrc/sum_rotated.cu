@@ -66,19 +66,15 @@ __device__ __forceinline__ void put(float* shard, const float (&sum)[8], float r
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] = before[i] + x[i];
   }
-#if ZPP_DIRECT_STORE
   if (!active) return;
   float4 quads[2];
   to_quads(x, quads);
 #pragma unroll
   for (int h = 0; h < 2; ++h) store_quad<true>(shard + 4 * h, quads[h]);
-#else
-  store_eight<true>(shard, x, active);
-#endif
 }
 
 template <int BITS, typename S>
-__global__ void __launch_bounds__(kThreads, S::kRuns > 4 ? 1 : ZPP_MIN) sum_rotated_kernel(
+__global__ void __launch_bounds__(kThreads, S::kRuns > 4 ? 1 : 3) sum_rotated_kernel(
     const __grid_constant__ SumRotatedParams<BITS> p) {
   __shared__ WarpSigns::Storage storage[kThreads / kWarp];
   WarpSigns signs(storage[threadIdx.x / kWarp]);
@@ -89,7 +85,6 @@ __global__ void __launch_bounds__(kThreads, S::kRuns > 4 ? 1 : ZPP_MIN) sum_rota
     const uint32_t of_signs = tile % kTilesOfSigns<S>;
     if (of_signs == 0) signs.draw(p.signs, p.signs.first + uint64_t(tile) * S::kTileElements);
     float sum[S::kAtOnce][S::kRuns][8];
-#if ZPP_PAIRS
     LoadedTile<BITS, S> next = loaded;
     if (p.count > 1) next.load(p.messages[1], tile, p.blocks);
     add_tile(loaded, level, true, sum);
@@ -98,13 +93,6 @@ __global__ void __launch_bounds__(kThreads, S::kRuns > 4 ? 1 : ZPP_MIN) sum_rota
       if (m + 1 < p.count) next.load(p.messages[m + 1], tile, p.blocks);
       add_tile(loaded, level, false, sum);
     }
-#else
-    add_tile(loaded, level, true, sum);
-    for (uint32_t m = 1; m < p.count; ++m) {
-      loaded.load(p.messages[m], tile, p.blocks);
-      add_tile(loaded, level, false, sum);
-    }
-#endif
 #pragma unroll
     for (int b = 0; b < S::kAtOnce; ++b) {
       const uint32_t block = S::block(tile, b);
@@ -133,7 +121,7 @@ void run(const SumRotated& op, CUstream_st* stream) {
                                          op.signs,
                                          op.factor,
                                          op.add};
-    launch<sum_rotated_kernel<kBits, S>>(warps_of<S>(params.tiles), stream, params, ZPP_GRIDS);
+    launch<sum_rotated_kernel<kBits, S>>(warps_of<S>(params.tiles), stream, params);
   });
 }
 

@@ -22,7 +22,7 @@ struct Addends {
   }
 };
 
-enum class Accumulate { set, set_exactly, fused, separate };
+enum class Accumulate { set, fused, separate };
 
 // Sets `count` elements of sum, from `from` on, to fl(code * scale), or to fl(sum + fl(code * scale)) with an fma or
 // with two instructions.
@@ -31,10 +31,6 @@ __device__ __forceinline__ void add_run(const uint32_t (&words)[words_of<C>(RUN)
                                         int from, int count) {
 #pragma unroll
   for (int i = from; i < from + count; i += 8) {  // eight at a time need few registers
-    if constexpr (C == CodeType::int4 && MODE == Accumulate::set_exactly) {
-      decode_int4_times(words[i / 8], scale, sum + i);
-      continue;
-    }
     uint32_t part[words_of<C>(8)];
     float codes[8];
 #pragma unroll
@@ -42,7 +38,7 @@ __device__ __forceinline__ void add_run(const uint32_t (&words)[words_of<C>(RUN)
     decode_codes<C>(part, codes);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      if constexpr (MODE == Accumulate::set || MODE == Accumulate::set_exactly) sum[i + j] = codes[j] * scale;
+      if constexpr (MODE == Accumulate::set) sum[i + j] = codes[j] * scale;
       if constexpr (MODE == Accumulate::fused) sum[i + j] = fmaf(codes[j], scale, sum[i + j]);
       if constexpr (MODE == Accumulate::separate) sum[i + j] += codes[j] * scale;
     }
@@ -203,91 +199,6 @@ class TileSums {
   uint32_t own_, row_;
   const uint8_t* quads_[kQuads];
   const uint8_t* scale_words_[SCALES];
-};
-
-// Sums tiles like TileSums, but keeps what it loads in registers: two messages of the tile, and of the next one while
-// this one is encoded. The sign of a sum that is zero may differ.
-template <CodeType C, int RUN, int SCALES>
-class RegisterSums {
- public:
-  struct Stages {};
-
-  __device__ __forceinline__ RegisterSums(const Addends& addends, Stages&, uint32_t first, uint32_t step, uint32_t runs)
-      : addends_(addends), step_(step), runs_(runs) {
-    begin(first);
-  }
-
-  // Sums `tile`, which must be the warp's next one.
-  __device__ __forceinline__ void next(uint32_t tile, float (&sum)[RUN]) {
-    uint32_t selectors[SCALES];
-#pragma unroll
-    for (int i = 0; i < SCALES; ++i)
-      selectors[i] = addends_.reader.template scale_selector_of_run<kPart>(run_of_lane(tile) * SCALES + i);
-    add<true>(held_[0], selectors, sum);
-    if (addends_.count > 2) load(held_[0]);
-    for (uint32_t message = 1; message < addends_.count; message += 2) {
-      add<false>(held_[1], selectors, sum);
-      if (message + 2 < addends_.count) load(held_[1]);
-      if (message + 1 == addends_.count) break;
-      add<false>(held_[0], selectors, sum);
-      if (message + 3 < addends_.count) load(held_[0]);
-    }
-    if ((tile + step_) * kWarp < runs_) begin(tile + step_);
-  }
-
- private:
-  static constexpr int kPart = RUN / SCALES;
-  struct Held {
-    uint32_t words[words_of<C>(RUN)];
-    uint32_t scale_words[SCALES];
-  };
-
-  __device__ __forceinline__ uint32_t run_of_lane(uint32_t tile) const {
-    return min(tile * kWarp + lane_index(), runs_ - 1);
-  }
-
-  // Loads the first two messages of a tile.
-  __device__ __forceinline__ void begin(uint32_t tile) {
-    const uint32_t run = run_of_lane(tile);
-    const Reader& reader = addends_.reader;
-    codes_ = reader.messages + uint64_t(run) * (RUN * bits_of_code(C) / 8);
-    scales_ = reader.template scale_word_of_run<kPart>(reader.messages, run * SCALES);
-#pragma unroll
-    for (int i = 1; i < SCALES; ++i)
-      apart_[i] = int32_t(reader.template scale_word_of_run<kPart>(reader.messages, run * SCALES + i) - scales_);
-    load(held_[0]);
-    if (addends_.count > 1) load(held_[1]);
-  }
-
-  __device__ __forceinline__ void load(Held& held) {
-    load_words(codes_, held.words);
-#pragma unroll
-    for (int i = 0; i < SCALES; ++i) held.scale_words[i] = load_scale_word(scales_ + (i == 0 ? 0 : apart_[i]));
-    codes_ += addends_.reader.bytes;
-    scales_ += addends_.reader.bytes;
-  }
-
-  template <bool FIRST>
-  __device__ __forceinline__ void add(const Held& held, const uint32_t (&selectors)[SCALES], float (&sum)[RUN]) {
-#pragma unroll
-    for (int i = 0; i < SCALES; ++i) {
-      const float scale = scale_of_word(held.scale_words[i], selectors[i]);
-      if (FIRST && fabsf(scale) < fminf(addends_.fused_below, kLargestOffsetScale))
-        add_run<C, Accumulate::set_exactly>(held.words, scale, sum, i * kPart, kPart);
-      else if (FIRST)
-        add_run<C, Accumulate::set>(held.words, scale, sum, i * kPart, kPart);
-      else if (fabsf(scale) < addends_.fused_below)
-        add_run<C, Accumulate::fused>(held.words, scale, sum, i * kPart, kPart);
-      else
-        add_run<C, Accumulate::separate>(held.words, scale, sum, i * kPart, kPart);
-    }
-  }
-
-  const Addends& addends_;
-  uint32_t step_, runs_;
-  const uint8_t *codes_, *scales_;  // of the message that is loaded next
-  int32_t apart_[SCALES];
-  Held held_[2];
 };
 
 }  // namespace megatron_zpp::cuda
