@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads) add_difference_kernel(
       scales[b] = *from.scale(message.remainder);
 #pragma unroll
       for (int v = 0; v < S::kRuns; ++v) {
-        codes[b][v] = from.load_run(uint64_t(message.remainder) * S::kBlock + S::run(v));
+        codes[b][v] = from.load_run(S::run_of_message(message.remainder, v));
         reference[b][v].load(p.reference + uint64_t(block) * S::kBlock + S::run(v));
       }
     }

@@ -71,6 +71,11 @@ __device__ __forceinline__ uint32_t warp_index() {
   return blockIdx.x * (kThreads / kWarp) + threadIdx.x / kWarp;
 }
 
+// The same, known to the compiler to be equal in all lanes: loops over tiles then need no code for lanes that diverge.
+__device__ __forceinline__ uint32_t uniform_warp_index() {
+  return blockIdx.x * (kThreads / kWarp) + __shfl_sync(kAllLanes, threadIdx.x / kWarp, 0);
+}
+
 __device__ __forceinline__ uint32_t warp_count() { return gridDim.x * (kThreads / kWarp); }
 
 // ---- indices ----
@@ -205,6 +210,45 @@ __device__ __forceinline__ float sum_of_squares(const float (&x)[8]) {
 // Index of a warp's 16-byte quad q in shared memory. The swizzle gives eight neighbouring lanes different banks, both
 // for rows of 32 quads and for lanes with 2, 4 or 8 consecutive quads.
 __device__ __forceinline__ uint32_t swizzled(uint32_t q) { return q ^ (q >> 3 & 7); }
+
+// ---- arithmetic ----
+
+// x, computed here and kept, which the compiler would rather compute anew where it is used.
+__device__ __forceinline__ float computed_once(float x) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+f"(x));
+#endif
+  return x;
+}
+
+// Roots and quotients as sqrtf and / round them, for numbers from 2^-60 to 2^60: without the branches that others need.
+struct Root {
+  float root, inverse;  // the inverse is approximate
+
+  __device__ explicit __forceinline__ Root(float x) {
+#ifdef __CUDA_ARCH__
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+    const float near = x * inverse;
+    root = fmaf(fmaf(-near, near, x), 0.5f * inverse, near);
+#else
+    root = sqrtf(x);
+    inverse = 1.f / root;
+#endif
+  }
+};
+
+__device__ __forceinline__ float quotient_of(float x, float y) {
+#ifdef __CUDA_ARCH__
+  float near;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(y));
+  const float inverse = fmaf(fmaf(-y, near, 1.f), near, near);
+  const float first = x * inverse;
+  const float second = fmaf(fmaf(-y, first, x), inverse, first);
+  return fmaf(fmaf(-y, second, x), inverse, second);
+#else
+  return x / y;
+#endif
+}
 
 // ---- memory ----
 

@@ -27,8 +27,14 @@ struct Shape {
   __device__ static __forceinline__ uint32_t block(uint32_t tile, int b) {
     return (tile * kAtOnce + b) * kGroups + group();
   }
-  // The first element of its run v, counted from the beginning of the tile.
-  __device__ static __forceinline__ int element(int b, int v) { return (b * kGroups + group()) * kBlock + run(v); }
+  // Run v of a block, counted from the beginning of a message or of the lane's tile. What a compiler knows of it is
+  // the last addend, so that accesses differ by constants.
+  __device__ static __forceinline__ uint64_t run_of_message(uint32_t block, int v) {
+    return uint64_t(block) * (kBlock / 8) + member() + v * LANES;
+  }
+  __device__ static __forceinline__ uint32_t run_of_tile(int b, int v) {
+    return group() * (kBlock / 8) + member() + (b * kGroups * (kBlock / 8) + v * LANES);
+  }
 };
 
 // Calls run(std::integral_constant<int, bits>(), Shape<...>()).
@@ -182,7 +188,7 @@ class Run<float> {
   __device__ __forceinline__ void to_floats(uint32_t signs, float (&x)[8]) const {
     to_floats(x);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = float_of(bits_of(x[i]) ^ (signs << (31 - i) & kSignBit));
+    for (int i = 0; i < 8; ++i) x[i] = signs & (1u << i) ? -x[i] : x[i];
   }
 
  private:

@@ -30,6 +30,8 @@ struct LaneTables {
       if (i < kHalf - 1) boundary = lloyd_max_boundary(BITS, i);
       level = lloyd_max_level(BITS, i);
     }
+    boundary = computed_once(boundary);
+    level = computed_once(level);
   }
 };
 
@@ -78,8 +80,7 @@ __device__ __forceinline__ Nibbles codes_of(const float (&x)[8], const uint32_t 
   for (int i = 0; i < 8; ++i) word = __funnelshift_r(word, magnitudes[i], 4);
 #pragma unroll
   for (int i = 7; i >= 0; --i) signs = __funnelshift_l(bits_of(x[i]), signs, 4);
-  signs &= 0x88888888u;
-  const uint32_t all_bits = (signs >> (4 - BITS) << 1) - (signs >> 3);  // of the codes of negative numbers
+  const uint32_t all_bits = (signs >> 3 & 0x11111111u) * ((1u << BITS) - 1);  // of the codes of negative numbers
   return word ^ (0x11111111u << (BITS - 1)) ^ all_bits;
 }
 
@@ -107,7 +108,7 @@ __device__ __forceinline__ float level_of_lane() {
   float level = lloyd_max_level(BITS, 0);
 #pragma unroll
   for (int j = 1; j < kHalf; ++j) level = i == j ? lloyd_max_level(BITS, j) : level;
-  return code < kHalf ? -level : level;
+  return computed_once(code < kHalf ? -level : level);
 }
 
 // The level of the code in the low bits of `word`. All lanes of a warp must call this.
@@ -124,21 +125,22 @@ struct Message {
   uint8_t* bytes;
   int64_t elements, code_bytes;
 
-  __device__ __forceinline__ void store_run(uint64_t element, Nibbles codes) const {
+  // Runs are counted from the beginning of the message.
+  __device__ __forceinline__ void store_run(uint64_t run, Nibbles codes) const {
     if constexpr (BITS == 4) {
-      *reinterpret_cast<uint32_t*>(bytes + element / 2) = codes;
+      reinterpret_cast<uint32_t*>(bytes)[run] = codes;
     } else {
-      *reinterpret_cast<uint16_t*>(bytes + element / 4) = uint16_t(squeezed_pairs(codes));
-      if constexpr (BITS == 3) bytes[elements / 4 + element / 8] = uint8_t(squeezed_bits(codes >> 2));
+      reinterpret_cast<uint16_t*>(bytes)[run] = uint16_t(squeezed_pairs(codes));
+      if constexpr (BITS == 3) bytes[elements / 4 + run] = uint8_t(squeezed_bits(codes >> 2));
     }
   }
 
   // What load_run read, as 32 bits.
-  __device__ __forceinline__ uint32_t load_run(uint64_t element) const {
-    if constexpr (BITS == 4) return *reinterpret_cast<const uint32_t*>(bytes + element / 2);
-    const uint32_t low = *reinterpret_cast<const uint16_t*>(bytes + element / 4);
+  __device__ __forceinline__ uint32_t load_run(uint64_t run) const {
+    if constexpr (BITS == 4) return reinterpret_cast<const uint32_t*>(bytes)[run];
+    const uint32_t low = reinterpret_cast<const uint16_t*>(bytes)[run];
     if constexpr (BITS == 2) return low;
-    return low | uint32_t(bytes[elements / 4 + element / 8]) << 16;
+    return low | uint32_t(bytes[elements / 4 + run]) << 16;
   }
 
   // A word that has code i of a run in its low bits, with others above.

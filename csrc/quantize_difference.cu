@@ -37,7 +37,7 @@ __device__ __forceinline__ void write_block(const QuantizeDifferenceParams<BITS>
 #pragma unroll
     for (int i = 0; i < 8; ++i) magnitudes[i] = encoder.magnitude(fabsf(d[v][i]));
     const Nibbles codes = codes_of<BITS>(d[v], magnitudes) & kept;
-    if (block < p.blocks) message.store_run(uint64_t(block) * S::kBlock + S::run(v), codes);
+    if (block < p.blocks) message.store_run(S::run_of_message(block, v), codes);
     if (p.squares == nullptr) continue;
 #pragma unroll
     for (int i = 0; i < 8; ++i)  // what the code loses, or its negative
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, S::kRuns > 4 ? 1 : 2) quantize_diffe
     const __grid_constant__ QuantizeDifferenceParams<BITS> p) {
   const LaneTables<BITS> tables;
   const bool skip = p.skip != nullptr && *p.skip != 0.f;
-  for (uint32_t tile = warp_index(); tile < p.tiles; tile += warp_count()) {
+  for (uint32_t tile = uniform_warp_index(); tile < p.tiles; tile += warp_count()) {
     Run<float> weights[S::kAtOnce][S::kRuns], reference[S::kAtOnce][S::kRuns];
 #pragma unroll
     for (int b = 0; b < S::kAtOnce; ++b) {

@@ -49,8 +49,8 @@ __device__ __forceinline__ void write_block(const QuantizeRotatedParams<BITS>& p
     }
   }
   const float squares = product_of_block<S>(x, x);
-  const float mean = squares * (1.f / S::kBlock);
-  const Encoder<BITS, S> encoder(tables, sqrtf(mean), rsqrtf(mean));
+  const Root unit(squares * (1.f / S::kBlock));
+  const Encoder<BITS, S> encoder(tables, unit.root, unit.inverse);
   Nibbles codes[S::kRuns];
   float products[S::kRuns];
 #pragma unroll
@@ -65,7 +65,7 @@ __device__ __forceinline__ void write_block(const QuantizeRotatedParams<BITS>& p
     }
     codes[v] = codes_of<BITS>(x[v], magnitudes);
   }
-  const float ratio = squares / sum_of_block<S>(products);
+  const float ratio = quotient_of(squares, sum_of_block<S>(products));
   const uint32_t stored = power.stored(power.power * ratio);
   if (block >= p.blocks) return;
   const uint32_t kept = float_of(stored << 16) > 0.f ? ~0u : 0u;  // neither 0 nor NaN
@@ -73,12 +73,12 @@ __device__ __forceinline__ void write_block(const QuantizeRotatedParams<BITS>& p
   const Message<BITS> to = p.messages[message.quotient];
 #pragma unroll
   for (int v = 0; v < S::kRuns; ++v)
-    to.store_run(uint64_t(message.remainder) * S::kBlock + S::run(v), codes[v] & kept);
+    to.store_run(S::run_of_message(message.remainder, v), codes[v] & kept);
   if (S::member() == 0) p.messages.store_scale(to, message.remainder, stored);
 }
 
 template <int BITS, typename S, typename T>
-__global__ void __launch_bounds__(kThreads, S::kRuns > 4 ? 1 : 2) quantize_rotated_kernel(
+__global__ void __launch_bounds__(kThreads, S::kRuns > 4 ? 1 : sizeof(T) == 4 ? 2 : 3) quantize_rotated_kernel(
     const __grid_constant__ QuantizeRotatedParams<BITS> p) {
   // From 16-bit numbers, butterflies make no bits so low that a power of two loses them.
   constexpr bool kLater = sizeof(T) == 2 && (kRotated<S> == 256 || kRotated<S> == 64);
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads, S::kRuns > 4 ? 1 : 2) quantize_rotat
   const LaneTables<BITS> tables;
   const T* input = static_cast<const T*>(p.input);
   LoadedTile<S, T> loaded;
-  uint32_t tile = warp_index() * kTilesOfSigns<S>;
+  uint32_t tile = uniform_warp_index() * kTilesOfSigns<S>;
   if (tile < p.tiles) loaded.load(input, tile, p.blocks);
   for (; tile < p.tiles; tile = tile_after<S>(tile)) {
     const uint32_t of_signs = tile % kTilesOfSigns<S>;
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, S::kRuns > 4 ? 1 : 2) quantize_rotat
     for (int b = 0; b < S::kAtOnce; ++b) {
 #pragma unroll
       for (int v = 0; v < S::kRuns; ++v)
-        loaded.runs[b][v].to_floats(signs.eight(of_signs * S::kTileElements + S::element(b, v)), x[b][v]);
+        loaded.runs[b][v].to_floats(signs.of_run(S::run_of_tile(b, v) + of_signs * (S::kTileElements / 8)), x[b][v]);
     }
     if (tile_after<S>(tile) < p.tiles) loaded.load(input, tile_after<S>(tile), p.blocks);
 #pragma unroll

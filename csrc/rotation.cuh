@@ -28,9 +28,9 @@ class WarpSigns {
     __syncwarp();
   }
 
-  // The signs of eight elements; `element` is counted from the first one drawn.
-  __device__ __forceinline__ uint32_t eight(uint32_t element) const {
-    return reinterpret_cast<const uint8_t*>(shared_)[element / 8];
+  // The signs of a run of eight elements, counted from the first ones drawn.
+  __device__ __forceinline__ uint32_t of_run(uint32_t run) const {
+    return reinterpret_cast<const uint8_t*>(shared_)[run];
   }
 
  private:

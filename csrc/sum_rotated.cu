@@ -28,7 +28,7 @@ struct LoadedTile {
       const uint32_t block = min(S::block(tile, b), blocks - 1);
       scales[b] = *message.scale(block);
 #pragma unroll
-      for (int v = 0; v < S::kRuns; ++v) codes[b][v] = message.load_run(uint64_t(block) * S::kBlock + S::run(v));
+      for (int v = 0; v < S::kRuns; ++v) codes[b][v] = message.load_run(S::run_of_message(block, v));
     }
   }
 };
@@ -51,22 +51,20 @@ __device__ __forceinline__ void add_tile(const LoadedTile<BITS, S>& tile, float 
   }
 }
 
-// Puts eight rotated sums where they belong in the shard.
-__device__ __forceinline__ void put(float* shard, const float (&sum)[8], float rotation, uint32_t signs, float factor,
-                                    bool add, bool active) {
+// Puts a rotated sum where it belongs in the shard, or adds it there.
+template <bool ADD>
+__device__ __forceinline__ void put(float* shard, const float (&sum)[8], float rotation, uint32_t signs, float factor) {
   float x[8];
 #pragma unroll
-  for (int i = 0; i < 8; ++i)
-    x[i] = float_of(bits_of(sum[i] * rotation) ^ (signs << (31 - i) & kSignBit)) * factor;
-  if (add) {
-    Eight<float, true> old;
+  for (int i = 0; i < 8; ++i) x[i] = (signs & 1u << i ? -(sum[i] * rotation) : sum[i] * rotation) * factor;
+  if constexpr (ADD) {
+    Run<float> old;
     float before[8];
     old.load(shard);
     old.to_floats(before);
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] = before[i] + x[i];
   }
-  if (!active) return;
   float4 quads[2];
   to_quads(x, quads);
 #pragma unroll
@@ -74,12 +72,12 @@ __device__ __forceinline__ void put(float* shard, const float (&sum)[8], float r
 }
 
 template <int BITS, typename S>
-__global__ void __launch_bounds__(kThreads, S::kRuns > 4 ? 1 : 3) sum_rotated_kernel(
+__global__ void __launch_bounds__(kThreads, S::kRuns > 4 ? 1 : S::kRuns > 1 ? 4 : 3) sum_rotated_kernel(
     const __grid_constant__ SumRotatedParams<BITS> p) {
   __shared__ WarpSigns::Storage storage[kThreads / kWarp];
   WarpSigns signs(storage[threadIdx.x / kWarp]);
   const float level = level_of_lane<BITS>();
-  for (uint32_t tile = warp_index() * kTilesOfSigns<S>; tile < p.tiles; tile = tile_after<S>(tile)) {
+  for (uint32_t tile = uniform_warp_index() * kTilesOfSigns<S>; tile < p.tiles; tile = tile_after<S>(tile)) {
     LoadedTile<BITS, S> loaded;
     loaded.load(p.messages[0], tile, p.blocks);
     const uint32_t of_signs = tile % kTilesOfSigns<S>;
@@ -93,16 +91,24 @@ __global__ void __launch_bounds__(kThreads, S::kRuns > 4 ? 1 : 3) sum_rotated_ke
       if (m + 1 < p.count) next.load(p.messages[m + 1], tile, p.blocks);
       add_tile(loaded, level, false, sum);
     }
+    const auto put_all = [&](auto add) {
 #pragma unroll
-    for (int b = 0; b < S::kAtOnce; ++b) {
-      const uint32_t block = S::block(tile, b);
-      float* shard = p.shard + uint64_t(min(block, p.blocks - 1)) * S::kBlock;
-      butterflies<S>(sum[b]);
+      for (int b = 0; b < S::kAtOnce; ++b) {
+        const uint32_t block = S::block(tile, b);
+        if (block >= p.blocks) continue;
+        float* shard = p.shard + uint64_t(block) * S::kBlock + 8 * S::member();
 #pragma unroll
-      for (int v = 0; v < S::kRuns; ++v)
-        put(shard + S::run(v), sum[b][v], kRotationFactor<S>,
-            signs.eight(of_signs * S::kTileElements + S::element(b, v)), p.factor, p.add, block < p.blocks);
-    }
+        for (int v = 0; v < S::kRuns; ++v)
+          put<add.value>(shard + 8 * S::kLanes * v, sum[b][v], kRotationFactor<S>,
+                         signs.of_run(S::run_of_tile(b, v) + of_signs * (S::kTileElements / 8)), p.factor);
+      }
+    };
+#pragma unroll
+    for (int b = 0; b < S::kAtOnce; ++b) butterflies<S>(sum[b]);
+    if (p.add)
+      put_all(std::true_type());
+    else
+      put_all(std::false_type());
   }
 }
 
