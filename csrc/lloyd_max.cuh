@@ -17,7 +17,7 @@ struct Shape {
   static constexpr int kGroups = kWarp / LANES;           // blocks that a warp holds at once
   static constexpr int kAtOnce = V == 1 ? 4 : V == 2 ? 2 : 1;  // of these, whose loads are in flight together
 
-  static constexpr int kTileElements = kWarp / LANES * kAtOnce * kBlock;  // of a warp
+  static constexpr int kTileBlocks = kGroups * kAtOnce, kTileElements = kTileBlocks * kBlock;  // of a warp
 
   __device__ static __forceinline__ int member() { return lane_index() % LANES; }
   __device__ static __forceinline__ int group() { return lane_index() / LANES; }
@@ -63,8 +63,7 @@ void with_shape(const LloydMaxFormat& format, Run&& run) {
 // The number of tiles of `blocks` blocks: what a warp takes at a time.
 template <typename S>
 uint32_t tiles_of(uint32_t blocks) {
-  constexpr uint32_t tile = S::kGroups * S::kAtOnce;
-  return (blocks + tile - 1) / tile;
+  return (blocks + S::kTileBlocks - 1) / S::kTileBlocks;
 }
 
 // The sum over a block of one number per run.

@@ -13,20 +13,75 @@ struct QuantizeRotatedParams {
   Signs signs;
 };
 
-// The runs of a tile.
+// A tile of a warp in shared memory, with a gap behind every eight 16-byte quads, so that neighbouring lanes that read
+// whole runs use different banks.
 template <typename S, typename T>
-struct LoadedTile {
-  Run<T> runs[S::kAtOnce][S::kRuns];
+class StagedTile {
+ public:
+  // Begins to copy a tile. All lanes of the warp must have read the last one.
+  __device__ __forceinline__ void load(const T* input, uint32_t tile, uint32_t blocks) {
+    __syncwarp();
+    const uint4* first = reinterpret_cast<const uint4*>(input) + uint64_t(tile) * kQuads + lane_index();
+    if ((tile + 1) * S::kTileBlocks <= blocks) {
+#pragma unroll
+      for (uint32_t q = 0; q < kQuads; q += kWarp) copy(q, first + q);
+    } else {
+      const uint32_t quads = (blocks - tile * S::kTileBlocks) * (kQuads / S::kTileBlocks);
+#pragma unroll 1
+      for (uint32_t q = 0; q + lane_index() < quads; q += kWarp) copy(q, first + q);
+    }
+    end_group_of_copies();
+  }
 
+  // All lanes of a warp must call this after `load`.
+  __device__ __forceinline__ void wait() const {
+    wait_for_all_groups_but<0>();
+    __syncwarp();
+  }
+
+  // Run v of block b of the lane, negated where the bit in `signs` is set.
+  __device__ __forceinline__ void to_floats(int b, int v, uint32_t signs, float (&x)[8]) const {
+    const uint32_t lane_quad = (S::group() * S::kLanes * S::kRuns + S::member()) * kRunQuads;
+    const uint32_t quad = (b * S::kGroups * S::kRuns + v) * S::kLanes * kRunQuads;
+    Run<T> run;
+    run.load(reinterpret_cast<const T*>(quads_ + padded(lane_quad) + padded(quad)));
+    run.to_floats(signs, x);
+  }
+
+ private:
+  static constexpr uint32_t kQuads = S::kTileElements * sizeof(T) / 16, kRunQuads = sizeof(T) / 2;
+
+  __device__ static constexpr uint32_t padded(uint32_t quad) { return quad + quad / 8; }
+
+  __device__ __forceinline__ void copy(uint32_t quad, const uint4* address) {
+    copy_16_bytes(quads_ + padded(lane_index()) + padded(quad), address);
+  }
+
+  uint4 quads_[kQuads + kQuads / 8];
+};
+
+// A tile of a warp in registers.
+template <typename S, typename T>
+class LoadedTile {
+ public:
   // Lanes past the end load the last block again.
   __device__ __forceinline__ void load(const T* input, uint32_t tile, uint32_t blocks) {
 #pragma unroll
     for (int b = 0; b < S::kAtOnce; ++b) {
       const uint64_t block = min(S::block(tile, b), blocks - 1);
 #pragma unroll
-      for (int v = 0; v < S::kRuns; ++v) runs[b][v].load(input + block * S::kBlock + S::run(v));
+      for (int v = 0; v < S::kRuns; ++v) runs_[b][v].load(input + block * S::kBlock + S::run(v));
     }
   }
+
+  __device__ __forceinline__ void wait() const {}
+
+  __device__ __forceinline__ void to_floats(int b, int v, uint32_t signs, float (&x)[8]) const {
+    runs_[b][v].to_floats(signs, x);
+  }
+
+ private:
+  Run<T> runs_[S::kAtOnce][S::kRuns];
 };
 
 // A number over a power up to this is not so small that it rounds to 0: bf16 numbers are multiples of 2^-133, and so
@@ -77,27 +132,25 @@ __device__ __forceinline__ void write_block(const QuantizeRotatedParams<BITS>& p
   if (S::member() == 0) p.messages.store_scale(to, message.remainder, stored);
 }
 
-template <int BITS, typename S, typename T>
-__global__ void __launch_bounds__(kThreads, S::kRuns > 4 ? 1 : sizeof(T) == 4 ? 2 : 3) quantize_rotated_kernel(
-    const __grid_constant__ QuantizeRotatedParams<BITS> p) {
+// TILE is where the tile that a warp encodes next waits.
+template <int BITS, typename S, typename T, typename TILE>
+__device__ __forceinline__ void quantize_tiles(const QuantizeRotatedParams<BITS>& p, TILE& loaded, WarpSigns signs) {
   // From 16-bit numbers, butterflies make no bits so low that a power of two loses them.
   constexpr bool kLater = sizeof(T) == 2 && (kRotated<S> == 256 || kRotated<S> == 64);
-  __shared__ WarpSigns::Storage storage[kThreads / kWarp];
-  WarpSigns signs(storage[threadIdx.x / kWarp]);
   const LaneTables<BITS> tables;
   const T* input = static_cast<const T*>(p.input);
-  LoadedTile<S, T> loaded;
   uint32_t tile = uniform_warp_index() * kTilesOfSigns<S>;
   if (tile < p.tiles) loaded.load(input, tile, p.blocks);
   for (; tile < p.tiles; tile = tile_after<S>(tile)) {
     const uint32_t of_signs = tile % kTilesOfSigns<S>;
     if (of_signs == 0) signs.draw(p.signs, p.signs.first + uint64_t(tile) * S::kTileElements);
+    loaded.wait();
     float x[S::kAtOnce][S::kRuns][8];
 #pragma unroll
     for (int b = 0; b < S::kAtOnce; ++b) {
 #pragma unroll
       for (int v = 0; v < S::kRuns; ++v)
-        loaded.runs[b][v].to_floats(signs.of_run(S::run_of_tile(b, v) + of_signs * (S::kTileElements / 8)), x[b][v]);
+        loaded.to_floats(b, v, signs.of_run(S::run_of_tile(b, v) + of_signs * (S::kTileElements / 8)), x[b][v]);
     }
     if (tile_after<S>(tile) < p.tiles) loaded.load(input, tile_after<S>(tile), p.blocks);
 #pragma unroll
@@ -106,6 +159,24 @@ __global__ void __launch_bounds__(kThreads, S::kRuns > 4 ? 1 : sizeof(T) == 4 ? 
       if constexpr (!kLater) multiply(x[b], kRotationFactor<S>);
       write_block<BITS, S, T>(p, tables, S::block(tile, b), x[b], kLater ? kRotationFactor<S> : 1.f);
     }
+  }
+}
+
+// Whether the tiles of all warps of a thread block fit in the 48 KiB of shared memory that need no opt-in.
+template <typename S, typename T>
+constexpr bool kStaged = S::kTileElements * sizeof(T) <= 4096;
+
+template <int BITS, typename S, typename T>
+__global__ void __launch_bounds__(kThreads, S::kRuns > 4 ? 1 : 4) quantize_rotated_kernel(
+    const __grid_constant__ QuantizeRotatedParams<BITS> p) {
+  __shared__ WarpSigns::Storage storage[kThreads / kWarp];
+  const WarpSigns signs(storage[threadIdx.x / kWarp]);
+  if constexpr (kStaged<S, T>) {
+    __shared__ StagedTile<S, T> tiles[kThreads / kWarp];
+    quantize_tiles<BITS, S, T>(p, tiles[threadIdx.x / kWarp], signs);
+  } else {
+    LoadedTile<S, T> tile;
+    quantize_tiles<BITS, S, T>(p, tile, signs);
   }
 }
 

@@ -77,19 +77,26 @@ __global__ void __launch_bounds__(kThreads, S::kRuns > 4 ? 1 : S::kRuns > 1 ? 4 
   __shared__ WarpSigns::Storage storage[kThreads / kWarp];
   WarpSigns signs(storage[threadIdx.x / kWarp]);
   const float level = level_of_lane<BITS>();
-  for (uint32_t tile = uniform_warp_index() * kTilesOfSigns<S>; tile < p.tiles; tile = tile_after<S>(tile)) {
-    LoadedTile<BITS, S> loaded;
-    loaded.load(p.messages[0], tile, p.blocks);
-    const uint32_t of_signs = tile % kTilesOfSigns<S>;
+  LoadedTile<BITS, S> loaded, next;
+  uint32_t tile = uniform_warp_index() * kTilesOfSigns<S>;
+  if (tile < p.tiles) loaded.load(p.messages[0], tile, p.blocks);
+  while (tile < p.tiles) {
+    const uint32_t after = tile_after<S>(tile), of_signs = tile % kTilesOfSigns<S>;
     if (of_signs == 0) signs.draw(p.signs, p.signs.first + uint64_t(tile) * S::kTileElements);
+    const auto load_next = [&](uint32_t m) {
+      if (m < p.count)
+        next.load(p.messages[m], tile, p.blocks);
+      else if (after < p.tiles)
+        next.load(p.messages[0], after, p.blocks);
+    };
     float sum[S::kAtOnce][S::kRuns][8];
-    LoadedTile<BITS, S> next = loaded;
-    if (p.count > 1) next.load(p.messages[1], tile, p.blocks);
+    load_next(1);
     add_tile(loaded, level, true, sum);
+    loaded = next;
     for (uint32_t m = 1; m < p.count; ++m) {
-      loaded = next;
-      if (m + 1 < p.count) next.load(p.messages[m + 1], tile, p.blocks);
+      load_next(m + 1);
       add_tile(loaded, level, false, sum);
+      loaded = next;
     }
     const auto put_all = [&](auto add) {
 #pragma unroll
@@ -109,6 +116,7 @@ __global__ void __launch_bounds__(kThreads, S::kRuns > 4 ? 1 : S::kRuns > 1 ? 4 
       put_all(std::true_type());
     else
       put_all(std::false_type());
+    tile = after;
   }
 }
 
