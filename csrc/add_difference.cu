@@ -1,5 +1,5 @@
 // add_difference on a GPU.
-#include "lloyd_max.cuh"
+#include "lloyd_max_codes.cuh"
 
 namespace megatron_zpp::cuda {
 
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads) add_difference_kernel(
       scales[b] = *from.scale(message.remainder);
 #pragma unroll
       for (int v = 0; v < S::kRuns; ++v) {
-        codes[b][v] = from.load_run(uint64_t(message.remainder) * S::kBlock + S::run(v));
+        codes[b][v] = from.load_run(S::run_of_message(message.remainder, v));
         reference[b][v].load(p.reference + uint64_t(block) * S::kBlock + S::run(v));
       }
     }
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads) add_difference_kernel(
         float r[8];
         reference[b][v].to_floats(r);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) r[i] += level_of(level, Message<BITS>::code(codes[b][v], i)) * scale;
+        for (int i = 0; i < 8; ++i) r[i] += level_of<BITS>(level, Message<BITS>::code(codes[b][v], i)) * scale;
         store_eight<true>(p.reference + uint64_t(block) * S::kBlock + S::run(v), r, moves);
       }
     }

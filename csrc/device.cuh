@@ -71,6 +71,11 @@ __device__ __forceinline__ uint32_t warp_index() {
   return blockIdx.x * (kThreads / kWarp) + threadIdx.x / kWarp;
 }
 
+// The same, known to the compiler to be equal in all lanes: loops over tiles then need no code for lanes that diverge.
+__device__ __forceinline__ uint32_t uniform_warp_index() {
+  return blockIdx.x * (kThreads / kWarp) + __shfl_sync(kAllLanes, threadIdx.x / kWarp, 0);
+}
+
 __device__ __forceinline__ uint32_t warp_count() { return gridDim.x * (kThreads / kWarp); }
 
 // ---- indices ----
@@ -206,6 +211,45 @@ __device__ __forceinline__ float sum_of_squares(const float (&x)[8]) {
 // for rows of 32 quads and for lanes with 2, 4 or 8 consecutive quads.
 __device__ __forceinline__ uint32_t swizzled(uint32_t q) { return q ^ (q >> 3 & 7); }
 
+// ---- arithmetic ----
+
+// x, computed here and kept, which the compiler would rather compute anew where it is used.
+__device__ __forceinline__ float computed_once(float x) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+f"(x));
+#endif
+  return x;
+}
+
+// Roots and quotients as sqrtf and / round them, for numbers from 2^-60 to 2^60: without the branches that others need.
+struct Root {
+  float root, inverse;  // the inverse is approximate
+
+  __device__ explicit __forceinline__ Root(float x) {
+#ifdef __CUDA_ARCH__
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+    const float near = x * inverse;
+    root = fmaf(fmaf(-near, near, x), 0.5f * inverse, near);
+#else
+    root = sqrtf(x);
+    inverse = 1.f / root;
+#endif
+  }
+};
+
+__device__ __forceinline__ float quotient_of(float x, float y) {
+#ifdef __CUDA_ARCH__
+  float near;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(y));
+  const float inverse = fmaf(fmaf(-y, near, 1.f), near, near);
+  const float first = x * inverse;
+  const float second = fmaf(fmaf(-y, first, x), inverse, first);
+  return fmaf(fmaf(-y, second, x), inverse, second);
+#else
+  return x / y;
+#endif
+}
+
 // ---- memory ----
 
 // STREAMING data is evicted first from the caches. That is faster where sums are written to other addresses than were
@@ -313,6 +357,28 @@ __device__ __forceinline__ void store_eight(T* address, const float (&x)[8], boo
 #pragma unroll
     for (int i = 0; i < 8; ++i) address[i] = saturate<T>(x[i]);
   }
+}
+
+// ---- copies ----
+
+// Asynchronous copies to shared memory (cp.async of the PTX ISA). Groups of copies complete in order, and a lane sees
+// the data of its own copies after waiting for them.
+
+__device__ __forceinline__ void copy_16_bytes(void* shared, const void* address) {
+  const uint32_t target = uint32_t(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(address) : "memory");
+}
+
+__device__ __forceinline__ void copy_4_bytes(void* shared, const void* address) {
+  const uint32_t target = uint32_t(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(address) : "memory");
+}
+
+__device__ __forceinline__ void end_group_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int GROUPS>
+__device__ __forceinline__ void wait_for_all_groups_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
 }
 
 }  // namespace megatron_zpp::cuda

@@ -17,10 +17,24 @@ struct Shape {
   static constexpr int kGroups = kWarp / LANES;           // blocks that a warp holds at once
   static constexpr int kAtOnce = V == 1 ? 4 : V == 2 ? 2 : 1;  // of these, whose loads are in flight together
 
+  static constexpr int kTileBlocks = kGroups * kAtOnce, kTileElements = kTileBlocks * kBlock;  // of a warp
+
   __device__ static __forceinline__ int member() { return lane_index() % LANES; }
   __device__ static __forceinline__ int group() { return lane_index() / LANES; }
   // The first element of run v, counted from the beginning of the block.
   __device__ static __forceinline__ int run(int v) { return 8 * (v * LANES + member()); }
+  // Block b of the lane in a tile, counted over all tiles.
+  __device__ static __forceinline__ uint32_t block(uint32_t tile, int b) {
+    return (tile * kAtOnce + b) * kGroups + group();
+  }
+  // Run v of a block, counted from the beginning of a message or of the lane's tile. What a compiler knows of it is
+  // the last addend, so that accesses differ by constants.
+  __device__ static __forceinline__ uint64_t run_of_message(uint32_t block, int v) {
+    return uint64_t(block) * (kBlock / 8) + member() + v * LANES;
+  }
+  __device__ static __forceinline__ uint32_t run_of_tile(int b, int v) {
+    return group() * (kBlock / 8) + member() + (b * kGroups * (kBlock / 8) + v * LANES);
+  }
 };
 
 // Calls run(std::integral_constant<int, bits>(), Shape<...>()).
@@ -30,9 +44,9 @@ void with_shape(const LloydMaxFormat& format, Run&& run) {
     switch (format.block) {
       case 32: return run(bits, Shape<4, 1>());
       case 64: return run(bits, Shape<8, 1>());
-      case 128: return run(bits, Shape<16, 1>());
-      case 256: return run(bits, Shape<32, 1>());
-      case 512: return run(bits, Shape<32, 2>());
+      case 128: return run(bits, Shape<8, 2>());
+      case 256: return run(bits, Shape<8, 4>());
+      case 512: return run(bits, Shape<16, 4>());
       case 1024: return run(bits, Shape<32, 4>());
       case 2048: return run(bits, Shape<32, 8>());
     }
@@ -48,9 +62,8 @@ void with_shape(const LloydMaxFormat& format, Run&& run) {
 
 // The number of tiles of `blocks` blocks: what a warp takes at a time.
 template <typename S>
-int64_t tiles_of(int64_t blocks) {
-  constexpr int64_t tile = S::kGroups * S::kAtOnce;
-  return (blocks + tile - 1) / tile;
+uint32_t tiles_of(uint32_t blocks) {
+  return (blocks + S::kTileBlocks - 1) / S::kTileBlocks;
 }
 
 // The sum over a block of one number per run.
@@ -80,34 +93,38 @@ __device__ __forceinline__ float product_of_block(const float (&a)[S::kRuns][8],
   return sum_of_block<S>(runs);
 }
 
+// The bits of the largest magnitude of a block; above those of infinity if the block has a NaN. Positive numbers are
+// largest as signed integers, negative ones as unsigned integers, and Hopper takes the maximum of three in one
+// instruction, which is one instruction per number.
+template <typename S>
+__device__ __forceinline__ uint32_t largest_magnitude(const float (&x)[S::kRuns][8]) {
+  int32_t positive = INT32_MIN;
+  uint32_t negative = 0;
+#pragma unroll
+  for (int v = 0; v < S::kRuns; ++v) {
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      const uint32_t a = bits_of(x[v][i]), b = bits_of(x[v][i + 1]);
+      positive = max(positive, max(int32_t(a), int32_t(b)));
+      negative = max(negative, max(a, b));
+    }
+  }
+  return largest_of_lanes(max(uint32_t(positive) & ~kSignBit, negative & ~kSignBit), kLog2<S::kLanes>);
+}
+
 // A block over a power of two: its largest magnitude is then in [1, 2).
 struct Power {
   float power;
   bool finite, usable;  // neither NaN nor Inf; besides, not below 2^-126
 
-  template <typename S>
-  __device__ static __forceinline__ Power of(const float (&x)[S::kRuns][8], const S&) {
-    uint32_t key = 0;
-#pragma unroll
-    for (int v = 0; v < S::kRuns; ++v) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) key = max(key, bits_of(x[v][i]) & ~kSignBit);
-    }
-    key = largest_of_lanes(key, kLog2<S::kLanes>);
-    const bool finite = key < kInfinityBits, usable = finite && key >= 0x00800000u;
-    return {usable ? float_of(key & kInfinityBits) : 1.f, finite, usable};
+  // `key` has the bits of the largest magnitude.
+  __device__ explicit __forceinline__ Power(uint32_t key)
+      : finite(key < kInfinityBits), usable(key < kInfinityBits && key >= 0x00800000u) {
+    power = usable ? float_of(key & kInfinityBits) : 1.f;
   }
 
-  // x over the power; not a number that is used where the block is not usable.
-  template <int V>
-  __device__ __forceinline__ void divide(const float (&x)[V][8], float (&z)[V][8]) const {
-    const float inverse = 1.f / power;  // exact
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) z[v][i] = x[v][i] * inverse;
-    }
-  }
+  // 1 / power, which is exact: subnormal for 2^127.
+  __device__ __forceinline__ float inverse() const { return float_of(max(0x7F000000u - bits_of(power), 0x00400000u)); }
 
   // The bits of a scale in bf16: 0 for a block of zeros or one below the normal numbers, NaN for one that is not
   // finite or overflows.
@@ -120,183 +137,61 @@ struct Power {
   }
 };
 
-// How many of the ascending boundaries are at most `size`: a binary search, in fewer instructions than a count.
-template <int LEVELS>
-__device__ __forceinline__ uint32_t boundaries_below(float size, const float (&boundary)[LEVELS - 1]) {
-  if constexpr (LEVELS == 2) return size >= boundary[0] ? 1 : 0;
-  if constexpr (LEVELS == 4) {
-    const bool high = size >= boundary[1];
-    return (high ? 2 : 0) + (size >= (high ? boundary[2] : boundary[0]) ? 1 : 0);
-  }
-  if constexpr (LEVELS == 8) {
-    const bool high = size >= boundary[3];
-    const bool odd = size >= (high ? boundary[5] : boundary[1]);
-    const float last = high ? (odd ? boundary[6] : boundary[4]) : (odd ? boundary[2] : boundary[0]);
-    return (high ? 4 : 0) + (odd ? 2 : 0) + (size >= last ? 1 : 0);
-  }
-}
-
-// The codes of x in multiples of `unit`, from the lowest level up; 0 where the block is sent as zeros or as NaN.
-template <int BITS, int V>
-__device__ __forceinline__ void encode(const float (&x)[V][8], float unit, uint32_t (&codes)[V][8]) {
-  constexpr int kHalf = 1 << (BITS - 1);
-  float boundary[kHalf - 1];
-#pragma unroll
-  for (int b = 0; b < kHalf - 1; ++b) boundary[b] = unit * lloyd_max_boundary(BITS, b);
+// x * factor, in place, but 0 for -0.
+template <int V>
+__device__ __forceinline__ void multiply(float (&x)[V][8], float factor) {
 #pragma unroll
   for (int v = 0; v < V; ++v) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint32_t magnitude = boundaries_below<kHalf>(fabsf(x[v][i]), boundary);
-      codes[v][i] = magnitude ^ (x[v][i] < 0.f ? kHalf - 1 : kHalf);
-    }
+    for (int i = 0; i < 8; ++i) x[v][i] = fmaf(x[v][i], factor, 0.f);
   }
 }
 
-// The levels of a warp: lane c has that of code c.
-template <int BITS>
-__device__ __forceinline__ float level_of_lane() {
-  constexpr int kHalf = 1 << (BITS - 1);
-  const int code = lane_index() % (2 * kHalf);
-  const int i = code < kHalf ? kHalf - 1 - code : code - kHalf;
-  float level = lloyd_max_level(BITS, 0);
-#pragma unroll
-  for (int j = 1; j < kHalf; ++j) level = i == j ? lloyd_max_level(BITS, j) : level;
-  return code < kHalf ? -level : level;
-}
+// ---- memory ----
 
-// All lanes of a warp must call this.
-__device__ __forceinline__ float level_of(float level_of_lane, uint32_t code) {
-  return __shfl_sync(kAllLanes, level_of_lane, code);
-}
-
-// One message. Codes of a run of eight elements are BITS bytes: all of them, or the low bits and the high ones apart.
-template <int BITS>
-struct Message {
-  uint8_t* bytes;
-  int64_t elements, code_bytes;
-
-  __device__ __forceinline__ void store_run(uint64_t element, const uint32_t (&codes)[8]) const {
-    if constexpr (BITS == 3) {
-      uint32_t low = 0, high = 0;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        low |= (codes[i] & 3) << 2 * i;
-        high |= (codes[i] >> 2) << i;
-      }
-      *reinterpret_cast<uint16_t*>(bytes + element / 4) = uint16_t(low);
-      bytes[elements / 4 + element / 8] = uint8_t(high);
-    } else {
-      uint32_t word = 0;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) word |= codes[i] << BITS * i;
-      if constexpr (BITS == 2)
-        *reinterpret_cast<uint16_t*>(bytes + element / 4) = uint16_t(word);
-      else
-        *reinterpret_cast<uint32_t*>(bytes + element / 2) = word;
-    }
-  }
-
-  // What load_run read, as 32 bits.
-  __device__ __forceinline__ uint32_t load_run(uint64_t element) const {
-    if constexpr (BITS == 4) return *reinterpret_cast<const uint32_t*>(bytes + element / 2);
-    const uint32_t low = *reinterpret_cast<const uint16_t*>(bytes + element / 4);
-    if constexpr (BITS == 2) return low;
-    return low | uint32_t(bytes[elements / 4 + element / 8]) << 16;
-  }
-
-  __device__ static __forceinline__ uint32_t code(uint32_t run, int i) {
-    if constexpr (BITS == 3) return (run >> 2 * i & 3) | (run >> (16 + i) & 1) << 2;
-    return run >> BITS * i & ((1 << BITS) - 1);
-  }
-
-  __device__ __forceinline__ uint16_t* scale(uint32_t block) const {
-    return reinterpret_cast<uint16_t*>(bytes + code_bytes) + block;
-  }
-};
-
-// Messages of equal sizes, one after the other, whose blocks are counted through.
-template <int BITS>
-struct Messages {
-  uint8_t* first;
-  MessageLayout layout;
-  int64_t elements;  // of one message
-  Divisor by_blocks;
-
-  Messages(const uint8_t* first, const LloydMaxFormat& format, int64_t elements)
-      : first(const_cast<uint8_t*>(first)),
-        layout(message_layout(format, elements)),
-        elements(elements),
-        by_blocks(layout.blocks) {}
-
-  __device__ __forceinline__ Message<BITS> operator[](uint32_t index) const {
-    return {first + index * layout.bytes, elements, layout.code_bytes};
-  }
-
-  // One lane per block stores its scale, and after the last one the padding.
-  __device__ __forceinline__ void store_scale(const Message<BITS>& message, uint32_t block, uint32_t bits) const {
-    *message.scale(block) = uint16_t(bits);
-    if (block + 1 != layout.blocks) return;
-    for (int64_t at = layout.used_bytes; at < layout.bytes; at += 2)
-      *reinterpret_cast<uint16_t*>(message.bytes + at) = 0;
-  }
-};
-
-// ---- rotation ----
-
-// The signs of a tile: ROWS rows of 256 elements, of which each lane has eight neighbours. Four rows have 32 words of
-// signs, one per lane, so that each lane draws once.
-template <int ROWS>
-class TileSigns {
+// Eight numbers of a lane as loaded. fp32 numbers take two loads, of which the second finds its sectors in the cache:
+// that takes fewer instructions than loads of whole sectors by pairs of lanes (device.cuh).
+template <typename T>
+class Run {
  public:
-  // `element` of the unit is the tile's first one.
-  __device__ __forceinline__ TileSigns(const Signs& signs, uint64_t element) {
-#pragma unroll
-    for (int four = 0; four < ROWS / 4; ++four) {
-      const Random8 random = random_signs(signs, element / 128 + 8 * four + lane_index() / 4);
-      const int word = lane_index() % 4;
-      words_[four] = word < 2 ? (word == 0 ? random.word[0] : random.word[1])
-                              : (word == 2 ? random.word[2] : random.word[3]);
-    }
-  }
+  __device__ __forceinline__ void load(const T* address) { words_ = load_vector<uint4>(address); }
 
-  // Gives the lane's eight elements of a row their signs. All lanes of a warp must call this.
-  __device__ __forceinline__ void apply(int row, float (&x)[8]) const {
-    const uint32_t word = __shfl_sync(kAllLanes, words_[row / 4], 8 * (row % 4) + lane_index() / 4);
-    const uint32_t byte = word >> (8 * (lane_index() % 4));
+  // The numbers, negated where the bit in `signs` is set.
+  __device__ __forceinline__ void to_floats(uint32_t signs, float (&x)[8]) const {
+    const uint32_t apart = signs | signs << 15;  // the signs of even elements below those of odd ones
+    const uint32_t words[4] = {words_.x, words_.y, words_.z, words_.w};
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = float_of(bits_of(x[i]) ^ ((byte >> i) << 31));
+    for (int k = 0; k < 4; ++k) {
+      const uint32_t word = words[k] ^ (apart << (15 - 2 * k) & 0x80008000u);
+      x[2 * k] = to_float(T{uint16_t(word)});
+      x[2 * k + 1] = to_float(T{uint16_t(word >> 16)});
+    }
   }
 
  private:
-  uint32_t words_[ROWS / 4];
+  uint4 words_;
 };
 
-// Each 256 elements, or the block where it is smaller, times the Hadamard matrix over its root.
-template <typename S>
-__device__ __forceinline__ void butterflies(float (&x)[8]) {
+template <>
+class Run<float> {
+ public:
+  __device__ __forceinline__ void load(const float* address) {
 #pragma unroll
-  for (int h = 1; h < 8; h *= 2) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (i & h) continue;
-      const float a = x[i], b = x[i + h];
-      x[i] = a + b;
-      x[i + h] = a - b;
-    }
+    for (int h = 0; h < 2; ++h) quads_[h] = load_vector<float4>(address + 4 * h);
   }
-#pragma unroll
-  for (int distance = 1; distance < S::kLanes; distance *= 2) {
-    const float sign = lane_index() & distance ? -1.f : 1.f;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = fmaf(x[i], sign, __shfl_xor_sync(kAllLanes, x[i], distance));
+
+  __device__ __forceinline__ void to_floats(float (&x)[8]) const {
+    to_eight(quads_, x);
   }
-  constexpr float factor = S::kLanes == 32  ? 0.0625f
-                           : S::kLanes == 16 ? 0.088388346f
-                           : S::kLanes == 8  ? 0.125f
-                                             : 0.17677669f;
+
+  __device__ __forceinline__ void to_floats(uint32_t signs, float (&x)[8]) const {
+    to_floats(x);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] *= factor;
-}
+    for (int i = 0; i < 8; ++i) x[i] = signs & (1u << i) ? -x[i] : x[i];
+  }
+
+ private:
+  float4 quads_[2];
+};
 
 }  // namespace megatron_zpp::cuda

@@ -1,5 +1,5 @@
 // quantize_difference on a GPU.
-#include "lloyd_max.cuh"
+#include "lloyd_max_codes.cuh"
 
 namespace megatron_zpp::cuda {
 
@@ -8,71 +8,78 @@ namespace {
 template <int BITS>
 struct QuantizeDifferenceParams {
   const float *weights, *reference;
-  uint32_t blocks;
+  uint32_t blocks, tiles;
   Messages<BITS> messages;
   const float* skip;
   float* squares;
 };
 
+// Differences as a block of the message.
 template <int BITS, typename S>
-__global__ void __launch_bounds__(kThreads) quantize_difference_kernel(
-    const __grid_constant__ QuantizeDifferenceParams<BITS> p) {
-  constexpr uint32_t kTile = S::kGroups * S::kAtOnce;
-  const float level = level_of_lane<BITS>();
-  const bool skip = p.skip != nullptr && *p.skip != 0.f;
+__device__ __forceinline__ void write_block(const QuantizeDifferenceParams<BITS>& p, const LaneTables<BITS>& tables,
+                                            bool skip, uint32_t block, float (&d)[S::kRuns][8]) {
+  const Power power(largest_magnitude<S>(d));
+  float z[S::kRuns][8];
+#pragma unroll
+  for (int v = 0; v < S::kRuns; ++v) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) z[v][i] = d[v][i] * power.inverse();
+  }
+  const float mean = product_of_block<S>(z, z) * (1.f / S::kBlock);
+  const uint32_t stored = skip ? 0u : power.stored(power.power * sqrtf(mean));
+  const float scale = float_of(stored << 16);
+  const uint32_t kept = scale > 0.f ? ~0u : 0u;  // neither 0 nor NaN
   const Message<BITS> message = p.messages[0];
-  for (uint32_t first = warp_index() * kTile; first < p.blocks; first += warp_count() * kTile) {
-    Eight<float, true, true> weights[S::kAtOnce][S::kRuns], reference[S::kAtOnce][S::kRuns];
+  const Encoder<BITS, S> encoder(tables, scale, 1.f / scale);
+#pragma unroll
+  for (int v = 0; v < S::kRuns; ++v) {
+    uint32_t magnitudes[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) magnitudes[i] = encoder.magnitude(fabsf(d[v][i]));
+    const Nibbles codes = codes_of<BITS>(d[v], magnitudes) & kept;
+    if (block < p.blocks) message.store_run(S::run_of_message(block, v), codes);
+    if (p.squares == nullptr) continue;
+#pragma unroll
+    for (int i = 0; i < 8; ++i)  // what the code loses, or its negative
+      z[v][i] = fabsf(d[v][i]) - level_of<BITS - 1>(tables.level, magnitudes[i]) * scale;
+  }
+  const bool writes = block < p.blocks && S::member() == 0;
+  if (writes) p.messages.store_scale(message, block, stored);
+  if (p.squares == nullptr) return;
+  const float difference = product_of_block<S>(d, d), missed = product_of_block<S>(z, z);
+  if (!writes) return;
+  p.squares[block] = skip ? 0.f : difference;
+  p.squares[p.blocks + block] = skip ? 0.f : missed;
+}
+
+template <int BITS, typename S>
+__global__ void __launch_bounds__(kThreads, S::kRuns > 4 ? 1 : 2) quantize_difference_kernel(
+    const __grid_constant__ QuantizeDifferenceParams<BITS> p) {
+  const LaneTables<BITS> tables;
+  const bool skip = p.skip != nullptr && *p.skip != 0.f;
+  for (uint32_t tile = uniform_warp_index(); tile < p.tiles; tile += warp_count()) {
+    Run<float> weights[S::kAtOnce][S::kRuns], reference[S::kAtOnce][S::kRuns];
 #pragma unroll
     for (int b = 0; b < S::kAtOnce; ++b) {
-      const uint64_t block = min(first + b * S::kGroups + S::group(), p.blocks - 1);
+      const uint64_t start = uint64_t(min(S::block(tile, b), p.blocks - 1)) * S::kBlock;
 #pragma unroll
       for (int v = 0; v < S::kRuns; ++v) {
-        weights[b][v].load(p.weights + block * S::kBlock + S::run(v));
-        reference[b][v].load(p.reference + block * S::kBlock + S::run(v));
+        weights[b][v].load(p.weights + start + S::run(v));
+        reference[b][v].load(p.reference + start + S::run(v));
       }
     }
 #pragma unroll
     for (int b = 0; b < S::kAtOnce; ++b) {
-      const uint32_t block = first + b * S::kGroups + S::group();
-      const bool active = block < p.blocks;
-      float d[S::kRuns][8], z[S::kRuns][8];
+      float d[S::kRuns][8];
 #pragma unroll
       for (int v = 0; v < S::kRuns; ++v) {
         float w[8], r[8];
         weights[b][v].to_floats(w);
         reference[b][v].to_floats(r);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) d[v][i] = w[i] - r[i];
+        for (int i = 0; i < 8; ++i) d[v][i] = w[i] - r[i] + 0.f;  // 0 for -0
       }
-      const Power power = Power::of(d, S());
-      power.divide(d, z);
-      const float mean = product_of_block<S>(z, z) * (1.f / S::kBlock);
-      const uint32_t stored = skip ? 0u : power.stored(power.power * sqrtf(mean));
-      const float scale = float_of(stored << 16);
-      uint32_t codes[S::kRuns][8];
-      encode<BITS>(d, scale, codes);
-      const bool sent = scale > 0.f;  // neither 0 nor NaN
-#pragma unroll
-      for (int v = 0; v < S::kRuns; ++v) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) codes[v][i] = sent ? codes[v][i] : 0u;
-        if (active) message.store_run(uint64_t(block) * S::kBlock + S::run(v), codes[v]);
-      }
-      if (active && S::member() == 0) p.messages.store_scale(message, block, stored);
-      if (p.squares != nullptr) {
-        float lost[S::kRuns][8];
-#pragma unroll
-        for (int v = 0; v < S::kRuns; ++v) {
-#pragma unroll
-          for (int i = 0; i < 8; ++i) lost[v][i] = d[v][i] - level_of(level, codes[v][i]) * scale;
-        }
-        const float difference = product_of_block<S>(d, d), missed = product_of_block<S>(lost, lost);
-        if (active && S::member() == 0) {
-          p.squares[block] = skip ? 0.f : difference;
-          p.squares[p.blocks + block] = skip ? 0.f : missed;
-        }
-      }
+      write_block<BITS, S>(p, tables, skip, S::block(tile, b), d);
     }
   }
 }
@@ -85,8 +92,9 @@ void run(const QuantizeDifference& op, CUstream_st* stream) {
     using S = decltype(shape);
     const uint32_t blocks = index_of(op.elements / op.format.block);
     const QuantizeDifferenceParams<kBits> params{
-        op.weights, op.reference, blocks, Messages<kBits>(op.message, op.format, op.elements), op.skip, op.squares};
-    launch<quantize_difference_kernel<kBits, S>>(tiles_of<S>(blocks), stream, params);
+        op.weights, op.reference, blocks, tiles_of<S>(blocks), Messages<kBits>(op.message, op.format, op.elements),
+        op.skip, op.squares};
+    launch<quantize_difference_kernel<kBits, S>>(params.tiles, stream, params);
   });
 }
 

@@ -1,5 +1,5 @@
 // quantize_rotated on a GPU.
-#include "lloyd_max.cuh"
+#include "rotation.cuh"
 
 namespace megatron_zpp::cuda {
 
@@ -8,62 +8,175 @@ namespace {
 template <int BITS>
 struct QuantizeRotatedParams {
   const void* input;
-  uint32_t blocks;  // of all messages
+  uint32_t blocks, tiles;  // of all messages
   Messages<BITS> messages;
   Signs signs;
 };
 
-template <int BITS, typename S, typename T>
-__global__ void __launch_bounds__(kThreads) quantize_rotated_kernel(
-    const __grid_constant__ QuantizeRotatedParams<BITS> p) {
-  constexpr uint32_t kTile = S::kGroups * S::kAtOnce;
-  const float level = level_of_lane<BITS>();
-  const T* input = static_cast<const T*>(p.input);
-  for (uint32_t first = warp_index() * kTile; first < p.blocks; first += warp_count() * kTile) {
-    const TileSigns<S::kAtOnce * S::kRuns> signs(p.signs, p.signs.first + uint64_t(first) * S::kBlock);
-    Eight<T, true, true> loaded[S::kAtOnce][S::kRuns];
-#pragma unroll
-    for (int b = 0; b < S::kAtOnce; ++b) {
-      const uint64_t block = min(first + b * S::kGroups + S::group(), p.blocks - 1);
-#pragma unroll
-      for (int v = 0; v < S::kRuns; ++v) loaded[b][v].load(input + block * S::kBlock + S::run(v));
-    }
-#pragma unroll
-    for (int b = 0; b < S::kAtOnce; ++b) {
-      const uint32_t block = first + b * S::kGroups + S::group();
-      const bool active = block < p.blocks;
-      float y[S::kRuns][8], z[S::kRuns][8], levels[S::kRuns][8];
-#pragma unroll
-      for (int v = 0; v < S::kRuns; ++v) {
-        loaded[b][v].to_floats(y[v]);
-        signs.apply(b * S::kRuns + v, y[v]);
-        butterflies<S>(y[v]);
-      }
-      const Power power = Power::of(y, S());
-      power.divide(y, z);
-      const float squares = product_of_block<S>(z, z);
-      uint32_t codes[S::kRuns][8];
-      encode<BITS>(z, sqrtf(squares * (1.f / S::kBlock)), codes);
-#pragma unroll
-      for (int v = 0; v < S::kRuns; ++v) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) levels[v][i] = level_of(level, codes[v][i]);
-      }
-      const float ratio = squares / product_of_block<S>(z, levels);
-      const uint32_t stored = power.stored(power.power * ratio);
-      const bool sent = float_of(stored << 16) > 0.f;  // neither 0 nor NaN
-      if (!active) continue;
-      const Quotient message = p.messages.by_blocks(block);
-      const Message<BITS> to = p.messages[message.quotient];
-#pragma unroll
-      for (int v = 0; v < S::kRuns; ++v) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) codes[v][i] = sent ? codes[v][i] : 0u;
-        to.store_run(uint64_t(message.remainder) * S::kBlock + S::run(v), codes[v]);
-      }
-      if (S::member() == 0) p.messages.store_scale(to, message.remainder, stored);
-    }
+// A tile of a warp in shared memory, with a gap behind every eight 16-byte quads, so that neighbouring lanes that read
+// whole runs use different banks.
+template <typename S, typename T>
+class StagedTile {
+ public:
+  // Begins to copy a tile. All lanes of the warp must have read the last one.
+  __device__ __forceinline__ void load(const T* input, uint32_t tile, uint32_t blocks) {
     __syncwarp();
+    const uint4* first = reinterpret_cast<const uint4*>(input) + uint64_t(tile) * kQuads + lane_index();
+    if ((tile + 1) * S::kTileBlocks <= blocks) {
+#pragma unroll
+      for (uint32_t q = 0; q < kQuads; q += kWarp) copy(q, first + q);
+    } else {
+      const uint32_t quads = (blocks - tile * S::kTileBlocks) * (kQuads / S::kTileBlocks);
+#pragma unroll 1
+      for (uint32_t q = 0; q + lane_index() < quads; q += kWarp) copy(q, first + q);
+    }
+    end_group_of_copies();
+  }
+
+  // All lanes of a warp must call this after `load`.
+  __device__ __forceinline__ void wait() const {
+    wait_for_all_groups_but<0>();
+    __syncwarp();
+  }
+
+  // Run v of block b of the lane, negated where the bit in `signs` is set.
+  __device__ __forceinline__ void to_floats(int b, int v, uint32_t signs, float (&x)[8]) const {
+    const uint32_t lane_quad = (S::group() * S::kLanes * S::kRuns + S::member()) * kRunQuads;
+    const uint32_t quad = (b * S::kGroups * S::kRuns + v) * S::kLanes * kRunQuads;
+    Run<T> run;
+    run.load(reinterpret_cast<const T*>(quads_ + padded(lane_quad) + padded(quad)));
+    run.to_floats(signs, x);
+  }
+
+ private:
+  static constexpr uint32_t kQuads = S::kTileElements * sizeof(T) / 16, kRunQuads = sizeof(T) / 2;
+
+  __device__ static constexpr uint32_t padded(uint32_t quad) { return quad + quad / 8; }
+
+  __device__ __forceinline__ void copy(uint32_t quad, const uint4* address) {
+    copy_16_bytes(quads_ + padded(lane_index()) + padded(quad), address);
+  }
+
+  uint4 quads_[kQuads + kQuads / 8];
+};
+
+// A tile of a warp in registers.
+template <typename S, typename T>
+class LoadedTile {
+ public:
+  // Lanes past the end load the last block again.
+  __device__ __forceinline__ void load(const T* input, uint32_t tile, uint32_t blocks) {
+#pragma unroll
+    for (int b = 0; b < S::kAtOnce; ++b) {
+      const uint64_t block = min(S::block(tile, b), blocks - 1);
+#pragma unroll
+      for (int v = 0; v < S::kRuns; ++v) runs_[b][v].load(input + block * S::kBlock + S::run(v));
+    }
+  }
+
+  __device__ __forceinline__ void wait() const {}
+
+  __device__ __forceinline__ void to_floats(int b, int v, uint32_t signs, float (&x)[8]) const {
+    runs_[b][v].to_floats(signs, x);
+  }
+
+ private:
+  Run<T> runs_[S::kAtOnce][S::kRuns];
+};
+
+// A number over a power up to this is not so small that it rounds to 0: bf16 numbers are multiples of 2^-133, and so
+// are sums of them; fp32 numbers of 2^-149, and a rotation's factor makes them smaller.
+template <typename T>
+constexpr float kLargestSafePower = sizeof(T) == 2 ? 0x1p12f : 1.f;
+
+// A rotated block that is `factor` too large, as a block of a message.
+template <int BITS, typename S, typename T>
+__device__ __forceinline__ void write_block(const QuantizeRotatedParams<BITS>& p, const LaneTables<BITS>& tables,
+                                            uint32_t block, float (&x)[S::kRuns][8], float factor) {
+  const Power power(bits_of(float_of(largest_magnitude<S>(x)) * factor));
+  multiply(x, power.inverse() * factor);
+  // Numbers are -0 again if they were so small that the product rounded to it; inputs and sums have larger steps.
+  if (power.power > kLargestSafePower<T>) {
+#pragma unroll
+    for (int v = 0; v < S::kRuns; ++v) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[v][i] += 0.f;
+    }
+  }
+  const float squares = product_of_block<S>(x, x);
+  const Root unit(squares * (1.f / S::kBlock));
+  const Encoder<BITS, S> encoder(tables, unit.root, unit.inverse);
+  Nibbles codes[S::kRuns];
+  float products[S::kRuns];
+#pragma unroll
+  for (int v = 0; v < S::kRuns; ++v) {
+    uint32_t magnitudes[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float size = fabsf(x[v][i]);
+      magnitudes[i] = encoder.magnitude(size);
+      const float product = size * level_of<BITS - 1>(tables.level, magnitudes[i]);
+      products[v] = i == 0 ? product : products[v] + product;
+    }
+    codes[v] = codes_of<BITS>(x[v], magnitudes);
+  }
+  const float ratio = quotient_of(squares, sum_of_block<S>(products));
+  const uint32_t stored = power.stored(power.power * ratio);
+  if (block >= p.blocks) return;
+  const uint32_t kept = float_of(stored << 16) > 0.f ? ~0u : 0u;  // neither 0 nor NaN
+  const Quotient message = p.messages.by_blocks(block);
+  const Message<BITS> to = p.messages[message.quotient];
+#pragma unroll
+  for (int v = 0; v < S::kRuns; ++v)
+    to.store_run(S::run_of_message(message.remainder, v), codes[v] & kept);
+  if (S::member() == 0) p.messages.store_scale(to, message.remainder, stored);
+}
+
+// TILE is where the tile that a warp encodes next waits.
+template <int BITS, typename S, typename T, typename TILE>
+__device__ __forceinline__ void quantize_tiles(const QuantizeRotatedParams<BITS>& p, TILE& loaded, WarpSigns signs) {
+  // From 16-bit numbers, butterflies make no bits so low that a power of two loses them.
+  constexpr bool kLater = sizeof(T) == 2 && (kRotated<S> == 256 || kRotated<S> == 64);
+  const LaneTables<BITS> tables;
+  const T* input = static_cast<const T*>(p.input);
+  uint32_t tile = uniform_warp_index() * kTilesOfSigns<S>;
+  if (tile < p.tiles) loaded.load(input, tile, p.blocks);
+  for (; tile < p.tiles; tile = tile_after<S>(tile)) {
+    const uint32_t of_signs = tile % kTilesOfSigns<S>;
+    if (of_signs == 0) signs.draw(p.signs, p.signs.first + uint64_t(tile) * S::kTileElements);
+    loaded.wait();
+    float x[S::kAtOnce][S::kRuns][8];
+#pragma unroll
+    for (int b = 0; b < S::kAtOnce; ++b) {
+#pragma unroll
+      for (int v = 0; v < S::kRuns; ++v)
+        loaded.to_floats(b, v, signs.of_run(S::run_of_tile(b, v) + of_signs * (S::kTileElements / 8)), x[b][v]);
+    }
+    if (tile_after<S>(tile) < p.tiles) loaded.load(input, tile_after<S>(tile), p.blocks);
+#pragma unroll
+    for (int b = 0; b < S::kAtOnce; ++b) {
+      butterflies<S>(x[b]);
+      if constexpr (!kLater) multiply(x[b], kRotationFactor<S>);
+      write_block<BITS, S, T>(p, tables, S::block(tile, b), x[b], kLater ? kRotationFactor<S> : 1.f);
+    }
+  }
+}
+
+// Whether the tiles of all warps of a thread block fit in the 48 KiB of shared memory that need no opt-in.
+template <typename S, typename T>
+constexpr bool kStaged = S::kTileElements * sizeof(T) <= 4096;
+
+template <int BITS, typename S, typename T>
+__global__ void __launch_bounds__(kThreads, S::kRuns > 4 ? 1 : 4) quantize_rotated_kernel(
+    const __grid_constant__ QuantizeRotatedParams<BITS> p) {
+  __shared__ WarpSigns::Storage storage[kThreads / kWarp];
+  const WarpSigns signs(storage[threadIdx.x / kWarp]);
+  if constexpr (kStaged<S, T>) {
+    __shared__ StagedTile<S, T> tiles[kThreads / kWarp];
+    quantize_tiles<BITS, S, T>(p, tiles[threadIdx.x / kWarp], signs);
+  } else {
+    LoadedTile<S, T> tile;
+    quantize_tiles<BITS, S, T>(p, tile, signs);
   }
 }
 
@@ -75,9 +188,11 @@ void run(const QuantizeRotated& op, CUstream_st* stream) {
     using S = decltype(shape);
     const uint32_t blocks = index_of(op.elements / op.format.block);
     const QuantizeRotatedParams<kBits> params{
-        op.input, blocks, Messages<kBits>(op.messages, op.format, op.elements / op.message_count), op.signs};
+        op.input, blocks, tiles_of<S>(blocks), Messages<kBits>(op.messages, op.format, op.elements / op.message_count),
+        op.signs};
     with_dtype(op.input_dtype, [&](auto dtype) {
-      launch<quantize_rotated_kernel<kBits, S, typename decltype(dtype)::type>>(tiles_of<S>(blocks), stream, params);
+      using T = typename decltype(dtype)::type;
+      launch<quantize_rotated_kernel<kBits, S, T>>(warps_of<S>(params.tiles), stream, params);
     });
   });
 }

@@ -45,26 +45,6 @@ __device__ __forceinline__ void add_run(const uint32_t (&words)[words_of<C>(RUN)
   }
 }
 
-// Asynchronous copies to shared memory (cp.async of the PTX ISA). Groups of copies complete in order, and a lane sees
-// the data of its own copies after waiting for them.
-
-__device__ __forceinline__ void copy_16_bytes(void* shared, const uint8_t* address) {
-  const uint32_t target = uint32_t(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(address) : "memory");
-}
-
-__device__ __forceinline__ void copy_4_bytes(void* shared, const uint8_t* address) {
-  const uint32_t target = uint32_t(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(address) : "memory");
-}
-
-__device__ __forceinline__ void end_group_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int GROUPS>
-__device__ __forceinline__ void wait_for_all_groups_but() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
-}
-
 // A stage of the prefetch pipeline: what a warp loads of one message for one tile, RUN elements per lane and SCALES
 // scales of them. The warp's 16-byte quad q is at swizzled(q).
 template <CodeType C, int RUN, int SCALES>
