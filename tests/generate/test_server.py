@@ -57,7 +57,7 @@ def server(checkpoint: Path) -> Iterator[Server]:
     limits = "--max-prompts 4 --max-request-bytes 2000 --batch-size 3 --max-waiting 1 --request-timeout 120"
     started = Server(checkpoint, *limits.split())
     try:
-        assert started.process.stdout.readline() == f"listening on {started.url}\n"
+        assert started.process.stdout.readline() == f"listening on {started.url} and /v1\n"
         yield started
     finally:
         started.process.kill()
@@ -126,7 +126,7 @@ def test_keys_that_shape_the_answer(server: Server, model: GPT, tokenizer: Token
         ({"body": b"{"}, 400, "the request is not JSON"),
         ({"method": "POST", "prompts": ["a"]}, 405, "POST /api: use PUT"),
         ({"prompts": ["a"], "stop": ["x"] * 65}, 400, "stop (list of 65): at most 64 strings"),
-        ({"path": "/v1"}, 404, "/api/v1: not here; PUT /api is"),
+        ({"path": "/v1"}, 404, "/api/v1: not here; PUT /api, POST /v1"),
     ],
     ids=str,
 )
