@@ -167,7 +167,8 @@ def main() -> None:
     if settings.before is not None:
         old = Path(settings.before).resolve()
         longer = ["--max-waiting", str(settings.requests)]
-        cases = [("before", old, "/api", []), ("before, longer queue", old, "/api", longer), *cases]
+        before = f"before: {old.name}"
+        cases = [(before, old, "/api", []), (f"{before}, longer queue", old, "/api", longer), *cases]
     rounds: list[list[dict[str, Any]]] = [[] for _ in cases]
     written: list[list[str]] = []
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:

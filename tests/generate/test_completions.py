@@ -1,4 +1,4 @@
-"""`POST /v1/completions` as a client meets it, over real connections; what is written is checked by the model."""
+"""`POST /v1/completions` as a client meets it; what is written is checked by the model."""
 
 import asyncio
 import json
@@ -62,10 +62,8 @@ def test_forty_parallel_requests_are_all_served_as_if_each_were_alone(gate: Gate
     texts = [" ".join(map(str, prompt)) for prompt in prompts]
 
     async def client() -> None:
-        async with (
-            serving(gate) as site,
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
-        ):
+        connector = aiohttp.TCPConnector(limit=0)
+        async with serving(gate) as site, aiohttp.ClientSession(connector=connector) as http:
 
             async def ask(number: int) -> str:
                 if number % 2:
@@ -78,9 +76,9 @@ def test_forty_parallel_requests_are_all_served_as_if_each_were_alone(gate: Gate
                     return (await response.json())["text"][0]
 
             found = await asyncio.gather(*map(ask, range(40)))
+            assert gate.passes < 40 * 20 / 4
         for prompt, text in zip(prompts, found, strict=True):
             assert gate.tokenizer.encode(text) == alone(gate, prompt, 20)[0]
-        assert gate.passes - 40 * 21 < 40 * 20  # those of `alone` aside, batching saved most
 
     run(client())
 
@@ -108,13 +106,8 @@ def test_a_stream_begins_before_its_end_and_has_the_whole_text(gate: Gate) -> No
     async def client() -> None:
         async with serving(gate) as site, aiohttp.ClientSession() as http:
             _, whole = await post(http, site, **fields)
-            gate.go_on.clear()
             chunks, first = [], None
-            asked = asyncio.create_task(http.post(f"http://127.0.0.1:{site.port}/v1/models"))
-            await asked
-            gate.passes = 0
-            gate.go_on.set()
-            gate.pause = 0.05
+            gate.passes, gate.pause = 0, 0.05
             async for chunk in events(http, site, stream_options={"include_usage": True}, **fields):
                 first = first or gate.passes
                 chunks.append(chunk)
