@@ -23,8 +23,9 @@ from benchmarks.common import write_result
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import Options, option, parse_options
-from megatron_zpp.generate.continuation import Stop, continue_texts
+from megatron_zpp.generate.continuation import continue_texts
 from megatron_zpp.generate.draw import Sampling
+from megatron_zpp.generate.text import Stop
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.tokenizer.null import NullTokenizer
 

@@ -26,7 +26,8 @@ def main() -> None:
     device = select_device(options["device"].device, Topology())
     model, tokenizer = load_for(options["model"], device)
     try:
-        run(model, tokenizer, options["server"])
+        name = options["server"].served_model_name or options["model"].load
+        run(model, tokenizer, options["server"], name)
     except OSError as error:
         server = options["server"]
         raise option_error(

@@ -1,14 +1,14 @@
-"""Answers a request: Megatron-LM's text, segments and logprobs."""
+"""What a request of Megatron-LM's `PUT /api` asks for, and its answer: text, segments and logprobs."""
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_zpp.config.options import option_error
-from megatron_zpp.generate.continuation import Continuation, Stop, continue_texts
+from megatron_zpp.generate.continuation import order_texts
 from megatron_zpp.generate.draw import Sampling
 from megatron_zpp.generate.request import GenerateRequest
-from megatron_zpp.generate.scoring import Passage, score_passages
+from megatron_zpp.generate.text import Continuation, Order, Stop
 from megatron_zpp.generate.texts import segments
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.tokenizer.base import Tokenizer
@@ -40,61 +40,39 @@ def encode_prompts(request: GenerateRequest, model: GPT, tokenizer: Tokenizer) -
     return prompts
 
 
-def answer(
-    request: GenerateRequest,
-    model: GPT,
-    tokenizer: Tokenizer,
-    prompts: list[list[int]],
-    *,
-    batch_size: int,
-    before_token: Callable[[], None],
-) -> dict[str, Any]:
-    """Return the answer to the client as JSON. `before_token` may stop generation by raising."""
+def order_of(request: GenerateRequest, tokenizer: Tokenizer, prompts: list[list[int]]) -> list[Order]:
+    """The texts that a request asks for."""
     stop_token = tokenizer.eod if request.stop_token is None else request.stop_token
-    found = continue_texts(
-        model,
-        tokenizer,
+    return order_texts(
         prompts,
         new_tokens=request.tokens_to_generate,
         sampling=Sampling(request.temperature, request.top_k, request.top_p),
         seed=secrets.randbits(62) if request.random_seed is None else request.random_seed,
         stop=Stop(frozenset([stop_token]), request.stop_strings),
-        batch_size=batch_size,
-        before_token=before_token,
+        score_prompts=request.logprobs and request.echo_prompts,
     )
-    texts = list(found)
+
+
+def answer(request: GenerateRequest, tokenizer: Tokenizer, texts: Sequence[Continuation]) -> dict[str, Any]:
+    """Return the answer to the client as JSON.
+
+    `segments` have a string per token; with add_BOS the first is that of the end of document. `logprobs` are
+    those of all tokens but the first; without an echo only of the new ones.
+    """
     echoed = request.prompts if request.echo_prompts else [""] * len(texts)
     return {
         "text": [prompt + written.text for prompt, written in zip(echoed, texts, strict=True)],
-        "segments": [_segments(tokenizer, written, request) for written in texts],
-        "logprobs": _logprobs(model, texts, request, batch_size, before_token) if request.logprobs else None,
+        "segments": [
+            [*(segments(tokenizer, written.prompt) if request.echo_prompts else []), *written.segments]
+            for written in texts
+        ],
+        "logprobs": [
+            [score.log_probability for score in (*written.prompt_scores, *written.scores)]
+            for written in texts
+        ]
+        if request.logprobs
+        else None,
     }
-
-
-def _segments(tokenizer: Tokenizer, written: Continuation, request: GenerateRequest) -> list[str]:
-    """One string per token; with add_BOS the first is that of the end of document."""
-    ids = written.prompt + written.ids
-    found = segments(tokenizer, ids)
-    return found if request.echo_prompts else found[len(written.prompt) :]
-
-
-def _logprobs(
-    model: GPT,
-    texts: list[Continuation],
-    request: GenerateRequest,
-    batch_size: int,
-    before_token: Callable[[], None],
-) -> list[list[float]]:
-    """Return log-probabilities of all tokens but the first; without an echo only of the new ones."""
-    if not request.echo_prompts:
-        return [written.log_probabilities for written in texts]
-    longer = [written.prompt for written in texts if len(written.prompt) > 1]
-    passages = [Passage(prompt, len(prompt) - 1) for prompt in longer]
-    scores = score_passages(model, passages, batch_size, before_token)
-    return [
-        (next(scores).log_probabilities if len(written.prompt) > 1 else []) + written.log_probabilities
-        for written in texts
-    ]
 
 
 def _short(text: str) -> str:

@@ -1,30 +1,28 @@
 """Requests to the server: the keys of Megatron-LM's `PUT /api`, and their limits."""
 
-import difflib
-import json
-import typing
 from dataclasses import dataclass
-from typing import Any
 
-from megatron_zpp.config.options import Options, fits, option, option_error
-
-MOST_STOPS, LONGEST_STOP = 64, 256  # strings, characters: all are looked for after each token
+from megatron_zpp.config.options import Options, option_error
+from megatron_zpp.generate.json_request import (
+    LONGEST_STOP,
+    MOST_STOPS,
+    check_stops,
+    fields_of,
+    key,
+    parse_object,
+    shown,
+)
 
 # Keys of Megatron-LM that would change the text and are not supported, and their values without effect.
 _UNSUPPORTED = {
-    "beam_width": (None, "beam search is not available; omit it"),
-    "length_penalty": (1, "belongs to beam search, which is not available; omit it"),
-    "top_p_decay": (0, "top_p stays the same for all tokens; omit it"),
-    "top_p_bound": (0, "top_p stays the same for all tokens; omit it"),
-    "prevent_newline_after_colon": (False, "is not available; omit it"),
-    "max_len": (None, "give tokens_to_generate"),
-    "sentences": (None, "give prompts"),
+    "beam_width": ((None,), "beam search is not available; omit it"),
+    "length_penalty": ((1,), "belongs to beam search, which is not available; omit it"),
+    "top_p_decay": ((0,), "top_p stays the same for all tokens; omit it"),
+    "top_p_bound": ((0,), "top_p stays the same for all tokens; omit it"),
+    "prevent_newline_after_colon": ((False,), "is not available; omit it"),
+    "max_len": ((None,), "give tokens_to_generate"),
+    "sentences": ((None,), "give prompts"),
 }
-
-
-def key(name: str, default: Any, help: str, **bounds: Any) -> Any:
-    """A field whose errors name the key of the request."""
-    return option(default, help, flag=name, **bounds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,17 +53,12 @@ class GenerateRequest(Options):
         if not self.prompts:
             raise option_error("prompts", "[]", "is empty; give at least one text")
         if "" in self.prompts and not self.add_BOS:
-            raise option_error("prompts", _shown(self.prompts), "an empty prompt needs add_BOS true")
+            raise option_error("prompts", shown(self.prompts), "an empty prompt needs add_BOS true")
         if self.tokens_to_generate == 0 and not self.logprobs:
             raise option_error(
                 "tokens_to_generate", 0, "needs logprobs true; else there is nothing to answer"
             )
-        if len(self.stop) > MOST_STOPS:
-            raise option_error("stop", f"(list of {len(self.stop)})", f"at most {MOST_STOPS} strings")
-        for number, text in enumerate(self.stop):
-            if len(text) > LONGEST_STOP:
-                fix = f"has {len(text)} characters; at most {LONGEST_STOP}"
-                raise option_error(f"stop[{number}]", _shown(text), fix)
+        check_stops(self.stop)
         if self.top_k and self.top_p:
             raise option_error("top_p", self.top_p, f"contradicts top_k {self.top_k}; give one")
 
@@ -77,48 +70,8 @@ class GenerateRequest(Options):
 
 def parse_request(body: bytes) -> GenerateRequest:
     """Return the request. Raises ValueError, in one line with the key, its value and what would be right."""
-    try:
-        content = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"the request is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(
-            'the request is not a JSON object such as {"prompts": ["…"], "tokens_to_generate": 64}'
-        )
-    hints = typing.get_type_hints(GenerateRequest)
-    given: dict[str, Any] = {}
-    for name, value in content.items():
-        if name in _UNSUPPORTED:
-            neutral, fix = _UNSUPPORTED[name]
-            if value != neutral:
-                raise option_error(name, _shown(value), fix)
-            continue
-        if name not in hints:
-            close = difflib.get_close_matches(name, hints, n=1)
-            known = f"did you mean {close[0]}?" if close else f"the keys are {', '.join(hints)}"
-            raise option_error(name, _shown(value), f"no such key; {known}")
-        value = tuple(value) if isinstance(value, list) else value
-        if not fits(value, hints[name]):
-            raise option_error(name, _shown(value), f"must be {_words(hints[name])}")
-        given[name] = value
+    content = parse_object(body, '{"prompts": ["…"], "tokens_to_generate": 64}')
+    given = fields_of(content, GenerateRequest, _UNSUPPORTED, {})
     if "prompts" not in given:
         raise option_error("prompts", "(not given)", "give a list of texts")
     return GenerateRequest(**given)
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}…"
-
-
-def _words(hint: Any) -> str:
-    names = {
-        bool: "true or false",
-        int: "a whole number",
-        float: "a number",
-        tuple[str, ...]: "a list of strings",
-    }
-    (kind,) = (
-        (part for part in typing.get_args(hint) if part is not type(None)) if hint not in names else (hint,)
-    )
-    return names[kind]

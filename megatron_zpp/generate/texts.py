@@ -18,13 +18,33 @@ def text_after(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) 
     return text[len(known) :] if text.startswith(known) else tokenizer.decode(ids)
 
 
+class GrowingText:
+    """The text of ids that come one by one after those of `before`."""
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
+        self._tokenizer, self._before = tokenizer, list(before[-_CONTEXT:])
+        self.open: list[int] = []  # ids that have given no text yet
+
+    def add(self, token: int) -> str:
+        """What an id adds to the text; a character of several ids comes with its last one."""
+        self.open.append(token)
+        text = text_after(self._tokenizer, self._before, self.open)
+        return "" if text.endswith(_HALF) and len(self.open) < 4 else self._close(text)
+
+    def finish(self) -> str:
+        """What the ids of an unfinished character add where no other follows."""
+        return self._close(text_after(self._tokenizer, self._before, self.open)) if self.open else ""
+
+    def _close(self, text: str) -> str:
+        self._before = [*self._before, *self.open][-_CONTEXT:]
+        self.open = []
+        return text
+
+
 def segments(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     """Return what each id adds to the text; a character of several ids comes with its last one."""
-    found: list[str] = []
-    first = 0  # of the ids that have given no text yet
-    for index in range(len(ids)):
-        text = text_after(tokenizer, ids[:first], ids[first : index + 1])
-        waits = text.endswith(_HALF) and index + 1 < len(ids) and index - first < 3
-        found.append("" if waits else text)
-        first = first if waits else index + 1
+    growing = GrowingText(tokenizer, [])
+    found = [growing.add(token) for token in ids]
+    if found:
+        found[-1] += growing.finish()
     return found

@@ -1,35 +1,33 @@
-"""The cached forward against the model's own, and against texts that have no others beside them."""
+"""The cached forward against the model's own, and rows of a cache that begin, grow and leave alone."""
+
+from collections.abc import Sequence
 
 import torch
 
-from megatron_zpp.generate.cached import Cache, hidden_states, next_logits
+from megatron_zpp.generate.cached import Cache, decode, logits_of, prefill
 from megatron_zpp.model.gpt import GPT
 
 CLOSE = {"atol": 2e-4, "rtol": 1e-5}  # fp32 sums in another order; these logits are some tens
 
 
-def ids(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(200, (rows, length), generator=torch.Generator().manual_seed(seed))
+def ids(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(200, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def alone(model: GPT, text: Sequence[int]) -> torch.Tensor:
+    """Logits of the next token, without a cache."""
+    return model(torch.tensor([text]))[0, -1]
 
 
 def test_token_by_token_gives_the_whole_forward(model: GPT) -> None:
-    tokens = ids(3, 20)
-    expected = model(tokens)
-    cache = Cache(model, [0, 0, 0], 20)
-    first = next_logits(model, tokens[:, :7], cache)
-    assert torch.allclose(first, expected[:, 6], **CLOSE)
+    texts = [ids(20, seed) for seed in range(3)]
+    expected = model(torch.tensor(texts))
+    cache = Cache(model, 3)
+    first = logits_of(model, prefill(model, cache, [text[:7] for text in texts]))
+    assert torch.allclose(first, expected[:, :7], **CLOSE)
     for column in range(7, 20):
-        found = next_logits(model, tokens[:, column : column + 1], cache)
+        found = logits_of(model, decode(model, cache, [text[column] for text in texts]))
         assert torch.allclose(found, expected[:, column], **CLOSE), column
-
-
-def test_several_tokens_onto_a_cache(model: GPT) -> None:
-    tokens = ids(2, 16)
-    cache = Cache(model, [0, 0], 16)
-    hidden_states(model, tokens[:, :5], cache)
-    x = hidden_states(model, tokens[:, 5:], cache)
-    logits = model.head(x, model.embedding.tokens.weight)[..., : model.vocab_size]
-    assert torch.allclose(logits, model(tokens)[:, 5:], **CLOSE)
 
 
 def test_hooks_of_layers_run_with_a_cache(model: GPT) -> None:
@@ -39,30 +37,70 @@ def test_hooks_of_layers_run_with_a_cache(model: GPT) -> None:
         layer.register_forward_pre_hook(lambda module, inputs, index=index: seen.append(index))
         for index, layer in enumerate(model.layers)
     ]
-    next_logits(model, ids(1, 3), Cache(model, [0], 3))
+    prefill(model, Cache(model, 1), [ids(3)])
     for handle in handles:
         handle.remove()
     assert seen == list(range(len(model.layers)))
 
 
 def test_rows_of_unequal_length_know_nothing_of_each_other(model: GPT) -> None:
-    """Whatever stands in the padding, each row gets what its text alone gets; also when others are gone."""
-    texts = [ids(1, length, seed=length)[0] for length in (9, 1, 4)]
-    padding = [9 - len(text) for text in texts]
-    for filler in (0, 123):
-        filled = torch.stack(
-            [
-                torch.cat([torch.full((empty,), filler), text])
-                for empty, text in zip(padding, texts, strict=True)
-            ]
-        )
-        cache = Cache(model, padding, 12)
-        found = next_logits(model, filled, cache)
-        for row, text in enumerate(texts):
-            assert torch.allclose(found[row], model(text[None])[0, -1], **CLOSE)
-        cache.keep([2, 1])
-        more = torch.tensor([[5], [6]])
-        found = next_logits(model, more, cache)
-        for row, index in enumerate((2, 1)):
-            alone = torch.cat([texts[index], more[row]])
-            assert torch.allclose(found[row], model(alone[None])[0, -1], **CLOSE)
+    """Each row gets what its text alone gets, while others join, leave."""
+    cache, texts, seed = Cache(model, 4), [], 0
+
+    def join(*lengths: int) -> None:
+        nonlocal seed
+        new = []
+        for length in lengths:
+            seed += 1
+            new.append(ids(length, seed))
+        x = prefill(model, cache, new)
+        for row, text in zip(x, new, strict=True):
+            found = logits_of(model, row[len(text) - 1])
+            assert torch.allclose(found, alone(model, text), **CLOSE)
+        texts.extend(new)
+
+    def grow(tokens: int) -> None:
+        for token in range(tokens):
+            for text in texts:
+                text.append((token * 7 + len(text)) % 200)
+            found = logits_of(model, decode(model, cache, [text[-1] for text in texts]))
+            for row, text in zip(found, texts, strict=True):
+                assert torch.allclose(row, alone(model, text), **CLOSE)
+        assert cache.lengths == [len(text) for text in texts]
+
+    def leave(row: int) -> None:
+        cache.remove(row)
+        texts[row] = texts[-1]
+        del texts[-1]
+
+    join(9, 1, 4)
+    grow(3)
+    join(15)
+    grow(2)
+    leave(1)
+    leave(2)
+    join(2)
+    grow(8)
+    for _ in range(3):
+        leave(0)
+    assert cache.lengths == []
+    join(5, 5)  # equal lengths take the path without a mask
+    grow(4)
+
+
+@torch.inference_mode()
+def test_a_text_that_overflows_leaves_nothing_behind(model: GPT) -> None:
+    """A column that is masked takes part in products: a NaN in it would reach the next text."""
+    cache = Cache(model, 2)
+    prefill(model, cache, [ids(6), ids(9)])
+    for layer in cache.layers:
+        keys, values = layer.extend(*[torch.full((2, 9, *layer._keys.shape[1::2]), torch.nan)] * 2)
+        assert keys.isnan().all()
+        assert values.isnan().all()
+    cache.remove(1)
+    text = ids(4)
+    prefill(model, cache, [text])
+    text.append(3)
+    found = logits_of(model, decode(model, cache, [1, 3]))
+    assert found[0].isnan().all()
+    assert torch.allclose(found[1], alone(model, text), **CLOSE)

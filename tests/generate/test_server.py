@@ -57,7 +57,7 @@ def server(checkpoint: Path) -> Iterator[Server]:
     limits = "--max-prompts 4 --max-request-bytes 2000 --batch-size 3 --max-waiting 1 --request-timeout 120"
     started = Server(checkpoint, *limits.split())
     try:
-        assert started.process.stdout.readline() == f"listening on {started.url}\n"
+        assert started.process.stdout.readline() == f"listening on {started.url} and /v1\n"
         yield started
     finally:
         started.process.kill()
@@ -116,6 +116,33 @@ def test_keys_that_shape_the_answer(server: Server, model: GPT, tokenizer: Token
     assert stopped["text"] == ["a"]
 
 
+def test_completions_stream_the_text_that_the_whole_answer_has(server: Server) -> None:
+    """Also with characters of several tokens, and stop strings that begin before they are complete."""
+    url, free = server.url.removesuffix("/api") + "/v1/completions", ""
+
+    def ask(**fields: Any) -> bytes:
+        given = {"prompt": PROMPTS[0], "max_tokens": 12, "seed": 3, "top_p": 0.9, **fields}
+        kind = {"Content-Type": "application/json"}
+        request = urllib.request.Request(url, json.dumps(given).encode(), kind)
+        with urllib.request.urlopen(request, timeout=240) as answer:
+            return answer.read()
+
+    for round in range(2):
+        stop = [free[3:6], free[5:9]] if round else []
+        whole = json.loads(ask(stop=stop))["choices"][0]
+        lines = ask(stop=stop, stream=True).decode().split("\n\n")
+        assert lines[-2:] == ["data: [DONE]", ""]
+        parts = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-2]]
+        assert "".join(part["text"] for part in parts) == whole["text"]
+        assert parts[-1]["finish_reason"] == whole["finish_reason"]
+        if round:
+            assert whole["text"] == min((free.split(each)[0] for each in stop), key=len)
+            assert whole["finish_reason"] == "stop"
+        free = free or whole["text"]
+    status, found = server.ask(prompts=[PROMPTS[0]], tokens_to_generate=12, random_seed=3, top_p=0.9)
+    assert (status, found["text"]) == (200, [PROMPTS[0] + free])
+
+
 @pytest.mark.parametrize(
     ("keys", "status", "said"),
     [
@@ -126,7 +153,7 @@ def test_keys_that_shape_the_answer(server: Server, model: GPT, tokenizer: Token
         ({"body": b"{"}, 400, "the request is not JSON"),
         ({"method": "POST", "prompts": ["a"]}, 405, "POST /api: use PUT"),
         ({"prompts": ["a"], "stop": ["x"] * 65}, 400, "stop (list of 65): at most 64 strings"),
-        ({"path": "/v1"}, 404, "/api/v1: not here; PUT /api is"),
+        ({"path": "/v1"}, 404, "/api/v1: not here; PUT /api, POST /v1"),
     ],
     ids=str,
 )

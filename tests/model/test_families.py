@@ -10,9 +10,10 @@ from megatron_zpp.checkpoint.huggingface.architecture import read_architecture
 from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
 from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.generate.cached import Cache, next_logits
+from megatron_zpp.generate.cached import Cache, decode, logits_of, prefill
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.kv_cache import Place
 from tests.model.families import FAMILIES, VOCAB, ours
 
 TOKENS = torch.randint(VOCAB, (2, 33), generator=torch.Generator().manual_seed(2))
@@ -44,19 +45,20 @@ def test_logits_and_gradients_are_transformers(family: str, tmp_path: Path) -> N
     "family", ["llama-tied-scaled", "qwen3", "mistral-window", "qwen2-window", "qwen3-window"]
 )
 def test_a_cache_gives_the_logits_of_the_whole_text(family: str, tmp_path: Path) -> None:
-    """Rows are padded to one length, and keys are kept for the groups alone."""
+    """Rows have different lengths, and keys are kept for the groups alone."""
     FAMILIES[family].model().save_pretrained(tmp_path)
     model = ours(tmp_path)
-    cache = Cache(model, padding=[0, 5], columns=33)
-    texts = TOKENS.clone()
-    texts[1, 5:], texts[1, :5] = TOKENS[1, :-5], 0
-    found = next_logits(model, texts[:, :20], cache)
-    for column in range(20, 33):
-        found = next_logits(model, texts[:, column : column + 1], cache)
+    cache = Cache(model, 2)
+    first, second = TOKENS.tolist()
+    prefill(model, cache, [first[:20], second[:15]])
+    for column in range(13):
+        found = logits_of(model, decode(model, cache, [first[20 + column], second[15 + column]]))
     expected = [model(TOKENS[:1])[0, -1], model(TOKENS[1:, :28])[0, -1]]
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)
     groups, width = model.config.num_query_groups, model.config.kv_channels
-    k, _ = cache.layers[0].extend(*[torch.zeros(2, 0, groups, width)] * 2)
+    cache.place(Place(slice(0, 2), 33))
+    with torch.inference_mode():
+        k, _ = cache.layers[0].extend(*[torch.zeros(2, 0, groups, width)] * 2)
     assert k.shape == (2, 33, groups, width)
 
 
