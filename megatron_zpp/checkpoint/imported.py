@@ -94,9 +94,7 @@ def imported_config(model: ModelConfig, tokenizer: TokenizerConfig) -> Config:
     )
 
 
-def _write(
-    target: Path, model: GPT, weights: Weights, config: dict[str, Any], tokenizer: Tokenizer
-) -> Path:
+def _write(target: Path, model: GPT, weights: Weights, config: dict[str, Any], tokenizer: Tokenizer) -> Path:
     modules, tensors, units = model.units(), {}, []
     for index, ((name, module), layout) in enumerate(
         zip(modules, layouts_of(modules, 1, SHARD_MULTIPLE), strict=True)

@@ -49,9 +49,13 @@ def whole_weights(foreign: ForeignModel, model: ModelConfig, tokenizer: Tokenize
     """Return all weights by our names in fp32. Raises ValueError unless they are exactly those of `model`."""
     path, tensors = foreign.path, dict(foreign.tensors)
     if f"layers.{model.num_layers - 1}.attention.qkv.weight" not in tensors:
-        raise ValueError(f"{path}: its args say {model.num_layers} layers, and it does not have the last of them")
+        raise ValueError(
+            f"{path}: its args say {model.num_layers} layers, and it does not have the last of them"
+        )
     with torch.device("meta"):
-        shapes = {name: tuple(value.shape) for name, value in GPT(model, tokenizer.vocab_size).named_parameters()}
+        shapes = {
+            name: tuple(value.shape) for name, value in GPT(model, tokenizer.vocab_size).named_parameters()
+        }
     if not model.untie_embeddings_and_output_weights and OUTPUT in tensors:
         tensors[TIED_COPY] = tensors.pop(OUTPUT)
     for name in sorted(shapes.keys() - tensors.keys()):
@@ -111,5 +115,3 @@ def _check_vocabulary(foreign: ForeignModel, name: str, rows: int, tokenizer: To
             f"{foreign.path}: {name} has {rows} rows, and this {tokenizer.kind} has {entries} entries; give the "
             f"tokenizer of that model (its args say {args.get('tokenizer_type') or 'none'!s:.60})"
         )
-
-

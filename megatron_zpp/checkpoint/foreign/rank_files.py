@@ -21,7 +21,9 @@ def read_rank_files(path: Path) -> ForeignModel:
     grid = _grid(path)
     tensor = 1 + max(rank for rank, _ in grid)
     pipeline = 1 + max(stage for _, stage in grid)
-    if missing := [(rank, stage) for rank in range(tensor) for stage in range(pipeline) if (rank, stage) not in grid]:
+    if missing := [
+        (rank, stage) for rank in range(tensor) for stage in range(pipeline) if (rank, stage) not in grid
+    ]:
         raise ValueError(f"{path}: has no file of tensor rank {missing[0][0]}, pipeline rank {missing[0][1]}")
     first: dict[str, Any] | None = None
     ranks: list[Mapping[str, ForeignTensor]] = []

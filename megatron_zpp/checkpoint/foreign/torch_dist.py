@@ -47,7 +47,9 @@ def read_torch_dist(path: Path) -> ForeignModel:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         if isinstance(error, ValueError):
             raise
-        raise DamagedFile(f"{path / '.metadata'}: not the metadata of a checkpoint ({error!r:.100})") from None
+        raise DamagedFile(
+            f"{path / '.metadata'}: not the metadata of a checkpoint ({error!r:.100})"
+        ) from None
     args = settings_of(common.get("args"))
     weights, others = {}, []
     for name, shape in shapes.items():
@@ -66,7 +68,9 @@ def read_torch_dist(path: Path) -> ForeignModel:
     return ForeignModel(KIND, path, args, common.get("iteration"), tensors, tuple(left_out))
 
 
-def _tensors(path: Path, metadata: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, list[_Chunk]]]:
+def _tensors(
+    path: Path, metadata: dict[str, Any]
+) -> tuple[dict[str, tuple[int, ...]], dict[str, list[_Chunk]]]:
     """Return the whole shape of each tensor, and its chunks."""
     shapes = {
         name: _size(entry.fields["size"])
@@ -85,10 +89,14 @@ def _tensors(path: Path, metadata: dict[str, Any]) -> tuple[dict[str, tuple[int,
             info = places[name][offsets]
             file = info["relative_path"]
             if type(file) is not str or Path(file).name != file or not file.isprintable():
-                raise ValueError(f"{path / '.metadata'}: names a file outside of the checkpoint: {file!r:.60}")
+                raise ValueError(
+                    f"{path / '.metadata'}: names a file outside of the checkpoint: {file!r:.60}"
+                )
             if info.get("transform_descriptors"):
                 raise ValueError(f"{path}: {name} is compressed in its file; save it without compression")
-            if any(begin + length > whole for begin, length, whole in zip(offsets, sizes, shape, strict=True)):
+            if any(
+                begin + length > whole for begin, length, whole in zip(offsets, sizes, shape, strict=True)
+            ):
                 raise DamagedFile(f"{path / '.metadata'}: {name} has a block outside of its shape {shape}")
             found.append(_Chunk(offsets, sizes, path / file, int(info["offset"]), int(info["length"])))
         chunks[name] = found

@@ -32,7 +32,16 @@ _STORAGES = {
     "BoolStorage": torch.bool,
     "UntypedStorage": torch.uint8,
 }
-_DAMAGES = (EOFError, NotImplementedError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError)
+_DAMAGES = (
+    EOFError,
+    NotImplementedError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+)
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -155,13 +164,13 @@ def _read(path: Path, start: int, file: Any, archive: zipfile.ZipFile) -> Any:
         info = entries[f"data/{key}"]
         if type(count) is not int or not 0 <= count * dtype.itemsize <= info.file_size:
             raise NotData(f"its tensor data/{key} is shorter than it says")
-        return _Storage(path, start + _data_start(file, start + info.header_offset), info.file_size, dtype)
+        return _Storage(path, _data_start(file, start + info.header_offset), info.file_size, dtype)
 
     return tensors_of(read_pickle(archive.read(entries["data.pkl"]), storage))
 
 
 def _data_start(file: Any, header: int) -> int:
-    """Return where an entry's bytes begin, less the beginning of the archive that `header` includes."""
+    """Return where the bytes of an entry begin whose header is at byte `header` of the file."""
     file.seek(header)
     found = file.read(30)
     if found[:4] != b"PK\x03\x04":

@@ -137,7 +137,9 @@ def main() -> None:
     if rank == 0:
         for folder in ("ranks", "dist"):
             (root / folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
-        save_file({"tokens": tokens, "logits": logits[..., :VOCABULARY].contiguous()}, root / "logits.safetensors")
+        save_file(
+            {"tokens": tokens, "logits": logits[..., :VOCABULARY].contiguous()}, root / "logits.safetensors"
+        )
     dist.barrier()
     dist.destroy_process_group()
 
