@@ -88,7 +88,8 @@ def _positions(path: Path, args: Mapping[str, Any]) -> dict[str, Any]:
         kind = "rope"
     if kind not in ("learned_absolute", "rope", "none"):
         raise ValueError(
-            f"{path}: its model has position_embedding_type {kind!s:.40}; must be learned_absolute, rope or none"
+            f"{path}: its model has position_embedding_type {kind!s:.40}; must be learned_absolute, "
+            "rope or none"
         )
     found = {"position_embedding_type": kind}
     if kind == "rope":
@@ -120,7 +121,7 @@ def _notes(args: Mapping[str, Any], model: ModelConfig) -> list[str]:
     exact = args.get("bias_gelu_fusion") is False and not args.get("openai_gelu")
     if model.activation == "gelu" and exact:
         return [
-            "its run computed GELU by the error function (--no-bias-gelu-fusion); this program computes the tanh "
-            "approximation, up to 5e-4 away"
+            "its run computed GELU by the error function (--no-bias-gelu-fusion); this program computes "
+            "its tanh approximation, up to 5e-4 away"
         ]
     return []

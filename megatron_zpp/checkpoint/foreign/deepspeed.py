@@ -1,10 +1,10 @@
 """DeepSpeed's checkpoints of Megatron-DeepSpeed's GPT: global_step100/, ZeRO stages 0 to 3, and Universal.
 
-mp_rank_TT_model_states.pt                  tensor rank TT's module, whole up to stage 2, and the program's args
-layer_NN-model_TT-model_states.pt           the module in parts, if it is DeepSpeed's pipeline module
-zero_pp_rank_R_mp_rank_TT_model_states.pt   the same at stage 3, without weights
-[bf16_]zero_pp_rank_R_mp_rank_TT_optim_states.pt   data rank R's part of the fp32 weights
-zero/NAME/fp32.pt                           Universal: a whole fp32 weight
+mp_rank_TT_model_states.pt           tensor rank TT's module, whole up to stage 2, and the program's args
+layer_NN-model_TT-model_states.pt    the module in parts, if it is DeepSpeed's pipeline module
+zero_pp_rank_R_mp_rank_TT_model_states.pt           as the first at stage 3, without weights
+[bf16_]zero_pp_rank_R_mp_rank_TT_optim_states.pt    data rank R's part of the fp32 weights
+zero/NAME/fp32.pt                    Universal: a whole fp32 weight
 
 fp32 weights are preferred to the module's, which are rounded to the format of the run.
 """
@@ -30,7 +30,7 @@ _MOMENTS = "the optimizer's moments: they start at zero, and the schedule at ite
 
 
 def read_zero(path: Path) -> ForeignModel:
-    """Return the model of a directory of ZeRO files. Raises ValueError, NotData or DamagedFile, in one line."""
+    """Return the model of a directory of ZeRO files. Raises ValueError or DamagedFile, in one line."""
     states = {rank: read_torch_file(file) for rank, file in sorted(_first_files(path, _MODEL).items())}
     if not states or sorted(states) != list(range(len(states))):
         raise ValueError(f"{path}: has files of model-parallel ranks {sorted(states)}; copy all of them")

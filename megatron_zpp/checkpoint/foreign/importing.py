@@ -112,6 +112,6 @@ def _check_vocabulary(foreign: ForeignModel, name: str, rows: int, tokenizer: To
     multiple = math.prod(size for size in sizes if type(size) is int and size > 0)
     if not entries <= rows or rows - entries >= max(multiple, 128):
         raise ValueError(
-            f"{foreign.path}: {name} has {rows} rows, and this {tokenizer.kind} has {entries} entries; give the "
-            f"tokenizer of that model (its args say {args.get('tokenizer_type') or 'none'!s:.60})"
+            f"{foreign.path}: {name} has {rows} rows, and this {tokenizer.kind} has {entries} entries; "
+            f"give the tokenizer of that model (its args say {args.get('tokenizer_type') or 'none'!s:.60})"
         )

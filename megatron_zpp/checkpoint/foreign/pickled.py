@@ -16,7 +16,10 @@ _LIBRARIES = (  # whose names may appear, though they are never looked up
     *("megatron", "deepspeed", "transformer_engine", "apex", "signal"),
 )
 _BUILTINS = frozenset(
-    "set frozenset bytearray complex slice range int float str bool list dict tuple object getattr".split()
+    (
+        *("set", "frozenset", "bytearray", "complex", "slice", "range", "int", "float", "str", "bool"),
+        *("list", "dict", "tuple", "object", "getattr"),
+    )
 )
 
 
@@ -82,11 +85,13 @@ _CONSTANTS: dict[str, Callable[[], Any]] = {
     "EMPTY_SET": set,
 }
 _LITERALS = frozenset(
-    "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING BINBYTES "
-    "SHORT_BINBYTES BINBYTES8 BYTEARRAY8 UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8".split()
+    (
+        *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "STRING"),
+        *("BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
+        *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+    )
 )
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_DONE = object()
 
 
 class _Machine:
@@ -145,8 +150,8 @@ class _Machine:
         elif name == "DUP":
             stack.append(stack[-1])
         elif name in ("APPEND", "APPENDS", "ADDITEMS"):
-            _extend(items := [stack.pop()] if name == "APPEND" else self._marked(), stack[-1])
-            del items
+            items = [stack.pop()] if name == "APPEND" else self._marked()
+            _extend(items, stack[-1])
         elif name in ("SETITEM", "SETITEMS"):
             entries = [stack.pop(-2), stack.pop()] if name == "SETITEM" else self._marked()
             target = stack[-1]

@@ -1,4 +1,4 @@
-"""Megatron-LM's old layout: iter_0000100/mp_rank_TT[_PPP]/model_optim_rng.pt, a file per model-parallel rank."""
+"""Megatron-LM's old layout: iter_0000100/mp_rank_TT[_PPP]/model_optim_rng.pt, a file per rank."""
 
 import re
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _OLDEST = 2.0  # older ones have the rows of queries, keys and values in another
 
 
 def read_rank_files(path: Path) -> ForeignModel:
-    """Return the model of an iteration's directory. Raises ValueError, NotData or DamagedFile, in one line."""
+    """Return the model of an iteration's directory. Raises ValueError or DamagedFile, in one line."""
     grid = _grid(path)
     tensor = 1 + max(rank for rank, _ in grid)
     pipeline = 1 + max(stage for _, stage in grid)
@@ -73,8 +73,8 @@ def _read(file: Path) -> dict[str, Any]:
     version = state.get("checkpoint_version", 0)
     if not isinstance(version, int | float) or version < _OLDEST:
         raise ValueError(
-            f"{file}: checkpoint_version {version!s:.20}; load and save it with a Megatron-LM of 2021 or later, "
-            f"which writes {_OLDEST} or later"
+            f"{file}: checkpoint_version {version!s:.20}; load and save it with a Megatron-LM of 2021 or "
+            f"later, which writes {_OLDEST} or later"
         )
     return state
 

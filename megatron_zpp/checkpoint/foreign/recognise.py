@@ -12,7 +12,7 @@ _ITERATION = re.compile(r"(?:iter_|global_step)(\d+)(_universal)?|release()")
 
 @dataclass(frozen=True)
 class Foreign:
-    """A checkpoint of another program: `path` is the directory of an iteration, `iteration` as it is named."""
+    """A checkpoint of another program: `path` is an iteration's directory."""
 
     program: str  # MEGATRON, DEEPSPEED or TRANSFORMERS
     layout: str  # one of _LAYOUTS

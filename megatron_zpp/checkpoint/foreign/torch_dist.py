@@ -1,4 +1,4 @@
-"""Megatron-LM's torch_dist layout: common.pt, and .metadata that says where .distcp files have each tensor."""
+"""Megatron-LM's torch_dist layout: common.pt, and .metadata, which finds tensors in .distcp files."""
 
 import math
 import re
@@ -34,11 +34,12 @@ class _Chunk:
 
 
 def read_torch_dist(path: Path) -> ForeignModel:
-    """Return the model of an iteration's directory. Raises ValueError, NotData or DamagedFile, in one line."""
-    backend = read_json_object("--input", str(path / "metadata.json")).get("sharded_backend")
+    """Return the model of an iteration's directory. Raises ValueError or DamagedFile, in one line."""
+    backend = read_json_object("DIRECTORY", str(path / "metadata.json")).get("sharded_backend")
     if backend != "torch_dist":
         raise ValueError(
-            f"{path}: its sharded_backend is {backend!s:.30}; save it again with --dist-ckpt-format torch_dist"
+            f"{path}: its sharded_backend is {backend!s:.30}; save it again with "
+            "--dist-ckpt-format torch_dist"
         )
     common = read_torch_file(path / "common.pt")
     try:

@@ -128,7 +128,7 @@ def main() -> None:
     name = f"iter_{ITERATION:07d}"
     old = root / "ranks" / name / f"mp_rank_{rank:02d}"
     old.mkdir(parents=True)
-    state = {key: value for key, value in model.state_dict().items()}
+    state = dict(model.state_dict())
     torch.save(common | {"model": state, "rng_state": [{"random": ("state", 1)}]}, old / "model_optim_rng.pt")
     new = root / "dist" / name
     new.mkdir(parents=True, exist_ok=True)
