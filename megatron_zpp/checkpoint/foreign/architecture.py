@@ -74,7 +74,10 @@ def _norm(path: Path, args: Mapping[str, Any]) -> dict[str, Any]:
     if str(name).lower() not in _NORMS:
         raise ValueError(f"{path}: its model has normalization {name!s:.40}; must be LayerNorm or RMSNorm")
     epsilon = args.get("norm_epsilon", args.get("layernorm_epsilon", 1e-5))
-    return {"normalization": _NORMS[str(name).lower()], "norm_epsilon": float(epsilon)}
+    return {
+        "normalization": _NORMS[str(name).lower()],
+        "norm_epsilon": _number(path, "norm_epsilon", epsilon),
+    }
 
 
 def _positions(path: Path, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,11 +96,21 @@ def _positions(path: Path, args: Mapping[str, Any]) -> dict[str, Any]:
         )
     found = {"position_embedding_type": kind}
     if kind == "rope":
-        found |= {name: float(args[name]) for name in _ROPE if args.get(name) is not None}
+        found |= {name: _number(path, name, args[name]) for name in _ROPE if args.get(name) is not None}
         if args.get("use_rope_scaling"):
             found |= {"use_rope_scaling": True}
-            found |= {"rope_scaling_factor": float(args.get("rope_scaling_factor", 8.0))}
+            found |= {
+                "rope_scaling_factor": _number(
+                    path, "rope_scaling_factor", args.get("rope_scaling_factor", 8.0)
+                )
+            }
     return found
+
+
+def _number(path: Path, name: str, value: Any) -> float:
+    if type(value) not in (int, float):
+        raise ValueError(f"{path}: its args say {name} {value!s:.40}, which is no number")
+    return float(value)
 
 
 def _groups(args: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,26 +34,27 @@ def read_zero(path: Path) -> ForeignModel:
     states = {rank: read_torch_file(file) for rank, file in sorted(_first_files(path, _MODEL).items())}
     if not states or sorted(states) != list(range(len(states))):
         raise ValueError(f"{path}: has files of model-parallel ranks {sorted(states)}; copy all of them")
+    if any(state.get("frozen_param_shapes") for state in states.values()):
+        raise ValueError(
+            f"{path}: has frozen parameters, which this program does not train; merge them first"
+        )
+    args = settings_of(states[0].get("args"))
+    pipelined = _ranks_of_layers(path)
     ranks: list[Mapping[str, ForeignTensor]] = []
     left_out = [_MOMENTS]
-    for rank, state in states.items():
-        shares = _optimizer_files(path, rank)
-        frozen = state.get("frozen_param_shapes")
-        if frozen:
-            raise ValueError(
-                f"{path}: has frozen parameters, which this program does not train; merge them first"
-            )
-        if shares:
-            ranks.append(_from_shares(path, state, [_optimizer(file) for file in shares]))
-        else:
-            ranks.append(_module(path, rank, state))
-    args = settings_of(states[0].get("args"))
-    tensors, lines = join_ranks(path, ranks, gated=bool(args.get("swiglu")))
-    if not _optimizer_files(path, 0):
+    if pipelined and pipelined != len(states):  # tensor ranks are not model-parallel ranks
+        ranks = [_layers(path, rank) for rank in range(pipelined)]
+        left_out.append("fp32 weights: pipeline ranks share them, so weights are those of the layer files")
+    elif _optimizer_files(path, 0):
+        for rank, state in states.items():
+            shares = [_optimizer(file) for file in _optimizer_files(path, rank)]
+            ranks.append(_from_shares(path, state, shares))
+    else:
+        ranks = [_module(path, rank, state) for rank, state in states.items()]
         left_out = ["fp32 weights: there are no optim_states files, so weights are those of the module"]
-    return ForeignModel(
-        "DeepSpeed (ZeRO files)", path, args, _iteration(states[0]), tensors, (*left_out, *lines)
-    )
+    tensors, lines = join_ranks(path, ranks, gated=bool(args.get("swiglu")))
+    kind = "DeepSpeed (ZeRO files)"
+    return ForeignModel(kind, path, args, _iteration(states[0]), tensors, (*left_out, *lines))
 
 
 def read_universal(path: Path) -> ForeignModel:
@@ -105,15 +106,23 @@ def _module(path: Path, rank: int, state: Mapping[str, Any]) -> dict[str, Foreig
     """Return the weights of the module itself, in the format of the run."""
     if isinstance(state.get("module"), dict):
         return {name: stored(tensor) for name, tensor in flatten(state["module"]).items()}
+    return _layers(path, rank)
+
+
+def _ranks_of_layers(path: Path) -> int:
+    """Return the number of tensor ranks that have layer files."""
+    return len({match[2] for file in path.iterdir() if (match := _LAYER.fullmatch(file.name))})
+
+
+def _layers(path: Path, rank: int) -> dict[str, ForeignTensor]:
+    """Return the weights in a tensor rank's layer files."""
     found: dict[str, ForeignTensor] = {}
     for file in sorted(path.iterdir()):
         if (match := _LAYER.fullmatch(file.name)) and int(match[2]) == rank:
             layer = flatten(read_torch_file(file))
             found |= {f"{int(match[1])}.{name}": stored(tensor) for name, tensor in layer.items()}
     if not found:
-        raise ValueError(
-            f"{path}: its model_states have no module, and there are no layer files; copy all of it"
-        )
+        raise ValueError(f"{path}: has no weights of tensor rank {rank} in model_states or layer files")
     return found
 
 
@@ -133,6 +142,8 @@ def _from_shares(
     groups = [groups] if isinstance(groups, dict) else groups
     if not groups or not all(isinstance(group, dict) for group in groups):
         raise ValueError(f"{path}: has no param_shapes; save it with DeepSpeed 0.5 or later")
+    if not shares:
+        raise ValueError(f"{path}: has optim_states of some model-parallel ranks only; copy all of them")
     world = shares[0].get("partition_count", len(shares))
     world = max(world) if isinstance(world, list) else world
     if world != len(shares):

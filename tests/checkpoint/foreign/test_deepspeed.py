@@ -116,8 +116,13 @@ def test_without_optimizer_files_the_weights_are_the_modules(
     assert_same_logits(tmp_path / "new", root, tolerance=0.02)  # bf16 rounds weights by up to 2^-9
 
 
+@pytest.mark.parametrize("pipeline", [1, 2])
 def test_layer_files_of_the_pipeline_module(
-    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    saved: Saved,
+    pipeline: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Layer 1 is the embedding, 3 and 4 are transformer layers, 6 the last norm, 7 the output."""
     root, step = saved("llama", 2), tmp_path / "theirs/global_step7"
@@ -125,7 +130,8 @@ def test_layer_files_of_the_pipeline_module(
     for rank in range(2):
         flat, args = weights(root, rank)
         state = {"module": None, "args": args, "iteration": 7}
-        torch.save(state, step / f"mp_rank_{rank:02d}_model_states.pt")
+        for stage in range(pipeline):
+            torch.save(state, step / f"mp_rank_{2 * stage + rank:02d}_model_states.pt")
         files: dict[int, dict[str, Tensor]] = {}
         for name, value in flat.items():
             rest = name.removeprefix("language_model.")
