@@ -83,7 +83,8 @@ def _norm(path: Path, args: Mapping[str, Any]) -> dict[str, Any]:
 def _positions(path: Path, args: Mapping[str, Any]) -> dict[str, Any]:
     kind = args.get("position_embedding_type", "learned_absolute")
     if isinstance(kind, Record):  # an enum of Megatron-DeepSpeed's
-        kind = {1: "rope", 2: "learned_absolute", 3: "alibi"}.get(*kind.arguments[:1], kind)
+        member = kind.arguments[-1] if kind.arguments else None
+        kind = {1: "rope", 2: "learned_absolute", 3: "alibi"}.get(member, member)
     if isinstance(kind, Global):
         kind = kind.name
     kind = {"rotary": "rope", "absolute": "learned_absolute"}.get(kind, kind)

@@ -196,13 +196,15 @@ class _Machine:
 
 
 def _record(of: Any, arguments: Any) -> Any:
-    """Return an inert object; dictionaries and the text of bytes are made, as they are data."""
+    """Return an inert object; dictionaries, sets and bytes are made, as they are data."""
     if not isinstance(of, Global) or not isinstance(arguments, tuple):
         raise NotData("calls what is not the name of a class or function")
     if str(of) == "collections.OrderedDict":
         return _pairs([part for pair in arguments[0] for part in pair]) if arguments else {}
     if of.name == "set" and of.module in ("builtins", "__builtin__"):
         return set(arguments[0]) if arguments else set()
+    if str(of) == "_codecs.encode":  # how older protocols write bytes
+        return str(arguments[0]).encode("latin1")
     return Record(of, arguments)
 
 

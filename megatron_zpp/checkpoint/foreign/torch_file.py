@@ -77,8 +77,8 @@ class StoredTensor:
             return torch.empty(self.shape, dtype=self.dtype)
         with open_stream(self.storage.path) as file:
             file.seek(self.storage.start + self.offset * size)
-            content = bytearray(reach * size)
-            if file.readinto(content) != len(content):
+            content = bytearray(file.read(reach * size))
+            if len(content) != reach * size:
                 raise DamagedFile(f"{self.storage.path}: ends before a tensor of it does")
         flat = torch.frombuffer(content, dtype=self.dtype)
         return flat.as_strided(self.shape, self.stride)

@@ -3,15 +3,17 @@
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_zpp.checkpoint.directory import candidates
 from megatron_zpp.checkpoint.foreign.recognise import recognise
-from megatron_zpp.commands import evaluate, huggingface, sample, serve
+from megatron_zpp.commands import huggingface, sample, serve
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.run import CheckpointConfig
 from megatron_zpp.train.restore import check_start
+from tests.support import program
 
 LAYOUTS = {
     "mp_rank files": ["iter_0000100/mp_rank_00/model_optim_rng.pt", "latest_checkpointed_iteration.txt=100"],
@@ -53,19 +55,26 @@ def test_the_words_say_what_it_is(foreign: Path, request: pytest.FixtureRequest)
 
 
 @pytest.mark.parametrize(
-    ("program", "argv"),
-    [
-        (sample, "--load {} --device cpu"),
-        (serve, "--load {} --device cpu"),
-        (evaluate, "--load {} --device cpu --valid-data {}/text"),
-        (huggingface, "export {} new"),
-    ],
-    ids=["sample", "serve", "evaluate", "export"],
+    ("command", "argv"),
+    [(sample, "--load {} --device cpu"), (serve, "--load {} --device cpu"), (huggingface, "export {} new")],
+    ids=["sample", "serve", "export"],
 )
-def test_commands_name_it(foreign: Path, program: object, argv: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["program", *argv.format(foreign, foreign).split()])
+def test_commands_name_it(foreign: Path, command: Any, argv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if command is serve:
+        pytest.importorskip("aiohttp")
+    monkeypatch.setattr(sys, "argv", ["program", *argv.format(foreign).split()])
     with pytest.raises(ValueError, match=WORDS):
-        program.main()
+        command.main()
+
+
+def test_evaluate_names_it(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("global_step3")
+    (tmp_path / "global_step3").mkdir()
+    (tmp_path / "global_step3" / "mp_rank_00_model_states.pt").write_text("")
+    argv = ("--load", tmp_path, "--valid-data", tmp_path / "latest", "--device", "cpu")
+    done = program("megatron_zpp.commands.evaluate", *argv)
+    assert done.returncode == 1
+    assert re.search(f"--load .*global_step3 {WORDS}", done.stderr)
 
 
 def test_a_run_names_it(foreign: Path) -> None:
