@@ -46,7 +46,7 @@ _PARTS = {
     "mlp.dense_4h_to_h": "mlp.output",
 }
 _BUFFERS = re.compile(r".*(_extra_state(/.*)?|rotary_(pos_)?emb\.inv_freq|attention_mask|\.bias_mask)")
-_TRANSFORMERS = re.compile(r".*(self_attn\.q_proj|attn\.c_attn)\.")
+_TRANSFORMERS = re.compile(r"(self_attn\.q_proj|attn\.c_attn)\.")
 
 
 def our_names(path: Path, theirs: Iterable[str]) -> tuple[dict[str, str], list[str]]:
@@ -101,7 +101,7 @@ def _ours(bare: str) -> str | None:
 
 
 def _explain(name: str) -> str:
-    if _TRANSFORMERS.fullmatch(name):
+    if _TRANSFORMERS.search(name):
         return (
             "of a model of transformers, not of Megatron's; save it by DeepSpeed's zero_to_fp32.py with "
             "--safe_serialization, and use megatron_zpp.commands.huggingface import"

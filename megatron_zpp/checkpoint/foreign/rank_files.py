@@ -13,6 +13,10 @@ KIND = "Megatron-LM (mp_rank files)"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _LAYER = re.compile(r"(.*\.layers\.)(\d+)(\..+)")
+LEFT_OUT_OPTIMIZER = (
+    "the optimizer's state, with its fp32 weights: moments start at zero, weights are the model's own, and the "
+    "schedule starts at iteration 0"
+)
 _OLDEST = 2.0  # older ones have the rows of queries, keys and values in another order
 
 
@@ -38,7 +42,7 @@ def read_rank_files(path: Path) -> ForeignModel:
     args = settings_of(first.get("args"))
     tensors, left_out = join_ranks(path, ranks, gated=bool(args.get("swiglu")))
     if {"optimizer", "opt_param_scheduler"} & first.keys():
-        left_out.append("the optimizer's state: moments start at zero, and the schedule at iteration 0")
+        left_out.append(LEFT_OUT_OPTIMIZER)
     return ForeignModel(KIND, path, args, first.get("iteration"), tensors, tuple(left_out))
 
 

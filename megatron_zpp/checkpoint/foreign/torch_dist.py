@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.foreign.model import ForeignModel, ForeignTensor, join_ranks
 from megatron_zpp.checkpoint.foreign.pickled import Record
-from megatron_zpp.checkpoint.foreign.rank_files import settings_of
+from megatron_zpp.checkpoint.foreign.rank_files import LEFT_OUT_OPTIMIZER, settings_of
 from megatron_zpp.checkpoint.foreign.torch_file import StoredTensor, read_pickle_file, read_torch_file
 from megatron_zpp.config.json_file import read_json_object
 from megatron_zpp.storage.checksums import DamagedFile
@@ -65,7 +65,7 @@ def read_torch_dist(path: Path) -> ForeignModel:
             weights[name] = _tensor(path, name, shape, chunks[name], None)
     tensors, left_out = join_ranks(path, [weights], gated=bool(args.get("swiglu")))
     if any(name.startswith(("optimizer", "chained")) for name in others):
-        left_out.append("the optimizer's state: moments start at zero, and the schedule at iteration 0")
+        left_out.append(LEFT_OUT_OPTIMIZER)
     return ForeignModel(KIND, path, args, common.get("iteration"), tensors, tuple(left_out))
 
 
