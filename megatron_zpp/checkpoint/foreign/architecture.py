@@ -83,7 +83,7 @@ def _norm(path: Path, args: Mapping[str, Any]) -> dict[str, Any]:
 def _positions(path: Path, args: Mapping[str, Any]) -> dict[str, Any]:
     kind = args.get("position_embedding_type", "learned_absolute")
     if isinstance(kind, Record):  # an enum of Megatron-DeepSpeed's
-        member = kind.arguments[-1] if kind.arguments else None
+        member = kind.arguments[-1] if kind.arguments else 0
         kind = {1: "rope", 2: "learned_absolute", 3: "alibi"}.get(member, member)
     if isinstance(kind, Global):
         kind = kind.name

@@ -14,8 +14,8 @@ _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _LAYER = re.compile(r"(.*\.layers\.)(\d+)(\..+)")
 LEFT_OUT_OPTIMIZER = (
-    "the optimizer's state, with its fp32 weights: moments start at zero, weights are the model's own, and the "
-    "schedule starts at iteration 0"
+    "the optimizer's state, with its fp32 weights: moments start at zero, weights are the model's own, and "
+    "the schedule starts at iteration 0"
 )
 _OLDEST = 2.0  # older ones have the rows of queries, keys and values in another order
 

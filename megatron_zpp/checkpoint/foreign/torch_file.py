@@ -164,7 +164,10 @@ def _read(path: Path, start: int, file: Any, archive: zipfile.ZipFile) -> Any:
         info = entries[f"data/{key}"]
         if type(count) is not int or not 0 <= count * dtype.itemsize <= info.file_size:
             raise NotData(f"its tensor data/{key} is shorter than it says")
-        return _Storage(path, _data_start(file, start + info.header_offset), info.file_size, dtype)
+        begin = _data_start(file, start + info.header_offset)
+        if begin + info.file_size > os.fstat(file.fileno()).st_size:
+            raise zipfile.BadZipFile("it ends too early")
+        return _Storage(path, begin, info.file_size, dtype)
 
     return tensors_of(read_pickle(archive.read(entries["data.pkl"]), storage))
 
@@ -204,6 +207,6 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any) -> StoredTensor:
     if not isinstance(storage, _Storage) or not all(type(one) is int and one >= 0 for one in numbers):
         raise NotData("has a tensor without a storage")
     reach = 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
-    if math.prod(shape) and (offset + reach) * storage.dtype.itemsize > storage.nbytes:
+    if math.prod(shape) and max(offset + reach, math.prod(shape)) * storage.dtype.itemsize > storage.nbytes:
         raise NotData("has a tensor that is longer than its storage")
     return StoredTensor(storage, tuple(shape), tuple(stride), offset)

@@ -114,6 +114,17 @@ def test_plain_values_and_tensors_come_back(tmp_path: Path) -> None:
         assert found[key].read().dtype == value[key].dtype
 
 
+def test_tensors_larger_than_their_bytes_are_refused(tmp_path: Path) -> None:
+    torch.save(torch.ones(1).expand(1 << 40), tmp_path / "x.pt")
+    with pytest.raises(NotData, match="longer than its storage"):
+        read_torch_file(tmp_path / "x.pt")
+    torch.save(torch.ones(10_000), tmp_path / "y.pt")
+    content = (tmp_path / "y.pt").read_bytes()
+    (tmp_path / "y.pt").write_bytes(content[:20_000] + content[30_000:])
+    with pytest.raises(DamagedFile):
+        read_torch_file(tmp_path / "y.pt").read()
+
+
 def test_compressed_and_old_files_are_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "x.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x/data.pkl", pickle.dumps({}) * 1000)
