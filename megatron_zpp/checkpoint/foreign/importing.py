@@ -1,6 +1,8 @@
 """Makes a checkpoint of iteration 0 from one of Megatron-LM's or DeepSpeed's."""
 
 import math
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,6 +17,8 @@ from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.tokenizer.base import Tokenizer
 from megatron_zpp.tokenizer.build import build_tokenizer
+
+_NUMBER = re.compile(r"(^|\.)\d+(\.)")
 
 
 def import_foreign(
@@ -38,11 +42,22 @@ def import_foreign(
     return [
         f"{foreign.path}: {foreign.kind}, iteration {foreign.iteration}",
         f"mapped: {len(weights)} parameters, {numbers:,} elements, of {architecture.model.num_layers} layers",
+        *_mapping(foreign, weights),
         f"vocabulary: {tokenizer.vocab_size} entries; {rows} rows there, {padded} here, the rest is padding",
         *(f"left out: {line}" for line in foreign.left_out),
         *(f"note: {line}" for line in architecture.notes),
         f"{path}: {flags}",
     ]
+
+
+def _mapping(foreign: ForeignModel, weights: Mapping[str, Tensor]) -> list[str]:
+    """Return a line per kind of parameter: its name there, and here; `*` stands for the number of a layer."""
+    found: dict[str, str] = {}
+    for ours in weights:
+        kind = _NUMBER.sub(r"\1*\2", ours)
+        found.setdefault(kind, _NUMBER.sub(r"\1*\2", foreign.tensors[ours].name))
+    width = max(map(len, found.values()))
+    return [f"  {theirs:{width}} -> {ours}" for ours, theirs in found.items()]
 
 
 def whole_weights(foreign: ForeignModel, model: ModelConfig, tokenizer: Tokenizer) -> dict[str, Tensor]:

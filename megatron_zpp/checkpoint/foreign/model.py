@@ -1,7 +1,7 @@
 """A model as another program saved it: what describes it, and its tensors, which are read one by one."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ _LARGEST_COPY = 1 << 24  # elements of a tensor that all ranks have, up to which
 
 @dataclass(frozen=True)
 class ForeignTensor:
-    """A whole parameter; `read` returns it in the format it was saved in."""
+    """A whole parameter; `read` returns it in the format it was saved in. `name` is its name there."""
 
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ def join_ranks(
             parts.append(rank[theirs])
         if len({part.shape for part in parts}) > 1:
             raise ValueError(f"{path}: tensor ranks have {theirs} in different shapes")
-        joined[ours] = parts[0] if len(parts) == 1 else _joined(path, theirs, ours, parts, gated)
+        whole = parts[0] if len(parts) == 1 else _joined(path, theirs, ours, parts, gated)
+        joined[ours] = replace(whole, name=theirs)
     return joined, left_out
 
 

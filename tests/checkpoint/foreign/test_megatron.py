@@ -1,5 +1,6 @@
 """Checkpoints that megatron-core wrote give the same logits here, at one and at two tensor ranks."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -27,6 +28,9 @@ def test_logits_are_those_of_megatron_core(
     said = run_import(monkeypatch, capsys, *flags, *TOKENIZER)
     kind = "torch_dist" if layout == "dist" else "mp_rank files"
     assert f"iter_0000007: Megatron-LM ({kind}), iteration 7\n" in said
+    assert re.search(
+        r"layers\.\*\.self_attention\.linear_qkv\.weight +-> layers\.\*\.attention\.qkv\.weight\n", said
+    )
     assert "vocabulary: 90 entries; 128 rows there, 96 here" in said
     assert "--num-layers 2 --hidden-size 64" in said
     assert_same_logits(target, root)
@@ -83,7 +87,7 @@ def test_legacy_names_in_nested_dictionaries_and_pipeline_stages(
 
 def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     with pytest.raises(ValueError, match=r".") as error:
-        run_import(monkeypatch, capsys, *argv, *TOKENIZER)
+        run_import(monkeypatch, capsys, *TOKENIZER, *argv)
     assert "\n" not in str(error.value)
     return str(error.value)
 
