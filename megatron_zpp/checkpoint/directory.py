@@ -9,6 +9,7 @@ import re
 import shutil
 from pathlib import Path
 
+from megatron_zpp.checkpoint.foreign.recognise import recognise
 from megatron_zpp.checkpoint.manifest import MARKER, is_committed
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
@@ -54,8 +55,8 @@ def committed(directory: Path) -> dict[int, Path]:
 def candidates(directory: str, iteration: int | None = None, flag: str = "--load") -> list[Path]:
     """The committed checkpoints, newest first, or only that of `iteration`; empty for an empty directory.
 
-    `flag` is the flag that named the directory, for errors. Raises ValueError if `iteration` is missing, and
-    if there are checkpoints but none is committed.
+    `flag` is the flag that named the directory, for errors. Raises ValueError if `iteration` is missing, if
+    another program wrote what is there, and if there are checkpoints but none is committed.
     """
     root = Path(directory)
     try:
@@ -64,6 +65,8 @@ def candidates(directory: str, iteration: int | None = None, flag: str = "--load
         there = committed(root)
     except OSError as error:
         raise option_error(flag, directory, f"{one_line(error)}; name a directory that can be read") from None
+    if not there and (foreign := recognise(root)):
+        raise option_error(flag, directory, f"{foreign.words}; {foreign.remedy}")
     if iteration is not None:
         if iteration not in there:
             shown = ", ".join(map(str, sorted(there))) or "none"

@@ -1,0 +1,141 @@
+"""The model that Megatron-LM's settings describe, as ours."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_zpp.checkpoint.foreign.pickled import Global, Record
+from megatron_zpp.config.model import ModelConfig
+
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
+# Settings of a model that ours cannot be, with the values that are ours.
+_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "num_experts": (None, 0, 1, [1], (1,)),
+    "multi_latent_attention": (None, False),
+    "apply_layernorm_1p": (None, False),
+    "apply_residual_connection_post_layernorm": (None, False),
+    "embed_layernorm": (None, False),
+    "rotary_interleaved": (None, False),
+    "rotary_scaling_factor": (None, 1, 1.0),
+    "rotary_seq_len_interpolation_factor": (None, 1),
+    "quick_geglu": (None, False),
+    "glu_activation": (None,),
+    "mtp_num_layers": (None, 0),
+    "is_hybrid_model": (None, False),
+    "hybrid_override_pattern": (None,),
+    "no_rope_freq": (None,),
+    "softmax_type": (None, "vanilla"),
+    "experimental_attention_variant": (None,),
+    "heterogeneous_layers_config_path": (None,),
+}
+_COPIED = (
+    *("kv_channels", "ffn_hidden_size", "max_position_embeddings", "qk_layernorm", "swiglu"),
+    *("squared_relu", "add_qkv_bias", "untie_embeddings_and_output_weights"),
+)
+_ROPE = ("rotary_base", "rotary_percent")
+_NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
+
+
+@dataclass(frozen=True)
+class ForeignArchitecture:
+    """A model as settings describe it; `notes` are lines for the person who imports it."""
+
+    model: ModelConfig
+    notes: tuple[str, ...] = ()
+
+
+def read_settings(path: Path, args: Mapping[str, Any], divisible_by: int) -> ForeignArchitecture:
+    """Return the model that `args` describe. Raises ValueError, in one line, for one that ours cannot be."""
+    if missing := [name for name in _NEEDED if type(args.get(name)) is not int]:
+        raise ValueError(
+            f"{path}: its args do not say {missing[0]}, so the shape of its model is unknown; save it again "
+            "with the program's args in it"
+        )
+    for name, allowed in _ONLY.items():
+        value = args.get(name)
+        if value not in allowed:
+            raise ValueError(f"{path}: its model has {name} {value!s:.40}, which this program does not have")
+    fields = {name: args[name] for name in (*_NEEDED, *_COPIED) if args.get(name) is not None}
+    longest = args.get("max_position_embeddings") or args.get("seq_length")
+    fields |= {"max_position_embeddings": longest, "seq_length": longest}
+    fields["make_vocab_size_divisible_by"] = divisible_by
+    fields |= _norm(path, args) | _positions(path, args) | _groups(args) | _window(args)
+    fields["disable_bias_linear"] = not args.get("add_bias_linear", True)
+    try:
+        model = ModelConfig(**fields)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: its args describe no model of ours: {error}") from None
+    return ForeignArchitecture(model, tuple(_notes(args, model)))
+
+
+def _norm(path: Path, args: Mapping[str, Any]) -> dict[str, Any]:
+    name = args.get("normalization", "LayerNorm")
+    if str(name).lower() not in _NORMS:
+        raise ValueError(f"{path}: its model has normalization {name!s:.40}; must be LayerNorm or RMSNorm")
+    epsilon = args.get("norm_epsilon", args.get("layernorm_epsilon", 1e-5))
+    return {
+        "normalization": _NORMS[str(name).lower()],
+        "norm_epsilon": _number(path, "norm_epsilon", epsilon),
+    }
+
+
+def _positions(path: Path, args: Mapping[str, Any]) -> dict[str, Any]:
+    kind = args.get("position_embedding_type", "learned_absolute")
+    if isinstance(kind, Record):  # an enum of Megatron-DeepSpeed's
+        member = kind.arguments[-1] if kind.arguments else 0
+        kind = {1: "rope", 2: "learned_absolute", 3: "alibi"}.get(member, member)
+    if isinstance(kind, Global):
+        kind = kind.name
+    kind = {"rotary": "rope", "absolute": "learned_absolute"}.get(kind, kind)
+    if args.get("use_rotary_position_embeddings"):
+        kind = "rope"
+    if kind not in ("learned_absolute", "rope", "none"):
+        raise ValueError(
+            f"{path}: its model has position_embedding_type {kind!s:.40}; must be learned_absolute, "
+            "rope or none"
+        )
+    found = {"position_embedding_type": kind}
+    if kind == "rope":
+        found |= {name: _number(path, name, args[name]) for name in _ROPE if args.get(name) is not None}
+        if args.get("use_rope_scaling"):
+            found |= {"use_rope_scaling": True}
+            found |= {
+                "rope_scaling_factor": _number(
+                    path, "rope_scaling_factor", args.get("rope_scaling_factor", 8.0)
+                )
+            }
+    return found
+
+
+def _number(path: Path, name: str, value: Any) -> float:
+    if type(value) not in (int, float):
+        raise ValueError(f"{path}: its args say {name} {value!s:.40}, which is no number")
+    return float(value)
+
+
+def _groups(args: Mapping[str, Any]) -> dict[str, Any]:
+    heads = args["num_attention_heads"]
+    groups = args.get("num_query_groups") if args.get("group_query_attention") else None
+    groups = groups or args.get("num_key_value_heads") or heads  # the second of Megatron-DeepSpeed
+    return {"group_query_attention": True, "num_query_groups": groups} if groups != heads else {}
+
+
+def _window(args: Mapping[str, Any]) -> dict[str, Any]:
+    window = args.get("window_size")
+    if window is None:
+        return {}
+    found = {"window_size": ",".join(map(str, window)) if isinstance(window, tuple | list) else str(window)}
+    if (pattern := args.get("window_attn_skip_freq")) is not None:
+        found["window_attn_skip_freq"] = str(pattern)
+    return found
+
+
+def _notes(args: Mapping[str, Any], model: ModelConfig) -> list[str]:
+    exact = args.get("bias_gelu_fusion") is False and not args.get("openai_gelu")
+    if model.activation == "gelu" and exact:
+        return [
+            "its run computed GELU by the error function (--no-bias-gelu-fusion); this program computes "
+            "its tanh approximation, up to 5e-4 away"
+        ]
+    return []

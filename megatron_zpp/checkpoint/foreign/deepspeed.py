@@ -1,0 +1,226 @@
+"""DeepSpeed's checkpoints of Megatron-DeepSpeed's GPT: global_step100/, ZeRO stages 0 to 3, and Universal.
+
+mp_rank_TT_model_states.pt           tensor rank TT's module, whole up to stage 2, and the program's args
+layer_NN-model_TT-model_states.pt    the module in parts, if it is DeepSpeed's pipeline module
+zero_pp_rank_R_mp_rank_TT_model_states.pt           as the first at stage 3, without weights
+[bf16_]zero_pp_rank_R_mp_rank_TT_optim_states.pt    data rank R's part of the fp32 weights
+zero/NAME/fp32.pt                    Universal: a whole fp32 weight
+
+fp32 weights are preferred to the module's, which are rounded to the format of the run.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.checkpoint.foreign.model import ForeignModel, ForeignTensor, flatten, join_ranks, stored
+from megatron_zpp.checkpoint.foreign.rank_files import settings_of
+from megatron_zpp.checkpoint.foreign.torch_file import StoredTensor, read_torch_file
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MOMENTS = "the optimizer's moments: they start at zero, and the schedule at iteration 0"
+
+
+def read_zero(path: Path) -> ForeignModel:
+    """Return the model of a directory of ZeRO files. Raises ValueError or DamagedFile, in one line."""
+    states = {rank: read_torch_file(file) for rank, file in sorted(_first_files(path, _MODEL).items())}
+    if not states or sorted(states) != list(range(len(states))):
+        raise ValueError(f"{path}: has files of model-parallel ranks {sorted(states)}; copy all of them")
+    if any(state.get("frozen_param_shapes") for state in states.values()):
+        raise ValueError(
+            f"{path}: has frozen parameters, which this program does not train; merge them first"
+        )
+    args = settings_of(states[0].get("args"))
+    pipelined = _ranks_of_layers(path)
+    ranks: list[Mapping[str, ForeignTensor]] = []
+    left_out = [_MOMENTS]
+    if pipelined and pipelined != len(states):  # tensor ranks are not model-parallel ranks
+        ranks = [_layers(path, rank) for rank in range(pipelined)]
+        left_out.append("fp32 weights: pipeline ranks share them, so weights are those of the layer files")
+    elif _optimizer_files(path, 0):
+        for rank, state in states.items():
+            shares = [_optimizer(file) for file in _optimizer_files(path, rank)]
+            ranks.append(_from_shares(path, state, shares))
+    else:
+        ranks = [_module(path, rank, state) for rank, state in states.items()]
+        left_out = ["fp32 weights: there are no optim_states files, so weights are those of the module"]
+    tensors, lines = join_ranks(path, ranks, gated=bool(args.get("swiglu")))
+    kind = "DeepSpeed (ZeRO files)"
+    return ForeignModel(kind, path, args, _iteration(states[0]), tensors, (*left_out, *lines))
+
+
+def read_universal(path: Path) -> ForeignModel:
+    """Return the model of a Universal checkpoint. Raises as `read_zero`."""
+    files = _first_files(path, _MODEL)
+    if 0 not in files:
+        raise ValueError(f"{path}: has no mp_rank_00_model_states.pt, which describes the model")
+    state = read_torch_file(files[0])
+    found: dict[str, ForeignTensor] = {}
+    for file in sorted((path / "zero").glob("*/fp32.pt")):
+        value = read_torch_file(file)
+        if isinstance(value, dict):
+            value = value.get("param")
+        if not isinstance(value, StoredTensor):
+            raise ValueError(f"{file}: holds no tensor named param; convert the checkpoint again")
+        found[file.parent.name] = stored(value)
+    args = settings_of(state.get("args"))
+    tensors, lines = join_ranks(path, [found], gated=bool(args.get("swiglu")))
+    return ForeignModel("DeepSpeed (Universal)", path, args, _iteration(state), tensors, (_MOMENTS, *lines))
+
+
+def _iteration(state: Mapping[str, Any]) -> int | None:
+    value = state.get("iteration", state.get("global_steps"))
+    return value if type(value) is int else None
+
+
+def _first_files(path: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+    """Return a file of each model-parallel rank; at stage 3 that of its data rank 0."""
+    found: dict[int, Path] = {}
+    for file in sorted(path.iterdir()):
+        if (match := pattern.fullmatch(file.name)) and not int(match[1] or 0):
+            found.setdefault(int(match[2]), file)
+    return found
+
+
+def _optimizer_files(path: Path, rank: int) -> list[Path]:
+    """Return the files of a model-parallel rank's data ranks, in their order. Raises ValueError for a gap."""
+    found = {
+        int(match[1]): file
+        for file in path.iterdir()
+        if (match := _OPTIMIZER.fullmatch(file.name)) and int(match[2]) == rank
+    }
+    if sorted(found) != list(range(len(found))):
+        raise ValueError(f"{path}: has optim_states of data ranks {sorted(found)}; copy all of them")
+    return [found[number] for number in range(len(found))]
+
+
+def _module(path: Path, rank: int, state: Mapping[str, Any]) -> dict[str, ForeignTensor]:
+    """Return the weights of the module itself, in the format of the run."""
+    if isinstance(state.get("module"), dict):
+        return {name: stored(tensor) for name, tensor in flatten(state["module"]).items()}
+    return _layers(path, rank)
+
+
+def _ranks_of_layers(path: Path) -> int:
+    """Return the number of tensor ranks that have layer files."""
+    return len({match[2] for file in path.iterdir() if (match := _LAYER.fullmatch(file.name))})
+
+
+def _layers(path: Path, rank: int) -> dict[str, ForeignTensor]:
+    """Return the weights in a tensor rank's layer files."""
+    found: dict[str, ForeignTensor] = {}
+    for file in sorted(path.iterdir()):
+        if (match := _LAYER.fullmatch(file.name)) and int(match[2]) == rank:
+            layer = flatten(read_torch_file(file))
+            found |= {f"{int(match[1])}.{name}": stored(tensor) for name, tensor in layer.items()}
+    if not found:
+        raise ValueError(f"{path}: has no weights of tensor rank {rank} in model_states or layer files")
+    return found
+
+
+def _optimizer(file: Path) -> Mapping[str, Any]:
+    value = read_torch_file(file)
+    state = value.get("optimizer_state_dict") if isinstance(value, dict) else None
+    if not isinstance(state, dict) or "zero_stage" not in state:
+        raise ValueError(f"{file}: has no state of a ZeRO optimizer; copy it again")
+    return state
+
+
+def _from_shares(
+    path: Path, state: Mapping[str, Any], shares: Sequence[Mapping[str, Any]]
+) -> dict[str, ForeignTensor]:
+    """Return fp32 weights that data ranks share."""
+    groups = state.get("param_shapes")
+    groups = [groups] if isinstance(groups, dict) else groups
+    if not groups or not all(isinstance(group, dict) for group in groups):
+        raise ValueError(f"{path}: has no param_shapes; save it with DeepSpeed 0.5 or later")
+    if not shares:
+        raise ValueError(f"{path}: has optim_states of some model-parallel ranks only; copy all of them")
+    world = shares[0].get("partition_count", len(shares))
+    world = max(world) if isinstance(world, list) else world
+    if world != len(shares):
+        raise ValueError(f"{path}: has optim_states of {len(shares)} of {world} data ranks; copy all of them")
+    stage = _number(shares[0]["zero_stage"])
+    if stage == 3:
+        flats = [_Pieces(_tensors(path, share, "fp32_flat_groups")) for share in shares]
+        return dict(_sharded(path, [pair for group in groups for pair in group.items()], flats))
+    found: dict[str, ForeignTensor] = {}
+    parts = [_tensors(path, share, "single_partition_of_fp32_groups") for share in shares]
+    if any(len(part) != len(groups) for part in parts):
+        raise ValueError(f"{path}: its optim_states have other groups of parameters than its model_states")
+    for number, group in enumerate(groups):
+        whole, offset = _Pieces([part[number] for part in parts]), 0
+        for name, shape in group.items():
+            size = math.prod(shape)
+            whole.check(path, name, offset + size)
+            found[name] = _cut(tuple(shape), [(whole, offset, size)])
+            offset += size
+    return found
+
+
+def _number(stage: Any) -> int:
+    """Return a stage, which may be an enum's member."""
+    arguments = getattr(stage, "arguments", None)
+    return int(arguments[0] if arguments else stage)
+
+
+def _tensors(path: Path, share: Mapping[str, Any], key: str) -> list[StoredTensor]:
+    found = share.get(key)
+    if not isinstance(found, list) or not all(isinstance(one, StoredTensor) for one in found):
+        raise ValueError(f"{path}: an optim_states file has no {key}; save it with DeepSpeed 0.5 or later")
+    return found
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """Flat tensors in files, end to end."""
+
+    tensors: Sequence[StoredTensor]
+
+    def check(self, path: Path, name: str, stop: int) -> None:
+        """Raise ValueError unless there are `stop` elements."""
+        if stop > sum(math.prod(tensor.shape) for tensor in self.tensors):
+            raise ValueError(f"{path}: its optim_states end before {name} does; copy all of them")
+
+    def read(self, start: int, length: int) -> Tensor:
+        """Return elements from `start` on."""
+        found = []
+        for tensor in self.tensors:
+            size = math.prod(tensor.shape)
+            first, stop = max(start, 0), min(start + length, size)
+            if first < stop:
+                part = StoredTensor(tensor.storage, (stop - first,), (1,), tensor.offset + first)
+                found.append(part.read())
+            start, length = start - size, length
+        return torch.cat(found) if found else torch.empty(0)
+
+
+def _cut(shape: tuple[int, ...], parts: Sequence[tuple[_Pieces, int, int]]) -> ForeignTensor:
+    """Return the tensor that (pieces, first element, length) make up, one after the other."""
+    return ForeignTensor(
+        shape, lambda: torch.cat([one.read(at, size) for one, at, size in parts]).view(shape)
+    )
+
+
+def _sharded(
+    path: Path, entries: Sequence[tuple[str, Any]], flats: Sequence[_Pieces]
+) -> Iterator[tuple[str, ForeignTensor]]:
+    """Cut stage 3's weights: each rank has an equal part of each parameter, the last part padded."""
+    offset = 0
+    for name, shape in entries:
+        size = math.prod(shape)
+        share = -(-size // len(flats))
+        parts = []
+        for rank, flat in enumerate(flats):
+            flat.check(path, name, offset + share)
+            parts.append((flat, offset, max(0, min(share, size - rank * share))))
+        yield name, _cut(tuple(shape), parts)
+        offset += share

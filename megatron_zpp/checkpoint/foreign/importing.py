@@ -1,0 +1,132 @@
+"""Makes a checkpoint of iteration 0 from one of Megatron-LM's or DeepSpeed's."""
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.checkpoint.foreign.architecture import read_settings
+from megatron_zpp.checkpoint.foreign.model import ForeignModel, as_float
+from megatron_zpp.checkpoint.foreign.names import OUTPUT, TIED_COPY, TOKENS
+from megatron_zpp.checkpoint.imported import WholeWeights, write_imported
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.tokenizer import TokenizerConfig
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.tokenizer.base import Tokenizer
+from megatron_zpp.tokenizer.build import build_tokenizer
+
+_NUMBER = re.compile(r"(^|\.)\d+(\.)")
+
+
+def import_foreign(
+    foreign: ForeignModel, named: int | None, target: Path, settings: TokenizerConfig, divisible_by: int
+) -> list[str]:
+    """Write `target`/iter_0000000, and return lines that say what was mapped and what was left out.
+
+    `named` is the iteration in the directory's name. All weights are held in memory, in fp32.
+    """
+    if named is not None and foreign.iteration is not None and foreign.iteration != named:
+        raise ValueError(
+            f"{foreign.path}: holds iteration {foreign.iteration}, not {named}; rename it, or copy it again"
+        )
+    architecture = read_settings(foreign.path, foreign.args, divisible_by)
+    tokenizer = build_tokenizer(settings)
+    weights = whole_weights(foreign, architecture.model, tokenizer)
+    path, flags = write_imported(target, architecture.model, WholeWeights(weights), settings, tokenizer)
+    numbers = sum(parameter.numel() for parameter in weights.values())
+    rows = foreign.tensors[TOKENS].shape[0]
+    padded = weights[TOKENS].shape[0]
+    return [
+        f"{foreign.path}: {foreign.kind}, iteration {foreign.iteration}",
+        f"mapped: {len(weights)} parameters, {numbers:,} elements, of {architecture.model.num_layers} layers",
+        *_mapping(foreign, weights),
+        f"vocabulary: {tokenizer.vocab_size} entries; {rows} rows there, {padded} here, the rest is padding",
+        *(f"left out: {line}" for line in foreign.left_out),
+        *(f"note: {line}" for line in architecture.notes),
+        f"{path}: {flags}",
+    ]
+
+
+def _mapping(foreign: ForeignModel, weights: Mapping[str, Tensor]) -> list[str]:
+    """Return a line per kind of parameter: its name there, and here; `*` stands for the number of a layer."""
+    found: dict[str, str] = {}
+    for ours in weights:
+        kind = _NUMBER.sub(r"\1*\2", ours)
+        found.setdefault(kind, _NUMBER.sub(r"\1*\2", foreign.tensors[ours].name))
+    width = max(map(len, found.values()))
+    return [f"  {theirs:{width}} -> {ours}" for ours, theirs in found.items()]
+
+
+def whole_weights(foreign: ForeignModel, model: ModelConfig, tokenizer: Tokenizer) -> dict[str, Tensor]:
+    """Return all weights by our names in fp32. Raises ValueError unless they are exactly those of `model`."""
+    path, tensors = foreign.path, dict(foreign.tensors)
+    if f"layers.{model.num_layers - 1}.attention.qkv.weight" not in tensors:
+        raise ValueError(
+            f"{path}: its args say {model.num_layers} layers, and it does not have the last of them"
+        )
+    with torch.device("meta"):
+        shapes = {
+            name: tuple(value.shape) for name, value in GPT(model, tokenizer.vocab_size).named_parameters()
+        }
+    if not model.untie_embeddings_and_output_weights and OUTPUT in tensors:
+        tensors[TIED_COPY] = tensors.pop(OUTPUT)
+    for name in sorted(shapes.keys() - tensors.keys()):
+        raise ValueError(f"{path}: has no {name}; its args ask for one of shape {shapes[name]}")
+    for name in sorted(tensors.keys() - shapes.keys() - {TIED_COPY}):
+        raise ValueError(f"{path}: has {name}, which is no part of the model that its args describe")
+    found = {}
+    for name, shape in shapes.items():
+        table = name in (TOKENS, OUTPUT)
+        theirs = tensors[name].shape
+        if table:
+            _check_vocabulary(foreign, name, theirs[0], tokenizer)
+        if theirs != ((theirs[0], *shape[1:]) if table else shape):
+            raise ValueError(f"{path}: {name} has shape {theirs}; its args ask for {shape}")
+        found[name] = _read(foreign, name, shape, model, tokenizer.vocab_size if table else None)
+    if TIED_COPY in tensors:
+        copy = as_float(path, TIED_COPY, tensors[TIED_COPY].read())[: tokenizer.vocab_size]
+        if not torch.equal(copy, found[TOKENS][: tokenizer.vocab_size]):
+            raise ValueError(
+                f"{path}: its output weights are not its token embedding, but its args say that both are one"
+            )
+    return found
+
+
+def _read(
+    foreign: ForeignModel, name: str, shape: tuple[int, ...], model: ModelConfig, entries: int | None
+) -> Tensor:
+    weight = as_float(foreign.path, name, foreign.tensors[name].read())
+    if name.endswith(("attention.qkv.weight", "attention.qkv.bias")):
+        return ungroup(weight, model)
+    if entries is None:
+        return weight.contiguous()
+    table = torch.zeros(shape)
+    table[:entries] = weight[:entries]
+    return table
+
+
+def ungroup(qkv: Tensor, model: ModelConfig) -> Tensor:
+    """Return rows of all queries, then all keys, then all values.
+
+    Megatron's rows are those of one query group after the other: its queries, its key, its value.
+    """
+    groups, width = model.num_query_groups, model.kv_channels
+    each = model.num_attention_heads // groups
+    rows = qkv.view(groups, each + 2, width, *qkv.shape[1:])  # (G, N / G + 2, H, …)
+    parts = rows[:, :each], rows[:, each : each + 1], rows[:, each + 1 :]
+    return torch.cat([part.reshape(-1, *qkv.shape[1:]) for part in parts])
+
+
+def _check_vocabulary(foreign: ForeignModel, name: str, rows: int, tokenizer: Tokenizer) -> None:
+    """Raise ValueError unless `rows` can be the tokenizer's entries, padded as Megatron pads them."""
+    args, entries = foreign.args, tokenizer.vocab_size
+    sizes = args.get("make_vocab_size_divisible_by"), args.get("tensor_model_parallel_size")
+    multiple = math.prod(size for size in sizes if type(size) is int and size > 0)
+    if not entries <= rows or rows - entries >= max(multiple, 128):
+        raise ValueError(
+            f"{foreign.path}: {name} has {rows} rows, and this {tokenizer.kind} has {entries} entries; "
+            f"give the tokenizer of that model (its args say {args.get('tokenizer_type') or 'none'!s:.60})"
+        )

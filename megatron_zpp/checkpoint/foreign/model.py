@@ -1,0 +1,106 @@
+"""A model as another program saved it: what describes it, and its tensors, which are read one by one."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.checkpoint.foreign.names import our_names, split_of
+from megatron_zpp.checkpoint.foreign.torch_file import FLOATS, StoredTensor
+
+_LARGEST_COPY = 1 << 24  # elements of a tensor that all ranks have, up to which the copies are compared
+
+
+@dataclass(frozen=True)
+class ForeignTensor:
+    """A whole parameter; `read` returns it in the format it was saved in. `name` is its name there."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class ForeignModel:
+    """A checkpoint of another program.
+
+    kind       the program and its layout, in words
+    path       the directory of this iteration
+    args       the program's settings by name, which describe the model
+    iteration  as the checkpoint itself says; None if it does not
+    tensors    by our parameters' names, with the program's order of rows in attention.qkv
+    left_out   lines: what is not imported, and why
+    """
+
+    kind: str
+    path: Path
+    args: Mapping[str, Any]
+    iteration: int | None
+    tensors: Mapping[str, ForeignTensor]
+    left_out: tuple[str, ...] = field(default=())
+
+
+def stored(tensor: StoredTensor) -> ForeignTensor:
+    """Return a tensor that is whole in a file."""
+    return ForeignTensor(tensor.shape, tensor.read)
+
+
+def flatten(value: Mapping[Any, Any], prefix: str = "") -> dict[str, StoredTensor]:
+    """Return the tensors of nested dictionaries by their keys, joined by points; other values are dropped."""
+    found: dict[str, StoredTensor] = {}
+    for key, inner in value.items():
+        if isinstance(inner, dict):
+            found |= flatten(inner, f"{prefix}{key}.")
+        elif isinstance(inner, StoredTensor):
+            found[f"{prefix}{key}"] = inner
+    return found
+
+
+def join_ranks(
+    path: Path, ranks: list[Mapping[str, ForeignTensor]], *, gated: bool
+) -> tuple[dict[str, ForeignTensor], list[str]]:
+    """Return whole parameters by our names, from the tensors of each tensor rank; and what was left out.
+
+    Raises ValueError for tensors that are no part of our model, and for ranks that do not fit together.
+    """
+    names, left_out = our_names(path, ranks[0])
+    joined = {}
+    for theirs, ours in names.items():
+        parts = []
+        for number, rank in enumerate(ranks):
+            if theirs not in rank:
+                raise ValueError(f"{path}: tensor rank {number} has no {theirs}, which rank 0 has")
+            parts.append(rank[theirs])
+        if len({part.shape for part in parts}) > 1:
+            raise ValueError(f"{path}: tensor ranks have {theirs} in different shapes")
+        whole = parts[0] if len(parts) == 1 else _joined(path, theirs, ours, parts, gated)
+        joined[ours] = replace(whole, name=theirs)
+    return joined, left_out
+
+
+def _joined(path: Path, theirs: str, ours: str, parts: list[ForeignTensor], gated: bool) -> ForeignTensor:
+    split = split_of(ours, parts[0].shape, len(parts), gated=gated)
+    if split is not None:
+        shape = split.whole_shape(parts[0].shape, len(parts))
+        return ForeignTensor(shape, lambda: split.join([part.read() for part in parts]))
+
+    def read() -> Tensor:
+        first = parts[0].read()
+        for number, part in enumerate(parts[1:], start=1):
+            if first.numel() <= _LARGEST_COPY and not torch.equal(first, part.read()):
+                raise ValueError(
+                    f"{path}: {theirs} differs between tensor ranks 0 and {number}, which should have copies"
+                )
+        return first
+
+    return ForeignTensor(parts[0].shape, read)
+
+
+def as_float(path: Path, name: str, tensor: Tensor) -> Tensor:
+    """Return the tensor in fp32. Raises ValueError for numbers that are no weights."""
+    if tensor.dtype not in FLOATS:
+        raise ValueError(f"{path}: {name} has format {tensor.dtype}; must be fp32, fp64, bf16 or fp16")
+    return tensor.float()

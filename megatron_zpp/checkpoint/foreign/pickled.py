@@ -1,0 +1,221 @@
+"""Reads a pickle as data: what the file names is never looked up, imported or called.
+
+`pickletools` cuts the bytes into opcodes, and a stack machine here builds plain values of them. A name of a
+class or function becomes a `Global`, an object of it a `Record` of the name, its arguments and its state. A
+pickle that names anything outside of the libraries that write checkpoints is refused.
+"""
+
+import pickletools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+_MOST_OPCODES = 50_000_000
+_LIBRARIES = (  # whose names may appear, though they are never looked up
+    *("torch", "numpy", "collections", "argparse", "enum", "types", "pathlib", "_codecs", "datetime"),
+    *("megatron", "deepspeed", "transformer_engine", "apex", "signal"),
+)
+_BUILTINS = frozenset(
+    (
+        *("set", "frozenset", "bytearray", "complex", "slice", "range", "int", "float", "str", "bool"),
+        *("list", "dict", "tuple", "object", "getattr"),
+    )
+)
+
+
+class NotData(ValueError):
+    """The pickle names code, or is not a whole pickle; the message says which, in one line."""
+
+
+@dataclass(frozen=True)
+class Global:
+    """The name of a class or function."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(eq=False)
+class Record:
+    """An object that was not made: the class or function, its arguments, and what was to fill it."""
+
+    of: Any
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
+    items: list[Any] = field(default_factory=list)
+    entries: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The attributes of an object that has a dictionary of them; empty for others."""
+        return self.state if isinstance(self.state, dict) else {}
+
+
+def read_pickle(content: bytes, persistent: Callable[[Any], Any]) -> Any:
+    """Return the value; `persistent` makes values of persistent ids. Raises NotData."""
+    try:
+        return _Machine(persistent).run(content)
+    except NotData:
+        raise
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:100]
+        raise NotData(f"not a whole pickle ({reason or type(error).__name__})") from None
+
+
+def _check_name(module: str, name: str) -> Global:
+    top = module.split(".")[0]
+    if top in _LIBRARIES or (module in ("builtins", "__builtin__") and name in _BUILTINS):
+        return Global(module, name)
+    shown = f"{module}.{name}"
+    shown = shown if shown.isprintable() and len(shown) <= 100 else repr(shown)[:100]
+    raise NotData(f"names {shown}, which is code and not a model's data; nothing of it was run")
+
+
+_MARK = object()
+_CONSTANTS: dict[str, Callable[[], Any]] = {
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_LIST": list,
+    "EMPTY_DICT": dict,
+    "EMPTY_TUPLE": tuple,
+    "EMPTY_SET": set,
+}
+_LITERALS = frozenset(
+    (
+        *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "STRING"),
+        *("BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
+        *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+    )
+)
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+
+
+class _Machine:
+    """The stack and the memo of one pickle."""
+
+    def __init__(self, persistent: Callable[[Any], Any]) -> None:
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+        self._persistent = persistent
+
+    def run(self, content: bytes) -> Any:
+        """Return what the pickle leaves on the stack."""
+        for count, (opcode, argument, _) in enumerate(pickletools.genops(content)):
+            if count > _MOST_OPCODES:
+                raise NotData(f"has more than {_MOST_OPCODES:,} opcodes")
+            if opcode.name == "STOP":
+                return self._stack.pop()
+            self._step(opcode.name, argument)
+        raise NotData("not a whole pickle (no end)")
+
+    def _step(self, name: str, argument: Any) -> None:
+        stack = self._stack
+        if name in _LITERALS:
+            stack.append(argument)
+        elif name in _CONSTANTS:
+            stack.append(_CONSTANTS[name]())
+        elif name in ("PUT", "BINPUT", "LONG_BINPUT"):
+            self._memo[argument] = stack[-1]
+        elif name == "MEMOIZE":
+            self._memo[len(self._memo)] = stack[-1]
+        elif name in ("GET", "BINGET", "LONG_BINGET"):
+            stack.append(self._memo[argument])
+        elif name == "MARK":
+            stack.append(_MARK)
+        elif name in _TUPLES:
+            count = _TUPLES[name]
+            stack[-count:] = [tuple(stack[-count:])]
+        elif name not in ("PROTO", "FRAME"):
+            self._build(name, argument)
+
+    def _build(self, name: str, argument: Any) -> None:
+        """The opcodes that make containers and objects."""
+        stack = self._stack
+        if name == "TUPLE":
+            stack.append(tuple(self._marked()))
+        elif name == "LIST":
+            stack.append(self._marked())
+        elif name == "DICT":
+            stack.append(_pairs(self._marked()))
+        elif name == "FROZENSET":
+            stack.append(frozenset(self._marked()))
+        elif name == "POP":
+            stack.pop()
+        elif name == "POP_MARK":
+            self._marked()
+        elif name == "DUP":
+            stack.append(stack[-1])
+        elif name in ("APPEND", "APPENDS", "ADDITEMS"):
+            items = [stack.pop()] if name == "APPEND" else self._marked()
+            _extend(items, stack[-1])
+        elif name in ("SETITEM", "SETITEMS"):
+            entries = [stack.pop(-2), stack.pop()] if name == "SETITEM" else self._marked()
+            target = stack[-1]
+            (target.entries if isinstance(target, Record) else target).update(_pairs(entries))
+        elif name == "PERSID":
+            stack.append(self._persistent(argument))
+        elif name == "BINPERSID":
+            stack.append(self._persistent(stack.pop()))
+        else:
+            self._name(name, argument)
+
+    def _name(self, name: str, argument: Any) -> None:
+        """The opcodes by which an ordinary reader would import and call."""
+        stack = self._stack
+        if name == "GLOBAL":
+            stack.append(_check_name(*argument.split(" ", 1)))
+        elif name == "STACK_GLOBAL":
+            module, attribute = stack.pop(-2), stack.pop()
+            if not isinstance(module, str) or not isinstance(attribute, str):
+                raise NotData("not a whole pickle (a name that is no text)")
+            stack.append(_check_name(module, attribute))
+        elif name in ("REDUCE", "NEWOBJ"):
+            stack.append(_record(stack.pop(-2), stack.pop()))
+        elif name == "NEWOBJ_EX":
+            stack.pop()  # keywords
+            stack.append(_record(stack.pop(-2), stack.pop()))
+        elif name == "BUILD":
+            state = stack.pop()
+            if isinstance(stack[-1], Record):
+                stack[-1].state = state
+        else:
+            raise NotData(f"has the opcode {name}, which no model needs")
+
+    def _marked(self) -> list[Any]:
+        """Remove and return what is above the last mark."""
+        for place in range(len(self._stack) - 1, -1, -1):
+            if self._stack[place] is _MARK:
+                found = self._stack[place + 1 :]
+                del self._stack[place:]
+                return found
+        raise NotData("not a whole pickle (no mark)")
+
+
+def _record(of: Any, arguments: Any) -> Any:
+    """Return an inert object; dictionaries, sets and bytes are made, as they are data."""
+    if not isinstance(of, Global) or not isinstance(arguments, tuple):
+        raise NotData("calls what is not the name of a class or function")
+    if str(of) == "collections.OrderedDict":
+        return _pairs([part for pair in arguments[0] for part in pair]) if arguments else {}
+    if of.name == "set" and of.module in ("builtins", "__builtin__"):
+        return set(arguments[0]) if arguments else set()
+    if str(of) == "_codecs.encode":  # how older protocols write bytes
+        return str(arguments[0]).encode("latin1")
+    return Record(of, arguments)
+
+
+def _extend(items: list[Any], target: Any) -> None:
+    if isinstance(target, Record):
+        target.items.extend(items)
+    elif isinstance(target, set):
+        target.update(items)
+    else:
+        target.extend(items)
+
+
+def _pairs(flat: list[Any]) -> dict[Any, Any]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))

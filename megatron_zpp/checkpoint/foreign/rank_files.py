@@ -1,0 +1,95 @@
+"""Megatron-LM's old layout: iter_0000100/mp_rank_TT[_PPP]/model_optim_rng.pt, a file per rank."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_zpp.checkpoint.foreign.model import ForeignModel, ForeignTensor, flatten, join_ranks, stored
+from megatron_zpp.checkpoint.foreign.pickled import Record
+from megatron_zpp.checkpoint.foreign.torch_file import read_torch_file
+
+KIND = "Megatron-LM (mp_rank files)"
+_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
+_FILES = ("model_optim_rng.pt", "model_rng.pt")
+_LAYER = re.compile(r"(.*\.layers\.)(\d+)(\..+)")
+LEFT_OUT_OPTIMIZER = (
+    "the optimizer's state, with its fp32 weights: moments start at zero, weights are the model's own, and "
+    "the schedule starts at iteration 0"
+)
+_OLDEST = 2.0  # older ones have the rows of queries, keys and values in another order
+
+
+def read_rank_files(path: Path) -> ForeignModel:
+    """Return the model of an iteration's directory. Raises ValueError or DamagedFile, in one line."""
+    grid = _grid(path)
+    tensor = 1 + max(rank for rank, _ in grid)
+    pipeline = 1 + max(stage for _, stage in grid)
+    if missing := [
+        (rank, stage) for rank in range(tensor) for stage in range(pipeline) if (rank, stage) not in grid
+    ]:
+        raise ValueError(f"{path}: has no file of tensor rank {missing[0][0]}, pipeline rank {missing[0][1]}")
+    first: dict[str, Any] | None = None
+    ranks: list[Mapping[str, ForeignTensor]] = []
+    for rank in range(tensor):
+        whole: dict[str, ForeignTensor] = {}
+        for stage in range(pipeline):
+            state = _read(grid[rank, stage])
+            first = first or state
+            _add_stage(path, whole, flatten(state["model"]))
+        ranks.append(whole)
+    assert first is not None
+    args = settings_of(first.get("args"))
+    tensors, left_out = join_ranks(path, ranks, gated=bool(args.get("swiglu")))
+    if {"optimizer", "opt_param_scheduler"} & first.keys():
+        left_out.append(LEFT_OUT_OPTIMIZER)
+    return ForeignModel(KIND, path, args, first.get("iteration"), tensors, tuple(left_out))
+
+
+def settings_of(args: Any) -> dict[str, Any]:
+    """Return what an argparse.Namespace held; empty if it is none."""
+    if isinstance(args, Record):
+        return dict(args.fields)
+    return args if isinstance(args, dict) else {}
+
+
+def _grid(path: Path) -> dict[tuple[int, int], Path]:
+    found = {}
+    for folder in sorted(path.glob("mp_rank_*")):
+        match = _RANK.fullmatch(folder.name)
+        if match is None:
+            raise ValueError(f"{folder}: of a model with experts, which this program does not have")
+        file = next((folder / name for name in _FILES if (folder / name).exists()), None)
+        if file is None:
+            raise ValueError(f"{folder}: has no {_FILES[0]}; copy the checkpoint again")
+        found[int(match[1]), int(match[2] or 0)] = file
+    if not found:
+        raise ValueError(f"{path}: has no mp_rank_00; name the directory that has it")
+    return found
+
+
+def _read(file: Path) -> dict[str, Any]:
+    state = read_torch_file(file)
+    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
+        several = isinstance(state, dict) and "model0" in state
+        reason = "has interleaved pipeline stages (model0, model1)" if several else "has no model"
+        raise ValueError(f"{file}: {reason}; save it again with megatron's tools/checkpoint/convert.py")
+    version = state.get("checkpoint_version", 0)
+    if not isinstance(version, int | float) or version < _OLDEST:
+        raise ValueError(
+            f"{file}: checkpoint_version {version!s:.20}; load and save it with a Megatron-LM of 2021 or "
+            f"later, which writes {_OLDEST} or later"
+        )
+    return state
+
+
+def _add_stage(path: Path, whole: dict[str, ForeignTensor], stage: Mapping[str, Any]) -> None:
+    """Add a pipeline stage's tensors, whose layers are numbered from 0 in each stage."""
+    before = {int(match[2]) for name in whole if (match := _LAYER.fullmatch(name))}
+    for name, tensor in stage.items():
+        match = _LAYER.fullmatch(name)
+        if match:
+            name = f"{match[1]}{int(match[2]) + len(before)}{match[3]}"
+        if name in whole and "word_embeddings" not in name:
+            raise ValueError(f"{path}: two pipeline ranks have {name}")
+        whole.setdefault(name, stored(tensor))

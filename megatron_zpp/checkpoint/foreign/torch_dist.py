@@ -1,0 +1,141 @@
+"""Megatron-LM's torch_dist layout: common.pt, and .metadata, which finds tensors in .distcp files."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.checkpoint.foreign.model import ForeignModel, ForeignTensor, join_ranks
+from megatron_zpp.checkpoint.foreign.pickled import Record
+from megatron_zpp.checkpoint.foreign.rank_files import LEFT_OUT_OPTIMIZER, settings_of
+from megatron_zpp.checkpoint.foreign.torch_file import StoredTensor, read_pickle_file, read_torch_file
+from megatron_zpp.config.json_file import read_json_object
+from megatron_zpp.storage.checksums import DamagedFile
+
+KIND = "Megatron-LM (torch_dist)"
+_STACKED = re.compile(r"(.*\.layers\.)(?!\d)(.+)")  # all layers in one tensor, along a first axis
+_NOT_WEIGHTS = re.compile(r"(optimizer|rng_state|chained_\d+|rerun_state).*")
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A block of a tensor: where it begins in the tensor, and in a file."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: Path
+    start: int
+    length: int
+
+
+def read_torch_dist(path: Path) -> ForeignModel:
+    """Return the model of an iteration's directory. Raises ValueError or DamagedFile, in one line."""
+    backend = read_json_object("DIRECTORY", str(path / "metadata.json")).get("sharded_backend")
+    if backend != "torch_dist":
+        raise ValueError(
+            f"{path}: its sharded_backend is {backend!s:.30}; save it again with "
+            "--dist-ckpt-format torch_dist"
+        )
+    common = read_torch_file(path / "common.pt")
+    try:
+        metadata = read_pickle_file(path / ".metadata").fields
+        shapes, chunks = _tensors(path, metadata)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, ValueError):
+            raise
+        raise DamagedFile(
+            f"{path / '.metadata'}: not the metadata of a checkpoint ({error!r:.100})"
+        ) from None
+    args = settings_of(common.get("args"))
+    weights, others = {}, []
+    for name, shape in shapes.items():
+        if _NOT_WEIGHTS.fullmatch(name):
+            others.append(name)
+        elif match := _STACKED.fullmatch(name):
+            if "_extra_state" in name:
+                continue
+            for layer in range(shape[0]):
+                weights[f"{match[1]}{layer}.{match[2]}"] = _tensor(path, name, shape, chunks[name], layer)
+        else:
+            weights[name] = _tensor(path, name, shape, chunks[name], None)
+    tensors, left_out = join_ranks(path, [weights], gated=bool(args.get("swiglu")))
+    if any(name.startswith(("optimizer", "chained")) for name in others):
+        left_out.append(LEFT_OUT_OPTIMIZER)
+    return ForeignModel(KIND, path, args, common.get("iteration"), tensors, tuple(left_out))
+
+
+def _tensors(
+    path: Path, metadata: dict[str, Any]
+) -> tuple[dict[str, tuple[int, ...]], dict[str, list[_Chunk]]]:
+    """Return the whole shape of each tensor, and its chunks."""
+    shapes = {
+        name: _size(entry.fields["size"])
+        for name, entry in metadata["state_dict_metadata"].items()
+        if "size" in entry.fields  # others are bytes: extra states and random numbers' states
+    }
+    places: dict[str, dict[tuple[int, ...], Any]] = {}
+    for index, info in metadata["storage_data"].items():
+        if (offset := index.fields.get("offset")) is not None:
+            places.setdefault(index.fields["fqn"], {})[_size(offset)] = info.fields
+    chunks: dict[str, list[_Chunk]] = {}
+    for name, shape in shapes.items():
+        found = []
+        for record in metadata["state_dict_metadata"][name].fields["chunks"]:
+            offsets, sizes = _size(record.fields["offsets"]), _size(record.fields["sizes"])
+            info = places[name][offsets]
+            file = info["relative_path"]
+            if type(file) is not str or Path(file).name != file or not file.isprintable():
+                raise ValueError(
+                    f"{path / '.metadata'}: names a file outside of the checkpoint: {file!r:.60}"
+                )
+            if info.get("transform_descriptors"):
+                raise ValueError(f"{path}: {name} is compressed in its file; save it without compression")
+            if any(
+                begin + length > whole for begin, length, whole in zip(offsets, sizes, shape, strict=True)
+            ):
+                raise DamagedFile(f"{path / '.metadata'}: {name} has a block outside of its shape {shape}")
+            found.append(_Chunk(offsets, sizes, path / file, int(info["offset"]), int(info["length"])))
+        chunks[name] = found
+    return shapes, chunks
+
+
+def _size(value: Any) -> tuple[int, ...]:
+    numbers = tuple(value.arguments[0]) if isinstance(value, Record) else tuple(value)
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise TypeError(f"a size is {numbers!r:.60}")
+    return numbers
+
+
+def _tensor(
+    path: Path, name: str, shape: tuple[int, ...], chunks: Sequence[_Chunk], layer: int | None
+) -> ForeignTensor:
+    """Return a tensor, or what it has of one layer."""
+    if layer is not None:
+        chunks = [one for one in chunks if one.offsets[0] <= layer < one.offsets[0] + one.sizes[0]]
+    whole = shape if layer is None else shape[1:]
+
+    def read() -> Tensor:
+        found: Tensor | None = None
+        covered = 0
+        for chunk in chunks:
+            stored = read_torch_file(chunk.file, chunk.start, chunk.length)
+            if not isinstance(stored, StoredTensor) or stored.shape != chunk.sizes:
+                raise DamagedFile(f"{chunk.file}: {name} is not the block of it that .metadata describes")
+            block, offsets = stored.read(), chunk.offsets
+            if layer is not None:
+                block, offsets = block[layer - offsets[0]], offsets[1:]
+            if found is None:
+                found = torch.empty(whole, dtype=block.dtype)
+            places = tuple(slice(at, at + size) for at, size in zip(offsets, block.shape, strict=True))
+            found[places] = block
+            covered += block.numel()
+        if found is None or covered != math.prod(whole):
+            raise DamagedFile(f"{path}: its files have {covered} of {math.prod(whole)} elements of {name}")
+        return found
+
+    return ForeignTensor(whole, read)

@@ -1,0 +1,212 @@
+"""Reads what torch.save writes: a zip archive of a pickle, read as data, and the bytes of tensors.
+
+A tensor stays in its file until `StoredTensor.read`. Nothing is unpacked: torch stores without compression.
+"""
+
+import math
+import os
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.checkpoint.foreign.pickled import Global, NotData, Record, read_pickle
+from megatron_zpp.storage.checksums import DamagedFile
+from megatron_zpp.storage.regular import open_stream
+
+_PICKLE_LIMIT = 1 << 30  # bytes of the pickle alone; tensors are beside it
+_STORAGES = {
+    "FloatStorage": torch.float32,
+    "DoubleStorage": torch.float64,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "UntypedStorage": torch.uint8,
+}
+_DAMAGES = (
+    EOFError,
+    NotImplementedError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+)
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """Elements of one type in a file, from byte `start` on."""
+
+    path: Path
+    start: int
+    nbytes: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file; `offset` and `stride` count elements of its storage."""
+
+    storage: _Storage
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The format of its elements."""
+        return self.storage.dtype
+
+    def read(self) -> Tensor:
+        """Return the tensor on the CPU, in its own format. Raises DamagedFile if the file ends too early."""
+        size = self.dtype.itemsize
+        reach = 1 + sum((length - 1) * step for length, step in zip(self.shape, self.stride, strict=True))
+        if 0 in self.shape:
+            return torch.empty(self.shape, dtype=self.dtype)
+        with open_stream(self.storage.path) as file:
+            file.seek(self.storage.start + self.offset * size)
+            content = bytearray(file.read(reach * size))
+            if len(content) != reach * size:
+                raise DamagedFile(f"{self.storage.path}: ends before a tensor of it does")
+        flat = torch.frombuffer(content, dtype=self.dtype)
+        return flat.as_strided(self.shape, self.stride)
+
+
+def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> Any:
+    """Return the value in a file, or in `length` bytes of it; tensors in it are StoredTensors.
+
+    Raises DamagedFile for what torch.save has not written whole, NotData, naming the file, for code.
+    """
+    try:
+        with open_stream(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            window = _Window(file, start, size - start if length is None else length)
+            with zipfile.ZipFile(window) as archive:
+                return _read(path, start, file, archive)
+    except NotData as error:
+        raise NotData(f"{path}: {error}") from None
+    except (*_DAMAGES, zipfile.BadZipFile) as error:
+        raise DamagedFile(
+            f"{path}: not a whole file of torch.save's zip format ({error}); copy it again, or save it with "
+            "torch 1.6 or later"
+        ) from None
+
+
+def read_pickle_file(path: Path, limit: int = _PICKLE_LIMIT) -> Any:
+    """Return the value in a file that is a bare pickle. Raises NotData, naming the file."""
+    with open_stream(path) as file:
+        content = file.read(limit + 1)
+    try:
+        if len(content) > limit:
+            raise NotData(f"is longer than {limit:,} bytes")
+        return read_pickle(content, _no_persistent)
+    except NotData as error:
+        raise NotData(f"{path}: {error}") from None
+
+
+def _no_persistent(value: Any) -> Any:
+    raise NotData("refers to tensors beside it, and there are none")
+
+
+class _Window:
+    """A part of a file as a file, for zipfile."""
+
+    def __init__(self, file: Any, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._place = file, start, max(length, 0), 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise zipfile.BadZipFile("it is too short")
+        self._place = base + offset
+        return self._place
+
+    def read(self, count: int = -1) -> bytes:
+        left = max(self._length - self._place, 0)
+        self._file.seek(self._start + self._place)
+        found = self._file.read(left if count < 0 else min(count, left))
+        self._place += len(found)
+        return found
+
+
+def _read(path: Path, start: int, file: Any, archive: zipfile.ZipFile) -> Any:
+    entries = {info.filename.split("/", 1)[-1]: info for info in archive.infolist()}
+    if "data.pkl" not in entries:
+        raise zipfile.BadZipFile("it has no data.pkl")
+    if any(info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 for info in entries.values()):
+        raise zipfile.BadZipFile("its entries are compressed")
+    if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
+        raise NotData("was written on a big-endian machine; save it again on another one")
+    if entries["data.pkl"].file_size > _PICKLE_LIMIT:
+        raise NotData(f"its pickle is longer than {_PICKLE_LIMIT:,} bytes")
+
+    def storage(value: Any) -> _Storage:
+        _, kind, key, _, count = value  # "storage", its class, the name of its file, device, elements
+        dtype = _STORAGES[kind.name]
+        info = entries[f"data/{key}"]
+        if type(count) is not int or not 0 <= count * dtype.itemsize <= info.file_size:
+            raise NotData(f"its tensor data/{key} is shorter than it says")
+        begin = _data_start(file, start + info.header_offset)
+        if begin + info.file_size > os.fstat(file.fileno()).st_size:
+            raise zipfile.BadZipFile("it ends too early")
+        return _Storage(path, begin, info.file_size, dtype)
+
+    return tensors_of(read_pickle(archive.read(entries["data.pkl"]), storage))
+
+
+def _data_start(file: Any, header: int) -> int:
+    """Return where the bytes of an entry begin whose header is at byte `header` of the file."""
+    file.seek(header)
+    found = file.read(30)
+    if found[:4] != b"PK\x03\x04":
+        raise zipfile.BadZipFile("an entry has no header")
+    return header + 30 + int.from_bytes(found[26:28], "little") + int.from_bytes(found[28:30], "little")
+
+
+def tensors_of(value: Any) -> Any:
+    """Return the value with StoredTensors in place of the records of tensors, at any depth."""
+    if isinstance(value, dict):
+        return {key: tensors_of(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [tensors_of(inner) for inner in value]
+    if isinstance(value, tuple):
+        return tuple(map(tensors_of, value))
+    if not isinstance(value, Record) or not isinstance(value.of, Global):
+        return value
+    if value.of.module == "torch._utils" and value.of.name in ("_rebuild_tensor_v2", "_rebuild_tensor"):
+        return _tensor(*value.arguments[:4])
+    if value.of.module == "torch._utils" and value.of.name.startswith("_rebuild_parameter"):
+        return tensors_of(value.arguments[0])
+    if value.of.module == "torch" and value.of.name == "Size":
+        return tuple(value.arguments[0])
+    return value
+
+
+def _tensor(storage: Any, offset: Any, shape: Any, stride: Any) -> StoredTensor:
+    if isinstance(shape, Record):
+        shape = tensors_of(shape)
+    numbers: Sequence[Any] = [offset, *shape, *stride]
+    if not isinstance(storage, _Storage) or not all(type(one) is int and one >= 0 for one in numbers):
+        raise NotData("has a tensor without a storage")
+    reach = 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
+    if math.prod(shape) and max(offset + reach, math.prod(shape)) * storage.dtype.itemsize > storage.nbytes:
+        raise NotData("has a tensor that is longer than its storage")
+    return StoredTensor(storage, tuple(shape), tuple(stride), offset)

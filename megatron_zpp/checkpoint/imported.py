@@ -1,0 +1,148 @@
+"""Writes weights of another program as a checkpoint of iteration 0, and says the flags that a run needs."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_zpp.checkpoint.directory import checkpoint_path
+from megatron_zpp.checkpoint.read import CheckpointReader
+from megatron_zpp.checkpoint.states import Progress, describe_state_of, describe_unit, tensor_name
+from megatron_zpp.checkpoint.write import SaveOptions, write_checkpoint
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.options import flag_name
+from megatron_zpp.config.root import Config
+from megatron_zpp.config.tokenizer import TokenizerConfig
+from megatron_zpp.distributed.exchange import Exchange
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.storage.checksums import DamagedFile
+from megatron_zpp.tokenizer.base import Tokenizer, describe
+from megatron_zpp.zero.build import in_order, layouts_of
+from megatron_zpp.zero.engine import WEIGHTS
+from megatron_zpp.zero.flat_layout import SHARD_MULTIPLE, FlatLayout
+from megatron_zpp.zero.loss_scale import LossScale
+
+_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+_TOLD_BY_RUN = (
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+)  # they do not change the weights' use
+
+
+class Weights(Protocol):
+    """The weights of a model by our names."""
+
+    def elements(self, name: str, start: int, stop: int) -> Tensor:
+        """Return the elements from `start` to before `stop` of a parameter, flattened, in fp32."""
+
+    def unit_elements(self, names: tuple[str, ...], layout: FlatLayout, elements: range) -> Tensor:
+        """Return elements of the flat buffer of a unit with these parameters; its gaps are zero."""
+
+
+class WholeWeights:
+    """Weights that are in memory, whole and in fp32."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._flat = {name: parameter.reshape(-1) for name, parameter in parameters.items()}
+
+    def elements(self, name: str, start: int, stop: int) -> Tensor:
+        """See Weights."""
+        return self._flat[name][start:stop]
+
+    def unit_elements(self, names: tuple[str, ...], layout: FlatLayout, elements: range) -> Tensor:
+        """See Weights."""
+        found = torch.zeros(len(elements))
+        for piece in layout.parameter_slices(elements):
+            part = self.elements(names[piece.parameter], piece.start, piece.start + piece.length)
+            found[piece.destination :][: piece.length] = part
+        return found
+
+
+def write_imported(
+    target: Path, model: ModelConfig, weights: Weights, settings: TokenizerConfig, tokenizer: Tokenizer
+) -> tuple[Path, str]:
+    """Write `target`/iter_0000000 and read it back; return its path, and the flags that a run needs.
+
+    Raises DamagedFile if it is not what was imported.
+    """
+    config = imported_config(model, settings)
+    with torch.device("meta"):
+        shapes = GPT(config.model, tokenizer.vocab_size)
+    path = _write(target, shapes, weights, config.to_json(), tokenizer)
+    _check(path, weights)
+    return path, _flags(config.model, config.tokenizer)
+
+
+def imported_config(model: ModelConfig, tokenizer: TokenizerConfig) -> Config:
+    """Return a configuration with model and tokenizer; a run sets the rest by its own flags."""
+    return Config.from_json(
+        {
+            "model": asdict(model),
+            "tokenizer": asdict(tokenizer),
+            "data": {"mock_data": True},
+            "training": {"micro_batch_size": 1, "train_iters": 1},
+            "learning_rate": {"lr": 1e-4},
+        }
+    )
+
+
+def _write(target: Path, model: GPT, weights: Weights, config: dict[str, Any], tokenizer: Tokenizer) -> Path:
+    modules, tensors, units = model.units(), {}, []
+    for index, ((name, module), layout) in enumerate(
+        zip(modules, layouts_of(modules, 1, SHARD_MULTIPLE), strict=True)
+    ):
+        parameters = {f"{name}.{path}": parameter for path, parameter in in_order(module)}
+        flat = weights.unit_elements(tuple(parameters), layout, layout.shard(0))
+        tensors[tensor_name(WEIGHTS, index)] = flat
+        units.append(describe_unit(parameters, layout))
+    topology, path = Topology(), checkpoint_path(target, 0)
+    state = describe_state_of(
+        Progress(),
+        with_optimizer=False,
+        optimizer_steps=0,
+        loss_scale=LossScale(PrecisionConfig(), torch.device("cpu")).state(),
+        ranks=topology.world_size,
+        nodes=topology.nodes,
+        units=units,
+        kinds=[WEIGHTS],
+        config=config,
+        tokenizer=describe(tokenizer),
+    )
+    exchange = Exchange(dist.HashStore(), topology, timedelta(minutes=1), "import")
+    options = SaveOptions(read_back=True)
+    write_checkpoint(path, tensors, state, exchange, options, beside=tokenizer.files())
+    return path
+
+
+def _check(path: Path, weights: Weights) -> None:
+    """Raise DamagedFile unless a run would read the weights that were imported."""
+    with CheckpointReader(path) as reader:
+        for name, weight in reader.parameters().items():
+            if not torch.equal(
+                weight.flatten().view(torch.int32),
+                weights.elements(name, 0, weight.numel()).view(torch.int32),
+            ):
+                raise DamagedFile(f"{path}: {name} is not what was imported")
+        reader.check_rest(0, 1)
+
+
+def _flags(model: ModelConfig, tokenizer: TokenizerConfig) -> str:
+    """The flags that a run needs to start from it."""
+    sizes = {name: getattr(model, name) for name in _SIZES}
+    implied = asdict(ModelConfig(**sizes, seq_length=model.max_position_embeddings))
+    told: dict[str, object] = {flag_name(name): value for name, value in sizes.items()}
+    for name, value in asdict(model).items():
+        if value != implied[name] and name not in _TOLD_BY_RUN:
+            told[flag_name(name)] = "" if value is True else value
+    for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"):
+        if getattr(tokenizer, name) is not None:
+            told[flag_name(name)] = getattr(tokenizer, name)
+    return " ".join(f"{flag} {value}".rstrip() for flag, value in told.items())

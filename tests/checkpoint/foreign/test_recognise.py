@@ -1,0 +1,95 @@
+"""Every command that opens checkpoints names a directory of another program, and says what to do with it."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_zpp.checkpoint.directory import candidates
+from megatron_zpp.checkpoint.foreign.recognise import recognise
+from megatron_zpp.commands import huggingface, sample, serve
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.run import CheckpointConfig
+from megatron_zpp.train.restore import check_start
+from tests.support import program
+
+LAYOUTS = {
+    "mp_rank files": ["iter_0000100/mp_rank_00/model_optim_rng.pt", "latest_checkpointed_iteration.txt=100"],
+    "mp_rank files ": ["iter_0000100/mp_rank_00_000/model_optim_rng.pt"],
+    "distributed": ["iter_0000100/metadata.json", "iter_0000100/common.pt", "iter_0000100/.metadata"],
+    "ZeRO files": ["global_step100/mp_rank_00_model_states.pt", "latest=global_step100"],
+    "ZeRO files ": ["global_step100/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"],
+    "Universal": ["global_step100_universal/zero/a/fp32.pt", "latest_universal=global_step100_universal"],
+    "safetensors": ["config.json", "model.safetensors"],
+    "pytorch_model.bin": ["config.json", "pytorch_model.bin"],
+}
+WORDS = r"is a checkpoint of (Megatron-LM|DeepSpeed|transformers) \(.+\); python -m megatron_zpp.commands.\w+"
+
+
+@pytest.fixture(params=LAYOUTS)
+def foreign(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    directory = tmp_path / "theirs"
+    for entry in LAYOUTS[request.param]:
+        name, _, text = entry.partition("=")
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(text)
+    return directory
+
+
+def test_the_words_say_what_it_is(foreign: Path, request: pytest.FixtureRequest) -> None:
+    kind = request.node.callspec.params["foreign"].strip()
+    with pytest.raises(ValueError, match=WORDS) as error:
+        candidates(str(foreign))
+    said = str(error.value)
+    if kind != "Universal":
+        assert kind in said
+    assert "remove" not in said
+    assert "damaged" not in said
+    with pytest.raises(ValueError, match=WORDS):
+        candidates(str(foreign), 100)
+    inside = next(iter(sorted(path for path in foreign.iterdir() if path.is_dir())), foreign)
+    with pytest.raises(ValueError, match=WORDS):
+        candidates(str(inside))
+
+
+@pytest.mark.parametrize(
+    ("command", "argv"),
+    [(sample, "--load {} --device cpu"), (serve, "--load {} --device cpu"), (huggingface, "export {} new")],
+    ids=["sample", "serve", "export"],
+)
+def test_commands_name_it(foreign: Path, command: Any, argv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if command is serve:
+        pytest.importorskip("aiohttp")
+    monkeypatch.setattr(sys, "argv", ["program", *argv.format(foreign).split()])
+    with pytest.raises(ValueError, match=WORDS):
+        command.main()
+
+
+def test_evaluate_names_it(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("global_step3")
+    (tmp_path / "global_step3").mkdir()
+    (tmp_path / "global_step3" / "mp_rank_00_model_states.pt").write_text("")
+    argv = ("--load", tmp_path, "--valid-data", tmp_path / "latest", "--device", "cpu")
+    done = program("megatron_zpp.commands.evaluate", *argv)
+    assert done.returncode == 1
+    assert re.search(f"--load .*global_step3 {WORDS}", done.stderr)
+
+
+def test_a_run_names_it(foreign: Path) -> None:
+    model = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=4)
+    for settings in ({"load": str(foreign)}, {"load": str(foreign), "save": str(foreign)}):
+        with pytest.raises(ValueError, match=f"^--load .*{WORDS}"):
+            check_start(CheckpointConfig(**settings), model, {})
+
+
+def test_directories_of_ours_and_others_are_not_taken_for_it(tmp_path: Path) -> None:
+    assert recognise(tmp_path) is None
+    assert recognise(tmp_path / "gone") is None
+    (tmp_path / "iter_0000001").mkdir()
+    (tmp_path / "iter_0000001" / "manifest.json").write_text("{}")
+    (tmp_path / "latest").write_text("../../etc")
+    assert recognise(tmp_path) is None
+    with pytest.raises(ValueError, match=re.escape("iter_0000001 has no COMMITTED")):
+        candidates(str(tmp_path))
