@@ -58,7 +58,7 @@ class CompressedShard:
 
     def close(self) -> None:
         """Close the file; the next read opens it again."""
-        self._contents, self._next = None, 0
+        self._contents, self._next = None, 0  # ends the generator, which closes the file
 
     def read(self, piece: int) -> bytes:
         """Return the lines of a piece. Raises ValueError if compressed data is damaged or ends too early."""

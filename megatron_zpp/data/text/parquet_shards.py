@@ -3,7 +3,7 @@
 import bisect
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +47,7 @@ class ParquetShard:
     def __init__(self, file: ShardFile, key: str, groups: RowGroups, block_bytes: int) -> None:
         self.file, self._key, self._groups = file, key, groups
         self.pieces = min(groups.rows[-1], -(-groups.size[-1] // block_bytes))
-        self._rows: Iterator[bytes] | None = None  # JSON lines from row `_next` on
+        self._rows: Generator[bytes, None, None] | None = None  # JSON lines from row `_next` on
         self._next = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -55,6 +55,8 @@ class ParquetShard:
 
     def close(self) -> None:
         """Close the file; the next read opens it again."""
+        if self._rows is not None:
+            self._rows.close()
         self._rows, self._next = None, 0
 
     def read(self, piece: int) -> bytes:
@@ -65,6 +67,7 @@ class ParquetShard:
         ahead = self._rows is not None and self._next <= first
         if not ahead or self._groups.group_of(self._next) < self._groups.group_of(first):
             group = self._groups.group_of(first)
+            self.close()
             self._next = self._groups.rows[group]
             self._rows = self._lines(group)
         rows = self._rows
@@ -81,7 +84,7 @@ class ParquetShard:
     def _edge(self, piece: int) -> int:
         return self._groups.row_at(self._groups.size[-1] * piece // self.pieces)
 
-    def _lines(self, group: int) -> Iterator[bytes]:
+    def _lines(self, group: int) -> Generator[bytes, None, None]:
         """Yield the rows from a row group on."""
         row = self._groups.rows[group]
         with self.file.open() as raw:
