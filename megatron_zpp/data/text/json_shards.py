@@ -4,7 +4,7 @@ A piece of a plain file is the lines that begin in a range of its bytes. A piece
 lines that begin in what a range of its compressed bytes adds, so the file need not be decompressed to be cut.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 from megatron_zpp.config.text import SUFFIXES
@@ -18,11 +18,10 @@ _COUNTED = 1 << 20  # bytes read at a time to count lines
 class JsonLinesShard:
     """An uncompressed file; any piece is read as fast as the first."""
 
-    seekable = True
-
     def __init__(self, file: ShardFile, block_bytes: int) -> None:
         self.file = file
         self.pieces = -(-file.size // block_bytes)
+        self.entries: Sequence[int] = range(self.pieces)
 
     def close(self) -> None:
         """Do nothing: no file stays open."""
@@ -44,12 +43,11 @@ class JsonLinesShard:
 class CompressedShard:
     """A .gz or .zst file, which is read forward; reading an earlier piece begins at the start again."""
 
-    seekable = False
-
     def __init__(self, file: ShardFile, block_bytes: int) -> None:
         self.file = file
         self._chunk = max(1, block_bytes // _RATIO)
         self.pieces = -(-file.size // self._chunk)
+        self.entries: Sequence[int] = range(min(1, self.pieces))
         self._contents: Iterator[bytes] | None = None  # of the pieces from `_next` on
         self._next = 0
 

@@ -1,4 +1,7 @@
-"""Shards in Parquet, cut into pieces of rows by the index at the end of each file."""
+"""Shards in Parquet, cut into pieces of rows by the index at the end of each file.
+
+A row group can only be read from its beginning. So a piece is part of a row group, or of a run of small ones.
+"""
 
 import bisect
 import hashlib
@@ -42,11 +45,11 @@ class RowGroups:
 class ParquetShard:
     """A Parquet file; an open file continues after the last row read, and row groups are found by seeking."""
 
-    seekable = True
-
     def __init__(self, file: ShardFile, key: str, groups: RowGroups, block_bytes: int) -> None:
         self.file, self._key, self._groups = file, key, groups
-        self.pieces = min(groups.rows[-1], -(-groups.size[-1] // block_bytes))
+        self._cuts = _cut(groups, block_bytes)  # (first piece, first byte), and the end
+        self.pieces = self._cuts[-1][0]
+        self.entries: Sequence[int] = [piece for piece, _ in self._cuts[:-1]]
         self._rows: Generator[bytes, None, None] | None = None  # JSON lines from row `_next` on
         self._next = 0
 
@@ -82,7 +85,10 @@ class ParquetShard:
         return f"{self.file.path} row {self._edge(piece) + line}"
 
     def _edge(self, piece: int) -> int:
-        return self._groups.row_at(self._groups.size[-1] * piece // self.pieces)
+        """Return the first row of a piece."""
+        index = min(bisect.bisect_right(self._cuts, (piece, self._groups.size[-1])), len(self._cuts) - 1)
+        (first, start), (last, end) = self._cuts[index - 1], self._cuts[index]
+        return self._groups.row_at(start + (end - start) * (piece - first) // (last - first))
 
     def _lines(self, group: int) -> Generator[bytes, None, None]:
         """Yield the rows from a row group on."""
@@ -101,6 +107,17 @@ class ParquetShard:
                     raise _damaged(self.file, row, one_line(error)) from None
                 yield from lines
                 row += len(lines)
+
+
+def _cut(groups: RowGroups, block_bytes: int) -> list[tuple[int, int]]:
+    """Return the (piece, byte) at which each run of row groups begins, at least a block long, and the end."""
+    cuts, begin = [(0, 0)], 0
+    for group in range(1, len(groups.rows)):
+        rows, size = groups.rows[group] - groups.rows[begin], groups.size[group] - groups.size[begin]
+        if rows and (size >= block_bytes or group + 1 == len(groups.rows)):
+            cuts.append((cuts[-1][0] + min(rows, -(-size // block_bytes)), groups.size[group]))
+            begin = group
+    return cuts
 
 
 def _batches(raw: Any, key: str, groups: list[int]) -> Iterator[Any]:

@@ -1,5 +1,6 @@
 """Text in shards: many files of one data set, of which only what the next samples need is read."""
 
+import copy
 import hashlib
 import os
 import time
@@ -33,7 +34,7 @@ class Shard(Protocol):
 
     file: ShardFile
     pieces: int
-    seekable: bool  # whether any piece is read about as fast as the first
+    entries: Sequence[int]  # pieces at which reading can begin; others are read after the pieces before
 
     def read(self, piece: int) -> bytes:
         """Return the documents of a piece as JSON lines. Raises ValueError if the file is damaged."""
@@ -65,11 +66,11 @@ class ShardedText:
             "modified": modified.hexdigest(),
             "blocks": self.blocks,
         }
-        self._open: list[int] = []  # shards whose files are open, the last one used at the end
+        self._open: dict[int, Shard] = {}  # by stretch, the last one used at the end
         self._process = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_open": [], "_process": 0}
+        return vars(self) | {"_open": {}, "_process": 0}
 
     def group_for(self, size: int) -> int:
         """Return the blocks per group: more than usual if a group would hold less than `size` bytes."""
@@ -80,8 +81,8 @@ class ShardedText:
         return tuple(shard.file.record() for shard in self._shards)
 
     def read(self, block: int) -> bytes:
-        number, piece = self._find(block)
-        shard = self._opened(number)
+        _, piece = self._find(block)
+        shard = self._opened(block)
         shard.file.check()
         attempts = _ATTEMPTS if shard.file.remote else 1
         for attempt in range(1, attempts + 1):
@@ -91,7 +92,7 @@ class ShardedText:
                 if isinstance(error, ValueError) and attempt == attempts:
                     raise
                 if attempt == attempts:
-                    raise self._unreadable(shard, piece, error) from None
+                    raise _unreadable(shard.file, error) from None
                 shard.close()
                 time.sleep(_PAUSE * 2 ** (attempt - 1))
         raise AssertionError("the last attempt returns or raises")
@@ -110,33 +111,41 @@ class ShardedText:
         number = int(np.searchsorted(self._ends, block, side="right"))
         return number, block - int(self._ends[number]) + self._shards[number].pieces
 
-    def _opened(self, number: int) -> Shard:
-        """Return a shard, counted as the last one used; the one that was used least recently is closed."""
-        if self._process != os.getpid():  # a fork shares the positions of open files with its parent
-            for open_before in self._open:
-                self._shards[open_before].close()
-            self._open, self._process = [], os.getpid()
-        if number in self._open:
-            self._open.remove(number)
-        elif len(self._open) >= _OPEN:
-            self._shards[self._open.pop(0)].close()
-        self._open.append(number)
-        return self._shards[number]
+    def _opened(self, block: int) -> Shard:
+        """Return the shard of a block as its stretch has left it, so that each stretch is read forward.
 
-    def _unreadable(self, shard: Shard, piece: int, error: Exception) -> ValueError:
-        where = shard.file.path if not shard.seekable else shard.location(piece, 1)
-        again = f" {_ATTEMPTS} times" if shard.file.remote else ""
-        fix = "check the file and the network"
-        return ValueError(f"{where}: cannot be read{again} ({one_line(error)}); {fix}")
+        The one that was used least recently is closed.
+        """
+        if self._process != os.getpid():  # a fork shares the positions of open files with its parent
+            self._open, self._process = {}, os.getpid()
+        stretch = int(np.searchsorted(self.stretches, block, side="right"))
+        shard = self._open.pop(stretch, None)
+        if shard is None:
+            shard = copy.copy(self._shards[self._find(block)[0]])
+            if len(self._open) >= _OPEN:
+                self._open.pop(next(iter(self._open))).close()
+        self._open[stretch] = shard
+        return shard
 
     def _stretch_ends(self) -> list[int]:
-        """Return the block after each stretch: part of a shard, or all of one that is read forward only."""
-        longest = min(max(1, self.blocks // _STRETCHES), _LONGEST)
+        """Return the block after each stretch: part of a shard, which is read forward from an entry."""
+        least = min(max(1, self.blocks // _STRETCHES), _LONGEST)
         ends: list[int] = []
         for shard, (first, last) in zip(self._shards, pairwise([0, *self._ends.tolist()]), strict=True):
-            count = -(-(last - first) // longest) if shard.seekable else 1
-            ends += [first + (last - first) * part // count for part in range(1, count + 1)]
+            begin = 0
+            for entry in shard.entries:
+                if entry - begin >= least:
+                    ends.append(first + entry)
+                    begin = entry
+            if last > first:
+                ends.append(last)
         return ends
+
+
+def _unreadable(file: ShardFile, error: Exception) -> ValueError:
+    again = f" {_ATTEMPTS} times" if file.remote else ""
+    fix = "check the file and the network"
+    return ValueError(f"{file.path}: cannot be read{again} ({one_line(error)}); {fix}")
 
 
 def open_shards(flag: str, name: str, paths: Sequence[str], key: str, directory: Path) -> ShardedText:
