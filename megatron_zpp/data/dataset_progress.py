@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron_zpp.config.data import weighted_prefixes
 from megatron_zpp.data.blend import Blend
+from megatron_zpp.data.samples import ShardRecord
 
 _LIMIT = 2**48  # an upper bound on counts of samples
 
@@ -22,6 +23,7 @@ class SourceProgress:
     # 0 if the run no longer reads the data set; None, in an older checkpoint, if the weight is its tokens
     weight: float | None
     consumed_before: int  # samples of it that were read before `since`
+    shards: tuple[ShardRecord, ...] = ()  # its files, if it is text in shards
 
     def __post_init__(self) -> None:
         counts = (self.stream, self.consumed_before)
@@ -47,6 +49,7 @@ class DatasetProgress:
         for entry in entries:
             if "given" in entry:  # the key in format version 2
                 entry["consumed_before"] = entry.pop("given")
+            entry["shards"] = tuple(ShardRecord(**shard) for shard in entry.get("shards", ()))
         sets = tuple(SourceProgress(*(entry[name] for name in names)) for entry in entries)
         found = cls(value["order"], value["since"], sets)
         if type(found.order) is not str or type(found.since) is not int or not 0 <= found.since < _LIMIT:

@@ -17,7 +17,8 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.data.blend import Blend, BlendedDataset
 from megatron_zpp.data.dataset_progress import DatasetProgress, ResumedBlend, SourceProgress
 from megatron_zpp.data.documents import MaskedSamples
-from megatron_zpp.data.samples import KnownSamples, Samples, SeededSamples
+from megatron_zpp.data.samples import KnownSamples, Samples, SeededSamples, ShardedSamples
+from megatron_zpp.data.shard_changes import changed_shard
 from megatron_zpp.data.windows import order_seed
 
 _TOLERANCE = 1e-12  # relative, of shares: weights 3 and 7 are 0.3 and 0.7
@@ -44,7 +45,7 @@ def resume_data(
     Data sets are recognised by their contents, so a data set that was moved continues where it was. A new one
     starts at its beginning. The position of an omitted one is kept until it is used again. `train_seed` is
     the seed of the split. Raises ValueError for a changed blend in Megatron-LM's order, which is built for a
-    whole run.
+    whole run, and for text in shards that has the same name, but not the same shards.
     """
     if isinstance(samples, MaskedSamples):
         inner = resume_data(samples.samples, saved, consumed=consumed, data=data, train_seed=train_seed)
@@ -55,12 +56,13 @@ def resume_data(
     beginning = _beginning(data.dataset_order, sources, weights)
     if saved is None or saved.order != data.dataset_order or not consumed:
         return ResumedData(samples, beginning, [])
+    flag = "--data-path" if data.data_path else "--train-data-path"
+    _check_shards(flag, saved, beginning)
     partners = _partners(saved.sets, beginning.sets)
     if _same_shares(saved, partners, weights):
         dataset_progress = _renamed(saved, beginning)
         return ResumedData(_arranged(samples, dataset_progress, train_seed), dataset_progress, [])
     if data.dataset_order == "megatron":
-        flag = "--data-path" if data.data_path else "--train-data-path"
         fix = (
             f"the run began with {_listed(saved)}, and --dataset-order megatron is built for a whole run; "
             "give these again, or start a new run from its weights with --finetune"
@@ -87,10 +89,30 @@ def _parts(samples: Samples) -> tuple[Sequence[KnownSamples], tuple[float, ...]]
 def _beginning(order: str, sources: Sequence[KnownSamples], weights: Sequence[float]) -> DatasetProgress:
     """Return the progress of a run that has read nothing."""
     sets = (
-        SourceProgress(source.name, source.fingerprint(), number, float(weight), 0)
+        SourceProgress(
+            source.name,
+            source.fingerprint(),
+            number,
+            float(weight),
+            0,
+            source.shards() if isinstance(source, ShardedSamples) else (),
+        )
         for number, (source, weight) in enumerate(zip(sources, weights, strict=True))
     )
     return DatasetProgress(order, 0, tuple(sets))
+
+
+def _check_shards(flag: str, saved: DatasetProgress, beginning: DatasetProgress) -> None:
+    """Raise ValueError if a shard that the run has begun with was changed, removed or added."""
+    for new in beginning.sets:
+        namesakes = [old for old in saved.sets if old.prefix == new.prefix and old.shards and new.shards]
+        faults = [changed_shard(old.shards, new.shards) for old in namesakes]
+        if faults and all(faults):
+            fix = (
+                f"shard {faults[0]}, and the order of samples follows from all shards; restore the shards of "
+                "the checkpoint, or start a new run from its weights with --finetune"
+            )
+            raise option_error(flag, new.prefix, fix)
 
 
 def _partners(saved: Sequence[SourceProgress], present: Sequence[SourceProgress]) -> list[int | None]:
@@ -133,6 +155,7 @@ def _renamed(saved: DatasetProgress, beginning: DatasetProgress) -> DatasetProgr
             old,
             prefix=new.prefix,
             fingerprint=new.fingerprint,
+            shards=new.shards,
             weight=new.weight if old.weight is None else old.weight,
         )
         for old, new in zip(saved.reading, beginning.sets, strict=True)

@@ -1,5 +1,6 @@
 """Interfaces of sources of samples."""
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -11,6 +12,19 @@ class Epochs(NamedTuple):
     name: str  # as given on the command line
     times: float
     about: bool = False  # estimated, because only part of a text is tokenised
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """One file of a data set, as it was when a checkpoint was saved."""
+
+    name: str  # absolute path, or URL without the revision
+    contents: str  # digest of its size and parts of it, or the identifier that a server gives
+    modified: int  # ns; 0 for a URL
+
+    def __post_init__(self) -> None:
+        if (type(self.name), type(self.contents), type(self.modified)) != (str, str, int):
+            raise ValueError(f"not a valid record of a shard: {self}")
 
 
 class BatchSource(Protocol):
@@ -52,3 +66,11 @@ class SeededSamples(KnownSamples, Protocol):
 
     def with_seed(self, seed: int) -> "SeededSamples":
         """The same data set in the order of another seed."""
+
+
+@runtime_checkable
+class ShardedSamples(KnownSamples, Protocol):
+    """Samples of a data set that may consist of many files."""
+
+    def shards(self) -> tuple[ShardRecord, ...]:
+        """The files, in their order; none if the data set is not sharded."""

@@ -28,9 +28,7 @@ class Decompressed(io.RawIOBase):
 
     def __init__(self, raw: BinaryIO, path: str) -> None:
         self._raw = raw
-        self._path = path
-        self._member: Any = None  # decoder of zlib or zstandard; None between members
-        self._compressed = b""
+        self._decompressor = Decompressor(path)
         self._plain = memoryview(b"")
 
     def readable(self) -> bool:
@@ -38,32 +36,47 @@ class Decompressed(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._plain:
-            if not self._compressed:
-                self._compressed = self._raw.read(_CHUNK)
-            if not self._compressed:
-                if self._member is not None:
-                    raise ValueError(
-                        f"{self._path}: the file ends in the middle of its compressed data; create it again"
-                    )
+            compressed = self._raw.read(_CHUNK)
+            if not compressed:
+                self._decompressor.finish()
                 return 0
-            self._expand()
+            self._plain = memoryview(self._decompressor.feed(compressed))
         count = min(len(buffer), len(self._plain))
         buffer[:count] = self._plain[:count]
         self._plain = self._plain[count:]
         return count
 
-    def _expand(self) -> None:
-        if self._member is None:
-            self._member = _member_decoder(self._path)
-        try:
-            self._plain = memoryview(self._member.decompress(self._compressed))
-        except Exception as error:  # zlib.error, or zstandard.ZstdError of an optional package
+
+class Decompressor:
+    """Decompresses consecutive pieces of a .gz or .zst file; raises the errors of `Decompressed`."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._member: Any = None  # decoder of zlib or zstandard; None between members
+
+    def feed(self, compressed: bytes) -> bytes:
+        """Return everything that `compressed` adds to what was decompressed before."""
+        plain = []
+        while compressed:
+            if self._member is None:
+                self._member = _member_decoder(self._path)
+            try:
+                plain.append(self._member.decompress(compressed))
+            except Exception as error:  # zlib.error, or zstandard.ZstdError of an optional package
+                raise ValueError(
+                    f"{self._path}: the compressed data is damaged ({error}); create it again"
+                ) from None
+            compressed = self._member.unused_data if self._member.eof else b""
+            if self._member.eof:
+                self._member = None
+        return b"".join(plain)
+
+    def finish(self) -> None:
+        """Raise ValueError if the file ends here, but a member does not."""
+        if self._member is not None:
             raise ValueError(
-                f"{self._path}: the compressed data is damaged ({error}); create it again"
-            ) from None
-        self._compressed = self._member.unused_data if self._member.eof else b""
-        if self._member.eof:
-            self._member = None
+                f"{self._path}: the file ends in the middle of its compressed data; create it again"
+            )
 
 
 def _member_decoder(path: str) -> Any:

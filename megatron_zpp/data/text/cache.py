@@ -35,6 +35,7 @@ from megatron_zpp.storage.regular import read_limited
 
 _RECORD = np.dtype([("tokens", "<u8"), ("skipped", "<u8"), ("check", "<u8")])
 _DIGEST = 16  # bytes
+_SPARSE = 64  # records are read one by one if fewer than one in this many is asked for
 _POLL = 0.02  # seconds between checks of blocks that other processes tokenise
 _PARTS = 16  # parts per worker, so that fast workers can take more
 
@@ -69,15 +70,22 @@ class TokenCache:
 
     def counts(self, blocks: np.ndarray) -> np.ndarray:
         """Return the tokens of each block, -1 if it is not tokenised: (len,) integers to (len,) int64."""
-        content = os.pread(self._counts, self._source.blocks * _RECORD.itemsize, 0)
-        records = np.zeros(self._source.blocks, _RECORD)
-        written = np.frombuffer(content[: len(content) // _RECORD.itemsize * _RECORD.itemsize], _RECORD)
-        records[: written.size] = written
-        records = records[blocks]
+        records = self._records(np.asarray(blocks))
         known = records["check"] == _check(records["tokens"], records["skipped"], np.asarray(blocks))
         if not self._skip:
             known &= records["skipped"] == 0  # tokenised again, so that the error names the line
         return np.where(known, records["tokens"], -1).astype(np.int64)
+
+    def _records(self, blocks: np.ndarray) -> np.ndarray:
+        """Return the records of blocks, zeros where the file has none yet: one read if they lie together."""
+        if not blocks.size:
+            return np.zeros(0, _RECORD)
+        size, first, last = _RECORD.itemsize, int(blocks.min()), int(blocks.max()) + 1
+        if last - first > _SPARSE * blocks.size:
+            parts = (os.pread(self._counts, size, block * size) for block in blocks.tolist())
+            return np.frombuffer(b"".join(part.ljust(size, b"\0") for part in parts), _RECORD)
+        content = os.pread(self._counts, (last - first) * size, first * size)
+        return np.frombuffer(content.ljust((last - first) * size, b"\0"), _RECORD)[blocks - first]
 
     def fill(self, blocks: np.ndarray) -> np.ndarray:
         """Tokenise unclaimed blocks, wait for the others, and return `counts`."""

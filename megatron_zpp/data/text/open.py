@@ -10,20 +10,24 @@ from typing import Any
 
 from megatron_zpp.config.data import DataConfig
 from megatron_zpp.config.options import option_error
-from megatron_zpp.config.text import HUB, SUFFIXES, is_hub
+from megatron_zpp.config.text import HUB, SUFFIXES, fixed_directory, is_hub, is_sharded
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.data.corpus.encode import Encoder
-from megatron_zpp.data.corpus.inputs import read_blocks, whole
+from megatron_zpp.data.corpus.inputs import find_files, read_blocks, whole
 from megatron_zpp.data.indexed import token_dtype
 from megatron_zpp.data.order_cache import contents_of, locked
 from megatron_zpp.data.text.cache import TokenCache
-from megatron_zpp.data.text.hub import HubText
-from megatron_zpp.data.text.samples import GroupOrder, TextDataset
+from megatron_zpp.data.text.group_order import GroupOrder
+from megatron_zpp.data.text.hub import open_hub
+from megatron_zpp.data.text.samples import TextDataset
+from megatron_zpp.data.text.shard_order import ShardOrder
+from megatron_zpp.data.text.shards import ShardedText, open_shards
 from megatron_zpp.data.text.sources import JsonLinesText, TextSource
 from megatron_zpp.storage.files import fsync
 
 _VERSION = 1  # of the cache's format
 _BLOCK_BYTES = 1 << 20
+_LEAST_WINDOWS, _TOKEN_BYTES = 16, 4  # per group of text in shards; bytes of text per token, about
 
 
 class OpenText:
@@ -38,6 +42,9 @@ class OpenText:
         self, split: str, blocks: tuple[int, int], seq_length: int, seed: int, prepared: int | None
     ) -> TextDataset:
         order = GroupOrder(*blocks, self.source.group, seed)
+        if isinstance(self.source, ShardedText):
+            group = self.source.group_for(_LEAST_WINDOWS * _TOKEN_BYTES * seq_length)
+            order = ShardOrder(*blocks, group, seed, stretches=self.source.stretches)
         dataset = TextDataset(split, self.source, self.cache, order, seq_length)
         dataset.prepare(prepared)
         return dataset
@@ -58,12 +65,15 @@ def open_text(
 
     Raises ValueError, one line, if the text or the cache cannot be used.
     """
-    shown = data.data_cache_path or f"{path.removeprefix(HUB)}.tokens"
+    shown = data.data_cache_path or _default_directory(path)
     cache_flag = "--data-cache-path" if data.data_cache_path else "--data-cache-path (not given)"
     directory = Path(shown)
+    source: TextSource
     try:
         if is_hub(path):
-            source: TextSource = HubText(flag, path, data.json_key)
+            source = open_hub(flag, path, data.json_key, directory, say)
+        elif is_sharded(path):
+            source = open_shards(flag, path, find_files(flag, [path]), data.json_key, directory)
         elif path.endswith(SUFFIXES):
             source = JsonLinesText(flag, path, _unpacked(flag, path, directory, say))
         else:
@@ -89,6 +99,15 @@ def open_text(
         fix = f"{error.strerror}; name a writable directory with free space"
         raise option_error(cache_flag, shown, fix) from None
     return OpenText(source, cache)
+
+
+def _default_directory(path: str) -> str:
+    """Return the directory of the tokens of a text: beside it, or in the working directory for the hub."""
+    if is_hub(path):
+        return f"{path.removeprefix(HUB)}.tokens"
+    if is_sharded(path):
+        path = fixed_directory(path) or "shards"
+    return f"{path}.tokens"
 
 
 def _entry(directory: Path, made_of: Mapping[str, Any]) -> Path:

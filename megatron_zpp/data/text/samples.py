@@ -2,54 +2,28 @@
 
 The number of tokens of a text is known only when all of it is tokenised, so its windows cannot be permuted
 all together before that. Instead, an epoch visits the blocks of a split in a random order, one group at a
-time. The tokens of a group form a ring, which `WindowOrder` cuts into windows and shuffles. Reading a sample
-requires the token counts of all groups before its own, which the cache keeps, and the tokens of its own
-group. A sample depends only on the text, the tokenizer, the seed and its number. A text of up to about 32 MB
-is one group, whose windows are all shuffled together.
+time. Text in shards is visited shard by shard instead (`shard_order.py`). The tokens of a group form a ring,
+which `WindowOrder` cuts into windows and shuffles. Reading a sample requires the token counts of all groups
+before its own, which the cache keeps, and the tokens of its own group. A sample depends only on the text, the
+tokenizer, the seed and its number. A file of up to about 32 MB is one group, whose windows are all shuffled
+together.
 """
 
 import bisect
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from megatron_zpp.config.options import option_error
-from megatron_zpp.data.samples import Epochs
-from megatron_zpp.data.stateless_random import permute, random_bits
+from megatron_zpp.data.samples import Epochs, ShardRecord
 from megatron_zpp.data.text.cache import TokenCache
+from megatron_zpp.data.text.group_order import GroupOrder
 from megatron_zpp.data.text.sources import TextSource, fingerprint_of
-from megatron_zpp.data.windows import WindowOrder, cut_windows
+from megatron_zpp.data.windows import cut_windows
 
-_BLOCKS, _WINDOWS = 0, 1  # uses of random bits
 _AHEAD = 2.0  # fraction of the next group tokenised per fraction of this group read
 _HELD = 2  # groups whose tokens stay in memory, because a batch may span two groups
-
-
-@dataclass(frozen=True)
-class GroupOrder:
-    """The blocks of [first, last) in each group, with groups numbered through all epochs: arithmetic only."""
-
-    first: int
-    last: int
-    group: int  # blocks per group, or more
-    seed: int
-
-    @property
-    def groups(self) -> int:
-        """Groups per epoch."""
-        return max(1, (self.last - self.first) // self.group)
-
-    def blocks(self, number: int) -> np.ndarray:
-        """Return the blocks of a group, in the order in which their tokens are concatenated."""
-        epoch, group = divmod(number, self.groups)
-        count = self.last - self.first
-        edges = [count * edge // self.groups for edge in (group, group + 1)]
-        return self.first + permute(np.arange(*edges), count, random_bits(self.seed, epoch, _BLOCKS))
-
-    def windows(self, number: int, tokens: int, seq_length: int) -> WindowOrder:
-        """Return the order of the windows of a group with `tokens` tokens, more than `seq_length`."""
-        return WindowOrder(tokens, seq_length, int(random_bits(self.seed, number, _WINDOWS)[0]))
 
 
 class TextDataset:
@@ -84,6 +58,10 @@ class TextDataset:
     def fingerprint(self) -> str:
         """An identifier of the whole text's contents."""
         return fingerprint_of(self._source)
+
+    def shards(self) -> tuple[ShardRecord, ...]:
+        """The files of a text in shards, in their order; none for other text."""
+        return self._source.shard_records()
 
     def with_seed(self, seed: int) -> "TextDataset":
         """Return the same blocks in the order of another seed, counted if these are counted."""

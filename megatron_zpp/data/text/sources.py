@@ -10,13 +10,14 @@ from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
 from megatron_zpp.data.corpus.inputs import Span, lines_before, read_blocks
 from megatron_zpp.data.order_cache import contents_of
+from megatron_zpp.data.samples import ShardRecord
 
 # About a thousand blocks, so that a split can be a thousandth of the text. A block is large enough for a
 # file, and there are never so many that their directory becomes slow.
 _BLOCKS, _MOST_BLOCKS = 1024, 1 << 16
 _LEAST_BYTES, _MOST_BYTES = 1 << 10, 1 << 20
 _GROUP_BYTES = 16 << 20
-_NOT_CONTENTS = ("name", "mtime_ns")  # keys of `made_of` that may differ in a copy
+_NOT_CONTENTS = ("name", "mtime_ns", "modified")  # keys of `made_of` that may differ in a copy
 GROUP_BLOCKS = 4
 
 
@@ -37,6 +38,9 @@ class TextSource(Protocol):
 
     def describe(self, blocks: int) -> str:
         """Return the size of `blocks` blocks in words."""
+
+    def shard_records(self) -> tuple[ShardRecord, ...]:
+        """Return what a checkpoint keeps of each file of a text in shards; nothing for other text."""
 
 
 class JsonLinesText:
@@ -69,6 +73,9 @@ class JsonLinesText:
 
     def describe(self, blocks: int) -> str:
         return f"about {self.size * blocks // self.blocks:,} of {self.size:,} bytes of text"
+
+    def shard_records(self) -> tuple[ShardRecord, ...]:
+        return ()
 
     def _span(self, block: int) -> Span:
         return Span(self._path, block * self._bytes, min((block + 1) * self._bytes, self.size))

@@ -1,13 +1,18 @@
 """pretrain_gpt.py on text: a resumed run has the same losses, and errors name the line."""
 
+import gzip
 import inspect
 import json
 import re
+import shutil
+import signal
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from tests.support import pretrain
+from tests.support import Run, pretrain, wait_until
 from tests.train.conftest import BYTES, TINY
 
 
@@ -83,3 +88,65 @@ def test_a_resumed_run_reports_that_its_text_has_changed(flags: list[str], tmp_p
     assert masked == [
         " WARNING: --eod-mask-loss is given, and was not: the change applies from this iteration on"
     ]
+
+
+def training_losses(path: Path) -> dict[int, float]:
+    records = map(json.loads, path.read_text().splitlines())
+    return {record["iteration"]: record["lm_loss"] for record in records if "lm_loss" in record}
+
+
+def on_shards(flags: list[str], directory: Path, form: str) -> list[str]:
+    """Return the flags of a run on the lines of `flags`, in five shards."""
+    lines = Path(flags[1]).read_text().splitlines(keepends=True)
+    directory.mkdir()
+    for number in range(5):
+        part = lines[number::5]
+        if form == "jsonl.gz":
+            (directory / f"{number}.jsonl.gz").write_bytes(gzip.compress("".join(part).encode()))
+        else:
+            pq.write_table(pa.Table.from_pylist(list(map(json.loads, part))), directory / f"{number}.parquet")
+    path = f"hf:{directory}" if form == "hf" else str(directory / f"*.{form}")
+    return ["--data-path", path, *flags[2:], "--data-cache-path", str(directory / "cache")]
+
+
+@pytest.mark.parametrize("form", ["hf", "jsonl.gz"])
+def test_a_run_on_shards_that_is_killed_resumes_with_the_same_losses(
+    flags: list[str], tmp_path: Path, form: str
+) -> None:
+    """Bit for bit on as many ranks, without the cache of tokens; on more ranks their sums are rounded."""
+    flags = [*on_shards(flags, tmp_path / "shards", form), "--train-iters", "30", "--eval-iters", "0"]
+    saved = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved"), "--save-interval", "3"]
+    whole = pretrain(*flags, "--metrics-file", str(tmp_path / "whole"))
+    assert whole.returncode == 0, whole.stderr
+    tracker = tmp_path / "saved" / "latest_checkpointed_iteration.txt"
+    with Run(tmp_path / "killed", 1) as killed:
+        killed.start(0, *flags, *saved)
+        wait_until(tracker.exists)
+        killed.send(0, signal.SIGKILL)
+        killed.statuses()
+    first = int(tracker.read_text()) + 1
+    assert first <= 30
+    shutil.copytree(tmp_path / "saved", tmp_path / "copy")
+    shutil.rmtree(tmp_path / "shards" / "cache")
+    done = pretrain(*flags, *saved, "--num-workers", "0", "--metrics-file", str(tmp_path / "resumed"))
+    assert done.returncode == 0, done.stderr
+    expected = {step: loss for step, loss in training_losses(tmp_path / "whole").items() if step >= first}
+    assert training_losses(tmp_path / "resumed") == expected
+    moved = ["--load", str(tmp_path / "copy"), "--metrics-file", str(tmp_path / "wider")]
+    done = pretrain(*flags, *moved, processes=2)
+    assert done.returncode == 0, done.stderr
+    wider = training_losses(tmp_path / "wider")
+    assert wider.keys() == expected.keys()
+    for step in range(first, min(first + 5, 31)):  # later steps amplify the rounding
+        assert wider[step] == pytest.approx(expected[step], rel=1e-5)
+
+
+def test_a_run_is_refused_when_a_shard_has_vanished(flags: list[str], tmp_path: Path) -> None:
+    flags = on_shards(flags, tmp_path / "shards", "parquet")
+    saved = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")]
+    assert pretrain(*flags, *saved, "--exit-interval", "2").returncode == 0
+    (tmp_path / "shards" / "2.parquet").unlink()
+    done = pretrain(*flags, *saved)
+    assert done.returncode == 1
+    (error,) = done.stderr.splitlines()
+    assert f"shard {tmp_path / 'shards' / '2.parquet'} is missing since the checkpoint, and" in error

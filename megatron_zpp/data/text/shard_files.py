@@ -1,0 +1,118 @@
+"""The files of a text in shards, local or remote, and what distinguishes one from its later versions."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from megatron_zpp.config.command_line import one_line
+from megatron_zpp.config.options import option_error
+from megatron_zpp.data.samples import ShardRecord
+from megatron_zpp.storage.regular import open_stream
+
+THREADS = 16  # files that are examined at a time: each is a few short requests
+_HEAD, _TAIL = 4 << 10, 16 << 10  # bytes that are part of a digest; a Parquet file ends in its index
+_PROBES, _PROBE_BYTES = 8, 512
+_REVISION = re.compile(r"^(hf://[^@]*)@[^/]*/")
+_IDENTIFIERS = ("blob_id", "ETag", "etag", "checksum", "sha256", "created")  # of versions, by file system
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """A local file, or a remote one that `path`, a URL of fsspec, names."""
+
+    path: str
+    size: int
+    contents: str
+    modified: int
+
+    @property
+    def remote(self) -> bool:
+        """Whether every read of the file is a request over a network."""
+        return _is_url(self.path)
+
+    def record(self) -> ShardRecord:
+        """Return what a checkpoint keeps of the file."""
+        name = _REVISION.sub(r"\1/", self.path) if self.remote else os.path.abspath(self.path)
+        return ShardRecord(name, self.contents, self.modified)
+
+    def open(self) -> BinaryIO:
+        """Open the file for reading. Raises ValueError if it was changed or removed during the run."""
+        if self.remote:
+            files, path = _file_system(self.path)
+            return files.open(path, "rb")
+        self.check()
+        return open_stream(self.path)
+
+    def check(self) -> None:
+        """Raise ValueError if a local file was changed or removed during the run."""
+        if self.remote:
+            return
+        try:
+            status = os.stat(self.path)
+        except OSError as error:
+            raise ValueError(
+                f"{self.path}: {error.strerror}; the shard was there when the run began: restore it"
+            ) from None
+        if (status.st_size, status.st_mtime_ns) != (self.size, self.modified):
+            raise ValueError(f"{self.path}: has changed since the run began; start the run again")
+
+
+def examine_files(flag: str, paths: Sequence[str]) -> list[ShardFile]:
+    """Return the files of all paths. Raises ValueError for one that cannot be read."""
+    with ThreadPoolExecutor(THREADS) as threads:
+        return list(threads.map(lambda path: _examine(flag, path), paths))
+
+
+def first_bytes(flag: str, path: str, count: int) -> bytes:
+    """Return the beginning of the file at a path or URL. Raises ValueError if it cannot be read."""
+    (file,) = examine_files(flag, [path])
+    try:
+        with file.open() as raw:
+            return raw.read(count)
+    except OSError as error:
+        raise option_error(flag, path, f"{one_line(error)}; name files that can be read") from None
+
+
+def _examine(flag: str, path: str) -> ShardFile:
+    try:
+        return _examine_remote(path) if _is_url(path) else _examine_local(path)
+    except OSError as error:
+        raise option_error(flag, path, f"{one_line(error)}; name files that can be read") from None
+
+
+def _examine_local(path: str) -> ShardFile:
+    with open_stream(path, buffering=0) as file:
+        descriptor = file.fileno()
+        status = os.fstat(descriptor)
+        size = status.st_size
+        probes = [(size * probe // _PROBES, _PROBE_BYTES) for probe in range(1, _PROBES)]
+        parts = [(0, _HEAD), *probes, (max(0, size - _TAIL), _TAIL)]
+        digest = hashlib.sha256(str(size).encode())
+        for offset, count in parts:
+            digest.update(os.pread(descriptor, count, offset))
+    return ShardFile(path, size, digest.hexdigest()[:32], status.st_mtime_ns)
+
+
+def _examine_remote(url: str) -> ShardFile:
+    files, path = _file_system(url)
+    # Without commits, the hub answers for a whole directory at a time.
+    info: Mapping[str, Any] = files.info(path, **({"expand_info": False} if url.startswith("hf:") else {}))
+    version = {key: str(info[key]) for key in _IDENTIFIERS if info.get(key)}
+    text = json.dumps({"size": info["size"], **version}, sort_keys=True)
+    return ShardFile(url, int(info["size"]), hashlib.sha256(text.encode()).hexdigest()[:32], 0)
+
+
+def _is_url(path: str) -> bool:
+    return "://" in path
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs
+
+    files, path = url_to_fs(url)
+    return files, path

@@ -1,0 +1,154 @@
+"""The order of text in shards: the same for all readers and starting points, and a resumed run's checks."""
+
+import json
+import os
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_zpp.data.dataset_progress import DatasetProgress
+from megatron_zpp.data.text.samples import TextDataset
+from megatron_zpp.data.text.shard_order import ShardOrder
+from tests.data.format_by_hand import write_by_hand
+from tests.data.text.conftest import opened
+from tests.data.text.test_blends import EOD, resumed
+from tests.data.text.test_order import GROUP, S, steps
+from tests.data.text.test_shards import write_shards
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of the cache are small and many, and none has to survive a power cut."""
+    monkeypatch.setattr("megatron_zpp.storage.files.fsync", lambda path: None)
+
+
+def order(first: int, last: int, seed: int = 3) -> ShardOrder:
+    return ShardOrder(first, last, 12, seed, stretches=STRETCHES)
+
+
+STRETCHES = np.cumsum([0, *np.random.default_rng(0).integers(0, 20, 50)])
+
+
+def test_an_epoch_reads_each_block_once_eight_stretches_at_a_time() -> None:
+    first, last = 7, int(STRETCHES[-1]) - 5
+    epochs = []
+    for epoch in range(3):
+        each = order(first, last)
+        groups = [each.blocks(epoch * each.groups + group) for group in range(each.groups)]
+        assert max(map(len, groups)) < 2 * 12
+        epochs.append(np.concatenate(groups))
+        assert np.array_equal(np.sort(epochs[-1]), np.arange(first, last))
+        stretch = np.searchsorted(STRETCHES, epochs[-1], side="right")
+        for number in np.unique(stretch):
+            assert (np.diff(epochs[-1][stretch == number]) == 1).all()  # each of them forward
+        begin = {number: np.flatnonzero(stretch == number)[0] for number in np.unique(stretch)}
+        end = {number: np.flatnonzero(stretch == number)[-1] for number in begin}
+        together = [sum(begin[n] <= k <= end[n] for n in begin) for k in range(stretch.size)]
+        assert max(together) == 8
+    assert not any(np.array_equal(epochs[a], epochs[b]) for a, b in ((0, 1), (1, 2), (0, 2)))
+    assert not np.array_equal(order(first, last, 4).blocks(0), order(first, last).blocks(0))
+    moved = replace(order(first, last, 4), seed=3)
+    assert np.array_equal(moved.blocks(5), order(first, last).blocks(5))  # in any order of calls
+
+
+def samples_of(pattern: str, **settings) -> TextDataset:
+    text = opened(pattern, **settings)
+    text.source.group = GROUP
+    return text.samples("train", (0, text.blocks), S, 7, 0)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl.gz"])
+def test_samples_are_the_same_for_any_world_workers_and_start(
+    documents: list[list[int]], tmp_path: Path, kind: str
+) -> None:
+    """With and without the cache of an earlier run, and beyond the first epoch."""
+    pattern, end = write_shards(tmp_path / "shards", kind, documents), 24 * 150
+    whole = steps(samples_of(pattern, num_workers=0), 1, end=end, num_workers=0)
+    assert len({tuple(row) for row in whole[:1000]}) == 1000
+    for world, workers, consumed in ((1, 2, 0), (2, 1, 1200), (3, 1, 3480)):
+        if consumed != 3480:
+            shutil.rmtree(tmp_path / "shards.tokens")
+        samples = samples_of(pattern, num_workers=workers)
+        rows = steps(samples, world, consumed=consumed, end=end, num_workers=workers)
+        assert rows == whole[consumed:], (world, workers, consumed)
+
+
+def test_an_epoch_reads_every_token_once(documents: list[list[int]], tmp_path: Path) -> None:
+    samples = samples_of(write_shards(tmp_path / "shards", "parquet", documents))
+    samples.prepare(None)
+    rows = samples.batch(np.arange(samples.windows_per_epoch))
+    inputs = rows[:, :-1].ravel()
+    assert len(set(inputs.tolist())) == inputs.size > sum(map(len, documents)) - S * samples._order.groups
+    assert np.mean(np.abs(np.diff(rows[:, 0])) < 3 * S) < 0.1
+
+
+@pytest.fixture(params=["parquet", "jsonl"])
+def shards(request: pytest.FixtureRequest, documents: list[list[int]], tmp_path: Path) -> str:
+    return write_shards(tmp_path / "shards", request.param, documents)
+
+
+def test_shards_mix_with_other_data_and_resume(
+    shards: str, text: str, documents: list[list[int]], tmp_path: Path
+) -> None:
+    write_by_hand(tmp_path / "tokens", [[30_000 + token for token in ids] + [EOD] for ids in documents])
+    blend = ("0.5", shards, "0.25", text, "0.25", str(tmp_path / "tokens"))
+    first = resumed(None, 0, *blend)
+    on = resumed(first, 100, *blend)
+    assert on.lines == []
+    numbers = np.arange(100, 300)
+    assert np.array_equal(on.samples.batch(numbers), first.samples.batch(numbers))
+    more = resumed(first, 100, "0.9", shards, "0.1", text)
+    assert f"   50.00% -> 90.00% {shards}, from its sample 50 on" in more.lines
+
+
+def test_moved_shards_continue(shards: str, tmp_path: Path) -> None:
+    first = resumed(None, 0, shards)
+    shutil.copytree(tmp_path / "shards", tmp_path / "elsewhere" / "shards")  # with other times
+    on = resumed(first, 100, str(tmp_path / "elsewhere" / "shards" / Path(shards).name))
+    assert on.lines == []
+    numbers = np.arange(100, 200)
+    assert np.array_equal(on.samples.batch(numbers), first.samples.batch(numbers))
+
+
+def replace_shard(path: Path, other: Path) -> None:
+    """Give a shard the contents of another one, at the same time and place."""
+    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+    shutil.copyfile(other, path)
+    os.utime(path, ns=times)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda path, other: path.unlink(), r"/03\.{kind} is missing since the checkpoint"),
+        (replace_shard, r"/03\.{kind} has changed since the checkpoint"),
+        (lambda path, other: os.utime(path, (1, 1)), r"/03\.{kind} was modified since the checkpoint"),
+        (lambda path, other: shutil.copy(other, path.with_stem("99")), r"/99\.{kind} is new since"),
+        (lambda path, other: path.rename(path.with_stem("3")), r"/03\.{kind} is missing since"),
+    ],
+    ids=["vanished", "changed", "touched", "added", "renamed"],
+)
+def test_a_changed_shard_is_refused(shards: str, change, message: str) -> None:
+    first, kind = resumed(None, 0, shards), shards.rpartition("*.")[2]
+    directory = Path(shards).parent
+    change(directory / f"03.{kind}", directory / f"04.{kind}")
+    expected = r"^--train-data-path .*: shard .*" + message.format(kind=kind)
+    with pytest.raises(ValueError, match=expected) as error:
+        resumed(first, 100, shards)
+    assert "\n" not in str(error.value)
+    assert resumed(first, 0, shards).lines == []  # nothing was read
+
+
+def test_a_record_of_shards_survives_the_checkpoint(shards: str) -> None:
+    first = resumed(None, 0, shards).dataset_progress
+    saved = json.loads(json.dumps(asdict(first)))
+    assert DatasetProgress.from_json(saved) == first
+    assert len(first.sets[0].shards) == 7
+    saved["sets"][0]["shards"][0]["modified"] = "yesterday"
+    with pytest.raises(ValueError, match="not a valid record of a shard"):
+        DatasetProgress.from_json(saved)
+    del saved["sets"][0]["shards"]  # an older checkpoint
+    assert DatasetProgress.from_json(saved).sets[0].shards == ()

@@ -1,0 +1,334 @@
+"""Text in shards: the documents of all files, read as far as samples need, and errors that name the shard."""
+
+import gzip
+import io
+import json
+import os
+import tracemalloc
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from megatron_zpp.data.text.json_shards import lines_by_chunk
+from megatron_zpp.data.text.open import OpenText
+from megatron_zpp.data.text.shards import ShardedText, open_shards
+from tests.data.text.conftest import documents_of, json_lines, opened
+
+EOD = 70_000
+
+
+def write_shards(
+    directory: Path, kind: str, documents: list[list[int]], count: int = 7, group: int = 23
+) -> str:
+    """Write `count` shards, in the order of the documents, and return their glob."""
+    directory.mkdir(parents=True, exist_ok=True)
+    edges = [len(documents) * edge // count for edge in range(count + 1)]
+    for number in range(count):
+        part = documents[edges[number] : edges[number + 1]]
+        path = directory / f"{number:02}.{kind}"
+        if kind == "parquet":
+            texts = [" ".join(map(str, ids)) for ids in part]
+            pq.write_table(pa.table({"n": range(len(part)), "text": texts}), path, row_group_size=group)
+        elif kind.endswith(".gz"):
+            path.write_bytes(gzip.compress(json_lines(part[:9])) + gzip.compress(json_lines(part[9:])))
+        elif kind.endswith(".zst"):
+            path.write_bytes(zstandard.compress(json_lines(part)))
+        else:
+            path.write_bytes(json_lines(part))
+    return str(directory / f"*.{kind}")
+
+
+def with_ends(documents: list[list[int]]) -> list[list[int]]:
+    return [[*ids, EOD] for ids in documents]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "json.zst"])
+def test_shards_hold_all_documents(documents: list[list[int]], tmp_path: Path, kind: str) -> None:
+    text = opened(write_shards(tmp_path / "shards", kind, documents), append_eod=True)
+    assert documents_of(text, EOD) == with_ends(documents)
+    assert (tmp_path / "shards.tokens").is_dir()
+    assert "in 7 shards" in text.source.describe(text.blocks)
+    shuffled = np.random.default_rng(0).permutation(text.blocks)
+    again = opened(str(tmp_path / f"shards/*.{kind}"), data_cache_path=str(tmp_path / "new"), append_eod=True)
+    parts = [again.cache.tokens(np.array([block])) for block in shuffled.tolist()]  # backwards, too
+    assert np.array_equal(np.concatenate(parts), text.cache.tokens(shuffled))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl.gz"])
+def test_a_directory_of_the_hub_is_read_as_shards(
+    documents: list[list[int]], tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No row goes through the cache of `datasets`."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    write_shards(tmp_path / "set", kind, documents)
+    text = opened(f"hf:{tmp_path / 'set'}", append_eod=True)
+    assert isinstance(text.source, ShardedText)
+    assert documents_of(text, EOD) == with_ends(documents)
+    assert not list((tmp_path / "cache").rglob("*.arrow"))
+
+
+def test_other_formats_of_the_hub_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.csv").write_text("text,n\n1 2,0\n3 4,1\n")
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list" / "train.json").write_text('[{"text": "1 2"}, {"text": "3 4"}]')
+    for name in ("set", "list"):
+        lines: list[str] = []
+        text = opened(f"hf:{tmp_path / name}", append_eod=True, say=lines.append)
+        assert documents_of(text, EOD) == [[1, 2, EOD], [3, 4, EOD]]
+        assert "cannot be streamed" in lines[0]
+
+
+def test_lines_belong_to_the_chunk_in_which_they_begin() -> None:
+    draw = np.random.default_rng(0)
+    for _ in range(300):
+        text = draw.choice([b"a", b"b", b"\n"], draw.integers(0, 60), p=[0.6, 0.2, 0.2]).tobytes()
+        cuts = np.sort(draw.integers(0, len(text) + 1, draw.integers(0, 12))).tolist()
+        edges = [0, *cuts, len(text)]
+        chunks = [text[a:b] for a, b in pairwise(edges)]
+        expected, offset = [b""] * len(chunks), 0
+        for line in text.splitlines(keepends=True):
+            owner = max(k for k in range(len(chunks)) if edges[k] <= offset < edges[k + 1])
+            expected[owner] += line
+            offset += len(line)
+        assert list(lines_by_chunk(chunks)) == expected
+
+
+def random_documents(count: int) -> list[list[int]]:
+    draw = np.random.default_rng(1)
+    return [draw.integers(0, 60_000, 100).tolist() for _ in range(count)]
+
+
+class CountingFile(io.FileIO):
+    """A file that counts the bytes read from all of its kind."""
+
+    count = 0
+
+    def readinto(self, buffer) -> int:
+        CountingFile.count += (read := super().readinto(buffer))
+        return read
+
+    def read(self, size: int = -1) -> bytes:
+        CountingFile.count += len(content := super().read(size))
+        return content
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "hf"])
+def test_the_first_sample_needs_a_fraction_of_the_bytes(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digests and indexes of all files are part of the count."""
+    monkeypatch.setattr("megatron_zpp.storage.files.fsync", lambda path: None)
+    documents = random_documents(30_000)
+    directory = tmp_path / "shards"
+    pattern = write_shards(directory, "parquet" if kind == "hf" else kind, documents, 6, 400)
+    total = sum(path.stat().st_size for path in directory.iterdir())
+    pattern = f"hf:{directory}" if kind == "hf" else pattern
+    monkeypatch.setattr(CountingFile, "count", 6 * 25_000)  # the digests
+    monkeypatch.setattr(
+        "megatron_zpp.data.text.shard_files.open_stream",
+        lambda path, buffering=-1: io.BufferedReader(CountingFile(path)) if buffering else CountingFile(path),
+    )
+    text = opened(pattern, data_cache_path=str(tmp_path / "cache"))
+    text.samples("train", (0, text.blocks), 64, 7, 1).batch(np.arange(4))
+    assert 0.1 * total < CountingFile.count < 0.4 * total
+    assert (text.cache.counts(np.arange(text.blocks)) >= 0).mean() < 0.15
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl.gz"])
+def test_memory_and_open_files_are_bounded(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An epoch of 40 shards needs no more memory than its first quarter."""
+    monkeypatch.setattr("megatron_zpp.storage.files.fsync", lambda path: None)  # a thousand, on a busy disk
+    text = opened(write_shards(tmp_path / "shards", kind, random_documents(4_000), 40))
+    text.source.group = 16
+    samples = text.samples("train", (0, text.blocks), 64, 7, 1)
+    most: list[int] = []
+    files = 0
+    tracemalloc.start()
+    for quarter in range(4):
+        for first in range(quarter * 1500, quarter * 1500 + 1500, 150):
+            samples.batch(np.arange(first, first + 50))
+            files = max(files, sum(name.endswith(kind) and str(tmp_path) in name for name in open_files()))
+        most.append(tracemalloc.get_traced_memory()[1])
+    tracemalloc.stop()
+    assert 1 <= files <= 16
+    assert most[-1] < 1.25 * most[0] + 1e6, most
+
+
+def open_files() -> list[str]:
+    names = []
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            names.append(os.readlink(f"/proc/self/fd/{entry}"))
+        except OSError:
+            continue  # the listing's own
+    return names
+
+
+def test_a_damaged_parquet_file_is_named_with_its_row(documents: list[list[int]], tmp_path: Path) -> None:
+    pattern = write_shards(tmp_path, "parquet", documents)
+    path = tmp_path / "03.parquet"
+    content = bytearray(path.read_bytes())
+    start = pq.ParquetFile(path).metadata.row_group(1).column(1).data_page_offset
+    content[start : start + 40] = b"\xff" * 40
+    path.write_bytes(content)
+    for skip in (False, True):
+        with pytest.raises(ValueError, match=r"03\.parquet row (24|1): the Parquet data is damaged") as error:
+            documents_of(opened(pattern, skip_bad_lines=skip), 0)
+        assert "\n" not in str(error.value)
+    path.write_bytes(content[:-20])
+    with pytest.raises(ValueError, match=r"^--data-path .*03\.parquet: is no Parquet file, or its index"):
+        opened(pattern)
+
+
+def test_a_row_without_text_is_named_or_skipped(tmp_path: Path) -> None:
+    broken = pa.array([b"1", b"\xff\n", None, b"2"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": pa.array(["7", "8"])}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"text": broken}), tmp_path / "b.parquet")
+    pattern = str(tmp_path / "*.parquet")
+    with pytest.raises(ValueError, match=r"b\.parquet row 2: malformed line: not UTF-8 .*--skip-bad-lines$"):
+        documents_of(opened(pattern), EOD)
+    text = opened(pattern, skip_bad_lines=True, append_eod=True)
+    assert documents_of(text, EOD) == [[7, EOD], [8, EOD], [1, EOD], [2, EOD]]
+    pq.write_table(pa.table({"text": pa.array(["1", None])}), tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match=r"b\.parquet row 2: value that is not text: 'text' is null; "):
+        documents_of(opened(pattern), EOD)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz"])
+def test_a_bad_line_of_a_shard_is_named(documents: list[list[int]], tmp_path: Path, kind: str) -> None:
+    pattern = write_shards(tmp_path, kind, documents)
+    lines = json_lines(documents).splitlines(keepends=True)
+    lines[33] = b'{"text": \n'
+    content = b"".join(lines)
+    (tmp_path / f"02.{kind}").write_bytes(gzip.compress(content) if kind.endswith("gz") else content)
+    text = opened(pattern, num_workers=1)
+    with pytest.raises(ValueError, match=rf"02\.{kind} line 34: malformed line: not JSON") as error:
+        text.samples("train", (0, text.blocks), 8, 1, None)
+    assert "\n" not in str(error.value)
+    skipping = opened(pattern, skip_bad_lines=True)
+    skipping.samples("train", (0, skipping.blocks), 8, 1, None)
+
+
+def test_a_damaged_compressed_shard_is_named_with_a_line(documents: list[list[int]], tmp_path: Path) -> None:
+    pattern = write_shards(tmp_path, "jsonl.zst", documents)
+    whole = gzip.compress(json_lines(documents * 3))
+    write_shards(tmp_path, "jsonl.gz", documents)
+    (tmp_path / "01.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"01\.jsonl\.gz: the file ends in the middle .*\(after line \d+\)"):
+        documents_of(opened(str(tmp_path / "*.gz")), 0)
+    (tmp_path / "01.jsonl.zst").write_bytes(b"not compressed")
+    with pytest.raises(
+        ValueError, match=r"01\.jsonl\.zst: the compressed data is damaged .*\(after line 0\)"
+    ):
+        documents_of(opened(pattern), 0)
+
+
+def test_unusable_shards_are_an_error(documents: list[list[int]], tmp_path: Path) -> None:
+    write_shards(tmp_path / "some", "parquet", documents)
+    pq.write_table(pa.table({"body": ["1"]}), tmp_path / "some" / "99.parquet")
+    (tmp_path / "empty.jsonl").write_bytes(b"")
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "none.parquet")
+    for path, message in (
+        ("gone/*.jsonl", r"^--data-path .*gone/\*\.jsonl: no such file, and no file matches"),
+        ("gone.parquet", r"^--data-path .*gone\.parquet: no such file"),
+        ("some/*.parquet", r"^--json-key text: .*99\.parquet has no such column; it has body$"),
+        ("em*.jsonl", r"em\*\.jsonl: its 1 files have no bytes"),
+        ("none.parquet", r"none\.parquet: its 1 files have no rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            opened(str(tmp_path / path))
+    (tmp_path / "zero.parquet").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"zero\.parquet: is no Parquet file"):
+        opened(str(tmp_path / "zero.parquet"))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl.gz"])
+def test_a_shard_that_changes_under_a_run_is_named(
+    documents: list[list[int]], tmp_path: Path, kind: str
+) -> None:
+    text = opened(write_shards(tmp_path, kind, documents))
+    text.cache.tokens(np.arange(3))
+    path = tmp_path / f"00.{kind}"
+    os.utime(path, (1, 1))
+    with pytest.raises(ValueError, match=rf"00\.{kind}: has changed since the run began"):
+        text.cache.tokens(np.arange(5))
+    path.unlink()
+    with pytest.raises(ValueError, match=rf"00\.{kind}: No such file or directory; .*restore it"):
+        text.cache.tokens(np.arange(5))
+
+
+@pytest.fixture
+def remote(documents: list[list[int]], tmp_path: Path) -> list[str]:
+    """URLs of shards on a file system in memory."""
+    import fsspec
+
+    write_shards(tmp_path / "local", "parquet", documents)
+    files = fsspec.filesystem("memory")
+    for path in sorted((tmp_path / "local").iterdir()):
+        files.pipe(f"/{tmp_path.name}/{path.name}", path.read_bytes())
+    return sorted(f"memory://{name}" for name in files.ls(f"/{tmp_path.name}", detail=False))
+
+
+def opened_urls(urls: list[str], tmp_path: Path) -> ShardedText:
+    return open_shards("--data-path", "set", urls, "text", tmp_path / "cache")
+
+
+def test_remote_shards_are_read_again_after_an_error(
+    remote: list[str], documents: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    import megatron_zpp.data.text.shards as shards
+
+    monkeypatch.setattr(shards, "_PAUSE", 0.001)
+    source = opened_urls(remote, tmp_path)
+    calls, failing = 0, 3
+    whole = MemoryFileSystem._open
+
+    def flaky(self: MemoryFileSystem, *arguments: object, **options: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls % 4 < failing:
+            raise ConnectionError("reset by peer")
+        return whole(self, *arguments, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "_open", flaky)
+    lines = b"".join(map(source.read, range(source.blocks))).splitlines()
+    assert [json.loads(line)["text"] for line in lines] == [" ".join(map(str, ids)) for ids in documents]
+    failing = 4
+    error = r"00\.parquet: cannot be read 5 times \(ConnectionError: reset by peer\); check"
+    with pytest.raises(ValueError, match=error):
+        opened_urls(remote, tmp_path).read(0)  # the indexes are kept: opening reads nothing
+
+
+def test_remote_shards_of_another_version_differ(remote: list[str], tmp_path: Path) -> None:
+    import fsspec
+
+    source = opened_urls(remote, tmp_path)
+    assert [record.name for record in source.shard_records()] == remote
+    files = fsspec.filesystem("memory")
+    files.pipe(remote[3].removeprefix("memory:/"), files.cat(remote[3].removeprefix("memory:/")))
+    changed = opened_urls(remote, tmp_path)
+    pairs = zip(source.shard_records(), changed.shard_records(), strict=True)
+    assert [old == new for old, new in pairs] == [number != 3 for number in range(7)]
+
+
+def test_text_is_a_type_of_open_text(text: str) -> None:
+    """A file that matches a name with wildcards literally is a file."""
+    path = text.replace("text.jsonl", "te[x]t.jsonl")
+    os.rename(text, path)
+    opened_text: OpenText = opened(path)
+    assert not isinstance(opened_text.source, ShardedText)
