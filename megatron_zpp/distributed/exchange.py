@@ -7,7 +7,7 @@ second to find out whether other ranks make progress. Rank 0 collects the values
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -158,7 +158,7 @@ class Exchange:
             raise Abandoned(reason)
         patience.see(progress, store)
 
-    def _release(self, keys: Sequence[str]) -> None:
+    def _release(self, keys: list[str]) -> None:
         """End this rank's wait for keys, and with it those of all ranks, which then ask again and again."""
         with suppress(dist.DistError):  # the store is gone
             for key in keys:
@@ -202,7 +202,7 @@ class _Waiting:
 class _Patience:
     """How long a rank waits: until a time-out without progress, and without the next of the values."""
 
-    def __init__(self, timeout: timedelta, keys: Sequence[str]) -> None:
+    def __init__(self, timeout: timedelta, keys: list[str]) -> None:
         self._timeout, self._keys = timeout, keys
         self._absent = 0  # the first key that has not been seen
         self._progress: bytes | None = None
@@ -214,9 +214,14 @@ class _Patience:
         if progress != self._progress:
             self._progress = progress
             self._extend()
-        while self._absent < len(self._keys) - 1 and store.check([self._keys[self._absent]]):
-            self._absent += 1
-            self._extend()
+        count = 1  # of keys in a request: doubled while all of them exist
+        while count and self._absent < len(self._keys) - 1:
+            if store.check(self._keys[self._absent : self._absent + count]):
+                self._absent = min(self._absent + count, len(self._keys) - 1)
+                self._extend()
+                count *= 2
+            else:
+                count //= 2
         if time.monotonic() > self._deadline:
             key = self._keys[self._absent]
             raise NoProgress(f"no rank published {key!r} or reported progress for {self._timeout}", key)
