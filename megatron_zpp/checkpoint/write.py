@@ -82,6 +82,7 @@ def write_checkpoint(
     if problem and by_rank_0:
         _attempt(exchange, options, lambda on_progress: _remove(partial_path(final), options.may_write))
         exchange.put("outcome", problem)
+    exchange.clear()
     if problem:
         raise SaveFailed(problem)
 
@@ -144,7 +145,7 @@ def _write_and_report(
 
     problem = _attempt(exchange, options, write)
     report = {"problem": problem, "checksums": [] if problem else [one.to_json() for one in checksums]}
-    exchange.put(f"written/{rank}", report)
+    exchange.contribute("written", report)
 
 
 def _attempt(exchange: Exchange, options: SaveOptions, action: Callable[[OnProgress], Any]) -> str | None:

@@ -21,13 +21,22 @@ def check_agreement(settings: dict[str, dict[str, Any]], exchange: Exchange) -> 
     absent = "(unknown setting)"
     name = next((name for name in names if first.get(name, absent) != own.get(name, absent)), None)
     difference = None if name is None else [name, first.get(name, absent), own.get(name, absent)]
-    reports = enumerate(exchange.all_gather("differs", difference))
-    problems = {rank: problem for rank, problem in reports if problem}
-    if problems:
-        name, expected, got = next(iter(problems.values()))
-        ranks = [rank for rank, problem in problems.items() if problem[0] == name]
-        raise ValueError(
-            f"{name} differs between ranks: rank{'s' * (len(ranks) > 1)} {ranges(ranks)} and rank 0 were "
-            f"started with different values (rank {ranks[0]}: {got}, rank 0: {expected}); start all ranks "
-            "with the same flags"
-        )
+    if problem := exchange.combine("differs", difference, _problem):
+        raise ValueError(problem)
+
+
+def _problem(differences: list[Any]) -> str | None:
+    """The first field that differs from rank 0's, its value on the ranks where it does; None if none differs.
+
+    A rank's difference is the field, rank 0's value and the rank's own.
+    """
+    problems = {rank: difference for rank, difference in enumerate(differences) if difference}
+    if not problems:
+        return None
+    name, expected, got = next(iter(problems.values()))
+    ranks = [rank for rank, problem in problems.items() if problem[0] == name]
+    return (
+        f"{name} differs between ranks: rank{'s' * (len(ranks) > 1)} {ranges(ranks)} and rank 0 were "
+        f"started with different values (rank {ranks[0]}: {got}, rank 0: {expected}); start all ranks "
+        "with the same flags"
+    )

@@ -1,7 +1,14 @@
-"""Exchanges JSON values between ranks through the store: outside of collectives, and from any thread."""
+"""Exchanges JSON values between ranks through the store: outside of collectives, and from any thread.
+
+A rank that waits sends one request, which the store answers once the value is there, and one request per
+second to find out whether other ranks make progress. Rank 0 collects the values of N ranks with two requests.
+"""
 
 import json
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -9,12 +16,18 @@ import torch.distributed as dist
 
 from megatron_zpp.distributed.topology import Topology
 
-_FIRST_POLL, _LAST_POLL = 0.005, 0.5  # seconds; each interval is 1.5 times the previous one
 _REPORT_EVERY = 1.0  # seconds, at most, between reports of progress by a rank, and between checks for them
+_POLL = 0.5  # seconds, at most, between requests for a value that a rank no longer waits for
+_NO_LIMIT = timedelta(days=7)  # of a request that waits; the thread that sent it is never waited for
+_NOTHING = b""  # under a key without a value, which a rank has created to end all waits for it
 
 
 class NoProgress(TimeoutError):
-    """The expected value did not arrive, and no rank reported progress for the whole time-out."""
+    """The value of `key` did not arrive, and no rank reported progress for the whole time-out."""
+
+    def __init__(self, message: str, key: str = "") -> None:
+        super().__init__(message)
+        self.key = key
 
 
 class Abandoned(RuntimeError):
@@ -33,9 +46,11 @@ class Exchange:
         self.topology, self.timeout, self._purpose = topology, timeout, purpose
         # A connection of its own: a call on a store blocks all other threads that use the same connection.
         self._store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
-        self._reports: dist.Store | None = None  # another connection, opened by the first report of progress
+        self._quick: dist.Store | None = None  # another connection, for requests that are answered at once
+        self._looked = False
         self._reported = time.monotonic()
         self._every = min(_REPORT_EVERY, timeout.total_seconds() / 8)
+        self._contributed: list[str] = []
 
     def put(self, name: str, value: Any) -> None:
         """Publish a value to all ranks, once per name."""
@@ -47,52 +62,57 @@ class Exchange:
         Raises NoProgress after the time-out without the value and without progress on any rank; Abandoned if
         a rank has abandoned the operation.
         """
-        key, poll = self._key(name), _FIRST_POLL
-        seen, looked = None, time.monotonic()
-        deadline = looked + self.timeout.total_seconds()
-        while not self._store.check([key]):
-            now = time.monotonic()
-            if now - looked > self._every or now > deadline:
-                looked = now
-                self._raise_if_abandoned()
-                if seen != (seen := self._store.add(self._key("progress"), 0)):
-                    deadline = now + self.timeout.total_seconds()
-            if now > deadline:
-                raise NoProgress(f"no rank published {key!r} or reported progress for {self.timeout}")
-            time.sleep(poll)
-            poll = min(_LAST_POLL, 1.5 * poll)
-        return json.loads(self._store.get(key))
+        return self._get_all([self._key(name)])[0]
 
-    def pop(self, name: str) -> Any:
-        """Like `get`, for a value that only this rank reads; deletes it from the store."""
-        value = self.get(name)
-        self._store.delete_key(self._key(name))
-        return value
+    def contribute(self, name: str, value: Any) -> None:
+        """Publish this rank's value of `name`, for `gather`; `clear` deletes it."""
+        key = f"{name}/{self.topology.rank}"
+        self._contributed.append(self._key(key))
+        self.put(key, value)
 
     def gather(self, name: str) -> list[Any]:
-        """On rank 0: return every rank's value of `name`/RANK, by rank. Raises NoProgress naming the rank."""
-        values = []
-        for rank in range(self.topology.world_size):
-            try:
-                values.append(self.pop(f"{name}/{rank}"))
-            except NoProgress:
-                raise NoProgress(f"rank {rank} reported no progress for {self.timeout}") from None
-        return values
+        """On rank 0: return the values that all ranks contribute, by rank.
+
+        Raises NoProgress naming the first rank without a value.
+        """
+        keys = [self._key(f"{name}/{rank}") for rank in range(self.topology.world_size)]
+        try:
+            return self._get_all(keys)
+        except NoProgress as silence:
+            rank = keys.index(silence.key)
+            raise NoProgress(f"rank {rank} reported no progress for {self.timeout}") from None
+
+    def combine(self, name: str, value: Any, combination: Callable[[list[Any]], Any]) -> Any:
+        """Return on every rank what `combination` returns on rank 0 for the values of all ranks, by rank.
+
+        `combination` must not raise. It makes one value of N, so that no rank reads N values but rank 0.
+        """
+        self.contribute(name, value)
+        if self.topology.rank == 0:
+            self.put(name, combination(self.gather(name)))
+        combined = self.get(name)
+        self.clear()
+        return combined
 
     def all_gather(self, name: str, value: Any) -> list[Any]:
         """Return the values of all ranks, by rank; this rank's is `value`. Rank 0 collects them for all."""
-        self.put(f"{name}/{self.topology.rank}", value)
-        if self.topology.rank == 0:
-            self.put(name, self.gather(name))
-        return self.get(name)
+        return self.combine(name, value, list)
+
+    def first(self, name: str, value: Any) -> Any:
+        """Return on every rank the value of the lowest rank that has one which is not None; else None."""
+        return self.combine(name, value, _first)
+
+    def clear(self) -> None:
+        """Delete from the store what this rank contributed. To be called when rank 0 has gathered it."""
+        while self._contributed:
+            self._store.delete_key(self._contributed.pop())
 
     def progress(self) -> None:
         """Report that this rank makes progress. To be called often, by any thread: most calls do nothing."""
         now = time.monotonic()
         if now - self._reported > self._every:
             self._reported = now
-            self._reports = self._reports or self._store.clone()
-            self._reports.add(self._key("progress"), 1)
+            self._quick_store().add(self._key("progress"), 1)
 
     def abandon(self, reason: str) -> str | None:
         """Abandon the operation for all ranks. Returns the first rank's reason; None after a `commit`."""
@@ -106,11 +126,109 @@ class Exchange:
         """Return the first decision of any rank: None to commit, else the reason to abandon."""
         return json.loads(self._store.compare_set(self._key("decision"), "", json.dumps(reason)))
 
-    def _raise_if_abandoned(self) -> None:
-        if self._store.check([self._key("decision")]):
-            reason = json.loads(self._store.get(self._key("decision")))
-            if reason is not None:
-                raise Abandoned(reason)
+    def _get_all(self, keys: list[str]) -> list[Any]:
+        """Wait for the values of all keys, and return them. NoProgress has the first key without one."""
+        patience = _Patience(self.timeout, keys)
+        while True:
+            waiting = _Waiting(self._store, keys)
+            try:
+                while not waiting.over(self._every):
+                    self._look(patience)
+            except dist.DistError:  # the store is gone, and a new connection would be tried for long
+                raise
+            except BaseException:
+                self._release(keys)
+                raise
+            values = self._store.multi_get(keys)
+            if all(values):
+                return [json.loads(value) for value in values]
+            time.sleep(min(_POLL, self._every))  # another rank has ended the wait
+            self._look(patience)
+
+    def _look(self, patience: "_Patience") -> None:
+        """Raises Abandoned if a rank has abandoned the operation, NoProgress if `patience` is at its end."""
+        store, keys = self._quick_store(), [self._key("decision"), self._key("progress")]
+        if not self._looked:
+            store.compare_set(keys[0], "", _NOTHING.decode())
+            store.add(keys[1], 0)
+            self._looked = True
+        decision, progress = store.multi_get(keys)
+        reason = json.loads(decision) if decision else None
+        if reason is not None:
+            raise Abandoned(reason)
+        patience.see(progress, store)
+
+    def _release(self, keys: list[str]) -> None:
+        """End this rank's wait for keys, and with it those of all ranks, which then ask again and again."""
+        with suppress(dist.DistError):  # the store is gone
+            for key in keys:
+                self._quick_store().compare_set(key, "", _NOTHING.decode())
+
+    def _quick_store(self) -> dist.Store:
+        self._quick = self._quick or self._store.clone()
+        return self._quick
 
     def _key(self, name: str) -> str:
         return f"{self._purpose}/{name}"
+
+
+class _Waiting:
+    """A request that the store answers when all keys exist, sent by a thread.
+
+    A request with a time-out would write warnings to stderr whenever the time is over.
+    """
+
+    def __init__(self, store: dist.Store, keys: list[str]) -> None:
+        self._store, self._keys = store, keys
+        self._error: BaseException | None = None
+        self._answered = threading.Event()
+        threading.Thread(target=self._wait, name="exchange", daemon=True).start()
+
+    def over(self, seconds: float) -> bool:
+        """Whether the keys exist within `seconds`. Raises the error of the request."""
+        answered = self._answered.wait(seconds)
+        if self._error is not None:
+            raise self._error
+        return answered
+
+    def _wait(self) -> None:
+        try:
+            self._store.wait(self._keys, _NO_LIMIT)
+        except BaseException as error:
+            self._error = error
+        self._answered.set()
+
+
+class _Patience:
+    """How long a rank waits: until a time-out without progress, and without the next of the values."""
+
+    def __init__(self, timeout: timedelta, keys: list[str]) -> None:
+        self._timeout, self._keys = timeout, keys
+        self._absent = 0  # the first key that has not been seen
+        self._progress: bytes | None = None
+        self._deadline = 0.0
+        self._extend()
+
+    def see(self, progress: bytes, store: dist.Store) -> None:
+        """Take note of the progress that ranks have reported. Raises NoProgress when the time is over."""
+        if progress != self._progress:
+            self._progress = progress
+            self._extend()
+        count = 1  # of keys in a request: doubled while all of them exist
+        while count and self._absent < len(self._keys) - 1:
+            if store.check(self._keys[self._absent : self._absent + count]):
+                self._absent = min(self._absent + count, len(self._keys) - 1)
+                self._extend()
+                count *= 2
+            else:
+                count //= 2
+        if time.monotonic() > self._deadline:
+            key = self._keys[self._absent]
+            raise NoProgress(f"no rank published {key!r} or reported progress for {self._timeout}", key)
+
+    def _extend(self) -> None:
+        self._deadline = time.monotonic() + self._timeout.total_seconds()
+
+
+def _first(values: list[Any]) -> Any:
+    return next((value for value in values if value is not None), None)

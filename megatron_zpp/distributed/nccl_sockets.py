@@ -11,6 +11,8 @@ import platform
 import resource
 from collections.abc import MutableMapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
 
 from megatron_zpp.config.nccl_sockets import FLAG, explicit_sockets
 from megatron_zpp.config.options import option_error
@@ -100,10 +102,22 @@ def choose_nccl_sockets(
         objection = explicit_objection(wanted, topology.nodes, settings, files)
     mask = sum(1 << core for core in os.sched_getaffinity(0))
     report = RankReport(objection, platform.node(), f"{mask:x}")
-    reports = [RankReport(**each) for each in exchange.all_gather("nccl_sockets", asdict(report))]
-    choice = agree(value, reports)
+    problem, choice = exchange.combine("nccl_sockets", asdict(report), partial(_agreed, value))
+    if problem:
+        raise ValueError(problem)
+    sockets, reason = choice
+    choice = SocketChoice(sockets and tuple(sockets), reason)
     environment.update(choice.environment())
     return choice
+
+
+def _agreed(value: str, reports: list[dict[str, Any]]) -> list[Any]:
+    """The problem and the choice by the reports of all ranks, as JSON values; one of them is None."""
+    try:
+        choice = agree(value, [RankReport(**report) for report in reports])
+    except ValueError as error:
+        return [str(error), None]
+    return [None, [choice.sockets, choice.reason]]
 
 
 def auto_objection(nodes: int, settings: NcclSettings, network: Network, files: int | None) -> str | None:

@@ -63,7 +63,7 @@ def process_group(
         )
     except RuntimeError as error:
         variable = f"{backend.upper()}_SOCKET_IFNAME"
-        rank_address, told = rendezvous.addresses[topology.rank], os.environ.get(variable, "(not set)")
+        rank_address, told = rendezvous.own, os.environ.get(variable, "(not set)")
         raise option_error(
             variable,
             told,

@@ -38,9 +38,10 @@ class RankAddress:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The store that all ranks share, and the address of each rank."""
+    """The store that all ranks share, the address of this rank, and on rank 0 the addresses of all ranks."""
 
     store: dist.Store
+    own: RankAddress
     addresses: tuple[RankAddress, ...]
 
 
@@ -59,7 +60,8 @@ def rendezvous(
     waits. Raises ValueError naming the address, port or ranks that are wrong, or a limit that is too low.
     """
     if topology.world_size == 1:
-        return Rendezvous(dist.HashStore(), (RankAddress(platform.node(), os.getpid(), "127.0.0.1", "lo"),))
+        alone = RankAddress(platform.node(), os.getpid(), "127.0.0.1", "lo")
+        return Rendezvous(dist.HashStore(), alone, (alone,))
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     deadline = time.monotonic() + limit
     try:
@@ -81,7 +83,8 @@ def rendezvous(
     # The launcher's store outlives a failed attempt: this attempt must not read that attempt's keys.
     store = dist.PrefixStore(f"attempt_{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     rank_address = RankAddress(platform.node(), os.getpid(), own, interface_of(own))
-    return Rendezvous(store, _exchange_addresses(store, topology, rank_address, deadline, limit, say))
+    addresses = _exchange_addresses(store, topology, rank_address, deadline, limit, say)
+    return Rendezvous(store, rank_address, addresses)
 
 
 def interface_of(address: str) -> str:
@@ -187,8 +190,8 @@ def _exchange_addresses(
     limit: float,
     say: Callable[[str], None],
 ) -> tuple[RankAddress, ...]:
-    """Publish this rank's address, wait for all ranks, and return their addresses by rank."""
-    rank, world = topology.rank, topology.world_size
+    """Publish this rank's address and wait for all ranks. Rank 0 returns their addresses, others nothing."""
+    rank = topology.rank
     text = json.dumps(asdict(rank_address))
     if store.add(f"claims/{rank}", 1) > 1:
         other = _parse_rank_address(store.get(f"here/{rank}"))
@@ -197,16 +200,15 @@ def _exchange_addresses(
         store.set("verdict", json.dumps(f"RANK {rank}: {fix}"))
         raise option_error("RANK", rank, fix)
     store.set(f"here/{rank}", text)
-    store.add("here", 1)
-    if rank == 0:
-        problem = _await_all(store, topology, deadline, limit, say)
-        store.set("verdict", json.dumps(problem))
-        if problem:
-            time.sleep(0.3)  # this process may host the store, from which others still read the verdict
-            raise ValueError(problem)
-    else:
+    if rank > 0:
         _await_verdict(store, topology, rank_address, deadline)
-    return tuple(map(_parse_rank_address, store.multi_get([f"here/{rank}" for rank in range(world)])))
+        return ()
+    problem = _await_all(store, topology, deadline, limit, say)
+    store.set("verdict", json.dumps(problem))
+    if problem:
+        time.sleep(0.3)  # this process may host the store, from which others still read the verdict
+        raise ValueError(problem)
+    return tuple(map(_parse_rank_address, store.multi_get(_keys(topology))))
 
 
 def _await_verdict(store: dist.Store, topology: Topology, rank_address: RankAddress, deadline: float) -> None:
@@ -231,21 +233,30 @@ def _await_all(
 ) -> str | None:
     """On rank 0: wait for all ranks. Returns None, or the problem if some are late or claim the same rank."""
     patience = Backoff(say)
-    while store.add("here", 0) < topology.world_size:
+    keys, who = _keys(topology), ""
+    while not store.check(keys):  # one request for all ranks
         if store.check(["verdict"]):
             return json.loads(store.get("verdict"))
-        missing = [rank for rank in range(topology.world_size) if not store.check([f"here/{rank}"])]
-        if not missing:
-            break
-        who = f"rank{'s' * (len(missing) > 1)} {ranges(missing)} of {topology.world_size}"
-        nodes = ranges(sorted({topology.node_of(rank) for rank in missing}))
-        if time.monotonic() > deadline:
+        late = time.monotonic() > deadline
+        if late or patience.due:
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            if not missing:
+                break
+            nodes = ranges(sorted({topology.node_of(rank) for rank in missing}))
+            ranks = f"rank{'s' * (len(missing) > 1)} {ranges(missing)}"
+            who = f"{ranks} of {topology.world_size} (node {nodes})"
+        if late:
             return (
-                f"WORLD_SIZE {topology.world_size}: {who} (node {nodes}) did not connect within "
+                f"WORLD_SIZE {topology.world_size}: {who} did not connect within "
                 f"--preflight-timeout {limit:g} s; start them with the same MASTER_ADDR and MASTER_PORT"
             )
-        patience.wait(f"waiting for {who} (node {nodes})")
+        patience.wait(f"waiting for {who}")
     return None
+
+
+def _keys(topology: Topology) -> list[str]:
+    """The keys of the addresses of all ranks."""
+    return [f"here/{rank}" for rank in range(topology.world_size)]
 
 
 class Backoff:
@@ -254,9 +265,14 @@ class Backoff:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._told, self._pause = say, time.monotonic(), 0.01
 
+    @property
+    def due(self) -> bool:
+        """Whether it is time for a message."""
+        return time.monotonic() - self._told > SAY_AFTER
+
     def wait(self, problem: str) -> None:
-        """Sleep, longer each time, up to 0.5 s; `problem` is the message."""
-        if time.monotonic() - self._told > SAY_AFTER:
+        """Sleep, longer each time, up to 0.5 s; `problem` is the message if one is due."""
+        if self.due and problem:
             self._told = time.monotonic()
             self._say(problem)
         time.sleep(self._pause)

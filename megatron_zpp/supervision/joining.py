@@ -55,12 +55,13 @@ def join(
     activity.now("preflight, joining the process group", limit=limit)
     with process_group(config, topology, device, rendezvous):
         lines = preflight(
-            rendezvous.addresses,
+            rendezvous,
             device,
             exchange,
             activity,
             limit=limit,
             sockets=sockets.describe(),
         )
+        del exchange  # closes its connections to the store
         activity.now("building", patient=True)
         yield [*sockets.lines(), *lines]

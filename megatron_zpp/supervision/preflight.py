@@ -2,13 +2,15 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.distributed.exchange import Exchange
-from megatron_zpp.distributed.rendezvous import RankAddress
+from megatron_zpp.distributed.rendezvous import RankAddress, Rendezvous
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.supervision.links import BETWEEN, Ring, describe_rates, rings_of, slow_links, split_nodes
@@ -19,7 +21,7 @@ _SUMMANDS = 1000
 
 
 def preflight(
-    addresses: Sequence[RankAddress],
+    met: Rendezvous,
     device: torch.device,
     exchange: Exchange,
     activity: Activity,
@@ -29,6 +31,7 @@ def preflight(
 ) -> list[str]:
     """Log lines on the rates of links, with warnings on slow ones; every rank must call it.
 
+    Each rank exchanges messages with two neighbours per ring, and only rank 0 reads the rates of all ranks.
     `sockets` describes the choice for NCCL's TCP connections; it is shown with the rate between nodes. No
     part may take longer than `limit` seconds. Raises ValueError on every rank if data arrive changed, with
     the ranks and hosts concerned.
@@ -38,52 +41,72 @@ def preflight(
         return []
     started = time.perf_counter()
     activity.now("preflight, a sum over all ranks", limit=limit)
-    problem = _wrong_sum(topology, addresses, device)
-    rates = []
-    for ring in rings_of(topology):
+    wrong, rings = _wrong_sums(topology, device), rings_of(topology)
+    rates, damaged = [], []
+    for ring in rings:
         activity.now(f"preflight, messages {ring.name}", limit=limit)
-        rate, damage = _time_ring(ring, topology.rank, addresses, device)
-        problem = problem or damage
-        rates.append((ring.name, rate, ring.neighbours(topology.rank)[1]))
+        rate, whole = _time_ring(ring, topology.rank, device)
+        rates.append(rate)
+        damaged += [] if whole else [ring.neighbours(topology.rank)[1]]
     activity.now("preflight, results", limit=limit)
-    reports = exchange.all_gather("reports", [problem, rates])
-    problems = [problem for problem, _ in reports if problem]
-    if problems:
-        raise ValueError(f"the network corrupts data: {problems[0]}")
-    warnings, parts = split_nodes(topology, addresses), []
-    for index, (name, _, _) in enumerate(rates):
-        received = [by_ring[index][1] for _, by_ring in reports]
-        senders = [by_ring[index][2] for _, by_ring in reports]
-        through = f", through {sockets}" if sockets and name == BETWEEN else ""
-        parts.append(describe_rates(name, received) + through)
-        if (
-            device.type == "cuda" or name == BETWEEN
-        ):  # inside a node of CPUs, a slow link is the scheduler's doing
-            warnings += slow_links(name, received, senders, addresses)
-    seconds = time.perf_counter() - started
-    return [
-        f" preflight: {topology.world_size} ranks in {seconds:.1f} s; {', '.join(parts)}",
-        *(f" WARNING: {warning}" for warning in warnings),
-    ]
+
+    def results(reports: list[list[Any]]) -> list[Any]:
+        if problem := _problem(reports, met.addresses):
+            return [problem, []]
+        lines, warnings = [], split_nodes(topology, met.addresses)
+        for index, ring in enumerate(rings):
+            received = [theirs[index] for _, _, theirs in reports]
+            through = f", through {sockets}" if sockets and ring.name == BETWEEN else ""
+            lines.append(describe_rates(ring.name, received) + through)
+            # Inside a node of CPUs, a slow link is the scheduler's doing.
+            if device.type == "cuda" or ring.name == BETWEEN:
+                warnings += slow_links(ring.name, received, _senders(topology, index), met.addresses)
+        seconds = time.perf_counter() - started
+        said = f" preflight: {topology.world_size} ranks in {seconds:.1f} s; {', '.join(lines)}"
+        return [None, [said, *(f" WARNING: {warning}" for warning in warnings)]]
+
+    problem, lines = exchange.combine("reports", [wrong, damaged, rates], results)
+    if problem:
+        raise ValueError(f"the network corrupts data: {problem}")
+    return lines
 
 
-def _wrong_sum(topology: Topology, addresses: Sequence[RankAddress], device: torch.device) -> str | None:
-    """The error in a sum of integers whose result is known; None if it is right."""
+def _problem(reports: list[list[Any]], addresses: Sequence[RankAddress]) -> str | None:
+    """The wrong sums or the damaged message of the first rank that reports some; None if all data are right.
+
+    A report: the number of wrong sums, the ranks whose messages arrived damaged, and rates.
+    """
+    for rank, (wrong, damaged, _) in enumerate(reports):
+        who = f"rank {rank} [{addresses[rank]}]"
+        if wrong:
+            return f"{wrong} of {_SUMMANDS} sums are wrong on {who}"
+        if damaged:
+            sender = f"rank {damaged[0]} [{addresses[damaged[0]]}]"
+            return f"{who} did not receive what {sender} sent"
+    return None
+
+
+def _senders(topology: Topology, index: int) -> list[int]:
+    """The rank from which each rank receives in its ring of this index."""
+    ranks = (
+        replace(topology, rank=rank, local_rank=rank % topology.local_world_size)
+        for rank in range(topology.world_size)
+    )
+    return [rings_of(one)[index].neighbours(one.rank)[1] for one in ranks]
+
+
+def _wrong_sums(topology: Topology, device: torch.device) -> int:
+    """The number of wrong sums of integers, of which the right ones are known."""
     ranks = topology.world_size
     numbers = torch.arange(_SUMMANDS, device=device) * ranks  # int64
     total = numbers + topology.rank
     dist.all_reduce(total)
     expected = numbers * ranks + ranks * (ranks - 1) // 2
-    wrong = int((total != expected).sum())
-    if not wrong:
-        return None
-    return f"{wrong} of {_SUMMANDS} sums are wrong on rank {topology.rank} [{addresses[topology.rank]}]"
+    return int((total != expected).sum())
 
 
-def _time_ring(
-    ring: Ring, rank: int, addresses: Sequence[RankAddress], device: torch.device
-) -> tuple[float, str | None]:
-    """Bytes/s that this rank received, and the error in the data; None if there is none."""
+def _time_ring(ring: Ring, rank: int, device: torch.device) -> tuple[float, bool]:
+    """Bytes/s that this rank received, and whether it received what its neighbour sent."""
     after, before = ring.neighbours(rank)
     numel = _BYTES[device.type] // 8
     sent = torch.arange(rank, rank + numel, device=device)
@@ -97,12 +120,7 @@ def _time_ring(
         _wait(device)
         seconds.append(time.perf_counter() - started)
     rate = _BYTES[device.type] / min(seconds)
-    if torch.equal(received, torch.arange(before, before + numel, device=device)):
-        return rate, None
-    return (
-        rate,
-        f"rank {rank} [{addresses[rank]}] did not receive what rank {before} [{addresses[before]}] sent",
-    )
+    return rate, torch.equal(received, torch.arange(before, before + numel, device=device))
 
 
 def _send(sent: Tensor, after: int, received: Tensor, before: int) -> None:

@@ -60,8 +60,7 @@ def verify_data(splits: Splits, exchange: Exchange) -> str:
         verify_tokens(splits.files, topology.rank, topology.world_size, exchange.progress)
     except (DamagedFile, OSError) as error:
         problem = one_line(error)
-    problems = [problem for problem in exchange.all_gather("problem", problem) if problem]
-    if problems:
-        raise DamagedFile(problems[0])
+    if problem := exchange.first("problem", problem):
+        raise DamagedFile(problem)
     size = sum(data.tokens.nbytes for data in splits.files)
     return f" verified {size:,} bytes of tokens in {time.perf_counter() - started:.1f} s"

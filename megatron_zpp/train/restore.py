@@ -110,8 +110,8 @@ def restore(
             start = _load(config, path, engine, tokenizer, schedule, exchange.progress)
         except (DamagedFile, OSError) as damage:
             problem = one_line(damage)
-        problems = [problem for problem in exchange.all_gather("problem", problem) if problem]
-        if not problems:
+        problem = exchange.first("problem", problem)
+        if problem is None:
             assert settings.load is not None  # it holds `path`
             directory = Path(settings.load)
             lost = None if settings.ckpt_step is not None else lost_newest(directory)
@@ -120,7 +120,7 @@ def restore(
             warnings = [f" WARNING: {lost}: it is skipped"] if lost else []
             warnings += [f" WARNING: {path} is skipped: {problem}" for path, problem in passed_over]
             return Start(_named(start.progress, settings, exchange_for), [*warnings, *start.lines])
-        passed_over.append((path, problems[0]))
+        passed_over.append((path, problem))
     if passed_over:
         raise option_error(
             "--load",

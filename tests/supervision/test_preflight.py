@@ -52,7 +52,7 @@ def test_a_rank_that_falls_silent_ends_the_run(waiting: dict[str, Run]) -> None:
     run = waiting["silent"]
     rank_address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": run.port}
     met = rendezvous(Topology(1, 2, 1, 2), rank_address, limit=120, timeout=timedelta(seconds=120), say=print)
-    assert met.addresses[0].interface == "lo"
+    assert met.own.interface == "lo"
     assert run.statuses() == {0: 1}
     assert "pretrain_gpt.py: waiting for rank 1: starting for 1" in run.err(0)
     (line,) = run.errors()
