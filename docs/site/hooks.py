@@ -1,4 +1,4 @@
-"""MkDocs calls these functions while it builds the site; mkdocs.yml names this file. Run from the repository's root."""
+"""MkDocs calls these functions; mkdocs.yml names this file. Run it from the repository's root."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add the pages that are made here, the benchmarks' page, and the files outside docs/ that pages link to."""
+    """Add the pages that are made here, the benchmarks' page, and files outside docs/ that pages link to."""
     made = pages.readme_pages() | reference.reference_pages()
     for path, text in made.items():
         files.append(File.generated(config, path, content=text))

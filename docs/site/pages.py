@@ -1,7 +1,7 @@
 """Turns the repository's pages into pages of the site: parts of the README, links between them, navigation.
 
-Works on text alone, so that tests need no site generator. Paths are relative to the repository's root, or, where a
-name says site, to the root of the site.
+Works on text alone, so that tests need no site generator. Paths are relative to the repository's root, or,
+where a name says site, to the root of the site.
 """
 
 import os
@@ -22,7 +22,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def readme_pages() -> dict[str, str]:
-    """Return the parts of the README as pages, by their path in the site. The first begins with its introduction."""
+    """Return the parts of the README as pages, by their path in the site. The first has its introduction."""
     sections = _sections((ROOT / "README.md").read_text())
     pages = {}
     for number, (path, (title, names)) in enumerate(README_PAGES.items()):
@@ -32,7 +32,7 @@ def readme_pages() -> dict[str, str]:
 
 
 def site_path(path: str, anchor: str = "") -> str:
-    """Return where a file of the repository is in the site. A section of the README is where its anchor is."""
+    """Return where a file of the repository is in the site. The README is where the anchor is."""
     if path == "README.md":
         holds = [page for page, text in readme_pages().items() if anchor in anchors(text)]
         return holds[0] if anchor and holds else "start.md"
@@ -49,7 +49,7 @@ def source_path(site: str) -> str:
 
 
 def site_text(text: str, site: str) -> str:
-    """Return a page's markdown as the site needs it: its links, its commands' needs, and `|` in code of tables."""
+    """Return a page's markdown as the site needs it: links, needs of commands, and `|` in code of tables."""
     folder, own = os.path.dirname(source_path(site)), os.path.dirname(site)
 
     def relink(match: re.Match[str]) -> str:
@@ -80,7 +80,7 @@ def linked_files() -> list[str]:
 
 
 def navigation(reference: dict[str, str]) -> list[dict[str, object]]:
-    """Return the navigation: every page that docs/index.md lists, by its section, title and order; the reference."""
+    """Return the navigation: the pages of docs/index.md, in its sections and order, and those of flags."""
     index = (DOCS / "index.md").read_text()
     nav: list[dict[str, object]] = [{"Home": "index.md"}]
     for title, section in _sections(index).items():
@@ -115,7 +115,7 @@ def _sections(text: str) -> dict[str, str]:
 
 
 def _code_of_tables(text: str) -> str:
-    """Replace `\\|` by `|` in code: GitHub needs the backslash in tables, and this site's tables would show it."""
+    """Replace `\\|` by `|` in code: in tables GitHub needs the backslash, and the site would show it."""
     return re.sub(r"`[^`\n]*`", lambda code: code.group(0).replace(r"\|", "|"), text)
 
 

@@ -54,11 +54,10 @@ def _pretraining_page() -> str:
     return "\n\n".join(
         [
             "# Flags of pretrain_gpt.py",
-            "For everybody who looks up a flag. After reading this page you know each flag's type, default and "
-            "bounds. The page is made from the classes that also make `python pretrain_gpt.py --help`. "
+            "For everybody who looks up a flag. After reading this page you know each flag's type, default\n"
+            "and bounds. The page is made from the classes that also make `python pretrain_gpt.py --help`.\n"
             "[Old flags and DeepSpeed's keys](../guide/deepspeed.md) are translated to these flags.",
-            "A value outside the bounds is refused in a line that names the flag. `off` is the default of a flag "
-            "that takes no value.",
+            "A value outside the bounds is refused in a line that names the flag. A switch takes no value.",
             *sections,
         ]
     )
@@ -73,9 +72,9 @@ def _programs_page() -> str:
     return "\n\n".join(
         [
             "# Flags of the other programs",
-            "For everybody who prepares data or uses a checkpoint. After reading this page you know the flags of "
-            "the programs beside [pretrain_gpt.py](pretrain_gpt.md). Names in capitals are arguments without a "
-            "flag.",
+            "For everybody who prepares data or uses a checkpoint. After reading this page you know the\n"
+            "flags of the programs beside [pretrain_gpt.py](pretrain_gpt.md). Names in capitals are\n"
+            "arguments without a flag.",
             *sections,
         ]
     )
@@ -93,7 +92,9 @@ def table(cls: type[Options], *, linked: bool = False) -> str:
             shown = f"[{shown}](#{anchor}){{ #{anchor} }}"
         bounds = field.metadata["bounds"]
         limits = ", ".join(f"{_WORDS[name]} {bound}" for name, bound in bounds.items())
-        rows.append((shown, _kind(hints[field.name]), _default(field), limits, _escaped(field.metadata["help"])))
+        rows.append(
+            (shown, _kind(hints[field.name]), _default(field), limits, _escaped(field.metadata["help"]))
+        )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -135,4 +136,6 @@ def _title(cls: type) -> str:
 def _escaped(text: str) -> str:
     """Return text that markdown shows as it is, in a cell of a table."""
     plain = text.replace("|", r"\|")
-    return plain if plain.startswith("`") else plain.replace("*", r"\*").replace("<", "&lt;").replace("_", r"\_")
+    return (
+        plain if plain.startswith("`") else plain.replace("*", r"\*").replace("<", "&lt;").replace("_", r"\_")
+    )
