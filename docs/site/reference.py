@@ -4,9 +4,9 @@ The site's pages of flags are made from the classes when the site is built, so t
 """
 
 import dataclasses
+import re
 import types
 import typing
-from collections.abc import Iterable
 from typing import Any
 
 from data.build_corpus import CorpusConfig
@@ -39,8 +39,8 @@ PROGRAMS: dict[str, tuple[type[Options], ...]] = {
     "megatron_zpp.commands.plot": (PlotConfig,),
     "megatron_zpp.commands.report": (ReportConfig,),
 }
-_KINDS = {int: "whole number", float: "number", str: "text"}
-_WORDS = {"at_least": "at least", "at_most": "at most", "above": "above", "below": "below"}
+_KINDS = {int: "integer", float: "number", str: "text"}
+_SIGNS = {"at_least": "≥", "above": ">", "at_most": "≤", "below": "<"}
 
 
 def reference_pages() -> dict[str, str]:
@@ -50,7 +50,10 @@ def reference_pages() -> dict[str, str]:
 
 
 def _pretraining_page() -> str:
-    sections = [f"## {_title(cls)}\n\n{table(cls, linked=True)}" for cls in PRETRAINING]
+    sections = []
+    for cls in PRETRAINING:
+        name, rest = _title(cls)
+        sections += [f"## {name}", rest, table(cls, linked=True)]
     return "\n\n".join(
         [
             "# Flags of pretrain_gpt.py",
@@ -67,8 +70,10 @@ def _programs_page() -> str:
     sections = []
     for program, classes in PROGRAMS.items():
         command = program if program.endswith(".py") else f"-m {program}"
-        parts = [f"**{_title(cls)}**\n\n{table(cls)}" for cls in classes]
-        sections.append("\n\n".join([f"## {program}", f"`python {command}`", *parts]))
+        name = program.rpartition("/")[2].removeprefix("megatron_zpp.commands.")
+        sections += [f"## {name}", f"`python {command}`"]
+        for cls in classes:
+            sections += [": ".join(filter(None, _title(cls))), table(cls)]
     return "\n\n".join(
         [
             "# Flags of the other programs",
@@ -83,33 +88,44 @@ def _programs_page() -> str:
 def table(cls: type[Options], *, linked: bool = False) -> str:
     """Return a class's flags as a table; with `linked` each row has an anchor that is named like its flag."""
     hints = typing.get_type_hints(cls)
-    rows = [("flag", "type", "default", "bounds", "meaning"), ("---",) * 5]
+    rows = [("flag", "type", "default", "values", "meaning"), ("---",) * 5]
     for field in dataclasses.fields(cls):
-        flag = flag_of(field)
-        shown = f"`{flag}`"
+        flag, hint = flag_of(field), _without_none(hints[field.name])
+        shown, anchor = f"`{flag}`", flag.lstrip("-")
         if linked:
-            anchor = flag.lstrip("-")
             shown = f"[{shown}](#{anchor}){{ #{anchor} }}"
-        bounds = field.metadata["bounds"]
-        limits = ", ".join(f"{_WORDS[name]} {bound}" for name, bound in bounds.items())
-        rows.append(
-            (shown, _kind(hints[field.name]), _default(field), limits, _escaped(field.metadata["help"]))
-        )
+        kind = "switch, also `--no-…`" if hint is bool and field.default is None else _kind(hint)
+        rows.append((shown, kind, _default(field), _values(field, hint), _prose(field.metadata["help"])))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _kind(hint: Any) -> str:
-    """Return the type of a value in words: T, T | None, Literal, tuple[T, ...] or tuple[T, T]."""
-    parts = typing.get_args(hint)
+def _without_none(hint: Any) -> Any:
+    """Return T of T | None, and other types as they are."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        (hint,) = (part for part in parts if part is not type(None))
-        return "switch, also `--no-…`" if hint is bool else _kind(hint)
+        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+    return hint
+
+
+def _kind(hint: Any) -> str:
+    """Return the type of a value in words: T, Literal, tuple[T, ...] or tuple[T, T]."""
+    parts = typing.get_args(hint)
     if typing.get_origin(hint) is typing.Literal:
-        return "one of " + _listed(parts)
+        return "choice"
     if typing.get_origin(hint) is tuple:
-        count = "one or more" if parts[-1] is Ellipsis else str(len(parts))
-        return f"{count} × {_kind(parts[0])}"
+        return f"{'one or more' if parts[-1] is Ellipsis else len(parts)} × {_kind(parts[0])}"
     return "switch" if hint is bool else _KINDS[hint]
+
+
+def _values(field: dataclasses.Field, hint: Any) -> str:
+    """Return the possible values: the bounds of numbers, or the choices."""
+    if typing.get_origin(hint) is typing.Literal:
+        return ", ".join(f"`{value}`" for value in typing.get_args(hint))
+    bounds = field.metadata["bounds"]
+    return ", ".join(f"{sign} {_number(bounds[name])}" for name, sign in _SIGNS.items() if name in bounds)
+
+
+def _number(value: float) -> str:
+    return f"{int(value) if value == int(value) else value:,}"
 
 
 def _default(field: dataclasses.Field) -> str:
@@ -120,22 +136,17 @@ def _default(field: dataclasses.Field) -> str:
         return "off"
     if value is None or value == ():
         return ""
-    return _escaped(f"`{' '.join(map(str, value)) if isinstance(value, tuple) else value}`")
+    return f"`{' '.join(map(str, value)) if isinstance(value, tuple) else value}`"
 
 
-def _listed(values: Iterable[object]) -> str:
-    return ", ".join(f"`{value}`" for value in values)
+def _title(cls: type) -> tuple[str, str]:
+    """Return the name of a class's section of the help, and what the help says of it."""
+    first = (cls.__doc__ or cls.__name__).strip().splitlines()[0].rstrip(".")
+    name, _, rest = first.partition(": ")
+    return name[0].upper() + name[1:], rest and f"{rest[0].upper()}{rest[1:]}."
 
 
-def _title(cls: type) -> str:
-    """Return the first line of a class's docstring, which is also the title of its section of the help."""
-    title = (cls.__doc__ or cls.__name__).strip().splitlines()[0].rstrip(".")
-    return title[0].upper() + title[1:]
-
-
-def _escaped(text: str) -> str:
-    """Return text that markdown shows as it is, in a cell of a table."""
-    plain = text.replace("|", r"\|")
-    return (
-        plain if plain.startswith("`") else plain.replace("*", r"\*").replace("<", "&lt;").replace("_", r"\_")
-    )
+def _prose(text: str) -> str:
+    """Return a help text for a cell of a table, with its flags as code."""
+    plain = text.replace("|", r"\|").replace("*", r"\*").replace("<", "&lt;").replace("_", r"\_")
+    return re.sub(r"(?<![\w-])--[a-z](?:[\w-]*\w)?", lambda flag: f"`{flag.group(0)}`", plain)

@@ -66,7 +66,7 @@ class _Example(Options):
     """example: of every kind"""
 
     count: int = option(3, "How many.", at_least=1, below=9)
-    share: float | None = option(None, "Which_share <of> it.", above=0)
+    share: float | None = option(None, "Which_share <of> --count.", above=0)
     mode: typing.Literal["a", "b"] = option("a", "Mode.")
     weights: tuple[float, ...] = option((), "Weights.")
     quiet: bool = option(False, "No output.")
@@ -77,9 +77,9 @@ class _Example(Options):
 def test_a_row_says_type_default_bounds_and_help() -> None:
     rows = [re.split(r" \| ", line.strip("| ")) for line in reference.table(_Example).splitlines()[2:]]
     assert [" ".join(row) for row in rows] == [
-        "`--count` whole number `3` at least 1, below 9 How many.",
-        r"`--share` number  above 0 Which\_share &lt;of> it.",
-        "`--mode` one of `a`, `b` `a`  Mode.",
+        "`--count` integer `3` ≥ 1, < 9 How many.",
+        r"`--share` number  > 0 Which\_share &lt;of> `--count`.",
+        "`--mode` choice `a` `a`, `b` Mode.",
         "`--weights` one or more × number   Weights.",
         "`--quiet` switch off  No output.",
         "`--no-cache` switch off  Cache nothing.",
