@@ -80,20 +80,23 @@ def linked_files() -> list[str]:
 
 
 def navigation(reference: dict[str, str]) -> list[dict[str, object]]:
-    """Return the navigation: the pages of docs/index.md, in its sections and order, and those of flags."""
-    index = (DOCS / "index.md").read_text()
+    """Return the navigation: the pages of docs/index.md, in its sections and order, and those of flags.
+
+    A page is called as its first heading says, up to a colon.
+    """
     nav: list[dict[str, object]] = [{"Home": "index.md"}]
-    for title, section in _sections(index).items():
-        links = re.findall(r"^\| \[([^\]]+)\]\(([^)]+)\)", section, flags=re.MULTILINE)
-        pages = [{_capital(name): site_path(os.path.normpath(f"docs/{link}"))} for name, link in links]
-        if title == "Start":
-            pages = [{"Start here": "start.md"}, *(page for page in pages if "start.md" not in page.values())]
+    for title, section in _sections((DOCS / "index.md").read_text()).items():
+        entries = [{name: path} for path, name in reference.items()] if title == "Reference" else []
+        for link in re.findall(r"^\| \[[^\]]+\]\(([^)]+)\)", section, flags=re.MULTILINE):
+            source = os.path.normpath(f"docs/{link}")
+            first = (ROOT / source).read_text().partition("\n")[0].removeprefix("# ").partition(":")[0]
+            path = site_path(source)
+            entries.append({README_PAGES[path][0] if path in README_PAGES else first: path})
         if title == "Internals":
-            pages.append({README_PAGES["internals/repository.md"][0]: "internals/repository.md"})
-        if title == "Reference":
-            pages = [*({name: path} for path, name in reference.items()), *pages]
-        if pages:
-            nav.append({title: pages})
+            path = "internals/repository.md"
+            entries.append({README_PAGES[path][0]: path})
+        if entries:
+            nav.append({title: entries})
     return nav
 
 
@@ -117,7 +120,3 @@ def _sections(text: str) -> dict[str, str]:
 def _code_of_tables(text: str) -> str:
     """Replace `\\|` by `|` in code: in tables GitHub needs the backslash, and the site would show it."""
     return re.sub(r"`[^`\n]*`", lambda code: code.group(0).replace(r"\|", "|"), text)
-
-
-def _capital(name: str) -> str:
-    return name[0].upper() + name[1:]
