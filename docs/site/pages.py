@@ -10,11 +10,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-# Parts of the README that are pages of the site, by their path there: title, readers, and sections.
-README_PAGES = {
-    "start.md": ("Start here", ("Two commands", "Your own text", "A real run")),
-    "internals/repository.md": ("The repository", ("Architecture", "NVIDIA apex", "Development")),
-}
+# The README is two pages of the site, by their path there: what precedes this section, and what follows it.
+BETWEEN = "Where to read on"  # which docs/index.md says as well
+README_PAGES = {"start.md": "Start here", "internals/repository.md": "The repository"}
 BENCHMARKS = "benchmarks/README.md"
 SITE_PATHS = {BENCHMARKS: "internals/benchmarks.md"}
 FENCE = re.compile(r"^```.*?^```", flags=re.MULTILINE | re.DOTALL)
@@ -22,13 +20,15 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def readme_pages() -> dict[str, str]:
-    """Return the parts of the README as pages, by their path in the site. The first has its introduction."""
+    """Return the two parts of the README as pages, by their path in the site."""
     sections = _sections((ROOT / "README.md").read_text())
-    pages = {}
-    for number, (path, (title, names)) in enumerate(README_PAGES.items()):
-        introduction = [sections[""]] if number == 0 else []
-        pages[path] = "\n".join([f"# {title}\n", *introduction, *(sections[name] for name in names)])
-    return pages
+    titles = list(sections)
+    middle = titles.index(BETWEEN)
+    parts = (titles[:middle], titles[middle + 1 :])
+    return {
+        path: "\n".join([f"# {title}\n", *(sections[name] for name in part)])
+        for (path, title), part in zip(README_PAGES.items(), parts, strict=True)
+    }
 
 
 def site_path(path: str, anchor: str = "") -> str:
@@ -91,10 +91,10 @@ def navigation(reference: dict[str, str]) -> list[dict[str, object]]:
             source = os.path.normpath(f"docs/{link}")
             first = (ROOT / source).read_text().partition("\n")[0].removeprefix("# ").partition(":")[0]
             path = site_path(source)
-            entries.append({README_PAGES[path][0] if path in README_PAGES else first: path})
+            entries.append({README_PAGES.get(path, first): path})
         if title == "Internals":
             path = "internals/repository.md"
-            entries.append({README_PAGES[path][0]: path})
+            entries.append({README_PAGES[path]: path})
         if entries:
             nav.append({title: entries})
     return nav
