@@ -15,11 +15,11 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add the pages that are made here, the benchmarks' page, and files outside docs/ that pages link to."""
+    """Add the pages that are made here, and the pages and files outside docs/ that pages link to."""
     made = pages.readme_pages() | reference.reference_pages()
     for path, text in made.items():
         files.append(File.generated(config, path, content=text))
-    for source in (pages.BENCHMARKS, *pages.linked_files()):
+    for source in (*pages.SITE_PATHS, *pages.linked_files()):
         path = pages.site_path(source)
         files.append(File.generated(config, path, abs_src_path=str(pages.ROOT / source)))
     return files

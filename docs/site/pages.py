@@ -13,8 +13,12 @@ DOCS = ROOT / "docs"
 # The README is two pages of the site, by their path there: what precedes this section, and what follows it.
 BETWEEN = "Where to read on"  # which docs/index.md says as well
 README_PAGES = {"start.md": "Start here", "internals/repository.md": "The repository"}
-BENCHMARKS = "benchmarks/README.md"
-SITE_PATHS = {BENCHMARKS: "internals/benchmarks.md"}
+# Pages outside docs/: the benchmarks', and those beside the README.
+SITE_PATHS = {"benchmarks/README.md": "internals/benchmarks.md"} | {
+    page.name: f"internals/{page.stem.lower()}.md"
+    for page in sorted(ROOT.glob("*.md"))
+    if page.name != "README.md"
+}
 FENCE = re.compile(r"^```.*?^```", flags=re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -70,13 +74,13 @@ def site_text(text: str, site: str) -> str:
 def linked_files() -> list[str]:
     """Return the files outside docs/ that pages link to and that are not pages themselves."""
     found = set()
-    for page in [ROOT / "README.md", ROOT / BENCHMARKS, *DOCS.rglob("*.md")]:
+    for page in [ROOT / "README.md", *(ROOT / source for source in SITE_PATHS), *DOCS.rglob("*.md")]:
         for link in LINK.findall(FENCE.sub("", page.read_text())):
             path = os.path.normpath(page.parent / link.partition("#")[0])
             target = os.path.relpath(path, ROOT)
             if not re.match(r"[a-z]+:", link) and not target.startswith("docs/") and os.path.isfile(path):
                 found.add(target)
-    return sorted(found - {"README.md", BENCHMARKS})
+    return sorted(found - {"README.md", *SITE_PATHS})
 
 
 def navigation(reference: dict[str, str]) -> list[dict[str, object]]:
@@ -87,8 +91,11 @@ def navigation(reference: dict[str, str]) -> list[dict[str, object]]:
     nav: list[dict[str, object]] = [{"Home": "index.md"}]
     for title, section in _sections((DOCS / "index.md").read_text()).items():
         entries = [{name: path} for path, name in reference.items()] if title == "Reference" else []
-        for link in re.findall(r"^\| \[[^\]]+\]\(([^)]+)\)", section, flags=re.MULTILINE):
-            source = os.path.normpath(f"docs/{link}")
+        links = re.findall(r"^\| \[[^\]]+\]\(([^)]+)\)", section, flags=re.MULTILINE)
+        sources = [os.path.normpath(f"docs/{link}") for link in links]
+        if title == "Internals":
+            sources += [source for source in SITE_PATHS if source not in sources]
+        for source in sources:
             first = (ROOT / source).read_text().partition("\n")[0].removeprefix("# ").partition(":")[0]
             path = site_path(source)
             entries.append({README_PAGES.get(path, first): path})
