@@ -5,5 +5,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 launch/setup_venv.sh requirements.txt docs/requirements.txt
-(($# > 0)) || set -- build --strict --quiet
+(($# > 0)) || set -- build --strict
+export NO_MKDOCS_2_WARNING=1 # an advertisement; docs/requirements.txt pins what works
 exec .venv/bin/python -m mkdocs "$@"
