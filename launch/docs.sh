@@ -6,5 +6,5 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 launch/setup_venv.sh requirements.txt docs/requirements.txt
 (($# > 0)) || set -- build --strict
-export NO_MKDOCS_2_WARNING=1 # an advertisement; docs/requirements.txt pins what works
+export NO_MKDOCS_2_WARNING=1 # a notice about later versions; docs/requirements.txt pins these
 exec .venv/bin/python -m mkdocs "$@"
