@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what the tests need and runs all of them, two files at a time, because many tests mostly wait for
+# Installs what the tests need and runs all but the nightly ones, two files at a time, because many mostly wait for
 # processes that they started. Arguments are passed to pytest instead: launch/test.sh tests/data -k split
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -2,17 +2,15 @@
 
 import os
 import re
-import shlex
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from megatron_zpp.config.root import parse_command_line
+from tests.docs.blocks import PAGES
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOT_OURS = {".git", ".venv", "build", "mine", "quickstart", "wandb", "__pycache__"}  # what git does not keep
 CODE = {".py", ".sh", ".sbatch", ".toml", ".txt", ".cu", ".cuh", ".cc", ".cpp", ".h", ".md"}
 FOLDERS = "megatron_zpp tests csrc launch benchmarks docs data"
@@ -99,7 +97,7 @@ def test_the_readme_lists_every_folder_and_the_files_to_start_at() -> None:
     table = {cells[0].strip("`"): cells[2] for cells in rows(ROOT / "README.md", "Folders")}
     code = {file.parent for file in files() if file.suffix in CODE - {".md", ".txt"}}
     packages = {path for path in code if path.is_relative_to(ROOT / "megatron_zpp")} - {ROOT / "megatron_zpp"}
-    others = {ROOT / name for name in "benchmarks csrc data docs launch launch/slurm tests".split()}
+    others = {ROOT / name for name in "benchmarks csrc data docs docs/site launch launch/slurm tests".split()}
     assert {f"{path.relative_to(ROOT)}/" for path in packages | others} <= table.keys()
     for folder, starts in table.items():
         for name in re.findall(r"`([\w-]+\.\w+)`", starts):
@@ -164,21 +162,3 @@ def flags() -> frozenset[str]:
 def test_flags_on_pages_exist(page: Path) -> None:
     named = set(re.findall(r"(?<![\w-])--[a-zA-Z](?:[\w-]*[a-zA-Z0-9])?(?!-?[…\w])", page.read_text()))
     assert sorted(named - flags()) == []
-
-
-def whole_commands() -> list[str]:
-    """What follows `pretrain_gpt.py` in the commands on pages, but for those that have an ellipsis."""
-    blocks = "".join(
-        re.findall(r"^```(?:bash)?\n(.*?)^```", "\n".join(page.read_text() for page in PAGES), re.M | re.S)
-    )
-    lines = blocks.replace("\\\n", " ").splitlines()
-    starts = re.compile(r"^(?:launch/|torchrun |python ).*?pretrain_gpt\.py (.*)")
-    found = [match.group(1) for match in map(starts.match, lines) if match]
-    return [command for command in found if not re.search(r"…|\.\.\.", command)]
-
-
-@pytest.mark.parametrize("command", whole_commands())
-def test_commands_on_pages_are_valid(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("ds_zeropp_config.json").write_text("{}")
-    parse_command_line(shlex.split(command, comments=True))

@@ -1,0 +1,30 @@
+"""MkDocs calls these functions; mkdocs.yml names this file. Run it from the repository's root."""
+
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from docs.site import pages, reference
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Make the navigation."""
+    config.nav = pages.navigation(reference.TITLES)
+    return config
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Add the pages that are made here, and the pages and files outside docs/ that pages link to."""
+    made = pages.readme_pages() | reference.reference_pages()
+    for path, text in made.items():
+        files.append(File.generated(config, path, content=text))
+    for source in (*pages.SITE_PATHS, *pages.linked_files()):
+        path = pages.site_path(source)
+        files.append(File.generated(config, path, abs_src_path=str(pages.ROOT / source)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Change what GitHub and the site need differently."""
+    return pages.site_text(markdown, page.file.src_uri)

@@ -1,0 +1,89 @@
+"""Blocks of commands on pages: what class each is of, and the command lines of our programs in it.
+
+A line above a block says its class, which a reader on GitHub does not see:
+
+    <!-- executed -->                 tests/docs/test_commands.py runs it, at night
+    <!-- executed by FILE and FILE --> these files run it
+    <!-- needs a cluster -->          it cannot run here; the site shows these words above the block
+    (no such line)                    every line is a command of ours, which is parsed
+"""
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^(?:<!-- (executed|needs)([^\n]*) -->\n)?```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(
+    r"^(python|torchrun|\./|launch/|sbatch|srun|pip|curl|git|huggingface-cli|--|[A-Z_]+=\S+ )", re.MULTILINE
+)
+ELLIPSES = {"…", "..."}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of commands; `kind` is executed, needs or parsed; `words` is the rest of the line above."""
+
+    page: Path
+    line: int
+    kind: str
+    words: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line of one of our programs, file or module; not `whole` if parts are omitted (…)."""
+
+    program: str
+    arguments: tuple[str, ...]
+    whole: bool
+
+
+def blocks() -> list[Block]:
+    """Every block of commands, in the order of pages, also one without a language."""
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for match in BLOCK.finditer(text):
+            kind, words, language, block = match.groups()
+            if language == "bash" or (language == "" and COMMAND.search(block)):
+                line = text[: match.start(4)].count("\n") + 1
+                found.append(Block(page, line, kind or "parsed", (words or "").strip(), block))
+    return found
+
+
+def lines(block: Block) -> list[str]:
+    """The command lines of a block, without comments, with continued lines joined."""
+    if block.text.startswith("--"):  # flags alone
+        return ["python pretrain_gpt.py " + block.text.replace("\n", " ") + " …"]
+    joined = block.text.replace("\\\n", " ").splitlines()
+    return [line for line in joined if line.strip() and not line.lstrip().startswith("#")]
+
+
+def command(line: str) -> Command | None:
+    """The command of ours in a line, behind a launcher or not; None if there is none."""
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError:  # part of a longer construction of the shell
+        return None
+    whole = not ELLIPSES & set(words)
+    words = [word for word in words if word not in ELLIPSES]
+    for number, word in enumerate(words):
+        rest = words[number + 1 :]
+        if word == "-m" and rest and rest[0].startswith("megatron_zpp."):
+            names = 2 if rest[0].endswith(".huggingface") else 1  # its import and export are two programs
+            return Command(" ".join(rest[:names]), tuple(rest[names:]), whole)
+        if word.endswith(".py") and (ROOT / word).is_file():
+            return Command(word, tuple(rest), whole)
+        if word.endswith("/sweep.sbatch"):
+            return Command("pretrain_gpt.py", tuple(rest[2:]), False)
+        if word.endswith(".sbatch"):
+            return Command("pretrain_gpt.py", tuple(rest), whole)
+    return None
