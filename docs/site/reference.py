@@ -9,14 +9,14 @@ import types
 import typing
 from typing import Any
 
-from data.build_corpus import CorpusConfig
-from data.preprocess_data import PreprocessConfig
-from data.train_tokenizer import TrainTokenizerConfig
+from megatron_zpp.commands.build_corpus import CorpusConfig
 from megatron_zpp.commands.evaluate import EvaluateConfig
 from megatron_zpp.commands.huggingface import ExportConfig, ImportConfig
 from megatron_zpp.commands.plot import PlotConfig
+from megatron_zpp.commands.preprocess_data import PreprocessConfig
 from megatron_zpp.commands.report import ReportConfig
 from megatron_zpp.commands.sample import SampleConfig
+from megatron_zpp.commands.train_tokenizer import TrainTokenizerConfig
 from megatron_zpp.config.legacy.deepspeed import DeepSpeedFile
 from megatron_zpp.config.options import Options, flag_of
 from megatron_zpp.config.root import Config
