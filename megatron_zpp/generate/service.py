@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -75,7 +75,7 @@ class Service:
 
     async def pieces(
         self, texts: Sequence[Continuation], *, stream: bool
-    ) -> AsyncIterator[tuple[int, Piece]]:
+    ) -> AsyncGenerator[tuple[int, Piece], None]:
         """Write texts; with `stream` yield what becomes certain of each, and end when all have ended.
 
         Whoever leaves the iteration early, because its client has left for example, must close it: the texts
