@@ -12,6 +12,7 @@ from typing import Any
 from megatron_zpp.commands.build_corpus import CorpusConfig
 from megatron_zpp.commands.evaluate import EvaluateConfig
 from megatron_zpp.commands.huggingface import ExportConfig, ImportConfig
+from megatron_zpp.commands.import_checkpoint import ImportOptions
 from megatron_zpp.commands.plot import PlotConfig
 from megatron_zpp.commands.preprocess_data import PreprocessConfig
 from megatron_zpp.commands.report import ReportConfig
@@ -20,12 +21,13 @@ from megatron_zpp.commands.train_tokenizer import TrainTokenizerConfig
 from megatron_zpp.config.legacy.deepspeed import DeepSpeedFile
 from megatron_zpp.config.options import Options, flag_of
 from megatron_zpp.config.root import Config
+from megatron_zpp.config.settings_file import SettingsFile
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.generate.loading import CheckpointOptions, DeviceOptions
 from megatron_zpp.generate.server_options import ServerOptions
 
 TITLES = {"reference/pretrain_gpt.md": "pretrain_gpt.py", "reference/programs.md": "Other programs"}
-PRETRAINING = (*typing.get_type_hints(Config).values(), DeepSpeedFile)
+PRETRAINING = (*typing.get_type_hints(Config).values(), SettingsFile, DeepSpeedFile)
 _OF_A_CHECKPOINT = (CheckpointOptions, DeviceOptions)
 PROGRAMS: dict[str, tuple[type[Options], ...]] = {
     "data/build_corpus.py": (CorpusConfig,),
@@ -36,6 +38,7 @@ PROGRAMS: dict[str, tuple[type[Options], ...]] = {
     "megatron_zpp.commands.serve": (*_OF_A_CHECKPOINT, ServerOptions),
     "megatron_zpp.commands.huggingface import": (ImportConfig, TokenizerConfig),
     "megatron_zpp.commands.huggingface export": (ExportConfig,),
+    "megatron_zpp.commands.import_checkpoint": (ImportOptions, TokenizerConfig),
     "megatron_zpp.commands.plot": (PlotConfig,),
     "megatron_zpp.commands.report": (ReportConfig,),
 }
@@ -59,7 +62,8 @@ def _pretraining_page() -> str:
             "# Flags of pretrain_gpt.py",
             "For everybody who looks up a flag. After reading this page you know each flag's type, default\n"
             "and bounds. The page is made from the classes that also make `python pretrain_gpt.py --help`.\n"
-            "[Old flags and DeepSpeed's keys](../guide/deepspeed.md) are translated to these flags.",
+            "[Megatron-LM's other flags](../guide/megatron_flags.md), old flags and\n"
+            "[DeepSpeed's keys](../guide/deepspeed.md) are translated to these flags.",
             "A value outside the bounds is refused in a line that names the flag. A switch takes no value.",
             *sections,
         ]

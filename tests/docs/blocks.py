@@ -79,7 +79,9 @@ def command(line: str) -> Command | None:
         rest = words[number + 1 :]
         if word == "-m" and rest and rest[0].startswith("megatron_zpp."):
             names = 2 if rest[0].endswith(".huggingface") else 1  # its import and export are two programs
-            return Command(" ".join(rest[:names]), tuple(rest[names:]), whole)
+            program = " ".join(rest[:names])
+            program = "pretrain_gpt.py" if program == "megatron_zpp.commands.pretrain" else program
+            return Command(program, tuple(rest[names:]), whole)
         if word.endswith(".py") and (ROOT / word).is_file():
             return Command(word, tuple(rest), whole)
         if word.endswith("/sweep.sbatch"):

@@ -16,6 +16,7 @@ from megatron_zpp.config.legacy.deepspeed import DeepSpeedFile
 from megatron_zpp.config.legacy.translate import GROUP, add_old_flags
 from megatron_zpp.config.options import make_parser, parse_all, parse_groups
 from megatron_zpp.config.root import Config, parse_command_line
+from megatron_zpp.config.settings_file import SettingsFile
 from tests.docs.blocks import Block, Command, blocks, command, lines
 from tests.support import ROOT, environment
 
@@ -61,9 +62,10 @@ def test_commands_on_pages_are_valid(one: Command, tmp_path: Path, monkeypatch: 
 def parse_flags(arguments: tuple[str, ...]) -> None:
     """Parse a command line of which parts are omitted: each flag exists, and its values have its type."""
     parts = typing.get_type_hints(Config)
-    parser = make_parser("pretrain_gpt.py", "", parts | {"deepspeed": DeepSpeedFile})
+    files = {"deepspeed": DeepSpeedFile, "settings": SettingsFile}
+    parser = make_parser("pretrain_gpt.py", "", parts | files)
     add_old_flags(parser)
-    parse_groups(parser, (*parts, "deepspeed", GROUP), arguments)
+    parse_groups(parser, (*parts, *files, GROUP), arguments)
 
 
 def test_an_invalid_command_would_be_noticed() -> None:
