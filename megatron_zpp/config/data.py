@@ -20,7 +20,8 @@ class DataConfig(Options):
         (),
         "Prefix of PREFIX.bin and PREFIX.idx, divided by --split. Several prefixes are mixed in proportion "
         "to their tokens, or by weight: WEIGHT PREFIX WEIGHT PREFIX …. A PREFIX may also be text: "
-        "FILE.jsonl[.gz, .zst] or hf:NAME[:CONFIG[:SPLIT]].",
+        "FILE.jsonl[.gz, .zst], FILE.parquet, a quoted glob of such files, or "
+        "hf:NAME[@REVISION][:CONFIG[:SPLIT]].",
     )
     train_data_path: tuple[str, ...] = option((), "Like --data-path, for training only.")
     valid_data_path: tuple[str, ...] = option((), "Like --data-path, for validation only.")
@@ -42,7 +43,9 @@ class DataConfig(Options):
         "set, and of the tokens of text, default NAME.tokens beside it.",
         metavar="DIR",
     )
-    json_key: str = option("text", "Text: the key of a JSON line, or the column of an hf: data set.")
+    json_key: str = option(
+        "text", "Text: the key of a JSON line, or the column of a Parquet file or an hf: data set."
+    )
     append_eod: bool = option(
         False,
         "Text: append the tokenizer's end-of-document token to each document, as preprocess_data.py does.",

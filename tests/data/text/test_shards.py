@@ -326,7 +326,7 @@ def test_remote_shards_of_another_version_differ(remote: list[str], tmp_path: Pa
     assert [old == new for old, new in pairs] == [number != 3 for number in range(7)]
 
 
-def test_text_is_a_type_of_open_text(text: str) -> None:
+def test_a_name_with_wildcards_may_be_a_file(text: str) -> None:
     """A file that matches a name with wildcards literally is a file."""
     path = text.replace("text.jsonl", "te[x]t.jsonl")
     os.rename(text, path)
