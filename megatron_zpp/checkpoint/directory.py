@@ -63,9 +63,10 @@ def candidates(directory: str, iteration: int | None = None, flag: str = "--load
         if root.exists():
             os.listdir(root)  # `glob` would take an unreadable directory for an empty one
         there = committed(root)
+        foreign = None if there else recognise(root)
     except OSError as error:
         raise option_error(flag, directory, f"{one_line(error)}; name a directory that can be read") from None
-    if not there and (foreign := recognise(root)):
+    if foreign:
         raise option_error(flag, directory, f"{foreign.words}; {foreign.remedy}")
     if iteration is not None:
         if iteration not in there:
