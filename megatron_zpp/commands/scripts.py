@@ -60,9 +60,19 @@ def plot() -> None:
     _run("plot")
 
 
+def report() -> None:
+    """megatron-zpp-report"""
+    _run("report")
+
+
 def huggingface() -> None:
     """megatron-zpp-huggingface"""
     _run("huggingface")
+
+
+def import_checkpoint() -> None:
+    """megatron-zpp-import-checkpoint"""
+    _run("import_checkpoint")
 
 
 def torchrun() -> None:
