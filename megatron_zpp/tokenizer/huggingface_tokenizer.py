@@ -11,7 +11,7 @@ from megatron_zpp.tokenizer.files import TOKENIZER, TOKENIZER_CONFIG, parse_json
 
 _FLAG = "--tokenizer-model"
 _FIX = "give a tokenizer.json, or the directory that holds one"
-_CONFIG_FIX = "mend or remove it"
+_CONFIG_FIX = "correct or remove it"
 _USUAL_EODS = ("<|endoftext|>", "</s>")
 _PARTS_THAT_DECIDE_IDS = ("normalizer", "pre_tokenizer", "model", "added_tokens")
 

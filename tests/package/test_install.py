@@ -15,7 +15,7 @@ from tests.support import ROOT
 SHARED = sysconfig.get_path("purelib")  # torch and the others, which are not installed again
 SCRIPTS = (
     "pretrain preprocess build-corpus train-tokenizer evaluate sample serve plot huggingface torchrun "
-    "build-kernels"
+    "build-kernels import-checkpoint report"
 ).split()
 RUN = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 1 --hidden-size 16 "
