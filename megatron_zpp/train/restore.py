@@ -1,4 +1,4 @@
-"""The start of a run: the newest whole checkpoint of --load, the weights of a GPT-2, or initial weights."""
+"""The start of a run: the newest memory snapshot or checkpoint that is whole, or new weights."""
 
 import os
 import secrets
@@ -10,7 +10,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_zpp.checkpoint.directory import TRACKER, candidates, lost_newest, write_tracker
+from megatron_zpp.checkpoint.directory import (
+    TRACKER,
+    candidates,
+    iteration_of,
+    lost_newest,
+    write_tracker,
+)
 from megatron_zpp.checkpoint.huggingface.load import load_weights, open_weights
 from megatron_zpp.checkpoint.read import load_checkpoint, saved_settings
 from megatron_zpp.checkpoint.states import Progress
@@ -21,8 +27,10 @@ from megatron_zpp.config.root import Config
 from megatron_zpp.config.run import CheckpointConfig
 from megatron_zpp.data.dataset_progress import DatasetProgress
 from megatron_zpp.distributed.exchange import Exchange
-from megatron_zpp.storage.checksums import DamagedFile, OnProgress
+from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.files import check_writable
+from megatron_zpp.train.buddy_memory import BuddyMemory
+from megatron_zpp.train.buddy_restore import HeldSnapshot, held_snapshots
 from megatron_zpp.train.data_changes import (
     batch_changes,
     data_changes,
@@ -36,10 +44,14 @@ from megatron_zpp.zero.engine import ZeroEngine
 
 @dataclass(frozen=True)
 class Start:
-    """The progress that a run starts from, and log lines that say where it was loaded from."""
+    """The progress that a run starts from, and log lines that say where it was loaded from.
+
+    `saved`: --load has a checkpoint of that progress, unless it is that of new weights.
+    """
 
     progress: Progress
     lines: list[str]
+    saved: bool = True
 
 
 def check_start(config: CheckpointConfig, model: ModelConfig, tokenizer: dict[str, Any]) -> None:
@@ -88,11 +100,16 @@ def _check_going_back(config: CheckpointConfig, start: Path) -> None:
 
 
 def restore(
-    config: Config, engine: ZeroEngine, tokenizer: dict[str, Any], store: dist.Store, schedule: RunSchedule
+    config: Config,
+    engine: ZeroEngine,
+    tokenizer: dict[str, Any],
+    store: dist.Store,
+    schedule: RunSchedule,
+    memory: BuddyMemory | None = None,
 ) -> Start:
-    """Where the run starts, with lines that say so and name damaged checkpoints that it skipped.
+    """Where the run starts, with lines that say so and name what is damaged and was skipped.
 
-    `schedule` is that of a run which starts at iteration 0.
+    `schedule` is that of a run which starts at iteration 0. `memory` may hold memory snapshots.
 
     Raises ValueError when no checkpoint is whole: a run that has some never starts from initial weights.
     """
@@ -102,32 +119,95 @@ def restore(
         load_weights(settings.huggingface, engine, config.model, tokenizer)
         line = f" loaded the weights of {settings.load}; starting at iteration 0"
         return Start(_named(Progress(), settings, exchange_for), [line])
-    passed_over: list[tuple[Path, str]] = []
-    for path in _agreed_candidates(settings, exchange_for):
+    sources, warnings = _sources(settings, engine, memory, exchange_for)
+    passed_over: list[tuple[_Source, str]] = []
+    for source in sources:
         problem, start = None, Start(Progress(), [])
-        exchange = exchange_for(f"load/{path.name}")
+        exchange = exchange_for(f"load/{source}")
         try:
-            start = _load(config, path, engine, tokenizer, schedule, exchange.progress)
+            start = _load(config, source, engine, tokenizer, schedule, exchange)
         except (DamagedFile, OSError) as damage:
             problem = one_line(damage)
         problem = exchange.first("problem", problem)
         if problem is None:
-            assert settings.load is not None  # it holds `path`
-            directory = Path(settings.load)
-            lost = None if settings.ckpt_step is not None else lost_newest(directory)
-            if settings.load == settings.save and engine.topology.rank == 0:
-                write_tracker(directory)
-            warnings = [f" WARNING: {lost}: it is skipped"] if lost else []
-            warnings += [f" WARNING: {path} is skipped: {problem}" for path, problem in passed_over]
-            return Start(_named(start.progress, settings, exchange_for), [*warnings, *start.lines])
-        passed_over.append((path, problem))
+            warnings += _after_load(settings, source, engine, memory)
+            warnings += [f" WARNING: {source} is skipped: {problem}" for source, problem in passed_over]
+            return replace(
+                start,
+                progress=_named(start.progress, settings, exchange_for),
+                lines=[*warnings, *start.lines],
+                saved=source.path is not None,
+            )
+        passed_over.append((source, problem))
+    if memory is not None:
+        memory.restored(None)
     if passed_over:
-        raise option_error(
-            "--load",
-            settings.load,
-            f"none of its checkpoints is whole: {passed_over[0][1]}; omit --load to start from new weights",
+        raise _none_whole(config, passed_over)
+    return Start(_named(Progress(), settings, exchange_for), [*warnings, " starting from initial weights"])
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A checkpoint, or a memory snapshot and the memory that it is in."""
+
+    path: Path | None = None
+    snapshot: HeldSnapshot | None = None
+    memory: BuddyMemory | None = None
+
+    def __str__(self) -> str:
+        return str(self.snapshot or self.path)
+
+
+def _sources(
+    config: CheckpointConfig,
+    engine: ZeroEngine,
+    memory: BuddyMemory | None,
+    exchange_for: Callable[[str], Exchange],
+) -> tuple[list[_Source], list[str]]:
+    """What the run may start from, the newest first, and lines on memory snapshots that are not whole.
+
+    Of the same iteration the memory comes first.
+    """
+    paths = _agreed_candidates(config, exchange_for)
+    newest = max((iteration_of(path) or 0 for path in paths), default=-1)
+    if memory is None:
+        return [_Source(path) for path in paths], []
+    held, lines = held_snapshots(memory, engine, exchange_for("held"))
+    return [
+        *(_Source(snapshot=each, memory=memory) for each in held if each.name.iteration >= newest),
+        *map(_Source, paths),
+    ], lines
+
+
+def _after_load(
+    config: CheckpointConfig, source: _Source, engine: ZeroEngine, memory: BuddyMemory | None
+) -> list[str]:
+    """Bring the tracker and the memory in line with what was loaded; return warnings."""
+    if memory is not None:
+        memory.restored(None if source.snapshot is None else source.snapshot.name)
+    if source.path is None:
+        return []
+    directory = source.path.parent
+    lost = None if config.ckpt_step is not None else lost_newest(directory)
+    if config.load == config.save and engine.topology.rank == 0:
+        write_tracker(directory)
+    return [f" WARNING: {lost}: it is skipped"] if lost else []
+
+
+def _none_whole(config: Config, passed_over: list[tuple[_Source, str]]) -> ValueError:
+    (source, problem), load = passed_over[0], config.checkpoint.load
+    if all(source.path is None for source, _ in passed_over):
+        return option_error(
+            "--buddy-snapshots",
+            config.memory_snapshots.buddy_snapshots,
+            f"{source} is not whole: {problem}; --load {load} holds no checkpoint, so the next start, which "
+            "finds nothing in memory, begins with new weights",
         )
-    return Start(_named(Progress(), settings, exchange_for), [" starting from initial weights"])
+    return option_error(
+        "--load",
+        load,
+        f"none of its checkpoints is whole: {problem}; omit --load to start from new weights",
+    )
 
 
 def _named(progress: Progress, config: CheckpointConfig, exchange_for: Callable[[str], Exchange]) -> Progress:
@@ -153,22 +233,31 @@ def _agreed_candidates(config: CheckpointConfig, exchange_for: Callable[[str], E
 
 def _load(
     config: Config,
-    path: Path,
+    source: _Source,
     engine: ZeroEngine,
     tokenizer: dict[str, Any],
     schedule: RunSchedule,
-    on_progress: OnProgress,
+    exchange: Exchange,
 ) -> Start:
     settings = config.checkpoint
     with_optimizer = settings.load_optim and not settings.finetune
+    path, own = source.path, False
+    if source.snapshot is not None and source.memory is not None:
+        path, own = source.snapshot.bring(source.memory, exchange), source.snapshot.only_own
+    assert path is not None
     progress = load_checkpoint(
-        path, engine, tokenizer, with_optimizer=with_optimizer, on_progress=on_progress
+        path,
+        engine,
+        tokenizer,
+        with_optimizer=with_optimizer,
+        on_progress=exchange.progress,
+        partial=own,
     )
     if settings.finetune:
         return Start(Progress(), [f" loaded the weights of {path}; starting at iteration 0"])
     without = "" if with_optimizer else " without the optimizer's state"
     line = (
-        f" loaded {path}{without}; resuming at iteration {progress.iteration}, "
+        f" loaded {source}{without}; resuming at iteration {progress.iteration}, "
         f"{progress.consumed_samples} samples"
     )
     saved, ranks = saved_settings(path)
