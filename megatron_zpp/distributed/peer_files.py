@@ -62,7 +62,7 @@ def put_file(peer: Peer, source: Path, name: str) -> None:
     with source.open("rb") as file, _request(peer) as connection:
         size = os.fstat(file.fileno()).st_size
         _send_line(connection, {"secret": peer.secret, "put": name, "bytes": size})
-        connection.sendfile(file, count=size)
+        connection.sendfile(file)
         with connection.makefile("rb") as answers:
             _answer(answers)
 
@@ -140,7 +140,7 @@ class _Handler(socketserver.StreamRequestHandler):
             with found.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 _send_line(self.connection, {"bytes": size})
-                self.connection.sendfile(file, count=size)
+                self.connection.sendfile(file)
         except (OSError, ValueError, TypeError, KeyError) as error:
             with suppress(OSError):
                 _send_line(self.connection, {"problem": f"{error}"[: _LINE // 8]})

@@ -142,11 +142,12 @@ def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> BuddyMemory
 
 
 def _agree(exchange: Exchange, settings: MemorySnapshotsConfig, name: str, problem: str | None) -> None:
-    """Raise ValueError on all ranks if one of them has a problem."""
+    """Raise the same ValueError on all ranks if one of them has a problem."""
     if problem is not None:
         problem = f"{problem} [{platform.node()} rank {exchange.topology.rank}]"
+        problem = str(option_error("--buddy-directory", settings.buddy_directory, problem))
     if found := exchange.first(name, problem):
-        raise option_error("--buddy-directory", settings.buddy_directory, found)
+        raise ValueError(found)
 
 
 def _lack_of_room(root: Path, name: str | None, topology: Topology, owned: int) -> str | None:
