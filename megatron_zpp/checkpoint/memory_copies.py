@@ -51,9 +51,10 @@ class SnapshotName(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A copy that is whole as far as its name says; `ranks` and `layout` are those of its snapshot."""
+    """A copy of `nbytes` that is whole as far as its name says; `ranks` and `layout` are its snapshot's."""
 
     rank: int
+    nbytes: int
     ranks: int
     layout: str
 
@@ -103,10 +104,11 @@ class MemoryCopies:
                 continue
             try:
                 fields = _read_description(path)
+                nbytes = path.with_suffix(".safetensors").stat().st_size
             except (DamagedFile, OSError) as problem:
                 problems.append(str(problem))
                 continue
-            copy = Found(int(match[1]), fields["state"]["ranks"], fields["layout"])
+            copy = Found(int(match[1]), nbytes, fields["state"]["ranks"], fields["layout"])
             copies.setdefault(snapshot, {})[copy.rank] = copy
         return {snapshot: list(ranks.values()) for snapshot, ranks in copies.items()}, problems
 

@@ -73,6 +73,12 @@ class BuddyMemory:
             target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             get_file(server, name, target)
 
+    def check_room(self, nbytes: int) -> None:
+        """Raise OSError if this node has no room for so many more bytes."""
+        room = room_for(self._memory.path.parent, None)
+        if nbytes > room:
+            raise OSError(f"needs {nbytes / 2**30:.3f} GiB, and {room / 2**30:.3f} GiB are left")
+
     def restored(self, snapshot: SnapshotName | None) -> None:
         """Keep, in memory, only the snapshot that all ranks have loaded; None: none."""
         shutil.rmtree(self.assembled(), ignore_errors=True)
@@ -100,6 +106,15 @@ class BuddyMemory:
         assert self._exchange is not None, "a single node has no peers"
         host, port = self._exchange.get(f"server/{rank}")
         return Peer(host, port, self._secret)
+
+
+def check_memory(settings: MemorySnapshotsConfig) -> None:
+    """Raise ValueError, before a device is taken, for a --buddy-directory that cannot be used."""
+    if settings.buddy_snapshots is not None:
+        try:
+            snapshots_root(settings.buddy_directory)
+        except ValueError as error:
+            raise option_error("--buddy-directory", settings.buddy_directory, str(error)) from None
 
 
 def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> BuddyMemory | None:

@@ -17,14 +17,16 @@ from megatron_zpp.zero.engine import ZeroEngine
 
 @dataclass(frozen=True)
 class HeldSnapshot:
-    """A memory snapshot of which each rank's copy is on some node; `holders` are these nodes, by rank.
+    """A memory snapshot of which each rank's copy is on some node.
 
-    `only_own`: each rank reads its own copy alone. Otherwise, at stage 0 and on another grid than that of the
-    snapshot, each node needs the copies of all ranks.
+    `holders` are these nodes, by rank, and `sizes` the bytes of the copies. `only_own`: each rank reads its
+    own copy alone. Otherwise, at stage 0 and on another grid than that of the snapshot, each node needs the
+    copies of all ranks.
     """
 
     name: SnapshotName
     holders: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
     only_own: bool
 
     def __str__(self) -> str:
@@ -42,6 +44,7 @@ class HeldSnapshot:
         missing = [rank for rank in needed if node not in self.holders[rank]]
         problem = None
         try:
+            memory.check_room(sum(self.sizes[rank] for rank in missing))
             for rank in missing[topology.local_rank :: topology.local_world_size]:
                 memory.fetch(self.name, rank, self.holders[rank][0])
         except OSError as error:
@@ -72,23 +75,27 @@ def held_snapshots(
     )
     sharded = not any(unit.whole for unit in engine.units)
     held = [
-        HeldSnapshot(SnapshotName(*name), tuple(map(tuple, holders)), sharded and layout == present)
-        for name, layout, holders in whole
+        HeldSnapshot(
+            SnapshotName(*name), tuple(map(tuple, holders)), tuple(sizes), sharded and layout == present
+        )
+        for name, layout, holders, sizes in whole
     ]
     return held, lines
 
 
 def _whole(reports: list[Any], local: int) -> list[Any]:
-    """On rank 0: [name, layout, holders] of each snapshot with a copy of every rank, and lines on others.
+    """On rank 0: [name, layout, holders, sizes] of each snapshot with all copies, and lines on others.
 
     The first of the `local` ranks of a node reports what the node has.
     """
     layouts: dict[SnapshotName, tuple[int, str]] = {}
     holders: dict[SnapshotName, dict[int, list[int]]] = {}
+    sizes: dict[SnapshotName, dict[int, int]] = {}
     for node, (copies, _) in enumerate(reports[::local]):
         for name, found in copies:
             snapshot = SnapshotName(*name)
-            for rank, ranks, layout in found:
+            for rank, nbytes, ranks, layout in found:
+                sizes.setdefault(snapshot, {})[rank] = nbytes
                 layouts.setdefault(snapshot, (ranks, layout))
                 holders.setdefault(snapshot, {}).setdefault(rank, []).append(node)
     whole, lines = [], [f" WARNING: {problem}" for _, problems in reports for problem in problems]
@@ -99,5 +106,6 @@ def _whole(reports: list[Any], local: int) -> list[Any]:
             which = f"rank{'s' * (len(missing) > 1)} {ranges(missing)} of {ranks}"
             lines.append(f" iteration {snapshot.iteration} in memory lacks the copies of {which}")
         else:
-            whole.append([[*snapshot], layout, [held[rank] for rank in range(ranks)]])
+            in_order = [[one[rank] for rank in range(ranks)] for one in (held, sizes[snapshot])]
+            whole.append([[*snapshot], layout, *in_order])
     return [whole, lines]

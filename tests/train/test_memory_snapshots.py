@@ -3,6 +3,8 @@
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import Run, wait_until
+from tests.support import ROOT, Run, environment, free_port, holding, wait_until
+from tests.train.conftest import BYTES, TINY
 from tests.train.test_faults import in_micro_batch, weights
 
 EVERY, END = 5, 20
@@ -21,11 +24,12 @@ Change = Callable[[], object]
 
 
 class Nodes:
-    """A run of ranks on nodes of one rank each, which have directories in memory of their own."""
+    """A run on nodes of `local` ranks each, which have directories in memory of their own."""
 
-    def __init__(self, memory: Path, directory: Path, flags: list[str]) -> None:
+    def __init__(self, memory: Path, directory: Path, flags: list[str], local: int = 1) -> None:
+        self.local = local
         self._memory, self._directory, self.save = memory, directory, directory / "checkpoints"
-        self._flags = [*flags, *LENGTH, *MODEL, "--save", str(self.save), "--load", str(self.save)]
+        self.argv = [*flags, *LENGTH, *MODEL, "--save", str(self.save), "--load", str(self.save)]
         self._starts = 0
 
     def start(self, *flags: str, ranks: int = 2, changes: dict[int, Change] | None = None) -> Run:
@@ -33,11 +37,10 @@ class Nodes:
         self._starts += 1
         run = Run(self._directory / f"log_{self._starts}", ranks)
         for rank in range(ranks):
-            memory = self.of(rank)
+            memory = self.of(rank // self.local)
             memory.mkdir(exist_ok=True)
-            argv = [*self._flags, *SNAPSHOTS, "--buddy-directory", str(memory), *flags]
-            place = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-            run.start(rank, *argv, change=(changes or {}).get(rank), **place)
+            argv = [*self.argv, *SNAPSHOTS, "--buddy-directory", str(memory), *flags]
+            run.start(rank, *argv, change=(changes or {}).get(rank), **place(rank, self.local))
         return run
 
     def of(self, node: int) -> Path:
@@ -52,10 +55,11 @@ class Nodes:
         """The files that nodes have of snapshots, such as "iter_*/rank_00000.json"."""
         return sorted(self._memory.glob(f"*/*/*/holder_*/{pattern}"))
 
-    def crash(self, at: int, after: int, *flags: str) -> None:
-        """Kill both ranks in step `at`, when all copies of iteration `after` are in memory."""
-        die = partial(die_when_whole, self.files, f"iter_{after:07d}-*/rank_*.json")
-        with self.start(*flags, changes={1: partial(in_micro_batch, at, die)}) as run:
+    def crash(self, at: int, after: int, *flags: str, ranks: int = 2) -> None:
+        """Kill all ranks in step `at`, when all copies of iteration `after` are in memory."""
+        copies = ranks * (1 if ranks == self.local else 2)
+        die = partial(die_when_whole, self.files, f"iter_{after:07d}-*/rank_*.json", copies)
+        with self.start(*flags, ranks=ranks, changes={1: partial(in_micro_batch, at, die)}) as run:
             run.processes[1].join(120)
             assert run.processes[1].exitcode == -signal.SIGKILL, run.err(1)
         assert not list(self.save.glob("iter_*")) or flags  # nothing to resume from but memory
@@ -68,9 +72,14 @@ class Nodes:
             return run.out(0)
 
 
-def die_when_whole(files: Callable[[str], list[Path]], pattern: str) -> None:
-    """Kill this process once there are the copies of two ranks on two nodes."""
-    wait_until(lambda: len(files(pattern)) >= 4)
+def place(rank: int, local: int) -> dict[str, str]:
+    """The variables of a launcher for nodes of `local` ranks."""
+    return {"LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local)}
+
+
+def die_when_whole(files: Callable[[str], list[Path]], pattern: str, copies: int) -> None:
+    """Kill this process once there are so many copies."""
+    wait_until(lambda: len(files(pattern)) >= copies)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -80,19 +89,23 @@ def nodes(flags: list[str], tmp_path: Path) -> Iterator[Nodes]:
         yield Nodes(Path(memory), tmp_path, flags)
 
 
+def undisturbed(
+    corpus: str, directory: Path, *flags: str, ranks: int = 2, local: int = 1
+) -> dict[str, bytes]:
+    """The weights that a run ends with which takes no memory snapshots and which nobody disturbs."""
+    save = directory / "checkpoints"
+    argv = ["--data-path", corpus, "--split", "80,10,10", *BYTES, *TINY, *LENGTH, *MODEL, *flags]
+    with Run(directory / "log", ranks) as run:
+        for rank in range(ranks):
+            run.start(rank, *argv, "--save", str(save), **place(rank, local))
+        assert set(run.statuses().values()) == {0}, run.err(0)
+    return weights(save, END)
+
+
 @pytest.fixture(scope="module")
 def whole(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The weights that a run ends with which takes no memory snapshots and which nobody disturbs."""
-    from tests.train.conftest import BYTES, TINY
-
-    directory = tmp_path_factory.mktemp("whole")
-    save = directory / "checkpoints"
-    flags = ["--data-path", corpus, "--split", "80,10,10", *BYTES, *TINY, *LENGTH, *MODEL]
-    with Run(directory / "log", 2) as run:
-        for rank in range(2):
-            run.start(rank, *flags, "--save", str(save), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-        assert run.statuses() == {0: 0, 1: 0}, run.err(0)
-    return weights(save, END)
+    """The weights of an undisturbed run on two nodes of one rank each."""
+    return undisturbed(corpus, tmp_path_factory.mktemp("whole"))
 
 
 @pytest.mark.parametrize("lost", [None, 0, 1])
@@ -103,6 +116,42 @@ def test_a_killed_run_goes_on_from_memory(nodes: Nodes, whole: dict[str, bytes],
         nodes.lose(lost)
     log = nodes.finish()
     assert "loaded iteration 10 in memory; resuming at iteration 10, 80 samples" in log
+    assert weights(nodes.save, END) == whole
+
+
+ZEROPP = "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size auto".split()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param([*ZEROPP, "--zero-quantized-weights-format", "delta3", "--bf16"], id="ZeRO++"),
+        pytest.param(["--tensor-model-parallel-size", "2"], id="tensor ranks", marks=pytest.mark.nightly),
+        pytest.param(["--zero-stage", "0", "--fp16"], id="stage 0", marks=pytest.mark.nightly),
+        pytest.param(["--zero-offload-optimizer"], id="offload", marks=pytest.mark.nightly),
+    ],
+)
+def test_nodes_of_two_ranks_lose_one_node(
+    nodes: Nodes, corpus: str, tmp_path: Path, settings: list[str]
+) -> None:
+    """All states are exact: references, loss scale, formats, parts of tensor ranks."""
+    nodes.local = 2
+    settings = ["--micro-batch-size", "2", *settings]
+    whole = undisturbed(corpus, tmp_path / "whole", *settings, ranks=4, local=2)
+    nodes.crash(13, 10, *settings, ranks=4)
+    nodes.lose(1)
+    assert "loaded iteration 10 in memory" in nodes.finish(*settings, ranks=4)
+    assert weights(nodes.save, END) == whole
+
+
+def test_one_node_keeps_its_own_copies(nodes: Nodes, whole: dict[str, bytes]) -> None:
+    """Which outlive its processes, though not their host. The weights do not depend on the nodes."""
+    nodes.local = 2
+    nodes.crash(13, 10)
+    assert len(nodes.files("iter_0000010-*/rank_*.json")) == 2
+    log = nodes.finish()
+    assert "loaded iteration 10 in memory" in log
+    assert "iteration 10 is in the memory of this node alone" in log
     assert weights(nodes.save, END) == whole
 
 
@@ -254,3 +303,30 @@ def test_too_little_room_is_refused_on_all_ranks(nodes: Nodes) -> None:
     assert ": --buddy-snapshots needs 0.0" in line
     assert "rank 1]" in line
     assert list(nodes.save.glob("*")) == []
+
+
+@pytest.mark.nightly
+def test_torchrun_restarts_a_run_from_memory(nodes: Nodes, whole: dict[str, bytes], tmp_path: Path) -> None:
+    """Two nodes with a torchrun each; one rank is killed, and torchrun ends and restarts all."""
+    port, hold = str(free_port()), tmp_path / "hold"
+    place = environment(**holding(hold, after=13, path=str(ROOT)))
+    logs = [tmp_path / "log_0", tmp_path / "log_1"]
+    jobs = []
+    for node in range(2):
+        nodes.of(node).mkdir()
+        argv = f"--nnodes 2 --node-rank {node} --nproc-per-node 1 --max-restarts 2 --master-addr 127.0.0.1 "
+        argv += f"--master-port {port} pretrain_gpt.py --buddy-directory {nodes.of(node)}"
+        command = [sys.executable, "-m", "torch.distributed.run", *argv.split(), *nodes.argv, *SNAPSHOTS]
+        with logs[node].open("w") as log:
+            jobs.append(subprocess.Popen(command, cwd=ROOT, env=place, stdout=log, stderr=log))
+    try:
+        wait_until(lambda: len(nodes.files("iter_0000010-*/rank_*.json")) == 4)
+        (rank,) = Path(f"/proc/{jobs[1].pid}/task/{jobs[1].pid}/children").read_text().split()
+        hold.unlink()  # the restarted ranks go on
+        os.kill(int(rank), signal.SIGKILL)
+        assert [job.wait(240) for job in jobs] == [0, 0], logs[0].read_text()
+    finally:
+        for job in jobs:
+            job.kill()
+    assert "loaded iteration 10 in memory; resuming at iteration 10" in logs[0].read_text()
+    assert weights(nodes.save, END) == whole
