@@ -322,8 +322,8 @@ def test_torchrun_restarts_a_run_from_memory(nodes: Nodes, whole: dict[str, byte
     try:
         wait_until(lambda: len(nodes.files("iter_0000010-*/rank_*.json")) == 4)
         (rank,) = Path(f"/proc/{jobs[1].pid}/task/{jobs[1].pid}/children").read_text().split()
-        hold.unlink()  # the restarted ranks go on
         os.kill(int(rank), signal.SIGKILL)
+        hold.unlink()  # the restarted ranks go on
         assert [job.wait(240) for job in jobs] == [0, 0], logs[0].read_text()
     finally:
         for job in jobs:
