@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_zpp.distributed.exchange import Abandoned, Exchange, NoProgress
+from megatron_zpp.distributed.exchange import Abandoned, Exchange, NoProgress, _Patience
 from megatron_zpp.distributed.topology import Topology
 from tests.support import wait_until
 
@@ -154,3 +154,18 @@ def test_a_wait_ends_with_the_store() -> None:
     del store
     with pytest.raises(dist.DistError):
         exchange.get("never")
+
+
+def test_a_wait_that_begins_after_the_end_of_the_store_fails_at_once() -> None:
+    store = served()
+    client = dist.TCPStore("127.0.0.1", store.port, wait_for_workers=False)
+    (exchange,), _ = exchanges(client, 1)
+    del store
+    started = time.monotonic()
+    for call in (
+        lambda: exchange.get("never"),
+        lambda: exchange._look(_Patience(timedelta(seconds=60), ["x"])),
+    ):
+        with pytest.raises(dist.DistError):
+            call()
+    assert time.monotonic() - started < 10
