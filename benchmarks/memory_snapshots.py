@@ -1,15 +1,16 @@
-"""What --buddy-snapshots costs per step, and how long a killed run takes until its next step.
+"""What a memory snapshot costs, and how long a killed run takes until its next step.
 
-    python benchmarks/memory_snapshots.py [--pairs 5] [--kills 5] [--steps 60]
+    python benchmarks/memory_snapshots.py [--pairs 15] [--kills 3]
 
 Two nodes of one rank each run on this machine, by a torchrun per node. Each has a directory of its own in
 /dev/shm, so that a node can be lost with its memory.
 
-Cost: pairs of runs, one without and one with snapshots, in turns; the time between two of their log lines.
-Recovery: SIGKILL of a rank, or of all of a node, whose memory is emptied. The other node notices by itself;
-when one torchrun has ended, the other is ended and both are started again, as a job script does. The time is
-that from the kill to the first step that was not taken before: noticing, starting, joining, loading, and the
-steps that are repeated. Runs that save checkpoints are killed in the same way, for comparison.
+Cost: one run takes a snapshot every 40 steps. The time of the 20 steps after a snapshot is compared with that
+of the 20 steps after them, so that both see the same load of the machine. A run without snapshots is the
+control. Recovery: SIGKILL of a rank, or of all of a node, whose memory is emptied. The other node notices by
+itself; when one torchrun has ended, the other is ended and both are started again, as a job script does. The
+time is that from the kill to the first step that was not taken before: noticing, starting, joining, loading,
+and the steps that are repeated. Runs that save checkpoints are killed in the same way, for comparison.
 """
 
 import argparse
@@ -39,13 +40,13 @@ MODEL = (
     "--log-interval 1 --eval-iters 0 --zero-stage 3 --num-workers 0 --device cpu"
 ).split()
 EVERY = 5  # steps between two snapshots, or saves
+WINDOW = 20  # steps whose time is compared
 VARIANTS = {
     "memory snapshots": ["--buddy-snapshots", str(EVERY)],
     "asynchronous saves": ["--save-interval", str(EVERY), "--async-save", "--keep-last", "2"],
-    "rare saves": ["--save-interval", str(10 * EVERY)],
 }
 # Two-sided 95% of Student's t by degrees of freedom.
-STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 19: 2.09}
+STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 7: 2.36, 9: 2.26, 14: 2.14, 19: 2.09}
 _STEP = re.compile(r"iteration +(\d+)/")
 
 
@@ -143,16 +144,18 @@ def kill(node: subprocess.Popen[str]) -> None:
     node.wait()
 
 
-def seconds_per_step(flags: list[str], steps: int) -> float:
-    """Wall time per step, after as many steps have passed that both nodes run as they will."""
+def windows(flags: list[str], pairs: int) -> tuple[list[float], list[float]]:
+    """Milliseconds of the steps after a snapshot and of the steps after these, in pairs."""
     with directories() as (save, memory):
         job = Job(flags, save, memory)
         job.start()
         try:
-            first = 2 * EVERY
-            return (job.wait_for_step(first + steps) - job.wait_for_step(first)) / steps
+            job.wait_for_step(2 * WINDOW * (pairs + 1))
+            ends = [1e3 * job.times[WINDOW * index] for index in range(2, 2 * (pairs + 1) + 1)]
         finally:
             job.end()
+    times = [stop - start for start, stop in zip(ends, ends[1:], strict=False)]
+    return times[0::2], times[1::2]
 
 
 def recovery(flags: list[str], what: str) -> dict[str, float]:
@@ -191,7 +194,7 @@ def interval(values: list[float]) -> dict[str, float]:
     """Median, and mean with its 95% interval by Student's t."""
     figures = {"median": round(median(values), 4), "mean": round(mean(values), 4)}
     if len(values) > 1:
-        t = STUDENT.get(len(values) - 1, 2.09)
+        t = STUDENT[max(degrees for degrees in STUDENT if degrees < len(values))]
         figures["plus_minus_95"] = round(t * stdev(values) / math.sqrt(len(values)), 4)
     return figures
 
@@ -200,34 +203,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--kills", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     cost = {}
-    for every in (1, EVERY, 4 * EVERY):
-        without, ratios = [], []
-        for _ in range(options.pairs):
-            without.append(seconds_per_step([], options.steps))
-            ratios.append(seconds_per_step(["--buddy-snapshots", str(every)], options.steps) / without[-1])
-        cost[f"every {every} steps"] = {
-            "milliseconds_per_step_without": round(1e3 * median(without), 1),
-            "time_relative_to_without": interval(ratios),
-            "all": [round(ratio, 3) for ratio in ratios],
+    for name, flags in (("with", ["--buddy-snapshots", str(2 * WINDOW)]), ("control", [])):
+        after, later = windows(flags, options.pairs)
+        cost[name] = {
+            "milliseconds_per_step": interval([time / WINDOW for time in later]),
+            "milliseconds_per_snapshot": interval(
+                [one - other for one, other in zip(after, later, strict=True)]
+            ),
         }
-        print(f"every {every}: {cost[f'every {every} steps']}", flush=True)
+        print(f"{name}: {cost[name]}", flush=True)
     recovered = {}
-    for what in ("a rank", "a node"):
-        for name, flags in VARIANTS.items():
-            runs = [recovery(flags, what) for _ in range(options.kills)]
-            recovered[f"{what} killed, {name}"] = {
-                "seconds_to_next_new_step": interval([run["next_new_step"] for run in runs]),
-                "seconds_to_restart": interval([run["noticed_and_restarted"] for run in runs]),
-                "most_steps_repeated": max(run["steps_repeated"] for run in runs),
-                "all": runs,
-            }
-            print(f"{what}, {name}: {recovered[f'{what} killed, {name}']}", flush=True)
+    for what, name in (
+        ("a rank", "memory snapshots"),
+        ("a node", "memory snapshots"),
+        ("a rank", "asynchronous saves"),
+    ):
+        runs = [recovery(VARIANTS[name], what) for _ in range(options.kills)]
+        recovered[f"{what} killed, {name}"] = {
+            "seconds_to_next_new_step": interval([run["next_new_step"] for run in runs]),
+            "seconds_to_restart": interval([run["noticed_and_restarted"] for run in runs]),
+            "most_steps_repeated": max(run["steps_repeated"] for run in runs),
+            "all": runs,
+        }
+        print(f"{what}, {name}: {recovered[f'{what} killed, {name}']}", flush=True)
     load = [round(value, 1) for value in os.getloadavg()]
     figures = {"ranks": "2 nodes × 1", "model": " ".join(MODEL), "load_average": load, "cost": cost}
     write_result("memory_snapshots", figures | {"recovery": recovered}, options.output)
