@@ -14,6 +14,7 @@ and the steps that are repeated. Runs that save checkpoints are killed in the sa
 """
 
 import argparse
+import itertools
 import math
 import os
 import re
@@ -154,7 +155,7 @@ def windows(flags: list[str], pairs: int) -> tuple[list[float], list[float]]:
             ends = [1e3 * job.times[WINDOW * index] for index in range(2, 2 * (pairs + 1) + 1)]
         finally:
             job.end()
-    times = [stop - start for start, stop in zip(ends, ends[1:], strict=False)]
+    times = [stop - start for start, stop in itertools.pairwise(ends)]
     return times[0::2], times[1::2]
 
 

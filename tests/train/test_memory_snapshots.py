@@ -108,7 +108,7 @@ def whole(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, by
     return undisturbed(corpus, tmp_path_factory.mktemp("whole"))
 
 
-@pytest.mark.parametrize("lost", [None, 0, 1])
+@pytest.mark.parametrize("lost", [1, *(pytest.param(lost, marks=pytest.mark.nightly) for lost in (None, 0))])
 def test_a_killed_run_goes_on_from_memory(nodes: Nodes, whole: dict[str, bytes], lost: int | None) -> None:
     """Whether all hosts are the same ones or a spare has taken the place of one. There is no checkpoint."""
     nodes.crash(13, 10)
@@ -122,13 +122,14 @@ def test_a_killed_run_goes_on_from_memory(nodes: Nodes, whole: dict[str, bytes],
 ZEROPP = "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size auto".split()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "settings",
     [
         pytest.param([*ZEROPP, "--zero-quantized-weights-format", "delta3", "--bf16"], id="ZeRO++"),
-        pytest.param(["--tensor-model-parallel-size", "2"], id="tensor ranks", marks=pytest.mark.nightly),
-        pytest.param(["--zero-stage", "0", "--fp16"], id="stage 0", marks=pytest.mark.nightly),
-        pytest.param(["--zero-offload-optimizer"], id="offload", marks=pytest.mark.nightly),
+        pytest.param(["--tensor-model-parallel-size", "2"], id="tensor ranks"),
+        pytest.param(["--zero-stage", "0", "--fp16"], id="stage 0"),
+        pytest.param(["--zero-offload-optimizer"], id="offload"),
     ],
 )
 def test_nodes_of_two_ranks_lose_one_node(
@@ -195,7 +196,9 @@ def flip(path: Path, position: int = -5) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("kind", ["rank_00001.safetensors", "rank_00001.json"])
+@pytest.mark.parametrize(
+    "kind", ["rank_00001.safetensors", pytest.param("rank_00001.json", marks=pytest.mark.nightly)]
+)
 def test_a_damaged_snapshot_is_named_and_skipped(nodes: Nodes, whole: dict[str, bytes], kind: str) -> None:
     nodes.crash(13, 10)
     for path in nodes.files(f"iter_0000010-*/{kind}"):
@@ -219,6 +222,7 @@ def test_a_checkpoint_replaces_snapshots_that_are_damaged_or_older(
     assert weights(nodes.save, END) == whole
 
 
+@pytest.mark.nightly
 def test_without_a_whole_snapshot_or_a_checkpoint_the_start_after_next_begins_anew(
     nodes: Nodes, whole: dict[str, bytes]
 ) -> None:
@@ -235,6 +239,7 @@ def test_without_a_whole_snapshot_or_a_checkpoint_the_start_after_next_begins_an
     assert weights(nodes.save, END) == whole
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", ["0", "3"])
 def test_fewer_ranks_load_the_memory_of_all(nodes: Nodes, stage: str, tmp_path: Path) -> None:
     """As they load a checkpoint of the same iteration: one node goes on with what it held for the other."""
