@@ -8,6 +8,7 @@ the name of its directory in memory: a run that begins anew in an emptied --save
 import platform
 import secrets
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -29,16 +30,28 @@ from megatron_zpp.train.ranks import Ranks
 from megatron_zpp.zero.engine import ZeroEngine
 
 _RUN_FILE, _RUN_BYTES = "memory_snapshots.txt", 16
+_SERVERS = "memory/servers"  # the purpose of an exchange of addresses by rank
 
 
 class BuddyMemory:
     """Writes copies of this rank's states, sends them to the buddy node, and fetches them after a restart."""
 
-    def __init__(self, memory: RunMemory, topology: Topology, attempt: str, secret: str) -> None:
-        """`attempt` names this start of the run; `secret` is known to its ranks alone."""
+    def __init__(
+        self,
+        memory: RunMemory,
+        topology: Topology,
+        exchange_for: Callable[[str], Exchange],
+        *,
+        attempt: str,
+        secret: str,
+    ) -> None:
+        """`attempt` names this start of the run; `secret` is known to its ranks alone.
+
+        `exchange_for` makes an exchange between all ranks.
+        """
         self._memory, self.topology, self.attempt, self._secret = memory, topology, attempt, secret
+        self._exchange_for = exchange_for
         self.copies = MemoryCopies(memory.path, topology.node_of(topology.rank))
-        self._exchange: Exchange | None = None
         self._server: FileServer | None = None
         self._buddy: Peer | None = None
         if self.by_first:
@@ -50,11 +63,14 @@ class BuddyMemory:
         """Whether this rank is the one of its node that removes files."""
         return self.topology.local_rank == 0
 
-    def serve(self, address: str, exchange: Exchange) -> None:
-        """Let other nodes reach this rank at `address`, and get the buddy's. Raises OSError."""
-        self._exchange = exchange
+    def serve(self, address: str) -> None:
+        """Let other nodes reach this rank at `address`. Raises OSError."""
         self._server = FileServer(address, self._secret, self.copies.path, self.copies.find)
-        exchange.put(f"server/{self.topology.rank}", [address, self._server.port])
+        place = [address, self._server.port]
+        self._exchange_for(_SERVERS).put(str(self.topology.rank), place)
+
+    def find_buddy(self) -> None:
+        """Find out where the buddy node is reached, once all ranks serve."""
         following = self.topology.rank + self.topology.local_world_size
         self._buddy = self._peer(following % self.topology.world_size)
 
@@ -103,8 +119,7 @@ class BuddyMemory:
         self._memory.close()
 
     def _peer(self, rank: int) -> Peer:
-        assert self._exchange is not None, "a single node has no peers"
-        host, port = self._exchange.get(f"server/{rank}")
+        host, port = self._exchange_for(_SERVERS).get(str(rank))
         return Peer(host, port, self._secret)
 
 
@@ -129,7 +144,8 @@ def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> BuddyMemory
                 (Path(save) / _RUN_FILE).unlink(missing_ok=True)
         return None
     assert save is not None  # the configuration requires it
-    exchange = Exchange(ranks.store, ranks.topology, config.distributed.timeout, "memory")
+    exchange_for = partial(Exchange, ranks.store, ranks.topology, config.distributed.timeout)
+    exchange = exchange_for("memory")
     if ranks.topology.rank == 0:
         exchange.put("names", [_name_in(save), secrets.token_hex(4), secrets.token_hex(16)])
     name, attempt, secret = exchange.get("names")
@@ -147,12 +163,16 @@ def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> BuddyMemory
     name = name or exchange.get("name")
     memory, problem = None, None
     try:
-        memory = BuddyMemory(RunMemory(root, name), ranks.topology, attempt, secret)
+        memory = BuddyMemory(
+            RunMemory(root, name), ranks.topology, exchange_for, attempt=attempt, secret=secret
+        )
         if ranks.topology.nodes > 1:
-            memory.serve(ranks.address, exchange)
+            memory.serve(ranks.address)
     except OSError as error:
         problem = one_line(error)
     agree("open", problem)
+    if memory is not None and ranks.topology.nodes > 1:
+        memory.find_buddy()
     return memory
 
 
