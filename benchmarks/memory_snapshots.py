@@ -1,16 +1,20 @@
 """What a memory snapshot costs, and how long a killed run takes until its next step.
 
-    python benchmarks/memory_snapshots.py [--pairs 15] [--kills 3]
+    python benchmarks/memory_snapshots.py [--part copies steps kills] [--repeats 5] [--pairs 15] [--kills 3]
+
+copies   CPU seconds per GB of a rank's states, wherever they are spent: to write a copy with its checksums to
+         tmpfs, to send it over loopback, and to receive it into tmpfs. On a busy machine they are what stays
+         the same.
+steps    One run takes a snapshot every 40 steps. The time of the 20 steps after a snapshot is compared with
+         that of the 20 steps after them, so that both see the same load of the machine. A run without
+         snapshots is the control.
+kills    SIGKILL of a rank, or of all of a node, whose memory is emptied. The other node notices by itself; when
+         one torchrun has ended, the other is ended and both are started again, as a job script does. The time
+         is that from the kill to the first step that was not taken before: noticing, starting, joining,
+         loading, and the steps that are repeated. Runs that save checkpoints are killed in the same way.
 
 Two nodes of one rank each run on this machine, by a torchrun per node. Each has a directory of its own in
-/dev/shm, so that a node can be lost with its memory.
-
-Cost: one run takes a snapshot every 40 steps. The time of the 20 steps after a snapshot is compared with that
-of the 20 steps after them, so that both see the same load of the machine. A run without snapshots is the
-control. Recovery: SIGKILL of a rank, or of all of a node, whose memory is emptied. The other node notices by
-itself; when one torchrun has ended, the other is ended and both are started again, as a job script does. The
-time is that from the kill to the first step that was not taken before: noticing, starting, joining, loading,
-and the steps that are repeated. Runs that save checkpoints are killed in the same way, for comparison.
+/dev/shm, so that a node can be lost with its memory. Each part writes a result of its own.
 """
 
 import argparse
@@ -29,10 +33,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean, median, stdev
+from typing import Any
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
 from benchmarks.common import RESULTS, write_result
+from megatron_zpp.checkpoint.memory_copies import MemoryCopies, SnapshotName, file_names
+from megatron_zpp.distributed.peer_files import FileServer, Peer, put_file
 from tests.support import free_port
 
 MODEL = (
@@ -41,6 +50,7 @@ MODEL = (
     "--log-interval 1 --eval-iters 0 --zero-stage 3 --num-workers 0 --device cpu"
 ).split()
 EVERY = 5  # steps between two snapshots, or saves
+PARTS = ("copies", "steps", "kills")
 WINDOW = 20  # steps whose time is compared
 VARIANTS = {
     "memory snapshots": ["--buddy-snapshots", str(EVERY)],
@@ -145,6 +155,27 @@ def kill(node: subprocess.Popen[str]) -> None:
     node.wait()
 
 
+def copies(repeats: int, megabytes: int = 256) -> dict[str, Any]:
+    """CPU seconds per GB of one process that is the sender and the receiver."""
+    parts: dict[str, list[float]] = {"write": [], "send_and_receive": []}
+    tensors = {f"weights/unit_{unit}": torch.randn(megabytes << 14) for unit in range(16)}
+    state: dict[str, Any] = {"ranks": 2, "nodes": 2, "tensor": 1, "units": []}
+    gigabytes = sum(tensor.nbytes for tensor in tensors.values()) / 1e9
+    for repeat in range(repeats):
+        with directories() as (_, memory):
+            snapshot, sender = SnapshotName(repeat, "0" * 8), MemoryCopies(memory, 0)
+            server = FileServer("127.0.0.1", "secret", memory / "holder_1", lambda name: None)
+            began = time.process_time()
+            sender.write(snapshot, 0, tensors, state)
+            written = time.process_time()
+            for name in file_names(snapshot, 0):
+                put_file(Peer("127.0.0.1", server.port, "secret"), sender.path / name, name)
+            parts["write"].append((written - began) / gigabytes)
+            parts["send_and_receive"].append((time.process_time() - written) / gigabytes)
+            server.close()
+    return {"megabytes": megabytes, "cpu_seconds_per_gb": {name: interval(parts[name]) for name in parts}}
+
+
 def windows(flags: list[str], pairs: int) -> tuple[list[float], list[float]]:
     """Milliseconds of the steps after a snapshot and of the steps after these, in pairs."""
     with directories() as (save, memory):
@@ -191,6 +222,38 @@ def directories() -> Iterator[tuple[Path, Path]]:
         yield Path(save) / "checkpoints", Path(memory)
 
 
+def steps(pairs: int) -> dict[str, Any]:
+    """Milliseconds per step, and per snapshot."""
+    figures: dict[str, Any] = {"ranks": "2 nodes × 1", "model": " ".join(MODEL)}
+    for name, flags in (("with", ["--buddy-snapshots", str(2 * WINDOW)]), ("control", [])):
+        after, later = windows(flags, pairs)
+        differences = [one - other for one, other in zip(after, later, strict=True)]
+        figures[name] = {
+            "milliseconds_per_step": interval([time / WINDOW for time in later]),
+            "milliseconds_per_snapshot": interval(differences),
+        }
+    return figures
+
+
+def kills(count: int) -> dict[str, Any]:
+    """Seconds from a kill to what follows it."""
+    figures: dict[str, Any] = {"ranks": "2 nodes × 1", "model": " ".join(MODEL)}
+    for what, name in (
+        ("a rank", "memory snapshots"),
+        ("a node", "memory snapshots"),
+        ("a rank", "asynchronous saves"),
+    ):
+        runs = [recovery(VARIANTS[name], what) for _ in range(count)]
+        figures[f"{what} killed, {name}"] = {
+            "seconds_to_next_new_step": interval([run["next_new_step"] for run in runs]),
+            "seconds_to_restart": interval([run["noticed_and_restarted"] for run in runs]),
+            "most_steps_repeated": max(run["steps_repeated"] for run in runs),
+            "all": runs,
+        }
+        print(f"{what}, {name}: {figures[f'{what} killed, {name}']}", flush=True)
+    return figures
+
+
 def interval(values: list[float]) -> dict[str, float]:
     """Median, and mean with its 95% interval by Student's t."""
     figures = {"median": round(median(values), 4), "mean": round(mean(values), 4)}
@@ -204,37 +267,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
-    cost = {}
-    for name, flags in (("with", ["--buddy-snapshots", str(2 * WINDOW)]), ("control", [])):
-        after, later = windows(flags, options.pairs)
-        cost[name] = {
-            "milliseconds_per_step": interval([time / WINDOW for time in later]),
-            "milliseconds_per_snapshot": interval(
-                [one - other for one, other in zip(after, later, strict=True)]
-            ),
-        }
-        print(f"{name}: {cost[name]}", flush=True)
-    recovered = {}
-    for what, name in (
-        ("a rank", "memory snapshots"),
-        ("a node", "memory snapshots"),
-        ("a rank", "asynchronous saves"),
-    ):
-        runs = [recovery(VARIANTS[name], what) for _ in range(options.kills)]
-        recovered[f"{what} killed, {name}"] = {
-            "seconds_to_next_new_step": interval([run["next_new_step"] for run in runs]),
-            "seconds_to_restart": interval([run["noticed_and_restarted"] for run in runs]),
-            "most_steps_repeated": max(run["steps_repeated"] for run in runs),
-            "all": runs,
-        }
-        print(f"{what}, {name}: {recovered[f'{what} killed, {name}']}", flush=True)
-    load = [round(value, 1) for value in os.getloadavg()]
-    figures = {"ranks": "2 nodes × 1", "model": " ".join(MODEL), "load_average": load, "cost": cost}
-    write_result("memory_snapshots", figures | {"recovery": recovered}, options.output)
+    for part in options.part:
+        if part == "copies":
+            figures = copies(options.repeats)
+        elif part == "steps":
+            figures = steps(options.pairs)
+        else:
+            figures = kills(options.kills)
+        load = [round(value, 1) for value in os.getloadavg()]
+        write_result(f"memory_snapshots_{part}", figures | {"load_average": load}, options.output)
 
 
 if __name__ == "__main__":
