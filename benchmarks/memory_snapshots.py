@@ -8,9 +8,9 @@ copies   CPU seconds per GB of a rank's states, wherever they are spent: to writ
 steps    One run takes a snapshot every 40 steps. The time of the 20 steps after a snapshot is compared with
          that of the 20 steps after them, so that both see the same load of the machine. A run without
          snapshots is the control.
-kills    SIGKILL of a rank, or of all of a node, whose memory is emptied. The other node notices by itself; when
-         one torchrun has ended, the other is ended and both are started again, as a job script does. The time
-         is that from the kill to the first step that was not taken before: noticing, starting, joining,
+kills    SIGKILL of a rank, or of all of a node, whose memory is emptied. The other node notices by itself;
+         when one torchrun has ended, the other is ended and both are started again, as a job script does. The
+         time is that from the kill to the first step that was not taken before: noticing, starting, joining,
          loading, and the steps that are repeated. Runs that save checkpoints are killed in the same way.
 
 Two nodes of one rank each run on this machine, by a torchrun per node. Each has a directory of its own in
