@@ -121,9 +121,9 @@ def restore(
         return Start(_named(Progress(), settings, exchange_for), [line])
     sources, warnings = _sources(settings, engine, memory, exchange_for)
     passed_over: list[tuple[_Source, str]] = []
-    for source in sources:
+    for number, source in enumerate(sources):
         problem, start = None, Start(Progress(), [])
-        exchange = exchange_for(f"load/{source}")
+        exchange = exchange_for(f"load/{number}")
         try:
             start = _load(config, source, engine, tokenizer, schedule, exchange)
         except (DamagedFile, OSError) as damage:
@@ -154,6 +154,13 @@ class _Source:
     snapshot: HeldSnapshot | None = None
     memory: BuddyMemory | None = None
 
+    @property
+    def iteration(self) -> int:
+        """The iteration that it says to be of."""
+        if self.snapshot is not None:
+            return self.snapshot.name.iteration
+        return (None if self.path is None else iteration_of(self.path)) or 0
+
     def __str__(self) -> str:
         return str(self.snapshot or self.path)
 
@@ -168,15 +175,12 @@ def _sources(
 
     Of the same iteration the memory comes first.
     """
-    paths = _agreed_candidates(config, exchange_for)
-    newest = max((iteration_of(path) or 0 for path in paths), default=-1)
+    found = [_Source(path) for path in _agreed_candidates(config, exchange_for)]
     if memory is None:
-        return [_Source(path) for path in paths], []
+        return found, []
     held, lines = held_snapshots(memory, engine, exchange_for("held"))
-    return [
-        *(_Source(snapshot=each, memory=memory) for each in held if each.name.iteration >= newest),
-        *map(_Source, paths),
-    ], lines
+    found = [*(_Source(snapshot=each, memory=memory) for each in held), *found]
+    return sorted(found, key=lambda source: source.iteration, reverse=True), lines  # stable
 
 
 def _after_load(
@@ -195,18 +199,17 @@ def _after_load(
 
 
 def _none_whole(config: Config, passed_over: list[tuple[_Source, str]]) -> ValueError:
-    (source, problem), load = passed_over[0], config.checkpoint.load
-    if all(source.path is None for source, _ in passed_over):
-        return option_error(
-            "--buddy-snapshots",
-            config.memory_snapshots.buddy_snapshots,
-            f"{source} is not whole: {problem}; --load {load} holds no checkpoint, so the next start, which "
-            "finds nothing in memory, begins with new weights",
-        )
+    load = config.checkpoint.load
+    for source, problem in passed_over:
+        if source.path is not None:
+            fix = f"none of its checkpoints is whole: {problem}; omit --load to start from new weights"
+            return option_error("--load", load, fix)
+    source, problem = passed_over[0]
     return option_error(
-        "--load",
-        load,
-        f"none of its checkpoints is whole: {problem}; omit --load to start from new weights",
+        "--buddy-snapshots",
+        config.memory_snapshots.buddy_snapshots,
+        f"{source} is not whole: {problem}; --load {load} holds no checkpoint, so the next start, which "
+        "finds nothing in memory, begins with new weights",
     )
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -55,10 +56,11 @@ class Nodes:
         """The files that nodes have of snapshots, such as "iter_*/rank_00000.json"."""
         return sorted(self._memory.glob(f"*/*/*/holder_*/{pattern}"))
 
-    def crash(self, at: int, after: int, *flags: str, ranks: int = 2) -> None:
-        """Kill all ranks in step `at`, when all copies of iteration `after` are in memory."""
+    def crash(self, at: int, after: int, *flags: str, ranks: int = 2, snapshots: int = 1) -> None:
+        """Kill all ranks in step `at`, when as many snapshots of iteration `after` have all their copies."""
         copies = ranks * (1 if ranks == self.local else 2)
-        die = partial(die_when_whole, self.files, f"iter_{after:07d}-*/rank_*.json", copies)
+        pattern = f"iter_{after:07d}-*/rank_*.json"
+        die = partial(die_when_whole, self.files, pattern, copies, snapshots)
         with self.start(*flags, ranks=ranks, changes={1: partial(in_micro_batch, at, die)}) as run:
             run.processes[1].join(120)
             assert run.processes[1].exitcode == -signal.SIGKILL, run.err(1)
@@ -77,9 +79,14 @@ def place(rank: int, local: int) -> dict[str, str]:
     return {"LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local)}
 
 
-def die_when_whole(files: Callable[[str], list[Path]], pattern: str, copies: int) -> None:
-    """Kill this process once there are so many copies."""
-    wait_until(lambda: len(files(pattern)) >= copies)
+def die_when_whole(files: Callable[[str], list[Path]], pattern: str, copies: int, snapshots: int) -> None:
+    """Kill this process once there are so many snapshots of so many copies."""
+
+    def whole() -> int:
+        counts = Counter(path.parent.name for path in files(pattern))
+        return sum(count >= copies for count in counts.values())
+
+    wait_until(lambda: whole() >= snapshots)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -163,6 +170,27 @@ def test_a_node_may_be_lost_again_before_the_next_snapshot(nodes: Nodes, whole: 
     nodes.crash(2, 10)  # of the second start
     nodes.lose(0)
     assert "loaded iteration 10 in memory" in nodes.finish()
+    assert weights(nodes.save, END) == whole
+
+
+def test_snapshots_of_two_starts_are_not_mixed(nodes: Nodes, whole: dict[str, bytes]) -> None:
+    """Both are of the same iteration, and the one that is tried first is damaged."""
+    nodes.crash(13, 10)
+    first = nodes.files("iter_0000010-*")
+    kept = [path.with_name(f"kept_{path.name}") for path in first]
+    for path, copy in zip(first, kept, strict=True):
+        shutil.copytree(path, copy)
+    nodes.crash(2, 10, snapshots=2)  # of the second start, which removes the first one's as it goes on
+    for path, copy in zip(first, kept, strict=True):
+        shutil.rmtree(path, ignore_errors=True)
+        copy.rename(path)
+    names = {path.name for path in nodes.files("iter_0000010-*")}
+    assert len(names) == 2
+    for path in nodes.files(f"{max(names)}/rank_00000.safetensors"):
+        flip(path)
+    log = nodes.finish()
+    assert log.count("WARNING: iteration 10 in memory is skipped: ") == 1
+    assert "loaded iteration 10 in memory" in log
     assert weights(nodes.save, END) == whole
 
 
