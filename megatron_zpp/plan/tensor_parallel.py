@@ -104,9 +104,10 @@ def _zero_of(job: Job, size: int) -> ZeroConfig:
         check_topology(zero, Grid(Topology(0, job.ranks, 0, job.local), size).data)
     except ValueError:
         gradients = zero.zero_gradient_partition_size
+        grouped = zero.hpz or (zero.sends_differences and zero.zero_stage == 3)
         return dataclasses.replace(
             zero,
-            zero_hpz_partition_size="auto" if zero.hpz else zero.zero_hpz_partition_size,
+            zero_hpz_partition_size="auto" if grouped else zero.zero_hpz_partition_size,
             zero_gradient_partition_size="off" if gradients == "off" else "auto",
         )
     return zero

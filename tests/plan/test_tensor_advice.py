@@ -72,12 +72,24 @@ def test_tensor_ranks_pay_where_the_global_batch_is_smaller_than_the_job() -> No
     assert advice.reason == "32 samples per step are too few for 128 data ranks, and enough for 16"
 
 
-def test_the_flags_of_a_plan_change_groups_of_data_ranks_that_it_cannot_have() -> None:
+@pytest.mark.parametrize(
+    ("tensor", "options"),
+    [
+        (1, {"zero_hpz_partition_size": "4", "zero_gradient_partition_size": "4"}),
+        (
+            8,
+            {"zero_quantized_weights_format": "delta4"} | QWZ,
+        ),  # the only data rank of a node has all weights
+    ],
+)
+def test_the_flags_of_a_plan_change_groups_that_its_data_ranks_cannot_have(
+    tensor: int, options: dict[str, Any]
+) -> None:
     """A node of 8 ranks has 2 data ranks of 4, so groups of 4 would be refused; so is hpZ at stage 2."""
-    zero = {"zero_stage": 3, "zero_hpz_partition_size": "4", "zero_gradient_partition_size": "4"}
-    job = job_of(model("1.3b"), 50304, zero=zero, micro_batches=2, **NODES)
+    zero = STAGE_3 | options
+    job = job_of(model("1.3b"), 50304, zero=zero, micro_batches=16, tensor=tensor, **NODES)
     plans, _ = planned(job)
-    assert {plan.job.zero.zero_stage for plan in plans} == {2, 3}
+    assert {plan.job.tensor for plan in plans} == {1, 2, 4, 8}
     for plan in plans:
         size, *flags = plan.name.split()
         given = {
