@@ -23,7 +23,10 @@ from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.zero.plan_communication import check_topology
 
 _GB, _GIB = 1e9, 2**30
-_CHANGED = ("zero_stage", "zero_hpz_partition_size", "zero_gradient_partition_size")  # of a run's ZeroConfig
+_CHANGED = (  # of a run's ZeroConfig
+    *("zero_stage", "zero_hpz_partition_size", "zero_gradient_partition_size"),
+    "zero_quantized_weights_format",
+)
 
 
 def tensor_plans(plan: Plan, machine: Machine, gibibytes: float) -> list[Plan]:

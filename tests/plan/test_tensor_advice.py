@@ -75,6 +75,7 @@ def test_tensor_ranks_pay_where_the_global_batch_is_smaller_than_the_job() -> No
 @pytest.mark.parametrize(
     ("tensor", "options"),
     [
+        (2, {"zero_stage": 2, "zero_quantized_weights_format": "delta4"} | QWZ),  # at stage 3 it needs hpZ
         (1, {"zero_hpz_partition_size": "4", "zero_gradient_partition_size": "4"}),
         (
             8,
@@ -95,7 +96,7 @@ def test_the_flags_of_a_plan_change_groups_that_its_data_ranks_cannot_have(
         given = {
             flag[2:].replace("-", "_"): value for flag, value in zip(flags[::2], flags[1::2], strict=True)
         }
-        stage = int(given.pop("zero_stage", 3))
+        stage = int(given.pop("zero_stage", zero["zero_stage"]))
         given.pop("micro_batch_size", None)
         obeyed = ZeroConfig(**zero | given | {"zero_stage": stage})
         check_topology(obeyed, Grid(Topology(0, 128, 0, 8), int(size)).data)
