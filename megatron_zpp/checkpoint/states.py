@@ -17,6 +17,8 @@ state.json contains the rest:
              versions, which had the weights and, if `with_optimizer`, AdamW's moments
     difference_formats   which units send weight differences in 8 bits next, and what decides on the step
              after: `raised` and `measured` by unit; null where the run sends none, absent in older versions
+    product_scaling   by linear map, what the scales of 8-bit products follow from (model/fp8_scaling.py);
+             null with other recipes and before the first step, absent in older versions
 """
 
 import math
@@ -30,11 +32,13 @@ from torch import Tensor
 from megatron_zpp.checkpoint.slices import Sharing
 from megatron_zpp.data.dataset_progress import DatasetProgress
 from megatron_zpp.distributed.split import Split
+from megatron_zpp.model.fp8_scaling import history_of
 from megatron_zpp.zero.engine import WEIGHTS, ZeroEngine
 from megatron_zpp.zero.flat_layout import FlatLayout
 
 _LIMIT = 2**48  # of any count of samples or elements
 _MOST_DIMENSIONS = 8  # of a parameter
+_KINDS = 3  # input, weight and gradient of a linear map
 _LOSS_SCALE_KEYS = ("dynamic", "scale", "clean_steps", "patience")
 
 
@@ -104,6 +108,7 @@ def describe_state(
         units=describe_units(engine),
         kinds=saved_kinds(engine, with_optimizer=with_optimizer),
         difference_formats=engine.difference_formats_state() if with_optimizer else None,
+        product_scaling=engine.scaling.state() if with_optimizer and engine.scaling else None,
         tokenizer=tokenizer,
         config=config,
     )
@@ -122,6 +127,7 @@ def describe_state_of(
     tokenizer: dict[str, Any],
     config: dict[str, Any],
     difference_formats: dict[str, Any] | None = None,
+    product_scaling: dict[str, Any] | None = None,
     tensor: int = 1,
 ) -> dict[str, Any]:
     """The content of state.json, for a program without an engine."""
@@ -136,6 +142,7 @@ def describe_state_of(
         "units": units,
         "kinds": list(kinds),
         "difference_formats": difference_formats,
+        "product_scaling": product_scaling,
         "tokenizer": tokenizer,
         "config": config,
     }
@@ -169,6 +176,7 @@ def check_state(state: dict[str, Any]) -> None:
     if not all(type(kind) is str for kind in state.get("kinds", [])):
         raise ValueError(f"kinds is {state['kinds']!r}")
     _check_difference_formats(state.get("difference_formats"), len(state["units"]))
+    _check_product_scaling(state.get("product_scaling"))
     scale = state["loss_scale"]
     if not all(isinstance(scale[key], int | float) for key in _LOSS_SCALE_KEYS):
         raise ValueError("loss_scale has values that are not numbers")
@@ -224,6 +232,22 @@ def _check_difference_formats(state: Any, units: int) -> None:
         raise ValueError("difference_formats has measurements that are not numbers")
     if not all(len(squares) == 2 for squares in measured):
         raise ValueError("difference_formats has other than two sums per unit")
+
+
+def _check_product_scaling(state: Any) -> None:
+    if state is None:
+        return
+    lengths = set()
+    for name, entry in state.items():
+        history = history_of(entry)
+        lengths.add(len(history))
+        scales = entry["scales"]
+        if len(scales) != _KINDS or not all(type(scale) is float and 0 < scale < math.inf for scale in scales):
+            raise ValueError(f"product_scaling of {name} has scales {_shown(scales)}")
+        if not (history.isfinite() & (history >= 0)).all():
+            raise ValueError(f"product_scaling of {name} has a history that no step leaves")
+    if len(lengths) > 1 or 0 in lengths:
+        raise ValueError(f"product_scaling has histories of {_shown(sorted(lengths))} steps")
 
 
 def sharing_of(engine: ZeroEngine) -> Sharing:

@@ -61,7 +61,7 @@ def _head(plan: Plan, gpu: Gpu, iterations: int) -> Iterator[str]:
     run = job.tokens_per_step * iterations / 1e9
     yield (
         f"plan for {job.nodes} × {job.local} {gpu.name}, {job.precision.compute_dtype('cuda')}"
-        f"{' with 8-bit products' if job.precision.fp8 else ''}, {job.zero.describe()}"
+        f"{job.precision.describe_products()}, {job.zero.describe()}"
     )
     yield (
         f"  GPT of {parameters:,.1f} M parameters: {model.num_layers} layers × {model.hidden_size}, sequence "
