@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
@@ -47,7 +48,7 @@ def build_engine(rank: Rank, topology: Topology) -> ZeroEngine:
         partial(model.initialize_parameter, seed=SEED),
         zero=ZeroConfig(**OURS[options.settings]),
         optimizer=ADAMW,
-        precision=PrecisionConfig(**{options.dtype: True}),
+        precision=replace(PrecisionConfig(), **{options.dtype: True}),
         topology=topology,
         device=rank.device,
         operations=load_operations(rank.device.type, require_kernels=rank.on_gpu, say=print),

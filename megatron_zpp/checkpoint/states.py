@@ -32,13 +32,12 @@ from torch import Tensor
 from megatron_zpp.checkpoint.slices import Sharing
 from megatron_zpp.data.dataset_progress import DatasetProgress
 from megatron_zpp.distributed.split import Split
-from megatron_zpp.model.fp8_scaling import history_of
+from megatron_zpp.model.fp8_scaling import check_scaling_state
 from megatron_zpp.zero.engine import WEIGHTS, ZeroEngine
 from megatron_zpp.zero.flat_layout import FlatLayout
 
 _LIMIT = 2**48  # of any count of samples or elements
 _MOST_DIMENSIONS = 8  # of a parameter
-_KINDS = 3  # input, weight and gradient of a linear map
 _LOSS_SCALE_KEYS = ("dynamic", "scale", "clean_steps", "patience")
 
 
@@ -176,7 +175,7 @@ def check_state(state: dict[str, Any]) -> None:
     if not all(type(kind) is str for kind in state.get("kinds", [])):
         raise ValueError(f"kinds is {state['kinds']!r}")
     _check_difference_formats(state.get("difference_formats"), len(state["units"]))
-    _check_product_scaling(state.get("product_scaling"))
+    check_scaling_state(state.get("product_scaling"))
     scale = state["loss_scale"]
     if not all(isinstance(scale[key], int | float) for key in _LOSS_SCALE_KEYS):
         raise ValueError("loss_scale has values that are not numbers")
@@ -232,22 +231,6 @@ def _check_difference_formats(state: Any, units: int) -> None:
         raise ValueError("difference_formats has measurements that are not numbers")
     if not all(len(squares) == 2 for squares in measured):
         raise ValueError("difference_formats has other than two sums per unit")
-
-
-def _check_product_scaling(state: Any) -> None:
-    if state is None:
-        return
-    lengths = set()
-    for name, entry in state.items():
-        history = history_of(entry)
-        lengths.add(len(history))
-        scales = entry["scales"]
-        if len(scales) != _KINDS or not all(type(scale) is float and 0 < scale < math.inf for scale in scales):
-            raise ValueError(f"product_scaling of {name} has scales {_shown(scales)}")
-        if not (history.isfinite() & (history >= 0)).all():
-            raise ValueError(f"product_scaling of {name} has a history that no step leaves")
-    if len(lengths) > 1 or 0 in lengths:
-        raise ValueError(f"product_scaling has histories of {_shown(sorted(lengths))} steps")
 
 
 def sharing_of(engine: ZeroEngine) -> Sharing:

@@ -1,8 +1,8 @@
 """Products of 8-bit floats with delayed scaling: the scale of a tensor is known before the tensor is.
 
-"FP8 Formats for Deep Learning" (arXiv 2209.05433), and Transformer Engine's recipe of this name. A cast is one
-pass, which finds the largest magnitude for later steps on its way and writes codes in both layouts that the
-three products of a linear map take: cuBLASLt takes the right factor by columns alone.
+"FP8 Formats for Deep Learning" (arXiv 2209.05433), and Transformer Engine's recipe of this name. A cast is
+one pass, which finds the largest magnitude for later steps on its way and writes codes in both layouts that
+the three products of a linear map take: cuBLASLt takes the right factor by columns alone.
 
 Scales change between optimizer steps only (model/fp8_scaling.py). So every micro-batch, and a recomputation
 as much as the forward that it repeats, has the same codes. Weights are cast where they are used: by rows in

@@ -5,11 +5,12 @@ As Transformer Engine's DelayedScaling, whose settings Megatron-LM's flags are:
     scale = largest code / largest magnitude / 2^margin
 
 The largest magnitude is that of the newest step or of all steps in the history. Without one that is larger
-than 0 a scale stays as it is. A step is one optimizer step here, with all of its micro-batches, over all ranks
-of the job, so that the state is the same on all of them.
+than 0 a scale stays as it is. A step is one optimizer step here, with all of its micro-batches, over all
+ranks of the job, so that the state is the same on all of them.
 """
 
 import base64
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -49,6 +50,7 @@ class DelayedScaling:
         self._history = torch.zeros(history, count, 3, device=device)  # the newest step first
         self._scales = torch.ones(count, 3, device=device)
         self._known = False
+        self._factors: list[Tensor] = []  # of each product, in memory of its own, once they are known
 
     @property
     def known(self) -> bool:
@@ -77,9 +79,9 @@ class DelayedScaling:
         self._hand_out()
 
     def state(self) -> dict[str, Any] | None:
-        """Return histories (fp32 in base64, newest step first) and scales as JSON; None before the first step.
+        """Return histories (fp32 in base64, the newest step first) and scales as JSON.
 
-        Waits for the device.
+        None before the first step. Waits for the device.
         """
         if not self._known:
             return None
@@ -105,7 +107,7 @@ class DelayedScaling:
             other = min(state.keys() ^ self._products.keys())
             raise ValueError(f"the scales of 8-bit products are those of another model: {other}")
         entries = [state[name] for name in self._products]
-        saved = torch.stack([history_of(entry) for entry in entries], 1)  # (H, L, 3)
+        saved = torch.stack([_history_of(entry) for entry in entries], 1)  # (H, L, 3)
         kept = min(len(saved), len(self._history))
         self._history[:kept] = saved[:kept].to(self._device)
         self._scales.copy_(torch.tensor([entry["scales"] for entry in entries]))
@@ -113,15 +115,31 @@ class DelayedScaling:
 
     def _hand_out(self) -> None:
         factors = torch.stack((self._scales, self._scales.reciprocal()), 1)  # (L, 2, 3)
-        products = list(self._products.values())
         if not self._known:
-            for product in products:
-                product.factors = torch.empty(2, 3, device=self._device)
+            self._factors = [torch.empty(2, 3, device=self._device) for _ in self._products]
+            for product, own in zip(self._products.values(), self._factors, strict=True):
+                product.factors = own
             self._known = True
-        torch._foreach_copy_([product.factors for product in products], list(factors.unbind()))
+        torch._foreach_copy_(self._factors, list(factors.unbind()))
 
 
-def history_of(entry: Mapping[str, Any]) -> Tensor:
-    """The history (H, 3) of one entry of a state. Raises ValueError if it is none."""
-    numbers = torch.frombuffer(bytearray(base64.b64decode(entry["history"], validate=True)), dtype=torch.float32)
-    return numbers.view(-1, 3)
+def check_scaling_state(state: Any) -> None:
+    """Raise ValueError, KeyError, TypeError or AttributeError for what `state` cannot have returned."""
+    if state is None:
+        return
+    lengths = set()
+    for name, entry in state.items():
+        history, scales = _history_of(entry), entry["scales"]
+        lengths.add(len(history))
+        if not (history.isfinite() & (history >= 0)).all():
+            raise ValueError(f"a history of product_scaling that no step leaves: {name}")
+        if len(scales) != 3 or not all(type(scale) is float and 0 < scale < math.inf for scale in scales):
+            raise ValueError(f"scales of product_scaling that no step leaves: {name}")
+    if len(lengths) > 1:
+        raise ValueError(f"histories of product_scaling with {sorted(lengths)} steps")
+
+
+def _history_of(entry: Mapping[str, Any]) -> Tensor:
+    """The history (H, 3) of one linear map. Raises ValueError if it is none."""
+    numbers = base64.b64decode(entry["history"], validate=True)
+    return torch.frombuffer(bytearray(numbers), dtype=torch.float32).view(-1, 3)

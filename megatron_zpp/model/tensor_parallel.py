@@ -25,7 +25,7 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.distributed.split import Split
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.model.components import ModelComponents
-from megatron_zpp.model.gpt import GPT, Head
+from megatron_zpp.model.gpt import GPT, Head, Layer
 from megatron_zpp.model.loss import IGNORED, LossKernels, linear_cross_entropy, unit, wide
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -103,8 +103,10 @@ def exchanges_of(model: GPT) -> list[tuple[int, int]]:
     gradients, and gathers the input of the first map again, unless products are of 8-bit floats, which keep
     it whole.
     """
-    first = model.layers[0].attention.qkv
-    pair = 3 if isinstance(first, ColumnParallel) and first.product is F.linear else 2
+    first = model.layers[0]
+    assert isinstance(first, Layer)
+    qkv = first.attention.qkv
+    pair = 3 if isinstance(qkv, ColumnParallel) and qkv.product is F.linear else 2
     return [(1, 1), *[(4, 2 * pair)] * len(model.layers), (1, 1)]
 
 

@@ -110,9 +110,7 @@ def compile_parts(
     model.head.compile_loss(partial(torch.compile, backend=backend, fullgraph=True, dynamic=False), passes)
 
 
-def _without_graph(
-    layer: Layer, x: Tensor, mask: Mask, rotation: Rotation, *, recomputed: bool
-) -> Tensor:
+def _without_graph(layer: Layer, x: Tensor, mask: Mask, rotation: Rotation, *, recomputed: bool) -> Tensor:
     """The layer for a step with gradients, in no more memory than a graph takes.
 
     Where tensor ranks share it, it is not recomputed: exchanges of a recomputation would not be counted.
