@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
@@ -48,7 +47,7 @@ def build_engine(rank: Rank, topology: Topology) -> ZeroEngine:
         partial(model.initialize_parameter, seed=SEED),
         zero=ZeroConfig(**OURS[options.settings]),
         optimizer=ADAMW,
-        precision=replace(PrecisionConfig(), **{options.dtype: True}),
+        precision=PrecisionConfig(bf16=options.dtype == "bf16", fp32=options.dtype == "fp32"),
         topology=topology,
         device=rank.device,
         operations=load_operations(rank.device.type, require_kernels=rank.on_gpu, say=print),

@@ -132,7 +132,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, kernels: "BlockKernels") -> Tensor:
         """(B, T, D) -> (B, T, D) through (B, T, F)."""
-        return kernels.project(self.output, kernels.activation(self, x))
+        return kernels.mlp(self, x)
 
 
 class Layer(nn.Module):
@@ -182,6 +182,10 @@ class BlockKernels:
     def activation(self, mlp: MLP, x: Tensor) -> Tensor:
         """(B, T, D) -> the inner values of the MLP (B, T, F)."""
         return mlp.activation(mlp.input(x))
+
+    def mlp(self, mlp: MLP, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        return self.project(mlp.output, self.activation(mlp, x))
 
     def project(self, linear: nn.Linear, x: Tensor) -> Tensor:
         """The linear map that ends attention or the MLP: (B, T, …) -> (B, T, D)."""

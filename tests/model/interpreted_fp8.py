@@ -5,6 +5,7 @@ It wants TRITON_INTERPRET=1, as tests/model/interpreted.py does.
 
 import itertools
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from megatron_zpp.model.fp8_cast import FORMATS, GRADIENT, INPUT, LARGEST, WEIGHT, plain_cast
 from megatron_zpp.model.fused import cast as fused_cast
+from megatron_zpp.model.fused import coded_activation, coded_mlp
+from megatron_zpp.model.fused import linear as fused_linear
+from megatron_zpp.model.fused import swiglu as fused_swiglu
 
 fused_cast.wrap_triton = lambda kernel: kernel
 
@@ -34,7 +38,20 @@ def rounded(x, FORMAT: tl.constexpr):
     return code.to(tl.uint8).to(FORMAT, bitcast=True)
 
 
+@triton.jit
+def exp2(x):
+    return tl.exp2(x)
+
+
+@triton.jit
+def reciprocal(x):
+    return 1.0 / x
+
+
 fused_cast.rounded = rounded
+for module in (coded_activation, coded_mlp, fused_linear, fused_swiglu):
+    module.wrap_triton = lambda kernel: kernel
+    module.exp2, module.reciprocal = exp2, reciprocal  # the interpreter knows no instructions of GPUs
 
 
 def same_codes(found: Tensor, expected: Tensor) -> None:
@@ -76,11 +93,55 @@ def casts(rows: int, width: int, dtype: torch.dtype) -> None:
             assert torch.equal(found, expected)
 
 
+def exact_gelu(x: Tensor) -> Tensor:
+    """The kernels' formula by numpy, whose exponentials are the interpreter's too."""
+    wide = x.float().numpy()
+    slope, cubic = np.float32(fused_linear._SLOPE), np.float32(fused_linear._CUBIC)
+    power = np.exp2(wide * (slope + cubic * wide * wide) * np.float32(-1.4426950408889634))
+    return torch.from_numpy(wide * (np.float32(1.0) / (1 + power))).to(x.dtype)
+
+
+def activations(rows: int, width: int, gated: bool, biased: bool, dtype: torch.dtype) -> None:
+    """Codes are those that a cast makes of what the kernels of other formats compute."""
+    outer = 2 * width if gated else width
+    x, of_out = (3 * torch.randn(rows, outer)).to(dtype), torch.randn(rows, width).to(dtype)
+    bias = torch.randn(outer).to(dtype) if biased else None
+    x[0, 0], of_out[-1, -1] = torch.nan, torch.inf
+    factors = torch.tensor([[300.0, 1.0, 20000.0], [1 / 300, 1.0, 1 / 20000]])
+    shifted = x if bias is None else x + bias
+    out = fused_swiglu.swiglu(shifted) if gated else exact_gelu(shifted)
+    if gated:
+        gradient = fused_swiglu._swiglu_backward(of_out, shifted)
+    else:
+        gradient, _ = fused_linear._gelu_backward(of_out, shifted)
+    for columns in (True, False):
+        found, expected = torch.zeros(2, 3)
+        mine = coded_activation.coded_activation(x, bias, factors, found, gated, columns)
+        theirs = plain_cast(out, factors, expected, INPUT, rows=True, columns=columns)
+        for ours, oracle in zip(mine, theirs, strict=True):
+            same_codes(ours, oracle)
+        assert torch.equal(found, expected)
+    found, expected = torch.zeros(2, 3)
+    *mine, sums = coded_activation.coded_activation_backward(of_out, x, bias, factors, found, gated)
+    theirs = plain_cast(gradient, factors, expected, GRADIENT, rows=True, columns=True)
+    for ours, oracle in zip(mine, theirs, strict=True):
+        same_codes(ours, oracle)
+    assert torch.equal(found, expected)
+    assert sums.shape == ((outer,) if biased else (0,))
+    if biased:
+        wide = gradient.double()
+        allowed = wide.abs().sum(0) * (rows * 2.0**-24 + torch.finfo(dtype).eps)
+        unlike = (sums.double() - wide.sum(0)).abs() > allowed
+        assert not unlike[wide.isfinite().all(0)].any()
+
+
 def main() -> None:
     torch.manual_seed(3)
-    for dtype in (torch.float32, torch.bfloat16):
-        for shape in ((1, 16), (16, 16), (80, 144), (192, 272)):
-            casts(*shape, dtype)
+    for dtype, *shape in ((torch.float32, 1, 16), (torch.float32, 80, 144), (torch.bfloat16, 144, 272)):
+        casts(*shape, dtype)
+    for dtype, gated in itertools.product((torch.float32, torch.float16), (False, True)):
+        activations(16, 16, gated, True, dtype)
+        activations(80, 144, gated, dtype == torch.float32, dtype)
 
 
 if __name__ == "__main__":

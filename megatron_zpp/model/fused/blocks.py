@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.model.components import Norm
+from megatron_zpp.model.fused import coded_mlp
 from megatron_zpp.model.fused import linear as fused_linear
 from megatron_zpp.model.fused import norm as fused_norm
 from megatron_zpp.model.fused import rotary as fused_rotary
@@ -22,6 +23,7 @@ class FusedKernels(BlockKernels):
         self._rotates = not attention.normalized
         self._gelu = fused_linear.serves(mlp.input) and mlp.activation is gelu
         self._swiglu = mlp.activation is swiglu
+        self._coded_mlp = coded_mlp.serves(mlp)
         maps = attention.output, mlp.output, attention.qkv, mlp.input
         # Whether the gradients of the biases of `output` are made where that of the residual sum is.
         joins = self._norms and fused_norm.has_bias(layer.mlp_norm) and layer.dropout.p == 0
@@ -53,6 +55,10 @@ class FusedKernels(BlockKernels):
         if self._swiglu:
             return fused_swiglu.swiglu(mlp.input(x))
         return fused_linear.gelu_of_linear(x, mlp.input) if self._gelu else super().activation(mlp, x)
+
+    def mlp(self, mlp: MLP, x: Tensor) -> Tensor:
+        """See BlockKernels."""
+        return coded_mlp.coded_mlp(mlp, x) if self._coded_mlp else super().mlp(mlp, x)
 
     def project(self, linear: nn.Linear, x: Tensor) -> Tensor:
         """See BlockKernels."""
