@@ -4,6 +4,8 @@ It wants TRITON_INTERPRET=1, as tests/model/interpreted.py does.
 """
 
 import itertools
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,11 +13,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.model.components import ModelComponents
 from megatron_zpp.model.fp8_cast import FORMATS, GRADIENT, INPUT, LARGEST, WEIGHT, plain_cast
+from megatron_zpp.model.fp8_delayed import DelayedLinear
+from megatron_zpp.model.fp8_scaling import DelayedScaling
+from megatron_zpp.model.fused import blocks as fused_blocks
 from megatron_zpp.model.fused import cast as fused_cast
 from megatron_zpp.model.fused import coded_activation, coded_mlp
 from megatron_zpp.model.fused import linear as fused_linear
+from megatron_zpp.model.fused import norm as fused_norm
+from megatron_zpp.model.fused import rotary as fused_rotary
 from megatron_zpp.model.fused import swiglu as fused_swiglu
+from megatron_zpp.model.gpt import GPT, PLAIN_BLOCK, transformer_block
+from tests.model.variants import LLAMA
 
 fused_cast.wrap_triton = lambda kernel: kernel
 
@@ -49,7 +60,7 @@ def reciprocal(x):
 
 
 fused_cast.rounded = rounded
-for module in (coded_activation, coded_mlp, fused_linear, fused_swiglu):
+for module in (coded_activation, coded_mlp, fused_linear, fused_norm, fused_rotary, fused_swiglu):
     module.wrap_triton = lambda kernel: kernel
     module.exp2, module.reciprocal = exp2, reciprocal  # the interpreter knows no instructions of GPUs
 
@@ -135,8 +146,45 @@ def activations(rows: int, width: int, gated: bool, biased: bool, dtype: torch.d
         assert not unlike[wide.isfinite().all(0)].any()
 
 
+def layers(**variant: Any) -> None:
+    """A layer with kernels and without: codes differ only where roundings of the norm or GELU do."""
+    config = ModelConfig(
+        num_layers=1,
+        hidden_size=48,
+        num_attention_heads=3,
+        seq_length=16,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        **variant,
+    )
+    rotation, x = None, torch.randn(2, 16, 48, requires_grad=True)
+    found = []
+    for kernels in (False, True):
+        linear = partial(DelayedLinear, cast=fused_cast.cast if kernels else plain_cast)
+        model = GPT(config, 64, parts=ModelComponents(linear=linear)).initialize(3)
+        layer, rotation = model.layers[0].train(), model.rotation(torch.arange(16)[None])
+        scaling = DelayedScaling(layer, torch.device("cpu"))
+        draw = torch.Generator().manual_seed(4)
+        for parameter in layer.parameters():
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=draw)
+        weights = torch.linspace(-1.0, 1.0, x.numel()).view(x.shape)
+        torch.autograd.grad(transformer_block(layer, x, rotation=rotation), x, weights)
+        scaling.end_step(scaling.maxima(), torch.tensor(0.0))
+        scaling.begin_step()
+        block = fused_blocks.FusedKernels(layer) if kernels else PLAIN_BLOCK
+        assert not kernels or block._coded_mlp
+        out = transformer_block(layer, x, rotation=rotation, kernels=block)
+        found.append([out, *torch.autograd.grad(out, [x, *layer.parameters()], weights), scaling.maxima()])
+    for theirs, mine in zip(*found, strict=True):
+        error, size = (torch.linalg.vector_norm(part.double()) for part in (mine - theirs, theirs))
+        assert error <= 2.0**-10 * size, (error, size)  # a code in a thousand may be the next one
+
+
 def main() -> None:
     torch.manual_seed(3)
+    layers()
+    layers(**LLAMA | {"num_query_groups": 1})
+    layers(swiglu=True, position_embedding_type="rope")
     for dtype, *shape in ((torch.float32, 1, 16), (torch.float32, 80, 144), (torch.bfloat16, 144, 272)):
         casts(*shape, dtype)
     for dtype, gated in itertools.product((torch.float32, torch.float16), (False, True)):
