@@ -145,7 +145,9 @@ def test_one_graph_after_the_first_step(tmp_path: Path) -> None:
         assert isinstance(model, GPT)
         assert isinstance(scaling, DelayedScaling)
         if compiled:
-            compile_parts(model, (2, 16), said.append, "aot_eager", ready=lambda scaling=scaling: scaling.known)
+            compile_parts(
+                model, (2, 16), said.append, "aot_eager", ready=lambda scaling=scaling: scaling.known
+            )
         losses = []
         for step in range(3):
             losses.append(engine.evaluate(batch(7, 0)).item())

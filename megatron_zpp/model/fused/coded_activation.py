@@ -1,8 +1,8 @@
 """GELU and SwiGLU between two maps of 8-bit products: codes of what they make, in both layouts, in one pass.
 
-Shapes: R rows, F inner width, H = F (GELU) or 2F (SwiGLU: gate and value) outputs of the first map, P programs
-along the rows. The first map's outputs come without its bias, which is added here. Numbers are rounded to the
-format of the compute before they become codes, as if they had been written and cast.
+Shapes: R rows, F inner width, H = F (GELU) or 2F (SwiGLU: gate and value) outputs of the first map, P
+programs along the rows. The first map's outputs come without its bias, which is added here. Numbers are
+rounded to the format of the compute before they become codes, as if they had been written and cast.
 """
 
 import math
@@ -171,9 +171,7 @@ def _backward_kernel(
         scaled, sizes = encode(rounded_up, factor, LARGEST)
         keep_maximum(maxima_ptr, sizes, KIND)
         turned_ptr = by_columns_ptr + tl.full([], width, tl.int64) * height
-        store_codes(
-            by_rows_ptr + width, turned_ptr, scaled, row, column, inside, height, stride, True, True
-        )
+        store_codes(by_rows_ptr + width, turned_ptr, scaled, row, column, inside, height, stride, True, True)
     else:
         square = CUBIC * gate * gate
         share = reciprocal(1 + exp2(gate * (SLOPE + square) * -LOG2_E))
