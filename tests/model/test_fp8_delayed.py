@@ -1,6 +1,7 @@
 """Delayed scaling: every code by an oracle, the scales' rule, and what a NaN does and does not do."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from megatron_zpp.model.fp8_delayed import DelayedLinear
 from megatron_zpp.model.fp8_scaling import DelayedScaling
 from megatron_zpp.model.gpt import GPT
 from tests.model.test_fp8 import check_products
-from tests.model.test_fused import version
+from tests.model.test_fused import assembly, version
 from tests.model.variants import MODELS
 
 CPU = torch.device("cpu")
@@ -62,6 +63,34 @@ def test_kernels_write_the_same_codes() -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(version() < (3, 7), reason="needs Triton 3.7, whose compiler takes sources like these")
+@pytest.mark.parametrize("name", ["cast", "activation", "backward"])
+def test_kernels_move_16_bytes_at_a_time(name: str) -> None:
+    """In bf16, compiled for Hopper; all but the factor of the codes, one number of a program."""
+    from megatron_zpp.model.fused import cast, coded_activation
+
+    codes = "*fp8e5" if name == "backward" else "*fp8e4nv"
+    tensors = dict.fromkeys(("x_ptr",), "*bf16") | dict.fromkeys(("factors_ptr", "maxima_ptr"), "*fp32")
+    tensors |= dict.fromkeys(("by_rows_ptr", "by_columns_ptr"), codes)
+    settings: dict[str, Any] = {"KIND": INPUT, "LARGEST": 448.0, "BY_COLUMNS": True}
+    shape = {"ROWS": 64, "COLUMNS": 64, "num_warps": 8}
+    if name == "cast":
+        kernel, settings = cast._cast_kernel, settings | {"BY_ROWS": True}
+        shape = {"ROWS": cast._ROWS, "COLUMNS": cast._COLUMNS, "num_warps": cast._WARPS}
+    else:
+        kernel = coded_activation._forward_kernel
+        tensors["bias_ptr"] = "*bf16"
+        settings |= {"GATED": True, "BIASED": False, "SLOPE": 1.5, "CUBIC": 0.07}
+    if name == "backward":
+        kernel = coded_activation._backward_kernel
+        tensors |= {"of_out_ptr": "*bf16", "sums_ptr": "*fp32"}
+        del settings["BY_COLUMNS"]
+    ptx = assembly(kernel, tensors, ("height", "width"), **settings, **shape)
+    accesses = re.findall(r"(?:ld|st)\.global\S*", ptx)
+    assert [access for access in accesses if ".v4" not in access] == ["ld.global.b32"]
+    assert len(accesses) > 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
