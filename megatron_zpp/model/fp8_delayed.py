@@ -9,6 +9,7 @@ as much as the forward that it repeats, has the same codes. Weights are cast whe
 the forward, by columns in the backward, since a copy of codes would have to be held for every layer.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,18 @@ from torch.autograd.function import once_differentiable
 
 from megatron_zpp.model.fp8 import multiply
 from megatron_zpp.model.fp8_cast import GRADIENT, INPUT, WEIGHT, Cast, plain_cast, present_factors
+
+
+@dataclass(frozen=True)
+class CodedInput:
+    """The input of a linear map as codes, by rows (R, K) and by columns (K, R).
+
+    `carrier` (…, K) has the shape and format of the input, and no contents: it takes the gradient back.
+    """
+
+    carrier: Tensor
+    codes: Tensor
+    columns: Tensor
 
 
 class DelayedProduct(nn.Module):
@@ -37,7 +50,15 @@ class DelayedProduct(nn.Module):
     def forward(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """(R, K), (N, K), (N) -> (R, N) in the dtype of the rows."""
         learns = torch.is_grad_enabled()
-        return _Delayed.apply(rows, weight, bias, self.factors, self.maxima, self.cast, learns)
+        return _Delayed.apply(rows, None, None, weight, bias, self.factors, self.maxima, self.cast, learns)
+
+    def of_codes(self, coded: CodedInput, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The same of codes that were made with these `factors`."""
+        learns, rows = torch.is_grad_enabled(), coded.carrier.flatten(0, -2)
+        return _Delayed.apply(
+            *(rows, coded.codes, coded.columns, weight, bias, self.factors, self.maxima),
+            *(self.cast, learns),
+        )
 
 
 class DelayedLinear(nn.Linear):
@@ -47,19 +68,28 @@ class DelayedLinear(nn.Linear):
         super().__init__(inputs, outputs, bias)
         self.product = DelayedProduct(cast)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor | CodedInput) -> Tensor:
         """(..., in) -> (..., out), in the dtype of the input."""
+        if isinstance(input, CodedInput):
+            rows = self.product.of_codes(input, self.weight, self.bias)
+            return rows.unflatten(0, input.carrier.shape[:-1])
         rows = self.product(input.flatten(0, -2), self.weight, self.bias)
         return rows.unflatten(0, input.shape[:-1])
 
 
 class _Delayed(torch.autograd.Function):
-    """x @ weight.T + bias; (M, K), (N, K), (N) -> (M, N). `learns`: whether there will be a backward."""
+    """x @ weight.T + bias; (M, K), (N, K), (N) -> (M, N).
+
+    `given` and `turned` are codes of x by rows and by columns, if there are any. `learns`: whether there will
+    be a backward.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
+        given: Tensor | None,
+        turned: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
         factors: Tensor | None,
@@ -67,7 +97,12 @@ class _Delayed(torch.autograd.Function):
         cast: Cast,
         learns: bool,
     ) -> Tensor:
-        codes, columns, scale = _coded(cast, x, factors, maxima, INPUT, rows=True, columns=learns)
+        if given is None:
+            codes, columns, scale = _coded(cast, x, factors, maxima, INPUT, rows=True, columns=learns)
+        else:
+            assert factors is not None
+            assert turned is not None
+            codes, columns, scale = given, turned, factors[1, INPUT]
         by_rows, _, weight_scale = _coded(cast, weight, factors, maxima, WEIGHT, rows=True, columns=False)
         ctx.save_for_backward(columns, scale, weight, factors, maxima)
         ctx.cast = cast
@@ -80,17 +115,17 @@ class _Delayed(torch.autograd.Function):
         columns, scale, weight, factors, maxima = ctx.saved_tensors
         cast, dtype, wanted = ctx.cast, gradient.dtype, ctx.needs_input_grad
         by_rows, by_columns, incoming_scale = _coded(
-            cast, gradient, factors, maxima, GRADIENT, rows=wanted[0], columns=wanted[1]
+            cast, gradient, factors, maxima, GRADIENT, rows=wanted[0], columns=wanted[3]
         )
         of_x = of_weight = of_bias = None
         if wanted[0]:
             _, turned, weight_scale = _coded(cast, weight, factors, maxima, WEIGHT, rows=False, columns=True)
             of_x = multiply(by_rows, turned.t(), incoming_scale, weight_scale, dtype)
-        if wanted[1]:
+        if wanted[3]:
             of_weight = multiply(by_columns, columns.t(), incoming_scale, scale, dtype)
-        if wanted[2]:
+        if wanted[4]:
             of_bias = gradient.sum(0)
-        return of_x, of_weight, of_bias, None, None, None, None
+        return of_x, None, None, of_weight, of_bias, None, None, None, None
 
 
 def _coded(

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.grid import Grid
@@ -105,6 +105,30 @@ def test_activations_write_codes(gated: bool, biased: bool, rows: int, width: in
         sums = coded_activation_backward(of_out, x, bias, factors, torch.zeros(3, device="cuda"), gated)[2]
         wide = gradient.double()
         assert ((sums - wide.sum(0)).abs() <= wide.abs().sum(0) * 2.0**-8).all()
+
+
+@needs_fp8
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize(("rows", "width"), [(80, 144), (4096, 2064), (1024, 12288)])
+def test_norms_write_codes(kind: type[nn.LayerNorm | nn.RMSNorm], rows: int, width: int) -> None:
+    """In both layouts, those of what torch computes, after a residual sum and without."""
+    from megatron_zpp.model.fused.coded_norm import _coded_norm
+
+    x, added = torch.randn(2, rows, width, dtype=torch.bfloat16, device="cuda")
+    module = kind(width, eps=1e-5, device="cuda", dtype=torch.bfloat16)
+    factors = torch.tensor([[60.0], [1 / 60]], device="cuda").expand(2, 3).contiguous()
+    maxima = torch.zeros(3, device="cuda")
+    for summand in (None, added):
+        bias = module.bias if isinstance(module, nn.LayerNorm) else None
+        found = _coded_norm(x, summand, module.weight, bias, 1e-5, factors, maxima, True)
+        total = x if summand is None else x + summand
+        normed = module.float()(total.float()).bfloat16()
+        module.bfloat16()
+        codes, _ = plain_cast(normed.detach(), factors, maxima, INPUT, rows=True, columns=False)
+        next_codes(found[3], codes)
+        same_codes(found[4].t(), found[3])
+        if summand is not None:
+            assert torch.equal(found[0], total)
 
 
 def engine_of(recipe: str, *more: str) -> ZeroEngine:

@@ -20,7 +20,7 @@ from megatron_zpp.model.fp8_delayed import DelayedLinear
 from megatron_zpp.model.fp8_scaling import DelayedScaling
 from megatron_zpp.model.fused import blocks as fused_blocks
 from megatron_zpp.model.fused import cast as fused_cast
-from megatron_zpp.model.fused import coded_activation, coded_mlp
+from megatron_zpp.model.fused import coded_activation, coded_norm
 from megatron_zpp.model.fused import linear as fused_linear
 from megatron_zpp.model.fused import norm as fused_norm
 from megatron_zpp.model.fused import rotary as fused_rotary
@@ -60,7 +60,7 @@ def reciprocal(x):
 
 
 fused_cast.rounded = rounded
-for module in (coded_activation, coded_mlp, fused_linear, fused_norm, fused_rotary, fused_swiglu):
+for module in (coded_activation, coded_norm, fused_linear, fused_norm, fused_rotary, fused_swiglu):
     module.wrap_triton = lambda kernel: kernel
     module.exp2, module.reciprocal = exp2, reciprocal  # the interpreter knows no instructions of GPUs
 
@@ -146,6 +146,37 @@ def activations(rows: int, width: int, gated: bool, biased: bool, dtype: torch.d
         assert not unlike[wide.isfinite().all(0)].any()
 
 
+def norms(rows: int, width: int, adds: bool, biased: bool, dtype: torch.dtype) -> None:
+    """Codes are those of the norm that follows from the kernel's own mean and deviation, which are right."""
+    x, added, (weight, bias) = 3 * torch.randn(rows, width), torch.randn(rows, width), torch.randn(2, width)
+    x[::3] += 5.0
+    x, added, weight, bias = (part.to(dtype) for part in (x, added, weight, bias))
+    factors = torch.tensor([[150.0, 1.0, 1.0], [1 / 150, 1.0, 1.0]])
+    total = x + added if adds else x
+    for columns in (True, False):
+        maxima, expected = torch.zeros(2, 3)
+        found = coded_norm._coded_norm(
+            *(x, added if adds else None, weight, bias if biased else None),
+            *(1e-5, factors, maxima, columns),
+        )
+        summed, mean, rstd, *codes = found
+        assert torch.equal(summed, total if adds else total.new_empty(0))
+        wide = total.double()
+        centre = wide.mean(1) if biased else torch.zeros(rows)
+        rounding = width * 2.0**-24
+        if biased:
+            assert ((mean - centre).abs() <= rounding * wide.abs().mean(1)).all()
+        exact = ((wide - centre[:, None]).square().mean(1) + 1e-5).rsqrt()
+        assert ((rstd - exact).abs() <= 4 * rounding * exact).all()
+        centred = total.float() - mean[:, None] if biased else total.float()
+        normed = centred * rstd[:, None] * weight.float()
+        normed = (normed + bias.float() if biased else normed).to(dtype)
+        oracle = plain_cast(normed, factors, expected, INPUT, rows=True, columns=columns)
+        for ours, theirs in zip(codes, oracle, strict=True):
+            same_codes(ours, theirs)
+        assert torch.equal(maxima, expected)
+
+
 def layers(**variant: Any) -> None:
     """A layer with kernels and without: codes differ only where roundings of the norm or GELU do."""
     config = ModelConfig(
@@ -172,7 +203,7 @@ def layers(**variant: Any) -> None:
         scaling.end_step(scaling.maxima(), torch.tensor(0.0))
         scaling.begin_step()
         block = fused_blocks.FusedKernels(layer) if kernels else PLAIN_BLOCK
-        assert not kernels or block._coded_mlp
+        assert not kernels or (block._coded_mlp and block._coded_norms)
         out = transformer_block(layer, x, rotation=rotation, kernels=block)
         found.append([out, *torch.autograd.grad(out, [x, *layer.parameters()], weights), scaling.maxima()])
     for theirs, mine in zip(*found, strict=True):
@@ -188,6 +219,8 @@ def main() -> None:
     for dtype, *shape in ((torch.float32, 1, 16), (torch.float32, 80, 144), (torch.bfloat16, 144, 272)):
         casts(*shape, dtype)
     for dtype, gated in itertools.product((torch.float32, torch.float16), (False, True)):
+        norms(1, 16, gated, True, dtype)
+        norms(48, 272, gated, dtype == torch.float16, dtype)
         activations(16, 16, gated, True, dtype)
         activations(80, 144, gated, dtype == torch.float32, dtype)
 

@@ -66,17 +66,24 @@ def test_kernels_write_the_same_codes() -> None:
 
 
 @pytest.mark.skipif(version() < (3, 7), reason="needs Triton 3.7, whose compiler takes sources like these")
-@pytest.mark.parametrize("name", ["cast", "activation", "backward"])
+@pytest.mark.parametrize("name", ["cast", "activation", "backward", "norm"])
 def test_kernels_move_16_bytes_at_a_time(name: str) -> None:
-    """In bf16, compiled for Hopper; all but the factor of the codes, one number of a program."""
-    from megatron_zpp.model.fused import cast, coded_activation
+    """In bf16, compiled for Hopper; all but the factor of the codes and statistics of a row."""
+    from megatron_zpp.model.fused import cast, coded_activation, coded_norm
 
     codes = "*fp8e5" if name == "backward" else "*fp8e4nv"
     tensors = dict.fromkeys(("x_ptr",), "*bf16") | dict.fromkeys(("factors_ptr", "maxima_ptr"), "*fp32")
     tensors |= dict.fromkeys(("by_rows_ptr", "by_columns_ptr"), codes)
     settings: dict[str, Any] = {"KIND": INPUT, "LARGEST": 448.0, "BY_COLUMNS": True}
     shape = {"ROWS": 64, "COLUMNS": 64, "num_warps": 8}
-    if name == "cast":
+    alone = ["ld.global.b32"]
+    if name == "norm":
+        kernel, alone = coded_norm._coded_norm_kernel, ["st.global.b32", *alone]
+        tensors |= dict.fromkeys(("added_ptr", "weight_ptr", "bias_ptr", "total_ptr"), "*bf16")
+        tensors |= dict.fromkeys(("mean_ptr", "rstd_ptr"), "*fp32")
+        settings |= {"ADDS": True, "CENTRED": False}
+        shape = {"ROWS": coded_norm._ROWS, "COLUMNS": coded_norm._COLUMNS, "num_warps": coded_norm._WARPS}
+    elif name == "cast":
         kernel, settings = cast._cast_kernel, settings | {"BY_ROWS": True}
         shape = {"ROWS": cast._ROWS, "COLUMNS": cast._COLUMNS, "num_warps": cast._WARPS}
     else:
@@ -87,9 +94,10 @@ def test_kernels_move_16_bytes_at_a_time(name: str) -> None:
         kernel = coded_activation._backward_kernel
         tensors |= {"of_out_ptr": "*bf16", "sums_ptr": "*fp32"}
         del settings["BY_COLUMNS"]
+    tensors |= {"eps": "fp32"} if name == "norm" else {}
     ptx = assembly(kernel, tensors, ("height", "width"), **settings, **shape)
     accesses = re.findall(r"(?:ld|st)\.global\S*", ptx)
-    assert [access for access in accesses if ".v4" not in access] == ["ld.global.b32"]
+    assert [access for access in accesses if ".v4" not in access] == alone
     assert len(accesses) > 4
 
 

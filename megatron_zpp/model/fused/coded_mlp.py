@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_zpp.model.fp8 import multiply
 from megatron_zpp.model.fp8_cast import GRADIENT, INPUT, WEIGHT
-from megatron_zpp.model.fp8_delayed import DelayedLinear
+from megatron_zpp.model.fp8_delayed import CodedInput, DelayedLinear
 from megatron_zpp.model.fused.cast import cast
 from megatron_zpp.model.fused.coded_activation import coded_activation, coded_activation_backward
 from megatron_zpp.model.gpt import MLP, gelu, swiglu
@@ -25,20 +25,23 @@ def serves(mlp: MLP) -> bool:
     return all(type(part) is DelayedLinear for part in maps) and mlp.activation in (gelu, swiglu)
 
 
-def coded_mlp(mlp: MLP, x: Tensor) -> Tensor:
+def coded_mlp(mlp: MLP, x: Tensor | CodedInput) -> Tensor:
     """(B, T, D) -> (B, T, D). The scales of both maps are known."""
+    given = (x.codes, x.columns) if isinstance(x, CodedInput) else (None, None)
+    carrier = x.carrier if isinstance(x, CodedInput) else x
     first, second = mlp.input, mlp.output
     assert isinstance(first, DelayedLinear)
     assert isinstance(second, DelayedLinear)
     ahead, behind = first.product, second.product
     rows = _MLP.apply(
-        x.flatten(0, -2),
+        carrier.flatten(0, -2),
+        *given,
         *(first.weight, first.bias, ahead.factors, ahead.maxima),
         *(second.weight, second.bias, behind.factors, behind.maxima),
         mlp.activation is swiglu,
         torch.is_grad_enabled(),
     )
-    return rows.unflatten(0, x.shape[:-1])
+    return rows.unflatten(0, carrier.shape[:-1])
 
 
 class _MLP(torch.autograd.Function):
@@ -48,6 +51,8 @@ class _MLP(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
+        given: Tensor | None,  # its codes by rows and by columns, if there are any
+        turned: Tensor | None,
         weight: Tensor,  # (H, D)
         bias: Tensor | None,
         factors: Tensor,
@@ -59,7 +64,10 @@ class _MLP(torch.autograd.Function):
         gated: bool,
         learns: bool,
     ) -> Tensor:
-        codes, columns = cast(x.contiguous(), factors, maxima, INPUT, rows=True, columns=learns)
+        if given is None or turned is None:
+            codes, columns = cast(x.contiguous(), factors, maxima, INPUT, rows=True, columns=learns)
+        else:
+            codes, columns = given, turned
         coded, _ = cast(weight, factors, maxima, WEIGHT, rows=True, columns=False)
         scales, next_scales = factors[1], next_factors[1]
         inner = multiply(codes, coded.t(), scales[INPUT], scales[WEIGHT], x.dtype, fast=True)  # (R, H)
@@ -80,7 +88,7 @@ class _MLP(torch.autograd.Function):
         next_columns, next_weight, next_factors, next_maxima = second
         dtype, wanted = gradient.dtype, ctx.needs_input_grad
         scales, next_scales = factors[1], next_factors[1]
-        of_next_bias = gradient.sum(0) if wanted[6] else None
+        of_next_bias = gradient.sum(0) if wanted[8] else None
         rows, turned = cast(
             gradient.contiguous(), next_factors, next_maxima, GRADIENT, rows=True, columns=True
         )
@@ -92,4 +100,5 @@ class _MLP(torch.autograd.Function):
         of_x = multiply(rows, coded.t(), scales[GRADIENT], scales[WEIGHT], dtype)
         of_weight = multiply(turned, columns.t(), scales[GRADIENT], scales[INPUT], dtype)
         of_bias = None if bias is None else sums.to(dtype)
-        return of_x, of_weight, of_bias, None, None, of_next, of_next_bias, None, None, None, None
+        of_first = (of_x, None, None, of_weight, of_bias, None, None)
+        return *of_first, of_next, of_next_bias, None, None, None, None
