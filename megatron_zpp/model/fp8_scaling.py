@@ -142,4 +142,6 @@ def check_scaling_state(state: Any) -> None:
 def _history_of(entry: Mapping[str, Any]) -> Tensor:
     """The history (H, 3) of one linear map. Raises ValueError if it is none."""
     numbers = base64.b64decode(entry["history"], validate=True)
+    if not numbers or len(numbers) % 12:
+        raise ValueError(f"{len(numbers)} bytes are no history of three fp32 numbers per step")
     return torch.frombuffer(bytearray(numbers), dtype=torch.float32).view(-1, 3)
