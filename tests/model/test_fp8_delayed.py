@@ -227,7 +227,7 @@ NUMBERS = base64.b64encode(torch.tensor([1.0, torch.nan, 0.0]).numpy().tobytes()
 def test_a_damaged_state_is_found(damage: dict[str, Any]) -> None:
     check_scaling_state(None)
     check_scaling_state({"a": GOOD, "b": GOOD})
-    with pytest.raises(ValueError, match="histor|scales|base64|padding"):
+    with pytest.raises(ValueError, match=r"histor|scales|base64|padding"):
         check_scaling_state({"a": GOOD, "b": GOOD | damage})
 
 
