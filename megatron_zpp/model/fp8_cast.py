@@ -52,5 +52,6 @@ def present_factors(x: Tensor, kind: int) -> Tensor:
     """The `factors` (2, 3) of x itself, for a step before which nothing is known."""
     size = x.abs().float()
     largest = torch.where(size < torch.inf, size, 0.0).amax()
-    scale = LARGEST[kind] / largest.clamp(min=SMALLEST)
+    # Not a number over a tensor, which torch rounds twice: scales of earlier steps are rounded once.
+    scale = torch.full_like(largest, LARGEST[kind]) / largest.clamp(min=SMALLEST)
     return torch.stack((scale, scale.reciprocal()))[:, None].expand(2, 3).contiguous()

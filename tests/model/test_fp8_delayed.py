@@ -118,8 +118,10 @@ def results(layer: DelayedLinear, x: Tensor, gradient: Tensor) -> list[Tensor]:
     return [out.detach(), x.grad, layer.weight.grad]
 
 
-def test_scales_of_equal_tensors_give_equal_products() -> None:
+@pytest.mark.parametrize("seed", range(8))
+def test_scales_of_equal_tensors_give_equal_products(seed: int) -> None:
     """A second step with the tensors of the first: its scales are those that the first found for itself."""
+    torch.manual_seed(seed)
     layer = DelayedLinear(32, 48).bfloat16()
     scaling = DelayedScaling(layer, CPU)
     x, gradient = torch.randn(16, 32).bfloat16(), torch.randn(16, 48).bfloat16() * 1e-5
