@@ -63,7 +63,7 @@ NIGHTLY_GRIDS = [
     (2, 2),
     (3, 2),
     (2, 4),
-]  # the other three take all ways that these take
+]  # the others take the same ways
 
 
 @pytest.mark.parametrize(
