@@ -117,6 +117,7 @@ def rank_main(
             timeout,
             "test",
             signals.told_to_stop,
+            meeting.lifelines,
         ) as activity,
         process_group(config, topology, torch.device("cpu"), meeting),
     ):
