@@ -30,13 +30,14 @@ class Closed(Exception):
 class Connection:
     """A connected socket. `rank` is None until the hello has come; `left` is whether a `bye` has.
 
-    `process` is the process at the other end, if that is on this host.
+    `confirmed` is whether both sides have got a hello: one that waited too long for it closes the connection,
+    and tries again. `process` is the process at the other end, if that is on this host.
     """
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
         self.rank: int | None = None
-        self.left = False
+        self.confirmed, self.left = False, False
         self.since = time.monotonic()
         self.process = OtherProcess.at_other_end(connected) if connected.family == socket.AF_UNIX else None
         self._host, self._doing = "?", "starting"
@@ -80,6 +81,7 @@ class Connection:
         if hello.get("token") != token:
             raise Closed("another program answers there")
         self.greet(hello)
+        self.confirmed = True
 
     def send(self, message: Message) -> None:
         """Send without waiting; what a stopped process does not read is kept, but for `doing`."""
@@ -110,7 +112,7 @@ class Connection:
             raise Closed("this is no message", by_network=True)
 
     def messages(self) -> Iterator[Message]:
-        """The whole messages that have come; `doing` and `bye` are taken note of."""
+        """The whole messages that have come, after taking note of what they say about the other end."""
         while b"\n" in self._received:
             line, _, self._received = self._received.partition(b"\n")
             try:
@@ -121,6 +123,7 @@ class Connection:
                 continue
             self._doing = str(message.get("doing", self._doing))
             self.left = self.left or "bye" in message
+            self.confirmed = self.confirmed or self.rank is not None
             yield message
 
     def describe(self, end: str | None) -> str:

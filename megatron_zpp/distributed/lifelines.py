@@ -207,6 +207,8 @@ class Lifelines:
     def _add(self, connection: Connection) -> None:
         with self._lock:
             self._connections.append(connection)
+            if connection.confirmed:
+                connection.send({"doing": self.doing()})
             if self._silent:
                 connection.send({"bye": True})
         self._selector.register(connection.socket, selectors.EVENT_READ, connection)
@@ -225,7 +227,7 @@ class Lifelines:
         except Closed as closed:
             self._handle_messages(connection)
             self._drop(connection)
-            if connection.rank is None or connection.left or closed.by_network:
+            if not connection.confirmed or connection.left or closed.by_network:
                 return
             end = connection.process.end() if connection.process else None
             wait = _GRACE if is_request(end) else 0.0

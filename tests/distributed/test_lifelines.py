@@ -25,12 +25,14 @@ from megatron_zpp.distributed.topology import Topology
 from tests.forkserver import CONTEXT
 from tests.support import wait_until
 
-NODE = 3  # ranks per node
 NAME = platform.node()
 
 
-def rank_main(directory: str, rank: int, world: int, pipe: Pipe, prepare: Callable[[], None] | None) -> None:
+def rank_main(
+    directory: str, topology: Topology, pipe: Pipe, prepare: Callable[[], None] | None, slow: bool
+) -> None:
     """Obeys the texts that come through the pipe, and answers with what they ask for."""
+    rank = topology.rank
     if prepare:
         prepare()
     place = Path(directory) / str(rank)
@@ -40,12 +42,13 @@ def rank_main(directory: str, rank: int, world: int, pipe: Pipe, prepare: Callab
         place.with_suffix(".partial").rename(place.with_suffix(".heard"))
         os._exit(1)
 
-    topology = Topology(rank, world, rank % NODE, NODE)
     lines = Lifelines(topology, ended, place.with_suffix(".said").write_text)
     lines.doing = lambda: f"step {rank}"
     if rank == 0:
         pipe.send(vars(lines.listen()))
     lines.start(Root(**pipe.recv()), "127.0.0.1")
+    if slow:
+        pipe.send("listens")
     lines.all_present()
     while True:
         match pipe.recv():
@@ -64,22 +67,35 @@ def rank_main(directory: str, rank: int, world: int, pipe: Pipe, prepare: Callab
 
 
 class Ranks:
-    """Two nodes of ranks, all connected, except those that are not `started`."""
+    """Processes that have lifelines: nodes of `node` ranks each, without those that are `absent`.
+
+    Ranks that are `slow` are stopped as soon as they listen.
+    """
 
     def __init__(
-        self, directory: Path, prepare: dict[int, Callable[[], None]], absent: Sequence[int]
+        self,
+        directory: Path,
+        prepare: dict[int, Callable[[], None]],
+        absent: Sequence[int],
+        slow: Sequence[int],
+        world: int,
+        node: int,
     ) -> None:
-        self.directory, self.world = directory, 2 * NODE
+        self.directory = directory
         self.pipes: dict[int, Pipe] = {}
         self.processes: dict[int, BaseProcess] = {}
-        for rank in set(range(self.world)) - set(absent):
+        for rank in sorted(set(range(world)) - set(absent)):
             self.pipes[rank], end = CONTEXT.Pipe()
-            given = (str(directory), rank, self.world, end, prepare.get(rank))
+            topology = Topology(rank, world, rank % node, node)
+            given = (str(directory), topology, end, prepare.get(rank), rank in slow)
             self.processes[rank] = CONTEXT.Process(target=rank_main, args=given)
             self.processes[rank].start()
         self.root = self.pipes[0].recv()
-        for rank in self.pipes:
+        for rank in sorted(self.pipes, key=lambda rank: rank not in slow):
             self.pipes[rank].send(self.root)
+            if rank in slow:
+                self.pipes[rank].recv()
+                self.send(rank, signal.SIGSTOP)
 
     def ask(self, rank: int, text: object) -> object:
         self.pipes[rank].send(text)
@@ -103,9 +119,15 @@ class Ranks:
 
 @contextmanager
 def ranks(
-    directory: Path, prepare: dict[int, Callable[[], None]] | None = None, absent: Sequence[int] = ()
+    directory: Path,
+    prepare: dict[int, Callable[[], None]] | None = None,
+    absent: Sequence[int] = (),
+    slow: Sequence[int] = (),
+    *,
+    world: int = 6,
+    node: int = 3,
 ) -> Iterator[Ranks]:
-    started = Ranks(directory, prepare or {}, absent)
+    started = Ranks(directory, prepare or {}, absent, slow, world, node)
     try:
         yield started
     finally:
@@ -124,13 +146,24 @@ def test_the_tree_has_one_edge_per_rank_and_no_rank_has_many() -> None:
     assert max(len(children_of(one)) for one in tree[1:]) == 7
 
 
-@pytest.mark.parametrize("victim", [0, 1, 3, 4], ids=["root", "beside the root", "first of node 1", "leaf"])
-def test_every_rank_hears_of_a_killed_one(victim: int, tmp_path: Path) -> None:
-    with ranks(tmp_path) as run:
+KILLS = {
+    "root": (0, 6, 3),
+    "beside the root": (1, 6, 3),
+    "first of node 1": (3, 6, 3),
+    "leaf": (4, 6, 3),
+    "root, one rank per node": (0, 3, 1),
+    "one rank per node": (2, 3, 1),
+    "one node": (2, 3, 3),
+}
+
+
+@pytest.mark.parametrize(("victim", "world", "node"), KILLS.values(), ids=KILLS)
+def test_every_rank_hears_of_a_killed_one(victim: int, world: int, node: int, tmp_path: Path) -> None:
+    with ranks(tmp_path, world=world, node=node) as run:
         run.wait_until_complete()
         begin = time.monotonic()
         run.send(victim, signal.SIGKILL)
-        texts = run.heard(sorted(set(range(6)) - {victim}))
+        texts = run.heard(sorted(set(range(world)) - {victim}))
         print(f"{time.monotonic() - begin:.3f} s")
         for text in texts:
             assert text.startswith(f"rank {victim} [{NAME}] ")
@@ -237,6 +270,23 @@ def test_strangers_are_turned_away(tmp_path: Path) -> None:
         assert run.ask(0, "complete") is False
         run.send(1, signal.SIGKILL)
         run.heard([0, 2, 3, 5])
+
+
+def wait_briefly() -> None:
+    module._CONNECT = 0.2
+
+
+def test_a_slow_start_is_no_end(tmp_path: Path) -> None:
+    """Ranks that wait for the others' hello try again and again, and the others read all of that later."""
+    with ranks(tmp_path, dict.fromkeys(range(6), wait_briefly), slow=(0, 3)) as run:
+        time.sleep(1.5)
+        for rank in (0, 3):
+            run.send(rank, signal.SIGCONT)
+        run.wait_until_complete()
+        time.sleep(2 * module._GRACE)
+        assert run.nobody_heard()
+        run.send(5, signal.SIGKILL)
+        run.heard(range(5))
 
 
 def give_up_soon() -> None:
