@@ -4,10 +4,14 @@ import os
 import platform
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from megatron_zpp.distributed.rendezvous import Rendezvous
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.supervision import joining
 from tests.support import Run, wait_until
 
 NODE = 2  # ranks per node; there are two nodes
@@ -28,8 +32,7 @@ KILLS = [
 
 def await_moment(moment: str, run: Run, saves: Path) -> None:
     if moment == "start":
-        store = f"{int(run.port):04X}"  # proc(5): the port of a connection in /proc/net/tcp
-        wait_until(lambda: connections_to(store) >= 2 * NODE)
+        wait_until((saves.parent / "joins").exists)
         return
     run.wait_for("starting from initial weights")
     if moment == "evaluation":
@@ -41,9 +44,17 @@ def await_moment(moment: str, run: Run, saves: Path) -> None:
         wait_until(lambda: set(saves.iterdir()) - before)
 
 
-def connections_to(port: str) -> int:
-    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return sum(row[2].endswith(f":{port}") and row[3] == "01" for row in rows)
+def join_for_ever(file: Path) -> None:
+    """All ranks wait before they join; rank 0 makes a file when all are connected."""
+
+    def wait(config: object, topology: Topology, device: object, met: Rendezvous) -> None:
+        while not (met.lifelines and met.lifelines.complete):
+            time.sleep(0.01)
+        if topology.rank == 0:
+            file.touch()
+        time.sleep(1000)
+
+    joining.process_group = wait
 
 
 @pytest.mark.parametrize(("moment", "victim"), KILLS)
@@ -54,7 +65,9 @@ def test_all_ranks_name_a_killed_one(moment: str, victim: int, flags: list[str],
     with Run(tmp_path / "log", 2 * NODE) as run:
         for rank in range(2 * NODE):
             place = {"LOCAL_RANK": str(rank % NODE), "LOCAL_WORLD_SIZE": str(NODE)}
-            run.start(rank, *flags, *(["--save", str(saves)] if moment == "save" else []), **place)
+            save = ["--save", str(saves)] if moment == "save" else []
+            change = partial(join_for_ever, tmp_path / "joins") if moment == "start" else None
+            run.start(rank, *flags, *save, change=change, **place)
         await_moment(moment, run, saves)
         os.kill(run.processes[victim].pid, signal.SIGKILL)
         begin = time.monotonic()
