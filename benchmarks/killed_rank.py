@@ -191,7 +191,7 @@ def await_moment(
         wait_until(lambda: len(ranks_of(run.pid)) == 4, run, "all ranks started")
         pid = ranks_of(run.pid)[rank]
         wait_until(lambda: is_connected(pid), run, f"rank {rank} connected")
-        time.sleep(generator.random() * 4)
+        time.sleep(generator.random())
         return
     wait_until(lambda: output.has("starting from initial weights"), run, "the first step")
     if moment == "evaluation":
