@@ -1,8 +1,8 @@
 """One lifeline: a socket between two ranks, who is at its other end, and the messages on it.
 
 A message is a JSON object on a line. The first one of each side is its hello: token, rank and host. Later
-ones have one key: `doing`, what the rank does; `bye`, it is about to end; `complete`, all ranks below it are
-connected; `ended`, the text on a rank that has ended without a `bye`.
+ones have one key: `doing`, what the rank does; `bye`, it is about to end; `complete`, whether all ranks below
+it are connected; `ended`, the text on a rank that has ended without a `bye`.
 """
 
 import errno

@@ -70,7 +70,7 @@ class Lifelines:
         self._topology = topology
         self._token = ""
         self._awaited = children_of(topology)
-        self._below: set[int] = set()  # children below which all ranks are connected
+        self._below: set[int | None] = set()  # children below which all ranks are connected
         self._connections: list[Connection] = []
         self._listeners: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
@@ -120,10 +120,8 @@ class Lifelines:
 
     def leave(self) -> None:
         """Say that this process ends, so that its closing is no news; hear nothing from now on."""
-        with self._lock:
-            self._silent = True
-            for connection in self._connections:
-                connection.send({"bye": True})
+        self._silent = True
+        self._tell_all({"bye": True})
         self._wake()
 
     def _add_listener(self, listener: socket.socket) -> None:
@@ -208,9 +206,7 @@ class Lifelines:
         with self._lock:
             self._connections.append(connection)
             if connection.confirmed:
-                connection.send({"doing": self.doing()})
-            if self._silent:
-                connection.send({"bye": True})
+                connection.send({"bye": True} if self._silent else {"doing": self.doing()})
         self._selector.register(connection.socket, selectors.EVENT_READ, connection)
         if connection.rank is not None:
             self._report_complete()
@@ -225,9 +221,10 @@ class Lifelines:
         try:
             connection.receive()
         except Closed as closed:
-            self._handle_messages(connection)
             self._drop(connection)
             if not connection.confirmed or connection.left or closed.by_network:
+                self._below.discard(connection.rank)
+                self._report_complete()
                 return
             end = connection.process.end() if connection.process else None
             wait = _GRACE if is_request(end) else 0.0
@@ -249,8 +246,8 @@ class Lifelines:
                         connection.send({"bye": True})
             elif text := message.get("ended"):
                 self._tell_news(text, connection)
-            elif message.get("complete"):
-                self._below.add(connection.rank)
+            elif "complete" in message:
+                (self._below.add if message["complete"] else self._below.discard)(connection.rank)
                 self._report_complete()
 
     def _is_awaited(self, hello: Message) -> bool:
@@ -265,15 +262,13 @@ class Lifelines:
                 self._drop(connection)
 
     def _report_complete(self) -> None:
-        """Tell the parent, once, that all ranks below this one are connected."""
-        parent = parent_of(self._topology)
-        if parent is None:
-            return
-        above = [connection for connection in self._connections if connection.rank == parent]
-        if self.complete and above and not self._told_parent:
-            self._told_parent = True
-            with self._lock:
-                above[0].send({"complete": True})
+        """Tell the parent whether all ranks below this one are connected, if that is new."""
+        parent, complete = parent_of(self._topology), self.complete
+        for connection in self._connections:
+            if parent is not None and connection.rank == parent and complete != self._told_parent:
+                self._told_parent = complete
+                with self._lock:
+                    connection.send({"complete": complete})
 
     def _tell_all(self, message: Message, but: Connection | None = None) -> None:
         with self._lock:
