@@ -6,8 +6,8 @@ the verdict and the message of rank 0, so one round of N ranks costs O(N). A sec
 store, which may be what stopped: it ends the process if there is a verdict, or if the store has not answered
 for too long. All use a clock that pauses with the process, so a job suspended as a whole can continue.
 
-A rank that was killed is known much sooner, by its lifeline (distributed/lifelines.py). The store is then the
-way to ranks without one.
+A rank that was killed is known much sooner, by its lifeline (distributed/lifelines.py). Ranks whose lifeline
+could not be made hear of it from the store.
 
 A rank *asks* if a collective failed, or if it was told to stop and makes no progress: a launcher sends the
 signal after another rank died, and kills the rank before --heartbeat-timeout is over. A silence of a few
@@ -53,9 +53,9 @@ def heartbeat(
     """Send heartbeats while the block runs; yields the `Activity` to report to. `timeout` 0 disables them.
 
     `told_to_stop` returns whether a launcher has asked this process to stop. `lifelines` tell of ranks that
-    were killed, until the block ends, or from now on not if `timeout` is 0. All ranks enter and leave the
-    block. A rank that leaves with an error tells the others first; if a collective failed, it first finds out
-    which rank caused that. Rank 0, which may host the store, leaves last.
+    were killed; they are left at the end of the block, or at once if `timeout` is 0. All ranks enter and
+    leave the block. A rank that leaves with an error tells the others first; if a collective failed, it first
+    finds out which rank caused that. Rank 0, which may host the store, leaves last.
     """
     activity = Activity()
     if timeout == 0:
