@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_zpp.distributed.lifelines import Lifelines
 from megatron_zpp.distributed.rendezvous import Rendezvous
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision import joining
@@ -78,3 +79,22 @@ def test_all_ranks_name_a_killed_one(moment: str, victim: int, flags: list[str],
             beginning = f"pretrain_gpt.py [{host} rank {rank}]: error: rank {victim} [{host}] "
             (line,) = run.err(rank).splitlines()
             assert line.startswith(tuple(f"{beginning}{text}" for text in LINES))
+
+
+def test_a_rank_without_a_lifeline_hears_through_the_store(flags: list[str], tmp_path: Path) -> None:
+    """Rank 0, which hosts the store, ends when the others have read it."""
+    flags = [*flags, "--global-batch-size", "12", "--train-iters", "100000", "--eval-iters", "0"]
+    with Run(tmp_path / "log", 3) as run:
+        for rank in range(3):
+            run.start(rank, *flags, change=make_no_lifeline if rank == 1 else None)
+        run.wait_for("iteration        3/")
+        os.kill(run.processes[2].pid, signal.SIGKILL)
+        assert run.statuses() == {0: 1, 1: 1, 2: -9}
+        host = platform.node()
+        for rank in range(2):
+            beginning = f"pretrain_gpt.py [{host} rank {rank}]: error: rank 2 [{host}] "
+            assert run.err(rank).startswith(tuple(f"{beginning}{text}" for text in LINES))
+
+
+def make_no_lifeline() -> None:
+    Lifelines._connect = lambda *_: None
