@@ -1,10 +1,9 @@
 """The start of a run: the newest whole checkpoint of --load, the weights of a GPT-2, or initial weights."""
 
 import os
-import platform
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,19 +13,19 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.checkpoint.directory import TRACKER, candidates, lost_newest, write_tracker
-from megatron_zpp.checkpoint.file_worker import FileWorker, Stuck
+from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.huggingface.load import load_weights, open_weights
 from megatron_zpp.checkpoint.read import load_checkpoint, saved_settings
 from megatron_zpp.checkpoint.states import Progress
-from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.run import CheckpointConfig
 from megatron_zpp.data.dataset_progress import DatasetProgress
-from megatron_zpp.distributed.exchange import Abandoned, Exchange, NoProgress
-from megatron_zpp.storage.checksums import DamagedFile, OnProgress
+from megatron_zpp.distributed.exchange import Exchange
+from megatron_zpp.storage.checksums import OnProgress
 from megatron_zpp.storage.files import check_writable
+from megatron_zpp.train.bounded import bounded, read_together
 from megatron_zpp.train.data_changes import (
     batch_changes,
     data_changes,
@@ -110,18 +109,9 @@ def restore(
     for path in _agreed_candidates(settings, exchange_for, files):
         exchange = exchange_for(f"load/{path.name}")
         load = partial(_load, config, path, engine, tokenizer, schedule)
-        start, problem = None, None
-        with _bounded(exchange, settings):
-            try:
-                start = files.run(load, exchange)
-            except Stuck:
-                raise
-            except (DamagedFile, OSError) as damage:
-                problem = one_line(damage)
-            problem = exchange.first("problem", problem)
+        start, problem = read_together(load, exchange, files, "--load", settings.load)
         if problem is None:
-            assert start is not None  # otherwise this rank has a problem
-            with _bounded(exchange, settings):
+            with bounded(exchange, "--load", settings.load):
                 warnings = files.run(lambda _: _directory_warnings(settings, engine.topology.rank), exchange)
             warnings += [f" WARNING: {path} is skipped: {problem}" for path, problem in passed_over]
             return Start(_named(start.progress, settings, exchange_for), [*warnings, *start.lines])
@@ -152,28 +142,11 @@ def _agreed_candidates(
     if config.load is None:
         return []
     load, exchange = config.load, exchange_for("load")
-    with _bounded(exchange, config):
+    with bounded(exchange, "--load", load):
         if exchange.topology.rank == 0:
             found = files.run(lambda on_progress: candidates(load, config.ckpt_step), exchange)
             exchange.put("candidates", [str(path) for path in found])
         return [Path(path) for path in exchange.get("candidates")]
-
-
-@contextmanager
-def _bounded(exchange: Exchange, config: CheckpointConfig) -> Iterator[None]:
-    """If a rank makes no progress for the time-out, raise the same ValueError on all ranks."""
-    try:
-        yield
-        return
-    except Stuck as stuck:
-        where = f"rank {exchange.topology.rank} on {platform.node()}: {stuck}"
-        reason = exchange.abandon(where) or where
-    except Abandoned as abandoned:
-        reason = str(abandoned)
-    except NoProgress as silence:
-        reason = exchange.abandon(str(silence)) or str(silence)
-    fix = "start again when the storage answers, or raise --distributed-timeout-minutes if it is only slow"
-    raise option_error("--load", config.load, f"{reason}; {fix}")
 
 
 def _directory_warnings(config: CheckpointConfig, rank: int) -> list[str]:
