@@ -88,7 +88,7 @@ class CheckpointReader:
             raise DamagedFile(f"{path}: its manifest does not name {STATE}")
         if self._entries[STATE].size > STATE_LIMIT:
             raise DamagedFile(f"{path / STATE}: is longer than {STATE_LIMIT:,} bytes")
-        verify_file(path / STATE, self._checksums(STATE))
+        verify_file(path / STATE, self._checksums(STATE), on_progress=on_progress)
         try:
             self.state: dict[str, Any] = json.loads(read_limited(path / STATE, STATE_LIMIT))
             check_state(self.state)
