@@ -37,11 +37,15 @@ from megatron_zpp.storage.checksums import (
     thread_count,
     verify_file,
 )
+from megatron_zpp.storage.recent_chunks import RecentChunks
 from megatron_zpp.storage.regular import read_limited
 from megatron_zpp.storage.sidecar import read_sidecar
 from megatron_zpp.zero.engine import REFERENCE, WEIGHTS, ZeroEngine
 from megatron_zpp.zero.flat_layout import FlatLayout
 
+_RECENT = (
+    16  # chunks of all files together, 64 MiB: parts of a parameter are read from up to 8 files in turns
+)
 STATE_LIMIT = 64 << 20  # bytes of state.json: 200 per parameter for 300,000 parameters, and the settings
 
 
@@ -109,6 +113,7 @@ class CheckpointReader:
         splits = {name: split for name, entry in entries if (split := split_of(entry)) is not None}
         self._sharing = Sharing(splits, self.tensor)
         self._files: dict[int, ShardFile] = {}
+        self._recent = RecentChunks(_RECENT)
         self._pool = ThreadPoolExecutor(max_workers=thread_count(), thread_name_prefix="checkpoint")
 
     def __enter__(self) -> "CheckpointReader":
@@ -248,7 +253,8 @@ class CheckpointReader:
             name = shard_file_name(rank)
             if name not in self._entries:
                 raise DamagedFile(f"{self.path}: its manifest does not name {name}")
-            self._files[rank] = ShardFile(self.path / name, self._checksums(name), self._on_progress)
+            path, checksums = self.path / name, self._checksums(name)
+            self._files[rank] = ShardFile(path, checksums, self._on_progress, self._recent)
         return self._files[rank]
 
     def _checksums(self, name: str) -> Checksums:

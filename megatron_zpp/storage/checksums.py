@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_zpp.storage.recent_chunks import RecentChunks
 from megatron_zpp.storage.regular import UnfitFile, open_stream
 
 CHUNK_BYTES = 4 << 20  # of all files that this program writes
@@ -168,11 +169,20 @@ class ChecksummedWriter:
 class VerifiedFile:
     """Reads ranges of a file with known checksums, and verifies every chunk that it reads. Thread-safe.
 
+    Chunks that are read in part are kept in `recent`, which files may share.
+
     The constructor raises DamagedFile if the file is missing, is not a regular file, or has another size.
     """
 
-    def __init__(self, path: Path, checksums: Checksums, on_progress: OnProgress = no_report) -> None:
+    def __init__(
+        self,
+        path: Path,
+        checksums: Checksums,
+        on_progress: OnProgress = no_report,
+        recent: RecentChunks | None = None,
+    ) -> None:
         self.path, self._checksums, self._on_progress = path, checksums, on_progress
+        self._recent = recent or RecentChunks(2)  # those at both ends of a read
         try:
             self._file = open_stream(path, buffering=0)
         except FileNotFoundError:
@@ -201,10 +211,13 @@ class VerifiedFile:
             part = target[begin - start : end - start]
             if len(part) == len(chunk):
                 self._load(index, part)
-            else:
+                return
+            whole = self._recent.get(self.path, index)
+            if whole is None:
                 whole = memoryview(bytearray(len(chunk)))
                 self._load(index, whole)
-                part[:] = whole[begin - first : end - first]
+                self._recent.put(self.path, index, whole)
+            part[:] = whole[begin - first : end - first]
 
         if start < stop:
             list(run(read, range(start // size, -(-stop // size))))

@@ -21,6 +21,7 @@ from megatron_zpp.storage.checksums import (
     checksums_of,
     verify_file,
 )
+from megatron_zpp.storage.recent_chunks import RecentChunks
 
 CHUNK = 16
 
@@ -183,3 +184,32 @@ def test_a_writer_holds_few_chunks(tmp_path, monkeypatch):
         writer.write(bytes(CHUNK - 1))  # smaller than a chunk, so that the writer copies it
     writer.finish()
     assert 1 < most <= checksums.thread_count() + 1
+
+
+def test_ranges_that_follow_each_other_cost_one_digest_per_chunk(tmp_path, monkeypatch):
+    """Shards of many small units lie in the same chunks."""
+    path, content = tmp_path / "file", os.urandom(100 * CHUNK + 3)
+    sums, digest, counted = written(path, [content]), checksums._digest, []
+
+    def count(chunk):
+        counted.append(len(chunk))
+        return digest(chunk)
+
+    monkeypatch.setattr(checksums, "_digest", count)
+    file, start, found = VerifiedFile(path, sums), 0, b""
+    with ThreadPoolExecutor(3) as pool:
+        for length in [1, 5, CHUNK, 2 * CHUNK + 1, 3, 7 * CHUNK - 1] * 99:
+            target = bytearray(min(length, len(content) - start))
+            file.read_into(start, memoryview(target), pool.map)
+            start, found = start + len(target), found + target
+    assert found == content
+    assert len(counted) == 101
+
+
+def test_few_chunks_are_kept():
+    recent = RecentChunks(2)
+    for index in range(5):
+        recent.put(Path("a"), index, memoryview(bytes([index])))
+    assert [recent.get(Path("a"), index) for index in range(3)] == [None] * 3
+    assert [bytes(recent.get(Path("a"), index)) for index in (3, 4)] == [b"\3", b"\4"]
+    assert recent.get(Path("b"), 4) is None
