@@ -130,7 +130,7 @@ class Exchange:
 
     def _get_all(self, keys: list[str]) -> list[Any]:
         """Wait for the values of all keys, and return them. NoProgress has the first key without one."""
-        patience = _Patience(self.timeout, 2 * self._every, keys)
+        patience = _Patience(self.timeout, keys, longer=2 * self._every)
         while True:
             waiting = _Waiting(self._store, keys)
             try:
@@ -203,7 +203,7 @@ class _Patience:
     And for `longer` seconds after that, because a rank that is stuck notices first and can say where.
     """
 
-    def __init__(self, timeout: timedelta, longer: float, keys: list[str]) -> None:
+    def __init__(self, timeout: timedelta, keys: list[str], longer: float = 0.0) -> None:
         self._timeout, self._keys = timeout, keys
         self._seconds = timeout.total_seconds() + longer
         self._absent = 0  # the first key that has not been seen
