@@ -175,13 +175,24 @@ class Saver:
             return
         except SaveFailed as failure:
             self._failure, self._newest = failure, None
-            assert self._settings.save is not None
-            newest = next(iter(committed(Path(self._settings.save))), None)
-            kept = "there is no checkpoint yet" if newest is None else f"iteration {newest} is the newest"
+            kept = self._describe_newest()
             self._reporter.warn(f"a checkpoint could not be saved: {failure}; {kept}; training continues")
             return
         if line is not None:
             self._reporter.say(line)
+
+    def _describe_newest(self) -> str:
+        """Which checkpoint a start would load; looked up where storage that does not answer harms nobody."""
+        assert self._settings.save is not None
+        directory = Path(self._settings.save)
+        try:
+            there = self._options.files.run(
+                lambda on_progress: committed(directory), self._exchange("newest")
+            )
+        except OSError:
+            return "earlier checkpoints are unchanged"
+        newest = next(iter(there), None)
+        return "there is no checkpoint yet" if newest is None else f"iteration {newest} is the newest"
 
 
 @dataclass

@@ -13,13 +13,16 @@ import torch.distributed as dist
 from megatron_zpp.checkpoint import write
 from megatron_zpp.checkpoint.directory import candidates
 from megatron_zpp.checkpoint.states import Progress
+from megatron_zpp.checkpoint.write import SaveFailed
 from megatron_zpp.config.root import Config, parse_args
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.storage.checksums import VerifiedFile
 from megatron_zpp.train import restore
+from megatron_zpp.train import saver as saver_module
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.train.saver import Saver
+from megatron_zpp.zero.engine import ZeroEngine
 from tests.checkpoint.saving import FIRST, TOKENIZER, save, small, train
 from tests.support import ROOT, environment
 from tests.zero.ranks import on_ranks
@@ -125,6 +128,19 @@ class Quiet(Reporter):
         self.lines.append(text)
 
 
+def saver_of(engine: ZeroEngine, config: Config, reporter: Reporter, store: dist.Store) -> Saver:
+    """As a run has it."""
+    return Saver(
+        engine,
+        config,
+        tokenizer=TOKENIZER,
+        tokenizer_files={},
+        reporter=reporter,
+        store=store,
+        start=Progress(),
+    )
+
+
 def train_beside_a_slow_save(topology: Topology, directory: str) -> tuple[int, list[str]]:
     """Iterations taken while rank 1 writes, which it does until it sees all ranks after iteration 4."""
     engine, written = small(topology=topology, zero_stage=3), write.write_shard_file
@@ -142,15 +158,7 @@ def train_beside_a_slow_save(topology: Topology, directory: str) -> tuple[int, l
 
     write.write_shard_file = slowly
     reporter = Quiet()
-    saver = Saver(
-        engine,
-        config,
-        tokenizer=TOKENIZER,
-        tokenizer_files={},
-        reporter=reporter,
-        store=dist.distributed_c10d._get_default_store(),
-        start=Progress(),
-    )
+    saver = saver_of(engine, config, reporter, dist.distributed_c10d._get_default_store())
     saver.save(Progress(1, 1))
     for _ in range(4):
         saver.before_step()
@@ -160,6 +168,28 @@ def train_beside_a_slow_save(topology: Topology, directory: str) -> tuple[int, l
     (Path(directory) / f"after_4_{topology.rank}").touch()
     saver.finish()
     return in_time, [line.split(" in ")[0] for line in reporter.lines]
+
+
+def test_training_goes_on_after_a_save_to_storage_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the write nor a look at the directory returns."""
+    over = threading.Event()
+
+    def wait(*arguments: Any) -> None:
+        over.wait(LIMIT)
+
+    monkeypatch.setattr(write, "write_shard_file", wait)
+    monkeypatch.setattr(saver_module, "committed", wait)
+    reporter = Quiet()
+    saver = saver_of(small(), config_of("--save", str(tmp_path)), reporter, dist.HashStore())
+    saver.save(Progress(1, 1))
+    (line,) = reporter.lines
+    assert line.startswith("a checkpoint could not be saved: rank 0 on ")
+    assert line.endswith(": no progress for 0:00:03; earlier checkpoints are unchanged; training continues")
+    with pytest.raises(SaveFailed):
+        saver.finish()
+    over.set()
 
 
 def test_training_goes_on_while_one_rank_still_writes(tmp_path: Path) -> None:
