@@ -4,6 +4,7 @@
 the marker in each checkpoint decides whether the checkpoint is committed.
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from megatron_zpp.checkpoint.foreign.recognise import recognise
 from megatron_zpp.checkpoint.manifest import MARKER, is_committed
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
+from megatron_zpp.storage.checksums import OnProgress, no_report
 from megatron_zpp.storage.files import write_text
 from megatron_zpp.storage.regular import read_limited
 
@@ -98,11 +100,16 @@ def lost_newest(directory: Path) -> str | None:
 
 
 def write_tracker(directory: Path) -> None:
-    """Write the newest committed iteration to the tracker. Raises OSError if the file system does."""
+    """Write the newest committed iteration to the tracker, or remove the tracker if there is none.
+
+    Raises OSError if the file system does.
+    """
     newest = next(iter(committed(directory)), None)
     path = directory / TRACKER
     text = f"{newest}\n"
-    if newest is not None and not _holds(path, text.encode()):
+    if newest is None:
+        path.unlink(missing_ok=True)
+    elif not _holds(path, text.encode()):
         write_text(path, text)
 
 
@@ -122,14 +129,29 @@ def remove_leftovers(directory: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_old(directory: Path, keep_last: int, keep_every: int | None, *, newest: Path) -> None:
+def remove_old(
+    directory: Path,
+    keep_last: int,
+    keep_every: int | None,
+    *,
+    newest: Path,
+    on_progress: OnProgress = no_report,
+) -> None:
     """Remove committed checkpoints except the last `keep_last`, `newest`, and multiples of `keep_every`.
 
     `newest` has just been saved. It need not have the highest iteration, if the run resumed from an earlier
-    one. The marker is removed first, so that a kill leaves no damaged checkpoint. Raises OSError if the file
-    system does.
+    one. No file is read. Raises OSError if the file system does.
     """
     for iteration, path in list(committed(directory).items())[keep_last:]:
         if path != newest and not (keep_every and iteration % keep_every == 0):
-            (path / MARKER).unlink()
-            shutil.rmtree(path, ignore_errors=True)
+            remove_committed(path, on_progress)
+
+
+def remove_committed(path: Path, on_progress: OnProgress = no_report) -> None:
+    """Remove a checkpoint, its marker first, so that a kill leaves no damaged one. Raises OSError."""
+    (path / MARKER).unlink()
+    for file in path.iterdir():  # one by one, because thousands of files may take longer than a time-out
+        with contextlib.suppress(OSError):
+            file.unlink()
+        on_progress()
+    shutil.rmtree(path, ignore_errors=True)
