@@ -79,13 +79,14 @@ class _Place(NamedTuple):
 class CheckpointReader:
     """A committed checkpoint. Use it in a `with` block.
 
-    `on_progress` is called after every chunk, by any thread.
+    `on_progress` is called after every chunk, by any thread. `partial`: the directory may have the files of
+    some ranks only, and no other is read.
 
     Raises DamagedFile, with file and position, if anything differs from what was written; ValueError for an
     unknown version of the format, and if the directory's name and content have different iterations.
     """
 
-    def __init__(self, path: Path, on_progress: OnProgress = no_report) -> None:
+    def __init__(self, path: Path, on_progress: OnProgress = no_report, *, partial: bool = False) -> None:
         self.path, self._on_progress = path, on_progress
         self._entries = read_manifest(path)
         if STATE not in self._entries:
@@ -104,7 +105,7 @@ class CheckpointReader:
             raise ValueError(f"{path}: holds iteration {held}, not {named}; {fix}")
         self.units: list[dict[str, Any]] = self.state["units"]
         self.ranks: int = self.state["ranks"]
-        if self.ranks > len(self._entries):
+        if self.ranks > len(self._entries) and not partial:
             raise DamagedFile(f"{path}: its manifest does not name the files of {self.ranks} ranks")
         self.tensor: int = self.state.get("tensor", 1)
         local = self.ranks // self.state.get("nodes", 1)
@@ -274,14 +275,16 @@ def load_checkpoint(
     *,
     with_optimizer: bool,
     on_progress: OnProgress = no_report,
+    partial: bool = False,
 ) -> Progress:
     """Load a checkpoint's states into the engine, and return its progress.
 
-    Every rank reads what it owns, and together the ranks check all files. Raises DamagedFile, and ValueError
+    Every rank reads what it owns, and together the ranks check all files. `partial`: this rank's directory
+    has only the file that this rank wrote, and it reads no other. Raises DamagedFile, and ValueError
     if model or tokenizer differ. After either error the engine's states are undefined until another
     checkpoint is loaded. Nothing is sent, so ranks may fail independently.
     """
-    with CheckpointReader(path, on_progress) as reader:
+    with CheckpointReader(path, on_progress, partial=partial) as reader:
         check_tokenizer(path, reader.state["tokenizer"], tokenizer)
         check_units(path, reader.units, describe_units(engine))
         _load(WEIGHTS, reader, engine)

@@ -18,6 +18,7 @@ from megatron_zpp.config.legacy.translate import (
     refuse_features,
     settle_old_flags,
 )
+from megatron_zpp.config.memory_snapshots import MemorySnapshotsConfig, check_resumes
 from megatron_zpp.config.model import AttentionConfig, ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import LearningRateConfig, OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.options import Options, UsageError, fits, make_parser, option_error, parse_groups
@@ -56,6 +57,7 @@ class Config:
     compilation: CompilationConfig
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
+    memory_snapshots: MemorySnapshotsConfig
     logging: LoggingConfig
     timing: TimingConfig
     plan: PlanConfig
@@ -71,6 +73,7 @@ class Config:
         if self.evaluation.full_validation and self.data.mock_data:
             raise option_error("--full-validation", "(given)", "--mock-data is endless; use --eval-iters")
         _check_order(self.data, self.training)
+        check_resumes(self.memory_snapshots, self.checkpoint)
         if self.learning_rate.decoupled_lr is not None:
             _check_decoupled(self.learning_rate.decoupled_lr, self.optimizer, self.zero)
         if self.precision.fp8:
@@ -101,8 +104,9 @@ class Config:
         )
 
     def shared_settings(self) -> dict[str, Any]:
-        """Return the settings that must be equal on all ranks: all except where a rank logs."""
+        """Return the settings that must be equal on all ranks: all but where a rank logs or keeps copies."""
         shared = self.to_json()
+        del shared["memory_snapshots"]["buddy_directory"]
         logging = shared.pop("logging")
         reduced = ("log_interval", "log_params_norm", "log_num_zeros_in_grad")  # ranks log these together
         return shared | {"logging": {name: logging[name] for name in reduced}}

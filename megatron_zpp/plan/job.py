@@ -29,6 +29,7 @@ class Job:
 
     `units` are those of one tensor rank's part of the model, on the meta device. Their layouts, and all that
     ZeRO sends, are those of the data ranks. `compiled`: layers and loss are compiled, as by default.
+    `memory_snapshots`: the run takes some.
     """
 
     model: ModelConfig
@@ -42,6 +43,7 @@ class Job:
     micro_batches: int
     units: Sequence[tuple[str, nn.Module]]
     compiled: bool = False
+    memory_snapshots: bool = False
     tensor: int = 1
 
     @property

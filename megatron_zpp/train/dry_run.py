@@ -51,6 +51,7 @@ def job_of(config: Config, vocab_size: int, schedule: RunSchedule, grid: Grid) -
         units=units_of(config.model, vocab_size, grid.tensor),
         tensor=grid.tensor,
         compiled=_compiles(config.compilation, config.optimizer),
+        memory_snapshots=config.memory_snapshots.buddy_snapshots is not None,
     )
 
 

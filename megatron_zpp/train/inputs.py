@@ -10,6 +10,7 @@ from megatron_zpp.data.open import Splits
 from megatron_zpp.reporting.sinks import check_sinks
 from megatron_zpp.tokenizer.base import describe
 from megatron_zpp.tokenizer.build import build_tokenizer
+from megatron_zpp.train.buddy_memory import check_memory
 from megatron_zpp.train.reading import open_data
 from megatron_zpp.train.restore import check_start
 from megatron_zpp.train.run_schedule import RunSchedule
@@ -41,6 +42,7 @@ def check_inputs(config: Config, ranks: int, say: Callable[[str], None]) -> RunI
     check_prompt(config.evaluation.sample_prompt, tokenizer)
     splits = open_data(config, schedule, description, say)
     check_start(config.checkpoint, config.model, description)
+    check_memory(config.memory_snapshots)
     check_sinks(config.logging)
     return RunInputs(
         config=config,

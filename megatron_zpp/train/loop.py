@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,9 +11,11 @@ from torch import Tensor
 from megatron_zpp.data.documents import counted_share
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.samples import Samples
+from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.reporting.metrics import Interval, PowerMeter, Record, Throughput, memory_record
 from megatron_zpp.reporting.profile import StepProfiler
 from megatron_zpp.reporting.timing import BATCH, FORWARD_BACKWARD, OPTIMIZER, STEP, Timing
+from megatron_zpp.train.buddy_snapshots import MemorySnapshots
 from megatron_zpp.train.evaluation import evaluate
 from megatron_zpp.train.log_head import head_lines, plan_lines
 from megatron_zpp.train.run import Run
@@ -56,9 +59,10 @@ class Trainer:
             tokenizer_files=run.tokenizer_files,
             reporter=run.reporter,
             store=ranks.store,
-            start=run.start,
+            start=run.start if run.start_is_saved else None,
             lease=ranks.lease,
         )
+        self._snapshots = _snapshots_of(run)
         self._stops = StopConditions(
             config.training,
             engine,
@@ -102,6 +106,7 @@ class Trainer:
         except Stop as stop:
             if not stop.saves:
                 self._saver.abandon()
+                self._end_snapshots(saved=False)
                 return stop
             self._save()
             self._finish_saving()
@@ -115,6 +120,8 @@ class Trainer:
         if self.progress.iteration == 0:
             self._evaluate("valid")
         first = self.progress.iteration + 1
+        if self.progress.iteration < self._schedule.iterations:
+            self._snapshot_if_due()
         with self._batches() as loader:
             batches = iter(loader)
             while self.progress.iteration < self._schedule.iterations:
@@ -134,6 +141,7 @@ class Trainer:
                 self._saver.after_step()
                 if self._saver.due(self.progress):
                     self._save()
+                self._snapshot_if_due()
                 self._stops.after_step(self.progress.iteration, result)
         self._stops.at_the_end()
 
@@ -145,6 +153,18 @@ class Trainer:
     def _finish_saving(self) -> None:
         self._activity.now("waits for the last save", patient=True)
         self._saver.finish()
+        self._end_snapshots(saved=True)
+
+    def _snapshot_if_due(self) -> None:
+        if self._snapshots is not None and self._snapshots.due(self.progress):
+            self._activity.now(f"copies iteration {self.progress.iteration} to memory", patient=True)
+            self._count_if_skipped()
+            self._snapshots.take(self.progress)
+
+    def _end_snapshots(self, *, saved: bool) -> None:
+        if self._snapshots is not None:
+            self._activity.now("waits for the last memory snapshot", patient=True)
+            self._snapshots.end(saved=saved)
 
     def _batches(self) -> MicroBatches:
         assert self._splits.train is not None  # every run trains
@@ -180,6 +200,8 @@ class Trainer:
                 losses += loss if weight is None else loss * weight
         self._mark(f"{where}, optimizer")
         self._saver.before_step()
+        if self._snapshots is not None:
+            self._snapshots.before_step()
         self._count_if_skipped()
         with sections(OPTIMIZER):
             self._learning_rate = self._schedule.learning_rate_at(self.progress)
@@ -314,6 +336,21 @@ class Trainer:
         if split == "valid" and self._write_text is not None:
             self._activity.now(f"writes text at iteration {iteration}", patient=True)
             self._reporter.text(self.progress, self._write_text())
+
+
+def _snapshots_of(run: Run) -> MemorySnapshots | None:
+    """What takes the memory snapshots of a run; None without --buddy-snapshots."""
+    if run.memory is None:
+        return None
+    timeout = run.config.distributed.timeout
+    return MemorySnapshots(
+        run.memory,
+        run.engine,
+        run.config,
+        tokenizer=run.tokenizer,
+        reporter=run.reporter,
+        exchange_for=partial(Exchange, run.ranks.store, run.engine.topology, timeout),
+    )
 
 
 def seed_dropout(seed: int, first_sample: int, tensor_rank: int) -> None:

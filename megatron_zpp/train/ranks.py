@@ -25,15 +25,16 @@ from megatron_zpp.train.save_lease import save_lease
 class Ranks:
     """What one rank has of all ranks of its run.
 
-    `store` is what all ranks share besides their collectives. A signal in `signals` ends the run early.
-    `activity` is told what this rank is doing. `lines`, for the log, say how the ranks joined. `lease`, on
-    rank 0, is that of --save.
+    `store` is what all ranks share besides their collectives. Other ranks reach this one at `address`. A
+    signal in `signals` ends the run early. `activity` is told what this rank is doing. `lines`, for the log,
+    say how the ranks joined. `lease`, on rank 0, is that of --save.
     """
 
     topology: Topology
     store: dist.Store
     signals: StopSignals
     activity: Activity
+    address: str = "127.0.0.1"
     lines: tuple[str, ...] = ()
     lease: Lease | None = None
 
@@ -63,6 +64,7 @@ def joined_ranks(process: Process, config: Config, device: Device) -> Iterator[R
                 store=store,
                 signals=signals,
                 activity=activity,
+                address=rendezvous.own.address,
                 lines=tuple(lines),
                 lease=lease,
             )

@@ -1,4 +1,4 @@
-"""The start of a run: the newest whole checkpoint of --load, the weights of a GPT-2, or initial weights."""
+"""The start of a run: the newest memory snapshot or checkpoint that is whole, or new weights."""
 
 import os
 import secrets
@@ -12,7 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.checkpoint.directory import TRACKER, candidates, lost_newest, write_tracker
+from megatron_zpp.checkpoint.directory import (
+    TRACKER,
+    candidates,
+    iteration_of,
+    lost_newest,
+    write_tracker,
+)
 from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.huggingface.load import load_weights, open_weights
 from megatron_zpp.checkpoint.read import load_checkpoint, saved_settings
@@ -23,9 +29,11 @@ from megatron_zpp.config.root import Config
 from megatron_zpp.config.run import CheckpointConfig
 from megatron_zpp.data.dataset_progress import DatasetProgress
 from megatron_zpp.distributed.exchange import Exchange
-from megatron_zpp.storage.checksums import OnProgress
+from megatron_zpp.storage.checksums import DamagedFile, OnProgress
 from megatron_zpp.storage.files import check_writable
 from megatron_zpp.train.bounded import bounded, read_together
+from megatron_zpp.train.buddy_memory import BuddyMemory
+from megatron_zpp.train.buddy_restore import HeldSnapshot, held_snapshots
 from megatron_zpp.train.data_changes import (
     batch_changes,
     data_changes,
@@ -40,10 +48,14 @@ from megatron_zpp.zero.engine import ZeroEngine
 
 @dataclass(frozen=True)
 class Start:
-    """The progress that a run starts from, and log lines that say where it was loaded from."""
+    """The progress that a run starts from, and log lines that say where it was loaded from.
+
+    `saved`: --load has a checkpoint of that progress, unless it is that of new weights.
+    """
 
     progress: Progress
     lines: list[str]
+    saved: bool = True
 
 
 def check_start(config: CheckpointConfig, model: ModelConfig, tokenizer: dict[str, Any]) -> None:
@@ -92,11 +104,16 @@ def _check_going_back(config: CheckpointConfig, start: Path) -> None:
 
 
 def restore(
-    config: Config, engine: ZeroEngine, tokenizer: dict[str, Any], store: dist.Store, schedule: RunSchedule
+    config: Config,
+    engine: ZeroEngine,
+    tokenizer: dict[str, Any],
+    store: dist.Store,
+    schedule: RunSchedule,
+    memory: BuddyMemory | None = None,
 ) -> Start:
-    """Where the run starts, with lines that say so and name damaged checkpoints that it skipped.
+    """Where the run starts, with lines that say so and name what is damaged and was skipped.
 
-    `schedule` is that of a run which starts at iteration 0.
+    `schedule` is that of a run which starts at iteration 0. `memory` may hold memory snapshots.
 
     Raises ValueError when no checkpoint is whole: a run that has some never starts from initial weights.
     """
@@ -106,24 +123,116 @@ def restore(
         load_weights(settings.huggingface, engine, config.model, tokenizer)
         line = f" loaded the weights of {settings.load}; starting at iteration 0"
         return Start(_named(Progress(), settings, exchange_for), [line])
-    passed_over: list[tuple[Path, str]] = []
-    for path in _agreed_candidates(settings, exchange_for, files):
-        exchange = exchange_for(f"load/{path.name}")
-        load = partial(_load, config, path, engine, tokenizer, schedule)
-        start, problem = read_together(load, exchange, files, "--load", settings.load)
+    sources, warnings = _sources(settings, engine, memory, exchange_for, files)
+    passed_over: list[tuple[_Source, str]] = []
+    for number, source in enumerate(sources):
+        exchange = exchange_for(f"load/{number}")
+        load = _brought(source, exchange, partial(_load, config, source, engine, tokenizer, schedule))
+        start, problem = read_together(load, exchange, files, *source.flag(config))
         if problem is None:
-            with bounded(exchange, "--load", settings.load):
-                warnings = files.run(lambda _: _directory_warnings(settings, engine.topology.rank), exchange)
-            warnings += [f" WARNING: {path} is skipped: {problem}" for path, problem in passed_over]
-            return Start(_named(start.progress, settings, exchange_for), [*warnings, *start.lines])
-        passed_over.append((path, problem))
+            if memory is not None:
+                memory.restored(None if source.snapshot is None else source.snapshot.name)
+            if source.path is not None:
+                with bounded(exchange, "--load", settings.load):
+                    look = partial(_directory_warnings, settings, engine.topology.rank)
+                    warnings += files.run(look, exchange)
+            warnings += [f" WARNING: {source} is skipped: {problem}" for source, problem in passed_over]
+            return replace(
+                start,
+                progress=_named(start.progress, settings, exchange_for),
+                lines=[*warnings, *start.lines],
+                saved=source.path is not None,
+            )
+        passed_over.append((source, problem))
+    if memory is not None:
+        memory.restored(None)
     if passed_over:
-        raise option_error(
-            "--load",
-            settings.load,
-            f"none of its checkpoints is whole: {passed_over[0][1]}; omit --load to start from new weights",
-        )
-    return Start(_named(Progress(), settings, exchange_for), [" starting from initial weights"])
+        raise _none_whole(config, passed_over)
+    return Start(_named(Progress(), settings, exchange_for), [*warnings, " starting from initial weights"])
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A checkpoint, or a memory snapshot and the memory that it is in."""
+
+    path: Path | None = None
+    snapshot: HeldSnapshot | None = None
+    memory: BuddyMemory | None = None
+
+    @property
+    def iteration(self) -> int:
+        """The iteration that it says to be of."""
+        if self.snapshot is not None:
+            return self.snapshot.name.iteration
+        return (None if self.path is None else iteration_of(self.path)) or 0
+
+    def __str__(self) -> str:
+        return str(self.snapshot or self.path)
+
+    def flag(self, config: Config) -> tuple[str, object]:
+        """The flag that it belongs to, and the flag's value."""
+        if self.snapshot is None:
+            return "--load", config.checkpoint.load
+        return "--buddy-snapshots", config.memory_snapshots.buddy_snapshots
+
+    def bring(self, exchange: Exchange) -> Path:
+        """The directory to read. See HeldSnapshot.bring."""
+        if self.snapshot is None or self.memory is None:
+            assert self.path is not None
+            return self.path
+        return self.snapshot.bring(self.memory, exchange)
+
+
+def _sources(
+    config: CheckpointConfig,
+    engine: ZeroEngine,
+    memory: BuddyMemory | None,
+    exchange_for: Callable[[str], Exchange],
+    files: FileWorker,
+) -> tuple[list[_Source], list[str]]:
+    """What the run may start from, the newest first, and lines on memory snapshots that are not whole.
+
+    Of the same iteration the memory comes first.
+    """
+    found = [_Source(path) for path in _agreed_candidates(config, exchange_for, files)]
+    if memory is None:
+        return found, []
+    held, lines = held_snapshots(memory, engine, exchange_for("held"))
+    found = [*(_Source(snapshot=each, memory=memory) for each in held), *found]
+    return sorted(found, key=lambda source: source.iteration, reverse=True), lines  # stable
+
+
+def _brought(
+    source: _Source, exchange: Exchange, load: Callable[[Path, OnProgress], Start]
+) -> Callable[[OnProgress], Start]:
+    """`load` of the checkpoint's path; copies in the memory of other nodes are fetched first.
+
+    Every rank must call it. Where the copies cannot be fetched, the result raises the error.
+    """
+    try:
+        path = source.bring(exchange)
+    except (DamagedFile, OSError) as error:
+        return partial(_fail, error)
+    return partial(load, path)
+
+
+def _fail(error: Exception, on_progress: OnProgress) -> Start:
+    raise error
+
+
+def _none_whole(config: Config, passed_over: list[tuple[_Source, str]]) -> ValueError:
+    load = config.checkpoint.load
+    for source, problem in passed_over:
+        if source.path is not None:
+            fix = f"none of its checkpoints is whole: {problem}; omit --load to start from new weights"
+            return option_error("--load", load, fix)
+    source, problem = passed_over[0]
+    return option_error(
+        "--buddy-snapshots",
+        config.memory_snapshots.buddy_snapshots,
+        f"{source} is not whole: {problem}; --load {load} holds no checkpoint, so the next start, which "
+        "finds nothing in memory, begins with new weights",
+    )
 
 
 def _named(progress: Progress, config: CheckpointConfig, exchange_for: Callable[[str], Exchange]) -> Progress:
@@ -150,7 +259,7 @@ def _agreed_candidates(
         return [Path(path) for path in exchange.get("candidates")]
 
 
-def _directory_warnings(config: CheckpointConfig, rank: int) -> list[str]:
+def _directory_warnings(config: CheckpointConfig, rank: int, on_progress: OnProgress) -> list[str]:
     """Lines on a newest checkpoint that is lost; rank 0 also corrects the tracker. Raises OSError."""
     assert config.load is not None  # it holds what was loaded
     directory = Path(config.load)
@@ -162,19 +271,25 @@ def _directory_warnings(config: CheckpointConfig, rank: int) -> list[str]:
 
 def _load(
     config: Config,
-    path: Path,
+    source: _Source,
     engine: ZeroEngine,
     tokenizer: dict[str, Any],
     schedule: RunSchedule,
+    path: Path,
     on_progress: OnProgress,
 ) -> Start:
-    """Load one checkpoint on this rank, on a thread of its own."""
+    """Load `source`, which is at `path`, on this rank, on a thread of its own."""
     settings = config.checkpoint
     with_optimizer = settings.load_optim and not settings.finetune
     on_gpu = engine.device.type == "cuda"
     with torch.cuda.device(engine.device) if on_gpu else nullcontext():  # a thread begins with device 0
         progress = load_checkpoint(
-            path, engine, tokenizer, with_optimizer=with_optimizer, on_progress=on_progress
+            path,
+            engine,
+            tokenizer,
+            with_optimizer=with_optimizer,
+            on_progress=on_progress,
+            partial=source.snapshot is not None and source.snapshot.only_own,
         )
     saved, ranks = saved_settings(path)
     changes = model_changes(saved, config.model)
@@ -182,7 +297,7 @@ def _load(
         return Start(Progress(), [f" loaded the weights of {path}; starting at iteration 0", *changes])
     without = "" if with_optimizer else " without the optimizer's state"
     line = (
-        f" loaded {path}{without}; resuming at iteration {progress.iteration}, "
+        f" loaded {source}{without}; resuming at iteration {progress.iteration}, "
         f"{progress.consumed_samples} samples"
     )
     if progress.dataset_progress is None:

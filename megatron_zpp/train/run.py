@@ -10,6 +10,7 @@ from megatron_zpp.data.open import Splits, seed_of
 from megatron_zpp.data.resume import resume_data
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.reporting.reporter import Reporter
+from megatron_zpp.train.buddy_memory import BuddyMemory, open_memory
 from megatron_zpp.train.inputs import RunInputs
 from megatron_zpp.train.ranks import Ranks
 from megatron_zpp.train.reading import open_data, verify_data
@@ -33,6 +34,8 @@ class Run:
     # Model and its state: new, or loaded from a checkpoint
     engine: ZeroEngine
     start: Progress
+    start_is_saved: bool  # in --load, or it is that of new weights; otherwise it comes from memory
+    memory: BuddyMemory | None  # with --buddy-snapshots
     # Log
     reporter: Reporter
     lines: tuple[str, ...]  # on what happened before the first step
@@ -50,7 +53,8 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
         exchange = Exchange(ranks.store, ranks.topology, config.distributed.timeout, "verify-data")
         lines.append(verify_data(splits, exchange))
     ranks.activity.now("loading", patient=True)
-    loaded = restore(config, engine, inputs.tokenizer, ranks.store, inputs.schedule)
+    memory = open_memory(config, engine, ranks)
+    loaded = restore(config, engine, inputs.tokenizer, ranks.store, inputs.schedule, memory)
     progress = loaded.progress
     if config.data.dataset_order == "megatron":
         splits, progress = _in_its_order(inputs, progress, lines)
@@ -83,6 +87,8 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
         schedule=schedule,
         engine=engine,
         start=progress,
+        start_is_saved=loaded.saved,
+        memory=memory,
         reporter=reporter,
         lines=(*lines, *loaded.lines, *resumed.lines, *epochs),
     )

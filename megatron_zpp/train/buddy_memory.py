@@ -1,0 +1,212 @@
+"""The memory of this rank's node and of its buddy node, in which a run with --buddy-snapshots keeps copies.
+
+The buddy node of node k is node k + 1; rank p of one sends to rank p of the other. On one node there is only
+the node's own memory. The run is recognised after a restart by `memory_snapshots.txt` in --save, which holds
+the name of its directory in memory: a run that begins anew in an emptied --save gets another name.
+"""
+
+import platform
+import secrets
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from megatron_zpp.checkpoint.memory_copies import MemoryCopies, SnapshotName, file_names
+from megatron_zpp.checkpoint.states import shards_of
+from megatron_zpp.config.command_line import one_line
+from megatron_zpp.config.memory_snapshots import MemorySnapshotsConfig
+from megatron_zpp.config.options import option_error
+from megatron_zpp.config.root import Config
+from megatron_zpp.distributed.exchange import Exchange
+from megatron_zpp.distributed.peer_files import FileServer, Peer, get_file, put_file
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.plan.memory_snapshots import COPIES, node_bytes
+from megatron_zpp.storage.files import write_text
+from megatron_zpp.storage.regular import read_limited
+from megatron_zpp.storage.run_memory import RunMemory, room_for, snapshots_root
+from megatron_zpp.train.ranks import Ranks
+from megatron_zpp.zero.engine import ZeroEngine
+
+_RUN_FILE, _RUN_BYTES = "memory_snapshots.txt", 16
+_SERVERS = "memory/servers"  # the purpose of an exchange of addresses by rank
+
+
+class BuddyMemory:
+    """Writes copies of this rank's states, sends them to the buddy node, and fetches them after a restart."""
+
+    def __init__(
+        self,
+        memory: RunMemory,
+        topology: Topology,
+        exchange_for: Callable[[str], Exchange],
+        *,
+        attempt: str,
+        secret: str,
+    ) -> None:
+        """`attempt` names this start of the run; `secret` is known to its ranks alone.
+
+        `exchange_for` makes an exchange between all ranks.
+        """
+        self._memory, self.topology, self.attempt, self._secret = memory, topology, attempt, secret
+        self._exchange_for = exchange_for
+        self.copies = MemoryCopies(memory.path, topology.node_of(topology.rank))
+        self._server: FileServer | None = None
+        self._buddy: Peer | None = None
+        if self.by_first:
+            for left in memory.path.glob("restoring_*"):  # by a start that was killed
+                shutil.rmtree(left, ignore_errors=True)
+
+    @property
+    def by_first(self) -> bool:
+        """Whether this rank is the one of its node that removes files."""
+        return self.topology.local_rank == 0
+
+    def serve(self, address: str) -> None:
+        """Let other nodes reach this rank at `address`. Raises OSError."""
+        self._server = FileServer(address, self._secret, self.copies.path, self.copies.find)
+        place = [address, self._server.port]
+        self._exchange_for(_SERVERS).put(str(self.topology.rank), place)
+
+    def find_buddy(self) -> None:
+        """Find out where the buddy node is reached, once all ranks serve."""
+        following = self.topology.rank + self.topology.local_world_size
+        self._buddy = self._peer(following % self.topology.world_size)
+
+    def store(self, snapshot: SnapshotName, tensors: dict, state: dict) -> None:
+        """Write this rank's copy here and on the buddy node; on any thread. Raises OSError."""
+        self.copies.write(snapshot, self.topology.rank, tensors, state)
+        if self._buddy is not None:
+            for name in file_names(snapshot, self.topology.rank):
+                put_file(self._buddy, self.copies.path / name, name)
+
+    def fetch(self, snapshot: SnapshotName, rank: int, node: int) -> None:
+        """Bring the copy of `rank` from a node to this one. Raises OSError."""
+        server = self._peer(node * self.topology.local_world_size + rank % self.topology.local_world_size)
+        for name in file_names(snapshot, rank):
+            target = self.copies.path / name
+            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            get_file(server, name, target)
+
+    def check_room(self, nbytes: int) -> None:
+        """Raise OSError if this node has no room for so many more bytes."""
+        room = room_for(self._memory.path.parent, None)
+        if nbytes > room:
+            raise OSError(f"needs {nbytes / 2**30:.3f} GiB, and {room / 2**30:.3f} GiB are left")
+
+    def restored(self, snapshot: SnapshotName | None) -> None:
+        """Keep, in memory, only the snapshot that all ranks have loaded; None: none."""
+        shutil.rmtree(self.assembled(), ignore_errors=True)
+        if self.by_first:
+            self.copies.keep_only(snapshot)
+
+    def assembled(self) -> Path:
+        """Where this rank makes a checkpoint of copies."""
+        return self.copies.path.parent / f"restoring_{self.topology.rank}"
+
+    def close(self) -> None:
+        """Stop serving other nodes."""
+        if self._server is not None:
+            self._server.close()
+
+    def forget(self, *, all_starts: bool) -> None:
+        """Remove the snapshots of all starts of the run, or of this one; after all ranks have closed."""
+        if self.by_first and all_starts:
+            self._memory.remove()
+        elif self.by_first:
+            self.copies.remove_start(self.attempt)
+        self._memory.close()
+
+    def _peer(self, rank: int) -> Peer:
+        host, port = self._exchange_for(_SERVERS).get(str(rank))
+        return Peer(host, port, self._secret)
+
+
+def check_memory(settings: MemorySnapshotsConfig) -> None:
+    """Raise ValueError, before a device is taken, for a --buddy-directory that cannot be used."""
+    if settings.buddy_snapshots is not None:
+        try:
+            snapshots_root(settings.buddy_directory)
+        except ValueError as error:
+            raise option_error("--buddy-directory", settings.buddy_directory, str(error)) from None
+
+
+def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> BuddyMemory | None:
+    """The memory of a run with --buddy-snapshots; None for other runs. Every rank must call it.
+
+    Raises ValueError on all ranks if a node has no directory in memory, or too little room in it.
+    """
+    settings, save = config.memory_snapshots, config.checkpoint.save
+    if settings.buddy_snapshots is None:
+        if save is not None and ranks.topology.rank == 0:
+            with suppress(OSError):  # what is in memory is not what such a run continues
+                (Path(save) / _RUN_FILE).unlink(missing_ok=True)
+        return None
+    assert save is not None  # the configuration requires it
+    exchange_for = partial(Exchange, ranks.store, ranks.topology, config.distributed.timeout)
+    exchange = exchange_for("memory")
+    if ranks.topology.rank == 0:
+        exchange.put("names", [_name_in(save), secrets.token_hex(4), secrets.token_hex(16)])
+    name, attempt, secret = exchange.get("names")
+    owned = sum(shard.nbytes for shard in shards_of(engine, with_optimizer=True).values())
+    agree = partial(_agree, exchange, settings)
+    problem = None
+    try:
+        root = snapshots_root(settings.buddy_directory)
+        problem = _lack_of_room(root, name, ranks.topology, owned)
+    except (OSError, ValueError) as error:
+        problem = one_line(error)
+    agree("room", problem)
+    if ranks.topology.rank == 0 and name is None:
+        exchange.put("name", name := _new_name(save))
+    name = name or exchange.get("name")
+    memory, problem = None, None
+    try:
+        memory = BuddyMemory(
+            RunMemory(root, name), ranks.topology, exchange_for, attempt=attempt, secret=secret
+        )
+        if ranks.topology.nodes > 1:
+            memory.serve(ranks.address)
+    except OSError as error:
+        problem = one_line(error)
+    agree("open", problem)
+    if memory is not None and ranks.topology.nodes > 1:
+        memory.find_buddy()
+    return memory
+
+
+def _agree(exchange: Exchange, settings: MemorySnapshotsConfig, name: str, problem: str | None) -> None:
+    """Raise the same ValueError on all ranks if one of them has a problem."""
+    if problem is not None:
+        problem = f"{problem} [{platform.node()} rank {exchange.topology.rank}]"
+        problem = str(option_error("--buddy-directory", settings.buddy_directory, problem))
+    if found := exchange.first(name, problem):
+        raise ValueError(found)
+
+
+def _lack_of_room(root: Path, name: str | None, topology: Topology, owned: int) -> str | None:
+    needed, room = node_bytes(owned, topology.nodes, topology.local_world_size), room_for(root, name)
+    if needed <= room:
+        return None
+    return (
+        f"--buddy-snapshots needs {needed / 2**30:.3f} GiB there on each node, {COPIES} copies of the states "
+        f"of {'two nodes' if topology.nodes > 1 else 'the node'}, and {room / 2**30:.3f} GiB are left; make "
+        "it larger (mount -o remount,size=…; docker run --shm-size), or use more nodes"
+    )
+
+
+def _name_in(save: str) -> str | None:
+    """The name that an earlier start of the run has written to --save."""
+    with suppress(OSError):
+        name = read_limited(Path(save) / _RUN_FILE, _RUN_BYTES + 1).decode(errors="replace").strip()
+        if len(name) == _RUN_BYTES and set(name) <= set("0123456789abcdef"):
+            return name
+    return None
+
+
+def _new_name(save: str) -> str:
+    """A new name, written to --save. Raises OSError."""
+    name = secrets.token_hex(_RUN_BYTES // 2)
+    write_text(Path(save) / _RUN_FILE, f"{name}\n")
+    return name

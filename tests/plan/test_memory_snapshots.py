@@ -1,0 +1,36 @@
+"""The plan's line on --buddy-snapshots, against arithmetic on the parameters of the model."""
+
+import re
+
+import pytest
+
+from megatron_zpp.plan.memory_snapshots import node_bytes
+from tests.support import pretrain
+
+MODEL = (
+    "--dry-run --model-preset 1.3b --mock-data --tokenizer-type NullTokenizer --vocab-size 50257 --lr 1e-4 "
+    "--micro-batch-size 1 --train-iters 9 --zero-stage 3 --plan-gpus-per-node 8 --save new --load new"
+).split()
+
+
+@pytest.mark.parametrize(("nodes", "copies"), [(1, 2), (4, 4)])
+def test_a_node_holds_twelve_bytes_per_parameter_of_each_copy(nodes: int, copies: int) -> None:
+    """fp32 weights and two moments of all nodes together; twice, and on several nodes the buddy's as well."""
+    done = pretrain(*MODEL, "--plan-nodes", str(nodes), "--buddy-snapshots", "10")
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if "--buddy-snapshots" in line]
+    found = re.fullmatch(r" +([\d.]+) GiB of tmpfs on each node .*, and ([\d.]+) GiB of CPU memory .*", line)
+    assert found is not None
+    parameters = re.search(r"GPT of ([\d,.]+) M parameters", done.stdout)
+    assert parameters is not None
+    states = 12e6 * float(parameters[1].replace(",", "")) / 2**30
+    # Padding of units to whole blocks on all ranks: below 1% of such a model.
+    assert copies * states / nodes <= float(found[1]) + 0.01 < 1.01 * copies * states / nodes + 0.02
+    assert float(found[2]) * copies == pytest.approx(float(found[1]), abs=0.05)
+    without = pretrain(*MODEL, "--plan-nodes", str(nodes))
+    assert "tmpfs" not in without.stdout
+
+
+def test_bytes_of_a_node() -> None:
+    assert node_bytes(100, 1, 8) == 1600
+    assert node_bytes(100, 2, 8) == 3200
