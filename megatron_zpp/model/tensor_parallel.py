@@ -105,7 +105,8 @@ def exchanges_of(model: GPT) -> list[tuple[int, int]]:
     """
     parts = model.parts
     pair = 3 if isinstance(parts, TensorParallelComponents) and parts.product is F.linear else 2
-    return [(1, 1), *[(4, 2 * pair)] * len(model.layers), (1, 1)]
+    layer = [(2, pair), (2, pair)] if model.cut_layers else [(4, 2 * pair)]
+    return [(1, 1), *layer * len(model.layers), (1, 1)]
 
 
 class ColumnParallel(nn.Linear):

@@ -38,15 +38,24 @@ class LayerBackward:
 def layer_bytes(job: Job) -> int:
     """Return the bytes that one layer saves on a rank for its backward if it is not recomputed."""
     model = job.model
+    inner = 2 if not model.swiglu else 3 if job.compiled else 4
+    numbers = 2 * model.hidden_size + inner * model.ffn_hidden_size
+    exact = _norm_bytes(job) + _masks(job)
+    mlp = job.rows * (numbers * job.dtype.itemsize + exact) + _gathered_codes(job) // 2
+    return attention_bytes(job) + mlp
+
+
+def attention_bytes(job: Job) -> int:
+    """Return those bytes of the layer's first half, its attention."""
+    model = job.model
     heads, groups = model.num_attention_heads, model.num_query_groups
     vectors = 2 * heads + 2 * groups + (heads + groups if model.qk_layernorm else 0)
-    inner = 2 if not model.swiglu else 3 if job.compiled else 4
-    numbers = 4 * model.hidden_size + vectors * model.kv_channels + inner * model.ffn_hidden_size
-    norms = 2 + (heads + groups if model.qk_layernorm else 0)
-    exact = norms * _norm_bytes(job) + (2 * model.hidden_size if model.hidden_dropout else 0)
+    numbers = 2 * model.hidden_size + vectors * model.kv_channels
+    norms = 1 + (heads + groups if model.qk_layernorm else 0)
+    exact = norms * _norm_bytes(job) + _masks(job)
     if job.recompute.recompute_granularity != "selective":
         exact += 4 * model.num_attention_heads
-    return job.rows * (numbers * job.dtype.itemsize + exact) + _gathered_codes(job)
+    return job.rows * (numbers * job.dtype.itemsize + exact) + _gathered_codes(job) // 2
 
 
 def ends_bytes(job: Job) -> int:

@@ -80,7 +80,7 @@ def _build_model(
             product=float8_linear if fp8 else F.linear,
         )
     with torch.device("meta"):
-        model = GPT(config.model, vocab_size, config.recompute, parts)
+        model = GPT(config.model, vocab_size, config.recompute, parts, cut_layers=config.zero.cuts_layers)
     if device.compiles:
         prepare_compiler(config.compilation, topology, os.environ)
         shape = (config.training.micro_batch_size, config.model.seq_length)

@@ -116,6 +116,7 @@ class ZeroEngine:
             compute_dtype=dtype,
             reduce_in_bf16=precision.grad_reduce_in_bf16,
             copy_engines=self.copy_engines,
+            recomputed=model_of_units.recomputed_units(),
         )
         self._communication = communication = build_communication(
             plan,
