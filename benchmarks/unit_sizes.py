@@ -49,7 +49,7 @@ MEANS = {  # of 175B with whole layers, to which SUBLAYER is added
     "qwZ, hpZ, qgZ": f"{QWZ} {HPZ} {QGZ}",
     "qwZ, hpZ in 8 bits, qgZ": CODES,
     "hpZ, T = 8": f"{HPZ.replace('auto', '8')} --tensor-model-parallel-size 8",
-    "hpZ of one rank's node part, delta4, qgZ": (f"{QWZ} --zero-quantized-weights-format delta4 {HPZ} {QGZ}"),
+    "qwZ delta4, hpZ, qgZ": (f"{QWZ} --zero-quantized-weights-format delta4 {HPZ} {QGZ}"),
 }
 SMALL = (
     "--model-preset 6.7b --plan-nodes 2 --plan-gpus-per-node 8 --micro-batch-size 1 --global-batch-size 16"

@@ -17,7 +17,7 @@ from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.zero.build import Initialize, UnitBuilder, layouts_of, write_gather_source
+from megatron_zpp.zero.build import Initialize, UnitBuilder, check_unit, layouts_of, write_gather_source
 from megatron_zpp.zero.collectives.sums import sum_over_ranks
 from megatron_zpp.zero.communication import build_communication
 from megatron_zpp.zero.communication_plan import CommunicationPlan
@@ -99,6 +99,7 @@ class ZeroEngine:
         say: Callable[[str], None] = print,
         decoupled: Collection[str] = (),
     ) -> None:
+        check_unit(zero, model)
         self.model, self.topology, self.device, self.share = model, topology, device, share
         self.grid = Grid(topology, 1 if share.group is None else share.group.size)
         data_ranks = self.grid.data

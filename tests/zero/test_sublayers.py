@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.model.gpt import GPT
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.prefetch import WeightState
 from tests.checkpoint.saving import TOKENIZER, save
@@ -178,6 +179,24 @@ def test_a_resume_may_change_the_units(zero: dict[str, Any], tmp_path: Path) -> 
     """Weights, moments and the references of weight differences, bit for bit."""
     for same in on_ranks(4, resumed, str(tmp_path), zero, ranks_per_node=2):
         assert all(same), same
+
+
+@pytest.mark.parametrize("unit", ["layer", "sublayer"])
+def test_an_engine_refuses_a_model_of_other_units(unit: Literal["layer", "sublayer"]) -> None:
+    """In Python, where the model is built beside the settings."""
+    zero = ZeroConfig(zero_unit=unit)
+    with torch.device("meta"):
+        model = GPT(MODEL, VOCAB, cut_layers=not zero.cuts_layers)
+    with pytest.raises(ValueError, match=f"^--zero-unit {unit}: .*cut_layers={zero.cuts_layers}$"):
+        ZeroEngine(
+            model,
+            lambda name, tensor: None,
+            zero=zero,
+            optimizer=OptimizerConfig(),
+            precision=FP32,
+            topology=Topology(),
+            device=torch.device("cpu"),
+        )
 
 
 def test_the_formats_of_differences_follow_the_parameters() -> None:
