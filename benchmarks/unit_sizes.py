@@ -35,21 +35,22 @@ COMMON = (
     "--recompute-granularity full --recompute-method uniform --hidden-dropout 0 --attention-dropout 0"
 )
 LARGE = (
-    "--model-preset 175b --vocab-size 50257 --plan-nodes 128 --plan-gpus-per-node 8 --micro-batch-size 1 "
-    "--global-batch-size 1024 --plan-link-gbit 3200"
+    "--model-preset 175b --vocab-size 50257 --plan-nodes 128 --plan-gpus-per-node 8 --global-batch-size 1024 "
+    "--plan-link-gbit 3200"
 )
 HPZ = "--zero-hpz-partition-size auto"
 QWZ, QGZ = "--zero-quantized-weights", "--zero-quantized-gradients"
 CODES = f"{QWZ} {HPZ} --zero-hpz-secondary quantized {QGZ}"
 SUBLAYER = "--zero-unit sublayer"
+ONE, EIGHT = "--micro-batch-size 1", "--tensor-model-parallel-size 8 --micro-batch-size 8"  # equal per GPU
 MEANS = {  # of 175B with whole layers, to which SUBLAYER is added
-    "stage 3": "",
-    "hpZ": HPZ,
-    "hpZ, qgZ": f"{HPZ} {QGZ}",
-    "qwZ, hpZ, qgZ": f"{QWZ} {HPZ} {QGZ}",
-    "qwZ, hpZ in 8 bits, qgZ": CODES,
-    "hpZ, T = 8": f"{HPZ.replace('auto', '8')} --tensor-model-parallel-size 8",
-    "qwZ delta4, hpZ, qgZ": (f"{QWZ} --zero-quantized-weights-format delta4 {HPZ} {QGZ}"),
+    "stage 3": ONE,
+    "hpZ": f"{ONE} {HPZ}",
+    "hpZ, qgZ": f"{ONE} {HPZ} {QGZ}",
+    "qwZ, hpZ, qgZ": f"{ONE} {QWZ} {HPZ} {QGZ}",
+    "qwZ, hpZ in 8 bits, qgZ": f"{ONE} {CODES}",
+    "hpZ, T = 8": f"{EIGHT} --zero-hpz-partition-size 8",
+    "qwZ delta4, hpZ, qgZ": f"{ONE} {QWZ} --zero-quantized-weights-format delta4 {HPZ} {QGZ}",
 }
 SMALL = (
     "--model-preset 6.7b --plan-nodes 2 --plan-gpus-per-node 8 --micro-batch-size 1 --global-batch-size 16"
@@ -123,8 +124,8 @@ def main() -> None:
     """Both models with whole layers and with sublayers; row blocks as layouts alone."""
     large = {}
     for name, flags in MEANS.items():
-        large[name] = row_of(f"{LARGE} {flags}".rstrip())
-        large[f"{name}, sublayers"] = row_of(f"{LARGE} {flags} {SUBLAYER}".replace("  ", " "))
+        large[name] = row_of(f"{LARGE} {flags}")
+        large[f"{name}, sublayers"] = row_of(f"{LARGE} {flags} {SUBLAYER}")
     small = {}
     for means, flags in {"stage 3": "", "qwZ, hpZ, qgZ": f"{QWZ} {HPZ} {QGZ}"}.items():
         for vocabulary in VOCABULARIES:
@@ -135,11 +136,11 @@ def main() -> None:
                 }
     write_result("unit_sizes", {"175b_on_128x8": large, "6.7b_on_2x8": small})
     for rows in (large, small):
-        print("\n| run | arena, GiB | secondary shards | peak, GiB | peak, GB | fits | ms per step |")
-        print("| --- " * 7 + "|")
+        keys = [key for key in next(iter(rows.values())) if key != "flags"]
+        print(f"\n| run | {' | '.join(keys)} |")
+        print("| --- " * (1 + len(keys)) + "|")
         for name, row in rows.items():
-            figures = (row[key] for key in ("arena_gib", "secondary_gib", "peak_gib", "peak_gb"))
-            print(f"| {name} | {' | '.join(map(str, figures))} | {row['fits_an_h100']} | {row['step_ms']} |")
+            print(f"| {name} | {' | '.join(str(row[key]) for key in keys)} |")
 
 
 if __name__ == "__main__":
