@@ -53,11 +53,12 @@ MEANS = {  # of 175B with whole layers, to which SUBLAYER is added
     "qwZ delta4, hpZ, qgZ": f"{ONE} {QWZ} --zero-quantized-weights-format delta4 {HPZ} {QGZ}",
 }
 SMALL = (
-    "--model-preset 6.7b --plan-nodes 2 --plan-gpus-per-node 8 --micro-batch-size 1 --global-batch-size 16"
+    "--model-preset 6.7b --plan-nodes 2 --plan-gpus-per-node 8 --global-batch-size 16 --plan-link-gbit 3200"
 )
 VOCABULARIES = (50257, 256000)
 ROWS_OF_A_BLOCK = 16384  # of row blocks, which the engine does not have
 GIB = 2**30
+Row = dict[str, Any]
 
 
 def job_for(flags: str) -> tuple[Job, Any]:
@@ -77,7 +78,7 @@ def arena_of(job: Job) -> float:
     return (plan.compute_dtype.itemsize * sum(slots.values()) + plan.arena_bytes) / GIB
 
 
-def row_of(flags: str) -> dict[str, Any]:
+def row_of(flags: str) -> Row:
     """The plan of a command line, in GiB, and in GB where cards are sold by them."""
     job, config = job_for(flags)
     memory, gpu = memory_of(job), GPUS["h100"]
@@ -120,27 +121,59 @@ def with_row_blocks(flags: str, rows: int) -> float:
     return arena_of(changed)
 
 
-def main() -> None:
-    """Both models with whole layers and with sublayers; row blocks as layouts alone."""
-    large = {}
+def rows_of_175b() -> dict[str, Row]:
+    """With whole layers and with sublayers."""
+    rows = {}
     for name, flags in MEANS.items():
-        large[name] = row_of(f"{LARGE} {flags}")
-        large[f"{name}, sublayers"] = row_of(f"{LARGE} {flags} {SUBLAYER}")
-    small = {}
-    for means, flags in {"stage 3": "", "qwZ, hpZ, qgZ": f"{QWZ} {HPZ} {QGZ}"}.items():
-        for vocabulary in VOCABULARIES:
-            for unit, extra in {"": "", ", sublayers": SUBLAYER}.items():
-                line = " ".join(f"{SMALL} --vocab-size {vocabulary} {flags} {extra}".split())
-                small[f"{means}, {vocabulary}{unit}"] = row_of(line) | {
-                    "arena_with_row_blocks_gib": round(with_row_blocks(line, ROWS_OF_A_BLOCK), 2)
-                }
+        rows[name] = row_of(f"{LARGE} {flags}")
+        rows[f"{name}, sublayers"] = row_of(f"{LARGE} {flags} {SUBLAYER}")
+    return rows
+
+
+def rows_of_vocabularies() -> dict[str, Row]:
+    """6.7B at stage 3; with 50k entries, with 256k, and what shrinks the table's slot."""
+    rows = {}
+    for entries in VOCABULARIES:
+        flags = f"{SMALL} --vocab-size {entries} {ONE}"
+        rows[f"{entries:,} entries"] = row_of(flags)
+        rows[f"{entries:,} entries, sublayers"] = row_of(f"{flags} {SUBLAYER}")
+        rows[f"{entries:,} entries, layouts of row blocks"] = {
+            "flags": f"{flags}, {ROWS_OF_A_BLOCK} rows each",
+            "arena_gib": round(with_row_blocks(flags, ROWS_OF_A_BLOCK), 2),
+        }
+    for ranks in (2, 4, 8):
+        flags = f"{SMALL} --vocab-size {VOCABULARIES[-1]} --micro-batch-size {ranks}"
+        rows[f"{VOCABULARIES[-1]:,} entries, T = {ranks}"] = row_of(
+            f"{flags} --tensor-model-parallel-size {ranks}"
+        )
+    return rows
+
+
+def table_of_175b(rows: dict[str, Row]) -> list[str]:
+    """The rows as docs/internals/scaling.md has them."""
+    lines = ["| run | arena, GiB | secondary shards, GiB | peak, GiB | peak, GB |", "| --- " * 5 + "|"]
+    for name, row in rows.items():
+        figures = [row[key] for key in ("arena_gib", "secondary_gib", "peak_gib", "peak_gb")]
+        mark = "" if row["fits_an_h100"] else " does not fit"
+        lines.append(f"| {name} | {' | '.join(map(str, figures))}{mark} |")
+    return lines
+
+
+def table_of_vocabularies(rows: dict[str, Row]) -> list[str]:
+    """The same; each arena as a multiple of the first one, too."""
+    first = next(iter(rows.values()))["arena_gib"]
+    lines = ["| 6.7B on 2 × 8, stage 3 | arena, GiB | of the first | peak, GiB |", "| --- " * 4 + "|"]
+    for name, row in rows.items():
+        arena, peak = row["arena_gib"], row.get("peak_gib", "–")
+        lines.append(f"| {name} | {arena} | {arena / first:.2f} | {peak} |")
+    return lines
+
+
+def main() -> None:
+    """Both models; row blocks as layouts alone."""
+    large, small = rows_of_175b(), rows_of_vocabularies()
     write_result("unit_sizes", {"175b_on_128x8": large, "6.7b_on_2x8": small})
-    for rows in (large, small):
-        keys = [key for key in next(iter(rows.values())) if key != "flags"]
-        print(f"\n| run | {' | '.join(keys)} |")
-        print("| --- " * (1 + len(keys)) + "|")
-        for name, row in rows.items():
-            print(f"| {name} | {' | '.join(str(row[key]) for key in keys)} |")
+    print("\n".join(["", *table_of_175b(large), "", *table_of_vocabularies(small)]))
 
 
 if __name__ == "__main__":

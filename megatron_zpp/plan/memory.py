@@ -83,7 +83,7 @@ def _peak_candidates(job: Job) -> dict[str, int]:
     table = job.dtype.itemsize * job.entries * job.model.hidden_size  # the head's gradient of it
     tied = 0 if job.model.untie_embeddings_and_output_weights else table
     of_layer = [layout.numel for layout in job.layer_layouts]
-    most = 3 - len(of_layer)  # layers whose gradients are on their way: two units are
+    most = 2 // len(of_layer)  # layers whose gradients are on their way: two units are
     sent = _sent_bytes(job)
     head = job.layouts[-1].numel
     on_their_way = int(sent * (most * sum(of_layer) + head))
