@@ -22,7 +22,7 @@ def records_of(path: Path) -> list[tuple[str, float]]:
 
 
 def test_a_run_may_end_with_halves_and_go_on_with_layers(tmp_path: Path) -> None:
-    """All of ZeRO++ on two ranks with evaluations; the checkpoint is one that programs of one process read."""
+    """All of ZeRO++ on two ranks, with evaluations; programs of one process read the checkpoint."""
     whole, parts, save = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl", str(tmp_path / "checkpoints")
     done = pretrain(*RUN, "--metrics-file", str(whole), processes=2)
     assert done.returncode == 0, done.stderr
