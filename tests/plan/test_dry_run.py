@@ -95,6 +95,7 @@ def test_no_option_is_recommended_where_none_pays() -> None:
     assert "  take none of them: no set of them that fits shortens the step by more than 1%\n" in done.stdout
 
 
+@pytest.mark.nightly
 def test_the_share_of_an_h100s_peak_is_the_one_fitted_to_published_runs() -> None:
     assert GPUS["h100"].compute_share == fitted_share()
     assert max(abs(row.mfu / planned_mfu(row) - 1) for row in ROWS) < 0.08
