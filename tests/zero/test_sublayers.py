@@ -89,23 +89,21 @@ def train(engine: ZeroEngine, steps: range, micro_batches: int = 1) -> list[floa
 
 # (ZeRO, recomputation, precision, clipping, micro-batches, tensor ranks)
 Case = tuple[dict[str, Any], str, PrecisionConfig, float, int, int]
-PLAIN: list[Case] = [
-    *(({"zero_stage": stage}, "stored", FP32, 1.0, 1, 1) for stage in range(4)),
-    *(({"zero_stage": stage}, "full", BF16, 0.0, 2, 1) for stage in range(4)),
-    *(({"zero_stage": 3}, recompute, FP32, 0.0, 2, 1) for recompute in RECOMPUTE),
-    ({"zero_stage": 3, "zero_prefetch_units": 0}, "chunks", FP32, 0.0, 1, 1),
-    ({"zero_stage": 3, "zero_prefetch_units": 2}, "full", FP32, 0.0, 1, 1),
+STAGES: list[Case] = [({"zero_stage": stage}, "stored", FP32, 1.0, 1, 1) for stage in range(4)]
+PASSES: list[Case] = [
+    *(({"zero_stage": 3}, recompute, FP32, 0.0, 2, 1) for recompute in ("full", "chunks")),
     ({"zero_stage": 3, "zero_offload_optimizer": True}, "full", BF16, 1.0, 1, 1),
 ]
-ZEROPP: list[Case] = [
-    (zero, "full", BF16, 1.0, 2, 1)
-    for zero in (
-        HPZ,
-        ALL,
-        ALL | {"zero_hpz_secondary": "quantized"},
-        ALL | {"zero_gradient_partition_size": "auto"},
-        DELTA4,
-    )
+MORE_PASSES: list[Case] = [
+    *(({"zero_stage": 3}, recompute, FP32, 0.0, 2, 1) for recompute in ("stored", "selective")),
+    ({"zero_stage": 3, "zero_prefetch_units": 0}, "chunks", FP32, 0.0, 1, 1),
+    ({"zero_stage": 3, "zero_prefetch_units": 2}, "full", FP32, 0.0, 1, 1),
+]
+IN_BF16: list[Case] = [({"zero_stage": stage}, "full", BF16, 0.0, 2, 1) for stage in range(4)]
+ZEROPP: list[Case] = [(zero, "full", BF16, 1.0, 2, 1) for zero in (HPZ, ALL, DELTA4)]
+MORE_ZEROPP: list[Case] = [
+    (ALL | more, "full", BF16, 1.0, 2, 1)
+    for more in ({"zero_hpz_secondary": "quantized"}, {"zero_gradient_partition_size": "auto"})
 ]
 ROTATED: Case = (DELTA4 | {"zero_quantized_gradients_format": "rotated4"}, "full", BF16, 1.0, 2, 1)
 TENSOR: list[Case] = [({"zero_stage": stage}, "full", FP32, 0.0, 2, 2) for stage in (0, 3)]
@@ -131,8 +129,13 @@ def in_both_units(topology: Topology, cases: list[Case]) -> list[tuple[bool, lis
 
 @pytest.mark.parametrize(
     ("ranks", "local", "cases"),
-    [(1, 1, PLAIN[:4]), (2, 2, PLAIN), (4, 2, [*PLAIN[4:8], *ZEROPP, *TENSOR])],
-    ids=["1", "2", "2x2"],
+    [
+        pytest.param(1, 1, STAGES, id="1"),
+        pytest.param(2, 2, [*STAGES, *PASSES], id="2"),
+        pytest.param(4, 2, [*ZEROPP, TENSOR[1]], id="2x2"),
+        pytest.param(2, 2, [*IN_BF16, *MORE_PASSES], id="2-more", marks=pytest.mark.nightly),
+        pytest.param(4, 2, [*IN_BF16, *MORE_ZEROPP, TENSOR[0]], id="2x2-more", marks=pytest.mark.nightly),
+    ],
 )
 def test_whole_layers_and_halves_train_to_the_same_bits(ranks: int, local: int, cases: list[Case]) -> None:
     """Every stage, recomputation with dropout, ZeRO++ on two nodes of two ranks, tensor ranks.
