@@ -75,6 +75,12 @@ class Config:
             _check_decoupled(self.learning_rate.decoupled_lr, self.optimizer, self.zero)
         if self.precision.fp8:
             _check_fp8(self.model, self.training)
+        if self.precision.fp8_delayed and self.zero.cuts_layers:
+            raise option_error(
+                "--zero-unit",
+                "sublayer",
+                "needs scales of the same step: --fp8-recipe tensorwise, or no --fp8",
+            )
         tensor_ranks = self.distributed.tensor_model_parallel_size
         check_tensor_ranks(self.model, tensor_ranks, fp8=self.precision.fp8)
         if self.tokenizer.tokenizer_type is None:
@@ -170,7 +176,7 @@ def parse_command_line(
         notes += obey_checkpoint(provided, saved)
         file = DeepSpeedFile(**typed["deepspeed"]).deepspeed_config
         if file is not None:
-            tensor_ranks = provided.values["distributed"].get("tensor_model_parallel_size", 1)
+            tensor_ranks = DistributedConfig(**provided.values["distributed"]).tensor_model_parallel_size
             data_ranks = ranks(PlanConfig(**provided.values["plan"])) // tensor_ranks
             notes += obey_file(file, provided, max(1, data_ranks))
         settle_old_flags(typed[GROUP], provided)

@@ -147,7 +147,7 @@ def ways_to_fit(job: Job, machine: Machine) -> Iterator[Plan]:
         **_micro_batches(job),
         **({f"without {_HPZ}": _without_hpz(job)} if job.zero.hpz else {}),
         **({f"without {_ACCUMULATE}": _without_accumulation(job)} if _accumulates(job.zero) else {}),
-        **({} if job.zero.cuts_layers else {f"{_UNIT} sublayer": _in_sublayers(job)}),
+        **({f"{_UNIT} sublayer": _in_sublayers(job)} if _can_cut(job) else {}),
         **({_RECOMPUTE: _recomputed(job)} if job.recompute.recompute_granularity != "full" else {}),
         **({} if job.zero.zero_offload_optimizer else {"--zero-offload-optimizer": _offloaded(job)}),
     }
@@ -259,6 +259,11 @@ def _without_accumulation(job: Job) -> Job:
 def _recomputed(job: Job) -> Job:
     full = RecomputeConfig(recompute_granularity="full", recompute_method="uniform")
     return dataclasses.replace(job, recompute=full)
+
+
+def _can_cut(job: Job) -> bool:
+    """Whether the run could have units of sublayers and has not."""
+    return not (job.zero.cuts_layers or job.precision.fp8_delayed)
 
 
 def _in_sublayers(job: Job) -> Job:

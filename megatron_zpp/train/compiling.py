@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.distributed.topology import Topology
@@ -70,6 +71,7 @@ def compile_parts(
     *,
     masked: bool = False,
     on_gpu: bool = False,
+    ready: Callable[[], bool] = lambda: True,
 ) -> None:
     """Let one graph compute every layer of `model`, or every half, for micro-batches of `shape` (B, T).
 
@@ -78,7 +80,8 @@ def compile_parts(
     another graph.
     A graph is inside the hooks of a unit, so that the parameters are gathered before it runs. Other inputs
     go through the same block without a graph: a text that grows, a cache, or a mask of another kind than that
-    of batches (`masked`: inside documents). A layer raises RuntimeError if torch cannot compile it.
+    of batches (`masked`: inside documents). So do all inputs until the layers are `ready`: 8-bit products may
+    lack scales in a run's first step. A layer raises RuntimeError if torch cannot compile it.
     """
     whole = not isinstance(model.parts.attention, FlashAttention3)
     first = model.layers[0]
@@ -95,6 +98,8 @@ def compile_parts(
     def mlp_block(sublayer: MLPSublayer, x: Tensor) -> Tensor:
         return mlp_sublayer(sublayer, x, kernels)
 
+    graph = partial(_graph, ready=ready, recomputed=model.parts.tensor_ranks == 1)
+
     def attending(window: int | None) -> Callable[..., Tensor]:
         """What computes the layers with this window, or their first halves."""
         kind = (
@@ -105,11 +110,11 @@ def compile_parts(
             return x.shape == hidden and type(mask) is kind and cache is None
 
         if model.cut_layers:
-            return _graph(attention_block, attention_sublayer, is_usual, _Backend(backend, say), whole)
-        return _graph(layer_block, transformer_block, is_usual, _Backend(backend, say), whole)
+            return graph(attention_block, attention_sublayer, is_usual, _Backend(backend, say), whole)
+        return graph(layer_block, transformer_block, is_usual, _Backend(backend, say), whole)
 
     runs = {window: attending(window) for window in set(model.windows)}
-    run_mlp = _graph(mlp_block, mlp_sublayer, lambda x: x.shape == hidden, _Backend(backend, say), True)
+    run_mlp = graph(mlp_block, mlp_sublayer, lambda x: x.shape == hidden, _Backend(backend, say), True)
     for layer, window in zip(model.layers, model.windows, strict=True):
         if isinstance(layer, CutLayer):
             attention, mlp = layer.sublayers
@@ -125,11 +130,14 @@ def _graph(
     is_usual: Callable[..., bool],
     maker: "_Backend",
     whole: bool,
+    *,
+    ready: Callable[[], bool],
+    recomputed: bool,
 ) -> Callable[..., Tensor]:
     """What computes a unit: a graph of `block` for inputs that are usual, else `plain`.
 
     Both take the unit's module and its inputs, `block` without a cache of generation. `whole`: nothing of
-    `block` may be outside of the graph.
+    `block` may be outside of the graph. `ready` as in `compile_parts`; `recomputed` as in `_without_graph`.
     """
     from torch._dynamo.exc import TorchDynamoException  # takes seconds: only runs that compile import it
 
@@ -138,6 +146,8 @@ def _graph(
     def run(module: nn.Module, x: Tensor, *others: Any) -> Tensor:
         if not is_usual(x, *others):
             return plain(module, x, *others)
+        if not ready():
+            return _without_graph(plain, module, x, *others[:2], recomputed=recomputed)
         try:
             out = compiled(module, x, *others[:2])  # mask and rotation, where there are any
         except TorchDynamoException as error:
@@ -148,6 +158,18 @@ def _graph(
         return out
 
     return run
+
+
+def _without_graph(
+    plain: Callable[..., Tensor], module: nn.Module, x: Tensor, *others: Any, recomputed: bool
+) -> Tensor:
+    """The unit for a step with gradients, in no more memory than a graph takes.
+
+    Where tensor ranks share it, it is not recomputed: exchanges of a recomputation would not be counted.
+    """
+    if recomputed and torch.is_grad_enabled():
+        return checkpoint(plain, module, x, *others, use_reentrant=False)
+    return plain(module, x, *others)
 
 
 def _kernels(layer: Layer) -> tuple[BlockKernels, LossKernels]:

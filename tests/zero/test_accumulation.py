@@ -244,8 +244,8 @@ def test_any_grid_loads_what_another_one_owned(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("local", "settings", "message"),
     [
-        (4, {"zero_gradient_partition_size": "3"}, "must divide the 4 ranks of a node: 1, 2, 4$"),
-        (4, {"zero_gradient_partition_size": "8"}, "must divide the 4 ranks of a node: 1, 2, 4$"),
+        (4, {"zero_gradient_partition_size": "3"}, "must divide the 4 data ranks of a node: 1, 2, 4$"),
+        (4, {"zero_gradient_partition_size": "8"}, "must divide the 4 data ranks of a node: 1, 2, 4$"),
         (
             6,
             {"zero_gradient_partition_size": "3", "zero_hpz_partition_size": "2"},
