@@ -20,6 +20,7 @@ from megatron_zpp.checkpoint.states import (
     Progress,
     check_state,
     describe_units,
+    formats_of_units,
     local_shape,
     sharing_of,
     split_of,
@@ -301,7 +302,8 @@ def load_checkpoint(
                     engine.load_states(kind, lambda unit, elements: torch.zeros(len(elements)))
             has_references = REFERENCE in reader.state.get("kinds", [])
             formats = reader.state.get("difference_formats") if has_references else None
-            engine.load_difference_formats_state(formats)
+            names = [unit.names for unit in engine.units]
+            engine.load_difference_formats_state(formats_of_units(formats, reader.units, names))
             if engine.scaling is not None:
                 engine.scaling.load_state(reader.state.get("product_scaling"))
             engine.load_optimizer_steps(reader.state["optimizer_steps"])
