@@ -34,6 +34,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.reporting.reporter import Reporter
+from megatron_zpp.storage.object_path import Location
 from megatron_zpp.supervision.joining import connect_ranks
 from megatron_zpp.train.saver import Saver
 from megatron_zpp.zero.engine import ZeroEngine
@@ -179,7 +180,7 @@ def time_stalls(training: Training, saver: Saver, steps: int, count: int) -> tup
     return stalls, beside
 
 
-def time_loads(engine: ZeroEngine, checkpoint: Path, count: int) -> list[float]:
+def time_loads(engine: ZeroEngine, checkpoint: Location, count: int) -> list[float]:
     """Seconds of loads that read from the disk."""
     seconds = []
     for _ in range(count):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_zpp.storage.checksums import JSON_LIMIT, Checksums, DamagedFile
 from megatron_zpp.storage.files import write_durably
+from megatron_zpp.storage.object_path import Location
 from megatron_zpp.storage.regular import UnfitFile, read_limited
 
 FORMAT_VERSION = 5
@@ -23,7 +24,7 @@ MANIFEST, MARKER = "manifest.json", "COMMITTED"
 _MARKER_LIMIT = 65  # bytes: a SHA-256 in hexadecimal, and a newline
 
 
-def write_manifest(directory: Path, files: Mapping[str, Checksums]) -> None:
+def write_manifest(directory: Location, files: Mapping[str, Checksums]) -> None:
     """Write manifest and marker for files that are durable. Raises OSError if the file system does."""
     described = {name: checksums.to_json() for name, checksums in files.items()}
     text = json.dumps({"format_version": FORMAT_VERSION, "files": described}, indent=1) + "\n"
@@ -31,12 +32,12 @@ def write_manifest(directory: Path, files: Mapping[str, Checksums]) -> None:
     write_durably(directory / MARKER, _marker(text.encode()))
 
 
-def is_committed(directory: Path) -> bool:
+def is_committed(directory: Location) -> bool:
     """Whether the directory has a marker; `read_manifest` and reading its files detect damage."""
     return (directory / MARKER).is_file()
 
 
-def read_manifest(directory: Path) -> dict[str, Checksums]:
+def read_manifest(directory: Location) -> dict[str, Checksums]:
     """The checksums by file name.
 
     Raises DamagedFile if marker and manifest disagree, ValueError for an unknown version of the format.

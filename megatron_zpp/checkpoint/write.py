@@ -16,10 +16,12 @@ from torch import Tensor
 from megatron_zpp.checkpoint.directory import partial_path, remove_leftovers, retired_path, write_tracker
 from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.manifest import write_manifest
+from megatron_zpp.checkpoint.object_saves import begin_save, discard_save, end_save
 from megatron_zpp.checkpoint.shard_file import write_shard_file
 from megatron_zpp.distributed.exchange import Abandoned, Exchange, NoProgress
-from megatron_zpp.storage.checksums import Checksums, OnProgress, checksums_of, verify_file
-from megatron_zpp.storage.files import commit_directory, write_durably
+from megatron_zpp.storage.checksums import Checksums, OnProgress, checksums_of_bytes, verify_file
+from megatron_zpp.storage.files import commit_directory, sizes_in, write_durably
+from megatron_zpp.storage.object_path import Location, ObjectPath, location
 
 STATE = "state.json"
 
@@ -48,7 +50,7 @@ class SaveOptions:
 
 
 def write_checkpoint(
-    final: Path,
+    final: Location,
     tensors: Mapping[str, Tensor],
     state: dict[str, Any],
     exchange: Exchange,
@@ -60,7 +62,7 @@ def write_checkpoint(
 
     `beside`: the contents of more files by name, those of the tokenizer; rank 0 writes them.
 
-    The final name exists only after all of the checkpoint is durable. A save may take as long as some rank
+    The checkpoint is committed only after all of it is durable. A save may take as long as some rank
     makes progress with its file. If no rank does for the exchange's time-out, the save fails on all ranks,
     and the slow rank abandons its work.
     """
@@ -72,7 +74,7 @@ def write_checkpoint(
             texts = {**(beside or {}), STATE: (json.dumps(state, indent=1) + "\n").encode()}
             problem = _lead(final, tensors, texts, exchange, options)
         else:
-            problem = _follow(final, tensors, exchange, options)
+            problem = _follow(tensors, exchange, options)
     except Abandoned as abandoned:
         problem = str(abandoned)
     except NoProgress as silence:
@@ -80,7 +82,7 @@ def write_checkpoint(
         if problem is None:  # rank 0 has decided to commit, and only the result is missing
             problem = _outcome(exchange)
     if problem and by_rank_0:
-        _attempt(exchange, options, lambda on_progress: _remove(partial_path(final), options.may_write))
+        _attempt(exchange, options, lambda on_progress: _remove(final, options.may_write))
         exchange.put("outcome", problem)
     exchange.clear()
     if problem:
@@ -88,22 +90,23 @@ def write_checkpoint(
 
 
 def _lead(
-    final: Path,
+    final: Location,
     tensors: Mapping[str, Tensor],
     texts: Mapping[str, bytes],
     exchange: Exchange,
     options: SaveOptions,
 ) -> str | None:
     """Rank 0's part of a save; returns why there is no new checkpoint, or None."""
-    partial = partial_path(final)
+    opened: list[Location] = []
 
     def attempt(action: Callable[[OnProgress], Any]) -> str | None:
         return _attempt(exchange, options, action)
 
-    problem = attempt(lambda on_progress: _open(partial, options.may_write))
-    exchange.put("open", problem)
+    problem = attempt(lambda on_progress: opened.append(_open(final, options.may_write)))
+    exchange.put("open", {"problem": problem, "partial": None if problem else str(opened[0])})
     if problem:
         return problem
+    (partial,) = opened
     _write_and_report(partial, tensors, exchange, options)
     reports = exchange.gather("written")
     problem = next((report["problem"] for report in reports if report["problem"]), None)
@@ -116,13 +119,12 @@ def _lead(
     return problem
 
 
-def _follow(
-    final: Path, tensors: Mapping[str, Tensor], exchange: Exchange, options: SaveOptions
-) -> str | None:
+def _follow(tensors: Mapping[str, Tensor], exchange: Exchange, options: SaveOptions) -> str | None:
     """Another rank's part of a save; returns why there is no new checkpoint, or None."""
-    if problem := exchange.get("open"):
-        return problem
-    _write_and_report(partial_path(final), tensors, exchange, options)
+    opened = exchange.get("open")
+    if opened["problem"]:
+        return opened["problem"]
+    _write_and_report(location(opened["partial"]), tensors, exchange, options)
     return exchange.get("outcome")
 
 
@@ -134,7 +136,7 @@ def _outcome(exchange: Exchange) -> str | None:
 
 
 def _write_and_report(
-    partial: Path, tensors: Mapping[str, Tensor], exchange: Exchange, options: SaveOptions
+    partial: Location, tensors: Mapping[str, Tensor], exchange: Exchange, options: SaveOptions
 ) -> None:
     """Write this rank's file and report the result to rank 0."""
     rank = exchange.topology.rank
@@ -157,33 +159,42 @@ def _attempt(exchange: Exchange, options: SaveOptions, action: Callable[[OnProgr
     return None
 
 
-def _open(partial: Path, may_write: Callable[[], None]) -> None:
+def _open(final: Location, may_write: Callable[[], None]) -> Location:
+    """Return the directory that all ranks write to, after removing what earlier saves have left."""
     may_write()
-    remove_leftovers(partial.parent)
+    if isinstance(final, ObjectPath):
+        return begin_save(final)
+    remove_leftovers(final.parent)
+    partial = partial_path(final)
     partial.mkdir(parents=True)
+    return partial
 
 
-def _remove(partial: Path, may_write: Callable[[], None]) -> None:
+def _remove(final: Location, may_write: Callable[[], None]) -> None:
     """Remove a failed save. Raises OSError if the directory may belong to another run."""
     may_write()
-    shutil.rmtree(partial, ignore_errors=True)
+    if isinstance(final, ObjectPath):
+        discard_save(final)
+    else:
+        shutil.rmtree(partial_path(final), ignore_errors=True)
 
 
 def _write_shards(
-    partial: Path, rank: int, tensors: Mapping[str, Tensor], read_back: bool, on_progress: OnProgress
+    partial: Location, rank: int, tensors: Mapping[str, Tensor], read_back: bool, on_progress: OnProgress
 ) -> Checksums:
     path = partial / shard_file_name(rank)
     checksums = write_shard_file(path, tensors, on_progress)
-    if read_back:
+    if read_back and not isinstance(path, ObjectPath):
         with path.open("rb") as file:  # otherwise the file would be read from the page cache
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if read_back:
         verify_file(path, checksums, on_progress=on_progress)
     return checksums
 
 
 def _commit(
-    partial: Path,
-    final: Path,
+    partial: Location,
+    final: Location,
     texts: Mapping[str, bytes],
     reports: list[dict[str, Any]],
     on_progress: OnProgress,
@@ -191,18 +202,22 @@ def _commit(
     files = {}
     for name, text in texts.items():
         write_durably(partial / name, text)
-        files[name] = checksums_of(partial / name)
+        files[name] = checksums_of_bytes(text)
         on_progress()
+    sizes = sizes_in(partial, map(shard_file_name, range(len(reports))))
     for rank, report in enumerate(reports):
         path = partial / shard_file_name(rank)
         files[path.name] = Checksums.from_json(report["checksums"][0], path)
-        if not path.is_file() or path.stat().st_size != files[path.name].size:
+        if sizes.get(path.name) != files[path.name].size:
             raise OSError(
                 f"{path}: rank {rank} wrote it, but it is not there as seen from here; --save must name a "
                 "directory that all nodes share"
             )
         on_progress()
     write_manifest(partial, files)
-    on_progress()  # raises if the save was abandoned, before it gets its name
-    commit_directory(partial, final, retired_path(final))
+    on_progress()  # raises if the save was abandoned, before a directory gets its name
+    if isinstance(partial, ObjectPath) and isinstance(final, ObjectPath):
+        end_save(partial, final)
+    elif isinstance(partial, Path) and isinstance(final, Path):
+        commit_directory(partial, final, retired_path(final))
     write_tracker(final.parent)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_zpp.storage.object_path import Location
+from megatron_zpp.storage.ranges import open_ranges
 from megatron_zpp.storage.regular import UnfitFile, open_stream
 
 CHUNK_BYTES = 4 << 20  # of all files that this program writes
@@ -47,7 +49,7 @@ class Checksums:
         return {"bytes": self.size, "chunk_bytes": self.chunk_bytes, "sha256": list(self.digests)}
 
     @classmethod
-    def from_json(cls, value: Any, path: Path) -> "Checksums":
+    def from_json(cls, value: Any, path: Location) -> "Checksums":
         """Return the inverse of `to_json`. Raises DamagedFile naming `path`, the source of the value."""
         try:
             found = cls(value["bytes"], value["chunk_bytes"], tuple(value["sha256"]))
@@ -124,7 +126,7 @@ class ChecksummedWriter:
             self._chunk = bytearray()
 
     def _put(self, chunk: memoryview) -> None:
-        digest = self._hasher.submit(_digest, chunk)
+        digest = self._hasher.submit(digest_of, chunk)
         left = chunk
         while len(left):  # a write may be partial
             left = left[self._file.write(left) :]
@@ -142,20 +144,20 @@ class VerifiedFile:
     """Reads ranges of a file with known checksums, and verifies every chunk that it reads. Thread-safe.
 
     The constructor raises DamagedFile if the file is missing, is not a regular file, or has another size.
+    The file may be an object; requests that fail raise ObjectError.
     """
 
-    def __init__(self, path: Path, checksums: Checksums, on_progress: OnProgress = no_report) -> None:
+    def __init__(self, path: Location, checksums: Checksums, on_progress: OnProgress = no_report) -> None:
         self.path, self._checksums, self._on_progress = path, checksums, on_progress
         try:
-            self._file = open_stream(path, buffering=0)
+            self._file = open_ranges(path)
         except FileNotFoundError:
             raise DamagedFile(f"{path}: missing") from None
         except UnfitFile as error:
             raise DamagedFile(f"{path}: {error.strerror}") from None
-        size = os.fstat(self._file.fileno()).st_size
-        if size != checksums.size:
+        if self._file.size != checksums.size:
             self._file.close()
-            raise DamagedFile(f"{path}: {size} bytes; {checksums.size} were written")
+            raise DamagedFile(f"{path}: {self._file.size} bytes; {checksums.size} were written")
         self._checked = bytearray(len(checksums.digests))
 
     def read_into(self, start: int, target: memoryview, run: Runner = map) -> None:
@@ -202,11 +204,11 @@ class VerifiedFile:
     def _load(self, index: int, target: memoryview) -> None:
         first, done = index * self._checksums.chunk_bytes, 0
         while done < len(target):  # a read may be partial
-            count = os.preadv(self._file.fileno(), [target[done:]], first + done)
+            count = self._file.read_into(first + done, target[done:])
             if count == 0:
                 raise DamagedFile(f"{self.path}: became shorter while it was read")
             done += count
-        if _digest(target) != self._checksums.digests[index]:
+        if digest_of(target) != self._checksums.digests[index]:
             raise DamagedFile(
                 f"{self.path}: damaged between bytes {first} and {first + len(target)}: its SHA-256 is not "
                 "the one that was written"
@@ -220,13 +222,20 @@ def checksums_of(path: Path, chunk_bytes: int = CHUNK_BYTES) -> Checksums:
     digests, size = [], 0
     with open_stream(path) as file:
         while chunk := file.read(chunk_bytes):
-            digests.append(_digest(chunk))
+            digests.append(digest_of(chunk))
             size += len(chunk)
     return Checksums(size, chunk_bytes, tuple(digests))
 
 
+def checksums_of_bytes(content: bytes, chunk_bytes: int = CHUNK_BYTES) -> Checksums:
+    """Return the checksums of a file with this content."""
+    view = memoryview(content)
+    digests = [digest_of(view[at : at + chunk_bytes]) for at in range(0, len(content), chunk_bytes)]
+    return Checksums(len(content), chunk_bytes, tuple(digests))
+
+
 def verify_file(
-    path: Path, checksums: Checksums, run: Runner = map, on_progress: OnProgress = no_report
+    path: Location, checksums: Checksums, run: Runner = map, on_progress: OnProgress = no_report
 ) -> None:
     """Raise DamagedFile, with the offset, unless the content of the file has these checksums."""
     file = VerifiedFile(path, checksums, on_progress)
@@ -236,5 +245,6 @@ def verify_file(
         file.close()
 
 
-def _digest(chunk: bytes | memoryview) -> str:
+def digest_of(chunk: bytes | memoryview) -> str:
+    """Return the digest of one chunk."""
     return hashlib.sha256(chunk).hexdigest()

@@ -23,6 +23,8 @@ from megatron_zpp.data.dataset_progress import DatasetProgress
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.storage.checksums import DamagedFile, OnProgress
 from megatron_zpp.storage.files import check_writable
+from megatron_zpp.storage.object_path import Location, is_object, location
+from megatron_zpp.storage.object_store import ObjectError
 from megatron_zpp.train.data_changes import (
     batch_changes,
     data_changes,
@@ -46,7 +48,7 @@ def check_start(config: CheckpointConfig, model: ModelConfig, tokenizer: dict[st
     """Raise ValueError, before anything is built, for a --load or --save that cannot be used."""
     if config.save:
         check_writable("--save", config.save)
-        if (Path(config.save) / TRACKER).is_dir():
+        if not is_object(config.save) and (Path(config.save) / TRACKER).is_dir():
             raise option_error("--save", config.save, f"its {TRACKER} is a directory; remove that")
     if config.load is None:
         return
@@ -72,7 +74,7 @@ def _saves_where_it_loads(config: CheckpointConfig) -> bool:
     return os.path.realpath(config.save) == os.path.realpath(config.load)
 
 
-def _check_going_back(config: CheckpointConfig, start: Path) -> None:
+def _check_going_back(config: CheckpointConfig, start: Location) -> None:
     """Raise ValueError if --ckpt-step goes back in --save: the next start would load the newer checkpoint."""
     if not _saves_where_it_loads(config):
         return
@@ -102,25 +104,28 @@ def restore(
         load_weights(settings.huggingface, engine, config.model, tokenizer)
         line = f" loaded the weights of {settings.load}; starting at iteration 0"
         return Start(_named(Progress(), settings, exchange_for), [line])
-    passed_over: list[tuple[Path, str]] = []
+    passed_over: list[tuple[Location, str]] = []
     for path in _agreed_candidates(settings, exchange_for):
         problem, start = None, Start(Progress(), [])
         exchange = exchange_for(f"load/{path.name}")
         try:
             start = _load(config, path, engine, tokenizer, schedule, exchange.progress)
         except (DamagedFile, OSError) as damage:
-            problem = one_line(damage)
+            # A store that does not answer says nothing about a checkpoint, so no older one takes its place.
+            problem = {"reason": one_line(damage), "is_damage": not isinstance(damage, ObjectError)}
         problem = exchange.first("problem", problem)
         if problem is None:
             assert settings.load is not None  # it holds `path`
-            directory = Path(settings.load)
+            directory = location(settings.load)
             lost = None if settings.ckpt_step is not None else lost_newest(directory)
             if settings.load == settings.save and engine.topology.rank == 0:
                 write_tracker(directory)
             warnings = [f" WARNING: {lost}: it is skipped"] if lost else []
             warnings += [f" WARNING: {path} is skipped: {problem}" for path, problem in passed_over]
             return Start(_named(start.progress, settings, exchange_for), [*warnings, *start.lines])
-        passed_over.append((path, problem))
+        if not problem["is_damage"]:
+            raise option_error("--load", settings.load, problem["reason"])
+        passed_over.append((path, problem["reason"]))
     if passed_over:
         raise option_error(
             "--load",
@@ -140,7 +145,7 @@ def _named(progress: Progress, config: CheckpointConfig, exchange_for: Callable[
     return replace(progress, run=exchange.get("name"))
 
 
-def _agreed_candidates(config: CheckpointConfig, exchange_for: Callable[[str], Exchange]) -> list[Path]:
+def _agreed_candidates(config: CheckpointConfig, exchange_for: Callable[[str], Exchange]) -> list[Location]:
     """The checkpoints that rank 0 sees, because a shared file system may show ranks different ones."""
     if config.load is None:
         return []
@@ -148,12 +153,12 @@ def _agreed_candidates(config: CheckpointConfig, exchange_for: Callable[[str], E
     if exchange.topology.rank == 0:
         found = candidates(config.load, config.ckpt_step)
         exchange.put("candidates", [str(path) for path in found])
-    return [Path(path) for path in exchange.get("candidates")]
+    return [location(path) for path in exchange.get("candidates")]
 
 
 def _load(
     config: Config,
-    path: Path,
+    path: Location,
     engine: ZeroEngine,
     tokenizer: dict[str, Any],
     schedule: RunSchedule,

@@ -3,13 +3,12 @@
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_zpp.checkpoint.directory import checkpoint_path, committed, remove_old
+from megatron_zpp.checkpoint.directory import checkpoint_name, committed, remove_old
 from megatron_zpp.checkpoint.snapshot import Snapshot
 from megatron_zpp.checkpoint.states import Progress, describe_state, shards_of
 from megatron_zpp.checkpoint.write import SaveFailed, SaveOptions, write_checkpoint
@@ -17,6 +16,7 @@ from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.storage.lease import Lease
+from megatron_zpp.storage.object_path import location
 from megatron_zpp.zero.engine import ZeroEngine
 
 
@@ -121,10 +121,10 @@ class Saver:
         started = time.perf_counter()
         settings = self._settings
         assert settings.save is not None
-        directory = Path(settings.save)
+        directory = location(settings.save)
         exchange = Exchange(self._store, self._engine.topology, self._timeout, f"save/{self._saves}")
         self._saves += 1
-        path = checkpoint_path(directory, progress.iteration)
+        path = directory / checkpoint_name(progress.iteration)
         write_checkpoint(path, tensors, state, exchange, self._options, beside=self._tokenizer_files)
         line = f" saved {path} in {time.perf_counter() - started:.1f} s"
         if settings.keep_last is not None and self._engine.topology.rank == 0:
@@ -145,7 +145,17 @@ class Saver:
             self._failure = None
         except SaveFailed as failure:
             self._failure, self._newest = failure, None
-            assert self._settings.save is not None
-            newest = next(iter(committed(Path(self._settings.save))), None)
-            kept = "there is no checkpoint yet" if newest is None else f"iteration {newest} is the newest"
-            self._reporter.warn(f"a checkpoint could not be saved: {failure}; {kept}; training continues")
+            self._reporter.warn(
+                f"a checkpoint could not be saved: {failure}; {self._kept()}; training continues"
+            )
+
+    def _kept(self) -> str:
+        """Which earlier checkpoint there is, in words."""
+        assert self._settings.save is not None
+        if self._engine.topology.rank != 0:
+            return ""  # rank 0 alone says it
+        try:
+            newest = next(iter(committed(location(self._settings.save))), None)
+        except OSError:  # an object store that does not answer
+            return "earlier ones are unchanged"
+        return "there is no checkpoint yet" if newest is None else f"iteration {newest} is the newest"
