@@ -34,7 +34,6 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.reporting.reporter import Reporter
-from megatron_zpp.storage.object_path import Location
 from megatron_zpp.supervision.joining import connect_ranks
 from megatron_zpp.train.saver import Saver
 from megatron_zpp.zero.engine import ZeroEngine
@@ -180,7 +179,11 @@ def time_stalls(training: Training, saver: Saver, steps: int, count: int) -> tup
     return stalls, beside
 
 
-def time_loads(engine: ZeroEngine, checkpoint: Location, count: int) -> list[float]:
+def _newest(directory: Path) -> Path:
+    return Path(str(next(iter(committed(directory).values()))))
+
+
+def time_loads(engine: ZeroEngine, checkpoint: Path, count: int) -> list[float]:
     """Seconds of loads that read from the disk."""
     seconds = []
     for _ in range(count):
@@ -233,7 +236,7 @@ def measure(
         start=Progress(),
     )
     stalls, beside = time_stalls(training, behind, steps, options.saves)
-    load = median(time_loads(engine, next(iter(committed(options.directory).values())), options.saves))
+    load = median(time_loads(engine, _newest(options.directory), options.saves))
     written, read = (median(rate[side] for rate in rates) for side in (0, 1))
     return {
         "preset": options.preset,

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from pathlib import Path
 
 from megatron_zpp.data.checksums import changed_since_written
 from megatron_zpp.data.indexed import IndexedDataset, tokens_path
 from megatron_zpp.storage.checksums import Checksums, DamagedFile, OnProgress, VerifiedFile, no_report
+from megatron_zpp.storage.object_path import location
 
 _THREADS = 4  # read and hash, both without holding Python's lock
 
@@ -28,7 +28,7 @@ def verify_tokens(
             mine = range(max(begin - first, 0), min(end - first, count))
             first += count
             try:
-                path = Path(tokens_path(data.prefix))
+                path = location(tokens_path(data.prefix))
                 with closing(VerifiedFile(path, checksums, on_progress)) as file:
                     file.check(mine, pool.map)
             except DamagedFile as damage:

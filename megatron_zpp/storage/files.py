@@ -5,11 +5,12 @@ An object of an object store is always written this way, and durable once it is 
 
 import contextlib
 import errno
+import fcntl
 import os
 import platform
 import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megatron_zpp.storage.object_path import Location, ObjectPath, is_object, location
@@ -123,3 +124,15 @@ def check_writable(flag: str, directory: str) -> None:
         probe.unlink()
     except OSError as error:
         raise ValueError(f"{flag} {directory}: {error.strerror}; name a writable directory") from None
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock on the file `path`, which the kernel releases if this process dies."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)  # a group may share it
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

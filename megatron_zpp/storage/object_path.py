@@ -192,9 +192,7 @@ def location(text: str) -> Location:
     """Return the path that `text` names. Raises ValueError, only the reason, for a useless URL."""
     if not is_object(text):
         if "://" in text:
-            raise ValueError(
-                f"is a URL that cannot be used here; give a path, or {S3}BUCKET/PREFIX"
-            )
+            raise ValueError(f"is a URL that cannot be used here; give a path, or {S3}BUCKET/PREFIX")
         return Path(text)
     bucket, _, key = text.removeprefix(S3).rstrip("/").partition("/")
     if not bucket or any(part in ("", ".", "..") for part in (key.split("/") if key else [])):

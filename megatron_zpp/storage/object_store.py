@@ -56,7 +56,7 @@ def request(url: str, operation: str, **arguments: Any) -> dict[str, Any]:
     except botocore.exceptions.NoCredentialsError:
         reason = "no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
         raise ObjectError(errno.EACCES, reason, url) from None
-    except botocore.exceptions.HTTPClientError as error:
+    except (botocore.exceptions.HTTPClientError, botocore.exceptions.ConnectionError) as error:
         raise _silent(url, error) from None
     except (botocore.exceptions.BotoCoreError, ValueError) as error:
         raise ObjectError(errno.EINVAL, _one_line(error), url) from None
