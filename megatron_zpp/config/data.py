@@ -46,7 +46,7 @@ class DataConfig(Options):
     )
     object_storage_cache_path: str | None = option(
         None,
-        "Directory of each node for copies of PREFIX.idx of data paths s3://BUCKET/PREFIX, whose PREFIX.bin is "
+        "Directory, on each node, for copies of PREFIX.idx of data paths s3://BUCKET/PREFIX; PREFIX.bin is "
         "read from the object store as samples need it.",
         metavar="DIR",
     )
