@@ -1,5 +1,6 @@
 """Saves to an object store: whole or not there, at any moment of a kill, and exact when loaded."""
 
+import shutil
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -7,18 +8,26 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from megatron_zpp.checkpoint.directory import TRACKER, candidates, committed, remove_old
+from megatron_zpp.checkpoint.huggingface.exporting import export_checkpoint
+from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
 from megatron_zpp.checkpoint.manifest import MARKER
 from megatron_zpp.checkpoint.read import load_checkpoint
 from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.checkpoint.write import SaveFailed
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.generate.loading import load_model
 from megatron_zpp.storage import object_path
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.object_path import location
+from megatron_zpp.tokenizer import build_tokenizer, describe
+from megatron_zpp.train.checkpoint_arguments import read_arguments
 from tests.checkpoint.saving import FIRST, SECOND, TOKENIZER, save, small, train
+from tests.checkpoint.test_tokenizer import SHAPE, STEPS, flags_of
 from tests.object_server import BUCKET, ObjectServer, object_server
+from tests.train.in_process import train_here
 from tests.zero.engines import weights_of
 from tests.zero.ranks import on_ranks
 
@@ -173,3 +182,21 @@ def test_a_store_that_refuses_fails_the_save_alone(server: ObjectServer, url: st
         save(location("s3://nowhere/x"), small(), timeout=timedelta(seconds=30))
     with pytest.raises(ValueError, match=r"^--load s3://nowhere/x: the bucket does not exist"):
         candidates("s3://nowhere/x")
+
+
+@pytest.mark.parametrize("kind", ["GPT2BPETokenizer", "HuggingFaceTokenizer"])
+def test_programs_read_a_checkpoint_with_its_tokenizer(url: str, tmp_path: Path, kind: str) -> None:
+    words = flags_of(kind, tmp_path / "files")
+    train_here([*SHAPE, *STEPS, *words, "--save", url])
+    shutil.rmtree(tmp_path / "files")
+    model, tokenizer = load_model(url, None)
+    assert tokenizer.decode(tokenizer.encode("The quick brown fox")) == "The quick brown fox"
+    found = read_arguments(url, None)
+    assert found is not None
+    assert describe(build_tokenizer(found.tokenizer)) == describe(tokenizer)
+    exported = tmp_path / "exported"
+    named = NamedDirectory("CHECKPOINT_DIR", url, Path(url))
+    export_checkpoint(named, candidates(url)[0], exported, with_tokenizer=True, file_bytes=1 << 30)
+    with safe_open(exported / "model.safetensors", framework="pt") as file:
+        weights = file.get_tensor("transformer.wpe.weight")
+    assert torch.equal(weights, model.state_dict()["embedding.positions.weight"])

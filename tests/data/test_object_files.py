@@ -1,4 +1,4 @@
-"""Data sets in an object store: the samples of files, whatever reads them, and copies that are never stale."""
+"""Data sets in an object store: the same samples as from files, and copies that are never stale."""
 
 from collections.abc import Iterator
 from pathlib import Path
