@@ -6,7 +6,7 @@ from typing import Literal
 
 from megatron_zpp.config.nccl_sockets import explicit_sockets
 from megatron_zpp.config.options import Options, option, option_error
-from megatron_zpp.config.urls import check_location
+from megatron_zpp.config.urls import check_location, local_path
 
 _LONGEST = 2**40  # steps or samples; a product with a batch size fits an int64
 _LARGEST_BATCH = 2**22
@@ -231,7 +231,9 @@ class LoggingConfig(Options):
     debug: bool = option(False, "Print the traceback of an error.")
 
     def check(self) -> None:
-        """Refuse other W&B flags without a project."""
+        """Refuse other W&B flags without a project, and a URL for the metrics."""
+        if self.metrics_file is not None:
+            local_path("--metrics-file", self.metrics_file)
         for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir", "wandb_mode"):
             if getattr(self, name) is not None and self.wandb_project is None:
                 flag = "--" + name.replace("_", "-")

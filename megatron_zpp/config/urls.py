@@ -17,5 +17,5 @@ def check_location(flag: str, value: str) -> None:
 def local_path(flag: str, value: str) -> Path:
     """Return the path that `value` names. Raises ValueError if it is a URL."""
     if "://" in value:
-        raise option_error(flag, value, "is a URL; name a directory of this machine")
+        raise option_error(flag, value, "is a URL; give a path of this machine")
     return Path(value)

@@ -47,10 +47,10 @@ def request(url: str, operation: str, **arguments: Any) -> dict[str, Any]:
     """Return the answer to one request of boto3's client. Raises ObjectError, of which `url` is the file."""
     try:
         import botocore.exceptions
+
+        return getattr(_client(os.getpid()), operation)(**arguments)
     except ModuleNotFoundError:
         raise ObjectError(errno.ENOPKG, INSTALL, url) from None
-    try:
-        return getattr(_client(os.getpid()), operation)(**arguments)
     except botocore.exceptions.ClientError as error:
         raise _refused(url, operation, error.response) from None
     except botocore.exceptions.NoCredentialsError:

@@ -1,13 +1,14 @@
 """Names, requests and errors of an object store, against a real server."""
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from megatron_zpp.storage import object_store
-from megatron_zpp.storage.checksums import Checksums, DamagedFile, VerifiedFile, checksums_of
+from megatron_zpp.storage import object_store, object_upload
+from megatron_zpp.storage.checksums import DamagedFile, VerifiedFile, checksums_of
 from megatron_zpp.storage.files import check_writable
 from megatron_zpp.storage.object_path import ObjectPath, location
 from megatron_zpp.storage.object_store import Conflict, NoObject, ObjectError
@@ -88,10 +89,13 @@ def test_conditions_decide_between_writers(server: ObjectServer) -> None:
     assert path.read_whole() == (b"two", second)
 
 
-@pytest.mark.parametrize("size", [0, 1, CHUNK, 4 * CHUNK, 4 * CHUNK + 1, 9 * CHUNK + 77])
+@pytest.mark.parametrize(
+    ("size", "at_once"), [(0, 4), (1, 4), (CHUNK, 4), (4 * CHUNK, 4), (9 * CHUNK + 77, 1)]
+)
 def test_an_upload_has_the_bytes_and_checksums_of_a_file(
-    server: ObjectServer, tmp_path: Path, size: int
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, at_once: int
 ) -> None:
+    monkeypatch.setattr(object_upload, "_AT_ONCE", at_once)
     content = os.urandom(size)
     (tmp_path / "file").write_bytes(content)
     path = ObjectPath(BUCKET, f"upload/{size}")
@@ -176,6 +180,16 @@ def test_what_is_wrong_is_one_line(server: ObjectServer, monkeypatch: pytest.Mon
         check_writable("--save", f"s3://{BUCKET}/x")
 
 
+def test_without_the_package_the_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("boto3", "botocore.exceptions"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, package, None)  # as if it was not installed
+            with pytest.raises(
+                ValueError, match=r"^--save s3://runs/x: needs the package boto3; install it: pip"
+            ):
+                check_writable("--save", f"s3://{BUCKET}/x")
+
+
 def test_a_server_that_is_gone_is_named_after_some_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "ATTEMPTS", 2)
     with object_server() as server:
@@ -187,7 +201,3 @@ def test_a_server_that_is_gone_is_named_after_some_attempts(monkeypatch: pytest.
     assert str(raised.value).endswith("; tried 2 times")
     assert server.environment["AWS_ENDPOINT_URL"] in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-def test_the_checksums_of_parts_are_those_of_chunks() -> None:
-    assert Checksums(0, CHUNK, ()).to_json() == {"bytes": 0, "chunk_bytes": CHUNK, "sha256": []}
