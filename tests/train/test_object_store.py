@@ -1,18 +1,22 @@
 """Runs that save to, load from and read data of an object store: the bits of runs on a disk, or one line."""
 
+import errno
 import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors import safe_open
 
+from megatron_zpp.storage import object_path
+from megatron_zpp.storage.object_store import ObjectError
 from tests.object_server import BUCKET, ObjectServer, object_server
 from tests.support import Run, pretrain, wait_until
 from tests.train.conftest import BYTES, TINY
-from tests.train.in_process import SMALLEST
+from tests.train.in_process import SMALLEST, train_here
 
 RUN = [*BYTES, *TINY, *SMALLEST, "--split", "90,10,0", "--device", "cpu", "--zero-stage", "3"]
 RUN += ["--eval-iters", "1"]
@@ -106,6 +110,31 @@ def test_a_server_that_is_gone_fails_the_saves_and_not_the_training(corpus: str,
         assert resumed.returncode == 1
         assert resumed.stderr.count("\n") == 1
         assert f"error: --save {url}: the server does not answer (" in resumed.stderr
+
+
+def test_a_server_that_is_gone_during_a_load_is_not_taken_for_damage(
+    server: ObjectServer, corpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, whole = f"s3://{BUCKET}/loaded", object_path.get
+    flags = ["--data-path", corpus, "--split", "100,0,0", *BYTES, *TINY, *SMALLEST]
+    flags += ["--save", url, "--load", url, "--save-interval", "2", "--train-iters"]
+    train_here([*flags, "4"])
+
+    def gone(url: str, **arguments: Any) -> tuple[bytes, dict[str, Any]]:
+        if url.endswith("iter_0000004/rank_00000.safetensors"):
+            raise ObjectError(errno.EIO, "the server does not answer", url)
+        return whole(url, **arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(object_path, "get", gone)
+        with pytest.raises(ValueError, match=f"^--load {url}: {url}/iter_0000004/.*: the server does not"):
+            train_here([*flags, "6"])
+    content = server.get("loaded/iter_0000004/rank_00000.safetensors")
+    server.put("loaded/iter_0000004/rank_00000.safetensors", content[:-1])
+    train_here([*flags, "6"])
+    said = capsys.readouterr().out
+    assert f" WARNING: {url}/iter_0000004 is skipped: {url}/iter_0000004/rank_00000.safetensors: " in said
+    assert f" loaded {url}/iter_0000002; resuming at iteration 2" in said
 
 
 def test_data_of_a_server_that_is_gone_ends_the_run_with_one_line(
