@@ -160,7 +160,7 @@ def remove_old(directory: Location, keep_last: int, keep_every: int | None, *, n
     one. Raises OSError if the file system does.
     """
     for iteration, path in list(committed(directory).items())[keep_last:]:
-        if path != newest and not (keep_every and iteration % keep_every == 0):
+        if iteration != iteration_of(newest) and not (keep_every and iteration % keep_every == 0):
             remove(path)
 
 

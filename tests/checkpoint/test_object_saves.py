@@ -96,6 +96,12 @@ def test_old_checkpoints_are_removed(server: ObjectServer, url: str) -> None:
     assert server.get(f"{url.removeprefix(f's3://{BUCKET}/')}/{TRACKER}") == b"4\n"
     keys = server.keys(f"{url.removeprefix(f's3://{BUCKET}/')}/")
     assert not [key for key in keys if "iter_0000001" in key]
+    newest = save(location(url), small(seed=2), Progress(2, 2))  # replaces, and is older than what is kept
+    remove_old(location(url), 1, None, newest=newest)
+    assert [path.name for path in committed(location(url)).values()] == [
+        "iter_0000004",
+        "iter_0000002.replacement",
+    ]
 
 
 class Killed(BaseException):
