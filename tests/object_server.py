@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_zpp.storage.object_store import _client
 from tests.support import free_port, wait_until
 
 BUCKET = "runs"
@@ -60,6 +61,7 @@ def object_server() -> Iterator[ObjectServer]:
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             os.environ.update(environment)
+            _client.cache_clear()  # of another server
             wait_until(lambda: _answers(port) or process.poll() is not None)
             assert process.poll() is None, "the server has ended"
             client = boto3.session.Session().client("s3")
@@ -69,6 +71,7 @@ def object_server() -> Iterator[ObjectServer]:
             process.kill()
             os.environ.clear()
             os.environ.update(before)
+            _client.cache_clear()
 
 
 def _answers(port: int) -> bool:

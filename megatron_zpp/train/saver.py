@@ -157,5 +157,5 @@ class Saver:
         try:
             newest = next(iter(committed(location(self._settings.save))), None)
         except OSError:  # an object store that does not answer
-            return "earlier ones are unchanged"
+            return "earlier checkpoints are unchanged"
         return "there is no checkpoint yet" if newest is None else f"iteration {newest} is the newest"

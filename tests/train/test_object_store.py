@@ -99,7 +99,7 @@ def test_a_server_that_is_gone_fails_the_saves_and_not_the_training(corpus: str,
         run.wait_for(f" saved {url}/iter_0000020")
         server.process.kill()
         run.wait_for("WARNING: a checkpoint could not be saved: rank 0 on ")
-        run.wait_for("; earlier ones are unchanged; training continues")
+        run.wait_for("; earlier checkpoints are unchanged; training continues")
         assert run.processes[0].is_alive()
         warned = [line for line in run.out(0).splitlines() if "could not be saved" in line]
         assert f"s3://{BUCKET}/" in warned[0]
