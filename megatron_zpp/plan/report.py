@@ -17,7 +17,7 @@ from megatron_zpp.plan.advice import (
     why,
     zeropp_plans,
 )
-from megatron_zpp.plan.exchanges import hidden_state_bytes
+from megatron_zpp.plan.exchanges import ledgers_of
 from megatron_zpp.plan.hardware import (
     CPU_BYTES_PER_SECOND,
     INSIDE_SHARE,
@@ -121,11 +121,10 @@ def _verdict(plan: Plan, gpu: Gpu, machine: Machine) -> Iterator[str]:
 
 
 def _traffic(plan: Plan) -> Iterator[str]:
-    sent, job = plan.sent, plan.job
+    job, sent = plan.job, ledgers_of(plan.job, plan.sent)
     yield "bytes sent in a step by all ranks together, as metrics.jsonl will say"
     yield f"  inter_node_bytes {sent.inter:>20,}   {sent.inter / job.nodes / 1e9:10.3f} GB from each node"
-    inside = sent.intra + job.ranks * hidden_state_bytes(job)
-    yield f"  intra_node_bytes {inside:>20,}   {inside / job.ranks / 1e9:10.3f} GB from each GPU"
+    yield f"  intra_node_bytes {sent.intra:>20,}   {sent.intra / job.ranks / 1e9:10.3f} GB from each GPU"
     if job.tensor > 1:
         yield exchange_line(job)
 
