@@ -6,6 +6,7 @@ It may be a directory of an object store; object_saves.py has what differs there
 the marker in each checkpoint decides whether the checkpoint is committed.
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from megatron_zpp.checkpoint.foreign.recognise import recognise
 from megatron_zpp.checkpoint.manifest import MARKER, is_committed
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
+from megatron_zpp.storage.checksums import OnProgress, no_report
 from megatron_zpp.storage.files import write_text
 from megatron_zpp.storage.object_path import AnyLocation, Location, ObjectPath, location
 from megatron_zpp.storage.object_store import ObjectError
@@ -124,7 +126,10 @@ def lost_newest(directory: Location) -> str | None:
 
 
 def write_tracker(directory: Location) -> None:
-    """Write the newest committed iteration to the tracker. Raises OSError if the file system does."""
+    """Write the newest committed iteration to the tracker, or remove the tracker if there is none.
+
+    Raises OSError if the file system does.
+    """
     newest = next(iter(committed(directory)), None)
     path = directory / TRACKER
     text = f"{newest}\n"
@@ -153,19 +158,26 @@ def is_unfinished(path: Location) -> bool:
     return isinstance(path, ObjectPath) and partial_path(path).is_file()
 
 
-def remove_old(directory: Location, keep_last: int, keep_every: int | None, *, newest: Location) -> None:
+def remove_old(
+    directory: Location,
+    keep_last: int,
+    keep_every: int | None,
+    *,
+    newest: Location,
+    on_progress: OnProgress = no_report,
+) -> None:
     """Remove committed checkpoints except the last `keep_last`, `newest`, and multiples of `keep_every`.
 
     `newest` has just been saved. It need not have the highest iteration, if the run resumed from an earlier
-    one. Raises OSError if the file system does.
+    one. No file is read. Raises OSError if the file system does.
     """
     for iteration, path in list(committed(directory).items())[keep_last:]:
         if iteration != iteration_of(newest) and not (keep_every and iteration % keep_every == 0):
-            remove(path)
+            remove_committed(path, on_progress)
 
 
-def remove(path: Location) -> None:
-    """Remove a committed checkpoint, its marker first, so that a kill leaves no damaged one."""
+def remove_committed(path: Location, on_progress: OnProgress = no_report) -> None:
+    """Remove a checkpoint, its marker first, so that a kill leaves no damaged one. Raises OSError."""
     if isinstance(path, ObjectPath):
         unfinished = partial_path(path)
         unfinished.write(b"")  # the next save removes what a kill leaves
@@ -174,4 +186,8 @@ def remove(path: Location) -> None:
         unfinished.unlink()
     else:
         (path / MARKER).unlink()
+        for file in path.iterdir():  # one by one, because thousands of files may take longer than a time-out
+            with contextlib.suppress(OSError):
+                file.unlink()
+            on_progress()
         shutil.rmtree(path, ignore_errors=True)

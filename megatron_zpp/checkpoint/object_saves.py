@@ -12,7 +12,7 @@ from megatron_zpp.checkpoint.directory import (
     committed,
     iteration_of,
     partial_path,
-    remove,
+    remove_committed,
     replacement_path,
 )
 from megatron_zpp.checkpoint.manifest import is_committed
@@ -32,7 +32,7 @@ def end_save(place: ObjectPath, final: ObjectPath) -> None:
     """Make the committed checkpoint at `place` the only one of its iteration."""
     other = replacement_path(final) if place == final else final
     if is_committed(other):
-        remove(other)
+        remove_committed(other)
     partial_path(place).unlink()
 
 
@@ -58,8 +58,8 @@ def remove_leftovers(directory: ObjectPath) -> None:
         other = final if place != final else replacement_path(final)
         if there != place:
             if is_committed(place):  # a replacement: the kill came before the old one was removed
-                remove(place)
+                remove_committed(place)
             place.remove_tree()
         elif is_committed(other):  # the kill came before it was removed
-            remove(other)
+            remove_committed(other)
         unfinished.unlink()

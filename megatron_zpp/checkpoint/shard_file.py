@@ -23,6 +23,7 @@ from megatron_zpp.storage.checksums import (
 )
 from megatron_zpp.storage.object_path import Location, ObjectPath
 from megatron_zpp.storage.object_upload import ChecksummedUpload
+from megatron_zpp.storage.recent_chunks import RecentChunks
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _LENGTH = struct.Struct("<Q")
@@ -56,10 +57,19 @@ def write_shard_file(
 
 
 class ShardFile:
-    """Reads a file of `write_shard_file`. Raises DamagedFile if it differs from what was written."""
+    """Reads a file of `write_shard_file`. Raises DamagedFile if it differs from what was written.
 
-    def __init__(self, path: Location, checksums: Checksums, on_progress: OnProgress = no_report) -> None:
-        self.file = VerifiedFile(path, checksums, on_progress)
+    `recent`: see VerifiedFile.
+    """
+
+    def __init__(
+        self,
+        path: Location,
+        checksums: Checksums,
+        on_progress: OnProgress = no_report,
+        recent: RecentChunks | None = None,
+    ) -> None:
+        self.file = VerifiedFile(path, checksums, on_progress, recent)
         try:
             self._entries = self._read_header(path, checksums.size)
         except DamagedFile:

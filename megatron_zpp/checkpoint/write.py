@@ -1,7 +1,6 @@
 """Writes one checkpoint: each rank writes its file, then rank 0 the rest, manifest and marker."""
 
 import json
-import os
 import platform
 import shutil
 from collections.abc import Callable, Mapping
@@ -15,13 +14,14 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.directory import partial_path, remove_leftovers, retired_path, write_tracker
 from megatron_zpp.checkpoint.file_worker import FileWorker
-from megatron_zpp.checkpoint.manifest import write_manifest
+from megatron_zpp.checkpoint.manifest import Entry, write_manifest
 from megatron_zpp.checkpoint.object_saves import begin_save, discard_save, end_save
 from megatron_zpp.checkpoint.shard_file import write_shard_file
 from megatron_zpp.distributed.exchange import Abandoned, Exchange, NoProgress
-from megatron_zpp.storage.checksums import Checksums, OnProgress, checksums_of_bytes, verify_file
+from megatron_zpp.storage.checksums import Checksums, OnProgress, checksums_of_bytes
 from megatron_zpp.storage.files import commit_directory, sizes_in, write_durably
 from megatron_zpp.storage.object_path import Location, ObjectPath, location
+from megatron_zpp.storage.sidecar import SidecarDigest, write_sidecar
 
 STATE = "state.json"
 
@@ -39,12 +39,11 @@ def shard_file_name(rank: int) -> str:
 class SaveOptions:
     """How a checkpoint is written.
 
-    `read_back`: read every file again from the disk before the checkpoint is committed. `may_write`: rank 0
-    calls it before it creates anything, and again before it commits; if it raises OSError, the save fails
-    with that error. `files` runs operations that may get stuck in the file system.
+    `may_write`: rank 0 calls it before it creates or removes anything, and again before it commits; if it
+    raises OSError, the save fails with that error. `files` runs operations that may get stuck in the file
+    system.
     """
 
-    read_back: bool = False
     may_write: Callable[[], None] = lambda: None
     files: FileWorker = field(default_factory=FileWorker)
 
@@ -57,10 +56,11 @@ def write_checkpoint(
     options: SaveOptions,
     *,
     beside: Mapping[str, bytes] | None = None,
-) -> None:
+) -> tuple[Location, Checksums]:
     """Write `final` from all ranks; each rank returns, or raises SaveFailed, once it knows the outcome.
 
-    `beside`: the contents of more files by name, those of the tokenizer; rank 0 writes them.
+    Returns where the checkpoint is, and the checksums of this rank's file, for `read_back`. `beside`: the
+    contents of more files by name, those of the tokenizer; rank 0 writes them.
 
     The checkpoint is committed only after all of it is durable. A save may take as long as some rank
     makes progress with its file. If no rank does for the exchange's time-out, the save fails on all ranks,
@@ -69,29 +69,49 @@ def write_checkpoint(
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()  # another thread reads them on another stream
     by_rank_0 = exchange.topology.rank == 0
+    shards = _Shards(tensors)
     try:
         if by_rank_0:
             texts = {**(beside or {}), STATE: (json.dumps(state, indent=1) + "\n").encode()}
-            problem = _lead(final, tensors, texts, exchange, options)
+            problem = _lead(final, shards, texts, exchange, options)
         else:
-            problem = _follow(tensors, exchange, options)
+            problem = _follow(shards, exchange, options)
     except Abandoned as abandoned:
         problem = str(abandoned)
     except NoProgress as silence:
         problem = exchange.abandon(str(silence))
         if problem is None:  # rank 0 has decided to commit, and only the result is missing
-            problem = _outcome(exchange)
+            problem = outcome(exchange)
     if problem and by_rank_0:
-        _attempt(exchange, options, lambda on_progress: _remove(final, options.may_write))
+        attempt(exchange, options, lambda on_progress: _remove(final, options.may_write))
         exchange.put("outcome", problem)
     exchange.clear()
     if problem:
         raise SaveFailed(problem)
+    assert shards.checksums is not None, "committed without this rank's file"
+    directory = shards.directory  # of an object store, what is written stays where it is
+    return directory if isinstance(directory, ObjectPath) else final, shards.checksums
+
+
+class _Shards:
+    """What one rank writes: its tensors; and their file's checksums, once it is written."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self.checksums: Checksums | None = None
+        self.directory: Location | None = None  # that all ranks write to
+
+    def write(self, path: Location, on_progress: OnProgress) -> SidecarDigest:
+        """Write file and sidecar, and make them durable."""
+        self.checksums = write_shard_file(path, self._tensors, on_progress)
+        digest = write_sidecar(path, self.checksums)
+        on_progress()
+        return digest
 
 
 def _lead(
     final: Location,
-    tensors: Mapping[str, Tensor],
+    shards: _Shards,
     texts: Mapping[str, bytes],
     exchange: Exchange,
     options: SaveOptions,
@@ -99,58 +119,60 @@ def _lead(
     """Rank 0's part of a save; returns why there is no new checkpoint, or None."""
     opened: list[Location] = []
 
-    def attempt(action: Callable[[OnProgress], Any]) -> str | None:
-        return _attempt(exchange, options, action)
+    def tried(action: Callable[[OnProgress], Any]) -> str | None:
+        return attempt(exchange, options, action)
 
-    problem = attempt(lambda on_progress: opened.append(_open(final, options.may_write)))
+    problem = tried(lambda on_progress: opened.append(_open(final, options.may_write)))
     exchange.put("open", {"problem": problem, "partial": None if problem else str(opened[0])})
     if problem:
         return problem
     (partial,) = opened
-    _write_and_report(partial, tensors, exchange, options)
+    _write_and_report(partial, shards, exchange, options)
     reports = exchange.gather("written")
     problem = next((report["problem"] for report in reports if report["problem"]), None)
-    problem = problem or attempt(lambda on_progress: options.may_write())
+    problem = problem or tried(lambda on_progress: options.may_write())
     if problem := exchange.abandon(problem) if problem else exchange.commit():
         return problem
-    problem = attempt(lambda on_progress: _commit(partial, final, texts, reports, on_progress))
+    problem = tried(lambda on_progress: _commit(partial, final, texts, reports, on_progress))
     if not problem:
         exchange.put("outcome", None)
     return problem
 
 
-def _follow(tensors: Mapping[str, Tensor], exchange: Exchange, options: SaveOptions) -> str | None:
+def _follow(shards: _Shards, exchange: Exchange, options: SaveOptions) -> str | None:
     """Another rank's part of a save; returns why there is no new checkpoint, or None."""
     opened = exchange.get("open")
     if opened["problem"]:
         return opened["problem"]
-    _write_and_report(location(opened["partial"]), tensors, exchange, options)
+    _write_and_report(location(opened["partial"]), shards, exchange, options)
     return exchange.get("outcome")
 
 
-def _outcome(exchange: Exchange) -> str | None:
-    """The result of rank 0's commit. If rank 0 is dead, its missing heartbeat ends this process."""
+def outcome(exchange: Exchange) -> str | None:
+    """The result that rank 0 publishes after a `commit`.
+
+    If rank 0 is dead, its missing heartbeat ends this process.
+    """
     while True:
         with suppress(NoProgress):
             return exchange.get("outcome")
 
 
-def _write_and_report(
-    partial: Location, tensors: Mapping[str, Tensor], exchange: Exchange, options: SaveOptions
-) -> None:
+def _write_and_report(partial: Location, shards: _Shards, exchange: Exchange, options: SaveOptions) -> None:
     """Write this rank's file and report the result to rank 0."""
-    rank = exchange.topology.rank
-    checksums: list[Checksums] = []
+    path = partial / shard_file_name(exchange.topology.rank)
+    shards.directory = partial
+    digests: list[SidecarDigest] = []
 
     def write(on_progress: OnProgress) -> None:
-        checksums.append(_write_shards(partial, rank, tensors, options.read_back, on_progress))
+        digests.append(shards.write(path, on_progress))
 
-    problem = _attempt(exchange, options, write)
-    report = {"problem": problem, "checksums": [] if problem else [one.to_json() for one in checksums]}
+    problem = attempt(exchange, options, write)
+    report = {"problem": problem, "digest": None if problem else digests[0].to_json()}
     exchange.contribute("written", report)
 
 
-def _attempt(exchange: Exchange, options: SaveOptions, action: Callable[[OnProgress], Any]) -> str | None:
+def attempt(exchange: Exchange, options: SaveOptions, action: Callable[[OnProgress], Any]) -> str | None:
     """Why an action failed, in one line; None if it succeeded. Only OSError and ValueError are caught."""
     try:
         options.files.run(action, exchange)
@@ -179,19 +201,6 @@ def _remove(final: Location, may_write: Callable[[], None]) -> None:
         shutil.rmtree(partial_path(final), ignore_errors=True)
 
 
-def _write_shards(
-    partial: Location, rank: int, tensors: Mapping[str, Tensor], read_back: bool, on_progress: OnProgress
-) -> Checksums:
-    path = partial / shard_file_name(rank)
-    checksums = write_shard_file(path, tensors, on_progress)
-    if read_back and not isinstance(path, ObjectPath):
-        with path.open("rb") as file:  # otherwise the file would be read from the page cache
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if read_back:
-        verify_file(path, checksums, on_progress=on_progress)
-    return checksums
-
-
 def _commit(
     partial: Location,
     final: Location,
@@ -199,7 +208,7 @@ def _commit(
     reports: list[dict[str, Any]],
     on_progress: OnProgress,
 ) -> None:
-    files = {}
+    files: dict[str, Entry] = {}
     for name, text in texts.items():
         write_durably(partial / name, text)
         files[name] = checksums_of_bytes(text)
@@ -207,7 +216,7 @@ def _commit(
     sizes = sizes_in(partial, map(shard_file_name, range(len(reports))))
     for rank, report in enumerate(reports):
         path = partial / shard_file_name(rank)
-        files[path.name] = Checksums.from_json(report["checksums"][0], path)
+        files[path.name] = SidecarDigest.from_json(report["digest"], path)
         if sizes.get(path.name) != files[path.name].size:
             raise OSError(
                 f"{path}: rank {rank} wrote it, but it is not there as seen from here; --save must name a "

@@ -124,7 +124,8 @@ class CheckpointConfig(Options):
     )
     keep_last: int | None = option(
         None,
-        "Keep this many of the newest checkpoints; remove older ones once the newest has been read back.",
+        "Keep this many of the newest checkpoints; remove older ones once the newest has been read back, "
+        "beside the training.",
         at_least=1,
     )
     keep_every: int | None = option(

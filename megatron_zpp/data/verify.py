@@ -6,10 +6,15 @@ from contextlib import closing
 
 from megatron_zpp.data.checksums import changed_since_written
 from megatron_zpp.data.indexed import IndexedDataset, tokens_path
-from megatron_zpp.storage.checksums import Checksums, DamagedFile, OnProgress, VerifiedFile, no_report
+from megatron_zpp.storage.checksums import (
+    Checksums,
+    DamagedFile,
+    OnProgress,
+    VerifiedFile,
+    no_report,
+    thread_count,
+)
 from megatron_zpp.storage.object_path import location
-
-_THREADS = 4  # read and hash, both without holding Python's lock
 
 
 def verify_tokens(
@@ -23,7 +28,7 @@ def verify_tokens(
     chunks = [len(checksums.digests) for checksums in written]
     begin, end = (sum(chunks) * edge // parts for edge in (part, part + 1))
     first = 0  # index of this file's first chunk among the chunks of all files
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="verify") as pool:
+    with ThreadPoolExecutor(thread_count(), thread_name_prefix="verify") as pool:
         for data, checksums, count in zip(datasets, written, chunks, strict=True):
             mine = range(max(begin - first, 0), min(end - first, count))
             first += count

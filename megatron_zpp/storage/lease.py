@@ -101,6 +101,11 @@ class Lease:
 
     def __exit__(self, *exception: object) -> None:
         self._over.set()
+        returning = threading.Thread(target=self._return, name="return of the lease", daemon=True)
+        returning.start()
+        returning.join(SECONDS)  # storage that does not answer must not keep a process from its end
+
+    def _return(self) -> None:
         self._thread.join()
         with contextlib.suppress(OSError):
             self.check()

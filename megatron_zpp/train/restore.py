@@ -3,28 +3,30 @@
 import os
 import secrets
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_zpp.checkpoint.directory import TRACKER, candidates, lost_newest, write_tracker
+from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.huggingface.load import load_weights, open_weights
 from megatron_zpp.checkpoint.read import load_checkpoint, saved_settings
 from megatron_zpp.checkpoint.states import Progress
-from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.run import CheckpointConfig
 from megatron_zpp.data.dataset_progress import DatasetProgress
 from megatron_zpp.distributed.exchange import Exchange
-from megatron_zpp.storage.checksums import DamagedFile, OnProgress
+from megatron_zpp.storage.checksums import OnProgress
 from megatron_zpp.storage.files import check_writable
 from megatron_zpp.storage.object_path import Location, is_object, location
-from megatron_zpp.storage.object_store import ObjectError
+from megatron_zpp.train.bounded import bounded, read_together
 from megatron_zpp.train.data_changes import (
     batch_changes,
     data_changes,
@@ -99,34 +101,23 @@ def restore(
 
     Raises ValueError when no checkpoint is whole: a run that has some never starts from initial weights.
     """
-    settings = config.checkpoint
+    settings, files = config.checkpoint, FileWorker()
     exchange_for = partial(Exchange, store, engine.topology, config.distributed.timeout)
     if settings.huggingface:
         load_weights(settings.huggingface, engine, config.model, tokenizer)
         line = f" loaded the weights of {settings.load}; starting at iteration 0"
         return Start(_named(Progress(), settings, exchange_for), [line])
     passed_over: list[tuple[Location, str]] = []
-    for path in _agreed_candidates(settings, exchange_for):
-        problem, start = None, Start(Progress(), [])
+    for path in _agreed_candidates(settings, exchange_for, files):
         exchange = exchange_for(f"load/{path.name}")
-        try:
-            start = _load(config, path, engine, tokenizer, schedule, exchange.progress)
-        except (DamagedFile, OSError) as damage:
-            # A store that does not answer says nothing about a checkpoint, so no older one takes its place.
-            problem = {"reason": one_line(damage), "is_damage": not isinstance(damage, ObjectError)}
-        problem = exchange.first("problem", problem)
+        load = partial(_load, config, path, engine, tokenizer, schedule)
+        start, problem = read_together(load, exchange, files, "--load", settings.load)
         if problem is None:
-            assert settings.load is not None  # it holds `path`
-            directory = location(settings.load)
-            lost = None if settings.ckpt_step is not None else lost_newest(directory)
-            if settings.load == settings.save and engine.topology.rank == 0:
-                write_tracker(directory)
-            warnings = [f" WARNING: {lost}: it is skipped"] if lost else []
+            with bounded(exchange, "--load", settings.load):
+                warnings = files.run(lambda _: _directory_warnings(settings, engine.topology.rank), exchange)
             warnings += [f" WARNING: {path} is skipped: {problem}" for path, problem in passed_over]
             return Start(_named(start.progress, settings, exchange_for), [*warnings, *start.lines])
-        if not problem["is_damage"]:
-            raise option_error("--load", settings.load, problem["reason"])
-        passed_over.append((path, problem["reason"]))
+        passed_over.append((path, problem))
     if passed_over:
         raise option_error(
             "--load",
@@ -146,15 +137,28 @@ def _named(progress: Progress, config: CheckpointConfig, exchange_for: Callable[
     return replace(progress, run=exchange.get("name"))
 
 
-def _agreed_candidates(config: CheckpointConfig, exchange_for: Callable[[str], Exchange]) -> list[Location]:
+def _agreed_candidates(
+    config: CheckpointConfig, exchange_for: Callable[[str], Exchange], files: FileWorker
+) -> list[Location]:
     """The checkpoints that rank 0 sees, because a shared file system may show ranks different ones."""
     if config.load is None:
         return []
-    exchange = exchange_for("load")
-    if exchange.topology.rank == 0:
-        found = candidates(config.load, config.ckpt_step)
-        exchange.put("candidates", [str(path) for path in found])
-    return [location(path) for path in exchange.get("candidates")]
+    load, exchange = config.load, exchange_for("load")
+    with bounded(exchange, "--load", load):
+        if exchange.topology.rank == 0:
+            found = files.run(lambda on_progress: candidates(load, config.ckpt_step), exchange)
+            exchange.put("candidates", [str(path) for path in found])
+        return [location(path) for path in exchange.get("candidates")]
+
+
+def _directory_warnings(config: CheckpointConfig, rank: int) -> list[str]:
+    """Lines on a newest checkpoint that is lost; rank 0 also corrects the tracker. Raises OSError."""
+    assert config.load is not None  # it holds what was loaded
+    directory = location(config.load)
+    lost = None if config.ckpt_step is not None else lost_newest(directory)
+    if config.load == config.save and rank == 0:
+        write_tracker(directory)
+    return [f" WARNING: {lost}: it is skipped"] if lost else []
 
 
 def _load(
@@ -165,11 +169,14 @@ def _load(
     schedule: RunSchedule,
     on_progress: OnProgress,
 ) -> Start:
+    """Load one checkpoint on this rank, on a thread of its own."""
     settings = config.checkpoint
     with_optimizer = settings.load_optim and not settings.finetune
-    progress = load_checkpoint(
-        path, engine, tokenizer, with_optimizer=with_optimizer, on_progress=on_progress
-    )
+    on_gpu = engine.device.type == "cuda"
+    with torch.cuda.device(engine.device) if on_gpu else nullcontext():  # a thread begins with device 0
+        progress = load_checkpoint(
+            path, engine, tokenizer, with_optimizer=with_optimizer, on_progress=on_progress
+        )
     saved, ranks = saved_settings(path)
     changes = model_changes(saved, config.model)
     if settings.finetune:

@@ -31,7 +31,8 @@ from tests.train.in_process import train_here
 from tests.zero.engines import weights_of
 from tests.zero.ranks import on_ranks
 
-FILES = ["COMMITTED", "manifest.json", "rank_00000.safetensors", "state.json"]
+SHARDS = ["rank_00000.safetensors", "rank_00000.safetensors.sha256"]
+FILES = ["COMMITTED", "manifest.json", *SHARDS, "state.json"]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def saves_on_two_ranks(topology: Topology, url: str) -> list[float]:
     """Norms of steps after a checkpoint in the store was loaded, and of the run that saved it."""
     engine = small(topology=topology, zero_stage=3)
     train(engine, 2, seed=2)
-    path = save(location(url), engine, read_back=True)
+    path = save(location(url), engine, reads_back=True)
     other = small(topology=topology, zero_stage=3, seed=9)
     load_checkpoint(path, other, TOKENIZER, with_optimizer=True)
     return [*train(engine, 2, seed=3), *train(other, 2, seed=3)]
@@ -65,7 +66,9 @@ def test_a_checkpoint_of_two_ranks_loads_as_it_was(server: ObjectServer, url: st
     for norms in on_ranks(2, saves_on_two_ranks, url):
         assert norms[:2] == norms[2:]
     prefix = url.removeprefix(f"s3://{BUCKET}/")
-    names = [f"iter_0000005/{name}" for name in sorted([*FILES, "rank_00001.safetensors"])]
+    names = [
+        f"iter_0000005/{name}" for name in sorted([*FILES, *(name.replace("0.", "1.") for name in SHARDS)])
+    ]
     assert server.keys(f"{prefix}/") == [*names, TRACKER]
     for name in names:  # copied to a directory, it is a checkpoint there
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -35,7 +35,7 @@ def cut_saves(directory: Path, tally: Tally, seconds: float) -> None:
     def attempt(target: Path, call: int, error: int) -> None:
         library.arm(ctypes.c_long(call), error)
         try:
-            save(target, engine, FIRST, read_back=True)
+            save(target, engine, FIRST, reads_back=True)
         except SaveFailed:
             sys.exit(7)
         sys.exit(0 if library.calls() < call else 8)
