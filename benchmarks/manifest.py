@@ -40,11 +40,11 @@ def measure(ranks: int, size: int) -> dict[str, float]:
         parse: Callable[[Any, Path], Any] = Checksums.from_json
         read_one: Callable[[Path, Any], Any] | None = None
         if FORMAT_VERSION > 5:
-            from megatron_zpp.storage.sidecar import SidecarDigest, read_sidecar, sidecar_path, write_sidecar
+            from megatron_zpp.storage.sidecar import SidecarDigest, read_sidecar, write_sidecar
 
             entry, parse = write_sidecar(directory / names[0], checksums), SidecarDigest.from_json
             read_one = read_sidecar
-            figures["sidecar_bytes"] = sidecar_path(directory / names[0]).stat().st_size
+            figures["sidecar_bytes"] = entry.sidecar_bytes
         reports = [json.dumps(entry.to_json()) for _ in names]
         files: dict[str, Any] = {}
 

@@ -121,7 +121,7 @@ def _write(target: Path, model: GPT, weights: Weights, config: dict[str, Any], t
     store = dist.HashStore()
     exchange = Exchange(store, topology, _TIMEOUT, "import")
     options = SaveOptions()
-    checksums = write_checkpoint(path, tensors, state, exchange, options, beside=tokenizer.files())
+    _, checksums = write_checkpoint(path, tensors, state, exchange, options, beside=tokenizer.files())
     read_back(path, checksums, Exchange(store, topology, _TIMEOUT, "read back"), options)
     return path
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_zpp.storage.checksums import JSON_LIMIT, Checksums, DamagedFile
 from megatron_zpp.storage.files import write_durably
+from megatron_zpp.storage.object_path import Location
 from megatron_zpp.storage.regular import UnfitFile, read_limited
 from megatron_zpp.storage.sidecar import SidecarDigest
 
@@ -30,7 +31,7 @@ Entry = SidecarDigest | Checksums
 _MARKER_LIMIT = 65  # bytes: a SHA-256 in hexadecimal, and a newline
 
 
-def write_manifest(directory: Path, files: Mapping[str, Entry]) -> None:
+def write_manifest(directory: Location, files: Mapping[str, Entry]) -> None:
     """Write manifest and marker for files that are durable. Raises OSError if the file system does."""
     described = {name: entry.to_json() for name, entry in files.items()}
     text = json.dumps({"format_version": FORMAT_VERSION, "files": described}, indent=1) + "\n"
@@ -38,12 +39,12 @@ def write_manifest(directory: Path, files: Mapping[str, Entry]) -> None:
     write_durably(directory / MARKER, _marker(text.encode()))
 
 
-def is_committed(directory: Path) -> bool:
+def is_committed(directory: Location) -> bool:
     """Whether the directory has a marker; `read_manifest` and reading its files detect damage."""
     return (directory / MARKER).is_file()
 
 
-def read_manifest(directory: Path) -> dict[str, Entry]:
+def read_manifest(directory: Location) -> dict[str, Entry]:
     """The entries by file name.
 
     Raises DamagedFile if marker and manifest disagree, ValueError for an unknown version of the format.
@@ -72,7 +73,7 @@ def read_manifest(directory: Path) -> dict[str, Entry]:
     return {name: _entry(files[name], path) for name in names}
 
 
-def _entry(value: Any, path: Path) -> Entry:
+def _entry(value: Any, path: Location) -> Entry:
     """Raises DamagedFile naming `path` for what is no entry."""
     by_sidecar = isinstance(value, dict) and isinstance(value.get("sha256"), str)
     return SidecarDigest.from_json(value, path) if by_sidecar else Checksums.from_json(value, path)

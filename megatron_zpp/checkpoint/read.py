@@ -5,13 +5,12 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.directory import checkpoint_path, iteration_of
+from megatron_zpp.checkpoint.directory import checkpoint_name, iteration_of
 from megatron_zpp.checkpoint.manifest import read_manifest
 from megatron_zpp.checkpoint.same_model import check_tokenizer, check_units
 from megatron_zpp.checkpoint.shard_file import ShardFile
@@ -38,6 +37,7 @@ from megatron_zpp.storage.checksums import (
     thread_count,
     verify_file,
 )
+from megatron_zpp.storage.object_path import Location, ObjectPath
 from megatron_zpp.storage.recent_chunks import RecentChunks
 from megatron_zpp.storage.regular import read_limited
 from megatron_zpp.storage.sidecar import read_sidecar
@@ -47,6 +47,7 @@ from megatron_zpp.zero.flat_layout import FlatLayout
 _RECENT = (
     16  # chunks of all files together, 64 MiB: parts of a parameter are read from up to 8 files in turns
 )
+_REQUESTS = 16  # chunks of objects at once: each waits for the store before its first byte
 STATE_LIMIT = 64 << 20  # bytes of state.json: 200 per parameter for 300,000 parameters, and the settings
 
 
@@ -87,7 +88,7 @@ class CheckpointReader:
     unknown version of the format, and if the directory's name and content have different iterations.
     """
 
-    def __init__(self, path: Path, on_progress: OnProgress = no_report, *, partial: bool = False) -> None:
+    def __init__(self, path: Location, on_progress: OnProgress = no_report, *, partial: bool = False) -> None:
         self.path, self._on_progress = path, on_progress
         self._entries = read_manifest(path)
         if STATE not in self._entries:
@@ -102,7 +103,7 @@ class CheckpointReader:
             raise DamagedFile(f"{path / STATE}: not the state of a run ({error!r:.400})") from None
         named, held = iteration_of(path), self.state["progress"]["iteration"]
         if named is not None and named != held:
-            fix = f"rename it to {checkpoint_path(path.parent, held).name}, or move it away"
+            fix = f"rename it to {checkpoint_name(held)}, or move it away"
             raise ValueError(f"{path}: holds iteration {held}, not {named}; {fix}")
         self.units: list[dict[str, Any]] = self.state["units"]
         self.ranks: int = self.state["ranks"]
@@ -116,7 +117,8 @@ class CheckpointReader:
         self._sharing = Sharing(splits, self.tensor)
         self._files: dict[int, ShardFile] = {}
         self._recent = RecentChunks(_RECENT)
-        self._pool = ThreadPoolExecutor(max_workers=thread_count(), thread_name_prefix="checkpoint")
+        threads = _REQUESTS if isinstance(path, ObjectPath) else thread_count()
+        self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="checkpoint")
 
     def __enter__(self) -> "CheckpointReader":
         return self
@@ -270,7 +272,7 @@ class CheckpointReader:
 
 
 def load_checkpoint(
-    path: Path,
+    path: Location,
     engine: ZeroEngine,
     tokenizer: dict[str, Any],
     *,
@@ -314,7 +316,7 @@ def load_checkpoint(
         return progress
 
 
-def saved_settings(path: Path) -> tuple[dict[str, Any], int]:
+def saved_settings(path: Location) -> tuple[dict[str, Any], int]:
     """(settings by part and field, data ranks) of the run that saved a checkpoint, after it was loaded."""
     state = json.loads(read_limited(path / STATE, STATE_LIMIT))
     return state["config"], state["ranks"] // state.get("tensor", 1)

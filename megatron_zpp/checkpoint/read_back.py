@@ -3,12 +3,12 @@
 import os
 import platform
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from megatron_zpp.checkpoint.directory import remove_committed, write_tracker
 from megatron_zpp.checkpoint.write import SaveFailed, SaveOptions, attempt, outcome, shard_file_name
 from megatron_zpp.distributed.exchange import Abandoned, Exchange, NoProgress
 from megatron_zpp.storage.checksums import Checksums, DamagedFile, OnProgress, thread_count, verify_file
+from megatron_zpp.storage.object_path import Location, ObjectPath
 from megatron_zpp.storage.sidecar import check_sidecar, sidecar_path
 
 
@@ -16,7 +16,7 @@ class NotReadBack(OSError):
     """A rank could not read its file: which rank, and why. The checkpoint is committed and may be whole."""
 
 
-def read_back(path: Path, checksums: Checksums, exchange: Exchange, options: SaveOptions) -> None:
+def read_back(path: Location, checksums: Checksums, exchange: Exchange, options: SaveOptions) -> None:
     """Read the checkpoint `path` from the disk, on each rank the file that the rank has just written.
 
     `checksums` are those that `write_checkpoint` returned. All ranks return, or all raise the same error:
@@ -39,7 +39,7 @@ def read_back(path: Path, checksums: Checksums, exchange: Exchange, options: Sav
         raise SaveFailed(problem)
 
 
-def _lead(path: Path, checksums: Checksums, exchange: Exchange, options: SaveOptions) -> str | None:
+def _lead(path: Location, checksums: Checksums, exchange: Exchange, options: SaveOptions) -> str | None:
     """Rank 0's part; returns the damage, or None."""
     _read_and_report(path, checksums, exchange, options)
     reports = exchange.gather("read")
@@ -57,13 +57,13 @@ def _lead(path: Path, checksums: Checksums, exchange: Exchange, options: SaveOpt
     return damage
 
 
-def _follow(path: Path, checksums: Checksums, exchange: Exchange, options: SaveOptions) -> str | None:
+def _follow(path: Location, checksums: Checksums, exchange: Exchange, options: SaveOptions) -> str | None:
     """Another rank's part; returns the damage, or None."""
     _read_and_report(path, checksums, exchange, options)
     return exchange.get("outcome")
 
 
-def _read_and_report(path: Path, checksums: Checksums, exchange: Exchange, options: SaveOptions) -> None:
+def _read_and_report(path: Location, checksums: Checksums, exchange: Exchange, options: SaveOptions) -> None:
     """Read this rank's file and sidecar, and report the result to rank 0."""
     file = path / shard_file_name(exchange.topology.rank)
     damage: list[str] = []
@@ -78,7 +78,7 @@ def _read_and_report(path: Path, checksums: Checksums, exchange: Exchange, optio
     exchange.contribute("read", {"problem": problem, "damage": next(iter(damage), None)})
 
 
-def _verify(path: Path, checksums: Checksums, on_progress: OnProgress) -> None:
+def _verify(path: Location, checksums: Checksums, on_progress: OnProgress) -> None:
     """Raises DamagedFile if the file or its sidecar differs from what was written."""
     for file in (path, sidecar_path(path)):
         _forget(file)
@@ -87,8 +87,10 @@ def _verify(path: Path, checksums: Checksums, on_progress: OnProgress) -> None:
         verify_file(path, checksums, pool.map, on_progress)
 
 
-def _forget(path: Path) -> None:
+def _forget(path: Location) -> None:
     """Drop a file from the page cache, from which it would be read otherwise. Raises DamagedFile."""
+    if isinstance(path, ObjectPath):
+        return
     try:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -96,7 +98,7 @@ def _forget(path: Path) -> None:
         raise DamagedFile(f"{path}: missing") from None
 
 
-def _remove(path: Path, options: SaveOptions, on_progress: OnProgress) -> None:
+def _remove(path: Location, options: SaveOptions, on_progress: OnProgress) -> None:
     options.may_write()
     remove_committed(path, on_progress)
     write_tracker(path.parent)

@@ -15,10 +15,12 @@ from torch import Tensor
 from megatron_zpp.checkpoint.directory import partial_path, remove_leftovers, retired_path, write_tracker
 from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.manifest import Entry, write_manifest
+from megatron_zpp.checkpoint.object_saves import begin_save, discard_save, end_save
 from megatron_zpp.checkpoint.shard_file import write_shard_file
 from megatron_zpp.distributed.exchange import Abandoned, Exchange, NoProgress
-from megatron_zpp.storage.checksums import Checksums, OnProgress, checksums_of
-from megatron_zpp.storage.files import commit_directory, write_durably
+from megatron_zpp.storage.checksums import Checksums, OnProgress, checksums_of_bytes
+from megatron_zpp.storage.files import commit_directory, sizes_in, write_durably
+from megatron_zpp.storage.object_path import Location, ObjectPath, location
 from megatron_zpp.storage.sidecar import SidecarDigest, write_sidecar
 
 STATE = "state.json"
@@ -47,20 +49,20 @@ class SaveOptions:
 
 
 def write_checkpoint(
-    final: Path,
+    final: Location,
     tensors: Mapping[str, Tensor],
     state: dict[str, Any],
     exchange: Exchange,
     options: SaveOptions,
     *,
     beside: Mapping[str, bytes] | None = None,
-) -> Checksums:
+) -> tuple[Location, Checksums]:
     """Write `final` from all ranks; each rank returns, or raises SaveFailed, once it knows the outcome.
 
-    Returns the checksums of this rank's file, for `read_back`. `beside`: the contents of more files by name,
-    those of the tokenizer; rank 0 writes them.
+    Returns where the checkpoint is, and the checksums of this rank's file, for `read_back`. `beside`: the
+    contents of more files by name, those of the tokenizer; rank 0 writes them.
 
-    The final name exists only after all of the checkpoint is durable. A save may take as long as some rank
+    The checkpoint is committed only after all of it is durable. A save may take as long as some rank
     makes progress with its file. If no rank does for the exchange's time-out, the save fails on all ranks,
     and the slow rank abandons its work.
     """
@@ -73,7 +75,7 @@ def write_checkpoint(
             texts = {**(beside or {}), STATE: (json.dumps(state, indent=1) + "\n").encode()}
             problem = _lead(final, shards, texts, exchange, options)
         else:
-            problem = _follow(final, shards, exchange, options)
+            problem = _follow(shards, exchange, options)
     except Abandoned as abandoned:
         problem = str(abandoned)
     except NoProgress as silence:
@@ -81,13 +83,14 @@ def write_checkpoint(
         if problem is None:  # rank 0 has decided to commit, and only the result is missing
             problem = outcome(exchange)
     if problem and by_rank_0:
-        attempt(exchange, options, lambda on_progress: _remove(partial_path(final), options.may_write))
+        attempt(exchange, options, lambda on_progress: _remove(final, options.may_write))
         exchange.put("outcome", problem)
     exchange.clear()
     if problem:
         raise SaveFailed(problem)
     assert shards.checksums is not None, "committed without this rank's file"
-    return shards.checksums
+    directory = shards.directory  # of an object store, what is written stays where it is
+    return directory if isinstance(directory, ObjectPath) else final, shards.checksums
 
 
 class _Shards:
@@ -96,8 +99,9 @@ class _Shards:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
         self.checksums: Checksums | None = None
+        self.directory: Location | None = None  # that all ranks write to
 
-    def write(self, path: Path, on_progress: OnProgress) -> SidecarDigest:
+    def write(self, path: Location, on_progress: OnProgress) -> SidecarDigest:
         """Write file and sidecar, and make them durable."""
         self.checksums = write_shard_file(path, self._tensors, on_progress)
         digest = write_sidecar(path, self.checksums)
@@ -106,22 +110,23 @@ class _Shards:
 
 
 def _lead(
-    final: Path,
+    final: Location,
     shards: _Shards,
     texts: Mapping[str, bytes],
     exchange: Exchange,
     options: SaveOptions,
 ) -> str | None:
     """Rank 0's part of a save; returns why there is no new checkpoint, or None."""
-    partial = partial_path(final)
+    opened: list[Location] = []
 
     def tried(action: Callable[[OnProgress], Any]) -> str | None:
         return attempt(exchange, options, action)
 
-    problem = tried(lambda on_progress: _open(partial, options.may_write))
-    exchange.put("open", problem)
+    problem = tried(lambda on_progress: opened.append(_open(final, options.may_write)))
+    exchange.put("open", {"problem": problem, "partial": None if problem else str(opened[0])})
     if problem:
         return problem
+    (partial,) = opened
     _write_and_report(partial, shards, exchange, options)
     reports = exchange.gather("written")
     problem = next((report["problem"] for report in reports if report["problem"]), None)
@@ -134,11 +139,12 @@ def _lead(
     return problem
 
 
-def _follow(final: Path, shards: _Shards, exchange: Exchange, options: SaveOptions) -> str | None:
+def _follow(shards: _Shards, exchange: Exchange, options: SaveOptions) -> str | None:
     """Another rank's part of a save; returns why there is no new checkpoint, or None."""
-    if problem := exchange.get("open"):
-        return problem
-    _write_and_report(partial_path(final), shards, exchange, options)
+    opened = exchange.get("open")
+    if opened["problem"]:
+        return opened["problem"]
+    _write_and_report(location(opened["partial"]), shards, exchange, options)
     return exchange.get("outcome")
 
 
@@ -152,9 +158,10 @@ def outcome(exchange: Exchange) -> str | None:
             return exchange.get("outcome")
 
 
-def _write_and_report(partial: Path, shards: _Shards, exchange: Exchange, options: SaveOptions) -> None:
+def _write_and_report(partial: Location, shards: _Shards, exchange: Exchange, options: SaveOptions) -> None:
     """Write this rank's file and report the result to rank 0."""
     path = partial / shard_file_name(exchange.topology.rank)
+    shards.directory = partial
     digests: list[SidecarDigest] = []
 
     def write(on_progress: OnProgress) -> None:
@@ -174,21 +181,29 @@ def attempt(exchange: Exchange, options: SaveOptions, action: Callable[[OnProgre
     return None
 
 
-def _open(partial: Path, may_write: Callable[[], None]) -> None:
+def _open(final: Location, may_write: Callable[[], None]) -> Location:
+    """Return the directory that all ranks write to, after removing what earlier saves have left."""
     may_write()
-    remove_leftovers(partial.parent)
+    if isinstance(final, ObjectPath):
+        return begin_save(final)
+    remove_leftovers(final.parent)
+    partial = partial_path(final)
     partial.mkdir(parents=True)
+    return partial
 
 
-def _remove(partial: Path, may_write: Callable[[], None]) -> None:
+def _remove(final: Location, may_write: Callable[[], None]) -> None:
     """Remove a failed save. Raises OSError if the directory may belong to another run."""
     may_write()
-    shutil.rmtree(partial, ignore_errors=True)
+    if isinstance(final, ObjectPath):
+        discard_save(final)
+    else:
+        shutil.rmtree(partial_path(final), ignore_errors=True)
 
 
 def _commit(
-    partial: Path,
-    final: Path,
+    partial: Location,
+    final: Location,
     texts: Mapping[str, bytes],
     reports: list[dict[str, Any]],
     on_progress: OnProgress,
@@ -196,18 +211,22 @@ def _commit(
     files: dict[str, Entry] = {}
     for name, text in texts.items():
         write_durably(partial / name, text)
-        files[name] = checksums_of(partial / name)
+        files[name] = checksums_of_bytes(text)
         on_progress()
+    sizes = sizes_in(partial, map(shard_file_name, range(len(reports))))
     for rank, report in enumerate(reports):
         path = partial / shard_file_name(rank)
         files[path.name] = SidecarDigest.from_json(report["digest"], path)
-        if not path.is_file() or path.stat().st_size != files[path.name].size:
+        if sizes.get(path.name) != files[path.name].size:
             raise OSError(
                 f"{path}: rank {rank} wrote it, but it is not there as seen from here; --save must name a "
                 "directory that all nodes share"
             )
         on_progress()
     write_manifest(partial, files)
-    on_progress()  # raises if the save was abandoned, before it gets its name
-    commit_directory(partial, final, retired_path(final))
+    on_progress()  # raises if the save was abandoned, before a directory gets its name
+    if isinstance(partial, ObjectPath) and isinstance(final, ObjectPath):
+        end_save(partial, final)
+    elif isinstance(partial, Path) and isinstance(final, Path):
+        commit_directory(partial, final, retired_path(final))
     write_tracker(final.parent)

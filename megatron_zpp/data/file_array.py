@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_zpp.data.object_files import ObjectFile
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.regular import open_regular
 
@@ -85,7 +86,9 @@ class FileArray:
     shorter, IndexError for numbers outside [0, N).
     """
 
-    def __init__(self, file: OpenFile, dtype: np.dtype | str, offset: int, shape: tuple[int, ...]) -> None:
+    def __init__(
+        self, file: OpenFile | ObjectFile, dtype: np.dtype | str, offset: int, shape: tuple[int, ...]
+    ) -> None:
         self.dtype, self.shape = np.dtype(dtype), shape
         self.size = math.prod(shape)
         self.nbytes = self.size * self.dtype.itemsize

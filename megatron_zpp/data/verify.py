@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from pathlib import Path
 
 from megatron_zpp.data.checksums import changed_since_written
 from megatron_zpp.data.indexed import IndexedDataset, tokens_path
@@ -15,6 +14,7 @@ from megatron_zpp.storage.checksums import (
     no_report,
     thread_count,
 )
+from megatron_zpp.storage.object_path import location
 
 
 def verify_tokens(
@@ -33,7 +33,7 @@ def verify_tokens(
             mine = range(max(begin - first, 0), min(end - first, count))
             first += count
             try:
-                path = Path(tokens_path(data.prefix))
+                path = location(tokens_path(data.prefix))
                 with closing(VerifiedFile(path, checksums, on_progress)) as file:
                     file.check(mine, pool.map)
             except DamagedFile as damage:

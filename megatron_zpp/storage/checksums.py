@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_zpp.storage.object_path import Location
+from megatron_zpp.storage.ranges import open_ranges
 from megatron_zpp.storage.recent_chunks import RecentChunks
 from megatron_zpp.storage.regular import UnfitFile, open_stream
 
@@ -58,7 +60,7 @@ class Checksums:
         return {"bytes": self.size, "chunk_bytes": self.chunk_bytes, "sha256": list(self.digests)}
 
     @classmethod
-    def from_json(cls, value: Any, path: Path) -> "Checksums":
+    def from_json(cls, value: Any, path: Location) -> "Checksums":
         """Return the inverse of `to_json`. Raises DamagedFile naming `path`, the source of the value."""
         try:
             found = cls(value["bytes"], value["chunk_bytes"], tuple(value["sha256"]))
@@ -78,7 +80,7 @@ class Checksums:
         return found
 
 
-def check_chunk_bytes(chunk_bytes: int, path: Path) -> None:
+def check_chunk_bytes(chunk_bytes: int, path: Location) -> None:
     """Raise DamagedFile naming `path`, the source of the value, for chunks of a size that nobody writes."""
     if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
         limits = f"from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}"
@@ -147,7 +149,7 @@ class ChecksummedWriter:
             self._chunk = bytearray()
 
     def _put(self, chunk: memoryview) -> None:
-        self._hashing.append(self._hashers.submit(_digest, chunk))
+        self._hashing.append(self._hashers.submit(digest_of, chunk))
         left = chunk
         while len(left):  # a write may be partial
             left = left[self._file.write(left) :]
@@ -172,11 +174,12 @@ class VerifiedFile:
     Chunks that are read in part are kept in `recent`, which files may share.
 
     The constructor raises DamagedFile if the file is missing, is not a regular file, or has another size.
+    The file may be an object; requests that fail raise ObjectError.
     """
 
     def __init__(
         self,
-        path: Path,
+        path: Location,
         checksums: Checksums,
         on_progress: OnProgress = no_report,
         recent: RecentChunks | None = None,
@@ -184,15 +187,14 @@ class VerifiedFile:
         self.path, self._checksums, self._on_progress = path, checksums, on_progress
         self._recent = recent or RecentChunks(2)  # those at both ends of a read
         try:
-            self._file = open_stream(path, buffering=0)
+            self._file = open_ranges(path)
         except FileNotFoundError:
             raise DamagedFile(f"{path}: missing") from None
         except UnfitFile as error:
             raise DamagedFile(f"{path}: {error.strerror}") from None
-        size = os.fstat(self._file.fileno()).st_size
-        if size != checksums.size:
+        if self._file.size != checksums.size:
             self._file.close()
-            raise DamagedFile(f"{path}: {size} bytes; {checksums.size} were written")
+            raise DamagedFile(f"{path}: {self._file.size} bytes; {checksums.size} were written")
         self._checked = bytearray(len(checksums.digests))
 
     def read_into(self, start: int, target: memoryview, run: Runner = map) -> None:
@@ -248,11 +250,11 @@ class VerifiedFile:
     def _load(self, index: int, target: memoryview) -> None:
         first, done = index * self._checksums.chunk_bytes, 0
         while done < len(target):  # a read may be partial
-            count = os.preadv(self._file.fileno(), [target[done:]], first + done)
+            count = self._file.read_into(first + done, target[done:])
             if count == 0:
                 raise DamagedFile(f"{self.path}: became shorter while it was read")
             done += count
-        if _digest(target) != self._checksums.digests[index]:
+        if digest_of(target) != self._checksums.digests[index]:
             raise DamagedFile(
                 f"{self.path}: damaged between bytes {first} and {first + len(target)}: its SHA-256 is not "
                 "the one that was written"
@@ -266,13 +268,20 @@ def checksums_of(path: Path, chunk_bytes: int = CHUNK_BYTES) -> Checksums:
     digests, size = [], 0
     with open_stream(path) as file:
         while chunk := file.read(chunk_bytes):
-            digests.append(_digest(chunk))
+            digests.append(digest_of(chunk))
             size += len(chunk)
     return Checksums(size, chunk_bytes, tuple(digests))
 
 
+def checksums_of_bytes(content: bytes, chunk_bytes: int = CHUNK_BYTES) -> Checksums:
+    """Return the checksums of a file with this content."""
+    view = memoryview(content)
+    digests = [digest_of(view[at : at + chunk_bytes]) for at in range(0, len(content), chunk_bytes)]
+    return Checksums(len(content), chunk_bytes, tuple(digests))
+
+
 def verify_file(
-    path: Path, checksums: Checksums, run: Runner = map, on_progress: OnProgress = no_report
+    path: Location, checksums: Checksums, run: Runner = map, on_progress: OnProgress = no_report
 ) -> None:
     """Raise DamagedFile, with the offset, unless the content of the file has these checksums.
 
@@ -285,5 +294,6 @@ def verify_file(
         file.close()
 
 
-def _digest(chunk: bytes | memoryview) -> str:
+def digest_of(chunk: bytes | memoryview) -> str:
+    """Return the digest of one chunk."""
     return hashlib.sha256(chunk).hexdigest()

@@ -2,7 +2,8 @@
 
 import threading
 from collections import OrderedDict
-from pathlib import Path
+
+from megatron_zpp.storage.object_path import Location
 
 
 class RecentChunks:
@@ -10,15 +11,15 @@ class RecentChunks:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._chunks: OrderedDict[tuple[Path, int], memoryview] = OrderedDict()
+        self._chunks: OrderedDict[tuple[Location, int], memoryview] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, path: Path, index: int) -> memoryview | None:
+    def get(self, path: Location, index: int) -> memoryview | None:
         """Return chunk `index` of the file `path`, if it is here."""
         with self._lock:
             return self._chunks.get((path, index))
 
-    def put(self, path: Path, index: int, chunk: memoryview) -> None:
+    def put(self, path: Location, index: int, chunk: memoryview) -> None:
         """Keep a verified chunk, and forget the oldest ones."""
         with self._lock:
             self._chunks[path, index] = chunk

@@ -12,11 +12,11 @@ of lower case, and a newline. What a reader must know of a file and its sidecar,
 import hashlib
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron_zpp.storage.checksums import JSON_LIMIT, Checksums, DamagedFile, check_chunk_bytes
 from megatron_zpp.storage.files import write_durably
+from megatron_zpp.storage.object_path import Location
 from megatron_zpp.storage.regular import UnfitFile, read_limited
 
 _LINE = 65  # bytes: a SHA-256 in hexadecimal, and a newline
@@ -37,7 +37,7 @@ class SidecarDigest:
         return {"bytes": self.size, "chunk_bytes": self.chunk_bytes, "sha256": self.sha256}
 
     @classmethod
-    def from_json(cls, value: Any, path: Path) -> "SidecarDigest":
+    def from_json(cls, value: Any, path: Location) -> "SidecarDigest":
         """Return the inverse of `to_json`. Raises DamagedFile naming `path`, the source of the value."""
         try:
             found = cls(value["bytes"], value["chunk_bytes"], value["sha256"])
@@ -57,24 +57,24 @@ class SidecarDigest:
         return _LINE * -(-self.size // self.chunk_bytes)
 
 
-def sidecar_path(path: Path) -> Path:
+def sidecar_path(path: Location) -> Location:
     """The path of a file's sidecar."""
     return path.with_name(f"{path.name}.sha256")
 
 
-def write_sidecar(path: Path, checksums: Checksums) -> SidecarDigest:
+def write_sidecar(path: Location, checksums: Checksums) -> SidecarDigest:
     """Write the sidecar of the file `path`, make it durable, and return what a reader must know."""
     content = _content(checksums)
     write_durably(sidecar_path(path), content)
     return _digest_of(checksums, content)
 
 
-def check_sidecar(path: Path, checksums: Checksums) -> None:
+def check_sidecar(path: Location, checksums: Checksums) -> None:
     """Read the sidecar of the file `path`. Raises DamagedFile unless it has these checksums."""
     read_sidecar(path, _digest_of(checksums, _content(checksums)))
 
 
-def read_sidecar(path: Path, digest: SidecarDigest) -> Checksums:
+def read_sidecar(path: Location, digest: SidecarDigest) -> Checksums:
     """Return the checksums of the file `path` from its sidecar. Raises DamagedFile if it was changed."""
     sidecar = sidecar_path(path)
     try:

@@ -10,6 +10,7 @@ from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
 from megatron_zpp.distributed.exchange import Abandoned, Exchange, NoProgress
 from megatron_zpp.storage.checksums import DamagedFile, OnProgress
+from megatron_zpp.storage.object_store import ObjectError
 
 
 def read_together(
@@ -17,8 +18,8 @@ def read_together(
 ) -> tuple[Any, str | None]:
     """(what `work` returns on this rank, on all ranks the problem of the first rank that has one, or None).
 
-    A problem is damage or an error of the file system. Other errors of `work` are raised. `flag` and `value`
-    as in `bounded`.
+    A problem is damage or an error of the file system. Other errors of `work` are raised. If a request to an
+    object store failed on a rank, all ranks raise ValueError. `flag` and `value` as in `bounded`.
     """
     result, problem = None, None
     with bounded(exchange, flag, value):
@@ -27,9 +28,14 @@ def read_together(
         except Stuck:
             raise
         except (DamagedFile, OSError) as damage:
-            problem = one_line(damage)
+            # A store that does not answer says nothing about a checkpoint, so no older one takes its place.
+            problem = {"reason": one_line(damage), "is_damage": not isinstance(damage, ObjectError)}
         problem = exchange.first("problem", problem)
-    return result, problem
+    if problem is None:
+        return result, None
+    if not problem["is_damage"]:
+        raise option_error(flag, value, problem["reason"])
+    return result, problem["reason"]
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from megatron_zpp.data.dataset_progress import DatasetProgress
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.storage.checksums import DamagedFile, OnProgress
 from megatron_zpp.storage.files import check_writable
+from megatron_zpp.storage.object_path import Location, is_object, location
 from megatron_zpp.train.bounded import bounded, read_together
 from megatron_zpp.train.buddy_memory import BuddyMemory
 from megatron_zpp.train.buddy_restore import HeldSnapshot, held_snapshots
@@ -62,7 +63,7 @@ def check_start(config: CheckpointConfig, model: ModelConfig, tokenizer: dict[st
     """Raise ValueError, before anything is built, for a --load or --save that cannot be used."""
     if config.save:
         check_writable("--save", config.save)
-        if (Path(config.save) / TRACKER).is_dir():
+        if not is_object(config.save) and (Path(config.save) / TRACKER).is_dir():
             raise option_error("--save", config.save, f"its {TRACKER} is a directory; remove that")
     if config.load is None:
         return
@@ -88,7 +89,7 @@ def _saves_where_it_loads(config: CheckpointConfig) -> bool:
     return os.path.realpath(config.save) == os.path.realpath(config.load)
 
 
-def _check_going_back(config: CheckpointConfig, start: Path) -> None:
+def _check_going_back(config: CheckpointConfig, start: Location) -> None:
     """Raise ValueError if --ckpt-step goes back in --save: the next start would load the newer checkpoint."""
     if not _saves_where_it_loads(config):
         return
@@ -155,7 +156,7 @@ def restore(
 class _Source:
     """A checkpoint, or a memory snapshot and the memory that it is in."""
 
-    path: Path | None = None
+    path: Location | None = None
     snapshot: HeldSnapshot | None = None
     memory: BuddyMemory | None = None
 
@@ -175,7 +176,7 @@ class _Source:
             return "--load", config.checkpoint.load
         return "--buddy-snapshots", config.memory_snapshots.buddy_snapshots
 
-    def bring(self, exchange: Exchange) -> Path:
+    def bring(self, exchange: Exchange) -> Location:
         """The directory to read. See HeldSnapshot.bring."""
         if self.snapshot is None or self.memory is None:
             assert self.path is not None
@@ -203,7 +204,7 @@ def _sources(
 
 
 def _brought(
-    source: _Source, exchange: Exchange, load: Callable[[Path, OnProgress], Start]
+    source: _Source, exchange: Exchange, load: Callable[[Location, OnProgress], Start]
 ) -> Callable[[OnProgress], Start]:
     """`load` of the checkpoint's path; copies in the memory of other nodes are fetched first.
 
@@ -247,7 +248,7 @@ def _named(progress: Progress, config: CheckpointConfig, exchange_for: Callable[
 
 def _agreed_candidates(
     config: CheckpointConfig, exchange_for: Callable[[str], Exchange], files: FileWorker
-) -> list[Path]:
+) -> list[Location]:
     """The checkpoints that rank 0 sees, because a shared file system may show ranks different ones."""
     if config.load is None:
         return []
@@ -256,13 +257,13 @@ def _agreed_candidates(
         if exchange.topology.rank == 0:
             found = files.run(lambda on_progress: candidates(load, config.ckpt_step), exchange)
             exchange.put("candidates", [str(path) for path in found])
-        return [Path(path) for path in exchange.get("candidates")]
+        return [location(path) for path in exchange.get("candidates")]
 
 
 def _directory_warnings(config: CheckpointConfig, rank: int, on_progress: OnProgress) -> list[str]:
     """Lines on a newest checkpoint that is lost; rank 0 also corrects the tracker. Raises OSError."""
     assert config.load is not None  # it holds what was loaded
-    directory = Path(config.load)
+    directory = location(config.load)
     lost = None if config.ckpt_step is not None else lost_newest(directory)
     if config.load == config.save and rank == 0:
         write_tracker(directory)
@@ -275,7 +276,7 @@ def _load(
     engine: ZeroEngine,
     tokenizer: dict[str, Any],
     schedule: RunSchedule,
-    path: Path,
+    path: Location,
     on_progress: OnProgress,
 ) -> Start:
     """Load `source`, which is at `path`, on this rank, on a thread of its own."""

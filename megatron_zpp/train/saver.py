@@ -5,13 +5,12 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_zpp.checkpoint.directory import checkpoint_path, committed, remove_old
+from megatron_zpp.checkpoint.directory import checkpoint_name, committed, remove_old
 from megatron_zpp.checkpoint.read_back import NotReadBack, read_back
 from megatron_zpp.checkpoint.snapshot import Snapshot
 from megatron_zpp.checkpoint.states import Progress, describe_state, shards_of
@@ -21,6 +20,7 @@ from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.storage.checksums import Checksums, OnProgress
 from megatron_zpp.storage.lease import Lease
+from megatron_zpp.storage.object_path import Location, location
 from megatron_zpp.zero.engine import ZeroEngine
 
 
@@ -124,9 +124,9 @@ class Saver:
     def _shards(self) -> dict[str, Tensor]:
         return shards_of(self._engine, with_optimizer=self._settings.save_optim)
 
-    def _path(self, progress: Progress) -> Path:
+    def _path(self, progress: Progress) -> Location:
         assert self._settings.save is not None
-        return checkpoint_path(Path(self._settings.save), progress.iteration)
+        return location(self._settings.save) / checkpoint_name(progress.iteration)
 
     def _exchange(self, purpose: str) -> Exchange:
         return Exchange(self._store, self._engine.topology, self._timeout, purpose)
@@ -134,7 +134,7 @@ class Saver:
     def _write(self, write: "_Write", tensors: dict[str, Tensor], state: dict[str, Any]) -> str:
         """Write one checkpoint from all ranks and return the log line; on any thread."""
         started, exchange = time.perf_counter(), self._exchange(f"save/{write.number}")
-        write.checksums = write_checkpoint(
+        write.path, write.checksums = write_checkpoint(
             write.path, tensors, state, exchange, self._options, beside=self._tokenizer_files
         )
         return f" saved {write.path} in {time.perf_counter() - started:.1f} s"
@@ -184,7 +184,7 @@ class Saver:
     def _describe_newest(self) -> str:
         """Which checkpoint a start would load; looked up where storage that does not answer harms nobody."""
         assert self._settings.save is not None
-        directory = Path(self._settings.save)
+        directory = location(self._settings.save)
         try:
             there = self._options.files.run(
                 lambda on_progress: committed(directory), self._exchange("newest")
@@ -199,6 +199,6 @@ class Saver:
 class _Write:
     """One save, and the checksums of this rank's file once it is committed."""
 
-    path: Path
+    path: Location
     number: int
     checksums: Checksums | None = None

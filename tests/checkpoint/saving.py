@@ -76,7 +76,7 @@ def save(
     ranks = engine.topology.world_size
     store = dist.HashStore() if ranks == 1 else dist.distributed_c10d._get_default_store()
     options = SaveOptions(files=files or FileWorker())
-    checksums = write_checkpoint(
+    path, checksums = write_checkpoint(
         path,
         shards_of(engine, with_optimizer=with_optimizer),
         describe_state(
