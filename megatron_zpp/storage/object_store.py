@@ -70,11 +70,12 @@ def get(url: str, **arguments: Any) -> tuple[bytes, dict[str, Any]]:
     for attempt in range(ATTEMPTS):
         answer = request(url, "get_object", **arguments)
         import botocore.exceptions
+        import urllib3.exceptions  # of a connection that is lost in the middle of a body
 
         try:
             with answer["Body"] as body:
                 return body.read(), answer
-        except (botocore.exceptions.BotoCoreError, OSError) as error:
+        except (botocore.exceptions.BotoCoreError, urllib3.exceptions.HTTPError, OSError) as error:
             if attempt == ATTEMPTS - 1:
                 raise _silent(url, error) from None
         time.sleep(_PAUSE * 2**attempt)
