@@ -126,10 +126,12 @@ def remove_old(directory: Path, keep_last: int, keep_every: int | None, *, newes
     """Remove committed checkpoints except the last `keep_last`, `newest`, and multiples of `keep_every`.
 
     `newest` has just been saved. It need not have the highest iteration, if the run resumed from an earlier
-    one. The marker is removed first, so that a kill leaves no damaged checkpoint. Raises OSError if the file
-    system does.
+    one. An old checkpoint is first renamed to a partial one: if its removal is cut, by a kill or an error,
+    nobody takes the rest for a checkpoint, and the next save removes it. Raises OSError if the file system
+    does.
     """
     for iteration, path in list(committed(directory).items())[keep_last:]:
         if path != newest and not (keep_every and iteration % keep_every == 0):
-            (path / MARKER).unlink()
-            shutil.rmtree(path, ignore_errors=True)
+            doomed = partial_path(path)
+            os.replace(path, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)

@@ -82,3 +82,21 @@ def test_a_checkpoint_that_was_being_replaced_is_found(saved: Path) -> None:
     remove_leftovers(saved)
     assert candidates(str(saved))[0].name == "iter_0000006"
     assert not (saved / "iter_0000006.retired").exists()
+
+
+def test_a_removal_that_is_cut_is_finished_by_the_next_save(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill after the first file is gone must leave neither a checkpoint without it nor a directory forever."""
+
+    def killed(path: Path, ignore_errors: bool) -> None:
+        next(file for file in sorted(path.iterdir()) if file.name != MARKER).unlink()
+        raise SystemExit("killed")
+
+    monkeypatch.setattr("shutil.rmtree", killed)
+    with pytest.raises(SystemExit, match="killed"):
+        remove_old(saved, 1, None, newest=saved / "iter_0000006")
+    monkeypatch.undo()
+    assert 1 not in committed(saved) or 3 not in committed(saved)
+    remove_leftovers(saved)
+    assert {path.name for path in saved.glob("iter_*")} == {path.name for path in committed(saved).values()}
