@@ -1,10 +1,11 @@
 """Flips bits in every kind of file that is read, cuts files and zeroes parts of them; nothing may be silent.
 
-    python tests/faults/flips.py --flips 1000000 --seed 1 [--output benchmarks/results]
+    python tests/faults/flips.py --flips 1000000 --directory /dev/shm/flips [--output benchmarks/results]
 
 After each change the reader must return what it returned before, or raise one line that names the file or a
 flag. Of files that have no digest it must return what an independent reader finds (`flip_targets.py`). The
-readers run in processes of their own; one that ends is a failure, and another goes on.
+readers run in processes of their own; one that ends is a failure, and another goes on. DIRECTORY/flips.jsonl
+has a line for each batch, so that the changes can be continued.
 """
 
 import argparse
@@ -24,11 +25,11 @@ import torch
 
 from benchmarks.common import save_result
 from tests.children import Output, fork
-from tests.faults.flip_targets import SLOW, TARGETS, Target
+from tests.faults.flip_targets import TARGETS, Target
 from tests.faults.tally import GOOD
 
 SECONDS = 5  # of processor time, that a reader may take
-BATCH = 2_000  # changes by one process
+BATCH = 1_000  # changes by one process
 SECTOR = 512  # bytes
 SILENT = "SILENT"
 
@@ -82,7 +83,7 @@ def _of_value(target: Target, value: Any, first: Any, second: Any) -> tuple[str,
 
 def batch(make: int, directory: Path, seed: str, flips: int, results: Path) -> None:
     """Some changes of one target, in a process of its own; a line of JSON after each that is not good."""
-    target, draw, counts = TARGETS[make](directory), random.Random(seed), Counter()
+    target, draw, counts = TARGETS[make][1](directory), random.Random(seed), Counter()
     first = target.read()
     second = target.independent() if target.independent else None
     good = {file: file.read_bytes() for file in target.files}
@@ -99,7 +100,8 @@ def batch(make: int, directory: Path, seed: str, flips: int, results: Path) -> N
         counts[f"{kind}: {outcome}"] += 1
         if outcome not in GOOD:
             _write(results, {"seed": seed, "number": number, "file": file.name, "outcome": outcome, "said": detail})
-    _write(results, {"target": target.name, "counts": counts, "seconds": time.monotonic() - began})
+    seconds = time.monotonic() - began
+    _write(results, {"target": target.name, "seed": seed, "counts": counts, "seconds": seconds})
 
 
 def _write(results: Path, line: dict[str, Any]) -> None:
@@ -108,15 +110,18 @@ def _write(results: Path, line: dict[str, Any]) -> None:
 
 
 def flip(directory: Path, flips: int, seed: int, *, targets: range, batch_size: int = BATCH) -> dict[str, Any]:
-    """`flips` changes and a few more over the targets, few of those whose readers are slow; returns figures."""
+    """`flips` changes, and a few more, of the targets by number; returns figures."""
     results, log = directory / "flips.jsonl", directory / "flips.log"
-    slow = [make for make in targets if TARGETS[make] in SLOW]
-    few = flips // len(targets) // 20
-    each = (flips - few * len(slow)) // max(len(targets) - len(slow), 1)
+    lines = results.read_text().splitlines() if results.exists() else []
+    known = {line["seed"] for line in map(json.loads, lines) if "counts" in line}  # of an earlier session
+    shares = sum(TARGETS[make][0] for make in targets)
     for make in targets:
-        for done in range(0, few if make in slow else each, batch_size):
+        for done in range(0, -(-flips * TARGETS[make][0] // shares), batch_size):
+            label = f"{seed}/{make}/{done}"
+            if label in known:
+                continue
             with tempfile.TemporaryDirectory(dir=directory) as name:
-                here, label = Path(name), f"{seed}/{make}/{done}"
+                here = Path(name)
 
                 def run(make=make, here=here, label=label, size=batch_size) -> None:
                     batch(make, here, label, size, results)
@@ -157,14 +162,14 @@ def main() -> int:
     parser.add_argument("--flips", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", type=int, help="this one alone, by number")
-    parser.add_argument("--directory", type=Path, default=Path("/dev/shm"), help="a tmpfs is quick")
+    parser.add_argument("--directory", type=Path, required=True, help="files and flips.jsonl; a tmpfs is quick")
     parser.add_argument("--output", type=Path, help="directory of a result")
     options = parser.parse_args()
     torch.set_num_threads(1)
     targets = range(len(TARGETS)) if options.target is None else range(options.target, options.target + 1)
-    with tempfile.TemporaryDirectory(dir=options.directory, prefix="flips-") as name:
-        found = {"seed": options.seed} | flip(Path(name), options.flips, options.seed, targets=targets)
-        log = (Path(name) / "flips.log").read_text() if found["failures"] else ""
+    options.directory.mkdir(parents=True, exist_ok=True)
+    found = {"seed": options.seed} | flip(options.directory, options.flips, options.seed, targets=targets)
+    log = (options.directory / "flips.log").read_text() if found["failures"] else ""
     print(json.dumps(found, indent=2), log[-3000:])
     if options.output:
         save_result("flips", found, options.output)
