@@ -1,7 +1,8 @@
 // Preloaded: something goes wrong at the n-th call that this process makes on files below a directory.
 //
 // watch(directory) names the directory; arm(n, fault, argument) starts to count. Faults:
-//   > 0   the call fails with this errno; with argument 1 every later call that writes fails as well
+//   > 0   the call fails with this errno; with argument 1 every later call that writes fails as well, with
+//         argument 2 every later call: what the files then hold is what a kill leaves, without the kill
 //   KILL  SIGKILL: the process is gone before the call
 //   PART  the call reads or writes half of what it was asked for, which is allowed
 //   SLOW  this call and every later one takes `argument` milliseconds longer
@@ -61,7 +62,7 @@ static int meet(int is_inside, enum kind kind) {
   const long now = ++count;
   if (now < limit) return 0;
   if (fault == SLOW) usleep(1000 * argument);
-  if (fault > 0 && (now == limit || (argument == 1 && kind == WRITES))) {
+  if (fault > 0 && (now == limit || argument == 2 || (argument == 1 && kind == WRITES))) {
     errno = fault;
     return 1;
   }
@@ -82,7 +83,8 @@ ssize_t write(int fd, const void* data, size_t size) {
   const int met = meet(known(fd), WRITES);
   if (met == 1) return -1;
   // What a kill finds half done: the first half of a large piece.
-  if (known(fd) && limit && fault == KILL && count + 1 == limit && size > 4096) size /= 2;
+  const int dies = fault == KILL || (fault > 0 && argument == 2);
+  if (known(fd) && limit && dies && count + 1 == limit && size > 4096) size /= 2;
   return real(fd, data, HALF(met, size));
 }
 

@@ -27,10 +27,15 @@ import torch
 import tests.preloaded  # noqa: F401 - before ranks are forked
 from benchmarks.common import save_result
 from tests.children import Output, fork
+from tests.faults.crash_operations import cases
 from tests.faults.crash_points import CrashPoints
 from tests.faults.injection import preload
 from tests.faults.settings import ALONE, TOGETHER
 from tests.faults.tally import GOOD
+
+class NoMoreCases(Exception):
+    """All cases of a kind have been run."""
+
 
 Run = Callable[[int, int], tuple[str, str, str]]  # a case's number and the seed to fault, outcome, detail
 
@@ -45,7 +50,23 @@ def ranks(directory: Path) -> Run:
     return CrashPoints(directory, TOGETHER).case
 
 
-KINDS = {"crashes": crashes, "ranks": ranks}
+def operations(directory: Path) -> Run:
+    """Saves, loads, removals and caches, at each of their calls and in the order of the cases."""
+    found, at = cases(directory), -1
+
+    def run(number: int, seed: int) -> tuple[str, str, str]:
+        nonlocal at
+        for name, case in found:
+            at += 1
+            if at == number:
+                outcome, detail = case()
+                return name, outcome, detail
+        raise NoMoreCases
+
+    return run
+
+
+KINDS = {"operations": operations, "crashes": crashes, "ranks": ranks}
 
 
 def work(kind: str, options: argparse.Namespace, worker: int) -> None:
@@ -62,7 +83,10 @@ def work(kind: str, options: argparse.Namespace, worker: int) -> None:
         if time.monotonic() > options.deadline:
             return
         began = time.monotonic()
-        fault, outcome, detail = run(number, options.seed)
+        try:
+            fault, outcome, detail = run(number, options.seed)
+        except NoMoreCases:
+            return
         line = {"case": number, "fault": fault, "outcome": outcome, "seconds": time.monotonic() - began}
         if outcome not in GOOD:
             line["detail"] = detail
@@ -74,15 +98,15 @@ def work(kind: str, options: argparse.Namespace, worker: int) -> None:
 def figures(kind: str, options: argparse.Namespace) -> dict[str, object]:
     """All cases so far."""
     lines = (options.directory / f"{kind}.jsonl").read_text().splitlines()
-    cases = [json.loads(line) for line in lines]
-    outcomes = Counter(f"{case['fault']}: {case['outcome']}" for case in cases)
+    ran = [json.loads(line) for line in lines]
+    outcomes = Counter(f"{case['fault']}: {case['outcome']}" for case in ran)
     return {
         "seed": options.seed,
-        "cases": len(cases),
-        "seconds": round(sum(case["seconds"] for case in cases)),
-        "faults": dict(sorted(Counter(case["fault"] for case in cases).items())),
+        "cases": len(ran),
+        "seconds": round(sum(case["seconds"] for case in ran)),
+        "faults": dict(sorted(Counter(case["fault"] for case in ran).items())),
         "outcomes": dict(sorted(outcomes.items())),
-        "failures": [case for case in cases if case["outcome"] not in GOOD],
+        "failures": [case for case in ran if case["outcome"] not in GOOD],
     }
 
 

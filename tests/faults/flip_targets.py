@@ -169,7 +169,7 @@ def _cached_order(directory: Path) -> Target:
 def _cached_tokens(directory: Path) -> Target:
     """Blocks that are damaged are tokenised again; no run may see another token."""
     text = directory / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": f"{n} {n + 1}"}) + "\n" for n in range(90)))
+    write_lines(text, 90)
     config = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=100)
     (directory / "tokens").mkdir()
     source = JsonLinesText("--data-path", str(text), str(text))
@@ -305,7 +305,7 @@ def _compiled(directory: Path) -> Target:
 def _json_lines(directory: Path) -> Target:
     """Text of a person's, which has no digest."""
     path = directory / "text.jsonl"
-    path.write_text("".join(json.dumps({"text": f"{n} {n + 1}"}) + "\n" for n in range(40)))
+    write_lines(path, 40)
     encoder = Encoder(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=100), ("text",), True)
 
     def read() -> Any:
@@ -326,6 +326,11 @@ def _json_lines(directory: Path) -> Target:
         return found
 
     return Target("text", (path,), read, independent)
+
+
+def write_lines(path: Path, number: int) -> None:
+    """A document of two tokens on each line."""
+    path.write_text("".join(json.dumps({"text": f"{n} {n + 1}"}) + "\n" for n in range(number)))
 
 
 def _compressed(directory: Path, suffix: str) -> Target:

@@ -42,6 +42,12 @@ class Calls:
         self._library.watch(str(directory).encode())
         self._library.arm(ctypes.c_long(fault.call), fault.what, ctypes.c_long(fault.argument))
 
+    def disarm(self) -> int:
+        """Let nothing more happen; returns the number of calls since `arm`."""
+        number = self.count()
+        self._library.arm(ctypes.c_long(0), 0, ctypes.c_long(0))
+        return number
+
     def count(self) -> int:
         """Return how many there were since `arm`."""
         return self._library.calls()
