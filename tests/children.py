@@ -53,7 +53,8 @@ def fork(run: Callable[[], None], output: Output) -> int:
 class Job:
     """The ranks of one run of pretrain_gpt.py; `environment` replaces that of this process.
 
-    A node has `local` ranks, all of them without it. Each rank calls `prepare(rank)` before its program.
+    A node has `local` ranks, all of them without it. Each rank calls `prepare(rank)` before its program, and
+    may change its environment there.
     """
 
     def __init__(

@@ -29,9 +29,11 @@ from benchmarks.common import save_result
 from tests.children import Output, fork
 from tests.faults.crash_operations import cases
 from tests.faults.crash_points import CrashPoints
+from tests.faults.disturbances import Disturbances
 from tests.faults.injection import preload
 from tests.faults.settings import ALONE, TOGETHER
 from tests.faults.tally import GOOD
+
 
 class NoMoreCases(Exception):
     """All cases of a kind have been run."""
@@ -50,6 +52,11 @@ def ranks(directory: Path) -> Run:
     return CrashPoints(directory, TOGETHER).case
 
 
+def processes(directory: Path) -> Run:
+    """Ranks, nodes and links that fail at a random moment."""
+    return Disturbances(directory, TOGETHER).case
+
+
 def operations(directory: Path) -> Run:
     """Saves, loads, removals and caches, at each of their calls and in the order of the cases."""
     found, at = cases(directory), -1
@@ -66,7 +73,7 @@ def operations(directory: Path) -> Run:
     return run
 
 
-KINDS = {"operations": operations, "crashes": crashes, "ranks": ranks}
+KINDS = {"operations": operations, "crashes": crashes, "ranks": ranks, "processes": processes}
 
 
 def work(kind: str, options: argparse.Namespace, worker: int) -> None:

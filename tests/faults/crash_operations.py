@@ -78,9 +78,7 @@ def _fresh(here: Path, operation: Operation) -> None:
     shutil.copytree(operation.before, here)
 
 
-def _case(
-    operation: Operation, here: Path, fault: Fault, calls: Calls, expected: Any
-) -> tuple[str, str]:
+def _case(operation: Operation, here: Path, fault: Fault, calls: Calls, expected: Any) -> tuple[str, str]:
     _fresh(here, operation)
     error = None
     calls.arm(here, fault)

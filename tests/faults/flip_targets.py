@@ -236,7 +236,9 @@ def _torch_file(directory: Path) -> Target:
         found = read_torch_file(path)
         tensors = {name: tensor.read() for name, tensor in found["model"].items()}
         assert all(isinstance(tensor, StoredTensor) for tensor in found["model"].values())
-        bits = {name: (str(one.dtype), one.view(torch.uint8).numpy().tobytes()) for name, one in tensors.items()}
+        bits = {
+            name: (str(one.dtype), one.view(torch.uint8).numpy().tobytes()) for name, one in tensors.items()
+        }
         return found["iteration"], bits
 
     return Target("file of torch.save", (path,), read)
@@ -271,7 +273,9 @@ _DEEPSPEED = {
 
 def _settings_file(directory: Path) -> Target:
     path = directory / "run.yaml"
-    path.write_text("model:\n  num_layers: 2\n  hidden_size: 32\ntraining:\n  seed: 1234\nlr: 0.001\nsave: out\n")
+    path.write_text(
+        "model:\n  num_layers: 2\n  hidden_size: 32\ntraining:\n  seed: 1234\nlr: 0.001\nsave: out\n"
+    )
     argv = OF_SMALL.replace("--num-layers 2 --hidden-size 32", "").replace("--lr 1 ", "").split()
     argv += ["--config", str(path)]
 

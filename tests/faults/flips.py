@@ -99,7 +99,10 @@ def batch(make: int, directory: Path, seed: str, flips: int, results: Path) -> N
                 path.write_bytes(content)
         counts[f"{kind}: {outcome}"] += 1
         if outcome not in GOOD:
-            _write(results, {"seed": seed, "number": number, "file": file.name, "outcome": outcome, "said": detail})
+            _write(
+                results,
+                {"seed": seed, "number": number, "file": file.name, "outcome": outcome, "said": detail},
+            )
     seconds = time.monotonic() - began
     _write(results, {"target": target.name, "seed": seed, "counts": counts, "seconds": seconds})
 
@@ -109,7 +112,9 @@ def _write(results: Path, line: dict[str, Any]) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def flip(directory: Path, flips: int, seed: int, *, targets: range, batch_size: int = BATCH) -> dict[str, Any]:
+def flip(
+    directory: Path, flips: int, seed: int, *, targets: range, batch_size: int = BATCH
+) -> dict[str, Any]:
     """`flips` changes, and a few more, of the targets by number; returns figures."""
     results, log = directory / "flips.jsonl", directory / "flips.log"
     lines = results.read_text().splitlines() if results.exists() else []
@@ -162,7 +167,9 @@ def main() -> int:
     parser.add_argument("--flips", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", type=int, help="this one alone, by number")
-    parser.add_argument("--directory", type=Path, required=True, help="files and flips.jsonl; a tmpfs is quick")
+    parser.add_argument(
+        "--directory", type=Path, required=True, help="files and flips.jsonl; a tmpfs is quick"
+    )
     parser.add_argument("--output", type=Path, help="directory of a result")
     options = parser.parse_args()
     torch.set_num_threads(1)

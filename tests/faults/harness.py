@@ -25,8 +25,8 @@ import tests.preloaded  # noqa: F401 - before ranks are forked
 from benchmarks.common import write_result
 from tests.faults.bit_flips import flip_bits
 from tests.faults.cut_saves import cut_saves
-from tests.faults.injection import preload
 from tests.faults.disturbed_runs import Cases
+from tests.faults.injection import preload
 from tests.faults.tally import Tally
 
 

@@ -60,7 +60,9 @@ ALONE = (  # of one rank, which is quick enough for each call that it makes
         f"{MOCK} {SHORT} --zero-stage 2 --fp16 --loss-scale-window 2 --keep-last 2 --eval-iters 0",
     ),
     Setting(
-        "ZeRO++", 1, f"{MOCK} {SHORT} --zero-stage 3 --bf16 --keep-last 1 --eval-iters 0 {ZEROPP} --async-save"
+        "ZeRO++",
+        1,
+        f"{MOCK} {SHORT} --zero-stage 3 --bf16 --keep-last 1 --eval-iters 0 {ZEROPP} --async-save",
     ),
     Setting("ramp-up", 1, f"{MOCK} {RAMP} --zero-stage 3 --fp32 --keep-last 2 --eval-iters 0"),
     Setting("text", 1, f"{TEXT} {SHORT} {CACHE} --keep-last 1 --eval-iters 1 --eval-interval 2"),
@@ -74,7 +76,9 @@ ALONE = (  # of one rank, which is quick enough for each call that it makes
 )
 TOGETHER = (
     Setting("2 ranks, stage 0, fp16", 2, f"{MOCK} {SHORT} --fp16 --keep-last 2 --eval-iters 0"),
-    Setting("2 ranks, stage 1, async", 2, f"{MOCK} {SHORT} --zero-stage 1 --bf16 --async-save --eval-iters 0"),
+    Setting(
+        "2 ranks, stage 1, async", 2, f"{MOCK} {SHORT} --zero-stage 1 --bf16 --async-save --eval-iters 0"
+    ),
     Setting("2 ranks, stage 2", 2, f"{MOCK} {SHORT} --zero-stage 2 --fp32 --keep-last 1 --eval-iters 1"),
     Setting(
         "2 ranks, stage 3, async",

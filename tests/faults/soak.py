@@ -33,7 +33,9 @@ MODEL = (
     f"--heartbeat-timeout 500 {SAVES} --tokenizer-type NullTokenizer --vocab-size 255"
 )
 MOCK = "--mock-data --num-workers 0"
-TEXT = "--data-path {directory}/text.jsonl --split 90,10,0 --num-workers 1 --data-cache-path {directory}/cache"
+TEXT = (
+    "--data-path {directory}/text.jsonl --split 90,10,0 --num-workers 1 --data-cache-path {directory}/cache"
+)
 SETTINGS = {
     "stage 3, bf16, async": f"{MOCK} --zero-stage 3 --bf16 --async-save --keep-last 2",
     "stage 1, fp32, text": f"{TEXT} --zero-stage 1 --fp32 --keep-last 1 --keep-every 1000000",
