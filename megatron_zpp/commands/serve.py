@@ -32,7 +32,9 @@ def main() -> None:
     except OSError as error:
         server = options["server"]
         if isinstance(error, socket.gaierror):
-            raise option_error("--host", server.host, f"{error.strerror}; give an address of this host") from None
+            raise option_error(
+                "--host", server.host, f"{error.strerror}; give an address of this host"
+            ) from None
         raise option_error(
             "--port", server.port, f"cannot listen on {server.host}: {error.strerror}"
         ) from None

@@ -87,7 +87,7 @@ def test_a_checkpoint_that_was_being_replaced_is_found(saved: Path) -> None:
 def test_a_removal_that_is_cut_is_finished_by_the_next_save(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kill after the first file is gone must leave neither a checkpoint without it nor a directory forever."""
+    """A kill after the first file is gone leaves no checkpoint without it, and no directory forever."""
 
     def killed(path: Path, ignore_errors: bool) -> None:
         next(file for file in sorted(path.iterdir()) if file.name != MARKER).unlink()

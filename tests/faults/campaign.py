@@ -1,10 +1,11 @@
 """Thousands of faults, in pieces that add up:
 
-    python tests/faults/campaign.py crashes --cases 9000 --directory /dev/shm/faults [--output benchmarks/results]
+    python tests/faults/campaign.py crashes --cases 9000 --directory /dev/shm/faults [--output DIRECTORY]
 
 Every case is a run of pretrain_gpt.py, in forks of a process that has imported it, with one fault; it is
-started again, the same command, until it is complete, and must end with the checkpoint of the undisturbed run,
-bit for bit, after at most one line of error from each rank. A case follows from --seed and its number, and
+started again, the same command, until it is complete, and must end with the checkpoint of the undisturbed
+run, bit for bit, after at most one line of error from each rank. Of `operations` it is a save, load, removal
+or cache in one process. A case follows from --seed and its number, and
 DIRECTORY/KIND.jsonl has one line for each case that was run, so that a campaign can be continued, and a
 failure repeated with --only.
 """

@@ -60,7 +60,7 @@ class Operation:
 
 
 def cases(directory: Path) -> Iterator[tuple[str, Callable[[], tuple[str, str]]]]:
-    """Every fault at every call of every operation: what it is, and what runs it and returns what it led to."""
+    """Every fault at every call of every operation: its name, and what runs it and returns the outcome."""
     calls, here = Calls(), directory / "here"
     for operation in operations(directory):
         _fresh(here, operation)

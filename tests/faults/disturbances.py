@@ -1,4 +1,4 @@
-"""Runs of several processes that are killed, stopped, signalled, cut off, starved of memory or started twice."""
+"""Runs of several processes: killed, stopped, signalled, cut off, starved of memory, started twice."""
 
 import os
 import random
@@ -65,7 +65,10 @@ class Disturbances(Runs):
         if not job.wait(PATIENCE):
             ended = dict(job.statuses)
             job.kill()
-            return name, ("hang", f"{ended} " + " | ".join(job.log(rank)[-500:] for rank in range(setting.world)))
+            return name, (
+                "hang",
+                f"{ended} " + " | ".join(job.log(rank)[-500:] for rank in range(setting.world)),
+            )
         return name, self._finish(job, setting, run, whole, allowed)
 
     def _kill_rank(

@@ -6,7 +6,7 @@ A case is a run of 2 or 4 ranks over gloo at some stage, precision and way of sa
 moment: a rank is killed, stopped or signalled, its disk is full or read-only. The run is started again, the
 same command, until it is complete (at most `STARTS` times). It must end with the SHA-256 of the checkpoint of
 the undisturbed run. Saves are also cut, by SIGKILL or an errno, at each of their calls on files (calls.c
-is preloaded for that), and bits of every file of a checkpoint are flipped.
+is preloaded for that), and files of every kind are changed (flips.py).
 """
 
 import argparse
@@ -23,11 +23,23 @@ import torch
 
 import tests.preloaded  # noqa: F401 - before ranks are forked
 from benchmarks.common import write_result
-from tests.faults.bit_flips import flip_bits
 from tests.faults.cut_saves import cut_saves
 from tests.faults.disturbed_runs import Cases
+from tests.faults.flip_targets import TARGETS
+from tests.faults.flips import flip
 from tests.faults.injection import preload
 from tests.faults.tally import Tally
+
+
+def _flip(directory: Path, tally: Tally, options: argparse.Namespace) -> None:
+    """Change files of every kind, and add up what became of it."""
+    (directory / "flips").mkdir()
+    every = range(len(TARGETS))
+    found = flip(directory / "flips", options.flips, options.seed, targets=every, batch_size=20)
+    for name, count in found["outcomes"].items():
+        tally.faults[name.partition(":")[0]] += count
+        tally.outcomes[name] += count
+    tally.failures += map(json.dumps, found["failures"])
 
 
 def main() -> int:
@@ -49,7 +61,7 @@ def main() -> int:
         if (status := preload(directory, [__file__, *sys.argv[1:]])) is not None:
             return status
         began = time.monotonic()
-        flip_bits(directory, tally, draw, options.flips)
+        _flip(directory, tally, options)
         cut_saves(directory, tally, options.cut_seconds)
         cases, deadline = Cases(directory, draw, tally), time.monotonic() + options.seconds
         cases.one_of_each()

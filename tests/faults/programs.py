@@ -91,7 +91,9 @@ IMPORT = [
     importing(f"{OLD} --ckpt-step 9", "--ckpt-step 9", harm=torch_file(RANK, {})),
     importing(f"{OLD} --from deepspeed", "--from deepspeed", harm=torch_file(RANK, {})),
     importing(f"{OLD} --from nemo", "--from: invalid choice: 'nemo'", status=2),
-    importing(f"{OLD} --make-vocab-size-divisible-by 0", "--make-vocab-size-divisible-by 0: must be", status=2),
+    importing(
+        f"{OLD} --make-vocab-size-divisible-by 0", "--make-vocab-size-divisible-by 0: must be", status=2
+    ),
 ]
 
 PLOT = [
@@ -110,7 +112,9 @@ PLOT = [
 REPORT = [
     report("", "are required: METRICS", status=2, without="text.txt"),
     report("", "text.txt:1: not a line of a metrics file"),
-    report("--output file/x.html", f"--output file: Not a directory; {WRITABLE}", harm=put("text.txt", RECORD)),
+    report(
+        "--output file/x.html", f"--output file: Not a directory; {WRITABLE}", harm=put("text.txt", RECORD)
+    ),
     report("--checkpoint gone", "--checkpoint gone", harm=put("text.txt", RECORD)),
     report("--ckpt-step 3", "--ckpt-step 3: needs --checkpoint", status=2),
     report("--trace gone.json", "gone.json: No such file", harm=put("text.txt", RECORD)),
@@ -140,10 +144,10 @@ SETTINGS = [
     bad("--config directory", "--config directory: is a directory; name a YAML file"),
     bad("--config=", "--config '': must not be empty"),
     bad("--config file", "--config file: cannot be read (Permission denied)", harm=locked("file")),
-    bad("--config run.yaml", "run.yaml: cannot be read (is a FIFO", harm=fifo("run.yaml")),
+    bad("--config run.yaml", "run.yaml: is a FIFO, not a regular file", harm=fifo("run.yaml")),
     bad("--config run.yaml", "run.yaml: cannot be read (Too many levels", harm=loop("run.yaml")),
-    bad("--config run.yaml", "run.yaml: cannot be read (is a character", harm=link("run.yaml", "/dev/zero")),
-    bad("--config run.yaml", "run.yaml: cannot be read (is a directory", harm=directory("run.yaml")),
+    bad("--config run.yaml", "run.yaml: is a character device, not", harm=link("run.yaml", "/dev/zero")),
+    bad("--config run.yaml", "run.yaml: is a directory; name a YAML", harm=directory("run.yaml")),
     settings("seed: [1\n", "line 2: not YAML"),
     settings("\tseed: 1\n", "line 1: not YAML"),
     settings(b"seed: \xff\n", "is not UTF-8 text"),

@@ -1,4 +1,4 @@
-"""The runs that are disturbed: every way to shard, to save, to read data; small enough for thousands of them."""
+"""The runs that are disturbed: every way to shard, to save and to read data; small, for thousands of runs."""
 
 import json
 from dataclasses import dataclass
@@ -95,8 +95,8 @@ TOGETHER = (
     Setting(
         "2 nodes of 2, accumulation inside nodes",
         4,
-        f"{MOCK} --train-iters 4 --global-batch-size 16 --save-interval 1 --zero-stage 3 --bf16 --eval-iters 0 "
-        f"{ZEROPP} --zero-gradient-partition-size auto",
+        f"{MOCK} --train-iters 4 --global-batch-size 16 --save-interval 1 --zero-stage 3 --bf16 "
+        f"--eval-iters 0 {ZEROPP} --zero-gradient-partition-size auto",
         local=2,
     ),
     Setting(
@@ -115,7 +115,8 @@ TOGETHER = (
     Setting(
         "2 ranks, Megatron's order",
         2,
-        f"{TOKENS} {SHORT} {CACHE} --dataset-order megatron --zero-stage 3 --fp32 --keep-last 2 --eval-iters 1",
+        f"{TOKENS} {SHORT} {CACHE} --dataset-order megatron --zero-stage 3 --fp32 --keep-last 2 "
+        "--eval-iters 1",
     ),
 )
 

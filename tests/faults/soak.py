@@ -3,8 +3,8 @@
     python tests/faults/soak.py --minutes 80 --directory /tmp/soak [--output benchmarks/results]
 
 A piece is a run of two ranks that resumes where the last piece of its setting ended, and stops by
---exit-duration-in-mins. The pieces alternate between `SETTINGS`. Each piece is added to DIRECTORY/pieces.jsonl,
-and the result holds all of that file, so that a soak may go on for as many sessions as there are.
+--exit-duration-in-mins. The pieces alternate between `SETTINGS`. Each piece is added to
+DIRECTORY/pieces.jsonl, and the result holds all of that file, so that a soak may be continued later.
 """
 
 import argparse

@@ -135,7 +135,9 @@ def test_a_flipped_bit_of_a_tensor_is_found(tmp_path: Path) -> None:
     path.write_bytes(content)
     assert not torch.equal(torch.load(path)[0], value)
     for tensor in read_torch_file(path):
-        with pytest.raises(DamagedFile, match=r"x\.pt: damaged between bytes \d+ and \d+: its CRC-32 differs"):
+        with pytest.raises(
+            DamagedFile, match=r"x\.pt: damaged between bytes \d+ and \d+: its CRC-32 differs"
+        ):
             tensor.read()
 
 
