@@ -155,6 +155,7 @@ class Disturbances(Runs):
         there = list(committed(run / "checkpoints").values())
         if len(there) > 1:
             self._damage(sorted(there[0].iterdir()), draw)
+            job = self._start(setting, run, WATCHED)  # also if the run was complete
         return self._judge("killed, newest checkpoint damaged", job, setting, run, whole)
 
     def _damage_cache(
@@ -167,6 +168,7 @@ class Disturbances(Runs):
         files += [path for path in (run / "checkpoints").glob("*") if path.is_file()]
         if files:
             self._damage(sorted(files), draw)
+            job = self._start(setting, run, WATCHED)
         return self._judge("killed, cache or hint damaged", job, setting, run, whole)
 
     def _memory(self, setting: Setting, run: Path, whole: Whole, draw: random.Random) -> tuple[str, Outcome]:

@@ -29,10 +29,15 @@ def losses(metrics: Path) -> dict[int, float]:
 
 
 def problem(said: str) -> str | None:
-    """Why the stderr of a rank that failed is not one clear line; None if it is."""
+    """Why the stderr of a rank that failed is more than one clear line of error; None if it is not."""
     lines = [line for line in said.splitlines() if "error: " in line]
     if "Traceback" in said:
         return "a traceback"
-    if len(lines) != 1:
+    if len(lines) > 1:
         return f"{len(lines)} lines with an error"
-    return "a very long line" if len(lines[0]) > 900 else None
+    return "a very long line" if lines and len(lines[0]) > 900 else None
+
+
+def says_why(said: str) -> bool:
+    """Whether the stderr of a rank has a line of error."""
+    return "error: " in said

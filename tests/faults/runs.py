@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_zpp.checkpoint.directory import committed
 from tests.children import Job
 from tests.faults.injection import SLOW, Calls, Fault
-from tests.faults.outcomes import digest, losses, problem
+from tests.faults.outcomes import digest, losses, problem, says_why
 from tests.faults.settings import Setting, make_data
 
 STARTS = 5
@@ -47,9 +47,12 @@ class Runs:
         They may have ended by SIGKILL, with 0, with 1 and one line, or with a status of `allowed`.
         """
         failed = {one for one, status in job.statuses.items() if status == 1}
-        said = [one for one in failed if problem(job.stderr(one)) is None]
+        local = setting.local or setting.world  # one rank of a node may speak for all of it
+        silent = {one // local for one in failed} - {
+            one // local for one in failed if says_why(job.stderr(one))
+        }
         odd = set(job.statuses.values()) - {0, 1, -signal.SIGKILL, *allowed}
-        if odd or (failed and not said) or any(problem(job.stderr(one)) for one in failed if job.stderr(one)):
+        if odd or silent or any(problem(job.stderr(one)) for one in failed):
             logs = " | ".join(job.log(one)[-900:] for one in job.statuses)
             return "not one line", f"{job.statuses} {logs}"
         first = "equal" if not failed else "one line, then equal"
