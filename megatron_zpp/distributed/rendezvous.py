@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -18,6 +19,7 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.distributed.open_files import reserve_connections
 from megatron_zpp.distributed.topology import Topology
 
+_Answer = TypeVar("_Answer")
 SAY_AFTER = 10.0  # seconds of waiting between two messages
 _HANDSHAKE = 15.0  # seconds for the first answer of a store
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
@@ -83,8 +85,36 @@ def rendezvous(
     # The launcher's store outlives a failed attempt: this attempt must not read that attempt's keys.
     store = dist.PrefixStore(f"attempt_{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     rank_address = RankAddress(platform.node(), os.getpid(), own, interface_of(own))
-    addresses = _exchange_addresses(store, topology, rank_address, deadline, limit, say)
+    addresses = _within(
+        deadline + 2 * SAY_AFTER,
+        lambda: _exchange_addresses(store, topology, rank_address, deadline, limit, say),
+        f"RANK 0: does not answer rank {topology.rank} on {rank_address.host}; see rank 0's output",
+    )
     return Rendezvous(store, rank_address, addresses)
+
+
+def _within(deadline: float, ask: Callable[[], _Answer], silence: str) -> _Answer:
+    """Return what `ask` returns. Raises what it raises, and ValueError(`silence`) after the deadline.
+
+    A request to a store whose process is stopped, or behind a link that is cut, waits without a limit.
+    """
+    answers: list[_Answer] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            answers.append(ask())
+        except BaseException as error:
+            errors.append(error)
+
+    asking = threading.Thread(target=run, daemon=True)
+    asking.start()
+    asking.join(max(0.0, deadline - time.monotonic()))
+    if errors:
+        raise errors[0]
+    if not answers:
+        raise ValueError(silence)
+    return answers[0]
 
 
 def interface_of(address: str) -> str:
