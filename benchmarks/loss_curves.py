@@ -26,11 +26,13 @@ RUNS = {
     "eager bf16": ["--bf16", "--no-compile"],
     "compiled bf16": ["--bf16"],
     "compiled fp8": ["--bf16", "--fp8"],
+    "compiled fp8 delayed": ["--bf16", "--fp8", "--fp8-recipe", "delayed"],
 }
 PAIRS = {  # a run, and the run that it is compared with
     "eager bf16": "eager fp32",
     "compiled bf16": "eager bf16",
     "compiled fp8": "compiled bf16",
+    "compiled fp8 delayed": "compiled bf16",
 }
 
 

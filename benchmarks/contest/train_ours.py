@@ -47,7 +47,7 @@ def build_engine(rank: Rank, topology: Topology) -> ZeroEngine:
         partial(model.initialize_parameter, seed=SEED),
         zero=ZeroConfig(**OURS[options.settings]),
         optimizer=ADAMW,
-        precision=PrecisionConfig(**{options.dtype: True}),
+        precision=PrecisionConfig(bf16=options.dtype == "bf16", fp32=options.dtype == "fp32"),
         topology=topology,
         device=rank.device,
         operations=load_operations(rank.device.type, require_kernels=rank.on_gpu, say=print),

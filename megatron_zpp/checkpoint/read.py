@@ -277,6 +277,8 @@ def load_checkpoint(
             has_references = REFERENCE in reader.state.get("kinds", [])
             formats = reader.state.get("difference_formats") if has_references else None
             engine.load_difference_formats_state(formats)
+            if engine.scaling is not None:
+                engine.scaling.load_state(reader.state.get("product_scaling"))
             engine.load_optimizer_steps(reader.state["optimizer_steps"])
             engine.loss_scale.load_state(reader.state["loss_scale"])
         reader.check_rest(engine.topology.rank, engine.topology.world_size)

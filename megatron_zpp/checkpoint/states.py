@@ -17,6 +17,8 @@ state.json contains the rest:
              versions, which had the weights and, if `with_optimizer`, AdamW's moments
     difference_formats   which units send weight differences in 8 bits next, and what decides on the step
              after: `raised` and `measured` by unit; null where the run sends none, absent in older versions
+    product_scaling   by linear map, what the scales of 8-bit products follow from (model/fp8_scaling.py);
+             null with other recipes and before the first step, absent in older versions
 """
 
 import math
@@ -30,6 +32,7 @@ from torch import Tensor
 from megatron_zpp.checkpoint.slices import Sharing
 from megatron_zpp.data.dataset_progress import DatasetProgress
 from megatron_zpp.distributed.split import Split
+from megatron_zpp.model.fp8_scaling import check_scaling_state
 from megatron_zpp.zero.engine import WEIGHTS, ZeroEngine
 from megatron_zpp.zero.flat_layout import FlatLayout
 
@@ -104,6 +107,7 @@ def describe_state(
         units=describe_units(engine),
         kinds=saved_kinds(engine, with_optimizer=with_optimizer),
         difference_formats=engine.difference_formats_state() if with_optimizer else None,
+        product_scaling=engine.scaling.state() if with_optimizer and engine.scaling else None,
         tokenizer=tokenizer,
         config=config,
     )
@@ -122,6 +126,7 @@ def describe_state_of(
     tokenizer: dict[str, Any],
     config: dict[str, Any],
     difference_formats: dict[str, Any] | None = None,
+    product_scaling: dict[str, Any] | None = None,
     tensor: int = 1,
 ) -> dict[str, Any]:
     """The content of state.json, for a program without an engine."""
@@ -136,6 +141,7 @@ def describe_state_of(
         "units": units,
         "kinds": list(kinds),
         "difference_formats": difference_formats,
+        "product_scaling": product_scaling,
         "tokenizer": tokenizer,
         "config": config,
     }
@@ -169,6 +175,7 @@ def check_state(state: dict[str, Any]) -> None:
     if not all(type(kind) is str for kind in state.get("kinds", [])):
         raise ValueError(f"kinds is {state['kinds']!r}")
     _check_difference_formats(state.get("difference_formats"), len(state["units"]))
+    check_scaling_state(state.get("product_scaling"))
     scale = state["loss_scale"]
     if not all(isinstance(scale[key], int | float) for key in _LOSS_SCALE_KEYS):
         raise ValueError("loss_scale has values that are not numbers")

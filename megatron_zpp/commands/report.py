@@ -17,6 +17,7 @@ from megatron_zpp.config.options import REQUIRED, Options, flag_of, option, opti
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.plan.exchanges import ledgers_of
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.traffic import total, traffic_of
@@ -145,7 +146,7 @@ def memory_rows(job: Job, records: Records) -> list[Comparison]:
 
 def traffic_rows(job: Job | None, records: Records) -> list[Comparison]:
     """Bytes of a step between nodes and inside them: planned if the run is known, and of the newest step."""
-    sent = total(traffic_of(job)) if job else None
+    sent = ledgers_of(job, total(traffic_of(job))) if job else None
     rows = []
     for name, what in (("inter_node_bytes", "between nodes"), ("intra_node_bytes", "inside nodes")):
         measured = list(by_iteration(records, name).values())

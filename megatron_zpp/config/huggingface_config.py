@@ -133,14 +133,14 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(
         "Qwen2ForCausalLM",
         _LLAMA_KEYS,
-        _LLAMA_DEFAULTS,
+        _LLAMA_DEFAULTS | {"num_key_value_heads": 32},
         _SILU,
         _LLAMA_FIXED | _NO_BIAS | {"add_qkv_bias": True},
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         _LLAMA_KEYS,
-        _LLAMA_DEFAULTS | {"head_dim": 128},
+        _LLAMA_DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128},
         _SILU | {"attention_bias": (False,)},
         _LLAMA_FIXED | _NO_BIAS | {"qk_layernorm": True},
     ),

@@ -109,6 +109,23 @@ class PrecisionConfig(Options):
         "With --bf16: compute the matrix products of layers on 8-bit floats with one scale per tensor; "
         "weights, gradients and other activations keep their formats. GPUs need compute capability 8.9.",
     )
+    fp8_recipe: Literal["tensorwise", "delayed"] | None = option(
+        None,
+        "Source of the scales of --fp8. tensorwise: the tensor itself, which is read twice; delayed: the "
+        "largest magnitudes of earlier steps. Default tensorwise; delayed with a flag that only delayed has.",
+    )
+    fp8_amax_history_len: int | None = option(
+        None, "delayed: steps whose largest magnitudes are kept; default 1.", at_least=1, at_most=4096
+    )
+    fp8_amax_compute_algo: Literal["most_recent", "max"] | None = option(
+        None, "delayed: scale by the last step's largest magnitude (default), or by the largest of all kept."
+    )
+    fp8_margin: int | None = option(
+        None,
+        "delayed: powers of two left between the largest magnitude and the largest code; default 0.",
+        at_least=0,
+        at_most=16,
+    )
     loss_scale: float | None = option(
         None, "fp16: constant loss scale, independent of the number of ranks; default dynamic.", above=0
     )
@@ -131,6 +148,7 @@ class PrecisionConfig(Options):
             raise option_error(f"--{formats[1]}", "(given)", f"contradicts --{formats[0]}; give one")
         if self.fp8 and (self.fp16 or self.fp32):
             raise option_error("--fp8", "(given)", f"needs --bf16, not --{formats[0]}")
+        self._check_recipe()
         if self.loss_scale is not None and not self.fp16:
             raise option_error("--loss-scale", self.loss_scale, "needs --fp16")
         if self.min_loss_scale > self.initial_loss_scale:
@@ -139,6 +157,30 @@ class PrecisionConfig(Options):
                 self.min_loss_scale,
                 f"must be at most --initial-loss-scale {self.initial_loss_scale}",
             )
+
+    @property
+    def fp8_delayed(self) -> bool:
+        """Whether 8-bit products take their scales from earlier steps."""
+        return self.fp8_recipe == "delayed" or (self.fp8_recipe is None and bool(self._given_of_delayed()))
+
+    def describe_products(self) -> str:
+        """What a log line says after the compute format."""
+        scaling = " and delayed scaling" if self.fp8_delayed else ""
+        return f" with 8-bit products{scaling}" if self.fp8 else ""
+
+    def _given_of_delayed(self) -> list[str]:
+        names = ("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin")
+        return [name for name in names if getattr(self, name) is not None]
+
+    def _check_recipe(self) -> None:
+        """Refuse a recipe without 8-bit products, and flags of delayed scaling with another recipe."""
+        given = self._given_of_delayed()
+        if self.fp8_recipe == "tensorwise" and given:
+            flag = "--" + given[0].replace("_", "-")
+            raise option_error(flag, getattr(self, given[0]), "needs --fp8-recipe delayed")
+        for name in ("fp8_recipe", *given):
+            if not self.fp8 and getattr(self, name) is not None:
+                raise option_error("--" + name.replace("_", "-"), getattr(self, name), "needs --fp8")
 
     def check_device(self, device: str, capability: tuple[int, int] | None) -> None:
         """Raise ValueError if --fp8 cannot be used; `capability`: the GPU's compute capability, if known."""

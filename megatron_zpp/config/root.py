@@ -170,7 +170,7 @@ def parse_command_line(
         notes += obey_checkpoint(provided, saved)
         file = DeepSpeedFile(**typed["deepspeed"]).deepspeed_config
         if file is not None:
-            tensor_ranks = provided.values["distributed"].get("tensor_model_parallel_size", 1)
+            tensor_ranks = DistributedConfig(**provided.values["distributed"]).tensor_model_parallel_size
             data_ranks = ranks(PlanConfig(**provided.values["plan"])) // tensor_ranks
             notes += obey_file(file, provided, max(1, data_ranks))
         settle_old_flags(typed[GROUP], provided)

@@ -221,8 +221,8 @@ class ZeroConfig(Options):
             raise option_error(
                 "--zero-hpz-partition-size",
                 size,
-                f"must divide the {ranks_of_a_node} ranks of a node, or be whole nodes that divide the "
-                f"{world} ranks: {', '.join(map(str, inside + across))}",
+                f"must divide the {ranks_of_a_node} data ranks of a node, or be whole nodes that divide the "
+                f"{world} data ranks: {', '.join(map(str, inside + across))}",
             )
         return size
 
@@ -241,7 +241,7 @@ class ZeroConfig(Options):
             raise option_error(
                 "--zero-gradient-partition-size",
                 size,
-                f"must divide the {ranks_of_a_node} ranks of a node: {', '.join(map(str, sizes))}",
+                f"must divide the {ranks_of_a_node} data ranks of a node: {', '.join(map(str, sizes))}",
             )
         return size
 

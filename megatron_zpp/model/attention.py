@@ -204,8 +204,7 @@ def choose_attention(
             what = "over documents end to end" if masked else "in windows"
             return PackedFlash("flash" if backend == "flash" else None, what)
         if backend == "flash":
-            cause = "--reset-attention-mask" if masked else "--window-size"
-            raise option_error(FLAG, "flash", f"with {cause} it {hindrance}, or use auto")
+            raise no_masks(hindrance, masked=masked)
         what = "documents" if masked else "windows"
         return DotProduct(remark=f", {what} through a dense mask; flash attention {hindrance}")
     # On Hopper GPUs torch takes cuDNN's; benchmarks/attention.py found none faster that comes with torch.
@@ -290,16 +289,29 @@ def check_flash3_settings(dropout: float, dtype: torch.dtype) -> None:
         raise option_error(FLAG, "flash3", "computes in bf16 and fp16; leave out --fp32, or use auto")
 
 
-def _no_packed_flash(
-    head_width: int, dropout: float, dtype: torch.dtype, device: torch.device, windowed: bool
-) -> str:
-    """Return what prevents PackedFlash, as 'needs …'; empty if nothing does."""
+def no_masks(hindrance: str, *, masked: bool) -> ValueError:
+    """The error for --attention-backend flash where `hindrance` prevents PackedFlash."""
+    cause = "--reset-attention-mask" if masked else "--window-size"
+    return option_error(FLAG, "flash", f"with {cause} it {hindrance}, or use auto")
+
+
+def packed_flash_hindrance(head_width: int, dropout: float, dtype: torch.dtype) -> str:
+    """Return which setting prevents PackedFlash on every device, as 'needs …'; empty if none does."""
     if dtype.itemsize != 2:
         return "needs --bf16 or --fp16"
     if dropout:
         return "needs --attention-dropout 0"
     if head_width % 8 or head_width > 256:
         return f"needs --kv-channels that are a multiple of 8 up to 256, not {head_width}"
+    return ""
+
+
+def _no_packed_flash(
+    head_width: int, dropout: float, dtype: torch.dtype, device: torch.device, windowed: bool
+) -> str:
+    """Return what prevents PackedFlash on this device, as 'needs …'; empty if nothing does."""
+    if hindrance := packed_flash_hindrance(head_width, dropout, dtype):
+        return hindrance
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "needs a GPU of Ampere or later"
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:

@@ -3,7 +3,7 @@
 A model is built of these; model/tensor_parallel.py has others, for layers that ranks share.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -39,7 +39,7 @@ class ModelComponents:
     """The components of layers: constructors with the parameters of torch's, and the attention kernel."""
 
     norms: Mapping[str, type[Norm]] = field(default_factory=lambda: TORCH_NORMS)  # by --normalization
-    linear: type[nn.Linear] = nn.Linear
+    linear: Callable[..., nn.Linear] = nn.Linear
     attention: AttentionKernel = field(default_factory=DotProduct)
 
     @property

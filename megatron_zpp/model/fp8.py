@@ -43,7 +43,7 @@ class _Product(torch.autograd.Function):
         codes, scale = _encode(x, torch.float8_e4m3fn)
         weight_codes, weight_scale = _encode(weight, torch.float8_e4m3fn)
         ctx.save_for_backward(codes, scale, weight)
-        out = _multiply(codes, weight_codes.t(), scale, weight_scale, x.dtype, fast=True)
+        out = multiply(codes, weight_codes.t(), scale, weight_scale, x.dtype, fast=True)
         return out if bias is None else out + bias
 
     @staticmethod
@@ -55,10 +55,10 @@ class _Product(torch.autograd.Function):
         weight_codes, weight_scale = _encode(weight, torch.float8_e4m3fn)
         of_x = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
-            of_x = _multiply(incoming, _by_columns(weight_codes), incoming_scale, weight_scale, dtype)
+            of_x = multiply(incoming, _by_columns(weight_codes), incoming_scale, weight_scale, dtype)
         if ctx.needs_input_grad[1]:
             left = incoming.t().contiguous()
-            of_weight = _multiply(left, _by_columns(codes), incoming_scale, scale, dtype)
+            of_weight = multiply(left, _by_columns(codes), incoming_scale, scale, dtype)
         if ctx.needs_input_grad[2]:
             of_bias = gradient.sum(0)
         return of_x, of_weight, of_bias
@@ -77,7 +77,7 @@ def _by_columns(codes: Tensor) -> Tensor:
     return codes.t().contiguous().t()
 
 
-def _multiply(
+def multiply(
     left: Tensor,
     right: Tensor,
     left_scale: Tensor,

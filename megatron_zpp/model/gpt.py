@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.model.attention import mask_of
-from megatron_zpp.model.components import ModelComponents, Norm, embedding
+from megatron_zpp.model.components import ModelComponents, embedding
 from megatron_zpp.model.kv_cache import LayerCache
 from megatron_zpp.model.loss import PLAIN, LossKernels, linear_cross_entropy, logits_to_gradient
 from megatron_zpp.model.masks import CAUSAL, Mask
@@ -132,7 +132,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, kernels: "BlockKernels") -> Tensor:
         """(B, T, D) -> (B, T, D) through (B, T, F)."""
-        return kernels.project(self.output, kernels.activation(self, x))
+        return kernels.mlp(self, x)
 
 
 class Layer(nn.Module):
@@ -161,11 +161,14 @@ class Layer(nn.Module):
 class BlockKernels:
     """The operations of a block, in plain torch; model/fused/blocks.py replaces some by Triton kernels."""
 
-    def norm(self, norm: Norm, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, T, D) -> the norm of x, and what `add_norm` takes as `residual`."""
-        return norm(x), x
+    def norm(self, layer: Layer, x: Tensor) -> tuple[Any, Tensor]:
+        """(B, T, D) -> the norm of x before attention, and what `add_norm` takes as `residual`.
 
-    def add_norm(self, layer: Layer, x: Tensor, added: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        Norms are what `heads`, `activation` and `mlp` take: tensors, or codes of 8-bit products.
+        """
+        return layer.attention_norm(x), x
+
+    def add_norm(self, layer: Layer, x: Tensor, added: Tensor, residual: Tensor) -> tuple[Tensor, Any]:
         """x + added and the norm before the MLP of this sum, each (B, T, D)."""
         x = x + added
         return x, layer.mlp_norm(x)
@@ -182,6 +185,10 @@ class BlockKernels:
     def activation(self, mlp: MLP, x: Tensor) -> Tensor:
         """(B, T, D) -> the inner values of the MLP (B, T, F)."""
         return mlp.activation(mlp.input(x))
+
+    def mlp(self, mlp: MLP, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        return self.project(mlp.output, self.activation(mlp, x))
 
     def project(self, linear: nn.Linear, x: Tensor) -> Tensor:
         """The linear map that ends attention or the MLP: (B, T, …) -> (B, T, D)."""
@@ -200,7 +207,7 @@ def transformer_block(
     kernels: BlockKernels = PLAIN_BLOCK,
 ) -> Tensor:
     """The only forward pass of a layer, in training, compiled and with a cache: (B, T, D) -> (B, T, D)."""
-    normed, residual = kernels.norm(layer.attention_norm, x)
+    normed, residual = kernels.norm(layer, x)
     mixed = layer.dropout(layer.attention(normed, mask, rotation, cache, kernels))
     x, normed = kernels.add_norm(layer, x, mixed, residual)
     return x + layer.dropout(layer.mlp(normed, kernels))

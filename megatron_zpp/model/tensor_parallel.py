@@ -25,7 +25,7 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.distributed.split import Split
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.model.components import ModelComponents
-from megatron_zpp.model.gpt import GPT, Head
+from megatron_zpp.model.gpt import GPT, Head, Layer
 from megatron_zpp.model.loss import IGNORED, LossKernels, linear_cross_entropy, unit, wide
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -36,12 +36,12 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of rows (R, K), a
 class TensorParallelComponents(ModelComponents):
     """Components of a model that the ranks of `group` share; samples have `tokens` tokens.
 
-    `product` is what linear maps compute: F.linear, or the same in 8 bits.
+    `product` returns what one linear map computes: F.linear, or the same in 8 bits.
     """
 
     group: TensorGroup
     tokens: int
-    product: Product = F.linear
+    product: Callable[[], Product] = lambda: F.linear
 
     @property
     def tensor_ranks(self) -> int:
@@ -103,8 +103,10 @@ def exchanges_of(model: GPT) -> list[tuple[int, int]]:
     gradients, and gathers the input of the first map again, unless products are of 8-bit floats, which keep
     it whole.
     """
-    parts = model.parts
-    pair = 3 if isinstance(parts, TensorParallelComponents) and parts.product is F.linear else 2
+    first = model.layers[0]
+    assert isinstance(first, Layer)
+    qkv = first.attention.qkv
+    pair = 3 if isinstance(qkv, ColumnParallel) and qkv.product is F.linear else 2
     return [(1, 1), *[(4, 2 * pair)] * len(model.layers), (1, 1)]
 
 
@@ -113,7 +115,7 @@ class ColumnParallel(nn.Linear):
 
     def __init__(self, inputs: int, outputs: int, bias: bool, parts: TensorParallelComponents) -> None:
         super().__init__(inputs, outputs, bias)
-        self.group, self.tokens, self.product = parts.group, parts.tokens, parts.product
+        self.group, self.tokens, self.product = parts.group, parts.tokens, parts.product()
 
     def forward(self, input: Tensor) -> Tensor:
         """See the class."""
@@ -129,7 +131,7 @@ class RowParallel(nn.Linear):
 
     def __init__(self, inputs: int, outputs: int, bias: bool, parts: TensorParallelComponents) -> None:
         super().__init__(inputs, outputs, bias)
-        self.group, self.product = parts.group, parts.product
+        self.group, self.product = parts.group, parts.product()
 
     def forward(self, input: Tensor) -> Tensor:
         """See the class. The bias, which all ranks have whole, joins the sum over ranks once."""

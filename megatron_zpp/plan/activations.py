@@ -14,6 +14,9 @@ Tensor ranks divide all of a layer, by tokens between its linear maps and by hea
 them, and the logits by entries of the vocabulary. Each has the norm's output of all tokens in the head, and
 for the length of a product the gathered rows of a linear map. 8-bit products keep these rows.
 
+With delayed scaling the outputs of norms and activations are there as codes only, a byte each; attention's
+output is kept beside its codes. Other 8-bit products are planned like those of bf16.
+
 Ids and the temporary memory of kernels do not count.
 """
 
@@ -41,12 +44,15 @@ def layer_bytes(job: Job) -> int:
     heads, groups = model.num_attention_heads, model.num_query_groups
     vectors = 2 * heads + 2 * groups + (heads + groups if model.qk_layernorm else 0)
     inner = 2 if not model.swiglu else 3 if job.compiled else 4
-    numbers = 4 * model.hidden_size + vectors * model.kv_channels + inner * model.ffn_hidden_size
+    delayed = job.precision.fp8_delayed
+    hidden = (2 if delayed else 4) * model.hidden_size
+    numbers = hidden + vectors * model.kv_channels + (inner - delayed) * model.ffn_hidden_size
     norms = 2 + (heads + groups if model.qk_layernorm else 0)
     exact = norms * _norm_bytes(job) + (2 * model.hidden_size if model.hidden_dropout else 0)
     if job.recompute.recompute_granularity != "selective":
         exact += 4 * model.num_attention_heads
-    return job.rows * (numbers * job.dtype.itemsize + exact) + _gathered_codes(job)
+    codes = _delayed_codes(job) if delayed else _gathered_codes(job)
+    return job.rows * (numbers * job.dtype.itemsize + exact) + codes
 
 
 def ends_bytes(job: Job) -> int:
@@ -141,6 +147,13 @@ def _gathered_codes(job: Job) -> int:
     if job.tensor == 1 or not job.precision.fp8:
         return 0
     return 2 * job.model.hidden_size * max(0, job.tokens - job.rows * job.dtype.itemsize)
+
+
+def _delayed_codes(job: Job) -> int:
+    """Bytes that delayed scaling keeps of a layer's four inputs: two of all rows, two of a rank's columns."""
+    model = job.model
+    columns = model.num_attention_heads * model.kv_channels + model.ffn_hidden_size
+    return 2 * model.hidden_size * job.tokens + columns * job.rows
 
 
 def _norm_bytes(job: Job) -> int:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from megatron_zpp.model.gpt import segments
 from megatron_zpp.plan.hardware import Machine
 from megatron_zpp.plan.job import Job
+from megatron_zpp.zero.hop import SentBytes
 
 _STATISTICS = 3 * 4  # bytes per token: fp32 maximum, sum of exponentials, target's logit
 
@@ -62,6 +63,11 @@ def hidden_state_bytes(job: Job) -> int:
     statistics = others * _STATISTICS * job.tokens
     sums = 2 * others * 4 * sum(job.replicated) // job.tensor
     return exchanged_bytes(job) - job.micro_batches * (statistics + sums)
+
+
+def ledgers_of(job: Job, sent: SentBytes) -> SentBytes:
+    """What the ledgers of all ranks count in a step in which ZeRO has `sent` this."""
+    return SentBytes(sent.intra + job.ranks * hidden_state_bytes(job), sent.inter)
 
 
 def waiting_seconds(job: Job, machine: Machine, forward: bool) -> float:

@@ -17,7 +17,7 @@ from megatron_zpp.plan.advice import (
     why,
     zeropp_plans,
 )
-from megatron_zpp.plan.exchanges import hidden_state_bytes
+from megatron_zpp.plan.exchanges import ledgers_of
 from megatron_zpp.plan.hardware import (
     CPU_BYTES_PER_SECOND,
     INSIDE_SHARE,
@@ -61,7 +61,7 @@ def _head(plan: Plan, gpu: Gpu, iterations: int) -> Iterator[str]:
     run = job.tokens_per_step * iterations / 1e9
     yield (
         f"plan for {job.nodes} × {job.local} {gpu.name}, {job.precision.compute_dtype('cuda')}"
-        f"{' with 8-bit products' if job.precision.fp8 else ''}, {job.zero.describe()}"
+        f"{job.precision.describe_products()}, {job.zero.describe()}"
     )
     yield (
         f"  GPT of {parameters:,.1f} M parameters: {model.num_layers} layers × {model.hidden_size}, sequence "
@@ -121,11 +121,10 @@ def _verdict(plan: Plan, gpu: Gpu, machine: Machine) -> Iterator[str]:
 
 
 def _traffic(plan: Plan) -> Iterator[str]:
-    sent, job = plan.sent, plan.job
+    job, sent = plan.job, ledgers_of(plan.job, plan.sent)
     yield "bytes sent in a step by all ranks together, as metrics.jsonl will say"
     yield f"  inter_node_bytes {sent.inter:>20,}   {sent.inter / job.nodes / 1e9:10.3f} GB from each node"
-    inside = sent.intra + job.ranks * hidden_state_bytes(job)
-    yield f"  intra_node_bytes {inside:>20,}   {inside / job.ranks / 1e9:10.3f} GB from each GPU"
+    yield f"  intra_node_bytes {sent.intra:>20,}   {sent.intra / job.ranks / 1e9:10.3f} GB from each GPU"
     if job.tensor > 1:
         yield exchange_line(job)
 
@@ -193,7 +192,10 @@ def _assumptions(job: Job, gpu: Gpu, machine: Machine) -> Iterator[str]:
     else:
         yield f"  compute at {reached}, as --plan-compute-share says"
     if job.precision.fp8:
-        yield "  products of --fp8 take the time and memory of bf16: on an H200 1.3B was 1.09 × as fast"
+        if job.precision.fp8_delayed:
+            yield "  products of --fp8 take the time of bf16: delayed scaling has not been measured"
+        else:
+            yield "  products of --fp8 take the time and memory of bf16: on an H200 1.3B was 1.09 × as fast"
     if job.ranks > 1:
         yield f"  compute takes {overlap_slowdown(job):g} × as long beside the transfers that run behind it"
     if job.nodes > 1:

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_zpp.config.options import flag_name
 from megatron_zpp.config.tensor_parallel import FLAG, check_tensor_ranks, check_vocabulary
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.grid import Grid
@@ -22,6 +23,10 @@ from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.zero.plan_communication import check_topology
 
 _GB, _GIB = 1e9, 2**30
+_CHANGED = (  # of a run's ZeroConfig
+    *("zero_stage", "zero_hpz_partition_size", "zero_gradient_partition_size"),
+    "zero_quantized_weights_format",
+)
 
 
 def tensor_plans(plan: Plan, machine: Machine, gibibytes: float) -> list[Plan]:
@@ -59,8 +64,9 @@ def _largest_that_fits(jobs: list[Job], run: Job, machine: Machine, gibibytes: f
 def _named(plan: Plan, run: Job) -> Plan:
     """The plan, named by the value of FLAG and the other flags that are not those of the run."""
     job, name = plan.job, str(plan.job.tensor)
-    if job.zero.zero_stage != run.zero.zero_stage:
-        name += f" --zero-stage {job.zero.zero_stage}"
+    for field in _CHANGED:
+        if (value := getattr(job.zero, field)) != getattr(run.zero, field):
+            name += f" {flag_name(field)} {value}"
     if job.micro_batch_size != run.micro_batch_size:
         name += f" --micro-batch-size {job.micro_batch_size}"
     return dataclasses.replace(plan, name=name)
@@ -101,9 +107,10 @@ def _zero_of(job: Job, size: int) -> ZeroConfig:
         check_topology(zero, Grid(Topology(0, job.ranks, 0, job.local), size).data)
     except ValueError:
         gradients = zero.zero_gradient_partition_size
+        grouped = zero.hpz or (zero.sends_differences and zero.zero_stage == 3)
         return dataclasses.replace(
             zero,
-            zero_hpz_partition_size="auto" if zero.hpz else zero.zero_hpz_partition_size,
+            zero_hpz_partition_size="auto" if grouped else zero.zero_hpz_partition_size,
             zero_gradient_partition_size="off" if gradients == "off" else "auto",
         )
     return zero

@@ -1,6 +1,7 @@
 """Builds the model with its initial weights, sharded over the ranks."""
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.grid import Grid
@@ -15,8 +17,11 @@ from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.components import ModelComponents, norm_classes
 from megatron_zpp.model.fp8 import Float8Linear, float8_linear
+from megatron_zpp.model.fp8_cast import Cast, plain_cast
+from megatron_zpp.model.fp8_delayed import DelayedLinear, DelayedProduct
+from megatron_zpp.model.fp8_scaling import DelayedScaling
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.tensor_parallel import TensorParallelComponents, exchanges_of, splits_of
+from megatron_zpp.model.tensor_parallel import Product, TensorParallelComponents, exchanges_of, splits_of
 from megatron_zpp.train.compiling import compile_parts, prepare_compiler
 from megatron_zpp.train.device import Device, check_attention
 from megatron_zpp.train.run_schedule import RunSchedule
@@ -37,7 +42,10 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
     group = None
     if grid.tensor > 1:
         group = TensorGroup(grid.tensor_ranks, grid.job.rank, config.distributed.timeout)
-    model = _build_model(config, vocab_size, device, grid.job, group)
+    model = _build_model(config, vocab_size, device, group)
+    scaling = _scaling(config.precision, model, device.device)
+    if device.compiles:
+        _compile(config, model, device, grid.job, scaling)
     return ZeroEngine(
         model,
         partial(model.initialize_parameter, seed=config.training.seed),
@@ -53,6 +61,7 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
         sections=TimedSections(device.device) if config.timing.level else UNTIMED,
         say=device.say,
         decoupled=DECOUPLED if config.learning_rate.decoupled_lr is not None else (),
+        scaling=scaling,
     )
 
 
@@ -65,25 +74,64 @@ def zero_of(config: Config, ranks: int) -> ZeroConfig:
     return replace(zero, zero_delta4_iterations=2 * warmup)
 
 
-def _build_model(
-    config: Config, vocab_size: int, device: Device, topology: Topology, group: TensorGroup | None
-) -> GPT:
-    """The model on the meta device, this rank's part of it if a `group` shares it; compiled if it can be."""
-    norms, fp8 = norm_classes(device.fused_backend), config.precision.fp8
-    parts = ModelComponents(norms, Float8Linear if fp8 else nn.Linear, device.attention)
+def _build_model(config: Config, vocab_size: int, device: Device, group: TensorGroup | None) -> GPT:
+    """The model on the meta device, this rank's part of it if a `group` shares it."""
+    norms = norm_classes(device.fused_backend)
+    linear, product = _products(config.precision, device.device)
+    parts = ModelComponents(norms, linear, device.attention)
     if group is not None:
         parts = TensorParallelComponents(
             norms,
             attention=device.attention,
             group=group,
             tokens=config.model.seq_length,
-            product=float8_linear if fp8 else F.linear,
+            product=product,
         )
     with torch.device("meta"):
-        model = GPT(config.model, vocab_size, config.recompute, parts)
-    if device.compiles:
-        prepare_compiler(config.compilation, topology, os.environ)
-        shape = (config.training.micro_batch_size, config.model.seq_length)
-        on_gpu = device.device.type == "cuda"
-        compile_parts(model, shape, device.say, masked=config.data.reset_attention_mask, on_gpu=on_gpu)
-    return model
+        return GPT(config.model, vocab_size, config.recompute, parts)
+
+
+def _products(
+    precision: PrecisionConfig, device: torch.device
+) -> tuple[Callable[..., nn.Linear], Callable[[], Product]]:
+    """What makes the linear maps of a model, and what makes their products where tensor ranks share it."""
+    if precision.fp8_delayed:
+        cast = _cast(device)
+        return partial(DelayedLinear, cast=cast), partial(DelayedProduct, cast)
+    if precision.fp8:
+        return Float8Linear, lambda: float8_linear
+    return nn.Linear, lambda: F.linear
+
+
+def _cast(device: torch.device) -> Cast:
+    if device.type != "cuda":
+        return plain_cast
+    from megatron_zpp.model.fused.cast import cast  # imports Triton, which only torch for GPUs brings
+
+    return cast
+
+
+def _scaling(precision: PrecisionConfig, model: GPT, device: torch.device) -> DelayedScaling | None:
+    if not precision.fp8_delayed:
+        return None
+    return DelayedScaling(
+        model,
+        device,
+        history=precision.fp8_amax_history_len or 1,
+        algorithm=precision.fp8_amax_compute_algo or "most_recent",
+        margin=precision.fp8_margin or 0,
+    )
+
+
+def _compile(
+    config: Config, model: GPT, device: Device, topology: Topology, scaling: DelayedScaling | None
+) -> None:
+    prepare_compiler(config.compilation, topology, os.environ)
+    compile_parts(
+        model,
+        (config.training.micro_batch_size, config.model.seq_length),
+        device.say,
+        masked=config.data.reset_attention_mask,
+        on_gpu=device.device.type == "cuda",
+        ready=(lambda: True) if scaling is None else (lambda: scaling.known),
+    )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.distributed.topology import Topology
@@ -55,6 +56,7 @@ def compile_parts(
     *,
     masked: bool = False,
     on_gpu: bool = False,
+    ready: Callable[[], bool] = lambda: True,
 ) -> None:
     """Let one graph compute every layer of `model` for micro-batches of `shape` (B, T).
 
@@ -63,7 +65,8 @@ def compile_parts(
     another graph.
     The graph is inside the hooks of a layer, so that the parameters are gathered before it runs. Other inputs
     go through the same block without a graph: a text that grows, a cache, or a mask of another kind than that
-    of batches (`masked`: inside documents). A layer raises RuntimeError if torch cannot compile it.
+    of batches (`masked`: inside documents). So do all inputs until the layers are `ready`: 8-bit products may
+    lack scales in a run's first step. A layer raises RuntimeError if torch cannot compile it.
     """
     from torch._dynamo.exc import TorchDynamoException  # takes seconds: only runs that compile import it
 
@@ -88,6 +91,8 @@ def compile_parts(
         def run(layer: Layer, x: Tensor, mask: Mask, rotation: Rotation, cache: LayerCache | None) -> Tensor:
             if x.shape != hidden or type(mask) is not kind or cache is not None:
                 return transformer_block(layer, x, mask, rotation, cache)
+            if not ready():
+                return _without_graph(layer, x, mask, rotation, recomputed=model.parts.tensor_ranks == 1)
             try:
                 out = compiled(layer, x, mask, rotation)
             except TorchDynamoException as error:
@@ -103,6 +108,16 @@ def compile_parts(
     for layer, window in zip(model.layers, model.windows, strict=True):
         layer.compute = runs[window]  # type: ignore[assignment]  # torch's stubs: a tensor or a module
     model.head.compile_loss(partial(torch.compile, backend=backend, fullgraph=True, dynamic=False), passes)
+
+
+def _without_graph(layer: Layer, x: Tensor, mask: Mask, rotation: Rotation, *, recomputed: bool) -> Tensor:
+    """The layer for a step with gradients, in no more memory than a graph takes.
+
+    Where tensor ranks share it, it is not recomputed: exchanges of a recomputation would not be counted.
+    """
+    if recomputed and torch.is_grad_enabled():
+        return checkpoint(transformer_block, layer, x, mask, rotation, use_reentrant=False)
+    return transformer_block(layer, x, mask, rotation)
 
 
 def _kernels(layer: Layer) -> tuple[BlockKernels, LossKernels]:

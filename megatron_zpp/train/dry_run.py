@@ -12,7 +12,12 @@ from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.model.attention import TORCH_BACKENDS, check_flash3_settings
+from megatron_zpp.model.attention import (
+    TORCH_BACKENDS,
+    check_flash3_settings,
+    no_masks,
+    packed_flash_hindrance,
+)
 from megatron_zpp.plan.hardware import GPUS, machine
 from megatron_zpp.plan.job import Job, units_of
 from megatron_zpp.plan.report import report
@@ -66,19 +71,41 @@ def dry_run(inputs: RunInputs, grid: Grid, *, speaks: bool) -> None:
     assert config.plan.plan_gpu is not None  # PlanConfig fills its default in with --dry-run
     gpu, rates = GPUS[config.plan.plan_gpu], machine(config.plan, dtype)
     config.precision.check_device("cuda", gpu.capability)
-    if config.attention.attention_backend == "flash3":
-        check_flash3_settings(config.model.attention_dropout, getattr(torch, dtype))
+    dense = _dense_mask(config, getattr(torch, dtype))
     if speaks:
         job = job_of(config, inputs.tokenizer["vocab_size"], schedule, grid)
         lines = report(job, gpu, rates, schedule.iterations)
-        lines += _not_planned(config.attention.attention_backend, masked=config.data.reset_attention_mask)
+        lines += _not_planned(config, dense)
         sys.stdout.write("\n".join(lines) + "\n")
         sys.stdout.flush()
 
 
-def _not_planned(backend: str, *, masked: bool) -> list[str]:
-    """Lines, to follow the plan's list of assumptions, on settings of this run that it ignores."""
-    lines = []
+def _dense_mask(config: Config, dtype: torch.dtype) -> str:
+    """Return why masks of documents and windows are dense on any GPU; empty if they need not be.
+
+    Raises ValueError for settings that --attention-backend cannot obey on any GPU.
+    """
+    model, backend = config.model, config.attention.attention_backend
+    if backend == "flash3":
+        check_flash3_settings(model.attention_dropout, dtype)
+        return ""
+    masked = config.data.reset_attention_mask
+    if not masked and not any(model.layer_windows):
+        return ""
+    if backend not in ("auto", "flash"):
+        return f"--attention-backend {backend} knows no other"
+    hindrance = packed_flash_hindrance(model.kv_channels, model.attention_dropout, dtype)
+    if hindrance and backend == "flash":
+        raise no_masks(hindrance, masked=masked)
+    return f"flash attention {hindrance}" if hindrance else ""
+
+
+def _not_planned(config: Config, dense: str) -> list[str]:
+    """Lines, to follow the plan's list of assumptions, on settings of this run that it ignores.
+
+    `dense`: why its masks are dense, if they are.
+    """
+    backend, masked, lines = config.attention.attention_backend, config.data.reset_attention_mask, []
     if TORCH_BACKENDS.get(backend) is SDPBackend.MATH:
         lines.append(
             f"  attention that keeps no scores; --attention-backend {backend} keeps them, for each layer and "
@@ -86,4 +113,11 @@ def _not_planned(backend: str, *, masked: bool) -> list[str]:
         )
     if masked:
         lines.append("  attention over whole samples, also with --reset-attention-mask")
+    if dense:
+        tokens = config.model.seq_length
+        rows = tokens * config.training.micro_batch_size if masked else tokens
+        lines.append(
+            f"  attention without masks in memory; this run's are dense, {rows:,} × {tokens:,} numbers, and "
+            f"layers compute whole attention: {dense}"
+        )
     return lines

@@ -27,7 +27,7 @@ def head_lines(config: Config, vocab_size: int, engine: ZeroEngine, splits: Spli
     lines = [
         f" torch {torch.__version__}, python {platform.python_version()}, {topology.world_size} × {name}, "
         f"{config.precision.compute_dtype(engine.device.type)}"
-        f"{' with 8-bit products' if config.precision.fp8 else ''}, {config.zero.describe()}"
+        f"{config.precision.describe_products()}, {config.zero.describe()}"
         f"{', compiled layers' if engine.model.compiled else ''}{_tensor_ranks(engine)}",
         f" GPT of {parameters / 1e6:.1f} M parameters: {model.num_layers} layers × {model.hidden_size}, "
         f"{model.num_attention_heads} heads{groups}, sequence {model.seq_length}, vocabulary "

@@ -30,6 +30,7 @@ from megatron_zpp.train.data_changes import (
     order_change,
     ordered_samples,
 )
+from megatron_zpp.train.model_changes import model_changes
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -164,14 +165,15 @@ def _load(
     progress = load_checkpoint(
         path, engine, tokenizer, with_optimizer=with_optimizer, on_progress=on_progress
     )
+    saved, ranks = saved_settings(path)
+    changes = model_changes(saved, config.model)
     if settings.finetune:
-        return Start(Progress(), [f" loaded the weights of {path}; starting at iteration 0"])
+        return Start(Progress(), [f" loaded the weights of {path}; starting at iteration 0", *changes])
     without = "" if with_optimizer else " without the optimizer's state"
     line = (
         f" loaded {path}{without}; resuming at iteration {progress.iteration}, "
         f"{progress.consumed_samples} samples"
     )
-    saved, ranks = saved_settings(path)
     if progress.dataset_progress is None:
         progress = replace(progress, dataset_progress=DatasetProgress.from_settings(saved.get("data", {})))
     present, resumed = config.to_json(), schedule.resumed(progress)
@@ -189,7 +191,7 @@ def _load(
         )
         lines += said
     lines += mask_changes(saved, present) + batch_changes(saved, ranks, present, resumed)
-    return Start(progress, [line, *lines])
+    return Start(progress, [line, *changes, *lines])
 
 
 def _ordered(

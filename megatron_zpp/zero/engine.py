@@ -28,6 +28,7 @@ from megatron_zpp.zero.loss_scale import LossScale
 from megatron_zpp.zero.optimizer import build_optimizer
 from megatron_zpp.zero.plan_communication import plan_communication
 from megatron_zpp.zero.prefetch import Phase, Prefetcher
+from megatron_zpp.zero.product_scaling import ProductScaling, end_step
 from megatron_zpp.zero.reference_check import differing_references
 from megatron_zpp.zero.sections import BACKWARD, FORWARD, UNTIMED, WAIT_REDUCTIONS, Sections
 from megatron_zpp.zero.step_sums import StepSums
@@ -78,7 +79,7 @@ class ZeroEngine:
     how tensor ranks share the model, which has this rank's parts of its parameters then. `operations`
     has the kernels for sums and optimizer steps; None: torch's. `sections` times the parts of a step. `say`
     gets a line if copy engines were tried and cannot be used. Parameters whose names are `decoupled` have a
-    learning rate of their own.
+    learning rate of their own. `scaling` has the scales of 8-bit products if they follow from earlier steps.
     """
 
     def __init__(
@@ -98,8 +99,10 @@ class ZeroEngine:
         sections: Sections = UNTIMED,
         say: Callable[[str], None] = print,
         decoupled: Collection[str] = (),
+        scaling: ProductScaling | None = None,
     ) -> None:
         self.model, self.topology, self.device, self.share = model, topology, device, share
+        self.scaling = scaling
         self.grid = Grid(topology, 1 if share.group is None else share.group.size)
         data_ranks = self.grid.data
         self._ledger, self.sections = TrafficLedger(data_ranks), sections
@@ -179,6 +182,8 @@ class ZeroEngine:
         """
         if not self.model.training:  # it walks through all modules
             self.model.train()
+        if self.scaling is not None and index == 0:
+            self.scaling.begin_step()
         self._prefetcher.begin(Phase.FORWARD)
         with self.sections(FORWARD):
             loss = self._loss(batch)
@@ -215,6 +220,8 @@ class ZeroEngine:
         grad_norm = (norm / divisor).float()
         rates = (learning_rate, learning_rate if decoupled_rate is None else decoupled_rate)
         found_inf = 1.0 - torch.isfinite(grad_norm).float()
+        if self.scaling is not None:
+            end_step(self.scaling, self.topology, found_inf)
         shrink = torch.ones_like(grad_norm)
         if self._clip_grad > 0:
             shrink = torch.clamp((grad_norm + 1e-6) / self._clip_grad, min=1.0)

@@ -210,8 +210,8 @@ def _check_differences(zero: ZeroConfig, topology: Topology, hpz_ranks: int) -> 
         raise option_error(
             flag,
             format,
-            f"needs groups that are a node of {topology.local_world_size} ranks, since each node keeps one "
-            f"reference: --zero-hpz-partition-size auto, not {zero.zero_hpz_partition_size}",
+            f"needs groups that are a node of {topology.local_world_size} data ranks, since each node keeps "
+            f"one reference: --zero-hpz-partition-size auto, not {zero.zero_hpz_partition_size}",
         )
 
 

@@ -96,7 +96,7 @@ def test_work_that_never_returns_is_abandoned() -> None:
         files.run(lambda on_progress: over.wait(), one)
     with pytest.raises(Stuck, match="still busy"):
         files.run(lambda on_progress: None, one)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
     over.set()
     wait_until(lambda: not files.busy)
     assert files.run(lambda on_progress: "done", one) == "done"

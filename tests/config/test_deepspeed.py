@@ -322,7 +322,7 @@ BATCHES = [  # (train_batch_size, micro, accumulation, ranks), flags -> (global,
     (
         (30, None, 2, 4),
         "",
-        "train_batch_size 30: must be a multiple of gradient_accumulation_steps 2 × 4 ranks",
+        "train_batch_size 30: must be a multiple of gradient_accumulation_steps 2 × 4 data ranks",
     ),
     ((30, None, None, 4), "", "train_batch_size 30: must be a multiple of gradient_accumulation_steps 1 × 4"),
     (
@@ -332,6 +332,8 @@ BATCHES = [  # (train_batch_size, micro, accumulation, ranks), flags -> (global,
     ),
     ((None, None, 0, 4), "--micro-batch-size 4", "gradient_accumulation_steps 0: must be 1 or more"),
     ((None, None, 2, 4), "", "--micro-batch-size (not given)"),
+    ((32, None, 2, 8), "--tensor-model-parallel-size 2", (32, 4)),
+    ((32, None, 2, 4), "--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0: must be at least"),
 ]
 
 

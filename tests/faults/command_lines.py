@@ -152,6 +152,11 @@ OPTIMIZER = [
     bad("--hysteresis 0", "--hysteresis 0: must be at least 1"),
     bad("--fp8 --fp16", "--fp8 (given): needs --bf16, not --fp16"),
     Case("--fp8", "--fp8 (given): needs --bf16, which is not the default on the cpu"),
+    bad("--fp8-recipe delayed", "--fp8-recipe delayed: needs --fp8"),
+    bad("--fp8-margin 1", "--fp8-margin 1: needs --fp8"),
+    bad("--fp8 --bf16 --fp8-recipe tensorwise --fp8-margin 0", "--fp8-margin 0: needs --fp8-recipe delayed"),
+    bad("--fp8 --bf16 --fp8-recipe mxfp8", "--fp8-recipe: invalid choice: 'mxfp8'"),
+    bad("--fp8 --bf16 --fp8-amax-history-len 0", "--fp8-amax-history-len 0: must be at least 1"),
     bad("--fp8 --bf16 --hidden-size 24", "--hidden-size 24: is 24; must be a multiple of 16"),
     bad(
         "--fp8 --bf16 --kv-channels 3", "--kv-channels 3 × --num-attention-heads 2: is 6; must be a multiple"

@@ -49,7 +49,7 @@ LAUNCHERS = [
     on_four("--zero-stage 3 --zero-hpz-partition-size 8", "--zero-hpz-partition-size 8: … 1, 2, 4"),
     on_four(
         "--zero-stage 3 --zero-hpz-partition-size 3",
-        "--zero-hpz-partition-size 3: … 2 ranks of a node … 1, 2, 4",
+        "--zero-hpz-partition-size 3: … 2 data ranks of a node … 1, 2, 4",
         LOCAL_WORLD_SIZE="2",
     ),
     on_four(

@@ -130,6 +130,7 @@ def test_a_device_is_named_where_the_user_names_none() -> None:
         assert with_device(others) == others
 
 
+@pytest.mark.parametrize("checkpoint", ["gpt2"], indirect=True)
 def test_a_device_that_the_machine_lacks_is_refused_in_a_line(checkpoint: Path, tmp_path: Path) -> None:
     for device, said in (
         ("cuda", "--device cuda: torch sees no GPU here; use --device cpu"),

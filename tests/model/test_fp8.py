@@ -1,5 +1,7 @@
 """Products of 8-bit floats: within what the formats allow of a float64 oracle, with gradients and NaN."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -39,11 +41,17 @@ def bound(
 
 
 def check_products(
-    rows: int, inner: int, outer: int, dtype: torch.dtype, device: str = "cpu", fast: float = FP32
+    rows: int,
+    inner: int,
+    outer: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    fast: float = FP32,
+    kind: Callable[[int, int], nn.Linear] = Float8Linear,
 ) -> None:
     """Forward and gradients of one layer; `fast` is the rounding of sums that are told to be fast."""
     draw = torch.Generator().manual_seed(1)
-    layer = Float8Linear(inner, outer, dtype=dtype, device=device)
+    layer = kind(inner, outer).to(device, dtype)
     with torch.no_grad():
         layer.weight.copy_(torch.randn(outer, inner, generator=draw) * 0.02)
         layer.bias.copy_(torch.randn(outer, generator=draw))

@@ -61,6 +61,10 @@ def test_a_plan_says_what_it_assumes() -> None:
     assert "\n  products of --fp8 take the time and memory of bf16: " in done.stdout
     assert "no scores; --attention-backend local keeps them" in done.stdout
     assert "attention over whole samples, also with --reset-attention-mask\n" in done.stdout
+    mask = (
+        "dense, 64 × 32 numbers, and layers compute whole attention: --attention-backend local knows no other"
+    )
+    assert mask in done.stdout
 
 
 def test_a_run_that_does_not_fit_is_reported_with_settings_that_would_fit() -> None:
@@ -95,6 +99,7 @@ def test_no_option_is_recommended_where_none_pays() -> None:
     assert "  take none of them: no set of them that fits shortens the step by more than 1%\n" in done.stdout
 
 
+@pytest.mark.nightly
 def test_the_share_of_an_h100s_peak_is_the_one_fitted_to_published_runs() -> None:
     assert GPUS["h100"].compute_share == fitted_share()
     assert max(abs(row.mfu / planned_mfu(row) - 1) for row in ROWS) < 0.08
@@ -131,7 +136,7 @@ def test_bad_command_lines_are_refused(argv: str, said: str) -> None:
         ("--plan-nodes 3 --global-batch-size 8", "--global-batch-size 8: "),
         (
             "--plan-nodes 2 --plan-gpus-per-node 4 --zero-stage 3 --zero-hpz-partition-size 3",
-            "the 4 ranks of a node",
+            "the 4 data ranks of a node",
         ),
         (
             "--plan-gpus-per-node 8 --zero-stage 1 --zero-quantized-weights "
@@ -145,6 +150,10 @@ def test_bad_command_lines_are_refused(argv: str, said: str) -> None:
         ("--fp8 --plan-gpu a100", "--fp8 (given): needs a GPU of compute capability 8.9; this one has 8.0"),
         ("--compile-cache-dir /dev/null", "--compile-cache-dir /dev/null: Not a directory"),
         ("--attention-backend flash3", "--attention-backend flash3: has no dropout"),
+        (
+            "--attention-backend flash --window-size 3,0",
+            "--attention-backend flash: with --window-size it needs --attention-dropout 0, or use auto",
+        ),
     ],
 )
 def test_the_plan_refuses_what_the_run_would_refuse(argv: str, said: str) -> None:

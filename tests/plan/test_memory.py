@@ -13,6 +13,9 @@ from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.model.components import ModelComponents
+from megatron_zpp.model.fp8_delayed import DelayedLinear
+from megatron_zpp.model.fp8_scaling import DelayedScaling
 from megatron_zpp.model.gpt import GPT, Layer
 from megatron_zpp.model.loss import keeps_gradient, linear_cross_entropy
 from megatron_zpp.model.masks import CAUSAL
@@ -160,7 +163,7 @@ def test_a_step_allocates_what_the_plan_says(
 
 def saved_bytes(layer: Layer, x: torch.Tensor, rotation: Rotation) -> int:
     """What autograd keeps of a layer: whole storages, since a view keeps all of its tensor."""
-    kept = [*layer.parameters(), rotation.cos, rotation.sin]
+    kept = [*layer.parameters(), *layer.buffers(), rotation.cos, rotation.sin]
     others = {tensor.untyped_storage().data_ptr() for tensor in kept if tensor is not None}
     found: dict[int, torch.UntypedStorage] = {}
 
@@ -202,6 +205,30 @@ def test_a_layer_saves_what_the_plan_says(variant: dict[str, Any], compiled: boo
     found = saved_bytes(gpt.layers[0], x, gpt.rotation(torch.arange(model.seq_length)[None]))
     job = job_of(model, 100, precision=PrecisionConfig(fp32=True), micro_batch_size=2)
     assert found == layer_bytes(dataclasses.replace(job, compiled=compiled))
+
+
+@pytest.mark.parametrize("variant", [{}, LLAMA | LAYER_NORM], ids=str)
+def test_a_layer_with_delayed_scaling_saves_codes(variant: dict[str, Any]) -> None:
+    """Three of its inputs are kept as codes alone, and attention's output beside them."""
+    model = ModelConfig(**SHAPE | variant | {"hidden_size": 32, "kv_channels": 16, "num_attention_heads": 4})
+    x = torch.randn(2, model.seq_length, model.hidden_size, requires_grad=True)
+    measured, planned = [], []
+    for precision in (BF16, BF16 | {"fp8": True, "fp8_recipe": "delayed"}):
+        delayed = "fp8" in precision
+        parts = ModelComponents(linear=DelayedLinear) if delayed else None
+        gpt = GPT(model, 100, parts=parts).initialize(3)
+        rotation = gpt.rotation(torch.arange(model.seq_length)[None])
+        if delayed:
+            scaling = DelayedScaling(gpt, torch.device("cpu"))
+            scaling.end_step(scaling.maxima() + 1, torch.tensor(0.0))
+        measured.append(saved_bytes(gpt.layers[0], x, rotation))
+        job = job_of(model, 100, precision=PrecisionConfig(**precision), micro_batch_size=2)
+        planned.append(layer_bytes(job))
+    inner, rows = model.num_attention_heads * model.kv_channels, 2 * model.seq_length
+    codes = rows * (2 * model.hidden_size + inner + model.ffn_hidden_size)
+    replaced = (measured[0] - measured[1] + codes) // 4  # fp32 numbers
+    assert replaced == rows * (2 * model.hidden_size + model.ffn_hidden_size)
+    assert planned[0] - planned[1] == 2 * replaced - codes  # of bf16
 
 
 STATES: list[dict[str, Any]] = [

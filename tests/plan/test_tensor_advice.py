@@ -6,12 +6,16 @@ import pytest
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.plan import PlanConfig
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.grid import Grid
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.plan.advice import Plan, plan_of
 from megatron_zpp.plan.exchanges import waiting_seconds
 from megatron_zpp.plan.hardware import Machine, machine
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.step_time import compute_seconds
 from megatron_zpp.plan.tensor_parallel import Verdict, at_tensor, tensor_lines, tensor_plans, verdict
+from megatron_zpp.zero.plan_communication import check_topology
 from tests.plan.jobs import FULL, NO_DROPOUT, QGZ, QWZ, job_of
 from tests.support import ROOT, pretrain
 
@@ -66,6 +70,37 @@ def test_tensor_ranks_pay_where_the_global_batch_is_smaller_than_the_job() -> No
     assert {plan.job.tensor for plan in plans} == {4, 8}
     assert advice.pays
     assert advice.reason == "32 samples per step are too few for 128 data ranks, and enough for 16"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "options"),
+    [
+        (2, {"zero_stage": 2, "zero_quantized_weights_format": "delta4"} | QWZ),  # at stage 3 it needs hpZ
+        (1, {"zero_hpz_partition_size": "4", "zero_gradient_partition_size": "4"}),
+        (
+            8,
+            {"zero_quantized_weights_format": "delta4"} | QWZ,
+        ),  # the only data rank of a node has all weights
+    ],
+)
+def test_the_flags_of_a_plan_change_groups_that_its_data_ranks_cannot_have(
+    tensor: int, options: dict[str, Any]
+) -> None:
+    """A node of 8 ranks has 2 data ranks of 4, so groups of 4 would be refused; so is hpZ at stage 2."""
+    zero = STAGE_3 | options
+    job = job_of(model("1.3b"), 50304, zero=zero, micro_batches=16, tensor=tensor, **NODES)
+    plans, _ = planned(job)
+    assert {plan.job.tensor for plan in plans} == {1, 2, 4, 8}
+    for plan in plans:
+        size, *flags = plan.name.split()
+        given = {
+            flag[2:].replace("-", "_"): value for flag, value in zip(flags[::2], flags[1::2], strict=True)
+        }
+        stage = int(given.pop("zero_stage", zero["zero_stage"]))
+        given.pop("micro_batch_size", None)
+        obeyed = ZeroConfig(**zero | given | {"zero_stage": stage})
+        check_topology(obeyed, Grid(Topology(0, 128, 0, 8), int(size)).data)
+        assert obeyed == plan.job.zero
 
 
 def test_tensor_ranks_let_a_lower_stage_fit_that_sends_less_between_nodes() -> None:

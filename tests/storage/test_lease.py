@@ -66,7 +66,7 @@ def test_a_live_process_of_this_host_is_named_at_once(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGSTOP)  # it may continue at any time
         with pytest.raises(Held):
             Lease(tmp_path, print)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 20
 
 
 def test_a_killed_process_of_this_host_blocks_nobody(tmp_path: Path) -> None:

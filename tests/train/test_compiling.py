@@ -74,6 +74,7 @@ def test_one_graph_for_a_llama() -> None:
         assert three_steps(Topology(), backend="aot_eager", recompute=recompute, **LLAMA) == (plain, [])
 
 
+@pytest.mark.nightly
 def test_a_graph_for_layers_with_a_window_and_one_for_others() -> None:
     changes = LLAMA | {"window_size": "6,0", "window_attn_skip_freq": "3"}
     plain, _ = three_steps(Topology(), backend=None, **changes)

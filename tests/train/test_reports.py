@@ -10,12 +10,13 @@ from tests.support import pretrain, program, run
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run of two ranks leaves."""
+    """What a run of two data ranks, of two tensor ranks each, leaves."""
     from tests.train.conftest import BYTES, TINY
 
     directory = tmp_path_factory.mktemp("left")
     flags = [
-        *"--mock-data --train-iters 4 --eval-iters 1 --zero-stage 3 --timing-log-level 1".split(),
+        *"--mock-data --train-iters 4 --eval-iters 1 --zero-stage 3 --timing-log-level 1 "
+        "--tensor-model-parallel-size 2".split(),
         *BYTES,
         *TINY,
     ]
@@ -23,7 +24,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *(*flags, "--save", str(directory / "save"), "--metrics-file", str(directory / "metrics.jsonl")),
         *("--profile", "--profile-step-start", "2", "--profile-step-end", "3"),
         *("--profile-dir", str(directory / "profile")),
-        processes=2,
+        processes=4,
     )
     assert done.returncode == 0, done.stderr
     return directory

@@ -239,7 +239,7 @@ def test_a_step_sends_a_byte_per_parameter(nodes: int, local: int) -> None:
     ("nodes", "local", "zero", "said"),
     [
         (1, 4, DELTA4, "delta4: needs 2 or more nodes"),
-        (2, 4, DELTA4 | {"zero_hpz_partition_size": "2"}, "delta4: needs groups that are a node of 4 ranks"),
+        (2, 4, DELTA4 | {"zero_hpz_partition_size": "2"}, "needs groups that are a node of 4 data ranks"),
         (2, 4, DELTA4 | {"zero_hpz_partition_size": "8"}, "--zero-hpz-partition-size auto, not 8"),
         (2, 2, DELTA4 | {"zero_hpz_partition_size": "1"}, "--zero-hpz-partition-size auto, not 1"),
     ],

@@ -111,14 +111,14 @@ class _File:
         steps = int(keys.get(ACCUMULATION, 1))
         if micro is None and batch is not None:
             if batch % (steps * ranks):
-                fix = f"must be a multiple of {ACCUMULATION} {steps} × {ranks} ranks"
+                fix = f"must be a multiple of {ACCUMULATION} {steps} × {ranks} data ranks"
                 raise self._option_error(self._name("training.global_batch_size"), batch, fix)
             self._put("training.micro_batch_size", batch // (steps * ranks), BATCH_SIZE, batch)
         elif batch is None and micro is not None:
             self._put("training.global_batch_size", micro * steps * ranks, ACCUMULATION, steps)
         elif batch is not None and batch != micro * steps * ranks:
             micros = f"{self._name('training.micro_batch_size')} {micro}"
-            fix = f"must be {micro * steps * ranks}, {micros} × {ACCUMULATION} {steps} × {ranks} ranks"
+            fix = f"must be {micro * steps * ranks}, {micros} × {ACCUMULATION} {steps} × {ranks} data ranks"
             fix += "; change one of them or omit it"
             raise self._option_error(self._name("training.global_batch_size"), batch, fix)
 

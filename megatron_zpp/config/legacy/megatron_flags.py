@@ -16,7 +16,7 @@ _ALWAYS = "always logged, and written to --metrics-file, TensorBoard and W&B"
 _SERVED = "training generates no text; megatron_zpp.commands.sample and serve have flags of their own"
 _NO_TEXT = "there is no tokenizer of that kind"
 _FP32 = "master weights, moments and sums of gradients are fp32; omit it"
-_SCALE = "each tensor has a scale of its own, made from the tensor itself"
+_SCALE = "scales are made for each tensor or once per step, by --fp8-recipe"
 _CONFIG = "use --config FILE.yaml with this program's flags"
 
 RENAMED_TODAY = (
@@ -65,7 +65,6 @@ RENAMED_TODAY = (
 ONLY_TODAY = (
     only("--num-distributed-optimizer-instances", 1, "use --zero-stage and --zero-hpz-partition-size"),
     only("--outer-dp-sharding-strategy", "no_shard", "use --zero-stage"),
-    only("--fp8-recipe", "tensorwise", "scales are those of each tensor; omit it"),
     only("--rope-type", "rope", "use --position-embedding-type rope, and --use-rope-scaling"),
     only("--softmax-type", "vanilla", "attention's softmax is the usual one; omit it"),
     only("--recompute-modules", "core_attn", "use --recompute-granularity", many=True),
@@ -139,8 +138,7 @@ IDLE_TODAY = (
     *idle("parameters are made on the meta device, then sharded", "--init-model-with-meta-device"),
     *idle("no part is experimental", "--enable-experimental"),
     *idle("the results are the same", "--use-grouped-gemm-for-dense-mlp"),
-    *idle(_SCALE, "--fp8-amax-history-len --fp8-margin --fp8-interval", takes=int),
-    *idle(_SCALE, "--fp8-amax-compute-algo", takes=str),
+    *idle(_SCALE, "--fp8-interval", takes=int),
     *idle("--zero-quantized-weights gathers 8-bit weights", "--fp8-param-gather --keep-fp8-transpose-cache"),
     *idle(_SCALE, "--reuse-grad-buf-for-mxfp8-param-ag"),
     # Parallelism that is not used

@@ -1,9 +1,12 @@
 """A block's operations by Triton kernels, where these are faster than what torch.compile makes for GPUs."""
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_zpp.model.components import Norm
+from megatron_zpp.model.fp8_delayed import DelayedLinear
+from megatron_zpp.model.fused import coded_mlp, coded_norm
 from megatron_zpp.model.fused import linear as fused_linear
 from megatron_zpp.model.fused import norm as fused_norm
 from megatron_zpp.model.fused import rotary as fused_rotary
@@ -22,19 +25,32 @@ class FusedKernels(BlockKernels):
         self._rotates = not attention.normalized
         self._gelu = fused_linear.serves(mlp.input) and mlp.activation is gelu
         self._swiglu = mlp.activation is swiglu
+        self._coded_mlp = coded_mlp.serves(mlp)
+        readers = attention.qkv, mlp.input
+        self._coded_norms = self._norms and all(type(reader) is DelayedLinear for reader in readers)
         maps = attention.output, mlp.output, attention.qkv, mlp.input
         # Whether the gradients of the biases of `output` are made where that of the residual sum is.
         joins = self._norms and fused_norm.has_bias(layer.mlp_norm) and layer.dropout.p == 0
         self._sums_biases = joins and all(map(fused_linear.serves, maps))
 
-    def norm(self, norm: Norm, x: Tensor) -> tuple[Tensor, Tensor]:
+    def norm(self, layer: Layer, x: Tensor) -> tuple[Any, Tensor]:
         """See BlockKernels."""
-        return fused_norm.norm(x, norm) if self._norms else super().norm(norm, x)
+        if not self._norms:
+            return super().norm(layer, x)
+        qkv = layer.attention.qkv
+        if self._coded_norms:
+            assert isinstance(qkv, DelayedLinear)
+            return coded_norm.coded_norm(x, layer.attention_norm, qkv)
+        return fused_norm.norm(x, layer.attention_norm)
 
-    def add_norm(self, layer: Layer, x: Tensor, added: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add_norm(self, layer: Layer, x: Tensor, added: Tensor, residual: Tensor) -> tuple[Tensor, Any]:
         """See BlockKernels."""
         if not self._norms:
             return super().add_norm(layer, x, added, residual)
+        first = layer.mlp.input
+        if self._coded_norms:
+            assert isinstance(first, DelayedLinear)
+            return coded_norm.coded_add_norm(x, added, residual, layer.mlp_norm, first)
         biases = (layer.attention.output.bias, layer.mlp.output.bias) if self._sums_biases else ()
         return fused_norm.add_norm(x, added, residual, layer.mlp_norm, biases)
 
@@ -53,6 +69,10 @@ class FusedKernels(BlockKernels):
         if self._swiglu:
             return fused_swiglu.swiglu(mlp.input(x))
         return fused_linear.gelu_of_linear(x, mlp.input) if self._gelu else super().activation(mlp, x)
+
+    def mlp(self, mlp: MLP, x: Tensor) -> Tensor:
+        """See BlockKernels."""
+        return coded_mlp.coded_mlp(mlp, x) if self._coded_mlp else super().mlp(mlp, x)
 
     def project(self, linear: nn.Linear, x: Tensor) -> Tensor:
         """See BlockKernels."""

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING
 
+from megatron_zpp.config.huggingface_config import FAMILIES as CONFIGS
 from megatron_zpp.config.huggingface_config import describe_model, huggingface_values
 from megatron_zpp.config.model import ModelConfig
 from tests.checkpoint.huggingface.gpt2 import check_equal, entries, save, tensors
@@ -144,6 +146,19 @@ def test_windows_of_config_json(values: dict[str, Any], windows: list[int | None
     assert list(config.layer_windows) == windows
     again = ModelConfig(**describe_model(huggingface_values(vars(config), 100, 0)).fields, seq_length=64)
     assert again.layer_windows == config.layer_windows
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen2", "qwen3"])
+def test_keys_that_are_omitted_have_the_defaults_of_transformers(family: str) -> None:
+    """Of which Qwen's 32 heads of keys and values do not depend on the heads of queries."""
+    class_of = CONFIG_MAPPING[family]
+    values = class_of(**{} if family == "gpt2" else {"num_attention_heads": 64}).to_dict()
+    needed = {*CONFIGS[family].keys, "model_type", "vocab_size"} - CONFIGS[family].defaults.keys()
+    shown, bare = (
+        ModelConfig(**describe_model(each).fields, seq_length=16)
+        for each in (values, {key: values[key] for key in needed})
+    )
+    assert bare == shown
 
 
 @pytest.mark.parametrize("preset", ["llama3.2-1b", "llama3.1-8b", "qwen3-1.7b", "smollm2-135m", "mistral-7b"])

@@ -1,0 +1,57 @@
+"""The cast to 8-bit floats of delayed scaling: codes in one or both layouts, and the largest magnitude.
+
+Shapes: R rows, W columns. What a product needs of a tensor is three numbers per kind (input, weight,
+gradient), kept in two tensors: `factors` (2, 3) fp32, by which a tensor is multiplied before it is rounded to
+codes and by which codes are multiplied to get it back; and `maxima` (3,) fp32, the largest finite magnitudes
+since they were last set to zero.
+
+Casts saturate: what the scale of earlier steps does not reach becomes the largest code. A NaN or Inf becomes
+a NaN, so that the step is not finite, as in bf16; it does not count for the maxima, so that later scales are
+sound.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+INPUT, WEIGHT, GRADIENT = range(3)
+FORMATS = (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2)  # by kind
+LARGEST = tuple(torch.finfo(format).max for format in FORMATS)  # codes
+SMALLEST = 1e-12  # of a tensor's largest magnitude, or the scale of zeros would be infinite
+
+
+class Cast(Protocol):
+    """What `plain_cast` computes, perhaps by a kernel."""
+
+    def __call__(
+        self, x: Tensor, factors: Tensor, maxima: Tensor, kind: int, *, rows: bool, columns: bool
+    ) -> tuple[Tensor, Tensor]:
+        """See plain_cast."""
+
+
+def plain_cast(
+    x: Tensor, factors: Tensor, maxima: Tensor, kind: int, *, rows: bool, columns: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the codes of x (R, W) row by row (R, W) and column by column (W, R); `maxima[kind]` grows.
+
+    A layout that is not asked for is a tensor without elements.
+    """
+    wide = x.float()
+    size = wide.abs()
+    finite = size < torch.inf  # false for NaN
+    largest = torch.where(finite, size, 0.0).amax()
+    maxima[kind] = torch.maximum(maxima[kind], largest)
+    scaled = (wide * factors[0, kind]).clamp(-LARGEST[kind], LARGEST[kind])
+    codes = torch.where(finite, scaled, torch.nan).to(FORMATS[kind])
+    none = codes.new_empty(0)
+    return codes if rows else none, codes.t().contiguous() if columns else none
+
+
+def present_factors(x: Tensor, kind: int) -> Tensor:
+    """The `factors` (2, 3) of x itself, for a step before which nothing is known."""
+    size = x.abs().float()
+    largest = torch.where(size < torch.inf, size, 0.0).amax()
+    # Not a number over a tensor, which torch rounds twice: scales of earlier steps are rounded once.
+    scale = torch.full_like(largest, LARGEST[kind]) / largest.clamp(min=SMALLEST)
+    return torch.stack((scale, scale.reciprocal()))[:, None].expand(2, 3).contiguous()

@@ -1,0 +1,137 @@
+"""Products of 8-bit floats with delayed scaling: the scale of a tensor is known before the tensor is.
+
+"FP8 Formats for Deep Learning" (arXiv 2209.05433), and Transformer Engine's recipe of this name. A cast is
+one pass, which finds the largest magnitude for later steps on its way and writes codes in both layouts that
+the three products of a linear map take: cuBLASLt takes the right factor by columns alone.
+
+Scales change between optimizer steps only (model/fp8_scaling.py). So every micro-batch, and a recomputation
+as much as the forward that it repeats, has the same codes. Weights are cast where they are used: by rows in
+the forward, by columns in the backward, since a copy of codes would have to be held for every layer.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron_zpp.model.fp8 import multiply
+from megatron_zpp.model.fp8_cast import GRADIENT, INPUT, WEIGHT, Cast, plain_cast, present_factors
+
+
+@dataclass(frozen=True)
+class CodedInput:
+    """The input of a linear map as codes, by rows (R, K) and by columns (K, R).
+
+    `carrier` (…, K) has the shape and format of the input, and no contents: it takes the gradient back.
+    """
+
+    carrier: Tensor
+    codes: Tensor
+    columns: Tensor
+
+
+class DelayedProduct(nn.Module):
+    """F.linear of rows (R, K), a weight (N, K) and a bias, by 8-bit floats; R, N and K are multiples of 16.
+
+    Without `factors`, before the first step of a run, each tensor is scaled by itself.
+    """
+
+    factors: Tensor | None  # (2, 3) fp32; see model/fp8_cast.py
+    maxima: Tensor  # (3,) fp32
+
+    def __init__(self, cast: Cast = plain_cast) -> None:
+        super().__init__()
+        self.cast = cast
+        self.register_buffer("factors", None, persistent=False)
+        self.register_buffer("maxima", torch.zeros(3), persistent=False)
+
+    def forward(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """(R, K), (N, K), (N) -> (R, N) in the dtype of the rows."""
+        learns = torch.is_grad_enabled()
+        return _Delayed.apply(rows, None, None, weight, bias, self.factors, self.maxima, self.cast, learns)
+
+    def of_codes(self, coded: CodedInput, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The same of codes that were made with these `factors`."""
+        learns, rows = torch.is_grad_enabled(), coded.carrier.flatten(0, -2)
+        return _Delayed.apply(
+            *(rows, coded.codes, coded.columns, weight, bias, self.factors, self.maxima),
+            *(self.cast, learns),
+        )
+
+
+class DelayedLinear(nn.Linear):
+    """nn.Linear with a DelayedProduct."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = True, *, cast: Cast = plain_cast) -> None:
+        super().__init__(inputs, outputs, bias)
+        self.product = DelayedProduct(cast)
+
+    def forward(self, input: Tensor | CodedInput) -> Tensor:
+        """(..., in) -> (..., out), in the dtype of the input."""
+        if isinstance(input, CodedInput):
+            rows = self.product.of_codes(input, self.weight, self.bias)
+            return rows.unflatten(0, input.carrier.shape[:-1])
+        rows = self.product(input.flatten(0, -2), self.weight, self.bias)
+        return rows.unflatten(0, input.shape[:-1])
+
+
+class _Delayed(torch.autograd.Function):
+    """x @ weight.T + bias; (M, K), (N, K), (N) -> (M, N).
+
+    `given` and `turned` are codes of x by rows and by columns, if there are any. `learns`: whether there will
+    be a backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        given: Tensor | None,
+        turned: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        factors: Tensor | None,
+        maxima: Tensor,
+        cast: Cast,
+        learns: bool,
+    ) -> Tensor:
+        if given is None:
+            codes, columns, scale = _coded(cast, x, factors, maxima, INPUT, rows=True, columns=learns)
+        else:
+            assert factors is not None
+            assert turned is not None
+            codes, columns, scale = given, turned, factors[1, INPUT]
+        by_rows, _, weight_scale = _coded(cast, weight, factors, maxima, WEIGHT, rows=True, columns=False)
+        ctx.save_for_backward(columns, scale, weight, factors, maxima)
+        ctx.cast = cast
+        out = multiply(codes, by_rows.t(), scale, weight_scale, x.dtype, fast=True)
+        return out if bias is None else out + bias
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        columns, scale, weight, factors, maxima = ctx.saved_tensors
+        cast, dtype, wanted = ctx.cast, gradient.dtype, ctx.needs_input_grad
+        by_rows, by_columns, incoming_scale = _coded(
+            cast, gradient, factors, maxima, GRADIENT, rows=wanted[0], columns=wanted[3]
+        )
+        of_x = of_weight = of_bias = None
+        if wanted[0]:
+            _, turned, weight_scale = _coded(cast, weight, factors, maxima, WEIGHT, rows=False, columns=True)
+            of_x = multiply(by_rows, turned.t(), incoming_scale, weight_scale, dtype)
+        if wanted[3]:
+            of_weight = multiply(by_columns, columns.t(), incoming_scale, scale, dtype)
+        if wanted[4]:
+            of_bias = gradient.sum(0)
+        return of_x, None, None, of_weight, of_bias, None, None, None, None
+
+
+def _coded(
+    cast: Cast, x: Tensor, factors: Tensor | None, maxima: Tensor, kind: int, *, rows: bool, columns: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The codes of x by rows and by columns, and the scalar () that gives x back."""
+    known = present_factors(x, kind) if factors is None else factors
+    by_rows, by_columns = cast(x.contiguous(), known, maxima, kind, rows=rows, columns=columns)
+    return by_rows, by_columns, known[1, kind]

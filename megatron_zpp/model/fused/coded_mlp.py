@@ -1,0 +1,104 @@
+"""An MLP of 8-bit products with delayed scaling, whose activation hands codes on to the products.
+
+Shapes: R rows, D hidden size, F inner width, H = F or 2F outputs of the first map. The forward's activation
+and its backward are one kernel each, which writes codes in both layouts; as (R, F) or (R, H) numbers of the
+compute format they are not in memory. The input, and the gradient of the output, are cast.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_zpp.model.fp8 import multiply
+from megatron_zpp.model.fp8_cast import GRADIENT, INPUT, WEIGHT
+from megatron_zpp.model.fp8_delayed import CodedInput, DelayedLinear
+from megatron_zpp.model.fused.cast import cast
+from megatron_zpp.model.fused.coded_activation import coded_activation, coded_activation_backward
+from megatron_zpp.model.gpt import MLP, gelu, swiglu
+
+
+def serves(mlp: MLP) -> bool:
+    """Whether `coded_mlp` can take the place of the module."""
+    maps = mlp.input, mlp.output
+    return all(type(part) is DelayedLinear for part in maps) and mlp.activation in (gelu, swiglu)
+
+
+def coded_mlp(mlp: MLP, x: Tensor | CodedInput) -> Tensor:
+    """(B, T, D) -> (B, T, D). The scales of both maps are known."""
+    given = (x.codes, x.columns) if isinstance(x, CodedInput) else (None, None)
+    carrier = x.carrier if isinstance(x, CodedInput) else x
+    first, second = mlp.input, mlp.output
+    assert isinstance(first, DelayedLinear)
+    assert isinstance(second, DelayedLinear)
+    ahead, behind = first.product, second.product
+    rows = _MLP.apply(
+        carrier.flatten(0, -2),
+        *given,
+        *(first.weight, first.bias, ahead.factors, ahead.maxima),
+        *(second.weight, second.bias, behind.factors, behind.maxima),
+        mlp.activation is swiglu,
+        torch.is_grad_enabled(),
+    )
+    return rows.unflatten(0, carrier.shape[:-1])
+
+
+class _MLP(torch.autograd.Function):
+    """(R, D) -> (R, D); `learns`: whether there will be a backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        given: Tensor | None,  # its codes by rows and by columns, if there are any
+        turned: Tensor | None,
+        weight: Tensor,  # (H, D)
+        bias: Tensor | None,
+        factors: Tensor,
+        maxima: Tensor,
+        next_weight: Tensor,  # (D, F)
+        next_bias: Tensor | None,
+        next_factors: Tensor,
+        next_maxima: Tensor,
+        gated: bool,
+        learns: bool,
+    ) -> Tensor:
+        if given is None or turned is None:
+            codes, columns = cast(x.contiguous(), factors, maxima, INPUT, rows=True, columns=learns)
+        else:
+            codes, columns = given, turned
+        coded, _ = cast(weight, factors, maxima, WEIGHT, rows=True, columns=False)
+        scales, next_scales = factors[1], next_factors[1]
+        inner = multiply(codes, coded.t(), scales[INPUT], scales[WEIGHT], x.dtype, fast=True)  # (R, H)
+        next_codes, next_columns = coded_activation(inner, bias, next_factors, next_maxima, gated, learns)
+        coded, _ = cast(next_weight, next_factors, next_maxima, WEIGHT, rows=True, columns=False)
+        out = multiply(next_codes, coded.t(), next_scales[INPUT], next_scales[WEIGHT], x.dtype, fast=True)
+        ctx.save_for_backward(
+            *(columns, inner, weight, bias, factors, maxima),
+            *(next_columns, next_weight, next_factors, next_maxima),
+        )
+        ctx.gated = gated
+        return out if next_bias is None else out + next_bias
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        columns, inner, weight, bias, factors, maxima, *second = ctx.saved_tensors
+        next_columns, next_weight, next_factors, next_maxima = second
+        dtype, wanted = gradient.dtype, ctx.needs_input_grad
+        scales, next_scales = factors[1], next_factors[1]
+        of_next_bias = gradient.sum(0) if wanted[8] else None
+        rows, turned = cast(
+            gradient.contiguous(), next_factors, next_maxima, GRADIENT, rows=True, columns=True
+        )
+        _, coded = cast(next_weight, next_factors, next_maxima, WEIGHT, rows=False, columns=True)
+        of_out = multiply(rows, coded.t(), next_scales[GRADIENT], next_scales[WEIGHT], dtype)  # (R, F)
+        of_next = multiply(turned, next_columns.t(), next_scales[GRADIENT], next_scales[INPUT], dtype)
+        rows, turned, sums = coded_activation_backward(of_out, inner, bias, factors, maxima, ctx.gated)
+        _, coded = cast(weight, factors, maxima, WEIGHT, rows=False, columns=True)
+        of_x = multiply(rows, coded.t(), scales[GRADIENT], scales[WEIGHT], dtype)
+        of_weight = multiply(turned, columns.t(), scales[GRADIENT], scales[INPUT], dtype)
+        of_bias = None if bias is None else sums.to(dtype)
+        of_first = (of_x, None, None, of_weight, of_bias, None, None)
+        return *of_first, of_next, of_next_bias, None, None, None, None

@@ -1,0 +1,36 @@
+"""What the engine needs of the scales of 8-bit products: the same on all ranks, changed once per step."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_zpp.distributed.topology import Topology
+
+
+class ProductScaling(Protocol):
+    """A state of the run beside the weights; see model/fp8_scaling.py."""
+
+    def begin_step(self) -> None:
+        """Called before the first micro-batch of a step."""
+
+    def maxima(self) -> Tensor:
+        """The largest finite magnitudes of this rank's tensors in a step."""
+
+    def end_step(self, maxima: Tensor, found_inf: Tensor) -> None:
+        """Set the scales of the next step; `maxima` are those of all ranks, `found_inf` skips the step."""
+
+    def state(self) -> dict[str, Any] | None:
+        """The state as JSON; None before the first step."""
+
+    def load_state(self, state: Mapping[str, Any] | None) -> None:
+        """The inverse of `state`."""
+
+
+def end_step(scaling: ProductScaling, topology: Topology, found_inf: Tensor) -> None:
+    """Set the scales of the next step on all ranks of the job, which must call it."""
+    maxima = scaling.maxima()
+    if topology.world_size > 1:
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)  # all of them are finite
+    scaling.end_step(maxima, found_inf)

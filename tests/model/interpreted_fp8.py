@@ -1,0 +1,229 @@
+"""A program: the Triton kernels of 8-bit casts by Triton's interpreter, on CPUs: every bit of the oracle's.
+
+It wants TRITON_INTERPRET=1, as tests/model/interpreted.py does.
+"""
+
+import itertools
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.model.components import ModelComponents
+from megatron_zpp.model.fp8_cast import FORMATS, GRADIENT, INPUT, LARGEST, WEIGHT, plain_cast
+from megatron_zpp.model.fp8_delayed import DelayedLinear
+from megatron_zpp.model.fp8_scaling import DelayedScaling
+from megatron_zpp.model.fused import blocks as fused_blocks
+from megatron_zpp.model.fused import cast as fused_cast
+from megatron_zpp.model.fused import coded_activation, coded_norm
+from megatron_zpp.model.fused import linear as fused_linear
+from megatron_zpp.model.fused import norm as fused_norm
+from megatron_zpp.model.fused import rotary as fused_rotary
+from megatron_zpp.model.fused import swiglu as fused_swiglu
+from megatron_zpp.model.gpt import GPT, PLAIN_BLOCK, transformer_block
+from tests.model.variants import LLAMA
+
+fused_cast.wrap_triton = lambda kernel: kernel
+
+
+@triton.jit
+def rounded(x, FORMAT: tl.constexpr):
+    """What GPUs have an instruction for; the interpreter's own conversion breaks ties and NaN otherwise."""
+    FRACTION: tl.constexpr = 2 if tl.float8e5 == FORMAT else 3  # bits
+    BIAS: tl.constexpr = 15 if tl.float8e5 == FORMAT else 7
+    size = tl.abs(x)
+    exponent = tl.maximum((size.to(tl.int32, bitcast=True) >> 23) - 127, 1 - BIAS)
+    step = ((exponent - FRACTION + 127) << 23).to(tl.float32, bitcast=True)
+    ROUNDS: tl.constexpr = 8388608.0  # 2^23: the sum has no bits below 1, and is rounded to even
+    value = ((size / step + ROUNDS) - ROUNDS) * step
+    least = step * 0 + 2.0 ** (1 - BIAS - FRACTION)
+    normal = (value.to(tl.int32, bitcast=True) >> (23 - FRACTION)) - ((127 - BIAS) << FRACTION)
+    code = tl.where(value < 2.0 ** (1 - BIAS), (value / least).to(tl.int32), normal)
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 128
+    code = tl.where(x == x, code | sign, 127)
+    return code.to(tl.uint8).to(FORMAT, bitcast=True)
+
+
+@triton.jit
+def exp2(x):
+    return tl.exp2(x)
+
+
+@triton.jit
+def reciprocal(x):
+    return 1.0 / x
+
+
+fused_cast.rounded = rounded
+for module in (coded_activation, coded_norm, fused_linear, fused_norm, fused_rotary, fused_swiglu):
+    module.wrap_triton = lambda kernel: kernel
+    module.exp2, module.reciprocal = exp2, reciprocal  # the interpreter knows no instructions of GPUs
+
+
+def same_codes(found: Tensor, expected: Tensor) -> None:
+    """Bit for bit, of NaN that both are."""
+    assert found.shape == expected.shape
+    assert found.dtype == expected.dtype
+    unlike = found.view(torch.uint8) != expected.view(torch.uint8)
+    both = found.float().isnan() & expected.float().isnan()
+    assert not (unlike & ~both).any(), (found[unlike], expected[unlike])
+
+
+def awkward(rows: int, width: int, kind: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Numbers (R, W) and their factors: all magnitudes, ties between codes, what saturates, NaN and Inf."""
+    x = torch.randn(rows, width) * 2.0 ** torch.randint(-30, 12, (rows, width))
+    every = torch.arange(256, dtype=torch.uint8).view(FORMATS[kind]).float()
+    every = every[every.isfinite()].sort().values
+    ties = torch.cat((every, (every[1:] + every[:-1]) / 2)) / 8
+    flat = x.view(-1)
+    some = ties[torch.randperm(len(ties))[: len(flat) // 2]]
+    flat[: len(some)] = some
+    flat[-1] = 4 * LARGEST[kind]
+    flat[0], flat[1], flat[2] = 0.0, -0.0, 1e-40
+    flat[3], flat[4], flat[5] = torch.nan, torch.inf, -torch.inf
+    scale = torch.tensor([1.7, 0.3, 8.0])
+    scale[kind] = 8.0
+    return x.to(dtype), torch.stack((scale, scale.reciprocal()))
+
+
+def casts(rows: int, width: int, dtype: torch.dtype) -> None:
+    layouts = [(True, True), (True, False), (False, True)]
+    for kind, (by_rows, by_columns) in itertools.product((INPUT, WEIGHT, GRADIENT), layouts):
+        x, factors = awkward(rows, width, kind, dtype)
+        for before in (0.0, 1e30) if by_rows and by_columns else (0.0,):
+            found, expected = (torch.full((3,), before) for _ in range(2))
+            mine = fused_cast.cast(x, factors, found, kind, rows=by_rows, columns=by_columns)
+            theirs = plain_cast(x, factors, expected, kind, rows=by_rows, columns=by_columns)
+            for ours, oracle in zip(mine, theirs, strict=True):
+                same_codes(ours, oracle)
+            assert torch.equal(found, expected)
+
+
+def exact_gelu(x: Tensor) -> Tensor:
+    """The kernels' formula by numpy, whose exponentials are the interpreter's too."""
+    wide = x.float().numpy()
+    slope, cubic = np.float32(fused_linear._SLOPE), np.float32(fused_linear._CUBIC)
+    power = np.exp2(wide * (slope + cubic * wide * wide) * np.float32(-1.4426950408889634))
+    return torch.from_numpy(wide * (np.float32(1.0) / (1 + power))).to(x.dtype)
+
+
+def activations(rows: int, width: int, gated: bool, biased: bool, dtype: torch.dtype) -> None:
+    """Codes are those that a cast makes of what the kernels of other formats compute."""
+    outer = 2 * width if gated else width
+    x, of_out = (3 * torch.randn(rows, outer)).to(dtype), torch.randn(rows, width).to(dtype)
+    bias = torch.randn(outer).to(dtype) if biased else None
+    x[0, 0], of_out[-1, -1] = torch.nan, torch.inf
+    factors = torch.tensor([[300.0, 1.0, 20000.0], [1 / 300, 1.0, 1 / 20000]])
+    shifted = x if bias is None else x + bias
+    out = fused_swiglu.swiglu(shifted) if gated else exact_gelu(shifted)
+    if gated:
+        gradient = fused_swiglu._swiglu_backward(of_out, shifted)
+    else:
+        gradient, _ = fused_linear._gelu_backward(of_out, shifted)
+    for columns in (True, False):
+        found, expected = torch.zeros(2, 3)
+        mine = coded_activation.coded_activation(x, bias, factors, found, gated, columns)
+        theirs = plain_cast(out, factors, expected, INPUT, rows=True, columns=columns)
+        for ours, oracle in zip(mine, theirs, strict=True):
+            same_codes(ours, oracle)
+        assert torch.equal(found, expected)
+    found, expected = torch.zeros(2, 3)
+    *mine, sums = coded_activation.coded_activation_backward(of_out, x, bias, factors, found, gated)
+    theirs = plain_cast(gradient, factors, expected, GRADIENT, rows=True, columns=True)
+    for ours, oracle in zip(mine, theirs, strict=True):
+        same_codes(ours, oracle)
+    assert torch.equal(found, expected)
+    assert sums.shape == ((outer,) if biased else (0,))
+    if biased:
+        wide = gradient.double()
+        allowed = wide.abs().sum(0) * (rows * 2.0**-24 + torch.finfo(dtype).eps)
+        unlike = (sums.double() - wide.sum(0)).abs() > allowed
+        assert not unlike[wide.isfinite().all(0)].any()
+
+
+def norms(rows: int, width: int, adds: bool, biased: bool, dtype: torch.dtype) -> None:
+    """Codes are those of the norm that follows from the kernel's own mean and deviation, which are right."""
+    x, added, (weight, bias) = 3 * torch.randn(rows, width), torch.randn(rows, width), torch.randn(2, width)
+    x[::3] += 5.0
+    x, added, weight, bias = (part.to(dtype) for part in (x, added, weight, bias))
+    factors = torch.tensor([[150.0, 1.0, 1.0], [1 / 150, 1.0, 1.0]])
+    total = x + added if adds else x
+    for columns in (True, False):
+        maxima, expected = torch.zeros(2, 3)
+        found = coded_norm._coded_norm(
+            *(x, added if adds else None, weight, bias if biased else None),
+            *(1e-5, factors, maxima, columns),
+        )
+        summed, mean, rstd, *codes = found
+        assert torch.equal(summed, total if adds else total.new_empty(0))
+        wide = total.double()
+        centre = wide.mean(1) if biased else torch.zeros(rows)
+        rounding = width * 2.0**-24
+        if biased:
+            assert ((mean - centre).abs() <= rounding * wide.abs().mean(1)).all()
+        exact = ((wide - centre[:, None]).square().mean(1) + 1e-5).rsqrt()
+        assert ((rstd - exact).abs() <= 4 * rounding * exact).all()
+        centred = total.float() - mean[:, None] if biased else total.float()
+        normed = centred * rstd[:, None] * weight.float()
+        normed = (normed + bias.float() if biased else normed).to(dtype)
+        oracle = plain_cast(normed, factors, expected, INPUT, rows=True, columns=columns)
+        for ours, theirs in zip(codes, oracle, strict=True):
+            same_codes(ours, theirs)
+        assert torch.equal(maxima, expected)
+
+
+def layers(**variant: Any) -> None:
+    """A layer with kernels and without: codes differ only where roundings of the norm or GELU do."""
+    config = ModelConfig(
+        num_layers=1,
+        hidden_size=48,
+        num_attention_heads=3,
+        seq_length=16,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        **variant,
+    )
+    rotation, x = None, torch.randn(2, 16, 48, requires_grad=True)
+    found = []
+    for kernels in (False, True):
+        linear = partial(DelayedLinear, cast=fused_cast.cast if kernels else plain_cast)
+        model = GPT(config, 64, parts=ModelComponents(linear=linear)).initialize(3)
+        layer, rotation = model.layers[0].train(), model.rotation(torch.arange(16)[None])
+        scaling = DelayedScaling(layer, torch.device("cpu"))
+        draw = torch.Generator().manual_seed(4)
+        for parameter in layer.parameters():
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=draw)
+        weights = torch.linspace(-1.0, 1.0, x.numel()).view(x.shape)
+        torch.autograd.grad(transformer_block(layer, x, rotation=rotation), x, weights)
+        scaling.end_step(scaling.maxima(), torch.tensor(0.0))
+        scaling.begin_step()
+        block = fused_blocks.FusedKernels(layer) if kernels else PLAIN_BLOCK
+        assert not kernels or (block._coded_mlp and block._coded_norms)
+        out = transformer_block(layer, x, rotation=rotation, kernels=block)
+        found.append([out, *torch.autograd.grad(out, [x, *layer.parameters()], weights), scaling.maxima()])
+    for theirs, mine in zip(*found, strict=True):
+        error, size = (torch.linalg.vector_norm(part.double()) for part in (mine - theirs, theirs))
+        assert error <= 2.0**-10 * size, (error, size)  # a code in a thousand may be the next one
+
+
+def main() -> None:
+    torch.manual_seed(3)
+    layers()
+    layers(**LLAMA | {"num_query_groups": 1})
+    layers(swiglu=True, position_embedding_type="rope")
+    for dtype, *shape in ((torch.float32, 1, 16), (torch.float32, 80, 144), (torch.bfloat16, 144, 272)):
+        casts(*shape, dtype)
+    for dtype, gated in itertools.product((torch.float32, torch.float16), (False, True)):
+        norms(1, 16, gated, True, dtype)
+        norms(48, 272, gated, dtype == torch.float16, dtype)
+        activations(16, 16, gated, True, dtype)
+        activations(80, 144, gated, dtype == torch.float32, dtype)
+
+
+if __name__ == "__main__":
+    main()

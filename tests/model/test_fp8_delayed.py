@@ -1,0 +1,281 @@
+"""Delayed scaling: every code by an oracle, the scales' rule, and what a NaN does and does not do."""
+
+import base64
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.model.components import ModelComponents
+from megatron_zpp.model.fp8_cast import FORMATS, GRADIENT, INPUT, LARGEST, plain_cast
+from megatron_zpp.model.fp8_delayed import DelayedLinear
+from megatron_zpp.model.fp8_scaling import DelayedScaling, check_scaling_state
+from megatron_zpp.model.gpt import GPT
+from tests.model.test_fp8 import check_products
+from tests.model.test_fused import assembly, version
+from tests.model.variants import MODELS
+
+CPU = torch.device("cpu")
+STEPPED, SKIPPED = torch.tensor(0.0), torch.tensor(1.0)
+
+
+def nearest(numbers: Tensor, format: torch.dtype) -> Tensor:
+    """The nearest of all codes to each number, of two the even one; by search, in float64."""
+    every = torch.arange(128, dtype=torch.uint8)
+    values = every.view(format).double()
+    every, values = every[values.isfinite()], values[values.isfinite()]  # they grow with their bits
+    size = numbers.double().abs()
+    above = torch.searchsorted(values, size).clamp(max=len(values) - 1)
+    below = (above - 1).clamp(min=0)
+    to_above, to_below = values[above] - size, size - values[below]
+    even_above = every[above] % 2 == 0
+    chosen = torch.where((to_above < to_below) | ((to_above == to_below) & even_above), above, below)
+    return every[chosen] | (numbers.signbit().to(torch.uint8) << 7)
+
+
+@pytest.mark.parametrize("kind", [INPUT, GRADIENT])
+def test_codes_are_the_nearest_ones_and_saturate(kind: int) -> None:
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(48, 80, generator=draw) * 2.0 ** torch.randint(-20, 18, (48, 80), generator=draw)
+    factors = torch.tensor([[3.0, 3.0, 3.0], [1 / 3, 1 / 3, 1 / 3]])
+    maxima = torch.zeros(3)
+    rows, columns = plain_cast(x, factors, maxima, kind, rows=True, columns=True)
+    assert torch.equal(rows.view(torch.uint8), nearest(x * 3.0, FORMATS[kind]))
+    assert torch.equal(columns.view(torch.uint8), rows.view(torch.uint8).t())
+    assert (rows.float().abs() == LARGEST[kind]).any()  # some were larger
+    assert maxima[kind] == x.abs().max()
+    assert maxima.count_nonzero() == 1
+
+
+@pytest.mark.skipif(version() < (3, 7), reason="needs Triton 3.7, whose interpreter takes numpy's scalars")
+def test_kernels_write_the_same_codes() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.model.interpreted_fp8"],
+        cwd=Path(__file__).resolve().parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(version() < (3, 7), reason="needs Triton 3.7, whose compiler takes sources like these")
+@pytest.mark.parametrize("name", ["cast", "activation", "backward", "norm"])
+def test_kernels_move_16_bytes_at_a_time(name: str) -> None:
+    """In bf16, compiled for Hopper; all but the factor of the codes and statistics of a row."""
+    from megatron_zpp.model.fused import cast, coded_activation, coded_norm
+
+    codes = "*fp8e5" if name == "backward" else "*fp8e4nv"
+    tensors = dict.fromkeys(("x_ptr",), "*bf16") | dict.fromkeys(("factors_ptr", "maxima_ptr"), "*fp32")
+    tensors |= dict.fromkeys(("by_rows_ptr", "by_columns_ptr"), codes)
+    settings: dict[str, Any] = {"KIND": INPUT, "LARGEST": 448.0, "BY_COLUMNS": True}
+    shape = {"ROWS": 64, "COLUMNS": 64, "num_warps": 8}
+    alone = ["ld.global.b32"]
+    if name == "norm":
+        kernel, alone = coded_norm._coded_norm_kernel, ["st.global.b32", *alone]
+        tensors |= dict.fromkeys(("added_ptr", "weight_ptr", "bias_ptr", "total_ptr"), "*bf16")
+        tensors |= dict.fromkeys(("mean_ptr", "rstd_ptr"), "*fp32")
+        settings |= {"ADDS": True, "CENTRED": False}
+        shape = {"ROWS": coded_norm._ROWS, "COLUMNS": coded_norm._COLUMNS, "num_warps": coded_norm._WARPS}
+    elif name == "cast":
+        kernel, settings = cast._cast_kernel, settings | {"BY_ROWS": True}
+        shape = {"ROWS": cast._ROWS, "COLUMNS": cast._COLUMNS, "num_warps": cast._WARPS}
+    else:
+        kernel = coded_activation._forward_kernel
+        tensors["bias_ptr"] = "*bf16"
+        settings |= {"GATED": True, "BIASED": False, "SLOPE": 1.5, "CUBIC": 0.07}
+    if name == "backward":
+        kernel = coded_activation._backward_kernel
+        tensors |= {"of_out_ptr": "*bf16", "sums_ptr": "*fp32"}
+        del settings["BY_COLUMNS"]
+    tensors |= {"eps": "fp32"} if name == "norm" else {}
+    ptx = assembly(kernel, tensors, ("height", "width"), **settings, **shape)
+    accesses = re.findall(r"(?:ld|st)\.global\S*", ptx)
+    assert [access for access in accesses if ".v4" not in access] == alone
+    assert len(accesses) > 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_step_scales_each_tensor_by_itself(dtype: torch.dtype) -> None:
+    check_products(32, 48, 16, dtype, kind=DelayedLinear)
+
+
+def results(layer: DelayedLinear, x: Tensor, gradient: Tensor) -> list[Tensor]:
+    """Output and gradients, in bf16."""
+    x = x.detach().requires_grad_()
+    layer.weight.grad = None
+    out = layer(x)
+    out.backward(gradient)
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    return [out.detach(), x.grad, layer.weight.grad]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_scales_of_equal_tensors_give_equal_products(seed: int) -> None:
+    """A second step with the tensors of the first: its scales are those that the first found for itself."""
+    torch.manual_seed(seed)
+    layer = DelayedLinear(32, 48).bfloat16()
+    scaling = DelayedScaling(layer, CPU)
+    x, gradient = torch.randn(16, 32).bfloat16(), torch.randn(16, 48).bfloat16() * 1e-5
+    first = results(layer, x, gradient)
+    scaling.end_step(scaling.maxima(), STEPPED)
+    scaling.begin_step()
+    for mine, theirs in zip(results(layer, x, gradient), first, strict=True):
+        assert torch.equal(mine, theirs)
+    larger = results(layer, x * 3, gradient)[0]  # the scale is that of x, so that its peaks saturate
+    assert larger.isfinite().all()
+    assert not torch.equal(larger, first[0] * 3)
+    assert scaling.maxima()[0, 0] == (x * 3).abs().max()
+
+
+def scales_after(maxima: list[float], skipped: tuple[int, ...] = (), **settings: Any) -> list[float]:
+    """The scale of the input after each step, of a history of `maxima`."""
+    layer = nn.Sequential(DelayedLinear(16, 16))
+    scaling = DelayedScaling(layer, CPU, **settings)
+    found = []
+    for step, largest in enumerate(maxima):
+        scaling.end_step(torch.full((1, 3), largest), SKIPPED if step in skipped else STEPPED)
+        state = scaling.state()
+        assert state is not None
+        assert list(state) == ["0"]
+        found.append(state["0"]["scales"][0])
+        factors = layer[0].product.factors
+        assert torch.equal(factors[0], torch.tensor(state["0"]["scales"]))
+        assert torch.equal(factors[1], factors[0].reciprocal())
+    return found
+
+
+def test_the_rule_of_scales() -> None:
+    assert scales_after([7.0, 14.0, 7.0, 3.5]) == [64, 32, 64, 128]
+    assert scales_after([7.0, 14.0, 7.0, 3.5, 1.75], history=2, algorithm="max") == [64, 32, 32, 64, 128]
+    assert scales_after([7.0, 14.0, 7.0], history=2, margin=3) == [8, 4, 8]
+    assert scales_after([0.0, 7.0, 0.0]) == [1, 64, 64]  # zeros change no scale
+    assert scales_after([7.0, 56.0, 7.0], skipped=(1,), history=2, algorithm="max") == [64, 64, 64]
+    assert scales_after([7.0, 14.0], skipped=(0,)) == [64, 32]  # there is no other
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("known", [False, True])
+def test_what_is_not_finite_is_seen_in_its_step_only(bad: float, known: bool) -> None:
+    layer = DelayedLinear(16, 16)
+    scaling = DelayedScaling(layer, CPU)
+    x, gradient = torch.ones(16, 16), torch.ones(16, 16)
+    if known:
+        results(layer, x, gradient)
+        scaling.end_step(scaling.maxima(), STEPPED)
+    spoiled = x.clone()
+    spoiled[3, 5] = bad
+    assert layer(spoiled)[3].isnan().all()
+    spoiled_gradient = gradient.clone()
+    spoiled_gradient[3, 5] = bad
+    _, of_x, of_weight = results(layer, x, spoiled_gradient)
+    assert not of_x[3].isfinite().any()
+    assert not of_weight[5].isfinite().any()
+    assert torch.equal(scaling.maxima()[0, [0, 2]], torch.ones(2))
+    scaling.end_step(scaling.maxima(), SKIPPED)
+    assert all(part.isfinite().all() for part in results(layer, x, gradient))
+
+
+def test_a_state_survives_being_saved_and_a_shorter_history_keeps_the_newest() -> None:
+    layer = nn.Sequential(DelayedLinear(16, 16), DelayedLinear(16, 16))
+    saved = DelayedScaling(layer, CPU, history=3, algorithm="max")
+    assert saved.state() is None
+    for step in range(4):
+        saved.end_step(torch.rand(2, 3, generator=torch.Generator().manual_seed(step)), STEPPED)
+    state = saved.state()
+    for length in (2, 3, 5):
+        other = DelayedScaling(layer, CPU, history=length, algorithm="max")
+        other.load_state(state)
+        assert other.known
+        maxima = torch.full((2, 3), 1e-3)
+        other.end_step(maxima, STEPPED)
+        expected = DelayedScaling(layer, CPU, history=length, algorithm="max")
+        for step in range(max(0, 4 - min(length, 3)), 4):
+            expected.end_step(torch.rand(2, 3, generator=torch.Generator().manual_seed(step)), STEPPED)
+        expected.end_step(maxima, STEPPED)
+        assert other.state() == expected.state()
+    other.load_state(None)
+    assert not other.known
+    assert layer[0].product.factors is None
+    assert state is not None
+    with pytest.raises(ValueError, match=r"those of another model: 1$"):
+        DelayedScaling(layer[:1], CPU).load_state(state)
+
+
+GOOD = {"scales": [1.0, 2.0, 3.0], "history": base64.b64encode(bytes(12)).decode()}
+NUMBERS = base64.b64encode(torch.tensor([1.0, torch.nan, 0.0]).numpy().tobytes()).decode()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"scales": [1.0, 2.0]},
+        {"scales": [1.0, 0.0, 3.0]},
+        {"scales": [1.0, "2", 3.0]},
+        {"history": "?"},
+        {"history": base64.b64encode(bytes(16)).decode()},
+        {"history": base64.b64encode(bytes(24)).decode()},
+        {"history": NUMBERS},
+    ],
+)
+def test_a_damaged_state_is_found(damage: dict[str, Any]) -> None:
+    check_scaling_state(None)
+    check_scaling_state({"a": GOOD, "b": GOOD})
+    with pytest.raises(ValueError, match=r"histor|scales|base64|padding"):
+        check_scaling_state({"a": GOOD, "b": GOOD | damage})
+
+
+def losses_of(model: str, recompute: str | None, kind: type[nn.Linear], steps: int = 12) -> list[float]:
+    """In bf16, on one batch again and again, with an evaluation of another one between steps."""
+    config = ModelConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=2,
+        seq_length=16,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        **MODELS[model] | ({"num_query_groups": 1} if model == "llama" else {}),
+    )
+    method = {"recompute_method": "uniform"} if recompute == "full" else {}
+    recomputed = RecomputeConfig(recompute_granularity=recompute, **method)
+    gpt = GPT(config, 64, recomputed, ModelComponents(linear=kind)).initialize(1).bfloat16()
+    scaling = DelayedScaling(gpt, CPU, history=4, algorithm="max") if kind is DelayedLinear else None
+    tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(4))
+    masters = [parameter.detach().float().requires_grad_() for parameter in gpt.parameters()]
+    adamw, losses = torch.optim.AdamW(masters, lr=1e-2), []
+    for _ in range(steps):
+        if scaling is not None:
+            scaling.begin_step()
+        loss = gpt(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        losses.append(loss.item())
+        for master, parameter in zip(masters, gpt.parameters(), strict=True):
+            assert parameter.grad is not None
+            master.grad, parameter.grad = parameter.grad.float(), None
+        adamw.step()
+        if scaling is not None:
+            scaling.end_step(scaling.maxima(), STEPPED)
+        with torch.no_grad():
+            for master, parameter in zip(masters, gpt.parameters(), strict=True):
+                parameter.copy_(master)
+    return losses
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_learns_what_a_plain_one_does_and_recomputation_has_the_same_codes(model: str) -> None:
+    torch.set_num_threads(1)
+    plain = losses_of(model, None, nn.Linear)
+    ours = losses_of(model, None, DelayedLinear)
+    assert plain[-1] < 0.5 * plain[0]
+    assert ours != plain
+    assert ours == pytest.approx(plain, abs=(plain[0] - plain[-1]) / 10)
+    assert losses_of(model, "full", DelayedLinear, 4) == ours[:4]
+    assert losses_of(model, "selective", DelayedLinear, 4) == ours[:4]

@@ -1,0 +1,159 @@
+"""Delayed scaling in runs: equal scales on all ranks, on any grid, after a resume, and compiled."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_zpp.checkpoint.read import load_checkpoint
+from megatron_zpp.config.root import parse_args
+from megatron_zpp.distributed.grid import Grid
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.model.fp8_scaling import DelayedScaling
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.train.build_engine import build_engine
+from megatron_zpp.train.compiling import compile_parts
+from megatron_zpp.train.device import prepare_device
+from megatron_zpp.zero.engine import ZeroEngine
+from tests.checkpoint.saving import TOKENIZER, save
+from tests.model.variants import MODELS, flags_of
+from tests.train.in_process import train_here
+from tests.zero.ranks import on_ranks
+
+DELAYED = "--bf16 --fp8 --fp8-recipe delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max".split()
+FLAGS = (
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 60 --num-layers 2 --hidden-size 32 "
+    "--num-attention-heads 4 --kv-channels 16 --seq-length 16 --micro-batch-size 2 --train-iters 4 "
+    "--lr 1e-3 --device cpu --hidden-dropout 0 --attention-dropout 0"
+).split()
+
+
+def engine_of(topology: Topology, *more: str) -> ZeroEngine:
+    config = parse_args([*FLAGS, *DELAYED, *more])
+    grid = Grid(topology, config.distributed.tensor_model_parallel_size)
+    return build_engine(config, 61, prepare_device(config, grid), grid)
+
+
+def batch(step: int, data_rank: int) -> torch.Tensor:
+    return torch.randint(60, (2, 17), generator=torch.Generator().manual_seed(10 * step + data_rank))
+
+
+def state_of(engine: ZeroEngine) -> dict[str, Any] | None:
+    assert isinstance(engine.scaling, DelayedScaling)
+    return engine.scaling.state()
+
+
+def shared_scales(topology: Topology, directory: str, *more: str) -> dict[str, Any]:
+    """Losses of three steps, and scales after them, after a skipped one and as saved."""
+    torch.set_num_threads(1)
+    engine = engine_of(topology, *more)
+    rank, losses = engine.grid.data.rank, []
+    found: dict[str, Any] = {}
+    for step in range(3):
+        for index in range(2):
+            loss = engine.accumulate(batch(step + 5 * index, rank), index=index, micro_batches=2)
+            losses.append(loss.item())
+        if step == 0:
+            assert isinstance(engine.scaling, DelayedScaling)
+            found["own"] = engine.scaling.maxima().tolist()
+        assert engine.step(1e-2).skipped == 0
+        if step == 0:
+            found["first"] = state_of(engine)
+    found |= {"losses": losses, "state": state_of(engine)}
+    # One rank's gradients are not finite: the step is skipped, and its maxima are forgotten on all ranks.
+    engine.evaluate(batch(8, rank))
+    weight = float("inf") if topology.rank == 0 else 1.0
+    engine.accumulate(batch(9, rank), index=0, micro_batches=1, weight=weight)
+    assert engine.step(1e-2).skipped == 1
+    found["skipped"] = state_of(engine)
+    save(Path(directory), engine)
+    engine.close()
+    return found
+
+
+def largest_first(found: dict[str, Any]) -> torch.Tensor:
+    """448 or 57344 over the scales after the first step: its maxima (L, 3)."""
+    scales = torch.tensor([entry["scales"] for entry in found["first"].values()])
+    return torch.tensor([448.0, 448.0, 57344.0]) / scales
+
+
+@pytest.mark.parametrize("model", ["gpt2", pytest.param("llama", marks=pytest.mark.nightly)])
+def test_ranks_have_equal_scales_and_any_grid_loads_them(model: str, tmp_path: Path) -> None:
+    flags = flags_of(MODELS[model])
+    alone = shared_scales(Topology(), str(tmp_path / "alone"), *flags)
+    assert set(alone["state"]) == {
+        f"layers.{layer}.{name}"
+        for layer in range(2)
+        for name in ("attention.qkv", "attention.output", "mlp.input", "mlp.output")
+    }
+    for name, more in (
+        ("data", ("--zero-stage", "3")),
+        ("tensor", ("--tensor-model-parallel-size", "2", "--zero-stage", "1")),
+    ):
+        ranks = on_ranks(2, shared_scales, str(tmp_path / name), *flags, *more)
+        for found in ranks:
+            assert found["skipped"] == found["state"] == ranks[0]["state"]
+        own = torch.tensor([found["own"] for found in ranks])
+        assert not torch.equal(own[0], own[1])
+        torch.testing.assert_close(largest_first(ranks[0]), own.amax(0), rtol=2**-22, atol=0)
+        other = engine_of(Topology(), *flags)
+        load_checkpoint(tmp_path / name / "iter_0000005", other, TOKENIZER, with_optimizer=True)
+        assert state_of(other) == ranks[0]["state"]
+        other.close()
+    assert ranks[0]["losses"] == pytest.approx(alone["losses"], rel=2**-8)  # those of tensor ranks
+
+
+def losses_of(path: Path) -> list[tuple[float, float]]:
+    records = map(json.loads, path.read_text().splitlines())
+    return [(record["lm_loss"], record["grad_norm"]) for record in records if "lm_loss" in record]
+
+
+def test_a_resumed_run_and_one_with_evaluations_have_the_same_bits(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    flags = [*FLAGS, *DELAYED, "--log-interval", "1"]
+
+    def run(name: str, *more: str) -> list[tuple[float, float]]:
+        train_here([*flags, *more, "--metrics-file", str(tmp_path / name)])
+        return losses_of(tmp_path / name)
+
+    whole = run("whole", "--eval-iters", "0")
+    saved = ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]
+    evaluated = [*saved, "--eval-interval", "1", "--eval-iters", "1"]
+    first = run("first", *evaluated, "--exit-interval", "2")
+    assert [*first, *run("second", *evaluated)] == whole
+    # A run with other scales begins with those of its tensors.
+    tensorwise = "--fp8-recipe tensorwise --fp8-amax-history-len".split()
+    plain = [flag for flag in flags if flag not in DELAYED[2:]] + ["--fp8", "--fp8-recipe", tensorwise[1]]
+    before = [*plain, "--save", str(tmp_path / "other"), "--eval-iters", "0", "--exit-interval", "2"]
+    train_here(before)
+    state = json.loads((tmp_path / "other" / "iter_0000002" / "state.json").read_text())
+    assert state["product_scaling"] is None
+    resumed = run("changed", "--load", str(tmp_path / "other"), "--eval-iters", "0")
+    assert len(resumed) == 2
+
+
+def test_one_graph_after_the_first_step(tmp_path: Path) -> None:
+    """Compiled layers have the same numbers, and are compiled once, with evaluations before and between."""
+    torch.set_num_threads(1)
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        engine, said = engine_of(Topology()), []
+        model, scaling = engine.model, engine.scaling
+        assert isinstance(model, GPT)
+        assert isinstance(scaling, DelayedScaling)
+        if compiled:
+            compile_parts(
+                model, (2, 16), said.append, "aot_eager", ready=lambda scaling=scaling: scaling.known
+            )
+        losses = []
+        for step in range(3):
+            losses.append(engine.evaluate(batch(7, 0)).item())
+            losses.append(engine.accumulate(batch(step, 0), index=0, micro_batches=1).item())
+            losses.append(engine.step(1e-2).grad_norm.item())
+        found.append((losses, state_of(engine)))
+        assert said == []
+        engine.close()
+    assert found[0] == found[1]
