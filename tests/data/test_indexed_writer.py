@@ -161,10 +161,13 @@ def test_a_writer_that_cannot_clean_up_releases_its_lock(
     def stale(path: Path, missing_ok: bool = False) -> None:
         raise OSError(errno.ESTALE, "Stale file handle", str(path))
 
-    with monkeypatch.context() as broken, pytest.raises(RuntimeError, match="the caller's"):
-        writer = IndexedDatasetWriter(tmp_path / "x", np.uint16)
-        with writer:
-            broken.setattr(Path, "unlink", stale)
+    def write_and_fail() -> None:
+        with IndexedDatasetWriter(tmp_path / "x", np.uint16):
+            monkeypatch.setattr(Path, "unlink", stale)
             raise RuntimeError("the caller's")
+
+    with pytest.raises(RuntimeError, match="the caller's"):
+        write_and_fail()
+    monkeypatch.undo()
     with IndexedDatasetWriter(tmp_path / "x", np.uint16) as again:
         again.add_document([1, 2])

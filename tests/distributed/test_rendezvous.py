@@ -40,7 +40,7 @@ def test_a_rank_does_not_wait_for_a_store_that_stopped(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "SAY_AFTER", 0.1)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
-        with pytest.raises(ValueError, match="RANK 0: does not answer rank 1 on .*; see rank 0's output"):
+        with pytest.raises(ValueError, match=r"RANK 0: does not answer rank 1 on .*; see rank 0's output"):
             module.rendezvous(
                 Topology(1, 2, 0, 1), place, limit=2.0, timeout=timedelta(minutes=1), say=lambda line: None
             )
