@@ -177,17 +177,22 @@ def remove_old(
 
 
 def remove_committed(path: Location, on_progress: OnProgress = no_report) -> None:
-    """Remove a checkpoint, its marker first, so that a kill leaves no damaged one. Raises OSError."""
+    """Remove a checkpoint. Raises OSError if the file system does.
+
+    If the removal is cut, by a kill or an error, nobody takes the rest for a checkpoint, and the next save
+    removes it.
+    """
     if isinstance(path, ObjectPath):
         unfinished = partial_path(path)
-        unfinished.write(b"")  # the next save removes what a kill leaves
+        unfinished.write(b"")
         (path / MARKER).unlink()
         path.remove_tree()
         unfinished.unlink()
     else:
-        (path / MARKER).unlink()
-        for file in path.iterdir():  # one by one, because thousands of files may take longer than a time-out
+        doomed = partial_path(path)
+        os.replace(path, doomed)
+        for file in doomed.iterdir():  # one by one, because thousands of files may outlast a time-out
             with contextlib.suppress(OSError):
                 file.unlink()
             on_progress()
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(doomed, ignore_errors=True)

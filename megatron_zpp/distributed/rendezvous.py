@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -20,6 +20,7 @@ from megatron_zpp.distributed.lifelines import Lifelines, Root, children_of
 from megatron_zpp.distributed.open_files import reserve_connections
 from megatron_zpp.distributed.topology import Topology
 
+_Answer = TypeVar("_Answer")
 SAY_AFTER = 10.0  # seconds of waiting between two messages
 _HANDSHAKE = 15.0  # seconds for the first answer of a store
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
@@ -91,12 +92,16 @@ def rendezvous(
     # The launcher's store outlives a failed attempt: this attempt must not read that attempt's keys.
     store = dist.PrefixStore(f"attempt_{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     rank_address = RankAddress(platform.node(), os.getpid(), own, interface_of(own))
-    lifelines = None
-    if ended is not None:
-        lifelines = Lifelines(topology, ended, say)
-        _start_lifelines(lifelines, store, topology, address, rank_address.host, deadline)
+    lifelines = None if ended is None else Lifelines(topology, ended, say)
+
+    def join() -> tuple[RankAddress, ...]:
+        if lifelines:
+            _start_lifelines(lifelines, store, topology, address, rank_address.host, deadline)
+        return _exchange_addresses(store, topology, rank_address, deadline, limit, say)
+
+    silence = f"RANK 0: does not answer rank {topology.rank} on {rank_address.host}; see rank 0's output"
     try:
-        addresses = _exchange_addresses(store, topology, rank_address, deadline, limit, say)
+        addresses = _within(deadline + 2 * SAY_AFTER, join, silence)
     except BaseException:
         if lifelines:
             lifelines.leave()
@@ -116,6 +121,30 @@ def _start_lifelines(
     else:
         root = Root(**_await_rank_0(store, "lifelines", topology, host, deadline))
     lifelines.start(root, address)
+
+
+def _within(deadline: float, ask: Callable[[], _Answer], silence: str) -> _Answer:
+    """Return what `ask` returns. Raises what it raises, and ValueError(`silence`) after the deadline.
+
+    A request to a store whose process is stopped, or behind a link that is cut, waits without a limit.
+    """
+    answers: list[_Answer] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            answers.append(ask())
+        except BaseException as error:
+            errors.append(error)
+
+    asking = threading.Thread(target=run, daemon=True)
+    asking.start()
+    asking.join(max(0.0, deadline - time.monotonic()))
+    if errors:
+        raise errors[0]
+    if not answers:
+        raise ValueError(silence)
+    return answers[0]
 
 
 def interface_of(address: str) -> str:
