@@ -238,19 +238,19 @@ def steps(pairs: int) -> dict[str, Any]:
 def kills(count: int) -> dict[str, Any]:
     """Seconds from a kill to what follows it."""
     figures: dict[str, Any] = {"ranks": "2 nodes × 1", "model": " ".join(MODEL)}
-    for what, name in (
-        ("a rank", "memory snapshots"),
-        ("a node", "memory snapshots"),
-        ("a rank", "asynchronous saves"),
-    ):
-        runs = [recovery(VARIANTS[name], what) for _ in range(count)]
+    cases = (("a rank", "memory snapshots"), ("a node", "memory snapshots"), ("a rank", "asynchronous saves"))
+    runs: dict[tuple[str, str], list[dict[str, float]]] = {case: [] for case in cases}
+    for _ in range(count):  # in turns, so that all cases see the same load of the machine
+        for what, name in cases:
+            runs[what, name].append(recovery(VARIANTS[name], what))
+            print(f"{what}, {name}: {runs[what, name][-1]}", flush=True)
+    for (what, name), found in runs.items():
         figures[f"{what} killed, {name}"] = {
-            "seconds_to_next_new_step": interval([run["next_new_step"] for run in runs]),
-            "seconds_to_restart": interval([run["noticed_and_restarted"] for run in runs]),
-            "most_steps_repeated": max(run["steps_repeated"] for run in runs),
-            "all": runs,
+            "seconds_to_next_new_step": interval([run["next_new_step"] for run in found]),
+            "seconds_to_restart": interval([run["noticed_and_restarted"] for run in found]),
+            "most_steps_repeated": max(run["steps_repeated"] for run in found),
+            "all": found,
         }
-        print(f"{what}, {name}: {figures[f'{what} killed, {name}']}", flush=True)
     return figures
 
 
