@@ -8,7 +8,6 @@ the name of its directory in memory: a run that begins anew in an emptied --save
 import platform
 import secrets
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,6 @@ from megatron_zpp.train.ranks import Ranks
 from megatron_zpp.zero.engine import ZeroEngine
 
 _RUN_FILE, _RUN_BYTES = "memory_snapshots.txt", 16
-_SERVERS = "memory/servers"  # the purpose of an exchange of addresses by rank
 
 
 class BuddyMemory:
@@ -40,17 +38,17 @@ class BuddyMemory:
         self,
         memory: RunMemory,
         topology: Topology,
-        exchange_for: Callable[[str], Exchange],
+        exchange: Exchange,
         *,
         attempt: str,
         secret: str,
     ) -> None:
         """`attempt` names this start of the run; `secret` is known to its ranks alone.
 
-        `exchange_for` makes an exchange between all ranks.
+        `exchange` is between all ranks. It is kept until the run is restored, because its connections count.
         """
         self._memory, self.topology, self.attempt, self._secret = memory, topology, attempt, secret
-        self._exchange_for = exchange_for
+        self._exchange: Exchange | None = exchange
         self.copies = MemoryCopies(memory.path, topology.node_of(topology.rank))
         self._server: FileServer | None = None
         self._buddy: Peer | None = None
@@ -63,11 +61,16 @@ class BuddyMemory:
         """Whether this rank is the one of its node that removes files."""
         return self.topology.local_rank == 0
 
+    @property
+    def exchange(self) -> Exchange:
+        """Between all ranks, until `restored`."""
+        assert self._exchange is not None, "the run is restored"
+        return self._exchange
+
     def serve(self, address: str) -> None:
         """Let other nodes reach this rank at `address`. Raises OSError."""
         self._server = FileServer(address, self._secret, self.copies.path, self.copies.find)
-        place = [address, self._server.port]
-        self._exchange_for(_SERVERS).put(str(self.topology.rank), place)
+        self.exchange.put(f"server/{self.topology.rank}", [address, self._server.port])
 
     def find_buddy(self) -> None:
         """Find out where the buddy node is reached, once all ranks serve."""
@@ -97,6 +100,7 @@ class BuddyMemory:
 
     def restored(self, snapshot: SnapshotName | None) -> None:
         """Keep, in memory, only the snapshot that all ranks have loaded; None: none."""
+        self._exchange = None
         shutil.rmtree(self.assembled(), ignore_errors=True)
         if self.by_first:
             self.copies.keep_only(snapshot)
@@ -119,7 +123,7 @@ class BuddyMemory:
         self._memory.close()
 
     def _peer(self, rank: int) -> Peer:
-        host, port = self._exchange_for(_SERVERS).get(str(rank))
+        host, port = self.exchange.get(f"server/{rank}")
         return Peer(host, port, self._secret)
 
 
@@ -144,8 +148,7 @@ def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> BuddyMemory
                 (Path(save) / _RUN_FILE).unlink(missing_ok=True)
         return None
     assert save is not None  # the configuration requires it
-    exchange_for = partial(Exchange, ranks.store, ranks.topology, config.distributed.timeout)
-    exchange = exchange_for("memory")
+    exchange = Exchange(ranks.store, ranks.topology, config.distributed.timeout, "memory")
     if ranks.topology.rank == 0:
         exchange.put("names", [_name_in(save), secrets.token_hex(4), secrets.token_hex(16)])
     name, attempt, secret = exchange.get("names")
@@ -163,9 +166,7 @@ def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> BuddyMemory
     name = name or exchange.get("name")
     memory, problem = None, None
     try:
-        memory = BuddyMemory(
-            RunMemory(root, name), ranks.topology, exchange_for, attempt=attempt, secret=secret
-        )
+        memory = BuddyMemory(RunMemory(root, name), ranks.topology, exchange, attempt=attempt, secret=secret)
         if ranks.topology.nodes > 1:
             memory.serve(ranks.address)
     except OSError as error:

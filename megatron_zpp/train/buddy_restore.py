@@ -56,15 +56,13 @@ class HeldSnapshot:
         return memory.assembled()
 
 
-def held_snapshots(
-    memory: BuddyMemory, engine: ZeroEngine, exchange: Exchange
-) -> tuple[list[HeldSnapshot], list[str]]:
+def held_snapshots(memory: BuddyMemory, engine: ZeroEngine) -> tuple[list[HeldSnapshot], list[str]]:
     """The whole memory snapshots, and lines on those that are not whole. Every rank must call it."""
     copies, problems = memory.copies.found() if memory.by_first else ({}, [])
     report = [[[*name], [[*copy] for copy in found]] for name, found in copies.items()]
     topology = engine.topology
     combination = partial(_whole, local=topology.local_world_size)
-    whole, lines = exchange.combine("copies", [report, problems], combination)
+    whole, lines = memory.exchange.combine("copies", [report, problems], combination)
     present = layout_of(
         {
             "ranks": topology.world_size,

@@ -198,7 +198,7 @@ def _sources(
     found = [_Source(path) for path in _agreed_candidates(config, exchange_for, files)]
     if memory is None:
         return found, []
-    held, lines = held_snapshots(memory, engine, exchange_for("held"))
+    held, lines = held_snapshots(memory, engine)
     found = [*(_Source(snapshot=each, memory=memory) for each in held), *found]
     return sorted(found, key=lambda source: source.iteration, reverse=True), lines  # stable
 
