@@ -179,6 +179,10 @@ def time_stalls(training: Training, saver: Saver, steps: int, count: int) -> tup
     return stalls, beside
 
 
+def _newest(directory: Path) -> Path:
+    return Path(str(next(iter(committed(directory).values()))))
+
+
 def time_loads(engine: ZeroEngine, checkpoint: Path, count: int) -> list[float]:
     """Seconds of loads that read from the disk."""
     seconds = []
@@ -232,7 +236,7 @@ def measure(
         start=Progress(),
     )
     stalls, beside = time_stalls(training, behind, steps, options.saves)
-    load = median(time_loads(engine, next(iter(committed(options.directory).values())), options.saves))
+    load = median(time_loads(engine, _newest(options.directory), options.saves))
     written, read = (median(rate[side] for rate in rates) for side in (0, 1))
     return {
         "preset": options.preset,

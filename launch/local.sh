@@ -78,9 +78,10 @@ start() {
 }
 
 # Waits until all processes have ended well, or one has failed; sets `rank` and `status` to those of the failed one.
-# Status 3 and 75 mean that all ranks ended the run together, after a save.
+# Status 3 and 75 mean that all ranks ended the run together, after a save. When a process is killed, the others end
+# within milliseconds: of those that have ended, the killed one is the failed one.
 wait_for_all() {
-    local left=("${!pids[@]}") still ended
+    local left=("${!pids[@]}") still ended failed=0
     status=0
     while ((${#left[@]} > 0)); do
         pause # wait -n would miss a process that ended since the last call
@@ -92,9 +93,15 @@ wait_for_all() {
             fi
             ended=0
             wait "${pids[index]}" 2>/dev/null || ended=$?
-            ((ended == 0)) || { rank=$index status=$ended; }
-            [[ $ended =~ ^(0|3|75)$ ]] || return 0
+            if ((ended != 0)) && { ((failed == 0)) || ((ended > 128 && status <= 128)); }; then
+                rank=$index status=$ended
+            fi
+            [[ $ended =~ ^(0|3|75)$ ]] || ((failed > 0)) || failed=1
         done
+        if ((failed > 0)); then
+            ((failed == 1 && status <= 128)) || return 0
+            failed=2 # once more: the killed one may have been looked at just before
+        fi
         left=("${still[@]}")
     done
 }

@@ -51,10 +51,21 @@ def fork(run: Callable[[], None], output: Output) -> int:
 
 
 class Job:
-    """The ranks of one run of pretrain_gpt.py; `environment` replaces that of this process."""
+    """The ranks of one run of pretrain_gpt.py; `environment` replaces that of this process.
+
+    A node has `local` ranks, all of them without it. Each rank calls `prepare(rank)` before its program, and
+    may change its environment there.
+    """
 
     def __init__(
-        self, directory: Path, argv: list[str], world: int, environment: Mapping[str, str] = os.environ
+        self,
+        directory: Path,
+        argv: list[str],
+        world: int,
+        environment: Mapping[str, str] = os.environ,
+        *,
+        local: int | None = None,
+        prepare: Callable[[int], object] = lambda rank: None,
     ) -> None:
         directory.mkdir(parents=True)
         self._directory, port = directory, str(free_port())
@@ -69,13 +80,14 @@ class Job:
             os.environ.update(
                 kept,
                 RANK=str(rank),
-                LOCAL_RANK=str(rank),
+                LOCAL_RANK=str(rank % (local or world)),
                 WORLD_SIZE=str(world),
-                LOCAL_WORLD_SIZE=str(world),
+                LOCAL_WORLD_SIZE=str(local or world),
                 MASTER_ADDR="127.0.0.1",
                 MASTER_PORT=port,
             )
             sys.argv = ["pretrain_gpt.py", *argv]
+            prepare(rank)
             pretrain_gpt.main()
 
         for rank in range(world):
@@ -86,6 +98,11 @@ class Job:
         """What a rank has printed, stdout and then stderr."""
         files = [self._directory / f"{rank}.{kind}" for kind in ("out", "err")]
         return "".join(file.read_text(errors="replace") for file in files if file.exists())
+
+    def stderr(self, rank: int) -> str:
+        """What a rank has written to stderr."""
+        file = self._directory / f"{rank}.err"
+        return file.read_text(errors="replace") if file.exists() else ""
 
     def send(self, rank: int, number: signal.Signals) -> None:
         """Sends a signal to a rank, unless it has ended."""

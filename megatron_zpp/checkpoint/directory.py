@@ -1,9 +1,12 @@
 """The directory of a run's checkpoints, DIRECTORY/iter_0000100 and so on: finds them, and removes old ones.
 
+It may be a directory of an object store; object_saves.py has what differs there.
+
 `latest_checkpointed_iteration.txt` names the newest, for people and for Megatron's tools. It is only a hint:
 the marker in each checkpoint decides whether the checkpoint is committed.
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -13,57 +16,82 @@ from megatron_zpp.checkpoint.foreign.recognise import recognise
 from megatron_zpp.checkpoint.manifest import MARKER, is_committed
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
+from megatron_zpp.storage.checksums import OnProgress, no_report
 from megatron_zpp.storage.files import write_text
+from megatron_zpp.storage.object_path import AnyLocation, Location, ObjectPath, location
+from megatron_zpp.storage.object_store import ObjectError
 from megatron_zpp.storage.regular import read_limited
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _TRACKER_LIMIT = 32  # bytes
-_NAME = re.compile(r"iter_(\d{7,})(\.retired)?")
+_NAME = re.compile(r"iter_(\d{7,})(\.retired|\.replacement)?")
 
 
-def checkpoint_path(directory: Path, iteration: int) -> Path:
+def checkpoint_name(iteration: int) -> str:
+    """The name of the checkpoint of an iteration."""
+    return f"iter_{iteration:07d}"
+
+
+def checkpoint_path(directory: AnyLocation, iteration: int) -> AnyLocation:
     """The path of the checkpoint of an iteration."""
-    return directory / f"iter_{iteration:07d}"
+    return directory / checkpoint_name(iteration)
 
 
-def iteration_of(path: Path) -> int | None:
+def iteration_of(path: Location) -> int | None:
     """The iteration in the name of a checkpoint; None for other names."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
-def partial_path(final: Path) -> Path:
-    """The path of a checkpoint until it is committed."""
+def partial_path(final: AnyLocation) -> AnyLocation:
+    """The path of a checkpoint until it is committed; of an object store, see object_saves.py."""
     return final.with_name(f"{final.name}.partial")
 
 
-def retired_path(final: Path) -> Path:
+def retired_path(final: AnyLocation) -> AnyLocation:
     """The path of the checkpoint that `final` replaces, while both are renamed."""
     return final.with_name(f"{final.name}.retired")
 
 
-def committed(directory: Path) -> dict[int, Path]:
-    """The committed checkpoints by iteration, the newest first."""
-    found: dict[int, Path] = {}
-    for path in sorted(directory.glob("iter_*")):  # a name sorts before the same name with .retired
+def replacement_path(final: ObjectPath) -> ObjectPath:
+    """The path of a checkpoint in an object store that is to replace `final`, which cannot be renamed."""
+    return final.with_name(f"{final.name}.replacement")
+
+
+def committed(directory: Location) -> dict[int, Location]:
+    """The committed checkpoints by iteration, the newest first. Raises OSError of an object store."""
+    found: dict[int, Location] = {}
+    for path in _entries(directory):  # a name sorts before the same name with .retired or .replacement
         iteration = iteration_of(path)
         if iteration is not None and is_committed(path):
             found.setdefault(iteration, path)
     return dict(sorted(found.items(), reverse=True))
 
 
-def candidates(directory: str, iteration: int | None = None, flag: str = "--load") -> list[Path]:
+def _entries(directory: Location) -> list[Location]:
+    """What is called like a checkpoint, in the order of names."""
+    if isinstance(directory, ObjectPath):
+        return sorted(directory.glob("iter_*"))
+    return sorted(directory.glob("iter_*"))
+
+
+def candidates(directory: str, iteration: int | None = None, flag: str = "--load") -> list[Location]:
     """The committed checkpoints, newest first, or only that of `iteration`; empty for an empty directory.
 
     `flag` is the flag that named the directory, for errors. Raises ValueError if `iteration` is missing, if
     another program wrote what is there, and if there are checkpoints but none is committed.
     """
-    root = Path(directory)
     try:
-        if root.exists():
+        root = location(directory)
+    except ValueError as error:
+        raise option_error(flag, directory, str(error)) from None
+    try:
+        if root.exists() and not isinstance(root, ObjectPath):
             os.listdir(root)  # `glob` would take an unreadable directory for an empty one
         there = committed(root)
-        foreign = None if there else recognise(root)
+        foreign = None if there or isinstance(root, ObjectPath) else recognise(root)
+    except ObjectError as error:
+        raise option_error(flag, directory, f"{error.strerror}") from None
     except OSError as error:
         raise option_error(flag, directory, f"{one_line(error)}; name a directory that can be read") from None
     if foreign:
@@ -74,14 +102,14 @@ def candidates(directory: str, iteration: int | None = None, flag: str = "--load
             raise option_error("--ckpt-step", iteration, f"not in {directory}; iterations there: {shown}")
         return [there[iteration]]
     if not there:
-        for path in sorted(root.glob("iter_*")):
-            if iteration_of(path) is not None:
+        for path in _entries(root):
+            if iteration_of(path) is not None and not is_unfinished(path):
                 problem = f"{path.name} has no {MARKER}: it is damaged, or another program wrote it"
                 raise option_error(flag, directory, f"{problem}; name another directory, or remove it")
     return list(there.values())
 
 
-def lost_newest(directory: Path) -> str | None:
+def lost_newest(directory: Location) -> str | None:
     """Why the checkpoint that the tracker names cannot be loaded, in words; None if it is committed.
 
     None also if the tracker is missing or names no iteration.
@@ -90,15 +118,18 @@ def lost_newest(directory: Path) -> str | None:
         named = int(read_limited(directory / TRACKER, _TRACKER_LIMIT))
     except (OSError, ValueError):
         return None
-    path = checkpoint_path(directory, named)
+    path = directory / checkpoint_name(named)
     if named < 0 or named in committed(directory):
         return None
     gone = f"has no {MARKER}, so it is not whole" if path.exists() else "is not there"
     return f"{path}, which {TRACKER} names, {gone}"
 
 
-def write_tracker(directory: Path) -> None:
-    """Write the newest committed iteration to the tracker. Raises OSError if the file system does."""
+def write_tracker(directory: Location) -> None:
+    """Write the newest committed iteration to the tracker, or remove the tracker if there is none.
+
+    Raises OSError if the file system does.
+    """
     newest = next(iter(committed(directory)), None)
     path = directory / TRACKER
     text = f"{newest}\n"
@@ -106,7 +137,7 @@ def write_tracker(directory: Path) -> None:
         write_text(path, text)
 
 
-def _holds(path: Path, content: bytes) -> bool:
+def _holds(path: Location, content: bytes) -> bool:
     try:
         return read_limited(path, len(content)) == content
     except OSError:
@@ -122,14 +153,46 @@ def remove_leftovers(directory: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_old(directory: Path, keep_last: int, keep_every: int | None, *, newest: Path) -> None:
+def is_unfinished(path: Location) -> bool:
+    """Whether `path`, of an object store, was begun by a save that did not commit it. False for others."""
+    return isinstance(path, ObjectPath) and partial_path(path).is_file()
+
+
+def remove_old(
+    directory: Location,
+    keep_last: int,
+    keep_every: int | None,
+    *,
+    newest: Location,
+    on_progress: OnProgress = no_report,
+) -> None:
     """Remove committed checkpoints except the last `keep_last`, `newest`, and multiples of `keep_every`.
 
     `newest` has just been saved. It need not have the highest iteration, if the run resumed from an earlier
-    one. The marker is removed first, so that a kill leaves no damaged checkpoint. Raises OSError if the file
-    system does.
+    one. No file is read. Raises OSError if the file system does.
     """
     for iteration, path in list(committed(directory).items())[keep_last:]:
-        if path != newest and not (keep_every and iteration % keep_every == 0):
-            (path / MARKER).unlink()
-            shutil.rmtree(path, ignore_errors=True)
+        if iteration != iteration_of(newest) and not (keep_every and iteration % keep_every == 0):
+            remove_committed(path, on_progress)
+
+
+def remove_committed(path: Location, on_progress: OnProgress = no_report) -> None:
+    """Remove a checkpoint. Raises OSError if the file system does.
+
+    If the removal is cut, by a kill or an error, nobody takes the rest for a checkpoint, and the next save
+    removes it.
+    """
+    if isinstance(path, ObjectPath):
+        unfinished = partial_path(path)
+        unfinished.write(b"")
+        (path / MARKER).unlink()
+        path.remove_tree()
+        unfinished.unlink()
+    else:
+        doomed = partial_path(path)
+        os.replace(path, doomed)
+        for file in doomed.iterdir():  # one by one, because thousands of files may outlast a time-out
+            with contextlib.suppress(OSError):
+                file.unlink()
+            on_progress()
+        shutil.rmtree(doomed, ignore_errors=True)

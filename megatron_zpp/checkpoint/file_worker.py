@@ -8,8 +8,6 @@ from typing import Any
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.storage.checksums import OnProgress
 
-_LOOKS = 8  # checks for progress within the time-out
-
 
 class Stuck(OSError):
     """The work made no progress during the time-out, or earlier work has not returned."""
@@ -33,19 +31,17 @@ class FileWorker:
         progress; the work is then abandoned, and ends when it next reports progress.
         """
         if self.busy:
-            raise Stuck("is still busy with the files of an earlier save")
+            raise Stuck("is still busy with earlier files")
         piece = _Work(work, exchange.progress)
         self._thread = threading.Thread(target=piece.run, name="files", daemon=True)
         self._thread.start()
         limit = exchange.timeout.total_seconds()
-        steps, since = piece.steps, time.monotonic()
         while self.busy:
-            self._thread.join(limit / _LOOKS)
-            if steps != piece.steps:
-                steps, since = piece.steps, time.monotonic()
-            elif self.busy and time.monotonic() - since > limit:
+            left = piece.moved + limit - time.monotonic()
+            if left < 0:
                 piece.abandoned = True
                 raise Stuck(f"no progress for {exchange.timeout}")
+            self._thread.join(left)
         return piece.outcome()
 
 
@@ -56,7 +52,8 @@ class _Work:
         self._work, self._on_progress = work, on_progress
         self._result: Any = None
         self._error: BaseException | None = None
-        self.steps, self.abandoned = 0, False
+        self.abandoned = False
+        self.moved = time.monotonic()  # when it began, or last made progress
 
     def run(self) -> None:
         """Do the work, on the thread."""
@@ -74,5 +71,5 @@ class _Work:
     def _step(self) -> None:
         if self.abandoned:
             raise Stuck("was given up")
-        self.steps += 1
+        self.moved = time.monotonic()
         self._on_progress()

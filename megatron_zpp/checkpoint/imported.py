@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.directory import checkpoint_path
 from megatron_zpp.checkpoint.read import CheckpointReader
+from megatron_zpp.checkpoint.read_back import read_back
 from megatron_zpp.checkpoint.states import Progress, describe_state_of, describe_unit, tensor_name
 from megatron_zpp.checkpoint.write import SaveOptions, write_checkpoint
 from megatron_zpp.config.model import ModelConfig
@@ -30,6 +31,7 @@ from megatron_zpp.zero.flat_layout import SHARD_MULTIPLE, FlatLayout
 from megatron_zpp.zero.loss_scale import LossScale
 
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+_TIMEOUT = timedelta(minutes=1)  # without progress of a file operation
 _TOLD_BY_RUN = (
     "attention_dropout",
     "hidden_dropout",
@@ -116,9 +118,11 @@ def _write(target: Path, model: GPT, weights: Weights, config: dict[str, Any], t
         config=config,
         tokenizer=describe(tokenizer),
     )
-    exchange = Exchange(dist.HashStore(), topology, timedelta(minutes=1), "import")
-    options = SaveOptions(read_back=True)
-    write_checkpoint(path, tensors, state, exchange, options, beside=tokenizer.files())
+    store = dist.HashStore()
+    exchange = Exchange(store, topology, _TIMEOUT, "import")
+    options = SaveOptions()
+    _, checksums = write_checkpoint(path, tensors, state, exchange, options, beside=tokenizer.files())
+    read_back(path, checksums, Exchange(store, topology, _TIMEOUT, "read back"), options)
     return path
 
 

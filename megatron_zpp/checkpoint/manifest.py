@@ -1,7 +1,11 @@
 """Writes and reads the manifest, which lists the files of a checkpoint, and the marker, written last.
 
-manifest.json   {"format_version": 5, "files": {NAME: checksums, …}}, checksums as in storage/checksums.py
+manifest.json   {"format_version": 6, "files": {NAME: entry, …}}
 COMMITTED       the SHA-256 of manifest.json in hexadecimal, and a newline
+
+An entry has the size of the file and the digest of its sidecar (storage/sidecar.py), which the rank that
+wrote the file has written; or, of the few small files that rank 0 writes, the digests of its chunks
+(storage/checksums.py). In versions before 6 all entries had all digests.
 
 A directory without a marker is not a checkpoint; one whose marker, manifest and files disagree is damaged.
 """
@@ -10,34 +14,38 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron_zpp.storage.checksums import JSON_LIMIT, Checksums, DamagedFile
 from megatron_zpp.storage.files import write_durably
+from megatron_zpp.storage.object_path import Location
 from megatron_zpp.storage.regular import UnfitFile, read_limited
+from megatron_zpp.storage.sidecar import SidecarDigest
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 # In state.json, 2 has another name for dataset progress, 3 has no `nodes`, because rank r owned shard r, and
-# 4 has no `tensor`, because every rank had whole parameters.
-READABLE_VERSIONS = (2, 3, 4, 5)
+# 4 has no `tensor`, because every rank had whole parameters. 5 has no sidecars.
+READABLE_VERSIONS = (2, 3, 4, 5, 6)
 MANIFEST, MARKER = "manifest.json", "COMMITTED"
+Entry = SidecarDigest | Checksums
 _MARKER_LIMIT = 65  # bytes: a SHA-256 in hexadecimal, and a newline
 
 
-def write_manifest(directory: Path, files: Mapping[str, Checksums]) -> None:
+def write_manifest(directory: Location, files: Mapping[str, Entry]) -> None:
     """Write manifest and marker for files that are durable. Raises OSError if the file system does."""
-    described = {name: checksums.to_json() for name, checksums in files.items()}
+    described = {name: entry.to_json() for name, entry in files.items()}
     text = json.dumps({"format_version": FORMAT_VERSION, "files": described}, indent=1) + "\n"
     write_durably(directory / MANIFEST, text.encode())
     write_durably(directory / MARKER, _marker(text.encode()))
 
 
-def is_committed(directory: Path) -> bool:
+def is_committed(directory: Location) -> bool:
     """Whether the directory has a marker; `read_manifest` and reading its files detect damage."""
     return (directory / MARKER).is_file()
 
 
-def read_manifest(directory: Path) -> dict[str, Checksums]:
-    """The checksums by file name.
+def read_manifest(directory: Location) -> dict[str, Entry]:
+    """The entries by file name.
 
     Raises DamagedFile if marker and manifest disagree, ValueError for an unknown version of the format.
     """
@@ -62,7 +70,13 @@ def read_manifest(directory: Path) -> dict[str, Checksums]:
     for name in names:
         if name != Path(name).name:
             raise DamagedFile(f"{path}: names a file outside of the checkpoint: {name!r}")
-    return {name: Checksums.from_json(files[name], path) for name in names}
+    return {name: _entry(files[name], path) for name in names}
+
+
+def _entry(value: Any, path: Location) -> Entry:
+    """Raises DamagedFile naming `path` for what is no entry."""
+    by_sidecar = isinstance(value, dict) and isinstance(value.get("sha256"), str)
+    return SidecarDigest.from_json(value, path) if by_sidecar else Checksums.from_json(value, path)
 
 
 def _marker(manifest: bytes) -> bytes:

@@ -5,13 +5,12 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.directory import checkpoint_path, iteration_of
+from megatron_zpp.checkpoint.directory import checkpoint_name, iteration_of
 from megatron_zpp.checkpoint.manifest import read_manifest
 from megatron_zpp.checkpoint.same_model import check_tokenizer, check_units
 from megatron_zpp.checkpoint.shard_file import ShardFile
@@ -20,6 +19,7 @@ from megatron_zpp.checkpoint.states import (
     Progress,
     check_state,
     describe_units,
+    formats_of_units,
     local_shape,
     sharing_of,
     split_of,
@@ -29,13 +29,26 @@ from megatron_zpp.checkpoint.write import STATE, shard_file_name
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.storage.checksums import DamagedFile, OnProgress, no_report, verify_file
+from megatron_zpp.storage.checksums import (
+    Checksums,
+    DamagedFile,
+    OnProgress,
+    no_report,
+    thread_count,
+    verify_file,
+)
+from megatron_zpp.storage.object_path import Location, ObjectPath
+from megatron_zpp.storage.recent_chunks import RecentChunks
 from megatron_zpp.storage.regular import read_limited
+from megatron_zpp.storage.sidecar import read_sidecar
 from megatron_zpp.zero.engine import REFERENCE, WEIGHTS, ZeroEngine
 from megatron_zpp.zero.flat_layout import FlatLayout
 
+_RECENT = (
+    16  # chunks of all files together, 64 MiB: parts of a parameter are read from up to 8 files in turns
+)
+_REQUESTS = 16  # chunks of objects at once: each waits for the store before its first byte
 STATE_LIMIT = 64 << 20  # bytes of state.json: 200 per parameter for 300,000 parameters, and the settings
-_THREADS = 4  # that read and check chunks; both release the GIL
 
 
 class _Run(NamedTuple):
@@ -75,14 +88,14 @@ class CheckpointReader:
     unknown version of the format, and if the directory's name and content have different iterations.
     """
 
-    def __init__(self, path: Path, on_progress: OnProgress = no_report, *, partial: bool = False) -> None:
+    def __init__(self, path: Location, on_progress: OnProgress = no_report, *, partial: bool = False) -> None:
         self.path, self._on_progress = path, on_progress
-        self._checksums = read_manifest(path)
-        if STATE not in self._checksums:
+        self._entries = read_manifest(path)
+        if STATE not in self._entries:
             raise DamagedFile(f"{path}: its manifest does not name {STATE}")
-        if self._checksums[STATE].size > STATE_LIMIT:
+        if self._entries[STATE].size > STATE_LIMIT:
             raise DamagedFile(f"{path / STATE}: is longer than {STATE_LIMIT:,} bytes")
-        verify_file(path / STATE, self._checksums[STATE])
+        verify_file(path / STATE, self._checksums(STATE), on_progress=on_progress)
         try:
             self.state: dict[str, Any] = json.loads(read_limited(path / STATE, STATE_LIMIT))
             check_state(self.state)
@@ -90,11 +103,11 @@ class CheckpointReader:
             raise DamagedFile(f"{path / STATE}: not the state of a run ({error!r:.400})") from None
         named, held = iteration_of(path), self.state["progress"]["iteration"]
         if named is not None and named != held:
-            fix = f"rename it to {checkpoint_path(path.parent, held).name}, or move it away"
+            fix = f"rename it to {checkpoint_name(held)}, or move it away"
             raise ValueError(f"{path}: holds iteration {held}, not {named}; {fix}")
         self.units: list[dict[str, Any]] = self.state["units"]
         self.ranks: int = self.state["ranks"]
-        if self.ranks > len(self._checksums) and not partial:
+        if self.ranks > len(self._entries) and not partial:
             raise DamagedFile(f"{path}: its manifest does not name the files of {self.ranks} ranks")
         self.tensor: int = self.state.get("tensor", 1)
         local = self.ranks // self.state.get("nodes", 1)
@@ -103,7 +116,9 @@ class CheckpointReader:
         splits = {name: split for name, entry in entries if (split := split_of(entry)) is not None}
         self._sharing = Sharing(splits, self.tensor)
         self._files: dict[int, ShardFile] = {}
-        self._pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="checkpoint")
+        self._recent = RecentChunks(_RECENT)
+        threads = _REQUESTS if isinstance(path, ObjectPath) else thread_count()
+        self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="checkpoint")
 
     def __enter__(self) -> "CheckpointReader":
         return self
@@ -115,11 +130,11 @@ class CheckpointReader:
 
     def has_file(self, name: str) -> bool:
         """Whether the manifest names a file."""
-        return name in self._checksums
+        return name in self._entries
 
     def check_file(self, name: str) -> None:
         """Check all bytes of a file that the manifest names. Raises DamagedFile."""
-        verify_file(self.path / name, self._checksums[name], on_progress=self._on_progress)
+        verify_file(self.path / name, self._checksums(name), on_progress=self._on_progress)
 
     def config(self) -> Config:
         """The settings of the run that wrote the checkpoint."""
@@ -214,7 +229,7 @@ class CheckpointReader:
             shapes = {name: local_shape(entry, self.tensor) for name, entry in unit["parameters"].items()}
             offsets = {name: entry["offset"] for name, entry in unit["parameters"].items()}
             stop = max((offsets[name] + math.prod(shape) for name, shape in shapes.items()), default=0)
-            if stop > sum(checksums.size for checksums in self._checksums.values()):
+            if stop > sum(entry.size for entry in self._entries.values()):
                 raise DamagedFile(f"{self.path / STATE}: a unit of {stop} elements, more than its files hold")
             flats = torch.empty(self.tensor, stop)
             for rank, flat in enumerate(flats):
@@ -234,20 +249,30 @@ class CheckpointReader:
             self._file(rank).file.check_rest(self._pool.map)
         if reader == 0:
             shards = set(map(shard_file_name, range(self.ranks)))
-            for name in self._checksums.keys() - shards - {STATE}:
+            for name in self._entries.keys() - shards - {STATE}:
                 self.check_file(name)
 
     def _file(self, rank: int) -> ShardFile:
         if rank not in self._files:
             name = shard_file_name(rank)
-            if name not in self._checksums:
+            if name not in self._entries:
                 raise DamagedFile(f"{self.path}: its manifest does not name {name}")
-            self._files[rank] = ShardFile(self.path / name, self._checksums[name], self._on_progress)
+            path, checksums = self.path / name, self._checksums(name)
+            self._files[rank] = ShardFile(path, checksums, self._on_progress, self._recent)
         return self._files[rank]
+
+    def _checksums(self, name: str) -> Checksums:
+        """The checksums of a file that the manifest names, from its sidecar if it has one."""
+        entry = self._entries[name]
+        if isinstance(entry, Checksums):
+            return entry
+        checksums = read_sidecar(self.path / name, entry)
+        self._on_progress()
+        return checksums
 
 
 def load_checkpoint(
-    path: Path,
+    path: Location,
     engine: ZeroEngine,
     tokenizer: dict[str, Any],
     *,
@@ -279,7 +304,8 @@ def load_checkpoint(
                     engine.load_states(kind, lambda unit, elements: torch.zeros(len(elements)))
             has_references = REFERENCE in reader.state.get("kinds", [])
             formats = reader.state.get("difference_formats") if has_references else None
-            engine.load_difference_formats_state(formats)
+            names = [unit.names for unit in engine.units]
+            engine.load_difference_formats_state(formats_of_units(formats, reader.units, names))
             if engine.scaling is not None:
                 engine.scaling.load_state(reader.state.get("product_scaling"))
             engine.load_optimizer_steps(reader.state["optimizer_steps"])
@@ -290,7 +316,7 @@ def load_checkpoint(
         return progress
 
 
-def saved_settings(path: Path) -> tuple[dict[str, Any], int]:
+def saved_settings(path: Location) -> tuple[dict[str, Any], int]:
     """(settings by part and field, data ranks) of the run that saved a checkpoint, after it was loaded."""
     state = json.loads(read_limited(path / STATE, STATE_LIMIT))
     return state["config"], state["ranks"] // state.get("tensor", 1)

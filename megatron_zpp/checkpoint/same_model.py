@@ -1,13 +1,13 @@
 """Refuses a checkpoint of another model or tokenizer than the run's."""
 
-from pathlib import Path
 from typing import Any
 
 from megatron_zpp.checkpoint.states import split_of
+from megatron_zpp.storage.object_path import Location
 from megatron_zpp.tokenizer.base import in_words
 
 
-def check_tokenizer(path: Path, saved: dict[str, Any], present: dict[str, Any]) -> None:
+def check_tokenizer(path: Location, saved: dict[str, Any], present: dict[str, Any]) -> None:
     """Raise ValueError unless both tokenizers are the same."""
     if saved != present:
         raise ValueError(
@@ -16,7 +16,7 @@ def check_tokenizer(path: Path, saved: dict[str, Any], present: dict[str, Any]) 
         )
 
 
-def check_units(path: Path, saved: list[dict[str, Any]], present: list[dict[str, Any]]) -> None:
+def check_units(path: Location, saved: list[dict[str, Any]], present: list[dict[str, Any]]) -> None:
     """Raise ValueError unless both have the same whole parameters; layouts and tensor ranks may differ."""
     theirs, ours = (
         {name: entry for unit in units for name, entry in unit["parameters"].items()}

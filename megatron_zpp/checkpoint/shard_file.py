@@ -8,7 +8,6 @@ import json
 import operator
 import struct
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,6 +21,9 @@ from megatron_zpp.storage.checksums import (
     VerifiedFile,
     no_report,
 )
+from megatron_zpp.storage.object_path import Location, ObjectPath
+from megatron_zpp.storage.object_upload import ChecksummedUpload
+from megatron_zpp.storage.recent_chunks import RecentChunks
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _LENGTH = struct.Struct("<Q")
@@ -30,7 +32,7 @@ _HEADER_LIMIT = 100_000_000  # bytes; safetensors' own
 
 
 def write_shard_file(
-    path: Path, tensors: Mapping[str, Tensor], on_progress: OnProgress = no_report
+    path: Location, tensors: Mapping[str, Tensor], on_progress: OnProgress = no_report
 ) -> Checksums:
     """Write tensors of any device, and make them durable. Raises OSError if the file system does."""
     entries, start = {}, 0
@@ -44,7 +46,7 @@ def write_shard_file(
         start = stop
     header = json.dumps(entries).encode()
     header += b" " * (-(_LENGTH.size + len(header)) % _ALIGNMENT)
-    writer = ChecksummedWriter(path, on_progress=on_progress)
+    writer = _writer_of(path, _LENGTH.size + len(header) + start, on_progress)
     try:
         writer.write(_LENGTH.pack(len(header)) + header)
         for tensor in tensors.values():
@@ -55,10 +57,19 @@ def write_shard_file(
 
 
 class ShardFile:
-    """Reads a file of `write_shard_file`. Raises DamagedFile if it differs from what was written."""
+    """Reads a file of `write_shard_file`. Raises DamagedFile if it differs from what was written.
 
-    def __init__(self, path: Path, checksums: Checksums, on_progress: OnProgress = no_report) -> None:
-        self.file = VerifiedFile(path, checksums, on_progress)
+    `recent`: see VerifiedFile.
+    """
+
+    def __init__(
+        self,
+        path: Location,
+        checksums: Checksums,
+        on_progress: OnProgress = no_report,
+        recent: RecentChunks | None = None,
+    ) -> None:
+        self.file = VerifiedFile(path, checksums, on_progress, recent)
         try:
             self._entries = self._read_header(path, checksums.size)
         except DamagedFile:
@@ -79,7 +90,7 @@ class ShardFile:
             )
         self.file.read_into(self._data + first, _bytes_of(target), run)
 
-    def _read_header(self, path: Path, size: int) -> dict:
+    def _read_header(self, path: Location, size: int) -> dict:
         prefix = bytearray(_LENGTH.size)
         self.file.read_into(0, memoryview(prefix))
         (length,) = _LENGTH.unpack(prefix)
@@ -101,6 +112,12 @@ class ShardFile:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise DamagedFile(f"{path}: not the header of a safetensors file ({error!r})") from None
         return entries
+
+
+def _writer_of(path: Location, size: int, on_progress: OnProgress) -> ChecksummedWriter | ChecksummedUpload:
+    if isinstance(path, ObjectPath):
+        return ChecksummedUpload(path, size, on_progress=on_progress)
+    return ChecksummedWriter(path, on_progress=on_progress)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -233,6 +233,26 @@ def _check_difference_formats(state: Any, units: int) -> None:
         raise ValueError("difference_formats has other than two sums per unit")
 
 
+def formats_of_units(
+    state: dict[str, Any] | None, saved: list[dict[str, Any]], names: Sequence[Sequence[str]]
+) -> dict[str, Any] | None:
+    """The `difference_formats` of `saved` units for units of the parameters `names`, which may be others.
+
+    A unit takes after every saved unit of which it has a parameter.
+    """
+    if state is None:
+        return None
+    unit_of = {name: index for index, unit in enumerate(saved) for name in unit["parameters"]}
+    origins = [{unit_of[name] for name in unit} for unit in names]
+    return {
+        "raised": [any(state["raised"][unit] for unit in units) for units in origins],
+        "measured": [
+            [sum(squares) for squares in zip(*(state["measured"][unit] for unit in units), strict=True)]
+            for units in origins
+        ],
+    }
+
+
 def sharing_of(engine: ZeroEngine) -> Sharing:
     """How the engine's tensor ranks share parameters, as seen by this rank."""
     return Sharing(engine.share.splits, engine.grid.tensor, engine.grid.tensor_rank)

@@ -1,7 +1,6 @@
 """Writes one checkpoint: each rank writes its file, then rank 0 the rest, manifest and marker."""
 
 import json
-import os
 import platform
 import shutil
 from collections.abc import Callable, Mapping
@@ -15,11 +14,14 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.directory import partial_path, remove_leftovers, retired_path, write_tracker
 from megatron_zpp.checkpoint.file_worker import FileWorker
-from megatron_zpp.checkpoint.manifest import write_manifest
+from megatron_zpp.checkpoint.manifest import Entry, write_manifest
+from megatron_zpp.checkpoint.object_saves import begin_save, discard_save, end_save
 from megatron_zpp.checkpoint.shard_file import write_shard_file
 from megatron_zpp.distributed.exchange import Abandoned, Exchange, NoProgress
-from megatron_zpp.storage.checksums import Checksums, OnProgress, checksums_of, verify_file
-from megatron_zpp.storage.files import commit_directory, write_durably
+from megatron_zpp.storage.checksums import Checksums, OnProgress, checksums_of_bytes
+from megatron_zpp.storage.files import commit_directory, sizes_in, write_durably
+from megatron_zpp.storage.object_path import Location, ObjectPath, location
+from megatron_zpp.storage.sidecar import SidecarDigest, write_sidecar
 
 STATE = "state.json"
 
@@ -37,118 +39,140 @@ def shard_file_name(rank: int) -> str:
 class SaveOptions:
     """How a checkpoint is written.
 
-    `read_back`: read every file again from the disk before the checkpoint is committed. `may_write`: rank 0
-    calls it before it creates anything, and again before it commits; if it raises OSError, the save fails
-    with that error. `files` runs operations that may get stuck in the file system.
+    `may_write`: rank 0 calls it before it creates or removes anything, and again before it commits; if it
+    raises OSError, the save fails with that error. `files` runs operations that may get stuck in the file
+    system.
     """
 
-    read_back: bool = False
     may_write: Callable[[], None] = lambda: None
     files: FileWorker = field(default_factory=FileWorker)
 
 
 def write_checkpoint(
-    final: Path,
+    final: Location,
     tensors: Mapping[str, Tensor],
     state: dict[str, Any],
     exchange: Exchange,
     options: SaveOptions,
     *,
     beside: Mapping[str, bytes] | None = None,
-) -> None:
+) -> tuple[Location, Checksums]:
     """Write `final` from all ranks; each rank returns, or raises SaveFailed, once it knows the outcome.
 
-    `beside`: the contents of more files by name, those of the tokenizer; rank 0 writes them.
+    Returns where the checkpoint is, and the checksums of this rank's file, for `read_back`. `beside`: the
+    contents of more files by name, those of the tokenizer; rank 0 writes them.
 
-    The final name exists only after all of the checkpoint is durable. A save may take as long as some rank
+    The checkpoint is committed only after all of it is durable. A save may take as long as some rank
     makes progress with its file. If no rank does for the exchange's time-out, the save fails on all ranks,
     and the slow rank abandons its work.
     """
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()  # another thread reads them on another stream
     by_rank_0 = exchange.topology.rank == 0
+    shards = _Shards(tensors)
     try:
         if by_rank_0:
             texts = {**(beside or {}), STATE: (json.dumps(state, indent=1) + "\n").encode()}
-            problem = _lead(final, tensors, texts, exchange, options)
+            problem = _lead(final, shards, texts, exchange, options)
         else:
-            problem = _follow(final, tensors, exchange, options)
+            problem = _follow(shards, exchange, options)
     except Abandoned as abandoned:
         problem = str(abandoned)
     except NoProgress as silence:
         problem = exchange.abandon(str(silence))
         if problem is None:  # rank 0 has decided to commit, and only the result is missing
-            problem = _outcome(exchange)
+            problem = outcome(exchange)
     if problem and by_rank_0:
-        _attempt(exchange, options, lambda on_progress: _remove(partial_path(final), options.may_write))
+        attempt(exchange, options, lambda on_progress: _remove(final, options.may_write))
         exchange.put("outcome", problem)
     exchange.clear()
     if problem:
         raise SaveFailed(problem)
+    assert shards.checksums is not None, "committed without this rank's file"
+    directory = shards.directory  # of an object store, what is written stays where it is
+    return directory if isinstance(directory, ObjectPath) else final, shards.checksums
+
+
+class _Shards:
+    """What one rank writes: its tensors; and their file's checksums, once it is written."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self.checksums: Checksums | None = None
+        self.directory: Location | None = None  # that all ranks write to
+
+    def write(self, path: Location, on_progress: OnProgress) -> SidecarDigest:
+        """Write file and sidecar, and make them durable."""
+        self.checksums = write_shard_file(path, self._tensors, on_progress)
+        digest = write_sidecar(path, self.checksums)
+        on_progress()
+        return digest
 
 
 def _lead(
-    final: Path,
-    tensors: Mapping[str, Tensor],
+    final: Location,
+    shards: _Shards,
     texts: Mapping[str, bytes],
     exchange: Exchange,
     options: SaveOptions,
 ) -> str | None:
     """Rank 0's part of a save; returns why there is no new checkpoint, or None."""
-    partial = partial_path(final)
+    opened: list[Location] = []
 
-    def attempt(action: Callable[[OnProgress], Any]) -> str | None:
-        return _attempt(exchange, options, action)
+    def tried(action: Callable[[OnProgress], Any]) -> str | None:
+        return attempt(exchange, options, action)
 
-    problem = attempt(lambda on_progress: _open(partial, options.may_write))
-    exchange.put("open", problem)
+    problem = tried(lambda on_progress: opened.append(_open(final, options.may_write)))
+    exchange.put("open", {"problem": problem, "partial": None if problem else str(opened[0])})
     if problem:
         return problem
-    _write_and_report(partial, tensors, exchange, options)
+    (partial,) = opened
+    _write_and_report(partial, shards, exchange, options)
     reports = exchange.gather("written")
     problem = next((report["problem"] for report in reports if report["problem"]), None)
-    problem = problem or attempt(lambda on_progress: options.may_write())
+    problem = problem or tried(lambda on_progress: options.may_write())
     if problem := exchange.abandon(problem) if problem else exchange.commit():
         return problem
-    problem = attempt(lambda on_progress: _commit(partial, final, texts, reports, on_progress))
+    problem = tried(lambda on_progress: _commit(partial, final, texts, reports, on_progress))
     if not problem:
         exchange.put("outcome", None)
     return problem
 
 
-def _follow(
-    final: Path, tensors: Mapping[str, Tensor], exchange: Exchange, options: SaveOptions
-) -> str | None:
+def _follow(shards: _Shards, exchange: Exchange, options: SaveOptions) -> str | None:
     """Another rank's part of a save; returns why there is no new checkpoint, or None."""
-    if problem := exchange.get("open"):
-        return problem
-    _write_and_report(partial_path(final), tensors, exchange, options)
+    opened = exchange.get("open")
+    if opened["problem"]:
+        return opened["problem"]
+    _write_and_report(location(opened["partial"]), shards, exchange, options)
     return exchange.get("outcome")
 
 
-def _outcome(exchange: Exchange) -> str | None:
-    """The result of rank 0's commit. If rank 0 is dead, its missing heartbeat ends this process."""
+def outcome(exchange: Exchange) -> str | None:
+    """The result that rank 0 publishes after a `commit`.
+
+    If rank 0 is dead, its missing heartbeat ends this process.
+    """
     while True:
         with suppress(NoProgress):
             return exchange.get("outcome")
 
 
-def _write_and_report(
-    partial: Path, tensors: Mapping[str, Tensor], exchange: Exchange, options: SaveOptions
-) -> None:
+def _write_and_report(partial: Location, shards: _Shards, exchange: Exchange, options: SaveOptions) -> None:
     """Write this rank's file and report the result to rank 0."""
-    rank = exchange.topology.rank
-    checksums: list[Checksums] = []
+    path = partial / shard_file_name(exchange.topology.rank)
+    shards.directory = partial
+    digests: list[SidecarDigest] = []
 
     def write(on_progress: OnProgress) -> None:
-        checksums.append(_write_shards(partial, rank, tensors, options.read_back, on_progress))
+        digests.append(shards.write(path, on_progress))
 
-    problem = _attempt(exchange, options, write)
-    report = {"problem": problem, "checksums": [] if problem else [one.to_json() for one in checksums]}
+    problem = attempt(exchange, options, write)
+    report = {"problem": problem, "digest": None if problem else digests[0].to_json()}
     exchange.contribute("written", report)
 
 
-def _attempt(exchange: Exchange, options: SaveOptions, action: Callable[[OnProgress], Any]) -> str | None:
+def attempt(exchange: Exchange, options: SaveOptions, action: Callable[[OnProgress], Any]) -> str | None:
     """Why an action failed, in one line; None if it succeeded. Only OSError and ValueError are caught."""
     try:
         options.files.run(action, exchange)
@@ -157,52 +181,52 @@ def _attempt(exchange: Exchange, options: SaveOptions, action: Callable[[OnProgr
     return None
 
 
-def _open(partial: Path, may_write: Callable[[], None]) -> None:
+def _open(final: Location, may_write: Callable[[], None]) -> Location:
+    """Return the directory that all ranks write to, after removing what earlier saves have left."""
     may_write()
-    remove_leftovers(partial.parent)
+    if isinstance(final, ObjectPath):
+        return begin_save(final)
+    remove_leftovers(final.parent)
+    partial = partial_path(final)
     partial.mkdir(parents=True)
+    return partial
 
 
-def _remove(partial: Path, may_write: Callable[[], None]) -> None:
+def _remove(final: Location, may_write: Callable[[], None]) -> None:
     """Remove a failed save. Raises OSError if the directory may belong to another run."""
     may_write()
-    shutil.rmtree(partial, ignore_errors=True)
-
-
-def _write_shards(
-    partial: Path, rank: int, tensors: Mapping[str, Tensor], read_back: bool, on_progress: OnProgress
-) -> Checksums:
-    path = partial / shard_file_name(rank)
-    checksums = write_shard_file(path, tensors, on_progress)
-    if read_back:
-        with path.open("rb") as file:  # otherwise the file would be read from the page cache
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        verify_file(path, checksums, on_progress=on_progress)
-    return checksums
+    if isinstance(final, ObjectPath):
+        discard_save(final)
+    else:
+        shutil.rmtree(partial_path(final), ignore_errors=True)
 
 
 def _commit(
-    partial: Path,
-    final: Path,
+    partial: Location,
+    final: Location,
     texts: Mapping[str, bytes],
     reports: list[dict[str, Any]],
     on_progress: OnProgress,
 ) -> None:
-    files = {}
+    files: dict[str, Entry] = {}
     for name, text in texts.items():
         write_durably(partial / name, text)
-        files[name] = checksums_of(partial / name)
+        files[name] = checksums_of_bytes(text)
         on_progress()
+    sizes = sizes_in(partial, map(shard_file_name, range(len(reports))))
     for rank, report in enumerate(reports):
         path = partial / shard_file_name(rank)
-        files[path.name] = Checksums.from_json(report["checksums"][0], path)
-        if not path.is_file() or path.stat().st_size != files[path.name].size:
+        files[path.name] = SidecarDigest.from_json(report["digest"], path)
+        if sizes.get(path.name) != files[path.name].size:
             raise OSError(
                 f"{path}: rank {rank} wrote it, but it is not there as seen from here; --save must name a "
                 "directory that all nodes share"
             )
         on_progress()
     write_manifest(partial, files)
-    on_progress()  # raises if the save was abandoned, before it gets its name
-    commit_directory(partial, final, retired_path(final))
+    on_progress()  # raises if the save was abandoned, before a directory gets its name
+    if isinstance(partial, ObjectPath) and isinstance(final, ObjectPath):
+        end_save(partial, final)
+    elif isinstance(partial, Path) and isinstance(final, Path):
+        commit_directory(partial, final, retired_path(final))
     write_tracker(final.parent)

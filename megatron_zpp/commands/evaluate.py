@@ -91,8 +91,12 @@ def main() -> None:
         files = find_texts(config.valid_data)
         distributed = DistributedConfig()
         device = select_device(options["device"].device, topology)
-    store, timeout = process.connect(distributed).store, distributed.heartbeat_timeout
-    with process.shared_errors(store), heartbeat(store, topology, timeout, PROG) as activity:
+    met = process.connect(distributed)
+    store, timeout = met.store, distributed.heartbeat_timeout
+    with (
+        process.shared_errors(store),
+        heartbeat(store, topology, timeout, PROG, lifelines=met.lifelines) as activity,
+    ):
         activity.now("loading", patient=True)
         model, tokenizer = load_for(options["model"], device)
         task = build_task(config, files, model, tokenizer)

@@ -15,6 +15,7 @@ from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory, 
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import REQUIRED, Options, UsageError, option, parse_all, parse_options
 from megatron_zpp.config.tokenizer import TokenizerConfig
+from megatron_zpp.config.urls import local_path
 from megatron_zpp.storage.checksums import DamagedFile
 
 PROG = "huggingface"
@@ -70,7 +71,7 @@ def _import(argv: list[str]) -> list[str]:
     config, tokenizer = parsed["import"], parsed["tokenizer"]
     return import_checkpoint(
         NamedDirectory("HF_DIR", config.hf_dir, Path(config.hf_dir)),
-        Path(config.checkpoint_dir),
+        local_path("CHECKPOINT_DIR", config.checkpoint_dir),
         tokenizer if tokenizer.tokenizer_type else None,
         config.make_vocab_size_divisible_by,
     )
@@ -82,7 +83,7 @@ def _export(argv: list[str]) -> list[str]:
     found = candidates(config.checkpoint_dir, config.ckpt_step, named.flag)
     if not found:
         raise named.error("holds no checkpoint; name what pretrain_gpt.py --save wrote to")
-    check_empty("HF_DIR", Path(config.hf_dir))
+    check_empty("HF_DIR", local_path("HF_DIR", config.hf_dir))
     try:
         return export_checkpoint(
             named,

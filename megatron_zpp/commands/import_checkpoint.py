@@ -21,6 +21,7 @@ from megatron_zpp.checkpoint.huggingface.named_directory import check_empty
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_all
 from megatron_zpp.config.tokenizer import TokenizerConfig
+from megatron_zpp.config.urls import local_path
 from megatron_zpp.storage.checksums import DamagedFile
 
 PROG = "import_checkpoint"
@@ -61,7 +62,7 @@ def main() -> None:
     parsed = parse_all(groups, PROG, __doc__ or "", sys.argv[1:])
     config, tokenizer = parsed["import"], parsed["tokenizer"]
     found = _find(config)
-    check_empty("--output", Path(config.output))
+    check_empty("--output", local_path("--output", config.output))
     if tokenizer.tokenizer_type is None:
         raise option_error(
             "--tokenizer-type", "(not given)", "give the tokenizer that the model was trained with"

@@ -25,6 +25,7 @@ from megatron_zpp.reporting.curves import (
     read_metrics,
     smoothed,
 )
+from megatron_zpp.storage.files import check_replaceable
 
 PROG = "plot"
 _FORMATS = (".png", ".svg", ".pdf")
@@ -76,6 +77,7 @@ class PlotConfig(Options):
 def main() -> None:
     """Draw the files of the command line."""
     config = parse_options(PlotConfig, PROG, __doc__, sys.argv[1:])
+    check_replaceable("--output", config.output)
     draw(load(config.runs, config.labels or _names(config.runs)), config)
     print(f"wrote {config.output}")
 

@@ -24,6 +24,7 @@ from megatron_zpp.plan.traffic import total, traffic_of
 from megatron_zpp.reporting.curves import Axis, by_iteration, read_metrics
 from megatron_zpp.reporting.html_report import Comparison, Records, Report, Setting, page
 from megatron_zpp.reporting.step_trace import read_trace
+from megatron_zpp.storage.files import check_replaceable
 from megatron_zpp.train.dry_run import job_of
 from megatron_zpp.train.run_schedule import RunSchedule
 
@@ -61,6 +62,7 @@ class SavedRun:
 def main() -> None:
     """Write the page that the command line asks for."""
     config = parse_options(ReportConfig, PROG, __doc__, sys.argv[1:])
+    check_replaceable("--output", config.output)
     text = page(make_report(config))
     Path(config.output).parent.mkdir(parents=True, exist_ok=True)
     Path(config.output).write_text(text, encoding="utf-8")

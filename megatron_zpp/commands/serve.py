@@ -1,6 +1,7 @@
 """Serves text from a checkpoint over HTTP: `python -m megatron_zpp.commands.serve --load DIR`."""
 
 import importlib.util
+import socket
 import sys
 
 from megatron_zpp.config.command_line import run_tool
@@ -30,6 +31,10 @@ def main() -> None:
         run(model, tokenizer, options["server"], name)
     except OSError as error:
         server = options["server"]
+        if isinstance(error, socket.gaierror):
+            raise option_error(
+                "--host", server.host, f"{error.strerror}; give an address of this host"
+            ) from None
         raise option_error(
             "--port", server.port, f"cannot listen on {server.host}: {error.strerror}"
         ) from None

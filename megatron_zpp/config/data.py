@@ -6,6 +6,7 @@ from typing import Literal
 
 from megatron_zpp.config.options import Options, option, option_error
 from megatron_zpp.config.text import is_hub, is_text
+from megatron_zpp.config.urls import check_location, local_path
 
 DEFAULT_SPLIT = "969,30,1"
 SPLITS = ("train", "valid", "test")
@@ -21,7 +22,7 @@ class DataConfig(Options):
         "Prefix of PREFIX.bin and PREFIX.idx, divided by --split. Several prefixes are mixed in proportion "
         "to their tokens, or by weight: WEIGHT PREFIX WEIGHT PREFIX …. A PREFIX may also be text: "
         "FILE.jsonl[.gz, .zst], FILE.parquet, a quoted glob of such files, or "
-        "hf:NAME[@REVISION][:CONFIG[:SPLIT]].",
+        "hf:NAME[@REVISION][:CONFIG[:SPLIT]]. s3://BUCKET/PREFIX: in an object store.",
     )
     train_data_path: tuple[str, ...] = option((), "Like --data-path, for training only.")
     valid_data_path: tuple[str, ...] = option((), "Like --data-path, for validation only.")
@@ -41,6 +42,12 @@ class DataConfig(Options):
         None,
         "Directory of the indices of --dataset-order megatron, default PREFIX.orders beside the first data "
         "set, and of the tokens of text, default NAME.tokens beside it.",
+        metavar="DIR",
+    )
+    object_storage_cache_path: str | None = option(
+        None,
+        "Directory, on each node, for copies of PREFIX.idx of data paths s3://BUCKET/PREFIX; PREFIX.bin is "
+        "read from the object store as samples need it.",
         metavar="DIR",
     )
     json_key: str = option(
@@ -104,6 +111,7 @@ class DataConfig(Options):
         for flag in ("data_path", *(f"{split}_data_path" for split in SPLITS)):
             _check_mixture("--" + flag.replace("_", "-"), getattr(self, flag))
         self._check_text()
+        self._check_objects()
 
     def _check_text(self) -> None:
         """Refuse flags that need text without it, and flags that text cannot have."""
@@ -122,6 +130,24 @@ class DataConfig(Options):
         ):
             if value and not texts:
                 raise option_error(flag, value, "applies to text, and no data path names text; omit it")
+
+    def _check_objects(self) -> None:
+        """Require --object-storage-cache-path for data in an object store, and refuse text there."""
+        flag, cache = "--object-storage-cache-path", self.object_storage_cache_path
+        stored = [path for _, path in self.sources() if "://" in path and not is_hub(path)]
+        for path in stored:
+            check_location("--data-path", path)
+            if is_text(path):
+                fix = "text is read from files; copy it to one, or preprocess it and store .bin and .idx"
+                raise option_error("--data-path", path, fix)
+            if cache is None:
+                raise option_error(flag, "(not given)", f"name a directory for the index of {path}")
+        if cache is not None:
+            local_path(flag, cache)
+            if not stored:
+                raise option_error(flag, cache, "applies to s3:// data paths, and there is none; omit it")
+        if self.data_cache_path is not None:
+            local_path("--data-cache-path", self.data_cache_path)
 
     def sources(self) -> tuple[tuple[float | None, str], ...]:
         """Return (weight, path) of every data set of every split."""

@@ -78,6 +78,12 @@ class Config:
             _check_decoupled(self.learning_rate.decoupled_lr, self.optimizer, self.zero)
         if self.precision.fp8:
             _check_fp8(self.model, self.training)
+        if self.precision.fp8_delayed and self.zero.cuts_layers:
+            raise option_error(
+                "--zero-unit",
+                "sublayer",
+                "needs scales of the same step: --fp8-recipe tensorwise, or no --fp8",
+            )
         tensor_ranks = self.distributed.tensor_model_parallel_size
         check_tensor_ranks(self.model, tensor_ranks, fp8=self.precision.fp8)
         if self.tokenizer.tokenizer_type is None:

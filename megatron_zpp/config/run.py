@@ -6,6 +6,7 @@ from typing import Literal
 
 from megatron_zpp.config.nccl_sockets import explicit_sockets
 from megatron_zpp.config.options import Options, option, option_error
+from megatron_zpp.config.urls import check_location, local_path
 
 _LONGEST = 2**40  # steps or samples; a product with a batch size fits an int64
 _LARGEST_BATCH = 2**22
@@ -108,7 +109,9 @@ class EvaluationConfig(Options):
 class CheckpointConfig(Options):
     """checkpoint: what is saved and what a run starts from"""
 
-    save: str | None = option(None, "Write checkpoints to this directory.", metavar="DIR")
+    save: str | None = option(
+        None, "Write checkpoints to this directory, or to s3://BUCKET/PREFIX.", metavar="DIR"
+    )
     save_interval: int | None = option(
         None, "Iterations between checkpoints; the end of the run always writes one.", at_least=1
     )
@@ -121,7 +124,8 @@ class CheckpointConfig(Options):
     )
     keep_last: int | None = option(
         None,
-        "Keep this many of the newest checkpoints; remove older ones once the newest has been read back.",
+        "Keep this many of the newest checkpoints; remove older ones once the newest has been read back, "
+        "beside the training.",
         at_least=1,
     )
     keep_every: int | None = option(
@@ -129,9 +133,9 @@ class CheckpointConfig(Options):
     )
     load: str | None = option(
         None,
-        "Resume from the newest checkpoint in this directory. If it is also --save and still empty, start "
-        "from the beginning. hf:DIR: start at iteration 0 with the weights of a GPT-2 in Hugging Face's "
-        "format.",
+        "Resume from the newest checkpoint in this directory or s3://BUCKET/PREFIX. If it is also --save and "
+        "still empty, start from the beginning. hf:DIR: start at iteration 0 with the weights of a GPT-2 in "
+        "Hugging Face's format.",
         metavar="DIR",
     )
     ckpt_step: int | None = option(None, "Load this iteration instead of the newest.", at_least=0)
@@ -162,6 +166,9 @@ class CheckpointConfig(Options):
         if self.save is not None and self.save.startswith(HUGGINGFACE):
             tool = "python -m megatron_zpp.commands.huggingface export"
             raise option_error("--save", self.save, f"name a directory without {HUGGINGFACE}, and use {tool}")
+        for flag, name in (("--save", self.save), ("--load", self.load)):
+            if name is not None and not name.startswith(HUGGINGFACE):
+                check_location(flag, name)
         if self.huggingface == "":
             raise option_error("--load", self.load, "names no directory; give one after the colon")
         if self.huggingface and self.use_checkpoint_args:
@@ -225,7 +232,9 @@ class LoggingConfig(Options):
     debug: bool = option(False, "Print the traceback of an error.")
 
     def check(self) -> None:
-        """Refuse other W&B flags without a project."""
+        """Refuse other W&B flags without a project, and a URL for the metrics."""
+        if self.metrics_file is not None:
+            local_path("--metrics-file", self.metrics_file)
         for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir", "wandb_mode"):
             if getattr(self, name) is not None and self.wandb_project is None:
                 flag = "--" + name.replace("_", "-")

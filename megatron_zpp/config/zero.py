@@ -25,6 +25,12 @@ class ZeroConfig(Options):
         "Keep master weights and moments in CPU memory and run the optimizer on the CPU. Saves 12 bytes of "
         "GPU memory per parameter of the shard; costs a slower step.",
     )
+    zero_unit: Literal["layer", "sublayer"] = option(
+        "layer",
+        "Parameters that are gathered, and whose gradients are reduced, together. layer: those of a layer; "
+        "sublayer: those of its attention, or of its MLP. Sublayers take less memory for buffers and send "
+        "smaller messages.",
+    )
     zero_prefetch_units: int | None = option(
         None,
         "Stage 3: units gathered ahead of the unit that computes; default 1. Each costs memory for one unit.",
@@ -154,6 +160,11 @@ class ZeroConfig(Options):
                 )
 
     @property
+    def cuts_layers(self) -> bool:
+        """Whether the halves of a layer are units of their own."""
+        return self.zero_unit == "sublayer"
+
+    @property
     def hpz(self) -> bool:
         """Whether hpZ is on: groups of more than one rank, or a node's ranks, hold secondary shards."""
         return self.zero_hpz_partition_size == "auto" or int(self.zero_hpz_partition_size) > 1
@@ -205,6 +216,8 @@ class ZeroConfig(Options):
             parts.append(f"qgZ {self.zero_quantized_gradients_format}")
         if self.zero_gradient_partition_size != "off":
             parts.append(f"gradients accumulated over {self.zero_gradient_partition_size}")
+        if self.cuts_layers:
+            parts.append("units of sublayers")
         return " + ".join(parts)
 
     def hpz_ranks(self, ranks_of_a_node: int, nodes: int) -> int:

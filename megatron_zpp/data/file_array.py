@@ -5,6 +5,7 @@ with the file and the offset. pread does not move the file position, so threads 
 descriptor.
 """
 
+import contextlib
 import errno
 import math
 import os
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_zpp.data.object_files import ObjectFile
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.regular import open_regular
 
@@ -36,7 +38,7 @@ class OpenFile:
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
         self._descriptor = _open(self.path)
-        weakref.finalize(self, os.close, self._descriptor)
+        weakref.finalize(self, _close, self._descriptor)
         self.size = os.fstat(self._descriptor).st_size
 
     def read(self, start: int, size: int) -> bytes:
@@ -85,7 +87,9 @@ class FileArray:
     shorter, IndexError for numbers outside [0, N).
     """
 
-    def __init__(self, file: OpenFile, dtype: np.dtype | str, offset: int, shape: tuple[int, ...]) -> None:
+    def __init__(
+        self, file: OpenFile | ObjectFile, dtype: np.dtype | str, offset: int, shape: tuple[int, ...]
+    ) -> None:
         self.dtype, self.shape = np.dtype(dtype), shape
         self.size = math.prod(shape)
         self.nbytes = self.size * self.dtype.itemsize
@@ -149,6 +153,12 @@ class FileArray:
     def _check(self, low: int, high: int) -> None:
         if low < 0 or high >= self._length:
             raise IndexError(f"{self._file.path}: rows {low} to {high} of {self._length}")
+
+
+def _close(descriptor: int) -> None:
+    """Close a file that was only read: an error of a network file system then means nothing."""
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
 
 
 def _open(path: str) -> int:

@@ -23,7 +23,9 @@ import numpy as np
 from megatron_zpp.data.checksums import changed_since_written, read_checksums
 from megatron_zpp.data.file_array import FileArray, OpenFile
 from megatron_zpp.data.index_checks import check_document_indices, check_lengths_and_pointers
+from megatron_zpp.data.object_files import ObjectFile, copied_prefix
 from megatron_zpp.storage.checksums import Checksums, DamagedFile, verify_file
+from megatron_zpp.storage.object_path import ObjectPath, location
 from megatron_zpp.storage.regular import UnfitFile
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -54,8 +56,13 @@ class IndexedDataset:
 
     The constructor checks that the index is consistent with itself, with the size of PREFIX.bin and with
     PREFIX.checksums.json, if that exists. `prefix` may also be the name of either file. Pickling stores the
-    prefix only: a worker process opens the files again.
+    arguments only: a worker process opens the files again.
 
+    `prefix` may be s3://BUCKET/PREFIX. Then the index is a copy in the directory `cache`, and tokens are read
+    from the object store by range.
+
+    prefix             as given, without a suffix
+    local              prefix of the index on this machine
     lengths            (S,) int32, tokens of each sequence
     pointers           (S,) int64, byte of PREFIX.bin at which each sequence begins
     document_indices   (D,) int64, first sequence of each document, then S
@@ -68,11 +75,15 @@ class IndexedDataset:
     agree. Reading an array raises DamagedFile, a ValueError, if its file has become shorter since.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
+    def __init__(self, prefix: str | Path, cache: str | None = None) -> None:
         self.prefix = str(prefix).removesuffix(".idx").removesuffix(".bin")
-        path = index_path(self.prefix)
-        file = _open(path)
-        self.checksums = read_checksums(self.prefix)
+        self.local, self._cache = self.prefix, cache
+        if isinstance(stored := location(self.prefix), ObjectPath):
+            assert cache is not None, "DataConfig.check requires a directory for data in an object store"
+            self.local = str(copied_prefix(stored, Path(cache)))
+        path = index_path(self.local)
+        file = _open(path, index_path(self.prefix))
+        self.checksums = read_checksums(self.local)
         if self.checksums is not None:
             self._verify_index(self.checksums.index)
         self.dtype, sequences, documents = _read_header(file)
@@ -140,18 +151,18 @@ class IndexedDataset:
             "data set"
         )
 
-    def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str]]:
-        return IndexedDataset, (self.prefix,)
+    def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str, str | None]]:
+        return IndexedDataset, (self.prefix, self._cache)
 
     def _verify_index(self, checksums: Checksums) -> None:
         try:
-            verify_file(Path(index_path(self.prefix)), checksums)
+            verify_file(Path(index_path(self.local)), checksums)
         except DamagedFile as damage:
             raise changed_since_written(self.prefix, damage) from None
 
     def _open_tokens(self) -> FileArray:
         path = tokens_path(self.prefix)
-        file, expected = _open(path), self.num_tokens * self.dtype.itemsize
+        file, expected = _open(path, path), self.num_tokens * self.dtype.itemsize
         size = file.size
         if size != expected:
             what = "truncated" if size < expected else "longer than it should be"
@@ -164,7 +175,7 @@ class IndexedDataset:
         return FileArray(file, self.dtype, 0, (self.num_tokens,))
 
 
-def _read_header(file: OpenFile) -> tuple[np.dtype, int, int]:
+def _read_header(file: OpenFile | ObjectFile) -> tuple[np.dtype, int, int]:
     """Return the dtype of the tokens, S and D."""
     path, size = file.path, file.size
     start = file.read(0, min(size, HEADER.size))
@@ -183,16 +194,18 @@ def _read_header(file: OpenFile) -> tuple[np.dtype, int, int]:
     return np.dtype(DTYPE_CODES[code]), sequences, documents
 
 
-def _open(path: str) -> OpenFile:
+def _open(path: str, shown: str) -> OpenFile | ObjectFile:
+    """Open a file or object, which an error calls `shown`."""
+    named = location(path)
     try:
-        file = OpenFile(path)
+        file = ObjectFile(named) if isinstance(named, ObjectPath) else OpenFile(named)
     except FileNotFoundError:
-        prefix = path[: -len(".idx")]
+        prefix = shown[: -len(".idx")]
         raise ValueError(
-            f"{path}: no such file; the data set {prefix} consists of {prefix}.bin and {prefix}.idx"
+            f"{shown}: no such file; the data set {prefix} consists of {prefix}.bin and {prefix}.idx"
         ) from None
     except UnfitFile as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
+        raise ValueError(f"{shown}: {error.strerror}") from None
     if not file.size:
-        raise ValueError(f"{path}: the file is empty (0 bytes)")
+        raise ValueError(f"{shown}: the file is empty (0 bytes)")
     return file

@@ -54,8 +54,9 @@ class IndexedDatasetWriter:
             self._index.write(bytes(HEADER.size))
             self._tokens = ChecksummedWriter(Path(tokens_path(self.prefix) + ".partial"))
         except BaseException:
-            Path(index_path(self.prefix) + ".partial").unlink(missing_ok=True)
-            self._index.close()
+            with contextlib.suppress(OSError):
+                Path(index_path(self.prefix) + ".partial").unlink()
+            self._close()
             raise
         return self
 
@@ -92,11 +93,16 @@ class IndexedDatasetWriter:
         finally:
             if not committed:  # before the lock is released: afterwards, these may be the next writer's files
                 for path in (tokens_path(self.prefix), index_path(self.prefix)):
-                    Path(f"{path}.partial").unlink(missing_ok=True)
+                    with contextlib.suppress(OSError):
+                        Path(f"{path}.partial").unlink()
             with contextlib.suppress(OSError):  # the commit has reported a full disk
                 self._tokens.close()
-            with contextlib.suppress(OSError):
-                self._index.close()
+            self._close()
+
+    def _close(self) -> None:
+        """Close the index, which releases its lock, whatever the file system says."""
+        with contextlib.suppress(OSError):
+            self._index.close()
 
     def _check_values(self, low: int, high: int) -> None:
         limits = np.iinfo(self.dtype)

@@ -15,13 +15,13 @@ from megatron_zpp.storage.checksums import (
     ChecksummedWriter,
     Checksums,
     DamagedFile,
+    thread_count,
     verify_file,
 )
 from megatron_zpp.storage.regular import read_limited
 
 CHECKSUMS = "checksums.json"
 _HEADER_LIMIT = 4096  # bytes; a header written here has 128
-_THREADS = 4  # read and hash, both without holding Python's lock
 
 
 class NpyWriter:
@@ -75,7 +75,7 @@ def verify_arrays(directory: Path, names: tuple[str, ...]) -> None:
     """
     path = directory / CHECKSUMS
     sums = json.loads(read_limited(path, JSON_LIMIT))
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with ThreadPoolExecutor(thread_count()) as pool:
         for name in names:
             if not isinstance(sums, dict) or name not in sums:
                 raise DamagedFile(f"{path}: has no checksums of {name}")

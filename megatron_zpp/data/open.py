@@ -31,6 +31,7 @@ from megatron_zpp.data.split import DatasetSlice, paths_of_split, range_of_split
 from megatron_zpp.data.stateless_random import random_bits
 from megatron_zpp.data.windows import WindowDataset, order_seed
 from megatron_zpp.storage.checksums import DamagedFile
+from megatron_zpp.storage.object_store import ObjectError
 
 _PROBED = 8  # samples read at open: they almost always reveal ids of another vocabulary
 
@@ -192,7 +193,7 @@ class _Opening:
         repeats = requested is not None and (len(parts) == 1 or parts[0].weight is not None)
         for part in parts:
             part.check_tokens(split, self.seq_length, 2 if repeats else self.seq_length + 1, self.config)
-        cache = _cache(self.config, parts[0].source.prefix, self.say)
+        cache = _cache(self.config, parts[0].source.local, self.say)
         orders = MegatronOrders(cache, self.seq_length, self.vocab_size, self.seed, self.compiled)
         samples = build_split(orders, flag, split, parts, requested)
         available = requested or samples.windows_per_epoch
@@ -205,7 +206,7 @@ class _Opening:
 
     def _data(self, flag: str, prefix: str) -> IndexedDataset:
         if prefix not in self.data:
-            self.data[prefix] = _open(flag, prefix, self.tokenizer_description)
+            self.data[prefix] = _open(flag, prefix, self.config, self.tokenizer_description)
             check_ends(self.data[prefix], self.config.masks, self.eod)
             if self.config.verify_data and self.data[prefix].checksums is None:
                 missing = checksums_path(self.data[prefix].prefix)
@@ -224,14 +225,16 @@ def seed_of(split: str, seed: int) -> int:
     return int(random_bits(seed, SPLITS.index(split))[0])
 
 
-def _open(flag: str, prefix: str, tokenizer_description: Mapping[str, Any] | None) -> IndexedDataset:
+def _open(
+    flag: str, prefix: str, config: DataConfig, tokenizer_description: Mapping[str, Any] | None
+) -> IndexedDataset:
     """Open a data set. Raises ValueError with the flag, the fault and a remedy."""
     if os.path.isfile(prefix) and not prefix.endswith((".bin", ".idx")):
         endings = " or ".join(JSON_LINES)
         fix = f"is not a tokenised data set; text must be JSON lines, named {endings}, then .gz or .zst"
         raise option_error(flag, prefix, f"{fix}; data/build_corpus.py converts other text")
     try:
-        data = IndexedDataset(prefix)
+        data = IndexedDataset(prefix, config.object_storage_cache_path)
     except DamagedFile as damage:
         raise option_error(flag, prefix, str(damage)) from None
     except ValueError as error:
@@ -239,10 +242,12 @@ def _open(flag: str, prefix: str, tokenizer_description: Mapping[str, Any] | Non
         if looks_like_hub(prefix) and not glob.glob(f"{glob.escape(prefix)}.*"):
             fix += f"; a data set of Hugging Face is {HUB}{prefix}"
         raise option_error(flag, prefix, f"{error}; {fix}") from None
+    except ObjectError as error:
+        raise option_error(flag, prefix, str(error.strerror)) from None
     except OSError as error:
         raise option_error(flag, prefix, f"{one_line(error)}; name a data set that can be read") from None
     if tokenizer_description is not None:
-        check_provenance(data.prefix, tokenizer_description)
+        check_provenance(data.local, tokenizer_description)
     return data
 
 

@@ -8,13 +8,12 @@ umask, and it is used if its checksums match, whoever owns it.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
 from megatron_zpp.data.file_array import FileArray
 from megatron_zpp.data.npy_files import NpyWriter, open_array, verify_arrays
-from megatron_zpp.storage.files import fsync
+from megatron_zpp.storage.files import fsync, locked
 from megatron_zpp.storage.regular import open_stream
 
 _EDGE = 1 << 16  # bytes at either end of a file that are part of its digest
@@ -125,15 +124,3 @@ def _rename_unless_present(complete: Path, entry: Path) -> None:
     except OSError:
         if not entry.is_dir():  # otherwise another process was faster, and built the same entry
             raise
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a lock on the file `path`, which the kernel releases if this process dies."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)  # a group may share it
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -3,13 +3,18 @@
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from pathlib import Path
 
 from megatron_zpp.data.checksums import changed_since_written
 from megatron_zpp.data.indexed import IndexedDataset, tokens_path
-from megatron_zpp.storage.checksums import Checksums, DamagedFile, OnProgress, VerifiedFile, no_report
-
-_THREADS = 4  # read and hash, both without holding Python's lock
+from megatron_zpp.storage.checksums import (
+    Checksums,
+    DamagedFile,
+    OnProgress,
+    VerifiedFile,
+    no_report,
+    thread_count,
+)
+from megatron_zpp.storage.object_path import location
 
 
 def verify_tokens(
@@ -23,12 +28,12 @@ def verify_tokens(
     chunks = [len(checksums.digests) for checksums in written]
     begin, end = (sum(chunks) * edge // parts for edge in (part, part + 1))
     first = 0  # index of this file's first chunk among the chunks of all files
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="verify") as pool:
+    with ThreadPoolExecutor(thread_count(), thread_name_prefix="verify") as pool:
         for data, checksums, count in zip(datasets, written, chunks, strict=True):
             mine = range(max(begin - first, 0), min(end - first, count))
             first += count
             try:
-                path = Path(tokens_path(data.prefix))
+                path = location(tokens_path(data.prefix))
                 with closing(VerifiedFile(path, checksums, on_progress)) as file:
                     file.check(mine, pool.map)
             except DamagedFile as damage:

@@ -130,7 +130,7 @@ class Exchange:
 
     def _get_all(self, keys: list[str]) -> list[Any]:
         """Wait for the values of all keys, and return them. NoProgress has the first key without one."""
-        patience = _Patience(self.timeout, keys)
+        patience = _Patience(self.timeout, keys, longer=2 * self._every)
         while True:
             waiting = _Waiting(self._store, keys)
             try:
@@ -198,10 +198,14 @@ class _Waiting:
 
 
 class _Patience:
-    """How long a rank waits: until a time-out without progress, and without the next of the values."""
+    """How long a rank waits: until a time-out without progress, and without the next of the values.
 
-    def __init__(self, timeout: timedelta, keys: list[str]) -> None:
+    And for `longer` seconds after that, because a rank that is stuck notices first and can say where.
+    """
+
+    def __init__(self, timeout: timedelta, keys: list[str], longer: float = 0.0) -> None:
         self._timeout, self._keys = timeout, keys
+        self._seconds = timeout.total_seconds() + longer
         self._absent = 0  # the first key that has not been seen
         self._progress: bytes | None = None
         self._deadline = 0.0
@@ -225,7 +229,7 @@ class _Patience:
             raise NoProgress(f"no rank published {key!r} or reported progress for {self._timeout}", key)
 
     def _extend(self) -> None:
-        self._deadline = time.monotonic() + self._timeout.total_seconds()
+        self._deadline = time.monotonic() + self._seconds
 
 
 def _first(values: list[Any]) -> Any:

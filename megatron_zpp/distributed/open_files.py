@@ -28,16 +28,17 @@ def raise_limit(process: int = 0) -> int:
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
-def reserve_connections(keeper: int, ranks: int, say: Callable[[str], None]) -> None:
+def reserve_connections(keeper: int, ranks: int, say: Callable[[str], None], others: int = 0) -> None:
     """Prepare process `keeper` of this host to host the store of this many ranks; warn if its limit is low.
 
+    `others` are connections of the process that have nothing to do with the store.
     Raises ValueError if the store cannot hold the connections that all ranks need before the first step.
     """
     try:
         limit = raise_limit(keeper)
     except OSError:  # the launcher of another user, whose limit cannot be read
         return
-    need = STORE_CONNECTIONS * ranks + _OTHER_FILES
+    need = STORE_CONNECTIONS * ranks + others + _OTHER_FILES
     if limit >= need:
         return
     who = "this process" if keeper == os.getpid() else f"process {keeper}"
@@ -45,6 +46,6 @@ def reserve_connections(keeper: int, ranks: int, say: Callable[[str], None]) -> 
         f"{who} on {platform.node()}, which hosts the store of {ranks} ranks, needs {need} open files; raise "
         "the hard limit (ulimit -Hn) before starting the run"
     )
-    if limit < _BEFORE_THE_FIRST_STEP * ranks:
+    if limit < _BEFORE_THE_FIRST_STEP * ranks + others:
         raise option_error("ulimit -n", limit, problem)
     say(f"warning: ulimit -n {limit}: {problem}")

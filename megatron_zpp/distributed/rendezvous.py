@@ -11,13 +11,16 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from megatron_zpp.config.options import option_error
+from megatron_zpp.distributed.lifelines import Lifelines, Root, children_of
 from megatron_zpp.distributed.open_files import reserve_connections
 from megatron_zpp.distributed.topology import Topology
 
+_Answer = TypeVar("_Answer")
 SAY_AFTER = 10.0  # seconds of waiting between two messages
 _HANDSHAKE = 15.0  # seconds for the first answer of a store
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
@@ -38,11 +41,15 @@ class RankAddress:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The store that all ranks share, the address of this rank, and on rank 0 the addresses of all ranks."""
+    """The store that all ranks share, the address of this rank, and on rank 0 the addresses of all ranks.
+
+    `lifelines` tell of ranks that end; None for a single rank.
+    """
 
     store: dist.Store
     own: RankAddress
     addresses: tuple[RankAddress, ...]
+    lifelines: Lifelines | None = None
 
 
 def rendezvous(
@@ -52,11 +59,13 @@ def rendezvous(
     limit: float,
     timeout: timedelta,
     say: Callable[[str], None],
+    ended: Callable[[str], None] | None = None,
 ) -> Rendezvous:
     """Connect to the store at MASTER_ADDR:MASTER_PORT and wait for all ranks, for at most `limit` seconds.
 
     Rank 0 or torchrun hosts the store; its limit of open files is raised for the connections of all ranks.
-    `say` receives a message about missing ranks every 10 s. `timeout` is the store's time-out for later
+    `say` receives a message about missing ranks every 10 s; `ended` one about a rank that has connected and
+    was killed, see `Lifelines`; all ranks give it or none does. `timeout` is the store's time-out for later
     waits. Raises ValueError naming the address, port or ranks that are wrong, or a limit that is too low.
     """
     if topology.world_size == 1:
@@ -74,7 +83,7 @@ def rendezvous(
     if launcher_keeps_store and topology.local_rank == 0 and any(map(_is_of_this_host, found)):
         reserve_connections(os.getppid(), topology.world_size, say)
     if topology.rank == 0 and not launcher_keeps_store:
-        reserve_connections(os.getpid(), topology.world_size, say)
+        reserve_connections(os.getpid(), topology.world_size, say, len(children_of(topology)))
         store, own = _host(address, port, found, topology), str(found[0][4][0])
     else:
         own = _reach(address, port, topology, deadline, say)
@@ -83,8 +92,59 @@ def rendezvous(
     # The launcher's store outlives a failed attempt: this attempt must not read that attempt's keys.
     store = dist.PrefixStore(f"attempt_{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     rank_address = RankAddress(platform.node(), os.getpid(), own, interface_of(own))
-    addresses = _exchange_addresses(store, topology, rank_address, deadline, limit, say)
-    return Rendezvous(store, rank_address, addresses)
+    lifelines = None if ended is None else Lifelines(topology, ended, say)
+
+    def join() -> tuple[RankAddress, ...]:
+        if lifelines:
+            _start_lifelines(lifelines, store, topology, address, rank_address.host, deadline)
+        return _exchange_addresses(store, topology, rank_address, deadline, limit, say)
+
+    silence = f"RANK 0: does not answer rank {topology.rank} on {rank_address.host}; see rank 0's output"
+    try:
+        addresses = _within(deadline + 2 * SAY_AFTER, join, silence)
+    except BaseException:
+        if lifelines:
+            lifelines.leave()
+        raise
+    if lifelines:
+        lifelines.all_present()
+    return Rendezvous(store, rank_address, addresses, lifelines)
+
+
+def _start_lifelines(
+    lifelines: Lifelines, store: dist.Store, topology: Topology, address: str, host: str, deadline: float
+) -> None:
+    """Connect this rank's lifelines; rank 0, at `address`, publishes where it listens."""
+    if topology.rank == 0:
+        root = lifelines.listen()
+        store.set("lifelines", json.dumps(asdict(root)))
+    else:
+        root = Root(**_await_rank_0(store, "lifelines", topology, host, deadline))
+    lifelines.start(root, address)
+
+
+def _within(deadline: float, ask: Callable[[], _Answer], silence: str) -> _Answer:
+    """Return what `ask` returns. Raises what it raises, and ValueError(`silence`) after the deadline.
+
+    A request to a store whose process is stopped, or behind a link that is cut, waits without a limit.
+    """
+    answers: list[_Answer] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            answers.append(ask())
+        except BaseException as error:
+            errors.append(error)
+
+    asking = threading.Thread(target=run, daemon=True)
+    asking.start()
+    asking.join(max(0.0, deadline - time.monotonic()))
+    if errors:
+        raise errors[0]
+    if not answers:
+        raise ValueError(silence)
+    return answers[0]
 
 
 def interface_of(address: str) -> str:
@@ -201,7 +261,8 @@ def _exchange_addresses(
         raise option_error("RANK", rank, fix)
     store.set(f"here/{rank}", text)
     if rank > 0:
-        _await_verdict(store, topology, rank_address, deadline)
+        if problem := _await_rank_0(store, "verdict", topology, rank_address.host, deadline):
+            raise ValueError(problem)
         return ()
     problem = _await_all(store, topology, deadline, limit, say)
     store.set("verdict", json.dumps(problem))
@@ -211,17 +272,15 @@ def _exchange_addresses(
     return tuple(map(_parse_rank_address, store.multi_get(_keys(topology))))
 
 
-def _await_verdict(store: dist.Store, topology: Topology, rank_address: RankAddress, deadline: float) -> None:
-    """On ranks other than 0: wait for rank 0's verdict. Raises the same ValueError as on rank 0."""
+def _await_rank_0(store: dist.Store, key: str, topology: Topology, host: str, deadline: float) -> Any:
+    """On ranks other than 0: wait for a value that rank 0 publishes. Raises ValueError if it does not."""
     seconds = max(1.0, deadline - time.monotonic()) + SAY_AFTER
     try:
-        store.wait(["verdict"], timedelta(seconds=seconds))
-        problem = json.loads(store.get("verdict"))
+        store.wait([key], timedelta(seconds=seconds))
+        return json.loads(store.get(key))
     except dist.DistError:
-        who = f"rank {topology.rank} on {rank_address.host}"
+        who = f"rank {topology.rank} on {host}"
         raise ValueError(f"RANK 0: has ended, or does not answer {who}; see rank 0's output") from None
-    if problem:
-        raise ValueError(problem)
 
 
 def _parse_rank_address(text: bytes) -> RankAddress:

@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -14,6 +13,7 @@ from megatron_zpp.checkpoint.write import STATE
 from megatron_zpp.config.options import REQUIRED, Options, option, option_error
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.checksums import DamagedFile
+from megatron_zpp.storage.object_path import Location, location
 from megatron_zpp.tokenizer.base import Tokenizer
 
 
@@ -62,7 +62,7 @@ def load_model(directory: str, iteration: int | None) -> tuple[GPT, Tokenizer]:
         raise option_error(
             "--load", directory, "holds no checkpoint; name what pretrain_gpt.py --save wrote to"
         )
-    if iteration is None and (lost := lost_newest(Path(directory))):
+    if iteration is None and (lost := lost_newest(location(directory))):
         sys.stderr.write(f"warning: {lost}: skipped; {checkpoint} is loaded instead\n")
     try:
         return _read_model(checkpoint)
@@ -70,7 +70,7 @@ def load_model(directory: str, iteration: int | None) -> tuple[GPT, Tokenizer]:
         raise option_error("--load", directory, f"{damage}; choose another one with --ckpt-step") from None
 
 
-def _read_model(checkpoint: Path) -> tuple[GPT, Tokenizer]:
+def _read_model(checkpoint: Location) -> tuple[GPT, Tokenizer]:
     with CheckpointReader(checkpoint) as reader:
         config = reader.config()
         tokenizer, _ = trained_tokenizer(reader)
@@ -81,7 +81,7 @@ def _read_model(checkpoint: Path) -> tuple[GPT, Tokenizer]:
     return model.eval().requires_grad_(False), tokenizer
 
 
-def _check_shapes(checkpoint: Path, model: GPT, units: list[dict[str, Any]]) -> None:
+def _check_shapes(checkpoint: Location, model: GPT, units: list[dict[str, Any]]) -> None:
     saved = {name: entry["shape"] for unit in units for name, entry in unit["parameters"].items()}
     if saved != {name: list(value.shape) for name, value in model.state_dict().items()}:
         raise DamagedFile(f"{checkpoint / STATE}: its weights are not those of the model that it describes")

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -157,6 +157,82 @@ class Layer(nn.Module):
         """(B, T, D) -> (B, T, D); generation passes a cache of keys and values, and its mask."""
         return self.compute(self, x, mask, rotation, cache)
 
+    @property
+    def compiled(self) -> bool:
+        """Whether a graph computes the layer."""
+        return self.compute is not transformer_block
+
+    def units(self) -> tuple[nn.Module, ...]:
+        """The modules whose parameters are gathered together, in the order of the forward pass."""
+        return (self,)
+
+
+class AttentionSublayer(nn.Module):
+    """The half of a layer that computes x + attention(norm(x)); its modules are those of the layer."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.attention_norm, self.attention, self.dropout = (
+            layer.attention_norm,
+            layer.attention,
+            layer.dropout,
+        )
+        self.compute = attention_sublayer  # or a compiled one
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Mask = CAUSAL,
+        rotation: Rotation = UNROTATED,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """See Layer."""
+        return self.compute(self, x, mask, rotation, cache)
+
+
+class MLPSublayer(nn.Module):
+    """The half of a layer that computes x + mlp(norm(x)); its modules are those of the layer."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.mlp_norm, self.mlp, self.dropout = layer.mlp_norm, layer.mlp, layer.dropout
+        self.compute = mlp_sublayer  # or a compiled one
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        return self.compute(self, x)
+
+
+class CutLayer(Layer):
+    """A layer whose halves are units, with the parameters and names of a whole one.
+
+    The halves are in a tuple, so that each of their modules has one name, the one in the layer.
+    """
+
+    def __init__(self, config: ModelConfig, parts: ModelComponents, recompute_scores: bool) -> None:
+        super().__init__(config, parts, recompute_scores)
+        self.sublayers = AttentionSublayer(self), MLPSublayer(self)
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Mask = CAUSAL,
+        rotation: Rotation = UNROTATED,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """See Layer."""
+        attention, mlp = self.sublayers
+        return mlp(attention(x, mask, rotation, cache))
+
+    @property
+    def compiled(self) -> bool:
+        """See Layer."""
+        return self.sublayers[0].compute is not attention_sublayer
+
+    def units(self) -> tuple[nn.Module, ...]:
+        """See Layer."""
+        return self.sublayers
+
 
 class BlockKernels:
     """The operations of a block, in plain torch; model/fused/blocks.py replaces some by Triton kernels."""
@@ -206,11 +282,32 @@ def transformer_block(
     cache: LayerCache | None = None,
     kernels: BlockKernels = PLAIN_BLOCK,
 ) -> Tensor:
-    """The only forward pass of a layer, in training, compiled and with a cache: (B, T, D) -> (B, T, D)."""
+    """The only forward pass of a whole layer, in training, compiled and with a cache.
+
+    (B, T, D) -> (B, T, D).
+    """
     normed, residual = kernels.norm(layer, x)
     mixed = layer.dropout(layer.attention(normed, mask, rotation, cache, kernels))
     x, normed = kernels.add_norm(layer, x, mixed, residual)
     return x + layer.dropout(layer.mlp(normed, kernels))
+
+
+def attention_sublayer(
+    sublayer: AttentionSublayer,
+    x: Tensor,
+    mask: Mask = CAUSAL,
+    rotation: Rotation = UNROTATED,
+    cache: LayerCache | None = None,
+    kernels: BlockKernels = PLAIN_BLOCK,
+) -> Tensor:
+    """The first half of `transformer_block`, with the same bits: (B, T, D) -> (B, T, D)."""
+    mixed = sublayer.attention(sublayer.attention_norm(x), mask, rotation, cache, kernels)
+    return x + sublayer.dropout(mixed)
+
+
+def mlp_sublayer(sublayer: MLPSublayer, x: Tensor, kernels: BlockKernels = PLAIN_BLOCK) -> Tensor:
+    """The second half of `transformer_block`, with the same bits: (B, T, D) -> (B, T, D)."""
+    return x + sublayer.dropout(sublayer.mlp(sublayer.mlp_norm(x), kernels))
 
 
 class Head(nn.Module):
@@ -252,7 +349,7 @@ class Head(nn.Module):
 class GPT(nn.Module):
     """The transformer; `vocab_size` is the tokenizer's, the tables are padded as the config says.
 
-    `parts` are torch's own by default.
+    `parts` are torch's own by default. `cut_layers`: the halves of a layer are units of their own.
     """
 
     def __init__(
@@ -261,9 +358,11 @@ class GPT(nn.Module):
         vocab_size: int,
         recompute: RecomputeConfig | None = None,
         parts: ModelComponents | None = None,
+        *,
+        cut_layers: bool = False,
     ) -> None:
         super().__init__()
-        self.config, self.vocab_size = config, vocab_size
+        self.config, self.vocab_size, self.cut_layers = config, vocab_size, cut_layers
         self.recompute = recompute or RecomputeConfig()
         padded = config.padded_vocab_size(vocab_size)
         selective = self.recompute.recompute_granularity == "selective"
@@ -273,7 +372,8 @@ class GPT(nn.Module):
         self.parts = parts or ModelComponents()
         self.embedding = (PositionedEmbedding if learned else Embedding)(config, self.parts, padded)
         self.rotary = _rotary(config)
-        self.layers = nn.ModuleList(Layer(config, self.parts, selective) for _ in range(config.num_layers))
+        layer = CutLayer if cut_layers else Layer
+        self.layers = nn.ModuleList(layer(config, self.parts, selective) for _ in range(config.num_layers))
         head: type[Head] = self.parts.head_class(Head)
         self.head = head(config, self.parts, vocab_size, padded)
 
@@ -315,16 +415,22 @@ class GPT(nn.Module):
     @property
     def compiled(self) -> bool:
         """Whether the layers are compiled."""
-        return self.layers[0].compute is not transformer_block
+        first = self.layers[0]
+        assert isinstance(first, Layer)
+        return first.compiled
 
     def units(self) -> list[tuple[str, nn.Module]]:
         """The modules whose parameters are gathered together, in the order of the forward pass."""
-        layers = [(f"layers.{index}", layer) for index, layer in enumerate(self.layers)]
+        layers = [
+            (f"layers.{index}", unit)
+            for index, layer in enumerate(cast(list[Layer], list(self.layers)))
+            for unit in layer.units()
+        ]
         return [("embedding", self.embedding), *layers, ("head", self.head)]
 
     def recomputed_units(self) -> list[range]:
         """Ranges of `units()` that the backward recomputes, each as a whole before its gradients."""
-        return recomputed_units(self.config.num_layers, self.recompute)
+        return recomputed_units(self.config.num_layers, self.recompute, units_of_a_layer(self.cut_layers))
 
     def initialize(self, seed: int) -> "GPT":
         """Fills every parameter with its initial value."""
@@ -372,9 +478,18 @@ def segments(layers: int, plan: RecomputeConfig) -> Iterator[tuple[int, int, boo
     yield recomputed, layers, False
 
 
-def recomputed_units(layers: int, plan: RecomputeConfig) -> list[range]:
-    """See GPT.recomputed_units; unit 0 is the embedding."""
-    return [range(1 + first, 1 + stop) for first, stop, again in segments(layers, plan) if again]
+def units_of_a_layer(cut_layers: bool) -> int:
+    """How many units a layer consists of."""
+    return 2 if cut_layers else 1
+
+
+def recomputed_units(layers: int, plan: RecomputeConfig, of_a_layer: int = 1) -> list[range]:
+    """See GPT.recomputed_units; unit 0 is the embedding, and each layer has as many units."""
+    return [
+        range(1 + first * of_a_layer, 1 + stop * of_a_layer)
+        for first, stop, again in segments(layers, plan)
+        if again
+    ]
 
 
 def _rotary(config: ModelConfig) -> RotaryEmbedding | None:

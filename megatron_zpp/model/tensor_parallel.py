@@ -107,7 +107,8 @@ def exchanges_of(model: GPT) -> list[tuple[int, int]]:
     assert isinstance(first, Layer)
     qkv = first.attention.qkv
     pair = 3 if isinstance(qkv, ColumnParallel) and qkv.product is F.linear else 2
-    return [(1, 1), *[(4, 2 * pair)] * len(model.layers), (1, 1)]
+    layer = [(2, pair), (2, pair)] if model.cut_layers else [(4, 2 * pair)]
+    return [(1, 1), *layer * len(model.layers), (1, 1)]
 
 
 class ColumnParallel(nn.Linear):

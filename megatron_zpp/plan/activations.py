@@ -55,6 +55,19 @@ def layer_bytes(job: Job) -> int:
     return job.rows * (numbers * job.dtype.itemsize + exact) + codes
 
 
+def attention_bytes(job: Job) -> int:
+    """Return those bytes of the layer's first half, its attention, without delayed scaling."""
+    model = job.model
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    vectors = 2 * heads + 2 * groups + (heads + groups if model.qk_layernorm else 0)
+    numbers = 2 * model.hidden_size + vectors * model.kv_channels
+    norms = 1 + (heads + groups if model.qk_layernorm else 0)
+    exact = norms * _norm_bytes(job) + _masks(job)
+    if job.recompute.recompute_granularity != "selective":
+        exact += 4 * model.num_attention_heads
+    return job.rows * (numbers * job.dtype.itemsize + exact) + _gathered_codes(job) // 2
+
+
 def ends_bytes(job: Job) -> int:
     """Return the bytes that the embedding and the head save, without the loss.
 

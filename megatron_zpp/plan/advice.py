@@ -9,7 +9,7 @@ from typing import Any
 from megatron_zpp.config.model import RecomputeConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.plan.hardware import USABLE, Machine
-from megatron_zpp.plan.job import Job
+from megatron_zpp.plan.job import Job, units_of
 from megatron_zpp.plan.memory import Memory, memory_of
 from megatron_zpp.plan.step_time import StepTime, step_time
 from megatron_zpp.plan.traffic import SentBytes, total, traffic_of
@@ -147,6 +147,7 @@ def ways_to_fit(job: Job, machine: Machine) -> Iterator[Plan]:
         **_micro_batches(job),
         **({f"without {_HPZ}": _without_hpz(job)} if job.zero.hpz else {}),
         **({f"without {_ACCUMULATE}": _without_accumulation(job)} if _accumulates(job.zero) else {}),
+        **({f"{_UNIT} sublayer": _in_sublayers(job)} if _can_cut(job) else {}),
         **({_RECOMPUTE: _recomputed(job)} if job.recompute.recompute_granularity != "full" else {}),
         **({} if job.zero.zero_offload_optimizer else {"--zero-offload-optimizer": _offloaded(job)}),
     }
@@ -200,6 +201,7 @@ def _plain(zero: ZeroConfig) -> ZeroConfig:
         zero_offload_optimizer=zero.zero_offload_optimizer,
         zero_prefetch_units=zero.zero_prefetch_units,
         zero_copy_engines=zero.zero_copy_engines,
+        zero_unit=zero.zero_unit,
     )
 
 
@@ -259,6 +261,16 @@ def _recomputed(job: Job) -> Job:
     return dataclasses.replace(job, recompute=full)
 
 
+def _can_cut(job: Job) -> bool:
+    """Whether the run could have units of sublayers and has not."""
+    return not (job.zero.cuts_layers or job.precision.fp8_delayed)
+
+
+def _in_sublayers(job: Job) -> Job:
+    units = units_of(job.model, job.vocab_size, job.tensor, cut_layers=True)
+    return dataclasses.replace(job, zero=dataclasses.replace(job.zero, zero_unit="sublayer"), units=units)
+
+
 def _offloaded(job: Job) -> Job:
     return dataclasses.replace(job, zero=dataclasses.replace(job.zero, zero_offload_optimizer=True))
 
@@ -267,12 +279,13 @@ _HPZ = "--zero-hpz-partition-size"
 _ACCUMULATE = "--zero-gradient-partition-size"
 _OPTIONS = ("--zero-quantized-weights", _HPZ, "--zero-quantized-gradients", _ACCUMULATE)
 _MICRO, _RECOMPUTE = "--micro-batch-size", "--recompute-granularity full --recompute-method uniform"
-_STAGE = "--zero-stage"
+_STAGE, _UNIT = "--zero-stage", "--zero-unit"
 _CHANGES = {  # the furthest value of each flag
     f"{_STAGE} 3": lambda job: at_stage(job, 3),
     f"without {_HPZ}": _without_hpz,
     f"without {_ACCUMULATE}": _without_accumulation,
     f"{_MICRO} 1": lambda job: _in_micro_batches_of(job, 1),
+    f"{_UNIT} sublayer": _in_sublayers,
     _RECOMPUTE: _recomputed,
     "--zero-offload-optimizer": _offloaded,
 }

@@ -8,7 +8,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from megatron_zpp.distributed.comm_stream import Pending
-from megatron_zpp.model.gpt import recomputed_units, segments
 from megatron_zpp.plan.job import Job
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.prefetch import Phase, Prefetcher
@@ -50,9 +49,7 @@ def gathers_of(job: Job) -> list[PassGathers]:
             (now.secondary if from_secondary else now.world)[job.layouts[index]] += 1
             return Pending()
 
-        prefetcher = Prefetcher(
-            job.communication, gather, recomputed_units(job.model.num_layers, job.recompute)
-        )
+        prefetcher = Prefetcher(job.communication, gather, job.recomputed)
         for _ in range(2):  # the second step starts in the state that the first one left
             gathered, now = [], GatherCounts()
             prefetcher.gather_after_step(range(len(job.layouts)))
@@ -69,18 +66,15 @@ def gathers_of(job: Job) -> list[PassGathers]:
 
 def _visit(prefetcher: Prefetcher, job: Job, forward: bool) -> None:
     """Call what the hooks of zero/hooks.py call in one pass."""
-    head = job.model.num_layers + 1
+    units = range(len(job.layouts))
     if forward:
         prefetcher.begin(Phase.FORWARD)
-        for index in range(head + 1):
+        for index in units:
             prefetcher.before_forward(index)
         return
     prefetcher.begin(Phase.BACKWARD)
-    prefetcher.before_backward(head)
-    for first, stop, recomputed in reversed(list(segments(job.model.num_layers, job.recompute))):
-        for index in reversed(range(first, stop)):
-            prefetcher.before_backward(1 + index)
-            if recomputed and index == stop - 1:
-                for again in range(first, stop):
-                    prefetcher.before_forward(1 + again)
-    prefetcher.before_backward(0)
+    recomputed = {chunk[-1]: chunk for chunk in job.recomputed}
+    for index in reversed(units):
+        prefetcher.before_backward(index)
+        for again in recomputed.get(index, ()):
+            prefetcher.before_forward(again)

@@ -14,7 +14,7 @@ from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.flops import flops_per_token
-from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.gpt import GPT, recomputed_units, units_of_a_layer
 from megatron_zpp.model.tensor_parallel import TensorParallelComponents, splits_of
 from megatron_zpp.zero.build import layouts_of
 from megatron_zpp.zero.communication_plan import CommunicationPlan
@@ -108,6 +108,17 @@ class Job:
         block = max(self.zero.largest_block, share.block)
         return layouts_of(self.units, self.data_ranks, self.zero.shard_multiple, block)
 
+    @property
+    def layer_layouts(self) -> list[FlatLayout]:
+        """The layouts of the units of one layer."""
+        return self.layouts[1 : 1 + units_of_a_layer(self.zero.cuts_layers)]
+
+    @cached_property
+    def recomputed(self) -> list[range]:
+        """Ranges of units whose forward the backward repeats."""
+        of_a_layer = units_of_a_layer(self.zero.cuts_layers)
+        return recomputed_units(self.model.num_layers, self.recompute, of_a_layer)
+
     @cached_property
     def replicated(self) -> list[int]:
         """Elements of each unit that all tensor ranks have whole; none where ranks share no layer."""
@@ -138,6 +149,7 @@ class Job:
                 compute_dtype=self.dtype,
                 reduce_in_bf16=self.precision.grad_reduce_in_bf16,
                 copy_engines=self.zero.zero_copy_engines != "off",
+                recomputed=self.recomputed,
             )
             for rank in range(0, self.local, self.tensor)
         ]
@@ -168,10 +180,12 @@ class UnconnectedGroup(TensorGroup):
         self.ranks, self.size, self.rank = tuple(range(size)), size, 0
 
 
-def units_of(model: ModelConfig, vocab_size: int, tensor: int = 1) -> list[tuple[str, nn.Module]]:
+def units_of(
+    model: ModelConfig, vocab_size: int, tensor: int = 1, *, cut_layers: bool = False
+) -> list[tuple[str, nn.Module]]:
     """The units of one tensor rank's part of a model, on the meta device, without memory."""
     parts = None
     if tensor > 1:
         parts = TensorParallelComponents(group=UnconnectedGroup(tensor), tokens=model.seq_length)
     with torch.device("meta"):
-        return GPT(model, vocab_size, parts=parts).units()
+        return GPT(model, vocab_size, parts=parts, cut_layers=cut_layers).units()

@@ -8,6 +8,7 @@ points of a step where it can be: in the loss, along the backward, in the optimi
 from dataclasses import dataclass
 
 from megatron_zpp.plan.activations import (
+    attention_bytes,
     backward,
     ends_bytes,
     loss_bytes,
@@ -81,24 +82,30 @@ def _peak_candidates(job: Job) -> dict[str, int]:
     activations = ends_bytes(job) + stored_bytes(job) - away
     table = job.dtype.itemsize * job.entries * job.model.hidden_size  # the head's gradient of it
     tied = 0 if job.model.untie_embeddings_and_output_weights else table
-    produced = job.dtype.itemsize * job.layouts[1].numel  # a layer's, before the reduction takes them
+    of_layer = [layout.numel for layout in job.layer_layouts]
+    most = 2 // len(of_layer)  # layers whose gradients are on their way: two units are
     sent = _sent_bytes(job)
-    on_their_way = int(sent * (2 * job.layouts[1].numel + job.layouts[-1].numel))  # layers' and the head's
+    head = job.layouts[-1].numel
+    on_their_way = int(sent * (most * sum(of_layer) + head))
     embedding = int(sent * first)
     from_before = 0  # since the last micro-batch
     if job.reduces_as_made and job.micro_batches > 1:
         from_before = on_their_way + embedding
     candidates = {"the loss": accumulated + from_before + activations + loss_bytes(job)}
     for one in backward(job):
-        for layers, live in (
+        points = [
             (one.layer + 1, one.stored + working_bytes(job)),
-            (one.layer, one.left + produced),
-        ):
+            (one.layer, one.left + job.dtype.itemsize * of_layer[0]),  # before the reduction takes them
+        ]
+        if len(of_layer) > 1:  # those of the MLP
+            left = one.left + attention_bytes(job)
+            points.append((one.layer + 1, left + job.dtype.itemsize * of_layer[1]))
+        for layers, live in points:
             done = int(others * (1 - layers / job.model.num_layers))
             beside = on_their_way
             if accumulated and not job.reduces_as_made:  # only from this backward, so none when it starts
-                later = min(job.model.num_layers - layers, 2)
-                beside = int(sent * (later * job.layouts[1].numel + job.layouts[-1].numel))
+                later = min(job.model.num_layers - layers, most)
+                beside = int(sent * (later * sum(of_layer) + head))
             candidates.setdefault("the backward", 0)
             candidates["the backward"] = max(
                 candidates["the backward"], max(accumulated, done) + live + tied + beside

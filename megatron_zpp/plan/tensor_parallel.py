@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from torch import nn
+
 from megatron_zpp.config.options import flag_name
 from megatron_zpp.config.tensor_parallel import FLAG, check_tensor_ranks, check_vocabulary
 from megatron_zpp.config.zero import ZeroConfig
@@ -80,7 +82,7 @@ def at_tensor(job: Job, size: int) -> list[Job]:
     if not _divides(job, size) or job.samples_per_step % (job.ranks // size):
         return []
     samples = job.samples_per_step // (job.ranks // size)
-    units = job.units if size == job.tensor else units_of(job.model, job.vocab_size, size)
+    units = job.units if size == job.tensor else _units_of(job, size)
     shared = dataclasses.replace(job, tensor=size, units=units, zero=_zero_of(job, size))
     most = max(1, job.micro_batch_size * size // job.tensor)
     sizes = [one for one in range(1, min(most, samples) + 1) if samples % one == 0]
@@ -88,6 +90,10 @@ def at_tensor(job: Job, size: int) -> list[Job]:
         dataclasses.replace(shared, micro_batch_size=one, micro_batches=samples // one)
         for one in reversed(sizes)
     ]
+
+
+def _units_of(job: Job, size: int) -> list[tuple[str, nn.Module]]:
+    return units_of(job.model, job.vocab_size, size, cut_layers=job.zero.cuts_layers)
 
 
 def _divides(job: Job, size: int) -> bool:

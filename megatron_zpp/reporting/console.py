@@ -1,6 +1,7 @@
 """All that a run prints: its head, Megatron's log line and, on a terminal, a progress bar."""
 
 import datetime
+import errno
 import math
 import sys
 from collections.abc import Sequence
@@ -84,8 +85,13 @@ class Console:
         self._bar.close()
 
     def _print(self, line: str) -> None:
-        with tqdm.external_write_mode(file=sys.stdout):
-            print(line, flush=True)
+        """Raises BrokenPipeError, which says what to do, when the reader of a pipe has ended."""
+        try:
+            with tqdm.external_write_mode(file=sys.stdout):
+                print(line, flush=True)
+        except BrokenPipeError:
+            problem = "what read it has ended; write the log to a file and read that"
+            raise BrokenPipeError(errno.EPIPE, problem, "stdout") from None
 
     def _set_postfix(self) -> None:
         self._bar.set_postfix_str(self._loss + self._glance, refresh=False)

@@ -7,12 +7,16 @@ All chunks but the last have the same size. A chunk's digest is its SHA-256. In 
 
 import hashlib
 import os
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_zpp.storage.object_path import Location
+from megatron_zpp.storage.ranges import open_ranges
+from megatron_zpp.storage.recent_chunks import RecentChunks
 from megatron_zpp.storage.regular import UnfitFile, open_stream
 
 CHUNK_BYTES = 4 << 20  # of all files that this program writes
@@ -24,6 +28,15 @@ _HEX = 64  # characters of a SHA-256
 Runner = Callable[[Callable[[int], None], Iterable[int]], Iterable[None]]  # map, or a thread pool's map
 OnProgress = Callable[[], None]  # called after every chunk, by the thread that read or wrote it
 _FLUSH_BYTES = 1 << 30  # written between two flushes; at most twice as much is not on disk
+_MOST_THREADS = 4  # beyond that, one rank of a node would take cores from the others
+
+
+def thread_count() -> int:
+    """Threads that read and hash chunks side by side, which Python's lock does not prevent; at least two.
+
+    One of two reads while the other hashes, even on a single core.
+    """
+    return max(2, min(_MOST_THREADS, len(os.sched_getaffinity(0))))
 
 
 def no_report() -> None:
@@ -47,7 +60,7 @@ class Checksums:
         return {"bytes": self.size, "chunk_bytes": self.chunk_bytes, "sha256": list(self.digests)}
 
     @classmethod
-    def from_json(cls, value: Any, path: Path) -> "Checksums":
+    def from_json(cls, value: Any, path: Location) -> "Checksums":
         """Return the inverse of `to_json`. Raises DamagedFile naming `path`, the source of the value."""
         try:
             found = cls(value["bytes"], value["chunk_bytes"], tuple(value["sha256"]))
@@ -63,17 +76,23 @@ class Checksums:
             raise DamagedFile(f"{path}: not valid checksums of a file ({error!r})") from None
         if not fits:
             raise DamagedFile(f"{path}: not valid checksums of a file")
-        if not MIN_CHUNK_BYTES <= found.chunk_bytes <= MAX_CHUNK_BYTES:
-            limits = f"from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}"
-            raise DamagedFile(f"{path}: chunk_bytes {found.chunk_bytes}; must be {limits}")
+        check_chunk_bytes(found.chunk_bytes, path)
         return found
+
+
+def check_chunk_bytes(chunk_bytes: int, path: Location) -> None:
+    """Raise DamagedFile naming `path`, the source of the value, for chunks of a size that nobody writes."""
+    if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
+        limits = f"from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}"
+        raise DamagedFile(f"{path}: chunk_bytes {chunk_bytes}; must be {limits}")
 
 
 class ChecksummedWriter:
     """Writes a file and computes its checksums from the bytes in memory, not from what the disk returns.
 
-    One thread computes the digest of a chunk while the caller writes the chunk. Another thread flushes to
-    disk after every GiB, so that `finish`, which makes the file durable, does not wait long.
+    Threads compute the digests of chunks while the caller writes these and the next ones; as many chunks as
+    threads are in memory besides the caller's. Another thread flushes to disk after every GiB, so that
+    `finish`, which makes the file durable, does not wait long.
     """
 
     def __init__(
@@ -86,11 +105,14 @@ class ChecksummedWriter:
         self._chunk_bytes, self._size = chunk_bytes, 0
         self._chunk = bytearray()  # bytes that do not fill a chunk yet
         self._digests: list[str] = []
-        self._hasher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksum")
+        self._hashing: deque[Future[str]] = deque()  # the digests of the chunks after these
+        self._threads = thread_count()
+        self._hashers = ThreadPoolExecutor(max_workers=self._threads, thread_name_prefix="checksum")
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append bytes. Raises OSError from the file system."""
+        """Append bytes, which the caller may change afterwards. Raises OSError from the file system."""
         data = memoryview(data).cast("B")
+        borrows = len(data) >= self._chunk_bytes
         while len(data):
             if not self._chunk and len(data) >= self._chunk_bytes:
                 self._put(data[: self._chunk_bytes])  # no copy
@@ -101,10 +123,13 @@ class ChecksummedWriter:
             data = data[len(part) :]
             if len(self._chunk) == self._chunk_bytes:
                 self._flush()
+        if borrows:
+            self._collect(0)
 
     def finish(self) -> Checksums:
         """Write the rest, wait until all of it is on disk, and return the checksums. Raises OSError."""
         self._flush()
+        self._collect(0)
         if self._flushing is not None:
             self._flushing.result()
             self._on_progress()
@@ -114,7 +139,7 @@ class ChecksummedWriter:
 
     def close(self) -> None:
         """Close the file and end the threads, whether or not the file is complete."""
-        self._hasher.shutdown()
+        self._hashers.shutdown()
         self._flusher.shutdown()
         self._file.close()
 
@@ -124,11 +149,11 @@ class ChecksummedWriter:
             self._chunk = bytearray()
 
     def _put(self, chunk: memoryview) -> None:
-        digest = self._hasher.submit(_digest, chunk)
+        self._hashing.append(self._hashers.submit(digest_of, chunk))
         left = chunk
         while len(left):  # a write may be partial
             left = left[self._file.write(left) :]
-        self._digests.append(digest.result())
+        self._collect(self._threads)
         self._size += len(chunk)
         self._on_progress()
         if self._size - self._flushed >= _FLUSH_BYTES:
@@ -137,25 +162,39 @@ class ChecksummedWriter:
             self._flushing = self._flusher.submit(os.fdatasync, self._file.fileno())
             self._flushed = self._size
 
+    def _collect(self, most: int) -> None:
+        """Wait until at most `most` chunks are being hashed."""
+        while len(self._hashing) > most:
+            self._digests.append(self._hashing.popleft().result())
+
 
 class VerifiedFile:
     """Reads ranges of a file with known checksums, and verifies every chunk that it reads. Thread-safe.
 
+    Chunks that are read in part are kept in `recent`, which files may share.
+
     The constructor raises DamagedFile if the file is missing, is not a regular file, or has another size.
+    The file may be an object; requests that fail raise ObjectError.
     """
 
-    def __init__(self, path: Path, checksums: Checksums, on_progress: OnProgress = no_report) -> None:
+    def __init__(
+        self,
+        path: Location,
+        checksums: Checksums,
+        on_progress: OnProgress = no_report,
+        recent: RecentChunks | None = None,
+    ) -> None:
         self.path, self._checksums, self._on_progress = path, checksums, on_progress
+        self._recent = recent or RecentChunks(2)  # those at both ends of a read
         try:
-            self._file = open_stream(path, buffering=0)
+            self._file = open_ranges(path)
         except FileNotFoundError:
             raise DamagedFile(f"{path}: missing") from None
         except UnfitFile as error:
             raise DamagedFile(f"{path}: {error.strerror}") from None
-        size = os.fstat(self._file.fileno()).st_size
-        if size != checksums.size:
+        if self._file.size != checksums.size:
             self._file.close()
-            raise DamagedFile(f"{path}: {size} bytes; {checksums.size} were written")
+            raise DamagedFile(f"{path}: {self._file.size} bytes; {checksums.size} were written")
         self._checked = bytearray(len(checksums.digests))
 
     def read_into(self, start: int, target: memoryview, run: Runner = map) -> None:
@@ -174,20 +213,29 @@ class VerifiedFile:
             part = target[begin - start : end - start]
             if len(part) == len(chunk):
                 self._load(index, part)
-            else:
+                return
+            whole = self._recent.get(self.path, index)
+            if whole is None:
                 whole = memoryview(bytearray(len(chunk)))
                 self._load(index, whole)
-                part[:] = whole[begin - first : end - first]
+                self._recent.put(self.path, index, whole)
+            part[:] = whole[begin - first : end - first]
 
         if start < stop:
             list(run(read, range(start // size, -(-stop // size))))
 
     def check(self, chunks: Iterable[int], run: Runner = map) -> None:
-        """Read and verify chunks by number."""
+        """Read and verify chunks by number. Each thread of `run` needs memory for one chunk."""
         size = self._checksums.chunk_bytes
+        spare: list[memoryview] = []  # fresh memory for every chunk would have to be mapped page by page
 
         def check(index: int) -> None:
-            self._load(index, memoryview(bytearray(min(size, self._checksums.size - index * size))))
+            try:
+                buffer = spare.pop()
+            except IndexError:
+                buffer = memoryview(bytearray(size))
+            self._load(index, buffer[: self._checksums.size - index * size])
+            spare.append(buffer)
 
         list(run(check, chunks))
 
@@ -202,11 +250,11 @@ class VerifiedFile:
     def _load(self, index: int, target: memoryview) -> None:
         first, done = index * self._checksums.chunk_bytes, 0
         while done < len(target):  # a read may be partial
-            count = os.preadv(self._file.fileno(), [target[done:]], first + done)
+            count = self._file.read_into(first + done, target[done:])
             if count == 0:
                 raise DamagedFile(f"{self.path}: became shorter while it was read")
             done += count
-        if _digest(target) != self._checksums.digests[index]:
+        if digest_of(target) != self._checksums.digests[index]:
             raise DamagedFile(
                 f"{self.path}: damaged between bytes {first} and {first + len(target)}: its SHA-256 is not "
                 "the one that was written"
@@ -220,15 +268,25 @@ def checksums_of(path: Path, chunk_bytes: int = CHUNK_BYTES) -> Checksums:
     digests, size = [], 0
     with open_stream(path) as file:
         while chunk := file.read(chunk_bytes):
-            digests.append(_digest(chunk))
+            digests.append(digest_of(chunk))
             size += len(chunk)
     return Checksums(size, chunk_bytes, tuple(digests))
 
 
+def checksums_of_bytes(content: bytes, chunk_bytes: int = CHUNK_BYTES) -> Checksums:
+    """Return the checksums of a file with this content."""
+    view = memoryview(content)
+    digests = [digest_of(view[at : at + chunk_bytes]) for at in range(0, len(content), chunk_bytes)]
+    return Checksums(len(content), chunk_bytes, tuple(digests))
+
+
 def verify_file(
-    path: Path, checksums: Checksums, run: Runner = map, on_progress: OnProgress = no_report
+    path: Location, checksums: Checksums, run: Runner = map, on_progress: OnProgress = no_report
 ) -> None:
-    """Raise DamagedFile, with the offset, unless the content of the file has these checksums."""
+    """Raise DamagedFile, with the offset, unless the content of the file has these checksums.
+
+    `run` may be the map of a thread pool.
+    """
     file = VerifiedFile(path, checksums, on_progress)
     try:
         file.check_rest(run)
@@ -236,5 +294,6 @@ def verify_file(
         file.close()
 
 
-def _digest(chunk: bytes | memoryview) -> str:
+def digest_of(chunk: bytes | memoryview) -> str:
+    """Return the digest of one chunk."""
     return hashlib.sha256(chunk).hexdigest()

@@ -1,12 +1,20 @@
-"""Writes files and directories atomically: a process killed at any time leaves the old or the new state."""
+"""Writes files and directories atomically: a process killed at any time leaves the old or the new state.
+
+An object of an object store is always written this way, and durable once it is written.
+"""
 
 import contextlib
 import errno
+import fcntl
 import os
 import platform
 import shutil
 import stat
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from megatron_zpp.storage.object_path import Location, ObjectPath, is_object, location
+from megatron_zpp.storage.object_store import ObjectError
 
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP)  # errors of fsync on a directory on some network file systems
 
@@ -23,14 +31,20 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_durably(path: Path, content: bytes) -> None:
+def write_durably(path: Location, content: bytes) -> None:
     """Write and flush a file. Its name is durable only once its directory is flushed as well."""
+    if isinstance(path, ObjectPath):
+        path.write(content)
+        return
     path.write_bytes(content)
     fsync(path)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Location, text: str) -> None:
     """Replace the file `path` atomically by one that holds `text`; after an error it is unchanged."""
+    if isinstance(path, ObjectPath):
+        path.write(text.encode())
+        return
     partial = path.with_name(f"{path.name}.partial")
     try:
         write_durably(partial, text.encode())
@@ -54,6 +68,14 @@ def commit_directory(partial: Path, final: Path, retired: Path) -> None:
     os.replace(partial, final)
     fsync(final.parent)
     shutil.rmtree(retired, ignore_errors=True)
+
+
+def sizes_in(directory: Location, names: Iterable[str]) -> dict[str, int]:
+    """Return the bytes of those regular files or objects of a directory that exist, by name."""
+    if isinstance(directory, ObjectPath):
+        return directory.sizes()
+    paths = [directory / name for name in names]
+    return {path.name: path.stat().st_size for path in paths if path.is_file()}
 
 
 def check_replaceable(flag: str, path: str) -> None:
@@ -86,9 +108,31 @@ def check_writable(flag: str, directory: str) -> None:
 
     If the directory does not exist, its closest ancestor is tested. Leaves no file behind.
     """
+    name = f".write-probe-{platform.node()}-{os.getpid()}"
+    if is_object(directory):
+        try:
+            probed = location(directory)
+            assert isinstance(probed, ObjectPath)
+            (probed / name).write(b"")
+            (probed / name).unlink()
+        except ObjectError as error:
+            raise ValueError(f"{flag} {directory}: {error.strerror}") from None
+        return
     try:
-        probe = _nearest(Path(directory)) / f".write-probe-{platform.node()}-{os.getpid()}"
+        probe = _nearest(Path(directory)) / name
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
         raise ValueError(f"{flag} {directory}: {error.strerror}; name a writable directory") from None
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock on the file `path`, which the kernel releases if this process dies."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)  # a group may share it
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

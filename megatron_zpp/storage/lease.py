@@ -4,9 +4,9 @@ RUNNING.json    {"lease": ID, "host": …, "boot": …, "pid_namespace": …, "p
                 "since": UTC time, "renewed": COUNT}
 
 The lease works on NFS, because it needs no file locks: only one process can create a file with O_EXCL, and
-that process rewrites the file in place with an increasing count. Clocks of different hosts are never
-compared. A holder on this host is alive if its process is; a holder on another host is alive if its count
-increases.
+that process rewrites the file in place with an increasing count. In an object store, it works by conditional
+requests. Clocks of different hosts are never compared. A holder on this host is alive if its process is; a
+holder on another host is alive if its count increases.
 """
 
 import contextlib
@@ -22,14 +22,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.storage.files import fsync
-from megatron_zpp.storage.regular import read_limited
+from megatron_zpp.storage.lease_record import record_of
+from megatron_zpp.storage.object_path import Location
+from megatron_zpp.storage.object_store import Conflict
 
 LEASE = "RUNNING.json"
 SECONDS = 30.0  # without a renewal, after which a holder on another host counts as dead
 _RENEWALS = 6  # within SECONDS
-_LIMIT = 4096  # bytes of the file
-_SETTLE = 0.5  # seconds between taking over a lease and reading it again
 
 
 class Held(OSError):
@@ -78,16 +77,20 @@ class Holder:
 class Lease:
     """A held lease, to be used in a `with` block, which returns it at the end."""
 
-    def __init__(self, directory: Path, say: Callable[[str], None], seconds: float = SECONDS) -> None:
+    def __init__(self, directory: Location, say: Callable[[str], None], seconds: float = SECONDS) -> None:
         """Take the lease of a directory; the directory is created if it is missing.
 
         If a process on another host holds it, wait for `seconds`, after a message to `say`, to find out
         whether that process is alive. Raises Held if the holder is alive; OSError from the file system.
         """
         self._path, self._seconds, self._holder = directory / LEASE, seconds, Holder.of_this_process()
-        self._made_directory = not directory.exists()
-        directory.mkdir(parents=True, exist_ok=True)
-        self._descriptor = self._take(say)
+        self._record = record_of(self._path)
+        self._using = threading.Lock()  # reading and renewing are one operation
+        try:
+            self._take(say)
+        except BaseException:
+            self._record.close()
+            raise
         self._lost: str | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._renew_until_over, name="lease", daemon=True)
@@ -98,13 +101,16 @@ class Lease:
 
     def __exit__(self, *exception: object) -> None:
         self._over.set()
+        returning = threading.Thread(target=self._return, name="return of the lease", daemon=True)
+        returning.start()
+        returning.join(SECONDS)  # storage that does not answer must not keep a process from its end
+
+    def _return(self) -> None:
         self._thread.join()
         with contextlib.suppress(OSError):
             self.check()
-            self._path.unlink()
-            if self._made_directory:
-                self._path.parent.rmdir()  # fails, as it should, if the directory is not empty
-        os.close(self._descriptor)
+            self._record.remove()
+        self._record.close()
 
     @property
     def lost(self) -> bool:
@@ -113,29 +119,36 @@ class Lease:
 
     def check(self) -> None:
         """Read the file. Raises LeaseLost if another process holds the lease."""
+        with self._using:
+            self._check()
+
+    def _check(self) -> None:
         with contextlib.suppress(OSError):  # an unreadable file is no proof that the lease was taken over
-            other = _parse(self._content())
+            other = _parse(self._record.read())
             if other is not None and other.lease != self._holder.lease:
                 self._lost = f"{self._path} was taken over by {other}"
         if self._lost is not None:
             raise LeaseLost(self._lost)
 
-    def _take(self, say: Callable[[str], None]) -> int:
-        """Take the lease and return a descriptor of its file. Raises Held."""
+    def _take(self, say: Callable[[str], None]) -> None:
+        """Take the lease. Raises Held."""
         while True:
-            with contextlib.suppress(FileExistsError):
-                return self._create(self._path)
-            content = self._content()
+            with contextlib.suppress(FileExistsError, Conflict):
+                self._record.create(self._content())
+                return
+            content = self._record.read()
+            if self._is_ours(content):  # written by a request whose answer was lost
+                return
             self._await_death(content, say)
-            if content is None or self._content() != content:
+            if content is None or self._record.read() != content:
                 continue  # it was returned, or taken over by a third process
-            descriptor = self._create(partial := self._path.with_name(f"{LEASE}.{self._holder.lease}"))
-            os.replace(partial, self._path)
-            time.sleep(_SETTLE)  # if two processes take it over at once, the later one holds it
-            other = _parse(self._content())
-            if other is not None and other.lease == self._holder.lease:
-                return descriptor
-            os.close(descriptor)
+            self._record.take_over(self._content(), self._holder.lease)
+            if self._is_ours(self._record.read()):
+                return
+
+    def _is_ours(self, content: bytes | None) -> bool:
+        holder = _parse(content)
+        return holder is not None and holder.lease == self._holder.lease
 
     def _await_death(self, content: bytes | None, say: Callable[[str], None]) -> None:
         """Return once the process that wrote `content` is dead or no longer renews it. Raises Held."""
@@ -150,44 +163,25 @@ class Lease:
         deadline = time.monotonic() + self._seconds
         while time.monotonic() < deadline:
             time.sleep(min(1.0, self._seconds / 10))
-            if (now := self._content()) != content:
+            if (now := self._record.read()) != content:
                 if (alive := _parse(now)) is not None:
                     raise Held(str(alive))
                 return
 
-    def _create(self, path: Path) -> int:
-        """Create the file, which only one process can do, and return a descriptor for rewriting it."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        try:
-            self._write(descriptor)
-            fsync(path.parent)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return descriptor
-
     def _renew_until_over(self) -> None:
         while not self._over.wait(self._seconds / _RENEWALS):
             self._holder = replace(self._holder, renewed=self._holder.renewed + 1)
-            with contextlib.suppress(OSError):  # the next renewal may succeed
+            with contextlib.suppress(OSError), self._using:  # the next renewal may succeed
                 try:
-                    self.check()
+                    self._check()
                 except LeaseLost:
                     return
-                # By descriptor, so that a file that replaced ours meanwhile is not overwritten.
-                self._write(self._descriptor)
+                self._record.renew(self._content())
 
-    def _write(self, descriptor: int) -> None:
+    def _content(self) -> bytes:
         fields: dict[str, Any] = asdict(self._holder)
-        fields["renewed"] = f"{self._holder.renewed:010d}"  # fixed length: the file is rewritten in place
-        os.pwrite(descriptor, (json.dumps(fields) + "\n").encode(), 0)
-        os.fsync(descriptor)  # so that other clients of a network file system see it
-
-    def _content(self) -> bytes | None:
-        try:
-            return read_limited(self._path, _LIMIT)
-        except FileNotFoundError:
-            return None
+        fields["renewed"] = f"{self._holder.renewed:010d}"  # fixed length: a file is rewritten in place
+        return (json.dumps(fields) + "\n").encode()
 
 
 def _parse(content: bytes | None) -> Holder | None:

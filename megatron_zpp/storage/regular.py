@@ -11,6 +11,8 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
+from megatron_zpp.storage.object_path import ObjectPath
+
 _KINDS = {
     stat.S_IFDIR: "is a directory",
     stat.S_IFIFO: "is a FIFO, not a regular file",
@@ -53,11 +55,16 @@ def open_stream(path: str | Path, buffering: int = -1) -> BinaryIO:
     return os.fdopen(open_regular(path), "rb", buffering=buffering)
 
 
-def read_limited(path: str | Path, limit: int) -> bytes:
-    """Return the content of the regular file `path`.
+def read_limited(path: str | Path | ObjectPath, limit: int) -> bytes:
+    """Return the content of the regular file `path`, or of an object.
 
-    Raises UnfitFile if it is longer than `limit` bytes, and otherwise like `open_regular`.
+    Raises UnfitFile if it is longer than `limit` bytes, and otherwise like `open_regular` and `ObjectPath`.
     """
+    if isinstance(path, ObjectPath):
+        status = path.status()
+        if status.size <= limit:
+            return path.read(0, status.size, status.tag) if status.size else b""
+        raise UnfitFile(errno.EFBIG, f"is longer than {limit:,} bytes", str(path))
     with open_stream(path, buffering=0) as file:
         left, parts = limit + 1, []
         if os.fstat(file.fileno()).st_size <= limit:

@@ -6,6 +6,9 @@ the verdict and the message of rank 0, so one round of N ranks costs O(N). A sec
 store, which may be what stopped: it ends the process if there is a verdict, or if the store has not answered
 for too long. All use a clock that pauses with the process, so a job suspended as a whole can continue.
 
+A rank that was killed is known much sooner, by its lifeline (distributed/lifelines.py). Ranks whose lifeline
+could not be made hear of it from the store.
+
 A rank *asks* if a collective failed, or if it was told to stop and makes no progress: a launcher sends the
 signal after another rank died, and kills the rank before --heartbeat-timeout is over. A silence of a few
 intervals then suffices for a verdict, and messages are exchanged more often. A rank in a long step still
@@ -25,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.config.command_line import one_line
+from megatron_zpp.distributed.lifelines import Lifelines
 from megatron_zpp.distributed.rendezvous import SAY_AFTER
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision.activity import Activity
@@ -33,6 +37,7 @@ from megatron_zpp.supervision.heartbeat_messages import HeartbeatMessage, Livene
 
 _VERDICT = "verdict"
 _NOTHING_YET = "null"
+_NEWS = 0.5  # seconds for lifelines to tell why the store is gone
 _FAREWELL = 8.0  # seconds for other ranks to read a verdict before rank 0 closes the store
 
 
@@ -43,18 +48,22 @@ def heartbeat(
     timeout: float,
     prog: str,
     told_to_stop: Callable[[], bool] = lambda: False,
+    lifelines: Lifelines | None = None,
 ) -> Iterator[Activity]:
     """Send heartbeats while the block runs; yields the `Activity` to report to. `timeout` 0 disables them.
 
-    `told_to_stop` returns whether a launcher has asked this process to stop. All ranks enter and leave the
-    block. A rank that leaves with an error tells the others first; if a collective failed, it first finds out
-    which rank caused that. Rank 0, which may host the store, leaves last.
+    `told_to_stop` returns whether a launcher has asked this process to stop. `lifelines` tell of ranks that
+    were killed; they are left at the end of the block, or at once if `timeout` is 0. All ranks enter and
+    leave the block. A rank that leaves with an error tells the others first; if a collective failed, it first
+    finds out which rank caused that. Rank 0, which may host the store, leaves last.
     """
     activity = Activity()
     if timeout == 0:
+        if lifelines:
+            lifelines.leave()
         yield activity
         return
-    pulse = _Pulse(store, topology, timeout, prog, activity, told_to_stop)
+    pulse = _Pulse(store, topology, timeout, prog, activity, told_to_stop, lifelines)
     try:
         yield activity
     except BaseException as error:
@@ -76,8 +85,9 @@ class _Pulse:
         prog: str,
         activity: Activity,
         told_to_stop: Callable[[], bool],
+        lifelines: Lifelines | None,
     ) -> None:
-        self._told_to_stop = told_to_stop
+        self._told_to_stop, self._lifelines = told_to_stop, lifelines
         self._topology, self._timeout, self._prog, self._activity = topology, timeout, prog, activity
         self._clock = activity.clock
         self._interval = min(1.0, timeout / 6)
@@ -89,6 +99,7 @@ class _Pulse:
         self._hurries = False  # some rank asks
         self._failed: str | None = None
         self._found: str | None = None  # rank 0's verdict, kept while the others read it
+        self._ending = threading.Lock()  # taken by the thread that ends this process
         self._verdict: str | None = None  # the verdict that ends this process
         self._answered = self._clock.seconds
         self._said = 0.0  # when slow ranks were last reported
@@ -102,6 +113,8 @@ class _Pulse:
         ]
         for thread in self._threads:
             thread.start()
+        if lifelines:
+            lifelines.doing, lifelines.ended = lambda: activity.latest.text, self._lose
 
     def ask(self) -> None:
         """After a failed collective: wait for the verdict, which ends the process."""
@@ -113,6 +126,7 @@ class _Pulse:
     def fail(self, message: str) -> None:
         """Tell the other ranks, if they can be reached soon, that this rank ends with an error."""
         self._failed = message
+        self._leave_lifelines()
         self._wake.set()
         self._told.wait(_FAREWELL + 2 * self._interval if self._topology.rank == 0 else 6 * self._interval)
         self._over.set()
@@ -122,10 +136,31 @@ class _Pulse:
         self._leaves = True
         self._wake.set()
         self._told.wait()  # or a verdict ends the process
+        self._leave_lifelines()
         self._over.set()
         self._wake.set()
         for thread in self._threads:
             thread.join(2 * self._interval)
+
+    def _lose(self, text: str) -> None:
+        """A lifeline tells that a rank has ended; called by the thread of the lifelines."""
+        if self._failed is not None or self._over.is_set():
+            return
+        if self._topology.rank == 0 and self._lifelines and not self._lifelines.complete:
+            self._found = self._found or text  # for ranks that hear only what is in the store
+            self._wake.set()
+        else:
+            self._end(text)
+
+    def _end(self, verdict: str) -> None:
+        """End this process."""
+        self._ending.acquire()  # never released
+        self._leave_lifelines()
+        end_at_once(self._prog, self._topology, f"error: {verdict}", 1)
+
+    def _leave_lifelines(self) -> None:
+        if self._lifelines:
+            self._lifelines.leave()
 
     def _begin_to_ask(self) -> None:
         self._asks = self._hurries = True
@@ -147,6 +182,8 @@ class _Pulse:
             if self._leaves or self._failed:
                 self._told.set()
                 return
+            if self._lifelines:
+                self._over.wait(_NEWS)  # of the rank that was lost first, which end this process
             # After a verdict, other ranks may exit before this process does.
             self._verdict = self._verdict or self._without_store("is gone")
 
@@ -162,7 +199,7 @@ class _Pulse:
             if self._verdict is None and silence > patience:
                 self._verdict = self._without_store(f"has been silent for {silence:.0f} s")
             if self._verdict is not None and self._failed is None:
-                end_at_once(self._prog, self._topology, f"error: {self._verdict}", 1)
+                self._end(self._verdict)
 
     def _makes_no_progress(self) -> bool:
         """Whether this rank has made no new mark for some time: it may be waiting for another."""

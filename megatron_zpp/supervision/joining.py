@@ -19,19 +19,26 @@ from megatron_zpp.distributed.rendezvous import Rendezvous, rendezvous
 from megatron_zpp.distributed.slurm import launcher_variables
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision.activity import Activity
+from megatron_zpp.supervision.errors import end_at_once
 from megatron_zpp.supervision.preflight import preflight
 
 
 def connect_ranks(config: DistributedConfig, topology: Topology, prog: str) -> Rendezvous:
-    """Connect to the store that the launcher names and wait for all ranks; stderr says which are missing."""
+    """Connect to the store that the launcher names and wait for all ranks; stderr says which are missing.
+
+    From then on a rank that was killed ends this process too, with a line.
+    """
 
     def say(line: str) -> None:
         if topology.local_rank == 0:
             sys.stderr.write(f"{prog} [{platform.node()} rank {topology.rank}]: {line}\n")
 
+    def ended(text: str) -> None:
+        end_at_once(prog, topology, f"error: {text}", 1)
+
     limit = config.preflight_timeout
     rank_address = launcher_variables(os.environ)
-    return rendezvous(topology, rank_address, limit=limit, timeout=config.timeout, say=say)
+    return rendezvous(topology, rank_address, limit=limit, timeout=config.timeout, say=say, ended=ended)
 
 
 @contextmanager

@@ -1,11 +1,11 @@
 """Builds the tokenizer of --tokenizer-type."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.tokenizer import TokenizerConfig
+from megatron_zpp.storage.object_path import Location
 from megatron_zpp.tokenizer.base import Tokenizer
 from megatron_zpp.tokenizer.files import MERGES, SENTENCEPIECE_MODEL, TOKENIZER, VOCAB
 
@@ -16,7 +16,7 @@ _SAVED: dict[str | None, dict[str, str]] = {  # settings that name a file, and i
 }
 
 
-def saved_config(config: TokenizerConfig, directory: Path) -> TokenizerConfig:
+def saved_config(config: TokenizerConfig, directory: Location) -> TokenizerConfig:
     """Return the settings of the same tokenizer for its files, `Tokenizer.files`, in `directory`."""
     named: dict[str, Any] = {field: str(directory / name) for field, name in _files_of(config).items()}
     return replace(config, **named)

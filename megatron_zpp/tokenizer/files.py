@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from megatron_zpp.config.options import option_error
+from megatron_zpp.storage.object_path import location
 from megatron_zpp.storage.regular import UnfitFile, read_limited
 
 # What a tokenizer's files are called in a checkpoint.
@@ -17,7 +18,11 @@ LIMIT = 256 << 20  # bytes; a tokenizer.json of 260,000 entries has 33 MB
 def read_bytes(flag: str, path: str, fix: str) -> bytes:
     """The file's bytes. Raises ValueError that names `flag`, `path` and `fix` when there are none to read."""
     try:
-        content = read_limited(path, LIMIT)
+        named = location(path)
+    except ValueError as error:
+        raise option_error(flag, path, f"{error}; {fix}") from None
+    try:
+        content = read_limited(named, LIMIT)
     except UnfitFile as error:
         raise option_error(flag, path, f"{error.strerror}; {fix}") from None
     except OSError as error:

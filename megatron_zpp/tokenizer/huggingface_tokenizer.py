@@ -2,10 +2,10 @@
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from megatron_zpp.config.options import option_error
+from megatron_zpp.storage.object_path import Location, location
 from megatron_zpp.tokenizer.base import Tokenizer, fingerprint_of
 from megatron_zpp.tokenizer.files import TOKENIZER, TOKENIZER_CONFIG, parse_json, read_bytes
 
@@ -30,7 +30,11 @@ class HuggingFaceTokenizer(Tokenizer):
         """`model`: a tokenizer.json or its directory. Raises ValueError when it cannot serve."""
         from tokenizers import Tokenizer as Pipeline
 
-        path = Path(model, TOKENIZER) if Path(model).is_dir() else Path(model)
+        try:
+            path = location(model)
+        except ValueError as error:
+            raise option_error(_FLAG, model, f"{error}; {_FIX}") from None
+        path = path / TOKENIZER if path.is_dir() else path
         content = read_bytes(_FLAG, str(path), _FIX)
         self._files = {TOKENIZER: content}
         parts = parse_json(content, _FLAG, str(path), _FIX)
@@ -76,7 +80,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return json.dumps(parts | {"post_processor": None}, ensure_ascii=False)
 
 
-def _check_merges(parts: dict[str, Any], path: Path) -> None:
+def _check_merges(parts: dict[str, Any], path: Location) -> None:
     """Each merge of a BPE makes a piece that the vocabulary has: `tokenizers` panics over some that do not.
 
     The library itself reports values of a wrong type.
@@ -102,7 +106,7 @@ def _check_merges(parts: dict[str, Any], path: Path) -> None:
                         )
 
 
-def _find_eod(vocab: dict[str, int], path: Path, config: bytes | None) -> int:
+def _find_eod(vocab: dict[str, int], path: Location, config: bytes | None) -> int:
     config_path = path.with_name(TOKENIZER_CONFIG)
     if config is not None:
         eos = _token_text(parse_json(config, _FLAG, str(config_path), _CONFIG_FIX).get("eos_token"))

@@ -88,7 +88,7 @@ def _build_model(config: Config, vocab_size: int, device: Device, group: TensorG
             product=product,
         )
     with torch.device("meta"):
-        return GPT(config.model, vocab_size, config.recompute, parts)
+        return GPT(config.model, vocab_size, config.recompute, parts, cut_layers=config.zero.cuts_layers)
 
 
 def _products(

@@ -1,4 +1,8 @@
-"""torch.compile of the layers: one graph for all of them, or one per window, compiled once per run."""
+"""torch.compile of the layers: one graph for all of them, or one per window, compiled once per run.
+
+Cut layers have graphs for each of their halves, because the parameters of the second half are gathered while
+the first one computes.
+"""
 
 import os
 from collections.abc import Callable, MutableMapping
@@ -7,13 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import FlashAttention3
-from megatron_zpp.model.gpt import GPT, PLAIN_BLOCK, BlockKernels, Layer, transformer_block
+from megatron_zpp.model.gpt import (
+    GPT,
+    PLAIN_BLOCK,
+    AttentionSublayer,
+    BlockKernels,
+    CutLayer,
+    Layer,
+    MLPSublayer,
+    attention_sublayer,
+    mlp_sublayer,
+    transformer_block,
+)
 from megatron_zpp.model.kv_cache import LayerCache
 from megatron_zpp.model.loss import LossKernels
 from megatron_zpp.model.masks import Causal, InsideDocuments, Mask, SlidingWindow
@@ -58,66 +73,103 @@ def compile_parts(
     on_gpu: bool = False,
     ready: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Let one graph compute every layer of `model` for micro-batches of `shape` (B, T).
+    """Let one graph compute every layer of `model`, or every half, for micro-batches of `shape` (B, T).
 
     `say` gets a line if torch compiles a second graph. On GPUs (`on_gpu`) some operations of the layers, and
     all of the loss but its matrix products, are Triton kernels. Elsewhere these operations of the loss become
     another graph.
-    The graph is inside the hooks of a layer, so that the parameters are gathered before it runs. Other inputs
+    A graph is inside the hooks of a unit, so that the parameters are gathered before it runs. Other inputs
     go through the same block without a graph: a text that grows, a cache, or a mask of another kind than that
     of batches (`masked`: inside documents). So do all inputs until the layers are `ready`: 8-bit products may
     lack scales in a run's first step. A layer raises RuntimeError if torch cannot compile it.
     """
-    from torch._dynamo.exc import TorchDynamoException  # takes seconds: only runs that compile import it
-
     whole = not isinstance(model.parts.attention, FlashAttention3)
     first = model.layers[0]
     assert isinstance(first, Layer)
     kernels, passes = _kernels(first) if on_gpu else (PLAIN_BLOCK, None)
     hidden = model.parts.hidden_shape(*shape, model.config.hidden_size)
 
-    def run_of(window: int | None) -> Callable[..., Tensor]:
-        """What computes the layers with this window."""
+    def layer_block(layer: Layer, x: Tensor, mask: Mask, rotation: Rotation) -> Tensor:
+        return transformer_block(layer, x, mask, rotation, kernels=kernels)
+
+    def attention_block(sublayer: AttentionSublayer, x: Tensor, mask: Mask, rotation: Rotation) -> Tensor:
+        return attention_sublayer(sublayer, x, mask, rotation, kernels=kernels)
+
+    def mlp_block(sublayer: MLPSublayer, x: Tensor) -> Tensor:
+        return mlp_sublayer(sublayer, x, kernels)
+
+    graph = partial(_graph, ready=ready, recomputed=model.parts.tensor_ranks == 1)
+
+    def attending(window: int | None) -> Callable[..., Tensor]:
+        """What computes the layers with this window, or their first halves."""
         kind = (
             InsideDocuments if masked else Causal if window is None or shape[1] <= window else SlidingWindow
         )
-        maker = _Backend(backend, say)
 
-        def block(layer: Layer, x: Tensor, mask: Mask, rotation: Rotation) -> Tensor:
-            return transformer_block(layer, x, mask, rotation, kernels=kernels)
+        def is_usual(x: Tensor, mask: Mask, rotation: Rotation, cache: LayerCache | None) -> bool:
+            return x.shape == hidden and type(mask) is kind and cache is None
 
-        compiled = torch.compile(block, backend=maker, fullgraph=whole, dynamic=False)
+        if model.cut_layers:
+            return graph(attention_block, attention_sublayer, is_usual, _Backend(backend, say), whole)
+        return graph(layer_block, transformer_block, is_usual, _Backend(backend, say), whole)
 
-        def run(layer: Layer, x: Tensor, mask: Mask, rotation: Rotation, cache: LayerCache | None) -> Tensor:
-            if x.shape != hidden or type(mask) is not kind or cache is not None:
-                return transformer_block(layer, x, mask, rotation, cache)
-            if not ready():
-                return _without_graph(layer, x, mask, rotation, recomputed=model.parts.tensor_ranks == 1)
-            try:
-                out = compiled(layer, x, mask, rotation)
-            except TorchDynamoException as error:
-                cause = getattr(error, "inner_exception", error)
-                said = f"{type(cause).__name__}: {cause}".strip().splitlines()[0]
-                raise RuntimeError(f"torch.compile failed; --no-compile trains without it: {said}") from error
-            maker.finished.add(torch.is_grad_enabled())
-            return out
-
-        return run
-
-    runs = {window: run_of(window) for window in set(model.windows)}
+    runs = {window: attending(window) for window in set(model.windows)}
+    run_mlp = graph(mlp_block, mlp_sublayer, lambda x: x.shape == hidden, _Backend(backend, say), True)
     for layer, window in zip(model.layers, model.windows, strict=True):
-        layer.compute = runs[window]  # type: ignore[assignment]  # torch's stubs: a tensor or a module
+        if isinstance(layer, CutLayer):
+            attention, mlp = layer.sublayers
+            attention.compute, mlp.compute = runs[window], run_mlp  # type: ignore[assignment]
+        else:
+            layer.compute = runs[window]  # type: ignore[assignment]  # torch's stubs: a tensor or a module
     model.head.compile_loss(partial(torch.compile, backend=backend, fullgraph=True, dynamic=False), passes)
 
 
-def _without_graph(layer: Layer, x: Tensor, mask: Mask, rotation: Rotation, *, recomputed: bool) -> Tensor:
-    """The layer for a step with gradients, in no more memory than a graph takes.
+def _graph(
+    block: Callable[..., Tensor],
+    plain: Callable[..., Tensor],
+    is_usual: Callable[..., bool],
+    maker: "_Backend",
+    whole: bool,
+    *,
+    ready: Callable[[], bool],
+    recomputed: bool,
+) -> Callable[..., Tensor]:
+    """What computes a unit: a graph of `block` for inputs that are usual, else `plain`.
+
+    Both take the unit's module and its inputs, `block` without a cache of generation. `whole`: nothing of
+    `block` may be outside of the graph. `ready` as in `compile_parts`; `recomputed` as in `_without_graph`.
+    """
+    from torch._dynamo.exc import TorchDynamoException  # takes seconds: only runs that compile import it
+
+    compiled = torch.compile(block, backend=maker, fullgraph=whole, dynamic=False)
+
+    def run(module: nn.Module, x: Tensor, *others: Any) -> Tensor:
+        if not is_usual(x, *others):
+            return plain(module, x, *others)
+        if not ready():
+            return _without_graph(plain, module, x, *others[:2], recomputed=recomputed)
+        try:
+            out = compiled(module, x, *others[:2])  # mask and rotation, where there are any
+        except TorchDynamoException as error:
+            cause = getattr(error, "inner_exception", error)
+            said = f"{type(cause).__name__}: {cause}".strip().splitlines()[0]
+            raise RuntimeError(f"torch.compile failed; --no-compile trains without it: {said}") from error
+        maker.finished.add(torch.is_grad_enabled())
+        return out
+
+    return run
+
+
+def _without_graph(
+    plain: Callable[..., Tensor], module: nn.Module, x: Tensor, *others: Any, recomputed: bool
+) -> Tensor:
+    """The unit for a step with gradients, in no more memory than a graph takes.
 
     Where tensor ranks share it, it is not recomputed: exchanges of a recomputation would not be counted.
     """
     if recomputed and torch.is_grad_enabled():
-        return checkpoint(transformer_block, layer, x, mask, rotation, use_reentrant=False)
-    return transformer_block(layer, x, mask, rotation)
+        return checkpoint(plain, module, x, *others, use_reentrant=False)
+    return plain(module, x, *others)
 
 
 def _kernels(layer: Layer) -> tuple[BlockKernels, LossKernels]:

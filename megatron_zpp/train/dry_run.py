@@ -48,7 +48,7 @@ def job_of(config: Config, vocab_size: int, schedule: RunSchedule, grid: Grid) -
         local=grid.job.local_world_size,
         micro_batch_size=batches.micro_batch_size,
         micro_batches=batches.global_batch_size // (batches.micro_batch_size * grid.data.world_size),
-        units=units_of(config.model, vocab_size, grid.tensor),
+        units=units_of(config.model, vocab_size, grid.tensor, cut_layers=config.zero.cuts_layers),
         tensor=grid.tensor,
         compiled=_compiles(config.compilation, config.optimizer),
         memory_snapshots=config.memory_snapshots.buddy_snapshots is not None,

@@ -51,7 +51,7 @@ def joined_ranks(process: Process, config: Config, device: Device) -> Iterator[R
     with (
         stop_signals(prog, topology, process.per_node, saves=save is not None) as signals,
         process.shared_errors(store),
-        heartbeat(store, topology, timeout, prog, signals.told_to_stop) as activity,
+        heartbeat(store, topology, timeout, prog, signals.told_to_stop, rendezvous.lifelines) as activity,
     ):
         settings = config.shared_settings() | device.settings()
         with (

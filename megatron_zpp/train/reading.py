@@ -5,13 +5,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from megatron_zpp.config.command_line import one_line
+from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.config.root import Config
 from megatron_zpp.data.open import Splits, open_splits
 from megatron_zpp.data.text.open import open_text
 from megatron_zpp.data.verify import verify_tokens
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.storage.checksums import DamagedFile
+from megatron_zpp.train.bounded import read_together
 from megatron_zpp.train.run_schedule import RunSchedule
 
 
@@ -53,14 +54,13 @@ def open_data(
 def verify_data(splits: Splits, exchange: Exchange) -> str:
     """Read every .bin, one part per rank, and return a line for the log; every rank must call it.
 
-    Raises DamagedFile on every rank if any rank finds damage or cannot read.
+    Raises DamagedFile on every rank if any rank finds damage or cannot read, ValueError if any makes no
+    progress.
     """
-    started, topology, problem = time.perf_counter(), exchange.topology, None
-    try:
-        verify_tokens(splits.files, topology.rank, topology.world_size, exchange.progress)
-    except (DamagedFile, OSError) as error:
-        problem = one_line(error)
-    if problem := exchange.first("problem", problem):
+    started, topology = time.perf_counter(), exchange.topology
+    verify = partial(verify_tokens, splits.files, topology.rank, topology.world_size)
+    _, problem = read_together(verify, exchange, FileWorker(), "--verify-data", "(given)")
+    if problem:
         raise DamagedFile(problem)
     size = sum(data.tokens.nbytes for data in splits.files)
     return f" verified {size:,} bytes of tokens in {time.perf_counter() - started:.1f} s"

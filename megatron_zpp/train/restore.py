@@ -3,11 +3,13 @@
 import os
 import secrets
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_zpp.checkpoint.directory import (
@@ -17,18 +19,20 @@ from megatron_zpp.checkpoint.directory import (
     lost_newest,
     write_tracker,
 )
+from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.huggingface.load import load_weights, open_weights
 from megatron_zpp.checkpoint.read import load_checkpoint, saved_settings
 from megatron_zpp.checkpoint.states import Progress
-from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.run import CheckpointConfig
 from megatron_zpp.data.dataset_progress import DatasetProgress
 from megatron_zpp.distributed.exchange import Exchange
-from megatron_zpp.storage.checksums import DamagedFile
+from megatron_zpp.storage.checksums import DamagedFile, OnProgress
 from megatron_zpp.storage.files import check_writable
+from megatron_zpp.storage.object_path import Location, is_object, location
+from megatron_zpp.train.bounded import bounded, read_together
 from megatron_zpp.train.buddy_memory import BuddyMemory
 from megatron_zpp.train.buddy_restore import HeldSnapshot, held_snapshots
 from megatron_zpp.train.data_changes import (
@@ -59,7 +63,7 @@ def check_start(config: CheckpointConfig, model: ModelConfig, tokenizer: dict[st
     """Raise ValueError, before anything is built, for a --load or --save that cannot be used."""
     if config.save:
         check_writable("--save", config.save)
-        if (Path(config.save) / TRACKER).is_dir():
+        if not is_object(config.save) and (Path(config.save) / TRACKER).is_dir():
             raise option_error("--save", config.save, f"its {TRACKER} is a directory; remove that")
     if config.load is None:
         return
@@ -85,7 +89,7 @@ def _saves_where_it_loads(config: CheckpointConfig) -> bool:
     return os.path.realpath(config.save) == os.path.realpath(config.load)
 
 
-def _check_going_back(config: CheckpointConfig, start: Path) -> None:
+def _check_going_back(config: CheckpointConfig, start: Location) -> None:
     """Raise ValueError if --ckpt-step goes back in --save: the next start would load the newer checkpoint."""
     if not _saves_where_it_loads(config):
         return
@@ -114,24 +118,25 @@ def restore(
 
     Raises ValueError when no checkpoint is whole: a run that has some never starts from initial weights.
     """
-    settings = config.checkpoint
+    settings, files = config.checkpoint, FileWorker()
     exchange_for = partial(Exchange, store, engine.topology, config.distributed.timeout)
     if settings.huggingface:
         load_weights(settings.huggingface, engine, config.model, tokenizer)
         line = f" loaded the weights of {settings.load}; starting at iteration 0"
         return Start(_named(Progress(), settings, exchange_for), [line])
-    sources, warnings = _sources(settings, engine, memory, exchange_for)
+    sources, warnings = _sources(settings, engine, memory, exchange_for, files)
     passed_over: list[tuple[_Source, str]] = []
     for number, source in enumerate(sources):
-        problem, start = None, Start(Progress(), [])
         exchange = exchange_for(f"load/{number}")
-        try:
-            start = _load(config, source, engine, tokenizer, schedule, exchange)
-        except (DamagedFile, OSError) as damage:
-            problem = one_line(damage)
-        problem = exchange.first("problem", problem)
+        load = _brought(source, exchange, partial(_load, config, source, engine, tokenizer, schedule))
+        start, problem = read_together(load, exchange, files, *source.flag(config))
         if problem is None:
-            warnings += _after_load(settings, source, engine, memory)
+            if memory is not None:
+                memory.restored(None if source.snapshot is None else source.snapshot.name)
+            if source.path is not None:
+                with bounded(exchange, "--load", settings.load):
+                    look = partial(_directory_warnings, settings, engine.topology.rank)
+                    warnings += files.run(look, exchange)
             warnings += [f" WARNING: {source} is skipped: {problem}" for source, problem in passed_over]
             return replace(
                 start,
@@ -151,7 +156,7 @@ def restore(
 class _Source:
     """A checkpoint, or a memory snapshot and the memory that it is in."""
 
-    path: Path | None = None
+    path: Location | None = None
     snapshot: HeldSnapshot | None = None
     memory: BuddyMemory | None = None
 
@@ -165,18 +170,32 @@ class _Source:
     def __str__(self) -> str:
         return str(self.snapshot or self.path)
 
+    def flag(self, config: Config) -> tuple[str, object]:
+        """The flag that it belongs to, and the flag's value."""
+        if self.snapshot is None:
+            return "--load", config.checkpoint.load
+        return "--buddy-snapshots", config.memory_snapshots.buddy_snapshots
+
+    def bring(self, exchange: Exchange) -> Location:
+        """The directory to read. See HeldSnapshot.bring."""
+        if self.snapshot is None or self.memory is None:
+            assert self.path is not None
+            return self.path
+        return self.snapshot.bring(self.memory, exchange)
+
 
 def _sources(
     config: CheckpointConfig,
     engine: ZeroEngine,
     memory: BuddyMemory | None,
     exchange_for: Callable[[str], Exchange],
+    files: FileWorker,
 ) -> tuple[list[_Source], list[str]]:
     """What the run may start from, the newest first, and lines on memory snapshots that are not whole.
 
     Of the same iteration the memory comes first.
     """
-    found = [_Source(path) for path in _agreed_candidates(config, exchange_for)]
+    found = [_Source(path) for path in _agreed_candidates(config, exchange_for, files)]
     if memory is None:
         return found, []
     held, lines = held_snapshots(memory, engine)
@@ -184,19 +203,22 @@ def _sources(
     return sorted(found, key=lambda source: source.iteration, reverse=True), lines  # stable
 
 
-def _after_load(
-    config: CheckpointConfig, source: _Source, engine: ZeroEngine, memory: BuddyMemory | None
-) -> list[str]:
-    """Bring the tracker and the memory in line with what was loaded; return warnings."""
-    if memory is not None:
-        memory.restored(None if source.snapshot is None else source.snapshot.name)
-    if source.path is None:
-        return []
-    directory = source.path.parent
-    lost = None if config.ckpt_step is not None else lost_newest(directory)
-    if config.load == config.save and engine.topology.rank == 0:
-        write_tracker(directory)
-    return [f" WARNING: {lost}: it is skipped"] if lost else []
+def _brought(
+    source: _Source, exchange: Exchange, load: Callable[[Location, OnProgress], Start]
+) -> Callable[[OnProgress], Start]:
+    """`load` of the checkpoint's path; copies in the memory of other nodes are fetched first.
+
+    Every rank must call it. Where the copies cannot be fetched, the result raises the error.
+    """
+    try:
+        path = source.bring(exchange)
+    except (DamagedFile, OSError) as error:
+        return partial(_fail, error)
+    return partial(load, path)
+
+
+def _fail(error: Exception, on_progress: OnProgress) -> Start:
+    raise error
 
 
 def _none_whole(config: Config, passed_over: list[tuple[_Source, str]]) -> ValueError:
@@ -224,15 +246,28 @@ def _named(progress: Progress, config: CheckpointConfig, exchange_for: Callable[
     return replace(progress, run=exchange.get("name"))
 
 
-def _agreed_candidates(config: CheckpointConfig, exchange_for: Callable[[str], Exchange]) -> list[Path]:
+def _agreed_candidates(
+    config: CheckpointConfig, exchange_for: Callable[[str], Exchange], files: FileWorker
+) -> list[Location]:
     """The checkpoints that rank 0 sees, because a shared file system may show ranks different ones."""
     if config.load is None:
         return []
-    exchange = exchange_for("load")
-    if exchange.topology.rank == 0:
-        found = candidates(config.load, config.ckpt_step)
-        exchange.put("candidates", [str(path) for path in found])
-    return [Path(path) for path in exchange.get("candidates")]
+    load, exchange = config.load, exchange_for("load")
+    with bounded(exchange, "--load", load):
+        if exchange.topology.rank == 0:
+            found = files.run(lambda on_progress: candidates(load, config.ckpt_step), exchange)
+            exchange.put("candidates", [str(path) for path in found])
+        return [location(path) for path in exchange.get("candidates")]
+
+
+def _directory_warnings(config: CheckpointConfig, rank: int, on_progress: OnProgress) -> list[str]:
+    """Lines on a newest checkpoint that is lost; rank 0 also corrects the tracker. Raises OSError."""
+    assert config.load is not None  # it holds what was loaded
+    directory = location(config.load)
+    lost = None if config.ckpt_step is not None else lost_newest(directory)
+    if config.load == config.save and rank == 0:
+        write_tracker(directory)
+    return [f" WARNING: {lost}: it is skipped"] if lost else []
 
 
 def _load(
@@ -241,22 +276,22 @@ def _load(
     engine: ZeroEngine,
     tokenizer: dict[str, Any],
     schedule: RunSchedule,
-    exchange: Exchange,
+    path: Location,
+    on_progress: OnProgress,
 ) -> Start:
+    """Load `source`, which is at `path`, on this rank, on a thread of its own."""
     settings = config.checkpoint
     with_optimizer = settings.load_optim and not settings.finetune
-    path, own = source.path, False
-    if source.snapshot is not None and source.memory is not None:
-        path, own = source.snapshot.bring(source.memory, exchange), source.snapshot.only_own
-    assert path is not None
-    progress = load_checkpoint(
-        path,
-        engine,
-        tokenizer,
-        with_optimizer=with_optimizer,
-        on_progress=exchange.progress,
-        partial=own,
-    )
+    on_gpu = engine.device.type == "cuda"
+    with torch.cuda.device(engine.device) if on_gpu else nullcontext():  # a thread begins with device 0
+        progress = load_checkpoint(
+            path,
+            engine,
+            tokenizer,
+            with_optimizer=with_optimizer,
+            on_progress=on_progress,
+            partial=source.snapshot is not None and source.snapshot.only_own,
+        )
     saved, ranks = saved_settings(path)
     changes = model_changes(saved, config.model)
     if settings.finetune:

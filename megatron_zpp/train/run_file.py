@@ -1,13 +1,13 @@
 """Writes config.yaml to --save: the file that repeats a run."""
 
 import os
-from pathlib import Path
 
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.files import write_text
 from megatron_zpp.storage.lease import Lease
+from megatron_zpp.storage.object_path import ObjectPath, location
 from megatron_zpp.version import __version__
 
 RUN_FILE = "config.yaml"
@@ -20,7 +20,7 @@ def write_run_file(config: Config, topology: Topology, lease: Lease | None) -> l
     """
     if config.checkpoint.save is None or topology.rank != 0:
         return []
-    path = Path(config.checkpoint.save) / RUN_FILE
+    path = location(config.checkpoint.save) / RUN_FILE
     comments = [
         f"Written by megatron_zpp {__version__}. pretrain_gpt.py --config {RUN_FILE} repeats the run, on "
         f"{topology.world_size} ranks",
@@ -30,7 +30,8 @@ def write_run_file(config: Config, topology: Topology, lease: Lease | None) -> l
     try:
         if lease is not None:
             lease.check()
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if not isinstance(path, ObjectPath):
+            path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, config.to_yaml(comments))
     except OSError as error:
         return [f" WARNING: {path}: cannot be written ({one_line(error)}); training continues"]

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -11,6 +10,8 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.lease import SECONDS, Held, Lease
+from megatron_zpp.storage.object_path import location
+from megatron_zpp.storage.object_store import ObjectError
 from megatron_zpp.supervision.activity import Activity
 
 _ANSWER = timedelta(seconds=4 * SECONDS)  # for rank 0, which may itself wait for SECONDS
@@ -33,7 +34,7 @@ def save_lease(
     if topology.rank == 0:
         problem: str | None = None
         try:
-            lease = Lease(Path(save), say)
+            lease = Lease(location(save), say)
         except OSError as error:
             problem = _refused(save, error)
         _of_all(store, topology).put("problem", problem)
@@ -48,6 +49,8 @@ def save_lease(
 def _refused(save: str, error: OSError) -> str:
     if isinstance(error, Held):
         fix = f"is in use by another run, {error}; end that one, or give each run its own --save"
+    elif isinstance(error, ObjectError):
+        fix = str(error.strerror)
     else:
         fix = f"{error.strerror} ({error.filename}); name a directory that can be written"
     return str(option_error("--save", save, fix))

@@ -1,30 +1,35 @@
 """When a run saves, how a save is written, and what follows if it fails."""
 
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_zpp.checkpoint.directory import checkpoint_path, committed, remove_old
+from megatron_zpp.checkpoint.directory import checkpoint_name, committed, remove_old
+from megatron_zpp.checkpoint.read_back import NotReadBack, read_back
 from megatron_zpp.checkpoint.snapshot import Snapshot
 from megatron_zpp.checkpoint.states import Progress, describe_state, shards_of
 from megatron_zpp.checkpoint.write import SaveFailed, SaveOptions, write_checkpoint
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.reporting.reporter import Reporter
+from megatron_zpp.storage.checksums import Checksums, OnProgress
 from megatron_zpp.storage.lease import Lease
+from megatron_zpp.storage.object_path import Location, location
 from megatron_zpp.zero.engine import ZeroEngine
 
 
 class Saver:
     """Writes checkpoints of all ranks: while the ranks wait, or with --async-save during training.
 
-    A failed save is a warning and training continues, because earlier checkpoints are whole. Only `finish`
-    raises an error, if the newest state at the end of a run could not be saved.
+    With --keep-last, a committed checkpoint is read back during training, and older ones are removed after
+    that. A failed save is a warning and training continues, because earlier checkpoints are whole. Only
+    `finish` raises an error, if the newest state at the end of a run could not be saved.
     """
 
     def __init__(
@@ -49,7 +54,6 @@ class Saver:
         self._tokenizer_files = tokenizer_files
         self._settings, self._saved_config = config.checkpoint, config.to_json()
         self._options = SaveOptions(
-            read_back=config.checkpoint.keep_last is not None,
             may_write=lease.check if lease is not None else lambda: None,
         )
         self._timeout = config.distributed.timeout
@@ -57,7 +61,7 @@ class Saver:
         self._saves = 0
         self._failure: SaveFailed | None = None
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
-        self._writing: Future[str] | None = None
+        self._behind: deque[Future[str | None]] = deque()  # work beside the training; their log lines
         self._snapshot: Snapshot | None = None
         if config.checkpoint.async_save:
             self._snapshot = Snapshot(self._shards())
@@ -75,7 +79,7 @@ class Saver:
         self._wait()  # first: all ranks must agree on whether the newest save succeeded
         if self._settings.save is None or progress == self._newest:
             return
-        self._newest = progress
+        self._newest, self._failure = progress, None
         shards = self._shards()
         state = describe_state(
             self._engine,
@@ -84,12 +88,16 @@ class Saver:
             config=self._saved_config,
             tokenizer=self._tokenizer,
         )
+        write = _Write(self._path(progress), self._saves)
+        self._saves += 1
         if self._snapshot is None:
-            self._report(lambda: self._write(progress, shards, state))
-            return
-        snapshot = self._snapshot
-        snapshot.take(shards)
-        self._writing = self._writer.submit(lambda: self._write(progress, snapshot.wait(), state))
+            self._report(lambda: self._write(write, shards, state))
+        else:
+            snapshot = self._snapshot
+            snapshot.take(shards)
+            self._behind.append(self._writer.submit(lambda: self._write(write, snapshot.wait(), state)))
+        if self._settings.keep_last is not None:
+            self._behind.append(self._writer.submit(self._keep_last, write))
 
     def before_step(self) -> None:
         """Wait until the states being saved are copied. Call it before the states change."""
@@ -97,55 +105,100 @@ class Saver:
             self._snapshot.settle()
 
     def after_step(self) -> None:
-        """Log the result of an asynchronous save once it is done."""
-        if self._writing is not None and self._writing.done():
-            self._wait()
+        """Log the results of what is done beside the training."""
+        while self._behind and self._behind[0].done():
+            self._report(self._behind.popleft().result)
 
     def finish(self) -> None:
-        """Wait for the save in progress. Raises SaveFailed if the last save failed."""
+        """Wait for the work in progress. Raises SaveFailed if the last save failed."""
         self._wait()
         self._writer.shutdown()
         if self._failure is not None:
             raise self._failure
 
     def abandon(self) -> None:
-        """Wait for the save in progress; its failure is only a warning."""
+        """Wait for the work in progress; a failure is only a warning."""
         self._wait()
         self._writer.shutdown()
 
     def _shards(self) -> dict[str, Tensor]:
         return shards_of(self._engine, with_optimizer=self._settings.save_optim)
 
-    def _write(self, progress: Progress, tensors: dict[str, Tensor], state: dict[str, Any]) -> str:
+    def _path(self, progress: Progress) -> Location:
+        assert self._settings.save is not None
+        return location(self._settings.save) / checkpoint_name(progress.iteration)
+
+    def _exchange(self, purpose: str) -> Exchange:
+        return Exchange(self._store, self._engine.topology, self._timeout, purpose)
+
+    def _write(self, write: "_Write", tensors: dict[str, Tensor], state: dict[str, Any]) -> str:
         """Write one checkpoint from all ranks and return the log line; on any thread."""
-        started = time.perf_counter()
-        settings = self._settings
-        assert settings.save is not None
-        directory = Path(settings.save)
-        exchange = Exchange(self._store, self._engine.topology, self._timeout, f"save/{self._saves}")
-        self._saves += 1
-        path = checkpoint_path(directory, progress.iteration)
-        write_checkpoint(path, tensors, state, exchange, self._options, beside=self._tokenizer_files)
-        line = f" saved {path} in {time.perf_counter() - started:.1f} s"
-        if settings.keep_last is not None and self._engine.topology.rank == 0:
-            try:
-                remove_old(directory, settings.keep_last, settings.keep_every, newest=path)
-            except OSError as error:  # the new checkpoint is whole, so the run continues
-                line += f"; WARNING: old ones could not be removed: {error}"
+        started, exchange = time.perf_counter(), self._exchange(f"save/{write.number}")
+        write.path, write.checksums = write_checkpoint(
+            write.path, tensors, state, exchange, self._options, beside=self._tokenizer_files
+        )
+        return f" saved {write.path} in {time.perf_counter() - started:.1f} s"
+
+    def _keep_last(self, write: "_Write") -> str | None:
+        """Read the new checkpoint back, remove old ones on rank 0, and return the log line; on any thread."""
+        keep_last, keep_every = self._settings.keep_last, self._settings.keep_every
+        if write.checksums is None:  # the save failed
+            return None
+        assert keep_last is not None
+        started, exchange = time.perf_counter(), self._exchange(f"read-back/{write.number}")
+        read_back(write.path, write.checksums, exchange, self._options)
+        line = f" read back {write.path} in {time.perf_counter() - started:.1f} s"
+        if self._engine.topology.rank != 0:
+            return line
+
+        def remove(on_progress: OnProgress) -> None:
+            self._options.may_write()
+            remove_old(write.path.parent, keep_last, keep_every, newest=write.path, on_progress=on_progress)
+
+        try:
+            self._options.files.run(remove, exchange)
+        except OSError as error:  # the new checkpoint is whole, so the run continues
+            line += f"; WARNING: old ones could not be removed: {error}"
         return line
 
     def _wait(self) -> None:
-        if self._writing is not None:
-            self._report(self._writing.result)
-            self._writing = None
+        while self._behind:
+            self._report(self._behind.popleft().result)
 
-    def _report(self, outcome: Any) -> None:
+    def _report(self, outcome: Callable[[], str | None]) -> None:
         try:
-            self._reporter.say(outcome())
-            self._failure = None
+            line = outcome()
+        except NotReadBack as problem:
+            self._reporter.warn(
+                f"the newest checkpoint could not be read back: {problem}; older ones are kept"
+            )
+            return
         except SaveFailed as failure:
             self._failure, self._newest = failure, None
-            assert self._settings.save is not None
-            newest = next(iter(committed(Path(self._settings.save))), None)
-            kept = "there is no checkpoint yet" if newest is None else f"iteration {newest} is the newest"
+            kept = self._describe_newest()
             self._reporter.warn(f"a checkpoint could not be saved: {failure}; {kept}; training continues")
+            return
+        if line is not None:
+            self._reporter.say(line)
+
+    def _describe_newest(self) -> str:
+        """Which checkpoint a start would load; looked up where storage that does not answer harms nobody."""
+        assert self._settings.save is not None
+        directory = location(self._settings.save)
+        try:
+            there = self._options.files.run(
+                lambda on_progress: committed(directory), self._exchange("newest")
+            )
+        except OSError:
+            return "earlier checkpoints are unchanged"
+        newest = next(iter(there), None)
+        return "there is no checkpoint yet" if newest is None else f"iteration {newest} is the newest"
+
+
+@dataclass
+class _Write:
+    """One save, and the checksums of this rank's file once it is committed."""
+
+    path: Location
+    number: int
+    checksums: Checksums | None = None

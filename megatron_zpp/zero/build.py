@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from megatron_zpp.config.options import option_error
+from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.flat_layout import ALIGNMENT, FlatLayout
 from megatron_zpp.zero.hop import Buffer
@@ -98,6 +100,18 @@ def write_gather_source(communication: Communication, unit: Unit) -> None:
     communication.gather.write_gather_source(unit.master, unit.gather_source)
     if communication.differences is not None:
         communication.differences.write_key_frame(unit.gather_source, unit.reference)
+
+
+def check_unit(zero: ZeroConfig, model: nn.Module) -> None:
+    """Raise ValueError if the units of `model` are not those of --zero-unit."""
+    cut = getattr(model, "cut_layers", False)
+    if cut != zero.cuts_layers:
+        units = "sublayers" if cut else "no sublayers"
+        raise option_error(
+            "--zero-unit",
+            zero.zero_unit,
+            f"the model's units are {units}; give GPT cut_layers={zero.cuts_layers}",
+        )
 
 
 def layouts_of(

@@ -17,7 +17,7 @@ from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.zero.build import Initialize, UnitBuilder, layouts_of, write_gather_source
+from megatron_zpp.zero.build import Initialize, UnitBuilder, check_unit, layouts_of, write_gather_source
 from megatron_zpp.zero.collectives.sums import sum_over_ranks
 from megatron_zpp.zero.communication import build_communication
 from megatron_zpp.zero.communication_plan import CommunicationPlan
@@ -101,6 +101,7 @@ class ZeroEngine:
         decoupled: Collection[str] = (),
         scaling: ProductScaling | None = None,
     ) -> None:
+        check_unit(zero, model)
         self.model, self.topology, self.device, self.share = model, topology, device, share
         self.scaling = scaling
         self.grid = Grid(topology, 1 if share.group is None else share.group.size)
@@ -119,6 +120,7 @@ class ZeroEngine:
             compute_dtype=dtype,
             reduce_in_bf16=precision.grad_reduce_in_bf16,
             copy_engines=self.copy_engines,
+            recomputed=model_of_units.recomputed_units(),
         )
         self._communication = communication = build_communication(
             plan,

@@ -6,6 +6,7 @@ One process can plan for every rank of any grid.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import cast
 
 import torch
@@ -17,6 +18,7 @@ from megatron_zpp.ops.formats import CodeType, LloydMaxFormat, QuantFormat
 from megatron_zpp.zero.communication_plan import CommunicationPlan, GatherPlan, Residency
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.hop import CodeFormat, Hop, WireFormat, eight_bits, make_hop
+from megatron_zpp.zero.prefetch import backward_order
 from megatron_zpp.zero.reduction_plan import (
     Accumulation,
     ReductionPlan,
@@ -33,18 +35,21 @@ def plan_communication(
     compute_dtype: torch.dtype,
     reduce_in_bf16: bool,
     copy_engines: bool,
+    recomputed: Sequence[range] = (),
 ) -> CommunicationPlan:
     """The plan of rank `grid.rank` for units of these layouts.
 
     Weights travel in `compute_dtype` or quantised. Gradients travel quantised, in bf16 (`reduce_in_bf16`) or
     in the dtype that `_gradient_dtype` chooses. `copy_engines` says whether these move what ranks of one node
-    send.
+    send. `recomputed`: ranges of units whose forward is repeated before the backward of their last unit.
     """
     residency, layouts, streams = Residency(zero.zero_stage), tuple(layouts), _Streams(grid)
     gathers = _plan_gathers(zero, streams, layouts, compute_dtype, copy_engines=copy_engines)
     reduction = _plan_reduction(
         zero, streams, layouts, compute_dtype, in_bf16=reduce_in_bf16, copy_engines=copy_engines
     )
+    forward = range(len(layouts))
+    orders = (forward, backward_order(len(layouts), recomputed))
     return CommunicationPlan(
         grid=grid,
         residency=residency,
@@ -56,9 +61,11 @@ def plan_communication(
         secondary=gathers.secondary,
         reduction=reduction,
         prefetch=zero.zero_prefetch_units or 0,  # None below stage 3, where no gather is ahead of its unit
-        slots=tuple(_slots(layouts, zero.zero_prefetch_units if residency.parameters_sharded else None)),
+        slots=tuple(
+            _slots(layouts, orders, zero.zero_prefetch_units if residency.parameters_sharded else None)
+        ),
         slot_stream=gathers.slot_stream,
-        reduction_slots=tuple(_slots(layouts, 1)),  # two per layout
+        reduction_slots=tuple(_slots(layouts, (forward,), 1)),  # for two units in a row
     )
 
 
@@ -267,18 +274,30 @@ def _sum_dtype(in_bf16: bool) -> torch.dtype:
     return torch.bfloat16 if in_bf16 else torch.float32
 
 
-def _slots(layouts: Sequence[FlatLayout], prefetch: int | None) -> Iterator[int]:
-    """A slot for each unit. Units of equal layout share `prefetch` + 1 in turn; None: each has its own."""
-    if prefetch is None:
+def _slots(
+    layouts: Sequence[FlatLayout], orders: Sequence[Sequence[int]], ahead: int | None
+) -> Iterator[int]:
+    """A slot for each unit; None: each has its own.
+
+    Units of equal layout take turns in as many as they are, at most, among any unit and the `ahead` units
+    that follow it in one of the `orders` in which units are read.
+    """
+    if ahead is None:
         yield from range(len(layouts))
         return
-    slots: dict[FlatLayout, list[int]] = {}  # those of a layout
-    turns: Counter[FlatLayout] = Counter()
-    count = 0
-    for layout in layouts:
-        own = slots.setdefault(layout, [])
-        if len(own) <= prefetch:
-            own.append(count)
-            count += 1
-        yield own[turns[layout] % (prefetch + 1)]
-        turns[layout] += 1
+    numbers: dict[FlatLayout, int] = {}
+    kinds = [numbers.setdefault(layout, len(numbers)) for layout in layouts]
+    most = [1] * len(numbers)
+    for order in orders:
+        for at in range(len(order)):
+            near = dict.fromkeys(order[at : at + 2 * (ahead + 1)])  # no order has a unit more than twice
+            for kind, count in Counter(kinds[unit] for unit in islice(near, ahead + 1)).items():
+                most[kind] = max(most[kind], count)
+    slots: list[list[int]] = [[] for _ in most]  # those of a layout
+    turns, made = Counter[int](), 0
+    for kind in kinds:
+        if len(slots[kind]) < most[kind]:
+            slots[kind].append(made)
+            made += 1
+        yield slots[kind][turns[kind] % most[kind]]
+        turns[kind] += 1

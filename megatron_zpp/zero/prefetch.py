@@ -55,9 +55,9 @@ class Prefetcher:
 
     A slot that holds a unit's present weights is not filled again: the last layers of a forward are still
     there for the backward, and units that share no slot are gathered once per step. A slot is not filled for
-    a later unit while the compute has yet to read the earlier unit in it. So if `prefetch` + 1, the number of
-    slots, divides the number of units that are recomputed together, the first gather of each such range but
-    the last starts only when the compute needs it.
+    a later unit while the compute has yet to read the earlier unit in it. So if the number of slots
+    of a layout divides the number of units of this layout that are recomputed together, the first gather of
+    each such range but the last may start only when the compute needs it.
     """
 
     def __init__(

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron_zpp.checkpoint.directory import checkpoint_path
 from megatron_zpp.checkpoint.file_worker import FileWorker
+from megatron_zpp.checkpoint.read_back import read_back
 from megatron_zpp.checkpoint.states import Progress, describe_state, shards_of
 from megatron_zpp.checkpoint.write import SaveOptions, write_checkpoint
 from megatron_zpp.config.model import ModelConfig
@@ -65,7 +66,7 @@ def save(
     progress: Progress = FIRST,
     *,
     with_optimizer: bool = True,
-    read_back: bool = False,
+    reads_back: bool = False,
     config: dict[str, Any] | None = None,
     timeout: timedelta = timedelta(seconds=60),
     files: FileWorker | None = None,
@@ -74,7 +75,8 @@ def save(
     path = checkpoint_path(directory, progress.iteration)
     ranks = engine.topology.world_size
     store = dist.HashStore() if ranks == 1 else dist.distributed_c10d._get_default_store()
-    write_checkpoint(
+    options = SaveOptions(files=files or FileWorker())
+    path, checksums = write_checkpoint(
         path,
         shards_of(engine, with_optimizer=with_optimizer),
         describe_state(
@@ -85,6 +87,8 @@ def save(
             tokenizer=TOKENIZER,
         ),
         Exchange(store, engine.topology, timeout, f"test/{path}"),
-        SaveOptions(read_back=read_back, files=files or FileWorker()),
+        options,
     )
+    if reads_back:
+        read_back(path, checksums, Exchange(store, engine.topology, timeout, f"read back/{path}"), options)
     return path

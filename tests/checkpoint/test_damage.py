@@ -1,5 +1,6 @@
 """Every flipped bit, cut and missing file of a checkpoint is found before it is used, and named."""
 
+import hashlib
 import json
 import random
 import re
@@ -7,12 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from megatron_zpp.checkpoint.directory import checkpoint_path
 from megatron_zpp.checkpoint.manifest import MANIFEST, MARKER, write_manifest
 from megatron_zpp.checkpoint.read import CheckpointReader, load_checkpoint
+from megatron_zpp.checkpoint.write import shard_file_name
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.checksums import CHUNK_BYTES, DamagedFile, checksums_of
-from tests.checkpoint.saving import TOKENIZER, save, small, train
+from tests.checkpoint.saving import SECOND, TOKENIZER, save, small, train
+from tests.zero.ranks import on_ranks
 
-FILES = [MARKER, MANIFEST, "state.json", "rank_00000.safetensors"]
+SHARDS = "rank_00000.safetensors"
+FILES = [MARKER, MANIFEST, "state.json", SHARDS, f"{SHARDS}.sha256"]
 FLIPS = 150  # of each file
 
 
@@ -108,6 +114,8 @@ def test_a_crafted_file_with_right_checksums_is_refused(tmp_path: Path, name: st
         "",
         "[]",
         "{}",
+        '{"format_version": 6, "files": {"state.json": {"sha256": "", "bytes": 1, "chunk_bytes": 65536}}}',
+        '{"format_version": 6, "files": {"state.json": {"sha256": "5"}}}',
         '{"format_version": 2, "files": 5}',
         '{"format_version": 2, "files": {}}',
         '{"format_version": 2, "files": {"../x": {}}}',
@@ -124,14 +132,77 @@ def test_a_crafted_manifest_is_refused_in_a_line(tmp_path: Path, manifest: str) 
 def test_an_unknown_format_version_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, small())
     manifest = json.loads((path / MANIFEST).read_text())
-    rewrite(path, json.dumps(manifest | {"format_version": 6}))
-    with pytest.raises(ValueError, match="format version 6; this program reads 2, 3, 4, 5"):
+    rewrite(path, json.dumps(manifest | {"format_version": 7}))
+    with pytest.raises(ValueError, match="format version 7; this program reads 2, 3, 4, 5, 6"):
         check(path)
+
+
+def test_the_manifest_has_one_digest_of_a_ranks_file(checkpoint: Path) -> None:
+    """However long the file is; and the digest is that of the sidecar."""
+    entry = json.loads((checkpoint / MANIFEST).read_text())["files"][SHARDS]
+    sidecar = (checkpoint / f"{SHARDS}.sha256").read_bytes()
+    assert entry == {
+        "bytes": (checkpoint / SHARDS).stat().st_size,
+        "chunk_bytes": CHUNK_BYTES,
+        "sha256": hashlib.sha256(sidecar).hexdigest(),
+    }
+    assert sidecar.decode() == hashlib.sha256((checkpoint / SHARDS).read_bytes()).hexdigest() + "\n"
+
+
+def save_sharded(topology: Topology, directory: str) -> str:
+    engine = small(topology=topology, zero_stage=3)
+    first = save(Path(directory), engine)
+    train(engine, 1, seed=2)
+    save(Path(directory), engine, SECOND)
+    return str(first)
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two ranks; beside it one of the same run, one step later."""
+    return Path(on_ranks(2, save_sharded, str(tmp_path_factory.mktemp("sharded")))[0])
+
+
+@pytest.mark.parametrize("suffix", ["", ".sha256"])
+def test_a_file_of_another_rank_or_checkpoint_is_found(sharded: Path, suffix: str) -> None:
+    """Of the same size, and undamaged; alone, or together with the sidecar that belongs to it."""
+    other = checkpoint_path(sharded.parent, SECOND.iteration)
+    one, two = (shard_file_name(rank) + suffix for rank in (0, 1))
+    content = (sharded / one).read_bytes()
+    for source in (sharded / two, other / one):
+        assert source.stat().st_size == len(content)
+        (sharded / one).write_bytes(source.read_bytes())
+        with pytest.raises(DamagedFile, match=re.escape(str(sharded / one))):
+            check(sharded)
+        (sharded / one).write_bytes(content)
+    names = (shard_file_name(0), shard_file_name(0) + ".sha256")
+    contents = [(sharded / name).read_bytes() for name in names]
+    for name in names:
+        (sharded / name).write_bytes((other / name).read_bytes())
+    with pytest.raises(DamagedFile, match=r"rank_00000\.safetensors\.sha256: .*damaged or another file's"):
+        check(sharded)
+    for name, content in zip(names, contents, strict=True):
+        (sharded / name).write_bytes(content)
+    check(sharded)
+
+
+def test_a_rank_reads_no_sidecars_but_those_of_the_files_that_it_reads(sharded: Path) -> None:
+    sidecar = sharded / f"{shard_file_name(1)}.sha256"
+    content = sidecar.read_bytes()
+    sidecar.unlink()
+    try:
+        with CheckpointReader(sharded) as reader:
+            reader.check_rest(0, 2)
+        with (
+            CheckpointReader(sharded) as reader,
+            pytest.raises(DamagedFile, match=f"{sidecar.name}: missing"),
+        ):
+            reader.check_rest(1, 2)
+    finally:
+        sidecar.write_bytes(content)
 
 
 def rewrite(path: Path, manifest: str) -> None:
     """Replaces the manifest by one with a right marker."""
-    import hashlib
-
     (path / MANIFEST).write_text(manifest)
     (path / MARKER).write_text(hashlib.sha256(manifest.encode()).hexdigest() + "\n")

@@ -59,7 +59,8 @@ def test_programs_read_it_after_the_original_files_are_gone(
     words = flags_of(kind, tmp_path / "files")
     train_here([*SHAPE, *STEPS, *words, "--save", str(tmp_path / "run")])
     path = tmp_path / "run" / "iter_0000001"
-    beside = {"COMMITTED", "manifest.json", "rank_00000.safetensors", STATE}
+    shards = "rank_00000.safetensors"
+    beside = {"COMMITTED", "manifest.json", shards, f"{shards}.sha256", STATE}
     assert sorted({file.name for file in path.iterdir()} - beside) == FILES[kind]
     _, before = load_model(str(tmp_path / "run"), None)
     shutil.rmtree(tmp_path / "files")

@@ -1,19 +1,23 @@
 """Checkpoints of earlier format versions."""
 
 import json
+import math
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from megatron_zpp.checkpoint import manifest
-from megatron_zpp.checkpoint.manifest import read_manifest, write_manifest
+from megatron_zpp.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from megatron_zpp.checkpoint.read import CheckpointReader, load_checkpoint, saved_settings
 from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.checkpoint.write import STATE
 from megatron_zpp.data.dataset_progress import DatasetProgress, SourceProgress
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.storage.checksums import checksums_of
+from megatron_zpp.storage.checksums import DamagedFile, checksums_of
 from tests.checkpoint.saving import TOKENIZER, save, small, train
 from tests.zero.engines import weights_of
 from tests.zero.ranks import on_ranks
@@ -53,6 +57,47 @@ def test_versions_without_tensor_ranks_are_read_by_any_number_of_them(
     assert saved_settings(path)[1] == 1
 
 
+@pytest.fixture(scope="module")
+def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of two ranks that the program wrote while its format was version 2, 3, 4 and 5."""
+    directory = tmp_path_factory.mktemp("older")
+    with tarfile.open(Path(__file__).parent / "older_versions.tar.xz") as archive:
+        archive.extractall(directory, filter="data")
+    return directory
+
+
+def by_hand(path: Path) -> dict[str, list[float]]:
+    """All parameters of a checkpoint of two data ranks on one node, where rank r has shard r."""
+    units = json.loads((path / STATE).read_text())["units"]
+    files = [load_file(path / f"rank_0000{rank}.safetensors") for rank in (0, 1)]
+    found = {}
+    for index, unit in enumerate(units):
+        flat = torch.cat([file[f"weights/unit_{index}"] for file in files])
+        for name, entry in unit["parameters"].items():
+            count = math.prod(entry["shape"])
+            found[name] = flat[entry["offset"] :][:count].tolist()
+    return found
+
+
+@pytest.mark.parametrize("version", [2, 3, 4, 5])
+def test_files_of_an_older_program_are_read(older: Path, version: int) -> None:
+    path = older / f"version_{version}" / "iter_0000005"
+    assert json.loads((path / MANIFEST).read_text())["format_version"] == version
+    wanted = by_hand(path)
+    engine = small(hidden=8, seed=9)
+    progress = load_checkpoint(path, engine, TOKENIZER, with_optimizer=True)
+    assert (progress.iteration, progress.consumed_samples, engine.optimizer_steps) == (5, 50, 1)
+    assert {name: weight.flatten().tolist() for name, weight in weights_of(engine).items()} == wanted
+    with CheckpointReader(path) as reader:
+        assert {name: whole.flatten().tolist() for name, whole in reader.parameters().items()} == wanted
+    file = path / "rank_00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DamagedFile, match=f"{file}: damaged between bytes 0 and {len(content)}"):
+        load_checkpoint(path, engine, TOKENIZER, with_optimizer=True)
+
+
 def load_shared(topology: Topology, path: str) -> dict[str, list[float]]:
     engine = small(seed=9, topology=topology, tensor=topology.world_size, zero_stage=3)
     load_checkpoint(Path(path), engine, TOKENIZER, with_optimizer=True)
@@ -60,9 +105,11 @@ def load_shared(topology: Topology, path: str) -> dict[str, list[float]]:
 
 
 def rewrite(path: Path, state: dict[str, Any], version: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write another state.json and the manifest of a version."""
+    """Write another state.json and the manifest of a version, which has all digests."""
     (path / STATE).write_text(json.dumps(state))
-    files = read_manifest(path) | {STATE: checksums_of(path / STATE)}
+    files = {name: checksums_of(path / name) for name in read_manifest(path)}
+    for sidecar in path.glob("*.sha256"):
+        sidecar.unlink()
     monkeypatch.setattr(manifest, "FORMAT_VERSION", version)
     write_manifest(path, files)
     assert f'"format_version": {version}' in (path / "manifest.json").read_text()

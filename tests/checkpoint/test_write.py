@@ -56,7 +56,7 @@ def test_a_kill_at_any_moment_leaves_committed_checkpoints_unchanged(tmp_path: P
 
 def test_saving_again_replaces(tmp_path: Path) -> None:
     save(tmp_path, small(seed=1))
-    path = save(tmp_path, small(seed=2), read_back=True)
+    path = save(tmp_path, small(seed=2), reads_back=True)
     other = small(seed=3)
     load_checkpoint(path, other, TOKENIZER, with_optimizer=True)
     assert all(

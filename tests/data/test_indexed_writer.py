@@ -1,5 +1,6 @@
 """The writer of indexed files: the bytes of the format, and either both files or none."""
 
+import errno
 import json
 import os
 import random
@@ -150,3 +151,23 @@ def test_a_kill_at_any_moment_leaves_both_files_or_none(tmp_path):
         writer.add_document([7])
     assert IndexedDataset(prefix).tokens[:].tolist() == [7]
     assert names(tmp_path) == ["x.bin", "x.checksums.json", "x.idx"]
+
+
+def test_a_writer_that_cannot_clean_up_releases_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the process could not write the data set again: another one would seem to do it."""
+
+    def stale(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    def write_and_fail() -> None:
+        with IndexedDatasetWriter(tmp_path / "x", np.uint16):
+            monkeypatch.setattr(Path, "unlink", stale)
+            raise RuntimeError("the caller's")
+
+    with pytest.raises(RuntimeError, match="the caller's"):
+        write_and_fail()
+    monkeypatch.undo()
+    with IndexedDatasetWriter(tmp_path / "x", np.uint16) as again:
+        again.add_document([1, 2])

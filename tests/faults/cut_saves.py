@@ -1,6 +1,5 @@
-"""Saves that are cut, by SIGKILL or an errno, at each of their calls that change a file (cut.c)."""
+"""Saves that are cut, by SIGKILL or an errno, at each of their calls on files."""
 
-import ctypes
 import errno
 import itertools
 import os
@@ -17,13 +16,13 @@ from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.checkpoint.write import SaveFailed
 from tests.checkpoint.saving import FIRST, TOKENIZER, save, small, train
 from tests.children import Output, fork
+from tests.faults.injection import Calls, Fault
 from tests.faults.tally import Tally
 
 
 def cut_saves(directory: Path, tally: Tally, seconds: float) -> None:
-    """Interrupts a save at each call that changes a file, by a kill and by the errors of disks."""
-    library = ctypes.CDLL(os.environ["LD_PRELOAD"])
-    library.calls.restype = ctypes.c_long
+    """Interrupts a save at each call on a file, by a kill and by the errors of disks."""
+    calls = Calls()
     engine = small()
     train(engine, 1, seed=2)
     states = directory / "none", directory / "two"  # before the save that is cut
@@ -33,12 +32,12 @@ def cut_saves(directory: Path, tally: Tally, seconds: float) -> None:
     train(engine, 1, seed=3)
 
     def attempt(target: Path, call: int, error: int) -> None:
-        library.arm(ctypes.c_long(call), error)
+        calls.arm(target, Fault(error, call))
         try:
-            save(target, engine, FIRST, read_back=True)
+            save(target, engine, FIRST, reads_back=True)
         except SaveFailed:
             sys.exit(7)
-        sys.exit(0 if library.calls() < call else 8)
+        sys.exit(0 if calls.count() < call else 8)
 
     log, deadline = directory / "cut.log", time.monotonic() + seconds
     for before, error in itertools.product(states, (0, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS)):

@@ -277,6 +277,7 @@ class Cases:
             mend_it(disk)
             said = "".join(map(job.log, job.statuses))  # what all ranks find out, any one of them says
             told = "could not be saved" in said or "--save" in said
+            told = told or "has been silent for" in said  # the machine is so busy that a rank seems lost
             if set(job.statuses.values()) != {0} and not told:
                 return self._tally.add(fault, "not told", said[-800:])
             self._to_the_end(fault, index, save, expected)

@@ -195,6 +195,7 @@ TOKENIZERS = [
 LOAD = "--load checkpoints"
 NEWEST = "checkpoints/iter_0000002"
 SHARDS, STATE, MANIFEST, MARKER = "rank_00000.safetensors", "state.json", "manifest.json", "COMMITTED"
+SIDECAR = f"{SHARDS}.sha256"
 
 
 def alone(harm: Harm) -> Harm:
@@ -267,6 +268,12 @@ CHECKPOINTS = [
     none_whole(f"{SHARDS}: … were written", cut(f"{NEWEST}/{SHARDS}", -5)),
     none_whole(f"{SHARDS}: is a directory", directory(f"{NEWEST}/{SHARDS}")),
     none_whole(f"{SHARDS}: Permission denied", locked(f"{NEWEST}/{SHARDS}")),
+    none_whole(f"{SIDECAR}: missing", remove(f"{NEWEST}/{SIDECAR}")),
+    none_whole(f"{SIDECAR}: its SHA-256 is not the one", flip(f"{NEWEST}/{SIDECAR}", 9)),
+    none_whole(f"{SIDECAR}: 64 bytes; 65 were written", cut(f"{NEWEST}/{SIDECAR}", -1)),
+    none_whole(f"{SIDECAR}: is longer than 65 bytes", put(f"{NEWEST}/{SIDECAR}", "0" * 66)),
+    none_whole(f"{SIDECAR}: is a directory", directory(f"{NEWEST}/{SIDECAR}")),
+    none_whole(f"{SIDECAR}: Permission denied", locked(f"{NEWEST}/{SIDECAR}")),
     none_whole(f"{SHARDS}: has no tensor weights/unit_0", crafted(SHARDS, "\2\0\0\0\0\0\0\0{}")),
     Case(
         LOAD,

@@ -5,15 +5,13 @@
 A case is a run of 2 or 4 ranks over gloo at some stage, precision and way of saving, and a fault at a random
 moment: a rank is killed, stopped or signalled, its disk is full or read-only. The run is started again, the
 same command, until it is complete (at most `STARTS` times). It must end with the SHA-256 of the checkpoint of
-the undisturbed run. Saves are also cut, by SIGKILL or an errno, at each of their calls that change a file
-(cut.c is preloaded for that), and bits of every file of a checkpoint are flipped.
+the undisturbed run. Saves are also cut, by SIGKILL or an errno, at each of their calls on files (calls.c
+is preloaded for that), and files of every kind are changed (flips.py).
 """
 
 import argparse
 import json
-import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,10 +23,23 @@ import torch
 
 import tests.preloaded  # noqa: F401 - before ranks are forked
 from benchmarks.common import write_result
-from tests.faults.bit_flips import flip_bits
 from tests.faults.cut_saves import cut_saves
 from tests.faults.disturbed_runs import Cases
+from tests.faults.flip_targets import TARGETS
+from tests.faults.flips import flip
+from tests.faults.injection import preload
 from tests.faults.tally import Tally
+
+
+def _flip(directory: Path, tally: Tally, options: argparse.Namespace) -> None:
+    """Change files of every kind, and add up what became of it."""
+    (directory / "flips").mkdir()
+    every = range(len(TARGETS))
+    found = flip(directory / "flips", options.flips, options.seed, targets=every, batch_size=20)
+    for name, count in found["outcomes"].items():
+        tally.faults[name.partition(":")[0]] += count
+        tally.outcomes[name] += count
+    tally.failures += map(json.dumps, found["failures"])
 
 
 def main() -> int:
@@ -47,15 +58,10 @@ def main() -> int:
     tally, draw = Tally(), random.Random(options.seed)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        if "LD_PRELOAD" not in os.environ:  # again, with the calls that can be cut
-            library = directory / "cut.so"
-            source = Path(__file__).with_name("cut.c")
-            subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-            alone = {"LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-            argv = [sys.executable, __file__, *sys.argv[1:]]
-            return subprocess.run(argv, env=os.environ | alone, check=False).returncode
+        if (status := preload(directory, [__file__, *sys.argv[1:]])) is not None:
+            return status
         began = time.monotonic()
-        flip_bits(directory, tally, draw, options.flips)
+        _flip(directory, tally, options)
         cut_saves(directory, tally, options.cut_seconds)
         cases, deadline = Cases(directory, draw, tally), time.monotonic() + options.seconds
         cases.one_of_each()

@@ -5,7 +5,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,16 +127,18 @@ def _provenance(directory: Path) -> Execute:
 
 def _checkpoint(directory: Path) -> Execute:
     """Every file of a checkpoint, as it is and with right checksums; read into an engine and as a model."""
-    from megatron_zpp.checkpoint.manifest import MANIFEST, MARKER, write_manifest
+    from megatron_zpp.checkpoint.manifest import MANIFEST, MARKER, read_manifest, write_manifest
     from megatron_zpp.checkpoint.read import load_checkpoint
     from megatron_zpp.generate.loading import load_model
     from megatron_zpp.storage.checksums import checksums_of
+    from megatron_zpp.storage.sidecar import write_sidecar
     from tests.checkpoint.saving import TOKENIZER, save, small, train
 
     engine = small()
     train(engine, 1, seed=1)
     path = save(directory, engine, config=parse_args(_OF_SMALL.split()).to_json())
     state, shards = path / "state.json", path / "rank_00000.safetensors"
+    sidecar = path / "rank_00000.safetensors.sha256"
     good = {file: file.read_bytes() for file in path.iterdir()}
     (length,) = struct.unpack("<Q", good[shards][:8])
     header, tensors = json.loads(good[shards][8 : 8 + length]), good[shards][8 + length :]
@@ -153,8 +155,16 @@ def _checkpoint(directory: Path) -> Execute:
             file.write_text(change_json(json.loads(good[file]), inside))
         else:
             file.write_bytes(change_bytes(good[file], raw))
-        if "right" in target and file in (state, shards):
-            write_manifest(path, {one.name: checksums_of(one) for one in (state, shards)})
+        if "right" in target and file == sidecar:
+            digest = replace(
+                read_manifest(path)[shards.name], sha256=hashlib.sha256(sidecar.read_bytes()).hexdigest()
+            )
+            write_manifest(path, read_manifest(path) | {shards.name: digest})
+        elif "right" in target and file in (state, shards):
+            write_manifest(
+                path,
+                {state.name: checksums_of(state), shards.name: write_sidecar(shards, checksums_of(shards))},
+            )
         elif "right" in target:
             digest = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
             (path / MARKER).write_text(digest + "\n")
@@ -172,6 +182,7 @@ _TARGETS = (
     *(f"{name} bytes" for name in ("COMMITTED", "manifest.json", "state.json", "rank_00000.safetensors")),
     *("manifest.json right values", "manifest.json right bytes", "state.json right values"),
     *("state.json right bytes", "rank_00000.safetensors right bytes", "rank_00000.safetensors right header"),
+    *("rank_00000.safetensors.sha256 bytes", "rank_00000.safetensors.sha256 right bytes"),
 )
 
 

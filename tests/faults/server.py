@@ -32,12 +32,16 @@ _CAPABILITY_VERSION_3 = 0x20080522
 
 @dataclass(frozen=True)
 class Done:
-    """How a program ended; `status` is None when it did not in time and was killed."""
+    """How a program ended; `status` is None when it did not in time and was killed.
+
+    `seconds` passed, and `processor` seconds were computed by it and those children that it waited for.
+    """
 
     status: int | None
     stdout: str
     stderr: str
     seconds: float
+    processor: float = 0.0
 
 
 class Programs:
@@ -95,14 +99,14 @@ def _run_ranks(ranks: list[dict[str, Any]], cwd: str, timeout: float) -> list[di
     with tempfile.TemporaryDirectory() as outputs:
         running = [_fork(rank["argv"], rank["env"], cwd, f"{outputs}/{n}") for n, rank in enumerate(ranks)]
         pids = dict(enumerate(running))
-        ended: dict[int, tuple[int | None, float]] = {}
+        ended: dict[int, tuple[int | None, float, float]] = {}
         while pids:
             late = time.monotonic() > started + timeout
             for number, pid in list(pids.items()):
-                found, status = os.waitpid(pid, os.WNOHANG)
+                found, status, used = os.wait4(pid, os.WNOHANG)
                 if found or late:
                     code = os.waitstatus_to_exitcode(status) if found else None
-                    ended[number] = (code, time.monotonic() - started)
+                    ended[number] = (code, time.monotonic() - started, used.ru_utime + used.ru_stime)
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(pid, signal.SIGKILL)  # with the workers it may have left
                     if not found:
@@ -113,6 +117,7 @@ def _run_ranks(ranks: list[dict[str, Any]], cwd: str, timeout: float) -> list[di
             {
                 "status": ended[n][0],
                 "seconds": ended[n][1],
+                "processor": ended[n][2],
                 "stdout": Path(f"{outputs}/{n}.out").read_text(errors="replace"),
                 "stderr": Path(f"{outputs}/{n}.err").read_text(errors="replace"),
             }

@@ -25,6 +25,11 @@ COMMANDS = {
     "tokenizer": "data/train_tokenizer.py --input text.txt --vocab-size 300 --output-prefix out",
     "huggingface": "megatron_zpp/commands/huggingface.py",
     "sample": "megatron_zpp/commands/sample.py --load checkpoints --max-new-tokens 2",
+    "evaluate": "megatron_zpp/commands/evaluate.py --load checkpoints --valid-data text.txt --device cpu",
+    "import": "megatron_zpp/commands/import_checkpoint.py",
+    "plot": "megatron_zpp/commands/plot.py text.txt",
+    "report": "megatron_zpp/commands/report.py text.txt",
+    "serve": "megatron_zpp/commands/serve.py --load checkpoints --device cpu",
 }
 
 

@@ -3,7 +3,9 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-GOOD = ("equal", "found", "old and new whole")  # outcomes
+GOOD = (  # outcomes
+    *("equal", "one line, then equal", "found", "old and new whole", "same bytes", "as the file says"),
+)
 
 
 @dataclass

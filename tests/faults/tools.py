@@ -62,6 +62,14 @@ PREPROCESS = [
         "z.jsonl.gz: the file ends in the middle of its compressed data; create it again",
         harm=put("z.jsonl.gz", gzip.compress(b'{"text": "1"}\n' * 500)[:-9]),
     ),
+    *(
+        preprocess(
+            f"--input text.jsonl z.jsonl.{suffix}",  # an empty file is no compressed one, not even of nothing
+            f"z.jsonl.{suffix}: the file ends in the middle of its compressed data; create it again",
+            harm=put(f"z.jsonl.{suffix}", ""),
+        )
+        for suffix in ("gz", "zst")
+    ),
     preprocess(
         "--input z.jsonl.zst",
         "z.jsonl.zst: the compressed data is damaged … create it again",

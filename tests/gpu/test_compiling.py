@@ -1,6 +1,6 @@
 """Compiled parts on a GPU: one graph for all layers, no wait for the device, and what eager ones learn."""
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -39,11 +39,12 @@ def plain(
     recompute: RecomputeConfig | None = None,
     stage: int = 0,
     precision: PrecisionConfig = BF16,
+    unit: Literal["layer", "sublayer"] = "layer",
     **changes: Any,
 ) -> ZeroEngine:
     shape = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": LENGTH}
     config = ModelConfig(**shape | changes, hidden_dropout=dropout, attention_dropout=dropout)
-    zero = ZeroConfig(zero_stage=stage)
+    zero = ZeroConfig(zero_stage=stage, zero_unit=unit)
     return engine_of(config, VOCAB, zero=zero, precision=precision, recompute=recompute, device="cuda")
 
 
@@ -63,7 +64,11 @@ def distance(losses: list[float], others: list[float]) -> float:
     return sum(abs(loss - other) for loss, other in zip(losses, others, strict=True)) / len(losses)
 
 
-@pytest.mark.parametrize("changes", [{}, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, LLAMA, {"unit": "sublayer"}, LLAMA | {"unit": "sublayer"}],
+    ids=["gpt", "llama", "gpt-halves", "llama-halves"],
+)
 def test_compiled_parts_learn_what_eager_ones_do(changes: dict[str, Any]) -> None:
     """In fp32 equal but for rounding, which is 2^16 times finer than bf16; in bf16 as exact as eager ones."""
     said: list[str] = []

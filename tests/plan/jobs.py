@@ -38,16 +38,17 @@ def job_of(
     tensor: int = 1,
 ) -> Job:
     """A job of bf16 and one rank by default; `tensor` ranks of `local` share each layer."""
+    settings = ZeroConfig(**(zero or {}))
     return Job(
         model=model,
         vocab_size=vocab_size,
         recompute=RecomputeConfig(**(recompute or {})),
-        zero=ZeroConfig(**(zero or {})),
+        zero=settings,
         precision=precision or PrecisionConfig(bf16=True),
         nodes=nodes,
         local=local,
         micro_batch_size=micro_batch_size,
         micro_batches=micro_batches,
-        units=units_of(model, vocab_size, tensor),
+        units=units_of(model, vocab_size, tensor, cut_layers=settings.cuts_layers),
         tensor=tensor,
     )

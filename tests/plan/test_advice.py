@@ -79,6 +79,7 @@ def test_settings_that_would_fit_are_found() -> None:
         "--zero-stage 2",
         "--zero-stage 3",
         *(f"--micro-batch-size {size}" for size in (4, 2, 1)),
+        "--zero-unit sublayer",
         recompute,
         "--zero-offload-optimizer",
         "all of these",

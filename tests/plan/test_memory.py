@@ -118,6 +118,10 @@ def test_without_copy_engines_gradients_are_copied_to_be_sent() -> None:
         ({"zero_stage": 2}, {}, {"grad_reduce_in_bf16": True, "fp32": True}, WIDE | {"micro_batches": 2}),
         ({"zero_stage": 2}, FULL, {"fp32": True}, {"vocab": 3000, "micro_batch_size": 4}),
         ({}, FULL, {"fp32": True}, {"vocab": 3000, "untie_embeddings_and_output_weights": True}),
+        ({"zero_stage": 3, "zero_unit": "sublayer"}, FULL, BF16, {"micro_batches": 2}),
+        ({"zero_stage": 3, "zero_unit": "sublayer"}, {}, BF16, WIDE),
+        ({"zero_stage": 2, "zero_unit": "sublayer"}, {}, BF16, {"micro_batches": 3}),
+        ({"zero_stage": 1, "zero_unit": "sublayer"}, {}, {"fp32": True}, WIDE | {"micro_batches": 2}),
     ],
 )
 def test_a_step_allocates_what_the_plan_says(
@@ -242,6 +246,7 @@ STATES: list[dict[str, Any]] = [
     FOUR_BITS | {"zero_stage": 1, "zero_hpz_partition_size": "1"},
     FOUR_BITS | {"zero_gradient_partition_size": "auto"},
     ALL | {"zero_hpz_partition_size": "4", "zero_quantization_block": 512},
+    *(zero | {"zero_unit": "sublayer"} for zero in ({"zero_stage": 1}, {"zero_stage": 3}, ALL, FOUR_BITS)),
 ]
 MODEL = ModelConfig(**SHAPE | {"seq_length": 16})
 

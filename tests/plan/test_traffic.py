@@ -53,6 +53,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     *((ALL | {"zero_gradient_partition_size": size}, FULL, n) for size in ("auto", "1") for n in (1, 4)),
     ({"zero_stage": 1, "zero_gradient_partition_size": "auto"}, {}, 3),
     (STAGE_3 | HPZ | {"zero_gradient_partition_size": "auto"}, {}, 3),
+    *(({"zero_unit": "sublayer"} | zero, FULL, 2) for zero in (STAGE_3, ALL, FOUR_BITS)),
+    (STAGE_3 | {"zero_unit": "sublayer"}, FULL | {"recompute_num_layers": 2}, 1),
 ]
 ONE_HOP: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     *(({"zero_stage": stage}, {}, 1) for stage in (0, 1)),
@@ -134,7 +136,14 @@ def test_the_plan_of_dry_run_is_the_engines() -> None:
             continue  # needs more ranks
         settings = ZeroConfig(**zero, zero_copy_engines="off")
         precision = PrecisionConfig(bf16=True)
-        engine = engine_of(MODEL, VOCAB, zero=settings, precision=precision, operations=operations())
+        engine = engine_of(
+            MODEL,
+            VOCAB,
+            zero=settings,
+            precision=precision,
+            operations=operations(),
+            recompute=RecomputeConfig(**recompute),
+        )
         job = job_of(MODEL, VOCAB, zero=zero | {"zero_copy_engines": "off"}, recompute=recompute)
         assert engine.plan == job.communication
 

@@ -2,12 +2,16 @@
 
 import hashlib
 import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatron_zpp.storage import checksums
 from megatron_zpp.storage.checksums import (
     CHUNK_BYTES,
     ChecksummedWriter,
@@ -17,6 +21,7 @@ from megatron_zpp.storage.checksums import (
     checksums_of,
     verify_file,
 )
+from megatron_zpp.storage.recent_chunks import RecentChunks
 
 CHUNK = 16
 
@@ -31,12 +36,12 @@ def written(path: Path, pieces: list[bytes]) -> Checksums:
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pieces=st.lists(st.binary(max_size=50), max_size=8))
 def test_sums_what_it_writes_whatever_the_pieces(tmp_path, pieces):
-    checksums = written(tmp_path / "file", pieces)
+    sums = written(tmp_path / "file", pieces)
     content = b"".join(pieces)
     assert (tmp_path / "file").read_bytes() == content
     chunks = [content[first : first + CHUNK] for first in range(0, len(content), CHUNK)]
-    assert checksums.digests == tuple(hashlib.sha256(chunk).hexdigest() for chunk in chunks)
-    assert checksums == checksums_of(tmp_path / "file", CHUNK)
+    assert sums.digests == tuple(hashlib.sha256(chunk).hexdigest() for chunk in chunks)
+    assert sums == checksums_of(tmp_path / "file", CHUNK)
     usual = checksums_of(tmp_path / "file")
     assert usual == Checksums.from_json(usual.to_json(), tmp_path / "file")
 
@@ -44,22 +49,22 @@ def test_sums_what_it_writes_whatever_the_pieces(tmp_path, pieces):
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 48, 50])
 def test_finds_every_flipped_bit_and_every_cut(tmp_path, size):
     path, content = tmp_path / "file", bytes(range(size))
-    checksums = written(path, [content])
-    verify_file(path, checksums)
+    sums = written(path, [content])
+    verify_file(path, sums)
     for bit in range(8 * size):
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
         first = bit // 8 // CHUNK * CHUNK
         with pytest.raises(DamagedFile, match=f"{path}: damaged between bytes {first} and "):
-            verify_file(path, checksums)
+            verify_file(path, sums)
     for length in [*range(size), size + 1]:
         path.write_bytes((content + b"x")[:length])
         with pytest.raises(DamagedFile, match=f"{path}: {length} bytes; {size} were written"):
-            verify_file(path, checksums)
+            verify_file(path, sums)
     path.unlink()
     with pytest.raises(DamagedFile, match=f"{path}: missing"):
-        verify_file(path, checksums)
+        verify_file(path, sums)
 
 
 def read(file: VerifiedFile, start: int, length: int) -> bytes:
@@ -70,8 +75,8 @@ def read(file: VerifiedFile, start: int, length: int) -> bytes:
 
 def test_reads_any_range_and_checks_no_more_than_its_chunks(tmp_path):
     path, content = tmp_path / "file", bytes(range(50))
-    checksums = written(path, [content])
-    file = VerifiedFile(path, checksums)
+    sums = written(path, [content])
+    file = VerifiedFile(path, sums)
     for start in range(51):
         for length in range(51 - start):
             assert read(file, start, length) == content[start : start + length]
@@ -79,7 +84,7 @@ def test_reads_any_range_and_checks_no_more_than_its_chunks(tmp_path):
         read(file, 49, 2)
 
     path.write_bytes(content[:20] + b"x" + content[21:])
-    file = VerifiedFile(path, checksums)
+    file = VerifiedFile(path, sums)
     assert read(file, 0, 16) == content[:16]
     with pytest.raises(DamagedFile, match="between bytes 16 and 32"):
         file.check_rest()
@@ -113,8 +118,98 @@ def test_refuses_chunks_of_a_size_that_nobody_writes(chunk_bytes):
 
 
 def test_a_file_that_is_not_regular_is_damaged(tmp_path):
-    checksums = written(tmp_path / "file", [b"content"])
+    sums = written(tmp_path / "file", [b"content"])
     (tmp_path / "file").unlink()
     os.mkfifo(tmp_path / "file")
     with pytest.raises(DamagedFile, match=f"{tmp_path}/file: is a FIFO, not a regular file"):
-        VerifiedFile(tmp_path / "file", checksums)
+        VerifiedFile(tmp_path / "file", sums)
+
+
+def test_digests_of_several_chunks_are_computed_at_once(tmp_path, monkeypatch):
+    """Both when a file is written and when it is read: each digest waits for another one to begin."""
+    together, digest = threading.Barrier(2), checksums._digest
+
+    def waiting(chunk):
+        together.wait(timeout=60)
+        return digest(chunk)
+
+    monkeypatch.setattr(checksums, "_digest", waiting)
+    content = bytes(range(4 * CHUNK))
+    found = written(tmp_path / "file", [content])
+    with ThreadPoolExecutor(2) as pool:
+        verify_file(tmp_path / "file", found, pool.map)
+    assert found.digests == tuple(
+        hashlib.sha256(content[first : first + CHUNK]).hexdigest() for first in range(0, 4 * CHUNK, CHUNK)
+    )
+
+
+def test_the_caller_may_change_its_memory_once_it_is_written(tmp_path, monkeypatch):
+    digest = checksums._digest
+
+    def late(chunk):
+        time.sleep(0.02)
+        return digest(chunk)
+
+    monkeypatch.setattr(checksums, "_digest", late)
+    writer, memory = ChecksummedWriter(tmp_path / "file", CHUNK), bytearray(range(5 * CHUNK // 2))
+    for _ in range(3):
+        writer.write(memory)
+        memory[:] = bytes(len(memory))
+    found = writer.finish()
+    monkeypatch.undo()
+    assert found == checksums_of(tmp_path / "file", CHUNK)
+
+
+def test_a_writer_holds_few_chunks(tmp_path, monkeypatch):
+    """A disk that is faster than the digests must not fill the memory with chunks that wait."""
+    digest, alive, most = checksums._digest, set(), 0
+
+    def late(chunk):
+        time.sleep(0.005)
+        alive.discard(id(chunk))
+        return digest(chunk)
+
+    put = ChecksummedWriter._put
+
+    def counting(self, chunk):
+        nonlocal most
+        alive.add(id(chunk))
+        most = max(most, len(alive))
+        put(self, chunk)
+
+    monkeypatch.setattr(checksums, "_digest", late)
+    monkeypatch.setattr(ChecksummedWriter, "_put", counting)
+    writer = ChecksummedWriter(tmp_path / "file", CHUNK)
+    for _ in range(60):
+        writer.write(bytes(CHUNK - 1))  # smaller than a chunk, so that the writer copies it
+    writer.finish()
+    assert 1 < most <= checksums.thread_count() + 1
+
+
+def test_ranges_that_follow_each_other_cost_one_digest_per_chunk(tmp_path, monkeypatch):
+    """Shards of many small units lie in the same chunks."""
+    path, content = tmp_path / "file", os.urandom(100 * CHUNK + 3)
+    sums, digest, counted = written(path, [content]), checksums._digest, []
+
+    def count(chunk):
+        counted.append(len(chunk))
+        return digest(chunk)
+
+    monkeypatch.setattr(checksums, "_digest", count)
+    file, start, found = VerifiedFile(path, sums), 0, b""
+    with ThreadPoolExecutor(3) as pool:
+        for length in [1, 5, CHUNK, 2 * CHUNK + 1, 3, 7 * CHUNK - 1] * 99:
+            target = bytearray(min(length, len(content) - start))
+            file.read_into(start, memoryview(target), pool.map)
+            start, found = start + len(target), found + target
+    assert found == content
+    assert len(counted) == 101
+
+
+def test_few_chunks_are_kept():
+    recent = RecentChunks(2)
+    for index in range(5):
+        recent.put(Path("a"), index, memoryview(bytes([index])))
+    assert [recent.get(Path("a"), index) for index in range(3)] == [None] * 3
+    assert [bytes(recent.get(Path("a"), index)) for index in (3, 4)] == [b"\3", b"\4"]
+    assert recent.get(Path("b"), 4) is None

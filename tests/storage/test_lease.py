@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from megatron_zpp.storage import lease as module
 from megatron_zpp.storage.lease import LEASE, Held, Lease, LeaseLost
 from tests.support import ROOT, environment
 
@@ -164,3 +166,23 @@ def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="Not a directory"):
         Lease(tmp_path / "file" / "below", print)
+
+
+def test_storage_that_does_not_answer_keeps_nobody_from_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The renewal is in a system call that does not return."""
+    monkeypatch.setattr(module, "SECONDS", 0.2)
+    stuck, over = threading.Event(), threading.Event()
+    with Lease(tmp_path, print, SECONDS) as lease:
+
+        def write(descriptor: int) -> None:
+            stuck.set()
+            over.wait(60)
+
+        lease._write = write
+        assert stuck.wait(60)
+        started = time.monotonic()
+    assert time.monotonic() - started < 30
+    over.set()
+    lease._thread.join()

@@ -96,7 +96,14 @@ def test_a_heartbeat_that_comes_after_the_collectives_give_up_is_refused(timeout
 
 
 def rank_main(
-    directory: str, rank: int, world: int, port: int, ending: str, timeout: float, kept_elsewhere: bool
+    directory: str,
+    rank: int,
+    world: int,
+    port: int,
+    ending: str,
+    timeout: float,
+    kept_elsewhere: bool,
+    lifelines: bool,
 ) -> None:
     """Steps of one small collective each, until a file of the test's says otherwise."""
     place = Path(directory)
@@ -108,15 +115,19 @@ def rank_main(
         os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")
     topology = Topology(rank, world, rank, world)
     config = DistributedConfig(heartbeat_timeout=timeout, distributed_backend="gloo")
+    meeting = connect_ranks(config, topology, "test")
+    if meeting.lifelines and not lifelines:
+        meeting.lifelines.leave()
     with (
         stop_signals("signals", topology, OncePerNode(None), saves=True) as signals,
         one_line_errors("test", topology, debug=False, say=said_by_each),
         heartbeat(
-            (meeting := connect_ranks(config, topology, "test")).store,
+            meeting.store,
             topology,
             timeout,
             "test",
             signals.told_to_stop,
+            meeting.lifelines,
         ) as activity,
         process_group(config, topology, torch.device("cpu"), meeting),
     ):
@@ -147,6 +158,7 @@ class Scenario:
 
     A signal without a victim is for all, who are continued after more than the time limit. `told`: as when
     torchrun finds that a rank has died, the others get SIGTERM, and `kept_elsewhere`: it keeps the store.
+    Without `lifelines`, only the store tells of a rank that was killed.
     """
 
     world: int
@@ -155,13 +167,19 @@ class Scenario:
     ending: str = "leave"
     told: bool = False
     kept_elsewhere: bool = False
+    lifelines: bool = True
 
 
-KILLS = [Scenario(3, victim, fault) for fault in (signal.SIGKILL, signal.SIGSTOP) for victim in (0, 1)]
+KILLS = [
+    Scenario(3, victim, fault, lifelines=fault == signal.SIGSTOP)
+    for fault in (signal.SIGKILL, signal.SIGSTOP)
+    for victim in (0, 1)
+]
+KNOWN = [Scenario(3, victim, signal.SIGKILL) for victim in (0, 1)]
 STUCK = [Scenario(1, 0), Scenario(3, 0), Scenario(3, 2)]
 # A rank that is stopped keeps the others waiting in a collective, as NCCL does for one that is dead.
 TOLD = [
-    Scenario(3, victim, fault, told=True, kept_elsewhere=elsewhere)
+    Scenario(3, victim, fault, told=True, kept_elsewhere=elsewhere, lifelines=fault == signal.SIGSTOP)
     for victim, fault, elsewhere in (
         (0, signal.SIGSTOP, False),
         (0, signal.SIGSTOP, True),
@@ -208,13 +226,13 @@ def play(directory: Path, scenario: Scenario) -> End:
     """Processes that send heartbeat messages from their first step, forked from a server with torch."""
     port, world = free_port(), scenario.world
     # Only who is silent or stuck has to be waited for; nobody else is, on a machine that is busy.
-    timeout = 20 * TIMEOUT if scenario in (RAISES, ALIVE, *TOLD, *ORDERLY) else TIMEOUT
+    timeout = 20 * TIMEOUT if scenario in (*KNOWN, RAISES, ALIVE, *TOLD, *ORDERLY) else TIMEOUT
     keeper = (
         dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         if scenario.kept_elsewhere
         else None
     )
-    given = (world, port, scenario.ending, timeout, scenario.kept_elsewhere)
+    given = (world, port, scenario.ending, timeout, scenario.kept_elsewhere, scenario.lifelines)
     processes = [
         CONTEXT.Process(target=rank_main, args=(str(directory), rank, *given)) for rank in range(world)
     ]
@@ -248,7 +266,7 @@ def play(directory: Path, scenario: Scenario) -> End:
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Scenario, Future[End]]]:
     """Run several at a time, because they mostly wait."""
-    scenarios = [*KILLS, *STUCK, *TOLD, ALIVE, RAISES, SUSPENDED, *ORDERLY]
+    scenarios = [*KILLS, *KNOWN, *STUCK, *TOLD, ALIVE, RAISES, SUSPENDED, *ORDERLY]
     with ThreadPoolExecutor(4) as pool:
         yield {each: pool.submit(play, tmp_path_factory.mktemp("ranks"), each) for each in scenarios}
 
@@ -267,6 +285,18 @@ def test_survivors_name_a_rank_that_is_gone(played: Played, scenario: Scenario) 
             f"test [{platform.node()} rank {rank}]: error: rank {victim} [{platform.node()}]"
         )
         assert "last seen: step " in line or "last seen: thinking" in line
+
+
+@pytest.mark.parametrize("scenario", KNOWN, ids=lambda kill: f"{kill.victim}")
+def test_survivors_name_a_killed_rank_by_their_lifelines(played: Played, scenario: Scenario) -> None:
+    """Also if the store ends with it, and though their collectives fail."""
+    end, victim = played[scenario].result(), scenario.victim
+    host = platform.node()
+    for rank in {0, 1, 2} - {victim}:
+        assert end.statuses[rank] == 1
+        line = end.line(rank)
+        assert line.startswith(f"test [{host} rank {rank}]: error: rank {victim} [{host}] ")
+        assert "killed by SIGKILL; last seen: " in line or "killed, or crashed; last seen: " in line
 
 
 @pytest.mark.parametrize(

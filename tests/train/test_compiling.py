@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -32,6 +32,7 @@ def three_steps(
     backend: str | None,
     stage: int = 0,
     recompute: str = "stored",
+    unit: Literal["layer", "sublayer"] = "layer",
     **changes: Any,
 ) -> tuple[list[float], list[str]]:
     """Losses of steps and evaluations, with generation in between; and the messages about further graphs."""
@@ -39,7 +40,7 @@ def three_steps(
     torch.set_num_threads(1)
     shape = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "seq_length": LENGTH}
     config = ModelConfig(**shape | changes, hidden_dropout=0.1, attention_dropout=0.1)
-    zero, recomputed = ZeroConfig(zero_stage=stage), RecomputeConfig(**RECOMPUTED[recompute])
+    zero, recomputed = ZeroConfig(zero_stage=stage, zero_unit=unit), RecomputeConfig(**RECOMPUTED[recompute])
     engine = engine_of(config, VOCABULARY, zero=zero, recompute=recomputed, topology=topology)
     said: list[str] = []
     if backend is not None:
@@ -81,6 +82,17 @@ def test_a_graph_for_layers_with_a_window_and_one_for_others() -> None:
     assert plain != three_steps(Topology(), backend=None, **LLAMA)[0]
     for recompute in RECOMPUTED:
         assert three_steps(Topology(), backend="aot_eager", recompute=recompute, **changes) == (plain, [])
+
+
+@pytest.mark.parametrize("changes", [{}, LLAMA | {"window_size": "6,0", "window_attn_skip_freq": "3"}])
+def test_graphs_for_the_halves_of_layers(changes: dict[str, Any]) -> None:
+    """One for the first halves, or two with a window, and one for the second ones, which change no bit."""
+    plain, _ = three_steps(Topology(), backend=None, **changes)
+    for recompute in RECOMPUTED:
+        halves = three_steps(
+            Topology(), backend="aot_eager", recompute=recompute, stage=3, unit="sublayer", **changes
+        )
+        assert halves == (plain, [])
 
 
 def sharded_steps(topology: Topology) -> tuple[list[float], list[str]]:

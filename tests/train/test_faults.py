@@ -130,6 +130,22 @@ def test_a_second_signal_ends_a_rank_at_once(flags: list[str], tmp_path: Path) -
         assert ranks.err(0) == f"{NODE}: {promise}{NODE}: {again}"
 
 
+def without_a_reader() -> None:
+    """Let stdout be a pipe that nobody reads any more."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+
+
+def test_a_run_whose_log_nobody_reads_says_so(flags: list[str], tmp_path: Path) -> None:
+    """`| tee log`, and tee is killed: the line names stdout, not only a broken pipe."""
+    with Run(tmp_path, 1) as ranks:
+        ranks.start(0, *flags, "--train-iters", "3", change=without_a_reader)
+        assert ranks.statuses() == {0: 1}
+    said = "stdout: what read it has ended; write the log to a file and read that"
+    assert ranks.errors() == [f"pretrain_gpt.py: error: {said}"]
+
+
 def ended_in(ranks: Run, seconds: float) -> bool:
     """Whether rank 0 ends in so many seconds."""
     ranks.processes[0].join(seconds)

@@ -42,6 +42,7 @@ def engine_of(
 
     `tensor` ranks share each layer.
     """
+    zero = zero or ZeroConfig()
     norms, attention = norm_classes(fused_backend), kernel or DotProduct()
     share, parts = ALONE, ModelComponents(norms, attention=attention)
     if tensor > 1:
@@ -49,7 +50,7 @@ def engine_of(
         group = TensorGroup(Grid(topology, tensor).tensor_ranks, topology.rank)
         parts = TensorParallelComponents(norms, attention=attention, group=group, tokens=config.seq_length)
     with torch.device("meta"):
-        model = GPT(config, vocab_size, recompute, parts)
+        model = GPT(config, vocab_size, recompute, parts, cut_layers=zero.cuts_layers)
     if tensor > 1:
         share = TensorShare(group, splits_of(model), exchanges_of(model), config.hidden_size)
 
@@ -61,7 +62,7 @@ def engine_of(
     return ZeroEngine(
         model,
         initialize,
-        zero=zero or ZeroConfig(),
+        zero=zero,
         optimizer=optimizer or OptimizerConfig(weight_decay=0.1),
         precision=precision or PrecisionConfig(),
         topology=topology or Topology(),

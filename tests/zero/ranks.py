@@ -1,5 +1,6 @@
 """Runs a function on several ranks, as processes of this machine over gloo."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,7 @@ def on_ranks(
     )  # at a port that is free
     processes = mp.start_processes(
         _rank,
-        (world, per_node, rendezvous.port, results, function, arguments),
+        (world, per_node, rendezvous.port, results, dict(os.environ), function, arguments),
         nprocs=world,
         join=False,
         start_method="forkserver",
@@ -40,8 +41,16 @@ def on_ranks(
 
 
 def _rank(
-    rank: int, world: int, per_node: int, port: int, results: Any, function: Callable, arguments: tuple
+    rank: int,
+    world: int,
+    per_node: int,
+    port: int,
+    results: Any,
+    environment: dict[str, str],
+    function: Callable,
+    arguments: tuple,
 ) -> None:
+    os.environ.update(environment)  # that of the server which forks is from an earlier test
     torch.set_num_threads(1)
     rendezvous = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=rendezvous, rank=rank, world_size=world)

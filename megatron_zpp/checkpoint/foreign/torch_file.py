@@ -1,15 +1,18 @@
 """Reads what torch.save writes: a zip archive of a pickle, read as data, and the bytes of tensors.
 
 A tensor stays in its file until `StoredTensor.read`. Nothing is unpacked: torch stores without compression.
+The archive has a CRC-32 of each storage, which is checked before the first of its tensors is returned; it is
+zero where torch.serialization.set_crc32_options(False) was in force.
 """
 
 import math
 import os
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -18,6 +21,7 @@ from megatron_zpp.checkpoint.foreign.pickled import Global, NotData, Record, rea
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.regular import open_stream
 
+_PIECE = 1 << 20  # bytes read at a time
 _PICKLE_LIMIT = 1 << 30  # bytes of the pickle alone; tensors are beside it
 _STORAGES = {
     "FloatStorage": torch.float32,
@@ -45,14 +49,31 @@ _DAMAGES = (
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Storage:
-    """Elements of one type in a file, from byte `start` on."""
+    """Elements of one type in a file, from byte `start` on; `crc` is 0 if the file does not say it."""
 
     path: Path
     start: int
     nbytes: int
     dtype: torch.dtype
+    crc: int
+    checked: bool = False
+
+    def check(self, file: BinaryIO) -> None:
+        """Compare the bytes with their CRC-32, once. Raises DamagedFile."""
+        if self.checked or not self.crc:
+            return
+        file.seek(self.start)
+        left, found = self.nbytes, 0
+        while left and (piece := file.read(min(left, _PIECE))):
+            found, left = zlib.crc32(piece, found), left - len(piece)
+        if left or found != self.crc:
+            raise DamagedFile(
+                f"{self.path}: damaged between bytes {self.start} and {self.start + self.nbytes}: its CRC-32 "
+                "differs; copy the file again"
+            )
+        self.checked = True
 
 
 @dataclass(frozen=True)
@@ -76,6 +97,7 @@ class StoredTensor:
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=self.dtype)
         with open_stream(self.storage.path) as file:
+            self.storage.check(file)
             file.seek(self.storage.start + self.offset * size)
             content = bytearray(file.read(reach * size))
             if len(content) != reach * size:
@@ -157,17 +179,23 @@ def _read(path: Path, start: int, file: Any, archive: zipfile.ZipFile) -> Any:
         raise NotData("was written on a big-endian machine; save it again on another one")
     if entries["data.pkl"].file_size > _PICKLE_LIMIT:
         raise NotData(f"its pickle is longer than {_PICKLE_LIMIT:,} bytes")
+    storages: dict[tuple[str, torch.dtype], _Storage] = {}  # tensors may share one
 
     def storage(value: Any) -> _Storage:
         _, kind, key, _, count = value  # "storage", its class, the name of its file, device, elements
         dtype = _STORAGES[kind.name]
+        if (key, dtype) not in storages:
+            storages[key, dtype] = found(key, dtype, count)
+        return storages[key, dtype]
+
+    def found(key: str, dtype: torch.dtype, count: Any) -> _Storage:
         info = entries[f"data/{key}"]
         if type(count) is not int or not 0 <= count * dtype.itemsize <= info.file_size:
             raise NotData(f"its tensor data/{key} is shorter than it says")
         begin = _data_start(file, start + info.header_offset)
         if begin + info.file_size > os.fstat(file.fileno()).st_size:
             raise zipfile.BadZipFile("it ends too early")
-        return _Storage(path, begin, info.file_size, dtype)
+        return _Storage(path, begin, info.file_size, dtype, info.CRC)
 
     return tensors_of(read_pickle(archive.read(entries["data.pkl"]), storage))
 

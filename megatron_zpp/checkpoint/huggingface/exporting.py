@@ -31,6 +31,7 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.files import commit_directory, fsync, write_durably
+from megatron_zpp.storage.object_path import Location
 from megatron_zpp.tokenizer.base import Tokenizer
 from megatron_zpp.zero.engine import WEIGHTS
 
@@ -47,7 +48,7 @@ class _Source:
 
 
 def export_checkpoint(
-    named: NamedDirectory, checkpoint: Path, target: Path, *, with_tokenizer: bool, file_bytes: int
+    named: NamedDirectory, checkpoint: Location, target: Path, *, with_tokenizer: bool, file_bytes: int
 ) -> list[str]:
     """Write `target`, which gets its name when all of it is checked, and return lines that say so.
 
@@ -96,7 +97,7 @@ def _generation(described: dict) -> dict:
 
 
 def _sources(
-    checkpoint: Path, reader: CheckpointReader, model: ModelConfig, vocab_size: int
+    checkpoint: Location, reader: CheckpointReader, model: ModelConfig, vocab_size: int
 ) -> dict[str, _Source]:
     """All parameters by our names. Raises DamagedFile unless they are those of `model`."""
     with torch.device("meta"):

@@ -1,7 +1,6 @@
 """The tokenizer beside a GPT-2: written so that AutoTokenizer gives our ids, found where one is imported."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +57,8 @@ def write_tokenizer(
     pipeline = Pipeline.from_str(written)
     write_durably(directory / _TOKENIZER, written.encode())
     of_gpt2 = config.tokenizer_type == "GPT2BPETokenizer"
-    for name, source in ((_VOCAB, config.vocab_file), (_MERGES, config.merge_file)):
-        if source is not None:
-            shutil.copyfile(source, directory / name)
+    for name in (_VOCAB, _MERGES) if of_gpt2 else ():
+        write_durably(directory / name, tokenizer.files()[name])
     end = pipeline.id_to_token(tokenizer.eod)
     special = {"bos_token": end, "eos_token": end} | ({"unk_token": end} if of_gpt2 else {})
     settings = special | {

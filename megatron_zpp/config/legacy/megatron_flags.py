@@ -242,7 +242,7 @@ IDLE_TODAY = (
     *idle("no code that comes with a tokenizer is run", "--trust-remote-code"),
     *idle("the `tokenizers` library reads them", "--tokenizer-hf-no-use-fast --use-gigatoken"),
     *idle("special tokens around a text are never added", "--tokenizer-hf-no-include-special-tokens"),
-    *idle("object storage is not read", "--enable-msc --disable-msc"),
+    *idle("objects are read with boto3", "--enable-msc --disable-msc"),
     # Text generation, which Megatron-LM's training does not do either
     *idle(_SERVED, "--flash-decode --inference-rng-tracker --use-legacy-static-engine"),
     *idle(_SERVED, "--max-tokens-to-oom --inference-max-requests --inference-max-seq-length", takes=int),
@@ -295,7 +295,6 @@ REFUSED_TODAY = (
     *refused("samples are cut from documents; omit it", "--per-dataset-sequences-path"),
     *refused("use --reset-attention-mask --reset-position-ids", "--dataloader-inter-document-masking"),
     *refused("--dataset-order megatron has Megatron-LM's default; omit it", "--mid-level-dataset-surplus"),
-    *refused("data lies on a file system; copy it there", "--object-storage-cache-path"),
     *refused("tokenizers are used as their files say; omit it", "--tokenizer-metadata --chat-template"),
     *refused("tokenizers are used as their files say; omit it", "--tokenizer-special-tokens"),
     *refused("tokenizers are used as their files say; omit it", "--tokenizer-sentencepiece-legacy"),

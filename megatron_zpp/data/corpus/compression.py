@@ -53,10 +53,12 @@ class Decompressor:
     def __init__(self, path: str) -> None:
         self._path = path
         self._member: Any = None  # decoder of zlib or zstandard; None between members
+        self._begun = False
 
     def feed(self, compressed: bytes) -> bytes:
         """Return everything that `compressed` adds to what was decompressed before."""
         plain = []
+        self._begun = self._begun or bool(compressed)
         while compressed:
             if self._member is None:
                 self._member = _member_decoder(self._path)
@@ -72,8 +74,8 @@ class Decompressor:
         return b"".join(plain)
 
     def finish(self) -> None:
-        """Raise ValueError if the file ends here, but a member does not."""
-        if self._member is not None:
+        """Raise ValueError if the file ends here, but a member does not, or none has begun."""
+        if self._member is not None or not self._begun:
             raise ValueError(
                 f"{self._path}: the file ends in the middle of its compressed data; create it again"
             )

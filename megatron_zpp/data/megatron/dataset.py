@@ -130,7 +130,7 @@ class MegatronOrders:
         made_of = {
             "version": _VERSION,
             "indexes": _INDEXES,
-            "file": contents_of(index_path(source.prefix)),
+            "file": contents_of(index_path(source.local)),
             "sequences": [first, last],
             "seq_length": self.seq_length,
             "epochs": sizes.epochs,

@@ -15,7 +15,7 @@ from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.data.corpus.encode import Encoder
 from megatron_zpp.data.corpus.inputs import find_files, read_blocks, whole
 from megatron_zpp.data.indexed import token_dtype
-from megatron_zpp.data.order_cache import contents_of, locked
+from megatron_zpp.data.order_cache import contents_of
 from megatron_zpp.data.text.cache import TokenCache
 from megatron_zpp.data.text.group_order import GroupOrder
 from megatron_zpp.data.text.hub import open_hub
@@ -23,7 +23,7 @@ from megatron_zpp.data.text.samples import TextDataset
 from megatron_zpp.data.text.shard_order import ShardOrder
 from megatron_zpp.data.text.shards import ShardedText, open_shards
 from megatron_zpp.data.text.sources import JsonLinesText, TextSource
-from megatron_zpp.storage.files import fsync
+from megatron_zpp.storage.files import fsync, locked
 
 _VERSION = 1  # of the cache's format
 _BLOCK_BYTES = 1 << 20

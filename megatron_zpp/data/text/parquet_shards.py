@@ -14,9 +14,8 @@ from typing import Any
 
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
-from megatron_zpp.data.order_cache import locked
 from megatron_zpp.data.text.shard_files import THREADS, ShardFile
-from megatron_zpp.storage.files import write_text
+from megatron_zpp.storage.files import locked, write_text
 
 _BATCH_ROWS = 64  # decoded at a time, so that an error names a row within 64 of the damage
 _BUFFER = 1 << 20  # bytes read at a time, instead of a whole column of a row group

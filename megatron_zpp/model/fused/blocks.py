@@ -11,16 +11,21 @@ from megatron_zpp.model.fused import linear as fused_linear
 from megatron_zpp.model.fused import norm as fused_norm
 from megatron_zpp.model.fused import rotary as fused_rotary
 from megatron_zpp.model.fused import swiglu as fused_swiglu
-from megatron_zpp.model.gpt import MLP, Attention, BlockKernels, Layer, gelu, swiglu
+from megatron_zpp.model.gpt import MLP, Attention, BlockKernels, CutLayer, Layer, gelu, swiglu
 from megatron_zpp.model.rotary import Rotation
 
 
 class FusedKernels(BlockKernels):
-    """Kernels for the modules of layers like `layer`; plain torch for modules that no kernel serves."""
+    """Kernels for the modules of layers like `layer`; plain torch for modules that no kernel serves.
+
+    The norms' kernels join the residual sum of one half with the norm of the other, which only a graph of a
+    whole layer can do: cut layers have torch's norms.
+    """
 
     def __init__(self, layer: Layer) -> None:
         attention, mlp = layer.attention, layer.mlp
-        self._norms = fused_norm.serves(layer.attention_norm) and fused_norm.serves(layer.mlp_norm)
+        served = fused_norm.serves(layer.attention_norm) and fused_norm.serves(layer.mlp_norm)
+        self._norms = served and not isinstance(layer, CutLayer)
         self._heads = fused_linear.serves(attention.qkv) and attention.groups == attention.heads
         self._rotates = not attention.normalized
         self._gelu = fused_linear.serves(mlp.input) and mlp.activation is gelu

@@ -3,6 +3,7 @@
 import os
 import pickle
 import zipfile
+import zlib
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,35 @@ def test_tensors_larger_than_their_bytes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "y.pt").write_bytes(content[:20_000] + content[30_000:])
     with pytest.raises(DamagedFile):
         read_torch_file(tmp_path / "y.pt").read()
+
+
+def test_a_flipped_bit_of_a_tensor_is_found(tmp_path: Path) -> None:
+    """By the CRC-32 of the archive, which torch.load itself does not compare."""
+    path, value = tmp_path / "x.pt", torch.arange(1000.0)
+    torch.save([value, value[5:]], path)
+    content = bytearray(path.read_bytes())
+    content[content.find(value.numpy().tobytes()) + 2002] ^= 16
+    path.write_bytes(content)
+    assert not torch.equal(torch.load(path)[0], value)
+    for tensor in read_torch_file(path):
+        with pytest.raises(
+            DamagedFile, match=r"x\.pt: damaged between bytes \d+ and \d+: its CRC-32 differs"
+        ):
+            tensor.read()
+
+
+def test_a_file_without_checksums_is_read(tmp_path: Path) -> None:
+    path, value = tmp_path / "x.pt", torch.arange(1000.0)
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:  # as with set_crc32_options(False)
+        torch.save(value, tmp_path / "y.pt")
+        with zipfile.ZipFile(tmp_path / "y.pt") as other:
+            for info in other.infolist():
+                archive.writestr(info.filename, other.read(info))
+    content = path.read_bytes()
+    crc = zlib.crc32(value.numpy().tobytes()).to_bytes(4, "little")
+    assert content.count(crc) == 2
+    path.write_bytes(content.replace(crc, bytes(4)))
+    assert torch.equal(read_torch_file(path).read(), value)
 
 
 def test_compressed_and_old_files_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,21 @@
+"""Flags that name a directory: of this machine alone, or also of an object store."""
+
+from pathlib import Path
+
+from megatron_zpp.config.options import option_error
+from megatron_zpp.storage.object_path import location
+
+
+def check_location(flag: str, value: str) -> None:
+    """Raise ValueError unless `value` is a path or a usable s3:// URL."""
+    try:
+        location(value)
+    except ValueError as error:
+        raise option_error(flag, value, str(error)) from None
+
+
+def local_path(flag: str, value: str) -> Path:
+    """Return the path that `value` names. Raises ValueError if it is a URL."""
+    if "://" in value:
+        raise option_error(flag, value, "is a URL; give a path of this machine")
+    return Path(value)

@@ -1,0 +1,157 @@
+"""Where a lease is written: a file of a directory, or an object of an object store.
+
+Both have the same operations, of which only one process succeeds at a time. A file is created with O_EXCL and
+then rewritten in place, without locks. An object is written by conditional requests, which the store refuses
+if the object is not the one that this process has read or written last.
+"""
+
+import contextlib
+import errno
+import os
+import time
+from pathlib import Path
+from typing import Protocol
+
+from megatron_zpp.storage.files import fsync
+from megatron_zpp.storage.object_path import Location, ObjectPath
+from megatron_zpp.storage.object_store import Conflict, NoObject, ObjectError
+from megatron_zpp.storage.regular import read_limited
+
+_LIMIT = 4096  # bytes of the record
+_NO_TAG = f'"{"0" * 32}"'  # no object has this one
+_UNCONDITIONAL = (
+    "the store ignores conditions of requests (If-None-Match, If-Match), so that two runs could save here at "
+    "once; use a store that has them, such as Amazon S3 or MinIO"
+)
+_SETTLE = 0.5  # seconds between taking over a file and reading it again
+
+
+class Record(Protocol):
+    """The record of a lease. All methods raise OSError, also if another process has written it meanwhile."""
+
+    def read(self) -> bytes | None:
+        """Return the content; None if there is none."""
+
+    def create(self, content: bytes) -> None:
+        """Write a record where there is none. Raises FileExistsError or Conflict if there is one."""
+
+    def take_over(self, content: bytes, name: str) -> None:
+        """Replace the record that was read last. `name` is unique to this process.
+
+        The caller must read the record afterwards: another process may have done the same.
+        """
+
+    def renew(self, content: bytes) -> None:
+        """Replace the record that this process has written, by one of the same length."""
+
+    def remove(self) -> None:
+        """Remove the record, and the directory if it was made for it and is empty."""
+
+    def close(self) -> None:
+        """Close it."""
+
+
+def record_of(path: Location) -> Record:
+    """Return the record at `path`. Raises OSError if it cannot be written there."""
+    return _ObjectRecord(path) if isinstance(path, ObjectPath) else _FileRecord(path)
+
+
+class _FileRecord:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._made_directory = not path.parent.exists()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor: int | None = None
+
+    def read(self) -> bytes | None:
+        try:
+            return read_limited(self._path, _LIMIT)
+        except FileNotFoundError:
+            return None
+
+    def create(self, content: bytes) -> None:
+        self._create(self._path, content)
+
+    def take_over(self, content: bytes, name: str) -> None:
+        self._create(partial := self._path.with_name(f"{self._path.name}.{name}"), content)
+        os.replace(partial, self._path)
+        time.sleep(_SETTLE)  # if two processes take it over at once, the later one holds it
+
+    def renew(self, content: bytes) -> None:
+        # By descriptor, so that a file that replaced ours meanwhile is not overwritten.
+        assert self._descriptor is not None
+        _rewrite(self._descriptor, content)
+
+    def remove(self) -> None:
+        self._path.unlink()
+        if self._made_directory:
+            with contextlib.suppress(OSError):  # the directory is not empty
+                self._path.parent.rmdir()
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _create(self, path: Path, content: bytes) -> None:
+        """Create the file, which only one process can do, and keep a descriptor for rewriting it."""
+        self.close()  # of a file that another process has taken over
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            _rewrite(descriptor, content)
+            fsync(path.parent)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+
+
+def _rewrite(descriptor: int, content: bytes) -> None:
+    os.pwrite(descriptor, content, 0)
+    os.fsync(descriptor)  # so that other clients of a network file system see it
+
+
+class _ObjectRecord:
+    def __init__(self, path: ObjectPath) -> None:
+        self._path, self._tag = path, ""
+
+    def read(self) -> bytes | None:
+        try:
+            content, self._tag = self._path.read_whole()
+        except NoObject:
+            return None
+        return content
+
+    def create(self, content: bytes) -> None:
+        self._check_conditions()
+        self._tag = self._path.write(content, if_absent=True)
+
+    def take_over(self, content: bytes, name: str) -> None:
+        with contextlib.suppress(Conflict):  # which the caller finds out
+            self._tag = self._path.write(content, if_tag=self._tag)
+
+    def renew(self, content: bytes) -> None:
+        self._tag = self._path.write(content, if_tag=self._tag)
+
+    def remove(self) -> None:
+        self._path.unlink()
+
+    def close(self) -> None:
+        """Nothing is open between requests."""
+
+    def _check_conditions(self) -> None:
+        """Raise ObjectError for a store that ignores conditions, which S3's protocol allows."""
+        probe = self._path.with_name(f"{self._path.name}.probe-{os.urandom(8).hex()}")
+        probe.write(b"first")
+        ignored = False
+        try:
+            with contextlib.suppress(Conflict):
+                probe.write(b"second", if_absent=True)
+                ignored = True
+            with contextlib.suppress(Conflict):
+                probe.write(b"third", if_tag=_NO_TAG)
+                ignored = True
+        finally:
+            probe.unlink()
+        if ignored:
+            raise ObjectError(errno.ENOTSUP, _UNCONDITIONAL, str(self._path.parent))

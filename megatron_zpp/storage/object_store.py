@@ -1,0 +1,120 @@
+"""Requests to an object store with Amazon S3's protocol: bounded retries, and errors of one line.
+
+The package boto3 finds credentials, region and endpoint where all tools of AWS do: in AWS_ACCESS_KEY_ID,
+AWS_SECRET_ACCESS_KEY, AWS_PROFILE, AWS_REGION, AWS_ENDPOINT_URL and in the files of ~/.aws.
+"""
+
+import errno
+import functools
+import os
+import time
+from typing import Any
+
+ATTEMPTS = 5  # of a request, with growing pauses: about 15 s until a server that refuses connections is gone
+_CONNECT_SECONDS, _READ_SECONDS = 10, 30  # without an answer, after which an attempt has failed
+_CONNECTIONS = 32  # per process
+_PAUSE = 0.5  # seconds before the second attempt to read a body; doubled for each further one
+INSTALL = "needs the package boto3; install it: pip install 'megatron_zpp[s3]'"
+
+_DENIED = "the store denies {what}; give credentials that may do that"
+_REASONS = {  # error codes of S3; {what} is the request, {message} what the store says
+    "NoSuchBucket": "the bucket does not exist; create it, or name another",
+    "AccessDenied": _DENIED,
+    "403": _DENIED,
+    "InvalidAccessKeyId": "the store does not know the access key; correct AWS_ACCESS_KEY_ID or the profile",
+    "SignatureDoesNotMatch": "the secret key is wrong; correct AWS_SECRET_ACCESS_KEY or the profile",
+    "ExpiredToken": "the credentials have expired; renew them",
+    "PermanentRedirect": "the bucket is in another region; correct AWS_REGION",
+}
+
+
+class ObjectError(OSError):
+    """A request failed. `strerror` says why and what to do, `filename` is the URL."""
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+
+class NoObject(ObjectError, FileNotFoundError):
+    """There is no such object."""
+
+
+class Conflict(ObjectError):
+    """The object is not the one that a conditional request was for."""
+
+
+def request(url: str, operation: str, **arguments: Any) -> dict[str, Any]:
+    """Return the answer to one request of boto3's client. Raises ObjectError, of which `url` is the file."""
+    try:
+        import botocore.exceptions
+
+        return getattr(_client(os.getpid()), operation)(**arguments)
+    except ModuleNotFoundError:
+        raise ObjectError(errno.ENOPKG, INSTALL, url) from None
+    except botocore.exceptions.ClientError as error:
+        raise _refused(url, operation, error.response) from None
+    except botocore.exceptions.NoCredentialsError:
+        reason = "no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+        raise ObjectError(errno.EACCES, reason, url) from None
+    except (botocore.exceptions.HTTPClientError, botocore.exceptions.ConnectionError) as error:
+        raise _silent(url, error) from None
+    except (botocore.exceptions.BotoCoreError, ValueError) as error:
+        raise ObjectError(errno.EINVAL, _one_line(error), url) from None
+
+
+def get(url: str, **arguments: Any) -> tuple[bytes, dict[str, Any]]:
+    """Return the body of an object, or of a range of it, and the rest of the answer. Raises like `request`.
+
+    A body that arrives incomplete is requested again.
+    """
+    for attempt in range(ATTEMPTS):
+        answer = request(url, "get_object", **arguments)
+        import botocore.exceptions
+        import urllib3.exceptions  # of a connection that is lost in the middle of a body
+
+        try:
+            with answer["Body"] as body:
+                return body.read(), answer
+        except (botocore.exceptions.BotoCoreError, urllib3.exceptions.HTTPError, OSError) as error:
+            if attempt == ATTEMPTS - 1:
+                raise _silent(url, error) from None
+        time.sleep(_PAUSE * 2**attempt)
+    raise AssertionError("unreachable")
+
+
+@functools.lru_cache(maxsize=1)
+def _client(process: int) -> Any:
+    """Return a client, which threads may share; each process needs its own connections."""
+    import boto3
+    from botocore.config import Config
+
+    config = Config(
+        retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
+        connect_timeout=_CONNECT_SECONDS,
+        read_timeout=_READ_SECONDS,
+        max_pool_connections=_CONNECTIONS,
+    )
+    return boto3.session.Session().client("s3", config=config)
+
+
+def _refused(url: str, operation: str, answer: dict[str, Any]) -> ObjectError:
+    """Return the error for an answer that is not a success."""
+    found = answer.get("Error", {})
+    code, message = str(found.get("Code", "")), " ".join(str(found.get("Message", "")).split())
+    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    if code in ("NoSuchKey", "404"):
+        return NoObject(errno.ENOENT, "no such object", url)
+    if status in (409, 412):
+        return Conflict(errno.EEXIST, "another process has written it", url)
+    if code in _REASONS:
+        return ObjectError(errno.EACCES, _REASONS[code].format(what=operation), url)
+    return ObjectError(errno.EIO, f"the store refuses {operation}: {code} {message}".rstrip(), url)
+
+
+def _silent(url: str, error: BaseException) -> ObjectError:
+    reason = f"the server does not answer ({_one_line(error)}); tried {ATTEMPTS} times"
+    return ObjectError(errno.EIO, reason, url)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

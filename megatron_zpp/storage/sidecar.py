@@ -1,0 +1,106 @@
+"""The digests of a file's chunks in a second file beside it, its sidecar, which has one digest in turn.
+
+A reader that knows the digest of the sidecar can check any chunk of the file: a hash tree of two levels. The
+sidecar of NAME is NAME.sha256: for each chunk, in order, the SHA-256 of the chunk in 64 hexadecimal digits
+of lower case, and a newline. What a reader must know of a file and its sidecar, in JSON:
+
+    {"bytes": 9437184, "chunk_bytes": 4194304, "sha256": "4f8cb1…"}
+
+`sha256` is the SHA-256 of the sidecar's content.
+"""
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_zpp.storage.checksums import JSON_LIMIT, Checksums, DamagedFile, check_chunk_bytes
+from megatron_zpp.storage.files import write_durably
+from megatron_zpp.storage.object_path import Location
+from megatron_zpp.storage.regular import UnfitFile, read_limited
+
+_LINE = 65  # bytes: a SHA-256 in hexadecimal, and a newline
+_DIGEST = re.compile("[0-9a-f]{64}")
+_LINES = re.compile(rb"(?:[0-9a-f]{64}\n)*")
+
+
+@dataclass(frozen=True)
+class SidecarDigest:
+    """Size of one file, and the digest of the sidecar with the digests of its chunks."""
+
+    size: int
+    chunk_bytes: int
+    sha256: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON value described in the module's docstring."""
+        return {"bytes": self.size, "chunk_bytes": self.chunk_bytes, "sha256": self.sha256}
+
+    @classmethod
+    def from_json(cls, value: Any, path: Location) -> "SidecarDigest":
+        """Return the inverse of `to_json`. Raises DamagedFile naming `path`, the source of the value."""
+        try:
+            found = cls(value["bytes"], value["chunk_bytes"], value["sha256"])
+        except (KeyError, TypeError) as error:
+            raise DamagedFile(f"{path}: not the digest of a file ({error!r})") from None
+        sizes = (found.size, found.chunk_bytes)
+        if not all(type(size) is int and size >= 0 for size in sizes) or not _is_digest(found.sha256):
+            raise DamagedFile(f"{path}: not the digest of a file")
+        check_chunk_bytes(found.chunk_bytes, path)
+        if found.sidecar_bytes > JSON_LIMIT:
+            raise DamagedFile(f"{path}: a file of {found.size} bytes, more than any that is written")
+        return found
+
+    @property
+    def sidecar_bytes(self) -> int:
+        """The size of the sidecar."""
+        return _LINE * -(-self.size // self.chunk_bytes)
+
+
+def sidecar_path(path: Location) -> Location:
+    """The path of a file's sidecar."""
+    return path.with_name(f"{path.name}.sha256")
+
+
+def write_sidecar(path: Location, checksums: Checksums) -> SidecarDigest:
+    """Write the sidecar of the file `path`, make it durable, and return what a reader must know."""
+    content = _content(checksums)
+    write_durably(sidecar_path(path), content)
+    return _digest_of(checksums, content)
+
+
+def check_sidecar(path: Location, checksums: Checksums) -> None:
+    """Read the sidecar of the file `path`. Raises DamagedFile unless it has these checksums."""
+    read_sidecar(path, _digest_of(checksums, _content(checksums)))
+
+
+def read_sidecar(path: Location, digest: SidecarDigest) -> Checksums:
+    """Return the checksums of the file `path` from its sidecar. Raises DamagedFile if it was changed."""
+    sidecar = sidecar_path(path)
+    try:
+        content = read_limited(sidecar, digest.sidecar_bytes)
+    except FileNotFoundError:
+        raise DamagedFile(f"{sidecar}: missing") from None
+    except UnfitFile as error:
+        raise DamagedFile(f"{sidecar}: {error.strerror}") from None
+    if len(content) != digest.sidecar_bytes:
+        raise DamagedFile(f"{sidecar}: {len(content)} bytes; {digest.sidecar_bytes} were written")
+    if hashlib.sha256(content).hexdigest() != digest.sha256:
+        raise DamagedFile(
+            f"{sidecar}: its SHA-256 is not the one that was written; it is damaged or another file's"
+        )
+    if not _LINES.fullmatch(content):
+        raise DamagedFile(f"{sidecar}: not a list of digests")
+    return Checksums(digest.size, digest.chunk_bytes, tuple(content.decode().split()))
+
+
+def _content(checksums: Checksums) -> bytes:
+    return "".join(f"{digest}\n" for digest in checksums.digests).encode()
+
+
+def _digest_of(checksums: Checksums, content: bytes) -> SidecarDigest:
+    return SidecarDigest(checksums.size, checksums.chunk_bytes, hashlib.sha256(content).hexdigest())
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None

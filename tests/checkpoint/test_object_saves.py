@@ -1,0 +1,211 @@
+"""Saves to an object store: whole or not there, at any moment of a kill, and exact when loaded."""
+
+import shutil
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from megatron_zpp.checkpoint.directory import TRACKER, candidates, committed, remove_old
+from megatron_zpp.checkpoint.huggingface.exporting import export_checkpoint
+from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
+from megatron_zpp.checkpoint.manifest import MARKER
+from megatron_zpp.checkpoint.read import load_checkpoint
+from megatron_zpp.checkpoint.states import Progress
+from megatron_zpp.checkpoint.write import SaveFailed
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.generate.loading import load_model
+from megatron_zpp.storage import object_path
+from megatron_zpp.storage.checksums import DamagedFile
+from megatron_zpp.storage.object_path import location
+from megatron_zpp.tokenizer import build_tokenizer, describe
+from megatron_zpp.train.checkpoint_arguments import read_arguments
+from tests.checkpoint.saving import FIRST, SECOND, TOKENIZER, save, small, train
+from tests.checkpoint.test_tokenizer import SHAPE, STEPS, flags_of
+from tests.object_server import BUCKET, ObjectServer, object_server
+from tests.train.in_process import train_here
+from tests.zero.engines import weights_of
+from tests.zero.ranks import on_ranks
+
+SHARDS = ["rank_00000.safetensors", "rank_00000.safetensors.sha256"]
+FILES = ["COMMITTED", "manifest.json", *SHARDS, "state.json"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ObjectServer]:
+    with object_server() as server:
+        yield server
+
+
+@pytest.fixture
+def url(server: ObjectServer, request: pytest.FixtureRequest) -> str:
+    """A directory of the store that nothing is in."""
+    return f"s3://{BUCKET}/{request.node.name.replace('[', '/').rstrip(']')}"
+
+
+def equal(engine: Any, other: Any) -> bool:
+    ours, theirs = weights_of(engine), weights_of(other)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def saves_on_two_ranks(topology: Topology, url: str) -> list[float]:
+    """Norms of steps after a checkpoint in the store was loaded, and of the run that saved it."""
+    engine = small(topology=topology, zero_stage=3)
+    train(engine, 2, seed=2)
+    path = save(location(url), engine, reads_back=True)
+    other = small(topology=topology, zero_stage=3, seed=9)
+    load_checkpoint(path, other, TOKENIZER, with_optimizer=True)
+    return [*train(engine, 2, seed=3), *train(other, 2, seed=3)]
+
+
+def test_a_checkpoint_of_two_ranks_loads_as_it_was(server: ObjectServer, url: str, tmp_path: Path) -> None:
+    for norms in on_ranks(2, saves_on_two_ranks, url):
+        assert norms[:2] == norms[2:]
+    prefix = url.removeprefix(f"s3://{BUCKET}/")
+    names = [
+        f"iter_0000005/{name}" for name in sorted([*FILES, *(name.replace("0.", "1.") for name in SHARDS)])
+    ]
+    assert server.keys(f"{prefix}/") == [*names, TRACKER]
+    for name in names:  # copied to a directory, it is a checkpoint there
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(server.get(f"{prefix}/{name}"))
+    ours, theirs = small(seed=8), small(seed=9)
+    load_checkpoint(tmp_path / "iter_0000005", ours, TOKENIZER, with_optimizer=True)
+    load_checkpoint(location(f"{url}/iter_0000005"), theirs, TOKENIZER, with_optimizer=True)
+    assert equal(ours, theirs)
+
+
+def test_saving_an_iteration_again_replaces_it(server: ObjectServer, url: str) -> None:
+    for seed in (1, 2, 3):
+        save(location(url), small(seed=seed))
+        (path,) = candidates(url)
+        loaded = small(seed=9)
+        load_checkpoint(path, loaded, TOKENIZER, with_optimizer=True)
+        assert equal(loaded, small(seed=seed))
+        name = "iter_0000005" if seed != 2 else "iter_0000005.replacement"
+        keys = server.keys(f"{url.removeprefix(f's3://{BUCKET}/')}/")
+        assert keys == [*(f"{name}/{file}" for file in FILES), TRACKER]
+
+
+def test_old_checkpoints_are_removed(server: ObjectServer, url: str) -> None:
+    for iteration in (1, 2, 3, 4):
+        newest = save(location(url), small(), Progress(iteration, iteration))
+    remove_old(location(url), 2, 2, newest=newest)
+    assert list(committed(location(url))) == [4, 3, 2]
+    assert server.get(f"{url.removeprefix(f's3://{BUCKET}/')}/{TRACKER}") == b"4\n"
+    keys = server.keys(f"{url.removeprefix(f's3://{BUCKET}/')}/")
+    assert not [key for key in keys if "iter_0000001" in key]
+    newest = save(location(url), small(seed=2), Progress(2, 2))  # replaces, and is older than what is kept
+    remove_old(location(url), 1, None, newest=newest)
+    assert [path.name for path in committed(location(url)).values()] == [
+        "iter_0000004",
+        "iter_0000002.replacement",
+    ]
+
+
+class Killed(BaseException):
+    """Ends a save at a request as a kill would, without anything that comes after it."""
+
+
+def killed_at(request: int, monkeypatch: pytest.MonkeyPatch, action: Any) -> bool:
+    """Whether `action` was ended when it sent its request of that number that changes the store."""
+    sent = 0
+    whole = object_path.request
+
+    def counting(url: str, operation: str, **arguments: Any) -> dict[str, Any]:
+        nonlocal sent
+        if operation.startswith(("put", "delete", "create", "upload", "complete", "abort")):
+            sent += 1
+            if sent > request:
+                raise Killed
+        return whole(url, operation, **arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(object_path, "request", counting)
+        try:
+            action()
+        except Killed:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["new", "replaced"])
+def test_a_kill_before_any_request_leaves_whole_checkpoints(
+    server: ObjectServer, url: str, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    old, new = small(seed=1), small(seed=2)
+    request, killed = 0, True
+    while killed:
+        root = location(f"{url}/{request}")
+        save(root, old, SECOND if again else FIRST)
+        killed = killed_at(request, monkeypatch, lambda at=root: save(at, new, SECOND))
+        there = committed(root)
+        assert (10 if again else 5) in there
+        newest, loaded = candidates(str(root))[0], small(seed=9)
+        load_checkpoint(newest, loaded, TOKENIZER, with_optimizer=True)
+        assert equal(loaded, old) or (newest.name.startswith("iter_0000010") and equal(loaded, new))
+        save(root, old, Progress(15, 150))  # removes what the kill has left
+        whole = {path.name for path in committed(root).values()}
+        assert {key.partition("/")[0] for key in server.keys(f"{root.key}/")} == {*whole, TRACKER}
+        request += 1
+    assert equal(loaded, new)
+    assert request > 7
+    assert "Uploads" not in server.client.list_multipart_uploads(Bucket=BUCKET)
+
+
+def test_a_first_save_that_was_killed_is_no_checkpoint(
+    server: ObjectServer, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert killed_at(5, monkeypatch, lambda: save(location(url), small()))
+    assert server.keys(f"{url.removeprefix(f's3://{BUCKET}/')}/iter_0000005/")
+    assert candidates(url) == []
+
+
+def test_what_lost_its_marker_is_refused(server: ObjectServer, url: str) -> None:
+    path = save(location(url), small())
+    server.remove(f"{path.key}/{MARKER}")
+    with pytest.raises(ValueError, match=f"^--load {url}: iter_0000005 has no COMMITTED: it is damaged, or"):
+        candidates(url)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
+def test_damage_is_found(server: ObjectServer, url: str, damage: str) -> None:
+    path = save(location(url), small())
+    name = f"{path.key}/rank_00000.safetensors"
+    content = bytearray(server.get(name))
+    server.remove(name)
+    if damage == "flipped":
+        content[len(content) // 2] ^= 4
+    if damage != "missing":
+        server.put(name, bytes(content[:-1] if damage == "cut" else content))
+    with pytest.raises(DamagedFile, match=f"^{path}/rank_00000.safetensors: "):
+        load_checkpoint(path, small(seed=9), TOKENIZER, with_optimizer=True)
+
+
+def test_a_store_that_refuses_fails_the_save_alone(server: ObjectServer, url: str) -> None:
+    with pytest.raises(SaveFailed, match=r"rank 0 on .*: s3://nowhere/x.*: the bucket does not exist"):
+        save(location("s3://nowhere/x"), small(), timeout=timedelta(seconds=30))
+    with pytest.raises(ValueError, match=r"^--load s3://nowhere/x: the bucket does not exist"):
+        candidates("s3://nowhere/x")
+
+
+@pytest.mark.parametrize("kind", ["GPT2BPETokenizer", "HuggingFaceTokenizer"])
+def test_programs_read_a_checkpoint_with_its_tokenizer(url: str, tmp_path: Path, kind: str) -> None:
+    words = flags_of(kind, tmp_path / "files")
+    train_here([*SHAPE, *STEPS, *words, "--save", url])
+    shutil.rmtree(tmp_path / "files")
+    model, tokenizer = load_model(url, None)
+    assert tokenizer.decode(tokenizer.encode("The quick brown fox")) == "The quick brown fox"
+    found = read_arguments(url, None)
+    assert found is not None
+    assert describe(build_tokenizer(found.tokenizer)) == describe(tokenizer)
+    exported = tmp_path / "exported"
+    named = NamedDirectory("CHECKPOINT_DIR", url, Path(url))
+    export_checkpoint(named, candidates(url)[0], exported, with_tokenizer=True, file_bytes=1 << 30)
+    with safe_open(exported / "model.safetensors", framework="pt") as file:
+        weights = file.get_tensor("transformer.wpe.weight")
+    assert torch.equal(weights, model.state_dict()["embedding.positions.weight"])

@@ -1,0 +1,163 @@
+"""A checkpoint is read back from the disk beside the training; only then are older ones removed."""
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_zpp.checkpoint import read_back as module
+from megatron_zpp.checkpoint.directory import TRACKER, candidates
+from megatron_zpp.checkpoint.read_back import NotReadBack
+from megatron_zpp.checkpoint.write import SaveFailed
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.train.saver import Saver
+from tests.checkpoint.saving import FIRST, SECOND, save, small
+from tests.train.conftest import BYTES
+from tests.train.in_process import SMALLEST, train_here
+from tests.zero.ranks import on_ranks
+
+LIMIT = 60  # seconds that a test waits for what must come soon
+RUN = [*"--mock-data --seq-length 8 --lr 1e-3 --log-interval 1 --save-interval 2 --keep-last 1".split()]
+RUN += [*BYTES, *SMALLEST]
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-2] ^= 1
+    file.write_bytes(content)
+
+
+def before_reading(act: Callable[[Path], None]) -> None:
+    """`act` is called with the file that is read back next; until the process or the test ends."""
+    verify = module._verify
+
+    def acting(path: Path, *arguments: Any) -> None:
+        act(path)
+        verify(path, *arguments)
+
+    module._verify = acting
+
+
+@pytest.fixture
+def unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undoes `before_reading`."""
+    monkeypatch.setattr(module, "_verify", module._verify)
+
+
+def outcome_of(topology: Topology, directory: str, what: str) -> str:
+    """The outcome of a second save whose file of rank 1 is changed before it is read back."""
+    engine = small(topology=topology, zero_stage=3)
+    save(Path(directory), engine, FIRST, reads_back=True)
+
+    def change(path: Path) -> None:
+        if path.name != "rank_00001.safetensors":
+            return
+        if what == "unreadable":
+            raise PermissionError(13, "Permission denied", str(path))
+        if what == "silent":
+            time.sleep(1.5)
+        elif what == "missing":
+            path.unlink()
+        else:
+            flip(path if what == "shards" else path.with_name(f"{path.name}.sha256"))
+
+    before_reading(change)
+    try:
+        timeout = timedelta(seconds=0.6 if what == "silent" else LIMIT)
+        save(Path(directory), engine, SECOND, reads_back=True, timeout=timeout)
+    except (SaveFailed, NotReadBack) as problem:
+        if what == "silent":
+            time.sleep(2)  # the abandoned work ends
+        return f"{type(problem).__name__}: {problem}"
+    return "read back"
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("shards", "SaveFailed: rank 1 on .*rank_00001.safetensors: damaged between bytes 0 and"),
+        ("sidecar", "SaveFailed: rank 1 on .*rank_00001.safetensors.sha256: its SHA-256 is not"),
+        ("missing", "SaveFailed: rank 1 on .*rank_00001.safetensors: missing"),
+        ("unreadable", "NotReadBack: rank 1 on .*Permission denied"),
+        ("silent", "NotReadBack: rank 1 .*progress for 0:00:00.6"),
+    ],
+)
+def test_damage_on_one_rank_is_known_to_all_and_the_checkpoint_removed(
+    tmp_path: Path, what: str, said: str
+) -> None:
+    first, second = on_ranks(2, outcome_of, str(tmp_path), what)
+    assert first == second
+    assert re.match(said, first), first
+    assert "\n" not in first
+    kept = ["iter_0000005"] if said.startswith("SaveFailed") else ["iter_0000010", "iter_0000005"]
+    assert [path.name for path in candidates(str(tmp_path))] == kept
+    assert (tmp_path / TRACKER).read_text().strip() == str(int(kept[0][5:]))
+
+
+@pytest.mark.parametrize("flags", [[], ["--async-save"]])
+def test_training_waits_for_no_read_back_and_nothing_is_removed_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unchanged: None, flags: list[str]
+) -> None:
+    """The read-back of iteration 4 waits until step 5 is done, which is never if step 5 waits for it."""
+    stepped, there = threading.Event(), []
+
+    def wait(path: Path) -> None:
+        if path.parent.name == "iter_0000004":
+            assert stepped.wait(LIMIT), "the training waits"
+            there.append(sorted(found.name for found in tmp_path.glob("iter_*")))
+
+    before_reading(wait)
+    after_step, steps = Saver.after_step, 0
+
+    def count(self: Saver) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 5:
+            stepped.set()
+        after_step(self)
+
+    monkeypatch.setattr(Saver, "after_step", count)
+    ending = train_here([*RUN, *flags, "--train-iters", "5", "--save", str(tmp_path)])
+    assert ending.stop is None
+    assert there == [["iter_0000002", "iter_0000004"]]
+    assert [path.name for path in candidates(str(tmp_path))] == ["iter_0000005"]
+
+
+def test_a_damaged_checkpoint_keeps_the_older_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], unchanged: None
+) -> None:
+    before_reading(lambda path: flip(path) if path.parent.name == "iter_0000004" else None)
+    train_here([*RUN, "--train-iters", "5", "--save", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "WARNING: a checkpoint could not be saved: " in said
+    assert "iter_0000004/rank_00000.safetensors: damaged between bytes 0 and " in said
+    assert "; iteration 2 is the newest; training continues" in said
+    assert [path.name for path in candidates(str(tmp_path))] == ["iter_0000005"]
+
+
+def test_a_run_whose_last_checkpoint_is_damaged_fails(tmp_path: Path, unchanged: None) -> None:
+    before_reading(lambda path: flip(path) if path.parent.name == "iter_0000005" else None)
+    with pytest.raises(SaveFailed, match=r"iter_0000005/rank_00000\.safetensors: damaged"):
+        train_here([*RUN, "--train-iters", "5", "--save", str(tmp_path)])
+    assert [path.name for path in candidates(str(tmp_path))] == ["iter_0000004"]
+
+
+def test_what_is_not_read_back_removes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], unchanged: None
+) -> None:
+    def refuse(path: Path) -> None:
+        if path.parent.name == "iter_0000004":
+            raise PermissionError(13, "Permission denied", str(path))
+
+    before_reading(refuse)
+    train_here([*RUN, "--train-iters", "4", "--save", str(tmp_path)])
+    assert [path.name for path in candidates(str(tmp_path))] == ["iter_0000004", "iter_0000002"]
+    said = capsys.readouterr().out
+    assert "could not be read back: rank 0 on " in said
+    assert "Permission denied" in said
+    assert "; older ones are kept" in said

@@ -1,0 +1,43 @@
+"""What a run ended with, for comparison with another run; and what a failed run said."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from megatron_zpp.checkpoint.directory import committed
+
+
+def digest(directory: Path) -> str:
+    """SHA-256 of the newest checkpoint: its name, its states, and what else the next step follows from."""
+    path = next(iter(committed(directory).values()), None)
+    if path is None:
+        return "no checkpoint"
+    sha = hashlib.sha256(path.name.encode())
+    for file in sorted(path.glob("rank_*.safetensors")):
+        sha.update(file.read_bytes())
+    state = json.loads((path / "state.json").read_text())
+    del state["progress"]["run"]  # two runs have two names
+    for key in ("progress", "optimizer_steps", "loss_scale"):
+        sha.update(json.dumps(state[key], sort_keys=True).encode())
+    return sha.hexdigest()
+
+
+def losses(metrics: Path) -> dict[int, float]:
+    """The last logged loss of each iteration."""
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return {record["iteration"]: record["lm_loss"] for record in records if "lm_loss" in record}
+
+
+def problem(said: str) -> str | None:
+    """Why the stderr of a rank that failed is more than one clear line of error; None if it is not."""
+    lines = [line for line in said.splitlines() if "error: " in line]
+    if "Traceback" in said:
+        return "a traceback"
+    if len(lines) > 1:
+        return f"{len(lines)} lines with an error"
+    return "a very long line" if lines and len(lines[0]) > 900 else None
+
+
+def says_why(said: str) -> bool:
+    """Whether the stderr of a rank has a line of error."""
+    return "error: " in said

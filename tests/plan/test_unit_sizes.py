@@ -1,0 +1,30 @@
+"""benchmarks/unit_sizes.py: its figures are the planner's, the page has them, and they show what it says."""
+
+import json
+
+import pytest
+
+from benchmarks.common import RESULTS
+from benchmarks.unit_sizes import row_of, table_of_175b, table_of_vocabularies
+from tests.support import ROOT
+
+FIGURES = json.loads((RESULTS / "unit_sizes.json").read_text())["figures"]
+LARGE, SMALL = FIGURES["175b_on_128x8"], FIGURES["6.7b_on_2x8"]
+
+
+@pytest.mark.parametrize("name", ["hpZ", "hpZ, sublayers", "hpZ, T = 8, sublayers"])
+def test_the_result_is_what_the_planner_says(name: str) -> None:
+    assert row_of(LARGE[name]["flags"]) == LARGE[name]
+
+
+def test_the_page_has_the_tables() -> None:
+    page = (ROOT / "docs" / "internals" / "scaling.md").read_text()
+    assert "\n".join(table_of_175b(LARGE)) in page
+    assert "\n".join(table_of_vocabularies(SMALL)) in page
+
+
+def test_hpz_of_175b_fits_80_gigabytes_with_sublayers_alone() -> None:
+    assert LARGE["hpZ"]["peak_gb"] > 80
+    assert not LARGE["hpZ"]["fits_an_h100"]
+    assert LARGE["hpZ, sublayers"]["peak_gb"] < 80
+    assert LARGE["hpZ, sublayers"]["fits_an_h100"]

@@ -1,0 +1,100 @@
+"""Sidecars: what they contain, by other programs' sums, and every change to one is found."""
+
+import hashlib
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.storage.checksums import DamagedFile, checksums_of
+from megatron_zpp.storage.sidecar import SidecarDigest, read_sidecar, sidecar_path, write_sidecar
+
+CHUNK = 64 << 10  # the smallest that is read
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> tuple[Path, SidecarDigest]:
+    """A file of three chunks, the last one short, with its sidecar."""
+    path = tmp_path / "shards"
+    path.write_bytes(os.urandom(2 * CHUNK + 5))
+    return path, write_sidecar(path, checksums_of(path, CHUNK))
+
+
+def test_it_is_what_stock_programs_compute(file: tuple[Path, SidecarDigest]) -> None:
+    path, digest = file
+    command = ["split", "-b", str(CHUNK), "--filter", "sha256sum | cut -c -64", str(path)]
+    sums = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
+    assert sidecar_path(path) == path.with_name("shards.sha256")
+    assert sidecar_path(path).read_bytes() == sums
+    assert digest.to_json() == {
+        "bytes": 2 * CHUNK + 5,
+        "chunk_bytes": CHUNK,
+        "sha256": hashlib.sha256(sums).hexdigest(),
+    }
+    assert SidecarDigest.from_json(digest.to_json(), path) == digest
+    assert read_sidecar(path, digest) == checksums_of(path, CHUNK)
+
+
+def test_an_empty_file_has_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    digest = write_sidecar(tmp_path / "empty", checksums_of(tmp_path / "empty"))
+    assert sidecar_path(tmp_path / "empty").read_bytes() == b""
+    assert read_sidecar(tmp_path / "empty", digest).digests == ()
+
+
+def test_every_flipped_bit_and_every_cut_is_found(file: tuple[Path, SidecarDigest]) -> None:
+    path, digest = file
+    sidecar = sidecar_path(path)
+    content = sidecar.read_bytes()
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        sidecar.write_bytes(flipped)
+        with pytest.raises(DamagedFile, match=f"^{sidecar}: its SHA-256 is not the one that was written"):
+            read_sidecar(path, digest)
+    for length in range(len(content)):
+        sidecar.write_bytes(content[:length])
+        with pytest.raises(DamagedFile, match=f"^{sidecar}: {length} bytes; 195 were written$"):
+            read_sidecar(path, digest)
+    sidecar.write_bytes(content + b"\n")
+    with pytest.raises(DamagedFile, match=f"^{sidecar}: is longer than 195 bytes$"):
+        read_sidecar(path, digest)
+    sidecar.unlink()
+    with pytest.raises(DamagedFile, match=f"^{sidecar}: missing$"):
+        read_sidecar(path, digest)
+    os.mkfifo(sidecar)
+    with pytest.raises(DamagedFile, match=f"^{sidecar}: is a FIFO"):
+        read_sidecar(path, digest)
+
+
+@pytest.mark.parametrize("line", ["A" * 64, "z" * 64, " " * 64, "\xff" * 32, "0" * 63 + "\n"])
+def test_a_sealed_one_without_digests_is_refused(file: tuple[Path, SidecarDigest], line: str) -> None:
+    path, digest = file
+    content = f"{line}\n".encode() * 3
+    sidecar_path(path).write_bytes(content)
+    sealed = SidecarDigest(digest.size, CHUNK, hashlib.sha256(content).hexdigest())
+    with pytest.raises(DamagedFile, match="not a list of digests"):
+        read_sidecar(path, sealed)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        {},
+        {"bytes": 1, "sha256": "a" * 64},
+        {"bytes": -1, "chunk_bytes": CHUNK, "sha256": "a" * 64},
+        {"bytes": True, "chunk_bytes": CHUNK, "sha256": "a" * 64},
+        {"bytes": 1.0, "chunk_bytes": CHUNK, "sha256": "a" * 64},
+        {"bytes": 1, "chunk_bytes": "65536", "sha256": "a" * 64},
+        {"bytes": 1, "chunk_bytes": CHUNK, "sha256": "a" * 63},
+        {"bytes": 1, "chunk_bytes": CHUNK, "sha256": "A" * 64},
+        {"bytes": 1, "chunk_bytes": CHUNK, "sha256": 5},
+        {"bytes": 1, "chunk_bytes": 0, "sha256": "a" * 64},
+        {"bytes": 1 << 60, "chunk_bytes": CHUNK, "sha256": "a" * 64},
+    ],
+)
+def test_refuses_what_is_no_digest_of_a_file(value: object) -> None:
+    with pytest.raises(DamagedFile, match=r"^manifest: "):
+        SidecarDigest.from_json(value, Path("manifest"))

@@ -1,0 +1,100 @@
+"""Whole runs on two nodes of which one rank is killed: all others say so, before heartbeats could."""
+
+import os
+import platform
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.distributed.lifelines import Lifelines
+from megatron_zpp.distributed.rendezvous import Rendezvous
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.supervision import joining
+from tests.support import Run, wait_until
+
+NODE = 2  # ranks per node; there are two nodes
+# Heartbeats would find a silent rank after four seconds at the earliest, with another text.
+LINES = ("was killed by SIGKILL; last seen: ", "has ended without a word: killed, or crashed; last seen: ")
+MOMENTS = {
+    "start": "--eval-iters 0",
+    "step": "--eval-iters 0",
+    "save": "--eval-iters 0 --save-interval 1 --keep-last 2",
+    "evaluation": "--eval-iters 100000",
+}
+KILLS = [
+    pytest.param(moment, rank, marks=() if rank == number else pytest.mark.nightly)
+    for number, moment in enumerate(MOMENTS)
+    for rank in range(2 * NODE)
+]
+
+
+def await_moment(moment: str, run: Run, saves: Path) -> None:
+    if moment == "start":
+        wait_until((saves.parent / "joins").exists)
+        return
+    run.wait_for("starting from initial weights")
+    if moment == "evaluation":
+        time.sleep(0.5)
+        return
+    run.wait_for("iteration        3/")
+    if moment == "save":
+        before = set(saves.iterdir())
+        wait_until(lambda: set(saves.iterdir()) - before)
+
+
+def join_for_ever(file: Path) -> None:
+    """All ranks wait before they join; rank 0 makes a file when all are connected."""
+
+    def wait(config: object, topology: Topology, device: object, met: Rendezvous) -> None:
+        while not (met.lifelines and met.lifelines.complete):
+            time.sleep(0.01)
+        if topology.rank == 0:
+            file.touch()
+        time.sleep(1000)
+
+    joining.process_group = wait
+
+
+@pytest.mark.parametrize(("moment", "victim"), KILLS)
+def test_all_ranks_name_a_killed_one(moment: str, victim: int, flags: list[str], tmp_path: Path) -> None:
+    flags = [*flags, "--global-batch-size", "16", "--train-iters", "100000", *MOMENTS[moment].split()]
+    flags += ["--num-workers", "1"]  # a fork of the rank, which outlives it for a moment
+    saves = tmp_path / "saves"
+    with Run(tmp_path / "log", 2 * NODE) as run:
+        for rank in range(2 * NODE):
+            place = {"LOCAL_RANK": str(rank % NODE), "LOCAL_WORLD_SIZE": str(NODE)}
+            save = ["--save", str(saves)] if moment == "save" else []
+            change = partial(join_for_ever, tmp_path / "joins") if moment == "start" else None
+            run.start(rank, *flags, *save, change=change, **place)
+        await_moment(moment, run, saves)
+        os.kill(run.processes[victim].pid, signal.SIGKILL)
+        begin = time.monotonic()
+        assert run.statuses() == {rank: -9 if rank == victim else 1 for rank in range(2 * NODE)}
+        print(f"{time.monotonic() - begin:.2f} s until the last rank has ended")
+        host = platform.node()
+        for rank in set(range(2 * NODE)) - {victim}:
+            beginning = f"pretrain_gpt.py [{host} rank {rank}]: error: rank {victim} [{host}] "
+            (line,) = run.err(rank).splitlines()
+            assert line.startswith(tuple(f"{beginning}{text}" for text in LINES))
+
+
+def test_a_rank_without_a_lifeline_hears_through_the_store(flags: list[str], tmp_path: Path) -> None:
+    """Rank 0, which hosts the store, ends when the others have read it."""
+    flags = [*flags, "--global-batch-size", "12", "--train-iters", "100000", "--eval-iters", "0"]
+    with Run(tmp_path / "log", 3) as run:
+        for rank in range(3):
+            run.start(rank, *flags, change=make_no_lifeline if rank == 1 else None)
+        run.wait_for("iteration        3/")
+        os.kill(run.processes[2].pid, signal.SIGKILL)
+        assert run.statuses() == {0: 1, 1: 1, 2: -9}
+        host = platform.node()
+        for rank in range(2):
+            beginning = f"pretrain_gpt.py [{host} rank {rank}]: error: rank 2 [{host}] "
+            assert run.err(rank).startswith(tuple(f"{beginning}{text}" for text in LINES))
+
+
+def make_no_lifeline() -> None:
+    Lifelines._connect = lambda *_: None

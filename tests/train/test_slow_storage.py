@@ -1,0 +1,199 @@
+"""Storage that is slow, or does not answer: loads end on all ranks alike, and training goes on."""
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_zpp.checkpoint import write
+from megatron_zpp.checkpoint.directory import candidates
+from megatron_zpp.checkpoint.states import Progress
+from megatron_zpp.checkpoint.write import SaveFailed
+from megatron_zpp.config.root import Config, parse_args
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.reporting.reporter import Reporter
+from megatron_zpp.storage.checksums import VerifiedFile
+from megatron_zpp.train import restore
+from megatron_zpp.train import saver as saver_module
+from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.train.saver import Saver
+from megatron_zpp.zero.engine import ZeroEngine
+from tests.checkpoint.saving import FIRST, TOKENIZER, save, small, train
+from tests.support import ROOT, environment
+from tests.zero.ranks import on_ranks
+
+LIMIT = 60  # seconds that a test waits for what must come soon
+FLAGS = (
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 49 --num-layers 2 --hidden-size 32 "
+    "--num-attention-heads 4 --seq-length 8 --micro-batch-size 2 --train-iters 9 --lr 1 --eval-iters 0 "
+    "--heartbeat-timeout 1 --distributed-timeout-minutes 0.05"
+)
+
+
+def config_of(*flags: str) -> Config:
+    return parse_args([*FLAGS.split(), *flags])
+
+
+def outcome_of(topology: Topology, directory: str, stuck: int, where: str) -> str:
+    """How a load ends on a rank; that of rank `stuck` never reads a chunk, or never sees the directory."""
+    engine, over = small(topology=topology, zero_stage=3), threading.Event()
+    save(Path(directory), engine, config=config_of().to_json())
+    load, listed = VerifiedFile._load, restore.candidates
+
+    def wait_and_load(file: VerifiedFile, *arguments: Any) -> None:
+        if where == "slow":
+            for _ in range(40):  # together longer than the time-out of 3 s
+                time.sleep(0.1)
+                file._on_progress()
+        else:
+            over.wait(LIMIT)
+        load(file, *arguments)
+
+    def wait_and_list(*arguments: Any) -> list[Path]:
+        over.wait(LIMIT)
+        return listed(*arguments)
+
+    if topology.rank == stuck and where == "directory":
+        restore.candidates = wait_and_list
+    elif topology.rank == stuck:
+        VerifiedFile._load = wait_and_load
+    config = config_of("--load", directory)
+    store = dist.HashStore() if topology.world_size == 1 else dist.distributed_c10d._get_default_store()
+    schedule = RunSchedule.from_config(config.training, config.learning_rate, topology.world_size)
+    try:
+        return str(restore.restore(config, engine, TOKENIZER, store, schedule).progress.iteration)
+    except ValueError as error:
+        return str(error)
+    finally:
+        over.set()
+        VerifiedFile._load, restore.candidates = load, listed
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stuck", "where"), [(2, 0, "file"), (2, 1, "file"), (2, 0, "directory"), (1, 0, "file")]
+)
+def test_a_load_that_gets_stuck_ends_in_one_line_on_all_ranks(
+    tmp_path: Path, ranks: int, stuck: int, where: str
+) -> None:
+    said = on_ranks(ranks, outcome_of, str(tmp_path), stuck, where)
+    assert len(set(said)) == 1
+    assert said[0].startswith(f"--load {tmp_path}: ")
+    assert said[0].endswith("if it is only slow")
+    assert " progress for 0:00:03; start again when the storage answers" in said[0]
+    if stuck == 1 or ranks == 1:
+        assert f": rank {stuck} " in said[0]
+
+
+def test_a_load_may_take_longer_than_the_time_out_while_it_makes_progress(tmp_path: Path) -> None:
+    assert on_ranks(2, outcome_of, str(tmp_path), 1, "slow") == [str(FIRST.iteration)] * 2
+
+
+PROGRAM = """
+import sys, time
+from megatron_zpp.commands.pretrain import main
+from megatron_zpp.storage.checksums import VerifiedFile
+VerifiedFile._load = lambda *arguments: time.sleep(1000)
+main()
+"""
+
+
+def test_a_program_whose_load_is_stuck_ends_though_its_threads_cannot(tmp_path: Path) -> None:
+    """The thread that reads and those of its pool stay where they are."""
+    save(tmp_path, small(), config=config_of().to_json())
+    command = [sys.executable, "-c", PROGRAM, *FLAGS.split(), "--device", "cpu", "--num-workers", "0"]
+    command += ["--load", str(tmp_path), "--save", str(tmp_path)]
+    run = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False, timeout=2 * LIMIT
+    )
+    assert run.returncode == 1, run.stderr
+    assert f"error: --load {tmp_path}: rank 0 on " in run.stderr
+    assert run.stderr.count("\n") == 1
+
+
+class Quiet(Reporter):
+    """Collects the lines."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+    def warn(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def saver_of(engine: ZeroEngine, config: Config, reporter: Reporter, store: dist.Store) -> Saver:
+    """As a run has it."""
+    return Saver(
+        engine,
+        config,
+        tokenizer=TOKENIZER,
+        tokenizer_files={},
+        reporter=reporter,
+        store=store,
+        start=Progress(),
+    )
+
+
+def train_beside_a_slow_save(topology: Topology, directory: str) -> tuple[int, list[str]]:
+    """Iterations taken while rank 1 writes, which it does until it sees all ranks after iteration 4."""
+    engine, written = small(topology=topology, zero_stage=3), write.write_shard_file
+    config = config_of("--save", directory, "--async-save")
+
+    def slowly(path: Path, tensors: Any, on_progress: Any) -> Any:
+        deadline = time.monotonic() + LIMIT
+        while topology.rank == 1 and not all(
+            (Path(directory) / f"after_4_{rank}").exists() for rank in (0, 1)
+        ):
+            assert time.monotonic() < deadline, "the training waits for the save"
+            on_progress()
+            time.sleep(0.05)
+        return written(path, tensors, on_progress)
+
+    write.write_shard_file = slowly
+    reporter = Quiet()
+    saver = saver_of(engine, config, reporter, dist.distributed_c10d._get_default_store())
+    saver.save(Progress(1, 1))
+    for _ in range(4):
+        saver.before_step()
+        train(engine, 1, seed=3)
+        saver.after_step()
+    in_time = len(reporter.lines)
+    (Path(directory) / f"after_4_{topology.rank}").touch()
+    saver.finish()
+    return in_time, [line.split(" in ")[0] for line in reporter.lines]
+
+
+def test_training_goes_on_after_a_save_to_storage_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the write nor a look at the directory returns."""
+    over = threading.Event()
+
+    def wait(*arguments: Any) -> None:
+        over.wait(LIMIT)
+
+    monkeypatch.setattr(write, "write_shard_file", wait)
+    monkeypatch.setattr(saver_module, "committed", wait)
+    reporter = Quiet()
+    saver = saver_of(small(), config_of("--save", str(tmp_path)), reporter, dist.HashStore())
+    saver.save(Progress(1, 1))
+    (line,) = reporter.lines
+    assert line.startswith("a checkpoint could not be saved: rank 0 on ")
+    assert line.endswith(": no progress for 0:00:03; earlier checkpoints are unchanged; training continues")
+    with pytest.raises(SaveFailed):
+        saver.finish()
+    over.set()
+
+
+def test_training_goes_on_while_one_rank_still_writes(tmp_path: Path) -> None:
+    """Longer than the time-out without progress, because the rank makes progress."""
+    saved = f" saved {tmp_path}/iter_0000001"
+    assert on_ranks(2, train_beside_a_slow_save, str(tmp_path)) == [(0, [saved])] * 2
+    assert [path.name for path in candidates(str(tmp_path))] == ["iter_0000001"]

@@ -1,0 +1,257 @@
+"""Units that are half a layer (--zero-unit sublayer): the numbers, bits and waits of whole layers."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from megatron_zpp.checkpoint.read import load_checkpoint
+from megatron_zpp.checkpoint.states import Progress, formats_of_units
+from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.prefetch import WeightState
+from tests.checkpoint.saving import TOKENIZER, save
+from tests.zero.engines import engine_of, states_of, weights_of
+from tests.zero.quantizing import operations
+from tests.zero.ranks import on_ranks
+
+VOCAB, STEPS, LAYERS = 101, 3, 4
+MODEL = ModelConfig(
+    num_layers=LAYERS,
+    hidden_size=36,  # nothing divides: not by ranks, not by blocks, not by the alignment
+    num_attention_heads=4,
+    seq_length=10,
+    attention_dropout=0.1,
+    hidden_dropout=0.1,
+)
+FULL = RecomputeConfig(recompute_granularity="full", recompute_method="uniform")
+RECOMPUTE = {
+    "stored": RecomputeConfig(),
+    "selective": RecomputeConfig(recompute_granularity="selective"),
+    "full": FULL,
+    "chunks": replace(FULL, recompute_num_layers=3),
+}
+FP32, BF16 = PrecisionConfig(), PrecisionConfig(bf16=True)
+SUBLAYER: dict[str, Any] = {"zero_unit": "sublayer"}
+ALL: dict[str, Any] = {
+    "zero_stage": 3,
+    "zero_quantized_weights": True,
+    "zero_hpz_partition_size": "auto",
+    "zero_quantized_gradients": True,
+}
+DELTA4 = ALL | {"zero_quantized_weights_format": "delta4"}
+HPZ = {"zero_stage": 3, "zero_hpz_partition_size": "auto"}
+
+
+def build(
+    topology: Topology,
+    zero: dict[str, Any],
+    recompute: str = "stored",
+    precision: PrecisionConfig = FP32,
+    clip_grad: float = 0.0,
+    tensor: int = 1,
+) -> ZeroEngine:
+    settings = ZeroConfig(**zero)
+    return engine_of(
+        replace(MODEL, hidden_dropout=0.0, attention_dropout=0.0) if tensor > 1 else MODEL,
+        VOCAB + tensor % 2,  # tensor ranks share it
+        zero=settings,
+        optimizer=OptimizerConfig(weight_decay=0.1, clip_grad=clip_grad),
+        precision=precision,
+        recompute=RECOMPUTE[recompute],
+        topology=topology,
+        operations=operations() if settings.quantizes else None,
+        tensor=tensor,
+    )
+
+
+def train(engine: ZeroEngine, steps: range, micro_batches: int = 1) -> list[float]:
+    """The mean loss of each step, then that of an evaluation."""
+    rank, ranks = engine.grid.data.rank, engine.grid.data.world_size
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        data = torch.randint(VOCAB, (micro_batches, ranks, 2, MODEL.seq_length + 1), generator=generator)
+        total = torch.zeros(())
+        for index in range(micro_batches):
+            torch.manual_seed(1000 * step + index * ranks + rank)
+            total += engine.accumulate(data[index, rank], index=index, micro_batches=micro_batches)
+        engine.step(1e-2)
+        losses.append(engine.mean_over_ranks(total).item())
+    return [*losses, engine.evaluate(data[0, 0]).item()]
+
+
+# (ZeRO, recomputation, precision, clipping, micro-batches, tensor ranks)
+Case = tuple[dict[str, Any], str, PrecisionConfig, float, int, int]
+STAGES: list[Case] = [({"zero_stage": stage}, "stored", FP32, 1.0, 1, 1) for stage in range(4)]
+PASSES: list[Case] = [
+    *(({"zero_stage": 3}, recompute, FP32, 0.0, 2, 1) for recompute in ("full", "chunks")),
+    ({"zero_stage": 3, "zero_offload_optimizer": True}, "full", BF16, 1.0, 1, 1),
+]
+MORE_PASSES: list[Case] = [
+    *(({"zero_stage": 3}, recompute, FP32, 0.0, 2, 1) for recompute in ("stored", "selective")),
+    ({"zero_stage": 3, "zero_prefetch_units": 0}, "chunks", FP32, 0.0, 1, 1),
+    ({"zero_stage": 3, "zero_prefetch_units": 2}, "full", FP32, 0.0, 1, 1),
+]
+IN_BF16: list[Case] = [({"zero_stage": stage}, "full", BF16, 0.0, 2, 1) for stage in range(4)]
+ZEROPP: list[Case] = [(zero, "full", BF16, 1.0, 2, 1) for zero in (HPZ, ALL, DELTA4)]
+MORE_ZEROPP: list[Case] = [
+    (ALL | more, "full", BF16, 1.0, 2, 1)
+    for more in ({"zero_hpz_secondary": "quantized"}, {"zero_gradient_partition_size": "auto"})
+]
+ROTATED: Case = (DELTA4 | {"zero_quantized_gradients_format": "rotated4"}, "full", BF16, 1.0, 2, 1)
+TENSOR: list[Case] = [({"zero_stage": stage}, "full", FP32, 0.0, 2, 2) for stage in (0, 3)]
+
+
+def in_both_units(topology: Topology, cases: list[Case]) -> list[tuple[bool, list[list[float]]]]:
+    """Whether weights, after three steps, have the bits of whole layers', and the losses of both."""
+    torch.set_num_threads(1)
+    found = []
+    for zero, recompute, precision, clip_grad, micro_batches, tensor in cases:
+        weights, losses = [], []
+        for more in ({}, SUBLAYER):
+            engine = build(topology, zero | more, recompute, precision, clip_grad, tensor)
+            assert len(engine.units) == 2 + LAYERS * (2 if more else 1)
+            losses.append(train(engine, range(STEPS), micro_batches))
+            weights.append(weights_of(engine))
+            engine.close()
+        whole, halves = weights
+        assert whole.keys() == halves.keys()
+        found.append((all(torch.equal(whole[name], halves[name]) for name in whole), losses))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "local", "cases"),
+    [
+        pytest.param(1, 1, STAGES, id="1"),
+        pytest.param(2, 2, [*STAGES, *PASSES], id="2"),
+        pytest.param(4, 2, [*ZEROPP, TENSOR[1]], id="2x2"),
+        pytest.param(2, 2, [*IN_BF16, *MORE_PASSES], id="2-more", marks=pytest.mark.nightly),
+        pytest.param(4, 2, [*IN_BF16, *MORE_ZEROPP, TENSOR[0]], id="2x2-more", marks=pytest.mark.nightly),
+    ],
+)
+def test_whole_layers_and_halves_train_to_the_same_bits(ranks: int, local: int, cases: list[Case]) -> None:
+    """Every stage, recomputation with dropout, ZeRO++ on two nodes of two ranks, tensor ranks.
+
+    No block of codes holds parts of two parameters, and the clipping factor is rounded from fp64.
+    """
+    for found in on_ranks(ranks, in_both_units, cases, ranks_per_node=local):
+        for case, (same, (whole, halves)) in zip(cases, found, strict=True):
+            assert same, case
+            assert whole == halves, case
+
+
+def test_signs_of_rotations_go_by_unit() -> None:
+    """So rotated gradients have other codes, of the same accuracy."""
+    ((same, (whole, halves)), *_) = on_ranks(4, in_both_units, [ROTATED], ranks_per_node=2)[0]
+    assert not same
+    assert halves == pytest.approx(whole, rel=0.01)
+
+
+def resumed(topology: Topology, directory: str, zero: dict[str, Any]) -> list[bool]:
+    """Whether a run that changes its units at a resume, in both directions, is the run that does not."""
+    torch.set_num_threads(1)
+    same = []
+    whole = build(topology, zero, "full", BF16, 1.0)
+    train(whole, range(4))
+    expected = [states_of(whole, kind) for kind in whole.state_kinds]
+    for number, (before, after) in enumerate((({}, SUBLAYER), (SUBLAYER, {}))):
+        engine = build(topology, zero | before, "full", BF16, 1.0)
+        train(engine, range(2))
+        path = save(Path(directory) / str(number), engine, Progress(iteration=2))
+        engine.close()
+        again = build(topology, zero | after, "full", BF16, 1.0)
+        load_checkpoint(path, again, TOKENIZER, with_optimizer=True)
+        train(again, range(2, 4))
+        for kind, states in zip(again.state_kinds, expected, strict=True):
+            found = states_of(again, kind)
+            same.append(all(torch.equal(found[name], states[name]) for name in states))
+        again.close()
+    return same
+
+
+@pytest.mark.parametrize("zero", [{"zero_stage": 2}, DELTA4], ids=["stage_2", "delta4"])
+def test_a_resume_may_change_the_units(zero: dict[str, Any], tmp_path: Path) -> None:
+    """Weights, moments and the references of weight differences, bit for bit."""
+    for same in on_ranks(4, resumed, str(tmp_path), zero, ranks_per_node=2):
+        assert all(same), same
+
+
+@pytest.mark.parametrize("unit", ["layer", "sublayer"])
+def test_an_engine_refuses_a_model_of_other_units(unit: Literal["layer", "sublayer"]) -> None:
+    """In Python, where the model is built beside the settings."""
+    zero = ZeroConfig(zero_unit=unit)
+    with torch.device("meta"):
+        model = GPT(MODEL, VOCAB, cut_layers=not zero.cuts_layers)
+    with pytest.raises(ValueError, match=f"^--zero-unit {unit}: .*cut_layers={zero.cuts_layers}$"):
+        ZeroEngine(
+            model,
+            lambda name, tensor: None,
+            zero=zero,
+            optimizer=OptimizerConfig(),
+            precision=FP32,
+            topology=Topology(),
+            device=torch.device("cpu"),
+        )
+
+
+def test_the_formats_of_differences_follow_the_parameters() -> None:
+    """A half takes after its layer, and a layer after either of its halves."""
+    whole = [{"parameters": {"a": {}, "b": {}}}, {"parameters": {"c": {}, "d": {}}}]
+    halves = [{"parameters": {name: {}}} for name in "abcd"]
+    of_whole = {"raised": [False, True], "measured": [[4.0, 1.0], [9.0, 8.0]]}
+    of_halves = {
+        "raised": [False, False, True, True],
+        "measured": [[4.0, 1.0], [4.0, 1.0], [9.0, 8.0], [9.0, 8.0]],
+    }
+    names_of = {4: [("a",), ("b",), ("c",), ("d",)], 2: [("a", "b"), ("c", "d")]}
+    assert formats_of_units(of_whole, whole, names_of[2]) == of_whole
+    assert formats_of_units(of_whole, whole, names_of[4]) == of_halves
+    assert formats_of_units(of_halves, halves, names_of[2]) == {
+        "raised": [False, True],
+        "measured": [[8.0, 2.0], [18.0, 16.0]],
+    }
+    assert formats_of_units(None, whole, names_of[2]) is None
+
+
+def late_gathers(recompute: str, prefetch: int) -> list[int]:
+    """The units whose gather started only when the compute of a second step needed them."""
+    zero = {"zero_stage": 3, "zero_prefetch_units": prefetch} | SUBLAYER
+    engine = build(Topology(), zero, recompute)
+    prefetcher, late = engine._prefetcher, []
+    need = prefetcher._need
+
+    def record(index: int) -> None:
+        if prefetcher.weights_of(index) is WeightState.SHARDED:
+            late.append(index)
+        need(index)
+
+    prefetcher._need = record
+    for _ in range(2):
+        late.clear()
+        engine.accumulate(torch.ones(1, 11, dtype=torch.long), index=0, micro_batches=1)
+        engine.step(1e-2)
+    return late
+
+
+def test_no_pass_waits_for_halves_that_could_be_gathered_ahead() -> None:
+    for recompute in ("stored", "selective", "full"):
+        for prefetch in (1, 2, 3):
+            assert late_gathers(recompute, prefetch) == [], (recompute, prefetch)
+    assert late_gathers("stored", 0) != []
+
+
+@pytest.mark.parametrize(("recompute", "slots"), [("stored", (1, 1)), ("full", (2, 1))])
+def test_halves_take_turns_in_as_few_slots_as_they_need(recompute: str, slots: tuple[int, int]) -> None:
+    """With one unit ahead: whole layers have two slots, which is twice as much memory, or a half more."""
+    plan = build(Topology(), {"zero_stage": 3} | SUBLAYER, recompute).plan
+    of_attention, of_mlp = (set(plan.slots[first : 1 + 2 * LAYERS : 2]) for first in (1, 2))
+    assert (len(of_attention), len(of_mlp)) == slots
+    assert not of_attention & of_mlp
