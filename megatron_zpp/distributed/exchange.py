@@ -18,6 +18,7 @@ from megatron_zpp.distributed.topology import Topology
 
 _REPORT_EVERY = 1.0  # seconds, at most, between reports of progress by a rank, and between checks for them
 _POLL = 0.5  # seconds, at most, between requests for a value that a rank no longer waits for
+_CONNECT = timedelta(seconds=10)  # for a new connection to a store, which may be gone
 _NO_LIMIT = timedelta(days=7)  # of a request that waits; the thread that sent it is never waited for
 _NOTHING = b""  # under a key without a value, which a rank has created to end all waits for it
 
@@ -44,11 +45,10 @@ class Exchange:
 
     def __init__(self, store: dist.Store, topology: Topology, timeout: timedelta, purpose: str) -> None:
         self.topology, self.timeout, self._purpose = topology, timeout, purpose
-        # Connections of its own, because a call on a store blocks all other threads that use the same one.
-        # Both are made here, because connecting to a store that is gone takes minutes until it fails, while a
-        # request on a connection to it fails at once.
+        # A connection of its own: a call on a store blocks all other threads that use the same connection.
         self._store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
-        self._quick = store.clone()  # type: ignore[attr-defined]  # for requests that are answered at once
+        self._store.set_timeout(_CONNECT)  # of its clone; waits have time-outs of their own
+        self._quick: dist.Store | None = None  # another connection, for requests that are answered at once
         self._looked = False
         self._reported = time.monotonic()
         self._every = min(_REPORT_EVERY, timeout.total_seconds() / 8)
@@ -114,7 +114,7 @@ class Exchange:
         now = time.monotonic()
         if now - self._reported > self._every:
             self._reported = now
-            self._quick.add(self._key("progress"), 1)
+            self._quick_store().add(self._key("progress"), 1)
 
     def abandon(self, reason: str) -> str | None:
         """Abandon the operation for all ranks. Returns the first rank's reason; None after a `commit`."""
@@ -149,7 +149,7 @@ class Exchange:
 
     def _look(self, patience: "_Patience") -> None:
         """Raises Abandoned if a rank has abandoned the operation, NoProgress if `patience` is at its end."""
-        store, keys = self._quick, [self._key("decision"), self._key("progress")]
+        store, keys = self._quick_store(), [self._key("decision"), self._key("progress")]
         if not self._looked:
             store.compare_set(keys[0], "", _NOTHING.decode())
             store.add(keys[1], 0)
@@ -164,7 +164,12 @@ class Exchange:
         """End this rank's wait for keys, and with it those of all ranks, which then ask again and again."""
         with suppress(dist.DistError):  # the store is gone
             for key in keys:
-                self._quick.compare_set(key, "", _NOTHING.decode())
+                self._quick_store().compare_set(key, "", _NOTHING.decode())
+
+    def _quick_store(self) -> dist.Store:
+        """Made when it is needed, since each connection may wait for a name server; raises DistError."""
+        self._quick = self._quick or self._store.clone()
+        return self._quick
 
     def _key(self, name: str) -> str:
         return f"{self._purpose}/{name}"

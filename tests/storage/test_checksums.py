@@ -127,13 +127,13 @@ def test_a_file_that_is_not_regular_is_damaged(tmp_path):
 
 def test_digests_of_several_chunks_are_computed_at_once(tmp_path, monkeypatch):
     """Both when a file is written and when it is read: each digest waits for another one to begin."""
-    together, digest = threading.Barrier(2), checksums._digest
+    together, digest = threading.Barrier(2), checksums.digest_of
 
     def waiting(chunk):
         together.wait(timeout=60)
         return digest(chunk)
 
-    monkeypatch.setattr(checksums, "_digest", waiting)
+    monkeypatch.setattr(checksums, "digest_of", waiting)
     content = bytes(range(4 * CHUNK))
     found = written(tmp_path / "file", [content])
     with ThreadPoolExecutor(2) as pool:
@@ -144,13 +144,13 @@ def test_digests_of_several_chunks_are_computed_at_once(tmp_path, monkeypatch):
 
 
 def test_the_caller_may_change_its_memory_once_it_is_written(tmp_path, monkeypatch):
-    digest = checksums._digest
+    digest = checksums.digest_of
 
     def late(chunk):
         time.sleep(0.02)
         return digest(chunk)
 
-    monkeypatch.setattr(checksums, "_digest", late)
+    monkeypatch.setattr(checksums, "digest_of", late)
     writer, memory = ChecksummedWriter(tmp_path / "file", CHUNK), bytearray(range(5 * CHUNK // 2))
     for _ in range(3):
         writer.write(memory)
@@ -162,7 +162,7 @@ def test_the_caller_may_change_its_memory_once_it_is_written(tmp_path, monkeypat
 
 def test_a_writer_holds_few_chunks(tmp_path, monkeypatch):
     """A disk that is faster than the digests must not fill the memory with chunks that wait."""
-    digest, alive, most = checksums._digest, set(), 0
+    digest, alive, most = checksums.digest_of, set(), 0
 
     def late(chunk):
         time.sleep(0.005)
@@ -177,7 +177,7 @@ def test_a_writer_holds_few_chunks(tmp_path, monkeypatch):
         most = max(most, len(alive))
         put(self, chunk)
 
-    monkeypatch.setattr(checksums, "_digest", late)
+    monkeypatch.setattr(checksums, "digest_of", late)
     monkeypatch.setattr(ChecksummedWriter, "_put", counting)
     writer = ChecksummedWriter(tmp_path / "file", CHUNK)
     for _ in range(60):
@@ -189,13 +189,13 @@ def test_a_writer_holds_few_chunks(tmp_path, monkeypatch):
 def test_ranges_that_follow_each_other_cost_one_digest_per_chunk(tmp_path, monkeypatch):
     """Shards of many small units lie in the same chunks."""
     path, content = tmp_path / "file", os.urandom(100 * CHUNK + 3)
-    sums, digest, counted = written(path, [content]), checksums._digest, []
+    sums, digest, counted = written(path, [content]), checksums.digest_of, []
 
     def count(chunk):
         counted.append(len(chunk))
         return digest(chunk)
 
-    monkeypatch.setattr(checksums, "_digest", count)
+    monkeypatch.setattr(checksums, "digest_of", count)
     file, start, found = VerifiedFile(path, sums), 0, b""
     with ThreadPoolExecutor(3) as pool:
         for length in [1, 5, CHUNK, 2 * CHUNK + 1, 3, 7 * CHUNK - 1] * 99:

@@ -176,11 +176,11 @@ def test_storage_that_does_not_answer_keeps_nobody_from_the_end(
     stuck, over = threading.Event(), threading.Event()
     with Lease(tmp_path, print, SECONDS) as lease:
 
-        def write(descriptor: int) -> None:
+        def renew(content: bytes) -> None:
             stuck.set()
             over.wait(60)
 
-        lease._write = write
+        lease._record.renew = renew
         assert stuck.wait(60)
         started = time.monotonic()
     assert time.monotonic() - started < 30
