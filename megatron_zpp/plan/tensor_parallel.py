@@ -25,6 +25,7 @@ from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.zero.plan_communication import check_topology
 
 _GB, _GIB = 1e9, 2**30
+_NAME = 40  # columns of the name of a row
 _CHANGED = (  # of a run's ZeroConfig
     *("zero_stage", "zero_hpz_partition_size", "zero_gradient_partition_size"),
     "zero_quantized_weights_format",
@@ -130,7 +131,7 @@ def tensor_lines(plan: Plan, machine: Machine, gibibytes: float) -> Iterator[str
     advice = verdict(plans, gibibytes)
     if advice.pays or plan.job.tensor > 1:
         figures = f"{'ms per step':>12}{'GB per node':>13}{'GiB':>8}"
-        yield f"{'tensor ranks, same batch':42}{figures}  micro-batches"
+        yield f"{'tensor ranks, same batch':{_NAME + 2}}{figures}  micro-batches"
         for other in plans:
             yield _row(other, plan.job, gibibytes)
     yield f"  advice: {advice.claim}:"
@@ -141,7 +142,8 @@ def _row(other: Plan, run: Job, gibibytes: float) -> str:
     job, time = other.job, other.time
     figures = f"{1e3 * time.seconds:12,.1f}{other.sent.inter / job.nodes / _GB:13.3f}"
     mark, fits = "*" if job is run else " ", " " if other.fits(gibibytes) else "!"
-    line = f"{mark} {other.name:40}{figures}{other.memory.peak / _GIB:8.2f}{fits} "
+    name = other.name if len(other.name) < _NAME else f"{other.name}\n  {'':{_NAME}}"  # figures below it
+    line = f"{mark} {name:{_NAME}}{figures}{other.memory.peak / _GIB:8.2f}{fits} "
     line += f"{job.micro_batches} × {job.micro_batch_size}"
     if job.tensor > 1:
         line += f", {exchanged_bytes(job) / _GB:,.1f} GB inside, waits {_ms(time.exchanges)} ms"
