@@ -4,7 +4,7 @@
 
 After each change the reader must return what it returned before, or raise one line that names the file or a
 flag. Of files that have no digest it must return what an independent reader finds (`flip_targets.py`). The
-readers run in processes of their own; one that ends is a failure, and another goes on. DIRECTORY/flips.jsonl
+readers run in processes of their own; one that ends is a failure and is replaced. DIRECTORY/flips.jsonl
 has a line for each batch, so that the changes can be continued.
 """
 

@@ -123,7 +123,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=20, help="of this session")
+    parser.add_argument("--minutes", type=float, default=20, help="of this call")
     parser.add_argument("--piece", type=float, default=10, help="minutes of a piece")
     parser.add_argument("--directory", type=Path, required=True, help="checkpoints and pieces.jsonl; kept")
     parser.add_argument("--output", type=Path, help="directory of a result")

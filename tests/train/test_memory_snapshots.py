@@ -180,7 +180,7 @@ def test_snapshots_of_two_starts_are_not_mixed(nodes: Nodes, whole: dict[str, by
     kept = [path.with_name(f"kept_{path.name}") for path in first]
     for path, copy in zip(first, kept, strict=True):
         shutil.copytree(path, copy)
-    nodes.crash(2, 10, snapshots=2)  # of the second start, which removes the first one's as it goes on
+    nodes.crash(2, 10, snapshots=2)  # of the second start, which removes those of the first one
     for path, copy in zip(first, kept, strict=True):
         shutil.rmtree(path, ignore_errors=True)
         copy.rename(path)
@@ -270,7 +270,7 @@ def test_without_a_whole_snapshot_or_a_checkpoint_the_start_after_next_begins_an
 @pytest.mark.nightly
 @pytest.mark.parametrize("stage", ["0", "3"])
 def test_fewer_ranks_load_the_memory_of_all(nodes: Nodes, stage: str, tmp_path: Path) -> None:
-    """As they load a checkpoint of the same iteration: one node goes on with what it held for the other."""
+    """As they load a checkpoint of the same iteration: one node resumes with what it held for the other."""
     nodes.crash(13, 10, "--zero-stage", stage, "--save-interval", "10")
     shutil.copytree(nodes.save, tmp_path / "copy")
     nodes.lose(1)

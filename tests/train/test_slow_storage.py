@@ -1,4 +1,4 @@
-"""Storage that is slow, or does not answer: loads end on all ranks alike, and training goes on."""
+"""Storage that is slow, or does not answer: loads end on all ranks alike, and training continues."""
 
 import subprocess
 import sys
