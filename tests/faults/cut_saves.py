@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_zpp.checkpoint.directory import committed
 from megatron_zpp.checkpoint.read import load_checkpoint
+from megatron_zpp.checkpoint.read_back import NotReadBack
 from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.checkpoint.write import SaveFailed
 from tests.checkpoint.saving import FIRST, TOKENIZER, save, small, train
@@ -35,7 +36,7 @@ def cut_saves(directory: Path, tally: Tally, seconds: float) -> None:
         calls.arm(target, Fault(error, call))
         try:
             save(target, engine, FIRST, reads_back=True)
-        except SaveFailed:
+        except (SaveFailed, NotReadBack):
             sys.exit(7)
         sys.exit(0 if calls.count() < call else 8)
 

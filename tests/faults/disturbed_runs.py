@@ -1,8 +1,6 @@
 """Runs of which a rank is killed, stopped or signalled, or the disk fails, and what they end with."""
 
 import errno
-import hashlib
-import json
 import os
 import random
 import shutil
@@ -13,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.children import Job
+from tests.faults.outcomes import digest, losses
 from tests.faults.tally import Tally
 
 ITERATIONS = 24
@@ -72,25 +71,6 @@ class Disk:
 
     def _mount(self, *options: str) -> None:
         subprocess.run(["mount", *options, str(self.path)], check=True, stderr=subprocess.PIPE)
-
-
-def digest(directory: Path) -> str:
-    """SHA-256 of the states of the last iteration, as all ranks saved them."""
-    path = directory / f"iter_{ITERATIONS:07d}"
-    sha = hashlib.sha256()
-    for file in sorted(path.glob("rank_*.safetensors")):
-        sha.update(file.read_bytes())
-    state = json.loads((path / "state.json").read_text())
-    del state["progress"]["run"]  # two runs have two names
-    for key in ("progress", "optimizer_steps", "loss_scale"):
-        sha.update(json.dumps(state[key], sort_keys=True).encode())
-    return sha.hexdigest()
-
-
-def losses(metrics: Path) -> dict[int, float]:
-    """The last logged loss of each iteration."""
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return {record["iteration"]: record["lm_loss"] for record in records if "lm_loss" in record}
 
 
 class Cases:
