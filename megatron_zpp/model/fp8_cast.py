@@ -1,8 +1,9 @@
 """The cast to 8-bit floats of delayed scaling: codes in one or both layouts, and the largest magnitude.
 
 Shapes: R rows, W columns. What a product needs of a tensor is three numbers per kind (input, weight,
-gradient), kept in two tensors: `factors` (2, 3) fp32, by which a tensor is multiplied before it is rounded to
-codes and by which codes are multiplied to get it back; and `maxima` (3,) fp32, the largest finite magnitudes
+gradient), kept in two tensors: `factors` (2, 3, 4) fp32, by which a tensor is multiplied before it is rounded to
+codes and by which codes are multiplied to get it back, each four times, since cuBLASLt takes only scales
+that are aligned to 16 bytes; and `maxima` (3,) fp32, the largest finite magnitudes
 since they were last set to zero.
 
 Casts saturate: what the scale of earlier steps does not reach becomes the largest code. A NaN or Inf becomes
@@ -42,16 +43,30 @@ def plain_cast(
     finite = size < torch.inf  # false for NaN
     largest = torch.where(finite, size, 0.0).amax()
     maxima[kind] = torch.maximum(maxima[kind], largest)
-    scaled = (wide * factors[0, kind]).clamp(-LARGEST[kind], LARGEST[kind])
+    scaled = (wide * factors[0, kind, 0]).clamp(-LARGEST[kind], LARGEST[kind])
     codes = torch.where(finite, scaled, torch.nan).to(FORMATS[kind])
     none = codes.new_empty(0)
     return codes if rows else none, codes.t().contiguous() if columns else none
 
 
 def present_factors(x: Tensor, kind: int) -> Tensor:
-    """The `factors` (2, 3) of x itself, for a step before which nothing is known."""
+    """The `factors` of x itself, for a step before which nothing is known."""
     size = x.abs().float()
     largest = torch.where(size < torch.inf, size, 0.0).amax()
     # Not a number over a tensor, which torch rounds twice: scales of earlier steps are rounded once.
     scale = torch.full_like(largest, LARGEST[kind]) / largest.clamp(min=SMALLEST)
-    return torch.stack((scale, scale.reciprocal()))[:, None].expand(2, 3).contiguous()
+    return factors_of(scale.expand(3))
+
+
+def factors_of(scales: Tensor) -> Tensor:
+    """The `factors` (…, 2, 3, 4) of scales (…, 3)."""
+    return (
+        torch.stack((scales, scales.reciprocal()), -2)[..., None]
+        .expand(*scales.shape[:-1], 2, 3, 4)
+        .contiguous()
+    )
+
+
+def back(factors: Tensor, kind: int) -> Tensor:
+    """The scalar () that codes of a kind are multiplied by."""
+    return factors[1, kind, 0]

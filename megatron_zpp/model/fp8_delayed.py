@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron_zpp.model.fp8 import multiply
-from megatron_zpp.model.fp8_cast import GRADIENT, INPUT, WEIGHT, Cast, plain_cast, present_factors
+from megatron_zpp.model.fp8_cast import GRADIENT, INPUT, WEIGHT, Cast, back, plain_cast, present_factors
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class DelayedProduct(nn.Module):
     Without `factors`, before the first step of a run, each tensor is scaled by itself.
     """
 
-    factors: Tensor | None  # (2, 3) fp32; see model/fp8_cast.py
+    factors: Tensor | None  # (2, 3, 4) fp32; see model/fp8_cast.py
     maxima: Tensor  # (3,) fp32
 
     def __init__(self, cast: Cast = plain_cast) -> None:
@@ -102,7 +102,7 @@ class _Delayed(torch.autograd.Function):
         else:
             assert factors is not None
             assert turned is not None
-            codes, columns, scale = given, turned, factors[1, INPUT]
+            codes, columns, scale = given, turned, back(factors, INPUT)
         by_rows, _, weight_scale = _coded(cast, weight, factors, maxima, WEIGHT, rows=True, columns=False)
         ctx.save_for_backward(columns, scale, weight, factors, maxima)
         ctx.cast = cast
@@ -134,4 +134,4 @@ def _coded(
     """The codes of x by rows and by columns, and the scalar () that gives x back."""
     known = present_factors(x, kind) if factors is None else factors
     by_rows, by_columns = cast(x.contiguous(), known, maxima, kind, rows=rows, columns=columns)
-    return by_rows, by_columns, known[1, kind]
+    return by_rows, by_columns, back(known, kind)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.model.fp8_cast import LARGEST, SMALLEST
+from megatron_zpp.model.fp8_cast import LARGEST, SMALLEST, factors_of
 from megatron_zpp.model.fp8_delayed import DelayedProduct
 
 
@@ -114,9 +114,9 @@ class DelayedScaling:
         self._hand_out()
 
     def _hand_out(self) -> None:
-        factors = torch.stack((self._scales, self._scales.reciprocal()), 1)  # (L, 2, 3)
+        factors = factors_of(self._scales)  # (L, 2, 3, 4)
         if not self._known:
-            self._factors = [torch.empty(2, 3, device=self._device) for _ in self._products]
+            self._factors = [torch.empty(2, 3, 4, device=self._device) for _ in self._products]
             for product, own in zip(self._products.values(), self._factors, strict=True):
                 product.factors = own
             self._known = True

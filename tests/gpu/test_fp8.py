@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.model.fp8_cast import GRADIENT, INPUT, plain_cast
+from megatron_zpp.model.fp8_cast import GRADIENT, INPUT, factors_of, plain_cast
 from megatron_zpp.model.fp8_delayed import DelayedLinear
 from megatron_zpp.model.fp8_scaling import DelayedScaling
 from megatron_zpp.train.build_engine import build_engine
@@ -49,7 +49,7 @@ def test_casts_write_the_oracles_codes(kind: int, rows: int, width: int) -> None
     x = torch.randn(rows, width, dtype=torch.bfloat16, device="cuda")
     x *= 2.0 ** torch.randint(-20, 20, (1, width), device="cuda")
     x[0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
-    factors = torch.tensor([[3.0], [1 / 3]], device="cuda").expand(2, 3).contiguous()
+    factors = factors_of(torch.full((3,), 3.0, device="cuda"))
     found, expected = torch.zeros(2, 3, device="cuda")
     by_rows, by_columns = cast(x, factors, found, kind, rows=True, columns=True)
     for first in range(0, rows, 8192):  # the oracle takes several times the memory
@@ -89,7 +89,7 @@ def test_activations_write_codes(gated: bool, biased: bool, rows: int, width: in
     shifted = (x if bias is None else x + bias).requires_grad_()
     out = (swiglu if gated else gelu)(shifted.float()).bfloat16()
     (gradient,) = torch.autograd.grad(out, shifted, of_out)
-    factors = torch.tensor([[30.0], [1 / 30]], device="cuda").expand(2, 3).contiguous()
+    factors = factors_of(torch.full((3,), 30.0, device="cuda"))
     for kind, number, found in (
         (INPUT, out.detach(), coded_activation(x, bias, factors, torch.zeros(3, device="cuda"), gated, True)),
         (
@@ -116,7 +116,7 @@ def test_norms_write_codes(kind: type[nn.LayerNorm | nn.RMSNorm], rows: int, wid
 
     x, added = torch.randn(2, rows, width, dtype=torch.bfloat16, device="cuda")
     module = kind(width, eps=1e-5, device="cuda", dtype=torch.bfloat16)
-    factors = torch.tensor([[60.0], [1 / 60]], device="cuda").expand(2, 3).contiguous()
+    factors = factors_of(torch.full((3,), 60.0, device="cuda"))
     maxima = torch.zeros(3, device="cuda")
     for summand in (None, added):
         bias = module.bias if isinstance(module, nn.LayerNorm) else None

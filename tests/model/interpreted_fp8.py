@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.components import ModelComponents
-from megatron_zpp.model.fp8_cast import FORMATS, GRADIENT, INPUT, LARGEST, WEIGHT, plain_cast
+from megatron_zpp.model.fp8_cast import FORMATS, GRADIENT, INPUT, LARGEST, WEIGHT, factors_of, plain_cast
 from megatron_zpp.model.fp8_delayed import DelayedLinear
 from megatron_zpp.model.fp8_scaling import DelayedScaling
 from megatron_zpp.model.fused import blocks as fused_blocks
@@ -88,7 +88,7 @@ def awkward(rows: int, width: int, kind: int, dtype: torch.dtype) -> tuple[Tenso
     flat[3], flat[4], flat[5] = torch.nan, torch.inf, -torch.inf
     scale = torch.tensor([1.7, 0.3, 8.0])
     scale[kind] = 8.0
-    return x.to(dtype), torch.stack((scale, scale.reciprocal()))
+    return x.to(dtype), factors_of(scale)
 
 
 def casts(rows: int, width: int, dtype: torch.dtype) -> None:
@@ -118,7 +118,7 @@ def activations(rows: int, width: int, gated: bool, biased: bool, dtype: torch.d
     x, of_out = (3 * torch.randn(rows, outer)).to(dtype), torch.randn(rows, width).to(dtype)
     bias = torch.randn(outer).to(dtype) if biased else None
     x[0, 0], of_out[-1, -1] = torch.nan, torch.inf
-    factors = torch.tensor([[300.0, 1.0, 20000.0], [1 / 300, 1.0, 1 / 20000]])
+    factors = factors_of(torch.tensor([300.0, 1.0, 20000.0]))
     shifted = x if bias is None else x + bias
     out = fused_swiglu.swiglu(shifted) if gated else exact_gelu(shifted)
     if gated:
@@ -151,7 +151,7 @@ def norms(rows: int, width: int, adds: bool, biased: bool, dtype: torch.dtype) -
     x, added, (weight, bias) = 3 * torch.randn(rows, width), torch.randn(rows, width), torch.randn(2, width)
     x[::3] += 5.0
     x, added, weight, bias = (part.to(dtype) for part in (x, added, weight, bias))
-    factors = torch.tensor([[150.0, 1.0, 1.0], [1 / 150, 1.0, 1.0]])
+    factors = factors_of(torch.tensor([150.0, 1.0, 1.0]))
     total = x + added if adds else x
     for columns in (True, False):
         maxima, expected = torch.zeros(2, 3)

@@ -98,7 +98,7 @@ def store_codes(
 @triton.jit
 def _cast_kernel(
     x_ptr,  # (R, W)
-    factors_ptr,  # (2, 3) fp32
+    factors_ptr,  # (2, 3, 4) fp32
     maxima_ptr,  # (3,) fp32
     by_rows_ptr,  # (R, W)
     by_columns_ptr,  # (W, R)
@@ -116,6 +116,6 @@ def _cast_kernel(
     inside = (row < height)[:, None] & (column < width)[None, :]
     at = row.to(tl.int64)[:, None] * width + column[None, :]
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    scaled, sizes = encode(x, tl.load(factors_ptr + KIND), LARGEST)
+    scaled, sizes = encode(x, tl.load(factors_ptr + 4 * KIND), LARGEST)
     keep_maximum(maxima_ptr, sizes, KIND)
     store_codes(by_rows_ptr, by_columns_ptr, scaled, row, column, inside, height, width, BY_ROWS, BY_COLUMNS)

@@ -123,7 +123,7 @@ def _forward_kernel(
     else:
         out = gate * reciprocal(1 + exp2(gate * (SLOPE + CUBIC * gate * gate) * -LOG2_E))
     out = out.to(x_ptr.dtype.element_ty).to(tl.float32)
-    scaled, sizes = encode(out, tl.load(factors_ptr + KIND), LARGEST)
+    scaled, sizes = encode(out, tl.load(factors_ptr + 4 * KIND), LARGEST)
     keep_maximum(maxima_ptr, sizes, KIND)
     store_codes(by_rows_ptr, by_columns_ptr, scaled, row, column, inside, height, width, True, BY_COLUMNS)
 
@@ -154,7 +154,7 @@ def _backward_kernel(
     inside = (row < height)[:, None] & (column < width)[None, :]
     LOG2_E: tl.constexpr = 1.4426950408889634
     stride = 2 * width if GATED else width
-    factor = tl.load(factors_ptr + KIND)
+    factor = tl.load(factors_ptr + 4 * KIND)
     of_out = tl.load(
         of_out_ptr + row.to(tl.int64)[:, None] * width + column[None, :], mask=inside, other=0.0
     ).to(tl.float32)

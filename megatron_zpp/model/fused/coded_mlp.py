@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_zpp.model.fp8 import multiply
-from megatron_zpp.model.fp8_cast import GRADIENT, INPUT, WEIGHT
+from megatron_zpp.model.fp8_cast import GRADIENT, INPUT, WEIGHT, back
 from megatron_zpp.model.fp8_delayed import CodedInput, DelayedLinear
 from megatron_zpp.model.fused.cast import cast
 from megatron_zpp.model.fused.coded_activation import coded_activation, coded_activation_backward
@@ -69,11 +69,14 @@ class _MLP(torch.autograd.Function):
         else:
             codes, columns = given, turned
         coded, _ = cast(weight, factors, maxima, WEIGHT, rows=True, columns=False)
-        scales, next_scales = factors[1], next_factors[1]
-        inner = multiply(codes, coded.t(), scales[INPUT], scales[WEIGHT], x.dtype, fast=True)  # (R, H)
+        inner = multiply(
+            codes, coded.t(), back(factors, INPUT), back(factors, WEIGHT), x.dtype, fast=True
+        )  # (R, H)
         next_codes, next_columns = coded_activation(inner, bias, next_factors, next_maxima, gated, learns)
         coded, _ = cast(next_weight, next_factors, next_maxima, WEIGHT, rows=True, columns=False)
-        out = multiply(next_codes, coded.t(), next_scales[INPUT], next_scales[WEIGHT], x.dtype, fast=True)
+        out = multiply(
+            next_codes, coded.t(), back(next_factors, INPUT), back(next_factors, WEIGHT), x.dtype, fast=True
+        )
         ctx.save_for_backward(
             *(columns, inner, weight, bias, factors, maxima),
             *(next_columns, next_weight, next_factors, next_maxima),
@@ -87,18 +90,21 @@ class _MLP(torch.autograd.Function):
         columns, inner, weight, bias, factors, maxima, *second = ctx.saved_tensors
         next_columns, next_weight, next_factors, next_maxima = second
         dtype, wanted = gradient.dtype, ctx.needs_input_grad
-        scales, next_scales = factors[1], next_factors[1]
         of_next_bias = gradient.sum(0) if wanted[8] else None
         rows, turned = cast(
             gradient.contiguous(), next_factors, next_maxima, GRADIENT, rows=True, columns=True
         )
         _, coded = cast(next_weight, next_factors, next_maxima, WEIGHT, rows=False, columns=True)
-        of_out = multiply(rows, coded.t(), next_scales[GRADIENT], next_scales[WEIGHT], dtype)  # (R, F)
-        of_next = multiply(turned, next_columns.t(), next_scales[GRADIENT], next_scales[INPUT], dtype)
+        of_out = multiply(
+            rows, coded.t(), back(next_factors, GRADIENT), back(next_factors, WEIGHT), dtype
+        )  # (R, F)
+        of_next = multiply(
+            turned, next_columns.t(), back(next_factors, GRADIENT), back(next_factors, INPUT), dtype
+        )
         rows, turned, sums = coded_activation_backward(of_out, inner, bias, factors, maxima, ctx.gated)
         _, coded = cast(weight, factors, maxima, WEIGHT, rows=False, columns=True)
-        of_x = multiply(rows, coded.t(), scales[GRADIENT], scales[WEIGHT], dtype)
-        of_weight = multiply(turned, columns.t(), scales[GRADIENT], scales[INPUT], dtype)
+        of_x = multiply(rows, coded.t(), back(factors, GRADIENT), back(factors, WEIGHT), dtype)
+        of_weight = multiply(turned, columns.t(), back(factors, GRADIENT), back(factors, INPUT), dtype)
         of_bias = None if bias is None else sums.to(dtype)
         of_first = (of_x, None, None, of_weight, of_bias, None, None)
         return *of_first, of_next, of_next_bias, None, None, None, None

@@ -173,7 +173,7 @@ def _coded_norm_kernel(
     total_ptr,
     mean_ptr,  # (R) fp32, as is rstd
     rstd_ptr,
-    factors_ptr,  # (2, 3) fp32
+    factors_ptr,  # (2, 3, 4) fp32
     maxima_ptr,  # (3,) fp32
     by_rows_ptr,  # (R, D)
     by_columns_ptr,  # (D, R)
@@ -204,7 +204,7 @@ def _coded_norm_kernel(
         squares += tl.sum(centred * centred, axis=1)
     rstd = 1.0 / tl.sqrt(squares / width + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < height)
-    factor = tl.load(factors_ptr + KIND)
+    factor = tl.load(factors_ptr + 4 * KIND)
     largest = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, width, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
