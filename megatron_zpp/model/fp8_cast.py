@@ -1,10 +1,10 @@
 """The cast to 8-bit floats of delayed scaling: codes in one or both layouts, and the largest magnitude.
 
 Shapes: R rows, W columns. What a product needs of a tensor is three numbers per kind (input, weight,
-gradient), kept in two tensors: `factors` (2, 3, 4) fp32, by which a tensor is multiplied before it is rounded to
-codes and by which codes are multiplied to get it back, each four times, since cuBLASLt takes only scales
-that are aligned to 16 bytes; and `maxima` (3,) fp32, the largest finite magnitudes
-since they were last set to zero.
+gradient), kept in two tensors: `factors` (2, 3, 4) fp32, by which a tensor is multiplied before it is rounded
+to codes and by which codes are multiplied to get it back, each four times, since cuBLASLt takes only scales
+that are aligned to 16 bytes; and `maxima` (3,) fp32, the largest finite magnitudes since they were last set
+to zero.
 
 Casts saturate: what the scale of earlier steps does not reach becomes the largest code. A NaN or Inf becomes
 a NaN, so that the step is not finite, as in bf16; it does not count for the maxima, so that later scales are
