@@ -9,8 +9,9 @@ as much as the forward that it repeats, has the same codes. Weights are cast whe
 the forward, by columns in the backward, since a copy of codes would have to be held for every layer.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,12 @@ class DelayedProduct(nn.Module):
         self.cast = cast
         self.register_buffer("factors", None, persistent=False)
         self.register_buffer("maxima", torch.zeros(3), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move with the model; the maxima stay in fp32, whatever the parameters' format becomes."""
+        super()._apply(fn, recurse)
+        self.maxima = self.maxima.float()
+        return self
 
     def forward(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """(R, K), (N, K), (N) -> (R, N) in the dtype of the rows."""

@@ -17,7 +17,7 @@ def test_the_newest_loss_arrives_while_the_device_goes_on() -> None:
     for _ in range(50):
         busy = busy @ busy
     newest.after(busy.sum())
-    assert newest.after(torch.tensor(1.0, device=GPU)) is None  # the products are not done, and nobody waits
+    assert newest.after(torch.ones((), device=GPU)) is None  # the products are not done, and nobody waits
 
 
 def test_power_is_plausible_or_missing() -> None:

@@ -279,3 +279,8 @@ def test_a_model_learns_what_a_plain_one_does_and_recomputation_has_the_same_cod
     assert ours == pytest.approx(plain, abs=(plain[0] - plain[-1]) / 10)
     assert losses_of(model, "full", DelayedLinear, 4) == ours[:4]
     assert losses_of(model, "selective", DelayedLinear, 4) == ours[:4]
+
+
+def test_maxima_stay_in_fp32() -> None:
+    """Kernels compare them as 32-bit integers."""
+    assert DelayedLinear(16, 16).to(torch.bfloat16).product.maxima.dtype == torch.float32
