@@ -68,5 +68,5 @@ def factors_of(scales: Tensor) -> Tensor:
 
 
 def back(factors: Tensor, kind: int) -> Tensor:
-    """The scalar () that codes of a kind are multiplied by."""
-    return factors[1, kind, 0]
+    """The number (1) that codes of a kind are multiplied by."""
+    return factors[1, kind, :1]  # torch.compile of torch 2.11 fails for a scalar () that is a view

@@ -138,7 +138,7 @@ class _Delayed(torch.autograd.Function):
 def _coded(
     cast: Cast, x: Tensor, factors: Tensor | None, maxima: Tensor, kind: int, *, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The codes of x by rows and by columns, and the scalar () that gives x back."""
+    """The codes of x by rows and by columns, and the number (1) that gives x back."""
     known = present_factors(x, kind) if factors is None else factors
     by_rows, by_columns = cast(x.contiguous(), known, maxima, kind, rows=rows, columns=columns)
     return by_rows, by_columns, back(known, kind)

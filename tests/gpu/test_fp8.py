@@ -66,10 +66,15 @@ def same_codes(found: Tensor, expected: Tensor) -> None:
 
 
 def next_codes(found: Tensor, expected: Tensor) -> None:
-    """At most the next code, for few elements: kernels differ in the last bit of what they round."""
+    """At most the next code, for few elements: kernels differ in the last bit of what they round.
+
+    Where terms of a derivative cancel, that bit of the terms is several codes.
+    """
     steps = found.contiguous().view(torch.uint8).int() - expected.contiguous().view(torch.uint8).int()
     signs = found.float().sign() * expected.float().sign()
-    assert steps[signs > 0].abs().max() <= 1
+    wide = expected.float()
+    cancelled = (found.float() - wide).abs() <= 2.0**-18 * wide.abs().max()
+    assert steps[(signs > 0) & ~cancelled].abs().max() <= 1
     assert (steps != 0).float().mean() < 2.0**-6
 
 

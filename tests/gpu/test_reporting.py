@@ -12,12 +12,14 @@ def test_the_newest_loss_arrives_while_the_device_goes_on() -> None:
     assert newest.after(torch.tensor(2.5, device=GPU)) is None
     torch.cuda.synchronize()
     assert newest.after(torch.tensor(2.25, device=GPU)) == 2.5
-    busy = torch.randn(8192, 8192, device=GPU)
-    torch.cuda.synchronize()
-    for _ in range(50):
-        busy = busy @ busy
-    newest.after(busy.sum())
-    assert newest.after(torch.ones((), device=GPU)) is None  # the products are not done, and nobody waits
+    busy, out = torch.randn(2, 8192, 8192, device=GPU)
+    for _ in range(2):  # what is loaded for its first use waits for the device
+        torch.cuda.synchronize()
+        for _ in range(50):
+            torch.mm(busy, busy, out=out)
+        newest.after(out.sum())
+        found = newest.after(torch.ones((), device=GPU))
+    assert found is None  # the products are not done, and nobody waits
 
 
 def test_power_is_plausible_or_missing() -> None:
