@@ -199,6 +199,8 @@ def test_the_ledger_equals_the_closed_form(world: int) -> None:
     cases += [
         (3, accumulation, prefetch, prefetch == 1) for accumulation in (1, 3) for prefetch in (0, 1, 2, 9)
     ]
+    if world == 3:
+        cases = [case for case in cases if case[1] == 3 and case[2] == 1]
     for measured in on_ranks(world, measure_traffic, cases):
         for (stage, accumulation, prefetch, reduce_in_bf16), (sent, expected) in zip(
             cases, measured, strict=True
