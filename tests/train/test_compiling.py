@@ -157,10 +157,11 @@ def test_documents_in_compiled_layers(recompute: str, model: str) -> None:
     assert said == []
 
 
-def test_a_run_with_compiled_layers(flags: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_a_run_with_compiled_layers(flags: list[str], tmp_path: Path, recomputes: bool) -> None:
     """The run says so, evaluates like a run without them, and resumes from its checkpoint to the same bits.
 
-    Though it is told to recompute from there on: kernels that the compiler made repeat their dropout.
+    Also if it is told to recompute from there on: kernels that the compiler made repeat their dropout.
     """
 
     def run(name: str, *extra: str) -> tuple[list[float], list[float]]:
@@ -179,7 +180,7 @@ def test_a_run_with_compiled_layers(flags: list[str], tmp_path: Path) -> None:
     assert any(Path(tmp_path / "kernels").rglob("*.so"))
     _, plain = run("plain")
     assert evaluations[0] == pytest.approx(plain[0], rel=1e-6)  # fp32 sums in another order
-    recomputed = ["--recompute-granularity", "full", "--recompute-method", "uniform"]
+    recomputed = ["--recompute-granularity", "full", "--recompute-method", "uniform"] if recomputes else []
     resumed, after = run(
         "resumed", *compiled, *recomputed, "--load", str(tmp_path / "run"), "--ckpt-step", "2"
     )
