@@ -26,9 +26,7 @@ def test_the_page_has_a_row_for_every_flag() -> None:
     assert len(MEGATRON_FLAGS) == len(set(MEGATRON_FLAGS)) > 850
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in MEGATRON_FLAGS if fate(name, CURRENT)[0] != "obeyed"]
-)
+@pytest.mark.parametrize("name", [name for name in MEGATRON_FLAGS if fate(name, CURRENT)[0] != "obeyed"])
 def test_a_flag_that_is_not_obeyed_has_the_fate_of_its_row(name: str) -> None:
     status, note = fate(name, CURRENT)
     flag = BY_NAME.get(name)

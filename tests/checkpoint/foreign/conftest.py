@@ -22,11 +22,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     )
 
     @cache
-    def make(family: str, ranks: int) -> Path:
-        root, port = tmp_path_factory.mktemp(f"{family}_{ranks}"), free_port()
+    def make(ranks: int) -> Path:
+        root, port = tmp_path_factory.mktemp(f"ranks_{ranks}"), free_port()
         processes = [
             subprocess.Popen(
-                [sys.executable, str(_PROGRAM), str(root), family, str(ranks), str(rank), str(port)],
+                [sys.executable, str(_PROGRAM), str(root), str(ranks), str(rank), str(port)],
                 cwd=ROOT,
                 env=environment(PYTHONWARNINGS="ignore"),
                 stdout=subprocess.DEVNULL,
@@ -43,4 +43,4 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
         assert not any(process.returncode for process in processes), errors[0][-2000:]
         return root
 
-    return make
+    return lambda family, ranks: make(ranks) / family
