@@ -13,7 +13,7 @@ from torch.library import triton_op, wrap_triton
 
 from megatron_zpp.model.fp8_cast import FORMATS, LARGEST
 
-_GROUPS, _COLUMNS, _WARPS = 32, 64, 8  # of a program: 128 rows, 32 elements a thread
+_GROUPS, _COLUMNS, _WARPS = 16, 128, 8  # of a program: 64 rows, 32 elements a thread
 
 
 def cast(
