@@ -59,8 +59,19 @@ def reciprocal(x):
     return 1.0 / x
 
 
+@triton.jit
+def packed(first, second, third, fourth, FORMAT: tl.constexpr):
+    low = _byte(first, FORMAT) | (_byte(second, FORMAT) << 8)
+    return low | (_byte(third, FORMAT) << 16) | (_byte(fourth, FORMAT) << 24)
+
+
+@triton.jit
+def _byte(x, FORMAT: tl.constexpr):
+    return rounded(x, FORMAT).to(tl.uint8, bitcast=True).to(tl.int32)
+
+
 for module in (fused_cast, coded_activation, coded_norm):
-    module.rounded = rounded
+    module.rounded, module.packed = rounded, packed
 for module in (coded_activation, coded_norm, fused_linear, fused_norm, fused_rotary, fused_swiglu):
     module.wrap_triton = lambda kernel: kernel
     module.exp2, module.reciprocal = exp2, reciprocal  # the interpreter knows no instructions of GPUs

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from megatron_zpp.model.fp8_cast import GRADIENT, INPUT, LARGEST
-from megatron_zpp.model.fused.cast import encode, grid, keep_maximum, outputs, pack, rounded, store_turned
+from megatron_zpp.model.fused.cast import encode, grid, keep_maximum, outputs, packed, rounded, store_turned
 from megatron_zpp.model.fused.math import exp2, reciprocal
 
 _SLOPE = 2 * math.sqrt(2 / math.pi)
@@ -87,6 +87,51 @@ def _load(x_ptr, bias, at, inside, outside, BIASED: tl.constexpr):
 
 
 @triton.jit
+def _row(
+    x_ptr,
+    by_rows_ptr,
+    bias,
+    bias_up,
+    factor,
+    row,
+    column,
+    height,
+    width,
+    LARGEST: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GATED: tl.constexpr,
+    BIASED: tl.constexpr,
+    SLOPE: tl.constexpr,
+    CUBIC: tl.constexpr,
+):
+    """What codes of every fourth row of a tile are rounded from, and magnitudes."""
+    inside = (row < height)[:, None] & (column < width)[None, :]
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    stride = 2 * width if GATED else width
+    at = row.to(tl.int64)[:, None] * stride + column[None, :]
+    gate = _load(x_ptr, bias, at, inside, float("nan"), BIASED)  # does not count for the maxima
+    if GATED:
+        up = _load(x_ptr + width, bias_up, at, inside, 0.0, BIASED)
+        out = gate * reciprocal(1 + exp2(gate * -LOG2_E)) * up
+    else:
+        out = gate * reciprocal(1 + exp2(gate * (SLOPE + CUBIC * gate * gate) * -LOG2_E))
+    scaled, sizes = encode(out.to(x_ptr.dtype.element_ty).to(tl.float32), factor, LARGEST)
+    out_at = row.to(tl.int64)[:, None] * width + column[None, :]
+    tl.store(by_rows_ptr + out_at, rounded(scaled, FORMAT), mask=inside)
+    return scaled, sizes
+
+
+@triton.jit
+def _biases(bias_ptr, column, width, GATED: tl.constexpr):
+    """The bias (COLUMNS) of the gate, or of all, and of the value, in fp32."""
+    bias = tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    bias_up = bias
+    if GATED:
+        bias_up = tl.load(bias_ptr + width + column, mask=column < width, other=0.0).to(tl.float32)
+    return bias, bias_up
+
+
+@triton.jit
 def _forward_kernel(
     x_ptr,  # (R, H)
     bias_ptr,  # (H)
@@ -108,33 +153,80 @@ def _forward_kernel(
 ):
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row, factor = 4 * group, tl.load(factors_ptr + 4 * KIND)
+    bias, bias_up = _biases(bias_ptr, column, width, GATED)
+    FORMAT: tl.constexpr = by_rows_ptr.dtype.element_ty
+    # fmt: off
+    a, size_a = _row(
+        x_ptr, by_rows_ptr, bias, bias_up, factor, row, column, height, width, LARGEST,
+        FORMAT, GATED, BIASED, SLOPE, CUBIC,
+    )
+    b, size_b = _row(
+        x_ptr, by_rows_ptr, bias, bias_up, factor, row + 1, column, height, width, LARGEST,
+        FORMAT, GATED, BIASED, SLOPE, CUBIC,
+    )
+    c, size_c = _row(
+        x_ptr, by_rows_ptr, bias, bias_up, factor, row + 2, column, height, width, LARGEST,
+        FORMAT, GATED, BIASED, SLOPE, CUBIC,
+    )
+    d, size_d = _row(
+        x_ptr, by_rows_ptr, bias, bias_up, factor, row + 3, column, height, width, LARGEST,
+        FORMAT, GATED, BIASED, SLOPE, CUBIC,
+    )
+    # fmt: on
+    keep_maximum(maxima_ptr, tl.maximum(tl.maximum(size_a, size_b), tl.maximum(size_c, size_d)), KIND)
+    if BY_COLUMNS:
+        store_turned(by_columns_ptr, packed(a, b, c, d, FORMAT), group, column, height, width)
+
+
+@triton.jit
+def _gradient_row(
+    of_out_ptr,
+    x_ptr,
+    by_rows_ptr,
+    bias,
+    bias_up,
+    factor,
+    row,
+    column,
+    height,
+    width,
+    LARGEST: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GATED: tl.constexpr,
+    BIASED: tl.constexpr,
+    SLOPE: tl.constexpr,
+    CUBIC: tl.constexpr,
+):
+    """Of every fourth row of a tile: what codes are rounded from (twice), gradients (twice), magnitudes.
+
+    Twice with a gate: of the gate, and of the value.
+    """
+    inside = (row < height)[:, None] & (column < width)[None, :]
     LOG2_E: tl.constexpr = 1.4426950408889634
     stride = 2 * width if GATED else width
-    factor = tl.load(factors_ptr + 4 * KIND)
-    bias = tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-    bias_up = bias
+    out_at = row.to(tl.int64)[:, None] * width + column[None, :]
+    of_out = tl.load(of_out_ptr + out_at, mask=inside, other=0.0).to(tl.float32)
+    at = row.to(tl.int64)[:, None] * stride + column[None, :]
+    gate = _load(x_ptr, bias, at, inside, 0.0, BIASED)
     if GATED:
-        bias_up = tl.load(bias_ptr + width + column, mask=column < width, other=0.0).to(tl.float32)
-    words = tl.zeros([GROUPS, COLUMNS], tl.int32)
-    largest = tl.zeros([GROUPS, COLUMNS], tl.float32)
-    for place in tl.static_range(4):
-        row = 4 * group + place
-        inside = (row < height)[:, None] & (column < width)[None, :]
-        at = row.to(tl.int64)[:, None] * stride + column[None, :]
-        gate = _load(x_ptr, bias, at, inside, float("nan"), BIASED)  # does not count for the maxima
-        if GATED:
-            up = _load(x_ptr + width, bias_up, at, inside, 0.0, BIASED)
-            out = gate * reciprocal(1 + exp2(gate * -LOG2_E)) * up
-        else:
-            out = gate * reciprocal(1 + exp2(gate * (SLOPE + CUBIC * gate * gate) * -LOG2_E))
-        scaled, sizes = encode(out.to(x_ptr.dtype.element_ty).to(tl.float32), factor, LARGEST)
-        largest = tl.maximum(largest, sizes)
-        codes = rounded(scaled, by_rows_ptr.dtype.element_ty)
-        tl.store(by_rows_ptr + row.to(tl.int64)[:, None] * width + column[None, :], codes, mask=inside)
-        words = pack(words, codes, place)
-    keep_maximum(maxima_ptr, largest, KIND)
-    if BY_COLUMNS:
-        store_turned(by_columns_ptr, words, group, column, height, width)
+        up = _load(x_ptr + width, bias_up, at, inside, 0.0, BIASED)
+        share = reciprocal(1 + exp2(gate * -LOG2_E))
+        of_gate = of_out * up * share * (1 + gate * (1 - share))
+        of_up = of_out * gate * share
+    else:
+        square = CUBIC * gate * gate
+        share = reciprocal(1 + exp2(gate * (SLOPE + square) * -LOG2_E))
+        of_gate = of_out * share * (1 + gate * (1 - share) * (SLOPE + 3 * square))
+        of_up = of_gate
+    scaled, sizes = encode(of_gate.to(x_ptr.dtype.element_ty).to(tl.float32), factor, LARGEST)
+    tl.store(by_rows_ptr + at, rounded(scaled, FORMAT), mask=inside)
+    scaled_up = scaled
+    if GATED:
+        scaled_up, sizes_up = encode(of_up.to(x_ptr.dtype.element_ty).to(tl.float32), factor, LARGEST)
+        tl.store(by_rows_ptr + width + at, rounded(scaled_up, FORMAT), mask=inside)
+        sizes = tl.maximum(sizes, sizes_up)
+    return scaled, scaled_up, of_gate, of_up, sizes
 
 
 @triton.jit
@@ -160,53 +252,36 @@ def _backward_kernel(
 ):
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    LOG2_E: tl.constexpr = 1.4426950408889634
+    row, factor = 4 * group, tl.load(factors_ptr + 4 * KIND)
+    bias, bias_up = _biases(bias_ptr, column, width, GATED)
+    FORMAT: tl.constexpr = by_rows_ptr.dtype.element_ty
+    # fmt: off
+    a, a_up, of_a, of_a_up, size_a = _gradient_row(
+        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row, column, height, width, LARGEST,
+        FORMAT, GATED, BIASED, SLOPE, CUBIC,
+    )
+    b, b_up, of_b, of_b_up, size_b = _gradient_row(
+        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row + 1, column, height, width, LARGEST,
+        FORMAT, GATED, BIASED, SLOPE, CUBIC,
+    )
+    c, c_up, of_c, of_c_up, size_c = _gradient_row(
+        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row + 2, column, height, width, LARGEST,
+        FORMAT, GATED, BIASED, SLOPE, CUBIC,
+    )
+    d, d_up, of_d, of_d_up, size_d = _gradient_row(
+        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row + 3, column, height, width, LARGEST,
+        FORMAT, GATED, BIASED, SLOPE, CUBIC,
+    )
+    # fmt: on
+    keep_maximum(maxima_ptr, tl.maximum(tl.maximum(size_a, size_b), tl.maximum(size_c, size_d)), KIND)
+    store_turned(by_columns_ptr, packed(a, b, c, d, FORMAT), group, column, height, width)
     stride = 2 * width if GATED else width
-    factor = tl.load(factors_ptr + 4 * KIND)
-    bias = tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-    bias_up = bias
-    if GATED:
-        bias_up = tl.load(bias_ptr + width + column, mask=column < width, other=0.0).to(tl.float32)
-    words = tl.zeros([GROUPS, COLUMNS], tl.int32)
-    words_up = tl.zeros([GROUPS, COLUMNS], tl.int32)
-    largest = tl.zeros([GROUPS, COLUMNS], tl.float32)
-    total = tl.zeros([GROUPS, COLUMNS], tl.float32)
-    total_up = tl.zeros([GROUPS, COLUMNS], tl.float32)
-    for place in tl.static_range(4):
-        row = 4 * group + place
-        inside = (row < height)[:, None] & (column < width)[None, :]
-        out_at = row.to(tl.int64)[:, None] * width + column[None, :]
-        of_out = tl.load(of_out_ptr + out_at, mask=inside, other=0.0).to(tl.float32)
-        at = row.to(tl.int64)[:, None] * stride + column[None, :]
-        gate = _load(x_ptr, bias, at, inside, 0.0, BIASED)
-        if GATED:
-            up = _load(x_ptr + width, bias_up, at, inside, 0.0, BIASED)
-            share = reciprocal(1 + exp2(gate * -LOG2_E))
-            gradient = of_out * up * share * (1 + gate * (1 - share))
-            of_up = of_out * gate * share
-            total_up += of_up
-            scaled, sizes = encode(of_up.to(x_ptr.dtype.element_ty).to(tl.float32), factor, LARGEST)
-            largest = tl.maximum(largest, sizes)
-            codes = rounded(scaled, by_rows_ptr.dtype.element_ty)
-            tl.store(by_rows_ptr + width + at, codes, mask=inside)
-            words_up = pack(words_up, codes, place)
-        else:
-            square = CUBIC * gate * gate
-            share = reciprocal(1 + exp2(gate * (SLOPE + square) * -LOG2_E))
-            gradient = of_out * share * (1 + gate * (1 - share) * (SLOPE + 3 * square))
-        total += gradient
-        scaled, sizes = encode(gradient.to(x_ptr.dtype.element_ty).to(tl.float32), factor, LARGEST)
-        largest = tl.maximum(largest, sizes)
-        codes = rounded(scaled, by_rows_ptr.dtype.element_ty)
-        tl.store(by_rows_ptr + at, codes, mask=inside)
-        words = pack(words, codes, place)
-    keep_maximum(maxima_ptr, largest, KIND)
-    store_turned(by_columns_ptr, words, group, column, height, width)
     sums = sums_ptr + tl.program_id(1) * stride + column
     if BIASED:
-        tl.store(sums, tl.sum(total, axis=0), mask=column < width)
+        tl.store(sums, tl.sum((of_a + of_b) + (of_c + of_d), axis=0), mask=column < width)
     if GATED:
-        turned_up_ptr = by_columns_ptr + tl.full([], width, tl.int64) * height
-        store_turned(turned_up_ptr, words_up, group, column, height, width)
+        turned_ptr = by_columns_ptr + tl.full([], width, tl.int64) * height
+        store_turned(turned_ptr, packed(a_up, b_up, c_up, d_up, FORMAT), group, column, height, width)
         if BIASED:
-            tl.store(sums + width, tl.sum(total_up, axis=0), mask=column < width)
+            total = (of_a_up + of_b_up) + (of_c_up + of_d_up)
+            tl.store(sums + width, tl.sum(total, axis=0), mask=column < width)
