@@ -84,7 +84,17 @@ def test_a_graph_for_layers_with_a_window_and_one_for_others() -> None:
         assert three_steps(Topology(), backend="aot_eager", recompute=recompute, **changes) == (plain, [])
 
 
-@pytest.mark.parametrize("changes", [{}, LLAMA | {"window_size": "6,0", "window_attn_skip_freq": "3"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param(
+            LLAMA | {"window_size": "6,0", "window_attn_skip_freq": "3"},
+            id="window",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
 def test_graphs_for_the_halves_of_layers(changes: dict[str, Any]) -> None:
     """One for the first halves, or two with a window, and one for the second ones, which change no bit."""
     plain, _ = three_steps(Topology(), backend=None, **changes)
