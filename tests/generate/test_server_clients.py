@@ -66,10 +66,13 @@ def test_a_client_that_leaves_is_forgotten_without_a_word(
             for stream in (None, False, True):
                 gate.passes, gate.last = 0, 10
                 if stream is None:
-                    more = json.dumps({"prompts": ["1"], "tokens_to_generate": 90, "no_log": True}).encode()
+                    fields = {"prompts": ["1"], "tokens_to_generate": 90, "temperature": 0, "no_log": True}
+                    more = json.dumps(fields).encode()
                     _, writer = await connect(site.port, more)
                 else:
-                    _, writer = await complete(site.port, prompt="1", max_tokens=90, stream=stream)
+                    _, writer = await complete(
+                        site.port, prompt="1", max_tokens=90, temperature=0, stream=stream
+                    )
                 await until(lambda: gate.passes > 10)
                 writer.close()
                 await until(lambda: not site.service._present)
