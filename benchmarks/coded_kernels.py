@@ -2,9 +2,9 @@
 
 python benchmarks/coded_kernels.py --hidden-size 2048 --rows 16384
 
-Shapes are those of a GPT layer and of a Llama-like one with as many parameters. A figure is the time of a copy
-of the bytes that a kernel has to read and write, over the kernel's time: 1 would be as fast as memory is.
-Times are the best of --rounds, of ten calls in a CUDA graph, so that starting a kernel does not count.
+Shapes are those of a GPT layer and of a Llama-like one with as many parameters. A figure is the time of a
+copy of the bytes that a kernel has to read and write, over the kernel's time: 1 would be as fast as memory
+is. Times are the best of --rounds, of ten calls in a CUDA graph, so that starting a kernel does not count.
 """
 
 import sys
@@ -73,24 +73,24 @@ def kernels(rows: int, width: int) -> Iterator[tuple[str, int, Callable[[], obje
     parts = [drawn(rows, width) for _ in range(3)]
     wide, of_wide, of_half = drawn(rows, 4 * width), drawn(rows, 4 * width), drawn(rows, 2 * width)
     one, batch = rows * width, x.view(1, rows, width)
-    scaling = (factors, maxima)
-    yield "cast of an input", 4 * one, partial(cast, x, *scaling, INPUT, rows=True, columns=True)
+    call: Callable[[], object]
+    yield "cast of an input", 4 * one, partial(cast, x, factors, maxima, INPUT, rows=True, columns=True)
     for layout, by_rows in (("rows", True), ("columns", False)):
-        call = partial(cast, weight, *scaling, WEIGHT, rows=by_rows, columns=not by_rows)
+        call = partial(cast, weight, factors, maxima, WEIGHT, rows=by_rows, columns=not by_rows)
         yield f"cast of a weight by {layout}", 3 * weight.numel(), call
-    yield "cast of a gradient, with sums", 4 * one, partial(cast_gradient, x, *scaling, sums=True)
-    call = partial(cast_gradients_of_heads, *parts, *scaling, sums=True)
+    yield "cast of a gradient, with sums", 4 * one, partial(cast_gradient, x, factors, maxima, sums=True)
+    call = partial(cast_gradients_of_heads, *parts, factors, maxima, sums=True)
     yield "cast of the gradients of heads, with sums", 12 * one, call
     for name, added, count in (("norm", None, 4), ("sum and norm", batch, 8)):
-        yield name, count * one, partial(_coded_norm, batch, added, gain, shift, 1e-5, *scaling, True)
-    yield "GELU", 16 * one, partial(coded_activation, wide, bias, *scaling, False, True)
+        yield name, count * one, partial(_coded_norm, batch, added, gain, shift, 1e-5, factors, maxima, True)
+    yield "GELU", 16 * one, partial(coded_activation, wide, bias, factors, maxima, False, True)
     yield (
         "GELU's backward",
         24 * one,
-        partial(coded_activation_backward, of_wide, wide, bias, *scaling, False),
+        partial(coded_activation_backward, of_wide, wide, bias, factors, maxima, False),
     )
-    yield "SwiGLU", 12 * one, partial(coded_activation, wide, None, *scaling, True, True)
-    call = partial(coded_activation_backward, of_half, wide, None, *scaling, True)
+    yield "SwiGLU", 12 * one, partial(coded_activation, wide, None, factors, maxima, True, True)
+    call = partial(coded_activation_backward, of_half, wide, None, factors, maxima, True)
     yield "SwiGLU's backward", 20 * one, call
 
 
