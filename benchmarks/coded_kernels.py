@@ -70,7 +70,7 @@ def kernels(rows: int, width: int) -> Iterator[tuple[str, int, Callable[[], obje
     factors, maxima = factors_of(torch.full((3,), 3.0, device="cuda")), torch.zeros(3, device="cuda")
     x, weight = drawn(rows, width), drawn(4 * width, width)
     gain, shift, bias = drawn(width), drawn(width), drawn(4 * width)
-    parts = [drawn(rows, width) for _ in range(3)]
+    of_q, of_k, of_v = (drawn(rows, width) for _ in range(3))
     wide, of_wide, of_half = drawn(rows, 4 * width), drawn(rows, 4 * width), drawn(rows, 2 * width)
     one, batch = rows * width, x.view(1, rows, width)
     call: Callable[[], object]
@@ -79,7 +79,7 @@ def kernels(rows: int, width: int) -> Iterator[tuple[str, int, Callable[[], obje
         call = partial(cast, weight, factors, maxima, WEIGHT, rows=by_rows, columns=not by_rows)
         yield f"cast of a weight by {layout}", 3 * weight.numel(), call
     yield "cast of a gradient, with sums", 4 * one, partial(cast_gradient, x, factors, maxima, sums=True)
-    call = partial(cast_gradients_of_heads, *parts, factors, maxima, sums=True)
+    call = partial(cast_gradients_of_heads, of_q, of_k, of_v, factors, maxima, sums=True)
     yield "cast of the gradients of heads, with sums", 12 * one, call
     for name, added, count in (("norm", None, 4), ("sum and norm", batch, 8)):
         yield name, count * one, partial(_coded_norm, batch, added, gain, shift, 1e-5, factors, maxima, True)
