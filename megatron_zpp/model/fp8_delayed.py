@@ -89,7 +89,9 @@ class DelayedProduct(nn.Module):
         )
 
     def _state(self) -> tuple[Any, ...]:
-        return self.factors, self.maxima, self.codes, self.code_factors, self.cast, self.transpose
+        """Arguments of _Delayed; the compiler takes no tensor twice, and both factors may be one."""
+        of_codes = self.code_factors if self.factors is None else None
+        return self.factors, self.maxima, self.codes, of_codes, self.cast, self.transpose
 
 
 class DelayedLinear(nn.Linear):
@@ -119,8 +121,9 @@ class DelayedLinear(nn.Linear):
 class _Delayed(torch.autograd.Function):
     """x @ weight.T + bias; (M, K), (N, K), (N) -> (M, N).
 
-    `given` and `turned` are codes of x by rows and by columns, if there are any. `learns`: whether there will
-    be a backward.
+    `given` and `turned` are codes of x by rows and by columns, if there are any, `weight_codes` those of a
+    weight that is held so, and `code_factors` its factors, where the `factors` of all three tensors are not
+    known. `learns`: whether there will be a backward.
     """
 
     @staticmethod
@@ -148,8 +151,7 @@ class _Delayed(torch.autograd.Function):
         if weight_codes is None:
             by_rows, _, weight_scale = _coded(cast, weight, factors, maxima, WEIGHT, rows=True, columns=False)
         else:
-            assert code_factors is not None
-            by_rows, weight_scale = weight_codes, back(code_factors, WEIGHT)
+            by_rows, weight_scale = weight_codes, _back_of_codes(factors, code_factors)
         ctx.save_for_backward(columns, scale, weight, factors, maxima, weight_codes, code_factors)
         ctx.cast, ctx.transpose = cast, transpose
         out = multiply(codes, by_rows.t(), scale, weight_scale, x.dtype, fast=True)
@@ -171,13 +173,20 @@ class _Delayed(torch.autograd.Function):
                 )
             else:
                 turned = ctx.transpose(weight_codes, by_rows)
-                weight_scale = back(code_factors, WEIGHT)
+                weight_scale = _back_of_codes(factors, code_factors)
             of_x = multiply(by_rows, turned.t(), incoming_scale, weight_scale, dtype)
         if wanted[3]:
             of_weight = multiply(by_columns, columns.t(), incoming_scale, scale, dtype)
         if wanted[4]:
             of_bias = gradient.sum(0)
         return of_x, None, None, of_weight, of_bias, *[None] * 7
+
+
+def _back_of_codes(factors: Tensor | None, code_factors: Tensor | None) -> Tensor:
+    """The number (1) that gives back a weight which is held as codes."""
+    known = code_factors if factors is None else factors
+    assert known is not None
+    return back(known, WEIGHT)
 
 
 def _coded(
