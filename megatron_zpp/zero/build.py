@@ -10,7 +10,7 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.flat_layout import ALIGNMENT, SHARD_MULTIPLE, FlatLayout
 from megatron_zpp.zero.sharded_unit import Unit
-from megatron_zpp.zero.weight_codes import WeightCodes
+from megatron_zpp.zero.weight_codes import WeightEncoder
 
 Initialize = Callable[[str, Tensor], None]
 
@@ -24,7 +24,7 @@ class UnitBuilder:
         device: torch.device,
         *,
         offload_optimizer: bool,
-        codes: WeightCodes | None = None,
+        codes: WeightEncoder | None = None,
     ) -> None:
         """`codes`: what encodes the weights that are held as codes, where some are."""
         self._communication, self._plan = communication, communication.plan

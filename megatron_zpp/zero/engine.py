@@ -33,7 +33,7 @@ from megatron_zpp.zero.reference_check import differing_references
 from megatron_zpp.zero.sections import BACKWARD, FORWARD, UNTIMED, WAIT_REDUCTIONS, Sections
 from megatron_zpp.zero.step_sums import StepSums
 from megatron_zpp.zero.tensor_parallel import ALONE, ExchangeCounter, TensorShare
-from megatron_zpp.zero.weight_codes import GatherSources, WeightCodes, write_all_codes
+from megatron_zpp.zero.weight_codes import GatherSources, WeightEncoder, write_all_codes
 
 WEIGHTS, REFERENCE = "weights", "reference"  # as checkpoints name them
 LEAST_WEIGHT = 1e-9  # of a step's losses: less than one token of any batch
@@ -102,7 +102,7 @@ class ZeroEngine:
         say: Callable[[str], None] = print,
         decoupled: Collection[str] = (),
         scaling: ProductScaling | None = None,
-        codes: WeightCodes | None = None,
+        codes: WeightEncoder | None = None,
     ) -> None:
         check_unit(zero, model)
         self.model, self.topology, self.device, self.share = model, topology, device, share

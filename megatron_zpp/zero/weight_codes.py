@@ -1,7 +1,7 @@
 """Parameters that are held and gathered as 8-bit codes, one byte each (--fp8-param-gather).
 
-Their scales are the model's matter: `WeightCodes` is what the engine needs of it. A unit with such parameters
-lies in its slot as flat_layout.py says, and every rank encodes its shard after each optimizer step.
+The scales of the codes are the model's matter: `WeightEncoder` is what the engine needs of it. A unit with
+such parameters lies in its slot as flat_layout.py says, and every rank encodes its shard after each step.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -15,10 +15,12 @@ from megatron_zpp.zero.collectives.interface import Gather
 from megatron_zpp.zero.sharded_unit import Unit
 
 
-class WeightCodes(Protocol):
+class WeightEncoder(Protocol):
     """Encodes weights by scales that change once per step; see model/fp8_weights.py."""
 
-    names: Collection[str]  # of the parameters that are held as codes
+    @property
+    def names(self) -> Collection[str]:
+        """The parameters that are held as codes."""
 
     @property
     def scales_known(self) -> bool:
@@ -46,7 +48,7 @@ class WeightCodes(Protocol):
 class GatherSources:
     """Writes what the next gathers send, from master weights."""
 
-    def __init__(self, gather: Gather, codes: WeightCodes | None) -> None:
+    def __init__(self, gather: Gather, codes: WeightEncoder | None) -> None:
         self._gather, self._codes = gather, codes
 
     def write(self, unit: Unit) -> None:
@@ -60,8 +62,8 @@ class GatherSources:
             self._codes.encode(name, unit.master[part], unit.gather_source[part])
         wide = unit.layout.wide_in(unit.owned)
         if wide:
-            part = unit.gather_source[wide.start : wide.start + 2 * len(wide)].view(unit.wide_dtype)
-            part.copy_(unit.master[wide.start : wide.stop])
+            room = unit.gather_source[wide.start : wide.start + 2 * len(wide)].view(unit.wide_dtype)
+            room.copy_(unit.master[wide.start : wide.stop])
 
 
 def coded_parts(unit: Unit) -> Iterator[tuple[str, range]]:
@@ -75,7 +77,7 @@ def coded_parts(unit: Unit) -> Iterator[tuple[str, range]]:
 
 
 def write_all_codes(
-    units: Sequence[Unit], codes: WeightCodes, sources: GatherSources, topology: Topology
+    units: Sequence[Unit], codes: WeightEncoder, sources: GatherSources, topology: Topology
 ) -> None:
     """Encode the master weights of all coded units: at a start, or after they were loaded.
 

@@ -102,6 +102,26 @@ def test_kernels_move_16_bytes_at_a_time(name: str) -> None:
     assert len(accesses) > 4
 
 
+@pytest.mark.skipif(version() < (3, 7), reason="needs Triton 3.7, whose compiler takes sources like these")
+@pytest.mark.parametrize("name", ["encode", "transpose"])
+def test_kernels_of_held_weights_move_16_bytes_at_a_time(name: str) -> None:
+    from megatron_zpp.model.fused import weight_codes
+
+    tensors = {"codes_ptr": "*u8", "turned_ptr": "*u8"}
+    kernel, numbers, alone = weight_codes._transpose_kernel, ("height", "width"), []
+    settings: dict[str, Any] = {"TILE": weight_codes._TILE, "num_warps": weight_codes._TILE_WARPS}
+    if name == "encode":
+        kernel, numbers, alone = weight_codes._encode_kernel, ("count",), ["ld.global.b32"]
+        tensors = dict.fromkeys(("numbers_ptr", "factors_ptr", "maxima_ptr"), "*fp32")
+        tensors["codes_ptr"] = "*fp8e4nv"
+        shape = {"ROWS": weight_codes._ROWS, "WIDTH": weight_codes._WIDTH, "num_warps": weight_codes._WARPS}
+        settings = {"KIND": INPUT, "LARGEST": 448.0, **shape}
+    ptx = assembly(kernel, tensors, numbers, **settings)
+    accesses = re.findall(r"(?:ld|st)\.global\S*", ptx)
+    assert [access for access in accesses if ".v4" not in access] == alone
+    assert len(accesses) > 4
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_first_step_scales_each_tensor_by_itself(dtype: torch.dtype) -> None:
     check_products(32, 48, 16, dtype, kind=DelayedLinear)

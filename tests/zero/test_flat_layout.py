@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from megatron_zpp.zero.flat_layout import ALIGNMENT, SHARD_MULTIPLE, FlatLayout
 
 numels = st.lists(st.integers(0, 5000), min_size=1, max_size=30)
+coded = st.lists(st.integers(1, 60).map(lambda number: 256 * number), min_size=1, max_size=6)
 
 
 @given(numels, st.integers(1, 17))
@@ -64,3 +65,51 @@ def test_gaps_are_what_no_parameter_covers(numels: list[int], ranks: int) -> Non
         assert run.start == end
         end = run.stop
     assert end == layout.numel
+
+
+@given(coded, st.lists(st.integers(0, 5000), max_size=6), st.integers(1, 17), st.sampled_from((256, 512)))
+def test_a_coded_unit_is_gathered_as_bytes(codes: list[int], wide: list[int], ranks: int, block: int) -> None:
+    """What every rank writes of its shard, one after the other, is each parameter in its own format."""
+    numels = (*codes, *wide)
+    layout = FlatLayout(numels, len(codes), ranks, 256, alignment=block, coded=len(codes))
+    assert layout.offsets == tuple(sorted(layout.offsets))
+    assert all(start % block == 0 for start in layout.offsets)
+    first = layout.wide.start
+    assert layout.offsets[len(codes) :] == (first, *layout.offsets[len(codes) + 1 :])
+    gathered: list[tuple[int, int] | None] = [None] * layout.numel  # by byte: parameter and byte of it
+    for rank in range(ranks):
+        owned = layout.shard(rank)
+        inside = layout.wide_in(owned)
+        for piece in layout.parameter_slices(owned):
+            for number in range(piece.length):
+                at = owned.start + piece.destination + number
+                if piece.parameter < len(codes):
+                    gathered[at] = (piece.parameter, piece.start + number)
+                    continue
+                assert piece.destination + number in inside
+                for byte in range(2):
+                    place = first + 2 * (at - first) + byte
+                    assert place in owned  # so that this rank sends it
+                    gathered[place] = (piece.parameter, 2 * (piece.start + number) + byte)
+    for parameter, numel in enumerate(numels):
+        size = 1 if parameter < len(codes) else 2
+        start = layout.offsets[parameter]
+        start = start if size == 1 else first + 2 * (start - first)
+        expected = [(parameter, byte) for byte in range(size * numel)]
+        assert gathered[start : start + size * numel] == expected
+
+
+@given(coded, st.lists(st.integers(1, 5000), max_size=6), st.integers(1, 17))
+def test_gaps_of_a_coded_unit_are_what_no_parameter_covers(
+    codes: list[int], wide: list[int], ranks: int
+) -> None:
+    layout = FlatLayout((*codes, *wide), len(codes), ranks, alignment=256, coded=len(codes))
+    inside = [False] * layout.numel
+    for start, numel in zip(layout.offsets, layout.numels, strict=False):
+        inside[start : start + numel] = [True] * numel
+    for gap in layout.gaps():
+        assert not any(inside[gap.start : gap.stop])
+        inside[gap.start : gap.stop] = [True] * len(gap)
+    assert all(inside)
+    padded = sum(-(-numel // 256) * 256 for numel in wide)
+    assert layout.numel < max(sum(codes) + 2 * padded, 2 * padded * ranks) + 256 * ranks

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
+from torch.library import custom_op
 
 from megatron_zpp.model.fp8_cast import LARGEST, WEIGHT
 from megatron_zpp.model.fused.cast import encode, keep_maximum, store_codes
@@ -35,14 +35,21 @@ def transpose(codes: Tensor, after: Tensor) -> Tensor:
     return _transpose(codes.view(torch.uint8), after).view(codes.dtype)
 
 
-@triton_op("megatron_zpp_model::transpose_fp8", mutates_args=())
+@custom_op(
+    "megatron_zpp_model::transpose_fp8", mutates_args=()
+)  # with triton_op compilers would drop `after`
 def _transpose(codes: Tensor, after: Tensor) -> Tensor:
     height, width = codes.shape
     turned = codes.new_empty(width, height)
-    wrap_triton(_transpose_kernel)[(triton.cdiv(width, _TILE), triton.cdiv(height, _TILE))](
+    _transpose_kernel[(triton.cdiv(width, _TILE), triton.cdiv(height, _TILE))](
         *(codes, turned, height, width), TILE=_TILE, num_warps=_TILE_WARPS
     )
     return turned
+
+
+@_transpose.register_fake
+def _(codes: Tensor, after: Tensor) -> Tensor:
+    return codes.new_empty(codes.shape[1], codes.shape[0])
 
 
 @triton.jit
