@@ -71,7 +71,7 @@ def _byte(x, FORMAT: tl.constexpr):
     return rounded(x, FORMAT).to(tl.uint8, bitcast=True).to(tl.int32)
 
 
-for module in (fused_cast, coded_activation, coded_norm):
+for module in (fused_cast, coded_activation, coded_norm, weight_codes):
     module.rounded, module.packed = rounded, packed
 for module in (coded_activation, coded_norm, fused_linear, fused_norm, fused_rotary, fused_swiglu):
     module.wrap_triton = lambda kernel: kernel

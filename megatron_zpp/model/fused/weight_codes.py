@@ -1,7 +1,7 @@
 """Kernels for weights that are held as codes (model/fp8_weights.py): encode a part of one, transpose one.
 
-Shapes: n numbers, N outputs, K inputs. A program encodes consecutive numbers, or has a tile of both layouts.
-Transposed codes are moved as bytes.
+Shapes: n numbers, N outputs, K inputs. A program encodes consecutive numbers; model/fused/cast.py has the
+kernel that transposes.
 """
 
 import torch
@@ -11,21 +11,28 @@ from torch import Tensor
 from torch.library import custom_op
 
 from megatron_zpp.model.fp8_cast import LARGEST, WEIGHT
-from megatron_zpp.model.fused.cast import encode, keep_maximum, store_codes
+from megatron_zpp.model.fused.cast import (
+    _COLUMNS,
+    _GROUPS,
+    _WARPS,
+    _turn_kernel,
+    encode,
+    grid,
+    keep_maximum,
+    rounded,
+)
 
-_ROWS, _WIDTH, _WARPS = 64, 128, 8  # of a program that encodes: 32 numbers a thread
-_TILE, _TILE_WARPS = 128, 8  # of a program that transposes: 64 bytes a thread
+_NUMBERS = 8192  # of a program that encodes: 32 numbers a thread
 
 
 def encode_weights(numbers: Tensor, codes: Tensor, factors: Tensor, maxima: Tensor) -> None:
     """See model/fp8_weights.plain_encode; both are contiguous."""
     count = numbers.numel()
-    _encode_kernel[(triton.cdiv(count, _ROWS * _WIDTH),)](
+    _encode_kernel[(triton.cdiv(count, _NUMBERS),)](
         *(numbers, factors, maxima, codes, count),
         KIND=WEIGHT,
         LARGEST=LARGEST[WEIGHT],
-        ROWS=_ROWS,
-        WIDTH=_WIDTH,
+        NUMBERS=_NUMBERS,
         num_warps=_WARPS,
     )
 
@@ -35,14 +42,12 @@ def transpose(codes: Tensor, after: Tensor) -> Tensor:
     return _transpose(codes.view(torch.uint8), after).view(codes.dtype)
 
 
-@custom_op(
-    "megatron_zpp_model::transpose_fp8", mutates_args=()
-)  # with triton_op compilers would drop `after`
+@custom_op("megatron_zpp_model::transpose_fp8", mutates_args=())  # compilers drop `after` of a triton_op
 def _transpose(codes: Tensor, after: Tensor) -> Tensor:
     height, width = codes.shape
     turned = codes.new_empty(width, height)
-    _transpose_kernel[(triton.cdiv(width, _TILE), triton.cdiv(height, _TILE))](
-        *(codes, turned, height, width), TILE=_TILE, num_warps=_TILE_WARPS
+    _turn_kernel[grid(height, width, _GROUPS, _COLUMNS)](
+        codes, turned, height, width, GROUPS=_GROUPS, COLUMNS=_COLUMNS, num_warps=_WARPS
     )
     return turned
 
@@ -61,30 +66,11 @@ def _encode_kernel(
     count,
     KIND: tl.constexpr,
     LARGEST: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    NUMBERS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, WIDTH)
-    at = row[:, None] * WIDTH + column[None, :]
+    at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
     inside = at < count
     numbers = tl.load(numbers_ptr + at, mask=inside, other=0.0)
     scaled, sizes = encode(numbers, tl.load(factors_ptr + 4 * KIND), LARGEST)
     keep_maximum(maxima_ptr, sizes, KIND)
-    store_codes(codes_ptr, codes_ptr, scaled, row, column, inside, 0, WIDTH, True, False)
-
-
-@triton.jit
-def _transpose_kernel(
-    codes_ptr,  # (N, K) bytes
-    turned_ptr,  # (K, N) bytes
-    height,
-    width,
-    TILE: tl.constexpr,
-):
-    row = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inside = (row < height)[:, None] & (column < width)[None, :]
-    codes = tl.load(codes_ptr + row.to(tl.int64)[:, None] * width + column[None, :], mask=inside, other=0)
-    at = column.to(tl.int64)[:, None] * height + row[None, :]
-    tl.store(turned_ptr + at, tl.trans(codes), mask=tl.trans(inside))
+    tl.store(codes_ptr + at, rounded(scaled, codes_ptr.dtype.element_ty), mask=inside)
