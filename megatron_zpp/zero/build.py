@@ -34,8 +34,8 @@ class UnitBuilder:
         """One unit per module, in order. `initialize(name, tensor)` fills one whole fp32 parameter.
 
         The modules' parameters become views of the units' slots; the engine encodes those that are held as
-        codes. A rank never holds more of the model than
-        its shards, the slots and the one parameter that is being initialised.
+        codes. A rank never holds more of the model than its shards, the slots and the one parameter that is
+        being initialised.
         """
         plan = self._plan
         slots: dict[int, Tensor] = {}
