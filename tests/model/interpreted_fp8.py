@@ -21,7 +21,7 @@ from megatron_zpp.model.fp8_scaling import DelayedScaling
 from megatron_zpp.model.fp8_weights import WeightCodes, plain_encode
 from megatron_zpp.model.fused import blocks as fused_blocks
 from megatron_zpp.model.fused import cast as fused_cast
-from megatron_zpp.model.fused import coded_activation, coded_norm, weight_codes
+from megatron_zpp.model.fused import coded_activation, coded_norm, gradient_cast, weight_codes
 from megatron_zpp.model.fused import linear as fused_linear
 from megatron_zpp.model.fused import norm as fused_norm
 from megatron_zpp.model.fused import rotary as fused_rotary
@@ -71,9 +71,17 @@ def _byte(x, FORMAT: tl.constexpr):
     return rounded(x, FORMAT).to(tl.uint8, bitcast=True).to(tl.int32)
 
 
-for module in (fused_cast, coded_activation, coded_norm, weight_codes):
+for module in (fused_cast, coded_activation, coded_norm, gradient_cast, weight_codes):
     module.rounded, module.packed = rounded, packed
-for module in (coded_activation, coded_norm, fused_linear, fused_norm, fused_rotary, fused_swiglu):
+for module in (
+    coded_activation,
+    coded_norm,
+    gradient_cast,
+    fused_linear,
+    fused_norm,
+    fused_rotary,
+    fused_swiglu,
+):
     module.wrap_triton = lambda kernel: kernel
     module.exp2, module.reciprocal = exp2, reciprocal  # the interpreter knows no instructions of GPUs
 
@@ -129,6 +137,27 @@ def held_weights(height: int, width: int) -> None:
     same_codes(codes.view(height, width), oracle)
     assert torch.equal(found, expected)
     same_codes(weight_codes.transpose(oracle, x), turned)
+
+
+def gradients(rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Of one part, and of three that are joined: codes in both layouts, largest magnitude and sums."""
+    joined, factors = awkward(rows, sum(widths), GRADIENT, dtype)
+    parts = joined.split(widths, 1)
+    for sums in (True, False):
+        found, expected = torch.zeros(2, 3)
+        if len(parts) == 1:
+            *mine, along = gradient_cast.cast_gradient(joined, factors, found, sums=sums)
+        else:
+            *mine, along = gradient_cast.cast_gradients_of_heads(*parts, factors, found, sums=sums)
+        theirs = plain_cast(joined, factors, expected, GRADIENT, rows=True, columns=True)
+        for ours, oracle in zip(mine, theirs, strict=True):
+            same_codes(ours, oracle)
+        assert torch.equal(found, expected)
+        wide = joined.double()
+        assert along.shape == ((sum(widths),) if sums else (0,))
+        if sums:
+            right = (along - wide.sum(0)).abs() <= rows * 2.0**-24 * wide.abs().sum(0)
+            assert (right | ~wide.isfinite().all(0)).all()
 
 
 def exact_gelu(x: Tensor) -> Tensor:
@@ -259,11 +288,15 @@ def layers(held: bool = False, **variant: Any) -> None:
 def main() -> None:
     torch.manual_seed(3)
     layers()
+    layers(held=True)
     held_weights(80, 144)
     layers(**LLAMA | {"num_query_groups": 1})
     layers(held=True, swiglu=True, position_embedding_type="rope")
     for dtype, *shape in ((torch.float32, 1, 16), (torch.float32, 80, 144), (torch.bfloat16, 144, 272)):
         casts(*shape, dtype)
+        if shape[0] > 1:
+            gradients(shape[0], (shape[1],), dtype)
+            gradients(shape[0], (shape[1], 48, 48), dtype)
     for dtype, gated in itertools.product((torch.float32, torch.float16), (False, True)):
         norms(1, 16, gated, True, dtype)
         norms(48, 272, gated, dtype == torch.float16, dtype)

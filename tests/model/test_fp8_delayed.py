@@ -76,10 +76,10 @@ def test_kernels_write_the_same_codes() -> None:
 
 
 @pytest.mark.skipif(version() < (3, 7), reason="needs Triton 3.7, whose compiler takes sources like these")
-@pytest.mark.parametrize("name", ["cast", "activation", "backward", "norm", "turn"])
+@pytest.mark.parametrize("name", ["cast", "parts", "activation", "backward", "norm", "turn"])
 def test_kernels_move_16_bytes_at_a_time(name: str) -> None:
     """In bf16, compiled for Hopper, but for 8 of codes by rows, the factor, the maximum and statistics."""
-    from megatron_zpp.model.fused import cast, coded_activation, coded_norm, norm
+    from megatron_zpp.model.fused import cast, coded_activation, coded_norm, gradient_cast, norm
 
     codes = "*fp8e5" if name == "backward" else "*fp8e4nv"
     tensors = dict.fromkeys(("x_ptr",), "*bf16") | dict.fromkeys(("factors_ptr", "maxima_ptr"), "*fp32")
@@ -97,6 +97,12 @@ def test_kernels_move_16_bytes_at_a_time(name: str) -> None:
     elif name == "turn":
         kernel, settings, alone = cast._turn_kernel, {}, []
         tensors = dict.fromkeys(("by_rows_ptr", "by_columns_ptr"), "*u8")
+    elif name == "parts":
+        kernel, alone = gradient_cast._cast_parts_kernel, ["st.global.b32", *alone]
+        tensors |= dict.fromkeys(("first_ptr", "second_ptr", "third_ptr"), "*bf16") | {"sums_ptr": "*fp32"}
+        del tensors["x_ptr"]
+        settings |= {"JOINS": True, "SUMS": True}
+        sizes = ["height", "first_width", "other_width"]
     elif name == "cast":
         kernel, settings = cast._cast_kernel, settings | {"BY_ROWS": True, "BY_COLUMNS": True}
     else:

@@ -150,25 +150,27 @@ def store_turned(
 
 
 @triton.jit
-def _row(
-    x_ptr,
-    by_rows_ptr,
+def coded_row(
+    x_ptr,  # (R, W)
+    by_rows_ptr,  # R rows of W codes, `stride` apart
     factor,
     row,
     column,
     height,
     width,
+    stride,
     LARGEST: tl.constexpr,
     FORMAT: tl.constexpr,
     BY_ROWS: tl.constexpr,
 ):
-    """What codes of every fourth row of a tile are rounded from, and magnitudes."""
+    """Every fourth row of a tile: the numbers, what their codes are rounded from, and magnitudes."""
     inside = (row < height)[:, None] & (column < width)[None, :]
-    at = row.to(tl.int64)[:, None] * width + column[None, :]
-    scaled, sizes = encode(tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32), factor, LARGEST)
+    at = row.to(tl.int64)[:, None]
+    x = tl.load(x_ptr + at * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    scaled, sizes = encode(x, factor, LARGEST)
     if BY_ROWS:
-        tl.store(by_rows_ptr + at, rounded(scaled, FORMAT), mask=inside)
-    return scaled, sizes
+        tl.store(by_rows_ptr + at * stride + column[None, :], rounded(scaled, FORMAT), mask=inside)
+    return x, scaled, sizes
 
 
 @triton.jit
@@ -192,10 +194,18 @@ def _cast_kernel(
     factor = tl.load(factors_ptr + 4 * KIND)
     row = 4 * group
     FORMAT: tl.constexpr = by_rows_ptr.dtype.element_ty
-    a, size_a = _row(x_ptr, by_rows_ptr, factor, row, column, height, width, LARGEST, FORMAT, BY_ROWS)
-    b, size_b = _row(x_ptr, by_rows_ptr, factor, row + 1, column, height, width, LARGEST, FORMAT, BY_ROWS)
-    c, size_c = _row(x_ptr, by_rows_ptr, factor, row + 2, column, height, width, LARGEST, FORMAT, BY_ROWS)
-    d, size_d = _row(x_ptr, by_rows_ptr, factor, row + 3, column, height, width, LARGEST, FORMAT, BY_ROWS)
+    _, a, size_a = coded_row(
+        x_ptr, by_rows_ptr, factor, row, column, height, width, width, LARGEST, FORMAT, BY_ROWS
+    )
+    _, b, size_b = coded_row(
+        x_ptr, by_rows_ptr, factor, row + 1, column, height, width, width, LARGEST, FORMAT, BY_ROWS
+    )
+    _, c, size_c = coded_row(
+        x_ptr, by_rows_ptr, factor, row + 2, column, height, width, width, LARGEST, FORMAT, BY_ROWS
+    )
+    _, d, size_d = coded_row(
+        x_ptr, by_rows_ptr, factor, row + 3, column, height, width, width, LARGEST, FORMAT, BY_ROWS
+    )
     keep_maximum(maxima_ptr, tl.maximum(tl.maximum(size_a, size_b), tl.maximum(size_c, size_d)), KIND)
     if BY_COLUMNS:
         store_turned(by_columns_ptr, packed(a, b, c, d, FORMAT), group, column, height, width)

@@ -13,9 +13,11 @@ from torch.autograd.function import once_differentiable
 
 from megatron_zpp.model.fp8 import multiply
 from megatron_zpp.model.fp8_cast import GRADIENT, INPUT, WEIGHT, back
-from megatron_zpp.model.fp8_delayed import CodedInput, DelayedLinear, Transpose
+from megatron_zpp.model.fp8_delayed import CodedInput, DelayedLinear
 from megatron_zpp.model.fused.cast import cast
 from megatron_zpp.model.fused.coded_activation import coded_activation, coded_activation_backward
+from megatron_zpp.model.fused.gradient_cast import cast_gradient
+from megatron_zpp.model.fused.weight_codes import weight_by_columns, weight_by_rows
 from megatron_zpp.model.gpt import MLP, gelu, swiglu
 
 
@@ -38,29 +40,11 @@ def coded_mlp(mlp: MLP, x: Tensor | CodedInput) -> Tensor:
         *given,
         *(first.weight, first.bias, ahead.factors, ahead.maxima),
         *(second.weight, second.bias, behind.factors, behind.maxima),
-        *(ahead.codes, behind.codes, ahead.transpose),
+        *(ahead.codes, behind.codes),
         mlp.activation is swiglu,
         torch.is_grad_enabled(),
     )
     return rows.unflatten(0, carrier.shape[:-1])
-
-
-def _by_rows(weight: Tensor, held: Tensor | None, factors: Tensor, maxima: Tensor) -> Tensor:
-    """The codes of a weight (N, K), which may be `held` as such."""
-    if held is not None:
-        return held
-    codes, _ = cast(weight, factors, maxima, WEIGHT, rows=True, columns=False)
-    return codes
-
-
-def _by_columns(
-    weight: Tensor, held: Tensor | None, factors: Tensor, maxima: Tensor, transpose: Transpose, after: Tensor
-) -> Tensor:
-    """The same column by column, (K, N); `after` as in plain_transpose."""
-    if held is not None:
-        return transpose(held, after)
-    _, codes = cast(weight, factors, maxima, WEIGHT, rows=False, columns=True)
-    return codes
 
 
 class _MLP(torch.autograd.Function):
@@ -82,7 +66,6 @@ class _MLP(torch.autograd.Function):
         next_maxima: Tensor,
         held: Tensor | None,  # the weights as codes, if they are held so
         next_held: Tensor | None,
-        transpose: Transpose,
         gated: bool,
         learns: bool,
     ) -> Tensor:
@@ -90,12 +73,12 @@ class _MLP(torch.autograd.Function):
             codes, columns = cast(x.contiguous(), factors, maxima, INPUT, rows=True, columns=learns)
         else:
             codes, columns = given, turned
-        coded = _by_rows(weight, held, factors, maxima)
+        coded = weight_by_rows(weight, held, factors, maxima)
         inner = multiply(
             codes, coded.t(), back(factors, INPUT), back(factors, WEIGHT), x.dtype, fast=True
         )  # (R, H)
         next_codes, next_columns = coded_activation(inner, bias, next_factors, next_maxima, gated, learns)
-        coded = _by_rows(next_weight, next_held, next_factors, next_maxima)
+        coded = weight_by_rows(next_weight, next_held, next_factors, next_maxima)
         out = multiply(
             next_codes, coded.t(), back(next_factors, INPUT), back(next_factors, WEIGHT), x.dtype, fast=True
         )
@@ -103,7 +86,7 @@ class _MLP(torch.autograd.Function):
             *(columns, inner, weight, bias, factors, maxima),
             *(next_columns, next_weight, next_factors, next_maxima, held, next_held),
         )
-        ctx.gated, ctx.transpose = gated, transpose
+        ctx.gated = gated
         return out if next_bias is None else out + next_bias
 
     @staticmethod
@@ -112,11 +95,9 @@ class _MLP(torch.autograd.Function):
         columns, inner, weight, bias, factors, maxima, *second = ctx.saved_tensors
         next_columns, next_weight, next_factors, next_maxima, held, next_held = second
         dtype, wanted = gradient.dtype, ctx.needs_input_grad
-        of_next_bias = gradient.sum(0) if wanted[8] else None
-        rows, turned = cast(
-            gradient.contiguous(), next_factors, next_maxima, GRADIENT, rows=True, columns=True
-        )
-        coded = _by_columns(next_weight, next_held, next_factors, next_maxima, ctx.transpose, rows)
+        rows, turned, sums = cast_gradient(gradient, next_factors, next_maxima, sums=wanted[8])
+        of_next_bias = sums.to(dtype) if wanted[8] else None
+        coded = weight_by_columns(next_weight, next_held, next_factors, next_maxima, after=rows)
         of_out = multiply(
             rows, coded.t(), back(next_factors, GRADIENT), back(next_factors, WEIGHT), dtype
         )  # (R, F)
@@ -124,9 +105,9 @@ class _MLP(torch.autograd.Function):
             turned, next_columns.t(), back(next_factors, GRADIENT), back(next_factors, INPUT), dtype
         )
         rows, turned, sums = coded_activation_backward(of_out, inner, bias, factors, maxima, ctx.gated)
-        coded = _by_columns(weight, held, factors, maxima, ctx.transpose, rows)
+        coded = weight_by_columns(weight, held, factors, maxima, after=rows)
         of_x = multiply(rows, coded.t(), back(factors, GRADIENT), back(factors, WEIGHT), dtype)
         of_weight = multiply(turned, columns.t(), back(factors, GRADIENT), back(factors, INPUT), dtype)
         of_bias = None if bias is None else sums.to(dtype)
         of_first = (of_x, None, None, of_weight, of_bias, None, None)
-        return *of_first, of_next, of_next_bias, *[None] * 7
+        return *of_first, of_next, of_next_bias, *[None] * 6

@@ -1,7 +1,7 @@
-"""Kernels for weights that are held as codes (model/fp8_weights.py): encode a part of one, transpose one.
+"""Codes of weights in both layouts, by kernels: of those that are held as codes (model/fp8_weights.py) too.
 
-Shapes: n numbers, N outputs, K inputs. A program encodes consecutive numbers; model/fused/cast.py has the
-kernel that transposes.
+Shapes: n numbers, N outputs, K inputs. A program encodes consecutive numbers of a part of a weight;
+model/fused/cast.py has the kernels that cast and transpose.
 """
 
 import torch
@@ -16,6 +16,7 @@ from megatron_zpp.model.fused.cast import (
     _GROUPS,
     _WARPS,
     _turn_kernel,
+    cast,
     encode,
     grid,
     keep_maximum,
@@ -35,6 +36,24 @@ def encode_weights(numbers: Tensor, codes: Tensor, factors: Tensor, maxima: Tens
         NUMBERS=_NUMBERS,
         num_warps=_WARPS,
     )
+
+
+def weight_by_rows(weight: Tensor, held: Tensor | None, factors: Tensor, maxima: Tensor) -> Tensor:
+    """The codes (N, K) of a weight (N, K), which may be `held` as such."""
+    if held is not None:
+        return held
+    codes, _ = cast(weight, factors, maxima, WEIGHT, rows=True, columns=False)
+    return codes
+
+
+def weight_by_columns(
+    weight: Tensor, held: Tensor | None, factors: Tensor, maxima: Tensor, *, after: Tensor
+) -> Tensor:
+    """The same column by column, (K, N); `after` as in plain_transpose."""
+    if held is not None:
+        return transpose(held, after)
+    _, codes = cast(weight, factors, maxima, WEIGHT, rows=False, columns=True)
+    return codes
 
 
 def transpose(codes: Tensor, after: Tensor) -> Tensor:
