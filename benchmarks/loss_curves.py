@@ -27,12 +27,14 @@ RUNS = {
     "compiled bf16": ["--bf16"],
     "compiled fp8": ["--bf16", "--fp8"],
     "compiled fp8 delayed": ["--bf16", "--fp8", "--fp8-recipe", "delayed"],
+    "compiled fp8 codes": ["--bf16", "--fp8", "--fp8-recipe", "delayed", "--fp8-param-gather"],
 }
 PAIRS = {  # a run, and the run that it is compared with
     "eager bf16": "eager fp32",
     "compiled bf16": "eager bf16",
     "compiled fp8": "compiled bf16",
     "compiled fp8 delayed": "compiled bf16",
+    "compiled fp8 codes": "compiled bf16",
 }
 
 

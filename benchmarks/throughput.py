@@ -39,6 +39,7 @@ OURS = {  # flags of pretrain_gpt.py
     **{f"stage {stage}, apex": ["--zero-stage", str(stage), "--fused-backend", "apex"] for stage in range(4)},
     "stage 0, fp8": ["--zero-stage", "0", "--fp8"],
     "stage 0, fp8 delayed": ["--zero-stage", "0", "--fp8", "--fp8-recipe", "delayed"],
+    "stage 0, fp8 codes": ["--zero-stage", "0", "--fp8", "--fp8-recipe", "delayed", "--fp8-param-gather"],
     "recompute": ["--recompute-granularity", "full", "--recompute-method", "uniform"],
     "selective": ["--recompute-activations"],
     "zeropp": [

@@ -126,6 +126,11 @@ class PrecisionConfig(Options):
         at_least=0,
         at_most=16,
     )
+    fp8_param_gather: bool = option(
+        False,
+        "delayed: hold, gather and multiply the weights of layers' linear maps as 8-bit codes of the fp32 "
+        "master weights, which the optimizer writes once per step.",
+    )
     loss_scale: float | None = option(
         None, "fp16: constant loss scale, independent of the number of ranks; default dynamic.", above=0
     )
@@ -166,7 +171,8 @@ class PrecisionConfig(Options):
     def describe_products(self) -> str:
         """What a log line says after the compute format."""
         scaling = " and delayed scaling" if self.fp8_delayed else ""
-        return f" with 8-bit products{scaling}" if self.fp8 else ""
+        held = " of 8-bit weights" if self.fp8_param_gather else ""
+        return f" with 8-bit products{scaling}{held}" if self.fp8 else ""
 
     def _given_of_delayed(self) -> list[str]:
         names = ("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin")
@@ -181,6 +187,8 @@ class PrecisionConfig(Options):
         for name in ("fp8_recipe", *given):
             if not self.fp8 and getattr(self, name) is not None:
                 raise option_error("--" + name.replace("_", "-"), getattr(self, name), "needs --fp8")
+        if self.fp8_param_gather and not (self.fp8 and self.fp8_delayed):
+            raise option_error("--fp8-param-gather", "(given)", "needs --fp8 and --fp8-recipe delayed")
 
     def check_device(self, device: str, capability: tuple[int, int] | None) -> None:
         """Raise ValueError if --fp8 cannot be used; `capability`: the GPU's compute capability, if known."""

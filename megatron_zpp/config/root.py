@@ -78,6 +78,8 @@ class Config:
             _check_decoupled(self.learning_rate.decoupled_lr, self.optimizer, self.zero)
         if self.precision.fp8:
             _check_fp8(self.model, self.training)
+        if self.precision.fp8_param_gather:
+            _check_param_gather(self.zero)
         if self.precision.fp8_delayed and self.zero.cuts_layers:
             raise option_error(
                 "--zero-unit",
@@ -249,6 +251,19 @@ def _check_fp8(model: ModelConfig, training: TrainingConfig) -> None:
     ):
         if width % 16:
             raise option_error(flag, value, f"is {width}; must be a multiple of 16 with --fp8")
+
+
+def _check_param_gather(zero: ZeroConfig) -> None:
+    """Refuse other formats of weights that travel, and an optimizer on the CPU."""
+    flag = "--fp8-param-gather"
+    if zero.zero_quantized_weights:
+        fix = (
+            "sends 8-bit codes, which are multiplied as they are; omit one of it and --zero-quantized-weights"
+        )
+        raise option_error(flag, "(given)", fix)
+    if zero.zero_offload_optimizer:
+        fix = "encodes weights on the device; omit one of it and --zero-offload-optimizer"
+        raise option_error(flag, "(given)", fix)
 
 
 def _check_recompute(model: ModelConfig, recompute: RecomputeConfig) -> None:

@@ -12,13 +12,21 @@ ranks of the job, so that the state is the same on all of them.
 import base64
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatron_zpp.model.fp8_cast import LARGEST, SMALLEST, factors_of
 from megatron_zpp.model.fp8_delayed import DelayedProduct
+
+
+class HeldWeight(NamedTuple):
+    """A linear map whose weight is held as codes."""
+
+    product: DelayedProduct
+    factors: Tensor  # (2, 3, 4) fp32
+    maxima: Tensor  # (3,) fp32: see model/fp8_cast.py
 
 
 class DelayedScaling:
@@ -50,7 +58,9 @@ class DelayedScaling:
         self._history = torch.zeros(history, count, 3, device=device)  # the newest step first
         self._scales = torch.ones(count, 3, device=device)
         self._known = False
-        self._factors: list[Tensor] = []  # of each product, in memory of its own, once they are known
+        # Of each product, in memory of its own. The products have them once they are known.
+        self._factors = [torch.empty(2, 3, 4, device=device) for _ in self._products]
+        self._of_codes: Tensor | None = None  # (L, 3): maxima of weights that are held as codes
 
     @property
     def known(self) -> bool:
@@ -62,8 +72,23 @@ class DelayedScaling:
         torch._foreach_zero_([product.maxima for product in self._products.values()])
 
     def maxima(self) -> Tensor:
-        """The largest finite magnitudes of the step so far, on this rank: (L, 3) fp32."""
-        return torch.stack([product.maxima for product in self._products.values()])
+        """The largest finite magnitudes of the step so far, on this rank: (L, 3) fp32.
+
+        Those of weights that are held as codes are of the parts that this rank encoded.
+        """
+        maxima = torch.stack([product.maxima for product in self._products.values()])
+        return maxima if self._of_codes is None else torch.maximum(maxima, self._of_codes)
+
+    def hold_codes(self) -> dict[str, HeldWeight]:
+        """Prepare all products for weights that are held as codes; what these need, by linear map."""
+        self._of_codes = torch.zeros_like(self._scales)
+        held = {}
+        for (name, product), factors, maxima in zip(
+            self._products.items(), self._factors, self._of_codes, strict=True
+        ):
+            product.code_factors = factors
+            held[name] = HeldWeight(product, factors, maxima)
+        return held
 
     def end_step(self, maxima: Tensor, found_inf: Tensor) -> None:
         """Set the scales of the next step from the `maxima` (L, 3) of all ranks.
@@ -116,7 +141,6 @@ class DelayedScaling:
     def _hand_out(self) -> None:
         factors = factors_of(self._scales)  # (L, 2, 3, 4)
         if not self._known:
-            self._factors = [torch.empty(2, 3, 4, device=self._device) for _ in self._products]
             for product, own in zip(self._products.values(), self._factors, strict=True):
                 product.factors = own
             self._known = True

@@ -58,6 +58,8 @@ def _means_something(flag: str, job: Job) -> bool:
     """Whether an option of ZeRO++ has an effect in this job."""
     if flag == _HPZ:
         return job.zero.zero_stage == 3
+    if flag == _WEIGHTS and job.precision.fp8_param_gather:
+        return False  # it is refused
     if flag == _ACCUMULATE:
         return job.zero.zero_stage >= 2 and job.nodes > 1 and job.micro_batches > 1
     return job.zero.zero_stage >= 1
@@ -149,7 +151,7 @@ def ways_to_fit(job: Job, machine: Machine) -> Iterator[Plan]:
         **({f"without {_ACCUMULATE}": _without_accumulation(job)} if _accumulates(job.zero) else {}),
         **({f"{_UNIT} sublayer": _in_sublayers(job)} if _can_cut(job) else {}),
         **({_RECOMPUTE: _recomputed(job)} if job.recompute.recompute_granularity != "full" else {}),
-        **({} if job.zero.zero_offload_optimizer else {"--zero-offload-optimizer": _offloaded(job)}),
+        **({"--zero-offload-optimizer": _offloaded(job)} if _can_offload(job) else {}),
     }
     for name, changed in alone.items():
         yield plan_of(name, changed, machine)
@@ -266,6 +268,11 @@ def _can_cut(job: Job) -> bool:
     return not (job.zero.cuts_layers or job.precision.fp8_delayed)
 
 
+def _can_offload(job: Job) -> bool:
+    """Whether the run could have its optimizer on the CPU and has not."""
+    return not (job.zero.zero_offload_optimizer or job.precision.fp8_param_gather)
+
+
 def _in_sublayers(job: Job) -> Job:
     units = units_of(job.model, job.vocab_size, job.tensor, cut_layers=True)
     return dataclasses.replace(job, zero=dataclasses.replace(job.zero, zero_unit="sublayer"), units=units)
@@ -275,9 +282,9 @@ def _offloaded(job: Job) -> Job:
     return dataclasses.replace(job, zero=dataclasses.replace(job.zero, zero_offload_optimizer=True))
 
 
-_HPZ = "--zero-hpz-partition-size"
+_HPZ, _WEIGHTS = "--zero-hpz-partition-size", "--zero-quantized-weights"
 _ACCUMULATE = "--zero-gradient-partition-size"
-_OPTIONS = ("--zero-quantized-weights", _HPZ, "--zero-quantized-gradients", _ACCUMULATE)
+_OPTIONS = (_WEIGHTS, _HPZ, "--zero-quantized-gradients", _ACCUMULATE)
 _MICRO, _RECOMPUTE = "--micro-batch-size", "--recompute-granularity full --recompute-method uniform"
 _STAGE, _UNIT = "--zero-stage", "--zero-unit"
 _CHANGES = {  # the furthest value of each flag

@@ -106,7 +106,19 @@ class Job:
         """The layouts of the units, in forward order."""
         share = ALONE if self.tensor == 1 else TensorShare(UnconnectedGroup(self.tensor))
         block = max(self.zero.largest_block, share.block)
-        return layouts_of(self.units, self.data_ranks, self.zero.shard_multiple, block)
+        return layouts_of(self.units, self.data_ranks, self.zero.shard_multiple, block, self.coded)
+
+    @property
+    def coded(self) -> set[str]:
+        """The parameters that are held as 8-bit codes: the weights of the layers' linear maps."""
+        if not self.precision.fp8_param_gather:
+            return set()
+        return {
+            f"{unit}.{path}.weight"
+            for unit, module in self.units
+            for path, part in module.named_modules()
+            if unit.startswith("layers.") and isinstance(part, nn.Linear)
+        }
 
     @property
     def layer_layouts(self) -> list[FlatLayout]:

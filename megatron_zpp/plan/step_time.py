@@ -154,7 +154,10 @@ def _optimizer_seconds(job: Job, machine: Machine) -> float:
     owned = sum(layout.numel if job.zero.zero_stage == 0 else layout.shard_numel for layout in job.layouts)
     gradient = 4 if job.sums_gradients else job.dtype.itemsize
     norm = 0.0 if job.returns_squared_norms else gradient * owned / machine.memory_rate
-    adamw = (24 + gradient + job.dtype.itemsize) * owned
+    written = job.dtype.itemsize
+    if job.precision.fp8_param_gather:
+        written = 5  # master weights are read again, and codes written; the rest is small
+    adamw = (24 + gradient + written) * owned
     return norm + adamw / (CPU_BYTES_PER_SECOND if job.zero.zero_offload_optimizer else machine.memory_rate)
 
 

@@ -18,8 +18,9 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.components import ModelComponents, norm_classes
 from megatron_zpp.model.fp8 import Float8Linear, float8_linear
 from megatron_zpp.model.fp8_cast import Cast, plain_cast
-from megatron_zpp.model.fp8_delayed import DelayedLinear, DelayedProduct
+from megatron_zpp.model.fp8_delayed import DelayedLinear, DelayedProduct, Transpose, plain_transpose
 from megatron_zpp.model.fp8_scaling import DelayedScaling
+from megatron_zpp.model.fp8_weights import WeightCodes
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.tensor_parallel import Product, TensorParallelComponents, exchanges_of, splits_of
 from megatron_zpp.train.compiling import compile_parts, prepare_compiler
@@ -44,6 +45,7 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
         group = TensorGroup(grid.tensor_ranks, grid.job.rank, config.distributed.timeout)
     model = _build_model(config, vocab_size, device, group)
     scaling = _scaling(config.precision, model, device.device)
+    codes = _weight_codes(config.precision, scaling, device.device)
     if device.compiles:
         _compile(config, model, device, grid.job, scaling)
     return ZeroEngine(
@@ -62,6 +64,7 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
         say=device.say,
         decoupled=DECOUPLED if config.learning_rate.decoupled_lr is not None else (),
         scaling=scaling,
+        codes=codes,
     )
 
 
@@ -96,19 +99,23 @@ def _products(
 ) -> tuple[Callable[..., nn.Linear], Callable[[], Product]]:
     """What makes the linear maps of a model, and what makes their products where tensor ranks share it."""
     if precision.fp8_delayed:
-        cast = _cast(device)
-        return partial(DelayedLinear, cast=cast), partial(DelayedProduct, cast)
+        cast, transpose = _kernels(device)
+        return partial(DelayedLinear, cast=cast, transpose=transpose), partial(
+            DelayedProduct, cast, transpose
+        )
     if precision.fp8:
         return Float8Linear, lambda: float8_linear
     return nn.Linear, lambda: F.linear
 
 
-def _cast(device: torch.device) -> Cast:
+def _kernels(device: torch.device) -> tuple[Cast, Transpose]:
+    """What casts and transposes for products with delayed scaling."""
     if device.type != "cuda":
-        return plain_cast
+        return plain_cast, plain_transpose
     from megatron_zpp.model.fused.cast import cast  # imports Triton, which only torch for GPUs brings
+    from megatron_zpp.model.fused.weight_codes import transpose
 
-    return cast
+    return cast, transpose
 
 
 def _scaling(precision: PrecisionConfig, model: GPT, device: torch.device) -> DelayedScaling | None:
@@ -121,6 +128,20 @@ def _scaling(precision: PrecisionConfig, model: GPT, device: torch.device) -> De
         algorithm=precision.fp8_amax_compute_algo or "most_recent",
         margin=precision.fp8_margin or 0,
     )
+
+
+def _weight_codes(
+    precision: PrecisionConfig, scaling: DelayedScaling | None, device: torch.device
+) -> WeightCodes | None:
+    """What encodes the weights that are held as codes, if --fp8-param-gather is given."""
+    if not precision.fp8_param_gather:
+        return None
+    assert scaling is not None
+    if device.type != "cuda":
+        return WeightCodes(scaling)
+    from megatron_zpp.model.fused.weight_codes import encode_weights
+
+    return WeightCodes(scaling, encode_weights)
 
 
 def _compile(

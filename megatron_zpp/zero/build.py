@@ -1,6 +1,6 @@
 """Makes the units of a model: lays out its parameters, allocates the buffers, fills in initial weights."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.zero.communication import Communication
-from megatron_zpp.zero.flat_layout import ALIGNMENT, FlatLayout
-from megatron_zpp.zero.hop import Buffer
+from megatron_zpp.zero.flat_layout import ALIGNMENT, SHARD_MULTIPLE, FlatLayout
 from megatron_zpp.zero.sharded_unit import Unit
+from megatron_zpp.zero.weight_codes import WeightEncoder
 
 Initialize = Callable[[str, Tensor], None]
 
@@ -19,28 +19,35 @@ class UnitBuilder:
     """Makes the units of a model whose parameters are on the meta device."""
 
     def __init__(
-        self, communication: Communication, device: torch.device, *, offload_optimizer: bool
+        self,
+        communication: Communication,
+        device: torch.device,
+        *,
+        offload_optimizer: bool,
+        codes: WeightEncoder | None = None,
     ) -> None:
+        """`codes`: what encodes the weights that are held as codes, where some are."""
         self._communication, self._plan = communication, communication.plan
-        self._device, self._offload = device, offload_optimizer
+        self._device, self._offload, self._codes = device, offload_optimizer, codes
 
     def build(self, modules: list[tuple[str, nn.Module]], initialize: Initialize) -> list[Unit]:
         """One unit per module, in order. `initialize(name, tensor)` fills one whole fp32 parameter.
 
-        The modules' parameters become views of the units' slots. A rank never holds more of the model than
-        its shards, the slots and the one parameter that is being initialised.
+        The modules' parameters become views of the units' slots; the engine encodes those that are held as
+        codes. A rank never holds more of the model than its shards, the slots and the one parameter that is
+        being initialised.
         """
         plan = self._plan
         slots: dict[int, Tensor] = {}
         for slot, layout in zip(plan.slots, plan.layouts, strict=True):
             if slot not in slots:
-                buffer = Buffer(layout.numel, plan.compute_dtype)
-                slots[slot] = self._communication.zeros(plan.slot_stream, buffer)
+                slots[slot] = self._communication.zeros(plan.slot_stream, plan.slot(layout))
         units = []
         for (name, module), slot, layout in zip(modules, plan.slots, plan.layouts, strict=True):
             unit = self._unit(name, module, layout, slots[slot])
             self._initialize_master(unit, initialize)
-            write_gather_source(self._communication, unit)
+            if not layout.coded:  # scales follow from all ranks' weights
+                write_gather_source(self._communication, unit)
             units.append(unit)
         return units
 
@@ -58,9 +65,10 @@ class UnitBuilder:
             master = gather_source
         else:
             master = torch.zeros(len(owned), device=self._device)
+        names = tuple(f"{name}.{path}" for path, _ in in_order(module))
         return Unit(
-            names=tuple(f"{name}.{path}" for path, _ in in_order(module)),
-            parameters=_replace_parameters(module, layout, full),
+            names=names,
+            parameters=self._replace_parameters(module, names, layout, full),
             layout=layout,
             owned=owned,
             full=full,
@@ -69,7 +77,33 @@ class UnitBuilder:
             secondary=self._secondary(layout),
             message=self._message(layout),
             gaps=tuple(layout.gaps_in(plan.reference_elements(layout))),
+            wide_dtype=plan.compute_dtype,
         )
+
+    def _replace_parameters(
+        self, module: nn.Module, names: tuple[str, ...], layout: FlatLayout, full: Tensor
+    ) -> tuple[nn.Parameter, ...]:
+        """Make the module's parameters views of a slot.
+
+        Those that are held as codes get parameters of NaN without memory, to which autograd gives gradients,
+        since a parameter's gradient has its format. The model multiplies the codes.
+        """
+        made, dtype = [], self._plan.compute_dtype
+        wide = full[layout.wide.start :].view(dtype) if layout.coded else full
+        for index, (path, parameter) in enumerate(in_order(module)):
+            offset, stop = layout.offsets[index], layout.offsets[index] + parameter.numel()
+            # .data has its own version counter: filling the slot again must not count as a change
+            if index < layout.coded:
+                assert self._codes is not None
+                self._codes.attach(names[index], full[offset:stop].view(parameter.shape).data)
+                view = torch.full((), torch.nan, dtype=dtype, device=full.device).expand(parameter.shape)
+            else:
+                start = layout.wide.start
+                view = wide[offset - start : stop - start].view(parameter.shape)
+            owner, _, leaf = path.rpartition(".")
+            made.append(nn.Parameter(view.data))
+            setattr(module.get_submodule(owner), leaf, made[-1])
+        return tuple(made)
 
     def _initialize_master(self, unit: Unit, initialize: Initialize) -> None:
         """Fill this rank's part of each parameter that it owns a part of."""
@@ -115,18 +149,26 @@ def check_unit(zero: ZeroConfig, model: nn.Module) -> None:
 
 
 def layouts_of(
-    modules: Sequence[tuple[str, nn.Module]], ranks: int, multiple: int, block: int = 1
+    modules: Sequence[tuple[str, nn.Module]],
+    ranks: int,
+    multiple: int,
+    block: int = 1,
+    coded: Collection[str] = (),
 ) -> list[FlatLayout]:
     """The layout of each module's parameters in its unit's flat buffer; `multiple` as in FlatLayout.
 
     `block`: elements of the largest quantisation block of the run; no two parameters share a block.
+    `coded`: the parameters that are held as codes, first in their units.
     """
     layouts = []
-    for _, module in modules:
+    for name, module in modules:
         parameters = [parameter for _, parameter in in_order(module)]
         numels = tuple(parameter.numel() for parameter in parameters)
         decayed = sum(map(_decays, parameters))
-        layouts.append(FlatLayout(numels, decayed, ranks, multiple, max(ALIGNMENT, block)))
+        held = [f"{name}.{path}" in coded for path, _ in in_order(module)]
+        assert held == sorted(held, reverse=True), f"{name}: parameters that are held as codes come first"
+        alignment = max(SHARD_MULTIPLE if any(held) else ALIGNMENT, block)
+        layouts.append(FlatLayout(numels, decayed, ranks, multiple, alignment, sum(held)))
     return layouts
 
 
@@ -138,15 +180,3 @@ def _decays(parameter: nn.Parameter) -> bool:
 def in_order(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """A module's parameters in the order of its flat buffer: those with weight decay first."""
     return sorted(module.named_parameters(), key=lambda named: not _decays(named[1]))
-
-
-def _replace_parameters(module: nn.Module, layout: FlatLayout, buffer: Tensor) -> tuple[nn.Parameter, ...]:
-    """Make the module's parameters views of `buffer`."""
-    views = []
-    for (path, parameter), offset in zip(in_order(module), layout.offsets, strict=False):
-        view = buffer[offset : offset + parameter.numel()].view(parameter.shape)
-        owner, _, leaf = path.rpartition(".")
-        # .data has its own version counter: filling the slot again must not count as a change
-        views.append(nn.Parameter(view.data))
-        setattr(module.get_submodule(owner), leaf, views[-1])
-    return tuple(views)

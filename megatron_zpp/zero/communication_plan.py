@@ -48,7 +48,8 @@ class GatherPlan:
     """How the parts of a unit that the ranks of a group hold become the whole unit: an all-gather.
 
     A part has `shards` shards: one in the gather over all ranks, more in a group that holds the unit as well.
-    A quantised part has a message for each of its shards.
+    A quantised part has a message for each of its shards. Units with weights that are held as codes travel as
+    the bytes that they are, whatever the hop's format.
     """
 
     hop: Hop
@@ -59,11 +60,16 @@ class GatherPlan:
 
     def part(self, layout: FlatLayout) -> Buffer:
         """What this rank sends of a unit."""
-        return self.hop.buffer(layout.shard_numel, self.shards)
+        return self._buffer(self.hop, layout)
 
     def room(self, layout: FlatLayout) -> Buffer:
         """Memory for what this rank sends of a unit in any step."""
-        return self._widest.buffer(layout.shard_numel, self.shards)
+        return self._buffer(self._widest, layout)
+
+    def _buffer(self, hop: Hop, layout: FlatLayout) -> Buffer:
+        if layout.coded:
+            return Buffer(self.shards * layout.shard_numel, torch.uint8)
+        return hop.buffer(layout.shard_numel, self.shards)
 
     @cached_property
     def largest_part(self) -> Buffer:
@@ -120,6 +126,10 @@ class CommunicationPlan:
     def sends_from_slots(self) -> bool:
         """Whether a gather sends a part of the slot that it fills, so that no rank keeps its shard twice."""
         return not self.residency.parameters_sharded and not self.gather.hop.quantized
+
+    def slot(self, layout: FlatLayout) -> Buffer:
+        """The memory of a slot for units of this layout."""
+        return Buffer(layout.numel, torch.uint8 if layout.coded else self.compute_dtype)
 
     @property
     def secondary_gather(self) -> GatherPlan:
@@ -211,8 +221,8 @@ class CommunicationPlan:
     @property
     def weight_bytes(self) -> int:
         """Bytes of slots, and of what this rank's gathers send where that is not a part of them."""
-        slots = {slot: layout.numel for slot, layout in zip(self.slots, self.layouts, strict=True)}
-        total = sum(slots.values()) * self.compute_dtype.itemsize
+        slots = {slot: self.slot(layout) for slot, layout in zip(self.slots, self.layouts, strict=True)}
+        total = sum(buffer.nbytes for buffer in slots.values())
         if not self.sends_from_slots:
             total += sum(self.gather.room(layout).nbytes for layout in self.layouts)
         return total

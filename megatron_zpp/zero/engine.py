@@ -33,6 +33,7 @@ from megatron_zpp.zero.reference_check import differing_references
 from megatron_zpp.zero.sections import BACKWARD, FORWARD, UNTIMED, WAIT_REDUCTIONS, Sections
 from megatron_zpp.zero.step_sums import StepSums
 from megatron_zpp.zero.tensor_parallel import ALONE, ExchangeCounter, TensorShare
+from megatron_zpp.zero.weight_codes import GatherSources, WeightEncoder, write_all_codes
 
 WEIGHTS, REFERENCE = "weights", "reference"  # as checkpoints name them
 LEAST_WEIGHT = 1e-9  # of a step's losses: less than one token of any batch
@@ -80,6 +81,7 @@ class ZeroEngine:
     has the kernels for sums and optimizer steps; None: torch's. `sections` times the parts of a step. `say`
     gets a line if copy engines were tried and cannot be used. Parameters whose names are `decoupled` have a
     learning rate of their own. `scaling` has the scales of 8-bit products if they follow from earlier steps.
+    `codes` encodes the weights that are held as codes, by these scales.
     """
 
     def __init__(
@@ -100,10 +102,12 @@ class ZeroEngine:
         say: Callable[[str], None] = print,
         decoupled: Collection[str] = (),
         scaling: ProductScaling | None = None,
+        codes: WeightEncoder | None = None,
     ) -> None:
         check_unit(zero, model)
         self.model, self.topology, self.device, self.share = model, topology, device, share
-        self.scaling = scaling
+        self.scaling, self._codes = scaling, codes
+        self._codes_present = codes is None  # False: master weights have changed since they were encoded
         self.grid = Grid(topology, 1 if share.group is None else share.group.size)
         data_ranks = self.grid.data
         self._ledger, self.sections = TrafficLedger(data_ranks), sections
@@ -116,7 +120,13 @@ class ZeroEngine:
         plan = plan_communication(
             zero,
             data_ranks,
-            layouts_of(named_modules, data_ranks.world_size, zero.shard_multiple, block),
+            layouts_of(
+                named_modules,
+                data_ranks.world_size,
+                zero.shard_multiple,
+                block,
+                () if codes is None else codes.names,
+            ),
             compute_dtype=dtype,
             reduce_in_bf16=precision.grad_reduce_in_bf16,
             copy_engines=self.copy_engines,
@@ -134,14 +144,15 @@ class ZeroEngine:
             ),
             operations,
         )
-        self.units = UnitBuilder(communication, device, offload_optimizer=zero.zero_offload_optimizer).build(
-            named_modules, share.initialize(initialize)
-        )
+        self.units = UnitBuilder(
+            communication, device, offload_optimizer=zero.zero_offload_optimizer, codes=codes
+        ).build(named_modules, share.initialize(initialize))
+        self._sources = GatherSources(communication.gather, codes)
         for comm_stream in communication.comm_streams:
             comm_stream.ready()
         self._prefetcher = Prefetcher(plan, self._gather, model_of_units.recomputed_units(), sections)
         self._optimizer = build_optimizer(
-            optimizer, self.units, communication, fused_backend, operations, decoupled
+            optimizer, self.units, communication, fused_backend, operations, self._sources, decoupled
         )
         accepts_16bit = self._optimizer.accepts_16bit_gradients
         self._gradients = Gradients(
@@ -184,6 +195,7 @@ class ZeroEngine:
         """
         if not self.model.training:  # it walks through all modules
             self.model.train()
+        self._encode_changed()
         if self.scaling is not None and index == 0:
             self.scaling.begin_step()
         self._prefetcher.begin(Phase.FORWARD)
@@ -224,6 +236,8 @@ class ZeroEngine:
         found_inf = 1.0 - torch.isfinite(grad_norm).float()
         if self.scaling is not None:
             end_step(self.scaling, self.topology, found_inf)
+        if self._codes is not None:
+            self._codes.begin()
         shrink = torch.ones_like(grad_norm)
         if self._clip_grad > 0:
             shrink = torch.clamp((grad_norm + 1e-6) / self._clip_grad, min=1.0)
@@ -246,7 +260,8 @@ class ZeroEngine:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
-        """The mean loss of a batch without dropout, not reduced over ranks."""
+        """The mean loss of a batch without dropout, not reduced over ranks. Every rank must call it."""
+        self._encode_changed()
         self.model.eval()
         self._prefetcher.begin(Phase.FORWARD)
         with self.sections.paused():
@@ -258,6 +273,7 @@ class ZeroEngine:
 
         Every rank must call it.
         """
+        self._encode_changed()
         self.model.eval()
         self._prefetcher.begin(Phase.FORWARD)
         with self.sections.paused():
@@ -316,11 +332,13 @@ class ZeroEngine:
             if unit.owned.start < stop:
                 elements = range(unit.owned.start, stop)
                 flat[: len(elements)].copy_(read(index, elements))
-            if kind == WEIGHTS:
+            if kind == WEIGHTS and not unit.layout.coded:  # codes follow when their scales are loaded too
                 write_gather_source(self._communication, unit)
             if kind in (WEIGHTS, REFERENCE):
                 self._exchanged.pop(index, None)
                 self._prefetcher.changed(index)
+        if kind == WEIGHTS:
+            self._codes_present = self._codes is None
 
     @property
     def plan(self) -> CommunicationPlan:
@@ -389,6 +407,20 @@ class ZeroEngine:
             assert unit.secondary is not None
             return communication.secondary.gather(unit.full, unit.secondary)
         return communication.gather.gather(unit.full, unit.gather_source, unit.secondary)
+
+    @torch.no_grad()
+    def _encode_changed(self) -> None:
+        """Encode the weights that are held as codes, if they are new: at a start, and after loading."""
+        if self._codes_present:
+            return
+        assert self._codes is not None
+        for index in range(len(self.units)):
+            self._prefetcher.wait(index)  # a gather ahead may still be reading the gather source
+        write_all_codes(self.units, self._codes, self._sources, self.topology)
+        for index, unit in enumerate(self.units):
+            if unit.layout.coded:
+                self._prefetcher.changed(index)
+        self._codes_present = True
 
     def _stepped(self, rates: tuple[float, float], divisor: Tensor, found_inf: Tensor) -> Iterator[int]:
         """Take the optimizer's step; yield the units whose new weights can be gathered.

@@ -1,5 +1,6 @@
 """Where each parameter of a unit lies in its flat buffer, and which rank owns what: arithmetic on values."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +28,15 @@ class FlatLayout:
     parameter starts at a multiple of `alignment`. If that is the largest quantisation block, no block holds
     elements of two parameters, whose magnitudes may differ. The end is padded, so that any sizes fit any
     number of ranks. Gaps are zero and stay zero.
+
+    The first `coded` parameters are gathered as codes, a byte each. Then every element of the buffer stands
+    for a byte of what is gathered. The other parameters of the unit, the wide ones, take two bytes each, so
+    the buffer has a gap behind them that is as long as they are. No shard boundary divides the two, so that
+    one rank has both bytes of each wide parameter:
+
+        elements of the buffer        codes   codes | codes   gap   wide   gap |
+        bytes of what is gathered     codes   codes | codes   gap   wide       |
+                                            shard 0 |                  shard 1 |
     """
 
     numels: tuple[int, ...]
@@ -34,16 +44,48 @@ class FlatLayout:
     ranks: int
     multiple: int = SHARD_MULTIPLE  # of a shard's elements
     alignment: int = ALIGNMENT  # of a parameter's first element
+    coded: int = 0  # of the parameters
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """The first element of each parameter, and the end of the last one."""
-        return tuple(accumulate((_round_up(numel, self.alignment) for numel in self.numels), initial=0))
+        aligned = [_round_up(numel, self.alignment) for numel in self.numels]
+        if not self.coded:
+            return tuple(accumulate(aligned, initial=0))
+        codes = tuple(accumulate(aligned[: self.coded], initial=0))
+        return (*codes[:-1], *accumulate(aligned[self.coded :], initial=self.wide.start))
+
+    @cached_property
+    def wide(self) -> range:
+        """The elements from the first wide parameter on, up to the gap behind them; empty without codes."""
+        if not self.coded:
+            return range(0)
+        codes, wide = self._codes_and_wide
+        start = codes
+        if wide and codes // self.shard_numel != (codes + 2 * wide - 1) // self.shard_numel:
+            start = _round_up(codes, self.shard_numel)
+        return range(start, start + wide)
+
+    def wide_in(self, owned: range) -> range:
+        """The same, counted from the first of the `owned` elements; empty if they are another rank's."""
+        if not self.wide or self.wide.start not in owned:
+            return range(0)
+        return range(self.wide.start - owned.start, self.wide.stop - owned.start)
+
+    @property
+    def _codes_and_wide(self) -> tuple[int, int]:
+        """The elements of parameters that are coded, and of those that are not; gaps between them count."""
+        aligned = [_round_up(numel, self.alignment) for numel in self.numels]
+        return sum(aligned[: self.coded]), sum(aligned[self.coded :])
 
     @cached_property
     def shard_numel(self) -> int:
         """Elements of one rank's shard."""
-        return _round_up(-(-self.offsets[-1] // self.ranks), self.multiple)
+        if not self.coded:
+            return _round_up(-(-self.offsets[-1] // self.ranks), self.multiple)
+        codes, wide = self._codes_and_wide
+        least = max(-(-(codes + 2 * wide) // self.ranks), 2 * wide)
+        return _round_up(least, math.lcm(self.multiple, self.alignment))  # a shard may begin with `wide`
 
     @property
     def numel(self) -> int:

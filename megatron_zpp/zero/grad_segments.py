@@ -51,7 +51,7 @@ def segments_of(layout: FlatLayout, produced: list[Tensor], large: int) -> tuple
         if gradient.numel() >= large and _is_segment(layout.offsets[index], gradient):
             segments += _copy(layout, range(start, layout.offsets[index]), copied, produced)
             segments.append(GradSegment(layout.offsets[index], gradient.view(-1)))
-            start, copied = layout.offsets[index + 1], []
+            start, copied = layout.offsets[index] + gradient.numel(), []
         else:
             copied.append(index)
     return (*segments, *_copy(layout, range(start, layout.numel), copied, produced))

@@ -15,10 +15,10 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.ops.adamw import AdamWScalars
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.zero.collectives.interface import Gather
 from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.grad_segments import GradSegment, segments_inside
 from megatron_zpp.zero.sharded_unit import Unit
+from megatron_zpp.zero.weight_codes import GatherSources
 
 MOMENTS: tuple[str, ...] = ("exp_avg", "exp_avg_sq")  # the states of AdamW, as checkpoints name them
 Scalars = TypeVar("Scalars")
@@ -74,11 +74,14 @@ class DeviceOptimizer(Generic[Scalars]):
         self,
         rule: UpdateRule[Scalars],
         units: list[Unit],
-        gather: Gather | None = None,
+        sources: GatherSources | None = None,
         decoupled: Collection[str] = (),
     ) -> None:
-        """`decoupled` names parameters with the second learning rate; they need `gather` for their units."""
-        self._rule, self._units, self._gather = rule, units, gather
+        """`decoupled` names parameters with the second learning rate.
+
+        Their units, and those with weights that are held as codes, need `sources`.
+        """
+        self._rule, self._units, self._sources = rule, units, sources
         self._runs = [_runs_of(unit, decoupled) for unit in units]
         self.state_names, self.accepts_16bit_gradients = rule.state_names, rule.accepts_16bit_gradients
         self.states = [_zero_states(unit, rule.state_names) for unit in units]
@@ -102,6 +105,8 @@ class DeviceOptimizer(Generic[Scalars]):
                     min(max(decayed - segment.start, 0), len(segment.flat)),
                 )
                 self._rule.step(shard, segment.flat, scalars)
+            if unit.layout.coded:
+                self._write(unit)
             yield unit
 
     def _step_runs(
@@ -127,11 +132,14 @@ class DeviceOptimizer(Generic[Scalars]):
                 )
                 self._rule.step(shard, part.flat, scalars)
         if not unit.gathers_from_master:
-            assert self._gather is not None, "units with two learning rates need it"
-            self._gather.write_gather_source(unit.master, unit.gather_source)
+            self._write(unit)
+
+    def _write(self, unit: Unit) -> None:
+        assert self._sources is not None, "units with two learning rates or codes need it"
+        self._sources.write(unit)
 
     def _gather_source_segment(self, unit: Unit, segment: GradSegment) -> Tensor | None:
-        if unit.gathers_from_master:
+        if unit.gathers_from_master or unit.layout.coded:
             return None
         # Without 16-bit gradients there is one segment, and the source may be a message, which cannot be cut.
         return segment.of(unit.gather_source) if self.accepts_16bit_gradients else unit.gather_source
@@ -192,10 +200,10 @@ class ApexAdamW:
     state_names = MOMENTS
     accepts_16bit_gradients = False
 
-    def __init__(self, config: OptimizerConfig, units: list[Unit], gather: Gather) -> None:
+    def __init__(self, config: OptimizerConfig, units: list[Unit], sources: GatherSources) -> None:
         from apex.optimizers import FusedAdam
 
-        self._units, self._gather = units, gather
+        self._units, self._sources = units, sources
         self.states = [_zero_states(unit, MOMENTS) for unit in units]
         self.steps = torch.zeros((), device=units[0].master.device)
         groups: list[dict[str, Any]] = [
@@ -222,7 +230,7 @@ class ApexAdamW:
         if not found_inf.item():
             self._step(rates[0], divisor)
         for unit in self._units:
-            self._gather.write_gather_source(unit.master, unit.gather_source)
+            self._sources.write(unit)
             yield unit
 
     def _step(self, learning_rate: float, divisor: Tensor) -> None:
@@ -334,6 +342,7 @@ def build_optimizer(
     communication: Communication,
     backend: Literal["apex", "torch"],
     operations: Operations | None,
+    sources: GatherSources,
     decoupled: Collection[str] = (),
 ) -> Optimizer:
     """AdamW of the fused backend; without `operations`, by torch's own kernel.
@@ -345,7 +354,7 @@ def build_optimizer(
         fix = "needs --fused-backend torch and no --zero-offload-optimizer"
         raise option_error("--decoupled-lr", "(given)", fix)
     if backend == "apex":
-        return ApexAdamW(config, units, communication.gather)
+        return ApexAdamW(config, units, sources)
     rule: UpdateRule = (
         TorchAdamW(config)
         if operations is None
@@ -353,7 +362,7 @@ def build_optimizer(
     )
     if offloaded:
         return OffloadedOptimizer(rule, units)
-    return DeviceOptimizer(rule, units, communication.gather, decoupled)
+    return DeviceOptimizer(rule, units, sources, decoupled)
 
 
 class _Run(NamedTuple):

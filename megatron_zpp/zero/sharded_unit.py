@@ -4,10 +4,11 @@ The tensors of a unit of n elements (padding included) on d ranks:
 
     tensor         changed by  what it is
     full           prefetch    (n,) compute dtype: the buffer of the unit's slot, which the module's
-                               parameters view for good; units with the same slot take turns in it
-    gather_source  optimizer   what this rank's next gather sends: its shard in the compute dtype, or qwZ's
-                               message; a part of `full` where parameters stay whole. Where differences are
-                               sent: its shard in fp32, as they are computed from
+                               parameters view for good; units with the same slot take turns in it. Bytes
+                               where weights are held as codes
+    gather_source  optimizer   what this rank's next gather sends: its shard in the compute dtype or as bytes,
+                               or qwZ's message; a part of `full` where parameters stay whole. Where
+                               differences are sent: its shard in fp32, as they are computed from
     master         optimizer   fp32 weights that this rank's optimizer changes: all n at stage 0, else its
                                shard (n / d,); in CPU memory if offloaded; in fp32 the gather source itself
     moments        optimizer   two of AdamW, like `master`; the optimizer's own `moments`
@@ -33,6 +34,7 @@ has come is in `grad`, which gradients.py alone changes.
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+import torch
 from torch import Tensor, nn
 
 from megatron_zpp.distributed.comm_stream import Pending
@@ -128,6 +130,7 @@ class Unit:
     secondary: Tensor | None
     message: Tensor | None
     gaps: tuple[range, ...]  # elements of the reference that belong to no parameter
+    wide_dtype: torch.dtype  # of the parameters that are not held as codes
     grad: UnitGradient = field(default_factory=UnitGradient)
 
     @property

@@ -155,6 +155,9 @@ OPTIMIZER = [
     bad("--fp8-recipe delayed", "--fp8-recipe delayed: needs --fp8"),
     bad("--fp8-margin 1", "--fp8-margin 1: needs --fp8"),
     bad("--fp8 --bf16 --fp8-recipe tensorwise --fp8-margin 0", "--fp8-margin 0: needs --fp8-recipe delayed"),
+    bad(
+        "--fp8 --bf16 --fp8-param-gather", "--fp8-param-gather (given): needs --fp8 and --fp8-recipe delayed"
+    ),
     bad("--fp8 --bf16 --fp8-recipe mxfp8", "--fp8-recipe: invalid choice: 'mxfp8'"),
     bad("--fp8 --bf16 --fp8-amax-history-len 0", "--fp8-amax-history-len 0: must be at least 1"),
     bad("--fp8 --bf16 --hidden-size 24", "--hidden-size 24: is 24; must be a multiple of 16"),

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.model.fp8_cast import GRADIENT, INPUT, factors_of, plain_cast
+from megatron_zpp.model.fp8_cast import GRADIENT, INPUT, WEIGHT, factors_of, plain_cast
 from megatron_zpp.model.fp8_delayed import DelayedLinear
 from megatron_zpp.model.fp8_scaling import DelayedScaling
 from megatron_zpp.train.build_engine import build_engine
@@ -19,6 +19,7 @@ from tests.gpu.steady import assert_steady
 from tests.model.test_fp8 import check_products
 from tests.model.variants import MODELS, flags_of
 
+HELD = "--fp8 --fp8-recipe delayed --fp8-param-gather"
 CAPABLE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 SHAPES = [(64, 32, 48), (256, 1024, 512), (4096, 2048, 2048)]
 needs_fp8 = pytest.mark.skipif(not CAPABLE, reason="needs a GPU of compute capability 8.9")
@@ -155,6 +156,40 @@ def test_norms_write_codes(kind: type[nn.LayerNorm | nn.RMSNorm], rows: int, wid
             assert torch.equal(found[0], total)
 
 
+@needs_fp8
+@pytest.mark.parametrize("count", [256, 100 * 256, (1 << 31) + 512])
+def test_held_weights_have_the_oracles_codes(count: int) -> None:
+    """Written in parts; the largest has more than 2^31 elements."""
+    from megatron_zpp.model.fused.weight_codes import encode_weights
+
+    x = torch.randn(count, device="cuda")
+    x *= 2.0 ** torch.randint(-20, 20, (1,), device="cuda")
+    x[-3:] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    factors = factors_of(torch.full((3,), 3.0, device="cuda"))
+    found, expected = torch.zeros(2, 3, device="cuda")
+    codes = torch.zeros(count, dtype=torch.float8_e4m3fn, device="cuda")
+    for part, room in zip(*(each.tensor_split((count // 512 * 256,)) for each in (x, codes)), strict=True):
+        if len(part):
+            encode_weights(part, room, factors, found)
+    for first in range(0, count, 1 << 28):
+        part = slice(first, first + (1 << 28))
+        oracle, _ = plain_cast(x[None, part], factors, expected, WEIGHT, rows=True, columns=False)
+        same_codes(codes[None, part], oracle)
+    assert torch.equal(found, expected)
+
+
+@needs_fp8
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 16), (80, 144), (4096, 2064), (65552, 32784)])
+def test_held_weights_are_transposed(outputs: int, inputs: int) -> None:
+    """Byte for byte; the largest has more than 2^31 elements."""
+    from megatron_zpp.model.fused.weight_codes import transpose
+
+    codes = torch.randint(256, (outputs, inputs), dtype=torch.uint8, device="cuda")
+    turned = transpose(codes.view(torch.float8_e4m3fn), codes)
+    assert turned.dtype == torch.float8_e4m3fn
+    assert torch.equal(turned.view(torch.uint8).t(), codes)
+
+
 def engine_of(recipe: str, *more: str) -> ZeroEngine:
     """Four layers as a run builds them, compiled by default."""
     torch._dynamo.reset()
@@ -196,6 +231,11 @@ def test_recipes_learn_alike_and_a_step_does_not_wait(model: str, capsys: pytest
     state = engine.scaling.state()
     assert state is not None
     assert all(scale != 1.0 for entry in state.values() for scale in entry["scales"])
+    check_steady(engine)
+    engine.close()
+
+
+def check_steady(engine: ZeroEngine) -> None:
     tokens = torch.randint(1000, (8, 129), device="cuda")
 
     def step() -> None:
@@ -203,13 +243,59 @@ def test_recipes_learn_alike_and_a_step_does_not_wait(model: str, capsys: pytest
         engine.step(1e-3)
 
     assert_steady(step, warmup=3)
+
+
+@needs_fp8
+@pytest.mark.parametrize("model", MODELS)
+def test_held_weights_learn_alike_and_a_step_does_not_wait(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Compiled once, after the first step; the codes are those of the master weights."""
+    more = flags_of(MODELS[model])
+    plain = losses_of(engine_of("--fp8 --fp8-recipe delayed", *more))
+    capsys.readouterr()
+    engine = engine_of(HELD, *more)
+    held = losses_of(engine)
+    assert "compiles a layer again" not in capsys.readouterr().err
+    assert held == pytest.approx(plain, abs=(plain[0] - plain[-1]) / 10)
+    assert held != plain
+    factors = {
+        name: module.product.factors
+        for name, module in engine.model.named_modules()
+        if isinstance(module, DelayedLinear)
+    }
+    for unit in engine.units[1:-1]:
+        for name, master in zip(unit.names, unit.views(unit.master), strict=True):
+            linear = name.removesuffix(".weight")
+            if linear in factors:
+                codes, _ = plain_cast(
+                    master,
+                    factors[linear],
+                    torch.zeros(3, device="cuda"),
+                    WEIGHT,
+                    rows=True,
+                    columns=False,
+                )
+                same_codes(engine.model.get_submodule(linear).product.codes, codes)
+    check_steady(engine)
     engine.close()
+
+
+@needs_fp8
+def test_held_weights_are_gathered_at_every_stage() -> None:
+    """Of one rank, whose stages compute the same bits; layers take half the memory of bf16 in their slots."""
+    found = []
+    for stage in ("0", "2", "3"):
+        engine = engine_of(HELD, "--zero-stage", stage)
+        found.append(losses_of(engine))
+        assert all(unit.full.nbytes == unit.layout.numel for unit in engine.units[1:-1])
+        engine.close()
+    assert found[0] == found[1] == found[2]
 
 
 @needs_fp8
 def test_recomputed_layers_have_the_same_codes() -> None:
     recompute = "--recompute-granularity full --recompute-method uniform".split()
-    stored, recomputed = (
-        losses_of(engine_of("--fp8 --fp8-recipe delayed", *more)) for more in ((), recompute)
-    )
-    assert recomputed == stored
+    for recipe in ("--fp8 --fp8-recipe delayed", HELD):
+        stored, recomputed = (losses_of(engine_of(recipe, *more)) for more in ((), recompute))
+        assert recomputed == stored

@@ -11,16 +11,17 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.components import ModelComponents
 from megatron_zpp.model.fp8_cast import FORMATS, GRADIENT, INPUT, LARGEST, WEIGHT, factors_of, plain_cast
 from megatron_zpp.model.fp8_delayed import DelayedLinear
 from megatron_zpp.model.fp8_scaling import DelayedScaling
+from megatron_zpp.model.fp8_weights import WeightCodes, plain_encode
 from megatron_zpp.model.fused import blocks as fused_blocks
 from megatron_zpp.model.fused import cast as fused_cast
-from megatron_zpp.model.fused import coded_activation, coded_norm, gradient_cast
+from megatron_zpp.model.fused import coded_activation, coded_norm, gradient_cast, weight_codes
 from megatron_zpp.model.fused import linear as fused_linear
 from megatron_zpp.model.fused import norm as fused_norm
 from megatron_zpp.model.fused import rotary as fused_rotary
@@ -70,7 +71,7 @@ def _byte(x, FORMAT: tl.constexpr):
     return rounded(x, FORMAT).to(tl.uint8, bitcast=True).to(tl.int32)
 
 
-for module in (fused_cast, coded_activation, coded_norm, gradient_cast):
+for module in (fused_cast, coded_activation, coded_norm, gradient_cast, weight_codes):
     module.rounded, module.packed = rounded, packed
 for module in (
     coded_activation,
@@ -123,6 +124,19 @@ def casts(rows: int, width: int, dtype: torch.dtype) -> None:
             for ours, oracle in zip(mine, theirs, strict=True):
                 same_codes(ours, oracle)
             assert torch.equal(found, expected)
+
+
+def held_weights(height: int, width: int) -> None:
+    """Codes that are written in parts, and transposed."""
+    x, factors = awkward(height, width, WEIGHT, torch.float32)
+    found, expected = torch.zeros(2, 3)
+    oracle, turned = plain_cast(x, factors, expected, WEIGHT, rows=True, columns=True)
+    codes = torch.zeros(height * width, dtype=FORMATS[WEIGHT])
+    for cut in (slice(0, 256), slice(256, None)):
+        weight_codes.encode_weights(x.view(-1)[cut], codes[cut], factors, found)
+    same_codes(codes.view(height, width), oracle)
+    assert torch.equal(found, expected)
+    same_codes(weight_codes.transpose(oracle, x), turned)
 
 
 def gradients(rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -219,8 +233,22 @@ def norms(rows: int, width: int, adds: bool, biased: bool, dtype: torch.dtype) -
         assert torch.equal(maxima, expected)
 
 
-def layers(**variant: Any) -> None:
-    """A layer with kernels and without: codes differ only where roundings of the norm or GELU do."""
+def hold(layer: nn.Module, weights: WeightCodes) -> None:
+    """Let products take codes of a layer's weights, and give them parameters without contents."""
+    weights.begin()
+    for name in weights.names:
+        linear = layer.get_submodule(name.removesuffix(".weight"))
+        codes = torch.zeros(linear.weight.shape, dtype=torch.uint8)
+        weights.encode(name, linear.weight.data.view(-1), codes.view(-1))
+        weights.attach(name, codes)
+        linear.weight = nn.Parameter(torch.full((), torch.nan).expand(codes.shape))
+
+
+def layers(held: bool = False, **variant: Any) -> None:
+    """A layer with kernels and without: codes differ only where roundings of the norm or GELU do.
+
+    `held`: weights are held as codes.
+    """
     config = ModelConfig(
         num_layers=1,
         hidden_size=48,
@@ -233,7 +261,9 @@ def layers(**variant: Any) -> None:
     rotation, x = None, torch.randn(2, 16, 48, requires_grad=True)
     found = []
     for kernels in (False, True):
-        linear = partial(DelayedLinear, cast=fused_cast.cast if kernels else plain_cast)
+        linear = partial(DelayedLinear, cast=plain_cast)
+        if kernels:
+            linear = partial(DelayedLinear, cast=fused_cast.cast, transpose=weight_codes.transpose)
         model = GPT(config, 64, parts=ModelComponents(linear=linear)).initialize(3)
         layer, rotation = model.layers[0].train(), model.rotation(torch.arange(16)[None])
         scaling = DelayedScaling(layer, torch.device("cpu"))
@@ -244,6 +274,8 @@ def layers(**variant: Any) -> None:
         torch.autograd.grad(transformer_block(layer, x, rotation=rotation), x, weights)
         scaling.end_step(scaling.maxima(), torch.tensor(0.0))
         scaling.begin_step()
+        if held:
+            hold(layer, WeightCodes(scaling, weight_codes.encode_weights if kernels else plain_encode))
         block = fused_blocks.FusedKernels(layer) if kernels else PLAIN_BLOCK
         assert not kernels or (block._coded_mlp and block._coded_norms)
         out = transformer_block(layer, x, rotation=rotation, kernels=block)
@@ -256,8 +288,10 @@ def layers(**variant: Any) -> None:
 def main() -> None:
     torch.manual_seed(3)
     layers()
+    layers(held=True)
+    held_weights(80, 144)
     layers(**LLAMA | {"num_query_groups": 1})
-    layers(swiglu=True, position_embedding_type="rope")
+    layers(held=True, swiglu=True, position_embedding_type="rope")
     for dtype, *shape in ((torch.float32, 1, 16), (torch.float32, 80, 144), (torch.bfloat16, 144, 272)):
         casts(*shape, dtype)
         if shape[0] > 1:

@@ -14,7 +14,16 @@ from torch import Tensor, nn
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.model.components import ModelComponents
-from megatron_zpp.model.fp8_cast import FORMATS, GRADIENT, INPUT, LARGEST, back, factors_of, plain_cast
+from megatron_zpp.model.fp8_cast import (
+    FORMATS,
+    GRADIENT,
+    INPUT,
+    LARGEST,
+    WEIGHT,
+    back,
+    factors_of,
+    plain_cast,
+)
 from megatron_zpp.model.fp8_delayed import DelayedLinear
 from megatron_zpp.model.fp8_scaling import DelayedScaling, check_scaling_state
 from megatron_zpp.model.gpt import GPT
@@ -112,6 +121,25 @@ def test_kernels_move_16_bytes_at_a_time(name: str) -> None:
     codes = ["ld.global.v2.b32" if name == "turn" else "st.global.v2.b32"] * count
     assert sorted(access for access in accesses if ".v4" not in access) == sorted(codes + alone)
     assert len(accesses) > 4
+
+
+@pytest.mark.skipif(version() < (3, 7), reason="needs Triton 3.7, whose compiler takes sources like these")
+def test_weights_are_encoded_16_bytes_at_a_time() -> None:
+    """All but the factor and the maximum."""
+    from megatron_zpp.model.fused import weight_codes
+
+    tensors = dict.fromkeys(("numbers_ptr", "factors_ptr", "maxima_ptr"), "*fp32")
+    settings: dict[str, Any] = {"KIND": WEIGHT, "LARGEST": 448.0, "NUMBERS": weight_codes._NUMBERS}
+    ptx = assembly(
+        weight_codes._encode_kernel,
+        tensors | {"codes_ptr": "*fp8e4nv"},
+        ("count",),
+        **settings,
+        num_warps=weight_codes._WARPS,
+    )
+    accesses = re.findall(r"(?:ld|st)\.global\S*", ptx)
+    assert [access for access in accesses if ".v4" not in access] == ["ld.global.b32"] * 2
+    assert len(accesses) == 2 + 8 + 2  # of 32 numbers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

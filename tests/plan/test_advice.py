@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.plan import PlanConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.plan.advice import (
@@ -155,3 +156,17 @@ def test_alternatives_without_hpz_do_not_send_differences() -> None:
     job = job_of(SMALL, 50304, zero=FOUR_BITS, nodes=2, local=4)
     for plan in zeropp_plans(job, Machine(1e14, 1e12, 1e11, 1e9)):
         assert plan.job.zero.hpz or not plan.job.zero.sends_differences
+
+
+def test_nothing_is_advised_that_held_codes_refuse() -> None:
+    """--fp8-param-gather goes with neither quantised weights nor an offloaded optimizer."""
+    precision = PrecisionConfig(bf16=True, fp8=True, fp8_recipe="delayed", fp8_param_gather=True)
+    job = job_of(SMALL, 50304, zero={"zero_stage": 3}, precision=precision, nodes=4, local=8)
+    names = [plan.name for plan in zeropp_plans(job, rates(10))]
+    assert names == [
+        "none of them",
+        *("--zero-hpz-partition-size", "--zero-quantized-gradients"),
+        "all of them",
+    ]
+    assert not any(plan.job.zero.zero_quantized_weights for plan in zeropp_plans(job, rates(10)))
+    assert not any(plan.job.zero.zero_offload_optimizer for plan in ways_to_fit(job, rates(10)))

@@ -139,7 +139,7 @@ IDLE_TODAY = (
     *idle("no part is experimental", "--enable-experimental"),
     *idle("the results are the same", "--use-grouped-gemm-for-dense-mlp"),
     *idle(_SCALE, "--fp8-interval", takes=int),
-    *idle("--zero-quantized-weights gathers 8-bit weights", "--fp8-param-gather --keep-fp8-transpose-cache"),
+    *idle("weights are transposed where they are used", "--keep-fp8-transpose-cache"),
     *idle(_SCALE, "--reuse-grad-buf-for-mxfp8-param-ag"),
     # Parallelism that is not used
     *idle(_EXCHANGES, "--tp-comm-overlap --tp-comm-overlap-rs-dgrad --inference-fuse-tp-communication"),

@@ -13,8 +13,8 @@ from torch.autograd.function import once_differentiable
 from megatron_zpp.model.fp8 import multiply
 from megatron_zpp.model.fp8_cast import GRADIENT, INPUT, WEIGHT, back
 from megatron_zpp.model.fp8_delayed import CodedInput, DelayedLinear
-from megatron_zpp.model.fused.cast import cast
 from megatron_zpp.model.fused.gradient_cast import cast_gradients_of_heads
+from megatron_zpp.model.fused.weight_codes import weight_by_columns, weight_by_rows
 
 
 def coded_heads(
@@ -24,7 +24,7 @@ def coded_heads(
     product = linear.product
     parts = _Heads.apply(
         *(x.carrier.flatten(0, -2), x.codes, x.columns, linear.weight, linear.bias),
-        *(product.factors, product.maxima, heads * head_width, groups * head_width),
+        *(product.factors, product.maxima, product.codes, heads * head_width, groups * head_width),
     )
     q, k, v = (part.unflatten(0, x.carrier.shape[:2]).unflatten(-1, (-1, head_width)) for part in parts)
     return q, k, v
@@ -43,11 +43,12 @@ class _Heads(torch.autograd.Function):
         bias: Tensor | None,
         factors: Tensor,
         maxima: Tensor,
+        held: Tensor | None,  # the weight as codes, if it is held so
         queries: int,
         keys: int,
     ) -> tuple[Tensor, ...]:
-        coded, _ = cast(weight, factors, maxima, WEIGHT, rows=True, columns=False)
-        ctx.save_for_backward(columns, weight, factors, maxima)
+        coded = weight_by_rows(weight, held, factors, maxima)
+        ctx.save_for_backward(columns, weight, factors, maxima, held)
         scales = back(factors, INPUT), back(factors, WEIGHT)
         out = multiply(codes, coded.t(), *scales, rows.dtype, fast=True)
         return (out if bias is None else out + bias).split([queries, keys, keys], 1)
@@ -55,12 +56,12 @@ class _Heads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        columns, weight, factors, maxima = ctx.saved_tensors
+        columns, weight, factors, maxima, held = ctx.saved_tensors
         biased, dtype = ctx.needs_input_grad[4], gradients[0].dtype
         of_q, of_k, of_v = gradients
         by_rows, by_columns, sums = cast_gradients_of_heads(of_q, of_k, of_v, factors, maxima, sums=biased)
-        _, turned = cast(weight, factors, maxima, WEIGHT, rows=False, columns=True)
+        turned = weight_by_columns(weight, held, factors, maxima, after=by_rows)
         incoming = back(factors, GRADIENT)
         of_x = multiply(by_rows, turned.t(), incoming, back(factors, WEIGHT), dtype)
         of_weight = multiply(by_columns, columns.t(), incoming, back(factors, INPUT), dtype)
-        return of_x, None, None, of_weight, sums.to(dtype) if biased else None, None, None, None, None
+        return of_x, None, None, of_weight, sums.to(dtype) if biased else None, *[None] * 5

@@ -17,6 +17,7 @@ from megatron_zpp.model.fp8_delayed import CodedInput, DelayedLinear
 from megatron_zpp.model.fused.cast import cast
 from megatron_zpp.model.fused.coded_activation import coded_activation, coded_activation_backward
 from megatron_zpp.model.fused.gradient_cast import cast_gradient
+from megatron_zpp.model.fused.weight_codes import weight_by_columns, weight_by_rows
 from megatron_zpp.model.gpt import MLP, gelu, swiglu
 
 
@@ -39,6 +40,7 @@ def coded_mlp(mlp: MLP, x: Tensor | CodedInput) -> Tensor:
         *given,
         *(first.weight, first.bias, ahead.factors, ahead.maxima),
         *(second.weight, second.bias, behind.factors, behind.maxima),
+        *(ahead.codes, behind.codes),
         mlp.activation is swiglu,
         torch.is_grad_enabled(),
     )
@@ -62,6 +64,8 @@ class _MLP(torch.autograd.Function):
         next_bias: Tensor | None,
         next_factors: Tensor,
         next_maxima: Tensor,
+        held: Tensor | None,  # the weights as codes, if they are held so
+        next_held: Tensor | None,
         gated: bool,
         learns: bool,
     ) -> Tensor:
@@ -69,18 +73,18 @@ class _MLP(torch.autograd.Function):
             codes, columns = cast(x.contiguous(), factors, maxima, INPUT, rows=True, columns=learns)
         else:
             codes, columns = given, turned
-        coded, _ = cast(weight, factors, maxima, WEIGHT, rows=True, columns=False)
+        coded = weight_by_rows(weight, held, factors, maxima)
         inner = multiply(
             codes, coded.t(), back(factors, INPUT), back(factors, WEIGHT), x.dtype, fast=True
         )  # (R, H)
         next_codes, next_columns = coded_activation(inner, bias, next_factors, next_maxima, gated, learns)
-        coded, _ = cast(next_weight, next_factors, next_maxima, WEIGHT, rows=True, columns=False)
+        coded = weight_by_rows(next_weight, next_held, next_factors, next_maxima)
         out = multiply(
             next_codes, coded.t(), back(next_factors, INPUT), back(next_factors, WEIGHT), x.dtype, fast=True
         )
         ctx.save_for_backward(
             *(columns, inner, weight, bias, factors, maxima),
-            *(next_columns, next_weight, next_factors, next_maxima),
+            *(next_columns, next_weight, next_factors, next_maxima, held, next_held),
         )
         ctx.gated = gated
         return out if next_bias is None else out + next_bias
@@ -89,11 +93,11 @@ class _MLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         columns, inner, weight, bias, factors, maxima, *second = ctx.saved_tensors
-        next_columns, next_weight, next_factors, next_maxima = second
+        next_columns, next_weight, next_factors, next_maxima, held, next_held = second
         dtype, wanted = gradient.dtype, ctx.needs_input_grad
         rows, turned, sums = cast_gradient(gradient, next_factors, next_maxima, sums=wanted[8])
         of_next_bias = sums.to(dtype) if wanted[8] else None
-        _, coded = cast(next_weight, next_factors, next_maxima, WEIGHT, rows=False, columns=True)
+        coded = weight_by_columns(next_weight, next_held, next_factors, next_maxima, after=rows)
         of_out = multiply(
             rows, coded.t(), back(next_factors, GRADIENT), back(next_factors, WEIGHT), dtype
         )  # (R, F)
@@ -101,9 +105,9 @@ class _MLP(torch.autograd.Function):
             turned, next_columns.t(), back(next_factors, GRADIENT), back(next_factors, INPUT), dtype
         )
         rows, turned, sums = coded_activation_backward(of_out, inner, bias, factors, maxima, ctx.gated)
-        _, coded = cast(weight, factors, maxima, WEIGHT, rows=False, columns=True)
+        coded = weight_by_columns(weight, held, factors, maxima, after=rows)
         of_x = multiply(rows, coded.t(), back(factors, GRADIENT), back(factors, WEIGHT), dtype)
         of_weight = multiply(turned, columns.t(), back(factors, GRADIENT), back(factors, INPUT), dtype)
         of_bias = None if bias is None else sums.to(dtype)
         of_first = (of_x, None, None, of_weight, of_bias, None, None)
-        return *of_first, of_next, of_next_bias, None, None, None, None
+        return *of_first, of_next, of_next_bias, *[None] * 6

@@ -1,0 +1,98 @@
+"""Parameters that are held and gathered as 8-bit codes, one byte each (--fp8-param-gather).
+
+The scales of the codes are the model's matter: `WeightEncoder` is what the engine needs of it. A unit with
+such parameters lies in its slot as flat_layout.py says, and every rank encodes its shard after each step.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.zero.collectives.interface import Gather
+from megatron_zpp.zero.sharded_unit import Unit
+
+
+class WeightEncoder(Protocol):
+    """Encodes weights by scales that change once per step; see model/fp8_weights.py."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """The parameters that are held as codes."""
+
+    @property
+    def scales_known(self) -> bool:
+        """Whether there are scales of earlier steps; else `start` makes them."""
+
+    def attach(self, name: str, codes: Tensor) -> None:
+        """Let the model multiply `codes`, bytes in the shape of a weight."""
+
+    def begin(self) -> None:
+        """Forget the maxima so far. Called before all weights are encoded anew."""
+
+    def measure(self, name: str, numbers: Tensor) -> None:
+        """Let the maximum of a weight grow by a part of it, (n,) fp32."""
+
+    def maxima(self) -> Tensor:
+        """The largest finite magnitudes of what this rank measured or encoded."""
+
+    def start(self, maxima: Tensor) -> None:
+        """Scale each weight by itself; `maxima` are those of all ranks."""
+
+    def encode(self, name: str, numbers: Tensor, codes: Tensor) -> None:
+        """Write the codes of a part of a weight, (n,) fp32, to bytes (n,); its maximum grows."""
+
+
+class GatherSources:
+    """Writes what the next gathers send, from master weights."""
+
+    def __init__(self, gather: Gather, codes: WeightEncoder | None) -> None:
+        self._gather, self._codes = gather, codes
+
+    def write(self, unit: Unit) -> None:
+        """Write the gather source of a unit: codes, and beside them its other parameters, or its shard."""
+        if not unit.layout.coded:
+            self._gather.write_gather_source(unit.master, unit.gather_source)
+            return
+        assert self._codes is not None
+        for name, elements in coded_parts(unit):
+            part = slice(elements.start, elements.stop)
+            self._codes.encode(name, unit.master[part], unit.gather_source[part])
+        wide = unit.layout.wide_in(unit.owned)
+        if wide:
+            room = unit.gather_source[wide.start : wide.start + 2 * len(wide)].view(unit.wide_dtype)
+            room.copy_(unit.master[wide.start : wide.stop])
+
+
+def coded_parts(unit: Unit) -> Iterator[tuple[str, range]]:
+    """The names of the coded parameters of which this rank has a part, and its elements of `master`."""
+    for piece in unit.layout.parameter_slices(unit.owned):
+        if piece.parameter < unit.layout.coded:
+            yield (
+                unit.names[piece.parameter],
+                range(piece.destination, piece.destination + piece.length),
+            )
+
+
+def write_all_codes(
+    units: Sequence[Unit], codes: WeightEncoder, sources: GatherSources, topology: Topology
+) -> None:
+    """Encode the master weights of all coded units: at a start, or after they were loaded.
+
+    Every rank of the job must call it. Without scales of earlier steps each weight is scaled by itself.
+    """
+    coded = [unit for unit in units if unit.layout.coded]
+    codes.begin()
+    if not codes.scales_known:
+        for unit in coded:
+            for name, elements in coded_parts(unit):
+                codes.measure(name, unit.master[elements.start : elements.stop])
+        maxima = codes.maxima()
+        if topology.world_size > 1:
+            dist.all_reduce(maxima, dist.ReduceOp.MAX)  # all of them are finite
+        codes.start(maxima)
+        codes.begin()
+    for unit in coded:
+        sources.write(unit)

@@ -1,0 +1,405 @@
+"""--fp8-param-gather: weights as 8-bit codes of the master weights, on every grid and after every load."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_zpp.checkpoint.read import load_checkpoint
+from megatron_zpp.config.root import parse_args
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.model.fp8_delayed import DelayedProduct
+from megatron_zpp.model.fp8_scaling import DelayedScaling
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.plan.job import Job
+from megatron_zpp.plan.memory import memory_of
+from megatron_zpp.plan.traffic import total, traffic_of
+from megatron_zpp.train.compiling import compile_parts
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.hop import SentBytes
+from tests.checkpoint.saving import TOKENIZER, save
+from tests.model.test_fp8_delayed import nearest
+from tests.model.variants import MODELS, flags_of
+from tests.plan.jobs import job_of
+from tests.train.in_process import train_here
+from tests.train.test_fp8_scaling import DELAYED, FLAGS, batch, engine_of, losses_of, state_of
+from tests.zero.ranks import on_ranks
+
+HELD = "--fp8-param-gather"
+E4M3 = torch.float8_e4m3fn
+
+
+def products(engine: ZeroEngine) -> dict[str, DelayedProduct]:
+    """By the weights that they multiply."""
+    return {
+        name.removesuffix("product") + "weight": module
+        for name, module in engine.model.named_modules()
+        if isinstance(module, DelayedProduct)
+    }
+
+
+def codes_of(engine: ZeroEngine) -> dict[str, Tensor]:
+    """What is multiplied, of an engine that keeps weights whole; bytes."""
+    found = {}
+    for name, product in products(engine).items():
+        assert product.codes is not None
+        found[name] = product.codes.view(torch.uint8).clone()
+    return found
+
+
+def masters_of(engine: ZeroEngine) -> dict[str, Tensor]:
+    """The fp32 weights of an engine that has all of them."""
+    return {
+        name: view.clone()
+        for unit in engine.units
+        for name, view in zip(unit.names, unit.views(unit.master), strict=True)
+    }
+
+
+def take_step(engine: ZeroEngine, step: int) -> tuple[float, float]:
+    """Loss and norm."""
+    loss = engine.accumulate(batch(step, engine.grid.data.rank), index=0, micro_batches=1)
+    return loss.item(), engine.step(1e-2).grad_norm.item()
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_codes_of_master_weights_are_multiplied(model: str) -> None:
+    """At the start by the scale of each weight, then by those that the state has; also in evaluations."""
+    engine = engine_of(Topology(), HELD, *flags_of(MODELS[model]))
+    engine.evaluate(batch(7, 0))
+    masters = masters_of(engine)
+    assert set(codes_of(engine)) == {
+        name for name in masters if masters[name].dim() == 2 and "layers" in name
+    }
+    for name, codes in codes_of(engine).items():
+        scale = torch.tensor(448.0) / masters[name].abs().max()
+        assert torch.equal(codes, nearest(masters[name] * scale, E4M3)), name
+    for step in range(3):
+        largest = {name: masters[name].abs().max() for name in codes_of(engine)}
+        take_step(engine, step)
+        masters, state = masters_of(engine), state_of(engine)
+        assert state is not None
+        for name, codes in codes_of(engine).items():
+            scale = torch.tensor(state[name.removesuffix(".weight")]["scales"][1])
+            assert torch.equal(codes, nearest(masters[name] * scale, E4M3)), name
+            if step == 0:
+                assert scale == torch.tensor(448.0) / largest[name]
+    before = codes_of(engine)
+    engine.evaluate(batch(7, 0))
+    assert all(torch.equal(codes, before[name]) for name, codes in codes_of(engine).items())
+    engine.close()
+
+
+def test_a_misused_parameter_is_nan() -> None:
+    """Parameters whose weights are codes have no contents that a product could take by mistake."""
+    engine = engine_of(Topology(), HELD)
+    for unit in engine.units:
+        for name, parameter in zip(unit.names, unit.parameters, strict=True):
+            held = name in products(engine)
+            assert parameter.isnan().all() == held
+            assert parameter.untyped_storage().nbytes() < 16 or not held
+    engine.close()
+
+
+CASES: list[tuple[str, ...]] = [
+    *(("--zero-stage", str(stage)) for stage in range(4)),
+    tuple("--zero-stage 3 --zero-hpz-partition-size auto".split()),
+    tuple("--zero-stage 3 --zero-prefetch-units 0 --recompute-granularity full".split())
+    + tuple("--recompute-method uniform".split()),
+    tuple("--zero-stage 3 --zero-hpz-partition-size auto --zero-quantized-gradients".split()),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Of one rank: losses and norms of steps and an evaluation, and bytes."""
+
+    numbers: list[float]
+    sent: tuple[int, int]  # inside nodes and between them, in the last step
+    weights: int  # slots, and what is sent from elsewhere
+    secondary: int
+
+
+def measure(topology: Topology) -> list[Measured]:
+    """Each of CASES, and the first one without the flag."""
+    torch.set_num_threads(1)
+    return [_measure(engine_of(topology, HELD, *case)) for case in CASES] + [
+        _measure(engine_of(topology, *CASES[0]))
+    ]
+
+
+def _measure(engine: ZeroEngine) -> Measured:
+    """Steps of one micro-batch, of two, and of one."""
+    numbers, rank = [], engine.grid.data.rank
+    for step, count in enumerate((1, 2, 1)):
+        engine.take_traffic()
+        for index in range(count):
+            loss = engine.accumulate(batch(step + 5 * index, rank), index=index, micro_batches=count)
+            numbers.append(engine.mean_over_ranks(loss).item())
+        numbers.append(engine.step(1e-2).grad_norm.item())
+    sent = engine.take_traffic()
+    numbers.append(engine.evaluate(batch(8, 0)).item())
+    slots = {unit.full.data_ptr(): unit.full.nbytes for unit in engine.units}
+    sources = 0 if engine.plan.sends_from_slots else sum(unit.gather_source.nbytes for unit in engine.units)
+    secondary = sum(unit.secondary.nbytes for unit in engine.units if unit.secondary is not None)
+    engine.close()
+    return Measured(numbers, sent, sum(slots.values()) + sources, secondary)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[list[Measured]]:
+    """2 nodes of 2 ranks."""
+    return on_ranks(4, measure, ranks_per_node=2)
+
+
+def test_stages_and_hpz_have_the_same_bits(ranks: list[list[Measured]]) -> None:
+    *held, quantized, plain = (each.numbers for each in ranks[0])
+    assert all(numbers == held[0] for numbers in held)
+    assert held[0] != plain
+    assert held[0] == pytest.approx(plain, rel=0.02)
+    assert quantized == pytest.approx(plain, rel=0.05)  # of gradients in 4 bits
+
+
+def planned(case: tuple[str, ...], *more: str) -> Job:
+    config = parse_args([*FLAGS, *DELAYED, *case, *more])
+    job = job_of(config.model, 61, precision=config.precision, nodes=2, local=2, micro_batch_size=2)
+    return dataclasses.replace(job, zero=config.zero, recompute=config.recompute)
+
+
+@pytest.mark.parametrize("index", range(len(CASES)))
+def test_the_plan_is_what_ranks_send_and_hold(index: int, ranks: list[list[Measured]]) -> None:
+    job = planned(CASES[index], HELD)
+    sent = SentBytes(*(sum(rank[index].sent[link] for rank in ranks) for link in (0, 1)))
+    assert sent == total(traffic_of(job))
+    memory = memory_of(job)
+    for rank in ranks:
+        assert (memory.weights, memory.zeropp) == (rank[index].weights, rank[index].secondary)
+
+
+def test_a_coded_weight_is_one_byte_where_it_is_held_and_sent() -> None:
+    """Of a model whose layers are large beside the padding of a shard: half the bytes of bf16."""
+    wide = "--hidden-size 2048 --num-attention-heads 16 --kv-channels 128".split()
+    for case in CASES[1:5]:
+        job, other = planned(case, *wide, HELD), planned(case, *wide)
+        (layout,), (plain,) = set(job.layer_layouts), set(other.layer_layouts)
+        matrices = 12 * 2048 * 2048
+        assert layout.numel == pytest.approx(matrices, rel=0.01)
+        sent, more = (
+            each.communication.gather_bytes_sent(unit) for each, unit in ((job, layout), (other, plain))
+        )
+        assert sent.intra + sent.inter == pytest.approx(matrices * 3 / 4, rel=0.01)  # of 4 ranks
+        assert more.intra + more.inter == pytest.approx(2 * matrices * 3 / 4, rel=0.01)
+        assert job.communication.slot(layout).nbytes == layout.numel
+
+
+def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return all(torch.equal(codes, second[name]) for name, codes in first.items())
+
+
+def test_a_skipped_step_changes_no_code() -> None:
+    engine = engine_of(Topology(), HELD)
+    take_step(engine, 0)
+    codes, state = codes_of(engine), state_of(engine)
+    engine.accumulate(batch(1, 0), index=0, micro_batches=1, weight=float("inf"))
+    assert engine.step(1e-2).skipped == 1
+    assert equal(codes_of(engine), codes)
+    assert state_of(engine) == state
+    take_step(engine, 2)
+    assert not equal(codes_of(engine), codes)
+    engine.close()
+
+
+def poisoned(topology: Topology, *more: str) -> list[Any]:
+    """What a NaN or Inf in a weight, on the rank that owns it, does to the next step."""
+    torch.set_num_threads(1)
+    found: list[Any] = []
+    for value in (torch.nan, torch.inf):
+        engine = engine_of(topology, *more)
+        take_step(engine, 0)
+        before = state_of(engine)
+
+        def spoilt(index: int, elements: range, engine: ZeroEngine = engine, value: float = value) -> Tensor:
+            unit = engine.units[index]
+            numbers = unit.master[: len(elements)].clone()
+            if index == 1 and 17 in elements:
+                numbers[17 - elements.start] = value
+            return numbers
+
+        engine.load_states("weights", spoilt)
+        loss, norm = take_step(engine, 1)
+        found.append((loss == loss, norm == norm and norm < float("inf"), state_of(engine) == before))
+        engine.close()
+    return found
+
+
+def test_a_nan_in_a_weight_does_what_it_does_in_bf16() -> None:
+    """The loss is NaN, the step is skipped on all ranks, and the scales stay those of finite numbers."""
+    plain, held = (on_ranks(2, poisoned, "--zero-stage", "3", *flag) for flag in ((), (HELD,)))
+    assert held == plain == [[(False, False, True)] * 2] * 2
+
+
+def resumed(topology: Topology, directory: str, case: tuple[str, ...]) -> tuple[list[Any], list[Any]]:
+    """Steps 3 and 4 of a run, and of one that begins with what the run saved after step 2."""
+    torch.set_num_threads(1)
+    whole = engine_of(topology, HELD, *case)
+    for step in range(2):
+        take_step(whole, step)
+    save(Path(directory), whole)
+    expected = [take_step(whole, step) for step in (2, 3)]
+    whole.close()
+    again = engine_of(topology, HELD, *case)
+    again.evaluate(batch(3, 0))  # with its initial weights
+    load_checkpoint(Path(directory) / "iter_0000005", again, TOKENIZER, with_optimizer=True)
+    found = [take_step(again, step) for step in (2, 3)]
+    again.close()
+    return expected, found
+
+
+@pytest.mark.parametrize("case", [("--zero-stage", "1"), CASES[4]])
+def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(case: tuple[str, ...], tmp_path: Path) -> None:
+    for expected, found in on_ranks(2, resumed, str(tmp_path), case):
+        assert found == expected
+
+
+def test_checkpoints_load_with_the_flag_and_without(tmp_path: Path) -> None:
+    """From each kind into the other, and into a grid of other ranks: fp32 weights and scales are equal."""
+    for name, flags in (("held", (HELD,)), ("plain", ())):
+        on_ranks(2, saved, str(tmp_path / name), "--zero-stage", "3", *flags)
+        engines = []
+        for more in ((), (HELD,)):
+            engine = engine_of(Topology(), *more)
+            path = tmp_path / name / "iter_0000005"
+            load_checkpoint(path, engine, TOKENIZER, with_optimizer=True)
+            engines.append(
+                (engine, masters_of(engine), state_of(engine), engine.evaluate(batch(4, 0)).item())
+            )
+        (plain, weights, state, loss), (held, same, too, near) = engines
+        assert state == too
+        assert equal(weights, same)
+        assert near == pytest.approx(loss, rel=0.01)
+        for which in codes_of(held):
+            scale = torch.tensor(state[which.removesuffix(".weight")]["scales"][1])
+            assert torch.equal(codes_of(held)[which], nearest(weights[which] * scale, E4M3))
+        plain.close()
+        held.close()
+
+
+def saved(topology: Topology, directory: str, *more: str) -> None:
+    engine = engine_of(topology, *more)
+    for step in range(2):
+        take_step(engine, step)
+    save(Path(directory), engine)
+    engine.close()
+
+
+def test_weights_without_scales_are_scaled_by_themselves(tmp_path: Path) -> None:
+    """As --finetune and --no-load-optim load them."""
+    saved(Topology(), str(tmp_path))
+    engine = engine_of(Topology(), HELD)
+    load_checkpoint(tmp_path / "iter_0000005", engine, TOKENIZER, with_optimizer=False)
+    engine.evaluate(batch(4, 0))
+    for name, master in masters_of(engine).items():
+        if name in products(engine):
+            scale = torch.tensor(448.0) / master.abs().max()
+            assert torch.equal(codes_of(engine)[name], nearest(master * scale, E4M3))
+    engine.close()
+
+
+@pytest.mark.nightly
+def test_a_run_with_evaluations_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    flags = [*FLAGS, *DELAYED, HELD, "--log-interval", "1"]
+
+    def run(name: str, *more: str) -> list[tuple[float, float]]:
+        train_here([*flags, *more, "--metrics-file", str(tmp_path / name)])
+        return losses_of(tmp_path / name)
+
+    whole = run("whole", "--eval-iters", "0")
+    at = ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]
+    evaluated = [*at, "--eval-interval", "1", "--eval-iters", "1"]
+    assert [*run("first", *evaluated, "--exit-interval", "2"), *run("second", *evaluated)] == whole
+
+
+def tensor_ranks(topology: Topology, *more: str) -> tuple[list[Any], Any]:
+    """Steps, and scales after them."""
+    torch.set_num_threads(1)
+    engine = engine_of(topology, HELD, *more)
+    numbers = [take_step(engine, step) for step in range(3)]
+    found = numbers, state_of(engine)
+    engine.close()
+    return found
+
+
+def test_tensor_ranks_have_codes_of_one_scale() -> None:
+    """Of their parts of a weight; losses are near those of one rank, which has the same weights."""
+    alone, scales = tensor_ranks(Topology())
+    ranks = on_ranks(2, tensor_ranks, "--tensor-model-parallel-size", "2", "--zero-stage", "1")
+    assert ranks[0][1] == ranks[1][1]
+    for numbers, state in ranks:
+        for (loss, norm), (other, its_norm) in zip(numbers, alone, strict=True):
+            assert loss == pytest.approx(other, rel=2**-8)
+            assert norm == pytest.approx(its_norm, rel=0.05)
+        assert state.keys() == scales.keys()
+    first = on_ranks(2, first_codes, "--tensor-model-parallel-size", "2")
+    whole = first_codes(Topology())
+    name = "layers.0.mlp.output.weight"  # (D, F): ranks have columns
+    parts = [torch.tensor(each[name]) for each in first]
+    assert torch.equal(torch.cat(parts, 1), torch.tensor(whole[name]))
+
+
+def first_codes(topology: Topology, *more: str) -> dict[str, list[list[int]]]:
+    """The codes of initial weights."""
+    engine = engine_of(topology, HELD, *more)
+    engine.evaluate(batch(0, 0))
+    found = {name: codes.tolist() for name, codes in codes_of(engine).items()}
+    engine.close()
+    return found
+
+
+def test_one_graph_multiplies_the_codes_of_all_layers() -> None:
+    """Compiled layers have the numbers of others, and are compiled once for gradients and once without."""
+    torch.set_num_threads(1)
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        engine, said = engine_of(Topology(), HELD), []
+        model, scaling = engine.model, engine.scaling
+        assert isinstance(model, GPT)
+        assert isinstance(scaling, DelayedScaling)
+        if compiled:
+            compile_parts(
+                model, (2, 16), said.append, "aot_eager", ready=lambda scaling=scaling: scaling.known
+            )
+        numbers = []
+        for step in range(3):
+            numbers += [engine.evaluate(batch(7, 0)).item(), *take_step(engine, step)]
+        found.append((numbers, state_of(engine)))
+        assert said == []
+        engine.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        ("--bf16 --fp8", "--fp8-param-gather (given): needs --fp8 and --fp8-recipe delayed"),
+        ("--bf16", "--fp8-param-gather (given): needs --fp8 and --fp8-recipe delayed"),
+        (
+            "--bf16 --fp8 --fp8-recipe delayed --zero-stage 3 --zero-quantized-weights",
+            "--fp8-param-gather (given): sends 8-bit codes, which are multiplied as they are; omit one of it "
+            "and --zero-quantized-weights",
+        ),
+        (
+            "--bf16 --fp8 --fp8-recipe delayed --zero-offload-optimizer",
+            "--fp8-param-gather (given): encodes weights on the device; omit one of it and "
+            "--zero-offload-optimizer",
+        ),
+    ],
+)
+def test_what_does_not_work_is_refused(flags: str, error: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(error)}$"):
+        parse_args([*FLAGS, HELD, *flags.split()])
