@@ -123,13 +123,13 @@ def test_an_abandoned_operation_ends_waits_soon() -> None:
 
 def test_the_time_out_of_a_rank_begins_when_the_ranks_before_it_are_there() -> None:
     store = served()
-    made, _ = exchanges(store, 3, 1.0)
+    made, _ = exchanges(store, 3, 2.0)
     made[0].contribute("part", 0)
-    threading.Timer(0.7, lambda: made[1].contribute("part", 1)).start()
+    threading.Timer(1.0, lambda: made[1].contribute("part", 1)).start()
     started = time.monotonic()
-    with pytest.raises(NoProgress, match=r"rank 2 reported no progress for 0:00:01"):
+    with pytest.raises(NoProgress, match=r"rank 2 reported no progress for 0:00:02"):
         made[0].gather("part")
-    assert 1.6 < time.monotonic() - started < _AT_ONCE
+    assert 2.9 < time.monotonic() - started < _AT_ONCE
 
 
 def test_progress_of_any_rank_prolongs_a_wait() -> None:
