@@ -91,7 +91,7 @@ def test_each_kernel_is_fp32s_within_the_rounding_of_bf16(
     weights = torch.randn(4, TOKENS, 4, head_width, generator=generator, device="cuda").bfloat16()
     ends = batches(1)[0][3].cuda() if masked else None
     expected = results(DotProduct("math"), qkv.float(), ends, weights, window)
-    # What fp32 sums over a head leave where the exact gradient is 0, as for q and k with a window of one token.
+    # What fp32 sums over a head leave where the gradient is 0, as those of q and k in a window of one token.
     sums = head_width * 2.0**-24 * torch.linalg.vector_norm(weights.float())
     for found, exact in zip(results(kernel, qkv, ends, weights, window), expected, strict=True):
         assert torch.linalg.vector_norm(found - exact) <= 2 * EPSILON * torch.linalg.vector_norm(exact) + sums

@@ -20,7 +20,7 @@ from megatron_zpp.model.fp8_delayed import DelayedLinear
 from megatron_zpp.model.fp8_scaling import DelayedScaling
 from megatron_zpp.model.fused import blocks as fused_blocks
 from megatron_zpp.model.fused import cast as fused_cast
-from megatron_zpp.model.fused import coded_activation, coded_norm
+from megatron_zpp.model.fused import coded_activation, coded_norm, gradient_cast
 from megatron_zpp.model.fused import linear as fused_linear
 from megatron_zpp.model.fused import norm as fused_norm
 from megatron_zpp.model.fused import rotary as fused_rotary
@@ -59,8 +59,28 @@ def reciprocal(x):
     return 1.0 / x
 
 
-fused_cast.rounded = rounded
-for module in (coded_activation, coded_norm, fused_linear, fused_norm, fused_rotary, fused_swiglu):
+@triton.jit
+def packed(first, second, third, fourth, FORMAT: tl.constexpr):
+    low = _byte(first, FORMAT) | (_byte(second, FORMAT) << 8)
+    return low | (_byte(third, FORMAT) << 16) | (_byte(fourth, FORMAT) << 24)
+
+
+@triton.jit
+def _byte(x, FORMAT: tl.constexpr):
+    return rounded(x, FORMAT).to(tl.uint8, bitcast=True).to(tl.int32)
+
+
+for module in (fused_cast, coded_activation, coded_norm, gradient_cast):
+    module.rounded, module.packed = rounded, packed
+for module in (
+    coded_activation,
+    coded_norm,
+    gradient_cast,
+    fused_linear,
+    fused_norm,
+    fused_rotary,
+    fused_swiglu,
+):
     module.wrap_triton = lambda kernel: kernel
     module.exp2, module.reciprocal = exp2, reciprocal  # the interpreter knows no instructions of GPUs
 
@@ -92,7 +112,8 @@ def awkward(rows: int, width: int, kind: int, dtype: torch.dtype) -> tuple[Tenso
 
 
 def casts(rows: int, width: int, dtype: torch.dtype) -> None:
-    layouts = [(True, True), (True, False), (False, True)]
+    layouts = [(True, False)]
+    layouts += [(True, True), (False, True)] if rows > 1 else []  # a row alone has no gradients
     for kind, (by_rows, by_columns) in itertools.product((INPUT, WEIGHT, GRADIENT), layouts):
         x, factors = awkward(rows, width, kind, dtype)
         for before in (0.0, 1e30) if by_rows and by_columns else (0.0,):
@@ -102,6 +123,27 @@ def casts(rows: int, width: int, dtype: torch.dtype) -> None:
             for ours, oracle in zip(mine, theirs, strict=True):
                 same_codes(ours, oracle)
             assert torch.equal(found, expected)
+
+
+def gradients(rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Of one part, and of three that are joined: codes in both layouts, largest magnitude and sums."""
+    joined, factors = awkward(rows, sum(widths), GRADIENT, dtype)
+    parts = joined.split(widths, 1)
+    for sums in (True, False):
+        found, expected = torch.zeros(2, 3)
+        if len(parts) == 1:
+            *mine, along = gradient_cast.cast_gradient(joined, factors, found, sums=sums)
+        else:
+            *mine, along = gradient_cast.cast_gradients_of_heads(*parts, factors, found, sums=sums)
+        theirs = plain_cast(joined, factors, expected, GRADIENT, rows=True, columns=True)
+        for ours, oracle in zip(mine, theirs, strict=True):
+            same_codes(ours, oracle)
+        assert torch.equal(found, expected)
+        wide = joined.double()
+        assert along.shape == ((sum(widths),) if sums else (0,))
+        if sums:
+            right = (along - wide.sum(0)).abs() <= rows * 2.0**-24 * wide.abs().sum(0)
+            assert (right | ~wide.isfinite().all(0)).all()
 
 
 def exact_gelu(x: Tensor) -> Tensor:
@@ -153,7 +195,7 @@ def norms(rows: int, width: int, adds: bool, biased: bool, dtype: torch.dtype) -
     x, added, weight, bias = (part.to(dtype) for part in (x, added, weight, bias))
     factors = factors_of(torch.tensor([150.0, 1.0, 1.0]))
     total = x + added if adds else x
-    for columns in (True, False):
+    for columns in (True, False) if rows > 1 else (False,):
         maxima, expected = torch.zeros(2, 3)
         found = coded_norm._coded_norm(
             *(x, added if adds else None, weight, bias if biased else None),
@@ -218,6 +260,9 @@ def main() -> None:
     layers(swiglu=True, position_embedding_type="rope")
     for dtype, *shape in ((torch.float32, 1, 16), (torch.float32, 80, 144), (torch.bfloat16, 144, 272)):
         casts(*shape, dtype)
+        if shape[0] > 1:
+            gradients(shape[0], (shape[1],), dtype)
+            gradients(shape[0], (shape[1], 48, 48), dtype)
     for dtype, gated in itertools.product((torch.float32, torch.float16), (False, True)):
         norms(1, 16, gated, True, dtype)
         norms(48, 272, gated, dtype == torch.float16, dtype)

@@ -67,38 +67,50 @@ def test_kernels_write_the_same_codes() -> None:
 
 
 @pytest.mark.skipif(version() < (3, 7), reason="needs Triton 3.7, whose compiler takes sources like these")
-@pytest.mark.parametrize("name", ["cast", "activation", "backward", "norm"])
+@pytest.mark.parametrize("name", ["cast", "parts", "activation", "backward", "norm", "turn"])
 def test_kernels_move_16_bytes_at_a_time(name: str) -> None:
-    """In bf16, compiled for Hopper; all but the factor of the codes and statistics of a row."""
-    from megatron_zpp.model.fused import cast, coded_activation, coded_norm
+    """In bf16, compiled for Hopper, but for 8 of codes by rows, the factor, the maximum and statistics."""
+    from megatron_zpp.model.fused import cast, coded_activation, coded_norm, gradient_cast, norm
 
     codes = "*fp8e5" if name == "backward" else "*fp8e4nv"
     tensors = dict.fromkeys(("x_ptr",), "*bf16") | dict.fromkeys(("factors_ptr", "maxima_ptr"), "*fp32")
     tensors |= dict.fromkeys(("by_rows_ptr", "by_columns_ptr"), codes)
-    settings: dict[str, Any] = {"KIND": INPUT, "LARGEST": 448.0, "BY_COLUMNS": True}
-    shape = {"ROWS": 64, "COLUMNS": 64, "num_warps": 8}
-    alone = ["ld.global.b32"]
+    settings: dict[str, Any] = {"KIND": INPUT, "LARGEST": 448.0}
+    shape = {"GROUPS": cast._GROUPS, "COLUMNS": cast._COLUMNS, "num_warps": cast._WARPS}
+    sizes, alone = ["height", "width"], ["ld.global.b32", "ld.global.b32"]
     if name == "norm":
-        kernel, alone = coded_norm._coded_norm_kernel, ["st.global.b32", *alone]
+        kernel = coded_norm._coded_norm_kernel
         tensors |= dict.fromkeys(("added_ptr", "weight_ptr", "bias_ptr", "total_ptr"), "*bf16")
-        tensors |= dict.fromkeys(("mean_ptr", "rstd_ptr"), "*fp32")
+        tensors |= {"rstd_ptr": "*fp32", "mean_ptr": "*fp32", "eps": "fp32"}
+        del tensors["by_columns_ptr"]
         settings |= {"ADDS": True, "CENTRED": False}
-        shape = {"ROWS": coded_norm._ROWS, "COLUMNS": coded_norm._COLUMNS, "num_warps": coded_norm._WARPS}
+        shape, sizes, alone = norm._shape(2048), ["width"], ["st.global.b32", *alone]
+    elif name == "turn":
+        kernel, settings, alone = cast._turn_kernel, {}, []
+        tensors = dict.fromkeys(("by_rows_ptr", "by_columns_ptr"), "*u8")
+    elif name == "parts":
+        kernel, alone = gradient_cast._cast_parts_kernel, ["st.global.b32", *alone]
+        tensors |= dict.fromkeys(("first_ptr", "second_ptr", "third_ptr"), "*bf16") | {"sums_ptr": "*fp32"}
+        del tensors["x_ptr"]
+        settings |= {"JOINS": True, "SUMS": True}
+        sizes = ["height", "first_width", "other_width"]
     elif name == "cast":
-        kernel, settings = cast._cast_kernel, settings | {"BY_ROWS": True}
-        shape = {"ROWS": cast._ROWS, "COLUMNS": cast._COLUMNS, "num_warps": cast._WARPS}
+        kernel, settings = cast._cast_kernel, settings | {"BY_ROWS": True, "BY_COLUMNS": True}
     else:
-        kernel = coded_activation._forward_kernel
-        tensors["bias_ptr"] = "*bf16"
+        shape = {"GROUPS": coded_activation._GROUPS, "COLUMNS": coded_activation._COLUMNS}
+        shape |= {"num_warps": coded_activation._WARPS}
         settings |= {"GATED": True, "BIASED": False, "SLOPE": 1.5, "CUBIC": 0.07}
-    if name == "backward":
-        kernel = coded_activation._backward_kernel
-        tensors |= {"of_out_ptr": "*bf16", "sums_ptr": "*fp32"}
-        del settings["BY_COLUMNS"]
-    tensors |= {"eps": "fp32"} if name == "norm" else {}
-    ptx = assembly(kernel, tensors, ("height", "width"), **settings, **shape)
+        tensors["bias_ptr"] = "*bf16"
+        if name == "backward":
+            kernel = coded_activation._backward_kernel
+            tensors |= {"of_out_ptr": "*bf16", "sums_ptr": "*fp32"}
+        else:
+            kernel, settings = coded_activation._forward_kernel, settings | {"BY_COLUMNS": True}
+    ptx = assembly(kernel, tensors, sizes, **settings, **shape)
     accesses = re.findall(r"(?:ld|st)\.global\S*", ptx)
-    assert [access for access in accesses if ".v4" not in access] == alone
+    count = {"backward": 8, "norm": 0}.get(name, 4)
+    codes = ["ld.global.v2.b32" if name == "turn" else "st.global.v2.b32"] * count
+    assert sorted(access for access in accesses if ".v4" not in access) == sorted(codes + alone)
     assert len(accesses) > 4
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_zpp.model.fp8_delayed import DelayedLinear
-from megatron_zpp.model.fused import coded_mlp, coded_norm
+from megatron_zpp.model.fp8_delayed import CodedInput, DelayedLinear
+from megatron_zpp.model.fused import coded_heads, coded_mlp, coded_norm
 from megatron_zpp.model.fused import linear as fused_linear
 from megatron_zpp.model.fused import norm as fused_norm
 from megatron_zpp.model.fused import rotary as fused_rotary
@@ -59,11 +59,17 @@ class FusedKernels(BlockKernels):
         biases = (layer.attention.output.bias, layer.mlp.output.bias) if self._sums_biases else ()
         return fused_norm.add_norm(x, added, residual, layer.mlp_norm, biases)
 
-    def heads(self, attention: Attention, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(
+        self, attention: Attention, x: Tensor | CodedInput, rotation: Rotation
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See BlockKernels."""
         heads, groups, width = attention.heads, attention.groups, attention.head_width
         if rotation.rotates and self._rotates:
             return fused_rotary.rotate_heads(attention.qkv(x), heads, groups, width, rotation)
+        if isinstance(x, CodedInput):
+            assert isinstance(attention.qkv, DelayedLinear)
+            q, k, v = coded_heads.coded_heads(x, attention.qkv, heads, groups, width)
+            return rotation(attention.query_norm(q)), rotation(attention.key_norm(k)), v
         if not self._heads:
             return super().heads(attention, x, rotation)
         q, k, v = fused_linear.heads_of_linear(x, attention.qkv, heads, width)

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from megatron_zpp.model.fp8_cast import GRADIENT, INPUT, LARGEST
-from megatron_zpp.model.fused.cast import encode, keep_maximum, outputs, store_codes
+from megatron_zpp.model.fused.cast import encode, grid, keep_maximum, outputs, packed, rounded, store_turned
 from megatron_zpp.model.fused.math import exp2, reciprocal
 
 _SLOPE = 2 * math.sqrt(2 / math.pi)
 _CUBIC = 0.044715 * _SLOPE
-_ROWS, _COLUMNS, _WARPS = 64, 64, 8  # of a program: 16 elements a thread and input
+_GROUPS, _COLUMNS, _WARPS = 32, 64, 8  # of a program: 128 rows, 32 elements a thread and input
 
 
 @triton_op("megatron_zpp_model::coded_activation", mutates_args={"maxima"})
@@ -32,7 +32,7 @@ def coded_activation(
     """
     rows, width = x.shape[0], x.shape[1] // (2 if gated else 1)
     by_rows, by_columns = outputs(x, rows, width, INPUT, by_rows=True, by_columns=columns)
-    wrap_triton(_forward_kernel)[_grid(rows, width)](
+    wrap_triton(_forward_kernel)[grid(rows, width, _GROUPS, _COLUMNS)](
         *(x, x if bias is None else bias, factors, maxima, by_rows, by_columns, rows, width),
         KIND=INPUT,
         LARGEST=LARGEST[INPUT],
@@ -41,7 +41,7 @@ def coded_activation(
         BY_COLUMNS=columns,
         SLOPE=_SLOPE,
         CUBIC=_CUBIC,
-        ROWS=_ROWS,
+        GROUPS=_GROUPS,
         COLUMNS=_COLUMNS,
         num_warps=_WARPS,
     )
@@ -59,10 +59,10 @@ def coded_activation_backward(
     """
     rows, width = of_out.shape
     by_rows, by_columns = outputs(x, rows, x.shape[1], GRADIENT, by_rows=True, by_columns=True)
-    grid = _grid(rows, width)
+    programs = grid(rows, width, _GROUPS, _COLUMNS)
     biased = bias is not None
-    sums = torch.empty(grid[1] if biased else 0, x.shape[1], dtype=torch.float32, device=x.device)
-    wrap_triton(_backward_kernel)[grid](
+    sums = torch.empty(programs[1] if biased else 0, x.shape[1], dtype=torch.float32, device=x.device)
+    wrap_triton(_backward_kernel)[programs](
         *(of_out, x, x if bias is None else bias, factors, maxima, by_rows, by_columns, sums, rows, width),
         KIND=GRADIENT,
         LARGEST=LARGEST[GRADIENT],
@@ -70,25 +70,65 @@ def coded_activation_backward(
         BIASED=biased,
         SLOPE=_SLOPE,
         CUBIC=_CUBIC,
-        ROWS=_ROWS,
+        GROUPS=_GROUPS,
         COLUMNS=_COLUMNS,
         num_warps=_WARPS,
     )
     return by_rows, by_columns, sums.sum(0) if biased else sums.new_empty(0)
 
 
-def _grid(rows: int, width: int) -> tuple[int, int]:
-    return triton.cdiv(width, _COLUMNS), triton.cdiv(rows, _ROWS)
+@triton.jit
+def _load(x_ptr, bias, at, inside, outside, BIASED: tl.constexpr):
+    """A tile of x plus the bias (COLUMNS), in fp32, rounded to the format of x; or `outside`."""
+    x = tl.load(x_ptr + at, mask=inside, other=outside)
+    if BIASED:
+        x = (x.to(tl.float32) + bias[None, :]).to(x_ptr.dtype.element_ty)
+    return x.to(tl.float32)
 
 
 @triton.jit
-def _load(x_ptr, bias_ptr, row, column, inside, stride, width, BIASED: tl.constexpr):
-    """A tile of x plus the bias, in fp32, rounded to the format of x; `width` is how many columns it has."""
-    x = tl.load(x_ptr + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0)
-    if BIASED:
-        bias = tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-        x = (x.to(tl.float32) + bias[None, :]).to(x_ptr.dtype.element_ty)
-    return x.to(tl.float32)
+def _row(
+    x_ptr,
+    by_rows_ptr,
+    bias,
+    bias_up,
+    factor,
+    row,
+    column,
+    height,
+    width,
+    LARGEST: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GATED: tl.constexpr,
+    BIASED: tl.constexpr,
+    SLOPE: tl.constexpr,
+    CUBIC: tl.constexpr,
+):
+    """What codes of every fourth row of a tile are rounded from, and magnitudes."""
+    inside = (row < height)[:, None] & (column < width)[None, :]
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    stride = 2 * width if GATED else width
+    at = row.to(tl.int64)[:, None] * stride + column[None, :]
+    gate = _load(x_ptr, bias, at, inside, float("nan"), BIASED)  # does not count for the maxima
+    if GATED:
+        up = _load(x_ptr + width, bias_up, at, inside, 0.0, BIASED)
+        out = gate * reciprocal(1 + exp2(gate * -LOG2_E)) * up
+    else:
+        out = gate * reciprocal(1 + exp2(gate * (SLOPE + CUBIC * gate * gate) * -LOG2_E))
+    scaled, sizes = encode(out.to(x_ptr.dtype.element_ty).to(tl.float32), factor, LARGEST)
+    out_at = row.to(tl.int64)[:, None] * width + column[None, :]
+    tl.store(by_rows_ptr + out_at, rounded(scaled, FORMAT), mask=inside)
+    return scaled, sizes
+
+
+@triton.jit
+def _biases(bias_ptr, column, width, GATED: tl.constexpr):
+    """The bias (COLUMNS) of the gate, or of all, and of the value, in fp32."""
+    bias = tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    bias_up = bias
+    if GATED:
+        bias_up = tl.load(bias_ptr + width + column, mask=column < width, other=0.0).to(tl.float32)
+    return bias, bias_up
 
 
 @triton.jit
@@ -108,24 +148,85 @@ def _forward_kernel(
     BY_COLUMNS: tl.constexpr,
     SLOPE: tl.constexpr,
     CUBIC: tl.constexpr,
-    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row, factor = 4 * group, tl.load(factors_ptr + 4 * KIND)
+    bias, bias_up = _biases(bias_ptr, column, width, GATED)
+    FORMAT: tl.constexpr = by_rows_ptr.dtype.element_ty
+    # fmt: off
+    a, size_a = _row(
+        x_ptr, by_rows_ptr, bias, bias_up, factor, row, column, height, width, LARGEST,
+        FORMAT, GATED, BIASED, SLOPE, CUBIC,
+    )
+    b, size_b = _row(
+        x_ptr, by_rows_ptr, bias, bias_up, factor, row + 1, column, height, width, LARGEST,
+        FORMAT, GATED, BIASED, SLOPE, CUBIC,
+    )
+    c, size_c = _row(
+        x_ptr, by_rows_ptr, bias, bias_up, factor, row + 2, column, height, width, LARGEST,
+        FORMAT, GATED, BIASED, SLOPE, CUBIC,
+    )
+    d, size_d = _row(
+        x_ptr, by_rows_ptr, bias, bias_up, factor, row + 3, column, height, width, LARGEST,
+        FORMAT, GATED, BIASED, SLOPE, CUBIC,
+    )
+    # fmt: on
+    keep_maximum(maxima_ptr, tl.maximum(tl.maximum(size_a, size_b), tl.maximum(size_c, size_d)), KIND)
+    if BY_COLUMNS:
+        store_turned(by_columns_ptr, packed(a, b, c, d, FORMAT), group, column, height, width)
+
+
+@triton.jit
+def _gradient_row(
+    of_out_ptr,
+    x_ptr,
+    by_rows_ptr,
+    bias,
+    bias_up,
+    factor,
+    row,
+    column,
+    height,
+    width,
+    LARGEST: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GATED: tl.constexpr,
+    BIASED: tl.constexpr,
+    SLOPE: tl.constexpr,
+    CUBIC: tl.constexpr,
+):
+    """Of every fourth row of a tile: what codes are rounded from (twice), gradients (twice), magnitudes.
+
+    Twice with a gate: of the gate, and of the value.
+    """
     inside = (row < height)[:, None] & (column < width)[None, :]
     LOG2_E: tl.constexpr = 1.4426950408889634
     stride = 2 * width if GATED else width
-    gate = _load(x_ptr, bias_ptr, row, column, inside, stride, width, BIASED)
+    out_at = row.to(tl.int64)[:, None] * width + column[None, :]
+    of_out = tl.load(of_out_ptr + out_at, mask=inside, other=0.0).to(tl.float32)
+    at = row.to(tl.int64)[:, None] * stride + column[None, :]
+    gate = _load(x_ptr, bias, at, inside, 0.0, BIASED)
     if GATED:
-        up = _load(x_ptr + width, bias_ptr + width, row, column, inside, stride, width, BIASED)
-        out = gate * reciprocal(1 + exp2(gate * -LOG2_E)) * up
+        up = _load(x_ptr + width, bias_up, at, inside, 0.0, BIASED)
+        share = reciprocal(1 + exp2(gate * -LOG2_E))
+        of_gate = of_out * up * share * (1 + gate * (1 - share))
+        of_up = of_out * gate * share
     else:
-        out = gate * reciprocal(1 + exp2(gate * (SLOPE + CUBIC * gate * gate) * -LOG2_E))
-    out = out.to(x_ptr.dtype.element_ty).to(tl.float32)
-    scaled, sizes = encode(out, tl.load(factors_ptr + 4 * KIND), LARGEST)
-    keep_maximum(maxima_ptr, sizes, KIND)
-    store_codes(by_rows_ptr, by_columns_ptr, scaled, row, column, inside, height, width, True, BY_COLUMNS)
+        square = CUBIC * gate * gate
+        share = reciprocal(1 + exp2(gate * (SLOPE + square) * -LOG2_E))
+        of_gate = of_out * share * (1 + gate * (1 - share) * (SLOPE + 3 * square))
+        of_up = of_gate
+    scaled, sizes = encode(of_gate.to(x_ptr.dtype.element_ty).to(tl.float32), factor, LARGEST)
+    tl.store(by_rows_ptr + at, rounded(scaled, FORMAT), mask=inside)
+    scaled_up = scaled
+    if GATED:
+        scaled_up, sizes_up = encode(of_up.to(x_ptr.dtype.element_ty).to(tl.float32), factor, LARGEST)
+        tl.store(by_rows_ptr + width + at, rounded(scaled_up, FORMAT), mask=inside)
+        sizes = tl.maximum(sizes, sizes_up)
+    return scaled, scaled_up, of_gate, of_up, sizes
 
 
 @triton.jit
@@ -146,39 +247,41 @@ def _backward_kernel(
     BIASED: tl.constexpr,
     SLOPE: tl.constexpr,
     CUBIC: tl.constexpr,
-    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row < height)[:, None] & (column < width)[None, :]
-    LOG2_E: tl.constexpr = 1.4426950408889634
+    row, factor = 4 * group, tl.load(factors_ptr + 4 * KIND)
+    bias, bias_up = _biases(bias_ptr, column, width, GATED)
+    FORMAT: tl.constexpr = by_rows_ptr.dtype.element_ty
+    # fmt: off
+    a, a_up, of_a, of_a_up, size_a = _gradient_row(
+        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row, column, height, width, LARGEST,
+        FORMAT, GATED, BIASED, SLOPE, CUBIC,
+    )
+    b, b_up, of_b, of_b_up, size_b = _gradient_row(
+        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row + 1, column, height, width, LARGEST,
+        FORMAT, GATED, BIASED, SLOPE, CUBIC,
+    )
+    c, c_up, of_c, of_c_up, size_c = _gradient_row(
+        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row + 2, column, height, width, LARGEST,
+        FORMAT, GATED, BIASED, SLOPE, CUBIC,
+    )
+    d, d_up, of_d, of_d_up, size_d = _gradient_row(
+        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row + 3, column, height, width, LARGEST,
+        FORMAT, GATED, BIASED, SLOPE, CUBIC,
+    )
+    # fmt: on
+    keep_maximum(maxima_ptr, tl.maximum(tl.maximum(size_a, size_b), tl.maximum(size_c, size_d)), KIND)
+    store_turned(by_columns_ptr, packed(a, b, c, d, FORMAT), group, column, height, width)
     stride = 2 * width if GATED else width
-    factor = tl.load(factors_ptr + 4 * KIND)
-    of_out = tl.load(
-        of_out_ptr + row.to(tl.int64)[:, None] * width + column[None, :], mask=inside, other=0.0
-    ).to(tl.float32)
-    gate = _load(x_ptr, bias_ptr, row, column, inside, stride, width, BIASED)
     sums = sums_ptr + tl.program_id(1) * stride + column
-    if GATED:
-        up = _load(x_ptr + width, bias_ptr + width, row, column, inside, stride, width, BIASED)
-        share = reciprocal(1 + exp2(gate * -LOG2_E))
-        gradient = of_out * up * share * (1 + gate * (1 - share))
-        of_up = of_out * gate * share
-        if BIASED:
-            tl.store(sums + width, tl.sum(of_up, axis=0), mask=column < width)
-        rounded_up = of_up.to(x_ptr.dtype.element_ty).to(tl.float32)
-        scaled, sizes = encode(rounded_up, factor, LARGEST)
-        keep_maximum(maxima_ptr, sizes, KIND)
-        turned_ptr = by_columns_ptr + tl.full([], width, tl.int64) * height
-        store_codes(by_rows_ptr + width, turned_ptr, scaled, row, column, inside, height, stride, True, True)
-    else:
-        square = CUBIC * gate * gate
-        share = reciprocal(1 + exp2(gate * (SLOPE + square) * -LOG2_E))
-        gradient = of_out * share * (1 + gate * (1 - share) * (SLOPE + 3 * square))
     if BIASED:
-        tl.store(sums, tl.sum(gradient, axis=0), mask=column < width)
-    rounded = gradient.to(x_ptr.dtype.element_ty).to(tl.float32)
-    scaled, sizes = encode(rounded, factor, LARGEST)
-    keep_maximum(maxima_ptr, sizes, KIND)
-    store_codes(by_rows_ptr, by_columns_ptr, scaled, row, column, inside, height, stride, True, True)
+        tl.store(sums, tl.sum((of_a + of_b) + (of_c + of_d), axis=0), mask=column < width)
+    if GATED:
+        turned_ptr = by_columns_ptr + tl.full([], width, tl.int64) * height
+        store_turned(turned_ptr, packed(a_up, b_up, c_up, d_up, FORMAT), group, column, height, width)
+        if BIASED:
+            total = (of_a_up + of_b_up) + (of_c_up + of_d_up)
+            tl.store(sums + width, tl.sum(total, axis=0), mask=column < width)

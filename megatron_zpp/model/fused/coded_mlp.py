@@ -16,6 +16,7 @@ from megatron_zpp.model.fp8_cast import GRADIENT, INPUT, WEIGHT, back
 from megatron_zpp.model.fp8_delayed import CodedInput, DelayedLinear
 from megatron_zpp.model.fused.cast import cast
 from megatron_zpp.model.fused.coded_activation import coded_activation, coded_activation_backward
+from megatron_zpp.model.fused.gradient_cast import cast_gradient
 from megatron_zpp.model.gpt import MLP, gelu, swiglu
 
 
@@ -90,10 +91,8 @@ class _MLP(torch.autograd.Function):
         columns, inner, weight, bias, factors, maxima, *second = ctx.saved_tensors
         next_columns, next_weight, next_factors, next_maxima = second
         dtype, wanted = gradient.dtype, ctx.needs_input_grad
-        of_next_bias = gradient.sum(0) if wanted[8] else None
-        rows, turned = cast(
-            gradient.contiguous(), next_factors, next_maxima, GRADIENT, rows=True, columns=True
-        )
+        rows, turned, sums = cast_gradient(gradient, next_factors, next_maxima, sums=wanted[8])
+        of_next_bias = sums.to(dtype) if wanted[8] else None
         _, coded = cast(next_weight, next_factors, next_maxima, WEIGHT, rows=False, columns=True)
         of_out = multiply(
             rows, coded.t(), back(next_factors, GRADIENT), back(next_factors, WEIGHT), dtype

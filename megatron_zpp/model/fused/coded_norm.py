@@ -1,9 +1,9 @@
 """LayerNorm or RMSNorm, and the residual sum before it, whose result is codes for an 8-bit product.
 
 Shapes: B batch, T tokens, D hidden size, R = B · T rows. The norm itself is in memory as codes only, in both
-layouts. A program has some rows and goes through their columns two or three times, for the mean, the
-deviation and the codes: memory is read once, the cache again. Numbers are rounded to the format of the
-compute before they become codes. The backward is that of model/fused/norm.py.
+layouts. A program has a row, as in model/fused/norm.py, whose backward this is too; codes by columns are
+turned from those by rows by a kernel of their own, since a tile of many rows would be read twice. Numbers are
+rounded to the format of the compute before they become codes.
 """
 
 from typing import Any
@@ -17,10 +17,8 @@ from torch.library import triton_op, wrap_triton
 
 from megatron_zpp.model.fp8_cast import INPUT, LARGEST
 from megatron_zpp.model.fp8_delayed import CodedInput, DelayedLinear
-from megatron_zpp.model.fused.cast import encode, keep_maximum, outputs, store_codes
-from megatron_zpp.model.fused.norm import _norm_backward
-
-_ROWS, _COLUMNS, _WARPS = 32, 128, 8  # of a program at a time: 16 elements a thread
+from megatron_zpp.model.fused.cast import encode, keep_maximum, outputs, rounded, turn
+from megatron_zpp.model.fused.norm import _norm_backward, _shape
 
 
 def coded_norm(
@@ -137,31 +135,18 @@ def _coded_norm(
     total = torch.empty_like(x) if adds else x.new_empty(0)
     codes, turned = outputs(x, rows, width, INPUT, by_rows=True, by_columns=columns)
     # Where there is no sum or no bias another tensor is passed, and not touched.
-    wrap_triton(_coded_norm_kernel)[(triton.cdiv(rows, _ROWS),)](
+    wrap_triton(_coded_norm_kernel)[(rows,)](
         *(x, x if added is None else added, weight, weight if bias is None else bias),
-        *(total, mean, rstd, factors, maxima, codes, turned, rows, width, eps),
+        *(total, mean, rstd, factors, maxima, codes, width, eps),
         ADDS=adds,
         CENTRED=centred,
-        BY_COLUMNS=columns,
         KIND=INPUT,
         LARGEST=LARGEST[INPUT],
-        ROWS=_ROWS,
-        COLUMNS=_COLUMNS,
-        num_warps=_WARPS,
+        **_shape(width),
     )
+    if columns:
+        turn(codes, turned)
     return total, mean, rstd, codes, turned
-
-
-@triton.jit
-def _summed(x_ptr, added_ptr, row, column, height, width, ADDS: tl.constexpr):
-    """A tile of x, or of the sum as it is kept, in fp32."""
-    inside = (row < height)[:, None] & (column < width)[None, :]
-    at = row.to(tl.int64)[:, None] * width + column[None, :]
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if ADDS:
-        x += tl.load(added_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
-    return x
 
 
 @triton.jit
@@ -176,50 +161,35 @@ def _coded_norm_kernel(
     factors_ptr,  # (2, 3, 4) fp32
     maxima_ptr,  # (3,) fp32
     by_rows_ptr,  # (R, D)
-    by_columns_ptr,  # (D, R)
-    height,
     width,
     eps,
     ADDS: tl.constexpr,
     CENTRED: tl.constexpr,
-    BY_COLUMNS: tl.constexpr,
     KIND: tl.constexpr,
     LARGEST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    mean = tl.zeros([ROWS], tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    at = row * width + columns
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        x += tl.load(added_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        kept = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + at, kept, mask=inside)
+        x = kept.to(tl.float32)
+    centred = x
     if CENTRED:
-        for first in range(0, width, COLUMNS):
-            column = first + tl.arange(0, COLUMNS)
-            mean += tl.sum(_summed(x_ptr, added_ptr, row, column, height, width, ADDS), axis=1)
-        mean = mean / width
-        tl.store(mean_ptr + row, mean, mask=row < height)
-    squares = tl.zeros([ROWS], tl.float32)
-    for first in range(0, width, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)
-        x = _summed(x_ptr, added_ptr, row, column, height, width, ADDS)
-        centred = tl.where((column < width)[None, :], x - mean[:, None], 0.0)
-        squares += tl.sum(centred * centred, axis=1)
-    rstd = 1.0 / tl.sqrt(squares / width + eps)
-    tl.store(rstd_ptr + row, rstd, mask=row < height)
-    factor = tl.load(factors_ptr + 4 * KIND)
-    largest = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, width, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)
-        inside = (row < height)[:, None] & (column < width)[None, :]
-        x = _summed(x_ptr, added_ptr, row, column, height, width, ADDS)
-        if ADDS:
-            at = row.to(tl.int64)[:, None] * width + column[None, :]
-            tl.store(total_ptr + at, x.to(total_ptr.dtype.element_ty), mask=inside)
-        weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-        normed = (x - mean[:, None]) * rstd[:, None] * weight[None, :]
-        if CENTRED:
-            bias = tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-            normed += bias[None, :]
-        normed = tl.where(inside, normed.to(x_ptr.dtype.element_ty).to(tl.float32), 0.0)
-        scaled, sizes = encode(normed, factor, LARGEST)
-        largest = tl.maximum(largest, sizes)
-        store_codes(by_rows_ptr, by_columns_ptr, scaled, row, column, inside, height, width, True, BY_COLUMNS)
-    keep_maximum(maxima_ptr, largest, KIND)
+        mean = tl.sum(x, axis=0) / width
+        centred = tl.where(inside, x - mean, 0.0)
+        tl.store(mean_ptr + row, mean)
+    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=0) / width + eps)
+    tl.store(rstd_ptr + row, rstd)
+    normed = centred * rstd * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if CENTRED:
+        normed += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    normed = normed.to(x_ptr.dtype.element_ty).to(tl.float32)
+    scaled, sizes = encode(normed, tl.load(factors_ptr + 4 * KIND), LARGEST)
+    keep_maximum(maxima_ptr, sizes, KIND)
+    tl.store(by_rows_ptr + at, rounded(scaled, by_rows_ptr.dtype.element_ty), mask=inside)
