@@ -1,6 +1,6 @@
 """How the memory of two ranks grows with the number of saves; a tiny model that saves every fourth step:
 
-    [MALLOC_ARENA_MAX=1] python tests/faults/growth.py --seconds 240 --directory /dev/shm/growth [--output DIR]
+    [MALLOC_ARENA_MAX=1] python tests/faults/growth.py --seconds 240 --directory /dev/shm/growth [--output D]
 
 `in_use_kib` is what malloc has given out. It reads MALLOC_ARENA_MAX when a process starts.
 """
@@ -59,9 +59,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=240, help="of the run")
-    parser.add_argument(
-        "--directory", type=Path, required=True, help="checkpoints and logs; a tmpfs is quick"
-    )
+    parser.add_argument("--directory", type=Path, required=True, help="checkpoints, logs; a tmpfs is quick")
     parser.add_argument("--output", type=Path, help="directory of a result")
     options = parser.parse_args()
     torch.set_num_threads(1)
