@@ -1,6 +1,7 @@
 """The memory that a process has in use, as its allocators count it: not what they keep for later."""
 
 import ctypes
+import gc
 import json
 import sys
 import threading
@@ -21,8 +22,9 @@ def in_use() -> dict[str, int]:
     """Bytes that malloc has given out, bytes that it keeps for later, and blocks of Python's allocator.
 
     Of all threads' arenas. Tensors on the CPU are among the first. Growth of the first or the last is a leak;
-    growth of the second alone is fragmentation, which ends.
+    growth of the second alone is fragmentation, which ends. Garbage in cycles does not count.
     """
+    gc.collect()
     mallinfo2 = ctypes.CDLL(None).mallinfo2
     mallinfo2.restype = _MallInfo
     found = mallinfo2()
