@@ -60,7 +60,7 @@ def outcome_of(topology: Topology, directory: str, what: str) -> str:
         if what == "unreadable":
             raise PermissionError(13, "Permission denied", str(path))
         if what == "silent":
-            time.sleep(1.5)
+            time.sleep(3.5)
         elif what == "missing":
             path.unlink()
         else:
@@ -68,11 +68,11 @@ def outcome_of(topology: Topology, directory: str, what: str) -> str:
 
     before_reading(change)
     try:
-        timeout = timedelta(seconds=0.6 if what == "silent" else LIMIT)
+        timeout = timedelta(seconds=1.5 if what == "silent" else LIMIT)
         save(Path(directory), engine, SECOND, reads_back=True, timeout=timeout)
     except (SaveFailed, NotReadBack) as problem:
         if what == "silent":
-            time.sleep(2)  # the abandoned work ends
+            time.sleep(3)  # the abandoned work ends
         return f"{type(problem).__name__}: {problem}"
     return "read back"
 
@@ -84,7 +84,7 @@ def outcome_of(topology: Topology, directory: str, what: str) -> str:
         ("sidecar", "SaveFailed: rank 1 on .*rank_00001.safetensors.sha256: its SHA-256 is not"),
         ("missing", "SaveFailed: rank 1 on .*rank_00001.safetensors: missing"),
         ("unreadable", "NotReadBack: rank 1 on .*Permission denied"),
-        ("silent", "NotReadBack: rank 1 .*progress for 0:00:00.6"),
+        ("silent", "NotReadBack: rank 1 .*progress for 0:00:01.5"),
     ],
 )
 def test_damage_on_one_rank_is_known_to_all_and_the_checkpoint_removed(

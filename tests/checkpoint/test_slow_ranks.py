@@ -1,7 +1,10 @@
 """Saves and loads in which one rank is slow, or does nothing for longer than the time-out."""
 
+import itertools
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,17 +22,20 @@ from tests.checkpoint.saving import FIRST, SECOND, save, small
 from tests.support import wait_until
 from tests.zero.ranks import on_ranks
 
-TIMEOUT = timedelta(seconds=0.6)
+LONG = timedelta(seconds=5)  # more than a busy machine takes for a write
+SHORT = timedelta(seconds=0.6)
+STALLED = timedelta(seconds=4)  # a quarter of it is how much sooner than others a rank that is stuck says so
+STALL = 8.0  # seconds
 
 
-def saved_by(topology: Topology, slow: int, pause: float, directory: str) -> list[str]:
-    """The outcomes of two saves on a rank; in the first one rank `slow` takes 1.5 s, in steps of `pause`."""
+def saved_by(topology: Topology, slow: int, stalls: bool, directory: str) -> list[str]:
+    """The outcomes of two saves on a rank; in the first one rank `slow` takes longer than the time-out."""
     engine, written = small(topology=topology, zero_stage=3), write.write_shard_file
 
     def slowly(path: Path, tensors: Any, on_progress: Any) -> Any:
         if topology.rank == slow and FIRST.iteration == int(path.parent.name[5:12]):
-            for _ in range(int(1.5 / pause)):
-                time.sleep(pause)
+            for _ in range(1 if stalls else 60):
+                time.sleep(STALL if stalls else 0.1)
                 on_progress()
         return written(path, tensors, on_progress)
 
@@ -37,35 +43,52 @@ def saved_by(topology: Topology, slow: int, pause: float, directory: str) -> lis
     outcomes, files = [], FileWorker()
     for progress in (FIRST, SECOND):
         outcomes.append("saved")
+        timeout = STALLED if stalls and progress is FIRST else LONG
         try:
-            save(Path(directory), engine, progress, timeout=TIMEOUT, files=files)
+            save(Path(directory), engine, progress, timeout=timeout, files=files)
         except SaveFailed as failure:
             outcomes[-1] = str(failure)
-            time.sleep(2)  # the training continues, and the abandoned work ends
+            time.sleep(STALL)  # the training continues, and the abandoned work ends
     return outcomes
 
 
-@pytest.mark.parametrize("slow", [0, 1])
-def test_a_writer_that_makes_progress_may_take_longer_than_the_time_out(tmp_path: Path, slow: int) -> None:
-    assert on_ranks(2, saved_by, slow, 0.1, str(tmp_path)) == [["saved", "saved"]] * 2
-    assert len(candidates(str(tmp_path))) == 2
+Saved = dict[tuple[int, bool], tuple[Path, Future[list[list[str]]]]]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
+    """By slow rank, and whether it stalls: the directory and `saved_by` of both ranks. They mostly wait."""
+    with ThreadPoolExecutor(4) as pool:
+        runs = {}
+        for slow, stalls in itertools.product((0, 1), (False, True)):
+            directory = tmp_path_factory.mktemp("saves")
+            runs[slow, stalls] = directory, pool.submit(on_ranks, 2, saved_by, slow, stalls, str(directory))
+        yield runs
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_writer_that_stalls_fails_one_save_on_all_ranks(tmp_path: Path, slow: int) -> None:
-    outcomes = on_ranks(2, saved_by, slow, 1.5, str(tmp_path))
+def test_a_writer_that_makes_progress_may_take_longer_than_the_time_out(saved: Saved, slow: int) -> None:
+    directory, outcomes = saved[slow, False]
+    assert outcomes.result() == [["saved", "saved"]] * 2
+    assert len(candidates(str(directory))) == 2
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_writer_that_stalls_fails_one_save_on_all_ranks(saved: Saved, slow: int) -> None:
+    directory, future = saved[slow, True]
+    outcomes = future.result()
     assert outcomes[0] == outcomes[1]
-    assert "progress for 0:00:00.6" in outcomes[0][0]
+    assert "progress for 0:00:04" in outcomes[0][0]
     if slow == 1:
         assert "rank 1 " in outcomes[0][0]
     assert outcomes[0][1] == "saved"
-    assert [path.name for path in candidates(str(tmp_path))] == ["iter_0000010"]
-    assert not list(tmp_path.glob("*.partial"))
+    assert [path.name for path in candidates(str(directory))] == ["iter_0000010"]
+    assert not list(directory.glob("*.partial"))
 
 
 def pair() -> tuple[Exchange, Exchange]:
     store = dist.HashStore()
-    return tuple(Exchange(store, Topology(rank, 2, rank, 2), TIMEOUT, "x") for rank in (0, 1))
+    return tuple(Exchange(store, Topology(rank, 2, rank, 2), SHORT, "x") for rank in (0, 1))
 
 
 def test_the_first_decision_counts_for_all() -> None:

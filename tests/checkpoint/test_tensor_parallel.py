@@ -189,7 +189,7 @@ def test_runs_without_tensor_ranks_resume_with_them_and_back(tmp_path: Path) -> 
     check(on_ranks(2, resume_runs, [Case(four[0].directory, "llama", 2, 1)])[0], saved)
 
 
-@pytest.mark.parametrize("local", [2, 4])
+@pytest.mark.parametrize("local", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_references_of_weight_differences_move_between_grids(tmp_path: Path, local: int) -> None:
     """From two nodes with one or two data ranks of two tensor ranks each, to nodes without tensor ranks."""
     cases = [Case(str(tmp_path / model), model, 2, 3, PrecisionConfig(bf16=True), True) for model in MODELS]

@@ -14,7 +14,7 @@ from megatron_zpp.config.root import parse_args, parse_command_line
 from tests.config.command_line import MINIMAL
 from tests.config.tables import MEGATRON_FLAGS, MEGATRON_PAGE, current_flags, fate, megatron_table, page
 
-BASELINE = parse_args(MINIMAL)
+BASELINE, CURRENT = parse_args(MINIMAL), current_flags()
 BY_NAME = {flag.name: flag for flag in OLD_FLAGS}
 VALUES = {int: "3", float: "0.5", str: "word", None: ""}
 
@@ -26,11 +26,9 @@ def test_the_page_has_a_row_for_every_flag() -> None:
     assert len(MEGATRON_FLAGS) == len(set(MEGATRON_FLAGS)) > 850
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in MEGATRON_FLAGS if fate(name, current_flags())[0] != "obeyed"]
-)
+@pytest.mark.parametrize("name", [name for name in MEGATRON_FLAGS if fate(name, CURRENT)[0] != "obeyed"])
 def test_a_flag_that_is_not_obeyed_has_the_fate_of_its_row(name: str) -> None:
-    status, note = fate(name, current_flags())
+    status, note = fate(name, CURRENT)
     flag = BY_NAME.get(name)
     if status == "no effect":
         assert flag is not None
@@ -46,7 +44,7 @@ def test_a_flag_that_is_not_obeyed_has_the_fate_of_its_row(name: str) -> None:
         with pytest.raises(UsageError, match=rf"^{name} .*: only .* possible: "):
             parse_command_line([*MINIMAL, name, value])
         return
-    for argv in ([name], [name, "1"], [f"{name}=1"], [name, "a", "b"]):
+    for argv in ([name], [f"{name}=1"], [name, "a", "b"]):
         with pytest.raises(UsageError) as refused:
             parse_command_line([*MINIMAL, *argv])
         assert str(refused.value).startswith(f"{name} ")

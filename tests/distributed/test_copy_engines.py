@@ -79,7 +79,7 @@ def test_one_rank_that_fails_decides_for_all_and_one_line_says_why() -> None:
         assert passes == (True, [], [])
         assert blocked[0] is False
         assert len(blocked[1]) == (rank == 0)
-        assert seconds < 10
+        assert seconds < 60  # without an end of its patience it would be minutes
     (why,) = ranks[0][0][-1][1]
     assert "cannot pass a file descriptor to process" in why
     assert "[rank 0]" in why

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron_zpp.distributed import exchange as module
 from megatron_zpp.distributed.exchange import Abandoned, Exchange, NoProgress, _Patience
 from megatron_zpp.distributed.topology import Topology
 from tests.support import wait_until
@@ -88,8 +89,9 @@ def test_a_rank_that_waits_sends_a_request_per_second() -> None:
     store = served()
     made, requests = exchanges(store, 2)
     threading.Timer(3.5, lambda: made[0].put("late", "value")).start()
+    started = time.monotonic()
     assert made[1].get("late") == "value"
-    assert requests[1].pop("multi_get") <= 3 + 1
+    assert requests[1].pop("multi_get") <= time.monotonic() - started + 1
     assert requests[1] == Counter({"wait": 1, "compare_set": 1, "add": 1})
 
 
@@ -97,17 +99,17 @@ def test_a_value_that_follows_a_rank_that_gave_up_arrives() -> None:
     store = served()
     (hasty, _), _ = exchanges(store, 2, 0.4)
     (patient, other), _ = exchanges(store, 2)
-    threading.Timer(1.5, lambda: patient.put("late", "value")).start()
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(other.get, "late")
         with pytest.raises(NoProgress, match="'x/late'"):
             hasty.get("late")
+        patient.put("late", "value")
         wait_until(lambda: not waiting_threads(), _AT_ONCE)  # no connection is left blocked
-        assert waits.result(10) == "value"
+        assert waits.result(_AT_ONCE) == "value"
     with pytest.raises(NoProgress):  # at once known to have no value, and awaited all the same
         hasty.get("never")
     threading.Timer(0.2, lambda: patient.put("never", 1)).start()
-    assert hasty.get("never") == 1
+    assert other.get("never") == 1
 
 
 def test_an_abandoned_operation_ends_waits_soon() -> None:
@@ -125,20 +127,20 @@ def test_the_time_out_of_a_rank_begins_when_the_ranks_before_it_are_there() -> N
     store = served()
     made, _ = exchanges(store, 3, 2.0)
     made[0].contribute("part", 0)
-    threading.Timer(1.0, lambda: made[1].contribute("part", 1)).start()
+    threading.Timer(0.7, lambda: made[1].contribute("part", 1)).start()
     started = time.monotonic()
     with pytest.raises(NoProgress, match=r"rank 2 reported no progress for 0:00:02"):
         made[0].gather("part")
-    assert 2.9 < time.monotonic() - started < _AT_ONCE
+    assert 2.6 < time.monotonic() - started < _AT_ONCE
 
 
 def test_progress_of_any_rank_prolongs_a_wait() -> None:
     store = served()
-    made, _ = exchanges(store, 2, 0.8)
+    made, _ = exchanges(store, 2, 1.5)
     over = threading.Event()
 
     def work() -> None:
-        until = time.monotonic() + 2.5
+        until = time.monotonic() + 3.5
         while time.monotonic() < until and not over.wait(0.05):
             made[1].progress()
         made[1].put("late", "value")
@@ -162,8 +164,9 @@ def test_a_wait_ends_with_the_store() -> None:
         exchange.get("never")
 
 
-def test_a_store_that_is_gone_is_not_tried_for_long() -> None:
+def test_a_store_that_is_gone_is_not_tried_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither by a wait, nor by its first look for progress, which needs a connection."""
+    monkeypatch.setattr(module, "_CONNECT", timedelta(seconds=1))
     store = served()
     client = dist.TCPStore("127.0.0.1", store.port, wait_for_workers=False)
     (exchange,), _ = exchanges(client, 1)

@@ -31,7 +31,7 @@ from tests.faults.held import report_in_use
 RANKS = 2
 EVERY = 5  # seconds between two looks at the processes
 WARM_UP = 120  # seconds in which a run may still grow
-LEAK = 4 * 2**10  # bytes in use per save; what grows less than that is noise
+LEAK = 16 * 2**10  # bytes in use per save; less is noise in a piece of some minutes
 LEAKED_BLOCKS = 50  # the same for the blocks of Python's allocator, of about 80 bytes
 LEAST = ("in_use_kib", "python_blocks")
 SAVES = "--save-interval 40 --eval-interval 100 --eval-iters 2 --log-interval 100"

@@ -23,12 +23,13 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Gate:
-    """A GPT whose forward passes can be held, and are counted."""
+    """A GPT whose forward passes can be held, from any of them on, and are counted."""
 
     def __init__(self) -> None:
         self.go_on, self.busy = threading.Event(), threading.Event()
         self.go_on.set()
         self.pause, self.passes = 0.0, 0
+        self.last: int | None = None  # the pass after which all are held
         shape = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": POSITIONS}
         self.model = GPT(ModelConfig(**shape, init_method_std=0.3), IDS + 1).initialize(1).eval()
         self.model.requires_grad_(False)
@@ -36,6 +37,8 @@ class Gate:
         self.tokenizer = NullTokenizer(IDS)
 
     def _hold(self, *_: object) -> None:
+        if self.passes == self.last:
+            self.go_on.clear()
         self.passes += 1
         self.busy.set()
         assert self.go_on.wait(60)

@@ -86,15 +86,20 @@ def test_forty_parallel_requests_are_all_served_as_if_each_were_alone(gate: Gate
 def test_a_short_text_overtakes_a_long_one(gate: Gate) -> None:
     async def client() -> None:
         async with serving(gate) as site, aiohttp.ClientSession() as http:
-            gate.pause, order = 0.01, []
+            gate.last, order = 5, []  # the long one waits there for the short one
 
             async def ask(tokens: int) -> None:
-                await post(http, site, prompt="1 2 3", max_tokens=tokens, seed=tokens, stop="x")
+                _, found = await post(http, site, prompt="1 2 3", max_tokens=tokens, **GREEDY)
+                assert found["usage"]["completion_tokens"] == tokens
                 order.append(tokens)
 
-            long = asyncio.create_task(ask(90))
-            await until(gate.busy.is_set)
-            await asyncio.gather(long, ask(3))
+            asking = [asyncio.create_task(ask(90))]
+            await until(lambda: gate.passes > 5)
+            asking.append(asyncio.create_task(ask(3)))
+            await until(lambda: bool(site.service.scheduler._waiting))
+            gate.last = None
+            gate.go_on.set()
+            await asyncio.gather(*asking)
             assert order == [3, 90]
 
     run(client())
@@ -106,12 +111,13 @@ def test_a_stream_begins_before_its_end_and_has_the_whole_text(gate: Gate) -> No
     async def client() -> None:
         async with serving(gate) as site, aiohttp.ClientSession() as http:
             _, whole = await post(http, site, **fields)
-            chunks, first = [], None
-            gate.passes, gate.pause = 0, 0.05
+            chunks: list[Any] = []
+            gate.passes, gate.last = 0, 3  # there is no fourth one before the first text has arrived
             async for chunk in events(http, site, stream_options={"include_usage": True}, **fields):
-                first = first or gate.passes
+                gate.last = None
+                gate.go_on.set()
                 chunks.append(chunk)
-            assert first < gate.passes / 2
+            assert gate.passes > 6
         usage = chunks.pop()
         assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
         assert len({chunk["id"] for chunk in chunks}) == 1
@@ -262,15 +268,16 @@ def test_a_stream_that_takes_too_long_ends_with_an_error(gate: Gate) -> None:
     assert len(alone(gate, [1], 90)[0]) == 90  # what is drawn could end before the time is up
 
     async def client() -> None:
-        async with serving(gate, request_timeout=0.5) as site, aiohttp.ClientSession() as http:
-            gate.pause = 0.05
+        async with serving(gate, request_timeout=1.0) as site, aiohttp.ClientSession() as http:
+            gate.passes, gate.last = 0, 4
             url = f"http://127.0.0.1:{site.port}/v1/completions"
             fields = {"prompt": "1", "max_tokens": 90, "stream": True, **GREEDY}
             async with http.post(url, json=fields) as response:
                 lines = (await response.read()).decode().split("\n\n")
             last = json.loads(lines[-2].removeprefix("data: "))
-            assert "not done within --request-timeout 0.5 s" in last["error"]["message"]
+            assert "not done within --request-timeout 1 s" in last["error"]["message"]
             assert len(lines) > 3
+            gate.go_on.set()
             await until(lambda: not site.service.scheduler.running)
 
     run(client())

@@ -1,6 +1,7 @@
 """The adapter for lm-evaluation-harness beside the harness's own for transformers, with the same weights."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -131,20 +132,29 @@ def test_a_device_is_named_where_the_user_names_none() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["gpt2"], indirect=True)
-def test_a_device_that_the_machine_lacks_is_refused_in_a_line(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_device_that_the_machine_lacks_is_refused_in_a_line(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_zpp.commands.harness import CheckpointLM
+
+    cuda = "--device cuda: torch sees no GPU here; use --device cpu"
+    done = run(
+        *("-m", "megatron_zpp.commands.harness", "run", "--model", "megatron_zpp", "--device", "cuda"),
+        *("--model_args", f"load={checkpoint}", "--tasks", "wikitext"),
+        timeout=240,
+        HF_HUB_OFFLINE="1",
+        HF_HOME=str(tmp_path),
+        CUDA_VISIBLE_DEVICES="",
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == f"harness: error: {cuda}"
+    assert "Traceback" not in done.stderr
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for device, said in (
-        ("cuda", "--device cuda: torch sees no GPU here; use --device cpu"),
+        ("cuda", cuda),
         ("mps", "--device mps: must be auto, cpu, cuda or cuda:N"),
         ("cpu:3", "--device cpu:3: this machine has 0 GPUs"),
     ):
-        done = run(
-            *("-m", "megatron_zpp.commands.harness", "run", "--model", "megatron_zpp", "--device", device),
-            *("--model_args", f"load={checkpoint}", "--tasks", "wikitext"),
-            timeout=240,
-            HF_HUB_OFFLINE="1",
-            HF_HOME=str(tmp_path),
-            CUDA_VISIBLE_DEVICES="",
-        )
-        assert done.returncode == 1
-        assert done.stderr.splitlines()[-1] == f"harness: error: {said}"
-        assert "Traceback" not in done.stderr
+        with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+            CheckpointLM(load=str(checkpoint), device=device)

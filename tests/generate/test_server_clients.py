@@ -64,18 +64,22 @@ def test_a_client_that_leaves_is_forgotten_without_a_word(
         async with serving(gate, max_waiting=0, batch_size=1) as site:
             (await connect(site.port, b"{", length=99))[1].close()
             for stream in (None, False, True):
-                gate.passes, gate.pause = 0, 0.02
-                gate.busy.clear()
+                gate.passes, gate.last = 0, 10
                 if stream is None:
-                    more = json.dumps({"prompts": ["1"], "tokens_to_generate": 90, "no_log": True}).encode()
+                    fields = {"prompts": ["1"], "tokens_to_generate": 90, "temperature": 0, "no_log": True}
+                    more = json.dumps(fields).encode()
                     _, writer = await connect(site.port, more)
                 else:
-                    _, writer = await complete(site.port, prompt="1", max_tokens=90, stream=stream)
-                await until(gate.busy.is_set)
+                    _, writer = await complete(
+                        site.port, prompt="1", max_tokens=90, temperature=0, stream=stream
+                    )
+                await until(lambda: gate.passes > 10)
                 writer.close()
-                await until(lambda: not site.service._present and not site.service.scheduler.running)
-                assert gate.passes < 60
-                gate.pause = 0
+                await until(lambda: not site.service._present)
+                gate.last = None
+                gate.go_on.set()
+                await until(lambda: not site.service.scheduler.running)
+                assert gate.passes < 20
                 assert (await status_of(await connect(site.port)))[0] == 200
 
     run(client())

@@ -81,7 +81,9 @@ PREFLIGHT = 4 * 3 * 2**20  # of four ranks: what each sends to the other node, t
 
 
 @pytest.mark.usefixtures("namespaces")
-@pytest.mark.parametrize("zero", [[], ZEROPP], ids=["stage 3", "ZeRO++"])
+@pytest.mark.parametrize(
+    "zero", [pytest.param([], id="stage 3", marks=pytest.mark.nightly), pytest.param(ZEROPP, id="ZeRO++")]
+)
 def test_the_ledger_is_what_the_kernel_counts(zero: list[str], tmp_path: Path) -> None:
     """Bytes between nodes by metrics.jsonl, of a whole run, against the counters of both nodes' links.
 

@@ -67,7 +67,9 @@ def environment_bin(request: pytest.FixtureRequest, repository: Path) -> Path:
 def test_the_scripts_are_there_and_a_run_works_elsewhere(environment_bin: Path, tmp_path: Path) -> None:
     there = {path.name for path in environment_bin.glob("megatron-zpp-*")}
     assert there == {f"megatron-zpp-{name}" for name in SCRIPTS}
-    for name in set(SCRIPTS) - {"torchrun"}:
+    # Both ways make the same scripts, of which each takes seconds to start.
+    started = {"report"} if environment_bin.parent.name == "editable" else set(SCRIPTS) - {"torchrun"}
+    for name in started:
         said = run(environment_bin / f"megatron-zpp-{name}", "--help", cwd=tmp_path, cache=tmp_path)
         assert "--" in said, name
     run(environment_bin / "megatron-zpp-pretrain", *RUN, cwd=tmp_path, cache=tmp_path)

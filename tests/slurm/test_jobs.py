@@ -20,7 +20,7 @@ MODEL = (
     " --num-attention-heads 4 --seq-length 32 --micro-batch-size 4 --lr 3e-3 --log-interval 10 --eval-iters 0"
     " --num-workers 0"
 ).split()
-LENGTH = "--global-batch-size 8 --train-iters 200 --save-interval 10".split()
+LENGTH = "--global-batch-size 8 --train-iters 80 --save-interval 10".split()
 TWO_NODES = "--nodes=2 --ntasks-per-node=1 --gpus-per-node=0 --oversubscribe"
 ONE_RANK = "--nodes=1 --ntasks-per-node=1 --gpus-per-node=0 --oversubscribe"
 SAVED = ("--save", "saved", "--load=saved")
@@ -83,7 +83,7 @@ def driven(
 
 def weights(directory: Path) -> dict[str, bytes]:
     """The tensors of the last checkpoint, as bytes."""
-    return {file.name: file.read_bytes() for file in (directory / "iter_0000200").glob("*.safetensors")}
+    return {file.name: file.read_bytes() for file in (directory / "iter_0000080").glob("*.safetensors")}
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import itertools
 import json
 import multiprocessing
 import os
@@ -19,7 +20,7 @@ import pytest
 
 from megatron_zpp.storage import lease as module
 from megatron_zpp.storage.lease import LEASE, Held, Lease, LeaseLost
-from tests.support import ROOT, environment
+from tests.support import ROOT, ended, environment, wait_until
 
 SECONDS = 0.6
 HOLD = """
@@ -91,7 +92,7 @@ def test_a_live_process_of_this_host_is_named_at_once(tmp_path: Path) -> None:
 def test_a_killed_process_of_this_host_blocks_nobody(tmp_path: Path) -> None:
     with holder(tmp_path) as process:
         process.kill()  # and not waited for: a zombie
-        time.sleep(0.1)
+        wait_until(lambda: ended(process.pid))
         said: list[str] = []
         with Lease(tmp_path, said.append):
             pass
@@ -125,8 +126,11 @@ def test_a_host_that_renews_is_refused(tmp_path: Path) -> None:
         path = elsewhere(tmp_path, lease="x", renewed="0000000001")
         with ThreadPoolExecutor(1) as other:
             taking = other.submit(Lease, tmp_path, print, 5.0)
-            time.sleep(0.3)
-            elsewhere(tmp_path, renewed="0000000002")
+            for renewed in itertools.count(2):
+                if taking.done():
+                    break
+                elsewhere(tmp_path, renewed=f"{renewed:010}")
+                time.sleep(0.1)
             with pytest.raises(Held, match="on far"):
                 taking.result()
         assert json.loads(path.read_text())["lease"] == "x"
@@ -135,27 +139,25 @@ def test_a_host_that_renews_is_refused(tmp_path: Path) -> None:
 def test_a_holder_renews_and_finds_out_that_it_was_taken_over(tmp_path: Path) -> None:
     with Lease(tmp_path, print, SECONDS) as lease:
         first = (tmp_path / LEASE).read_text()
-        time.sleep(SECONDS)
+        wait_until(lambda: (tmp_path / LEASE).read_text() != first)
         later = (tmp_path / LEASE).read_text()
-        assert later != first
         assert len(later) == len(first)
         other = tmp_path / "other"
         other.write_text(later.replace(json.loads(later)["lease"], "0" * 16))
         os.replace(other, tmp_path / LEASE)
-        time.sleep(SECONDS)
-        assert lease.lost
+        wait_until(lambda: lease.lost)
         with pytest.raises(LeaseLost, match=r"was taken over by process \d+ on "):
             lease.check()
         assert "0" * 16 in (tmp_path / LEASE).read_text()
     assert (tmp_path / LEASE).exists()
 
 
-def take(directory: Path, barrier: Any, results: Any) -> None:
+def take(directory: Path, barrier: Any, results: Any, over: Any) -> None:
     barrier.wait()
     try:
         with Lease(directory, print, SECONDS):
             results.put("held")
-            time.sleep(3 * SECONDS + 1)
+            over.wait()
     except Held:
         results.put("refused")
 
@@ -169,11 +171,13 @@ def test_of_several_that_come_at_once_one_has_it(tmp_path: Path, stale: str | No
         if stale == "cut off":
             (tmp_path / LEASE).write_text("")
     context, count = multiprocessing.get_context("fork"), 4
-    barrier, results = context.Barrier(count), context.SimpleQueue()
-    processes = [context.Process(target=take, args=(tmp_path, barrier, results)) for _ in range(count)]
+    barrier, results, over = context.Barrier(count), context.SimpleQueue(), context.Event()
+    given = (tmp_path, barrier, results, over)
+    processes = [context.Process(target=take, args=given) for _ in range(count)]
     for process in processes:
         process.start()
     outcomes = sorted(results.get() for _ in processes)
+    over.set()
     for process in processes:
         process.join()
     assert outcomes == ["held"] + ["refused"] * (count - 1)

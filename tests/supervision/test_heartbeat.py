@@ -241,7 +241,9 @@ def play(directory: Path, scenario: Scenario) -> End:
     for process in processes:
         process.start()
     try:
-        wait_for_steps(directory, world, 100 if scenario.told else 400)  # of 10 ms and more: some heartbeats
+        wait_for_steps(directory, world, 100)
+        if not scenario.told:
+            time.sleep(3)  # some heartbeats
         survivors = set(range(world))
         if scenario == SUSPENDED:
             suspend([process.pid for process in processes], timeout + 2)

@@ -84,7 +84,17 @@ def test_a_graph_for_layers_with_a_window_and_one_for_others() -> None:
         assert three_steps(Topology(), backend="aot_eager", recompute=recompute, **changes) == (plain, [])
 
 
-@pytest.mark.parametrize("changes", [{}, LLAMA | {"window_size": "6,0", "window_attn_skip_freq": "3"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param(
+            LLAMA | {"window_size": "6,0", "window_attn_skip_freq": "3"},
+            id="window",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
 def test_graphs_for_the_halves_of_layers(changes: dict[str, Any]) -> None:
     """One for the first halves, or two with a window, and one for the second ones, which change no bit."""
     plain, _ = three_steps(Topology(), backend=None, **changes)
@@ -157,10 +167,11 @@ def test_documents_in_compiled_layers(recompute: str, model: str) -> None:
     assert said == []
 
 
-def test_a_run_with_compiled_layers(flags: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_a_run_with_compiled_layers(flags: list[str], tmp_path: Path, recomputes: bool) -> None:
     """The run says so, evaluates like a run without them, and resumes from its checkpoint to the same bits.
 
-    Though it is told to recompute from there on: kernels that the compiler made repeat their dropout.
+    Also if it is told to recompute from there on: kernels that the compiler made repeat their dropout.
     """
 
     def run(name: str, *extra: str) -> tuple[list[float], list[float]]:
@@ -179,7 +190,7 @@ def test_a_run_with_compiled_layers(flags: list[str], tmp_path: Path) -> None:
     assert any(Path(tmp_path / "kernels").rglob("*.so"))
     _, plain = run("plain")
     assert evaluations[0] == pytest.approx(plain[0], rel=1e-6)  # fp32 sums in another order
-    recomputed = ["--recompute-granularity", "full", "--recompute-method", "uniform"]
+    recomputed = ["--recompute-granularity", "full", "--recompute-method", "uniform"] if recomputes else []
     resumed, after = run(
         "resumed", *compiled, *recomputed, "--load", str(tmp_path / "run"), "--ckpt-step", "2"
     )

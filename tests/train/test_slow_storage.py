@@ -33,6 +33,7 @@ FLAGS = (
     "--num-attention-heads 4 --seq-length 8 --micro-batch-size 2 --train-iters 9 --lr 1 --eval-iters 0 "
     "--heartbeat-timeout 1 --distributed-timeout-minutes 0.05"
 )
+PATIENT = ("--distributed-timeout-minutes", "0.1")  # more than a busy machine takes between two chunks
 
 
 def config_of(*flags: str) -> Config:
@@ -47,7 +48,7 @@ def outcome_of(topology: Topology, directory: str, stuck: int, where: str) -> st
 
     def wait_and_load(file: VerifiedFile, *arguments: Any) -> None:
         if where == "slow":
-            for _ in range(40):  # together longer than the time-out of 3 s
+            for _ in range(80):  # together longer than the time-out of 6 s
                 time.sleep(0.1)
                 file._on_progress()
         else:
@@ -62,7 +63,7 @@ def outcome_of(topology: Topology, directory: str, stuck: int, where: str) -> st
         restore.candidates = wait_and_list
     elif topology.rank == stuck:
         VerifiedFile._load = wait_and_load
-    config = config_of("--load", directory)
+    config = config_of("--load", directory, *(PATIENT if where == "slow" else ()))
     store = dist.HashStore() if topology.world_size == 1 else dist.distributed_c10d._get_default_store()
     schedule = RunSchedule.from_config(config.training, config.learning_rate, topology.world_size)
     try:
@@ -144,7 +145,7 @@ def saver_of(engine: ZeroEngine, config: Config, reporter: Reporter, store: dist
 def train_beside_a_slow_save(topology: Topology, directory: str) -> tuple[int, list[str]]:
     """Iterations taken while rank 1 writes, which it does until it sees all ranks after iteration 4."""
     engine, written = small(topology=topology, zero_stage=3), write.write_shard_file
-    config = config_of("--save", directory, "--async-save")
+    config = config_of("--save", directory, "--async-save", *PATIENT)
 
     def slowly(path: Path, tensors: Any, on_progress: Any) -> Any:
         deadline = time.monotonic() + LIMIT

@@ -72,7 +72,7 @@ NIGHTLY_GRIDS = [
 )
 def test_losses_equal_one_process(nodes: int, local: int) -> None:
     """fp32, every stage and group size. Sums of a node are rounded before those of another are added."""
-    sizes = ["auto", *(str(size) for size in range(1, local + 1) if local % size == 0)]
+    sizes = ["auto", *(str(size) for size in range(1, local) if local % size == 0)]  # auto is `local`
     micro_batches = (1, 3) if nodes * local <= 4 else (3,)
     cases = [
         ({"zero_stage": stage, "zero_gradient_partition_size": size}, count)
@@ -194,7 +194,7 @@ def test_gradients_cross_the_slow_link_once_per_step(nodes: int, local: int) -> 
     All of ZeRO++: 1 byte and a scale of 2 bytes per 256 weights, half a byte and a scale per 128 gradients.
     Plain: 2 bytes of weights and 4 of the node's fp32 sum, or 2 of each rank's where it is the only one.
     """
-    counts = (1, 4, 16)
+    counts = (1, 4, 7)
     cases = [(zero | AUTO, count) for zero in (ALL, HPZ) for count in counts]
     ranks = on_ranks(nodes * local, traffic, cases, ranks_per_node=local)
     per_parameter = [

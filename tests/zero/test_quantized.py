@@ -182,7 +182,11 @@ def losses(topology: Topology, settings: list[tuple[dict[str, Any], PrecisionCon
     return curves
 
 
-def test_every_combination_learns_what_the_plain_run_learns() -> None:
+PAIRS = pytest.param((2,), id="pairs", marks=pytest.mark.nightly)
+
+
+@pytest.mark.parametrize("counts", [pytest.param((1, 3), id="alone and together"), PAIRS])
+def test_every_combination_learns_what_the_plain_run_learns(counts: tuple[int, ...]) -> None:
     """Alone and together, at every stage where it means something, in fp32, bf16 and fp16.
 
     Every step is within an eighth of all that the plain run learns: what codes may do to one reduction is
@@ -191,7 +195,7 @@ def test_every_combination_learns_what_the_plain_run_learns() -> None:
     fp16 = PrecisionConfig(fp16=True, initial_loss_scale=2.0**12)
     techniques = [
         dict(itertools.chain.from_iterable(part.items() for part in parts))
-        for count in (1, 2, 3)
+        for count in counts
         for parts in itertools.combinations((QWZ, HPZ, QGZ), count)
     ]
     settings = [({}, BF16)]

@@ -1,5 +1,8 @@
 """Checkpoints that megatron-core wrote, with the logits of its model."""
 
+import fcntl
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,12 +24,26 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
         "megatron.core", reason="megatron-core is not installed; tests/requirements.txt names it"
     )
 
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # all workers share them, as megatron-core takes long to start
+        shared = shared.parent
+
     @cache
-    def make(family: str, ranks: int) -> Path:
-        root, port = tmp_path_factory.mktemp(f"{family}_{ranks}"), free_port()
+    def make(ranks: int) -> Path:
+        root = shared / f"megatron_{ranks}"
+        with root.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (root / "complete").exists():
+                shutil.rmtree(root, ignore_errors=True)  # of a worker that failed
+                write(root, ranks)
+                (root / "complete").touch()
+        return root
+
+    def write(root: Path, ranks: int) -> None:
+        port = free_port()
         processes = [
             subprocess.Popen(
-                [sys.executable, str(_PROGRAM), str(root), family, str(ranks), str(rank), str(port)],
+                [sys.executable, str(_PROGRAM), str(root), str(ranks), str(rank), str(port)],
                 cwd=ROOT,
                 env=environment(PYTHONWARNINGS="ignore"),
                 stdout=subprocess.DEVNULL,
@@ -41,6 +58,5 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
             for process in processes:
                 process.kill()
         assert not any(process.returncode for process in processes), errors[0][-2000:]
-        return root
 
-    return make
+    return lambda family, ranks: make(ranks) / family

@@ -1,9 +1,9 @@
-"""A program of its own: megatron-core's model on CPU ranks saves checkpoints and its logits.
+"""A program of its own: megatron-core's models on CPU ranks save checkpoints and their logits.
 
-python megatron_program.py DIRECTORY FAMILY TENSOR_RANKS RANK PORT
+python megatron_program.py DIRECTORY TENSOR_RANKS RANK PORT
 
-DIRECTORY/dist is a torch_dist checkpoint of Megatron-LM's, DIRECTORY/ranks one of the old layout, and
-DIRECTORY/logits.safetensors has tokens and what the model makes of them.
+For each family DIRECTORY/FAMILY/dist is a torch_dist checkpoint of Megatron-LM's, DIRECTORY/FAMILY/ranks one
+of the old layout, and DIRECTORY/FAMILY/logits.safetensors has tokens and what the model makes of them.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY, ITERATION = 2, 64, 4, 32, 90, 7
+FAMILIES = ("gpt", "llama")
 PADDED = 128  # a multiple of --make-vocab-size-divisible-by 32 times 2 tensor ranks, and of 32
 
 
@@ -103,13 +104,13 @@ def build(args: argparse.Namespace) -> torch.nn.Module:
 
 def main() -> None:
     """See the file."""
-    root, family = Path(sys.argv[1]), sys.argv[2]
-    ranks, rank, port = map(int, sys.argv[3:])
+    root = Path(sys.argv[1])
+    ranks, rank, port = map(int, sys.argv[2:])
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = str(port)
     torch.cuda.current_device = lambda: "cpu"  # megatron-core asks for it wherever it runs
     torch.cuda.synchronize = lambda *_: None
-    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
@@ -117,7 +118,15 @@ def main() -> None:
     filesystem_async._process_memory = lambda: 0  # would need psutil
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(ranks, 1)
-    args = settings(family, ranks)
+    for family in FAMILIES:
+        save(root / family, settings(family, ranks), rank)
+    dist.destroy_process_group()
+
+
+def save(root: Path, args: argparse.Namespace, rank: int) -> None:
+    """Write both checkpoints and the logits of a model."""
+    from megatron.core import dist_checkpointing
+
     model = build(args)
     tokens = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(5))
     positions = torch.arange(LENGTH).expand(2, LENGTH)
@@ -141,7 +150,6 @@ def main() -> None:
             {"tokens": tokens, "logits": logits[..., :VOCABULARY].contiguous()}, root / "logits.safetensors"
         )
     dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
