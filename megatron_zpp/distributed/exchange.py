@@ -7,7 +7,7 @@ second to find out whether other ranks make progress. Rank 0 collects the values
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -53,9 +53,11 @@ class Exchange:
         self._reported = time.monotonic()
         self._every = min(_REPORT_EVERY, timeout.total_seconds() / 8)
         self._contributed: list[str] = []
+        self._published: set[str] = set()
 
     def put(self, name: str, value: Any) -> None:
         """Publish a value to all ranks, once per name."""
+        self._published.add(self._key(name))
         self._store.set(self._key(name), json.dumps(value))
 
     def get(self, name: str) -> Any:
@@ -107,7 +109,21 @@ class Exchange:
     def clear(self) -> None:
         """Delete from the store what this rank contributed. To be called when rank 0 has gathered it."""
         while self._contributed:
-            self._store.delete_key(self._contributed.pop())
+            key = self._contributed.pop()
+            self._store.delete_key(key)
+            self._published.discard(key)
+
+    def keys(self) -> set[str]:
+        """The keys of the operation that the store still has: what this rank published, and decisions."""
+        return self._published | {self._key("decision"), self._key("progress")}
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Delete the `keys()` of earlier operations, which every rank must have ended.
+
+        All ranks have ended them once each has contributed to this operation, if it began after them.
+        """
+        for key in keys:
+            self._store.delete_key(key)
 
     def progress(self) -> None:
         """Report that this rank makes progress. To be called often, by any thread: most calls do nothing."""

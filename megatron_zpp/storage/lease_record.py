@@ -89,9 +89,10 @@ class _FileRecord:
                 self._path.parent.rmdir()
 
     def close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            with contextlib.suppress(OSError):  # network file systems report errors here; all is on disk
+                os.close(descriptor)
 
     def _create(self, path: Path, content: bytes) -> None:
         """Create the file, which only one process can do, and keep a descriptor for rewriting it."""

@@ -103,9 +103,7 @@ class _Pulse:
         self._verdict: str | None = None  # the verdict that ends this process
         self._answered = self._clock.seconds
         self._said = 0.0  # when slow ranks were last reported
-        # A blocking call holds its store, so this one is used by nothing else.
-        self._store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
-        self._store.set_timeout(timedelta(seconds=2 * self._interval))
+        self._shared = store
         self._wake, self._told, self._over = threading.Event(), threading.Event(), threading.Event()
         self._threads = [
             threading.Thread(target=work, name=f"heartbeat {work.__name__}", daemon=True)
@@ -170,6 +168,7 @@ class _Pulse:
         """The first thread."""
         exchange = self._exchange_as_first if self._topology.rank == 0 else self._exchange
         try:
+            self._connect()
             self._make_keys()
             while not self._over.is_set():
                 with suppress(
@@ -210,6 +209,14 @@ class _Pulse:
         first = self._first
         name, doing = (first.name, first.doing) if first else ("rank 0", "starting")
         return f"{name}, where the run's store is kept, {what}; last seen: {doing}"
+
+    def _connect(self) -> None:
+        """Open a connection of this thread's own, because a blocking call holds the connection that it uses.
+
+        If the process that hosts the store is stopped, this waits for long, and the second thread notices.
+        """
+        self._store = self._shared.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
+        self._store.set_timeout(timedelta(seconds=2 * self._interval))
 
     def _make_keys(self) -> None:
         """Create the keys that this rank reads, because reading waits for missing keys."""

@@ -59,6 +59,7 @@ class Saver:
         self._timeout = config.distributed.timeout
         self._newest = start if config.checkpoint.save == config.checkpoint.load else None
         self._saves = 0
+        self._keys: set[str] = set()  # in the store, of saves that other ranks may not have ended yet
         self._failure: SaveFailed | None = None
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self._behind: deque[Future[str | None]] = deque()  # work beside the training; their log lines
@@ -134,9 +135,16 @@ class Saver:
     def _write(self, write: "_Write", tensors: dict[str, Tensor], state: dict[str, Any]) -> str:
         """Write one checkpoint from all ranks and return the log line; on any thread."""
         started, exchange = time.perf_counter(), self._exchange(f"save/{write.number}")
-        write.path, write.checksums = write_checkpoint(
-            write.path, tensors, state, exchange, self._options, beside=self._tokenizer_files
-        )
+        earlier = frozenset(self._keys)
+        try:
+            write.path, write.checksums = write_checkpoint(
+                write.path, tensors, state, exchange, self._options, beside=self._tokenizer_files
+            )
+        finally:
+            self._keys |= exchange.keys()
+        if self._engine.topology.rank == 0:  # all ranks have contributed to this save
+            exchange.forget(earlier)
+        self._keys -= earlier
         return f" saved {write.path} in {time.perf_counter() - started:.1f} s"
 
     def _keep_last(self, write: "_Write") -> str | None:
@@ -146,7 +154,10 @@ class Saver:
             return None
         assert keep_last is not None
         started, exchange = time.perf_counter(), self._exchange(f"read-back/{write.number}")
-        read_back(write.path, write.checksums, exchange, self._options)
+        try:
+            read_back(write.path, write.checksums, exchange, self._options)
+        finally:
+            self._keys |= exchange.keys()
         line = f" read back {write.path} in {time.perf_counter() - started:.1f} s"
         if self._engine.topology.rank != 0:
             return line

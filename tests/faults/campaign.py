@@ -150,7 +150,7 @@ def main() -> int:
     found = figures(options.kind, options)
     print(json.dumps({name: found[name] for name in ("cases", "seconds", "outcomes")}, indent=2))
     if options.output:
-        save_result(f"faults_{options.kind}", found, options.output)
+        save_result(f"faults_{options.kind}_{options.seed}", found, options.output)
     return 1 if any(statuses) or found["failures"] else 0
 
 

@@ -60,7 +60,15 @@ class Disturbances(Runs):
         time.sleep(draw.random() * 1.05 * whole.seconds)
 
     def _judge(
-        self, name: str, job: Job, setting: Setting, run: Path, whole: Whole, allowed: tuple[int, ...] = ()
+        self,
+        name: str,
+        job: Job,
+        setting: Setting,
+        run: Path,
+        whole: Whole,
+        allowed: tuple[int, ...] = (),
+        *,
+        one_for_all: bool = False,
     ) -> tuple[str, Outcome]:
         if not job.wait(PATIENCE):
             ended = dict(job.statuses)
@@ -69,7 +77,7 @@ class Disturbances(Runs):
                 "hang",
                 f"{ended} " + " | ".join(job.log(rank)[-500:] for rank in range(setting.world)),
             )
-        return name, self._finish(job, setting, run, whole, allowed)
+        return name, self._finish(job, setting, run, whole, allowed, one_for_all=one_for_all)
 
     def _kill_rank(
         self, setting: Setting, run: Path, whole: Whole, draw: random.Random
@@ -131,9 +139,9 @@ class Disturbances(Runs):
         if not job.wait(PATIENCE):
             job.kill()
             return "two runs at once", ("hang", job.log(0)[-700:])
-        name, outcome = self._judge("two runs at once", other, setting, run, whole)
+        name, outcome = self._judge("two runs at once", other, setting, run, whole, one_for_all=True)
         return name, outcome if outcome[0] not in ("equal", "one line, then equal") else self._finish(
-            job, setting, run, whole
+            job, setting, run, whole, one_for_all=True
         )
 
     def _damage(self, files: list[Path], draw: random.Random) -> str:

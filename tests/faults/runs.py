@@ -40,17 +40,27 @@ class Runs:
         self._whole: dict[int, Whole] = {}
 
     def _finish(
-        self, job: Job, setting: Setting, run: Path, whole: Whole, allowed: Collection[int] = ()
+        self,
+        job: Job,
+        setting: Setting,
+        run: Path,
+        whole: Whole,
+        allowed: Collection[int] = (),
+        *,
+        one_for_all: bool = False,
     ) -> tuple[str, str]:
         """Judge what the ranks of a disturbed run said, start it until it is complete, and compare.
 
-        They may have ended by SIGKILL, with 0, with 1 and one line, or with a status of `allowed`.
+        They may have ended by SIGKILL, with 0, with 1 and one line, or with a status of `allowed`. One rank
+        of each node has a line, or (`one_for_all`) one rank of the job if all may have the same message.
         """
         failed = {one for one, status in job.statuses.items() if status == 1}
         local = setting.local or setting.world  # one rank of a node may speak for all of it
         silent = {one // local for one in failed} - {
             one // local for one in failed if says_why(job.stderr(one))
         }
+        if one_for_all and any(says_why(job.stderr(one)) for one in failed):
+            silent = set()
         odd = set(job.statuses.values()) - {0, 1, -signal.SIGKILL, *allowed}
         if odd or silent or any(problem(job.stderr(one)) for one in failed):
             logs = " | ".join(job.log(one)[-900:] for one in job.statuses)

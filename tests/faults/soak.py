@@ -1,5 +1,9 @@
 """Runs that save every few seconds for hours, and what they hold: memory, descriptors, threads, disk.
 
+Of memory there are two figures. What the kernel holds for a rank also grows by fragmentation: short-lived
+threads take turns in the arenas of malloc, each of which keeps what it once needed. What the allocators have
+given out grows by a leak alone. The verdict on a piece tells the two apart.
+
     python tests/faults/soak.py --minutes 80 --directory /tmp/soak [--output benchmarks/results]
 
 A piece is a run of two ranks that resumes where the last piece of its setting ended, and stops by
@@ -22,10 +26,14 @@ import torch
 import tests.preloaded  # noqa: F401 - before ranks are forked
 from benchmarks.common import commit, write_result
 from tests.children import Job
+from tests.faults.held import report_in_use
 
 RANKS = 2
 EVERY = 5  # seconds between two looks at the processes
 WARM_UP = 120  # seconds in which a run may still grow
+LEAK = 16 * 2**10  # bytes in use per save; less is noise in a piece of some minutes
+LEAKED_BLOCKS = 50  # the same for the blocks of Python's allocator, of about 80 bytes
+LEAST = ("in_use_kib", "python_blocks")
 SAVES = "--save-interval 40 --eval-interval 100 --eval-iters 2 --log-interval 100"
 MODEL = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
@@ -45,11 +53,18 @@ SETTINGS = {
 }
 
 
-def held(pid: int) -> dict[str, int]:
-    """What a process holds: resident private memory in KiB, open descriptors, threads."""
+def held(pid: int, report: Path) -> dict[str, int]:
+    """What a process holds: private memory, memory in use by the last line of `report`, descriptors, threads.
+
+    Memory is in KiB.
+    """
+    in_use = json.loads(report.read_text().splitlines()[-1])
     status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return {
         "anonymous_kib": int(status["RssAnon"].split()[0]),
+        "in_use_kib": in_use["malloc_bytes"] // 1024,
+        "kept_free_kib": in_use["malloc_free_bytes"] // 1024,
+        "python_blocks": in_use["python_blocks"],
         "descriptors": len(list(Path(f"/proc/{pid}/fd").iterdir())),
         "threads": int(status["Threads"]),
     }
@@ -72,13 +87,19 @@ def piece(name: str, directory: Path, minutes: float) -> dict[str, Any]:
     directory.mkdir(parents=True, exist_ok=True)
     write_text(directory / "text.jsonl")
     argv = f"{MODEL} {SETTINGS[name].format(directory=directory)} --save {save} --load {save}".split()
-    job = Job(log, [*argv, "--exit-duration-in-mins", str(minutes)], RANKS)
+    reports = [log / f"{rank}.in_use" for rank in range(RANKS)]
+    job = Job(
+        log,
+        [*argv, "--exit-duration-in-mins", str(minutes)],
+        RANKS,
+        prepare=lambda rank: report_in_use(reports[rank], EVERY),
+    )
     began, samples = time.monotonic(), []
     while not job.wait(EVERY):
         seconds = time.monotonic() - began
         try:
-            ranks = [held(pid) for pid in job.pids]
-        except (OSError, KeyError):  # one has just ended
+            ranks = [held(pid, report) for pid, report in zip(job.pids, reports, strict=True)]
+        except (OSError, KeyError, ValueError):  # one has just ended, or is writing its line
             continue
         samples.append({"seconds": seconds, "ranks": ranks, "disk": bytes_in(save)})
         if seconds > 60 * minutes + 1800:
@@ -86,29 +107,52 @@ def piece(name: str, directory: Path, minutes: float) -> dict[str, Any]:
     lines = job.log(0).splitlines()
     warm = [sample for sample in samples if sample["seconds"] > WARM_UP]
     quarter = max(len(warm) // 4, 1)
+    saves = sum(line.startswith(" saved ") for line in lines)
+    first, last = summary(warm[:quarter]), summary(warm[-quarter:])
     return {
         "setting": name,
         "commit": commit(),
         "minutes": round((time.monotonic() - began) / 60, 1),
         "statuses": sorted(job.statuses.values()),
-        "saves": sum(line.startswith(" saved ") for line in lines),
+        "saves": saves,
         "last_line": lines[-1] if lines else "",
         "warnings": [line for line in lines if "WARNING" in line][:5],
         "samples": len(samples),
-        "first": summary(warm[:quarter]),
-        "last": summary(warm[-quarter:]),
+        "first": first,
+        "last": last,
+        "verdict": verdict(first, last, saves),
     }
+
+
+def verdict(first: dict[str, Any], last: dict[str, Any], saves: int) -> list[str]:
+    """What the memory of each rank did between two summaries of a piece of so many saves."""
+    found = []
+    for rank in range(RANKS if first else 0):
+        grown = {kind: last[kind][rank] - first[kind][rank] for kind in ("anonymous_kib", "in_use_kib")}
+        blocks = last["python_blocks"][rank] - first["python_blocks"][rank]
+        leaked = 1024 * grown["in_use_kib"] > LEAK * saves or blocks > LEAKED_BLOCKS * saves
+        word = (
+            "leak" if leaked else "fragmentation" if grown["anonymous_kib"] > grown["in_use_kib"] else "flat"
+        )
+        found.append(
+            f"{word}: {grown['anonymous_kib']} KiB more held, {grown['in_use_kib']} KiB more in use, "
+            f"{blocks} more blocks of Python's"
+        )
+    return found
 
 
 def summary(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over some samples, by rank, and the most that was on the disk."""
+    """Medians over some samples, by rank, and the most that was on the disk.
+
+    Of what is in use the least: a sample in the middle of a step has its activations too.
+    """
     if not samples:
         return {}
     ranks = range(len(samples[0]["ranks"]))
-    found: dict[str, Any] = {
-        kind: [round(statistics.median(sample["ranks"][rank][kind] for sample in samples)) for rank in ranks]
-        for kind in samples[0]["ranks"][0]
-    }
+    found: dict[str, Any] = {}
+    for kind in samples[0]["ranks"][0]:
+        typical = min if kind in LEAST else statistics.median
+        found[kind] = [round(typical(sample["ranks"][rank][kind] for sample in samples)) for rank in ranks]
     return found | {"disk_bytes_at_most": max(sample["disk"] for sample in samples)}
 
 

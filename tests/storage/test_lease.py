@@ -1,6 +1,7 @@
 """One holder of a directory: alive, dead, on another host, and two that come at once."""
 
 import contextlib
+import errno
 import itertools
 import json
 import multiprocessing
@@ -59,6 +60,22 @@ def test_it_is_given_back(tmp_path: Path) -> None:
     with Lease(directory, print):
         (directory / "iter_0000001").mkdir()
     assert [path.name for path in directory.iterdir()] == ["iter_0000001"]
+
+
+def test_an_error_of_close_when_it_is_given_back_is_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close, raised = os.close, []
+
+    def full(descriptor: int) -> None:  # as network file systems do, where the quota is used up
+        close(descriptor)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    with Lease(tmp_path, print):
+        monkeypatch.setattr(os, "close", full)
+    monkeypatch.undo()
+    assert not raised
 
 
 def test_a_live_process_of_this_host_is_named_at_once(tmp_path: Path) -> None:

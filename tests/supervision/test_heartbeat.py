@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
@@ -382,3 +384,37 @@ def test_a_rank_sends_nothing_after_its_good_bye() -> None:
     *before, (name, key, said) = store.calls
     assert (name, key, HeartbeatMessage.decode(said).left) == ("set", "heartbeat/1", True)
     assert not any(HeartbeatMessage.decode(given[1]).left for name, *given in before if name == "set")
+
+
+def host_store(port: int, ready: Event) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    ready.set()
+    time.sleep(PATIENCE)
+    del store
+
+
+def enter_when_rank_0_stops(port: int, rank_0: int, said: Path) -> None:
+    """Rank 1, whose rank 0 is stopped after both have met and before heartbeats begin."""
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
+    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE))
+    os.kill(rank_0, signal.SIGSTOP)
+    with heartbeat(store, Topology(1, 2, 1, 2), 1.0, "prog"):
+        time.sleep(PATIENCE)
+
+
+def test_a_rank_0_that_stops_just_before_the_heartbeats_is_found(tmp_path: Path) -> None:
+    port, ready, said = free_port(), CONTEXT.Event(), tmp_path / "said"
+    rank_0 = CONTEXT.Process(target=host_store, args=(port, ready))
+    rank_0.start()
+    try:
+        assert ready.wait(PATIENCE)
+        rank_1 = CONTEXT.Process(target=enter_when_rank_0_stops, args=(port, rank_0.pid, said))
+        rank_1.start()
+        rank_1.join(PATIENCE / 2)
+        ended = rank_1.exitcode
+        rank_1.kill()
+    finally:
+        rank_0.kill()
+    assert ended == 1
+    line = r"prog .*rank 1\]: error: rank 0, where the run's store is kept, .*\n"
+    assert re.fullmatch(line, said.read_text())
