@@ -142,9 +142,12 @@ class MemoryCopies:
         """Remove the snapshots of one start."""
         self._remove(lambda name: name.attempt == attempt)
 
-    def keep_only(self, kept: SnapshotName | None) -> None:
-        """Remove all snapshots but `kept`."""
-        self._remove(lambda name: name != kept)
+    def remove_earlier_starts(self, attempt: str, *, kept: SnapshotName | None) -> None:
+        """Remove the snapshots of other starts than `attempt`, except `kept`.
+
+        Other ranks may be writing those of `attempt` already.
+        """
+        self._remove(lambda name: name.attempt != attempt and name != kept)
 
     def _remove(self, obsolete: Callable[[SnapshotName], bool]) -> None:
         for path in self._directory.glob("holder_*/iter_*"):

@@ -99,11 +99,11 @@ class BuddyMemory:
             raise OSError(f"needs {nbytes / 2**30:.3f} GiB, and {room / 2**30:.3f} GiB are left")
 
     def restored(self, snapshot: SnapshotName | None) -> None:
-        """Keep, in memory, only the snapshot that all ranks have loaded; None: none."""
+        """Keep, of earlier starts, only the snapshot that all ranks have loaded; None: none."""
         self._exchange = None
         shutil.rmtree(self.assembled(), ignore_errors=True)
         if self.by_first:
-            self.copies.keep_only(snapshot)
+            self.copies.remove_earlier_starts(self.attempt, kept=snapshot)
 
     def assembled(self) -> Path:
         """Where this rank makes a checkpoint of copies."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_zpp.checkpoint.memory_copies import MemoryCopies, SnapshotName
 from tests.support import ROOT, Run, environment, free_port, holding, wait_until
 from tests.train.conftest import BYTES, TINY
 from tests.train.test_faults import in_micro_batch, weights
@@ -161,6 +162,16 @@ def test_one_node_keeps_its_own_copies(nodes: Nodes, whole: dict[str, bytes]) ->
     assert "loaded iteration 10 in memory" in log
     assert "iteration 10 is in the memory of this node alone" in log
     assert weights(nodes.save, END) == whole
+
+
+def test_a_start_keeps_what_its_ranks_write_already(tmp_path: Path) -> None:
+    """Ranks need not wait for each other between what they load and their first snapshot."""
+    old, new = "0" * 8, "1" * 8
+    loaded, first = SnapshotName(10, old), SnapshotName(10, new)
+    for name in (SnapshotName(5, old), loaded, SnapshotName(15, old), first):
+        (tmp_path / "holder_0" / str(name)).mkdir(parents=True)
+    MemoryCopies(tmp_path, 0).remove_earlier_starts(new, kept=loaded)
+    assert {path.name for path in (tmp_path / "holder_0").iterdir()} == {str(loaded), str(first)}
 
 
 def test_a_node_may_be_lost_again_before_the_next_snapshot(nodes: Nodes, whole: dict[str, bytes]) -> None:
