@@ -6,14 +6,12 @@ backward gradient (R, N) @ weight and gradientᵀ @ x.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-
-from megatron_zpp.ops import products
 
 
 @dataclass(frozen=True)
@@ -35,6 +33,11 @@ class ProductShape:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{dtype}_{self.m}x{self.n}x{self.k}_{layout}{'_bias' * self.bias}"
 
+    @property
+    def transposed(self) -> dict[str, bool]:
+        """The arguments of a product that say which factors are stored transposed."""
+        return {"left_transposed": self.left_transposed, "right_transposed": self.right_transposed}
+
 
 @dataclass(frozen=True)
 class LinearAlgorithms:
@@ -51,10 +54,42 @@ class LinearAlgorithms:
         return bool(self.forward or self.of_input or self.of_weight)
 
 
+class NamedProduct(Protocol):
+    """A product by an algorithm that is named; see ops/products.py, `multiply`."""
+
+    def __call__(
+        self,
+        left: Tensor,
+        right: Tensor,
+        bias: Tensor | None,
+        algorithm: str,
+        *,
+        left_transposed: bool = False,
+        right_transposed: bool = False,
+    ) -> Tensor:
+        """Return left @ right + bias."""
+
+
+def own_product(
+    left: Tensor,
+    right: Tensor,
+    bias: Tensor | None,
+    *,
+    left_transposed: bool = False,
+    right_transposed: bool = False,
+) -> Tensor:
+    """Return left @ right + bias, by torch."""
+    left, right = left.t() if left_transposed else left, right.t() if right_transposed else right
+    return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
+
+
 class ChosenLinear(nn.Linear):
     """nn.Linear, with chosen algorithms for inputs of one number of rows, and torch's products for others."""
 
-    algorithms: LinearAlgorithms | None = None
+    def __init__(self, inputs: int, outputs: int, bias: bool = True, *, multiply: NamedProduct) -> None:
+        """`multiply` computes the products that have an algorithm, once `algorithms` are set."""
+        super().__init__(inputs, outputs, bias)
+        self.multiply, self.algorithms = multiply, LinearAlgorithms(0)
 
     def forward(self, input: Tensor) -> Tensor:
         """(…, K) -> (…, N)."""
@@ -63,10 +98,10 @@ class ChosenLinear(nn.Linear):
     def affine(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """F.linear(x, self.weight, bias)."""
         chosen = self.algorithms
-        if chosen is None or not chosen.any or x.numel() != chosen.rows * self.in_features:
+        if not chosen.any or x.numel() != chosen.rows * self.in_features:
             return F.linear(x, self.weight, bias)
         names = chosen.forward, chosen.of_input, chosen.of_weight
-        rows = _Linear.apply(x.flatten(0, -2), self.weight, bias, *names)
+        rows = _Linear.apply(x.flatten(0, -2), self.weight, bias, *names, self.multiply)
         return rows.unflatten(0, x.shape[:-1])
 
     def product_shapes(self, rows: int, dtype: torch.dtype) -> dict[str, ProductShape]:
@@ -89,26 +124,6 @@ def chosen_linears(model: nn.Module) -> Iterator[tuple[str, ChosenLinear]]:
     return ((name, each) for name, each in model.named_modules() if isinstance(each, ChosenLinear))
 
 
-def multiply(
-    left: Tensor,
-    right: Tensor,
-    bias: Tensor | None,
-    algorithm: str,
-    *,
-    left_transposed: bool = False,
-    right_transposed: bool = False,
-) -> Tensor:
-    """See ops.products.multiply; an empty `algorithm` is torch's own product."""
-    if algorithm:
-        return products.multiply(
-            *(left, right, bias, algorithm),
-            left_transposed=left_transposed,
-            right_transposed=right_transposed,
-        )
-    left, right = left.t() if left_transposed else left, right.t() if right_transposed else right
-    return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
-
-
 class _Linear(torch.autograd.Function):
     """F.linear of rows (R, K), by algorithms that are named."""
 
@@ -121,9 +136,12 @@ class _Linear(torch.autograd.Function):
         forward: str,
         of_input: str,
         of_weight: str,
+        multiply: NamedProduct,
     ) -> Tensor:
         ctx.save_for_backward(rows, weight)
-        ctx.algorithms = of_input, of_weight
+        ctx.algorithms, ctx.multiply = (of_input, of_weight), multiply
+        if not forward:
+            return own_product(rows, weight, bias, right_transposed=True)
         return multiply(rows.contiguous(), weight, bias, forward, right_transposed=True)
 
     @staticmethod
@@ -131,12 +149,18 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         of_input, of_weight = ctx.algorithms
-        gradient = gradient.contiguous()
         of_rows = of_weights = of_bias = None
         if ctx.needs_input_grad[0]:
-            of_rows = multiply(gradient, weight, None, of_input)
+            if of_input:
+                of_rows = ctx.multiply(gradient.contiguous(), weight, None, of_input)
+            else:
+                of_rows = own_product(gradient, weight, None)
         if ctx.needs_input_grad[1]:
-            of_weights = multiply(gradient, rows.contiguous(), None, of_weight, left_transposed=True)
+            if of_weight:
+                factors = gradient.contiguous(), rows.contiguous()
+                of_weights = ctx.multiply(*factors, None, of_weight, left_transposed=True)
+            else:
+                of_weights = own_product(gradient, rows, None, left_transposed=True)
         if ctx.needs_input_grad[2]:
             of_bias = gradient.sum(0)
-        return of_rows, of_weights, of_bias, None, None, None
+        return of_rows, of_weights, of_bias, None, None, None, None

@@ -24,6 +24,7 @@ from megatron_zpp.model.fp8_weights import WeightCodes
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.products import ChosenLinear
 from megatron_zpp.model.tensor_parallel import Product, TensorParallelComponents, exchanges_of, splits_of
+from megatron_zpp.ops import products
 from megatron_zpp.train.compiling import compile_parts, prepare_compiler
 from megatron_zpp.train.device import Device, check_attention
 from megatron_zpp.train.run_schedule import RunSchedule
@@ -107,7 +108,8 @@ def _products(
         )
     if precision.fp8:
         return Float8Linear, lambda: float8_linear
-    return ChosenLinear if measured else nn.Linear, lambda: F.linear
+    linear = partial(ChosenLinear, multiply=products.multiply) if measured else nn.Linear
+    return linear, lambda: F.linear
 
 
 def _kernels(device: torch.device) -> tuple[Cast, Transpose]:

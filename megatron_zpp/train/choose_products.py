@@ -123,7 +123,7 @@ def _kept(own: ProductAlgorithms, saved: ProductAlgorithms | None, lines: list[s
 def _measure(
     shapes: Iterable[ProductShape], timer: Timer, progress: Callable[[], None], lines: list[str]
 ) -> tuple[dict[str, str], float]:
-    """The fastest algorithms, and the seconds it took to find them; `lines` get those that are not torch's."""
+    """The fastest algorithms, and the seconds to find them; `lines` get those that are not torch's."""
     started, chosen = time.perf_counter(), {}
     for shape in shapes:
         timings = timer(shape)
@@ -141,7 +141,7 @@ def _shapes(model: nn.Module, rows: int, dtype: torch.dtype) -> set[ProductShape
         shape for _, linear in chosen_linears(model) for shape in linear.product_shapes(rows, dtype).values()
     }
     aligned = products.ALIGNMENT
-    return {each for each in shapes if not (each.m % aligned or each.n % aligned or each.k % aligned)}
+    return {each for each in shapes if all(size % aligned == 0 for size in (each.m, each.n, each.k))}
 
 
 def _difference(devices: list[str]) -> str | None:

@@ -105,7 +105,7 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
 def _with_products(
     config: Config, engine: ZeroEngine, ranks: Ranks, progress: Progress
 ) -> tuple[Progress, list[str]]:
-    """`progress` with the algorithms of --gemm-algorithms, which the model then has, and lines for the log."""
+    """`progress` with the products' algorithms, which the model has then, and lines for the log."""
     saved = progress.products
     if not config.compilation.measures_products:
         lines = [] if saved is None else [f" WARNING: {FLAG} was measured and is heuristic: bits may differ"]

@@ -7,7 +7,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from megatron_zpp.model.products import ProductShape, multiply
+from megatron_zpp.model.products import ProductShape, own_product
 from megatron_zpp.ops import products
 
 _ROUNDS = 9  # each runs every algorithm once
@@ -44,11 +44,7 @@ class ProductTimer:
     def __call__(self, shape: ProductShape) -> Timings:
         """Time a product, by torch and by every algorithm."""
         left, right, bias = self.operands(shape)
-        transposed = {
-            "left_transposed": shape.left_transposed,
-            "right_transposed": shape.right_transposed,
-        }
-        names = ["", *products.algorithms(left, right, bias, most=_CANDIDATES, **transposed)]
+        names = ["", *products.algorithms(left, right, bias, most=_CANDIDATES, **shape.transposed)]
         if not self._warm:
             self._warm_up(left, right, bias, shape)
         spent: dict[str, list[float]] = {name: [] for name in names}
@@ -93,11 +89,10 @@ class ProductTimer:
                 self._flushed.zero_()
             pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             pair[0].record()
-            multiply(
-                *(left, right, bias, name),
-                left_transposed=shape.left_transposed,
-                right_transposed=shape.right_transposed,
-            )
+            if name:
+                products.multiply(left, right, bias, name, **shape.transposed)
+            else:
+                own_product(left, right, bias, **shape.transposed)
             pair[1].record()
             events.append(pair)
         torch.cuda.synchronize(self._device)
