@@ -21,6 +21,7 @@ from megatron_zpp.model.products import LinearAlgorithms, ProductShape, chosen_l
 from megatron_zpp.ops import products
 from megatron_zpp.train.product_cache import ProductCache
 from megatron_zpp.train.time_products import Timings
+from megatron_zpp.zero.engine import ZeroEngine
 
 FLAG = "--gemm-algorithms"
 Timer = Callable[[ProductShape], Timings]
@@ -41,6 +42,15 @@ def of_device(device: torch.device) -> ProductAlgorithms:
         fix = "needs kernels built with cublasLt.h, of CUDA's toolkit or the package nvidia-cublas"
         raise option_error(FLAG, "measured", f"{fix}; install it and build again, or use heuristic")
     return ProductAlgorithms(torch.cuda.get_device_name(device), version, torch.__version__, {})
+
+
+def check_aligned(engine: ZeroEngine) -> None:
+    """Raise ValueError for parameters that begin where an algorithm of cuBLASLt cannot read them."""
+    for unit in engine.units:
+        for name, offset in zip(unit.names, unit.layout.offsets, strict=False):
+            if offset % products.ALIGNMENT:
+                fix = f"needs sizes that are multiples of {products.ALIGNMENT}; use heuristic"
+                raise option_error(FLAG, "measured", f"{name} is element {offset} of its unit, and it {fix}")
 
 
 def choose_products(

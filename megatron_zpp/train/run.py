@@ -16,7 +16,7 @@ from megatron_zpp.data.resume import resume_data
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.train.buddy_memory import BuddyMemory, open_memory
-from megatron_zpp.train.choose_products import FLAG, choose_products, of_device
+from megatron_zpp.train.choose_products import FLAG, check_aligned, choose_products, of_device
 from megatron_zpp.train.inputs import RunInputs
 from megatron_zpp.train.product_cache import ProductCache
 from megatron_zpp.train.ranks import Ranks
@@ -110,6 +110,7 @@ def _with_products(
     if not config.compilation.measures_products:
         lines = [] if saved is None else [f" WARNING: {FLAG} was measured and is heuristic: bits may differ"]
         return replace(progress, products=None), lines
+    check_aligned(engine)
     ranks.activity.now("measuring products", patient=True)
     choice = choose_products(
         engine.model,
