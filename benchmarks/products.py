@@ -45,8 +45,8 @@ def shapes_of(rows: int, width: int, dtype: torch.dtype) -> dict[str, ProductSha
 
 def same_bits(timer: ProductTimer, shape: ProductShape, algorithm: str) -> bool:
     """Whether three products of the same operands are equal."""
-    operands = timer.operands(shape)
-    first, *others = (multiply(*operands, algorithm, **shape.transposed) for _ in range(3))
+    left, right, bias = timer.operands(shape)
+    first, *others = (multiply(left, right, bias, algorithm, **shape.transposed) for _ in range(3))
     return all(torch.equal(first, other) for other in others)
 
 

@@ -58,7 +58,7 @@ def cases() -> Iterator[ProductShape]:
     yield ProductShape(torch.float16, 504, 1144, 8, True, False, False)
 
 
-@pytest.mark.parametrize("shape", cases(), ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", [*cases()], ids=lambda shape: shape.name)
 def test_every_algorithm_is_exact_up_to_the_rounding_of_its_format(shape: ProductShape) -> None:
     left, right, bias = factors(shape)
     names = algorithms(left, right, bias, **shape.transposed)
