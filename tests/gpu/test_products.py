@@ -113,8 +113,6 @@ def test_what_no_algorithm_can_compute_is_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             call()
-    with pytest.raises(ValueError, match="algorithm must be one of product_algorithms"):
-        multiply(x, x, None, "f" * 128 + "0" * 16)
     assert multiply(x[:0], x, None, name).shape == (0, 16)
 
 
