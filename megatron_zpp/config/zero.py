@@ -31,6 +31,13 @@ class ZeroConfig(Options):
         "sublayer: those of its attention, or of its MLP. Sublayers take less memory for buffers and send "
         "smaller messages.",
     )
+    zero_table_rows: int | None = option(
+        None,
+        "Make units of so many rows of the embedding of tokens, and of untied output weights, which are whole "
+        "by default. For large vocabularies: buffers then have the size of such a block, or of a layer, and "
+        "not that of the table, and the loss needs the logits of one block at a time, which it makes twice.",
+        at_least=1,
+    )
     zero_prefetch_units: int | None = option(
         None,
         "Stage 3: units gathered ahead of the unit that computes; default 1. Each costs memory for one unit.",
@@ -218,6 +225,8 @@ class ZeroConfig(Options):
             parts.append(f"gradients accumulated over {self.zero_gradient_partition_size}")
         if self.cuts_layers:
             parts.append("units of sublayers")
+        if self.zero_table_rows is not None:
+            parts.append(f"tables in units of {self.zero_table_rows} rows")
         return " + ".join(parts)
 
     def hpz_ranks(self, ranks_of_a_node: int, nodes: int) -> int:

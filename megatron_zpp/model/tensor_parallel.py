@@ -26,7 +26,8 @@ from megatron_zpp.distributed.split import Split
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.model.components import ModelComponents
 from megatron_zpp.model.gpt import GPT, Head, Layer
-from megatron_zpp.model.loss import IGNORED, LossKernels, linear_cross_entropy, unit, wide
+from megatron_zpp.model.loss import IGNORED, LossKernels, linear_cross_entropy, unit
+from megatron_zpp.model.partial_softmax import likelihood_of, local_statistics
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of rows (R, K), a weight (N, K) and a bias (N)
@@ -198,11 +199,11 @@ class VocabularyParallelLoss:
 
     def __init__(self, group: TensorGroup) -> None:
         self._group = group
-        self._local, self._to_gradient = _local_statistics, _to_gradient
+        self._local, self._to_gradient = local_statistics, _to_gradient
 
     def kernels(self, compiler: Compiler = lambda function: function) -> LossKernels:
         """The loss as kernels for `linear_cross_entropy`; its targets are ids of the whole vocabulary."""
-        self._local, self._to_gradient = compiler(_local_statistics), compiler(_to_gradient)
+        self._local, self._to_gradient = compiler(local_statistics), compiler(_to_gradient)
         return LossKernels(self.to_gradient, lean=True, loss=self.loss)
 
     def to_gradient(self, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
@@ -216,7 +217,7 @@ class VocabularyParallelLoss:
     def loss(self, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
         """The sum of the cross-entropies of logits (C, V / T), which stay as they are."""
         place = targets - self._group.rank * logits.shape[1]
-        likelihood, _ = _likelihood(self._statistics(logits, place, vocab_size))
+        likelihood, _ = likelihood_of(self._statistics(logits, place, vocab_size))
         return -torch.where(targets != IGNORED, likelihood, 0.0).sum()
 
     def _statistics(self, logits: Tensor, place: Tensor, vocab_size: int) -> Tensor:
@@ -228,30 +229,9 @@ class VocabularyParallelLoss:
         return min(max(vocab_size - self._group.rank * logits.shape[1], 0), logits.shape[1])
 
 
-def _local_statistics(logits: Tensor, place: Tensor, entries: int) -> Tensor:
-    """Maximum, sum of exponentials less the maximum, and target's logit or 0 of logits (C, V / T): (3, C)."""
-    used = logits[:, :entries].to(wide(logits.dtype))
-    if entries == 0:
-        zero = used.new_zeros(len(logits))
-        return torch.stack((torch.full_like(zero, -math.inf), zero, zero))
-    largest = used.amax(1)
-    total = torch.exp(used - largest[:, None]).sum(1)
-    inside = (place >= 0) & (place < entries)
-    wanted = used.gather(1, place.clamp(0, entries - 1)[:, None])[:, 0]
-    return torch.stack((largest, total, torch.where(inside, wanted, 0.0)))
-
-
-def _likelihood(statistics: Tensor) -> tuple[Tensor, Tensor]:
-    """The log-likelihood of the target, and the logarithm of the sum of exponentials, each (C)."""
-    largest, totals, wanted = statistics.unbind(1)  # each (T, C)
-    most = largest.amax(0)
-    log_total = most + torch.log((totals * torch.exp(largest - most)).sum(0))
-    return wanted.sum(0) - log_total, log_total
-
-
 def _to_gradient(logits: Tensor, counted: Tensor, place: Tensor, statistics: Tensor, entries: int) -> Tensor:
     """The loss; logits (C, V / T) become their gradient times `unit`."""
-    likelihood, log_total = _likelihood(statistics)
+    likelihood, log_total = likelihood_of(statistics)
     scale = unit(logits.dtype)
     columns = torch.arange(logits.shape[1], device=logits.device)
     shifted = logits.to(log_total.dtype) - (log_total - math.log(scale))[:, None]

@@ -22,6 +22,7 @@ from megatron_zpp.model.fp8_delayed import DelayedLinear, DelayedProduct, Transp
 from megatron_zpp.model.fp8_scaling import DelayedScaling
 from megatron_zpp.model.fp8_weights import WeightCodes
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.row_blocks import RowBlockComponents
 from megatron_zpp.model.tensor_parallel import Product, TensorParallelComponents, exchanges_of, splits_of
 from megatron_zpp.train.compiling import compile_parts, prepare_compiler
 from megatron_zpp.train.device import Device, check_attention
@@ -82,6 +83,8 @@ def _build_model(config: Config, vocab_size: int, device: Device, group: TensorG
     norms = norm_classes(device.fused_backend)
     linear, product = _products(config.precision, device.device)
     parts = ModelComponents(norms, linear, device.attention)
+    if config.zero.zero_table_rows is not None:
+        parts = RowBlockComponents(norms, linear, device.attention, rows=config.zero.zero_table_rows)
     if group is not None:
         parts = TensorParallelComponents(
             norms,
