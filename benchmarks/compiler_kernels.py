@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
 from megatron_zpp.model.fused.blocks import FusedKernels
-from megatron_zpp.model.gpt import Layer
+from megatron_zpp.model.layer import Layer
 from pretrain_gpt import main
 
 SWITCHES = {"rotary": "_rotates", "swiglu": "_swiglu"}

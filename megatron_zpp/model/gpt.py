@@ -1,14 +1,14 @@
 """A pre-norm decoder: GPT-2, GPT-3 (GPT-2 paper, 2.3; GPT-3 paper, 2.1), and Llama-like models by flags.
 
-Shapes: B batch, T tokens, D hidden size, N query heads, G heads of keys and values (query groups), H head
-width, F inner width of the MLP, V padded vocabulary.
+This file has the model from tokens to loss; model/layer.py has one layer.
+Shapes: B batch, T tokens, D hidden size, V padded vocabulary.
 The model knows nothing of ranks: `GPT(config, vocab_size)` trains on a laptop as it is. Tensor ranks share it
-by its components alone (model/tensor_parallel.py); N, G, F and V are then one rank's parts of each.
+by its components alone (model/tensor_parallel.py); V is then one rank's part.
 """
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
@@ -22,11 +22,13 @@ from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.distributed.split import RowBlock
 from megatron_zpp.model.attention import mask_of
 from megatron_zpp.model.components import ModelComponents, embedding
-from megatron_zpp.model.kv_cache import LayerCache
+from megatron_zpp.model.layer import Layer
 from megatron_zpp.model.loss import PLAIN, LossKernels, linear_cross_entropy, logits_to_gradient
-from megatron_zpp.model.masks import CAUSAL, Mask
+from megatron_zpp.model.masks import Mask
 from megatron_zpp.model.offload import ActivationOffload
+from megatron_zpp.model.recomputation import recomputed_units, segments, units_of_a_layer
 from megatron_zpp.model.rotary import UNROTATED, RopeScaling, RotaryEmbedding, Rotation
+from megatron_zpp.model.sublayers import CutLayer
 
 
 class Embedding(nn.Module):
@@ -53,262 +55,6 @@ class PositionedEmbedding(Embedding):
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """See Embedding."""
         return self.dropout(self.tokens(tokens) + self.positions(self.own_positions(positions, tokens)))
-
-
-class Attention(nn.Module):
-    """Causal self-attention with N query heads in G groups that share keys and values; G = N without groups.
-
-    The rows of `qkv` are those of all queries, then of all keys, then of all values.
-    """
-
-    def __init__(self, config: ModelConfig, parts: ModelComponents, recompute_scores: bool) -> None:
-        super().__init__()
-        self.heads = config.num_attention_heads // parts.tensor_ranks
-        self.groups = config.num_query_groups // parts.tensor_ranks
-        self.head_width, self.dropout = config.kv_channels, config.attention_dropout
-        self.recompute_scores, self.kernel = recompute_scores, parts.attention
-        biased = not config.disable_bias_linear
-        queries = config.num_attention_heads * config.kv_channels
-        keys = config.num_query_groups * config.kv_channels
-        self.qkv = parts.column(
-            config.hidden_size,
-            queries + 2 * keys,
-            bias=biased or config.add_qkv_bias,
-            runs=(queries, keys, keys),
-        )
-        self.normalized = config.qk_layernorm
-        self.query_norm = parts.norm(config, self.head_width) if self.normalized else nn.Identity()
-        self.key_norm = parts.norm(config, self.head_width) if self.normalized else nn.Identity()
-        self.output = parts.row(queries, config.hidden_size, bias=biased)
-
-    def forward(
-        self, x: Tensor, mask: Mask, rotation: Rotation, cache: LayerCache | None, kernels: "BlockKernels"
-    ) -> Tensor:
-        """(B, T, D) -> (B, T, D); a `cache` comes with the mask CachedPrefix."""
-        q, k, v = kernels.heads(self, x, rotation)  # (B, T, N, H), and twice (B, T, G, H)
-        if cache is not None:
-            k, v = cache.extend(k, v)  # each (B, C, G, H)
-        dropout = self.dropout if self.training else 0.0
-        attend = partial(self.kernel, dropout=dropout, mask=mask)
-        if self.recompute_scores and self.training:
-            mixed = checkpoint(attend, q, k, v, use_reentrant=False)
-        else:
-            mixed = attend(q, k, v)
-        return kernels.project(self.output, mixed.flatten(2))  # of (B, T, N, H)
-
-
-def gelu(x: Tensor) -> Tensor:
-    """GPT-2's tanh approximation of GELU."""
-    return F.gelu(x, approximate="tanh")
-
-
-def squared_relu(x: Tensor) -> Tensor:
-    """max(x, 0)² (Primer paper, 2109.08668)."""
-    return F.relu(x).square()
-
-
-def swiglu(x: Tensor) -> Tensor:
-    """(…, 2F) -> (…, F): SiLU of the first half times the second (GLU Variants paper, 2002.05202)."""
-    gate, up = x.chunk(2, -1)
-    return F.silu(gate) * up
-
-
-_ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {  # and the inputs of each of its outputs
-    "gelu": (gelu, 1),
-    "squared_relu": (squared_relu, 1),
-    "swiglu": (swiglu, 2),
-}
-
-
-class MLP(nn.Module):
-    """Two linear maps with an activation between them; with SwiGLU the first makes gate and value."""
-
-    def __init__(self, config: ModelConfig, parts: ModelComponents) -> None:
-        super().__init__()
-        self.activation, inputs = _ACTIVATIONS[config.activation]
-        biased = not config.disable_bias_linear
-        inner = config.ffn_hidden_size
-        self.input = parts.column(config.hidden_size, inputs * inner, bias=biased, runs=(inner,) * inputs)
-        self.output = parts.row(inner, config.hidden_size, bias=biased)
-
-    def forward(self, x: Tensor, kernels: "BlockKernels") -> Tensor:
-        """(B, T, D) -> (B, T, D) through (B, T, F)."""
-        return kernels.mlp(self, x)
-
-
-class Layer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, config: ModelConfig, parts: ModelComponents, recompute_scores: bool) -> None:
-        super().__init__()
-        self.attention_norm = parts.norm(config, config.hidden_size)
-        self.attention = Attention(config, parts, recompute_scores)
-        self.mlp_norm = parts.norm(config, config.hidden_size)
-        self.mlp = MLP(config, parts)
-        self.dropout = nn.Dropout(config.hidden_dropout)
-        self.compute = transformer_block  # or a compiled one; hooks on this module stay outside of the graph
-
-    def forward(
-        self,
-        x: Tensor,
-        mask: Mask = CAUSAL,
-        rotation: Rotation = UNROTATED,
-        cache: LayerCache | None = None,
-    ) -> Tensor:
-        """(B, T, D) -> (B, T, D); generation passes a cache of keys and values, and its mask."""
-        return self.compute(self, x, mask, rotation, cache)
-
-    @property
-    def compiled(self) -> bool:
-        """Whether a graph computes the layer."""
-        return self.compute is not transformer_block
-
-    def units(self) -> tuple[nn.Module, ...]:
-        """The modules whose parameters are gathered together, in the order of the forward pass."""
-        return (self,)
-
-
-class AttentionSublayer(nn.Module):
-    """The half of a layer that computes x + attention(norm(x)); its modules are those of the layer."""
-
-    def __init__(self, layer: Layer) -> None:
-        super().__init__()
-        self.attention_norm, self.attention, self.dropout = (
-            layer.attention_norm,
-            layer.attention,
-            layer.dropout,
-        )
-        self.compute = attention_sublayer  # or a compiled one
-
-    def forward(
-        self,
-        x: Tensor,
-        mask: Mask = CAUSAL,
-        rotation: Rotation = UNROTATED,
-        cache: LayerCache | None = None,
-    ) -> Tensor:
-        """See Layer."""
-        return self.compute(self, x, mask, rotation, cache)
-
-
-class MLPSublayer(nn.Module):
-    """The half of a layer that computes x + mlp(norm(x)); its modules are those of the layer."""
-
-    def __init__(self, layer: Layer) -> None:
-        super().__init__()
-        self.mlp_norm, self.mlp, self.dropout = layer.mlp_norm, layer.mlp, layer.dropout
-        self.compute = mlp_sublayer  # or a compiled one
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
-        return self.compute(self, x)
-
-
-class CutLayer(Layer):
-    """A layer whose halves are units, with the parameters and names of a whole one.
-
-    The halves are in a tuple, so that each of their modules has one name, the one in the layer.
-    """
-
-    def __init__(self, config: ModelConfig, parts: ModelComponents, recompute_scores: bool) -> None:
-        super().__init__(config, parts, recompute_scores)
-        self.sublayers = AttentionSublayer(self), MLPSublayer(self)
-
-    def forward(
-        self,
-        x: Tensor,
-        mask: Mask = CAUSAL,
-        rotation: Rotation = UNROTATED,
-        cache: LayerCache | None = None,
-    ) -> Tensor:
-        """See Layer."""
-        attention, mlp = self.sublayers
-        return mlp(attention(x, mask, rotation, cache))
-
-    @property
-    def compiled(self) -> bool:
-        """See Layer."""
-        return self.sublayers[0].compute is not attention_sublayer
-
-    def units(self) -> tuple[nn.Module, ...]:
-        """See Layer."""
-        return self.sublayers
-
-
-class BlockKernels:
-    """The operations of a block, in plain torch; model/fused/blocks.py replaces some by Triton kernels."""
-
-    def norm(self, layer: Layer, x: Tensor) -> tuple[Any, Tensor]:
-        """(B, T, D) -> the norm of x before attention, and what `add_norm` takes as `residual`.
-
-        Norms are what `heads`, `activation` and `mlp` take: tensors, or codes of 8-bit products.
-        """
-        return layer.attention_norm(x), x
-
-    def add_norm(self, layer: Layer, x: Tensor, added: Tensor, residual: Tensor) -> tuple[Tensor, Any]:
-        """x + added and the norm before the MLP of this sum, each (B, T, D)."""
-        x = x + added
-        return x, layer.mlp_norm(x)
-
-    def heads(self, attention: Attention, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, D) -> queries (B, T, N, H) and keys (B, T, G, H), normalised and rotated, and values."""
-        heads, groups = attention.heads, attention.groups
-        qkv = attention.qkv(x).unflatten(-1, (heads + 2 * groups, attention.head_width))
-        q, k, v = qkv.split([heads, groups, groups], 2)
-        if rotation.rotates and not attention.normalized and v.requires_grad:
-            v = v.clone()  # a view would keep all of qkv for the backward, which needs nothing else of it
-        return rotation(attention.query_norm(q)), rotation(attention.key_norm(k)), v
-
-    def activation(self, mlp: MLP, x: Tensor) -> Tensor:
-        """(B, T, D) -> the inner values of the MLP (B, T, F)."""
-        return mlp.activation(mlp.input(x))
-
-    def mlp(self, mlp: MLP, x: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
-        return self.project(mlp.output, self.activation(mlp, x))
-
-    def project(self, linear: nn.Linear, x: Tensor) -> Tensor:
-        """The linear map that ends attention or the MLP: (B, T, …) -> (B, T, D)."""
-        return linear(x)
-
-
-PLAIN_BLOCK = BlockKernels()
-
-
-def transformer_block(
-    layer: Layer,
-    x: Tensor,
-    mask: Mask = CAUSAL,
-    rotation: Rotation = UNROTATED,
-    cache: LayerCache | None = None,
-    kernels: BlockKernels = PLAIN_BLOCK,
-) -> Tensor:
-    """The only forward pass of a whole layer, in training, compiled and with a cache.
-
-    (B, T, D) -> (B, T, D).
-    """
-    normed, residual = kernels.norm(layer, x)
-    mixed = layer.dropout(layer.attention(normed, mask, rotation, cache, kernels))
-    x, normed = kernels.add_norm(layer, x, mixed, residual)
-    return x + layer.dropout(layer.mlp(normed, kernels))
-
-
-def attention_sublayer(
-    sublayer: AttentionSublayer,
-    x: Tensor,
-    mask: Mask = CAUSAL,
-    rotation: Rotation = UNROTATED,
-    cache: LayerCache | None = None,
-    kernels: BlockKernels = PLAIN_BLOCK,
-) -> Tensor:
-    """The first half of `transformer_block`, with the same bits: (B, T, D) -> (B, T, D)."""
-    mixed = sublayer.attention(sublayer.attention_norm(x), mask, rotation, cache, kernels)
-    return x + sublayer.dropout(mixed)
-
-
-def mlp_sublayer(sublayer: MLPSublayer, x: Tensor, kernels: BlockKernels = PLAIN_BLOCK) -> Tensor:
-    """The second half of `transformer_block`, with the same bits: (B, T, D) -> (B, T, D)."""
-    return x + sublayer.dropout(sublayer.mlp(sublayer.mlp_norm(x), kernels))
 
 
 class Head(nn.Module):
@@ -494,34 +240,6 @@ class GPT(nn.Module):
         for layer, window in zip(self.layers[first:last], self.windows[first:last], strict=True):
             x = layer(x, masks[window], rotation)
         return x
-
-
-def segments(layers: int, plan: RecomputeConfig) -> Iterator[tuple[int, int, bool]]:
-    """Runs of layers as (first, last + 1, whether they are recomputed in backward)."""
-    recomputed = plan.recompute_num_layers or 0  # None unless the granularity is full
-    if plan.recompute_method == "uniform":
-        for first in range(0, layers, recomputed):
-            yield first, min(first + recomputed, layers), True
-        return
-    for first in range(recomputed):
-        yield first, first + 1, True
-    yield recomputed, layers, False
-
-
-def units_of_a_layer(cut_layers: bool) -> int:
-    """How many units a layer consists of."""
-    return 2 if cut_layers else 1
-
-
-def recomputed_units(
-    layers: int, plan: RecomputeConfig, of_a_layer: int = 1, before: int = 1
-) -> list[range]:
-    """See GPT.recomputed_units; each layer has as many units, and `before` it are those of the embedding."""
-    return [
-        range(before + first * of_a_layer, before + stop * of_a_layer)
-        for first, stop, again in segments(layers, plan)
-        if again
-    ]
 
 
 def _rotary(config: ModelConfig) -> RotaryEmbedding | None:

@@ -181,9 +181,7 @@ def block_gradient(logits: Tensor, place: Tensor, message: Tensor, entries: int)
     columns = torch.arange(logits.shape[1], device=logits.device)
     shifted = logits.to(message.dtype) - log_total[:, None]
     # The softmax less one for the target
-    softmax = torch.where(
-        columns == place[:, None], torch.expm1(likelihood)[:, None], torch.exp(shifted)
-    )
+    softmax = torch.where(columns == place[:, None], torch.expm1(likelihood)[:, None], torch.exp(shifted))
     return logits.copy_(torch.where(columns < entries, softmax * factor[:, None], 0.0))
 
 

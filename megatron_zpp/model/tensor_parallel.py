@@ -25,7 +25,8 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.distributed.split import Split
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.model.components import ModelComponents
-from megatron_zpp.model.gpt import GPT, Head, Layer
+from megatron_zpp.model.gpt import GPT, Head
+from megatron_zpp.model.layer import Layer
 from megatron_zpp.model.loss import IGNORED, LossKernels, linear_cross_entropy, unit
 from megatron_zpp.model.partial_softmax import likelihood_of, local_statistics
 

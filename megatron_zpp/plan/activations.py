@@ -1,7 +1,7 @@
 """Bytes of activations of one micro-batch on one GPU: those saved for the backward, and temporary ones.
 
-Counts the tensors that autograd saves for model/gpt.py on a GPU, where attention keeps its inputs, its
-output and one number per row, never the square of the scores:
+Counts the tensors that autograd saves for the layers of model/layer.py on a GPU, where attention keeps its
+inputs, its output and one number per row, never the square of the scores:
 
     a layer   its input, both norms' outputs, q, k, v, attention's output, the residual between attention and
               MLP, both sides of the activation (with SwiGLU gate and value, and unless the layer is compiled
@@ -22,8 +22,8 @@ Ids and the temporary memory of kernels do not count.
 
 from dataclasses import dataclass
 
-from megatron_zpp.model.gpt import segments
 from megatron_zpp.model.loss import chunk_rows, default_chunk_bytes, keeps_gradient
+from megatron_zpp.model.recomputation import segments
 from megatron_zpp.plan.job import Job
 
 _SHARED_SOFTMAX = 14  # bytes per logit of a chunk, at the peak of tensor ranks' loss without a compiler

@@ -18,7 +18,7 @@ beside the product for the input's gradient, which is scattered beside the produ
 
 from dataclasses import dataclass
 
-from megatron_zpp.model.gpt import segments
+from megatron_zpp.model.recomputation import segments
 from megatron_zpp.plan.hardware import Machine
 from megatron_zpp.plan.job import Job
 from megatron_zpp.zero.hop import SentBytes

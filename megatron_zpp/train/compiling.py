@@ -17,22 +17,19 @@ from torch.utils.checkpoint import checkpoint
 from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import FlashAttention3
-from megatron_zpp.model.gpt import (
-    GPT,
-    PLAIN_BLOCK,
-    AttentionSublayer,
-    BlockKernels,
-    CutLayer,
-    Layer,
-    MLPSublayer,
-    attention_sublayer,
-    mlp_sublayer,
-    transformer_block,
-)
+from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.kv_cache import LayerCache
+from megatron_zpp.model.layer import PLAIN_BLOCK, BlockKernels, Layer, transformer_block
 from megatron_zpp.model.loss import LossKernels
 from megatron_zpp.model.masks import Causal, InsideDocuments, Mask, SlidingWindow
 from megatron_zpp.model.rotary import Rotation
+from megatron_zpp.model.sublayers import (
+    AttentionSublayer,
+    CutLayer,
+    MLPSublayer,
+    attention_sublayer,
+    mlp_sublayer,
+)
 from megatron_zpp.native.cache import cache_directory
 from megatron_zpp.storage.files import check_writable
 

@@ -105,7 +105,7 @@ def next_codes(found: Tensor, expected: Tensor) -> None:
 def test_activations_write_codes(gated: bool, biased: bool, rows: int, width: int) -> None:
     """In both layouts, those of what torch computes; and the sums of the bias."""
     from megatron_zpp.model.fused.coded_activation import coded_activation, coded_activation_backward
-    from megatron_zpp.model.gpt import gelu, swiglu
+    from megatron_zpp.model.layer import gelu, swiglu
 
     outer = 2 * width if gated else width
     x = torch.randn(rows, outer, dtype=torch.bfloat16, device="cuda")

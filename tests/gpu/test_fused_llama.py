@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_zpp.model.gpt import swiglu
+from megatron_zpp.model.layer import swiglu
 from megatron_zpp.model.rotary import RotaryEmbedding, Rotation
 
 Function = Callable[[Tensor], Tensor]

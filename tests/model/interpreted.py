@@ -21,7 +21,8 @@ from megatron_zpp.model.fused import loss as fused_loss
 from megatron_zpp.model.fused import norm as fused_norm
 from megatron_zpp.model.fused import rotary as fused_rotary
 from megatron_zpp.model.fused import swiglu as fused_swiglu
-from megatron_zpp.model.gpt import GPT, PLAIN_BLOCK, swiglu, transformer_block
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.layer import PLAIN_BLOCK, swiglu, transformer_block
 from megatron_zpp.model.rotary import RotaryEmbedding
 from tests.model.variants import LLAMA
 

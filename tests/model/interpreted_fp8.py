@@ -26,7 +26,8 @@ from megatron_zpp.model.fused import linear as fused_linear
 from megatron_zpp.model.fused import norm as fused_norm
 from megatron_zpp.model.fused import rotary as fused_rotary
 from megatron_zpp.model.fused import swiglu as fused_swiglu
-from megatron_zpp.model.gpt import GPT, PLAIN_BLOCK, transformer_block
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.layer import PLAIN_BLOCK, transformer_block
 from tests.model.variants import LLAMA
 
 fused_cast.wrap_triton = lambda kernel: kernel

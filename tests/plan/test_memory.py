@@ -16,7 +16,8 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.components import ModelComponents
 from megatron_zpp.model.fp8_delayed import DelayedLinear
 from megatron_zpp.model.fp8_scaling import DelayedScaling
-from megatron_zpp.model.gpt import GPT, Layer
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.layer import Layer
 from megatron_zpp.model.loss import keeps_gradient, linear_cross_entropy
 from megatron_zpp.model.masks import CAUSAL
 from megatron_zpp.model.rotary import Rotation

@@ -11,8 +11,9 @@ from megatron_zpp.model.fused import linear as fused_linear
 from megatron_zpp.model.fused import norm as fused_norm
 from megatron_zpp.model.fused import rotary as fused_rotary
 from megatron_zpp.model.fused import swiglu as fused_swiglu
-from megatron_zpp.model.gpt import MLP, Attention, BlockKernels, CutLayer, Layer, gelu, swiglu
+from megatron_zpp.model.layer import MLP, Attention, BlockKernels, Layer, gelu, swiglu
 from megatron_zpp.model.rotary import Rotation
+from megatron_zpp.model.sublayers import CutLayer
 
 
 class FusedKernels(BlockKernels):

@@ -18,7 +18,7 @@ from megatron_zpp.model.fused.cast import cast
 from megatron_zpp.model.fused.coded_activation import coded_activation, coded_activation_backward
 from megatron_zpp.model.fused.gradient_cast import cast_gradient
 from megatron_zpp.model.fused.weight_codes import weight_by_columns, weight_by_rows
-from megatron_zpp.model.gpt import MLP, gelu, swiglu
+from megatron_zpp.model.layer import MLP, gelu, swiglu
 
 
 def serves(mlp: MLP) -> bool:

@@ -1,0 +1,33 @@
+"""Which layers the backward recomputes, as arithmetic on layer numbers: the planner asks without a model."""
+
+from collections.abc import Iterator
+
+from megatron_zpp.config.model import RecomputeConfig
+
+
+def segments(layers: int, plan: RecomputeConfig) -> Iterator[tuple[int, int, bool]]:
+    """Runs of layers as (first, last + 1, whether they are recomputed in backward)."""
+    recomputed = plan.recompute_num_layers or 0  # None unless the granularity is full
+    if plan.recompute_method == "uniform":
+        for first in range(0, layers, recomputed):
+            yield first, min(first + recomputed, layers), True
+        return
+    for first in range(recomputed):
+        yield first, first + 1, True
+    yield recomputed, layers, False
+
+
+def units_of_a_layer(cut_layers: bool) -> int:
+    """How many units a layer consists of."""
+    return 2 if cut_layers else 1
+
+
+def recomputed_units(
+    layers: int, plan: RecomputeConfig, of_a_layer: int = 1, first_layer: int = 1
+) -> list[range]:
+    """See GPT.recomputed_units; each layer has as many units, behind `first_layer` of the embedding."""
+    return [
+        range(first_layer + first * of_a_layer, first_layer + stop * of_a_layer)
+        for first, stop, again in segments(layers, plan)
+        if again
+    ]
