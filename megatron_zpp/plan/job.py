@@ -13,6 +13,7 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.model.components import ModelComponents
 from megatron_zpp.model.flops import flops_per_token
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.recomputation import recomputed_units, units_of_a_layer
@@ -210,8 +211,10 @@ def units_of(
     cut_layers: bool = False,
     table_rows: int | None = None,
 ) -> list[tuple[str, nn.Module]]:
-    """The modules that read units of one tensor rank's part of a model, on the meta device, without memory."""
-    parts = None if table_rows is None else RowBlockComponents(rows=table_rows)
+    """The modules of one tensor rank's part of a model that read units, on the meta device, without memory."""
+    parts: ModelComponents | None = None
+    if table_rows is not None:
+        parts = RowBlockComponents(rows=table_rows)
     if tensor > 1:
         parts = TensorParallelComponents(group=UnconnectedGroup(tensor), tokens=model.seq_length)
     with torch.device("meta"):
