@@ -179,10 +179,10 @@ def block_gradient(logits: Tensor, place: Tensor, message: Tensor, entries: int)
     """
     factor, log_total, likelihood = message.unbind()  # each (C)
     columns = torch.arange(logits.shape[1], device=logits.device)
-    shifted = logits.to(message.dtype) - log_total[:, None]
-    # The softmax less one for the target
-    softmax = torch.where(columns == place[:, None], torch.expm1(likelihood)[:, None], torch.exp(shifted))
-    return logits.copy_(torch.where(columns < entries, softmax * factor[:, None], 0.0))
+    softmax = (logits.to(message.dtype) - log_total[:, None]).exp_()
+    less_one = torch.expm1(likelihood)[:, None]  # where the target is
+    gradient = torch.where(columns == place[:, None], less_one, softmax).mul_(factor[:, None])
+    return logits.copy_(gradient.masked_fill_(columns >= entries, 0.0))
 
 
 @dataclass(frozen=True)
