@@ -7,13 +7,10 @@ besides model states: slots, and the buffers of gathers and reductions.
 """
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
-
-import torch
 
 from benchmarks.common import write_result
 from megatron_zpp.config.root import parse_args
@@ -27,8 +24,6 @@ from megatron_zpp.plan.step_time import step_time
 from megatron_zpp.plan.traffic import traffic_of
 from megatron_zpp.train.dry_run import job_of, planned
 from megatron_zpp.train.run_schedule import RunSchedule
-from megatron_zpp.zero.flat_layout import FlatLayout
-from megatron_zpp.zero.plan_communication import plan_communication
 
 COMMON = (
     "--dry-run --mock-data --tokenizer-type NullTokenizer --train-iters 1000 --lr 1e-4 --bf16 --zero-stage 3 "
@@ -56,7 +51,7 @@ SMALL = (
     "--model-preset 6.7b --plan-nodes 2 --plan-gpus-per-node 8 --global-batch-size 16 --plan-link-gbit 3200"
 )
 VOCABULARIES = (50257, 256000)
-ROWS_OF_A_BLOCK = 16384  # of row blocks, which the engine does not have
+ROWS = "--zero-table-rows 16384"
 GIB = 2**30
 Row = dict[str, Any]
 
@@ -95,32 +90,6 @@ def row_of(flags: str) -> Row:
     }
 
 
-def with_row_blocks(flags: str, rows: int) -> float:
-    """GiB of the arena if the table were units of so many rows: their layouts in place of the table's."""
-    job, config = job_for(flags)
-    table, *others = job.layouts
-    width, positions = job.model.hidden_size, job.model.max_position_embeddings
-    entries = job.padded_vocab_size
-    blocks = [
-        replace(table, numels=(min(rows, entries - first) * width,), decayed=1)
-        for first in range(0, entries, rows)
-    ]
-    own = [replace(table, numels=(positions * width,), decayed=1)]
-    layouts: list[FlatLayout] = [*own, *blocks, *others]
-    changed = replace(job)
-    changed.__dict__["layouts"] = layouts  # in place of the cached property
-    plan = plan_communication(
-        config.zero,
-        Topology(0, job.ranks, 0, job.local),
-        layouts,
-        compute_dtype=torch.bfloat16,
-        reduce_in_bf16=False,
-        copy_engines=True,
-    )
-    changed.__dict__["node_communication"] = [plan]
-    return arena_of(changed)
-
-
 def rows_of_175b() -> dict[str, Row]:
     """With whole layers and with sublayers."""
     rows = {}
@@ -137,10 +106,8 @@ def rows_of_vocabularies() -> dict[str, Row]:
         flags = f"{SMALL} --vocab-size {entries} {ONE}"
         rows[f"{entries:,} entries"] = row_of(flags)
         rows[f"{entries:,} entries, sublayers"] = row_of(f"{flags} {SUBLAYER}")
-        rows[f"{entries:,} entries, layouts of row blocks"] = {
-            "flags": f"{flags}, {ROWS_OF_A_BLOCK} rows each",
-            "arena_gib": round(with_row_blocks(flags, ROWS_OF_A_BLOCK), 2),
-        }
+        rows[f"{entries:,} entries, row blocks"] = row_of(f"{flags} {ROWS}")
+        rows[f"{entries:,} entries, row blocks, sublayers"] = row_of(f"{flags} {ROWS} {SUBLAYER}")
     for ranks in (2, 4, 8):
         flags = f"{SMALL} --vocab-size {VOCABULARIES[-1]} --micro-batch-size {ranks}"
         rows[f"{VOCABULARIES[-1]:,} entries, T = {ranks}"] = row_of(
@@ -164,13 +131,13 @@ def table_of_vocabularies(rows: dict[str, Row]) -> list[str]:
     first = next(iter(rows.values()))["arena_gib"]
     lines = ["| 6.7B on 2 × 8, stage 3 | arena, GiB | of the first | peak, GiB |", "| --- " * 4 + "|"]
     for name, row in rows.items():
-        arena, peak = row["arena_gib"], row.get("peak_gib", "–")
+        arena, peak = row["arena_gib"], row["peak_gib"]
         lines.append(f"| {name} | {arena} | {arena / first:.2f} | {peak} |")
     return lines
 
 
 def main() -> None:
-    """Both models; row blocks as layouts alone."""
+    """Both models."""
     large, small = rows_of_175b(), rows_of_vocabularies()
     write_result("unit_sizes", {"175b_on_128x8": large, "6.7b_on_2x8": small})
     print("\n".join(["", *table_of_175b(large), "", *table_of_vocabularies(small)]))

@@ -72,7 +72,7 @@ class _Run(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a checkpoint has elements of a tensor rank's part of a parameter, all of them but for tables in blocks.
+    """Where a checkpoint has elements of a tensor rank's part of a parameter: all of them, or a block's.
 
     `offset` is the place of the first one in the flat buffer of the unit. `shape` is that of the parameter.
     """
@@ -249,7 +249,7 @@ class CheckpointReader:
 
     def parameters(self) -> dict[str, Tensor]:
         """All weights by the model's names, whole and in fp32, for a program of one process."""
-        whole = {}
+        whole: dict[str, Tensor] = {}
         for index, unit in enumerate(self.units):
             shapes = {name: local_shape(entry, self.tensor) for name, entry in unit["parameters"].items()}
             offsets = {name: entry["offset"] for name, entry in unit["parameters"].items()}

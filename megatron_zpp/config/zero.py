@@ -33,9 +33,9 @@ class ZeroConfig(Options):
     )
     zero_table_rows: int | None = option(
         None,
-        "Make units of so many rows of the embedding of tokens, and of untied output weights, which are whole "
-        "by default. For large vocabularies: buffers then have the size of such a block, or of a layer, and "
-        "not that of the table, and the loss needs the logits of one block at a time, which it makes twice.",
+        "Gather the embedding of tokens, and untied output weights, in blocks of so many rows; by default "
+        "whole. For large vocabularies: buffers then have the size of a block, or of a layer, not that of "
+        "the table. The loss has the logits of one block at a time, and computes them twice.",
         at_least=1,
     )
     zero_prefetch_units: int | None = option(

@@ -1,4 +1,4 @@
-"""How a parameter is cut, among tensor ranks or into blocks of rows: arithmetic on shapes, and the cut itself."""
+"""How a parameter is cut, among tensor ranks or into blocks of rows: arithmetic on shapes, and the cut."""
 
 import math
 from collections.abc import Sequence

@@ -81,10 +81,10 @@ class ModelComponents:
         return positions
 
     def tie(self, head: nn.Module, table: nn.Module) -> None:
-        """Let `head`, which has no output weights, use those of `table`; one with a whole table is given it."""
+        """Let `head`, which has no output weights, use `table`; a whole one is an argument of its forward."""
 
     def units(self, name: str, module: nn.Module, *, tied: bool) -> list[tuple[str, nn.Module]]:
-        """Return the units of the embedding or the head, in forward order, with the names of their parameters.
+        """Return the names and modules of the units of the embedding or the head, in forward order.
 
         `tied`: the table in it, if any, is that of the embedding.
         """

@@ -202,10 +202,11 @@ class GPT(nn.Module):
     def _initialize(self, name: str, parameter: Tensor, block: RowBlock | None, seed: int) -> None:
         """Fill a parameter, or the rows of it that are a `block`."""
         if block is None:
-            return self.initialize_parameter(name, parameter, seed)
-        whole = parameter.new_empty(block.whole_shape(parameter.shape))
-        self.initialize_parameter(name, whole, seed)
-        parameter.copy_(whole[block.first : block.first + len(parameter)])
+            self.initialize_parameter(name, parameter, seed)
+        else:
+            whole = parameter.new_empty(block.whole_shape(parameter.shape))
+            self.initialize_parameter(name, whole, seed)
+            parameter.copy_(whole[block.first : block.first + len(parameter)])
 
     @torch.no_grad()
     def initialize_parameter(self, name: str, tensor: Tensor, seed: int) -> None:

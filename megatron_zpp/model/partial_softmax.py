@@ -1,7 +1,7 @@
 """The softmax of logits that are never together: three numbers per token of each part of the vocabulary.
 
-Parts are those of tensor ranks, or blocks of rows of the output weights. Shapes: C tokens, P parts, E entries of a
-part, of which there may be fewer in the last one.
+Parts are those of tensor ranks, or blocks of rows of the output weights. Shapes: C tokens, P parts, E entries
+of a part, of which there may be fewer in the last one.
 """
 
 import math

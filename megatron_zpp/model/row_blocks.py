@@ -1,11 +1,13 @@
-"""Tables of the vocabulary in blocks of rows, each a module with a parameter of its own, for large vocabularies.
+"""Tables of the vocabulary in blocks of rows, each a module with a parameter of its own.
 
-Shapes: B batch, T tokens, N = B · T, C tokens of a chunk, D hidden size, V padded vocabulary, R rows of a block.
+Shapes: B batch, T tokens, N = B · T, C tokens of a chunk, D hidden size, V padded vocabulary, R rows of a
+block.
 
-The lookup puts the rows that a block has in their places, block after block, so it has the bits of a whole table's.
-The loss is made of blocks, too. In the forward a block's logits (N, R) become three numbers per token, and those
-of all blocks the softmax's denominator. In the backward each block makes its logits again, then their gradient, and
-both products with it. So the logits of one block are there at a time, at the price of a fourth product.
+The lookup puts the rows that a block has in their places, block after block. So its result has the bits of a
+whole table's. The loss goes through the blocks twice. In the forward the logits of a block (N, R) become
+three numbers per token, and those of all blocks the softmax's denominator. In the backward each block makes
+its logits again, then their gradient, and both products with it. So only one block's logits are there at a
+time, at the price of a fourth product.
 
 Where the tables are tied, a block of the lookup and a block of the loss have the same parameter.
 """
@@ -262,9 +264,10 @@ class _Statistics(torch.autograd.Function):
 class _MeanLoss(torch.autograd.Function):
     """The mean cross-entropy () of targets (N), from the statistics (3, N) of all blocks.
 
-    In place of their gradients, the backward hands the blocks a message (3, N), from which each makes the gradient
-    of its logits: the factor of a token's gradient, and `likelihood_of` for all blocks. It keeps the accuracy
-    of small gradients, which a difference of two numbers near 1 would lose.
+    In place of their gradients, the backward hands the blocks a message (3, N), from which each makes the
+    gradient of its logits: the factor of a token's gradient, then the logarithm of the denominator and the
+    log-likelihood of the target. Small gradients stay accurate, which the difference of two numbers near 1
+    would lose.
     """
 
     @staticmethod

@@ -28,8 +28,8 @@ from megatron_zpp.plan.job import Job
 
 _SHARED_SOFTMAX = 14  # bytes per logit of a chunk, at the peak of tensor ranks' loss without a compiler
 
-# Bytes per logit of a chunk of a block, beside the logit, in forward and backward without a compiler; by whether the
-# compute format is narrower than fp32.
+# Bytes per logit of a block's chunk, beside the logit, in forward and backward without a compiler; by whether
+# the compute format is narrower than fp32.
 _BLOCK_SOFTMAX = {True: (12, 9), False: (8, 9)}
 
 

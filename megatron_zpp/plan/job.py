@@ -31,9 +31,9 @@ from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
 class Job:
     """One optimizer step of `micro_batches` on `nodes` × `local` GPUs, of which `tensor` share every layer.
 
-    `units` are the modules of one tensor rank's part of the model that read units, on the meta device. Layouts,
-    and all that ZeRO sends, are those of the data ranks. `compiled`: layers and loss are compiled, as by default.
-    `memory_snapshots`: the run takes some.
+    `units` are the modules of one tensor rank's part of the model that read units, on the meta device.
+    Layouts, and all that ZeRO sends, are those of the data ranks. `compiled`: layers and loss are compiled,
+    as by default. `memory_snapshots`: the run takes some.
     """
 
     model: ModelConfig
@@ -211,7 +211,7 @@ def units_of(
     cut_layers: bool = False,
     table_rows: int | None = None,
 ) -> list[tuple[str, nn.Module]]:
-    """The modules of one tensor rank's part of a model that read units, on the meta device, without memory."""
+    """The modules of one tensor rank's part of a model that read units, on the meta device."""
     parts: ModelComponents | None = None
     if table_rows is not None:
         parts = RowBlockComponents(rows=table_rows)

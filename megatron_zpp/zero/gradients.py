@@ -219,7 +219,8 @@ class Gradients:
     ) -> None:
         """Start the sum over ranks, at stage 0 into `total`, if it is given: -> REDUCING.
 
-        Adds to what earlier micro-batches and places left, or begins a new sum. `last`: it is the step's last.
+        Adds to what earlier micro-batches and places left, or begins a new sum. `last`: no other one follows
+        in the step.
         """
         device = sent[0].flat.device
         if add:
