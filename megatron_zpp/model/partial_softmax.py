@@ -27,14 +27,3 @@ def local_statistics(logits: Tensor, place: Tensor, entries: int) -> Tensor:
     inside = (place >= 0) & (place < entries)
     wanted = used.gather(1, place.clamp(0, entries - 1)[:, None])[:, 0]
     return torch.stack((largest, total, torch.where(inside, wanted, 0.0)))
-
-
-def likelihood_of(statistics: Tensor) -> tuple[Tensor, Tensor]:
-    """The log-likelihood of the target, and the logarithm of the sum of exponentials, each (C).
-
-    `statistics` (P, 3, C) are those of all parts.
-    """
-    largest, totals, wanted = statistics.unbind(1)  # each (P, C)
-    most = largest.amax(0)
-    log_total = most + torch.log((totals * torch.exp(largest - most)).sum(0))
-    return wanted.sum(0) - log_total, log_total

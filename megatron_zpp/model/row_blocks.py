@@ -24,8 +24,8 @@ from torch.autograd.function import once_differentiable
 from megatron_zpp.distributed.split import RowBlock
 from megatron_zpp.model.components import ModelComponents
 from megatron_zpp.model.gpt import Head
-from megatron_zpp.model.loss import IGNORED, LossKernels, add_product, chunk_rows, wide
-from megatron_zpp.model.partial_softmax import likelihood_of, local_statistics
+from megatron_zpp.model.loss import CHUNK_BYTES, IGNORED, LossKernels, add_product, chunk_rows, wide
+from megatron_zpp.model.partial_softmax import local_statistics
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -189,10 +189,14 @@ def block_gradient(logits: Tensor, place: Tensor, message: Tensor, entries: int)
 
 @dataclass(frozen=True)
 class BlockPasses:
-    """The parts of a block's loss that are not products, as functions of their arguments alone."""
+    """The parts of a block's loss that are not products, as functions of their arguments alone.
+
+    A chunk is as many tokens as have `chunk_bytes` of a block's logits, if these were fp32.
+    """
 
     statistics: Callable[[Tensor, Tensor, int], Tensor] = local_statistics
     gradient: Callable[[Tensor, Tensor, Tensor, int], Tensor] = block_gradient
+    chunk_bytes: int = CHUNK_BYTES
 
 
 PLAIN = BlockPasses()
@@ -236,7 +240,7 @@ class _Statistics(torch.autograd.Function):
         ctx.entries, ctx.passes = entries, passes
         ctx.save_for_backward(x, weight, place)
         found = x.new_empty(3, len(x))
-        for tokens in _chunks(x, weight):
+        for tokens in _chunks(x, weight, passes):
             logits = x[tokens].to(weight.dtype) @ weight.T  # (C, R)
             found[:, tokens] = passes.statistics(logits, place[tokens], entries)
         return found
@@ -245,7 +249,7 @@ class _Statistics(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, message: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, place = ctx.saved_tensors
-        of_x, chunks = torch.empty_like(x), _chunks(x, weight)
+        of_x, chunks = torch.empty_like(x), _chunks(x, weight, ctx.passes)
         several = len(chunks) > 1
         of_weight = torch.empty_like(weight, dtype=x.dtype if several else weight.dtype)
         for index, tokens in enumerate(chunks):
@@ -272,7 +276,11 @@ class _MeanLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, targets: Tensor, *statistics: Tensor) -> Tensor:
-        likelihood, log_total = likelihood_of(torch.stack(statistics))
+        largest, totals, wanted = torch.stack(statistics).unbind(1)  # each (blocks, N)
+        most = largest.amax(0)
+        log_sum = torch.log((totals * torch.exp(largest - most)).sum(0))
+        # In this order, a target with the largest logit loses nothing to the size of the logits.
+        likelihood, log_total = wanted.sum(0) - most - log_sum, most + log_sum
         counted = targets != IGNORED
         count = counted.sum().clamp(min=1)
         ctx.blocks = len(statistics)
@@ -287,9 +295,9 @@ class _MeanLoss(torch.autograd.Function):
         return None, *[message] * ctx.blocks
 
 
-def _chunks(x: Tensor, weight: Tensor) -> list[slice]:
+def _chunks(x: Tensor, weight: Tensor, passes: BlockPasses) -> list[slice]:
     """Tokens whose logits of a block are there at a time."""
-    rows = chunk_rows(len(x), len(weight))
+    rows = chunk_rows(len(x), len(weight), passes.chunk_bytes)
     return [slice(first, first + rows) for first in range(0, len(x), rows)]
 
 

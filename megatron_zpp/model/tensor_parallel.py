@@ -28,7 +28,7 @@ from megatron_zpp.model.components import ModelComponents
 from megatron_zpp.model.gpt import GPT, Head
 from megatron_zpp.model.layer import Layer
 from megatron_zpp.model.loss import IGNORED, LossKernels, linear_cross_entropy, unit
-from megatron_zpp.model.partial_softmax import likelihood_of, local_statistics
+from megatron_zpp.model.partial_softmax import local_statistics
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of rows (R, K), a weight (N, K) and a bias (N)
@@ -218,7 +218,7 @@ class VocabularyParallelLoss:
     def loss(self, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
         """The sum of the cross-entropies of logits (C, V / T), which stay as they are."""
         place = targets - self._group.rank * logits.shape[1]
-        likelihood, _ = likelihood_of(self._statistics(logits, place, vocab_size))
+        likelihood, _ = _likelihood(self._statistics(logits, place, vocab_size))
         return -torch.where(targets != IGNORED, likelihood, 0.0).sum()
 
     def _statistics(self, logits: Tensor, place: Tensor, vocab_size: int) -> Tensor:
@@ -230,9 +230,17 @@ class VocabularyParallelLoss:
         return min(max(vocab_size - self._group.rank * logits.shape[1], 0), logits.shape[1])
 
 
+def _likelihood(statistics: Tensor) -> tuple[Tensor, Tensor]:
+    """The log-likelihood of the target, and the logarithm of the sum of exponentials, each (C)."""
+    largest, totals, wanted = statistics.unbind(1)  # each (T, C)
+    most = largest.amax(0)
+    log_total = most + torch.log((totals * torch.exp(largest - most)).sum(0))
+    return wanted.sum(0) - log_total, log_total
+
+
 def _to_gradient(logits: Tensor, counted: Tensor, place: Tensor, statistics: Tensor, entries: int) -> Tensor:
     """The loss; logits (C, V / T) become their gradient times `unit`."""
-    likelihood, log_total = likelihood_of(statistics)
+    likelihood, log_total = _likelihood(statistics)
     scale = unit(logits.dtype)
     columns = torch.arange(logits.shape[1], device=logits.device)
     shifted = logits.to(log_total.dtype) - (log_total - math.log(scale))[:, None]
