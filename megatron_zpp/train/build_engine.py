@@ -29,7 +29,7 @@ from megatron_zpp.train.device import Device, check_attention
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.sections import UNTIMED, TimedSections
-from megatron_zpp.zero.tensor_parallel import TensorShare
+from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
 
 # Parameters of GPT that --decoupled-lr is for, as in Megatron-LM. If they are tied there is only the first.
 DECOUPLED = ("embedding.tokens.weight", "head.output.weight")
@@ -49,6 +49,9 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
     codes = _weight_codes(config.precision, scaling, device.device)
     if device.compiles:
         _compile(config, model, device, grid.job, scaling)
+    share = ALONE
+    if group is not None:
+        share = TensorShare(group, splits_of(model), exchanges_of(model), config.model.hidden_size)
     return ZeroEngine(
         model,
         partial(model.initialize_parameter, seed=config.training.seed),
@@ -57,7 +60,7 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
         precision=config.precision,
         topology=grid.job,
         device=device.device,
-        share=TensorShare(group, splits_of(model), exchanges_of(model), config.model.hidden_size),
+        share=share,
         fused_backend=device.fused_backend,
         operations=device.operations,
         timeout=config.distributed.timeout,
