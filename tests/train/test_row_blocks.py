@@ -67,7 +67,8 @@ def test_a_dry_run_plans_blocks() -> None:
     flags = (
         "--dry-run --mock-data --tokenizer-type NullTokenizer --train-iters 10 --lr 1e-4 --bf16 "
         "--zero-stage 3 --model-preset 1.3b --vocab-size 256000 --micro-batch-size 1 "
-        "--global-batch-size 16 --plan-nodes 2 --plan-gpus-per-node 8 --hidden-dropout 0 --attention-dropout 0"
+        "--global-batch-size 16 --plan-nodes 2 --plan-gpus-per-node 8 "
+        "--hidden-dropout 0 --attention-dropout 0"
     ).split()
     buffers = []
     for more in ((), ("--zero-table-rows", "8192")):
