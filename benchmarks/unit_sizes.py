@@ -21,7 +21,7 @@ from megatron_zpp.plan.hardware import GPUS, machine
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.step_time import step_time
-from megatron_zpp.plan.traffic import traffic_of
+from megatron_zpp.plan.traffic import total, traffic_of
 from megatron_zpp.train.dry_run import job_of, planned
 from megatron_zpp.train.run_schedule import RunSchedule
 
@@ -37,6 +37,7 @@ HPZ = "--zero-hpz-partition-size auto"
 QWZ, QGZ = "--zero-quantized-weights", "--zero-quantized-gradients"
 CODES = f"{QWZ} {HPZ} --zero-hpz-secondary quantized {QGZ}"
 SUBLAYER = "--zero-unit sublayer"
+UNTIED = "--untie-embeddings-and-output-weights"
 ONE, EIGHT = "--micro-batch-size 1", "--tensor-model-parallel-size 8 --micro-batch-size 8"  # equal per GPU
 MEANS = {  # of 175B with whole layers, to which SUBLAYER is added
     "stage 3": ONE,
@@ -77,7 +78,8 @@ def row_of(flags: str) -> Row:
     """The plan of a command line, in GiB, and in GB where cards are sold by them."""
     job, config = job_for(flags)
     memory, gpu = memory_of(job), GPUS["h100"]
-    seconds = step_time(job, machine(config.plan, "bfloat16"), traffic_of(job)).seconds
+    passes = traffic_of(job)
+    seconds = step_time(job, machine(config.plan, "bfloat16"), passes).seconds
     return {
         "flags": flags,
         "arena_gib": round(arena_of(job), 2),
@@ -86,6 +88,8 @@ def row_of(flags: str) -> Row:
         "peak_gb": round(memory.peak / 1e9, 1),
         "peak_at": memory.peak_at,
         "fits_an_h100": fits(memory, gpu.memory),
+        "loss_gib": round(memory.loss / GIB, 2),
+        "gb_per_node": round(total(passes).inter / job.nodes / 1e9, 1),  # sent to other nodes in a step
         "step_ms": round(1e3 * seconds, 1),
     }
 
@@ -108,6 +112,8 @@ def rows_of_vocabularies() -> dict[str, Row]:
         rows[f"{entries:,} entries, sublayers"] = row_of(f"{flags} {SUBLAYER}")
         rows[f"{entries:,} entries, row blocks"] = row_of(f"{flags} {ROWS}")
         rows[f"{entries:,} entries, row blocks, sublayers"] = row_of(f"{flags} {ROWS} {SUBLAYER}")
+        rows[f"{entries:,} entries, untied"] = row_of(f"{flags} {UNTIED}")
+        rows[f"{entries:,} entries, untied, row blocks"] = row_of(f"{flags} {UNTIED} {ROWS}")
     for ranks in (2, 4, 8):
         flags = f"{SMALL} --vocab-size {VOCABULARIES[-1]} --micro-batch-size {ranks}"
         rows[f"{VOCABULARIES[-1]:,} entries, T = {ranks}"] = row_of(
@@ -129,10 +135,14 @@ def table_of_175b(rows: dict[str, Row]) -> list[str]:
 def table_of_vocabularies(rows: dict[str, Row]) -> list[str]:
     """The same; each arena as a multiple of the first one, too."""
     first = next(iter(rows.values()))["arena_gib"]
-    lines = ["| 6.7B on 2 × 8, stage 3 | arena, GiB | of the first | peak, GiB |", "| --- " * 4 + "|"]
+    lines = [
+        "| 6.7B on 2 × 8, stage 3 | arena, GiB | of the first | the loss, GiB | peak, GiB | GB per node and step |",
+        "| --- " * 6 + "|",
+    ]
     for name, row in rows.items():
-        arena, peak = row["arena_gib"], row["peak_gib"]
-        lines.append(f"| {name} | {arena} | {arena / first:.2f} | {peak} |")
+        arena = row["arena_gib"]
+        figures = arena, f"{arena / first:.2f}", row["loss_gib"], row["peak_gib"], row["gb_per_node"]
+        lines.append(f"| {name} | {' | '.join(map(str, figures))} |")
     return lines
 
 
