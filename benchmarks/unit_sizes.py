@@ -136,7 +136,7 @@ def table_of_vocabularies(rows: dict[str, Row]) -> list[str]:
     """The same; each arena as a multiple of the first one, too."""
     first = next(iter(rows.values()))["arena_gib"]
     lines = [
-        "| 6.7B on 2 × 8, stage 3 | arena, GiB | of the first | the loss, GiB | peak, GiB | GB per node and step |",
+        "| 6.7B on 2 × 8, stage 3 | arena, GiB | of the first | the loss, GiB | peak, GiB | sent, GB |",
         "| --- " * 6 + "|",
     ]
     for name, row in rows.items():
