@@ -35,6 +35,7 @@ from megatron_zpp.checkpoint.slices import Sharing
 from megatron_zpp.data.dataset_progress import DatasetProgress
 from megatron_zpp.distributed.split import RowBlock, Split
 from megatron_zpp.model.fp8_scaling import check_scaling_state
+from megatron_zpp.model.product_algorithms import ProductAlgorithms
 from megatron_zpp.zero.engine import WEIGHTS, ZeroEngine
 from megatron_zpp.zero.flat_layout import FlatLayout
 
@@ -51,6 +52,7 @@ class Progress:
     each of its data sets; None if it reads none. `skipped_iterations` and `skipped_samples` count steps that
     did not change the weights; they are 0 in checkpoints of older versions. `ordered_samples` is the number
     of samples for which Megatron-LM's order was built; None for other orders, and in older versions.
+    `products` are the algorithms of matrix products; None unless they were measured, and in older versions.
     """
 
     iteration: int = 0
@@ -60,6 +62,7 @@ class Progress:
     ordered_samples: int | None = None
     run: str = ""
     dataset_progress: DatasetProgress | None = None
+    products: ProductAlgorithms | None = None
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Progress":
@@ -67,8 +70,10 @@ class Progress:
         value = dict(value)
         if "standing" in value:  # its name in format version 2
             value["dataset_progress"] = value.pop("standing")
-        data = value.get("dataset_progress")
-        return cls(**value | {"dataset_progress": None if data is None else DatasetProgress.from_json(data)})
+        for name, kind in (("dataset_progress", DatasetProgress), ("products", ProductAlgorithms)):
+            if value.get(name) is not None:
+                value[name] = kind.from_json(value[name])
+        return cls(**value)
 
 
 def tensor_name(kind: str, unit: int) -> str:
