@@ -22,8 +22,10 @@ def multiply(
     left_transposed: bool = False,
     right_transposed: bool = False,
 ) -> Tensor:
-    """Return left @ right + bias (n). `algorithm` is one that `algorithms` returned for such a product on such
-    a device: cuBLASLt refuses some others (ValueError), and fails without a message for what it never named.
+    """Return left @ right + bias (n).
+
+    `algorithm` is one that `algorithms` returned for such a product on such a device: cuBLASLt refuses some
+    others (ValueError), and fails without a message for what it never named.
     """
     return torch.ops.megatron_zpp.product(left, right, bias, left_transposed, right_transposed, algorithm)
 
