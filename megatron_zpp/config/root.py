@@ -87,6 +87,12 @@ class Config:
                 "needs scales of the same step: --fp8-recipe tensorwise, or no --fp8",
             )
         tensor_ranks = self.distributed.tensor_model_parallel_size
+        if self.zero.zero_table_rows is not None and tensor_ranks > 1:
+            raise option_error(
+                "--zero-table-rows",
+                self.zero.zero_table_rows,
+                f"needs --tensor-model-parallel-size 1, not {tensor_ranks}: tensor ranks share the tables",
+            )
         check_tensor_ranks(self.model, tensor_ranks, fp8=self.precision.fp8)
         if self.compilation.measures_products:
             _check_measured(self.precision, tensor_ranks)

@@ -23,6 +23,7 @@ from megatron_zpp.model.fp8_scaling import DelayedScaling
 from megatron_zpp.model.fp8_weights import WeightCodes
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.products import ChosenLinear
+from megatron_zpp.model.row_blocks import RowBlockComponents
 from megatron_zpp.model.tensor_parallel import Product, TensorParallelComponents, exchanges_of, splits_of
 from megatron_zpp.ops import products
 from megatron_zpp.train.compiling import compile_parts, prepare_compiler
@@ -30,7 +31,7 @@ from megatron_zpp.train.device import Device, check_attention
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.sections import UNTIMED, TimedSections
-from megatron_zpp.zero.tensor_parallel import TensorShare
+from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
 
 # Parameters of GPT that --decoupled-lr is for, as in Megatron-LM. If they are tied there is only the first.
 DECOUPLED = ("embedding.tokens.weight", "head.output.weight")
@@ -50,6 +51,9 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
     codes = _weight_codes(config.precision, scaling, device.device)
     if device.compiles:
         _compile(config, model, device, grid.job, scaling)
+    share = ALONE
+    if group is not None:
+        share = TensorShare(group, splits_of(model), exchanges_of(model), config.model.hidden_size)
     return ZeroEngine(
         model,
         partial(model.initialize_parameter, seed=config.training.seed),
@@ -58,7 +62,7 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
         precision=config.precision,
         topology=grid.job,
         device=device.device,
-        share=TensorShare(group, splits_of(model), exchanges_of(model), config.model.hidden_size),
+        share=share,
         fused_backend=device.fused_backend,
         operations=device.operations,
         timeout=config.distributed.timeout,
@@ -85,6 +89,8 @@ def _build_model(config: Config, vocab_size: int, device: Device, group: TensorG
     measured = config.compilation.measures_products
     linear, product = _products(config.precision, device.device, measured=measured)
     parts = ModelComponents(norms, linear, device.attention)
+    if config.zero.zero_table_rows is not None:
+        parts = RowBlockComponents(norms, linear, device.attention, rows=config.zero.zero_table_rows)
     if group is not None:
         parts = TensorParallelComponents(
             norms,
