@@ -4,9 +4,9 @@ from megatron_zpp.config.model import ModelConfig
 
 # Dense peak of one device in TFLOP/s by what the device's name contains: vendors' data sheets, tensor cores.
 _PEAK_TFLOPS = (
-    ("H200", {"bfloat16": 989.0, "float16": 989.0, "float32": 67.0}),
-    ("H100 PCIe", {"bfloat16": 756.0, "float16": 756.0, "float32": 51.0}),
-    ("H100", {"bfloat16": 989.0, "float16": 989.0, "float32": 67.0}),
+    ("H200", {"float8": 1979.0, "bfloat16": 989.0, "float16": 989.0, "float32": 67.0}),
+    ("H100 PCIe", {"float8": 1513.0, "bfloat16": 756.0, "float16": 756.0, "float32": 51.0}),
+    ("H100", {"float8": 1979.0, "bfloat16": 989.0, "float16": 989.0, "float32": 67.0}),
     ("A100", {"bfloat16": 312.0, "float16": 312.0, "float32": 19.5}),
     ("V100", {"float16": 125.0, "float32": 15.7}),
 )
@@ -59,7 +59,10 @@ def attended_tokens(config: ModelConfig) -> int:
 
 
 def peak_tflops(device_name: str, dtype: str) -> float | None:
-    """Return the data-sheet peak of one device, or None for a device that is not in the table."""
+    """Return the data-sheet peak of one device, or None for a device that is not in the table.
+
+    `dtype` is torch's name of a format, or float8 for both formats of 8-bit products.
+    """
     for part, peaks in _PEAK_TFLOPS:
         if part in device_name:
             return peaks.get(dtype)

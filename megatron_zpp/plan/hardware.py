@@ -12,6 +12,10 @@ INSIDE_SHARE = 0.54  # of NVLink's rate: an all-gather on two H200s, 243 of 450 
 # docs/internals/communication.md has the first two, docs/internals/planner.md the third.
 SLOWDOWN = 1.07  # factor on the time of compute beside transfers
 KERNEL_SLOWDOWN = 1.24  # the same beside NCCL's kernels inside a node, if copy engines are not used
+# The time of layers' products by --fp8, casts included, over bf16's: the first number plus the second (with
+# delayed scaling the third) over the hidden size. Fitted to steps of one H200 (docs/internals/planner.md).
+FP8_PRODUCTS, FP8_CASTS, FP8_DELAYED_CASTS = 0.52, 770, 340
+FP8_NARROWEST = 1024  # hidden size; narrower layers are planned like these: nothing was measured below 2,048
 CPU_BYTES_PER_SECOND = 55e9  # that AdamW of one rank reads and writes in CPU memory
 
 

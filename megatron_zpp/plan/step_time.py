@@ -3,7 +3,8 @@
 A pass is a forward or a backward of one micro-batch.
 
     compute   PaLM's FLOPs, one third in the forward and two in the backward, and those of the recomputation,
-              over the share of the peak that is reached; a little longer beside transfers
+              over the share of the peak that is reached; a little longer beside transfers. Those of layers'
+              products take less time in 8 bits
     kernels   memory traffic that these FLOPs do not cover, over the rate that kernels reach: messages decoded
               and encoded, gradients copied, received parts summed
     links     bytes that a node sends to others over the link's rate, and bytes that a GPU sends inside its
@@ -24,7 +25,16 @@ from dataclasses import dataclass
 
 from megatron_zpp.model.flops import attended_tokens, layer_matrices
 from megatron_zpp.plan.exchanges import exchanged, exchanged_bytes, recomputed_layers, waiting_seconds
-from megatron_zpp.plan.hardware import CPU_BYTES_PER_SECOND, KERNEL_SLOWDOWN, SLOWDOWN, Machine
+from megatron_zpp.plan.hardware import (
+    CPU_BYTES_PER_SECOND,
+    FP8_CASTS,
+    FP8_DELAYED_CASTS,
+    FP8_NARROWEST,
+    FP8_PRODUCTS,
+    KERNEL_SLOWDOWN,
+    SLOWDOWN,
+    Machine,
+)
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.traffic import Pass, total
 from megatron_zpp.zero.hop import SentBytes
@@ -96,8 +106,18 @@ def pass_seconds(job: Job, machine: Machine, one: Pass, working: float) -> float
 def compute_seconds(job: Job, machine: Machine, forward: bool) -> float:
     """Seconds of a forward or backward of one micro-batch, without transfers and kernels."""
     third = job.flops_per_token / 3
-    flops = job.tokens * (third if forward else 2 * third + _recomputed_flops(job))
-    return flops / job.tensor / machine.flops * overlap_slowdown(job)
+    flops = third if forward else 2 * third + _recomputed_flops(job)
+    layers = job.model.num_layers if forward else 2 * job.model.num_layers + recomputed_layers(job)
+    flops -= (1 - product_time(job)) * layers * 2.0 * layer_matrices(job.model)
+    return job.tokens * flops / job.tensor / machine.flops * overlap_slowdown(job)
+
+
+def product_time(job: Job) -> float:
+    """The time of a layer's matrix products, with the casts of 8-bit ones, over that of 16-bit ones."""
+    if not job.precision.fp8:
+        return 1.0
+    casts = FP8_DELAYED_CASTS if job.precision.fp8_delayed else FP8_CASTS
+    return FP8_PRODUCTS + casts / max(job.model.hidden_size, FP8_NARROWEST)
 
 
 def overlap_slowdown(job: Job) -> float:

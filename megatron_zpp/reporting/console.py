@@ -114,6 +114,8 @@ def log_line(record: Record, iterations: int) -> str:
     """Megatron-LM's line, which scripts parse, with tokens/s, MFU and time left appended."""
     left = (iterations - number(record, "iteration")) * number(record, "elapsed_ms") / 1000
     mfu = "n/a" if record["mfu"] is None else f"{100 * record['mfu']:.1f}%"
+    if "mfu_16bit" in record:
+        mfu += f" of the 8-bit peak, {100 * number(record, 'mfu_16bit'):.1f}% of the 16-bit one"
     parts = (
         f"iteration {record['iteration']:8d}/{iterations:8d}",
         f"consumed samples: {record['consumed_samples']:12d}",

@@ -26,11 +26,15 @@ def number(record: Record, name: str) -> float:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Converts tokens/s to model FLOP/s; `peak` is the peak of one device in TFLOP/s, None if unknown."""
+    """Converts tokens/s to model FLOP/s; peaks are those of one device in TFLOP/s, None if unknown.
+
+    `peak_16bit` is that of 16-bit products where `peak` is that of 8-bit ones.
+    """
 
     flops_per_token: float
     devices: int
     peak: float | None
+    peak_16bit: float | None = None
 
     @classmethod
     def of(
@@ -41,19 +45,33 @@ class Throughput:
         devices: int,
         device: torch.device,
         dtype: str,
+        fp8: bool,
         peak: float | None,
     ) -> "Throughput":
-        """Make one with `peak` if given, else the data sheet's value for a known GPU."""
+        """Make one with `peak` if given, else the data sheet's values for a known GPU.
+
+        `dtype` is the format of the compute; `fp8`: products of layers are of 8-bit floats.
+        """
+        peak_16bit = None
         if peak is None and device.type == "cuda":
-            peak = peak_tflops(torch.cuda.get_device_name(device), dtype)
-        return cls(flops_per_token(model, vocab_size), devices, peak)
+            name = torch.cuda.get_device_name(device)
+            peak = peak_tflops(name, dtype)
+            if fp8:
+                peak, peak_16bit = peak_tflops(name, "float8"), peak
+        return cls(flops_per_token(model, vocab_size), devices, peak, peak_16bit)
 
     def record(self, tokens: int, seconds: float) -> Record:
-        """tokens_per_second of the whole run; tflops_per_gpu and mfu of one device."""
+        """tokens_per_second of the whole run; tflops_per_gpu and mfu of one device.
+
+        With 8-bit products also mfu_16bit, relative to the peak of 16-bit ones.
+        """
         rate = tokens / seconds
         tflops = rate * self.flops_per_token / self.devices / 1e12
         mfu = None if self.peak is None else tflops / self.peak
-        return {"tokens_per_second": rate, "tflops_per_gpu": tflops, "mfu": mfu}
+        record: Record = {"tokens_per_second": rate, "tflops_per_gpu": tflops, "mfu": mfu}
+        if self.peak_16bit is not None:
+            record["mfu_16bit"] = tflops / self.peak_16bit
+        return record
 
 
 class Stopwatch:

@@ -79,6 +79,7 @@ class Trainer:
             devices=engine.topology.world_size,
             device=engine.device,
             dtype=config.precision.compute_dtype(engine.device.type),
+            fp8=config.precision.fp8,
             peak=config.logging.device_peak_tflops,
         )
         self._timing = Timing(config.timing, engine)

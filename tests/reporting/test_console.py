@@ -183,6 +183,11 @@ def test_raised_units_are_in_the_line_of_runs_that_have_them() -> None:
     assert "| raised units: 3 | tokens/s: 12345 |" in log_line({**RECORD, "raised_units": 3}, 10)
 
 
+def test_mfu_of_8_bit_products_is_beside_that_of_16_bit_ones() -> None:
+    line = log_line({**RECORD, "mfu": 0.4, "mfu_16bit": 0.8}, 10)
+    assert "| MFU: 40.0% of the 8-bit peak, 80.0% of the 16-bit one | time left: " in line
+
+
 def test_without_a_terminal_there_is_no_bar(capsys: pytest.CaptureFixture) -> None:
     console = Console(iterations=10, done=0)
     console.step_done()
