@@ -10,9 +10,11 @@ each. Every process measures the disk's own rates beside those of the code, beca
     load         ShardFile.read_into of all tensors, a tensor at a time, from the disk
     cached       as read_back, but from the page cache: how fast digests are computed
 
-Writes of one tensor's cached piece would flatter the disk, and files that lie in the page cache would make
-the next writer touch memory that the host has not given yet. So both write the same tensors, each file is
-removed before the next one, and after a first round, which does not count, the order is disk, code, code, disk.
+All write the same tensors: a piece that stays in the processor's cache would flatter the disk. What is measured
+takes turns (disk, code, code, disk) after a first round that does not count, and each turn begins without its
+predecessor's file, or with no file in the page cache. Otherwise the second one would pay for memory that a
+hypervisor has not given yet.
+
 CPU seconds are those of the process, all threads together.
 """
 
@@ -58,28 +60,29 @@ def write_plain(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """The bytes of the tensors, on the disk."""
     with path.open("wb", buffering=0) as file:
         for tensor in tensors.values():
-            left = memoryview(tensor.view(torch.uint8).numpy())
-            while len(left):
+            left = tensor.view(torch.uint8).numpy().data
+            while left.nbytes:
                 left = left[file.write(left[:CHUNK_BYTES]) :]
         os.fsync(file.fileno())
 
 
-def measure_writes(path: Path, tensors: dict[str, torch.Tensor], size: int) -> dict[str, dict[str, float]]:
-    """The disk's rate and that of the code, from the same memory."""
-    writers = {
-        "disk_write": lambda: write_plain(path, tensors),
-        "write": lambda: write_shard_file(path, tensors),
-    }
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in writers}
-    for name in (*writers, "disk_write", "write", "write", "disk_write"):
-        runs[name].append(measured(writers[name], size))
-        path.unlink()
-    figures = {}
-    for name, (_, one, other) in runs.items():
-        seconds = 1 / one["gb_per_second"] + 1 / other["gb_per_second"]
-        cpu = (one["cpu_seconds_per_gb"] + other["cpu_seconds_per_gb"]) / 2
-        figures[name] = {"gb_per_second": round(2 / seconds, 3), "cpu_seconds_per_gb": round(cpu, 3)}
-    return figures
+def in_turns(
+    disk: Callable[[], Any], code: Callable[[], Any], before: Callable[[], None], size: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Rates of the disk and of the code, each from two turns of two; the first turn of each is dropped."""
+    runs: dict[Callable[[], Any], list[dict[str, float]]] = {disk: [], code: []}
+    for action in (disk, code, disk, code, code, disk):
+        before()
+        runs[action].append(measured(action, size))
+    disk_rate, code_rate = (mean(runs[action][1:]) for action in (disk, code))
+    return disk_rate, code_rate
+
+
+def mean(runs: list[dict[str, float]]) -> dict[str, float]:
+    """Of all runs together."""
+    seconds = statistics.mean(1 / run["gb_per_second"] for run in runs)
+    cpu = statistics.mean(run["cpu_seconds_per_gb"] for run in runs)
+    return {"gb_per_second": round(1 / seconds, 3), "cpu_seconds_per_gb": round(cpu, 3)}
 
 
 def read_plain(path: Path) -> None:
@@ -94,8 +97,19 @@ def measure(directory: Path, size: int) -> dict[str, dict[str, float]]:
     """All rates of the code that this process has imported."""
     tensors = {f"weights/unit_{index}": torch.rand(size // TENSORS // 4 + 1) for index in range(TENSORS)}
     threads = getattr(code, "thread_count", None)
-    path, plain = directory / "shards", directory / "plain"
-    figures = measure_writes(path, tensors, size)
+    path, plain, figures = directory / "shards", directory / "plain", {}
+
+    def remove() -> None:
+        path.unlink(missing_ok=True)
+
+    def forget_all() -> None:
+        forget(plain)
+        forget(path)
+
+    figures["disk_write"], figures["write"] = in_turns(
+        lambda: write_plain(path, tensors), lambda: write_shard_file(path, tensors), remove, size
+    )
+    remove()
     write_plain(plain, tensors)
     written = write_shard_file(path, tensors)
 
@@ -113,13 +127,13 @@ def measure(directory: Path, size: int) -> dict[str, dict[str, float]]:
                 file.read_into(name, 0, torch.empty(len(tensor)), pool.map)
             file.file.close()
 
-    forget(plain)
-    figures["disk_read"] = measured(lambda: read_plain(plain), size)
-    forget(path)
-    figures["read_back"] = measured(read_back, size)
+    def disk_read() -> None:
+        read_plain(plain)
+
+    figures["disk_read"], figures["read_back"] = in_turns(disk_read, read_back, forget_all, size)
+    read_back()
     figures["cached"] = measured(read_back, size)
-    forget(path)
-    figures["load"] = measured(load, size)
+    figures["disk_read_beside_load"], figures["load"] = in_turns(disk_read, load, forget_all, size)
     plain.unlink()
     path.unlink()
     return figures
@@ -142,7 +156,11 @@ def summary(runs: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
         for figure in runs[0][name]:
             values = sorted(run[name][figure] for run in runs)
             rows.setdefault(name, {})[figure] = [statistics.median(values), values[0], values[-1]]
-    for name, disk in (("write", "disk_write"), ("read_back", "disk_read"), ("load", "disk_read")):
+    for name, disk in (
+        ("write", "disk_write"),
+        ("read_back", "disk_read"),
+        ("load", "disk_read_beside_load"),
+    ):
         values = sorted(run[name]["gb_per_second"] / run[disk]["gb_per_second"] for run in runs)
         rows[name]["of_the_disk"] = [
             round(value, 3) for value in (statistics.median(values), values[0], values[-1])
