@@ -10,10 +10,10 @@ each. Every process measures the disk's own rates beside those of the code, beca
     load         ShardFile.read_into of all tensors, a tensor at a time, from the disk
     cached       as read_back, but from the page cache: how fast digests are computed
 
-All write the same tensors, because a piece that stays in the processor's cache would flatter the disk. Disk and
-code take turns (disk, code, code, disk) after a first round that does not count. Each turn begins without its
-predecessor's file, or with no file in the page cache; otherwise the second one would pay for memory that a
-hypervisor has not given yet.
+All write the same tensors, because a piece that stays in the processor's cache would flatter the disk. Disk
+and code take turns (disk, code, code, disk) after a first round that does not count. Each turn begins without
+its predecessor's file, or with no file in the page cache; otherwise the second one would pay for memory that
+a hypervisor has not given yet.
 
 CPU seconds are those of the process, all threads together.
 """
