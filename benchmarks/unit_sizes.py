@@ -7,13 +7,10 @@ besides model states: slots, and the buffers of gathers and reductions.
 """
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
-
-import torch
 
 from benchmarks.common import write_result
 from megatron_zpp.config.root import parse_args
@@ -24,11 +21,9 @@ from megatron_zpp.plan.hardware import GPUS, machine
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.step_time import step_time
-from megatron_zpp.plan.traffic import traffic_of
+from megatron_zpp.plan.traffic import total, traffic_of
 from megatron_zpp.train.dry_run import job_of, planned
 from megatron_zpp.train.run_schedule import RunSchedule
-from megatron_zpp.zero.flat_layout import FlatLayout
-from megatron_zpp.zero.plan_communication import plan_communication
 
 COMMON = (
     "--dry-run --mock-data --tokenizer-type NullTokenizer --train-iters 1000 --lr 1e-4 --bf16 --zero-stage 3 "
@@ -42,6 +37,7 @@ HPZ = "--zero-hpz-partition-size auto"
 QWZ, QGZ = "--zero-quantized-weights", "--zero-quantized-gradients"
 CODES = f"{QWZ} {HPZ} --zero-hpz-secondary quantized {QGZ}"
 SUBLAYER = "--zero-unit sublayer"
+UNTIED = "--untie-embeddings-and-output-weights"
 ONE, EIGHT = "--micro-batch-size 1", "--tensor-model-parallel-size 8 --micro-batch-size 8"  # equal per GPU
 MEANS = {  # of 175B with whole layers, to which SUBLAYER is added
     "stage 3": ONE,
@@ -56,7 +52,7 @@ SMALL = (
     "--model-preset 6.7b --plan-nodes 2 --plan-gpus-per-node 8 --global-batch-size 16 --plan-link-gbit 3200"
 )
 VOCABULARIES = (50257, 256000)
-ROWS_OF_A_BLOCK = 16384  # of row blocks, which the engine does not have
+ROWS = "--zero-table-rows 16384"
 GIB = 2**30
 Row = dict[str, Any]
 
@@ -82,7 +78,8 @@ def row_of(flags: str) -> Row:
     """The plan of a command line, in GiB, and in GB where cards are sold by them."""
     job, config = job_for(flags)
     memory, gpu = memory_of(job), GPUS["h100"]
-    seconds = step_time(job, machine(config.plan, "bfloat16"), traffic_of(job)).seconds
+    passes = traffic_of(job)
+    seconds = step_time(job, machine(config.plan, "bfloat16"), passes).seconds
     return {
         "flags": flags,
         "arena_gib": round(arena_of(job), 2),
@@ -91,34 +88,10 @@ def row_of(flags: str) -> Row:
         "peak_gb": round(memory.peak / 1e9, 1),
         "peak_at": memory.peak_at,
         "fits_an_h100": fits(memory, gpu.memory),
+        "loss_gib": round(memory.loss / GIB, 2),
+        "gb_per_node": round(total(passes).inter / job.nodes / 1e9, 1),  # sent to other nodes in a step
         "step_ms": round(1e3 * seconds, 1),
     }
-
-
-def with_row_blocks(flags: str, rows: int) -> float:
-    """GiB of the arena if the table were units of so many rows: their layouts in place of the table's."""
-    job, config = job_for(flags)
-    table, *others = job.layouts
-    width, positions = job.model.hidden_size, job.model.max_position_embeddings
-    entries = job.padded_vocab_size
-    blocks = [
-        replace(table, numels=(min(rows, entries - first) * width,), decayed=1)
-        for first in range(0, entries, rows)
-    ]
-    own = [replace(table, numels=(positions * width,), decayed=1)]
-    layouts: list[FlatLayout] = [*own, *blocks, *others]
-    changed = replace(job)
-    changed.__dict__["layouts"] = layouts  # in place of the cached property
-    plan = plan_communication(
-        config.zero,
-        Topology(0, job.ranks, 0, job.local),
-        layouts,
-        compute_dtype=torch.bfloat16,
-        reduce_in_bf16=False,
-        copy_engines=True,
-    )
-    changed.__dict__["node_communication"] = [plan]
-    return arena_of(changed)
 
 
 def rows_of_175b() -> dict[str, Row]:
@@ -137,10 +110,10 @@ def rows_of_vocabularies() -> dict[str, Row]:
         flags = f"{SMALL} --vocab-size {entries} {ONE}"
         rows[f"{entries:,} entries"] = row_of(flags)
         rows[f"{entries:,} entries, sublayers"] = row_of(f"{flags} {SUBLAYER}")
-        rows[f"{entries:,} entries, layouts of row blocks"] = {
-            "flags": f"{flags}, {ROWS_OF_A_BLOCK} rows each",
-            "arena_gib": round(with_row_blocks(flags, ROWS_OF_A_BLOCK), 2),
-        }
+        rows[f"{entries:,} entries, row blocks"] = row_of(f"{flags} {ROWS}")
+        rows[f"{entries:,} entries, row blocks, sublayers"] = row_of(f"{flags} {ROWS} {SUBLAYER}")
+        rows[f"{entries:,} entries, untied"] = row_of(f"{flags} {UNTIED}")
+        rows[f"{entries:,} entries, untied, row blocks"] = row_of(f"{flags} {UNTIED} {ROWS}")
     for ranks in (2, 4, 8):
         flags = f"{SMALL} --vocab-size {VOCABULARIES[-1]} --micro-batch-size {ranks}"
         rows[f"{VOCABULARIES[-1]:,} entries, T = {ranks}"] = row_of(
@@ -162,15 +135,19 @@ def table_of_175b(rows: dict[str, Row]) -> list[str]:
 def table_of_vocabularies(rows: dict[str, Row]) -> list[str]:
     """The same; each arena as a multiple of the first one, too."""
     first = next(iter(rows.values()))["arena_gib"]
-    lines = ["| 6.7B on 2 × 8, stage 3 | arena, GiB | of the first | peak, GiB |", "| --- " * 4 + "|"]
+    lines = [
+        "| 6.7B on 2 × 8, stage 3 | arena, GiB | of the first | the loss, GiB | peak, GiB | sent, GB |",
+        "| --- " * 6 + "|",
+    ]
     for name, row in rows.items():
-        arena, peak = row["arena_gib"], row.get("peak_gib", "–")
-        lines.append(f"| {name} | {arena} | {arena / first:.2f} | {peak} |")
+        arena = row["arena_gib"]
+        figures = arena, f"{arena / first:.2f}", row["loss_gib"], row["peak_gib"], row["gb_per_node"]
+        lines.append(f"| {name} | {' | '.join(map(str, figures))} |")
     return lines
 
 
 def main() -> None:
-    """Both models; row blocks as layouts alone."""
+    """Both models."""
     large, small = rows_of_175b(), rows_of_vocabularies()
     write_result("unit_sizes", {"175b_on_128x8": large, "6.7b_on_2x8": small})
     print("\n".join(["", *table_of_175b(large), "", *table_of_vocabularies(small)]))

@@ -1,6 +1,6 @@
 """Writes and reads the manifest, which lists the files of a checkpoint, and the marker, written last.
 
-manifest.json   {"format_version": 6, "files": {NAME: entry, …}}
+manifest.json   {"format_version": 6 or 7, "files": {NAME: entry, …}}
 COMMITTED       the SHA-256 of manifest.json in hexadecimal, and a newline
 
 An entry has the size of the file and the digest of its sidecar (storage/sidecar.py), which the rank that
@@ -23,18 +23,29 @@ from megatron_zpp.storage.regular import UnfitFile, read_limited
 from megatron_zpp.storage.sidecar import SidecarDigest
 
 FORMAT_VERSION = 6
+BLOCKS_VERSION = 7  # of checkpoints whose units have blocks of tables, which programs for 6 cannot read
 # In state.json, 2 has another name for dataset progress, 3 has no `nodes`, because rank r owned shard r, and
 # 4 has no `tensor`, because every rank had whole parameters. 5 has no sidecars.
-READABLE_VERSIONS = (2, 3, 4, 5, 6)
+READABLE_VERSIONS = (2, 3, 4, 5, 6, 7)
 MANIFEST, MARKER = "manifest.json", "COMMITTED"
 Entry = SidecarDigest | Checksums
 _MARKER_LIMIT = 65  # bytes: a SHA-256 in hexadecimal, and a newline
 
 
-def write_manifest(directory: Location, files: Mapping[str, Entry]) -> None:
-    """Write manifest and marker for files that are durable. Raises OSError if the file system does."""
+def format_version(state: Mapping[str, Any]) -> int:
+    """The oldest version of the format that can have the content `state` of state.json."""
+    entries = (entry for unit in state.get("units", ()) for entry in unit["parameters"].values())
+    return BLOCKS_VERSION if any("rows" in entry for entry in entries) else FORMAT_VERSION
+
+
+def write_manifest(directory: Location, files: Mapping[str, Entry], version: int | None = None) -> None:
+    """Write manifest and marker for files that are durable. Raises OSError if the file system does.
+
+    `version` is that of the format, by default the one of checkpoints without blocks.
+    """
     described = {name: entry.to_json() for name, entry in files.items()}
-    text = json.dumps({"format_version": FORMAT_VERSION, "files": described}, indent=1) + "\n"
+    manifest = {"format_version": version or FORMAT_VERSION, "files": described}
+    text = json.dumps(manifest, indent=1) + "\n"
     write_durably(directory / MANIFEST, text.encode())
     write_durably(directory / MARKER, _marker(text.encode()))
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron_zpp.checkpoint.manifest import write_manifest
+from megatron_zpp.checkpoint.manifest import format_version, write_manifest
 from megatron_zpp.checkpoint.shard_file import write_shard_file
 from megatron_zpp.checkpoint.write import STATE, shard_file_name
 from megatron_zpp.storage.checksums import JSON_LIMIT, Checksums, DamagedFile, checksums_of
@@ -128,7 +128,7 @@ class MemoryCopies:
             files[shard_file_name(rank)] = Checksums.from_json(fields["checksums"], description)
         (target / STATE).write_text(json.dumps(state))
         files[STATE] = checksums_of(target / STATE)
-        write_manifest(target, files)
+        write_manifest(target, files, None if state is None else format_version(state))
 
     def remove(self, snapshot: SnapshotName) -> None:
         """Remove what this host has of a snapshot."""

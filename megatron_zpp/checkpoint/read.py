@@ -21,6 +21,7 @@ from megatron_zpp.checkpoint.states import (
     describe_units,
     formats_of_units,
     local_shape,
+    rows_of,
     sharing_of,
     split_of,
     tensor_name,
@@ -71,8 +72,12 @@ class _Run(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a checkpoint has a parameter: its unit, its first element there, and its whole shape."""
+    """Where a checkpoint has elements of a tensor rank's part of a parameter: all of them, or a block's.
 
+    `offset` is the place of the first one in the flat buffer of the unit. `shape` is that of the parameter.
+    """
+
+    elements: range
     unit: int
     offset: int
     shape: tuple[int, ...]
@@ -156,14 +161,17 @@ class CheckpointReader:
         layout: FlatLayout,
         elements: range,
         sharing: Sharing = UNSHARED,
+        *,
+        first: int = 0,
     ) -> Tensor:
         """Elements of the flat fp32 buffer of parameters `names` in `layout`, (len(elements),) on the CPU.
 
         They are found by parameter and slice, wherever the saved units have them. The buffer has the parts of
-        the reader's tensor rank in `sharing`. Gaps are zero.
+        the reader's tensor rank in `sharing`. Gaps are zero. `first`: the number that the buffer's first
+        element has in its only parameter, of which it is a block.
         """
         found = torch.zeros(len(elements))
-        for run in self._runs(names, layout, elements, sharing):
+        for run in self._runs(names, layout, elements, sharing, first):
             target = found[run.destination : run.destination + len(run.elements)]
             if run.tensor_rank is None:
                 self._fill(kind, run.name, sharing.part(run.name), run.elements, target)
@@ -172,36 +180,50 @@ class CheckpointReader:
         return found
 
     def _runs(
-        self, names: Sequence[str], layout: FlatLayout, elements: range, sharing: Sharing
+        self, names: Sequence[str], layout: FlatLayout, elements: range, sharing: Sharing, first: int
     ) -> Iterator[_Run]:
         """Where the files have these elements; parameters that are adjacent in both form one run."""
         last = None
         for piece in layout.parameter_slices(elements):
-            name = names[piece.parameter]
-            unit, offset, _ = self._places[name]
+            name, start = names[piece.parameter], first + piece.start
             rank = same_part(self._sharing.part(name), sharing.part(name))
-            first = piece.start if rank is None else offset + piece.start
-            run = _Run(rank, unit, name, range(first, first + piece.length), piece.destination)
-            if last and last.continues_in(run):
-                last = last._replace(elements=range(last.elements.start, run.elements.stop))
-                continue
-            if last:
-                yield last
-            last = run
+            for run in self._runs_of(name, range(start, start + piece.length), rank, piece.destination):
+                if last and last.continues_in(run):
+                    last = last._replace(elements=range(last.elements.start, run.elements.stop))
+                    continue
+                if last:
+                    yield last
+                last = run
         if last:
             yield last
 
+    def _runs_of(self, name: str, elements: range, rank: int | None, destination: int) -> Iterator[_Run]:
+        """Where the files have these elements of a parameter; if no `rank` has saved them, themselves."""
+        if rank is None:
+            yield _Run(None, self._places[name][0].unit, name, elements, destination)
+            return
+        for place in self._places[name]:
+            start = max(elements.start, place.elements.start)
+            stop = min(elements.stop, place.elements.stop)
+            if start < stop:
+                moved = place.offset - place.elements.start
+                found = range(start + moved, stop + moved)
+                yield _Run(rank, place.unit, name, found, destination + start - elements.start)
+
     def _fill(self, kind: str, name: str, wanted: Part, elements: range, found: Tensor) -> None:
         """Fill `found` with elements of a part of a parameter."""
-        place, rank = self._places[name], same_part(self._sharing.part(name), wanted)
+        rank = same_part(self._sharing.part(name), wanted)
 
         def read_into(tensor_rank: int, first: int, target: Tensor) -> None:
-            self._read_into(kind, place.unit, tensor_rank, place.offset + first, target)
+            for run in self._runs_of(name, range(first, first + len(target)), tensor_rank, 0):
+                part = target[run.destination : run.destination + len(run.elements)]
+                self._read_into(kind, run.unit, tensor_rank, run.elements.start, part)
 
         if rank is not None:
             read_into(rank, elements.start, found)
         else:
-            fill(found, elements, blocks(place.shape, self._sharing, name, wanted, elements), read_into)
+            shape = self._places[name][0].shape
+            fill(found, elements, blocks(shape, self._sharing, name, wanted, elements), read_into)
 
     def _read_into(self, kind: str, unit: int, tensor_rank: int, first: int, target: Tensor) -> None:
         """Fill `target` with elements of a tensor rank's flat buffer of a unit, from `first` on."""
@@ -215,16 +237,19 @@ class CheckpointReader:
             filled += count
 
     @cached_property
-    def _places(self) -> dict[str, _Place]:
-        return {
-            name: _Place(index, entry["offset"], tuple(entry["shape"]))
-            for index, unit in enumerate(self.units)
-            for name, entry in unit["parameters"].items()
-        }
+    def _places(self) -> dict[str, list[_Place]]:
+        places: dict[str, list[_Place]] = {}
+        for index, unit in enumerate(self.units):
+            for name, entry in unit["parameters"].items():
+                shape = tuple(entry["shape"])
+                first = rows_of(entry).start * math.prod(shape[1:])
+                elements = range(first, first + math.prod(local_shape(entry, self.tensor)))
+                places.setdefault(name, []).append(_Place(elements, index, entry["offset"], shape))
+        return places
 
     def parameters(self) -> dict[str, Tensor]:
         """All weights by the model's names, whole and in fp32, for a program of one process."""
-        whole = {}
+        whole: dict[str, Tensor] = {}
         for index, unit in enumerate(self.units):
             shapes = {name: local_shape(entry, self.tensor) for name, entry in unit["parameters"].items()}
             offsets = {name: entry["offset"] for name, entry in unit["parameters"].items()}
@@ -236,8 +261,12 @@ class CheckpointReader:
                 self._read_into(WEIGHTS, index, rank, 0, flat)
             for name, shape in shapes.items():
                 parts = [flat[offsets[name] :][: math.prod(shape)].view(shape) for flat in flats]
-                split = self._sharing.splits.get(name)
-                whole[name] = parts[0].clone() if split is None else split.join(parts)
+                split, entry = self._sharing.splits.get(name), unit["parameters"][name]
+                if "rows" in entry:
+                    table = whole.setdefault(name, torch.empty(entry["shape"]))
+                    table[rows_of(entry).start : rows_of(entry).stop] = parts[0]
+                else:
+                    whole[name] = parts[0].clone() if split is None else split.join(parts)
         return whole
 
     def check_rest(self, reader: int, readers: int) -> None:
@@ -304,8 +333,8 @@ def load_checkpoint(
                     engine.load_states(kind, lambda unit, elements: torch.zeros(len(elements)))
             has_references = REFERENCE in reader.state.get("kinds", [])
             formats = reader.state.get("difference_formats") if has_references else None
-            names = [unit.names for unit in engine.units]
-            engine.load_difference_formats_state(formats_of_units(formats, reader.units, names))
+            present = describe_units(engine)
+            engine.load_difference_formats_state(formats_of_units(formats, reader.units, present))
             if engine.scaling is not None:
                 engine.scaling.load_state(reader.state.get("product_scaling"))
             engine.load_optimizer_steps(reader.state["optimizer_steps"])
@@ -327,6 +356,7 @@ def _load(kind: str, reader: CheckpointReader, engine: ZeroEngine) -> None:
 
     def read(index: int, elements: range) -> Tensor:
         unit = engine.units[index]
-        return reader.shard_elements(kind, unit.names, unit.layout, elements, sharing)
+        first = unit.first_element
+        return reader.shard_elements(kind, unit.names, unit.layout, elements, sharing, first=first)
 
     engine.load_states(kind, read)

@@ -12,7 +12,9 @@ state.json contains the rest:
              Rank `owner_of`(s) · T + j has shard s of tensor rank j (`Grid.data`). Without `tensor`, in older
              versions, T is 1; without `nodes`, in still older ones, rank r owns shard r
     units    for each unit: `shard_numel`, elements of a shard; by name `parameters`: `shape` of the whole
-             parameter, `offset` of a tensor rank's part, and `split` into parts, if it is (`Split`)
+             parameter, `offset` of a tensor rank's part, and `split` into parts, if it is (`Split`). Where
+             units have blocks of rows of a table, each names the table and its whole `shape`, and `rows` has
+             the block's first row and how many there are; absent in versions before 7
     kinds    states in the files for each unit: `engine.state_kinds`, or `weights` only; absent in older
              versions, which had the weights and, if `with_optimizer`, AdamW's moments
     difference_formats   which units send weight differences in 8 bits next, and what decides on the step
@@ -31,8 +33,9 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.slices import Sharing
 from megatron_zpp.data.dataset_progress import DatasetProgress
-from megatron_zpp.distributed.split import Split
+from megatron_zpp.distributed.split import RowBlock, Split
 from megatron_zpp.model.fp8_scaling import check_scaling_state
+from megatron_zpp.model.product_algorithms import ProductAlgorithms
 from megatron_zpp.zero.engine import WEIGHTS, ZeroEngine
 from megatron_zpp.zero.flat_layout import FlatLayout
 
@@ -49,6 +52,7 @@ class Progress:
     each of its data sets; None if it reads none. `skipped_iterations` and `skipped_samples` count steps that
     did not change the weights; they are 0 in checkpoints of older versions. `ordered_samples` is the number
     of samples for which Megatron-LM's order was built; None for other orders, and in older versions.
+    `products` are the algorithms of matrix products; None unless they were measured, and in older versions.
     """
 
     iteration: int = 0
@@ -58,6 +62,7 @@ class Progress:
     ordered_samples: int | None = None
     run: str = ""
     dataset_progress: DatasetProgress | None = None
+    products: ProductAlgorithms | None = None
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Progress":
@@ -65,8 +70,10 @@ class Progress:
         value = dict(value)
         if "standing" in value:  # its name in format version 2
             value["dataset_progress"] = value.pop("standing")
-        data = value.get("dataset_progress")
-        return cls(**value | {"dataset_progress": None if data is None else DatasetProgress.from_json(data)})
+        for name, kind in (("dataset_progress", DatasetProgress), ("products", ProductAlgorithms)):
+            if value.get(name) is not None:
+                value[name] = kind.from_json(value[name])
+        return cls(**value)
 
 
 def tensor_name(kind: str, unit: int) -> str:
@@ -186,6 +193,7 @@ def check_state(state: dict[str, Any]) -> None:
         raise ValueError(f"{ranks} ranks on {nodes} nodes, {tensor} of which share a layer")
     for unit in state["units"]:
         _check_unit(unit, tensor, ranks // tensor)
+    _check_blocks(state["units"])
 
 
 def _check_unit(unit: dict[str, Any], tensor: int, data_ranks: int) -> None:
@@ -198,7 +206,11 @@ def _check_unit(unit: dict[str, Any], tensor: int, data_ranks: int) -> None:
             raise ValueError(f"a parameter has {len(shape)} dimensions")
         if not all(map(_is_count, (*shape, offset))):
             raise ValueError(f"a parameter is {_shown(entry)}")
-        split = split_of(entry)
+        rows, split = entry.get("rows"), split_of(entry)
+        if rows is not None and (
+            split is not None or len(rows) != 2 or not all(map(_is_count, rows)) or not shape
+        ):
+            raise ValueError(f"a parameter is {_shown(entry)}, which are no rows of a table")
         if split is not None and (
             tensor == 1  # written without
             or split.dim >= len(shape)
@@ -210,6 +222,31 @@ def _check_unit(unit: dict[str, Any], tensor: int, data_ranks: int) -> None:
             raise ValueError(
                 f"a parameter is {_shown(entry)} in {data_ranks} shards of {shard_numel} elements"
             )
+
+
+def _check_blocks(units: list[dict[str, Any]]) -> None:
+    """Raise ValueError unless blocks of rows make up their tables, and other parameters are in one unit."""
+    blocks: dict[str, list[tuple[int, int]]] = {}
+    entries: dict[str, dict[str, Any]] = {}
+    for unit in units:
+        for name, entry in unit["parameters"].items():
+            first, count = entry.get("rows") or (0, _rows(entry))
+            blocks.setdefault(name, []).append((first, count))
+            if entry["shape"] != entries.setdefault(name, entry)["shape"]:
+                raise ValueError(f"{name} is {_shown(entry)} and {_shown(entries[name])}")
+    for name, found in blocks.items():
+        stop = 0
+        for first, count in sorted(found):
+            if first != stop:
+                raise ValueError(f"the blocks of {name} have rows {_shown(sorted(found))}")
+            stop += count
+        if stop != _rows(entries[name]):
+            raise ValueError(f"{name} is {_shown(entries[name])} in {stop} rows")
+
+
+def _rows(entry: Mapping[str, Any]) -> int:
+    """Rows of the whole parameter; 1 of a scalar."""
+    return entry["shape"][0] if entry["shape"] else 1
 
 
 def _shown(value: Any) -> str:
@@ -234,16 +271,27 @@ def _check_difference_formats(state: Any, units: int) -> None:
 
 
 def formats_of_units(
-    state: dict[str, Any] | None, saved: list[dict[str, Any]], names: Sequence[Sequence[str]]
+    state: dict[str, Any] | None, saved: list[dict[str, Any]], present: list[dict[str, Any]]
 ) -> dict[str, Any] | None:
-    """The `difference_formats` of `saved` units for units of the parameters `names`, which may be others.
+    """The `difference_formats` of `saved` units for the `present` units, which may be others.
 
-    A unit takes after every saved unit of which it has a parameter.
+    A unit takes after every saved unit of which it has a parameter, or rows of one.
     """
     if state is None:
         return None
-    unit_of = {name: index for index, unit in enumerate(saved) for name in unit["parameters"]}
-    origins = [{unit_of[name] for name in unit} for unit in names]
+    places: dict[str, list[tuple[range, int]]] = {}
+    for index, unit in enumerate(saved):
+        for name, entry in unit["parameters"].items():
+            places.setdefault(name, []).append((rows_of(entry), index))
+    origins = [
+        {
+            index
+            for name, entry in unit["parameters"].items()
+            for rows, index in places[name]
+            if max(rows.start, rows_of(entry).start) < min(rows.stop, rows_of(entry).stop)
+        }
+        for unit in present
+    ]
     return {
         "raised": [any(state["raised"][unit] for unit in units) for units in origins],
         "measured": [
@@ -263,9 +311,17 @@ def split_of(entry: Mapping[str, Any]) -> Split | None:
     return Split.from_json(entry["split"]) if "split" in entry else None
 
 
+def rows_of(entry: Mapping[str, Any]) -> range:
+    """The rows of a parameter of `units` that its unit has: all of them, unless it has a block of a table."""
+    first, count = entry.get("rows") or (0, _rows(entry))
+    return range(first, first + count)
+
+
 def local_shape(entry: Mapping[str, Any], tensor: int) -> tuple[int, ...]:
-    """The shape of what each of `tensor` ranks has of a parameter of `units`."""
+    """The shape of what each of `tensor` ranks has of a parameter of `units`, in one of them."""
     split = split_of(entry)
+    if "rows" in entry:
+        return (entry["rows"][1], *entry["shape"][1:])
     return tuple(entry["shape"]) if split is None else split.local_shape(entry["shape"], tensor)
 
 
@@ -273,7 +329,9 @@ def describe_units(engine: ZeroEngine) -> list[dict[str, Any]]:
     """The offsets, whole shapes and splits of each unit's parameters, and the elements of its shards."""
     splits, tensor = engine.share.splits, engine.grid.tensor
     return [
-        describe_unit(dict(zip(unit.names, unit.parameters, strict=True)), unit.layout, splits, tensor)
+        describe_unit(
+            dict(zip(unit.names, unit.parameters, strict=True)), unit.layout, splits, tensor, unit.block
+        )
         for unit in engine.units
     ]
 
@@ -283,11 +341,19 @@ def describe_unit(
     layout: FlatLayout,
     splits: Mapping[str, Split] = MappingProxyType({}),
     tensor: int = 1,
+    block: RowBlock | None = None,
 ) -> dict[str, Any]:
-    """The same of one unit; `parameters` are a tensor rank's, in the order of its flat buffer."""
+    """The same of one unit; `parameters` are a tensor rank's, in the order of its flat buffer.
+
+    `block`: which rows of a table the only parameter is.
+    """
     described: dict[str, dict[str, Any]] = {}
     for (name, parameter), offset in zip(parameters.items(), layout.offsets, strict=False):
         split = splits.get(name)
+        if block is not None:
+            shape, rows = block.whole_shape(parameter.shape), [block.first, len(parameter)]
+            described[name] = {"shape": list(shape), "offset": offset, "rows": rows}
+            continue
         if split is None or tensor == 1:
             described[name] = {"shape": list(parameter.shape), "offset": offset}
             continue

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.directory import partial_path, remove_leftovers, retired_path, write_tracker
 from megatron_zpp.checkpoint.file_worker import FileWorker
-from megatron_zpp.checkpoint.manifest import Entry, write_manifest
+from megatron_zpp.checkpoint.manifest import Entry, format_version, write_manifest
 from megatron_zpp.checkpoint.object_saves import begin_save, discard_save, end_save
 from megatron_zpp.checkpoint.shard_file import write_shard_file
 from megatron_zpp.distributed.exchange import Abandoned, Exchange, NoProgress
@@ -73,7 +73,8 @@ def write_checkpoint(
     try:
         if by_rank_0:
             texts = {**(beside or {}), STATE: (json.dumps(state, indent=1) + "\n").encode()}
-            problem = _lead(final, shards, texts, exchange, options)
+            version = format_version(state)
+            problem = _lead(final, shards, texts, version, exchange, options)
         else:
             problem = _follow(shards, exchange, options)
     except Abandoned as abandoned:
@@ -113,6 +114,7 @@ def _lead(
     final: Location,
     shards: _Shards,
     texts: Mapping[str, bytes],
+    version: int,
     exchange: Exchange,
     options: SaveOptions,
 ) -> str | None:
@@ -133,7 +135,7 @@ def _lead(
     problem = problem or tried(lambda on_progress: options.may_write())
     if problem := exchange.abandon(problem) if problem else exchange.commit():
         return problem
-    problem = tried(lambda on_progress: _commit(partial, final, texts, reports, on_progress))
+    problem = tried(lambda on_progress: _commit(partial, final, texts, version, reports, on_progress))
     if not problem:
         exchange.put("outcome", None)
     return problem
@@ -205,6 +207,7 @@ def _commit(
     partial: Location,
     final: Location,
     texts: Mapping[str, bytes],
+    version: int,
     reports: list[dict[str, Any]],
     on_progress: OnProgress,
 ) -> None:
@@ -223,7 +226,7 @@ def _commit(
                 "directory that all nodes share"
             )
         on_progress()
-    write_manifest(partial, files)
+    write_manifest(partial, files, version)
     on_progress()  # raises if the save was abandoned, before a directory gets its name
     if isinstance(partial, ObjectPath) and isinstance(final, ObjectPath):
         end_save(partial, final)

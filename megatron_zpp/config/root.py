@@ -87,7 +87,15 @@ class Config:
                 "needs scales of the same step: --fp8-recipe tensorwise, or no --fp8",
             )
         tensor_ranks = self.distributed.tensor_model_parallel_size
+        if self.zero.zero_table_rows is not None and tensor_ranks > 1:
+            raise option_error(
+                "--zero-table-rows",
+                self.zero.zero_table_rows,
+                f"needs --tensor-model-parallel-size 1, not {tensor_ranks}: tensor ranks share the tables",
+            )
         check_tensor_ranks(self.model, tensor_ranks, fp8=self.precision.fp8)
+        if self.compilation.measures_products:
+            _check_measured(self.precision, tensor_ranks)
         if self.tokenizer.tokenizer_type is None:
             raise option_error("--tokenizer-type", "(not given)", "give the tokenizer that made the data")
         if self.plan.dry_run and self.distributed.device == "cpu":
@@ -251,6 +259,18 @@ def _check_fp8(model: ModelConfig, training: TrainingConfig) -> None:
     ):
         if width % 16:
             raise option_error(flag, value, f"is {width}; must be a multiple of 16 with --fp8")
+
+
+def _check_measured(precision: PrecisionConfig, tensor_ranks: int) -> None:
+    """Refuse measured algorithms where products of layers are not 16-bit products of whole layers."""
+    flag, value = "--gemm-algorithms", "measured"
+    if precision.fp8:
+        raise option_error(flag, value, "chooses algorithms of 16-bit products; omit one of it and --fp8")
+    if precision.fp32:
+        raise option_error(flag, value, "chooses algorithms of 16-bit products; omit one of it and --fp32")
+    if tensor_ranks > 1:
+        fix = f"needs whole layers; omit one of it and --tensor-model-parallel-size {tensor_ranks}"
+        raise option_error(flag, value, fix)
 
 
 def _check_param_gather(zero: ZeroConfig) -> None:

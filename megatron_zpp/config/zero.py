@@ -31,6 +31,13 @@ class ZeroConfig(Options):
         "sublayer: those of its attention, or of its MLP. Sublayers take less memory for buffers and send "
         "smaller messages.",
     )
+    zero_table_rows: int | None = option(
+        None,
+        "Gather the embedding of tokens, and untied output weights, in blocks of so many rows; by default "
+        "whole. For large vocabularies: buffers then have the size of a block, or of a layer, not that of "
+        "the table. The loss has the logits of one block at a time, and computes them twice.",
+        at_least=1,
+    )
     zero_prefetch_units: int | None = option(
         None,
         "Stage 3: units gathered ahead of the unit that computes; default 1. Each costs memory for one unit.",
@@ -218,6 +225,8 @@ class ZeroConfig(Options):
             parts.append(f"gradients accumulated over {self.zero_gradient_partition_size}")
         if self.cuts_layers:
             parts.append("units of sublayers")
+        if self.zero_table_rows is not None:
+            parts.append(f"tables in units of {self.zero_table_rows} rows")
         return " + ".join(parts)
 
     def hpz_ranks(self, ranks_of_a_node: int, nodes: int) -> int:

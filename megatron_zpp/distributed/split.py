@@ -1,5 +1,6 @@
-"""How tensor ranks share a parameter: arithmetic on shapes, and the cut itself."""
+"""How a parameter is cut, among tensor ranks or into blocks of rows: arithmetic on shapes, and the cut."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,3 +65,19 @@ class Split:
         ):
             raise ValueError(f"not a split of a parameter: {value!r}")
         return cls(dim, runs)
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """The rows of a table of `entries` rows, from row `first` on, that are a parameter of their own."""
+
+    first: int
+    entries: int
+
+    def whole_shape(self, block: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the table, a block of which has the shape `block`."""
+        return (self.entries, *block[1:])
+
+    def first_element(self, block: Sequence[int]) -> int:
+        """The number of a block's first element in the flat table."""
+        return self.first * math.prod(block[1:])

@@ -59,11 +59,16 @@ class ModelComponents:
         """Return a linear map whose inputs can be split."""
         return self.linear(inputs, outputs, bias=bias)
 
-    def vocabulary(self, entries: int, width: int) -> nn.Embedding:
+    @property
+    def table_rows(self) -> int | None:
+        """Rows of the blocks that the tables of the vocabulary consist of; None: the tables are whole."""
+        return None
+
+    def vocabulary(self, entries: int, width: int) -> Any:
         """Return the embedding of tokens."""
         return embedding(entries, width)
 
-    def output(self, width: int, entries: int) -> nn.Linear:
+    def output(self, width: int, entries: int) -> Any:
         """Return the output weights of a model that does not share those of the embedding."""
         return nn.Linear(width, entries, bias=False)
 
@@ -74,6 +79,16 @@ class ModelComponents:
     def own_positions(self, positions: Tensor, tokens: Tensor) -> Tensor:
         """Return those of `positions` (B or 1, T) whose hidden states this rank has between linear maps."""
         return positions
+
+    def tie(self, head: nn.Module, table: nn.Module) -> None:
+        """Let `head`, which has no output weights, use `table`; a whole one is an argument of its forward."""
+
+    def units(self, name: str, module: nn.Module, *, tied: bool) -> list[tuple[str, nn.Module]]:
+        """Return the names and modules of the units of the embedding or the head, in forward order.
+
+        `tied`: the table in it, if any, is that of the embedding.
+        """
+        return [(name, module)]
 
     def head_class(self, plain: type[nn.Module]) -> Any:
         """Return the class of a model's head; `plain` is the one without tensor ranks."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
+from megatron_zpp.distributed.split import RowBlock
 from megatron_zpp.model.attention import mask_of
 from megatron_zpp.model.components import ModelComponents, embedding
 from megatron_zpp.model.layer import Layer
@@ -122,6 +123,8 @@ class GPT(nn.Module):
         self.layers = nn.ModuleList(layer(config, self.parts, selective) for _ in range(config.num_layers))
         head: type[Head] = self.parts.head_class(Head)
         self.head = head(config, self.parts, vocab_size, padded)
+        if self._tied:
+            self.parts.tie(self.head, self.embedding.tokens)
 
     def forward(
         self,
@@ -165,24 +168,45 @@ class GPT(nn.Module):
         assert isinstance(first, Layer)
         return first.compiled
 
+    @property
+    def table_rows(self) -> int | None:
+        """Rows of the blocks that the tables of the vocabulary consist of; None: the tables are whole."""
+        return self.parts.table_rows
+
     def units(self) -> list[tuple[str, nn.Module]]:
-        """The modules whose parameters are gathered together, in the order of the forward pass."""
+        """The modules whose parameters are gathered together, in the order of the forward pass.
+
+        Blocks of a tied table are there twice: with the embedding, and as modules of the head with the same
+        parameters.
+        """
         layers = [
             (f"layers.{index}", unit)
             for index, layer in enumerate(cast(list[Layer], list(self.layers)))
             for unit in layer.units()
         ]
-        return [("embedding", self.embedding), *layers, ("head", self.head)]
+        return [*self._embedding_units(), *layers, *self.parts.units("head", self.head, tied=self._tied)]
 
     def recomputed_units(self) -> list[range]:
         """Ranges of `units()` that the backward recomputes, each as a whole before its gradients."""
-        return recomputed_units(self.config.num_layers, self.recompute, units_of_a_layer(self.cut_layers))
+        of_a_layer, first = units_of_a_layer(self.cut_layers), len(self._embedding_units())
+        return recomputed_units(self.config.num_layers, self.recompute, of_a_layer, first)
 
     def initialize(self, seed: int) -> "GPT":
         """Fills every parameter with its initial value."""
-        for name, parameter in self.named_parameters():
-            self.initialize_parameter(name, parameter, seed)
+        for unit, module in self.units():
+            for path, parameter in module.named_parameters():
+                self._initialize(f"{unit}.{path}", parameter, getattr(module, "row_block", None), seed)
         return self
+
+    @torch.no_grad()
+    def _initialize(self, name: str, parameter: Tensor, block: RowBlock | None, seed: int) -> None:
+        """Fill a parameter, or the rows of it that are a `block`."""
+        if block is None:
+            self.initialize_parameter(name, parameter, seed)
+        else:
+            whole = parameter.new_empty(block.whole_shape(parameter.shape))
+            self.initialize_parameter(name, whole, seed)
+            parameter.copy_(whole[block.first : block.first + len(parameter)])
 
     @torch.no_grad()
     def initialize_parameter(self, name: str, tensor: Tensor, seed: int) -> None:
@@ -203,6 +227,13 @@ class GPT(nn.Module):
             tensor.normal_(0.0, std, generator=generator)
         if name in ("embedding.tokens.weight", "head.output.weight"):
             tensor[self.vocab_size :] = 0.0
+
+    @property
+    def _tied(self) -> bool:
+        return not self.config.untie_embeddings_and_output_weights
+
+    def _embedding_units(self) -> list[tuple[str, nn.Module]]:
+        return self.parts.units("embedding", self.embedding, tied=False)
 
     def _run_layers(
         self, x: Tensor, first: int, last: int, masks: Mapping[int | None, Mask], rotation: Rotation

@@ -215,12 +215,12 @@ class _Sums:
     def add(self, first: int, gradient: Tensor, x: Tensor, weight: Tensor) -> None:
         """Add the chunk x (C, D) that begins at token `first`; the first chunk starts the sums."""
         if self.x is not None:
-            _product(gradient, weight, self.x[first : first + len(x)], begins=True)
+            add_product(gradient, weight, self.x[first : first + len(x)], begins=True)
         if self.weight is not None:
-            _product(gradient.T, x, self.weight, begins=first == 0)
+            add_product(gradient.T, x, self.weight, begins=first == 0)
 
 
-def _product(a: Tensor, b: Tensor, total: Tensor, *, begins: bool) -> None:
+def add_product(a: Tensor, b: Tensor, total: Tensor, *, begins: bool) -> None:
     """Adds a @ b to `total`, or begins it; not rounded to the format of a and b in between."""
     if a.is_cuda and a.dtype != total.dtype:
         if begins:

@@ -22,10 +22,12 @@ def units_of_a_layer(cut_layers: bool) -> int:
     return 2 if cut_layers else 1
 
 
-def recomputed_units(layers: int, plan: RecomputeConfig, of_a_layer: int = 1) -> list[range]:
-    """See GPT.recomputed_units; unit 0 is the embedding, and each layer has as many units."""
+def recomputed_units(
+    layers: int, plan: RecomputeConfig, of_a_layer: int = 1, first_layer: int = 1
+) -> list[range]:
+    """See GPT.recomputed_units; each layer has as many units, behind `first_layer` of the embedding."""
     return [
-        range(1 + first * of_a_layer, 1 + stop * of_a_layer)
+        range(first_layer + first * of_a_layer, first_layer + stop * of_a_layer)
         for first, stop, again in segments(layers, plan)
         if again
     ]

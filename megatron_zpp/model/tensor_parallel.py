@@ -27,7 +27,8 @@ from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.model.components import ModelComponents
 from megatron_zpp.model.gpt import GPT, Head
 from megatron_zpp.model.layer import Layer
-from megatron_zpp.model.loss import IGNORED, LossKernels, linear_cross_entropy, unit, wide
+from megatron_zpp.model.loss import IGNORED, LossKernels, linear_cross_entropy, unit
+from megatron_zpp.model.partial_softmax import local_statistics
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of rows (R, K), a weight (N, K) and a bias (N)
@@ -199,11 +200,11 @@ class VocabularyParallelLoss:
 
     def __init__(self, group: TensorGroup) -> None:
         self._group = group
-        self._local, self._to_gradient = _local_statistics, _to_gradient
+        self._local, self._to_gradient = local_statistics, _to_gradient
 
     def kernels(self, compiler: Compiler = lambda function: function) -> LossKernels:
         """The loss as kernels for `linear_cross_entropy`; its targets are ids of the whole vocabulary."""
-        self._local, self._to_gradient = compiler(_local_statistics), compiler(_to_gradient)
+        self._local, self._to_gradient = compiler(local_statistics), compiler(_to_gradient)
         return LossKernels(self.to_gradient, lean=True, loss=self.loss)
 
     def to_gradient(self, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
@@ -227,19 +228,6 @@ class VocabularyParallelLoss:
     def _entries(self, logits: Tensor, vocab_size: int) -> int:
         """Columns of this rank that do not only pad the vocabulary."""
         return min(max(vocab_size - self._group.rank * logits.shape[1], 0), logits.shape[1])
-
-
-def _local_statistics(logits: Tensor, place: Tensor, entries: int) -> Tensor:
-    """Maximum, sum of exponentials less the maximum, and target's logit or 0 of logits (C, V / T): (3, C)."""
-    used = logits[:, :entries].to(wide(logits.dtype))
-    if entries == 0:
-        zero = used.new_zeros(len(logits))
-        return torch.stack((torch.full_like(zero, -math.inf), zero, zero))
-    largest = used.amax(1)
-    total = torch.exp(used - largest[:, None]).sum(1)
-    inside = (place >= 0) & (place < entries)
-    wanted = used.gather(1, place.clamp(0, entries - 1)[:, None])[:, 0]
-    return torch.stack((largest, total, torch.where(inside, wanted, 0.0)))
 
 
 def _likelihood(statistics: Tensor) -> tuple[Tensor, Tensor]:

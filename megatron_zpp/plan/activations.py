@@ -28,6 +28,10 @@ from megatron_zpp.plan.job import Job
 
 _SHARED_SOFTMAX = 14  # bytes per logit of a chunk, at the peak of tensor ranks' loss without a compiler
 
+# Bytes per logit of a block's chunk, beside the logit, in forward and backward without a compiler; by whether
+# the compute format is narrower than fp32.
+_BLOCK_SOFTMAX = {True: (12, 9), False: (8, 9)}
+
 
 @dataclass(frozen=True)
 class LayerBackward:
@@ -84,6 +88,8 @@ def loss_bytes(job: Job, chunk_bytes: int | None = None) -> int:
     fp32, and fp32 logits where the compute format is another; tensor ranks hold more of the kind. In addition
     there is what the forward saves for the backward, or in the backward the gradients.
     """
+    if job.zero.zero_table_rows is not None:
+        return _block_loss_bytes(job, job.zero.zero_table_rows)
     tokens, entries, width = job.tokens, job.entries, job.model.hidden_size
     itemsize, exact = job.dtype.itemsize, 4
     lean = job.compiled or job.tensor > 1
@@ -98,6 +104,26 @@ def loss_bytes(job: Job, chunk_bytes: int | None = None) -> int:
         return kept + max(softmax, itemsize * gradients)
     produced = 0 if itemsize == exact else itemsize * gradients
     return exact * gradients + max(itemsize * chunk + softmax, produced)
+
+
+def _block_loss_bytes(job: Job, rows: int) -> int:
+    """The same where the output weights are in blocks of `rows` rows (model/row_blocks.py).
+
+    A copy of x in fp32 unless it is fp32, and numbers of all tokens. In the forward there are logits of a
+    block; in the backward also the gradients of x, of a block and summed, and the one of a block's weights.
+    """
+    tokens, width, itemsize, exact = job.tokens, job.model.hidden_size, job.dtype.itemsize, 4
+    rows = min(rows, job.entries)
+    blocks = -(-job.entries // rows)
+    chunk = chunk_rows(tokens, rows)
+    narrow = itemsize < exact
+    kept = exact * tokens * (narrow * width + 3 * blocks)
+    logits = chunk * (rows + narrow * width) * itemsize
+    forward, backward = (0, 0) if job.compiled else _BLOCK_SOFTMAX[narrow]
+    weight = rows * width * (itemsize if chunk == tokens or not narrow else exact + itemsize)
+    sums = min(2, blocks) * exact * tokens * width + exact * 3 * tokens
+    made = sums + logits + max(chunk * rows * backward, weight)
+    return kept + max(logits + chunk * rows * forward, made)
 
 
 def stored_bytes(job: Job) -> int:

@@ -204,6 +204,7 @@ def _plain(zero: ZeroConfig) -> ZeroConfig:
         zero_prefetch_units=zero.zero_prefetch_units,
         zero_copy_engines=zero.zero_copy_engines,
         zero_unit=zero.zero_unit,
+        zero_table_rows=zero.zero_table_rows,
     )
 
 
@@ -274,7 +275,8 @@ def _can_offload(job: Job) -> bool:
 
 
 def _in_sublayers(job: Job) -> Job:
-    units = units_of(job.model, job.vocab_size, job.tensor, cut_layers=True)
+    rows = job.zero.zero_table_rows
+    units = units_of(job.model, job.vocab_size, job.tensor, cut_layers=True, table_rows=rows)
     return dataclasses.replace(job, zero=dataclasses.replace(job.zero, zero_unit="sublayer"), units=units)
 
 

@@ -49,7 +49,7 @@ def gathers_of(job: Job) -> list[PassGathers]:
             (now.secondary if from_secondary else now.world)[job.layouts[index]] += 1
             return Pending()
 
-        prefetcher = Prefetcher(job.communication, gather, job.recomputed)
+        prefetcher = Prefetcher(job.communication, gather)
         for _ in range(2):  # the second step starts in the state that the first one left
             gathered, now = [], GatherCounts()
             prefetcher.gather_after_step(range(len(job.layouts)))
@@ -66,15 +66,15 @@ def gathers_of(job: Job) -> list[PassGathers]:
 
 def _visit(prefetcher: Prefetcher, job: Job, forward: bool) -> None:
     """Call what the hooks of zero/hooks.py call in one pass."""
-    units = range(len(job.layouts))
+    places = range(len(job.units))
     if forward:
         prefetcher.begin(Phase.FORWARD)
-        for index in units:
-            prefetcher.before_forward(index)
+        for place in places:
+            prefetcher.before_forward(place)
         return
     prefetcher.begin(Phase.BACKWARD)
-    recomputed = {chunk[-1]: chunk for chunk in job.recomputed}
-    for index in reversed(units):
-        prefetcher.before_backward(index)
-        for again in recomputed.get(index, ()):
+    recomputed = {chunk[-1]: chunk for chunk in job.reads.recomputed}
+    for place in reversed(places):
+        prefetcher.before_backward(place)
+        for again in recomputed.get(place, ()):
             prefetcher.before_forward(again)

@@ -13,14 +13,17 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.model.components import ModelComponents
 from megatron_zpp.model.flops import flops_per_token
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.recomputation import recomputed_units, units_of_a_layer
+from megatron_zpp.model.row_blocks import RowBlockComponents
 from megatron_zpp.model.tensor_parallel import TensorParallelComponents, splits_of
 from megatron_zpp.zero.build import layouts_of
 from megatron_zpp.zero.communication_plan import CommunicationPlan
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.plan_communication import plan_communication
+from megatron_zpp.zero.reads import Reads, distinct, reads_of
 from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
 
 
@@ -28,9 +31,9 @@ from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
 class Job:
     """One optimizer step of `micro_batches` on `nodes` × `local` GPUs, of which `tensor` share every layer.
 
-    `units` are those of one tensor rank's part of the model, on the meta device. Their layouts, and all that
-    ZeRO sends, are those of the data ranks. `compiled`: layers and loss are compiled, as by default.
-    `memory_snapshots`: the run takes some.
+    `units` are the modules of one tensor rank's part of the model that read units, on the meta device.
+    Layouts, and all that ZeRO sends, are those of the data ranks. `compiled`: layers and loss are compiled,
+    as by default. `memory_snapshots`: the run takes some.
     """
 
     model: ModelConfig
@@ -107,7 +110,7 @@ class Job:
         """The layouts of the units, in forward order."""
         share = ALONE if self.tensor == 1 else TensorShare(UnconnectedGroup(self.tensor))
         block = max(self.zero.largest_block, share.block)
-        return layouts_of(self.units, self.data_ranks, self.zero.shard_multiple, block, self.coded)
+        return layouts_of(distinct(self.units), self.data_ranks, self.zero.shard_multiple, block, self.coded)
 
     @property
     def coded(self) -> set[str]:
@@ -124,19 +127,26 @@ class Job:
     @property
     def layer_layouts(self) -> list[FlatLayout]:
         """The layouts of the units of one layer."""
-        return self.layouts[1 : 1 + units_of_a_layer(self.zero.cuts_layers)]
+        first = self.first_layer
+        return self.layouts[first : first + units_of_a_layer(self.zero.cuts_layers)]
+
+    @property
+    def first_layer(self) -> int:
+        """How many units there are before the first layer: those of the embedding."""
+        return [name for name, _ in self.units].index("layers.0")
 
     @cached_property
-    def recomputed(self) -> list[range]:
-        """Ranges of units whose forward the backward repeats."""
+    def reads(self) -> Reads:
+        """How passes read the units."""
         of_a_layer = units_of_a_layer(self.zero.cuts_layers)
-        return recomputed_units(self.model.num_layers, self.recompute, of_a_layer)
+        recomputed = recomputed_units(self.model.num_layers, self.recompute, of_a_layer, self.first_layer)
+        return reads_of(self.units, recomputed)
 
     @cached_property
     def replicated(self) -> list[int]:
         """Elements of each unit that all tensor ranks have whole; none where ranks share no layer."""
         if self.tensor == 1:
-            return [0] * len(self.units)
+            return [0] * len(self.layouts)
         return [
             sum(weight.numel() for name, weight in module.named_parameters() if name not in splits_of(module))
             for _, module in self.units
@@ -162,7 +172,7 @@ class Job:
                 compute_dtype=self.dtype,
                 reduce_in_bf16=self.precision.grad_reduce_in_bf16,
                 copy_engines=self.zero.zero_copy_engines != "off",
-                recomputed=self.recomputed,
+                reads=self.reads,
             )
             for rank in range(0, self.local, self.tensor)
         ]
@@ -194,10 +204,17 @@ class UnconnectedGroup(TensorGroup):
 
 
 def units_of(
-    model: ModelConfig, vocab_size: int, tensor: int = 1, *, cut_layers: bool = False
+    model: ModelConfig,
+    vocab_size: int,
+    tensor: int = 1,
+    *,
+    cut_layers: bool = False,
+    table_rows: int | None = None,
 ) -> list[tuple[str, nn.Module]]:
-    """The units of one tensor rank's part of a model, on the meta device, without memory."""
-    parts = None
+    """The modules of one tensor rank's part of a model that read units, on the meta device."""
+    parts: ModelComponents | None = None
+    if table_rows is not None:
+        parts = RowBlockComponents(rows=table_rows)
     if tensor > 1:
         parts = TensorParallelComponents(group=UnconnectedGroup(tensor), tokens=model.seq_length)
     with torch.device("meta"):

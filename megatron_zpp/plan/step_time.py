@@ -108,13 +108,14 @@ def overlap_slowdown(job: Job) -> float:
 
 
 def _recomputed_flops(job: Job) -> float:
-    """Recomputed FLOPs per token: of whole layers, or of attention's scores with `selective`."""
+    """Recomputed FLOPs per token: of whole layers, or of attention's scores with `selective`; of logits."""
     model = job.model
+    logits = 0.0 if job.zero.zero_table_rows is None else 2.0 * model.hidden_size * job.padded_vocab_size
     attended = attended_tokens(model) / model.num_layers
     scores = 4.0 * model.num_attention_heads * model.kv_channels * attended
     if job.recompute.recompute_granularity == "selective":
-        return model.num_layers * scores
-    return recomputed_layers(job) * (2.0 * layer_matrices(model) + scores)
+        return logits + model.num_layers * scores
+    return logits + recomputed_layers(job) * (2.0 * layer_matrices(model) + scores)
 
 
 def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:

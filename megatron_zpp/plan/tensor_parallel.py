@@ -72,6 +72,8 @@ def _named(plan: Plan, run: Job) -> Plan:
             name += f" {flag_name(field)} {value}"
     if job.micro_batch_size != run.micro_batch_size:
         name += f" --micro-batch-size {job.micro_batch_size}"
+    if job.zero.zero_table_rows != run.zero.zero_table_rows:
+        name += f" without {flag_name('zero_table_rows')}"
     return dataclasses.replace(plan, name=name)
 
 
@@ -108,8 +110,11 @@ def _divides(job: Job, size: int) -> bool:
 
 
 def _zero_of(job: Job, size: int) -> ZeroConfig:
-    """The run's ZeRO++ groups, or whole nodes if data ranks cannot be in groups of that size."""
-    zero = job.zero
+    """The run's ZeRO++ groups, or whole nodes if data ranks cannot be in groups of that size.
+
+    Several tensor ranks have no tables in blocks of rows.
+    """
+    zero = job.zero if size == 1 else dataclasses.replace(job.zero, zero_table_rows=None)
     try:
         check_topology(zero, Grid(Topology(0, job.ranks, 0, job.local), size).data)
     except ValueError:

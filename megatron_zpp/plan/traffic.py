@@ -36,7 +36,7 @@ def traffic_of(job: Job) -> list[Pass]:
     """The passes of one optimizer step in the middle of a run."""
     passes = []
     plan, walked = job.communication, gathers_of(job)
-    units = Counter(job.layouts)
+    early, units = _early_reductions(job), Counter(job.layouts)
     for one in walked:
         last = one.micro_batch == walked[-1].micro_batch
         passes.append(
@@ -44,7 +44,9 @@ def traffic_of(job: Job) -> list[Pass]:
                 forward=one.forward,
                 times=one.times,
                 gathered=_gathers(job, one.gathered),
-                reduced=SentBytes() if one.forward else _reductions(job, units, last),
+                reduced=SentBytes()
+                if one.forward
+                else _reductions(job, early, False) + _reductions(job, units, last),
                 alone=SentBytes() if one.forward else _reductions(job, Counter(job.layouts[:1]), last),
                 decoded=_decoded(plan, one.gathered),
                 summed=0 if one.forward else sum(layout.numel for layout in job.layouts),
@@ -56,6 +58,14 @@ def traffic_of(job: Job) -> list[Pass]:
 def total(passes: list[Pass]) -> SentBytes:
     """Bytes of the whole step: `intra_node_bytes` and `inter_node_bytes` of metrics.jsonl."""
     return sum((one.sent * one.times for one in passes), SentBytes())
+
+
+def _early_reductions(job: Job) -> Counter[FlatLayout]:
+    """Units whose gradients a backward reduces place by place, without the last place."""
+    early: Counter[FlatLayout] = Counter()
+    for unit, layout in enumerate(job.layouts):
+        early[layout] += job.communication.reductions(unit) - 1
+    return +early
 
 
 def _reductions(job: Job, units: Counter[FlatLayout], last: bool) -> SentBytes:

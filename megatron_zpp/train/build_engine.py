@@ -22,13 +22,16 @@ from megatron_zpp.model.fp8_delayed import DelayedLinear, DelayedProduct, Transp
 from megatron_zpp.model.fp8_scaling import DelayedScaling
 from megatron_zpp.model.fp8_weights import WeightCodes
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.products import ChosenLinear
+from megatron_zpp.model.row_blocks import RowBlockComponents
 from megatron_zpp.model.tensor_parallel import Product, TensorParallelComponents, exchanges_of, splits_of
+from megatron_zpp.ops import products
 from megatron_zpp.train.compiling import compile_parts, prepare_compiler
 from megatron_zpp.train.device import Device, check_attention
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.sections import UNTIMED, TimedSections
-from megatron_zpp.zero.tensor_parallel import TensorShare
+from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
 
 # Parameters of GPT that --decoupled-lr is for, as in Megatron-LM. If they are tied there is only the first.
 DECOUPLED = ("embedding.tokens.weight", "head.output.weight")
@@ -48,6 +51,9 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
     codes = _weight_codes(config.precision, scaling, device.device)
     if device.compiles:
         _compile(config, model, device, grid.job, scaling)
+    share = ALONE
+    if group is not None:
+        share = TensorShare(group, splits_of(model), exchanges_of(model), config.model.hidden_size)
     return ZeroEngine(
         model,
         partial(model.initialize_parameter, seed=config.training.seed),
@@ -56,7 +62,7 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
         precision=config.precision,
         topology=grid.job,
         device=device.device,
-        share=TensorShare(group, splits_of(model), exchanges_of(model), config.model.hidden_size),
+        share=share,
         fused_backend=device.fused_backend,
         operations=device.operations,
         timeout=config.distributed.timeout,
@@ -80,8 +86,11 @@ def zero_of(config: Config, ranks: int) -> ZeroConfig:
 def _build_model(config: Config, vocab_size: int, device: Device, group: TensorGroup | None) -> GPT:
     """The model on the meta device, this rank's part of it if a `group` shares it."""
     norms = norm_classes(device.fused_backend)
-    linear, product = _products(config.precision, device.device)
+    measured = config.compilation.measures_products
+    linear, product = _products(config.precision, device.device, measured=measured)
     parts = ModelComponents(norms, linear, device.attention)
+    if config.zero.zero_table_rows is not None:
+        parts = RowBlockComponents(norms, linear, device.attention, rows=config.zero.zero_table_rows)
     if group is not None:
         parts = TensorParallelComponents(
             norms,
@@ -95,7 +104,7 @@ def _build_model(config: Config, vocab_size: int, device: Device, group: TensorG
 
 
 def _products(
-    precision: PrecisionConfig, device: torch.device
+    precision: PrecisionConfig, device: torch.device, *, measured: bool
 ) -> tuple[Callable[..., nn.Linear], Callable[[], Product]]:
     """What makes the linear maps of a model, and what makes their products where tensor ranks share it."""
     if precision.fp8_delayed:
@@ -105,7 +114,8 @@ def _products(
         )
     if precision.fp8:
         return Float8Linear, lambda: float8_linear
-    return nn.Linear, lambda: F.linear
+    linear = partial(ChosenLinear, multiply=products.multiply) if measured else nn.Linear
+    return linear, lambda: F.linear
 
 
 def _kernels(device: torch.device) -> tuple[Cast, Transpose]:

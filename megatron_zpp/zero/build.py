@@ -9,6 +9,7 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.flat_layout import ALIGNMENT, SHARD_MULTIPLE, FlatLayout
+from megatron_zpp.zero.reads import distinct
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.weight_codes import WeightEncoder
 
@@ -31,27 +32,33 @@ class UnitBuilder:
         self._device, self._offload, self._codes = device, offload_optimizer, codes
 
     def build(self, modules: list[tuple[str, nn.Module]], initialize: Initialize) -> list[Unit]:
-        """One unit per module, in order. `initialize(name, tensor)` fills one whole fp32 parameter.
+        """The units of modules in forward order. `initialize(name, tensor)` fills one whole fp32 parameter.
 
         The modules' parameters become views of the units' slots; the engine encodes those that are held as
         codes. A rank never holds more of the model than its shards, the slots and the one parameter that is
         being initialised.
         """
-        plan = self._plan
+        plan, drawn = self._plan, _InitialValues(initialize, self._device)
         slots: dict[int, Tensor] = {}
         for slot, layout in zip(plan.slots, plan.layouts, strict=True):
             if slot not in slots:
                 slots[slot] = self._communication.zeros(plan.slot_stream, plan.slot(layout))
         units = []
-        for (name, module), slot, layout in zip(modules, plan.slots, plan.layouts, strict=True):
-            unit = self._unit(name, module, layout, slots[slot])
-            self._initialize_master(unit, initialize)
+        firsts = distinct(modules)
+        for (name, module), places, slot, layout in zip(
+            firsts, plan.reads.places, plan.slots, plan.layouts, strict=True
+        ):
+            others = [modules[place][1] for place in places[1:]]
+            unit = self._unit(name, module, others, layout, slots[slot])
+            self._initialize_master(unit, drawn)
             if not layout.coded:  # scales follow from all ranks' weights
                 write_gather_source(self._communication, unit)
             units.append(unit)
         return units
 
-    def _unit(self, name: str, module: nn.Module, layout: FlatLayout, full: Tensor) -> Unit:
+    def _unit(
+        self, name: str, module: nn.Module, others: Sequence[nn.Module], layout: FlatLayout, full: Tensor
+    ) -> Unit:
         plan = self._plan
         owned = layout.shard(plan.shard) if plan.residency.optimizer_sharded else range(layout.numel)
         if plan.sends_from_slots:
@@ -66,9 +73,18 @@ class UnitBuilder:
         else:
             master = torch.zeros(len(owned), device=self._device)
         names = tuple(f"{name}.{path}" for path, _ in in_order(module))
+        parameters = self._replace_parameters(module, names, layout, full)
+        by_place = [parameters]
+        for other in others:
+            if plan.reduces_places:
+                by_place.append(self._replace_parameters(other, names, layout, full))
+            else:
+                _share_parameters(other, parameters)
         return Unit(
             names=names,
-            parameters=self._replace_parameters(module, names, layout, full),
+            parameters=parameters,
+            by_place=tuple(by_place),
+            block=getattr(module, "row_block", None),
             layout=layout,
             owned=owned,
             full=full,
@@ -105,16 +121,16 @@ class UnitBuilder:
             setattr(module.get_submodule(owner), leaf, made[-1])
         return tuple(made)
 
-    def _initialize_master(self, unit: Unit, initialize: Initialize) -> None:
+    def _initialize_master(self, unit: Unit, drawn: "_InitialValues") -> None:
         """Fill this rank's part of each parameter that it owns a part of."""
         for index, parameter in enumerate(unit.parameters):
             owned = [piece for piece in unit.layout.parameter_slices(unit.owned) if piece.parameter == index]
             if not owned:
                 continue
-            initial = torch.empty(parameter.shape, dtype=torch.float32, device=self._device)
-            initialize(unit.names[index], initial)
+            shape = parameter.shape if unit.block is None else unit.block.whole_shape(parameter.shape)
+            initial = drawn.values(unit.names[index], shape).flatten()[unit.first_element :]
             for piece in owned:
-                part = initial.flatten()[piece.start : piece.start + piece.length]
+                part = initial[piece.start : piece.start + piece.length]
                 unit.master[piece.destination : piece.destination + piece.length].copy_(part)
 
     def _secondary(self, layout: FlatLayout) -> Tensor | None:
@@ -129,6 +145,30 @@ class UnitBuilder:
         return self._communication.zeros(self._plan.gather.hop.stream, self._plan.gather.room(layout))
 
 
+class _InitialValues:
+    """Initial values of whole parameters; a table is drawn once for all units that have rows of it."""
+
+    def __init__(self, initialize: Initialize, device: torch.device) -> None:
+        self._initialize, self._device = initialize, device
+        self._newest: tuple[str, Tensor] | None = None
+
+    def values(self, name: str, shape: Sequence[int]) -> Tensor:
+        """Those of a parameter, in fp32; the values of one parameter are held until another is asked for."""
+        if self._newest is None or self._newest[0] != name:
+            self._newest = None
+            initial = torch.empty(shape, dtype=torch.float32, device=self._device)
+            self._initialize(name, initial)
+            self._newest = name, initial
+        return self._newest[1]
+
+
+def _share_parameters(module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    """Give the module these parameters in place of its own ones."""
+    for (path, _), parameter in zip(in_order(module), parameters, strict=True):
+        owner, _, leaf = path.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, parameter)
+
+
 def write_gather_source(communication: Communication, unit: Unit) -> None:
     """Write what the next gather of a unit sends, from its master weights."""
     communication.gather.write_gather_source(unit.master, unit.gather_source)
@@ -137,7 +177,7 @@ def write_gather_source(communication: Communication, unit: Unit) -> None:
 
 
 def check_unit(zero: ZeroConfig, model: nn.Module) -> None:
-    """Raise ValueError if the units of `model` are not those of --zero-unit."""
+    """Raise ValueError if the units of `model` are not those of --zero-unit and --zero-table-rows."""
     cut = getattr(model, "cut_layers", False)
     if cut != zero.cuts_layers:
         units = "sublayers" if cut else "no sublayers"
@@ -145,6 +185,14 @@ def check_unit(zero: ZeroConfig, model: nn.Module) -> None:
             "--zero-unit",
             zero.zero_unit,
             f"the model's units are {units}; give GPT cut_layers={zero.cuts_layers}",
+        )
+    rows = getattr(model, "table_rows", None)
+    if rows != zero.zero_table_rows:
+        components = "RowBlockComponents" if zero.zero_table_rows else "ModelComponents"
+        raise option_error(
+            "--zero-table-rows",
+            zero.zero_table_rows,
+            f"the model's tables have units of {rows or 'all'} rows; give GPT {components} as parts",
         )
 
 

@@ -23,6 +23,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops.formats import LloydMaxFormat
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.hop import Buffer, CodeFormat, Hop, SentBytes
+from megatron_zpp.zero.reads import Reads
 from megatron_zpp.zero.reduction_plan import ReductionPlan, may_write_peers
 
 
@@ -116,6 +117,7 @@ class CommunicationPlan:
     slots: tuple[int, ...]
     slot_stream: int
     reduction_slots: tuple[int, ...]
+    reads: Reads
 
     @property
     def shard(self) -> int:
@@ -181,6 +183,18 @@ class CommunicationPlan:
         """
         alone = self.grid.world_size == 1 and not self.reduction.quantized
         return not (alone and micro_batches == 1 and accepts_16bit)
+
+    @property
+    def reduces_places(self) -> bool:
+        """Whether the gradients of a unit with several places are reduced place by place, as they are made.
+
+        Otherwise they are added when the last of them is there, and reduced once.
+        """
+        return self.grid.world_size > 1 and self.reduction.every_micro_batch
+
+    def reductions(self, unit: int) -> int:
+        """How often a backward reduces the gradient of a unit where it does so after every micro-batch."""
+        return len(self.reads.places[unit]) if self.reduces_places else 1
 
     def with_peer_writes(self, possible: bool) -> "CommunicationPlan":
         """The plan where ranks of a node can, or cannot, write each other's memory."""

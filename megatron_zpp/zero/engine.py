@@ -29,6 +29,7 @@ from megatron_zpp.zero.optimizer import build_optimizer
 from megatron_zpp.zero.plan_communication import plan_communication
 from megatron_zpp.zero.prefetch import Phase, Prefetcher
 from megatron_zpp.zero.product_scaling import ProductScaling, end_step
+from megatron_zpp.zero.reads import distinct, reads_of
 from megatron_zpp.zero.reference_check import differing_references
 from megatron_zpp.zero.sections import BACKWARD, FORWARD, UNTIMED, WAIT_REDUCTIONS, Sections
 from megatron_zpp.zero.step_sums import StepSums
@@ -46,10 +47,13 @@ class ModelOfUnits(Protocol):
     """What the engine needs of a model beside what every module has."""
 
     def units(self) -> list[tuple[str, nn.Module]]:
-        """The names and modules whose parameters are gathered together, in forward order."""
+        """The names and modules whose parameters are gathered together, in forward order.
+
+        Modules with the same parameters read one unit.
+        """
 
     def recomputed_units(self) -> Sequence[range]:
-        """Ranges of units whose forward the backward repeats."""
+        """Ranges of `units()` whose forward the backward repeats."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +119,14 @@ class ZeroEngine:
         dtype = getattr(torch, precision.compute_dtype(device.type))
         model_of_units = cast(ModelOfUnits, model)  # torch declares no protocol that includes nn.Module
         named_modules = model_of_units.units()
+        reads = reads_of(named_modules, model_of_units.recomputed_units())
         self.copy_engines = self._choose_copy_engines(zero, timeout, say)
         block = max(zero.largest_block, share.block)
         plan = plan_communication(
             zero,
             data_ranks,
             layouts_of(
-                named_modules,
+                distinct(named_modules),
                 data_ranks.world_size,
                 zero.shard_multiple,
                 block,
@@ -130,7 +135,7 @@ class ZeroEngine:
             compute_dtype=dtype,
             reduce_in_bf16=precision.grad_reduce_in_bf16,
             copy_engines=self.copy_engines,
-            recomputed=model_of_units.recomputed_units(),
+            reads=reads,
         )
         self._communication = communication = build_communication(
             plan,
@@ -150,7 +155,7 @@ class ZeroEngine:
         self._sources = GatherSources(communication.gather, codes)
         for comm_stream in communication.comm_streams:
             comm_stream.ready()
-        self._prefetcher = Prefetcher(plan, self._gather, model_of_units.recomputed_units(), sections)
+        self._prefetcher = Prefetcher(plan, self._gather, sections)
         self._optimizer = build_optimizer(
             optimizer, self.units, communication, fused_backend, operations, self._sources, decoupled
         )

@@ -1,7 +1,7 @@
 """Sums gradients over micro-batches and ranks, behind the backward that produces them."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_zpp.ops.checks import SQUARES_BLOCK
 from megatron_zpp.ops.operations import Operations
@@ -70,22 +70,26 @@ class Gradients:
             self.release()
         self._first, self._last, self._iteration = first, last, iteration
         for unit in self._units:
-            unit.grad.arrived = 0
+            unit.grad.arrived, unit.grad.taken = [0] * len(unit.by_place), 0
 
-    def gradient_arrived(self, unit: Unit) -> None:
-        """Count a parameter of `unit` whose `.grad` has arrived; the last one starts the reduction."""
-        unit.grad.arrived += 1
-        if unit.grad.arrived == len(unit.parameters):
-            self._take(unit)
+    def gradient_arrived(self, unit: Unit, place: int = 0) -> None:
+        """Count a parameter of `unit` whose `.grad` has arrived; the last one starts the reduction.
+
+        `place`: which of the unit's places has made it.
+        """
+        unit.grad.arrived[place] += 1
+        if unit.grad.arrived[place] == len(unit.parameters):
+            self._take(unit, unit.by_place[place])
 
     def finish_backward(self) -> None:
         """Take the gradients of units with a parameter that had no part in the loss."""
         for unit in self._units:
-            if unit.grad.arrived < len(unit.parameters):
-                for parameter in unit.parameters:
-                    if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
-                self._take(unit)
+            for arrived, parameters in zip(unit.grad.arrived, unit.by_place, strict=True):
+                if arrived < len(parameters):
+                    for parameter in parameters:
+                        if parameter.grad is None:
+                            parameter.grad = torch.zeros_like(parameter)
+                    self._take(unit, parameters)
 
     def wait(self, units: list[Unit]) -> None:
         """Let the compute wait for the reductions of these units: REDUCING -> SUMMED."""
@@ -131,20 +135,25 @@ class Gradients:
         for unit in self._units:
             unit.grad.release()
 
-    def _take(self, unit: Unit) -> None:
-        """Take over `.grad` of every parameter, and start the reduction that is due.
+    def _take(self, unit: Unit, parameters: tuple[nn.Parameter, ...]) -> None:
+        """Take over `.grad` of every parameter of one place, and start the reduction that is due.
 
+        The gradients of a unit's places are added as those of micro-batches are.
         EMPTY -> SUMMED where there is nothing to sum; else -> ACCUMULATING or REDUCING.
         """
+        unit.grad.wait()  # for the reduction of the place before, if the unit has several
+        first = self._first and unit.grad.taken == 0
+        unit.grad.taken += 1
+        last = self._last and unit.grad.taken == len(unit.by_place)
         produced = []
-        for parameter in unit.parameters:
+        for parameter in parameters:
             assert parameter.grad is not None
             produced.append(parameter.grad)
             parameter.grad = None
         self._share.sum_replicated(produced, self._replicated[unit])
         if reducing := self._reducing.get(self._slots[unit]):
             reducing.grad.wait()  # so that no more than two units of a layout keep what they send
-        only = self._first and self._last
+        only = first and last
         if only and not self._sums:
             unit.grad.take(segments_of(unit.layout, produced, _STEPPED_THERE))
             return
@@ -154,11 +163,11 @@ class Gradients:
                 produced = [gradient.to(dtype) for gradient in produced]
             sent = segments_of(unit.layout, produced, _SENT_FROM_THERE)
             if only or self._group_reduction is None:
-                self._reduce(unit, sent, add=not self._first)
+                self._reduce(unit, sent, add=not first, last=last)
             else:
-                self._accumulate_in_group(unit, sent, self._group_reduction)
+                self._accumulate_in_group(unit, sent, self._group_reduction, first=first, last=last)
             return
-        if self._first:
+        if first:
             whole = _new_sum(unit.layout, unit.full.device)
             torch._foreach_copy_(unit.views(whole), produced)
         else:
@@ -166,25 +175,31 @@ class Gradients:
             whole = unit.grad.accumulated
             torch._foreach_add_(unit.views(whole), produced)
         unit.grad.accumulate(whole)
-        if self._last:
+        if last:
             sent = (GradSegment(0, whole.to(self._plan.gradient_dtype)),)
             total = None if self._residency.optimizer_sharded else whole
             unit.grad.accumulated = None
             del whole  # if a 16-bit copy is sent instead, the reduction's sum can take its memory
-            self._reduce(unit, sent, add=False, total=total)
+            self._reduce(unit, sent, add=False, last=True, total=total)
 
     def _accumulate_in_group(
-        self, unit: Unit, sent: tuple[GradSegment, ...], reduction: GroupReduction
+        self,
+        unit: Unit,
+        sent: tuple[GradSegment, ...],
+        reduction: GroupReduction,
+        *,
+        first: bool,
+        last: bool,
     ) -> None:
         """Start hop 1, and behind a step's last one the other hops: EMPTY or ACCUMULATING -> REDUCING."""
         accumulated = unit.grad.accumulated
         if accumulated is None:
             numel = self._plan.accumulator_numel(unit.layout)
             accumulated = torch.empty(numel, device=sent[0].flat.device)
-        pending = reduction.accumulate(sent, accumulated, add=not self._first)
-        if self._last:
+        pending = reduction.accumulate(sent, accumulated, add=not first)
+        if last:
             total = torch.empty_like(unit.master, device=accumulated.device)
-            squares = self._new_squares(total)
+            squares = self._new_squares(total, last=True)
             pending = reduction.reduce_accumulated(
                 accumulated, total, squares=squares, rotation=self._rotation_of(unit)
             )
@@ -194,11 +209,18 @@ class Gradients:
         self._reducing[self._slots[unit]] = unit
 
     def _reduce(
-        self, unit: Unit, sent: tuple[GradSegment, ...], *, add: bool, total: Tensor | None = None
+        self,
+        unit: Unit,
+        sent: tuple[GradSegment, ...],
+        *,
+        add: bool,
+        last: bool,
+        total: Tensor | None = None,
     ) -> None:
         """Start the sum over ranks, at stage 0 into `total`, if it is given: -> REDUCING.
 
-        Adds to what earlier micro-batches left, or begins a new sum.
+        Adds to what earlier micro-batches and places left, or begins a new sum. `last`: no other one follows
+        in the step.
         """
         device = sent[0].flat.device
         if add:
@@ -207,7 +229,7 @@ class Gradients:
             total = torch.empty_like(unit.master, device=device)
         elif total is None:
             total = torch.empty(unit.layout.numel, device=device)
-        squares = self._new_squares(total)
+        squares = self._new_squares(total, last=last)
         pending = self._reduction.reduce(
             sent, total, add=add, squares=squares, rotation=self._rotation_of(unit)
         )
@@ -221,9 +243,9 @@ class Gradients:
         signs = Signs(SIGNS_SEED, self._numbers[unit], self._iteration)
         return Rotation(signs, self._gaps[unit.layout])
 
-    def _new_squares(self, total: Tensor) -> Tensor | None:
+    def _new_squares(self, total: Tensor, *, last: bool) -> Tensor | None:
         """Memory for the sums of squares of a unit's last reduction of a step, if that finds them."""
-        if not (self._last and self._plan.returns_squared_norms):
+        if not (last and self._plan.returns_squared_norms):
             return None
         return torch.empty(len(total) // SQUARES_BLOCK, device=total.device)
 

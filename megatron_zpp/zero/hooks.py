@@ -17,34 +17,36 @@ def register_hooks(
     gradients: Gradients,
     exchanges: ExchangeCounter,
 ) -> list[RemovableHandle]:
-    """Hook every module that is a unit; the returned handles remove the hooks again.
+    """Hook every module that reads a unit, in forward order; the returned handles remove the hooks again.
 
     A module's parameters are needed before its forward, and before its backward, which begins when the
     gradient of its output has arrived. When a parameter's `.grad` has arrived, it needs that parameter no
     more.
     """
     handles = []
-    for index, (module, unit) in enumerate(zip(modules, units, strict=True)):
-        handles += _hook_passes(module, index, prefetcher, exchanges)
-        for parameter in unit.parameters:
-            handles.append(
-                parameter.register_post_accumulate_grad_hook(
-                    lambda _, unit=unit: gradients.gradient_arrived(unit)
+    for place, module in enumerate(modules):
+        handles += _hook_passes(module, place, prefetcher, exchanges)
+    for unit in units:
+        for number, parameters in enumerate(unit.by_place):
+            for parameter in parameters:
+                handles.append(
+                    parameter.register_post_accumulate_grad_hook(
+                        lambda _, unit=unit, number=number: gradients.gradient_arrived(unit, number)
+                    )
                 )
-            )
     return handles
 
 
 def _hook_passes(
-    module: nn.Module, index: int, prefetcher: Prefetcher, exchanges: ExchangeCounter
+    module: nn.Module, place: int, prefetcher: Prefetcher, exchanges: ExchangeCounter
 ) -> list[RemovableHandle]:
     def before_forward(module: nn.Module, arguments: tuple) -> None:
-        prefetcher.before_forward(index)
-        exchanges.forward(index)
+        prefetcher.before_forward(place)
+        exchanges.forward(place)
 
     def before_backward(gradient: Tensor) -> None:
-        prefetcher.before_backward(index)
-        exchanges.backward(index)
+        prefetcher.before_backward(place)
+        exchanges.backward(place)
 
     def after_forward(module: nn.Module, arguments: tuple, output: Tensor) -> None:
         if torch.is_grad_enabled() and output.requires_grad:

@@ -18,7 +18,7 @@ from megatron_zpp.ops.formats import CodeType, LloydMaxFormat, QuantFormat
 from megatron_zpp.zero.communication_plan import CommunicationPlan, GatherPlan, Residency
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.hop import CodeFormat, Hop, WireFormat, eight_bits, make_hop
-from megatron_zpp.zero.prefetch import backward_order
+from megatron_zpp.zero.reads import Reads
 from megatron_zpp.zero.reduction_plan import (
     Accumulation,
     ReductionPlan,
@@ -35,21 +35,21 @@ def plan_communication(
     compute_dtype: torch.dtype,
     reduce_in_bf16: bool,
     copy_engines: bool,
-    recomputed: Sequence[range] = (),
+    reads: Reads | None = None,
 ) -> CommunicationPlan:
     """The plan of rank `grid.rank` for units of these layouts.
 
     Weights travel in `compute_dtype` or quantised. Gradients travel quantised, in bf16 (`reduce_in_bf16`) or
     in the dtype that `_gradient_dtype` chooses. `copy_engines` says whether these move what ranks of one node
-    send. `recomputed`: ranges of units whose forward is repeated before the backward of their last unit.
+    send. `reads`: how the passes read the units; by default each once in the forward and in the backward.
     """
     residency, layouts, streams = Residency(zero.zero_stage), tuple(layouts), _Streams(grid)
     gathers = _plan_gathers(zero, streams, layouts, compute_dtype, copy_engines=copy_engines)
     reduction = _plan_reduction(
         zero, streams, layouts, compute_dtype, in_bf16=reduce_in_bf16, copy_engines=copy_engines
     )
-    forward = range(len(layouts))
-    orders = (forward, backward_order(len(layouts), recomputed))
+    reads = reads or Reads(tuple(range(len(layouts))))
+    forward, _ = orders = reads.orders
     return CommunicationPlan(
         grid=grid,
         residency=residency,
@@ -66,6 +66,7 @@ def plan_communication(
         ),
         slot_stream=gathers.slot_stream,
         reduction_slots=tuple(_slots(layouts, (forward,), 1)),  # for two units in a row
+        reads=reads,
     )
 
 

@@ -1,6 +1,7 @@
 """Decides which unit's parameters are gathered when: ahead of the compute that reads them, in its order.
 
 Units and slots are numbers here, without tensors, so that --dry-run walks through a step with the same code.
+So are places: the modules that read units, in the order of the forward (zero/reads.py).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,19 +30,6 @@ class WeightState(Enum):
 StartGather = Callable[[int, bool], Pending]  # starts to fill the slot of a unit; True: from secondary shards
 
 
-def backward_order(units: int, recomputed: Iterable[range]) -> list[int]:
-    """The units in the order in which a backward reads their parameters: from the last to the first.
-
-    The forward of a range of `recomputed` units runs again before their backward. The last unit of the range
-    is read once for both.
-    """
-    order: list[int] = []
-    first_of = {chunk[-1]: chunk[0] for chunk in recomputed}
-    for index in reversed(range(units)):
-        order += range(first_of.get(index, index), index + 1)
-    return order
-
-
 class _Slot:
     """A buffer that holds the whole parameters of one unit at a time."""
 
@@ -64,10 +52,8 @@ class Prefetcher:
         self,
         plan: CommunicationPlan,
         gather: StartGather,
-        recomputed: Sequence[range] = (),
         sections: Sections = UNTIMED,
     ) -> None:
-        """`recomputed`: ranges of units whose forward is repeated before the backward of their last unit."""
         self._gather, self._prefetch, self._sections = gather, plan.prefetch, sections
         self._changed = WeightState.GATHERED if plan.gathers_in_place else WeightState.SHARDED
         slots = {slot: _Slot() for slot in plan.slots}
@@ -75,16 +61,17 @@ class Prefetcher:
         self._weights = [self._changed for _ in plan.layouts]
         self._keeps_secondary = [plan.secondary_part(layout) is not None for layout in plan.layouts]
         self._secondary_is_present = [False for _ in plan.layouts]  # False: of older weights, or empty
-        self._phase, self._forward = Phase.FORWARD, list(range(len(plan.layouts)))
-        self._backward = backward_order(len(plan.layouts), recomputed)
-        # Where in `_backward` a unit is recomputed, and where its gradients are made.
+        self._phase, reads = Phase.FORWARD, plan.reads
+        self._unit_at = reads.units  # of each place
+        self._forward, self._backward = reads.orders
+        # Where in `_backward` a place is recomputed, and where its gradients are made.
         self._recomputed_at: dict[int, int] = {}
         self._gradients_at: dict[int, int] = {}
-        for at, index in enumerate(self._backward):
-            self._recomputed_at.setdefault(index, at)
-            self._gradients_at[index] = at
-        self._first_of = {chunk[-1]: chunk[0] for chunk in recomputed}
-        self._to_recompute: int | None = None  # the last unit of the range that is being recomputed
+        for at, place in enumerate(reads.backward):
+            self._recomputed_at.setdefault(place, at)
+            self._gradients_at[place] = at
+        self._first_of = {chunk[-1]: chunk[0] for chunk in reads.recomputed}
+        self._to_recompute: int | None = None  # the last place of the range that is being recomputed
 
     def begin(self, phase: Phase) -> None:
         """Start a pass in this direction."""
@@ -114,32 +101,35 @@ class Prefetcher:
                 taken.add(self._slots[index])
                 self._start(index)
 
-    def before_forward(self, index: int) -> None:
-        """Gather a unit that is about to compute, and start the next gathers.
+    def before_forward(self, place: int) -> None:
+        """Gather the unit of a place that is about to compute, and start the next gathers.
 
         In the backward phase this is a recomputation.
         """
-        self._need(index)
+        self._need(self._unit_at[place])
         if self._phase is Phase.FORWARD:
-            self._start_ahead(self._forward, index)
+            self._start_ahead(self._forward, place)
             return
-        if index == self._to_recompute:
+        if place == self._to_recompute:
             self._to_recompute = None
-        self._start_ahead(self._backward, self._recomputed_at[index])
+        self._start_ahead(self._backward, self._recomputed_at[place])
 
-    def before_backward(self, index: int) -> None:
-        """Gather what is needed now that the gradient of a unit's output has arrived.
+    def before_backward(self, place: int) -> None:
+        """Gather what is needed now that the gradient of a place's output has arrived.
 
-        If the unit ends a range that is recomputed, the first unit of the range is needed first.
+        If the place ends a range that is recomputed, the first unit of the range is needed first. Nothing is
+        needed where the backward reads no parameters.
         """
-        assert self._to_recompute is None, f"unit {self._to_recompute} was to be recomputed and was not"
-        if index in self._first_of:
-            self._to_recompute, first = index, self._first_of[index]
-            self._need(first)
+        assert self._to_recompute is None, f"place {self._to_recompute} was to be recomputed and was not"
+        if place not in self._gradients_at:
+            return
+        if place in self._first_of:
+            self._to_recompute, first = place, self._first_of[place]
+            self._need(self._unit_at[first])
             self._start_ahead(self._backward, self._recomputed_at[first])
             return
-        self._need(index)
-        self._start_ahead(self._backward, self._gradients_at[index])
+        self._need(self._unit_at[place])
+        self._start_ahead(self._backward, self._gradients_at[place])
 
     def wait(self, index: int) -> None:
         """Let the compute wait for the gather into the slot of unit `index`: GATHERING -> GATHERED."""
@@ -151,7 +141,7 @@ class Prefetcher:
             if self._weights[slot.holder] is WeightState.GATHERING:  # else they changed meanwhile
                 self._weights[slot.holder] = WeightState.GATHERED
 
-    def _start_ahead(self, order: list[int], at: int) -> None:
+    def _start_ahead(self, order: Sequence[int], at: int) -> None:
         """Start the gathers of the units that are read next, up to one whose slot has yet to be read."""
         taken = {order[at]: self._slots[order[at]]}
         for index in order[at + 1 :]:

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.distributed.comm_stream import Pending
+from megatron_zpp.distributed.split import RowBlock
 from megatron_zpp.zero.flat_layout import FlatLayout
 from megatron_zpp.zero.grad_segments import GradSegment
 
@@ -64,7 +65,8 @@ class UnitGradient:
     """The gradient of a unit in the present step. gradients.py alone changes it."""
 
     state: GradientState = GradientState.EMPTY
-    arrived: int = 0  # parameters whose gradients the present backward has made
+    arrived: list[int] = field(default_factory=list)  # by place: parameters with gradients of this backward
+    taken: int = 0  # places whose gradients of this backward have been taken
     accumulated: Tensor | None = None
     segments: tuple[GradSegment, ...] = ()
     squares: Tensor | None = None
@@ -131,12 +133,20 @@ class Unit:
     message: Tensor | None
     gaps: tuple[range, ...]  # elements of the reference that belong to no parameter
     wide_dtype: torch.dtype  # of the parameters that are not held as codes
+    # The parameters of each place whose gradients are reduced by themselves; those of the first place first.
+    by_place: tuple[tuple[nn.Parameter, ...], ...]
+    block: RowBlock | None = None  # which rows of a table the unit's only parameter is
     grad: UnitGradient = field(default_factory=UnitGradient)
 
     @property
     def whole(self) -> bool:
         """Whether this rank changes all of the unit (stage 0, or one rank)."""
         return len(self.owned) == self.layout.numel
+
+    @property
+    def first_element(self) -> int:
+        """The number that the first element of the unit's parameter has in a table; else 0."""
+        return 0 if self.block is None else self.block.first_element(self.parameters[0].shape)
 
     @property
     def reference(self) -> Tensor:

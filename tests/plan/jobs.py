@@ -49,6 +49,12 @@ def job_of(
         local=local,
         micro_batch_size=micro_batch_size,
         micro_batches=micro_batches,
-        units=units_of(model, vocab_size, tensor, cut_layers=settings.cuts_layers),
+        units=units_of(
+            model,
+            vocab_size,
+            tensor,
+            cut_layers=settings.cuts_layers,
+            table_rows=settings.zero_table_rows,
+        ),
         tensor=tensor,
     )

@@ -39,6 +39,8 @@ BF16 = {"bf16": True}
 SHAPE = {"num_layers": 6, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 128} | NO_DROPOUT
 WIDE = {"seq_length": 16, "micro_batch_size": 1}  # few tokens: parameters decide
 LONG = {"micro_batch_size": 4, "vocab": 100}  # and here the layers do
+BLOCKS = {"zero_table_rows": 128}
+UNTIED = {"untie_embeddings_and_output_weights": True}
 ALL = {"zero_stage": 3} | QWZ | HPZ | QGZ
 MACHINE = Machine(flops=1e15, memory_rate=1e12, inside=1e11, link=1e10)
 
@@ -123,6 +125,12 @@ def test_without_copy_engines_gradients_are_copied_to_be_sent() -> None:
         ({"zero_stage": 3, "zero_unit": "sublayer"}, {}, BF16, WIDE),
         ({"zero_stage": 2, "zero_unit": "sublayer"}, {}, BF16, {"micro_batches": 3}),
         ({"zero_stage": 1, "zero_unit": "sublayer"}, {}, {"fp32": True}, WIDE | {"micro_batches": 2}),
+        (BLOCKS, {}, BF16, {}),
+        (BLOCKS, {}, {"fp32": True}, {}),
+        ({"zero_stage": 3} | BLOCKS, {}, BF16, WIDE | {"vocab": 8000}),
+        ({"zero_stage": 3} | BLOCKS, {}, {"fp32": True}, WIDE | {"vocab": 8000} | UNTIED),
+        ({"zero_stage": 3} | BLOCKS, FULL, BF16, LONG | {"vocab": 200}),
+        ({"zero_stage": 2, "zero_table_rows": 1000}, FULL, {"fp32": True}, LONG | {"vocab": 3000}),
     ],
 )
 def test_a_step_allocates_what_the_plan_says(
@@ -248,6 +256,7 @@ STATES: list[dict[str, Any]] = [
     FOUR_BITS | {"zero_gradient_partition_size": "auto"},
     ALL | {"zero_hpz_partition_size": "4", "zero_quantization_block": 512},
     *(zero | {"zero_unit": "sublayer"} for zero in ({"zero_stage": 1}, {"zero_stage": 3}, ALL, FOUR_BITS)),
+    *(zero | BLOCKS for zero in ({"zero_stage": 1}, {"zero_stage": 3}, ALL, FOUR_BITS)),
 ]
 MODEL = ModelConfig(**SHAPE | {"seq_length": 16})
 

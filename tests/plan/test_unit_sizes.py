@@ -23,6 +23,14 @@ def test_the_page_has_the_tables() -> None:
     assert "\n".join(table_of_vocabularies(SMALL)) in page
 
 
+def test_blocks_of_a_large_table_need_the_arena_of_a_small_one() -> None:
+    name = "256,000 entries, row blocks"
+    assert row_of(SMALL[name]["flags"]) == SMALL[name]
+    assert "--zero-table-rows" in SMALL[name]["flags"]
+    assert SMALL[name]["arena_gib"] <= 1.1 * SMALL["50,257 entries"]["arena_gib"]
+    assert SMALL["256,000 entries"]["arena_gib"] > 3 * SMALL["50,257 entries"]["arena_gib"]
+
+
 def test_hpz_of_175b_fits_80_gigabytes_with_sublayers_alone() -> None:
     assert LARGE["hpZ"]["peak_gb"] > 80
     assert not LARGE["hpZ"]["fits_an_h100"]

@@ -15,6 +15,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import AttentionKernel, DotProduct
 from megatron_zpp.model.components import ModelComponents, norm_classes
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.row_blocks import RowBlockComponents
 from megatron_zpp.model.tensor_parallel import TensorParallelComponents, exchanges_of, splits_of
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.engine import ZeroEngine
@@ -49,6 +50,8 @@ def engine_of(
         assert topology is not None
         group = TensorGroup(Grid(topology, tensor).tensor_ranks, topology.rank)
         parts = TensorParallelComponents(norms, attention=attention, group=group, tokens=config.seq_length)
+    elif zero.zero_table_rows is not None:
+        parts = RowBlockComponents(norms, attention=attention, rows=zero.zero_table_rows)
     with torch.device("meta"):
         model = GPT(config, vocab_size, recompute, parts, cut_layers=zero.cuts_layers)
     if tensor > 1:
@@ -94,7 +97,8 @@ def states_of(engine: ZeroEngine, kind: str) -> dict[str, torch.Tensor]:
                 assert all(torch.equal(part, of_ranks[0]) for part in of_ranks), (
                     f"{name} differs between ranks"
                 )
-            states[name] = of_ranks[0] if split is None else split.join(of_ranks)
+            whole = of_ranks[0] if split is None else split.join(of_ranks)
+            states[name] = whole if unit.first_element == 0 else torch.cat([states[name], whole])
     return states
 
 

@@ -204,21 +204,21 @@ def test_an_engine_refuses_a_model_of_other_units(unit: Literal["layer", "sublay
 
 def test_the_formats_of_differences_follow_the_parameters() -> None:
     """A half takes after its layer, and a layer after either of its halves."""
-    whole = [{"parameters": {"a": {}, "b": {}}}, {"parameters": {"c": {}, "d": {}}}]
-    halves = [{"parameters": {name: {}}} for name in "abcd"]
+    entry = {"shape": [3, 2]}
+    whole = [{"parameters": {"a": entry, "b": entry}}, {"parameters": {"c": entry, "d": entry}}]
+    halves = [{"parameters": {name: entry}} for name in "abcd"]
     of_whole = {"raised": [False, True], "measured": [[4.0, 1.0], [9.0, 8.0]]}
     of_halves = {
         "raised": [False, False, True, True],
         "measured": [[4.0, 1.0], [4.0, 1.0], [9.0, 8.0], [9.0, 8.0]],
     }
-    names_of = {4: [("a",), ("b",), ("c",), ("d",)], 2: [("a", "b"), ("c", "d")]}
-    assert formats_of_units(of_whole, whole, names_of[2]) == of_whole
-    assert formats_of_units(of_whole, whole, names_of[4]) == of_halves
-    assert formats_of_units(of_halves, halves, names_of[2]) == {
+    assert formats_of_units(of_whole, whole, whole) == of_whole
+    assert formats_of_units(of_whole, whole, halves) == of_halves
+    assert formats_of_units(of_halves, halves, whole) == {
         "raised": [False, True],
         "measured": [[8.0, 2.0], [18.0, 16.0]],
     }
-    assert formats_of_units(None, whole, names_of[2]) is None
+    assert formats_of_units(None, whole, whole) is None
 
 
 def late_gathers(recompute: str, prefetch: int) -> list[int]:

@@ -28,6 +28,7 @@ def load_weights(directory: str, engine: ZeroEngine, model: ModelConfig, tokeniz
 
         def read(index: int, elements: range) -> Any:
             unit = engine.units[index]
-            return weights.unit_elements(unit.names, unit.layout, elements, sharing)
+            first = unit.first_element
+            return weights.unit_elements(unit.names, unit.layout, elements, sharing, first=first)
 
         engine.load_states(WEIGHTS, read)

@@ -80,16 +80,24 @@ class HuggingFaceWeights:
         return found
 
     def unit_elements(
-        self, names: tuple[str, ...], layout: FlatLayout, elements: range, sharing: Sharing = UNSHARED
+        self,
+        names: tuple[str, ...],
+        layout: FlatLayout,
+        elements: range,
+        sharing: Sharing = UNSHARED,
+        *,
+        first: int = 0,
     ) -> Tensor:
         """Return elements of the flat buffer of a unit with these parameters; its gaps are zero.
 
-        The buffer has the parts of the reader's tensor rank in `sharing`.
+        The buffer has the parts of the reader's tensor rank in `sharing`. `first`: the number that its first
+        element has in its only parameter, of which it is a block.
         """
         found = torch.zeros(len(elements))
         for piece in layout.parameter_slices(elements):
             name, target = names[piece.parameter], found[piece.destination :][: piece.length]
-            wanted, part = range(piece.start, piece.start + piece.length), sharing.part(name)
+            start, part = first + piece.start, sharing.part(name)
+            wanted = range(start, start + piece.length)
 
             def read_into(rank: int, first: int, target: Tensor, name: str = name) -> None:
                 target.copy_(self.elements(name, first, first + len(target)))

@@ -1,8 +1,8 @@
 """GELU and SwiGLU between two maps of 8-bit products: codes of what they make, in both layouts, in one pass.
 
 Shapes: R rows, F inner width, H = F (GELU) or 2F (SwiGLU: gate and value) outputs of the first map, P
-programs along the rows. The first map's outputs come without its bias, which is added here. Numbers are
-rounded to the format of the compute before they become codes, as if they had been written and cast.
+programs along the rows. The first map's outputs come without its bias, which is added here. Codes are those
+of fp32 numbers: what a program computes is not rounded to the format of the compute first.
 """
 
 import math
@@ -13,13 +13,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from megatron_zpp.model.fp8_cast import GRADIENT, INPUT, LARGEST
+from megatron_zpp.model.fp8_cast import GRADIENT, INPUT
 from megatron_zpp.model.fused.cast import encode, grid, keep_maximum, outputs, packed, rounded, store_turned
 from megatron_zpp.model.fused.math import exp2, reciprocal
 
 _SLOPE = 2 * math.sqrt(2 / math.pi)
 _CUBIC = 0.044715 * _SLOPE
-_GROUPS, _COLUMNS, _WARPS = 32, 64, 8  # of a program: 128 rows, 32 elements a thread and input
+_GROUPS, _COLUMNS, _WARPS = 16, 64, 4  # of a program: 64 rows, 32 elements a thread and input
 
 
 @triton_op("megatron_zpp_model::coded_activation", mutates_args={"maxima"})
@@ -35,7 +35,6 @@ def coded_activation(
     wrap_triton(_forward_kernel)[grid(rows, width, _GROUPS, _COLUMNS)](
         *(x, x if bias is None else bias, factors, maxima, by_rows, by_columns, rows, width),
         KIND=INPUT,
-        LARGEST=LARGEST[INPUT],
         GATED=gated,
         BIASED=bias is not None,
         BY_COLUMNS=columns,
@@ -65,7 +64,6 @@ def coded_activation_backward(
     wrap_triton(_backward_kernel)[programs](
         *(of_out, x, x if bias is None else bias, factors, maxima, by_rows, by_columns, sums, rows, width),
         KIND=GRADIENT,
-        LARGEST=LARGEST[GRADIENT],
         GATED=gated,
         BIASED=biased,
         SLOPE=_SLOPE,
@@ -97,7 +95,6 @@ def _row(
     column,
     height,
     width,
-    LARGEST: tl.constexpr,
     FORMAT: tl.constexpr,
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
@@ -114,8 +111,8 @@ def _row(
         up = _load(x_ptr + width, bias_up, at, inside, 0.0, BIASED)
         out = gate * reciprocal(1 + exp2(gate * -LOG2_E)) * up
     else:
-        out = gate * reciprocal(1 + exp2(gate * (SLOPE + CUBIC * gate * gate) * -LOG2_E))
-    scaled, sizes = encode(out.to(x_ptr.dtype.element_ty).to(tl.float32), factor, LARGEST)
+        out = gate * reciprocal(1 + exp2(gate * (-LOG2_E * SLOPE - LOG2_E * CUBIC * (gate * gate))))
+    scaled, sizes = encode(out, factor)
     out_at = row.to(tl.int64)[:, None] * width + column[None, :]
     tl.store(by_rows_ptr + out_at, rounded(scaled, FORMAT), mask=inside)
     return scaled, sizes
@@ -142,7 +139,6 @@ def _forward_kernel(
     height,
     width,
     KIND: tl.constexpr,
-    LARGEST: tl.constexpr,
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
     BY_COLUMNS: tl.constexpr,
@@ -158,19 +154,19 @@ def _forward_kernel(
     FORMAT: tl.constexpr = by_rows_ptr.dtype.element_ty
     # fmt: off
     a, size_a = _row(
-        x_ptr, by_rows_ptr, bias, bias_up, factor, row, column, height, width, LARGEST,
-        FORMAT, GATED, BIASED, SLOPE, CUBIC,
+        x_ptr, by_rows_ptr, bias, bias_up, factor, row, column, height, width, FORMAT,
+        GATED, BIASED, SLOPE, CUBIC,
     )
     b, size_b = _row(
-        x_ptr, by_rows_ptr, bias, bias_up, factor, row + 1, column, height, width, LARGEST,
+        x_ptr, by_rows_ptr, bias, bias_up, factor, row + 1, column, height, width,
         FORMAT, GATED, BIASED, SLOPE, CUBIC,
     )
     c, size_c = _row(
-        x_ptr, by_rows_ptr, bias, bias_up, factor, row + 2, column, height, width, LARGEST,
+        x_ptr, by_rows_ptr, bias, bias_up, factor, row + 2, column, height, width,
         FORMAT, GATED, BIASED, SLOPE, CUBIC,
     )
     d, size_d = _row(
-        x_ptr, by_rows_ptr, bias, bias_up, factor, row + 3, column, height, width, LARGEST,
+        x_ptr, by_rows_ptr, bias, bias_up, factor, row + 3, column, height, width,
         FORMAT, GATED, BIASED, SLOPE, CUBIC,
     )
     # fmt: on
@@ -191,7 +187,6 @@ def _gradient_row(
     column,
     height,
     width,
-    LARGEST: tl.constexpr,
     FORMAT: tl.constexpr,
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
@@ -212,18 +207,18 @@ def _gradient_row(
     if GATED:
         up = _load(x_ptr + width, bias_up, at, inside, 0.0, BIASED)
         share = reciprocal(1 + exp2(gate * -LOG2_E))
-        of_gate = of_out * up * share * (1 + gate * (1 - share))
+        of_gate = of_out * up * share * (1 + (gate - gate * share))
         of_up = of_out * gate * share
     else:
-        square = CUBIC * gate * gate
-        share = reciprocal(1 + exp2(gate * (SLOPE + square) * -LOG2_E))
-        of_gate = of_out * share * (1 + gate * (1 - share) * (SLOPE + 3 * square))
+        square = gate * gate
+        share = reciprocal(1 + exp2(gate * (-LOG2_E * SLOPE - LOG2_E * CUBIC * square)))
+        of_gate = of_out * share * (1 + (gate - gate * share) * (SLOPE + 3 * CUBIC * square))
         of_up = of_gate
-    scaled, sizes = encode(of_gate.to(x_ptr.dtype.element_ty).to(tl.float32), factor, LARGEST)
+    scaled, sizes = encode(of_gate, factor)
     tl.store(by_rows_ptr + at, rounded(scaled, FORMAT), mask=inside)
     scaled_up = scaled
     if GATED:
-        scaled_up, sizes_up = encode(of_up.to(x_ptr.dtype.element_ty).to(tl.float32), factor, LARGEST)
+        scaled_up, sizes_up = encode(of_up, factor)
         tl.store(by_rows_ptr + width + at, rounded(scaled_up, FORMAT), mask=inside)
         sizes = tl.maximum(sizes, sizes_up)
     return scaled, scaled_up, of_gate, of_up, sizes
@@ -242,7 +237,6 @@ def _backward_kernel(
     height,
     width,
     KIND: tl.constexpr,
-    LARGEST: tl.constexpr,
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
     SLOPE: tl.constexpr,
@@ -256,32 +250,34 @@ def _backward_kernel(
     bias, bias_up = _biases(bias_ptr, column, width, GATED)
     FORMAT: tl.constexpr = by_rows_ptr.dtype.element_ty
     # fmt: off
-    a, a_up, of_a, of_a_up, size_a = _gradient_row(
-        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row, column, height, width, LARGEST,
+    a, a_up, total, total_up, size = _gradient_row(
+        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row, column, height, width,
         FORMAT, GATED, BIASED, SLOPE, CUBIC,
     )
-    b, b_up, of_b, of_b_up, size_b = _gradient_row(
-        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row + 1, column, height, width, LARGEST,
+    b, b_up, of_gate, of_up, size_b = _gradient_row(
+        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row + 1, column, height, width,
         FORMAT, GATED, BIASED, SLOPE, CUBIC,
     )
-    c, c_up, of_c, of_c_up, size_c = _gradient_row(
-        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row + 2, column, height, width, LARGEST,
+    total, total_up, size = total + of_gate, total_up + of_up, tl.maximum(size, size_b)
+    c, c_up, of_gate, of_up, size_c = _gradient_row(
+        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row + 2, column, height, width,
         FORMAT, GATED, BIASED, SLOPE, CUBIC,
     )
-    d, d_up, of_d, of_d_up, size_d = _gradient_row(
-        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row + 3, column, height, width, LARGEST,
+    total, total_up, size = total + of_gate, total_up + of_up, tl.maximum(size, size_c)
+    d, d_up, of_gate, of_up, size_d = _gradient_row(
+        of_out_ptr, x_ptr, by_rows_ptr, bias, bias_up, factor, row + 3, column, height, width,
         FORMAT, GATED, BIASED, SLOPE, CUBIC,
     )
+    total, total_up, size = total + of_gate, total_up + of_up, tl.maximum(size, size_d)
     # fmt: on
-    keep_maximum(maxima_ptr, tl.maximum(tl.maximum(size_a, size_b), tl.maximum(size_c, size_d)), KIND)
-    store_turned(by_columns_ptr, packed(a, b, c, d, FORMAT), group, column, height, width)
     stride = 2 * width if GATED else width
     sums = sums_ptr + tl.program_id(1) * stride + column
     if BIASED:
-        tl.store(sums, tl.sum((of_a + of_b) + (of_c + of_d), axis=0), mask=column < width)
+        tl.store(sums, tl.sum(total, axis=0), mask=column < width)
+        if GATED:
+            tl.store(sums + width, tl.sum(total_up, axis=0), mask=column < width)
+    keep_maximum(maxima_ptr, size, KIND)
+    store_turned(by_columns_ptr, packed(a, b, c, d, FORMAT), group, column, height, width)
     if GATED:
         turned_ptr = by_columns_ptr + tl.full([], width, tl.int64) * height
         store_turned(turned_ptr, packed(a_up, b_up, c_up, d_up, FORMAT), group, column, height, width)
-        if BIASED:
-            total = (of_a_up + of_b_up) + (of_c_up + of_d_up)
-            tl.store(sums + width, tl.sum(total, axis=0), mask=column < width)

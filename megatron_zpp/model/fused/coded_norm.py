@@ -2,8 +2,8 @@
 
 Shapes: B batch, T tokens, D hidden size, R = B · T rows. The norm itself is in memory as codes only, in both
 layouts. A program has a row, as in model/fused/norm.py, whose backward this is too; codes by columns are
-turned from those by rows by a kernel of their own, since a tile of many rows would be read twice. Numbers are
-rounded to the format of the compute before they become codes.
+turned from those by rows by a kernel of their own, since a tile of many rows would be read twice. Codes are
+those of fp32 numbers: a norm is not rounded to the format of the compute first.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.library import triton_op, wrap_triton
 
-from megatron_zpp.model.fp8_cast import INPUT, LARGEST
+from megatron_zpp.model.fp8_cast import INPUT
 from megatron_zpp.model.fp8_delayed import CodedInput, DelayedLinear
 from megatron_zpp.model.fused.cast import encode, keep_maximum, outputs, rounded, turn
 from megatron_zpp.model.fused.norm import _norm_backward, _shape
@@ -141,7 +141,6 @@ def _coded_norm(
         ADDS=adds,
         CENTRED=centred,
         KIND=INPUT,
-        LARGEST=LARGEST[INPUT],
         **_shape(width),
     )
     if columns:
@@ -166,7 +165,6 @@ def _coded_norm_kernel(
     ADDS: tl.constexpr,
     CENTRED: tl.constexpr,
     KIND: tl.constexpr,
-    LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -184,12 +182,12 @@ def _coded_norm_kernel(
         mean = tl.sum(x, axis=0) / width
         centred = tl.where(inside, x - mean, 0.0)
         tl.store(mean_ptr + row, mean)
+    eps = tl.cast(eps, tl.float32)  # torch.compile passes fp64
     rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=0) / width + eps)
     tl.store(rstd_ptr + row, rstd)
     normed = centred * rstd * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if CENTRED:
         normed += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    normed = normed.to(x_ptr.dtype.element_ty).to(tl.float32)
-    scaled, sizes = encode(normed, tl.load(factors_ptr + 4 * KIND), LARGEST)
+    scaled, sizes = encode(normed, tl.load(factors_ptr + 4 * KIND))
     keep_maximum(maxima_ptr, sizes, KIND)
     tl.store(by_rows_ptr + at, rounded(scaled, by_rows_ptr.dtype.element_ty), mask=inside)

@@ -11,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from megatron_zpp.model.fp8_cast import GRADIENT, LARGEST
+from megatron_zpp.model.fp8_cast import GRADIENT
 from megatron_zpp.model.fused.cast import coded_row, grid, keep_maximum, outputs, packed, store_turned
 
-_GROUPS, _COLUMNS, _WARPS = 16, 128, 8  # of a program: 64 rows, 32 elements a thread
+_GROUPS, _COLUMNS, _WARPS = 32, 32, 4  # of a program: 128 rows, 32 elements a thread
 
 
 def cast_gradient(
@@ -50,7 +50,6 @@ def _cast_parts(
         *(first, first if second is None else second, first if third is None else third),
         *(factors, maxima, by_rows, by_columns, partial, rows, width, others),
         KIND=GRADIENT,
-        LARGEST=LARGEST[GRADIENT],
         JOINS=second is not None,
         SUMS=sums,
         GROUPS=_GROUPS,
@@ -74,7 +73,6 @@ def _cast_parts_kernel(
     first_width,
     other_width,
     KIND: tl.constexpr,
-    LARGEST: tl.constexpr,
     JOINS: tl.constexpr,
     SUMS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -95,21 +93,18 @@ def _cast_parts_kernel(
     factor, row = tl.load(factors_ptr + 4 * KIND), 4 * group
     codes_ptr = by_rows_ptr + before
     FORMAT: tl.constexpr = by_rows_ptr.dtype.element_ty
-    of_a, a, size_a = coded_row(
-        x_ptr, codes_ptr, factor, row, column, height, width, stride, LARGEST, FORMAT, True
-    )
-    of_b, b, size_b = coded_row(
-        x_ptr, codes_ptr, factor, row + 1, column, height, width, stride, LARGEST, FORMAT, True
-    )
-    of_c, c, size_c = coded_row(
-        x_ptr, codes_ptr, factor, row + 2, column, height, width, stride, LARGEST, FORMAT, True
-    )
-    of_d, d, size_d = coded_row(
-        x_ptr, codes_ptr, factor, row + 3, column, height, width, stride, LARGEST, FORMAT, True
-    )
-    keep_maximum(maxima_ptr, tl.maximum(tl.maximum(size_a, size_b), tl.maximum(size_c, size_d)), KIND)
-    turned_ptr = by_columns_ptr + before * tl.full([], height, tl.int64)
-    store_turned(turned_ptr, packed(a, b, c, d, FORMAT), group, column, height, width)
+    # fmt: off
+    total, a, size = coded_row(x_ptr, codes_ptr, factor, row, column, height, width, stride, FORMAT, True)
+    x, b, size_b = coded_row(x_ptr, codes_ptr, factor, row + 1, column, height, width, stride, FORMAT, True)
+    total, size = total + x, tl.maximum(size, size_b)
+    x, c, size_c = coded_row(x_ptr, codes_ptr, factor, row + 2, column, height, width, stride, FORMAT, True)
+    total, size = total + x, tl.maximum(size, size_c)
+    x, d, size_d = coded_row(x_ptr, codes_ptr, factor, row + 3, column, height, width, stride, FORMAT, True)
+    total, size = total + x, tl.maximum(size, size_d)
+    # fmt: on
     if SUMS:
         place = sums_ptr + tl.program_id(1) * stride + before + column
-        tl.store(place, tl.sum((of_a + of_b) + (of_c + of_d), axis=0), mask=column < width)
+        tl.store(place, tl.sum(total, axis=0), mask=column < width)
+    keep_maximum(maxima_ptr, size, KIND)
+    turned_ptr = by_columns_ptr + before * tl.full([], height, tl.int64)
+    store_turned(turned_ptr, packed(a, b, c, d, FORMAT), group, column, height, width)

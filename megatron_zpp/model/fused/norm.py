@@ -208,6 +208,7 @@ def _forward_kernel(
         mean = tl.sum(x, axis=0) / width
         centred = tl.where(inside, x - mean, 0.0)
         tl.store(mean_ptr + row, mean)
+    eps = tl.cast(eps, tl.float32)  # torch.compile passes fp64
     rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=0) / width + eps)
     normed = centred * rstd * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if CENTRED:

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
-from megatron_zpp.model.fp8_cast import LARGEST, WEIGHT
+from megatron_zpp.model.fp8_cast import WEIGHT
 from megatron_zpp.model.fused.cast import (
     _COLUMNS,
     _GROUPS,
@@ -32,7 +32,6 @@ def encode_weights(numbers: Tensor, codes: Tensor, factors: Tensor, maxima: Tens
     _encode_kernel[(triton.cdiv(count, _NUMBERS),)](
         *(numbers, factors, maxima, codes, count),
         KIND=WEIGHT,
-        LARGEST=LARGEST[WEIGHT],
         NUMBERS=_NUMBERS,
         num_warps=_WARPS,
     )
@@ -84,12 +83,11 @@ def _encode_kernel(
     codes_ptr,  # (n,)
     count,
     KIND: tl.constexpr,
-    LARGEST: tl.constexpr,
     NUMBERS: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
     inside = at < count
     numbers = tl.load(numbers_ptr + at, mask=inside, other=0.0)
-    scaled, sizes = encode(numbers, tl.load(factors_ptr + 4 * KIND), LARGEST)
+    scaled, sizes = encode(numbers, tl.load(factors_ptr + 4 * KIND))
     keep_maximum(maxima_ptr, sizes, KIND)
     tl.store(codes_ptr + at, rounded(scaled, codes_ptr.dtype.element_ty), mask=inside)

@@ -72,16 +72,22 @@ def test_a_run_is_exported(
     assert auto.encode(auto.eos_token, add_special_tokens=False) == [tokenizer.eod]
 
 
-@pytest.mark.parametrize(("stage", "world"), [(0, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("stage", "world", "more"), [(0, 1, ""), (3, 2, ""), (3, 2, "--zero-table-rows 100")]
+)
 def test_a_run_starts_from_hugging_face_weights(
-    tool: Callable[..., str], bpe: Path, tmp_path: Path, stage: int, world: int
+    tool: Callable[..., str], bpe: Path, tmp_path: Path, stage: int, world: int, more: str
 ) -> None:
-    """A step too small to change a weight saves what was loaded; an import gives the same loss."""
+    """A step too small to change a weight saves what was loaded; an import gives the same loss.
+
+    So it is with tables in blocks of rows.
+    """
     model = theirs(bpe)
     source = save(model, bpe, tmp_path / "theirs", max_shard_size="9KB")
     tool("import", source, tmp_path / "ours")
     flags = [*SHAPE_FLAGS, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(source)]
     flags += ["--zero-stage", str(stage), "--train-iters", "1", "--lr", "1e-30", "--weight-decay", "0"]
+    flags += more.split()
     out = []
     for load in (f"hf:{source}", str(tmp_path / "ours")):
         saved = tmp_path / f"run{len(out)}"

@@ -1,0 +1,312 @@
+"""Tables of the vocabulary in blocks of rows, each a module with a parameter of its own.
+
+Shapes: B batch, T tokens, N = B · T, C tokens of a chunk, D hidden size, V padded vocabulary, R rows of a
+block.
+
+The lookup puts the rows that a block has in their places, block after block. So its result has the bits of a
+whole table's. The loss goes through the blocks twice. In the forward the logits of a block (N, R) become
+three numbers per token, and those of all blocks the softmax's denominator. In the backward each block makes
+its logits again, then their gradient, and both products with it. So only one block's logits are there at a
+time, at the price of a fourth product.
+
+Where the tables are tied, a block of the lookup and a block of the loss have the same parameter.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron_zpp.distributed.split import RowBlock
+from megatron_zpp.model.components import ModelComponents
+from megatron_zpp.model.gpt import Head
+from megatron_zpp.model.loss import CHUNK_BYTES, IGNORED, LossKernels, add_product, chunk_rows, wide
+from megatron_zpp.model.partial_softmax import local_statistics
+
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowBlockComponents(ModelComponents):
+    """Components of a model whose tables are in blocks of `rows` rows."""
+
+    rows: int
+
+    @property
+    def table_rows(self) -> int | None:
+        """See ModelComponents."""
+        return self.rows
+
+    def vocabulary(self, entries: int, width: int) -> nn.Module:
+        """See ModelComponents."""
+        return RowBlockTable(entries, width, self.rows)
+
+    def output(self, width: int, entries: int) -> nn.Module:
+        """See ModelComponents."""
+        return OutputBlocks([_new(shape, block) for shape, block in _blocks(entries, width, self.rows)])
+
+    def head_class(self, plain: type[nn.Module]) -> Any:
+        """See ModelComponents."""
+        return RowBlockHead
+
+    def tie(self, head: nn.Module, table: nn.Module) -> None:
+        """See ModelComponents."""
+        assert isinstance(head, RowBlockHead)
+        assert isinstance(table, RowBlockTable)
+        head.output = OutputBlocks([(block.weight, block.row_block) for block in table.each()])
+
+    def units(self, name: str, module: nn.Module, *, tied: bool) -> list[tuple[str, nn.Module]]:
+        """See ModelComponents."""
+        units: list[tuple[str, nn.Module]] = []
+        for part, child in module.named_children():
+            if isinstance(child, RowBlockTable | OutputBlocks):
+                table = "embedding.tokens" if tied else f"{name}.{part}"
+                units += [(table, block) for block in child.each()]
+            elif next(child.parameters(), None) is not None:
+                units.append((f"{name}.{part}", child))
+        return units
+
+
+class LookupBlock(nn.Module):
+    """Some rows of the table of tokens."""
+
+    read_by_backward = False
+
+    def __init__(self, weight: nn.Parameter, row_block: RowBlock) -> None:
+        super().__init__()
+        self.weight, self.row_block = weight, row_block
+
+    def forward(self, found: Tensor, ids: Tensor) -> Tensor:
+        """`found` (…, D), with the rows of those `ids` (…) that the block has in their places."""
+        return _PlaceRows.apply(found, self.weight, ids - self.row_block.first)
+
+
+class OutputBlock(nn.Module):
+    """Some rows of the output weights."""
+
+    def __init__(self, weight: nn.Parameter, row_block: RowBlock) -> None:
+        super().__init__()
+        self.weight, self.row_block = weight, row_block
+
+    def forward(
+        self,
+        x: Tensor,
+        targets: Tensor | None = None,
+        vocab_size: int = 0,
+        passes: "BlockPasses | None" = None,
+    ) -> Tensor:
+        """(…, D) -> the logits of these rows, (…, R); with targets (N) of x (N, D), see `_Statistics`."""
+        if targets is None:
+            return F.linear(x, self.weight)
+        first, rows = self.row_block.first, self.weight.shape[0]
+        entries = min(max(vocab_size - first, 0), rows)
+        return _Statistics.apply(x, self.weight, targets - first, entries, passes or PLAIN)
+
+
+class RowBlockTable(nn.Module):
+    """The embedding of tokens, in blocks."""
+
+    weight = None  # of all rows: there is none
+
+    def __init__(self, entries: int, width: int, rows: int) -> None:
+        super().__init__()
+        self.width = width
+        self.blocks = nn.ModuleList(
+            LookupBlock(*_new(shape, block)) for shape, block in _blocks(entries, width, rows)
+        )
+
+    def each(self) -> Iterator[LookupBlock]:
+        """The blocks, in the order of their rows."""
+        yield from self.blocks  # type: ignore[misc]  # torch's stubs: modules
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(B, T) -> (B, T, D)."""
+        found = next(self.parameters()).new_zeros((*ids.shape, self.width))
+        for block in self.each():
+            found = block(found, ids)
+        return found
+
+
+class OutputBlocks(nn.Module):
+    """The output weights, in blocks."""
+
+    def __init__(self, weights: list[tuple[nn.Parameter, RowBlock]]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(OutputBlock(weight, block) for weight, block in weights)
+
+    def each(self) -> Iterator[OutputBlock]:
+        """See RowBlockTable."""
+        yield from self.blocks  # type: ignore[misc]  # torch's stubs: modules
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, D) -> logits (…, V)."""
+        return torch.cat([block(x) for block in self.each()], -1)
+
+    def loss(self, x: Tensor, targets: Tensor, vocab_size: int, passes: "BlockPasses") -> Tensor:
+        """As loss.linear_cross_entropy, of x (N, D) and targets (N)."""
+        exact = x.to(wide(x.dtype))  # so that the terms of its gradient, one per block, are summed in fp32
+        statistics = [block(exact, targets, vocab_size, passes) for block in self.each()]
+        return _MeanLoss.apply(targets, *statistics)
+
+
+class RowBlockHead(Head):
+    """The head of a model whose output weights are in blocks."""
+
+    output: OutputBlocks
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.block_passes = PLAIN
+
+    def forward(self, x: Tensor, tied: Tensor | None, targets: Tensor | None = None) -> Tensor:
+        """As Head; `tied` is None, because the head has the blocks of the token embedding."""
+        x = self.norm(x)
+        if targets is None:
+            return self.output(x)
+        return self.output.loss(x.flatten(0, 1), targets.flatten(), self.vocab_size, self.block_passes)
+
+    def compile_loss(self, compiler: Compiler, fused: LossKernels | None) -> None:
+        """See Head; `fused` is for whole vocabularies."""
+        self.block_passes = BlockPasses(compiler(local_statistics), compiler(block_gradient))
+
+
+def block_gradient(logits: Tensor, place: Tensor, message: Tensor, entries: int) -> Tensor:
+    """Logits (C, R) become their gradient, in their place.
+
+    `place` and `entries` as in local_statistics. `message` as in _MeanLoss.
+    """
+    factor, log_total, likelihood = message.unbind()  # each (C)
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    softmax = (logits.to(message.dtype) - log_total[:, None]).exp_()
+    less_one = torch.expm1(likelihood)[:, None]  # where the target is
+    gradient = torch.where(columns == place[:, None], less_one, softmax).mul_(factor[:, None])
+    return logits.copy_(gradient.masked_fill_(columns >= entries, 0.0))
+
+
+@dataclass(frozen=True)
+class BlockPasses:
+    """The parts of a block's loss that are not products, as functions of their arguments alone.
+
+    A chunk is as many tokens as have `chunk_bytes` of a block's logits, if these were fp32.
+    """
+
+    statistics: Callable[[Tensor, Tensor, int], Tensor] = local_statistics
+    gradient: Callable[[Tensor, Tensor, Tensor, int], Tensor] = block_gradient
+    chunk_bytes: int = CHUNK_BYTES
+
+
+PLAIN = BlockPasses()
+
+
+class _PlaceRows(torch.autograd.Function):
+    """`found` (…, D) with rows of `weight` (R, D) where `local` (…) names one, from 0 to R - 1.
+
+    The gradient of `found` keeps what belongs to these rows: blocks before this one have none of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, found: Tensor, weight: Tensor, local: Tensor) -> Tensor:
+        inside = (local >= 0) & (local < len(weight))
+        ctx.rows = len(weight)
+        ctx.save_for_backward(local.masked_fill(~inside, ctx.rows))
+        return torch.where(inside[..., None], F.embedding(local.masked_fill(~inside, 0), weight), found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (local,) = ctx.saved_tensors
+        of_weight = None
+        if ctx.needs_input_grad[1]:  # row R is for padding, which has no gradient
+            of_weight = torch.ops.aten.embedding_dense_backward(
+                gradient, local, ctx.rows + 1, ctx.rows, False
+            )[: ctx.rows]
+        return gradient if ctx.needs_input_grad[0] else None, of_weight, None
+
+
+class _Statistics(torch.autograd.Function):
+    """The statistics (3, N) of logits, as `local_statistics` makes them; x is fp32, or wider.
+
+    The backward gets the message of _MeanLoss in place of a gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, place: Tensor, entries: int, passes: BlockPasses
+    ) -> Tensor:
+        ctx.entries, ctx.passes = entries, passes
+        ctx.save_for_backward(x, weight, place)
+        found = x.new_empty(3, len(x))
+        for tokens in _chunks(x, weight, passes):
+            logits = x[tokens].to(weight.dtype) @ weight.T  # (C, R)
+            found[:, tokens] = passes.statistics(logits, place[tokens], entries)
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, message: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, place = ctx.saved_tensors
+        of_x, chunks = torch.empty_like(x), _chunks(x, weight, ctx.passes)
+        several = len(chunks) > 1
+        of_weight = torch.empty_like(weight, dtype=x.dtype if several else weight.dtype)
+        for index, tokens in enumerate(chunks):
+            part = x[tokens].to(weight.dtype)
+            logits = part @ weight.T  # (C, R)
+            gradient = ctx.passes.gradient(logits, place[tokens], message[:, tokens], ctx.entries)
+            add_product(gradient, weight, of_x[tokens], begins=True)
+            if several:
+                add_product(gradient.T, part, of_weight, begins=index == 0)
+            else:
+                torch.mm(gradient.T, part, out=of_weight)
+            del logits, gradient  # before there are those of the next chunk
+        return of_x, of_weight.to(weight.dtype), None, None, None
+
+
+class _MeanLoss(torch.autograd.Function):
+    """The mean cross-entropy () of targets (N), from the statistics (3, N) of all blocks.
+
+    In place of their gradients, the backward hands the blocks a message (3, N), from which each makes the
+    gradient of its logits: the factor of a token's gradient, then the logarithm of the denominator and the
+    log-likelihood of the target. Small gradients stay accurate, which the difference of two numbers near 1
+    would lose.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, targets: Tensor, *statistics: Tensor) -> Tensor:
+        largest, totals, wanted = torch.stack(statistics).unbind(1)  # each (blocks, N)
+        most = largest.amax(0)
+        log_sum = torch.log((totals * torch.exp(largest - most)).sum(0))
+        # In this order, a target with the largest logit loses nothing to the size of the logits.
+        likelihood, log_total = wanted.sum(0) - most - log_sum, most + log_sum
+        counted = targets != IGNORED
+        count = counted.sum().clamp(min=1)
+        ctx.blocks = len(statistics)
+        ctx.save_for_backward(counted, count, likelihood, log_total)
+        return -torch.where(counted, likelihood, 0.0).sum() / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor | None, ...]:
+        counted, count, likelihood, log_total = ctx.saved_tensors
+        message = torch.stack((counted * (of_loss / count), log_total, likelihood))
+        return None, *[message] * ctx.blocks
+
+
+def _chunks(x: Tensor, weight: Tensor, passes: BlockPasses) -> list[slice]:
+    """Tokens whose logits of a block are there at a time."""
+    rows = chunk_rows(len(x), len(weight), passes.chunk_bytes)
+    return [slice(first, first + rows) for first in range(0, len(x), rows)]
+
+
+def _blocks(entries: int, width: int, rows: int) -> Iterator[tuple[tuple[int, int], RowBlock]]:
+    """The shapes of blocks, and which rows they have."""
+    for first in range(0, entries, rows):
+        yield (min(rows, entries - first), width), RowBlock(first, entries)
+
+
+def _new(shape: tuple[int, int], block: RowBlock) -> tuple[nn.Parameter, RowBlock]:
+    weight = torch.empty(shape)
+    return nn.Parameter(weight if weight.is_meta else weight.normal_()), block

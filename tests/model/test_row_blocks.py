@@ -1,0 +1,192 @@
+"""Tables in blocks of rows against whole ones: the lookup bit for bit, loss and gradients within rounding."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.distributed.split import RowBlock
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.loss import IGNORED
+from megatron_zpp.model.row_blocks import (
+    PLAIN,
+    BlockPasses,
+    OutputBlocks,
+    RowBlockComponents,
+    RowBlockTable,
+)
+from tests.model.test_loss import error, exactly, inputs, plain, results
+
+IN_CHUNKS = BlockPasses(chunk_bytes=4 * 7 * 10)  # of 7 tokens with blocks of 10 rows
+SHAPE = {"num_layers": 2, "hidden_size": 36, "num_attention_heads": 4, "seq_length": 10}
+NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+
+
+def in_blocks(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab: int, rows: int = 10, passes: BlockPasses = PLAIN
+) -> Tensor:
+    """The loss of blocks of the `weight`, which gets their gradients."""
+    parts = weight.split(rows)
+    blocks = OutputBlocks(
+        [
+            (nn.Parameter(part.detach()), RowBlock(index * rows, len(weight)))
+            for index, part in enumerate(parts)
+        ]
+    )
+    for block, part in zip(blocks.each(), parts, strict=True):
+        del block.weight
+        block.weight = part  # not a leaf
+    return blocks.loss(x, targets, vocab, passes)
+
+
+@pytest.mark.parametrize("rows", [1, 10, 32, 64, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_lookup_and_its_gradient_have_the_bits_of_a_whole_tables(dtype: torch.dtype, rows: int) -> None:
+    """Rows that occur often, once and never; -0, which adding would lose, and NaN of other rows."""
+    generator = torch.Generator().manual_seed(rows)
+    whole = torch.randn(64, 12, generator=generator).to(dtype)
+    whole[5] = -0.0
+    whole[7] = math.nan
+    ids = torch.randint(8, 50, (3, 40), generator=generator)
+    ids[0, :3] = 5
+    table = RowBlockTable(64, 12, rows)
+    with torch.no_grad():
+        for block, part in zip(table.each(), whole.split(rows), strict=True):
+            block.weight = nn.Parameter(part.clone())
+    whole.requires_grad_()
+    found, expected = table(ids), F.embedding(ids, whole)
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    of_result = torch.randn(found.shape, generator=generator).to(dtype)
+    found.backward(of_result)
+    expected.backward(of_result)
+    assert torch.equal(torch.cat([block.weight.grad for block in table.each()]), whole.grad)
+
+
+@pytest.mark.parametrize("passes", [PLAIN, IN_CHUNKS], ids=["whole", "chunks"])
+@pytest.mark.parametrize(("tokens", "vocab", "padded"), [(1, 50, 50), (15, 50, 64), (40, 41, 64), (20, 1, 8)])
+@pytest.mark.parametrize("ignored", [0, 3])
+def test_float64_is_torchs_loss(
+    tokens: int, vocab: int, padded: int, ignored: int, passes: BlockPasses
+) -> None:
+    """Blocks that pad the vocabulary, all or in part, one larger than the table, ids that do not count."""
+    x, weight, targets, _ = inputs(tokens, 48, vocab, padded, torch.float64)
+    targets[1 : 1 + ignored] = IGNORED
+    loss = partial(in_blocks, passes=passes)
+    for found, expected in zip(
+        results(loss, x, weight, targets, vocab, 3.0),
+        results(plain, x, weight, targets, vocab, 3.0),
+        strict=True,
+    ):
+        assert torch.allclose(found, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("passes", [PLAIN, IN_CHUNKS], ids=["whole", "chunks"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_each_format_is_as_exact_as_the_plain_loss(dtype: torch.dtype, passes: BlockPasses) -> None:
+    """The gradient of the logits is rounded once, as there, and so are products: twice its errors at most.
+
+    The gradient of x is a sum over blocks in fp32, rounded once. The logits are rounded after other sums.
+    """
+    for tokens in (15, 200):
+        given = inputs(tokens, 48, 50, 64, dtype)
+        exact = exactly(*given, factor=0.7)
+        found = results(partial(in_blocks, passes=passes), *given, factor=0.7)
+        expected = results(plain, *given, factor=0.7)
+        assert found[0].dtype == torch.float32
+        rounding = torch.finfo(dtype).eps * (given[0].double() @ given[1].double().T).abs().max()
+        assert found[0].item() == pytest.approx(expected[0].item(), abs=rounding.item())
+        for ours, plains, exacts in zip(found[1:], expected[1:], exact[1:], strict=True):
+            assert ours.dtype == dtype
+            assert error(ours, exacts) <= 2 * error(plains, exacts) + 2 * torch.finfo(torch.float32).eps
+
+
+def test_gradients_of_tokens_that_are_all_but_certain_stay_accurate() -> None:
+    """The softmax's denominator is 1 + 1e-4, rounded in fp32; large logits add no error to that."""
+    x, weight, targets, vocab = torch.ones(1, 1), torch.full((30, 1), 100.0), torch.tensor([12]), 30
+    weight[12] += math.log(1e4 * 29)
+    exact = exactly(x, weight, targets, vocab)
+    for found, expected in zip(results(in_blocks, x, weight, targets, vocab)[::2], exact[::2], strict=True):
+        rest = expected.flatten() if expected.dim() == 0 else expected[12]
+        ours = found.double().flatten() if expected.dim() == 0 else found.double()[12]
+        assert torch.allclose(ours, rest, rtol=2 * torch.finfo(torch.float32).eps / 1e-4, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("place", ["x", "weight", "factor"])
+def test_what_is_not_finite_stays_so(place: str, poison: float, dtype: torch.dtype) -> None:
+    """As plain torch has it, so that the step is skipped."""
+    x, weight, targets, vocab = inputs(15, 48, 50, 64, dtype)
+    if place == "x":
+        x[9, 1] = poison
+    if place == "weight":
+        weight[3, 0] = poison
+    loss, *gradients = results(in_blocks, x, weight, targets, vocab, poison if place == "factor" else 1.0)
+    assert torch.isfinite(loss).item() == (place == "factor")
+    assert not any(torch.isfinite(gradient).all() for gradient in gradients)
+
+
+def test_ids_that_all_do_not_count_give_zero() -> None:
+    x, weight, targets, vocab = inputs(15, 48, 50, 64)
+    loss, of_x, of_weight = results(in_blocks, x, weight, torch.full_like(targets, IGNORED), vocab)
+    assert loss == 0
+    assert torch.count_nonzero(of_x) == torch.count_nonzero(of_weight) == 0
+
+
+def test_graphs_change_no_bit() -> None:
+    torch._dynamo.reset()
+    given = inputs(15, 48, 45, 64)
+    compiler = partial(torch.compile, backend="aot_eager", fullgraph=True, dynamic=False)
+    passes = BlockPasses(compiler(PLAIN.statistics), compiler(PLAIN.gradient), IN_CHUNKS.chunk_bytes)
+    graphs, eager = (results(partial(in_blocks, passes=each), *given) for each in (passes, IN_CHUNKS))
+    for found, expected in zip(graphs, eager, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
+@pytest.mark.parametrize("rows", [20, 128])
+def test_a_model_on_its_own_has_the_weights_logits_and_gradients_of_one_with_whole_tables(
+    rows: int, untied: bool
+) -> None:
+    config = ModelConfig(**SHAPE, **NO_DROPOUT, untie_embeddings_and_output_weights=untied)
+    whole = GPT(config, 101).initialize(3).double()
+    blocks = GPT(config, 101, parts=RowBlockComponents(rows=rows)).initialize(3).double()
+    tokens = torch.randint(101, (2, 11))
+    losses = [model(tokens[:, :-1], tokens[:, 1:]) for model in (whole, blocks)]
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-13)
+    for loss in losses:
+        loss.backward()
+    with torch.no_grad():
+        assert torch.allclose(blocks(tokens[:, :-1]), whole(tokens[:, :-1]), rtol=1e-12, atol=1e-14)
+    of_blocks: dict[str, list[nn.Parameter]] = {}
+    for unit, module in blocks.units():
+        for path, parameter in module.named_parameters():
+            parts = of_blocks.setdefault(f"{unit}.{path}", [])
+            if all(parameter is not part for part in parts):
+                parts.append(parameter)
+    assert of_blocks.keys() == dict(whole.named_parameters()).keys()
+    for name, parameter in whole.named_parameters():
+        parts = of_blocks[name]
+        assert torch.equal(torch.cat([part.data for part in parts]), parameter.data)
+        gradient = torch.cat([part.grad for part in parts])
+        assert torch.allclose(gradient, parameter.grad, rtol=1e-11, atol=1e-14), name
+
+
+def test_the_gradients_of_one_block_at_a_time_are_there() -> None:
+    """A hook is called for each block before the next block makes its gradient, so an engine may take it."""
+    config = ModelConfig(**SHAPE, **NO_DROPOUT)
+    model = GPT(config, 101, parts=RowBlockComponents(rows=20)).initialize(3)
+    blocks = list(model.head.output.each())
+    for block in blocks:  # one leaf for each place of a tied block
+        block.weight = nn.Parameter(block.weight.detach())
+    order: list[int] = []
+    for number, module in enumerate([*model.embedding.tokens.each(), *blocks]):
+        module.weight.register_post_accumulate_grad_hook(lambda _, number=number: order.append(number))
+    tokens = torch.randint(101, (2, 11))
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    count = len(blocks)
+    assert order == list(reversed(range(2 * count)))
