@@ -5,10 +5,15 @@
 `--before`: the root of an older checkout, whose code takes turns with this one's in each repeat, a process
 each. Every process measures the disk's own rates beside those of the code, because they vary as much:
 
-    write        write_shard_file, durable          disk: large pieces and fsync
+    write        write_shard_file, durable          disk: the same memory in pieces of a chunk, then fsync
     read_back    verify_file after a write          disk: the file read in pieces of a chunk, from the disk
     load         ShardFile.read_into of all tensors, a tensor at a time, from the disk
     cached       as read_back, but from the page cache: how fast digests are computed
+
+All write the same tensors, because a piece that stays in the processor's cache would flatter the disk. Disk
+and code take turns (disk, code, code, disk) after a first round that does not count. Each turn begins without
+its predecessor's file, or with no file in the page cache; otherwise the second one would pay for memory that
+a hypervisor has not given yet.
 
 CPU seconds are those of the process, all threads together.
 """
@@ -51,13 +56,33 @@ def forget(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def write_plain(path: Path, size: int) -> None:
-    """A file of `size` random bytes, on the disk."""
-    piece = memoryview(os.urandom(CHUNK_BYTES))
+def write_plain(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """The bytes of the tensors, on the disk."""
     with path.open("wb", buffering=0) as file:
-        for _ in range(-(-size // CHUNK_BYTES)):
-            file.write(piece)
+        for tensor in tensors.values():
+            left = tensor.view(torch.uint8).numpy().data
+            while left.nbytes:
+                left = left[file.write(left[:CHUNK_BYTES]) :]
         os.fsync(file.fileno())
+
+
+def in_turns(
+    disk: Callable[[], Any], code: Callable[[], Any], before: Callable[[], None], size: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Rates of the disk and of the code, each from two turns of two; the first turn of each is dropped."""
+    runs: dict[Callable[[], Any], list[dict[str, float]]] = {disk: [], code: []}
+    for action in (disk, code, disk, code, code, disk):
+        before()
+        runs[action].append(measured(action, size))
+    disk_rate, code_rate = (mean(runs[action][1:]) for action in (disk, code))
+    return disk_rate, code_rate
+
+
+def mean(runs: list[dict[str, float]]) -> dict[str, float]:
+    """Of all runs together."""
+    seconds = statistics.mean(1 / run["gb_per_second"] for run in runs)
+    cpu = statistics.mean(run["cpu_seconds_per_gb"] for run in runs)
+    return {"gb_per_second": round(1 / seconds, 3), "cpu_seconds_per_gb": round(cpu, 3)}
 
 
 def read_plain(path: Path) -> None:
@@ -72,31 +97,43 @@ def measure(directory: Path, size: int) -> dict[str, dict[str, float]]:
     """All rates of the code that this process has imported."""
     tensors = {f"weights/unit_{index}": torch.rand(size // TENSORS // 4 + 1) for index in range(TENSORS)}
     threads = getattr(code, "thread_count", None)
-    path, plain, figures, written = directory / "shards", directory / "plain", {}, []
-    figures["disk_write"] = measured(lambda: write_plain(plain, size), size)
-    figures["write"] = measured(lambda: written.append(write_shard_file(path, tensors)), size)
+    path, plain, figures = directory / "shards", directory / "plain", {}
+
+    def remove() -> None:
+        path.unlink(missing_ok=True)
+
+    def forget_all() -> None:
+        forget(plain)
+        forget(path)
+
+    figures["disk_write"], figures["write"] = in_turns(
+        lambda: write_plain(path, tensors), lambda: write_shard_file(path, tensors), remove, size
+    )
+    remove()
+    write_plain(plain, tensors)
+    written = write_shard_file(path, tensors)
 
     def read_back() -> None:
         if threads is None:  # before there were several threads
-            verify_file(path, written[0])
+            verify_file(path, written)
             return
         with ThreadPoolExecutor(threads()) as pool:
-            verify_file(path, written[0], pool.map)
+            verify_file(path, written, pool.map)
 
     def load() -> None:
         with ThreadPoolExecutor(threads() if threads else 4) as pool:
-            file = ShardFile(path, written[0])
+            file = ShardFile(path, written)
             for name, tensor in tensors.items():
                 file.read_into(name, 0, torch.empty(len(tensor)), pool.map)
             file.file.close()
 
-    forget(plain)
-    figures["disk_read"] = measured(lambda: read_plain(plain), size)
-    forget(path)
-    figures["read_back"] = measured(read_back, size)
+    def disk_read() -> None:
+        read_plain(plain)
+
+    figures["disk_read"], figures["read_back"] = in_turns(disk_read, read_back, forget_all, size)
+    read_back()
     figures["cached"] = measured(read_back, size)
-    forget(path)
-    figures["load"] = measured(load, size)
+    figures["disk_read_beside_load"], figures["load"] = in_turns(disk_read, load, forget_all, size)
     plain.unlink()
     path.unlink()
     return figures
@@ -119,7 +156,11 @@ def summary(runs: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
         for figure in runs[0][name]:
             values = sorted(run[name][figure] for run in runs)
             rows.setdefault(name, {})[figure] = [statistics.median(values), values[0], values[-1]]
-    for name, disk in (("write", "disk_write"), ("read_back", "disk_read"), ("load", "disk_read")):
+    for name, disk in (
+        ("write", "disk_write"),
+        ("read_back", "disk_read"),
+        ("load", "disk_read_beside_load"),
+    ):
         values = sorted(run[name]["gb_per_second"] / run[disk]["gb_per_second"] for run in runs)
         rows[name]["of_the_disk"] = [
             round(value, 3) for value in (statistics.median(values), values[0], values[-1])

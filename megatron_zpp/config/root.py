@@ -277,12 +277,14 @@ def _check_param_gather(zero: ZeroConfig) -> None:
     """Refuse other formats of weights that travel, and an optimizer on the CPU."""
     flag = "--fp8-param-gather"
     if zero.zero_quantized_weights:
+        other = f"--zero-quantized-weights in {zero.zero_quantized_weights_format}"
         fix = (
-            "sends 8-bit codes, which are multiplied as they are; omit one of it and --zero-quantized-weights"
+            f"gathers the 8-bit codes that are multiplied, and {other} would gather other codes; "
+            f"omit --zero-quantized-weights to gather a byte per weight, or omit {flag}"
         )
         raise option_error(flag, "(given)", fix)
     if zero.zero_offload_optimizer:
-        fix = "encodes weights on the device; omit one of it and --zero-offload-optimizer"
+        fix = f"encodes weights on the device; omit --zero-offload-optimizer, or omit {flag}"
         raise option_error(flag, "(given)", fix)
 
 

@@ -14,7 +14,8 @@ from megatron_zpp.data.checksums import DataChecksums, write_checksums
 from megatron_zpp.data.file_array import FileArray, OpenFile
 from megatron_zpp.data.indexed import DTYPE_CODES, HEADER, MAGIC, VERSION, index_path, tokens_path
 from megatron_zpp.data.provenance import provenance_path, write_provenance
-from megatron_zpp.storage.checksums import ChecksummedWriter, checksums_of
+from megatron_zpp.storage.checksummed_writer import ChecksummedWriter
+from megatron_zpp.storage.checksums import checksums_of
 from megatron_zpp.storage.files import fsync
 
 _CHUNK = 1 << 20  # sequences processed at a time, so that memory does not grow with their number

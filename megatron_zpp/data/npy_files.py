@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from megatron_zpp.data.file_array import FileArray, OpenFile
+from megatron_zpp.storage.checksummed_writer import ChecksummedWriter
 from megatron_zpp.storage.checksums import (
     JSON_LIMIT,
-    ChecksummedWriter,
     Checksums,
     DamagedFile,
     thread_count,

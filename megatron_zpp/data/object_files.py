@@ -10,9 +10,9 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from megatron_zpp.storage.checksummed_writer import ChecksummedWriter
 from megatron_zpp.storage.checksums import (
     JSON_LIMIT,
-    ChecksummedWriter,
     Checksums,
     DamagedFile,
     verify_file,

@@ -7,9 +7,7 @@ All chunks but the last have the same size. A chunk's digest is its SHA-256. In 
 
 import hashlib
 import os
-from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,6 @@ JSON_LIMIT = 72 * ((16 << 40) // CHUNK_BYTES)
 _HEX = 64  # characters of a SHA-256
 Runner = Callable[[Callable[[int], None], Iterable[int]], Iterable[None]]  # map, or a thread pool's map
 OnProgress = Callable[[], None]  # called after every chunk, by the thread that read or wrote it
-_FLUSH_BYTES = 1 << 30  # written between two flushes; at most twice as much is not on disk
 _MOST_THREADS = 4  # beyond that, one rank of a node would take cores from the others
 
 
@@ -85,87 +82,6 @@ def check_chunk_bytes(chunk_bytes: int, path: Location) -> None:
     if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
         limits = f"from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}"
         raise DamagedFile(f"{path}: chunk_bytes {chunk_bytes}; must be {limits}")
-
-
-class ChecksummedWriter:
-    """Writes a file and computes its checksums from the bytes in memory, not from what the disk returns.
-
-    Threads compute the digests of chunks while the caller writes these and the next ones; as many chunks as
-    threads are in memory besides the caller's. Another thread flushes to disk after every GiB, so that
-    `finish`, which makes the file durable, does not wait long.
-    """
-
-    def __init__(
-        self, path: Path, chunk_bytes: int = CHUNK_BYTES, *, on_progress: OnProgress = no_report
-    ) -> None:
-        self._file, self._on_progress = path.open("wb", buffering=0), on_progress
-        self._flusher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flush")
-        self._flushing: Future[None] | None = None
-        self._flushed = 0
-        self._chunk_bytes, self._size = chunk_bytes, 0
-        self._chunk = bytearray()  # bytes that do not fill a chunk yet
-        self._digests: list[str] = []
-        self._hashing: deque[Future[str]] = deque()  # the digests of the chunks after these
-        self._threads = thread_count()
-        self._hashers = ThreadPoolExecutor(max_workers=self._threads, thread_name_prefix="checksum")
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Append bytes, which the caller may change afterwards. Raises OSError from the file system."""
-        data = memoryview(data).cast("B")
-        borrows = len(data) >= self._chunk_bytes
-        while len(data):
-            if not self._chunk and len(data) >= self._chunk_bytes:
-                self._put(data[: self._chunk_bytes])  # no copy
-                data = data[self._chunk_bytes :]
-                continue
-            part = data[: self._chunk_bytes - len(self._chunk)]
-            self._chunk += part
-            data = data[len(part) :]
-            if len(self._chunk) == self._chunk_bytes:
-                self._flush()
-        if borrows:
-            self._collect(0)
-
-    def finish(self) -> Checksums:
-        """Write the rest, wait until all of it is on disk, and return the checksums. Raises OSError."""
-        self._flush()
-        self._collect(0)
-        if self._flushing is not None:
-            self._flushing.result()
-            self._on_progress()
-        os.fsync(self._file.fileno())
-        self.close()
-        return Checksums(self._size, self._chunk_bytes, tuple(self._digests))
-
-    def close(self) -> None:
-        """Close the file and end the threads, whether or not the file is complete."""
-        self._hashers.shutdown()
-        self._flusher.shutdown()
-        self._file.close()
-
-    def _flush(self) -> None:
-        if self._chunk:
-            self._put(memoryview(self._chunk))
-            self._chunk = bytearray()
-
-    def _put(self, chunk: memoryview) -> None:
-        self._hashing.append(self._hashers.submit(digest_of, chunk))
-        left = chunk
-        while len(left):  # a write may be partial
-            left = left[self._file.write(left) :]
-        self._collect(self._threads)
-        self._size += len(chunk)
-        self._on_progress()
-        if self._size - self._flushed >= _FLUSH_BYTES:
-            if self._flushing is not None:
-                self._flushing.result()
-            self._flushing = self._flusher.submit(os.fdatasync, self._file.fileno())
-            self._flushed = self._size
-
-    def _collect(self, most: int) -> None:
-        """Wait until at most `most` chunks are being hashed."""
-        while len(self._hashing) > most:
-            self._digests.append(self._hashing.popleft().result())
 
 
 class VerifiedFile:

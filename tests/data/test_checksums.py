@@ -14,6 +14,7 @@ from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.data.open import open_splits
 from megatron_zpp.data.verify import verify_tokens
 from megatron_zpp.storage import checksums
+from megatron_zpp.storage.checksummed_writer import ChecksummedWriter
 from megatron_zpp.storage.checksums import DamagedFile
 from tests.data.format_by_hand import write_by_hand
 
@@ -32,7 +33,7 @@ def prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A data set whose files have many chunks."""
     monkeypatch.setattr(checksums, "MIN_CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(checksums.checksums_of, "__defaults__", (CHUNK,))
-    monkeypatch.setattr(checksums.ChecksummedWriter.__init__, "__defaults__", (CHUNK,))
+    monkeypatch.setattr(ChecksummedWriter.__init__, "__defaults__", (CHUNK,))
     return write(tmp_path / "x")
 
 

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,13 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_zpp.storage import checksums
+from megatron_zpp.storage.checksummed_writer import ChecksummedWriter
 from megatron_zpp.storage.checksums import (
     CHUNK_BYTES,
-    ChecksummedWriter,
     Checksums,
     DamagedFile,
     VerifiedFile,
     checksums_of,
+    digest_of,
     verify_file,
 )
 from megatron_zpp.storage.recent_chunks import RecentChunks
@@ -125,65 +125,17 @@ def test_a_file_that_is_not_regular_is_damaged(tmp_path):
         VerifiedFile(tmp_path / "file", sums)
 
 
-def test_digests_of_several_chunks_are_computed_at_once(tmp_path, monkeypatch):
-    """Both when a file is written and when it is read: each digest waits for another one to begin."""
-    together, digest = threading.Barrier(2), checksums.digest_of
+def test_several_chunks_are_read_at_once(tmp_path, monkeypatch):
+    """Each digest waits for another one to begin."""
+    found, together, digest = written(tmp_path / "file", [bytes(4 * CHUNK)]), threading.Barrier(2), digest_of
 
     def waiting(chunk):
         together.wait(timeout=60)
         return digest(chunk)
 
     monkeypatch.setattr(checksums, "digest_of", waiting)
-    content = bytes(range(4 * CHUNK))
-    found = written(tmp_path / "file", [content])
     with ThreadPoolExecutor(2) as pool:
         verify_file(tmp_path / "file", found, pool.map)
-    assert found.digests == tuple(
-        hashlib.sha256(content[first : first + CHUNK]).hexdigest() for first in range(0, 4 * CHUNK, CHUNK)
-    )
-
-
-def test_the_caller_may_change_its_memory_once_it_is_written(tmp_path, monkeypatch):
-    digest = checksums.digest_of
-
-    def late(chunk):
-        time.sleep(0.02)
-        return digest(chunk)
-
-    monkeypatch.setattr(checksums, "digest_of", late)
-    writer, memory = ChecksummedWriter(tmp_path / "file", CHUNK), bytearray(range(5 * CHUNK // 2))
-    for _ in range(3):
-        writer.write(memory)
-        memory[:] = bytes(len(memory))
-    found = writer.finish()
-    monkeypatch.undo()
-    assert found == checksums_of(tmp_path / "file", CHUNK)
-
-
-def test_a_writer_holds_few_chunks(tmp_path, monkeypatch):
-    """A disk that is faster than the digests must not fill the memory with chunks that wait."""
-    digest, alive, most = checksums.digest_of, set(), 0
-
-    def late(chunk):
-        time.sleep(0.005)
-        alive.discard(id(chunk))
-        return digest(chunk)
-
-    put = ChecksummedWriter._put
-
-    def counting(self, chunk):
-        nonlocal most
-        alive.add(id(chunk))
-        most = max(most, len(alive))
-        put(self, chunk)
-
-    monkeypatch.setattr(checksums, "digest_of", late)
-    monkeypatch.setattr(ChecksummedWriter, "_put", counting)
-    writer = ChecksummedWriter(tmp_path / "file", CHUNK)
-    for _ in range(60):
-        writer.write(bytes(CHUNK - 1))  # smaller than a chunk, so that the writer copies it
-    writer.finish()
-    assert 1 < most <= checksums.thread_count() + 1
 
 
 def test_ranges_that_follow_each_other_cost_one_digest_per_chunk(tmp_path, monkeypatch):

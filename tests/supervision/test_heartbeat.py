@@ -1,15 +1,13 @@
-"""Who ended a run: by heartbeat messages alone, and with real ranks of which one is killed or stuck."""
+"""Who ended a run of real ranks, of which one is killed, stuck or suspended."""
 
 import os
 import platform
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,6 @@ from megatron_zpp.distributed.process_group import process_group
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision.errors import one_line_errors, said_by_each
 from megatron_zpp.supervision.heartbeat import heartbeat
-from megatron_zpp.supervision.heartbeat_messages import HeartbeatMessage, LivenessMonitor
 from megatron_zpp.supervision.joining import connect_ranks
 from megatron_zpp.supervision.once_per_node import OncePerNode
 from megatron_zpp.supervision.signals import stop_signals
@@ -30,71 +27,6 @@ from tests.support import free_port, wait_until
 
 TIMEOUT = 6.0  # who is well is never that late, however busy the machine
 PATIENCE = 120  # seconds; collectives would wait for ten minutes
-
-
-def beat(rank: int, count: int = 1, **changes: object) -> HeartbeatMessage:
-    values = {"doing": "step 7", "marks": 10, "seconds": 0.0, "patient": False, **changes}
-    return HeartbeatMessage(rank=rank, host=f"host{rank}", count=count, **values)
-
-
-def test_the_liveness_monitor_names_silent_failed_and_stuck_ranks() -> None:
-    judge = LivenessMonitor(timeout=60, patience=3)
-    judge.see([beat(0), beat(1), None], 100)
-    judge.see([beat(0, 2), beat(1), None], 160)
-    assert judge.lost([beat(0, 2), beat(1), None]) is None
-    judge.see([beat(0, 3), beat(1), None], 161)
-    assert (
-        judge.lost([beat(0, 3), beat(1), None])
-        == "rank 1 [host1] has been silent for 61 s; last seen: step 7"
-    )
-    judge.see([beat(0, 4), beat(1, 2), None], 162)
-    everyone = [beat(0, 4), beat(1, 2, left=True), None]
-    assert judge.lost(everyone) == "rank 2 has been silent for 62 s; last seen: starting"
-    judge.see([beat(0, 5), beat(1, 2), beat(2)], 166)
-    assert judge.lost([beat(0, 5), beat(1, 2), beat(2)]) is None
-    assert "rank 1 [host1] has been silent for 4 s" in judge.lost(
-        [beat(0, 5, asks=True), beat(1, 2), beat(2)]
-    )
-    assert judge.lost([beat(0, 5), beat(1, 2)]) is None
-    assert "rank 1 [host1] has been silent for 4 s" in judge.lost([beat(0, 5), beat(1, 2)], asked=True)
-    assert judge.lost([beat(0), beat(1), beat(2, failed="no memory")]) == "rank 2 [host2] failed: no memory"
-
-
-def test_the_rank_with_the_fewest_marks_is_stuck_and_not_those_that_wait_for_it() -> None:
-    judge = LivenessMonitor(timeout=60, patience=3)
-    waiting = [beat(0, seconds=61), beat(2, seconds=61)]
-    assert "rank 1 [host1] stuck for 61 s" in judge.stuck([*waiting, beat(1, marks=9, seconds=61)])
-    assert judge.stuck([*waiting, beat(1, marks=9, seconds=5)]) is None  # slow, not stuck
-    assert judge.stuck([*waiting, beat(1, marks=9, seconds=61, patient=True)]) is None  # saves, say
-    assert "rank 0 [host0] and rank 2 [host2] stuck" in judge.stuck([*waiting, beat(1, marks=9, left=True)])
-    assert judge.stuck([None]) is None
-    joins = {"limit": 100.0, "doing": "joins"}
-    assert judge.stuck([beat(0, seconds=61, **joins)]) is None
-    assert "rank 0 [host0] stuck for 101 s" in judge.stuck([beat(0, seconds=101, **joins)])
-
-
-def test_waiting_ranks_are_told_for_which_rank_they_wait() -> None:
-    judge = LivenessMonitor(timeout=60, patience=3)
-    joins = {"limit": 100.0, "doing": "joins", "seconds": 12}
-    everyone = [beat(0, **joins), beat(1, **joins)]
-    judge.see(everyone, 100)
-    assert judge.slow(everyone, 10) == "rank 0 [host0] and rank 1 [host1]: joins for 12 s"
-    assert judge.slow(everyone, 15) is None
-    judge.see([beat(0, 2, **joins), beat(1, **joins)], 104)  # the second is silent
-    assert judge.slow([beat(0, 2, **joins), beat(1, **joins)], 10) == "rank 1 [host1]: joins for 16 s"
-    assert judge.slow([beat(0, 2, **joins), beat(1, marks=9)], 10) is None  # has no limit
-
-
-def test_a_heartbeat_message_survives_the_store() -> None:
-    there = beat(3, failed='quoted "text"', asks=True)
-    assert HeartbeatMessage.decode(there.encode().encode()) == there
-    assert HeartbeatMessage.decode(b"null") is None
-
-
-@pytest.mark.parametrize("timeout", [600, 1e9])
-def test_a_heartbeat_that_comes_after_the_collectives_give_up_is_refused(timeout: float) -> None:
-    with pytest.raises(ValueError, match=r"--heartbeat-timeout .* --distributed-timeout-minutes 10"):
-        DistributedConfig(heartbeat_timeout=timeout)
 
 
 def rank_main(
@@ -357,64 +289,3 @@ def test_a_suspended_job_continues(played: Played) -> None:
 def test_an_orderly_end_is_silent(played: Played, scenario: Scenario) -> None:
     """Although ranks end at different times, and the first one hosts the store."""
     assert played[scenario].result() == End([0] * scenario.world, [[]] * scenario.world)
-
-
-class Recorded:
-    """A store that records the calls of its methods."""
-
-    def __init__(self, store: dist.Store) -> None:
-        self._store, self.calls = store, []
-
-    def clone(self) -> "Recorded":
-        return self
-
-    def __getattr__(self, name: str) -> Callable[..., object]:
-        def call(*given: object) -> object:
-            self.calls.append((name, *given))
-            return getattr(self._store, name)(*given)
-
-        return call
-
-
-def test_a_rank_sends_nothing_after_its_good_bye() -> None:
-    """Rank 0 closes the store once it has read the good-bye; a request under way then fails."""
-    store = Recorded(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-    with heartbeat(store, Topology(1, 2, 1, 2), 6.0, "test"):
-        wait_until(lambda: any(name == "multi_get" for name, *_ in store.calls), 30)
-    *before, (name, key, said) = store.calls
-    assert (name, key, HeartbeatMessage.decode(said).left) == ("set", "heartbeat/1", True)
-    assert not any(HeartbeatMessage.decode(given[1]).left for name, *given in before if name == "set")
-
-
-def host_store(port: int, ready: Event) -> None:
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    ready.set()
-    time.sleep(PATIENCE)
-    del store
-
-
-def enter_when_rank_0_stops(port: int, rank_0: int, said: Path) -> None:
-    """Rank 1, whose rank 0 is stopped after both have met and before heartbeats begin."""
-    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
-    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE))
-    os.kill(rank_0, signal.SIGSTOP)
-    with heartbeat(store, Topology(1, 2, 1, 2), 1.0, "prog"):
-        time.sleep(PATIENCE)
-
-
-def test_a_rank_0_that_stops_just_before_the_heartbeats_is_found(tmp_path: Path) -> None:
-    port, ready, said = free_port(), CONTEXT.Event(), tmp_path / "said"
-    rank_0 = CONTEXT.Process(target=host_store, args=(port, ready))
-    rank_0.start()
-    try:
-        assert ready.wait(PATIENCE)
-        rank_1 = CONTEXT.Process(target=enter_when_rank_0_stops, args=(port, rank_0.pid, said))
-        rank_1.start()
-        rank_1.join(PATIENCE / 2)
-        ended = rank_1.exitcode
-        rank_1.kill()
-    finally:
-        rank_0.kill()
-    assert ended == 1
-    line = r"prog .*rank 1\]: error: rank 0, where the run's store is kept, .*\n"
-    assert re.fullmatch(line, said.read_text())

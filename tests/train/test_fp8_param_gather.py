@@ -1,18 +1,14 @@
-"""--fp8-param-gather: weights as 8-bit codes of the master weights, on every grid and after every load."""
+"""--fp8-param-gather: weights as 8-bit codes of the master weights, on every grid."""
 
 import dataclasses
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.read import load_checkpoint
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.model.fp8_delayed import DelayedProduct
 from megatron_zpp.model.fp8_scaling import DelayedScaling
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.plan.job import Job
@@ -21,49 +17,14 @@ from megatron_zpp.plan.traffic import total, traffic_of
 from megatron_zpp.train.compiling import compile_parts
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.hop import SentBytes
-from tests.checkpoint.saving import TOKENIZER, save
 from tests.model.test_fp8_delayed import nearest
 from tests.model.variants import MODELS, flags_of
 from tests.plan.jobs import job_of
-from tests.train.in_process import train_here
-from tests.train.test_fp8_scaling import DELAYED, FLAGS, batch, engine_of, losses_of, state_of
+from tests.train.coded_weights import HELD, codes_of, equal, masters_of, products, take_step
+from tests.train.test_fp8_scaling import DELAYED, FLAGS, batch, engine_of, state_of
 from tests.zero.ranks import on_ranks
 
-HELD = "--fp8-param-gather"
 E4M3 = torch.float8_e4m3fn
-
-
-def products(engine: ZeroEngine) -> dict[str, DelayedProduct]:
-    """By the weights that they multiply."""
-    return {
-        name.removesuffix("product") + "weight": module
-        for name, module in engine.model.named_modules()
-        if isinstance(module, DelayedProduct)
-    }
-
-
-def codes_of(engine: ZeroEngine) -> dict[str, Tensor]:
-    """What is multiplied, of an engine that keeps weights whole; bytes."""
-    found = {}
-    for name, product in products(engine).items():
-        assert product.codes is not None
-        found[name] = product.codes.view(torch.uint8).clone()
-    return found
-
-
-def masters_of(engine: ZeroEngine) -> dict[str, Tensor]:
-    """The fp32 weights of an engine that has all of them."""
-    return {
-        name: view.clone()
-        for unit in engine.units
-        for name, view in zip(unit.names, unit.views(unit.master), strict=True)
-    }
-
-
-def take_step(engine: ZeroEngine, step: int) -> tuple[float, float]:
-    """Loss and norm."""
-    loss = engine.accumulate(batch(step, engine.grid.data.rank), index=0, micro_batches=1)
-    return loss.item(), engine.step(1e-2).grad_norm.item()
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
@@ -196,10 +157,6 @@ def test_a_coded_weight_is_one_byte_where_it_is_held_and_sent() -> None:
         assert job.communication.slot(layout).nbytes == layout.numel
 
 
-def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return all(torch.equal(codes, second[name]) for name, codes in first.items())
-
-
 def test_a_skipped_step_changes_no_code() -> None:
     engine = engine_of(Topology(), HELD)
     take_step(engine, 0)
@@ -240,88 +197,6 @@ def test_a_nan_in_a_weight_does_what_it_does_in_bf16() -> None:
     """The loss is NaN, the step is skipped on all ranks, and the scales stay those of finite numbers."""
     plain, held = (on_ranks(2, poisoned, "--zero-stage", "3", *flag) for flag in ((), (HELD,)))
     assert held == plain == [[(False, False, True)] * 2] * 2
-
-
-def resumed(topology: Topology, directory: str, case: tuple[str, ...]) -> tuple[list[Any], list[Any]]:
-    """Steps 3 and 4 of a run, and of one that begins with what the run saved after step 2."""
-    torch.set_num_threads(1)
-    whole = engine_of(topology, HELD, *case)
-    for step in range(2):
-        take_step(whole, step)
-    save(Path(directory), whole)
-    expected = [take_step(whole, step) for step in (2, 3)]
-    whole.close()
-    again = engine_of(topology, HELD, *case)
-    again.evaluate(batch(3, 0))  # with its initial weights
-    load_checkpoint(Path(directory) / "iter_0000005", again, TOKENIZER, with_optimizer=True)
-    found = [take_step(again, step) for step in (2, 3)]
-    again.close()
-    return expected, found
-
-
-@pytest.mark.parametrize("case", [("--zero-stage", "1"), CASES[4]])
-def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(case: tuple[str, ...], tmp_path: Path) -> None:
-    for expected, found in on_ranks(2, resumed, str(tmp_path), case):
-        assert found == expected
-
-
-def test_checkpoints_load_with_the_flag_and_without(tmp_path: Path) -> None:
-    """From each kind into the other, and into a grid of other ranks: fp32 weights and scales are equal."""
-    for name, flags in (("held", (HELD,)), ("plain", ())):
-        on_ranks(2, saved, str(tmp_path / name), "--zero-stage", "3", *flags)
-        engines = []
-        for more in ((), (HELD,)):
-            engine = engine_of(Topology(), *more)
-            path = tmp_path / name / "iter_0000005"
-            load_checkpoint(path, engine, TOKENIZER, with_optimizer=True)
-            engines.append(
-                (engine, masters_of(engine), state_of(engine), engine.evaluate(batch(4, 0)).item())
-            )
-        (plain, weights, state, loss), (held, same, too, near) = engines
-        assert state == too
-        assert equal(weights, same)
-        assert near == pytest.approx(loss, rel=0.01)
-        for which in codes_of(held):
-            scale = torch.tensor(state[which.removesuffix(".weight")]["scales"][1])
-            assert torch.equal(codes_of(held)[which], nearest(weights[which] * scale, E4M3))
-        plain.close()
-        held.close()
-
-
-def saved(topology: Topology, directory: str, *more: str) -> None:
-    engine = engine_of(topology, *more)
-    for step in range(2):
-        take_step(engine, step)
-    save(Path(directory), engine)
-    engine.close()
-
-
-def test_weights_without_scales_are_scaled_by_themselves(tmp_path: Path) -> None:
-    """As --finetune and --no-load-optim load them."""
-    saved(Topology(), str(tmp_path))
-    engine = engine_of(Topology(), HELD)
-    load_checkpoint(tmp_path / "iter_0000005", engine, TOKENIZER, with_optimizer=False)
-    engine.evaluate(batch(4, 0))
-    for name, master in masters_of(engine).items():
-        if name in products(engine):
-            scale = torch.tensor(448.0) / master.abs().max()
-            assert torch.equal(codes_of(engine)[name], nearest(master * scale, E4M3))
-    engine.close()
-
-
-@pytest.mark.nightly
-def test_a_run_with_evaluations_resumes_with_the_same_bits(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
-    flags = [*FLAGS, *DELAYED, HELD, "--log-interval", "1"]
-
-    def run(name: str, *more: str) -> list[tuple[float, float]]:
-        train_here([*flags, *more, "--metrics-file", str(tmp_path / name)])
-        return losses_of(tmp_path / name)
-
-    whole = run("whole", "--eval-iters", "0")
-    at = ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]
-    evaluated = [*at, "--eval-interval", "1", "--eval-iters", "1"]
-    assert [*run("first", *evaluated, "--exit-interval", "2"), *run("second", *evaluated)] == whole
 
 
 def tensor_ranks(topology: Topology, *more: str) -> tuple[list[Any], Any]:
@@ -381,25 +256,3 @@ def test_one_graph_multiplies_the_codes_of_all_layers() -> None:
         assert said == []
         engine.close()
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize(
-    ("flags", "error"),
-    [
-        ("--bf16 --fp8", "--fp8-param-gather (given): needs --fp8 and --fp8-recipe delayed"),
-        ("--bf16", "--fp8-param-gather (given): needs --fp8 and --fp8-recipe delayed"),
-        (
-            "--bf16 --fp8 --fp8-recipe delayed --zero-stage 3 --zero-quantized-weights",
-            "--fp8-param-gather (given): sends 8-bit codes, which are multiplied as they are; omit one of it "
-            "and --zero-quantized-weights",
-        ),
-        (
-            "--bf16 --fp8 --fp8-recipe delayed --zero-offload-optimizer",
-            "--fp8-param-gather (given): encodes weights on the device; omit one of it and "
-            "--zero-offload-optimizer",
-        ),
-    ],
-)
-def test_what_does_not_work_is_refused(flags: str, error: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(error)}$"):
-        parse_args([*FLAGS, HELD, *flags.split()])

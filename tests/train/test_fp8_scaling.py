@@ -45,15 +45,14 @@ def state_of(engine: ZeroEngine) -> dict[str, Any] | None:
     return engine.scaling.state()
 
 
-def shared_scales(topology: Topology, directory: str, *more: str) -> dict[str, Any]:
-    """Losses of three steps, and scales after them, after a skipped one and as saved."""
-    torch.set_num_threads(1)
-    engine = engine_of(topology, *more)
-    rank, losses = engine.grid.data.rank, []
-    found: dict[str, Any] = {}
+def three_steps(engine: ZeroEngine, found: dict[str, Any] | None = None) -> list[float]:
+    """Losses; `found` gets the rank's own maxima of the first step, and the state after it."""
+    found, losses = {} if found is None else found, []
     for step in range(3):
         for index in range(2):
-            loss = engine.accumulate(batch(step + 5 * index, rank), index=index, micro_batches=2)
+            loss = engine.accumulate(
+                batch(step + 5 * index, engine.grid.data.rank), index=index, micro_batches=2
+            )
             losses.append(loss.item())
         if step == 0:
             assert isinstance(engine.scaling, DelayedScaling)
@@ -61,6 +60,16 @@ def shared_scales(topology: Topology, directory: str, *more: str) -> dict[str, A
         assert engine.step(1e-2).skipped == 0
         if step == 0:
             found["first"] = state_of(engine)
+    return losses
+
+
+def shared_scales(topology: Topology, directory: str, *more: str) -> dict[str, Any]:
+    """Losses of three steps, and scales after them, after a skipped one and as saved."""
+    torch.set_num_threads(1)
+    engine = engine_of(topology, *more)
+    rank = engine.grid.data.rank
+    found: dict[str, Any] = {}
+    losses = three_steps(engine, found)
     found |= {"losses": losses, "state": state_of(engine)}
     # One rank's gradients are not finite: the step is skipped, and its maxima are forgotten on all ranks.
     engine.evaluate(batch(8, rank))
@@ -102,7 +111,28 @@ def test_ranks_have_equal_scales_and_any_grid_loads_them(model: str, tmp_path: P
         load_checkpoint(tmp_path / name / "iter_0000005", other, TOKENIZER, with_optimizer=True)
         assert state_of(other) == ranks[0]["state"]
         other.close()
-    assert ranks[0]["losses"] == pytest.approx(alone["losses"], rel=2**-8)  # those of tensor ranks
+    tensor, one = (torch.tensor(found["losses"]) for found in (ranks[0], alone))
+    far = (tensor - one).abs() / one
+    assert far[:2].max() < 2**-10  # before the first step
+    rounded = torch.stack([torch.tensor(losses_of_rounded(seed, *flags)) for seed in (1, 2)])
+    assert (far <= 4 * ((rounded - one).abs() / one).amax(0).cummax(0).values).all()
+
+
+def losses_of_rounded(seed: int, *more: str) -> list[float]:
+    """Losses of `shared_scales` for weights that differ by about a rounding to bf16.
+
+    Steps amplify such differences, and the sums of tensor ranks are rounded elsewhere.
+    """
+    engine, generator = engine_of(Topology(), *more), torch.Generator().manual_seed(seed)
+
+    def near(index: int, elements: range) -> torch.Tensor:
+        weights = engine.units[index].master[: len(elements)]
+        return weights * (1 + 2**-9 * torch.randn(len(weights), generator=generator))
+
+    engine.load_states("weights", near)
+    losses = three_steps(engine)
+    engine.close()
+    return losses
 
 
 def losses_of(path: Path) -> list[tuple[float, float]]:

@@ -1,0 +1,106 @@
+"""Campaigns of emulated runs: what is run next, what a resumed one repeats, and the intervals of its gaps."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.emulation import campaign
+from benchmarks.emulation.paired import mean_and_interval, t_quantile
+
+
+def test_intervals_against_tables_of_the_t_distribution() -> None:
+    for freedom, quantile in ((1, 12.7062), (2, 4.3027), (15, 2.1314), (63, 1.9983), (1000, 1.9623)):
+        assert t_quantile(freedom, 0.975) == pytest.approx(quantile, abs=1e-4)
+    assert mean_and_interval([2.0]) == (2.0, None)
+    mean, half_width = mean_and_interval([1.0, 2.0, 3.0, 4.0])
+    assert (mean, half_width) == (2.5, pytest.approx(3.1824 * 1.2910 / 2, abs=1e-3))
+
+
+@pytest.fixture
+def fake_runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The jobs that were run, in a thread: their losses follow from rung and seed."""
+    jobs: list[tuple[str, int]] = []
+
+    def run(settings: dict[str, object], job: tuple[str, int], device: str) -> dict[str, object]:
+        jobs.append(job)
+        loss = (1.001 if job[0] == "delta4" else 1.0) * (4 + job[1])
+        bytes_ = {"bytes_per_parameter": 1.0, "bytes_per_parameter_in_layers": 1.0}
+        return {"loss": loss, "master_loss": loss, "seconds": 0.0, "skipped": 0, **bytes_}
+
+    monkeypatch.setattr(campaign, "_run", run)
+    monkeypatch.setattr(campaign, "ProcessPoolExecutor", lambda count, *_: ThreadPoolExecutor(count))
+    return jobs
+
+
+def test_a_campaign_resumes_where_it_was(
+    tmp_path: Path, fake_runs: list[tuple[str, int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "runs.jsonl"
+    arguments = ["--size", "tiny", "--rungs", "delta4", "--device", "cpu", "--output", str(tmp_path)]
+    arguments += ["--runs-file", str(path)]
+    assert campaign.main([*arguments, "--pairs", "2", "--limit-seconds", "0"]) == campaign.STOPPED
+    assert not fake_runs
+    assert campaign.main([*arguments, "--pairs", "2"]) == 0
+    assert fake_runs == [("baseline", 0), ("delta4", 0), ("baseline", 1), ("delta4", 1)]
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-20])  # killed while it wrote the last line
+    fake_runs.clear()
+    assert campaign.main([*arguments, "--pairs", "3", "--processes", "2"]) == 0
+    assert sorted(fake_runs) == [("baseline", 2), ("delta4", 1), ("delta4", 2)]
+    gap = json.loads((tmp_path / "emulation_tiny_cpu.json").read_text())["figures"]["rungs"]["delta4"]
+    assert gap["gap"] == {"mean_percent": 0.1, "half_width_95_percent": 0.0, "by_seed": [0.1] * 3}
+    assert "| delta4 | 1.000 | 3 | +0.100 | 0.000 | +0.100 … +0.100 |" in capsys.readouterr().out
+    fake_runs.clear()
+    assert campaign.main([*arguments, "--pairs", "1", "--steps", "7"]) == 0  # other settings, other runs
+    assert len(fake_runs) == 2
+
+
+def test_a_seed_is_begun_if_all_of_its_runs_can_end(
+    tmp_path: Path, fake_runs: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = [("baseline", 2), ("delta4", 2), ("baseline", 3), ("delta4", 3)]
+    for begun, under_way, processes, rounds in (
+        ({2}, 0, 1, 1),
+        ({1}, 0, 1, 2),
+        ({1}, 0, 2, 1),
+        ({1}, 1, 2, 2),
+        ({1}, 3, 4, 2),
+    ):
+        assert campaign.rounds_needed(waiting, begun, under_way, processes) == rounds
+    arguments = ["--size", "tiny", "--rungs", "delta4", "--device", "cpu", "--output", str(tmp_path)]
+    arguments += ["--runs-file", str(tmp_path / "runs.jsonl"), "--pairs", "3"]
+    now = iter(range(10_000))
+    quick = campaign._run
+
+    def slow(*arguments: Any) -> dict[str, object]:
+        return quick(*arguments) | {"seconds": 10.0}
+
+    monkeypatch.setattr(campaign, "_run", slow)
+    monkeypatch.setattr(campaign.time, "monotonic", lambda: 10.0 * next(now))  # called before each run
+    assert campaign.main([*arguments, "--limit-seconds", "44"]) == campaign.STOPPED
+    assert fake_runs == [("baseline", 0), ("delta4", 0)]
+    assert campaign.main([*arguments, "--limit-seconds", "1000"]) == 0
+    assert fake_runs[2:] == [(name, seed) for seed in (1, 2) for name in ("baseline", "delta4")]
+
+
+def test_gaps_of_the_training_loss_have_bands() -> None:
+    baseline = {"train": [[30, 4.0], [60, 2.0]]}
+    run = {"train": [[30, 4.04], [60, 2.0]]}
+    assert campaign.training_gaps([(run, baseline), (baseline, baseline)]) == [
+        [30, 0.5, pytest.approx(12.7062 * 0.5, abs=1e-3)],
+        [60, 0.0, 0.0],
+    ]
+    assert campaign.training_gaps([(run, baseline)])[0] == [30, 1.0, None]
+
+
+def test_bad_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["--rungs", "delta5"], "--rungs 'delta5': not one of baseline"),
+        (["--pairs", "0"], "--pairs must be at least 1, got 0"),
+    ):
+        with pytest.raises(SystemExit):
+            campaign.parse(arguments)
+        assert message in capsys.readouterr().err

@@ -1,0 +1,103 @@
+"""Checkpoints of runs with --fp8-param-gather: resumed, with other flags, and without scales."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_zpp.checkpoint.read import load_checkpoint
+from megatron_zpp.distributed.topology import Topology
+from tests.checkpoint.saving import TOKENIZER, save
+from tests.model.test_fp8_delayed import nearest
+from tests.train.coded_weights import HELD, codes_of, equal, masters_of, products, take_step
+from tests.train.in_process import train_here
+from tests.train.test_fp8_scaling import DELAYED, FLAGS, batch, engine_of, losses_of, state_of
+from tests.zero.ranks import on_ranks
+
+E4M3 = torch.float8_e4m3fn
+
+
+HPZ = ("--zero-stage", "3", "--zero-hpz-partition-size", "auto")
+
+
+def resumed(topology: Topology, directory: str, case: tuple[str, ...]) -> tuple[list[Any], list[Any]]:
+    """Steps 3 and 4 of a run, and of one that begins with what the run saved after step 2."""
+    torch.set_num_threads(1)
+    whole = engine_of(topology, HELD, *case)
+    for step in range(2):
+        take_step(whole, step)
+    save(Path(directory), whole)
+    expected = [take_step(whole, step) for step in (2, 3)]
+    whole.close()
+    again = engine_of(topology, HELD, *case)
+    again.evaluate(batch(3, 0))  # with its initial weights
+    load_checkpoint(Path(directory) / "iter_0000005", again, TOKENIZER, with_optimizer=True)
+    found = [take_step(again, step) for step in (2, 3)]
+    again.close()
+    return expected, found
+
+
+@pytest.mark.parametrize("case", [("--zero-stage", "1"), HPZ])
+def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(case: tuple[str, ...], tmp_path: Path) -> None:
+    for expected, found in on_ranks(2, resumed, str(tmp_path), case):
+        assert found == expected
+
+
+def test_checkpoints_load_with_the_flag_and_without(tmp_path: Path) -> None:
+    """From each kind into the other, and into a grid of other ranks: fp32 weights and scales are equal."""
+    for name, flags in (("held", (HELD,)), ("plain", ())):
+        on_ranks(2, saved, str(tmp_path / name), "--zero-stage", "3", *flags)
+        engines = []
+        for more in ((), (HELD,)):
+            engine = engine_of(Topology(), *more)
+            path = tmp_path / name / "iter_0000005"
+            load_checkpoint(path, engine, TOKENIZER, with_optimizer=True)
+            engines.append(
+                (engine, masters_of(engine), state_of(engine), engine.evaluate(batch(4, 0)).item())
+            )
+        (plain, weights, state, loss), (held, same, too, near) = engines
+        assert state == too
+        assert equal(weights, same)
+        assert near == pytest.approx(loss, rel=0.01)
+        for which in codes_of(held):
+            scale = torch.tensor(state[which.removesuffix(".weight")]["scales"][1])
+            assert torch.equal(codes_of(held)[which], nearest(weights[which] * scale, E4M3))
+        plain.close()
+        held.close()
+
+
+def saved(topology: Topology, directory: str, *more: str) -> None:
+    engine = engine_of(topology, *more)
+    for step in range(2):
+        take_step(engine, step)
+    save(Path(directory), engine)
+    engine.close()
+
+
+def test_weights_without_scales_are_scaled_by_themselves(tmp_path: Path) -> None:
+    """As --finetune and --no-load-optim load them."""
+    saved(Topology(), str(tmp_path))
+    engine = engine_of(Topology(), HELD)
+    load_checkpoint(tmp_path / "iter_0000005", engine, TOKENIZER, with_optimizer=False)
+    engine.evaluate(batch(4, 0))
+    for name, master in masters_of(engine).items():
+        if name in products(engine):
+            scale = torch.tensor(448.0) / master.abs().max()
+            assert torch.equal(codes_of(engine)[name], nearest(master * scale, E4M3))
+    engine.close()
+
+
+@pytest.mark.nightly
+def test_a_run_with_evaluations_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    flags = [*FLAGS, *DELAYED, HELD, "--log-interval", "1"]
+
+    def run(name: str, *more: str) -> list[tuple[float, float]]:
+        train_here([*flags, *more, "--metrics-file", str(tmp_path / name)])
+        return losses_of(tmp_path / name)
+
+    whole = run("whole", "--eval-iters", "0")
+    at = ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]
+    evaluated = [*at, "--eval-interval", "1", "--eval-iters", "1"]
+    assert [*run("first", *evaluated, "--exit-interval", "2"), *run("second", *evaluated)] == whole
