@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron_zpp.reporting.metrics import NewestLoss, PowerMeter
+from megatron_zpp.model.flops import peak_tflops
+from megatron_zpp.reporting.metrics import NewestLoss, PowerMeter, Throughput
 
 CPU = torch.device("cpu")
 
@@ -34,3 +35,14 @@ def test_power_is_in_watts_and_asked_for_no_more_once_it_cannot_be_read(
 def test_the_newest_loss_of_a_cpu_is_there_at_once() -> None:
     newest = NewestLoss(CPU)
     assert [newest.after(torch.tensor(value)) for value in (2.5, 2.25)] == [2.5, 2.25]
+
+
+def test_mfu_is_relative_to_the_peak_of_the_products() -> None:
+    """6 GFLOP per token and 100,000 tokens per second are 600 TFLOP/s."""
+    peaks = {dtype: peak_tflops("NVIDIA H200", dtype) for dtype in ("bfloat16", "float8")}
+    of_16_bits = Throughput(6e9, 1, peaks["bfloat16"]).record(100_000, 1.0)
+    of_8_bits = Throughput(6e9, 1, peaks["float8"], peaks["bfloat16"]).record(100_000, 1.0)
+    assert of_16_bits["mfu"] == pytest.approx(600 / 989)
+    assert "mfu_16bit" not in of_16_bits
+    assert of_8_bits["mfu"] == pytest.approx(600 / 1979)
+    assert of_8_bits["mfu_16bit"] == of_16_bits["mfu"]
