@@ -97,7 +97,13 @@ def serve() -> None:
 def _run_ranks(ranks: list[dict[str, Any]], cwd: str, timeout: float) -> list[dict[str, Any]]:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as outputs:
-        running = [_fork(rank["argv"], rank["env"], cwd, f"{outputs}/{n}") for n, rank in enumerate(ranks)]
+        go, wait = os.pipe()[::-1]  # a rank that ends before another has started would not be of its job
+        running = [
+            _fork(rank["argv"], rank["env"], cwd, f"{outputs}/{n}", (go, wait))
+            for n, rank in enumerate(ranks)
+        ]
+        os.close(wait)
+        os.close(go)
         pids = dict(enumerate(running))
         ended: dict[int, tuple[int | None, float, float]] = {}
         while pids:
@@ -125,7 +131,8 @@ def _run_ranks(ranks: list[dict[str, Any]], cwd: str, timeout: float) -> list[di
         ]
 
 
-def _fork(argv: list[str], env: dict[str, str], cwd: str, output: str) -> int:
+def _fork(argv: list[str], env: dict[str, str], cwd: str, output: str, gate: tuple[int, int]) -> int:
+    """Start a program, which waits until the writing end of `gate`, the first, is closed everywhere."""
     pid = os.fork()
     if pid:
         with contextlib.suppress(PermissionError, ProcessLookupError):  # the child does it as well
@@ -134,6 +141,9 @@ def _fork(argv: list[str], env: dict[str, str], cwd: str, output: str) -> int:
     status = 1
     try:
         os.setpgid(0, 0)
+        os.close(gate[0])
+        os.read(gate[1], 1)
+        os.close(gate[1])
         for descriptor, name in ((0, os.devnull), (1, f"{output}.out"), (2, f"{output}.err")):
             os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), descriptor)
         os.chdir(cwd)
