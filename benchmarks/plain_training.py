@@ -1,4 +1,4 @@
-"""GPT in plain PyTorch, alone or with FSDP2, as others would write it: a program to compare with ours.
+"""GPT in plain PyTorch, alone, with FSDP2 or with DTensor, as others would write it: to compare ours with.
 
 torchrun --nproc-per-node 2 benchmarks/plain_training.py --kind fsdp2 --preset 1.3b --micro-batch-size 8 \\
     --steps 30 --metrics-file FILE
@@ -6,6 +6,8 @@ torchrun --nproc-per-node 2 benchmarks/plain_training.py --kind fsdp2 --preset 1
 plain       fp32 weights, autocast to bf16, a graph per layer by torch.compile, fused AdamW, clipping
 whole       bf16 weights only, the whole model and its loss one graph by torch.compile, fused AdamW
 fsdp2       fp32 shards, bf16 compute, fp32 reduction, a graph per layer, fused AdamW, clipping
+dtensor     torch's tensor parallelism of all ranks, see plain_tensor_parallel.py; else as plain
+dtensor-async  the same in its asynchronous form
 
 Shares only shapes with megatron_zpp. Random tokens come from pinned memory; the loss is read
 every --log-interval steps, when a line of JSON is written to --metrics-file.
@@ -22,12 +24,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
 from benchmarks.plain_llama import PlainLlama, cross_entropy
+from benchmarks.plain_tensor_parallel import TensorParallelGPT, parallelize
 from megatron_zpp.config.model import ModelConfig
+
+TENSOR_PARALLEL = ("dtensor", "dtensor-async")
 
 
 class Block(nn.Module):
@@ -74,6 +80,12 @@ class PlainGPT(nn.Module):
 def build(kind: str, config: ModelConfig, vocabulary: int, device: torch.device) -> nn.Module:
     """The model as a user of this kind would set it up."""
     torch.manual_seed(1)
+    if kind in TENSOR_PARALLEL:
+        with device:
+            split = TensorParallelGPT(config, vocabulary)
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        parallelize(split, mesh, asynchronous=kind == "dtensor-async", compiles=device.type == "cuda")
+        return split
     with device:
         rotates = config.position_embedding_type == "rope"
         model = PlainLlama(config, vocabulary) if rotates else PlainGPT(config, vocabulary)
@@ -102,15 +114,24 @@ def train(options: argparse.Namespace, device: torch.device, rank: int) -> None:
     )
     model = build(options.kind, config, options.vocab_size, device)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=options.kind == "plain")
-    draw, shape = torch.Generator().manual_seed(rank), (options.micro_batch_size, options.seq_length + 1)
+    autocast = torch.autocast(
+        device.type, torch.bfloat16, enabled=options.kind in ("plain", *TENSOR_PARALLEL)
+    )
+    shared = (
+        options.kind in TENSOR_PARALLEL
+    )  # all ranks have the same tokens, and the model runs its backward
+    draw, shape = (
+        torch.Generator().manual_seed(0 if shared else rank),
+        (options.micro_batch_size, options.seq_length + 1),
+    )
     on_gpu, started = device.type == "cuda", time.perf_counter()
     for step in range(1, options.steps + 1):
         tokens = torch.randint(options.vocab_size, shape, generator=draw)
         tokens = (tokens.pin_memory() if on_gpu else tokens).to(device, non_blocking=True)
         with autocast:
             loss = model(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
+        if not shared:
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adamw.step()
         adamw.zero_grad()
@@ -133,7 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kind", choices=("plain", "whole", "fsdp2"), required=True)
+    parser.add_argument("--kind", choices=("plain", "whole", "fsdp2", *TENSOR_PARALLEL), required=True)
     parser.add_argument("--preset")
     parser.add_argument("--num-layers", type=int)
     parser.add_argument("--hidden-size", type=int)

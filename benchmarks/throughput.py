@@ -1,7 +1,8 @@
-"""Training steps of whole programs side by side: pretrain_gpt.py, plain PyTorch and FSDP2, in one run.
+"""Training steps of whole programs side by side: pretrain_gpt.py, plain PyTorch, FSDP2, DTensor, in one run.
 
 python benchmarks/throughput.py --shapes 345m:16 1.3b:16 2.7b:8 --runs "stage 0" plain whole
 python benchmarks/throughput.py --gpus 2 --shapes 1.3b:8 --runs "stage 0" "stage 3" zeropp fsdp2
+python benchmarks/throughput.py --gpus 2 --shapes 6.7b:8 --seq-length 2048 --runs tensor dtensor dtensor-async
 
 Every run is a separate process (several with --gpus above 1), so that it inherits no memory, graphs or warm
 cache. Runs take turns, --rounds times; the best interval of ten steps counts, which includes data loading,
@@ -43,6 +44,7 @@ OURS = {  # flags of pretrain_gpt.py
     "stage 0, fp8 codes": ["--zero-stage", "0", "--fp8", "--fp8-recipe", "delayed", "--fp8-param-gather"],
     "recompute": ["--recompute-granularity", "full", "--recompute-method", "uniform"],
     "selective": ["--recompute-activations"],
+    "tensor": ["--zero-stage", "0", "--tensor-model-parallel-size", "2"],
     "zeropp": [
         *("--zero-stage", "3", "--zero-quantized-weights", "--zero-quantized-gradients"),
         *("--zero-hpz-partition-size", "auto"),
@@ -53,7 +55,8 @@ COMPILERS = {  # stage 0 with kernels of the compiler in place of ours: benchmar
     "compiler's swiglu": "swiglu",
     "compiler's rotary and swiglu": "rotary,swiglu",
 }
-PEERS = ("plain", "whole", "fsdp2")
+PEERS = ("plain", "whole", "fsdp2", "dtensor", "dtensor-async")
+SHARED = {"tensor": 2, "dtensor": None, "dtensor-async": None}  # GPUs that share a micro-batch; None: all
 
 
 def command(run: str, shape: dict[str, Any], options: argparse.Namespace, metrics: Path) -> list[str]:
@@ -138,7 +141,7 @@ def shape_of(text: str) -> dict[str, Any]:
     return {**shape, "--micro-batch-size": int(micro_batch)}
 
 
-def tflops(result: dict[str, Any], shape: dict[str, Any], options: argparse.Namespace) -> float:
+def tflops(run: str, result: dict[str, Any], shape: dict[str, Any], options: argparse.Namespace) -> float:
     """TFLOP/s of one GPU, by PaLM's count."""
     fields = {flag.removeprefix("--").replace("-", "_"): value for flag, value in shape.items()}
     micro_batch = fields.pop("micro_batch_size")
@@ -146,7 +149,7 @@ def tflops(result: dict[str, Any], shape: dict[str, Any], options: argparse.Name
         name: int(value) if name != "model_preset" else value for name, value in fields.items()
     }
     config = ModelConfig(**numbers, seq_length=options.seq_length)
-    tokens = micro_batch * options.seq_length
+    tokens = micro_batch * options.seq_length / (SHARED.get(run, 1) or options.gpus)
     return tokens * flops_per_token(config, options.vocab_size) / result["milliseconds"] / 1e9
 
 
@@ -220,14 +223,17 @@ def summary(
         best = min(there, key=lambda result: result["milliseconds"])
         found[run] = {
             **best,
-            "tflops_per_gpu": round(tflops(best, shape, options), 1),
+            "tflops_per_gpu": round(tflops(run, best, shape, options), 1),
             "rounds_ms": [result["milliseconds"] for result in there],
             "first_line_seconds": [result["first_line_seconds"] for result in there],
         }
     for run, result in found.items():
         for peer in PEERS:
             if peer in found and run != peer and "milliseconds" in result and "milliseconds" in found[peer]:
-                result[f"rate_over_{peer}"] = round(found[peer]["milliseconds"] / result["milliseconds"], 3)
+                ours, theirs = (
+                    tflops(name, found[name], shape, options) for name in (run, peer)
+                )  # of one GPU, because runs differ in how many share a micro-batch
+                result[f"rate_over_{peer}"] = round(ours / theirs, 3)
     return found
 
 
