@@ -84,7 +84,7 @@ def test_kernels_move_16_bytes_at_a_time(name: str) -> None:
     codes = "*fp8e5" if name == "backward" else "*fp8e4nv"
     tensors = dict.fromkeys(("x_ptr",), "*bf16") | dict.fromkeys(("factors_ptr", "maxima_ptr"), "*fp32")
     tensors |= dict.fromkeys(("by_rows_ptr", "by_columns_ptr"), codes)
-    settings: dict[str, Any] = {"KIND": INPUT, "LARGEST": 448.0}
+    settings: dict[str, Any] = {"KIND": INPUT}
     shape = {"GROUPS": cast._GROUPS, "COLUMNS": cast._COLUMNS, "num_warps": cast._WARPS}
     sizes, alone = ["height", "width"], ["ld.global.b32", "ld.global.b32"]
     if name == "norm":
@@ -129,7 +129,7 @@ def test_weights_are_encoded_16_bytes_at_a_time() -> None:
     from megatron_zpp.model.fused import weight_codes
 
     tensors = dict.fromkeys(("numbers_ptr", "factors_ptr", "maxima_ptr"), "*fp32")
-    settings: dict[str, Any] = {"KIND": WEIGHT, "LARGEST": 448.0, "NUMBERS": weight_codes._NUMBERS}
+    settings: dict[str, Any] = {"KIND": WEIGHT, "NUMBERS": weight_codes._NUMBERS}
     ptx = assembly(
         weight_codes._encode_kernel,
         tensors | {"codes_ptr": "*fp8e4nv"},

@@ -23,7 +23,7 @@ from megatron_zpp.model.fused.cast import (
     rounded,
 )
 
-_NUMBERS = 8192  # of a program that encodes: 32 numbers a thread
+_NUMBERS = 4096  # of a program that encodes: 32 numbers a thread
 
 
 def encode_weights(numbers: Tensor, codes: Tensor, factors: Tensor, maxima: Tensor) -> None:
