@@ -25,7 +25,7 @@ from megatron_zpp.supervision.signals import stop_signals
 from tests.forkserver import CONTEXT
 from tests.support import free_port, wait_until
 
-TIMEOUT = 6.0  # who is well is never that late, however busy the machine
+TIMEOUT = 12.0  # who is well is never that late, however busy the machine; to look up a host name can take 5
 PATIENCE = 120  # seconds; collectives would wait for ten minutes
 
 
