@@ -1,5 +1,6 @@
-"""The order of files, which matters where several workers share them: the longest first; and Ctrl-C."""
+"""The order of files, which matters where several workers share them: the longest first; Ctrl-C; name servers."""
 
+import os
 import signal
 from pathlib import Path
 
@@ -39,8 +40,13 @@ LONGEST = (
 
 
 def pytest_configure() -> None:
-    """A shell that starts programs in its background has them ignore Ctrl-C, and theirs after them."""
+    """Undo what a machine may hand on to programs that tests start.
+
+    A shell that starts programs in its background has them ignore Ctrl-C, and theirs after them. And torch's
+    store asks for the name of each address that connects, 10 s long where no name server answers (resolv.conf(5)).
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
