@@ -1,4 +1,4 @@
-"""The order of files, which matters where several workers share them: the longest first; and what is set up."""
+"""The order of test files, the longest first, which matters where several workers share them; and a set-up."""
 
 import os
 import signal
