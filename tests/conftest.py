@@ -1,4 +1,4 @@
-"""The order of test files, the longest first, which matters where several workers share them; and a set-up."""
+"""The order of test files: the longest first, which matters where several workers share them. A set-up."""
 
 import os
 import signal
