@@ -7,7 +7,7 @@ import pytest
 from tests.faults.fuzz import fuzz
 from tests.faults.readers import READERS, Reader
 
-EXAMPLES = 250
+EXAMPLES = 150
 
 
 @pytest.mark.parametrize("reader", READERS, ids=[reader.name for reader in READERS])

@@ -49,7 +49,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-@pytest.fixture(scope="module", params=["whole", "editable"])
+@pytest.fixture(scope="module", params=["whole", pytest.param("editable", marks=pytest.mark.nightly)])
 def environment_bin(request: pytest.FixtureRequest, repository: Path) -> Path:
     """bin/ of a virtual environment with the package, which sees the packages of this environment."""
     pytest.importorskip("setuptools")

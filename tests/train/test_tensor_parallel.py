@@ -91,6 +91,7 @@ def test_the_order_of_samples_survives_a_change_of_tensor_ranks(tmp_path: Path) 
         assert losses(resumed) == pytest.approx(expected[3:], rel=1e-6)
 
 
+@pytest.mark.nightly
 def test_8_bit_products_of_shared_layers_learn_alike(tmp_path: Path) -> None:
     """Each rank scales its own part of a tensor, so that losses agree within the formats' rounding."""
     wide = ["--hidden-size", "64", "--bf16", "--fp8", "--train-iters", "3", "--eval-iters", "0"]
