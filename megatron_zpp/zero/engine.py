@@ -17,6 +17,7 @@ from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.ops.operations import Operations
+from megatron_zpp.zero.adamw import build_optimizer
 from megatron_zpp.zero.build import Initialize, UnitBuilder, check_unit, named_units, plan_of
 from megatron_zpp.zero.collectives.sums import sum_over_ranks
 from megatron_zpp.zero.communication import build_communication
@@ -26,7 +27,6 @@ from megatron_zpp.zero.gradients import Gradients
 from megatron_zpp.zero.hooks import register_hooks
 from megatron_zpp.zero.loss_scale import LossScale
 from megatron_zpp.zero.model_states import ModelStates
-from megatron_zpp.zero.optimizer import build_optimizer
 from megatron_zpp.zero.prefetch import Phase
 from megatron_zpp.zero.product_scaling import ProductScaling, end_step
 from megatron_zpp.zero.sections import BACKWARD, FORWARD, UNTIMED, WAIT_REDUCTIONS, Sections

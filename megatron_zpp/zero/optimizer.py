@@ -1,26 +1,19 @@
-"""Optimizers on fp32 master weights, one unit at a time: AdamW (1711.05101, algorithm 2) so far.
+"""Optimizers on fp32 master weights, one unit at a time; zero/adamw.py has the arithmetic of AdamW.
 
 An `Optimizer` steps all units of a rank. DeviceOptimizer and OffloadedOptimizer do that with any elementwise
 `UpdateRule`; an optimizer that looks at more than one element, as Muon does at matrices, is an Optimizer.
 """
 
 from collections.abc import Collection, Iterator
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from megatron_zpp.config.optimizer import OptimizerConfig
-from megatron_zpp.config.options import option_error
-from megatron_zpp.ops.adamw import AdamWScalars
-from megatron_zpp.ops.formats import QuantFormat
-from megatron_zpp.ops.operations import Operations
-from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.grad_segments import GradSegment, segments_inside
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.weight_codes import GatherSources
 
-MOMENTS: tuple[str, ...] = ("exp_avg", "exp_avg_sq")  # the states of AdamW, as checkpoints name them
 Scalars = TypeVar("Scalars")
 Rates = tuple[float, float]
 
@@ -84,7 +77,7 @@ class DeviceOptimizer(Generic[Scalars]):
         self._rule, self._units, self._sources = rule, units, sources
         self._runs = [_runs_of(unit, decoupled) for unit in units]
         self.state_names, self.accepts_16bit_gradients = rule.state_names, rule.accepts_16bit_gradients
-        self.states = [_zero_states(unit, rule.state_names) for unit in units]
+        self.states = [zero_states(unit, rule.state_names) for unit in units]
         self.steps = torch.zeros((), device=units[0].master.device)
 
     def step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> Iterator[Unit]:
@@ -157,7 +150,7 @@ class OffloadedOptimizer(Generic[Scalars]):
     def __init__(self, rule: UpdateRule[Scalars], units: list[Unit]) -> None:
         self._rule, self._units = rule, units
         self.state_names = rule.state_names
-        self.states = [_zero_states(unit, rule.state_names) for unit in units]
+        self.states = [zero_states(unit, rule.state_names) for unit in units]
         self.steps = torch.zeros(())
         self._stream = torch.cuda.Stream(units[0].gather_source.device)
         self._gradients = [_pinned_like(unit.master) for unit in units]
@@ -194,177 +187,6 @@ class OffloadedOptimizer(Generic[Scalars]):
             return self._stream.record_event()
 
 
-class ApexAdamW:
-    """NVIDIA apex's FusedAdam. The host reads `found_inf` and `steps`, so each step waits for the device."""
-
-    state_names = MOMENTS
-    accepts_16bit_gradients = False
-
-    def __init__(self, config: OptimizerConfig, units: list[Unit], sources: GatherSources) -> None:
-        from apex.optimizers import FusedAdam
-
-        self._units, self._sources = units, sources
-        self.states = [_zero_states(unit, MOMENTS) for unit in units]
-        self.steps = torch.zeros((), device=units[0].master.device)
-        groups: list[dict[str, Any]] = [
-            {"params": [], "weight_decay": decay} for decay in (config.weight_decay, 0.0)
-        ]
-        # Unit, index into its segments (with and without weight decay), weights of that segment.
-        self._weights: list[tuple[Unit, int, Tensor]] = []
-        adam_states = {}
-        for unit, moments in zip(units, self.states, strict=True):
-            for part, group in enumerate(groups):
-                weight = unit.segments(unit.master)[part].detach()
-                if len(weight):
-                    self._weights.append((unit, part, weight))
-                    group["params"].append(weight)
-                    adam_states[weight] = {name: unit.segments(moments[name])[part] for name in MOMENTS}
-        betas = (config.adam_beta1, config.adam_beta2)
-        self._adam = FusedAdam(
-            [group for group in groups if group["params"]], lr=0.0, betas=betas, eps=config.adam_eps
-        )
-        self._adam.state.update(adam_states)
-
-    def step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> Iterator[Unit]:
-        """See Optimizer.step."""
-        if not found_inf.item():
-            self._step(rates[0], divisor)
-        for unit in self._units:
-            self._sources.write(unit)
-            yield unit
-
-    def _step(self, learning_rate: float, divisor: Tensor) -> None:
-        for unit, part, weight in self._weights:
-            weight.grad = unit.segments(unit.gradient)[part]
-        for group in self._adam.param_groups:
-            group["lr"], group["step"] = learning_rate, int(self.steps.item())
-            torch._foreach_div_([weight.grad for weight in group["params"]], divisor)
-        self._adam.step()
-        self.steps += 1
-        for _, _, weight in self._weights:
-            weight.grad = None  # only the unit decides when the gradient is freed
-
-
-class KernelAdamW:
-    """AdamW by the project's kernel: one pass over memory, which also writes the gather source."""
-
-    state_names = MOMENTS
-
-    def __init__(
-        self, config: OptimizerConfig, operations: Operations, quant_format: QuantFormat | None = None
-    ) -> None:
-        """`quant_format` is that of the messages to gather from; None: weights in the compute dtype."""
-        self._config, self._operations, self._quant_format = config, operations, quant_format
-        self.accepts_16bit_gradients = quant_format is None
-
-    def scalars(
-        self, steps: Tensor, learning_rate: float, divisor: Tensor, found_inf: Tensor
-    ) -> AdamWScalars:
-        """See UpdateRule."""
-        config = self._config
-        powers = [beta ** steps.double() for beta in (config.adam_beta1, config.adam_beta2)]
-        return AdamWScalars(
-            divisor=divisor,
-            found_inf=found_inf,
-            bias_corrections=(1 - torch.stack(powers)).float(),
-            learning_rate=learning_rate,
-            beta1=config.adam_beta1,
-            beta2=config.adam_beta2,
-            eps=config.adam_eps,
-            weight_decay=config.weight_decay,
-        )
-
-    def step(self, shard: ShardSegment, gradient: Tensor, scalars: AdamWScalars) -> None:
-        """See UpdateRule."""
-        master, (exp_avg, exp_avg_sq), gather_source, decayed = shard
-        states = master, gradient, exp_avg, exp_avg_sq
-        if self._quant_format is None or gather_source is None:
-            self._operations.adamw(*states, gather_source, scalars, decayed=decayed)
-            return
-        self._operations.adamw_quantize(*states, gather_source, self._quant_format, scalars, decayed=decayed)
-
-
-class TorchAdamWScalars(NamedTuple):
-    """The scalars of torch's fused kernel."""
-
-    steps: Tensor
-    learning_rate: float
-    divisor: Tensor
-    found_inf: Tensor
-
-
-class TorchAdamW:
-    """AdamW by torch's fused kernel, and a cast."""
-
-    state_names = MOMENTS
-    accepts_16bit_gradients = False
-
-    def __init__(self, config: OptimizerConfig) -> None:
-        self._config = config
-
-    def scalars(
-        self, steps: Tensor, learning_rate: float, divisor: Tensor, found_inf: Tensor
-    ) -> TorchAdamWScalars:
-        """See UpdateRule."""
-        return TorchAdamWScalars(steps, learning_rate, divisor, found_inf)
-
-    def step(self, shard: ShardSegment, gradient: Tensor, scalars: TorchAdamWScalars) -> None:
-        """See UpdateRule."""
-        config, tensors = self._config, (shard.master, gradient, *shard.states)
-        with_decay, without = slice(shard.decayed), slice(shard.decayed, None)
-        for elements, weight_decay in ((with_decay, config.weight_decay), (without, 0.0)):
-            masters, gradients, averages, squares = ([tensor[elements]] for tensor in tensors)
-            if len(masters[0]):
-                torch._fused_adamw_(
-                    masters,
-                    gradients,
-                    averages,
-                    squares,
-                    [],
-                    [scalars.steps],
-                    lr=scalars.learning_rate,
-                    beta1=config.adam_beta1,
-                    beta2=config.adam_beta2,
-                    weight_decay=weight_decay,
-                    eps=config.adam_eps,
-                    amsgrad=False,
-                    maximize=False,
-                    grad_scale=scalars.divisor,
-                    found_inf=scalars.found_inf,
-                )
-        if shard.gather_source is not None:
-            shard.gather_source.copy_(shard.master)
-
-
-def build_optimizer(
-    config: OptimizerConfig,
-    units: list[Unit],
-    communication: Communication,
-    backend: Literal["apex", "torch"],
-    operations: Operations | None,
-    sources: GatherSources,
-    decoupled: Collection[str] = (),
-) -> Optimizer:
-    """AdamW of the fused backend; without `operations`, by torch's own kernel.
-
-    Raises ValueError for `decoupled` parameters where the optimizer has one learning rate.
-    """
-    offloaded = units[0].master.device != units[0].gather_source.device
-    if decoupled and (backend == "apex" or offloaded):
-        fix = "needs --fused-backend torch and no --zero-offload-optimizer"
-        raise option_error("--decoupled-lr", "(given)", fix)
-    if backend == "apex":
-        return ApexAdamW(config, units, sources)
-    rule: UpdateRule = (
-        TorchAdamW(config)
-        if operations is None
-        else KernelAdamW(config, operations, communication.weight_format)
-    )
-    if offloaded:
-        return OffloadedOptimizer(rule, units)
-    return DeviceOptimizer(rule, units, sources, decoupled)
-
-
 class _Run(NamedTuple):
     """Elements of this rank's shard of a unit that have the same learning rate, the second if `decoupled`."""
 
@@ -385,7 +207,8 @@ def _runs_of(unit: Unit, decoupled: Collection[str]) -> list[_Run]:
     return [_Run(range(start, stop), second) for (start, second), stop in zip(starts, stops, strict=True)]
 
 
-def _zero_states(unit: Unit, names: tuple[str, ...]) -> dict[str, Tensor]:
+def zero_states(unit: Unit, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """States of a unit before the first step, by name: each fp32 and as large as its master weights."""
     return {name: torch.zeros_like(unit.master) for name in names}
 
 

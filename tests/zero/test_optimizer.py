@@ -12,8 +12,9 @@ from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.ops import reference
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero import engine as module
+from megatron_zpp.zero.adamw import KernelAdamW, TorchAdamW
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.optimizer import DeviceOptimizer, KernelAdamW, ShardSegment, TorchAdamW, UpdateRule
+from megatron_zpp.zero.optimizer import DeviceOptimizer, ShardSegment, UpdateRule
 from tests.zero.engines import engine_of, weights_of
 
 VOCAB = 101
