@@ -29,13 +29,30 @@ class StepProfiler:
         """Whether `step` is the last step of the trace; equal on all ranks."""
         return self._config.profile and step + 1 == self._config.profile_step_end
 
-    def end(self) -> str:
-        """Write this rank's trace, if it has one, and return the line that says where the traces are."""
+    def is_open_after(self, step: int) -> bool:
+        """Whether the trace has begun and is to have more steps than `step`; equal on all ranks."""
+        timing = self._config
+        return timing.profile and timing.profile_step_start <= step < timing.profile_step_end - 1
+
+    def end(self, step: int) -> str:
+        """Write this rank's trace, if it has one, and return the line that says where the traces are.
+
+        `step` is the last one of the trace.
+        """
         directory = Path(self._config.profile_dir)
         if self._running is not None:
-            self._running.stop()
+            running = self._stop()
             directory.mkdir(parents=True, exist_ok=True)
-            self._running.export_chrome_trace(str(directory / f"rank{self._rank}.trace.json.gz"))
-            self._running = None
-        first, end = self._config.profile_step_start, self._config.profile_step_end
-        return f" wrote traces of steps {first} to {end - 1} to {directory}"
+            running.export_chrome_trace(str(directory / f"rank{self._rank}.trace.json.gz"))
+        return f" wrote traces of steps {self._config.profile_step_start} to {step} to {directory}"
+
+    def discard(self) -> None:
+        """End a trace without writing it: a process that exits while it is recorded crashes."""
+        if self._running is not None:
+            self._stop()
+
+    def _stop(self) -> profile:
+        assert self._running is not None
+        running, self._running = self._running, None
+        running.stop()
+        return running

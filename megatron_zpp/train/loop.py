@@ -96,8 +96,17 @@ class Trainer:
     def run(self) -> Stop | None:
         """Train, evaluate and save to the end of the schedule or until there is a reason to stop.
 
-        Returns the reason; None at the end of the schedule.
+        Returns the reason; None at the end of the schedule. A trace that is not complete then is written.
         """
+        try:
+            stop = self._run()
+            if self._profiler.is_open_after(self.progress.iteration):
+                self._end_profile()
+            return stop
+        finally:
+            self._profiler.discard()
+
+    def _run(self) -> Stop | None:
         try:
             self._train()
             self._save()
@@ -136,7 +145,8 @@ class Trainer:
                 elif self.progress.iteration == first:
                     self._log_first_step()
                 self._interval.watch.pause()
-                self._end_profile()
+                if self._profiler.ends_after(self.progress.iteration):
+                    self._end_profile()
                 if self.progress.iteration % self._config.evaluation.eval_interval == 0:
                     self._evaluate("valid")
                 self._saver.after_step()
@@ -241,10 +251,9 @@ class Trainer:
         )
 
     def _end_profile(self) -> None:
-        """Write the trace if it ends here; other ranks wait the seconds that this takes."""
-        if self._profiler.ends_after(self.progress.iteration):
-            self._activity.now("writes a trace", patient=True)
-            self._reporter.say(self._profiler.end())
+        """Write the trace; other ranks wait the seconds that this takes."""
+        self._activity.now("writes a trace", patient=True)
+        self._reporter.say(self._profiler.end(self.progress.iteration))
 
     def _mark(self, text: str) -> None:
         """Mark the activity; the first step is patient because it builds kernels and allocates buffers."""

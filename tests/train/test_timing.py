@@ -11,7 +11,7 @@ import torch
 
 from megatron_zpp.reporting.timing import straggler_line, times_line
 from megatron_zpp.zero.sections import NoSections, TimedSections
-from tests.support import Run
+from tests.support import Run, pretrain
 
 
 def sleep_in_every_forward() -> None:
@@ -52,6 +52,19 @@ def test_the_slow_rank_is_named_and_a_step_is_taken_apart(flags: list[str], tmp_
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     forwards = [event for event in events if event.get("name") == "aten::embedding"]
     assert len(forwards) == 4  # tokens and positions, two steps
+
+
+@pytest.mark.parametrize(("ends", "status"), [("--max-nan-iterations 2", 3), ("--train-iters 3", 0)])
+def test_a_run_that_ends_during_a_trace_writes_it(ends: str, status: int, tmp_path: Path) -> None:
+    """A process that exits while torch records a trace crashes, whatever its last line was."""
+    flags = "--mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 1 --hidden-size 16 "
+    flags += "--num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 9 --lr 1e30 "
+    flags += f"--eval-iters 0 --device cpu --profile --profile-step-start 2 --profile-step-end 9 {ends}"
+    done = pretrain(*flags.split(), "--profile-dir", str(tmp_path))
+    assert done.returncode == status, done.stderr
+    last = 3 if status == 0 else int(re.search(r"error: iteration (\d+)", done.stderr)[1])
+    assert f" wrote traces of steps 2 to {last} to {tmp_path}\n" in done.stdout
+    assert json.loads(gzip.decompress((tmp_path / "rank0.trace.json.gz").read_bytes()))["traceEvents"]
 
 
 def test_lines() -> None:
