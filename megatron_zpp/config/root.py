@@ -32,7 +32,7 @@ from megatron_zpp.config.run import (
     TrainingConfig,
 )
 from megatron_zpp.config.settings_file import SettingsFile, read_settings, write_settings
-from megatron_zpp.config.tensor_parallel import check_tensor_ranks
+from megatron_zpp.config.tensor_parallel import OVERLAPPED, TokenPieces, check_overlap, check_tensor_ranks
 from megatron_zpp.config.text import is_text
 from megatron_zpp.config.timing import TimingConfig
 from megatron_zpp.config.tokenizer import TokenizerConfig
@@ -94,12 +94,19 @@ class Config:
                 f"needs --tensor-model-parallel-size 1, not {tensor_ranks}: tensor ranks share the tables",
             )
         check_tensor_ranks(self.model, tensor_ranks, fp8=self.precision.fp8)
+        if self.distributed.tp_comm_overlap:
+            check_overlap(self.model, self.training.micro_batch_size, tensor_ranks)
         if self.compilation.measures_products:
             _check_measured(self.precision, tensor_ranks)
         if self.tokenizer.tokenizer_type is None:
             raise option_error("--tokenizer-type", "(not given)", "give the tokenizer that made the data")
         if self.plan.dry_run and self.distributed.device == "cpu":
             raise option_error("--dry-run", "(given)", "plans for GPUs; omit --device cpu")
+
+    @property
+    def token_pieces(self) -> TokenPieces:
+        """How tensor ranks share tokens; 8-bit products take those of all ranks at once."""
+        return OVERLAPPED if self.distributed.tp_comm_overlap and not self.precision.fp8 else TokenPieces()
 
     def needed_splits(self) -> tuple[str, ...]:
         """Return the splits that the run reads: train; if it evaluates, valid, and test if it has data."""
@@ -195,13 +202,22 @@ def parse_command_line(
             notes += obey_file(file, provided, max(1, data_ranks))
         settle_old_flags(typed[GROUP], provided)
         parsed = {name: part(**provided.values[name]) for name, part in parts.items()}
-        return CommandLine(Config(**parsed), notes + _without_effect(parsed["data"]))
+        config = Config(**parsed)
+        return CommandLine(config, notes + _without_effect(config))
     except ValueError as error:
         raise UsageError(provided.explain(str(error))) from error
 
 
-def _without_effect(data: DataConfig) -> tuple[str, ...]:
-    """Return notes on flags, common in Megatron-LM's command lines, that have no effect on these data."""
+def _without_effect(config: Config) -> tuple[str, ...]:
+    """Return notes on flags, common in Megatron-LM's command lines, that have no effect on this run."""
+    notes = _without_effect_on(config.data)
+    if config.distributed.tp_comm_overlap and config.precision.fp8:
+        notes += ("--tp-comm-overlap: no effect: products of --fp8 take the tokens of all ranks at once",)
+    return notes
+
+
+def _without_effect_on(data: DataConfig) -> tuple[str, ...]:
+    """Return notes on flags that have no effect on these data."""
     if data.mock_data:
         given = [("--split", data.split), ("--data-cache-path", data.data_cache_path)]
         return tuple(

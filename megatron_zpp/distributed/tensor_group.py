@@ -6,6 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 _COLLECTIVES = torch.ops._c10d_functional  # asynchronous: `wait_tensor` makes the current stream wait
 
@@ -20,6 +21,20 @@ class TensorGroup:
         self._group = dist.new_group(self.ranks, timeout=timeout, use_local_synchronization=True)
         self._name = self._group.group_name
 
+    @classmethod
+    def named(cls, name: str) -> "TensorGroup":
+        """Return the group of this rank that has the `name`: operators of a graph are told of it so."""
+        group = cls.__new__(cls)
+        group._group, group._name = _resolve_process_group(name), name  # type: ignore[arg-type]
+        group.ranks = tuple(dist.get_process_group_ranks(group._group))
+        group.size, group.rank = group._group.size(), group._group.rank()
+        return group
+
+    @property
+    def name(self) -> str:
+        """What `named` takes."""
+        return self._name
+
     def start_gather(self, rows: Tensor) -> Tensor:
         """Start an all-gather: (R, …) on each rank -> (ranks · R, …), for `wait`."""
         return _COLLECTIVES.all_gather_into_tensor(rows.contiguous(), self.size, self._name)
@@ -31,6 +46,20 @@ class TensorGroup:
     def wait(self, started: Tensor) -> Tensor:
         """Let the current stream (on a CPU: the caller) wait for a collective; returns its result."""
         return _COLLECTIVES.wait_tensor(started)
+
+    def start_gather_into(self, out: Tensor, rows: Tensor) -> "dist.Work":
+        """Start an all-gather of contiguous rows (R, …) on each rank into `out` (ranks · R, …).
+
+        Both tensors must stay until the current stream has waited (`Work.wait`).
+        """
+        return dist.all_gather_into_tensor(out, rows, self._group, async_op=True)
+
+    def start_scatter_sum_into(self, out: Tensor, rows: Tensor) -> "dist.Work":
+        """Start a reduce-scatter of contiguous rows (ranks · R, …) into `out`: this rank's R of the sum.
+
+        Both tensors must stay until the current stream has waited (`Work.wait`).
+        """
+        return dist.reduce_scatter_tensor(out, rows, group=self._group, async_op=True)
 
     def gather(self, rows: Tensor) -> Tensor:
         """(R, …) on each rank -> (ranks · R, …)."""

@@ -98,6 +98,7 @@ def _build_model(config: Config, vocab_size: int, device: Device, group: TensorG
             group=group,
             tokens=config.model.seq_length,
             product=product,
+            pieces=config.token_pieces,
         )
     with torch.device("meta"):
         return GPT(config.model, vocab_size, config.recompute, parts, cut_layers=config.zero.cuts_layers)

@@ -11,6 +11,7 @@ import torch
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.tensor_parallel import TokenPieces
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.engine import ZeroEngine
@@ -51,6 +52,7 @@ FOUR_BITS = (
     ("zero_quantized_weights_format", "delta4"),
     ("zero_quantized_gradients_format", "rotated4"),
 )
+PIECES = TokenPieces(most=4, least=1)
 MODELS = {"gpt2": GPT_2, "llama": LLAMA}
 RECOMPUTE = {
     "stored": RecomputeConfig(),
@@ -71,6 +73,7 @@ class Case:
     precision: PrecisionConfig = FP32
     dropout: float = 0.0
     documents: bool = False
+    pieces: TokenPieces = TokenPieces()
     zero: tuple[tuple[str, Any], ...] = ()
 
 
@@ -83,6 +86,7 @@ def build(case: Case, topology: Topology) -> ZeroEngine:
         precision=case.precision,
         topology=topology,
         tensor=case.tensor,
+        pieces=case.pieces,
         operations=operations() if case.zero else None,
     )
 
