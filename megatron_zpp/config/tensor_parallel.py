@@ -47,8 +47,8 @@ def check_overlap(model: ModelConfig, micro_batch_size: int, ranks: int) -> None
         raise option_error(
             flag,
             "(given)",
-            f"needs 2 to {OVERLAPPED.most} equal pieces of a micro-batch, each of at least {OVERLAPPED.least} "
-            f"tokens and a multiple of {FLAG} {ranks}, not of {tokens} tokens; "
+            f"cuts the {tokens} tokens of a micro-batch into 2 to {OVERLAPPED.most} equal pieces, each of at "
+            f"least {OVERLAPPED.least} and a multiple of {FLAG} {ranks}; "
             f"possible: --micro-batch-size {enough}",
         )
 

@@ -113,7 +113,7 @@ def kept(topology: Topology, tensor: int) -> int:
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 def test_a_tensor_ranks_peak_is_planned(tensor: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 5%, with collectives that stay in this process: the memory is that of one of the ranks."""
-    monkeypatch.setattr(engines, "TensorGroup", lambda ranks, rank: Mirrored(len(ranks)))
+    monkeypatch.setattr(engines, "TensorGroup", lambda ranks, rank, **_: Mirrored(len(ranks)))
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -50,7 +50,8 @@ def engine_of(
     share, parts = ALONE, ModelComponents(norms, attention=attention)
     if tensor > 1:
         assert topology is not None
-        group = TensorGroup(Grid(topology, tensor).tensor_ranks, topology.rank)
+        ranks = Grid(topology, tensor).tensor_ranks
+        group = TensorGroup(ranks, topology.rank, prioritized=pieces.most > 1)
         parts = TensorParallelComponents(
             norms, attention=attention, group=group, tokens=config.seq_length, pieces=pieces
         )

@@ -238,28 +238,30 @@ def _skipped(topology: Topology) -> list[float]:
     return skipped
 
 
+@pytest.mark.parametrize("pieces", [TokenPieces(), PIECES], ids=["whole", "pieces"])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_the_ledger_has_what_the_collectives_sent(recompute: str) -> None:
+def test_the_ledger_has_what_the_collectives_sent(recompute: str, pieces: TokenPieces) -> None:
     """Counted apart: each collective of hidden states is called with its bytes recorded."""
-    for counted, sent in on_ranks(2, _traffic, recompute):
+    for counted, sent in on_ranks(2, _traffic, Case("llama", 2, 0, recompute, pieces=pieces)):
         assert counted == sent > 0
 
 
-def _traffic(topology: Topology, recompute: str) -> tuple[int, int]:
+def _traffic(topology: Topology, case: Case) -> tuple[int, int]:
     """Bytes inside the node by the ledger, and those given to the collectives, of one step without ZeRO."""
-    engine = build(Case("llama", 2, 0, recompute), topology)
+    engine = build(case, topology)
     group, sent = engine.share.group, 0
-    gather, scatter = group.start_gather, group.start_scatter_sum
 
-    def recorded(collective: Callable[[torch.Tensor], torch.Tensor], share: int, rows: torch.Tensor) -> Any:
+    def recorded(collective: Callable[..., Any], share: int, *tensors: torch.Tensor) -> Any:
         nonlocal sent
+        *_, rows = tensors
         if rows.shape[-1] == LLAMA.hidden_size:  # not the loss's three numbers per token
             sent += rows.nbytes // share
-        return collective(rows)
+        return collective(*tensors)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group, "start_gather", partial(recorded, gather, 1))
-        patch.setattr(group, "start_scatter_sum", partial(recorded, scatter, 2))
+        for name, share in (("gather", 1), ("gather_into", 1), ("scatter_sum", 2), ("scatter_sum_into", 2)):
+            collective = getattr(group, f"start_{name}")
+            patch.setattr(group, f"start_{name}", partial(recorded, collective, share))
         engine.accumulate(torch.randint(VOCAB, (2, 13)), index=0, micro_batches=1)
     counted, between_nodes = engine.take_traffic()
     assert between_nodes == 0
