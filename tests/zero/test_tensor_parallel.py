@@ -102,10 +102,11 @@ class Trained:
 
 def train(topology: Topology, cases: tuple[Case, ...]) -> list[Trained]:
     torch.set_num_threads(1)
-    return [_train(build(case, topology), case) for case in cases]
+    return [train_engine(build(case, topology), case) for case in cases]
 
 
-def _train(engine: ZeroEngine, case: Case) -> Trained:
+def train_engine(engine: ZeroEngine, case: Case) -> Trained:
+    """Train an engine of a case, and close it."""
     data = torch.randint(VOCAB, (STEPS, SAMPLES, 13), generator=torch.Generator().manual_seed(8))
     mine = slice(engine.grid.data.rank, None, engine.grid.data.world_size)
     losses, norms, gradient = [], [], {}
