@@ -209,7 +209,7 @@ def measure(
     plain = median(training.step()[0] for _ in range(5))
     barrier(topology)
     kinds = ("weights", "exp_avg", "exp_avg_sq")
-    shard_bytes = sum(shard.nbytes for kind in kinds for shard in engine.shards(kind))
+    shard_bytes = sum(shard.nbytes for kind in kinds for shard in engine.states.shards(kind))
     path = options.directory / f"raw_{topology.rank}"
     options.directory.mkdir(parents=True, exist_ok=True)
 

@@ -1,4 +1,4 @@
-"""The order of files, which matters where several workers share them: the longest first; Ctrl-C; name servers."""
+"""The order of test files: the longest first, which matters where several workers share them. A set-up."""
 
 import os
 import signal
@@ -43,7 +43,8 @@ def pytest_configure() -> None:
     """Undo what a machine may hand on to programs that tests start.
 
     A shell that starts programs in its background has them ignore Ctrl-C, and theirs after them. And torch's
-    store asks for the name of each address that connects, 10 s long where no name server answers (resolv.conf(5)).
+    store looks up the name of each address that connects: where no name server answers, that takes 10 s
+    unless told otherwise (resolv.conf(5)).
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

@@ -26,9 +26,9 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.tokenizer.base import Tokenizer, describe
 from megatron_zpp.zero.build import in_order, layouts_of
-from megatron_zpp.zero.engine import WEIGHTS
 from megatron_zpp.zero.flat_layout import SHARD_MULTIPLE, FlatLayout
 from megatron_zpp.zero.loss_scale import LossScale
+from megatron_zpp.zero.model_states import WEIGHTS
 
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 _TIMEOUT = timedelta(minutes=1)  # without progress of a file operation

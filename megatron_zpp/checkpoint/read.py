@@ -42,8 +42,9 @@ from megatron_zpp.storage.object_path import Location, ObjectPath
 from megatron_zpp.storage.recent_chunks import RecentChunks
 from megatron_zpp.storage.regular import read_limited
 from megatron_zpp.storage.sidecar import read_sidecar
-from megatron_zpp.zero.engine import REFERENCE, WEIGHTS, ZeroEngine
+from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.flat_layout import FlatLayout
+from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS
 
 _RECENT = (
     16  # chunks of all files together, 64 MiB: parts of a parameter are read from up to 8 files in turns
@@ -323,21 +324,21 @@ def load_checkpoint(
         if with_optimizer:
             if not reader.state["with_optimizer"] and reader.state["optimizer_steps"]:
                 raise ValueError(f"{path}: saved with --no-save-optim; add --no-load-optim")
-            for kind in engine.state_kinds[1:]:
+            for kind in engine.states.kinds[1:]:
                 if kind == REFERENCE:
                     if kind in reader.state.get("kinds", []):  # otherwise the reference starts as the weights
                         _load(kind, reader, engine)
                 elif reader.state["with_optimizer"]:
                     _load(kind, reader, engine)
                 else:  # imported weights: no step has been taken, so the moments are zero
-                    engine.load_states(kind, lambda unit, elements: torch.zeros(len(elements)))
+                    engine.states.load(kind, lambda unit, elements: torch.zeros(len(elements)))
             has_references = REFERENCE in reader.state.get("kinds", [])
             formats = reader.state.get("difference_formats") if has_references else None
             present = describe_units(engine)
-            engine.load_difference_formats_state(formats_of_units(formats, reader.units, present))
+            engine.states.load_difference_formats(formats_of_units(formats, reader.units, present))
             if engine.scaling is not None:
                 engine.scaling.load_state(reader.state.get("product_scaling"))
-            engine.load_optimizer_steps(reader.state["optimizer_steps"])
+            engine.states.load_optimizer_steps(reader.state["optimizer_steps"])
             engine.loss_scale.load_state(reader.state["loss_scale"])
         reader.check_rest(engine.topology.rank, engine.topology.world_size)
         progress = Progress.from_json(reader.state["progress"])
@@ -359,4 +360,4 @@ def _load(kind: str, reader: CheckpointReader, engine: ZeroEngine) -> None:
         first = unit.first_element
         return reader.shard_elements(kind, unit.names, unit.layout, elements, sharing, first=first)
 
-    engine.load_states(kind, read)
+    engine.states.load(kind, read)

@@ -15,7 +15,7 @@ state.json contains the rest:
              parameter, `offset` of a tensor rank's part, and `split` into parts, if it is (`Split`). Where
              units have blocks of rows of a table, each names the table and its whole `shape`, and `rows` has
              the block's first row and how many there are; absent in versions before 7
-    kinds    states in the files for each unit: `engine.state_kinds`, or `weights` only; absent in older
+    kinds    states in the files for each unit: `engine.states.kinds`, or `weights` only; absent in older
              versions, which had the weights and, if `with_optimizer`, AdamW's moments
     difference_formats   which units send weight differences in 8 bits next, and what decides on the step
              after: `raised` and `measured` by unit; null where the run sends none, absent in older versions
@@ -36,8 +36,9 @@ from megatron_zpp.data.dataset_progress import DatasetProgress
 from megatron_zpp.distributed.split import RowBlock, Split
 from megatron_zpp.model.fp8_scaling import check_scaling_state
 from megatron_zpp.model.product_algorithms import ProductAlgorithms
-from megatron_zpp.zero.engine import WEIGHTS, ZeroEngine
+from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.flat_layout import FlatLayout
+from megatron_zpp.zero.model_states import WEIGHTS
 
 _LIMIT = 2**48  # of any count of samples or elements
 _MOST_DIMENSIONS = 8  # of a parameter
@@ -83,14 +84,16 @@ def tensor_name(kind: str, unit: int) -> str:
 
 def saved_kinds(engine: ZeroEngine, *, with_optimizer: bool) -> tuple[str, ...]:
     """The kinds of states that a checkpoint has of each unit."""
-    return engine.state_kinds if with_optimizer else (WEIGHTS,)
+    return engine.states.kinds if with_optimizer else (WEIGHTS,)
 
 
 def shards_of(engine: ZeroEngine, *, with_optimizer: bool) -> dict[str, Tensor]:
     """This rank's shards by name: the engine's memory, which optimizer steps change, not copies."""
     kinds = saved_kinds(engine, with_optimizer=with_optimizer)
     return {
-        tensor_name(kind, index): shard for kind in kinds for index, shard in enumerate(engine.shards(kind))
+        tensor_name(kind, index): shard
+        for kind in kinds
+        for index, shard in enumerate(engine.states.shards(kind))
     }
 
 
@@ -106,14 +109,14 @@ def describe_state(
     return describe_state_of(
         progress,
         with_optimizer=with_optimizer,
-        optimizer_steps=engine.optimizer_steps,
+        optimizer_steps=engine.states.optimizer_steps,
         loss_scale=engine.loss_scale.state(),
         ranks=engine.topology.world_size,
         nodes=engine.topology.nodes,
         tensor=engine.grid.tensor,
         units=describe_units(engine),
         kinds=saved_kinds(engine, with_optimizer=with_optimizer),
-        difference_formats=engine.difference_formats_state() if with_optimizer else None,
+        difference_formats=engine.states.difference_formats() if with_optimizer else None,
         product_scaling=engine.scaling.state() if with_optimizer and engine.scaling else None,
         tokenizer=tokenizer,
         config=config,

@@ -83,7 +83,7 @@ class StopConditions:
     def check_references(self, iteration: int) -> None:
         """Raise Stop if --zero-check-interval ends here and nodes hold other references than node 0."""
         if self._check_interval and iteration % self._check_interval == 0:
-            differing = self._engine.differing_references()
+            differing = self._engine.weights.differing_references()
             if differing is not None:
                 raise Stop(
                     FAILED,

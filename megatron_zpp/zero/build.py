@@ -1,19 +1,36 @@
 """Makes the units of a model: lays out its parameters, allocates the buffers, fills in initial weights."""
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.communication import Communication
+from megatron_zpp.zero.communication_plan import CommunicationPlan
 from megatron_zpp.zero.flat_layout import ALIGNMENT, SHARD_MULTIPLE, FlatLayout
-from megatron_zpp.zero.reads import distinct
+from megatron_zpp.zero.plan_communication import plan_communication
+from megatron_zpp.zero.reads import distinct, reads_of
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.weight_codes import WeightEncoder
 
 Initialize = Callable[[str, Tensor], None]
+
+
+class ModelOfUnits(Protocol):
+    """What the engine needs of a model beside what every module has."""
+
+    def units(self) -> list[tuple[str, nn.Module]]:
+        """The names and modules whose parameters are gathered together, in forward order.
+
+        Modules with the same parameters read one unit.
+        """
+
+    def recomputed_units(self) -> Sequence[range]:
+        """Ranges of `units()` whose forward the backward repeats."""
 
 
 class UnitBuilder:
@@ -194,6 +211,45 @@ def check_unit(zero: ZeroConfig, model: nn.Module) -> None:
             zero.zero_table_rows,
             f"the model's tables have units of {rows or 'all'} rows; give GPT {components} as parts",
         )
+
+
+def named_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """`model.units()`, of a model that is a ModelOfUnits."""
+    return cast(ModelOfUnits, model).units()  # torch declares no protocol that includes nn.Module
+
+
+def plan_of(
+    model: nn.Module,
+    zero: ZeroConfig,
+    data_ranks: Topology,
+    *,
+    block: int,
+    coded: Collection[str],
+    compute_dtype: torch.dtype,
+    reduce_in_bf16: bool,
+    copy_engines: bool,
+) -> CommunicationPlan:
+    """How the weights and gradients of `model` travel among `data_ranks`.
+
+    `block`: elements to which parameters are aligned beside the blocks of codes; `coded` as in `layouts_of`.
+    """
+    named_modules = named_units(model)
+    layouts = layouts_of(
+        distinct(named_modules),
+        data_ranks.world_size,
+        zero.shard_multiple,
+        max(zero.largest_block, block),
+        coded,
+    )
+    return plan_communication(
+        zero,
+        data_ranks,
+        layouts,
+        compute_dtype=compute_dtype,
+        reduce_in_bf16=reduce_in_bf16,
+        copy_engines=copy_engines,
+        reads=reads_of(named_modules, cast(ModelOfUnits, model).recomputed_units()),
+    )
 
 
 def layouts_of(

@@ -1,23 +1,23 @@
 """The engine: holds the model states of a run, sharded as the ZeRO stage says, and takes optimizer steps."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, Protocol, TypeAlias, cast
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.distributed.comm_stream import CommStream, Pending
+from megatron_zpp.distributed.comm_stream import CommStream
 from megatron_zpp.distributed.copy_engine_trial import choose_copy_engines
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.zero.build import Initialize, UnitBuilder, check_unit, layouts_of, write_gather_source
+from megatron_zpp.zero.build import Initialize, UnitBuilder, check_unit, named_units, plan_of
 from megatron_zpp.zero.collectives.sums import sum_over_ranks
 from megatron_zpp.zero.communication import build_communication
 from megatron_zpp.zero.communication_plan import CommunicationPlan
@@ -25,35 +25,20 @@ from megatron_zpp.zero.difference_formats import DifferenceFormats
 from megatron_zpp.zero.gradients import Gradients
 from megatron_zpp.zero.hooks import register_hooks
 from megatron_zpp.zero.loss_scale import LossScale
+from megatron_zpp.zero.model_states import ModelStates
 from megatron_zpp.zero.optimizer import build_optimizer
-from megatron_zpp.zero.plan_communication import plan_communication
-from megatron_zpp.zero.prefetch import Phase, Prefetcher
+from megatron_zpp.zero.prefetch import Phase
 from megatron_zpp.zero.product_scaling import ProductScaling, end_step
-from megatron_zpp.zero.reads import distinct, reads_of
-from megatron_zpp.zero.reference_check import differing_references
 from megatron_zpp.zero.sections import BACKWARD, FORWARD, UNTIMED, WAIT_REDUCTIONS, Sections
 from megatron_zpp.zero.step_sums import StepSums
 from megatron_zpp.zero.tensor_parallel import ALONE, ExchangeCounter, TensorShare
-from megatron_zpp.zero.weight_codes import GatherSources, WeightEncoder, write_all_codes
+from megatron_zpp.zero.weight_codes import WeightEncoder
+from megatron_zpp.zero.weights import Weights
 
-WEIGHTS, REFERENCE = "weights", "reference"  # as checkpoints name them
 LEAST_WEIGHT = 1e-9  # of a step's losses: less than one token of any batch
 
 # (B, T + 1) tokens, whose inputs and targets overlap by T - 1; or the model's arguments, targets second.
 Batch: TypeAlias = Tensor | Sequence[Tensor | None]
-
-
-class ModelOfUnits(Protocol):
-    """What the engine needs of a model beside what every module has."""
-
-    def units(self) -> list[tuple[str, nn.Module]]:
-        """The names and modules whose parameters are gathered together, in forward order.
-
-        Modules with the same parameters read one unit.
-        """
-
-    def recomputed_units(self) -> Sequence[range]:
-        """Ranges of `units()` whose forward the backward repeats."""
 
 
 @dataclass(frozen=True)
@@ -110,55 +95,46 @@ class ZeroEngine:
     ) -> None:
         check_unit(zero, model)
         self.model, self.topology, self.device, self.share = model, topology, device, share
-        self.scaling, self._codes = scaling, codes
-        self._codes_present = codes is None  # False: master weights have changed since they were encoded
+        self.scaling, self.sections = scaling, sections
         self.grid = Grid(topology, 1 if share.group is None else share.group.size)
-        data_ranks = self.grid.data
-        self._ledger, self.sections = TrafficLedger(data_ranks), sections
+        self._ledger = TrafficLedger(self.grid.data)
         self._clip_grad = optimizer.clip_grad
         dtype = getattr(torch, precision.compute_dtype(device.type))
-        model_of_units = cast(ModelOfUnits, model)  # torch declares no protocol that includes nn.Module
-        named_modules = model_of_units.units()
-        reads = reads_of(named_modules, model_of_units.recomputed_units())
         self.copy_engines = self._choose_copy_engines(zero, timeout, say)
-        block = max(zero.largest_block, share.block)
-        plan = plan_communication(
+        plan = plan_of(
+            model,
             zero,
-            data_ranks,
-            layouts_of(
-                distinct(named_modules),
-                data_ranks.world_size,
-                zero.shard_multiple,
-                block,
-                () if codes is None else codes.names,
-            ),
+            self.grid.data,
+            block=share.block,
+            coded=() if codes is None else codes.names,
             compute_dtype=dtype,
             reduce_in_bf16=precision.grad_reduce_in_bf16,
             copy_engines=self.copy_engines,
-            reads=reads,
         )
-        self._communication = communication = build_communication(
-            plan,
-            partial(
-                CommStream,
-                topology=data_ranks,
-                device=device,
-                ledger=self._ledger,
-                timeout=timeout,
-                copy_engines=self.copy_engines,
-            ),
-            operations,
+        make_comm_stream = partial(
+            CommStream,
+            topology=self.grid.data,
+            device=device,
+            ledger=self._ledger,
+            timeout=timeout,
+            copy_engines=self.copy_engines,
         )
+        self._communication = communication = build_communication(plan, make_comm_stream, operations)
+        named_modules = named_units(model)
         self.units = UnitBuilder(
             communication, device, offload_optimizer=zero.zero_offload_optimizer, codes=codes
         ).build(named_modules, share.initialize(initialize))
-        self._sources = GatherSources(communication.gather, codes)
         for comm_stream in communication.comm_streams:
             comm_stream.ready()
-        self._prefetcher = Prefetcher(plan, self._gather, sections)
+        formats = None
+        if plan.difference_format is not None:
+            early = zero.zero_delta4_iterations or 0
+            formats = DifferenceFormats(plan.difference_format, len(self.units), early, device)
+        self.weights = Weights(self.units, communication, topology, sections, formats=formats, codes=codes)
         self._optimizer = build_optimizer(
-            optimizer, self.units, communication, fused_backend, operations, self._sources, decoupled
+            optimizer, self.units, communication, fused_backend, operations, self.weights.sources, decoupled
         )
+        self.states = ModelStates(self.units, self.weights, self._optimizer, topology, plan.shard)
         accepts_16bit = self._optimizer.accepts_16bit_gradients
         self._gradients = Gradients(
             self.units, communication, operations, accepts_16bit=accepts_16bit, share=share
@@ -168,17 +144,12 @@ class ZeroEngine:
         self._hooks = register_hooks(
             [module for _, module in named_modules],
             self.units,
-            self._prefetcher,
+            self.weights.prefetcher,
             self._gradients,
             self._exchanges,
         )
         self.loss_scale = LossScale(precision, device)
         self.iteration = 0  # steps begun so far, with skipped ones; the rotation of gradients depends on it
-        self._exchanged: dict[int, Pending] = {}  # by unit: the newest exchange of weight differences
-        self._formats: DifferenceFormats | None = None
-        if plan.difference_format is not None:
-            early = zero.zero_delta4_iterations or 0
-            self._formats = DifferenceFormats(plan.difference_format, len(self.units), early, device)
         self._summed_gradients = 1  # how many gradients the sums of a step are sums of
         self._weight: float | None = None  # the sum of those of this rank's losses; None without weights
 
@@ -200,13 +171,13 @@ class ZeroEngine:
         """
         if not self.model.training:  # it walks through all modules
             self.model.train()
-        self._encode_changed()
+        self.weights.encode_changed()
         if self.scaling is not None and index == 0:
             self.scaling.begin_step()
-        self._prefetcher.begin(Phase.FORWARD)
+        self.weights.prefetcher.begin(Phase.FORWARD)
         with self.sections(FORWARD):
             loss = self._loss(batch)
-        self._prefetcher.begin(Phase.BACKWARD)
+        self.weights.prefetcher.begin(Phase.BACKWARD)
         with self.sections(WAIT_REDUCTIONS):
             last = index == micro_batches - 1
             self._gradients.begin(first=index == 0, last=last, iteration=self.iteration)
@@ -232,7 +203,8 @@ class ZeroEngine:
         `decoupled_rate` is the learning rate of the decoupled parameters, by default the same.
         """
         scale = self.loss_scale.scale
-        norm, zeros, weight = self._sums.of_gradients(self._weight, self._formats, count_zeros=count_zeros)
+        formats = self.weights.formats
+        norm, zeros, weight = self._sums.of_gradients(self._weight, formats, count_zeros=count_zeros)
         # From sums of scaled gradients to their mean. Without a token that counts, all gradients are zero.
         count = self._summed_gradients if weight is None else weight.clamp(min=LEAST_WEIGHT).float()
         divisor = scale * count
@@ -241,16 +213,15 @@ class ZeroEngine:
         found_inf = 1.0 - torch.isfinite(grad_norm).float()
         if self.scaling is not None:
             end_step(self.scaling, self.topology, found_inf)
-        if self._codes is not None:
-            self._codes.begin()
         shrink = torch.ones_like(grad_norm)
         if self._clip_grad > 0:
             shrink = torch.clamp((grad_norm + 1e-6) / self._clip_grad, min=1.0)
-        self._prefetcher.gather_after_step(self._stepped(rates, divisor * shrink, found_inf))
+        stepped = self._optimizer.step(rates, divisor * shrink, found_inf)
+        self.weights.publish(stepped, self.iteration, found_inf)
         self._gradients.release()
         self.iteration += 1
         self.loss_scale.update(found_inf)
-        raised = None if self._formats is None else self._formats.raised
+        raised = None if formats is None else formats.raised
         return StepResult(grad_norm, found_inf, scale, raised, zeros, weight)
 
     def close(self) -> None:
@@ -266,9 +237,9 @@ class ZeroEngine:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         """The mean loss of a batch without dropout, not reduced over ranks. Every rank must call it."""
-        self._encode_changed()
+        self.weights.encode_changed()
         self.model.eval()
-        self._prefetcher.begin(Phase.FORWARD)
+        self.weights.prefetcher.begin(Phase.FORWARD)
         with self.sections.paused():
             return self._loss(batch)
 
@@ -278,9 +249,9 @@ class ZeroEngine:
 
         Every rank must call it.
         """
-        self._encode_changed()
+        self.weights.encode_changed()
         self.model.eval()
-        self._prefetcher.begin(Phase.FORWARD)
+        self.weights.prefetcher.begin(Phase.FORWARD)
         with self.sections.paused():
             return self.model(tokens.to(self.device))[0, after].float().cpu()
 
@@ -304,76 +275,9 @@ class ZeroEngine:
         return self._sums.norm_of_weights()
 
     @property
-    def optimizer_steps(self) -> int:
-        """Steps that the optimizer has taken; skipped ones do not count."""
-        return int(self._optimizer.steps.item())
-
-    @property
-    def state_kinds(self) -> tuple[str, ...]:
-        """What a checkpoint saves per unit: weights, optimizer states, the reference of differences."""
-        kinds = (WEIGHTS, *self._optimizer.state_names)
-        return kinds if self._communication.differences is None else (*kinds, REFERENCE)
-
-    def shards(self, kind: str) -> list[Tensor]:
-        """This rank's shard (shard_numel,) fp32 of one of `state_kinds` for each unit: not a copy.
-
-        At stage 0, where every rank has the whole, the shard that it would have at other stages.
-        """
-        flats = zip(self.units, self._flats(kind), strict=True)
-        owned = (unit.layout.shard(self.plan.shard) for unit in self.units)
-        return [
-            flat[shard.start : shard.stop] if unit.whole else flat
-            for (unit, flat), shard in zip(flats, owned, strict=True)
-        ]
-
-    def load_states(self, kind: str, read: Callable[[int, range], Tensor]) -> None:
-        """Load one of `state_kinds`; `read(unit, elements)` returns a part of a unit's flat buffer.
-
-        Elements behind the last parameter are not read: they are zero and stay zero.
-        """
-        for index, (unit, flat) in enumerate(zip(self.units, self._flats(kind), strict=True)):
-            self._prefetcher.wait(index)  # a gather ahead may still be reading the gather source
-            stop = min(unit.owned.stop, unit.layout.offsets[-1])
-            if unit.owned.start < stop:
-                elements = range(unit.owned.start, stop)
-                flat[: len(elements)].copy_(read(index, elements))
-            if kind == WEIGHTS and not unit.layout.coded:  # codes follow when their scales are loaded too
-                write_gather_source(self._communication, unit)
-            if kind in (WEIGHTS, REFERENCE):
-                self._exchanged.pop(index, None)
-                self._prefetcher.changed(index)
-        if kind == WEIGHTS:
-            self._codes_present = self._codes is None
-
-    @property
     def plan(self) -> CommunicationPlan:
         """How the weights and gradients of this rank travel."""
         return self._communication.plan
-
-    def differing_references(self) -> str | None:
-        """The first unit whose reference is not the same on all nodes, and the ranks; None if all are.
-
-        Every rank must call it, and all get the same answer. It waits for the device.
-        """
-        return differing_references(self.units, self._references(), self.topology)
-
-    def difference_formats_state(self) -> dict[str, Any] | None:
-        """What decides the formats of weight differences in the next two steps, as JSON; None without these.
-
-        Every rank must call it. It waits for the device.
-        """
-        if self._formats is None:
-            return None
-        return self._formats.state(self.sum_over_ranks(self._formats.measured))
-
-    def load_difference_formats_state(self, state: dict[str, Any] | None) -> None:
-        """The inverse of `difference_formats_state`; without a state, what a new run begins with."""
-        if self._formats is not None:
-            self._formats.load_state(state, first_rank=self.topology.rank == 0)
-
-    def load_optimizer_steps(self, steps: int) -> None:
-        """The inverse of `optimizer_steps`."""
-        self._optimizer.steps.fill_(steps)
 
     def _choose_copy_engines(
         self, zero: ZeroConfig, timeout: timedelta | None, say: Callable[[str], None]
@@ -382,74 +286,6 @@ class ZeroEngine:
         several = self.grid.data.local_world_size > 1
         ranks = self.topology if several else self.grid.data  # the trial is that of all ranks of the node
         return choose_copy_engines(zero.zero_copy_engines, ranks, self.device, timeout, say)
-
-    def _flats(self, kind: str) -> list[Tensor]:
-        if kind == WEIGHTS:
-            return [unit.master for unit in self.units]
-        if kind == REFERENCE:
-            differences = self._communication.differences
-            assert differences is not None
-            return [differences.own_part(each) for each in self._references()]
-        return [states[kind] for states in self._optimizer.states]
-
-    def _references(self) -> list[Tensor]:
-        """The reference of each unit, after all exchanges so far."""
-        for exchanged in self._exchanged.values():
-            exchanged.wait()
-        return [unit.reference for unit in self.units]
-
-    def _gather(self, index: int, from_secondary: bool) -> Pending:
-        """Start to fill a unit's slot, from the secondary shards of this rank's group or from all ranks."""
-        unit, communication = self.units[index], self._communication
-        if communication.differences is not None:
-            after = None if from_secondary else self._exchanged.get(index)
-            if not from_secondary and after is None:
-                after = communication.differences.publish(unit.reference)
-            assert communication.secondary is not None
-            return communication.secondary.gather(unit.full, unit.reference, after=after)
-        if from_secondary:
-            assert communication.secondary is not None
-            assert unit.secondary is not None
-            return communication.secondary.gather(unit.full, unit.secondary)
-        return communication.gather.gather(unit.full, unit.gather_source, unit.secondary)
-
-    @torch.no_grad()
-    def _encode_changed(self) -> None:
-        """Encode the weights that are held as codes, if they are new: at a start, and after loading."""
-        if self._codes_present:
-            return
-        assert self._codes is not None
-        for index in range(len(self.units)):
-            self._prefetcher.wait(index)  # a gather ahead may still be reading the gather source
-        write_all_codes(self.units, self._codes, self._sources, self.topology)
-        for index, unit in enumerate(self.units):
-            if unit.layout.coded:
-                self._prefetcher.changed(index)
-        self._codes_present = True
-
-    def _stepped(self, rates: tuple[float, float], divisor: Tensor, found_inf: Tensor) -> Iterator[int]:
-        """Take the optimizer's step; yield the units whose new weights can be gathered.
-
-        Weight differences cross nodes in forward order, unit by unit. They need no slot, so none of them
-        waits for the forward.
-        """
-        differences = self._communication.differences
-        for index, unit in enumerate(self._optimizer.step(rates, divisor, found_inf)):
-            if differences is not None:
-                assert unit.message is not None
-                self._prefetcher.wait(index)  # a gather ahead may still be reading the reference
-                assert self._formats is not None
-                self._exchanged[index] = differences.exchange(
-                    unit.gather_source,
-                    unit.reference,
-                    unit.message,
-                    unit.gaps,
-                    found_inf,
-                    coded=self._formats.coded(self.iteration),
-                    sent=self._formats.sent(index, self.iteration),
-                    measured=self._formats.measured[index],
-                )
-            yield index
 
     def _loss(self, batch: Batch) -> Tensor:
         if isinstance(batch, Tensor):

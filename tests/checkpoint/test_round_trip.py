@@ -10,7 +10,7 @@ from safetensors import safe_open
 from megatron_zpp.checkpoint.read import CheckpointReader, load_checkpoint
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.zero.engine import WEIGHTS
+from megatron_zpp.zero.model_states import WEIGHTS
 from tests.checkpoint.saving import FIRST, TOKENIZER, save, small, train
 from tests.zero.engines import states_of, weights_of
 from tests.zero.ranks import on_ranks
@@ -36,7 +36,7 @@ def test_a_loaded_engine_continues_bit_for_bit(tmp_path: Path, precision: Precis
 def states_as_lists(engine) -> dict[str, list[float]]:
     return {
         f"{kind}/{name}": tensor.flatten().tolist()
-        for kind in engine.state_kinds
+        for kind in engine.states.kinds
         for name, tensor in states_of(engine, kind).items()
     }
 
@@ -54,7 +54,7 @@ def load_at(topology: Topology, directories: list[str], stages: list[int]) -> li
         engine = small(topology=topology, zero_stage=stage, seed=99)
         path = Path(directory) / "iter_0000005"
         assert load_checkpoint(path, engine, TOKENIZER, with_optimizer=True) == FIRST
-        assert engine.optimizer_steps == 2
+        assert engine.states.optimizer_steps == 2
         found.append(states_as_lists(engine))
     return found
 
@@ -113,8 +113,8 @@ def test_safetensors_reads_the_files(tmp_path: Path) -> None:
     train(engine, 1, seed=2)
     path = save(tmp_path, engine)
     with safe_open(path / "rank_00000.safetensors", framework="pt") as file:
-        for kind in engine.state_kinds:
-            for index, shard in enumerate(engine.shards(kind)):
+        for kind in engine.states.kinds:
+            for index, shard in enumerate(engine.states.shards(kind)):
                 assert torch.equal(file.get_tensor(f"{kind}/unit_{index}"), shard)
     with CheckpointReader(path) as reader:
         whole = reader.parameters()
@@ -128,7 +128,7 @@ def test_without_the_optimizer_only_weights_come_back(tmp_path: Path) -> None:
     path = save(tmp_path, engine, with_optimizer=False)
     other = small(seed=99)
     load_checkpoint(path, other, TOKENIZER, with_optimizer=False)
-    assert other.optimizer_steps == 0
+    assert other.states.optimizer_steps == 0
     assert all(torch.equal(weights_of(other)[name], weight) for name, weight in weights_of(engine).items())
     with pytest.raises(ValueError, match="--no-load-optim"):
         load_checkpoint(path, other, TOKENIZER, with_optimizer=True)

@@ -13,7 +13,8 @@ from megatron_zpp.checkpoint.read import CheckpointReader, load_checkpoint, save
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.zero.engine import REFERENCE, WEIGHTS, ZeroEngine
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS
 from tests.checkpoint.saving import FIRST, TOKENIZER, save
 from tests.zero.engines import engine_of, states_of
 from tests.zero.quantizing import operations
@@ -89,14 +90,14 @@ def states(engine: ZeroEngine) -> dict[str, str]:
     """Hashes by kind and name of the whole states, after a check that tensor ranks have equal copies."""
     return {
         f"{kind}/{name}": digest(state)
-        for kind in engine.state_kinds
+        for kind in engine.states.kinds
         for name, state in states_of(engine, kind).items()
     }
 
 
 def continued(engine: ZeroEngine) -> Continued:
     """What the engine has, and how it continues."""
-    has = states(engine), engine.optimizer_steps, engine.loss_scale.state()
+    has = states(engine), engine.states.optimizer_steps, engine.loss_scale.state()
     found = Continued(*has, *train(engine, range(BEFORE, BEFORE + AFTER)))
     engine.close()
     return found
@@ -117,8 +118,8 @@ def resume_runs(topology: Topology, cases: Iterable[Case]) -> list[Continued]:
     for case in cases:
         engine = build(case, topology, seed=99)
         assert load_checkpoint(case.path, engine, TOKENIZER, with_optimizer=True) == FIRST
-        for kind in engine.state_kinds:
-            for unit, shard in zip(engine.units, engine.shards(kind), strict=True):
+        for kind in engine.states.kinds:
+            for unit, shard in zip(engine.units, engine.states.shards(kind), strict=True):
                 owned = unit.layout.shard(engine.plan.shard)
                 gaps = unit.layout.gaps_in(owned)
                 assert not any(shard[gap.start : gap.stop].any() for gap in gaps), "gaps are zero"

@@ -86,7 +86,7 @@ def test_files_of_an_older_program_are_read(older: Path, version: int) -> None:
     wanted = by_hand(path)
     engine = small(hidden=8, seed=9)
     progress = load_checkpoint(path, engine, TOKENIZER, with_optimizer=True)
-    assert (progress.iteration, progress.consumed_samples, engine.optimizer_steps) == (5, 50, 1)
+    assert (progress.iteration, progress.consumed_samples, engine.states.optimizer_steps) == (5, 50, 1)
     assert {name: weight.flatten().tolist() for name, weight in weights_of(engine).items()} == wanted
     with CheckpointReader(path) as reader:
         assert {name: whole.flatten().tolist() for name, whole in reader.parameters().items()} == wanted

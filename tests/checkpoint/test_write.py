@@ -50,7 +50,7 @@ def test_a_kill_at_any_moment_leaves_committed_checkpoints_unchanged(tmp_path: P
         for path in committed(tmp_path).values():
             engine = small(seed=9)
             load_checkpoint(path, engine, TOKENIZER, with_optimizer=True)
-            assert engine.optimizer_steps == 1
+            assert engine.states.optimizer_steps == 1
     assert committed(tmp_path)
 
 

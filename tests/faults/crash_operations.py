@@ -198,7 +198,9 @@ def engine_zero(name: str) -> dict[str, Any]:
 def _states(engine: ZeroEngine) -> list[bytes]:
     """Weights and moments of an engine of one rank."""
     return [
-        tensor.numpy().tobytes() for kind in engine.state_kinds for tensor in states_of(engine, kind).values()
+        tensor.numpy().tobytes()
+        for kind in engine.states.kinds
+        for tensor in states_of(engine, kind).values()
     ]
 
 

@@ -67,5 +67,5 @@ def read_all(directory: Path) -> dict[str, int]:
     for path in committed(directory).values():
         engine = small(seed=9)
         load_checkpoint(path, engine, TOKENIZER, with_optimizer=True)
-        steps[path.name] = engine.optimizer_steps
+        steps[path.name] = engine.states.optimizer_steps
     return steps

@@ -54,5 +54,5 @@ def test_a_gpu_resumes_from_what_a_gpu_saved(tmp_path: Path) -> None:
     load_checkpoint(path, other, TOKENIZER, with_optimizer=True)
     train(engine)
     train(other)
-    for kind in engine.state_kinds:
-        assert all(map(torch.equal, engine.shards(kind), other.shards(kind)))
+    for kind in engine.states.kinds:
+        assert all(map(torch.equal, engine.states.shards(kind), other.states.shards(kind)))

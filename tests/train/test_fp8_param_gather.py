@@ -186,7 +186,7 @@ def poisoned(topology: Topology, *more: str) -> list[Any]:
                 numbers[17 - elements.start] = value
             return numbers
 
-        engine.load_states("weights", spoilt)
+        engine.states.load("weights", spoilt)
         loss, norm = take_step(engine, 1)
         found.append((loss == loss, norm == norm and norm < float("inf"), state_of(engine) == before))
         engine.close()

@@ -129,7 +129,7 @@ def losses_of_rounded(seed: int, *more: str) -> list[float]:
         weights = engine.units[index].master[: len(elements)]
         return weights * (1 + 2**-9 * torch.randn(len(weights), generator=generator))
 
-    engine.load_states("weights", near)
+    engine.states.load("weights", near)
     losses = three_steps(engine)
     engine.close()
     return losses

@@ -85,7 +85,7 @@ def engine_of(
 def states_of(engine: ZeroEngine, kind: str) -> dict[str, torch.Tensor]:
     """A copy of the whole weights, or of a moment, by name. Every rank must call it."""
     grid, states = engine.grid, {}
-    for unit, shard in zip(engine.units, engine.shards(kind), strict=True):
+    for unit, shard in zip(engine.units, engine.states.shards(kind), strict=True):
         shards = [torch.empty_like(shard, device=engine.device) for _ in range(grid.job.world_size)]
         if grid.job.world_size > 1:
             dist.all_gather(shards, shard.to(engine.device))

@@ -217,7 +217,7 @@ def moved(topology: Topology, directory: str) -> list[str]:
     for zero in (ALL | AUTO, {"zero_stage": 1}, {"zero_stage": 0}):
         other = build(topology, zero, FP32)
         load_checkpoint(path, other, TOKENIZER, with_optimizer=True)
-        for kind in engine.state_kinds:
+        for kind in engine.states.kinds:
             ours, theirs = states_of(engine, kind), states_of(other, kind)
             if not all(torch.equal(ours[name], theirs[name]) for name in ours):
                 differing.append(kind)
@@ -229,7 +229,7 @@ def loaded(topology: Topology, directory: str) -> list[bytes]:
     engine = build(topology, {"zero_stage": 2}, FP32)
     path = next(Path(directory).glob("iter_*"))
     load_checkpoint(path, engine, TOKENIZER, with_optimizer=True)
-    states = [states_of(engine, kind) for kind in engine.state_kinds]
+    states = [states_of(engine, kind) for kind in engine.states.kinds]
     return [tensor.numpy().tobytes() for state in states for tensor in state.values()]
 
 

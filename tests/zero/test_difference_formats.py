@@ -11,8 +11,9 @@ from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops.formats import LloydMaxFormat
 from megatron_zpp.zero.difference_formats import LOST_SHARE, DifferenceFormats
-from megatron_zpp.zero.engine import REFERENCE, WEIGHTS, ZeroEngine
+from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.hop import eight_bits
+from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.zero.engines import states_of
 from tests.zero.ranks import on_ranks

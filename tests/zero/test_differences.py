@@ -11,7 +11,8 @@ from megatron_zpp.checkpoint.read import load_checkpoint
 from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.zero.engine import REFERENCE, WEIGHTS, ZeroEngine
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS
 from megatron_zpp.zero.plan_communication import check_topology
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.zero.engines import states_of
@@ -150,15 +151,15 @@ def found_to_differ(topology: Topology) -> list[str | None]:
     """What the check says of sound references, of a flipped bit on rank 3, and of two swapped elements."""
     engine = build(topology, BOTH)
     train(engine, range(2))
-    found = [engine.differing_references()]
+    found = [engine.weights.differing_references()]
     reference = engine.units[2].reference
     if topology.rank == 3:
         reference.view(torch.int32)[5] ^= 1 << 12
-    found.append(engine.differing_references())
+    found.append(engine.weights.differing_references())
     if topology.rank == 3:
         reference.view(torch.int32)[5] ^= 1 << 12
         reference[[7, 8]] = reference[[8, 7]]
-    found.append(engine.differing_references())
+    found.append(engine.weights.differing_references())
     return found
 
 

@@ -130,7 +130,7 @@ def test_a_loss_that_is_not_finite_skips_the_step(stage: int, size: int, poison:
     tokens = torch.zeros(size, 17, dtype=torch.long)
     engine.accumulate(tokens, index=0, micro_batches=1)
     assert not engine.step(1e-3).skipped
-    engine._prefetcher.wait(0)
+    engine.weights.prefetcher.wait(0)
     with torch.no_grad():
         engine.model.embedding.tokens.weight[3] = poison  # an entry that only the softmax looks at
     assert not torch.isfinite(engine.accumulate(tokens, index=0, micro_batches=1))
@@ -168,7 +168,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(poison: float) -> None:
     engine.units[1].gradient[5] = poison
     assert engine.step(1e-2).skipped
     assert all(torch.equal(weights[name], weight) for name, weight in weights_of(engine).items())
-    assert engine.optimizer_steps == 0
+    assert engine.states.optimizer_steps == 0
     assert run(engine, batches(3, 1)) == run(small(), batches(3, 1))  # nothing of it is left behind
 
 

@@ -1,5 +1,8 @@
 """Both update rules of AdamW, the kernel's and torch's, on the engine."""
 
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,8 +11,9 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.ops import reference
 from megatron_zpp.ops.operations import Operations
+from megatron_zpp.zero import engine as module
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.optimizer import DeviceOptimizer, KernelAdamW, ShardSegment, TorchAdamW
+from megatron_zpp.zero.optimizer import DeviceOptimizer, KernelAdamW, ShardSegment, TorchAdamW, UpdateRule
 from tests.zero.engines import engine_of, weights_of
 
 VOCAB = 101
@@ -19,10 +23,14 @@ MODEL = ModelConfig(
 OPTIMIZER = OptimizerConfig(weight_decay=0.1, adam_eps=1e-4)  # a key bias has no gradient but rounding
 
 
+def engine_with(rule: UpdateRule, **settings: Any) -> ZeroEngine:
+    with patch.object(module, "build_optimizer", lambda config, units, *others: DeviceOptimizer(rule, units)):
+        return engine_of(MODEL, VOCAB, **settings)
+
+
 def trained(precision: PrecisionConfig, kernel: bool, steps: int) -> ZeroEngine:
-    engine = engine_of(MODEL, VOCAB, optimizer=OPTIMIZER, precision=precision)
     rule = KernelAdamW(OPTIMIZER, Operations(reference, compiled=False)) if kernel else TorchAdamW(OPTIMIZER)
-    engine._optimizer = DeviceOptimizer(rule, engine.units)
+    engine = engine_with(rule, optimizer=OPTIMIZER, precision=precision)
     generator = torch.Generator().manual_seed(5)
     for _ in range(steps):
         engine.accumulate(torch.randint(VOCAB, (3, 17), generator=generator), index=0, micro_batches=1)
@@ -48,17 +56,14 @@ def test_gather_sources_are_the_masters_rounded(kernel: bool) -> None:
 @pytest.mark.parametrize("kernel", [True, False])
 def test_a_skipped_step_leaves_every_state_alone(kernel: bool) -> None:
     engine = trained(PrecisionConfig(bf16=True), kernel, 2)
-    before = [
-        [state.clone() for state in (unit.master, unit.gather_source, *moments.values())]
-        for unit, moments in zip(engine.units, engine._optimizer.states, strict=True)
-    ]
+    states = [shard for kind in engine.states.kinds for shard in engine.states.shards(kind)]
+    states += [unit.gather_source for unit in engine.units]
+    before = [state.clone() for state in states]
     engine.accumulate(torch.zeros(1, 17, dtype=torch.long), index=0, micro_batches=1)
     engine.units[1].gradient[7] = float("inf")
     assert engine.step(1e-2).skipped
-    assert engine.optimizer_steps == 2
-    for unit, moments, states in zip(engine.units, engine._optimizer.states, before, strict=True):
-        for state, old in zip((unit.master, unit.gather_source, *moments.values()), states, strict=True):
-            assert torch.equal(state, old)
+    assert engine.states.optimizer_steps == 2
+    assert all(map(torch.equal, states, before))
 
 
 class SGD:
@@ -81,8 +86,7 @@ class SGD:
 
 def test_another_rule_steps_and_names_what_a_checkpoint_saves() -> None:
     """The weights after three steps are those of torch.optim.SGD on the same gradients."""
-    engine = engine_of(MODEL, VOCAB, optimizer=OptimizerConfig(clip_grad=0.0))
-    engine._optimizer = DeviceOptimizer(SGD(), engine.units)
+    engine = engine_with(SGD(), optimizer=OptimizerConfig(clip_grad=0.0))
     weights = [unit.master.clone().requires_grad_() for unit in engine.units]
     torchs = torch.optim.SGD(weights, lr=1e-2, momentum=0.9)
     generator = torch.Generator().manual_seed(5)
@@ -94,5 +98,7 @@ def test_another_rule_steps_and_names_what_a_checkpoint_saves() -> None:
         torchs.step()
     for unit, weight in zip(engine.units, weights, strict=True):
         torch.testing.assert_close(unit.master, weight.detach())
-    assert engine.state_kinds == ("weights", "momentum")
-    assert [len(shard) for shard in engine.shards("momentum")] == [len(unit.master) for unit in engine.units]
+    assert engine.states.kinds == ("weights", "momentum")
+    assert [len(shard) for shard in engine.states.shards("momentum")] == [
+        len(unit.master) for unit in engine.units
+    ]

@@ -16,7 +16,8 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops import reference
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.zero.engine import WEIGHTS, ZeroEngine
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.model_states import WEIGHTS
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.zero.engines import weights_of
 from tests.zero.ranks import on_ranks
@@ -55,15 +56,15 @@ def weights_seen(topology: Topology, settings: list[dict[str, Any]]) -> list[lis
 def _weights_seen(topology: Topology, engine: ZeroEngine) -> list[dict[str, torch.Tensor]]:
     """For each of two steps, every content of a unit's buffer that computed, and the master weights."""
     seen: dict[str, torch.Tensor] = {}
-    need = engine._prefetcher._need
+    need = engine.weights.prefetcher._need
 
     def record(index: int) -> None:
         need(index)
-        phase = f"{index} {engine._prefetcher._phase.name}"
+        phase = f"{index} {engine.weights.prefetcher._phase.name}"
         buffer = engine.units[index].full
         seen[f"{phase} {sum(name.startswith(phase) for name in seen)}"] = buffer.clone().cpu()
 
-    engine._prefetcher._need = record
+    engine.weights.prefetcher._need = record
     steps = []
     for step in range(2):
         seen.clear()
@@ -119,8 +120,8 @@ def secondary_after_load(topology: Topology) -> bool:
     engine = build(topology, QWZ | HPZ | CODES)
     engine.accumulate(batch(topology, 0), index=0, micro_batches=1)
     engine.step(1e-2)
-    shards = [2 * shard for shard in engine.shards(WEIGHTS)]
-    engine.load_states(WEIGHTS, lambda unit, elements: shards[unit][: len(elements)])
+    shards = [2 * shard for shard in engine.states.shards(WEIGHTS)]
+    engine.states.load(WEIGHTS, lambda unit, elements: shards[unit][: len(elements)])
     return all(
         as_expected(seen, QuantFormat(), topology.world_size) for seen in _weights_seen(topology, engine)
     )
@@ -263,9 +264,9 @@ def test_biases_do_not_vanish_beside_the_gains_of_norms(block: int) -> None:
                 + (view.dim() == 1 and "norm.weight" in name)
             )
         drawn[index] = flat
-    engine.load_states(WEIGHTS, lambda unit, elements: drawn[unit][elements.start : elements.stop])
+    engine.states.load(WEIGHTS, lambda unit, elements: drawn[unit][elements.start : elements.stop])
     for index, unit in enumerate(engine.units):
-        engine._prefetcher.before_forward(index)
+        engine.weights.prefetcher.before_forward(index)
         for name, sent, arrived in zip(
             unit.names, unit.views(drawn[index]), unit.views(unit.full.float()), strict=True
         ):

@@ -210,12 +210,12 @@ def loaded_elsewhere(topology: Topology, directory: str) -> list[tuple[int, bool
     for number, ((stage, rows, tensor), (other, others, more)) in enumerate([*RESUMES, *SHARED]):
         engine = build(topology, {"zero_stage": stage}, rows, tensor=tensor)
         train(engine, range(2))
-        expected = {kind: states_of(engine, kind) for kind in engine.state_kinds}
+        expected = {kind: states_of(engine, kind) for kind in engine.states.kinds}
         path = save(Path(directory) / str(number), engine, Progress(iteration=2))
         engine.close()
         again = build(topology, {"zero_stage": other}, others, tensor=more)
         load_checkpoint(path, again, TOKENIZER, with_optimizer=True)
-        states = {kind: states_of(again, kind) for kind in again.state_kinds}
+        states = {kind: states_of(again, kind) for kind in again.states.kinds}
         same = all(
             torch.equal(states[kind][name], expected[kind][name])
             for kind in expected
@@ -249,7 +249,7 @@ def resumed(topology: Topology, directory: str) -> bool:
     again = build(topology, DELTA4, **settings)
     load_checkpoint(path, again, TOKENIZER, with_optimizer=True)
     train(again, range(2, 4))
-    pairs = [(states_of(straight, kind), states_of(again, kind)) for kind in straight.state_kinds]
+    pairs = [(states_of(straight, kind), states_of(again, kind)) for kind in straight.states.kinds]
     return all(torch.equal(one[name], other[name]) for one, other in pairs for name in one)
 
 
@@ -280,7 +280,7 @@ def test_no_pass_waits_for_blocks_that_could_be_gathered_ahead(
 ) -> None:
     """The lookups' backward, which reads no weights, gathers none."""
     engine = build(Topology(), STAGE_3, model=replace(model, num_layers=4), recompute=recompute)
-    prefetcher, late, gathered = engine._prefetcher, [], []
+    prefetcher, late, gathered = engine.weights.prefetcher, [], []
     need, gather = prefetcher._need, prefetcher._gather
 
     def record(index: int) -> None:

@@ -142,7 +142,7 @@ def waits_of_a_backward(layers: int, chunk: int, prefetch: int) -> list[tuple[in
         zero=ZeroConfig(zero_stage=3, zero_prefetch_units=prefetch),
         recompute=recompute,
     )
-    prefetcher, waits = engine._prefetcher, []
+    prefetcher, waits = engine.weights.prefetcher, []
     need = prefetcher._need
 
     def record(index: int) -> None:

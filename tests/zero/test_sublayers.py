@@ -161,7 +161,7 @@ def resumed(topology: Topology, directory: str, zero: dict[str, Any]) -> list[bo
     same = []
     whole = build(topology, zero, "full", BF16, 1.0)
     train(whole, range(4))
-    expected = [states_of(whole, kind) for kind in whole.state_kinds]
+    expected = [states_of(whole, kind) for kind in whole.states.kinds]
     for number, (before, after) in enumerate((({}, SUBLAYER), (SUBLAYER, {}))):
         engine = build(topology, zero | before, "full", BF16, 1.0)
         train(engine, range(2))
@@ -170,7 +170,7 @@ def resumed(topology: Topology, directory: str, zero: dict[str, Any]) -> list[bo
         again = build(topology, zero | after, "full", BF16, 1.0)
         load_checkpoint(path, again, TOKENIZER, with_optimizer=True)
         train(again, range(2, 4))
-        for kind, states in zip(again.state_kinds, expected, strict=True):
+        for kind, states in zip(again.states.kinds, expected, strict=True):
             found = states_of(again, kind)
             same.append(all(torch.equal(found[name], states[name]) for name in states))
         again.close()
@@ -225,7 +225,7 @@ def late_gathers(recompute: str, prefetch: int) -> list[int]:
     """The units whose gather started only when the compute of a second step needed them."""
     zero = {"zero_stage": 3, "zero_prefetch_units": prefetch} | SUBLAYER
     engine = build(Topology(), zero, recompute)
-    prefetcher, late = engine._prefetcher, []
+    prefetcher, late = engine.weights.prefetcher, []
     need = prefetcher._need
 
     def record(index: int) -> None:

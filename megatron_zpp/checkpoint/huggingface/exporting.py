@@ -33,7 +33,7 @@ from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.files import commit_directory, fsync, write_durably
 from megatron_zpp.storage.object_path import Location
 from megatron_zpp.tokenizer.base import Tokenizer
-from megatron_zpp.zero.engine import WEIGHTS
+from megatron_zpp.zero.model_states import WEIGHTS
 
 
 @dataclass(frozen=True)

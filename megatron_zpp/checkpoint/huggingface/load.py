@@ -9,7 +9,8 @@ from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
 from megatron_zpp.checkpoint.states import sharing_of
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.run import HUGGINGFACE
-from megatron_zpp.zero.engine import WEIGHTS, ZeroEngine
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.model_states import WEIGHTS
 
 
 def open_weights(directory: str, model: ModelConfig, tokenizer: dict[str, Any]) -> HuggingFaceWeights:
@@ -31,4 +32,4 @@ def load_weights(directory: str, engine: ZeroEngine, model: ModelConfig, tokeniz
             first = unit.first_element
             return weights.unit_elements(unit.names, unit.layout, elements, sharing, first=first)
 
-        engine.load_states(WEIGHTS, read)
+        engine.states.load(WEIGHTS, read)

@@ -1,0 +1,90 @@
+"""The states of an engine that a checkpoint saves and loads."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.zero.collectives.sums import sum_over_ranks
+from megatron_zpp.zero.optimizer import Optimizer
+from megatron_zpp.zero.sharded_unit import Unit
+from megatron_zpp.zero.weights import Weights
+
+WEIGHTS, REFERENCE = "weights", "reference"  # as checkpoints name them
+
+
+class ModelStates:
+    """Weights, optimizer states and the references of weight differences: this rank's shard of each unit.
+
+    `shard` is the place of this rank's shard among those of its tensor rank's data ranks.
+    """
+
+    def __init__(
+        self, units: list[Unit], weights: Weights, optimizer: Optimizer, topology: Topology, shard: int
+    ) -> None:
+        self._units, self._weights, self._optimizer = units, weights, optimizer
+        self._topology, self._shard = topology, shard
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What a checkpoint saves per unit: weights, optimizer states, the reference of differences."""
+        kinds = (WEIGHTS, *self._optimizer.state_names)
+        return (*kinds, REFERENCE) if self._weights.have_references else kinds
+
+    def shards(self, kind: str) -> list[Tensor]:
+        """This rank's shard (shard_numel,) fp32 of one of `kinds` for each unit: not a copy.
+
+        At stage 0, where every rank has the whole, the shard that it would have at other stages.
+        """
+        flats = zip(self._units, self._flats(kind), strict=True)
+        owned = (unit.layout.shard(self._shard) for unit in self._units)
+        return [
+            flat[shard.start : shard.stop] if unit.whole else flat
+            for (unit, flat), shard in zip(flats, owned, strict=True)
+        ]
+
+    def load(self, kind: str, read: Callable[[int, range], Tensor]) -> None:
+        """Load one of `kinds`; `read(unit, elements)` returns a part of a unit's flat buffer.
+
+        Elements behind the last parameter are not read: they are zero and stay zero.
+        """
+        for index, (unit, flat) in enumerate(zip(self._units, self._flats(kind), strict=True)):
+            self._weights.prefetcher.wait(index)  # a gather ahead may still be reading the gather source
+            stop = min(unit.owned.stop, unit.layout.offsets[-1])
+            if unit.owned.start < stop:
+                elements = range(unit.owned.start, stop)
+                flat[: len(elements)].copy_(read(index, elements))
+            if kind == WEIGHTS:
+                self._weights.replaced(index)
+            elif kind == REFERENCE:
+                self._weights.reference_replaced(index)
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Steps that the optimizer has taken; skipped ones do not count."""
+        return int(self._optimizer.steps.item())
+
+    def load_optimizer_steps(self, steps: int) -> None:
+        """The inverse of `optimizer_steps`."""
+        self._optimizer.steps.fill_(steps)
+
+    def difference_formats(self) -> dict[str, Any] | None:
+        """What decides the formats of weight differences in the next two steps, as JSON; None without these.
+
+        Every rank must call it. It waits for the device.
+        """
+        formats = self._weights.formats
+        return None if formats is None else formats.state(sum_over_ranks(formats.measured, self._topology))
+
+    def load_difference_formats(self, state: dict[str, Any] | None) -> None:
+        """The inverse of `difference_formats`; without a state, what a new run begins with."""
+        if self._weights.formats is not None:
+            self._weights.formats.load_state(state, first_rank=self._topology.rank == 0)
+
+    def _flats(self, kind: str) -> list[Tensor]:
+        if kind == WEIGHTS:
+            return [unit.master for unit in self._units]
+        if kind == REFERENCE:
+            return self._weights.own_references()
+        return [states[kind] for states in self._optimizer.states]
