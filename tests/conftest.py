@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # One of these that began last would leave the other workers without work.
 LONGEST = (
@@ -48,6 +49,10 @@ def pytest_configure() -> None:
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+    # How long an example takes says more about the machine than the program; fixtures may serve all examples.
+    unchecked = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    settings.register_profile("untimed", deadline=None, suppress_health_check=unchecked)
+    settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

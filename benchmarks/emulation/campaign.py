@@ -21,21 +21,19 @@ import argparse
 import dataclasses
 import hashlib
 import json
-import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, commit, save_result
+from benchmarks.common import RESULTS, save_result
 from benchmarks.emulation.paired import mean_and_interval
 from benchmarks.emulation.rungs import BASELINE, LADDERS, RUNGS, Rung
+from benchmarks.paired_runs import STOPPED, Job, PairedRuns, gaps_of
 
-STOPPED = 75
-_MARGIN = 1.2  # of what the longest run took
 # By size: steps, samples of a micro-batch, samples and times of the evaluation, share of the warm-up. With a
 # warm-up of 25 steps 1M became unstable at its end, and pairs scattered by 0.3%; with 100 by 0.01%.
 DEFAULTS = {
@@ -45,7 +43,6 @@ DEFAULTS = {
     "30m": (1000, 4, 512, 4, 0.1),
     "60m": (1200, 4, 512, 4, 0.1),
 }
-Job = tuple[str, int]  # rung, seed
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -111,13 +108,20 @@ def main(argv: Sequence[str]) -> int:
     options.name = options.name or f"emulation_{options.size}_{options.device}"
     path = options.runs_file or Path("build") / "emulation" / f"{options.name}.jsonl"
     settings = run_settings(options)
-    done = read_runs(path, settings)
+    campaign = PairedRuns(
+        path=path,
+        key=lambda name, seed: key_of(settings, RUNGS[name], seed),
+        run=partial(_run, settings, options.device),
+        prepare=partial(_prepare, options.device, options.threads),
+        processes=options.processes,
+        limit_seconds=options.limit_seconds,
+        started=started,
+    )
+    done = campaign.finished(RUNGS)
     jobs = [(name, seed) for seed in range(options.pairs) for name in options.rungs]
     missing = [job for job in jobs if job not in done]
     print(f"{len(jobs) - len(missing)} of {len(jobs)} runs are in {path}", flush=True)
-    finished = True
-    if missing:
-        finished = _run_all(missing, settings, options, path, done, started)
+    finished = not missing or campaign.run_missing(missing, done)
     figures = summary(RUNGS, done, settings)  # also those of earlier calls
     written = save_result(options.name, figures, options.output)
     print(table(figures))
@@ -161,23 +165,6 @@ def key_of(settings: dict[str, Any], rung: Rung, seed: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
-def read_runs(path: Path, settings: dict[str, Any]) -> dict[Job, dict[str, Any]]:
-    """The finished runs of these settings and of today's rungs. A line that was cut off is removed."""
-    if not path.exists():
-        return {}
-    raw = path.read_bytes()
-    whole = raw[: raw.rfind(b"\n") + 1]
-    if len(whole) < len(raw):
-        os.truncate(path, len(whole))
-    runs = {}
-    for line in whole.splitlines():
-        run = json.loads(line)
-        name, seed = run["rung"], run["seed"]
-        if name in RUNGS and run["key"] == key_of(settings, RUNGS[name], seed):
-            runs[name, seed] = run
-    return runs
-
-
 def summary(
     names: Iterable[str], done: dict[Job, dict[str, Any]], settings: dict[str, Any]
 ) -> dict[str, Any]:
@@ -198,13 +185,9 @@ def summary(
             "seconds": round(sum(done[name, seed]["seconds"] for seed in seeds) / len(seeds), 1),
         }
         for label, loss in (("gap", "loss"), ("gap_of_master_weights", "master_loss")):
-            gaps = [100 * (done[name, seed][loss] / done[BASELINE, seed][loss] - 1) for seed in seeds]
-            mean, half_width = mean_and_interval(gaps)
-            row[label] = {
-                "mean_percent": round(mean, 4),
-                "half_width_95_percent": None if half_width is None else round(half_width, 4),
-                "by_seed": [round(gap, 4) for gap in gaps],
-            }
+            row[label] = gaps_of(
+                [done[name, seed][loss] for seed in seeds], [done[BASELINE, seed][loss] for seed in seeds]
+            )
         row["gap_of_training_loss"] = training_gaps(
             [(done[name, seed], done[BASELINE, seed]) for seed in seeds]
         )
@@ -249,67 +232,6 @@ def print_rungs() -> None:
         print(f"--ladder {name}: {', '.join(rungs)}")
 
 
-def _run_all(
-    missing: list[Job],
-    settings: dict[str, Any],
-    options: argparse.Namespace,
-    path: Path,
-    done: dict[Job, dict[str, Any]],
-    started: float,
-) -> bool:
-    """Runs the missing runs, pair by pair, and keeps each; False where --limit-seconds ended it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("spawn")
-    waiting = _begun_first(missing, done)
-    longest = max((run["seconds"] for (name, _), run in done.items() if name in options.rungs), default=0.0)
-    under_way: dict[Future[dict[str, Any]], Job] = {}
-    with ProcessPoolExecutor(options.processes, context, _prepare, (options.device, options.threads)) as pool:
-        while waiting or under_way:
-            left = options.limit_seconds - (time.monotonic() - started)
-            begun = {seed for _, seed in (*done, *under_way.values())}
-            while (
-                waiting
-                and len(under_way) < options.processes
-                and left
-                > _MARGIN * longest * rounds_needed(waiting, begun, len(under_way), options.processes)
-            ):
-                job = waiting.pop(0)
-                begun.add(job[1])
-                under_way[pool.submit(_run, settings, job, options.device)] = job
-            if not under_way:
-                return False
-            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
-                name, seed = under_way.pop(future)
-                run: dict[str, Any] = {"key": key_of(settings, RUNGS[name], seed), "rung": name, "seed": seed}
-                run |= {"commit": commit(), **future.result()}
-                _append(path, run)
-                done[name, seed] = run
-                longest = max(longest, run["seconds"])
-                print(f"{name}, seed {seed}: {run['loss']:.5f} after {run['seconds']} s", flush=True)
-    return True
-
-
-def _begun_first(missing: Sequence[Job], done: Iterable[Job]) -> list[Job]:
-    begun = {seed for _, seed in done}
-    return sorted(missing, key=lambda job: (job[1] not in begun, job[1]))
-
-
-def rounds_needed(waiting: Sequence[Job], begun: Collection[int], under_way: int, processes: int) -> int:
-    """How many runs long the next job takes: the first of a seed needs the time of all runs of the seed."""
-    seed = waiting[0][1]
-    if seed in begun:
-        return 1
-    runs = sum(other == seed for _, other in waiting)
-    return -(-(under_way + runs) // processes)
-
-
-def _append(path: Path, run: dict[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(run) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _prepare(device: str, threads: int) -> None:
     """Starts a process of the pool."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which torch refuses
@@ -322,7 +244,7 @@ def _prepare(device: str, threads: int) -> None:
         torch.cuda.init()
 
 
-def _run(settings: dict[str, Any], job: Job, device: str) -> dict[str, Any]:
+def _run(settings: dict[str, Any], device: str, job: Job) -> dict[str, Any]:
     import torch
 
     from benchmarks.emulation.emulated_run import RunSettings, train

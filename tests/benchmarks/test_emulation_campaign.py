@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import paired_runs
 from benchmarks.emulation import campaign
 from benchmarks.emulation.paired import mean_and_interval, t_quantile
 
@@ -24,14 +25,14 @@ def fake_runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """The jobs that were run, in a thread: their losses follow from rung and seed."""
     jobs: list[tuple[str, int]] = []
 
-    def run(settings: dict[str, object], job: tuple[str, int], device: str) -> dict[str, object]:
+    def run(settings: dict[str, object], device: str, job: tuple[str, int]) -> dict[str, object]:
         jobs.append(job)
         loss = (1.001 if job[0] == "delta4" else 1.0) * (4 + job[1])
         bytes_ = {"bytes_per_parameter": 1.0, "bytes_per_parameter_in_layers": 1.0}
         return {"loss": loss, "master_loss": loss, "seconds": 0.0, "skipped": 0, **bytes_}
 
     monkeypatch.setattr(campaign, "_run", run)
-    monkeypatch.setattr(campaign, "ProcessPoolExecutor", lambda count, *_: ThreadPoolExecutor(count))
+    monkeypatch.setattr(paired_runs, "ProcessPoolExecutor", lambda count, *_: ThreadPoolExecutor(count))
     return jobs
 
 
@@ -41,7 +42,7 @@ def test_a_campaign_resumes_where_it_was(
     path = tmp_path / "runs.jsonl"
     arguments = ["--size", "tiny", "--rungs", "delta4", "--device", "cpu", "--output", str(tmp_path)]
     arguments += ["--runs-file", str(path)]
-    assert campaign.main([*arguments, "--pairs", "2", "--limit-seconds", "0"]) == campaign.STOPPED
+    assert campaign.main([*arguments, "--pairs", "2", "--limit-seconds", "0"]) == paired_runs.STOPPED
     assert not fake_runs
     assert campaign.main([*arguments, "--pairs", "2"]) == 0
     assert fake_runs == [("baseline", 0), ("delta4", 0), ("baseline", 1), ("delta4", 1)]
@@ -69,7 +70,7 @@ def test_a_seed_is_begun_if_all_of_its_runs_can_end(
         ({1}, 1, 2, 2),
         ({1}, 3, 4, 2),
     ):
-        assert campaign.rounds_needed(waiting, begun, under_way, processes) == rounds
+        assert paired_runs.rounds_needed(waiting, begun, under_way, processes) == rounds
     arguments = ["--size", "tiny", "--rungs", "delta4", "--device", "cpu", "--output", str(tmp_path)]
     arguments += ["--runs-file", str(tmp_path / "runs.jsonl"), "--pairs", "3"]
     now = iter(range(10_000))
@@ -79,8 +80,8 @@ def test_a_seed_is_begun_if_all_of_its_runs_can_end(
         return quick(*arguments) | {"seconds": 10.0}
 
     monkeypatch.setattr(campaign, "_run", slow)
-    monkeypatch.setattr(campaign.time, "monotonic", lambda: 10.0 * next(now))  # called before each run
-    assert campaign.main([*arguments, "--limit-seconds", "44"]) == campaign.STOPPED
+    monkeypatch.setattr(paired_runs.time, "monotonic", lambda: 10.0 * next(now))  # called before each run
+    assert campaign.main([*arguments, "--limit-seconds", "44"]) == paired_runs.STOPPED
     assert fake_runs == [("baseline", 0), ("delta4", 0)]
     assert campaign.main([*arguments, "--limit-seconds", "1000"]) == 0
     assert fake_runs[2:] == [(name, seed) for seed in (1, 2) for name in ("baseline", "delta4")]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_zpp.checkpoint.manifest import read_manifest, write_manifest
@@ -131,7 +131,7 @@ def test_another_dimension_is_refused(checkpoint: Path) -> None:
         check_units(checkpoint, units, present)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=150)
 @given(changes_of_json(), st.booleans())
 def test_changed_descriptions_load_or_are_refused_in_a_line(
     checkpoint: Path, changes: list[Any], of_a_parameter: bool

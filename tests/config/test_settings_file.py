@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.config.options import UsageError
@@ -179,7 +179,6 @@ WORDS = st.sampled_from(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.one_of(st.text(max_size=60), st.lists(WORDS, max_size=20).map("".join)))
 def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
     Path("any.yaml").write_bytes(text.encode("utf-8", "surrogatepass"))

@@ -14,7 +14,7 @@ from megatron_zpp.data.mock import MockDataset
 weights_lists = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=17)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(weights_lists)
 def test_counts_stay_within_the_bound_and_samples_in_sequence(weights):
     which, numbers = Blend(tuple(weights)).locate(np.arange(2000))
@@ -26,7 +26,7 @@ def test_counts_stay_within_the_bound_and_samples_in_sequence(weights):
         assert np.abs(np.cumsum(mine) - after * (weight / math.fsum(weights))).max() <= bound
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(weights_lists, st.integers(0, 2**40 - 1000))
 def test_large_numbers_are_still_one_sequence_within_the_bound(weights, begin):
     """The number of a sample is the count of its data set so far, so the bound applies to it as well."""

@@ -33,7 +33,7 @@ def names(directory):
     return sorted(os.listdir(directory))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.lists(st.integers(0, 65535), max_size=5), min_size=1, max_size=9).filter(any))
 def test_bytes_are_those_of_the_format(tmp_path_factory, sequences):
     directory = tmp_path_factory.mktemp("pair")

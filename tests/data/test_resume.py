@@ -98,7 +98,7 @@ blends = st.lists(st.sampled_from(SETS), min_size=1, max_size=4, unique=True).fl
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(blends, st.integers(1, 60)), min_size=2, max_size=6))
 def test_no_sample_of_any_set_is_lost_or_repeated(folder, stages):
     """After any changes, including omitted and reused sets, the samples read from a set are its sequence."""
@@ -127,7 +127,7 @@ def test_no_sample_of_any_set_is_lost_or_repeated(folder, stages):
         assert count == len(read[Path(part.prefix).stem])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=17), st.integers(0, 3000))
 def test_counts_are_exact(weights, samples):
     blend = Blend(tuple(weights))

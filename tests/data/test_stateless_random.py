@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_zpp.data.stateless_random import permute
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(1, 5000), st.integers(0, 2**64 - 1))
 def test_each_index_once(n, key):
     assert np.array_equal(np.sort(permute(np.arange(n), n, key)), np.arange(n))

@@ -10,7 +10,7 @@ from megatron_zpp.data.windows import WindowDataset, WindowOrder
 from tests.data.format_by_hand import write_by_hand
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(1, 50), st.integers(0, 400), st.integers(0, 2**63 - 1), st.integers(0, 5))
 def test_an_epoch_reads_each_token_once(seq_length, more, seed, epoch):
     tokens = seq_length + 1 + more
@@ -49,7 +49,7 @@ def test_large_numbers_and_large_data_sets():
     assert len(set(starts.tolist())) == 4
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 12), st.integers(0, 30), st.integers(0, 9), st.integers(0, 7))
 def test_batches_against_plain_python(tmp_path_factory, seq_length, more, before, after):
     prefix = tmp_path_factory.mktemp("windows") / "x"

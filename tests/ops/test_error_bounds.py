@@ -47,7 +47,7 @@ def bound(x: Tensor, stored: Tensor, format: QuantFormat) -> Tensor:
     return torch.where(inside, step * 0.5, step + beyond) + step * EPS
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     code_type=st.sampled_from(CODE_TYPES),
     scales=st.sampled_from(SCALES),

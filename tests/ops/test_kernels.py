@@ -60,7 +60,7 @@ def test_zero_elements() -> None:
 floats = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     code_type=st.sampled_from(cases.CODE_TYPES),
     scales=st.sampled_from(cases.SCALES),
@@ -86,7 +86,7 @@ def test_any_numbers_encode_the_same(
     assert_agree("dequantize", messages, torch.ones(rows, n, dtype=dtype), *cases.plain(format))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     source=st.sampled_from(
         [QuantFormat("int4", 64), QuantFormat("int8", 32), QuantFormat("fp8", 128, torch.float32)]

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_zpp.storage import checksums
@@ -33,7 +33,7 @@ def written(path: Path, pieces: list[bytes]) -> Checksums:
     return writer.finish()
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(pieces=st.lists(st.binary(max_size=50), max_size=8))
 def test_sums_what_it_writes_whatever_the_pieces(tmp_path, pieces):
     sums = written(tmp_path / "file", pieces)

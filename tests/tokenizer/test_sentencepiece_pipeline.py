@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -51,7 +51,6 @@ def bpe(request: pytest.FixtureRequest) -> tuple[sentencepiece.SentencePieceProc
     return both(trained(model_type="bpe", byte_fallback=True, split_digits=True, **kept))
 
 
-@settings(deadline=None)
 @given(text=TEXTS)
 def test_bpe_gives_the_same_ids(
     bpe: tuple[sentencepiece.SentencePieceProcessor, Tokenizer], text: str

@@ -165,7 +165,7 @@ def test_compressed_and_old_files_are_refused(tmp_path: Path) -> None:
         read_torch_file(tmp_path / "y.pt")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=4))
 def test_changed_bytes_change_no_value_and_end_in_no_other_error(changes: list[tuple[int, int]]) -> None:
     """What loads, as after a change of the bytes between two entries, is what was saved."""

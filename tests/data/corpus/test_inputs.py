@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.data.corpus.inputs import Span, find_files, lines_before, partition, read_blocks, whole
@@ -12,7 +12,6 @@ from megatron_zpp.data.corpus.sample import sample_text
 LINES = st.lists(st.binary(max_size=12).map(lambda line: line.replace(b"\n", b"")), max_size=12)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(LINES, min_size=1, max_size=4), st.booleans(), st.integers(1, 6), st.integers(1, 20))
 def test_partitions_hold_every_line_once(tmp_path: Path, files, end, count: int, block_bytes: int) -> None:
     contents = [b"\n".join(lines) + b"\n" * end for lines in files]
@@ -29,7 +28,6 @@ def test_partitions_hold_every_line_once(tmp_path: Path, files, end, count: int,
         assert sum(block.disk_bytes for block in mine) == len(content)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(LINES, st.data())
 def test_lines_before_a_span(tmp_path: Path, lines: list[bytes], data: st.DataObject) -> None:
     content = b"\n".join(lines)

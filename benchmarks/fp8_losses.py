@@ -1,0 +1,234 @@
+"""Do 8-bit products cost loss? Pairs of runs with and without them.
+
+python benchmarks/fp8_losses.py --size 30m --pairs 16 --processes 4
+python benchmarks/fp8_losses.py --size 125m --pairs 1
+python benchmarks/fp8_losses.py --size 30m --pairs 4 --lr 2e-3 --name fp8_losses_30m_lr2e-3
+
+Runs of one seed have the same initial weights and the same samples of an endless synthetic language
+(benchmarks/emulation/source.py), and are evaluated on the same held-out samples. The engine is the one that
+pretrain_gpt.py builds from the same flags. The gap of a run is its final loss above that of bf16 with the
+same seed, in percent: its mean over the pairs and the 95% interval of the mean (Student's t). GPUs do not
+repeat the sums of attention's backward: "bf16, again" says what that alone does.
+
+Each finished run is a line of --runs-file, so the same command resumes a campaign that was stopped. The exit
+status is 75 where --limit-seconds ended the call, and 0 where all pairs are there.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
+
+from benchmarks.common import RESULTS, save_result
+from benchmarks.paired_runs import STOPPED, Job, PairedRuns, gaps_of
+
+BASELINE = "bf16"
+DELAYED = "--fp8 --fp8-recipe delayed"
+RUNS = {  # flags of pretrain_gpt.py
+    BASELINE: "",
+    "bf16, again": "",
+    "fp8": "--fp8",
+    "fp8 delayed": DELAYED,
+    "fp8 codes": f"{DELAYED} --fp8-param-gather",
+}
+# By size: layers, hidden size, heads, tokens of a sample, vocabulary, steps, samples of a step.
+SIZES = {
+    "tiny": (2, 64, 2, 32, 256, 40, 8),
+    "30m": (8, 512, 8, 256, 8192, 1000, 16),
+    "60m": (8, 768, 12, 256, 8192, 1200, 16),
+    "125m": (12, 768, 12, 1024, 32768, 2000, 16),
+}
+EVALUATIONS = 4  # in the last tenth of the steps: their mean is the final loss
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line, checked."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", choices=list(SIZES), default="30m", help="parameters")
+    parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
+    parser.add_argument("--pairs", type=int, default=16, help="seeds, from 0 on")
+    parser.add_argument("--processes", type=int, default=1, help="runs side by side on the device")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--eval-samples", type=int, default=512)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--extra", nargs="*", default=[], help="more flags of pretrain_gpt.py, as FLAG=VALUE")
+    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="of this call")
+    parser.add_argument("--name", help="of the result; default fp8_losses_SIZE")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--runs-file", type=Path, help="default build/fp8_losses/NAME.jsonl")
+    options = parser.parse_args(argv)
+    for flag in ("pairs", "processes"):
+        if getattr(options, flag) < 1:
+            parser.error(f"--{flag} must be at least 1, got {getattr(options, flag)}")
+    options.runs = list(dict.fromkeys([BASELINE, *options.runs]))
+    options.steps = options.steps or SIZES[options.size][5]
+    options.name = options.name or f"fp8_losses_{options.size}"
+    return options
+
+
+def flags_of(settings: dict[str, Any], name: str, seed: int) -> list[str]:
+    """The flags of pretrain_gpt.py that decide the bits of a run, beside its samples."""
+    layers, hidden, heads, tokens, vocab, _, samples = SIZES[settings["size"]]
+    flags = {
+        "--vocab-size": vocab,
+        "--num-layers": layers,
+        "--hidden-size": hidden,
+        "--num-attention-heads": heads,
+        "--seq-length": tokens,
+        "--micro-batch-size": samples,
+        "--train-iters": settings["steps"],
+        "--lr": settings["lr"],
+        "--seed": seed,
+        "--device": settings["device"],
+    }
+    fixed = (
+        "--mock-data --tokenizer-type NullTokenizer --bf16 --min-lr 0 --lr-decay-style cosine "
+        "--lr-warmup-fraction 0.1 --weight-decay 0.1 --adam-beta2 0.95 --attention-dropout 0 "
+        "--hidden-dropout 0"
+    )
+    pairs = [str(part) for flag, value in flags.items() for part in (flag, value)]
+    more = [part for flag in settings["extra"] for part in flag.split("=", 1)]
+    return [*pairs, *fixed.split(), *RUNS[name].split(), *more]
+
+
+def key_of(settings: dict[str, Any], name: str, seed: int) -> str:
+    """Names a run by all that decides its bits."""
+    text = json.dumps([settings, name, flags_of(settings, name, seed)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def train(settings: dict[str, Any], job: Job) -> dict[str, Any]:
+    """One run: its final loss, a curve, skipped steps and its time."""
+    import torch
+
+    from benchmarks.emulation.emulated_run import STREAMS
+    from benchmarks.emulation.source import HELD_OUT, Source
+    from megatron_zpp.config.root import parse_args
+    from megatron_zpp.distributed.grid import Grid
+    from megatron_zpp.distributed.topology import Topology
+    from megatron_zpp.train.build_engine import build_engine
+    from megatron_zpp.train.device import prepare_device
+    from megatron_zpp.train.learning_rate import LearningRate
+
+    name, seed = job
+    started, steps = time.perf_counter(), settings["steps"]
+    _, _, _, length, vocab, _, samples = SIZES[settings["size"]]
+    torch._dynamo.reset()
+    config, grid = parse_args(flags_of(settings, name, seed)), Grid(Topology())
+    engine = build_engine(config, vocab, prepare_device(config, grid), grid)
+    rate = LearningRate.from_config(
+        config.learning_rate, samples=steps * samples, samples_per_iteration=samples
+    )
+    source = Source(vocab, length + 1)
+    held_out = source.sequences(HELD_OUT, 0, settings["eval_samples"]).to(engine.device).split(samples)
+    tokens = source.sequences(STREAMS + seed, 0, steps * samples).to(engine.device).split(samples)
+    distance = max(1, steps // 10 // EVALUATIONS)
+    evaluated = {steps - distance * index for index in range(EVALUATIONS)} - {0}
+    losses, finals = torch.zeros(steps, device=engine.device), []
+    skipped = torch.zeros((), device=engine.device)
+    for step in range(steps):
+        losses[step] = engine.accumulate(tokens[step], index=0, micro_batches=1)
+        skipped += engine.step(rate(step * samples)).skipped
+        if step + 1 in evaluated:
+            finals.append(torch.stack([engine.evaluate(part) for part in held_out]).double().mean().item())
+    engine.close()
+    curve = [(stop, losses[max(0, stop - 20) : stop].mean().item()) for stop in _marks(steps)]
+    return {
+        "loss": sum(finals) / len(finals),
+        "evaluations": finals,
+        "train": [(stop, round(loss, 5)) for stop, loss in curve],
+        "skipped": int(skipped.item()),
+        "parameters": sum(sum(unit.layout.numels) for unit in engine.units),
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+
+
+def _marks(steps: int) -> list[int]:
+    return sorted({round(steps * part / 20) for part in range(1, 21)} - {0})
+
+
+def prepare(device: str) -> None:
+    """Starts a process of the pool."""
+    import torch
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 4) if device == "cuda" else 1)
+    if device == "cuda":
+        torch.cuda.init()
+
+
+def summary(done: dict[Job, dict[str, Any]], settings: dict[str, Any]) -> dict[str, Any]:
+    """Per run the gaps to bf16 of the same seed, in percent, and the losses."""
+    rows: dict[str, Any] = {}
+    for name, flags in RUNS.items():
+        seeds = [seed for (run, seed) in sorted(done) if run == name and (BASELINE, seed) in done]
+        if not seeds:
+            continue
+        losses = [done[name, seed]["loss"] for seed in seeds]
+        rows[name] = {
+            "flags": flags,
+            "pairs": len(seeds),
+            "gap": gaps_of(losses, [done[BASELINE, seed]["loss"] for seed in seeds]),
+            "losses": dict(zip(seeds, losses, strict=True)),
+            "train": {seed: done[name, seed]["train"] for seed in seeds},
+            "skipped_steps": sum(done[name, seed]["skipped"] for seed in seeds),
+            "parameters": done[name, seeds[0]]["parameters"],
+            "seconds": round(sum(done[name, seed]["seconds"] for seed in seeds) / len(seeds), 1),
+        }
+    return {"settings": settings, "runs": rows}
+
+
+def table(figures: dict[str, Any]) -> str:
+    """One line per run."""
+    lines = ["| run | pairs | mean gap, % | 95% ± | least … most | skipped |", "| --- " * 6 + "|"]
+    for name, row in figures["runs"].items():
+        gap = row["gap"]
+        half = "" if gap["half_width_95_percent"] is None else f"{gap['half_width_95_percent']:.3f}"
+        spread = f"{min(gap['by_seed']):+.3f} … {max(gap['by_seed']):+.3f}"
+        lines.append(
+            f"| {name} | {row['pairs']} | {gap['mean_percent']:+.3f} | {half} | {spread} "
+            f"| {row['skipped_steps']} |"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs what is missing and writes the table; returns the exit status."""
+    started, options = time.monotonic(), parse(argv)
+    settings = {
+        name: getattr(options, name) for name in ("size", "steps", "lr", "eval_samples", "device", "extra")
+    }
+    path = options.runs_file or Path("build") / "fp8_losses" / f"{options.name}.jsonl"
+    campaign = PairedRuns(
+        path=path,
+        key=partial(key_of, settings),
+        run=partial(train, settings),
+        prepare=partial(prepare, options.device),
+        processes=options.processes,
+        limit_seconds=options.limit_seconds,
+        started=started,
+    )
+    done = campaign.finished(RUNS)
+    jobs = [(name, seed) for seed in range(options.pairs) for name in options.runs]
+    missing = [job for job in jobs if job not in done]
+    print(f"{len(jobs) - len(missing)} of {len(jobs)} runs are in {path}", flush=True)
+    finished = not missing or campaign.run_missing(missing, done)
+    figures = summary(done, settings)
+    written = save_result(options.name, figures, options.output)
+    print(table(figures))
+    print(f"written to {written}")
+    return 0 if finished else STOPPED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

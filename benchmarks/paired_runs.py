@@ -1,0 +1,120 @@
+"""Pairs of runs with equal seeds, side by side; each finished run is a line of a file."""
+
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import commit
+from benchmarks.emulation.paired import mean_and_interval
+
+Job = tuple[str, int]  # name of a run, seed
+STOPPED = 75  # the exit status where a limit of time ended a call
+_MARGIN = 1.2  # of what the longest run took
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairedRuns:
+    """A campaign whose runs are named by `key`: all that decides the bits of a run.
+
+    `run(job)` returns a run's figures, `seconds` among them, in one of `processes` processes that `prepare`
+    has prepared; both are pickled. A run's line has its key, name and seed beside these.
+    """
+
+    path: Path
+    key: Callable[[str, int], str]
+    run: Callable[[Job], dict[str, Any]]
+    prepare: Callable[[], None]
+    processes: int
+    limit_seconds: float
+    started: float  # of time.monotonic(): when the limit began to run
+
+    def finished(self, names: Collection[str]) -> dict[Job, dict[str, Any]]:
+        """The finished runs with these names and today's keys. A line that was cut off is removed."""
+        if not self.path.exists():
+            return {}
+        raw = self.path.read_bytes()
+        whole = raw[: raw.rfind(b"\n") + 1]
+        if len(whole) < len(raw):
+            os.truncate(self.path, len(whole))
+        runs = {}
+        for line in whole.splitlines():
+            run = json.loads(line)
+            job = run["name"], run["seed"]
+            if run["name"] in names and run["key"] == self.key(*job):
+                runs[job] = run
+        return runs
+
+    def run_missing(self, jobs: Sequence[Job], done: dict[Job, dict[str, Any]]) -> bool:
+        """Run those of `jobs` that are not `done`, seed by seed, and add them; False if the limit ended it.
+
+        A seed is begun only if all of its runs can end in time, so calls end with whole pairs.
+        """
+        waiting = _begun_first([job for job in jobs if job not in done], done)
+        names = {name for name, _ in jobs}
+        longest = max((run["seconds"] for (name, _), run in done.items() if name in names), default=0.0)
+        under_way: dict[Future[dict[str, Any]], Job] = {}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(self.processes, context, self.prepare) as pool:
+            while waiting or under_way:
+                left = self.limit_seconds - (time.monotonic() - self.started)
+                begun = {seed for _, seed in (*done, *under_way.values())}
+                while (
+                    waiting
+                    and len(under_way) < self.processes
+                    and left
+                    > _MARGIN * longest * rounds_needed(waiting, begun, len(under_way), self.processes)
+                ):
+                    job = waiting.pop(0)
+                    begun.add(job[1])
+                    under_way[pool.submit(self.run, job)] = job
+                if not under_way:
+                    return False
+                for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                    name, seed = job = under_way.pop(future)
+                    run = {"key": self.key(name, seed), "name": name, "seed": seed, "commit": commit()}
+                    done[job] = run | future.result()
+                    self._append(done[job])
+                    longest = max(longest, done[job]["seconds"])
+                    print(
+                        f"{name}, seed {seed}: {done[job]['loss']:.5f} after {done[job]['seconds']} s",
+                        flush=True,
+                    )
+        return True
+
+    def _append(self, run: dict[str, Any]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(run) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _begun_first(missing: Sequence[Job], done: Iterable[Job]) -> list[Job]:
+    begun = {seed for _, seed in done}
+    return sorted(missing, key=lambda job: (job[1] not in begun, job[1]))
+
+
+def rounds_needed(waiting: Sequence[Job], begun: Collection[int], under_way: int, processes: int) -> int:
+    """How many runs long the next job takes: the first of a seed needs the time of all runs of the seed."""
+    seed = waiting[0][1]
+    if seed in begun:
+        return 1
+    runs = sum(other == seed for _, other in waiting)
+    return -(-(under_way + runs) // processes)
+
+
+def gaps_of(losses: Sequence[float], baselines: Sequence[float]) -> dict[str, Any]:
+    """Percent by which losses are above the baselines of their seeds: the mean, its 95% interval, each."""
+    gaps = [100 * (loss / baseline - 1) for loss, baseline in zip(losses, baselines, strict=True)]
+    mean, half_width = mean_and_interval(gaps)
+    return {
+        "mean_percent": round(mean, 4),
+        "half_width_95_percent": None if half_width is None else round(half_width, 4),
+        "by_seed": [round(gap, 4) for gap in gaps],
+    }
