@@ -256,6 +256,9 @@ class DistributedConfig(Options):
         at_least=1,
         at_most=1024,
     )
+    tp_comm_overlap: bool = option(
+        False, "Exchange activations between tensor ranks in up to 4 pieces, each beside products of others."
+    )
     nccl_sockets: str = option(
         "auto",
         "Threads × sockets per thread of each of NCCL's TCP connections, such as 2x2. auto: 2x2 where NCCL "

@@ -4,11 +4,11 @@ Shapes: T tensor ranks, B batch, S tokens per sample, D hidden size, R = B · S 
 vocabulary.
 
 Between the linear maps of a layer, where norms, dropout and residual sums are, a rank has the rows of its own
-tokens: (R, D), part r of the B · S tokens laid end to end. A column-parallel map gathers the rows of all
-ranks and computes some of the outputs for all tokens, (B, S, outputs / T). A row-parallel map has some of the
-inputs, and its products are summed over ranks and scattered to the rows. What is kept for the backward of a
-map into heads or into the MLP is (R, D) too: the backward gathers it again, beside the product that does not
-need it.
+tokens: (R, D), part r of the B · S tokens laid end to end, or of each of some equal pieces of them. A
+column-parallel map gathers the rows of all ranks and computes some of the outputs for all tokens,
+(B, S, outputs / T). A row-parallel map has some of the inputs, and its products are summed over ranks and
+scattered to the rows. What is kept for the backward of a map into heads or into the MLP is (R, D) too: the
+backward gathers it again, beside the product that does not need it.
 """
 
 import math
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.tensor_parallel import TokenPieces
 from megatron_zpp.distributed.split import Split
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.model.components import ModelComponents
@@ -29,6 +29,7 @@ from megatron_zpp.model.gpt import GPT, Head
 from megatron_zpp.model.layer import Layer
 from megatron_zpp.model.loss import IGNORED, LossKernels, linear_cross_entropy, unit
 from megatron_zpp.model.partial_softmax import local_statistics
+from megatron_zpp.model.tensor_exchanges import Gather, GatheredLinear, LinearScattered, ScatterSum
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of rows (R, K), a weight (N, K) and a bias (N)
@@ -38,12 +39,14 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of rows (R, K), a
 class TensorParallelComponents(ModelComponents):
     """Components of a model that the ranks of `group` share; samples have `tokens` tokens.
 
-    `product` returns what one linear map computes: F.linear, or the same in 8 bits.
+    `product` returns what one linear map computes: F.linear, or the same in 8 bits. `pieces`: how ranks share
+    tokens, in more than one piece only with F.linear.
     """
 
     group: TensorGroup
     tokens: int
     product: Callable[[], Product] = lambda: F.linear
+    pieces: TokenPieces = TokenPieces()
 
     @property
     def tensor_ranks(self) -> int:
@@ -63,7 +66,7 @@ class TensorParallelComponents(ModelComponents):
 
     def vocabulary(self, entries: int, width: int) -> nn.Embedding:
         """See ModelComponents."""
-        module = VocabularyParallelEmbedding(entries // self.group.size, width, self.group)
+        module = VocabularyParallelEmbedding(entries // self.group.size, width, self)
         return _split(module, weight=Split(0, (entries,)))
 
     def output(self, width: int, entries: int) -> nn.Linear:
@@ -76,7 +79,10 @@ class TensorParallelComponents(ModelComponents):
 
     def own_positions(self, positions: Tensor, tokens: Tensor) -> Tensor:
         """See ModelComponents."""
-        return positions.expand(tokens.shape).flatten().chunk(self.group.size)[self.group.rank]  # (R)
+        shares = positions.expand(tokens.shape).reshape(
+            self.pieces.of(tokens.numel(), self.group.size), self.group.size, -1
+        )
+        return shares[:, self.group.rank].flatten()  # (R)
 
     def head_class(self, plain: type[nn.Module]) -> Any:
         """See ModelComponents."""
@@ -118,14 +124,16 @@ class ColumnParallel(nn.Linear):
 
     def __init__(self, inputs: int, outputs: int, bias: bool, parts: TensorParallelComponents) -> None:
         super().__init__(inputs, outputs, bias)
-        self.group, self.tokens, self.product = parts.group, parts.tokens, parts.product()
+        self.group, self.pieces = parts.group, parts.pieces
+        self.tokens, self.product = parts.tokens, parts.product()
 
     def forward(self, input: Tensor) -> Tensor:
         """See the class."""
+        pieces = self.pieces.of(len(input) * self.group.size, self.group.size)
         if self.product is F.linear:
-            out = _GatheredLinear.apply(input, self.weight, self.bias, self.group)
+            out = GatheredLinear.apply(input, self.weight, self.bias, pieces, self.group)
         else:
-            out = self.product(_Gather.apply(input, self.group), self.weight, self.bias)
+            out = self.product(Gather.apply(input, pieces, self.group), self.weight, self.bias)
         return out.unflatten(0, (-1, self.tokens))
 
 
@@ -134,32 +142,34 @@ class RowParallel(nn.Linear):
 
     def __init__(self, inputs: int, outputs: int, bias: bool, parts: TensorParallelComponents) -> None:
         super().__init__(inputs, outputs, bias)
-        self.group, self.product = parts.group, parts.product()
+        self.group, self.pieces, self.product = parts.group, parts.pieces, parts.product()
 
     def forward(self, input: Tensor) -> Tensor:
         """See the class. The bias, which all ranks have whole, joins the sum over ranks once."""
         rows = input.flatten(0, 1)
+        pieces = self.pieces.of(len(rows), self.group.size)
         if self.product is F.linear:
-            out = _LinearScattered.apply(rows, self.weight, self.group)
+            out = LinearScattered.apply(rows, self.weight, pieces, self.group)
         else:
-            out = _ScatterSum.apply(self.product(rows, self.weight, None), self.group)
+            out = ScatterSum.apply(self.product(rows, self.weight, None), pieces, self.group)
         return out if self.bias is None else out + self.bias
 
 
 class VocabularyParallelEmbedding(nn.Embedding):
     """(B, S) ids -> the rows of this rank's tokens, (R, D); each rank has V / T entries of the table."""
 
-    def __init__(self, entries: int, width: int, group: TensorGroup) -> None:
+    def __init__(self, entries: int, width: int, parts: TensorParallelComponents) -> None:
         weight = torch.empty(entries, width)
         super().__init__(entries, width, _weight=weight if weight.is_meta else weight.normal_())
-        self.group = group
+        self.group, self.pieces = parts.group, parts.pieces
 
     def forward(self, input: Tensor) -> Tensor:
         """See the class."""
         entries = input.flatten() - self.group.rank * self.num_embeddings
         elsewhere = (entries < 0) | (entries >= self.num_embeddings)
         found = F.embedding(entries.masked_fill(elsewhere, 0), self.weight)
-        return _ScatterSum.apply(found.masked_fill(elsewhere[:, None], 0.0), self.group)
+        pieces = self.pieces.of(input.numel(), self.group.size)
+        return ScatterSum.apply(found.masked_fill(elsewhere[:, None], 0.0), pieces, self.group)
 
 
 class VocabularyParallelHead(Head):
@@ -173,13 +183,13 @@ class VocabularyParallelHead(Head):
         padded_vocab_size: int,
     ) -> None:
         super().__init__(config, parts, vocab_size, padded_vocab_size)
-        self.group = parts.group
-        self._tokens = parts.tokens
+        self.group, self.pieces, self._tokens = parts.group, parts.pieces, parts.tokens
         self.passes = VocabularyParallelLoss(self.group).kernels()
 
     def forward(self, x: Tensor, tied: Tensor, targets: Tensor | None = None) -> Tensor:
         """(R, D) and this rank's entries of the token embedding -> as Head, for all tokens."""
-        x = _Gather.apply(self.norm(x), self.group)  # (B · S, D)
+        pieces = self.pieces.of(len(x) * self.group.size, self.group.size)
+        x = Gather.apply(self.norm(x), pieces, self.group)  # (B · S, D)
         weight = tied if self.output is None else self.output.weight
         if targets is None:
             logits = self.group.gather(F.linear(x, weight)[None])  # (T, B · S, V / T): for inference alone
@@ -248,81 +258,3 @@ def _to_gradient(logits: Tensor, counted: Tensor, place: Tensor, statistics: Ten
     softmax = torch.where(is_target, scale * torch.expm1(likelihood)[:, None], torch.exp(shifted))
     logits.copy_(torch.where(counted[:, None] & (columns < entries), softmax, 0.0))
     return -torch.where(counted, likelihood, 0.0).sum()
-
-
-class _Gather(torch.autograd.Function):
-    """(R, …) -> the rows of all ranks (T · R, …); the backward sums what each rank made of them."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return group.gather(rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.scatter_sum(gradient), None
-
-
-class _ScatterSum(torch.autograd.Function):
-    """(T · R, …) -> this rank's rows of the sum over ranks (R, …)."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return group.scatter_sum(rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.gather(gradient), None
-
-
-class _GatheredLinear(torch.autograd.Function):
-    """F.linear of the rows of all ranks; rows (R, D) are kept, and gathered once more by the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, group: TensorGroup) -> Tensor:
-        ctx.save_for_backward(rows, weight)
-        ctx.group = group
-        return F.linear(group.gather(rows), weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight = ctx.saved_tensors
-        group, wanted = ctx.group, ctx.needs_input_grad
-        if torch.compiler.is_compiling():
-            rows = _after(rows, gradient)
-        gathering = group.start_gather(rows) if wanted[1] else None
-        scattering = group.start_scatter_sum(gradient @ weight) if wanted[0] else None
-        of_weight = None if gathering is None else gradient.t() @ group.wait(gathering)
-        of_bias = gradient.sum(0) if wanted[2] else None
-        return None if scattering is None else group.wait(scattering), of_weight, of_bias, None
-
-
-def _after(rows: Tensor, gradient: Tensor) -> Tensor:
-    """`rows`, in a graph that the compiler can only compute when `gradient` is there.
-
-    Otherwise it would find that forward and backward gather the same rows, gather them once, and keep the
-    rows of all ranks for the backward.
-    """
-    first = gradient[:1, :1]
-    return torch.where(first == first, rows, rows)
-
-
-class _LinearScattered(torch.autograd.Function):
-    """The products of all ranks with their inputs (T · R, inputs / T), summed and scattered to (R, D)."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, group: TensorGroup) -> Tensor:
-        ctx.save_for_backward(rows, weight)
-        ctx.group = group
-        return group.scatter_sum(F.linear(rows, weight))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight = ctx.saved_tensors
-        gathered = ctx.group.gather(gradient)
-        of_rows = gathered @ weight if ctx.needs_input_grad[0] else None
-        of_weight = gathered.t() @ rows if ctx.needs_input_grad[1] else None
-        return of_rows, of_weight, None

@@ -13,7 +13,9 @@ makes each rank send (T - 1) / T of their bytes over NVLink:
     all layers      in the backward an all-reduce of the gradients of norms, biases and positions, in fp32
 
 A rank waits for all of these, except in the backward of a map whose input is gathered: the input arrives
-beside the product for the input's gradient, which is scattered beside the product for the weight's.
+beside the product for the input's gradient, which is scattered beside the product for the weight's. With
+`--tp-comm-overlap` the other exchanges of maps are in pieces: a rank waits for one piece, and the others
+travel beside products.
 """
 
 from dataclasses import dataclass
@@ -44,12 +46,13 @@ def exchanged(job: Job, forward: bool) -> Exchanged:
     others, layers = job.tensor - 1, job.model.num_layers
     one = others * job.rows * job.model.hidden_size * job.dtype.itemsize  # a collective on hidden states
     if forward:
-        return Exchanged((4 * layers + 2) * one + others * _STATISTICS * job.tokens, 0)
-    sums = 2 * others * 4 * sum(job.replicated) // job.tensor
-    again = 4 * recomputed_layers(job)
-    if job.precision.fp8:
-        return Exchanged((again + 4 * layers + 2) * one + sums, 0)
-    return Exchanged((again + 2 * layers + 2) * one + sums, 4 * layers * one)
+        ends, in_pieces, beside = 2 * one + others * _STATISTICS * job.tokens, 4 * layers * one, 0
+    else:
+        ends = 2 * one + 2 * others * 4 * sum(job.replicated) // job.tensor
+        in_pieces = (4 * recomputed_layers(job) + (4 if job.precision.fp8 else 2) * layers) * one
+        beside = 0 if job.precision.fp8 else 4 * layers * one
+    first = in_pieces // job.pieces
+    return Exchanged(ends + first, beside + in_pieces - first)
 
 
 def exchanged_bytes(job: Job) -> int:
@@ -72,8 +75,8 @@ def ledgers_of(job: Job, sent: SentBytes) -> SentBytes:
 
 def waiting_seconds(job: Job, machine: Machine, forward: bool) -> float:
     """Seconds of one forward or backward in which a rank waits for its tensor ranks."""
-    sent = exchanged(job, forward)
-    return sent.waited / machine.inside + max(0.0, sent.beside / machine.inside - _products(job, machine))
+    sent, products = exchanged(job, forward), _products(job, machine, forward)
+    return sent.waited / machine.inside + max(0.0, sent.beside / machine.inside - products)
 
 
 def recomputed_layers(job: Job) -> int:
@@ -82,10 +85,19 @@ def recomputed_layers(job: Job) -> int:
     return sum(stop - first for first, stop, again in runs if again)
 
 
-def _products(job: Job, machine: Machine) -> float:
-    """Seconds of the two products per map and layer beside which a backward exchanges."""
-    model = job.model
-    outputs = (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels
-    outputs += model.ffn_hidden_size * (2 if model.swiglu else 1)
-    flops = 2 * 2.0 * job.tokens * model.hidden_size * outputs * model.num_layers / job.tensor
-    return flops / machine.flops
+def _products(job: Job, machine: Machine, forward: bool) -> float:
+    """Seconds of the products beside which one forward or backward exchanges.
+
+    These are two in the backward of a map whose input is gathered, and in other exchanges those of all pieces
+    but one.
+    """
+    model, layers = job.model, job.model.num_layers
+    heads = model.num_attention_heads * model.kv_channels
+    column = heads + 2 * model.num_query_groups * model.kv_channels
+    column += model.ffn_hidden_size * (2 if model.swiglu else 1)
+    row, others = heads + model.ffn_hidden_size, 1 - 1 / job.pieces
+    if forward:
+        width = others * (column + row) * layers
+    else:
+        width = 2 * column * layers + others * (row * layers + (column + row) * recomputed_layers(job))
+    return 2.0 * job.tokens * model.hidden_size * width / job.tensor / machine.flops

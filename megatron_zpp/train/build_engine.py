@@ -45,7 +45,12 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
     check_attention(config, device)
     group = None
     if grid.tensor > 1:
-        group = TensorGroup(grid.tensor_ranks, grid.job.rank, config.distributed.timeout)
+        group = TensorGroup(
+            grid.tensor_ranks,
+            grid.job.rank,
+            config.distributed.timeout,
+            prioritized=config.token_pieces.most > 1,
+        )
     model = _build_model(config, vocab_size, device, group)
     scaling = _scaling(config.precision, model, device.device)
     codes = _weight_codes(config.precision, scaling, device.device)
@@ -98,6 +103,7 @@ def _build_model(config: Config, vocab_size: int, device: Device, group: TensorG
             group=group,
             tokens=config.model.seq_length,
             product=product,
+            pieces=config.token_pieces,
         )
     with torch.device("meta"):
         return GPT(config.model, vocab_size, config.recompute, parts, cut_layers=config.zero.cuts_layers)

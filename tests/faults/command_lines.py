@@ -75,6 +75,15 @@ MODEL = [
         "--tensor-model-parallel-size 2",
         "--tensor-model-parallel-size 2: must divide the 1 ranks of a node; possible: 1",
     ),
+    bad(
+        "--tp-comm-overlap",
+        "--tp-comm-overlap (given): needs --tensor-model-parallel-size 2 or more: one rank",
+    ),
+    bad(
+        "--tp-comm-overlap --tensor-model-parallel-size 2",
+        "--tp-comm-overlap (given): cuts the 128 tokens of a micro-batch into 2 to 4 equal pieces … "
+        "possible: --micro-batch-size 64",
+    ),
     bad("--group-query-attention --num-query-groups 3", "--num-query-groups 3: must divide --num-attention"),
     bad("--swiglu --squared-relu", "--squared-relu (given): contradicts --swiglu; give one"),
     bad("--normalization BatchNorm", "--normalization: invalid choice: 'BatchNorm' … 'RMSNorm'"),

@@ -8,6 +8,7 @@ import torch
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.tensor_parallel import TokenPieces
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.plan.activations import ends_bytes, stored_bytes
@@ -51,6 +52,11 @@ class Case:
     stage: int = 0
     micro_batches: int = 1
     tensor: int = 2
+    pieces: int = 1
+
+    @property
+    def token_pieces(self) -> TokenPieces:
+        return TokenPieces(most=self.pieces, least=1)
 
     def engine(self, topology: Topology) -> ZeroEngine:
         return engines.engine_of(
@@ -62,10 +68,11 @@ class Case:
             topology=topology,
             operations=operations(),
             tensor=self.tensor,
+            pieces=self.token_pieces,
         )
 
     def job(self, **grid: int) -> Job:
-        return job_of(
+        job = job_of(
             MODELS[self.model],
             VOCAB,
             zero={"zero_stage": self.stage},
@@ -76,6 +83,7 @@ class Case:
             tensor=self.tensor,
             **{"local": self.tensor} | grid,
         )
+        return replace(job, token_pieces=self.token_pieces)
 
 
 RECOMPUTE: dict[str, dict[str, Any]] = {"stored": {}, "selective": SELECTIVE, "full": FULL}
@@ -125,6 +133,7 @@ STEPS = [
     *(Case(model, recompute, micro_batches=2) for model in MODELS for recompute in ("stored", "full")),
     *(Case(precision="fp32", recompute=recompute, micro_batches=2) for recompute in ("stored", "full")),
     Case(precision="fp16", recompute="selective", micro_batches=2),
+    *(Case(model, recompute="full", micro_batches=2, pieces=4) for model in MODELS),
     *(Case(stage=stage, recompute="full", micro_batches=2) for stage in (1, 3)),
     *(
         Case(recompute="full", precision=precision, micro_batches=2, tensor=4)
@@ -145,11 +154,26 @@ class Mirrored(UnconnectedGroup):
     def start_scatter_sum(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.chunk(self.size)[0] * self.size
 
+    def start_gather_into(self, out: torch.Tensor, rows: torch.Tensor) -> "Done":
+        out.view(self.size, *rows.shape).copy_(rows)
+        return Done()
+
+    def start_scatter_sum_into(self, out: torch.Tensor, rows: torch.Tensor) -> "Done":
+        torch.mul(rows.chunk(self.size)[0], self.size, out=out)
+        return Done()
+
     def wait(self, started: torch.Tensor) -> torch.Tensor:
         return started
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         return value * self.size
+
+
+class Done:
+    """Nothing to wait for."""
+
+    def wait(self) -> None:
+        pass
 
 
 @pytest.mark.parametrize("case", STEPS, ids=str)
@@ -158,7 +182,7 @@ def test_a_step_of_a_tensor_rank_allocates_what_the_plan_says(
 ) -> None:
     """Within 5% of the memory above the states, and within 0.1% of the states."""
     torch.set_num_threads(1)
-    monkeypatch.setattr(engines, "TensorGroup", lambda ranks, rank: Mirrored(len(ranks)))
+    monkeypatch.setattr(engines, "TensorGroup", lambda ranks, rank, **_: Mirrored(len(ranks)))
     engine = case.engine(Topology(0, case.tensor, 0, case.tensor))
     allocated_at_most(engine, tokens_of(case), case.micro_batches)  # after it the states are all there
     states = live_bytes(engine)
@@ -181,17 +205,34 @@ class Counted(Mirrored):
         self.sent += (self.size - 1) * rows.nbytes // self.size
         return super().start_scatter_sum(rows)
 
+    def start_gather_into(self, out: torch.Tensor, rows: torch.Tensor) -> Done:
+        self.sent += (self.size - 1) * rows.nbytes
+        return super().start_gather_into(out, rows)
+
+    def start_scatter_sum_into(self, out: torch.Tensor, rows: torch.Tensor) -> Done:
+        self.sent += (self.size - 1) * rows.nbytes // self.size
+        return super().start_scatter_sum_into(out, rows)
+
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """A reduce-scatter and an all-gather."""
         self.sent += 2 * (self.size - 1) * value.nbytes // self.size
         return super().sum(value)
 
 
-@pytest.mark.parametrize("case", [*SAVED, Case(tensor=4), Case(precision="fp32", recompute="full")], ids=str)
+EXCHANGED = [
+    *SAVED,
+    Case(tensor=4),
+    Case(precision="fp32", recompute="full"),
+    Case("llama", "full", pieces=4),
+    Case(tensor=4, pieces=2),
+]
+
+
+@pytest.mark.parametrize("case", EXCHANGED, ids=str)
 def test_exchanges_are_the_collectives_of_a_micro_batch(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the byte."""
     group = Counted(case.tensor)
-    monkeypatch.setattr(engines, "TensorGroup", lambda ranks, rank: group)
+    monkeypatch.setattr(engines, "TensorGroup", lambda ranks, rank, **_: group)
     engine = case.engine(Topology(0, case.tensor, 0, case.tensor))
     engine.accumulate(tokens_of(case), index=0, micro_batches=1)
     assert group.sent == exchanged_bytes(case.job())

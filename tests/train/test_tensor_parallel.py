@@ -6,11 +6,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_zpp.config.tensor_parallel import TokenPieces
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.train.compiling import compile_parts
 from tests.support import pretrain
 from tests.zero.ranks import on_ranks
-from tests.zero.test_tensor_parallel import GPT_2, MODELS, VOCAB, Case, build
+from tests.zero.test_tensor_parallel import (
+    GPT_2,
+    MODELS,
+    PIECES,
+    VOCAB,
+    Case,
+    Trained,
+    build,
+    check,
+    train_engine,
+)
 
 BATCH, LENGTH, WIDTH = 4, GPT_2.seq_length, GPT_2.hidden_size
 FLAGS = (
@@ -21,10 +32,10 @@ FLAGS = (
 ).split()
 
 
-def saved_shapes(topology: Topology, model: str) -> list[tuple[int, ...]]:
+def saved_shapes(topology: Topology, model: str, pieces: TokenPieces) -> list[tuple[int, ...]]:
     """The shapes of what a compiled forward keeps for the backward, each memory once."""
     torch.set_num_threads(1)
-    engine = build(Case(model, 2, 0), topology)
+    engine = build(Case(model, 2, 0, pieces=pieces), topology)
     said: list[str] = []
     compile_parts(engine.model, (BATCH, LENGTH), said.append, backend="aot_eager_decomp_partition")
     tokens = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(8))
@@ -44,12 +55,30 @@ def saved_shapes(topology: Topology, model: str) -> list[tuple[int, ...]]:
     return list(kept.values())
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_a_graph_keeps_no_gathered_rows(model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "pieces"), [*((model, TokenPieces()) for model in MODELS), ("llama", PIECES)]
+)
+def test_a_graph_keeps_no_gathered_rows(model: str, pieces: TokenPieces) -> None:
     """It would be enough to gather them once, but then every rank kept those of all ranks."""
-    for shapes in on_ranks(2, saved_shapes, model):
+    for shapes in on_ranks(2, saved_shapes, model, pieces):
         assert shapes.count((BATCH * LENGTH // 2, WIDTH)) >= 4  # it was compiled for rows
         assert shapes.count((BATCH * LENGTH, WIDTH)) == 1  # the head's
+
+
+def compiled(topology: Topology, case: Case) -> Trained:
+    """As `train`, with graphs."""
+    torch.set_num_threads(1)
+    engine = build(case, topology)
+    said: list[str] = []
+    compile_parts(engine.model, (BATCH, LENGTH), said.append, backend="aot_eager_decomp_partition")
+    found = train_engine(engine, case)
+    assert said == []
+    return found
+
+
+def test_graphs_exchange_in_pieces_and_learn_what_one_process_does() -> None:
+    case = Case("gpt2", 2, 0, pieces=PIECES)
+    check(case, on_ranks(2, compiled, case)[0], rel=1e-6)
 
 
 def losses(file: Path) -> list[float]:
@@ -89,6 +118,18 @@ def test_the_order_of_samples_survives_a_change_of_tensor_ranks(tmp_path: Path) 
         done = pretrain(*FLAGS, *load, *flags, processes=ranks)
         assert done.returncode == 0, done.stderr
         assert losses(resumed) == pytest.approx(expected[3:], rel=1e-6)
+
+
+def test_a_run_may_exchange_in_pieces_and_resume_without(tmp_path: Path) -> None:
+    """Pieces of 1,024 tokens on two tensor ranks, with a text and an evaluation; one rank goes on alike."""
+    run = [*FLAGS, "--seq-length", "256", "--micro-batch-size", "8", "--sample-prompt", "7"]
+    run += ["--sample-tokens", "3", "--save", str(tmp_path / "run"), "--save-interval", "3"]
+    resumed = ["--load", str(tmp_path / "run"), "--ckpt-step", "3", "--save", str(tmp_path / "other")]
+    overlap = ["--tensor-model-parallel-size", "2", "--tp-comm-overlap", "--zero-stage", "2"]
+    for ranks, flags in ((2, overlap), (1, resumed)):
+        done = pretrain(*run, *flags, "--metrics-file", str(tmp_path / f"{ranks}.jsonl"), processes=ranks)
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "1.jsonl") == pytest.approx(losses(tmp_path / "2.jsonl")[3:], rel=1e-6)
 
 
 @pytest.mark.nightly

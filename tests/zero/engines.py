@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron_zpp.config.tensor_parallel import TokenPieces
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.tensor_group import TensorGroup
@@ -37,19 +38,23 @@ def engine_of(
     kernel: AttentionKernel | None = None,
     fused_backend: Literal["apex", "torch"] = "torch",
     tensor: int = 1,
+    pieces: TokenPieces = TokenPieces(),  # noqa: B008  # frozen
     decoupled: Collection[str] = (),
 ) -> ZeroEngine:
     """An engine with the initial weights of `seed`, drawn on the CPU whatever the device.
 
-    `tensor` ranks share each layer.
+    `tensor` ranks share each layer, and tokens in `pieces`.
     """
     zero = zero or ZeroConfig()
     norms, attention = norm_classes(fused_backend), kernel or DotProduct()
     share, parts = ALONE, ModelComponents(norms, attention=attention)
     if tensor > 1:
         assert topology is not None
-        group = TensorGroup(Grid(topology, tensor).tensor_ranks, topology.rank)
-        parts = TensorParallelComponents(norms, attention=attention, group=group, tokens=config.seq_length)
+        ranks = Grid(topology, tensor).tensor_ranks
+        group = TensorGroup(ranks, topology.rank, prioritized=pieces.most > 1)
+        parts = TensorParallelComponents(
+            norms, attention=attention, group=group, tokens=config.seq_length, pieces=pieces
+        )
     elif zero.zero_table_rows is not None:
         parts = RowBlockComponents(norms, attention=attention, rows=zero.zero_table_rows)
     with torch.device("meta"):

@@ -11,6 +11,7 @@ import torch
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.tensor_parallel import TokenPieces
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.engine import ZeroEngine
@@ -51,6 +52,7 @@ FOUR_BITS = (
     ("zero_quantized_weights_format", "delta4"),
     ("zero_quantized_gradients_format", "rotated4"),
 )
+PIECES = TokenPieces(most=4, least=1)
 MODELS = {"gpt2": GPT_2, "llama": LLAMA}
 RECOMPUTE = {
     "stored": RecomputeConfig(),
@@ -71,6 +73,7 @@ class Case:
     precision: PrecisionConfig = FP32
     dropout: float = 0.0
     documents: bool = False
+    pieces: TokenPieces = TokenPieces()
     zero: tuple[tuple[str, Any], ...] = ()
 
 
@@ -83,6 +86,7 @@ def build(case: Case, topology: Topology) -> ZeroEngine:
         precision=case.precision,
         topology=topology,
         tensor=case.tensor,
+        pieces=case.pieces,
         operations=operations() if case.zero else None,
     )
 
@@ -98,10 +102,11 @@ class Trained:
 
 def train(topology: Topology, cases: tuple[Case, ...]) -> list[Trained]:
     torch.set_num_threads(1)
-    return [_train(build(case, topology), case) for case in cases]
+    return [train_engine(build(case, topology), case) for case in cases]
 
 
-def _train(engine: ZeroEngine, case: Case) -> Trained:
+def train_engine(engine: ZeroEngine, case: Case) -> Trained:
+    """Train an engine of a case, and close it."""
     data = torch.randint(VOCAB, (STEPS, SAMPLES, 13), generator=torch.Generator().manual_seed(8))
     mine = slice(engine.grid.data.rank, None, engine.grid.data.world_size)
     losses, norms, gradient = [], [], {}
@@ -234,28 +239,30 @@ def _skipped(topology: Topology) -> list[float]:
     return skipped
 
 
+@pytest.mark.parametrize("pieces", [TokenPieces(), PIECES], ids=["whole", "pieces"])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_the_ledger_has_what_the_collectives_sent(recompute: str) -> None:
+def test_the_ledger_has_what_the_collectives_sent(recompute: str, pieces: TokenPieces) -> None:
     """Counted apart: each collective of hidden states is called with its bytes recorded."""
-    for counted, sent in on_ranks(2, _traffic, recompute):
+    for counted, sent in on_ranks(2, _traffic, Case("llama", 2, 0, recompute, pieces=pieces)):
         assert counted == sent > 0
 
 
-def _traffic(topology: Topology, recompute: str) -> tuple[int, int]:
+def _traffic(topology: Topology, case: Case) -> tuple[int, int]:
     """Bytes inside the node by the ledger, and those given to the collectives, of one step without ZeRO."""
-    engine = build(Case("llama", 2, 0, recompute), topology)
+    engine = build(case, topology)
     group, sent = engine.share.group, 0
-    gather, scatter = group.start_gather, group.start_scatter_sum
 
-    def recorded(collective: Callable[[torch.Tensor], torch.Tensor], share: int, rows: torch.Tensor) -> Any:
+    def recorded(collective: Callable[..., Any], share: int, *tensors: torch.Tensor) -> Any:
         nonlocal sent
+        *_, rows = tensors
         if rows.shape[-1] == LLAMA.hidden_size:  # not the loss's three numbers per token
             sent += rows.nbytes // share
-        return collective(rows)
+        return collective(*tensors)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group, "start_gather", partial(recorded, gather, 1))
-        patch.setattr(group, "start_scatter_sum", partial(recorded, scatter, 2))
+        for name, share in (("gather", 1), ("gather_into", 1), ("scatter_sum", 2), ("scatter_sum_into", 2)):
+            collective = getattr(group, f"start_{name}")
+            patch.setattr(group, f"start_{name}", partial(recorded, collective, share))
         engine.accumulate(torch.randint(VOCAB, (2, 13)), index=0, micro_batches=1)
     counted, between_nodes = engine.take_traffic()
     assert between_nodes == 0

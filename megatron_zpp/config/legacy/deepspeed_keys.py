@@ -190,8 +190,9 @@ _BLOCKS: dict[str, Rule] = {
     "tensor_parallel.autotp_size": Only((0, 1), "use --tensor-model-parallel-size"),
     **{
         f"tensor_parallel.{key}": Idle(_TENSOR)
-        for key in ("preset_model", "tp_overlap_comm", "vocab_parallel_lm_head", "partition_config")
+        for key in ("preset_model", "vocab_parallel_lm_head", "partition_config")
     },
+    "tensor_parallel.tp_overlap_comm": Idle("--tp-comm-overlap sets how tensor ranks exchange activations"),
     "sequence_parallel_size": Only((1,), "every rank computes whole samples; omit it"),
     "checkpoint.load_universal": Only((False,), "every checkpoint loads at any number of ranks"),
     "checkpoint.use_node_local_storage": Only(

@@ -6,7 +6,7 @@ features that are not here.
 
 from megatron_zpp.config.legacy.old_flag import VALUE, OldFlag, idle, only, refused, renamed
 
-_EXCHANGES = "the exchanges of tensor ranks have one implementation"
+_EXCHANGES = "--tp-comm-overlap alone sets how tensor ranks exchange activations"
 _NO_PP = "there is no pipeline parallelism"
 _NO_CP = "there is no context parallelism"
 _GRAPHS = "layers are compiled by torch.compile, without CUDA graphs of their own"
@@ -142,7 +142,7 @@ IDLE_TODAY = (
     *idle("weights are transposed where they are used", "--keep-fp8-transpose-cache"),
     *idle(_SCALE, "--reuse-grad-buf-for-mxfp8-param-ag"),
     # Parallelism that is not used
-    *idle(_EXCHANGES, "--tp-comm-overlap --tp-comm-overlap-rs-dgrad --inference-fuse-tp-communication"),
+    *idle(_EXCHANGES, "--tp-comm-overlap-rs-dgrad --inference-fuse-tp-communication"),
     *idle(_EXCHANGES, "--no-tp-comm-bulk-wgrad --disable-tp-comm-bulk-wgrad --no-tp-comm-bulk-dgrad"),
     *idle(_EXCHANGES, "--disable-tp-comm-bulk-dgrad --no-tp-comm-overlap-ag --disable-tp-comm-overlap-ag"),
     *idle(_EXCHANGES, "--no-tp-comm-overlap-rs --disable-tp-comm-overlap-rs --no-tp-comm-split-ag"),
