@@ -55,7 +55,7 @@ def build(
         pieces=pieces,
     )
     if compiled:
-        shape = (changes.get("batch", BATCH), config.seq_length)
+        shape = (BATCH, config.seq_length)
         compile_parts(engine.model, shape, print, on_gpu=True)
     return engine
 
