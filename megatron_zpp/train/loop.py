@@ -12,9 +12,8 @@ from megatron_zpp.data.documents import counted_share
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.samples import Samples
 from megatron_zpp.distributed.exchange import Exchange
-from megatron_zpp.reporting.metrics import Interval, PowerMeter, Record, Throughput, memory_record
 from megatron_zpp.reporting.profile import StepProfiler
-from megatron_zpp.reporting.timing import BATCH, FORWARD_BACKWARD, OPTIMIZER, STEP, Timing
+from megatron_zpp.reporting.timing import BATCH, FORWARD_BACKWARD, OPTIMIZER, STEP
 from megatron_zpp.train.buddy_snapshots import MemorySnapshots
 from megatron_zpp.train.evaluation import evaluate
 from megatron_zpp.train.log_head import head_lines, plan_lines
@@ -22,6 +21,7 @@ from megatron_zpp.train.run import Run
 from megatron_zpp.train.sampled_text import text_writer
 from megatron_zpp.train.saver import Saver
 from megatron_zpp.train.skips import SkipFlag
+from megatron_zpp.train.step_log import StepLog
 from megatron_zpp.train.stopping import Ending, Stop, StopConditions
 from megatron_zpp.zero.engine import LEAST_WEIGHT, Batch, StepResult
 
@@ -73,23 +73,11 @@ class Trainer:
         shared = engine.share.group is not None  # tensor ranks compute samples of one length alone
         positions = config.model.seq_length if shared else config.model.max_position_embeddings
         self._write_text = text_writer(engine, config.evaluation, config.tokenizer, positions)
-        self._throughput = Throughput.of(
-            config.model,
-            run.tokenizer["vocab_size"],
-            devices=engine.topology.world_size,
-            device=engine.device,
-            dtype=config.precision.compute_dtype(engine.device.type),
-            fp8=config.precision.fp8,
-            peak=config.logging.device_peak_tflops,
-        )
-        self._timing = Timing(config.timing, engine)
         self._profiler = StepProfiler(config.timing, engine.topology.rank, engine.device)
-        self._interval = Interval(engine.device)
-        self._power = PowerMeter(engine.device)
+        self._log = StepLog(run)
         self._skip_flag = SkipFlag(engine.device)
         self._evaluated: dict[str, int] = {}  # split -> iteration of its last evaluation
-        self._learning_rate, self._samples = 0.0, 0  # of the newest step
-        self._decoupled_rate: float | None = None  # of the newest step
+        self._samples = 0  # of the newest step
         self._per_token = config.training.calculate_per_token_loss and config.data.eod_mask_loss
         self._warm = False  # whether a step is done
 
@@ -135,16 +123,16 @@ class Trainer:
         with self._batches() as loader:
             batches = iter(loader)
             while self.progress.iteration < self._schedule.iterations:
-                self._interval.watch.resume()
+                self._log.watch.resume()
                 with self._engine.sections(STEP):
                     result = self._step(batches)
-                self._reporter.step_done(self._interval.newest_loss)
+                self._reporter.step_done(self._log.newest_loss)
                 self._stops.check_references(self.progress.iteration)
                 if self.progress.iteration % self._config.logging.log_interval == 0:
-                    self._log(result)
+                    self._log.interval(self.progress, result)
                 elif self.progress.iteration == first:
-                    self._log_first_step()
-                self._interval.watch.pause()
+                    self._log.first_step(self.progress)
+                self._log.watch.pause()
                 if self._profiler.ends_after(self.progress.iteration):
                     self._end_profile()
                 if self.progress.iteration % self._config.evaluation.eval_interval == 0:
@@ -215,18 +203,16 @@ class Trainer:
             self._snapshots.before_step()
         self._count_if_skipped()
         with sections(OPTIMIZER):
-            self._learning_rate = self._schedule.learning_rate_at(self.progress)
-            self._decoupled_rate = self._schedule.decoupled_rate_at(self.progress)
-            result = self._engine.step(
-                self._learning_rate, self._decoupled_rate, count_zeros=self._counts_zeros()
-            )
+            rate = self._schedule.learning_rate_at(self.progress)
+            decoupled_rate = self._schedule.decoupled_rate_at(self.progress)
+            result = self._engine.step(rate, decoupled_rate, count_zeros=self._counts_zeros())
         self._skip_flag.send(result.skipped)
         self._samples = samples = schedule.global_batch_size_at(consumed)
         self.progress = replace(
             self.progress, iteration=self.progress.iteration + 1, consumed_samples=consumed + samples
         )
         loss = losses / micro_batches if result.weight is None else self._share_of_mean(losses, result.weight)
-        self._interval.add(loss, result, samples, self._engine.take_traffic())
+        self._log.add(loss, result, samples, rate, decoupled_rate)
         self._mark(f"{where}, report")
         self._warm = True
         return result
@@ -258,61 +244,6 @@ class Trainer:
     def _mark(self, text: str) -> None:
         """Mark the activity; the first step is patient because it builds kernels and allocates buffers."""
         self._activity.now(text, patient=not self._warm)
-
-    def _log_first_step(self) -> None:
-        """Say that training has begun, long before the first log line; every rank must call it."""
-        loss = self._engine.mean_over_ranks(self._interval.newest_loss).item()
-        seconds = self._interval.watch.total()
-        self._reporter.say(
-            f" first step, iteration {self.progress.iteration}: loss {loss:.4f}, {seconds:.1f} s"
-        )
-
-    def _log(self, result: StepResult) -> None:
-        """Log the interval that ends here; every rank must call it, for the mean of the loss."""
-        interval, progress = self._interval, self.progress
-        loss = self._engine.mean_over_ranks(interval.loss_sum / interval.iterations).item()
-        nans = self._engine.sum_over_ranks(interval.not_finite) > 0  # on any rank, in each iteration
-        traffic = self._engine.sum_over_ranks(torch.tensor(interval.traffic, device=self._engine.device))
-        intra_node, inter_node = (traffic // interval.iterations).tolist()
-        times, lines = self._timing.report(interval.iterations)
-        seconds = interval.watch.lap()
-        tokens = interval.samples * self._config.model.seq_length
-        self._reporter.log(
-            {
-                "iteration": progress.iteration,
-                "consumed_samples": progress.consumed_samples,
-                "lm_loss": loss,
-                "grad_norm": result.grad_norm.item(),
-                "learning_rate": self._learning_rate,
-                **self._more(result),
-                "global_batch_size": interval.batch,
-                "loss_scale": result.loss_scale.item(),
-                "skipped": int(interval.skipped.item()),
-                "nan": int(nans.sum().item()),
-                **({} if interval.raised_units is None else {"raised_units": interval.raised_units}),
-                "elapsed_ms": 1000 * seconds / interval.iterations,
-                **self._throughput.record(tokens, seconds),
-                "intra_node_bytes": intra_node,
-                "inter_node_bytes": inter_node,
-                **memory_record(self._engine.device),
-                **self._power.record(),
-                **times,
-            }
-        )
-        for line in lines:
-            self._reporter.say(line)
-        interval.restart()
-
-    def _more(self, result: StepResult) -> Record:
-        """The numbers that flags ask for; every rank must call it."""
-        found: Record = {}
-        if self._decoupled_rate is not None:
-            found["decoupled_learning_rate"] = self._decoupled_rate
-        if result.zeros is not None:
-            found["num_zeros"] = int(result.zeros.item())
-        if self._config.logging.log_params_norm:
-            found["params_norm"] = self._engine.weights_norm().item()
-        return found
 
     def _evaluate(self, split: str) -> None:
         samples: Samples | None = getattr(self._splits, split)

@@ -1,0 +1,101 @@
+"""What a run logs of its steps: sums over a log interval, throughput, memory and times."""
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.checkpoint.states import Progress
+from megatron_zpp.reporting.metrics import Interval, PowerMeter, Record, Stopwatch, Throughput, memory_record
+from megatron_zpp.reporting.timing import Timing
+from megatron_zpp.train.run import Run
+from megatron_zpp.zero.engine import StepResult
+
+
+class StepLog:
+    """Adds up the steps of an interval, and logs it. Without reading a number of the device until then."""
+
+    def __init__(self, run: Run) -> None:
+        config, engine = run.config, run.engine
+        self._engine, self._reporter, self._logging = engine, run.reporter, config.logging
+        self._seq_length = config.model.seq_length
+        self._throughput = Throughput.of(
+            config.model,
+            run.tokenizer["vocab_size"],
+            devices=engine.topology.world_size,
+            device=engine.device,
+            dtype=config.precision.compute_dtype(engine.device.type),
+            fp8=config.precision.fp8,
+            peak=config.logging.device_peak_tflops,
+        )
+        self._timing = Timing(config.timing, engine)
+        self._interval, self._power = Interval(engine.device), PowerMeter(engine.device)
+        self._rate = 0.0  # the learning rate of the newest step
+        self._decoupled_rate: float | None = None  # of the newest step
+
+    @property
+    def watch(self) -> Stopwatch:
+        """Measures the time of steps: pause it for everything else."""
+        return self._interval.watch
+
+    @property
+    def newest_loss(self) -> Tensor:
+        """This rank's loss () of the newest step."""
+        return self._interval.newest_loss
+
+    def add(
+        self, loss: Tensor, result: StepResult, samples: int, rate: float, decoupled_rate: float | None
+    ) -> None:
+        """Add a step with this rank's `loss`, the global batch's `samples`, and its learning rates."""
+        self._interval.add(loss, result, samples, self._engine.take_traffic())
+        self._rate, self._decoupled_rate = rate, decoupled_rate
+
+    def first_step(self, progress: Progress) -> None:
+        """Say that training has begun, long before the first log line; every rank must call it."""
+        loss = self._engine.mean_over_ranks(self.newest_loss).item()
+        seconds = self.watch.total()
+        self._reporter.say(f" first step, iteration {progress.iteration}: loss {loss:.4f}, {seconds:.1f} s")
+
+    def interval(self, progress: Progress, result: StepResult) -> None:
+        """Log the interval that ends with `result`; every rank must call it, for the mean of the loss."""
+        interval = self._interval
+        loss = self._engine.mean_over_ranks(interval.loss_sum / interval.iterations).item()
+        nans = self._engine.sum_over_ranks(interval.not_finite) > 0  # on any rank, in each iteration
+        traffic = self._engine.sum_over_ranks(torch.tensor(interval.traffic, device=self._engine.device))
+        intra_node, inter_node = (traffic // interval.iterations).tolist()
+        times, lines = self._timing.report(interval.iterations)
+        seconds = interval.watch.lap()
+        self._reporter.log(
+            {
+                "iteration": progress.iteration,
+                "consumed_samples": progress.consumed_samples,
+                "lm_loss": loss,
+                "grad_norm": result.grad_norm.item(),
+                "learning_rate": self._rate,
+                **self._more(result),
+                "global_batch_size": interval.batch,
+                "loss_scale": result.loss_scale.item(),
+                "skipped": int(interval.skipped.item()),
+                "nan": int(nans.sum().item()),
+                **({} if interval.raised_units is None else {"raised_units": interval.raised_units}),
+                "elapsed_ms": 1000 * seconds / interval.iterations,
+                **self._throughput.record(interval.samples * self._seq_length, seconds),
+                "intra_node_bytes": intra_node,
+                "inter_node_bytes": inter_node,
+                **memory_record(self._engine.device),
+                **self._power.record(),
+                **times,
+            }
+        )
+        for line in lines:
+            self._reporter.say(line)
+        interval.restart()
+
+    def _more(self, result: StepResult) -> Record:
+        """The numbers that flags ask for; every rank must call it."""
+        found: Record = {}
+        if self._decoupled_rate is not None:
+            found["decoupled_learning_rate"] = self._decoupled_rate
+        if result.zeros is not None:
+            found["num_zeros"] = int(result.zeros.item())
+        if self._logging.log_params_norm:
+            found["params_norm"] = self._engine.weights_norm().item()
+        return found
