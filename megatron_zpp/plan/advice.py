@@ -1,20 +1,21 @@
-"""Compares the plan with plans of other settings: which ZeRO++ options pay, and which settings would fit."""
+"""Compares the plan with plans of other stages and ZeRO++ options: which of them pay."""
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_zpp.config.model import RecomputeConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.plan.hardware import USABLE, Machine
-from megatron_zpp.plan.job import Job, units_of
+from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import Memory, memory_of
 from megatron_zpp.plan.step_time import StepTime, step_time
 from megatron_zpp.plan.traffic import SentBytes, total, traffic_of
 
 WORTH = 0.01  # of a step's time: the model is not accurate enough for smaller differences
+HPZ, _WEIGHTS = "--zero-hpz-partition-size", "--zero-quantized-weights"
+ACCUMULATE = "--zero-gradient-partition-size"
+_OPTIONS = (_WEIGHTS, HPZ, "--zero-quantized-gradients", ACCUMULATE)
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,11 @@ def zeropp_plans(job: Job, machine: Machine) -> list[Plan]:
 
 def _means_something(flag: str, job: Job) -> bool:
     """Whether an option of ZeRO++ has an effect in this job."""
-    if flag == _HPZ:
+    if flag == HPZ:
         return job.zero.zero_stage == 3
     if flag == _WEIGHTS and job.precision.fp8_param_gather:
         return False  # it is refused
-    if flag == _ACCUMULATE:
+    if flag == ACCUMULATE:
         return job.zero.zero_stage >= 2 and job.nodes > 1 and job.micro_batches > 1
     return job.zero.zero_stage >= 1
 
@@ -97,11 +98,11 @@ def accumulation_advice(job: Job, gibibytes: float) -> str | None:
 
     It pays if gradients cross the link between nodes after every micro-batch.
     """
-    if job.zero.zero_gradient_partition_size != "off" or not _means_something(_ACCUMULATE, job):
+    if job.zero.zero_gradient_partition_size != "off" or not _means_something(ACCUMULATE, job):
         return None
     zero = dataclasses.replace(job.zero, zero_gradient_partition_size="auto")
     changed = dataclasses.replace(job, zero=zero)
-    return _sends_less(f"{_ACCUMULATE} auto", job, changed, gibibytes)
+    return _sends_less(f"{ACCUMULATE} auto", job, changed, gibibytes)
 
 
 def _sends_less(flags: str, job: Job, changed: Job, gibibytes: float) -> str | None:
@@ -142,45 +143,10 @@ def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:,.1f}" if seconds < 1 else f"{1000 * seconds:,.0f}"
 
 
-def ways_to_fit(job: Job, machine: Machine) -> Iterator[Plan]:
-    """Plans that take less memory: each change alone, then the furthest value of all of them together."""
-    alone = {
-        **{f"{_STAGE} {stage}": at_stage(job, stage) for stage in _higher_stages(job)},
-        **_micro_batches(job),
-        **({f"without {_HPZ}": _without_hpz(job)} if job.zero.hpz else {}),
-        **({f"without {_ACCUMULATE}": _without_accumulation(job)} if _accumulates(job.zero) else {}),
-        **({f"{_UNIT} sublayer": _in_sublayers(job)} if _can_cut(job) else {}),
-        **({_RECOMPUTE: _recomputed(job)} if job.recompute.recompute_granularity != "full" else {}),
-        **({"--zero-offload-optimizer": _offloaded(job)} if _can_offload(job) else {}),
-    }
-    for name, changed in alone.items():
-        yield plan_of(name, changed, machine)
-    furthest = [name for name in alone if name in _CHANGES]
-    if len(furthest) > 1:
-        together = job
-        for name in furthest:
-            together = _CHANGES[name](together)
-        yield plan_of("all of these", together, machine)
-
-
-def faster_stage(plan: Plan, machine: Machine, gibibytes: float) -> Plan | None:
-    """The fastest plan of another stage that fits; None if it is not faster than `plan`."""
-    job = plan.job
-    stages = [stage for stage in range(4) if stage != job.zero.zero_stage] if job.data_ranks > 1 else []
-    others = [plan_of(f"{_STAGE} {stage}", at_stage(job, stage), machine) for stage in stages]
-    fitting = [other for other in others if other.fits(gibibytes)]
-    best = min(fitting, key=lambda other: other.time.seconds, default=None)
-    return best if best and best.time.seconds < (1 - WORTH) * plan.time.seconds else None
-
-
-def _higher_stages(job: Job) -> range:
-    return range(job.zero.zero_stage + 1, 4) if job.data_ranks > 1 else range(0)
-
-
 def at_stage(job: Job, stage: int) -> Job:
     """The job at another stage, with the options of ZeRO++ that this stage allows."""
     zero = job.zero
-    options = (zero.zero_quantized_weights, zero.hpz, zero.zero_quantized_gradients, _accumulates(zero))
+    options = (zero.zero_quantized_weights, zero.hpz, zero.zero_quantized_gradients, accumulates(zero))
     chosen = [given and stage >= least for given, least in zip(options, (1, 3, 1, 1), strict=True)]
     plain = dataclasses.replace(_plain(zero), zero_stage=stage, zero_prefetch_units=None)
     if stage == 3 and zero.zero_stage == 3:
@@ -208,7 +174,8 @@ def _plain(zero: ZeroConfig) -> ZeroConfig:
     )
 
 
-def _accumulates(zero: ZeroConfig) -> bool:
+def accumulates(zero: ZeroConfig) -> bool:
+    """Whether gradients are accumulated in groups of ranks."""
     return zero.zero_gradient_partition_size != "off"
 
 
@@ -230,71 +197,18 @@ def _options(
         settings["zero_quantized_gradients_format"] = given.zero_quantized_gradients_format
     if accumulate:
         size = given.zero_gradient_partition_size
-        settings["zero_gradient_partition_size"] = size if _accumulates(given) else "auto"
+        settings["zero_gradient_partition_size"] = size if accumulates(given) else "auto"
     if weights or gradients:
         settings["zero_quantization_block"] = given.zero_quantization_block
     return dataclasses.replace(plain, **settings)
 
 
-def _micro_batches(job: Job) -> dict[str, Job]:
-    """Jobs with micro-batches halved repeatedly while the size divides, and with more of them."""
-    changed, size = {}, job.micro_batch_size
-    while size % 2 == 0:
-        size //= 2
-        changed[f"{_MICRO} {size}"] = _in_micro_batches_of(job, size)
-    return changed
-
-
-def _in_micro_batches_of(job: Job, size: int) -> Job:
-    count = job.micro_batches * job.micro_batch_size // size
-    return dataclasses.replace(job, micro_batch_size=size, micro_batches=count)
-
-
-def _without_hpz(job: Job) -> Job:
+def without_hpz(job: Job) -> Job:
+    """The job without secondary shards, and without the options that need them."""
     zero = job.zero
-    return _with(job, zero.zero_quantized_weights, False, zero.zero_quantized_gradients, _accumulates(zero))
+    return _with(job, zero.zero_quantized_weights, False, zero.zero_quantized_gradients, accumulates(zero))
 
 
-def _without_accumulation(job: Job) -> Job:
+def without_accumulation(job: Job) -> Job:
+    """The job that reduces gradients over all ranks after every micro-batch."""
     return dataclasses.replace(job, zero=dataclasses.replace(job.zero, zero_gradient_partition_size="off"))
-
-
-def _recomputed(job: Job) -> Job:
-    full = RecomputeConfig(recompute_granularity="full", recompute_method="uniform")
-    return dataclasses.replace(job, recompute=full)
-
-
-def _can_cut(job: Job) -> bool:
-    """Whether the run could have units of sublayers and has not."""
-    return not (job.zero.cuts_layers or job.precision.fp8_delayed)
-
-
-def _can_offload(job: Job) -> bool:
-    """Whether the run could have its optimizer on the CPU and has not."""
-    return not (job.zero.zero_offload_optimizer or job.precision.fp8_param_gather)
-
-
-def _in_sublayers(job: Job) -> Job:
-    rows = job.zero.zero_table_rows
-    units = units_of(job.model, job.vocab_size, job.tensor, cut_layers=True, table_rows=rows)
-    return dataclasses.replace(job, zero=dataclasses.replace(job.zero, zero_unit="sublayer"), units=units)
-
-
-def _offloaded(job: Job) -> Job:
-    return dataclasses.replace(job, zero=dataclasses.replace(job.zero, zero_offload_optimizer=True))
-
-
-_HPZ, _WEIGHTS = "--zero-hpz-partition-size", "--zero-quantized-weights"
-_ACCUMULATE = "--zero-gradient-partition-size"
-_OPTIONS = (_WEIGHTS, _HPZ, "--zero-quantized-gradients", _ACCUMULATE)
-_MICRO, _RECOMPUTE = "--micro-batch-size", "--recompute-granularity full --recompute-method uniform"
-_STAGE, _UNIT = "--zero-stage", "--zero-unit"
-_CHANGES = {  # the furthest value of each flag
-    f"{_STAGE} 3": lambda job: at_stage(job, 3),
-    f"without {_HPZ}": _without_hpz,
-    f"without {_ACCUMULATE}": _without_accumulation,
-    f"{_MICRO} 1": lambda job: _in_micro_batches_of(job, 1),
-    f"{_UNIT} sublayer": _in_sublayers,
-    _RECOMPUTE: _recomputed,
-    "--zero-offload-optimizer": _offloaded,
-}

@@ -9,15 +9,14 @@ from megatron_zpp.plan.advice import (
     Plan,
     advice_of,
     at_stage,
-    faster_stage,
     fits,
     least_that_pays,
     plan_of,
-    ways_to_fit,
     why,
     zeropp_plans,
 )
 from megatron_zpp.plan.exchanges import ledgers_of
+from megatron_zpp.plan.fitting import faster_stage, table_advice, ways_to_fit
 from megatron_zpp.plan.hardware import (
     CPU_BYTES_PER_SECOND,
     INSIDE_SHARE,
@@ -98,7 +97,7 @@ def _memory(plan: Plan, gpu: Gpu, machine: Machine) -> Iterator[str]:
 
 
 def _verdict(plan: Plan, gpu: Gpu, machine: Machine) -> Iterator[str]:
-    """Whether the run fits, what would make it fit if not, and whether another stage that fits is faster."""
+    """Whether the run fits, what would make it fit if not, and what else fits in less time or memory."""
     room = (
         f"{plan.memory.peak / 2**30:.2f} GiB, in {plan.memory.peak_at}, of {USABLE * gpu.memory:.2f} "
         f"({gpu.memory:g} less {1 - USABLE:.0%} for CUDA, NCCL and fragmentation)"
@@ -114,13 +113,15 @@ def _verdict(plan: Plan, gpu: Gpu, machine: Machine) -> Iterator[str]:
             peak = f"{faster.memory.peak / 2**30:.2f} GiB"
             gain = f"{then:,.1f} ms per step, not {now:,.1f}"
             yield f"  {faster.name} fits as well, in {peak}, and is faster: {gain}"
-        return
-    yield f"  * this run does NOT fit: {room}"
-    yield "  what would change that:"
-    for other in ways_to_fit(plan.job, machine):
-        verdict = "fits" if other.fits(gpu.memory) else "does not fit"
-        peak, milliseconds = f"{other.memory.peak / 2**30:10.2f} GiB", 1e3 * other.time.seconds
-        yield f"    {other.name:56}{peak} {milliseconds:12,.1f} ms  {verdict}"
+    else:
+        yield f"  * this run does NOT fit: {room}"
+        yield "  what would change that:"
+        for other in ways_to_fit(plan.job, machine):
+            verdict = "fits" if other.fits(gpu.memory) else "does not fit"
+            peak, milliseconds = f"{other.memory.peak / 2**30:10.2f} GiB", 1e3 * other.time.seconds
+            yield f"    {other.name:56}{peak} {milliseconds:12,.1f} ms  {verdict}"
+    if advice := table_advice(plan, machine, gpu.memory):
+        yield f"  advice: {advice}"
 
 
 def _traffic(plan: Plan) -> Iterator[str]:

@@ -33,11 +33,11 @@ from megatron_zpp.distributed.rendezvous import SAY_AFTER
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.supervision.errors import end_at_once
-from megatron_zpp.supervision.heartbeat_messages import HeartbeatMessage, LivenessMonitor
+from megatron_zpp.supervision.heartbeat_messages import HeartbeatMessage, LivenessMonitor, Patience
 
 _VERDICT = "verdict"
 _NOTHING_YET = "null"
-_NEWS = 0.5  # seconds for lifelines to tell why the store is gone
+_NEWS = 2.0  # seconds for lifelines to tell what ended a rank; no rank needs them but on a busy machine
 _FAREWELL = 8.0  # seconds for other ranks to read a verdict before rank 0 closes the store
 
 
@@ -91,7 +91,8 @@ class _Pulse:
         self._topology, self._timeout, self._prog, self._activity = topology, timeout, prog, activity
         self._clock = activity.clock
         self._interval = min(1.0, timeout / 6)
-        self._monitor = LivenessMonitor(timeout=timeout, patience=4 * self._interval)
+        self._news = _NEWS if lifelines else 0.0
+        self._monitor = LivenessMonitor(timeout=timeout, patience=4 * self._interval, news=self._news)
         self._count = 0
         # Rank 0's newest message, kept because rank 0 cannot report its own end.
         self._first: HeartbeatMessage | None = None
@@ -117,7 +118,7 @@ class _Pulse:
     def ask(self) -> None:
         """After a failed collective: wait for the verdict, which ends the process."""
         self._begin_to_ask()
-        self._over.wait(8 * self._interval)
+        self._over.wait(8 * self._interval + self._news)
         if self._found:  # and the others are being told
             self._over.wait(_FAREWELL + self._interval)
 
@@ -178,24 +179,25 @@ class _Pulse:
                 self._wake.wait(self._interval / 4 if self._hurries else self._interval)
                 self._wake.clear()
         except dist.DistNetworkError:
+            if not (self._leaves or self._failed):
+                self._over.wait(self._news)  # of the rank that was lost first, which end this process
             if self._leaves or self._failed:
                 self._told.set()
                 return
-            if self._lifelines:
-                self._over.wait(_NEWS)  # of the rank that was lost first, which end this process
             # After a verdict, other ranks may exit before this process does.
             self._verdict = self._verdict or self._without_store("is gone")
 
     def _watch(self) -> None:
         """The second thread."""
+        # On a busy machine one call of the store may time out, but hardly two.
+        patience = Patience(self._timeout, 5 * self._interval, self._news)
         while not self._over.wait(self._interval / 4):
             self._clock.tick(2 * self._interval)
             if not self._asks and self._told_to_stop() and self._makes_no_progress():
                 self._begin_to_ask()
             silence = self._clock.seconds - self._answered
-            # On a busy machine one call of the store may time out, but hardly two.
-            patience = 5 * self._interval if self._asks else self._timeout
-            if self._verdict is None and silence > patience:
+            longest = patience.limit(self._clock.seconds, asks=self._asks)
+            if self._verdict is None and silence > longest:
                 self._verdict = self._without_store(f"has been silent for {silence:.0f} s")
             if self._verdict is not None and self._failed is None:
                 self._end(self._verdict)

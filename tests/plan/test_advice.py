@@ -11,13 +11,12 @@ from megatron_zpp.plan.advice import (
     accumulation_advice,
     at_stage,
     difference_advice,
-    faster_stage,
     least_that_pays,
     plan_of,
-    ways_to_fit,
     why,
     zeropp_plans,
 )
+from megatron_zpp.plan.fitting import faster_stage, ways_to_fit
 from megatron_zpp.plan.hardware import GPUS, Machine, machine
 from megatron_zpp.plan.memory import memory_of
 from tests.plan.jobs import FOUR_BITS, HPZ, NO_DROPOUT, QGZ, QWZ, job_of

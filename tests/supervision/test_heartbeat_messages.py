@@ -1,6 +1,6 @@
 """What is concluded from heartbeat messages alone: who is silent, failed, stuck or slow."""
 
-from megatron_zpp.supervision.heartbeat_messages import HeartbeatMessage, LivenessMonitor
+from megatron_zpp.supervision.heartbeat_messages import HeartbeatMessage, LivenessMonitor, Patience
 
 
 def beat(rank: int, count: int = 1, **changes: object) -> HeartbeatMessage:
@@ -9,7 +9,7 @@ def beat(rank: int, count: int = 1, **changes: object) -> HeartbeatMessage:
 
 
 def test_the_liveness_monitor_names_silent_failed_and_stuck_ranks() -> None:
-    judge = LivenessMonitor(timeout=60, patience=3)
+    judge = LivenessMonitor(timeout=60, patience=3, news=0)
     judge.see([beat(0), beat(1), None], 100)
     judge.see([beat(0, 2), beat(1), None], 160)
     assert judge.lost([beat(0, 2), beat(1), None]) is None
@@ -31,8 +31,28 @@ def test_the_liveness_monitor_names_silent_failed_and_stuck_ranks() -> None:
     assert judge.lost([beat(0), beat(1), beat(2, failed="no memory")]) == "rank 2 [host2] failed: no memory"
 
 
+def test_who_begins_to_ask_waits_for_news_of_an_end_before_a_long_silence_counts() -> None:
+    """A process killed while it waited for a disk has been silent for long when its connections close."""
+    judge = LivenessMonitor(timeout=60, patience=3, news=2)
+    judge.see([beat(0), beat(1)], 100)
+    asking = [beat(0, 2, asks=True), beat(1)]
+    for now, known in ((106, False), (107.9, False), (108, True)):
+        judge.see(asking, now)
+        assert bool(judge.lost(asking)) == known
+    judge.see([beat(0, 3), beat(1)], 109)  # who asked has been told: the next one to ask waits again
+    assert judge.lost([beat(0, 3), beat(1)]) is None
+    judge.see(asking, 111)
+    assert judge.lost(asking) is None
+
+
+def test_patience_is_short_once_a_rank_has_asked_for_a_while_and_never_longer_than_usual() -> None:
+    patience = Patience(60, 5, 2)
+    asked = [(now, patience.limit(now, asks=now >= 10)) for now in (0.0, 10.0, 11.9, 12.0, 70.0)]
+    assert asked == [(0.0, 60), (10.0, 60), (11.9, 60), (12.0, 5), (70.0, 5)]
+
+
 def test_the_rank_with_the_fewest_marks_is_stuck_and_not_those_that_wait_for_it() -> None:
-    judge = LivenessMonitor(timeout=60, patience=3)
+    judge = LivenessMonitor(timeout=60, patience=3, news=0)
     waiting = [beat(0, seconds=61), beat(2, seconds=61)]
     assert "rank 1 [host1] stuck for 61 s" in judge.stuck([*waiting, beat(1, marks=9, seconds=61)])
     assert judge.stuck([*waiting, beat(1, marks=9, seconds=5)]) is None  # slow, not stuck
@@ -45,7 +65,7 @@ def test_the_rank_with_the_fewest_marks_is_stuck_and_not_those_that_wait_for_it(
 
 
 def test_waiting_ranks_are_told_for_which_rank_they_wait() -> None:
-    judge = LivenessMonitor(timeout=60, patience=3)
+    judge = LivenessMonitor(timeout=60, patience=3, news=0)
     joins = {"limit": 100.0, "doing": "joins", "seconds": 12}
     everyone = [beat(0, **joins), beat(1, **joins)]
     judge.see(everyone, 100)

@@ -58,6 +58,18 @@ def join_for_ever(file: Path) -> None:
     joining.process_group = wait
 
 
+def assert_all_name(victim: int, run: Run) -> None:
+    """All ranks end, and all but the victim with one line that says what ended it."""
+    begin = time.monotonic()
+    assert run.statuses() == {rank: -9 if rank == victim else 1 for rank in range(2 * NODE)}
+    print(f"{time.monotonic() - begin:.2f} s until the last rank has ended")
+    host = platform.node()
+    for rank in set(range(2 * NODE)) - {victim}:
+        beginning = f"pretrain_gpt.py [{host} rank {rank}]: error: rank {victim} [{host}] "
+        (line,) = run.err(rank).splitlines()
+        assert line.startswith(tuple(f"{beginning}{text}" for text in LINES))
+
+
 @pytest.mark.parametrize(("moment", "victim"), KILLS)
 def test_all_ranks_name_a_killed_one(moment: str, victim: int, flags: list[str], tmp_path: Path) -> None:
     flags = [*flags, "--global-batch-size", "16", "--train-iters", "100000", *MOMENTS[moment].split()]
@@ -71,14 +83,27 @@ def test_all_ranks_name_a_killed_one(moment: str, victim: int, flags: list[str],
             run.start(rank, *flags, *save, change=change, **place)
         await_moment(moment, run, saves)
         os.kill(run.processes[victim].pid, signal.SIGKILL)
-        begin = time.monotonic()
-        assert run.statuses() == {rank: -9 if rank == victim else 1 for rank in range(2 * NODE)}
-        print(f"{time.monotonic() - begin:.2f} s until the last rank has ended")
-        host = platform.node()
-        for rank in set(range(2 * NODE)) - {victim}:
-            beginning = f"pretrain_gpt.py [{host} rank {rank}]: error: rank {victim} [{host}] "
-            (line,) = run.err(rank).splitlines()
-            assert line.startswith(tuple(f"{beginning}{text}" for text in LINES))
+        assert_all_name(victim, run)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("victim", range(2 * NODE))
+def test_all_ranks_name_one_that_is_killed_after_a_silence(
+    victim: int, flags: list[str], tmp_path: Path
+) -> None:
+    """A process that waits for a disk ends only then: its threads are dead for long, its connections open.
+
+    When these close, collectives fail, and a silence that would be enough for who asks is over already.
+    """
+    flags = [*flags, "--global-batch-size", "16", "--train-iters", "100000", "--eval-iters", "0"]
+    with Run(tmp_path / "log", 2 * NODE) as run:
+        for rank in range(2 * NODE):
+            run.start(rank, *flags, LOCAL_RANK=str(rank % NODE), LOCAL_WORLD_SIZE=str(NODE))
+        run.wait_for("iteration        3/")
+        run.send(victim, signal.SIGSTOP)
+        time.sleep(7)  # 5 s of silence are enough
+        run.send(victim, signal.SIGKILL)
+        assert_all_name(victim, run)
 
 
 def test_a_rank_without_a_lifeline_hears_through_the_store(flags: list[str], tmp_path: Path) -> None:

@@ -128,12 +128,25 @@ def test_a_killed_run_goes_on_from_memory(nodes: Nodes, whole: dict[str, bytes],
 
 
 ZEROPP = "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size auto".split()
+BLOCKS = ["--zero-table-rows", "100"]  # of 384 rows
+
+
+def test_units_of_rows_of_a_table_are_whole_again(nodes: Nodes, corpus: str, tmp_path: Path) -> None:
+    """Of untied tables on nodes that are all there: each rank reads its own copy alone."""
+    settings = [*BLOCKS, "--untie-embeddings-and-output-weights"]
+    whole = undisturbed(corpus, tmp_path / "whole", *settings)
+    nodes.crash(13, 10, *settings)
+    assert "loaded iteration 10 in memory" in nodes.finish(*settings)
+    assert weights(nodes.save, END) == whole
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "settings",
     [
+        pytest.param([*BLOCKS, *ZEROPP, "--zero-quantized-weights-format", "delta3"], id="row blocks"),
+        pytest.param([*BLOCKS, "--zero-stage", "2", "--zero-unit", "sublayer"], id="row blocks, stage 2"),
+        pytest.param([*BLOCKS, "--zero-stage", "0"], id="row blocks, stage 0"),
         pytest.param([*ZEROPP, "--zero-quantized-weights-format", "delta3", "--bf16"], id="ZeRO++"),
         pytest.param(["--tensor-model-parallel-size", "2"], id="tensor ranks"),
         pytest.param(["--zero-stage", "0", "--fp16"], id="stage 0"),
@@ -279,17 +292,28 @@ def test_without_a_whole_snapshot_or_a_checkpoint_the_start_after_next_begins_an
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("stage", ["0", "3"])
-def test_fewer_ranks_load_the_memory_of_all(nodes: Nodes, stage: str, tmp_path: Path) -> None:
-    """As they load a checkpoint of the same iteration: one node resumes with what it held for the other."""
-    nodes.crash(13, 10, "--zero-stage", stage, "--save-interval", "10")
+@pytest.mark.parametrize(
+    ("before", "after", "ranks"),
+    [
+        pytest.param(["--zero-stage", "0"], ["--zero-stage", "0"], 1, id="stage 0"),
+        pytest.param([], [], 1, id="stage 3"),
+        pytest.param(BLOCKS, BLOCKS, 1, id="row blocks"),
+        pytest.param(BLOCKS, ["--zero-table-rows", "128"], 2, id="other row blocks"),
+        pytest.param([], BLOCKS, 2, id="row blocks of whole tables"),
+    ],
+)
+def test_a_restart_with_other_shards_loads_the_memory_of_all(
+    nodes: Nodes, before: list[str], after: list[str], ranks: int, tmp_path: Path
+) -> None:
+    """As it loads a checkpoint of the same iteration, with what one node held for the other."""
+    nodes.crash(13, 10, *before, "--save-interval", "10")
     shutil.copytree(nodes.save, tmp_path / "copy")
     nodes.lose(1)
-    assert "loaded iteration 10 in memory" in nodes.finish("--zero-stage", stage, ranks=1)
+    assert "loaded iteration 10 in memory" in nodes.finish(*after, ranks=ranks)
     resumed = weights(nodes.save, END)
     shutil.rmtree(nodes.save)
     shutil.copytree(tmp_path / "copy", nodes.save)
-    assert f"loaded {nodes.save}" in nodes.finish("--zero-stage", stage, ranks=1)
+    assert f"loaded {nodes.save}" in nodes.finish(*after, ranks=ranks)
     assert weights(nodes.save, END) == resumed
 
 

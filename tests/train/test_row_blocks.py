@@ -1,6 +1,7 @@
 """Runs of --zero-table-rows from their command lines."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,7 @@ def test_blocks_have_rows(rows: str, capsys: pytest.CaptureFixture[str]) -> None
     assert "--zero-table-rows" in capsys.readouterr().err + str(refused.value)
 
 
-def test_a_dry_run_plans_blocks() -> None:
+def test_a_dry_run_recommends_blocks_and_plans_them() -> None:
     """A large vocabulary's arena shrinks to that of a small one, and the plan says what it is for."""
     flags = (
         "--dry-run --mock-data --tokenizer-type NullTokenizer --train-iters 10 --lr 1e-4 --bf16 "
@@ -70,11 +71,17 @@ def test_a_dry_run_plans_blocks() -> None:
         "--global-batch-size 16 --plan-nodes 2 --plan-gpus-per-node 8 "
         "--hidden-dropout 0 --attention-dropout 0"
     ).split()
-    buffers = []
-    for more in ((), ("--zero-table-rows", "8192")):
-        done = pretrain(*flags, *more)
-        assert done.returncode == 0, done.stderr
-        line = next(line for line in done.stdout.splitlines() if "buffers of gathers" in line)
-        buffers.append(float(line.split()[-1]))
-        assert ("tables in units of 8192 rows" in done.stdout) == bool(more)
-    assert buffers[1] < 0.3 * buffers[0]
+    whole = pretrain(*flags)
+    assert whole.returncode == 0, whole.stderr
+    advised = re.search(r"advice: --zero-table-rows (\d+) would lower the peak to (\S+) GiB, ", whole.stdout)
+    assert advised, whole.stdout
+    blocks = pretrain(*flags, "--zero-table-rows", advised[1])
+    assert blocks.returncode == 0, blocks.stderr
+    assert f"tables in units of {advised[1]} rows" in blocks.stdout
+    assert f"this run fits: {advised[2]} GiB" in blocks.stdout
+    assert "would lower the peak" not in blocks.stdout
+    before, after = (
+        float(re.search(r"buffers of gathers.* (\S+)$", done.stdout, re.MULTILINE)[1])
+        for done in (whole, blocks)
+    )
+    assert after < 0.3 * before

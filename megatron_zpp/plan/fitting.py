@@ -1,0 +1,156 @@
+"""Which settings take less memory: what would make a run fit, what fits and is faster, tables in blocks."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from megatron_zpp.config.model import RecomputeConfig
+from megatron_zpp.config.options import flag_name
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.plan.advice import (
+    ACCUMULATE,
+    HPZ,
+    WORTH,
+    Plan,
+    accumulates,
+    at_stage,
+    plan_of,
+    without_accumulation,
+    without_hpz,
+)
+from megatron_zpp.plan.hardware import Machine
+from megatron_zpp.plan.job import Job, units_of
+
+_MUCH = 0.1  # of the peak: less memory than that is not worth another order of sums
+_MULTIPLE = 64  # rows of a block: whole tiles of matrix products
+
+_MICRO, _RECOMPUTE = "--micro-batch-size", "--recompute-granularity full --recompute-method uniform"
+_STAGE, _UNIT, _ROWS = "--zero-stage", "--zero-unit", flag_name("zero_table_rows")
+_Change = Callable[[Job], Job]
+
+
+def ways_to_fit(job: Job, machine: Machine) -> Iterator[Plan]:
+    """Plans that take less memory: each change alone, then the furthest value of all of them together."""
+    higher = range(job.zero.zero_stage + 1, 4) if job.data_ranks > 1 else range(0)
+    stages: dict[str, _Change] = {f"{_STAGE} {stage}": partial(at_stage, stage=stage) for stage in higher}
+    micro_batches: dict[str, _Change] = {
+        f"{_MICRO} {size}": partial(_in_micro_batches_of, size=size) for size in _halves(job.micro_batch_size)
+    }
+    others = _other_changes(job)
+    for name, change in {**stages, **micro_batches, **others}.items():
+        yield plan_of(name, change(job), machine)
+    furthest = [*list(stages.values())[-1:], *list(micro_batches.values())[-1:], *others.values()]
+    if len(furthest) > 1:
+        together = job
+        for change in furthest:
+            together = change(together)
+        yield plan_of("all of these", together, machine)
+
+
+def _other_changes(job: Job) -> dict[str, _Change]:
+    """The changes of flags that have one value which takes less memory."""
+    rows = suggested_rows(job)
+    return {
+        **({f"without {HPZ}": without_hpz} if job.zero.hpz else {}),
+        **({f"without {ACCUMULATE}": without_accumulation} if accumulates(job.zero) else {}),
+        **({f"{_UNIT} sublayer": _in_sublayers} if _can_cut(job) else {}),
+        **({f"{_ROWS} {rows}": partial(in_row_blocks, rows=rows)} if rows else {}),
+        **({_RECOMPUTE: _recomputed} if job.recompute.recompute_granularity != "full" else {}),
+        **({"--zero-offload-optimizer": _offloaded} if _can_offload(job) else {}),
+    }
+
+
+def faster_stage(plan: Plan, machine: Machine, gibibytes: float) -> Plan | None:
+    """The fastest plan of another stage that fits; None if it is not faster than `plan`."""
+    job = plan.job
+    stages = [stage for stage in range(4) if stage != job.zero.zero_stage] if job.data_ranks > 1 else []
+    others = [plan_of(f"{_STAGE} {stage}", at_stage(job, stage), machine) for stage in stages]
+    fitting = [other for other in others if other.fits(gibibytes)]
+    best = min(fitting, key=lambda other: other.time.seconds, default=None)
+    return best if best and best.time.seconds < (1 - WORTH) * plan.time.seconds else None
+
+
+def table_advice(plan: Plan, machine: Machine, gibibytes: float) -> str | None:
+    """A line that recommends --zero-table-rows, with its price; None if it is of little use.
+
+    It is of use if the run fits with it and not without, or if it lowers the peak by much.
+    """
+    rows = suggested_rows(plan.job)
+    if rows is None:
+        return None
+    blocks = plan_of(f"{_ROWS} {rows}", in_row_blocks(plan.job, rows), machine)
+    before, after = plan.memory.peak, blocks.memory.peak
+    if not blocks.fits(gibibytes) or (plan.fits(gibibytes) and after > (1 - _MUCH) * before):
+        return None
+    prices = ["a fourth product with the output weights"]
+    sent, more = (each.sent.inter / each.job.nodes / 1e9 for each in (plan, blocks))
+    if more > sent:
+        prices.append(f"{more:.3g} GB per step from each node instead of {sent:.3g}")
+    return (
+        f"{blocks.name} would lower the peak to {after / 2**30:.2f} GiB, for {' and '.join(prices)}: "
+        f"{1e3 * blocks.time.seconds:,.1f} ms per step, not {1e3 * plan.time.seconds:,.1f}"
+    )
+
+
+def suggested_rows(job: Job) -> int | None:
+    """Rows of blocks whose units are as large as a third of a layer; None for tables that are best whole.
+
+    Those are tables smaller than a layer, and tables that are in blocks already or that tensor ranks share.
+    Blocks are equal if fewer than twice as many can be.
+    """
+    entries, width = job.padded_vocab_size, job.model.hidden_size
+    layer = sum(sum(layout.numels) for layout in job.layer_layouts)
+    if job.tensor > 1 or job.zero.zero_table_rows is not None or entries * width <= layer:
+        return None
+    fewest = -(-3 * entries * width // layer)
+    equal = (blocks for blocks in range(fewest, 2 * fewest) if entries % (blocks * _MULTIPLE) == 0)
+    rows = -(-entries // next(equal, fewest))
+    return -(-rows // _MULTIPLE) * _MULTIPLE
+
+
+def in_row_blocks(job: Job, rows: int) -> Job:
+    """The job with tables in blocks of so many rows."""
+    return _with_units(job, dataclasses.replace(job.zero, zero_table_rows=rows))
+
+
+def _halves(size: int) -> Iterator[int]:
+    """The sizes that follow from halving while the size divides."""
+    while size % 2 == 0:
+        size //= 2
+        yield size
+
+
+def _in_micro_batches_of(job: Job, size: int) -> Job:
+    count = job.micro_batches * job.micro_batch_size // size
+    return dataclasses.replace(job, micro_batch_size=size, micro_batches=count)
+
+
+def _recomputed(job: Job) -> Job:
+    full = RecomputeConfig(recompute_granularity="full", recompute_method="uniform")
+    return dataclasses.replace(job, recompute=full)
+
+
+def _can_cut(job: Job) -> bool:
+    """Whether the run could have units of sublayers and has not."""
+    return not (job.zero.cuts_layers or job.precision.fp8_delayed)
+
+
+def _can_offload(job: Job) -> bool:
+    """Whether the run could have its optimizer on the CPU and has not."""
+    return not (job.zero.zero_offload_optimizer or job.precision.fp8_param_gather)
+
+
+def _in_sublayers(job: Job) -> Job:
+    return _with_units(job, dataclasses.replace(job.zero, zero_unit="sublayer"))
+
+
+def _with_units(job: Job, zero: ZeroConfig) -> Job:
+    """The job with the units of `zero`."""
+    units = units_of(
+        job.model, job.vocab_size, job.tensor, cut_layers=zero.cuts_layers, table_rows=zero.zero_table_rows
+    )
+    return dataclasses.replace(job, zero=zero, units=units)
+
+
+def _offloaded(job: Job) -> Job:
+    return dataclasses.replace(job, zero=dataclasses.replace(job.zero, zero_offload_optimizer=True))
