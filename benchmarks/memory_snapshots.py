@@ -19,7 +19,6 @@ Two nodes of one rank each run on this machine, by a torchrun per node. Each has
 
 import argparse
 import itertools
-import math
 import os
 import re
 import shutil
@@ -32,7 +31,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import median
 from typing import Any
 
 import torch
@@ -40,6 +39,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
 from benchmarks.common import RESULTS, write_result
+from benchmarks.intervals import mean_and_interval
 from megatron_zpp.checkpoint.memory_copies import MemoryCopies, SnapshotName, file_names
 from megatron_zpp.distributed.peer_files import FileServer, Peer, put_file
 from tests.support import free_port
@@ -56,8 +56,6 @@ VARIANTS = {
     "memory snapshots": ["--buddy-snapshots", str(EVERY)],
     "asynchronous saves": ["--save-interval", str(EVERY), "--async-save", "--keep-last", "2"],
 }
-# Two-sided 95% of Student's t by degrees of freedom.
-STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 7: 2.36, 9: 2.26, 14: 2.14, 19: 2.09}
 _STEP = re.compile(r"iteration +(\d+)/")
 
 
@@ -256,11 +254,9 @@ def kills(count: int) -> dict[str, Any]:
 
 def interval(values: list[float]) -> dict[str, float]:
     """Median, and mean with its 95% interval by Student's t."""
-    figures = {"median": round(median(values), 4), "mean": round(mean(values), 4)}
-    if len(values) > 1:
-        t = STUDENT[max(degrees for degrees in STUDENT if degrees < len(values))]
-        figures["plus_minus_95"] = round(t * stdev(values) / math.sqrt(len(values)), 4)
-    return figures
+    average, half_width = mean_and_interval(values)
+    figures = {"median": round(median(values), 4), "mean": round(average, 4)}
+    return figures if half_width is None else figures | {"plus_minus_95": round(half_width, 4)}
 
 
 def main() -> None:

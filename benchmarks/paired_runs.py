@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import commit
-from benchmarks.emulation.paired import mean_and_interval
+from benchmarks.intervals import mean_and_interval
 
 Job = tuple[str, int]  # name of a run, seed
 STOPPED = 75  # the exit status where a limit of time ended a call

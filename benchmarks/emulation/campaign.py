@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, save_result
-from benchmarks.emulation.paired import mean_and_interval
 from benchmarks.emulation.rungs import BASELINE, LADDERS, RUNGS, Rung
+from benchmarks.intervals import mean_and_interval
 from benchmarks.paired_runs import STOPPED, Job, PairedRuns, gaps_of
 
 # By size: steps, samples of a micro-batch, samples and times of the evaluation, share of the warm-up. With a

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import paired_runs
 from benchmarks.emulation import campaign
-from benchmarks.emulation.paired import mean_and_interval, t_quantile
+from benchmarks.intervals import mean_and_interval, t_quantile
 
 
 def test_intervals_against_tables_of_the_t_distribution() -> None:

@@ -1,4 +1,4 @@
-"""Paired differences: their mean and its 95% interval by Student's t."""
+"""Means and their 95% intervals by Student's t."""
 
 import math
 import statistics
