@@ -12,19 +12,19 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.directory import checkpoint_name, iteration_of
 from megatron_zpp.checkpoint.manifest import read_manifest
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.same_model import check_tokenizer, check_units
 from megatron_zpp.checkpoint.shard_file import ShardFile
 from megatron_zpp.checkpoint.slices import UNSHARED, Part, Sharing, blocks, fill, same_part
-from megatron_zpp.checkpoint.states import (
-    Progress,
-    check_state,
+from megatron_zpp.checkpoint.state_checks import check_state
+from megatron_zpp.checkpoint.states import tensor_name
+from megatron_zpp.checkpoint.unit_entries import (
     describe_units,
     formats_of_units,
     local_shape,
     rows_of,
     sharing_of,
     split_of,
-    tensor_name,
 )
 from megatron_zpp.checkpoint.write import STATE, shard_file_name
 from megatron_zpp.config.root import Config

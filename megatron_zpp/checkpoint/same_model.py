@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron_zpp.checkpoint.states import split_of
+from megatron_zpp.checkpoint.unit_entries import split_of
 from megatron_zpp.storage.object_path import Location
 from megatron_zpp.tokenizer.base import in_words
 

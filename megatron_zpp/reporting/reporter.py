@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.states import Progress
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.reporting.console import Console

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_zpp.checkpoint.states import Progress
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.run import LoggingConfig

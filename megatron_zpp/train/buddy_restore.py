@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.checkpoint.memory_copies import SnapshotName, layout_of
-from megatron_zpp.checkpoint.states import describe_units
+from megatron_zpp.checkpoint.unit_entries import describe_units
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.rendezvous import ranges

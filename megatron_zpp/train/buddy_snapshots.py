@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from megatron_zpp.checkpoint.memory_copies import SnapshotName
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.snapshot import Snapshot
-from megatron_zpp.checkpoint.states import Progress, describe_state, shards_of
+from megatron_zpp.checkpoint.states import describe_state, shards_of
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.exchange import Exchange

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_zpp.checkpoint.states import Progress
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.root import Config
 from megatron_zpp.data.open import Splits, seed_of
 from megatron_zpp.data.resume import resume_data

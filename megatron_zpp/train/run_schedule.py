@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from megatron_zpp.checkpoint.states import Progress
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.optimizer import LearningRateConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.run import EvaluationConfig, TrainingConfig

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.checkpoint.directory import checkpoint_name, committed, remove_old
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read_back import NotReadBack, read_back
 from megatron_zpp.checkpoint.snapshot import Snapshot
-from megatron_zpp.checkpoint.states import Progress, describe_state, shards_of
+from megatron_zpp.checkpoint.states import describe_state, shards_of
 from megatron_zpp.checkpoint.write import SaveFailed, SaveOptions, write_checkpoint
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.exchange import Exchange

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.states import Progress
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.reporting.metrics import Interval, PowerMeter, Record, Stopwatch, Throughput, memory_record
 from megatron_zpp.reporting.timing import Timing
 from megatron_zpp.train.run import Run

@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from megatron_zpp.checkpoint.directory import checkpoint_path
 from megatron_zpp.checkpoint.file_worker import FileWorker
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read_back import read_back
-from megatron_zpp.checkpoint.states import Progress, describe_state, shards_of
+from megatron_zpp.checkpoint.states import describe_state, shards_of
 from megatron_zpp.checkpoint.write import SaveOptions, write_checkpoint
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig

@@ -13,7 +13,7 @@ from megatron_zpp.checkpoint.directory import (
     write_tracker,
 )
 from megatron_zpp.checkpoint.manifest import MARKER
-from megatron_zpp.checkpoint.states import Progress
+from megatron_zpp.checkpoint.progress import Progress
 from tests.checkpoint.saving import save, small
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_zpp.checkpoint.manifest import read_manifest, write_manifest
 from megatron_zpp.checkpoint.read import CheckpointReader
-from megatron_zpp.checkpoint.states import formats_of_units
+from megatron_zpp.checkpoint.unit_entries import formats_of_units
 from megatron_zpp.checkpoint.write import STATE
 from megatron_zpp.storage.checksums import DamagedFile, checksums_of
 from tests.checkpoint.saving import save, small

@@ -24,7 +24,7 @@ from tests.zero.ranks import on_ranks
 SAVE_FOREVER = """
 import sys
 from pathlib import Path
-from megatron_zpp.checkpoint.states import Progress
+from megatron_zpp.checkpoint.progress import Progress
 from tests.checkpoint.saving import save, small, train
 engine = small()
 train(engine, 1, seed=2)

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 
 from megatron_zpp.checkpoint.directory import committed
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read import load_checkpoint
 from megatron_zpp.checkpoint.read_back import NotReadBack
-from megatron_zpp.checkpoint.states import Progress
 from megatron_zpp.checkpoint.write import SaveFailed
 from tests.checkpoint.saving import FIRST, TOKENIZER, save, small, train
 from tests.children import Output, fork

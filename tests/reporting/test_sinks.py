@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.checkpoint.states import Progress
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.reporting.sinks import BY_SAMPLES, MEGATRON_TAGS, TensorBoard
 from tests.reporting.test_curves import step
 from tests.reporting.wandb_server import wandb_server
@@ -18,7 +18,7 @@ NEEDS_SYNC = pytest.mark.skipif(
     tuple(map(int, version("wandb").split(".")[:2])) < (0, 31), reason="the `wandb sync` of 0.31 or later"
 )
 RECORD_PIECE = """
-from megatron_zpp.checkpoint.states import Progress
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.reporting.sinks import WandB
 logging = LoggingConfig(wandb_project="p", wandb_mode="offline", wandb_save_dir={directory!r})

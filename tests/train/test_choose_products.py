@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.checkpoint.states import Progress
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import parse_args

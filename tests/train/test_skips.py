@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_zpp.checkpoint.states import Progress
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.train.in_process import Resumed, of
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_zpp.checkpoint import write
 from megatron_zpp.checkpoint.directory import candidates
-from megatron_zpp.checkpoint.states import Progress
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.write import SaveFailed
 from megatron_zpp.config.root import Config, parse_args
 from megatron_zpp.distributed.topology import Topology

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_zpp.checkpoint.states import Progress
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.distributed.topology import Topology
 from tests.checkpoint.saving import small
 from tests.faults.held import in_use

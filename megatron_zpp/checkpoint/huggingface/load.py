@@ -6,7 +6,7 @@ from typing import Any
 from megatron_zpp.checkpoint.huggingface.architecture import check_flags, check_vocabulary, read_architecture
 from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
 from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
-from megatron_zpp.checkpoint.states import sharing_of
+from megatron_zpp.checkpoint.unit_entries import sharing_of
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.run import HUGGINGFACE
 from megatron_zpp.zero.engine import ZeroEngine

@@ -1,0 +1,39 @@
+"""How far a run has come, as checkpoints keep it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_zpp.data.dataset_progress import DatasetProgress
+from megatron_zpp.model.product_algorithms import ProductAlgorithms
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come. Dropout and data order follow from the seed and these counts.
+
+    `run` is the run's name in logs, which a resumed run keeps. `dataset_progress` is how far the run has read
+    each of its data sets; None if it reads none. `skipped_iterations` and `skipped_samples` count steps that
+    did not change the weights; they are 0 in checkpoints of older versions. `ordered_samples` is the number
+    of samples for which Megatron-LM's order was built; None for other orders, and in older versions.
+    `products` are the algorithms of matrix products; None unless they were measured, and in older versions.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped_iterations: int = 0
+    skipped_samples: int = 0
+    ordered_samples: int | None = None
+    run: str = ""
+    dataset_progress: DatasetProgress | None = None
+    products: ProductAlgorithms | None = None
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "Progress":
+        """The inverse of `asdict`. Raises ValueError, KeyError or TypeError for other values."""
+        value = dict(value)
+        if "standing" in value:  # its name in format version 2
+            value["dataset_progress"] = value.pop("standing")
+        for name, kind in (("dataset_progress", DatasetProgress), ("products", ProductAlgorithms)):
+            if value.get(name) is not None:
+                value[name] = kind.from_json(value[name])
+        return cls(**value)
