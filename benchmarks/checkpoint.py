@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the ro
 
 from benchmarks.common import RESULTS, write_result
 from megatron_zpp.checkpoint.directory import committed
+from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.checkpoint.read import load_checkpoint
 from megatron_zpp.config.root import Config, parse_args
 from megatron_zpp.distributed.process_group import barrier, process_group, select_device
 from megatron_zpp.distributed.topology import Topology

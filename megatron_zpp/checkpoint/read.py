@@ -1,4 +1,4 @@
-"""Reads a checkpoint into an engine of any stage, data and tensor ranks, and checks all of its bytes."""
+"""Reads the elements of a checkpoint wherever its files have them, and checks all of their bytes."""
 
 import json
 import math
@@ -12,18 +12,13 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.directory import checkpoint_name, iteration_of
 from megatron_zpp.checkpoint.manifest import read_manifest
-from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.checkpoint.same_model import check_tokenizer, check_units
 from megatron_zpp.checkpoint.shard_file import ShardFile
 from megatron_zpp.checkpoint.slices import UNSHARED, Part, Sharing, blocks, fill, same_part
 from megatron_zpp.checkpoint.state_checks import check_state
 from megatron_zpp.checkpoint.states import tensor_name
 from megatron_zpp.checkpoint.unit_entries import (
-    describe_units,
-    formats_of_units,
     local_shape,
     rows_of,
-    sharing_of,
     split_of,
 )
 from megatron_zpp.checkpoint.write import STATE, shard_file_name
@@ -42,9 +37,8 @@ from megatron_zpp.storage.object_path import Location, ObjectPath
 from megatron_zpp.storage.recent_chunks import RecentChunks
 from megatron_zpp.storage.regular import read_limited
 from megatron_zpp.storage.sidecar import read_sidecar
-from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.flat_layout import FlatLayout
-from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS
+from megatron_zpp.zero.model_states import WEIGHTS
 
 _RECENT = (
     16  # chunks of all files together, 64 MiB: parts of a parameter are read from up to 8 files in turns
@@ -299,65 +293,3 @@ class CheckpointReader:
         checksums = read_sidecar(self.path / name, entry)
         self._on_progress()
         return checksums
-
-
-def load_checkpoint(
-    path: Location,
-    engine: ZeroEngine,
-    tokenizer: dict[str, Any],
-    *,
-    with_optimizer: bool,
-    on_progress: OnProgress = no_report,
-    partial: bool = False,
-) -> Progress:
-    """Load a checkpoint's states into the engine, and return its progress.
-
-    Every rank reads what it owns, and together the ranks check all files. `partial`: this rank's directory
-    has only the file that this rank wrote, and it reads no other. Raises DamagedFile, and ValueError
-    if model or tokenizer differ. After either error the engine's states are undefined until another
-    checkpoint is loaded. Nothing is sent, so ranks may fail independently.
-    """
-    with CheckpointReader(path, on_progress, partial=partial) as reader:
-        check_tokenizer(path, reader.state["tokenizer"], tokenizer)
-        check_units(path, reader.units, describe_units(engine))
-        _load(WEIGHTS, reader, engine)
-        if with_optimizer:
-            if not reader.state["with_optimizer"] and reader.state["optimizer_steps"]:
-                raise ValueError(f"{path}: saved with --no-save-optim; add --no-load-optim")
-            for kind in engine.states.kinds[1:]:
-                if kind == REFERENCE:
-                    if kind in reader.state.get("kinds", []):  # otherwise the reference starts as the weights
-                        _load(kind, reader, engine)
-                elif reader.state["with_optimizer"]:
-                    _load(kind, reader, engine)
-                else:  # imported weights: no step has been taken, so the moments are zero
-                    engine.states.load(kind, lambda unit, elements: torch.zeros(len(elements)))
-            has_references = REFERENCE in reader.state.get("kinds", [])
-            formats = reader.state.get("difference_formats") if has_references else None
-            present = describe_units(engine)
-            engine.states.load_difference_formats(formats_of_units(formats, reader.units, present))
-            if engine.scaling is not None:
-                engine.scaling.load_state(reader.state.get("product_scaling"))
-            engine.states.load_optimizer_steps(reader.state["optimizer_steps"])
-            engine.loss_scale.load_state(reader.state["loss_scale"])
-        reader.check_rest(engine.topology.rank, engine.topology.world_size)
-        progress = Progress.from_json(reader.state["progress"])
-        engine.iteration = progress.iteration
-        return progress
-
-
-def saved_settings(path: Location) -> tuple[dict[str, Any], int]:
-    """(settings by part and field, data ranks) of the run that saved a checkpoint, after it was loaded."""
-    state = json.loads(read_limited(path / STATE, STATE_LIMIT))
-    return state["config"], state["ranks"] // state.get("tensor", 1)
-
-
-def _load(kind: str, reader: CheckpointReader, engine: ZeroEngine) -> None:
-    sharing = sharing_of(engine)
-
-    def read(index: int, elements: range) -> Tensor:
-        unit = engine.units[index]
-        first = unit.first_element
-        return reader.shard_elements(kind, unit.names, unit.layout, elements, sharing, first=first)
-
-    engine.states.load(kind, read)

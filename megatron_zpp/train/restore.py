@@ -21,8 +21,8 @@ from megatron_zpp.checkpoint.directory import (
 )
 from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.huggingface.load import load_weights, open_weights
+from megatron_zpp.checkpoint.load import load_checkpoint, saved_settings
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.checkpoint.read import load_checkpoint, saved_settings
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.root import Config

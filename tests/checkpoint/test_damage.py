@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.checkpoint.directory import checkpoint_path
+from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.manifest import MANIFEST, MARKER, write_manifest
-from megatron_zpp.checkpoint.read import CheckpointReader, load_checkpoint
+from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.checkpoint.write import shard_file_name
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.checksums import CHUNK_BYTES, DamagedFile, checksums_of

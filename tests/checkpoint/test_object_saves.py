@@ -13,9 +13,9 @@ from safetensors import safe_open
 from megatron_zpp.checkpoint.directory import TRACKER, candidates, committed, remove_old
 from megatron_zpp.checkpoint.huggingface.exporting import export_checkpoint
 from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
+from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.manifest import MARKER
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.checkpoint.read import load_checkpoint
 from megatron_zpp.checkpoint.write import SaveFailed
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.generate.loading import load_model

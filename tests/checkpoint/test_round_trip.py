@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from megatron_zpp.checkpoint.read import CheckpointReader, load_checkpoint
+from megatron_zpp.checkpoint.load import load_checkpoint
+from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.model_states import WEIGHTS

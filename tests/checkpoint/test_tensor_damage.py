@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.manifest import read_manifest, write_manifest
-from megatron_zpp.checkpoint.read import CheckpointReader, load_checkpoint
+from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.checkpoint.write import STATE, shard_file_name
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.checksums import DamagedFile, checksums_of

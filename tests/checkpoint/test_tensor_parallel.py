@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_zpp.checkpoint.read import CheckpointReader, load_checkpoint, saved_settings
+from megatron_zpp.checkpoint.load import load_checkpoint, saved_settings
+from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology

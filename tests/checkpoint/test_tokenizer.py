@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.manifest import read_manifest, write_manifest
-from megatron_zpp.checkpoint.read import CheckpointReader, load_checkpoint
+from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.checkpoint.tokenizer import trained_tokenizer
 from megatron_zpp.checkpoint.write import STATE
 from megatron_zpp.commands import huggingface, sample

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_zpp.checkpoint import manifest
+from megatron_zpp.checkpoint.load import load_checkpoint, saved_settings
 from megatron_zpp.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.checkpoint.read import CheckpointReader, load_checkpoint, saved_settings
+from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.checkpoint.write import STATE
 from megatron_zpp.data.dataset_progress import DatasetProgress, SourceProgress
 from megatron_zpp.distributed.topology import Topology

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.checkpoint.directory import TRACKER, candidates, committed
-from megatron_zpp.checkpoint.read import load_checkpoint
+from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.write import SaveFailed
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.files import check_writable, write_text

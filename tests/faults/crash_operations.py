@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from megatron_zpp.checkpoint.directory import TRACKER, checkpoint_path, committed, remove_old
+from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.checkpoint.read import load_checkpoint
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.data.corpus.encode import Encoder

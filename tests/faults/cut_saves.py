@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from megatron_zpp.checkpoint.directory import committed
+from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.checkpoint.read import load_checkpoint
 from megatron_zpp.checkpoint.read_back import NotReadBack
 from megatron_zpp.checkpoint.write import SaveFailed
 from tests.checkpoint.saving import FIRST, TOKENIZER, save, small, train

@@ -127,8 +127,8 @@ def _provenance(directory: Path) -> Execute:
 
 def _checkpoint(directory: Path) -> Execute:
     """Every file of a checkpoint, as it is and with right checksums; read into an engine and as a model."""
+    from megatron_zpp.checkpoint.load import load_checkpoint
     from megatron_zpp.checkpoint.manifest import MANIFEST, MARKER, read_manifest, write_manifest
-    from megatron_zpp.checkpoint.read import load_checkpoint
     from megatron_zpp.generate.loading import load_model
     from megatron_zpp.storage.checksums import checksums_of
     from megatron_zpp.storage.sidecar import write_sidecar

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_zpp.checkpoint.read import load_checkpoint
+from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.snapshot import Snapshot
 from megatron_zpp.checkpoint.states import shards_of
 from megatron_zpp.config.model import ModelConfig

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_zpp.checkpoint.read import load_checkpoint
+from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.distributed.topology import Topology
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.model.test_fp8_delayed import nearest

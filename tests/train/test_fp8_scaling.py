@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_zpp.checkpoint.read import load_checkpoint
+from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology

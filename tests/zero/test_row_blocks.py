@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.checkpoint.read import CheckpointReader, load_checkpoint
+from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.checkpoint.read import load_checkpoint
 from megatron_zpp.checkpoint.unit_entries import formats_of_units
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
