@@ -28,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
 from benchmarks.common import RESULTS, save_result
-from benchmarks.paired_runs import STOPPED, Job, PairedRuns, gaps_of
+from benchmarks.paired_runs import STOPPED, Job, PairedRuns, gap_cells, gaps_of
 
 BASELINE = "bf16"
 DELAYED = "--fp8 --fp8-recipe delayed"
@@ -192,13 +192,8 @@ def table(figures: dict[str, Any]) -> str:
     """One line per run."""
     lines = ["| run | pairs | mean gap, % | 95% ± | least … most | skipped |", "| --- " * 6 + "|"]
     for name, row in figures["runs"].items():
-        gap = row["gap"]
-        half = "" if gap["half_width_95_percent"] is None else f"{gap['half_width_95_percent']:.3f}"
-        spread = f"{min(gap['by_seed']):+.3f} … {max(gap['by_seed']):+.3f}"
-        lines.append(
-            f"| {name} | {row['pairs']} | {gap['mean_percent']:+.3f} | {half} | {spread} "
-            f"| {row['skipped_steps']} |"
-        )
+        cells = gap_cells(row["gap"])
+        lines.append(f"| {name} | {row['pairs']} | {cells} | {row['skipped_steps']} |")
     return "\n".join(lines)
 
 

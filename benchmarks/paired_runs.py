@@ -118,3 +118,10 @@ def gaps_of(losses: Sequence[float], baselines: Sequence[float]) -> dict[str, An
         "half_width_95_percent": None if half_width is None else round(half_width, 4),
         "by_seed": [round(gap, 4) for gap in gaps],
     }
+
+
+def gap_cells(gap: dict[str, Any]) -> str:
+    """Three cells of a table row for `gaps_of`: the mean, the half-width of its interval, least … most."""
+    half = "" if gap["half_width_95_percent"] is None else f"{gap['half_width_95_percent']:.3f}"
+    spread = f"{min(gap['by_seed']):+.3f} … {max(gap['by_seed']):+.3f}"
+    return f"{gap['mean_percent']:+.3f} | {half} | {spread}"

@@ -32,7 +32,7 @@ from typing import Any
 from benchmarks.common import RESULTS, save_result
 from benchmarks.emulation.rungs import BASELINE, LADDERS, RUNGS, Rung
 from benchmarks.intervals import mean_and_interval
-from benchmarks.paired_runs import STOPPED, Job, PairedRuns, gaps_of
+from benchmarks.paired_runs import STOPPED, Job, PairedRuns, gap_cells, gaps_of
 
 # By size: steps, samples of a micro-batch, samples and times of the evaluation, share of the warm-up. With a
 # warm-up of 25 steps 1M became unstable at its end, and pairs scattered by 0.3%; with 100 by 0.01%.
@@ -214,13 +214,8 @@ def table(figures: dict[str, Any]) -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for name, row in figures["rungs"].items():
-        gap = row["gap"]
-        half = "" if gap["half_width_95_percent"] is None else f"{gap['half_width_95_percent']:.3f}"
-        spread = f"{min(gap['by_seed']):+.3f} … {max(gap['by_seed']):+.3f}"
-        lines.append(
-            f"| {name} | {row['bytes_per_parameter_in_layers']:.3f} | {row['pairs']} | "
-            f"{gap['mean_percent']:+.3f} | {half} | {spread} |"
-        )
+        bytes_sent = f"{row['bytes_per_parameter_in_layers']:.3f}"
+        lines.append(f"| {name} | {bytes_sent} | {row['pairs']} | {gap_cells(row['gap'])} |")
     return "\n".join(lines)
 
 

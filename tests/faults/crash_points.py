@@ -27,8 +27,8 @@ FAULTS = (  # of which a case has one: what, its argument, its name
     (errno.EROFS, 1, "read-only from a call on"),
     (PART, 0, "half read or written at a call"),
     (SLOW, 5, "slow from a call on"),
-    (CLOCK, -YEAR, "clock goes back a year at a call"),
-    (CLOCK, 10 * YEAR, "clock goes on ten years at a call"),
+    (CLOCK, -YEAR, "clock jumps back a year at a call"),
+    (CLOCK, 10 * YEAR, "clock jumps forward ten years at a call"),
 )
 
 

@@ -101,7 +101,7 @@ def test_a_run_learns_what_one_rank_does(more: str, tmp_path: Path) -> None:
 
 
 def test_the_order_of_samples_survives_a_change_of_tensor_ranks(tmp_path: Path) -> None:
-    """Saved at 2 data × 2 tensor ranks; one rank, 4 tensor ranks and 4 data ranks go on alike."""
+    """Saved by 2 data × 2 tensor ranks; one rank, 4 tensor ranks and 4 data ranks continue with equal losses."""
     save = ["--save", str(tmp_path / "whole"), "--save-interval", "3"]
     shared = ["--tensor-model-parallel-size", "2", "--zero-stage", "3"]
     file = tmp_path / "whole.jsonl"
@@ -121,7 +121,7 @@ def test_the_order_of_samples_survives_a_change_of_tensor_ranks(tmp_path: Path) 
 
 
 def test_a_run_may_exchange_in_pieces_and_resume_without(tmp_path: Path) -> None:
-    """Pieces of 1,024 tokens on two tensor ranks, with a text and an evaluation; one rank goes on alike."""
+    """Pieces of 1,024 tokens on two tensor ranks, with a text and an evaluation; one rank resumes the run."""
     run = [*FLAGS, "--seq-length", "256", "--micro-batch-size", "8", "--sample-prompt", "7"]
     run += ["--sample-tokens", "3", "--save", str(tmp_path / "run"), "--save-interval", "3"]
     resumed = ["--load", str(tmp_path / "run"), "--ckpt-step", "3", "--save", str(tmp_path / "other")]
