@@ -101,7 +101,7 @@ def test_a_run_learns_what_one_rank_does(more: str, tmp_path: Path) -> None:
 
 
 def test_the_order_of_samples_survives_a_change_of_tensor_ranks(tmp_path: Path) -> None:
-    """Saved by 2 data × 2 tensor ranks; one rank, 4 tensor ranks and 4 data ranks continue with equal losses."""
+    """Saved by 2 data × 2 tensor ranks; 1 rank, 4 tensor ranks or 4 data ranks continue with equal losses."""
     save = ["--save", str(tmp_path / "whole"), "--save-interval", "3"]
     shared = ["--tensor-model-parallel-size", "2", "--zero-stage", "3"]
     file = tmp_path / "whole.jsonl"
