@@ -1,6 +1,7 @@
 """The plan's memory: against what torch's allocator hands out here, and what two H200s reported."""
 
 import dataclasses
+import gc
 from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
@@ -62,6 +63,7 @@ def peak_of(run: Callable[[], None]) -> int:
     What a matrix product takes and gives back before it returns does not count: some processors convert
     16-bit numbers.
     """
+    gc.collect()  # engines of earlier tests are cycles, and would be freed in between
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
         run()
