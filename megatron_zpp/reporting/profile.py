@@ -18,33 +18,40 @@ class StepProfiler:
             self._activities.append(ProfilerActivity.CUDA)
         self._wanted = config.profile and rank in config.profile_ranks
         self._running: profile | None = None
+        self._first: int | None = None  # step of the trace that is open, on all ranks alike
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a trace has begun and has not been written; equal on all ranks."""
+        return self._first is not None
 
     def before_step(self, step: int) -> None:
-        """Start the trace at --profile-step-start; `step` counts from 1."""
-        if self._wanted and step == self._config.profile_step_start:
-            self._running = profile(activities=self._activities)
-            self._running.start()
+        """Start the trace at --profile-step-start, or where the run resumes after it; `step` counts from 1."""
+        timing = self._config
+        if self._first is not None or not timing.profile:
+            return
+        if timing.profile_step_start <= step < timing.profile_step_end:
+            self._first = step
+            if self._wanted:
+                self._running = profile(activities=self._activities)
+                self._running.start()
 
     def ends_after(self, step: int) -> bool:
         """Whether `step` is the last step of the trace; equal on all ranks."""
-        return self._config.profile and step + 1 == self._config.profile_step_end
-
-    def is_open_after(self, step: int) -> bool:
-        """Whether the trace has begun and is to have more steps than `step`; equal on all ranks."""
-        timing = self._config
-        return timing.profile and timing.profile_step_start <= step < timing.profile_step_end - 1
+        return self.is_open and step + 1 == self._config.profile_step_end
 
     def end(self, step: int) -> str:
         """Write this rank's trace, if it has one, and return the line that says where the traces are.
 
         `step` is the last one of the trace.
         """
+        first, self._first = self._first, None
         directory = Path(self._config.profile_dir)
         if self._running is not None:
             running = self._stop()
             directory.mkdir(parents=True, exist_ok=True)
             running.export_chrome_trace(str(directory / f"rank{self._rank}.trace.json.gz"))
-        return f" wrote traces of steps {self._config.profile_step_start} to {step} to {directory}"
+        return f" wrote traces of steps {first} to {step} to {directory}"
 
     def discard(self) -> None:
         """End a trace without writing it: a process that exits while it is recorded crashes."""

@@ -88,7 +88,7 @@ class Trainer:
         """
         try:
             stop = self._run()
-            if self._profiler.is_open_after(self.progress.iteration):
+            if self._profiler.is_open:
                 self._end_profile()
             return stop
         finally:

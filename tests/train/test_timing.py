@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_zpp.config.timing import TimingConfig
+from megatron_zpp.reporting.profile import StepProfiler
 from megatron_zpp.reporting.timing import straggler_line, times_line
 from megatron_zpp.zero.sections import NoSections, TimedSections
 from tests.support import Run, pretrain
@@ -65,6 +67,22 @@ def test_a_run_that_ends_during_a_trace_writes_it(ends: str, status: int, tmp_pa
     last = 3 if status == 0 else int(re.search(r"error: iteration (\d+)", done.stderr)[1])
     assert f" wrote traces of steps 2 to {last} to {tmp_path}\n" in done.stdout
     assert json.loads(gzip.decompress((tmp_path / "rank0.trace.json.gz").read_bytes()))["traceEvents"]
+
+
+def test_a_run_that_resumes_inside_the_steps_of_a_trace_records_the_rest(tmp_path: Path) -> None:
+    """Before and behind these steps nothing is recorded, and no rank says so."""
+    config = TimingConfig(
+        profile=True, profile_step_start=2, profile_step_end=5, profile_ranks=(1,), profile_dir=str(tmp_path)
+    )
+    for rank, first in ((0, 3), (1, 3), (1, 1), (1, 5)):
+        profiler, found = StepProfiler(config, rank, torch.device("cpu")), []
+        for step in range(first, 8):
+            profiler.before_step(step)
+            if profiler.ends_after(step):
+                found.append(profiler.end(step))
+        assert found == ([] if first == 5 else [f" wrote traces of steps {max(first, 2)} to 4 to {tmp_path}"])
+        assert not profiler.is_open
+    assert [path.name for path in tmp_path.iterdir()] == ["rank1.trace.json.gz"]
 
 
 def test_lines() -> None:
