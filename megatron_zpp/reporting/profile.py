@@ -26,7 +26,7 @@ class StepProfiler:
         return self._first is not None
 
     def before_step(self, step: int) -> None:
-        """Start the trace at --profile-step-start, or where the run resumes after it; `step` counts from 1."""
+        """Start the trace at --profile-step-start, or where the run resumes behind it; steps count from 1."""
         timing = self._config
         if self._first is not None or not timing.profile:
             return
