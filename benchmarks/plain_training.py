@@ -4,6 +4,7 @@ torchrun --nproc-per-node 2 benchmarks/plain_training.py --kind fsdp2 --preset 1
     --steps 30 --metrics-file FILE
 
 plain       fp32 weights, autocast to bf16, a graph per layer by torch.compile, fused AdamW, clipping
+plain-torchao  the same with the 8-bit products of torchao (tensorwise scales) in all layers
 whole       bf16 weights only, the whole model and its loss one graph by torch.compile, fused AdamW
 fsdp2       fp32 shards, bf16 compute, fp32 reduction, a graph per layer, fused AdamW, clipping
 dtensor     torch's tensor parallelism of all ranks, see plain_tensor_parallel.py; else as plain
@@ -34,6 +35,7 @@ from benchmarks.plain_tensor_parallel import TensorParallelGPT, parallelize
 from megatron_zpp.config.model import ModelConfig
 
 TENSOR_PARALLEL = ("dtensor", "dtensor-async")
+KINDS = ("plain", "plain-torchao", "whole", "fsdp2", *TENSOR_PARALLEL)
 
 
 class Block(nn.Module):
@@ -93,6 +95,11 @@ def build(kind: str, config: ModelConfig, vocabulary: int, device: torch.device)
         model = model.bfloat16()
         model.compile(dynamic=False)
         return model
+    if kind == "plain-torchao":
+        from torchao.float8 import convert_to_float8_training
+
+        for block in model.blocks:
+            convert_to_float8_training(block)
     for block in model.blocks:
         block.compile(dynamic=False)
     if kind == "fsdp2":
@@ -115,7 +122,7 @@ def train(options: argparse.Namespace, device: torch.device, rank: int) -> None:
     model = build(options.kind, config, options.vocab_size, device)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     autocast = torch.autocast(
-        device.type, torch.bfloat16, enabled=options.kind in ("plain", *TENSOR_PARALLEL)
+        device.type, torch.bfloat16, enabled=options.kind in ("plain", "plain-torchao", *TENSOR_PARALLEL)
     )
     shared = (
         options.kind in TENSOR_PARALLEL
@@ -154,7 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kind", choices=("plain", "whole", "fsdp2", *TENSOR_PARALLEL), required=True)
+    parser.add_argument("--kind", choices=KINDS, required=True)
     parser.add_argument("--preset")
     parser.add_argument("--num-layers", type=int)
     parser.add_argument("--hidden-size", type=int)

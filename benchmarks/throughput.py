@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the ro
 
 import torch
 
-from benchmarks.common import RESULTS, write_result
+from benchmarks.common import RESULTS, save_result
 from benchmarks.step_parts import draw, parts_of_trace
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.flops import flops_per_token
@@ -57,7 +57,7 @@ COMPILERS = {  # stage 0 with kernels of the compiler in place of ours: benchmar
     "compiler's swiglu": "swiglu",
     "compiler's rotary and swiglu": "rotary,swiglu",
 }
-PEERS = ("plain", "whole", "fsdp2", "dtensor", "dtensor-async")
+PEERS = ("plain", "plain-torchao", "whole", "fsdp2", "dtensor", "dtensor-async")
 SHARED = {
     "tensor": 2,
     "tensor, overlap": 2,
@@ -121,6 +121,7 @@ def measure(
     steps = [record for record in records if "elapsed_ms" in record]
     return {
         "milliseconds": round(min(record["elapsed_ms"] for record in steps), 2),
+        "intervals_ms": [round(record["elapsed_ms"], 2) for record in steps],
         "peak_gib": round(max(record.get("memory_peak_bytes") or 0 for record in steps) / 2**30, 2),
         "first_line_seconds": round(first, 1) if first else None,
         "losses": [round(record["lm_loss"], 4) for record in steps],
@@ -185,16 +186,24 @@ def main() -> None:
     options.extra = [part for flag in options.extra for part in ("--" + flag).split("=", 1)]
     figures: dict[str, Any] = {}
     parts: dict[str, dict[str, float]] = {}
+    settings = {
+        name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()
+    }
+
+    def save() -> Path:
+        machine = {"settings": settings, "gpus": torch.cuda.device_count()}
+        return save_result(options.name, {**machine, **figures, "parts_ms": parts}, options.output)
+
     with tempfile.TemporaryDirectory() as scratch:
         for text in options.shapes:
             shape = shape_of(text)
-            rounds: dict[str, list[dict[str, Any]]] = {run: [] for run in options.runs}
+            rounds: dict[str, list[dict[str, Any]]] = {}
             for number in range(options.rounds):
                 for run in options.runs:
                     cache = Path(scratch) / f"{text}-{run}".replace(" ", "-").replace(":", "-").replace(
                         ",", ""
                     )
-                    rounds[run].append(measure(run, shape, options, cache))
+                    rounds.setdefault(run, []).append(measure(run, shape, options, cache))
                     print(text, run, number, rounds[run][-1], flush=True)
                     if options.parts and number == 0 and run not in PEERS:
                         traces = cache / "traces"
@@ -204,17 +213,11 @@ def main() -> None:
                         found["idle"] = round(max(0.0, rounds[run][0]["milliseconds"] - busy), 3)
                         parts[f"{text} {run}"] = found
                         print(text, run, found, flush=True)
-            figures[text] = summary(rounds, shape, options)
+                    figures[text] = summary(rounds, shape, options)
+                    save()  # what is measured stays if a limit of time ends the benchmark
     if options.parts:
         draw(parts, options.parts)
-    settings = {
-        name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()
-    }
-    write_result(
-        options.name,
-        {"settings": settings, "gpus": torch.cuda.device_count(), **figures, "parts_ms": parts},
-        options.output,
-    )
+    print(f"written to {save()}")
 
 
 def summary(

@@ -29,6 +29,7 @@ SHAPES = {  # layers, hidden size, heads, tokens of a sample, vocabulary; parame
     "10m": (5, 384, 6, 256, 4096),
     "30m": (8, 512, 8, 256, 8192),
     "60m": (8, 768, 12, 256, 8192),
+    "125m": (12, 768, 12, 512, 32768),
 }
 Format = TypeVar("Format", Weights, Gradients)
 STREAMS = 1 << 32  # of training data: one for each seed, apart from HELD_OUT
@@ -287,6 +288,8 @@ def _ranks(
     )
     if settings.compile:
         _compile(flat, settings, config.seq_length, device)
+    if rung.nudged:
+        flat.master[0] *= 1 + 2**-8
     return EmulatedRanks(
         flat,
         rung,

@@ -299,6 +299,19 @@ def test_equal_runs_end_with_equal_bits() -> None:
     assert first["bytes_per_parameter_in_layers"] == 0.6406
 
 
+def test_a_nudged_run_begins_with_one_other_weight() -> None:
+    """It shows what the least difference does to a loss; in float32, hardly anything in six steps."""
+    settings = RunSettings(
+        size="tiny", steps=6, micro_batch_size=1, precision="fp32", attention="auto", eval_samples=8
+    )
+    plain, nudged = (
+        train(settings, RUNGS[name], 0, device=torch.device("cpu"), operations=operations())
+        for name in ("baseline", "baseline, nudged")
+    )
+    assert plain["sha256"] != nudged["sha256"]
+    assert nudged["loss"] == pytest.approx(plain["loss"], rel=1e-4)
+
+
 def test_the_language_is_drawn_anywhere_alike() -> None:
     source = Source(64, 20)
     whole = source.sequences(5, 0, CHUNK + 40)
