@@ -32,7 +32,7 @@ from megatron_zpp.config.run import (
     TrainingConfig,
 )
 from megatron_zpp.config.settings_file import SettingsFile, read_settings, write_settings
-from megatron_zpp.config.tensor_parallel import OVERLAPPED, TokenPieces, check_overlap, check_tensor_ranks
+from megatron_zpp.config.tensor_parallel import check_overlap, check_tensor_ranks
 from megatron_zpp.config.text import is_text
 from megatron_zpp.config.timing import TimingConfig
 from megatron_zpp.config.tokenizer import TokenizerConfig
@@ -95,19 +95,13 @@ class Config:
             )
         check_tensor_ranks(self.model, tensor_ranks, fp8=self.precision.fp8)
         if self.distributed.tp_comm_overlap:
-            sizes = self.model, self.training.micro_batch_size
-            check_overlap(*sizes, tensor_ranks, fp8=self.precision.fp8)
+            check_overlap(tensor_ranks, fp8=self.precision.fp8)
         if self.compilation.measures_products:
             _check_measured(self.precision, tensor_ranks)
         if self.tokenizer.tokenizer_type is None:
             raise option_error("--tokenizer-type", "(not given)", "give the tokenizer that made the data")
         if self.plan.dry_run and self.distributed.device == "cpu":
             raise option_error("--dry-run", "(given)", "plans for GPUs; omit --device cpu")
-
-    @property
-    def token_pieces(self) -> TokenPieces:
-        """How tensor ranks share tokens."""
-        return OVERLAPPED if self.distributed.tp_comm_overlap else TokenPieces()
 
     def needed_splits(self) -> tuple[str, ...]:
         """Return the splits that the run reads: train; if it evaluates, valid, and test if it has data."""

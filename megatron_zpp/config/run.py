@@ -257,7 +257,9 @@ class DistributedConfig(Options):
         at_most=1024,
     )
     tp_comm_overlap: bool = option(
-        False, "Exchange activations between tensor ranks in up to 4 pieces, each beside products of others."
+        False,
+        "Exchange activations between tensor ranks beside products, by copies into each other's memory "
+        "(NVLink).",
     )
     nccl_sockets: str = option(
         "auto",

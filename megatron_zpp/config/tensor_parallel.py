@@ -1,8 +1,6 @@
-"""Which numbers of tensor ranks can share a model, and how they share the tokens of a micro-batch."""
+"""Which numbers of tensor ranks can share a model."""
 
 import math
-from dataclasses import dataclass
-from itertools import count
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import flag_name, option_error
@@ -11,49 +9,14 @@ FLAG = "--tensor-model-parallel-size"
 _DIVIDED = ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "seq_length")
 
 
-@dataclass(frozen=True)
-class TokenPieces:
-    """In how many equal pieces tensor ranks share tokens laid end to end: a rank has its T-th of each piece.
-
-    There are at most `most` pieces; 1: each rank has a contiguous run of the tokens. A piece has at least
-    `least` tokens: a product of 1,024 tokens and 4,096 outputs has 128 tiles of 128 × 256, which occupy the
-    132 multiprocessors of a GPU once, and products of fewer tokens leave some of these idle.
-    """
-
-    most: int = 1
-    least: int = 1024
-
-    def of(self, tokens: int, ranks: int) -> int:
-        """Return the largest possible number of pieces; 1 always is."""
-        for pieces in range(self.most, 1, -1):
-            if tokens % (pieces * ranks) == 0 and tokens // pieces >= self.least:
-                return pieces
-        return 1
-
-
-OVERLAPPED = TokenPieces(most=4)  # about a quarter of an exchange has nothing to run beside
-
-
-def check_overlap(model: ModelConfig, micro_batch_size: int, ranks: int, *, fp8: bool) -> None:
-    """Raise ValueError, with what would do, unless `ranks` can share a micro-batch in several pieces."""
+def check_overlap(ranks: int, *, fp8: bool) -> None:
+    """Raise ValueError, with what would do, unless products of `ranks` can run beside their exchanges."""
     flag = "--tp-comm-overlap"
     if ranks == 1:
         raise option_error(flag, "(given)", f"needs {FLAG} 2 or more: one rank exchanges no activations")
     if fp8:
         fix = "needs 16-bit products: those of --fp8 take the tokens of all ranks at once; omit one of them"
         raise option_error(flag, "(given)", fix)
-    if OVERLAPPED.of(micro_batch_size * model.seq_length, ranks) == 1:
-        tokens = micro_batch_size * model.seq_length
-        enough = next(
-            size for size in count(micro_batch_size) if OVERLAPPED.of(size * model.seq_length, ranks) > 1
-        )
-        raise option_error(
-            flag,
-            "(given)",
-            f"cuts the {tokens} tokens of a micro-batch into 2 to {OVERLAPPED.most} equal pieces, each of at "
-            f"least {OVERLAPPED.least} and a multiple of {FLAG} {ranks}; "
-            f"possible: --micro-batch-size {enough}",
-        )
 
 
 def check_tensor_ranks(model: ModelConfig, ranks: int, *, fp8: bool) -> None:

@@ -1,7 +1,6 @@
 """Exchanges of activations between tensor ranks, and products with them, with their gradients.
 
-Shapes: T ranks, R rows of a rank, T · R tokens in `pieces`, of each of which a rank has a T-th.
-One piece is one exchange; more are model/overlap.py's.
+Shapes: T ranks, R rows of a rank, T · R tokens laid end to end.
 """
 
 from typing import Any
@@ -19,47 +18,42 @@ class Gather(torch.autograd.Function):
     """(R, …) -> the rows of all ranks (T · R, …); the backward sums what each rank made of them."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, pieces: int, group: TensorGroup) -> Tensor:
-        ctx.pieces, ctx.group = pieces, group
-        return _gather(rows, pieces, group)
+    def forward(ctx: Any, rows: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return group.gather(rows)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _scatter_sum(gradient, ctx.pieces, ctx.group), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.scatter_sum(gradient), None
 
 
 class ScatterSum(torch.autograd.Function):
     """(T · R, …) -> this rank's rows of the sum over ranks (R, …)."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, pieces: int, group: TensorGroup) -> Tensor:
-        ctx.pieces, ctx.group = pieces, group
-        return _scatter_sum(rows, pieces, group)
+    def forward(ctx: Any, rows: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return group.scatter_sum(rows)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _gather(gradient, ctx.pieces, ctx.group), None, None
-
-
-def _gather(rows: Tensor, pieces: int, group: TensorGroup) -> Tensor:
-    return overlap.gather(rows, pieces, group) if pieces > 1 else group.gather(rows)
-
-
-def _scatter_sum(rows: Tensor, pieces: int, group: TensorGroup) -> Tensor:
-    return overlap.scatter_sum(rows, pieces, group) if pieces > 1 else group.scatter_sum(rows)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.gather(gradient), None
 
 
 class GatheredLinear(torch.autograd.Function):
-    """F.linear of the rows of all ranks; rows (R, D) are kept, and gathered once more by the backward."""
+    """F.linear of the rows of all ranks; rows (R, D) are kept, and gathered once more by the backward.
+
+    `overlapped`: products run beside the exchanges (model/overlap.py).
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, pieces: int, group: TensorGroup
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, overlapped: bool, group: TensorGroup
     ) -> Tensor:
         ctx.save_for_backward(rows, weight)
-        ctx.pieces, ctx.group = pieces, group
-        if pieces > 1:
-            return overlap.gathered_linear(rows, weight, bias, pieces, group)
+        ctx.overlapped, ctx.group = overlapped, group
+        if overlapped:
+            return overlap.gathered_linear(rows, weight, bias, group)
         return F.linear(group.gather(rows), weight, bias)
 
     @staticmethod
@@ -67,8 +61,8 @@ class GatheredLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         group, wanted = ctx.group, ctx.needs_input_grad
-        if ctx.pieces > 1:
-            gradients = overlap.gathered_linear_backward(gradient, rows, weight, ctx.pieces, group)
+        if ctx.overlapped:
+            gradients = overlap.gathered_linear_backward(gradient, rows, weight, ctx.group)
             return *gradients, gradient.sum(0) if wanted[2] else None, None, None
         if torch.compiler.is_compiling():
             rows = _after(rows, gradient)
@@ -93,19 +87,19 @@ class LinearScattered(torch.autograd.Function):
     """The products of all ranks with their inputs (T · R, inputs / T), summed and scattered to (R, D)."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, pieces: int, group: TensorGroup) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, overlapped: bool, group: TensorGroup) -> Tensor:
         ctx.save_for_backward(rows, weight)
-        ctx.pieces, ctx.group = pieces, group
-        if pieces > 1:
-            return overlap.linear_scattered(rows, weight, pieces, group)
+        ctx.overlapped, ctx.group = overlapped, group
+        if overlapped:
+            return overlap.linear_scattered(rows, weight, group)
         return group.scatter_sum(F.linear(rows, weight))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
-        if ctx.pieces > 1:
-            gradients = overlap.linear_scattered_backward(gradient, rows, weight, ctx.pieces, ctx.group)
+        if ctx.overlapped:
+            gradients = overlap.linear_scattered_backward(gradient, rows, weight, ctx.group)
             return *gradients, None, None
         gathered = ctx.group.gather(gradient)
         of_rows = gathered @ weight if ctx.needs_input_grad[0] else None

@@ -4,7 +4,7 @@ Shapes: T tensor ranks, B batch, S tokens per sample, D hidden size, R = B · S 
 vocabulary.
 
 Between the linear maps of a layer, where norms, dropout and residual sums are, a rank has the rows of its own
-tokens: (R, D), part r of the B · S tokens laid end to end, or of each of some equal pieces of them. A
+tokens: (R, D), part r of the B · S tokens laid end to end. A
 column-parallel map gathers the rows of all ranks and computes some of the outputs for all tokens,
 (B, S, outputs / T). A row-parallel map has some of the inputs, and its products are summed over ranks and
 scattered to the rows. What is kept for the backward of a map into heads or into the MLP is (R, D) too: the
@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.config.tensor_parallel import TokenPieces
 from megatron_zpp.distributed.split import Split
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.model.components import ModelComponents
@@ -39,14 +38,14 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of rows (R, K), a
 class TensorParallelComponents(ModelComponents):
     """Components of a model that the ranks of `group` share; samples have `tokens` tokens.
 
-    `product` returns what one linear map computes: F.linear, or the same in 8 bits. `pieces`: how ranks share
-    tokens, in more than one piece only with F.linear.
+    `product` returns what one linear map computes: F.linear, or the same in 8 bits. `overlapped`: products
+    run beside exchanges, in training and only with F.linear.
     """
 
     group: TensorGroup
     tokens: int
     product: Callable[[], Product] = lambda: F.linear
-    pieces: TokenPieces = TokenPieces()
+    overlapped: bool = False
 
     @property
     def tensor_ranks(self) -> int:
@@ -79,10 +78,7 @@ class TensorParallelComponents(ModelComponents):
 
     def own_positions(self, positions: Tensor, tokens: Tensor) -> Tensor:
         """See ModelComponents."""
-        shares = positions.expand(tokens.shape).reshape(
-            self.pieces.of(tokens.numel(), self.group.size), self.group.size, -1
-        )
-        return shares[:, self.group.rank].flatten()  # (R)
+        return positions.expand(tokens.shape).reshape(self.group.size, -1)[self.group.rank]  # (R)
 
     def head_class(self, plain: type[nn.Module]) -> Any:
         """See ModelComponents."""
@@ -124,16 +120,16 @@ class ColumnParallel(nn.Linear):
 
     def __init__(self, inputs: int, outputs: int, bias: bool, parts: TensorParallelComponents) -> None:
         super().__init__(inputs, outputs, bias)
-        self.group, self.pieces = parts.group, parts.pieces
+        self.group, self.overlapped = parts.group, parts.overlapped
         self.tokens, self.product = parts.tokens, parts.product()
 
     def forward(self, input: Tensor) -> Tensor:
         """See the class."""
-        pieces = self.pieces.of(len(input) * self.group.size, self.group.size)
         if self.product is F.linear:
-            out = GatheredLinear.apply(input, self.weight, self.bias, pieces, self.group)
+            overlapped = self.overlapped and self.training
+            out = GatheredLinear.apply(input, self.weight, self.bias, overlapped, self.group)
         else:
-            out = self.product(Gather.apply(input, pieces, self.group), self.weight, self.bias)
+            out = self.product(Gather.apply(input, self.group), self.weight, self.bias)
         return out.unflatten(0, (-1, self.tokens))
 
 
@@ -142,16 +138,15 @@ class RowParallel(nn.Linear):
 
     def __init__(self, inputs: int, outputs: int, bias: bool, parts: TensorParallelComponents) -> None:
         super().__init__(inputs, outputs, bias)
-        self.group, self.pieces, self.product = parts.group, parts.pieces, parts.product()
+        self.group, self.overlapped, self.product = parts.group, parts.overlapped, parts.product()
 
     def forward(self, input: Tensor) -> Tensor:
         """See the class. The bias, which all ranks have whole, joins the sum over ranks once."""
         rows = input.flatten(0, 1)
-        pieces = self.pieces.of(len(rows), self.group.size)
         if self.product is F.linear:
-            out = LinearScattered.apply(rows, self.weight, pieces, self.group)
+            out = LinearScattered.apply(rows, self.weight, self.overlapped and self.training, self.group)
         else:
-            out = ScatterSum.apply(self.product(rows, self.weight, None), pieces, self.group)
+            out = ScatterSum.apply(self.product(rows, self.weight, None), self.group)
         return out if self.bias is None else out + self.bias
 
 
@@ -161,15 +156,14 @@ class VocabularyParallelEmbedding(nn.Embedding):
     def __init__(self, entries: int, width: int, parts: TensorParallelComponents) -> None:
         weight = torch.empty(entries, width)
         super().__init__(entries, width, _weight=weight if weight.is_meta else weight.normal_())
-        self.group, self.pieces = parts.group, parts.pieces
+        self.group = parts.group
 
     def forward(self, input: Tensor) -> Tensor:
         """See the class."""
         entries = input.flatten() - self.group.rank * self.num_embeddings
         elsewhere = (entries < 0) | (entries >= self.num_embeddings)
         found = F.embedding(entries.masked_fill(elsewhere, 0), self.weight)
-        pieces = self.pieces.of(input.numel(), self.group.size)
-        return ScatterSum.apply(found.masked_fill(elsewhere[:, None], 0.0), pieces, self.group)
+        return ScatterSum.apply(found.masked_fill(elsewhere[:, None], 0.0), self.group)
 
 
 class VocabularyParallelHead(Head):
@@ -183,13 +177,12 @@ class VocabularyParallelHead(Head):
         padded_vocab_size: int,
     ) -> None:
         super().__init__(config, parts, vocab_size, padded_vocab_size)
-        self.group, self.pieces, self._tokens = parts.group, parts.pieces, parts.tokens
+        self.group, self._tokens = parts.group, parts.tokens
         self.passes = VocabularyParallelLoss(self.group).kernels()
 
     def forward(self, x: Tensor, tied: Tensor, targets: Tensor | None = None) -> Tensor:
         """(R, D) and this rank's entries of the token embedding -> as Head, for all tokens."""
-        pieces = self.pieces.of(len(x) * self.group.size, self.group.size)
-        x = Gather.apply(self.norm(x), pieces, self.group)  # (B · S, D)
+        x = Gather.apply(self.norm(x), self.group)  # (B · S, D)
         weight = tied if self.output is None else self.output.weight
         if targets is None:
             logits = self.group.gather(F.linear(x, weight)[None])  # (T, B · S, V / T): for inference alone

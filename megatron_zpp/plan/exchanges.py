@@ -14,8 +14,7 @@ makes each rank send (T - 1) / T of their bytes over NVLink:
 
 A rank waits for all of these, except in the backward of a map whose input is gathered: the input arrives
 beside the product for the input's gradient, which is scattered beside the product for the weight's. With
-`--tp-comm-overlap` the other exchanges of maps are in pieces: a rank waits for one piece, and the others
-travel beside products.
+`--tp-comm-overlap` the other exchanges of maps are beside products too, of all tokens but 1 / T.
 """
 
 from dataclasses import dataclass
@@ -46,13 +45,14 @@ def exchanged(job: Job, forward: bool) -> Exchanged:
     others, layers = job.tensor - 1, job.model.num_layers
     one = others * job.rows * job.model.hidden_size * job.dtype.itemsize  # a collective on hidden states
     if forward:
-        ends, in_pieces, beside = 2 * one + others * _STATISTICS * job.tokens, 4 * layers * one, 0
+        ends, of_maps, beside = 2 * one + others * _STATISTICS * job.tokens, 4 * layers * one, 0
     else:
         ends = 2 * one + 2 * others * 4 * sum(job.replicated) // job.tensor
-        in_pieces = (4 * recomputed_layers(job) + (4 if job.precision.fp8 else 2) * layers) * one
+        of_maps = (4 * recomputed_layers(job) + (4 if job.precision.fp8 else 2) * layers) * one
         beside = 0 if job.precision.fp8 else 4 * layers * one
-    first = in_pieces // job.pieces
-    return Exchanged(ends + first, beside + in_pieces - first)
+    if job.overlapped:
+        return Exchanged(ends, beside + of_maps)
+    return Exchanged(ends + of_maps, beside)
 
 
 def exchanged_bytes(job: Job) -> int:
@@ -88,14 +88,14 @@ def recomputed_layers(job: Job) -> int:
 def _products(job: Job, machine: Machine, forward: bool) -> float:
     """Seconds of the products beside which one forward or backward exchanges.
 
-    These are two in the backward of a map whose input is gathered, and in other exchanges those of all pieces
-    but one.
+    These are two in the backward of a map whose input is gathered, and of other exchanges none, or with
+    --tp-comm-overlap those of all ranks' tokens but one's.
     """
     model, layers = job.model, job.model.num_layers
     heads = model.num_attention_heads * model.kv_channels
     column = heads + 2 * model.num_query_groups * model.kv_channels
     column += model.ffn_hidden_size * (2 if model.swiglu else 1)
-    row, others = heads + model.ffn_hidden_size, 1 - 1 / job.pieces
+    row, others = heads + model.ffn_hidden_size, 1 - 1 / job.tensor if job.overlapped else 0.0
     if forward:
         width = others * (column + row) * layers
     else:

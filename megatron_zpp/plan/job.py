@@ -9,7 +9,6 @@ from torch import nn
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
-from megatron_zpp.config.tensor_parallel import TokenPieces
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.tensor_group import TensorGroup
@@ -34,7 +33,8 @@ class Job:
 
     `units` are the modules of one tensor rank's part of the model that read units, on the meta device.
     Layouts, and all that ZeRO sends, are those of the data ranks. `compiled`: layers and loss are compiled,
-    as by default. `memory_snapshots`: the run takes some. `token_pieces`: how tensor ranks share tokens.
+    as by default. `memory_snapshots`: the run takes some. `overlapped`: products of
+    tensor ranks run beside their exchanges.
     """
 
     model: ModelConfig
@@ -50,7 +50,7 @@ class Job:
     compiled: bool = False
     memory_snapshots: bool = False
     tensor: int = 1
-    token_pieces: TokenPieces = TokenPieces()
+    overlapped: bool = False
 
     @property
     def ranks(self) -> int:
@@ -76,11 +76,6 @@ class Job:
     def rows(self) -> int:
         """Tokens whose hidden states a rank has between linear maps: 1 / `tensor` of `tokens`."""
         return self.tokens // self.tensor
-
-    @property
-    def pieces(self) -> int:
-        """Pieces in which tensor ranks exchange the activations of a linear map."""
-        return self.token_pieces.of(self.tokens, self.tensor)
 
     @property
     def samples_per_step(self) -> int:

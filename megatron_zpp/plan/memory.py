@@ -7,6 +7,7 @@ points of a step where it can be: in the loss, along the backward, in the optimi
 
 from dataclasses import dataclass
 
+from megatron_zpp.distributed.peer_rows import region_bytes
 from megatron_zpp.plan.activations import (
     attention_bytes,
     backward,
@@ -54,7 +55,7 @@ def memory_of(job: Job) -> Memory:
     parts = {
         "weights": communication.weight_bytes + (4 * owned if offloaded and differences else 0),
         "optimizer": 0 if offloaded else optimizer,
-        "buffers": communication.arena_bytes,
+        "buffers": communication.arena_bytes + _peer_rows_bytes(job),
         "zeropp": communication.secondary_bytes,
     }
     candidates = _peak_candidates(job)
@@ -70,6 +71,11 @@ def memory_of(job: Job) -> Memory:
         peak_at=peak_at,
         cpu=away + (int(optimizer + pinned) if offloaded else 0),
     )
+
+
+def _peer_rows_bytes(job: Job) -> int:
+    """What tensor ranks copy to each other (distributed/peer_rows.py)."""
+    return region_bytes(job.tensor, job.rows, job.model.hidden_size, job.dtype) if job.overlapped else 0
 
 
 def _peak_candidates(job: Job) -> dict[str, int]:

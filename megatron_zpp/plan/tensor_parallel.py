@@ -72,8 +72,6 @@ def _named(plan: Plan, run: Job) -> Plan:
             name += f" {flag_name(field)} {value}"
     if job.micro_batch_size != run.micro_batch_size:
         name += f" --micro-batch-size {job.micro_batch_size}"
-    if run.pieces > 1 and job.tensor > 1 and job.pieces == 1:
-        name += " without --tp-comm-overlap"
     if job.zero.zero_table_rows != run.zero.zero_table_rows:
         name += f" without {flag_name('zero_table_rows')}"
     return dataclasses.replace(plan, name=name)
@@ -229,9 +227,9 @@ def exchange_line(job: Job) -> str:
 def assumption_lines(job: Job) -> Iterator[str]:
     """What a plan of tensor ranks assumes."""
     yield f"  products of 1/{job.tensor} of a layer reach the same share of the peak"
-    if job.pieces > 1:
-        yield f"  tensor ranks wait for 1/{job.pieces} of the activations of linear maps: --tp-comm-overlap"
-        yield f"  products of 1/{job.pieces} of the tokens reach the same share of the peak"
+    if job.overlapped:
+        yield "  activations of linear maps travel beside products: --tp-comm-overlap"
+        yield f"  products of 1/{job.tensor} of the tokens reach the same share of the peak"
     else:
         yield "  tensor ranks wait for activations, except for those sent beside products of the backward"
 

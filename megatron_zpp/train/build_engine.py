@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.options import option_error
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.grid import Grid
+from megatron_zpp.distributed.peer_rows import allocate
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.components import ModelComponents, norm_classes
@@ -45,12 +47,9 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
     check_attention(config, device)
     group = None
     if grid.tensor > 1:
-        group = TensorGroup(
-            grid.tensor_ranks,
-            grid.job.rank,
-            config.distributed.timeout,
-            prioritized=config.token_pieces.most > 1,
-        )
+        group = TensorGroup(grid.tensor_ranks, grid.job.rank, config.distributed.timeout)
+        if config.distributed.tp_comm_overlap and device.device.type == "cuda":
+            _allocate_peer_rows(config, group)
     model = _build_model(config, vocab_size, device, group)
     scaling = _scaling(config.precision, model, device.device)
     codes = _weight_codes(config.precision, scaling, device.device)
@@ -79,6 +78,17 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
     )
 
 
+def _allocate_peer_rows(config: Config, group: TensorGroup) -> None:
+    """Allocate what --tp-comm-overlap copies to, or raise ValueError."""
+    rows = config.training.micro_batch_size * config.model.seq_length // group.size
+    dtype = getattr(torch, config.precision.compute_dtype("cuda"))
+    try:
+        allocate(group, rows, config.model.hidden_size, dtype)
+    except RuntimeError as error:
+        fix = f"needs tensor ranks whose GPUs can write to each other's memory (NVLink), but: {error}"
+        raise option_error("--tp-comm-overlap", "(given)", " ".join(fix.split())) from None
+
+
 def zero_of(config: Config, ranks: int) -> ZeroConfig:
     """The settings of ZeRO with the default that depends on the warm-up: --zero-delta4-iterations."""
     zero = config.zero
@@ -103,7 +113,7 @@ def _build_model(config: Config, vocab_size: int, device: Device, group: TensorG
             group=group,
             tokens=config.model.seq_length,
             product=product,
-            pieces=config.token_pieces,
+            overlapped=config.distributed.tp_comm_overlap,
         )
     with torch.device("meta"):
         return GPT(config.model, vocab_size, config.recompute, parts, cut_layers=config.zero.cuts_layers)

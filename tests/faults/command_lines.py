@@ -80,9 +80,8 @@ MODEL = [
         "--tp-comm-overlap (given): needs --tensor-model-parallel-size 2 or more: one rank",
     ),
     bad(
-        "--tp-comm-overlap --tensor-model-parallel-size 2",
-        "--tp-comm-overlap (given): cuts the 128 tokens of a micro-batch into 2 to 4 equal pieces … "
-        "possible: --micro-batch-size 64",
+        "--tp-comm-overlap --tensor-model-parallel-size 2 --bf16 --fp8",
+        "--tp-comm-overlap (given): needs 16-bit products: those of --fp8 take the tokens … omit one",
     ),
     bad("--group-query-attention --num-query-groups 3", "--num-query-groups 3: must divide --num-attention"),
     bad("--swiglu --squared-relu", "--squared-relu (given): contradicts --swiglu; give one"),

@@ -12,7 +12,6 @@ import torch
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
-from megatron_zpp.config.tensor_parallel import TokenPieces
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.plan.memory import memory_of
@@ -24,7 +23,6 @@ from tests.plan.jobs import job_of
 from tests.plan.test_tensor_parallel import Mirrored
 from tests.zero import engines
 from tests.zero.engines import engine_of
-from tests.zero.test_tensor_parallel import PIECES
 
 VOCAB, BATCH, LENGTH = 1000, 4, 128
 SHAPE = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": LENGTH}
@@ -39,7 +37,7 @@ def build(
     model: str,
     precision: PrecisionConfig,
     compiled: bool,
-    pieces: TokenPieces = TokenPieces(),  # noqa: B008  # frozen
+    overlapped: bool = False,
     **changes: Any,
 ) -> ZeroEngine:
     torch._dynamo.reset()
@@ -52,7 +50,7 @@ def build(
         topology=topology,
         device="cuda",
         tensor=tensor,
-        pieces=pieces,
+        overlapped=overlapped,
     )
     if compiled:
         shape = (BATCH, config.seq_length)
@@ -64,13 +62,13 @@ def losses(
     topology: Topology,
     tensor: int,
     cases: list[tuple[str, PrecisionConfig, bool]],
-    pieces: TokenPieces = TokenPieces(),  # noqa: B008  # frozen
+    overlapped: bool = False,
 ) -> list[list[float]]:
     """Of ten steps and an evaluation, for each model, format, and whether layers are compiled."""
     found = []
     data = torch.randint(VOCAB, (10, BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(8))
     for model, precision, compiled in cases:
-        engine = build(topology, tensor, model, precision, compiled, pieces)
+        engine = build(topology, tensor, model, precision, compiled, overlapped)
         its = []
         for batch in data:
             its.append(engine.accumulate(batch, index=0, micro_batches=1).item())
@@ -81,8 +79,7 @@ def losses(
     return found
 
 
-@pytest.mark.parametrize("pieces", [TokenPieces(), PIECES], ids=["whole", "pieces"])
-def test_two_tensor_ranks_learn_what_one_does(pieces: TokenPieces) -> None:
+def test_two_tensor_ranks_learn_what_one_does() -> None:
     cases = [
         (model, precision, compiled)
         for model in MODELS
@@ -90,31 +87,27 @@ def test_two_tensor_ranks_learn_what_one_does(pieces: TokenPieces) -> None:
         for compiled in (False, True)
     ]
     expected = losses(Topology(), 1, cases)
-    first, second = on_gpus(1, 2, losses, 2, cases, pieces, share_one_gpu=True)
+    first, second = on_gpus(1, 2, losses, 2, cases, share_one_gpu=True)
     assert first == second
     for case, found, wanted in zip(cases, first, expected, strict=True):
         rel = 2**-8 if case[1] is BF16 else 1e-5  # fp32 products may be TF32's or not, alike on both
         assert found == pytest.approx(wanted, rel=rel), case
 
 
-@pytest.mark.parametrize("pieces", [TokenPieces(), PIECES], ids=["whole", "pieces"])
-def test_two_tensor_ranks_keep_half_the_activations_each(pieces: TokenPieces) -> None:
+def test_two_tensor_ranks_keep_half_the_activations_each() -> None:
     """What a forward leaves for the backward; the head's hidden states and numbers per token stay whole."""
     one = kept(Topology(), 1)
-    for two in on_gpus(1, 2, kept, 2, pieces, share_one_gpu=True):
+    for two in on_gpus(1, 2, kept, 2, share_one_gpu=True):
         assert two <= 0.55 * one
 
 
 def kept(
     topology: Topology,
     tensor: int,
-    pieces: TokenPieces = TokenPieces(),  # noqa: B008  # frozen
 ) -> int:
     """Bytes of a bf16 Llama's layers."""
     changes = {"hidden_size": 1024, "num_layers": 6, "seq_length": 1024, "num_attention_heads": 16}
-    engine = build(
-        topology, tensor, "llama", BF16, True, pieces, **changes, kv_channels=64, ffn_hidden_size=2816
-    )
+    engine = build(topology, tensor, "llama", BF16, True, **changes, kv_channels=64, ffn_hidden_size=2816)
     tokens = torch.randint(VOCAB, (BATCH, 1025), device="cuda")
     for _ in range(2):
         engine.accumulate(tokens, index=0, micro_batches=1)

@@ -7,13 +7,12 @@ import pytest
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.plan import PlanConfig
-from megatron_zpp.config.tensor_parallel import OVERLAPPED
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.plan.advice import Plan, plan_of
 from megatron_zpp.plan.exchanges import exchanged_bytes, waiting_seconds
-from megatron_zpp.plan.hardware import USABLE, Machine, machine
+from megatron_zpp.plan.hardware import Machine, machine
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.step_time import compute_seconds
@@ -157,31 +156,20 @@ def test_time_is_divided_products_and_the_wait_for_activations(size: int) -> Non
         assert waiting_seconds(job, rates(), forward) == pytest.approx(sent / rates().inside, rel=0.01)
 
 
-def test_with_pieces_ranks_wait_for_one_of_each_map() -> None:
-    """Of 6.7B, 16,384 tokens and 4 pieces: the others travel beside products, which take longer."""
-    whole = job_of(model("6.7b"), 50304, local=2, tensor=2, micro_batch_size=8)
-    pieces = replace(whole, token_pieces=OVERLAPPED)
-    one = 2 * 8 * 2048 * 4096 / 2 / rates().inside  # seconds of a collective
+def test_with_overlap_ranks_do_not_wait_for_maps() -> None:
+    """Of 6.7B and 16,384 tokens, unless the link is slower than the products of other ranks' tokens."""
+    waiting = job_of(model("6.7b"), 50304, local=2, tensor=2, micro_batch_size=8)
+    overlapped = replace(waiting, overlapped=True)
+    one = 2 * 8 * 2048 * 4096 / 2  # bytes of a collective
     for forward, maps in ((True, 4 * 32), (False, 2 * 32)):
-        saved = waiting_seconds(whole, rates(), forward) - waiting_seconds(pieces, rates(), forward)
-        assert saved == pytest.approx(3 / 4 * maps * one)
-        slow = replace(rates(), inside=1e9)  # nothing is hidden beyond the products
-        hidden = waiting_seconds(whole, slow, forward) - waiting_seconds(pieces, slow, forward)
-        assert 0 < hidden < 3 / 4 * maps * 2 * 8 * 2048 * 4096 / 2 / 1e9
-    assert exchanged_bytes(pieces) == exchanged_bytes(whole)
-
-
-def test_a_micro_batch_that_is_too_small_for_pieces_is_planned_without() -> None:
-    """One sample of 1,024 tokens fits, two do not: the row names the flag that the command must omit."""
-    shape = model("1.3b", seq_length=1024)
-    run = job_of(shape, 50304, local=2, tensor=2, micro_batch_size=2, micro_batches=2)
-    run = replace(run, token_pieces=OVERLAPPED)
-    two, one = (memory_of(job).peak for job in at_tensor(run, 2))
-    plans = tensor_plans(plan_of("", run, rates()), rates(), (one + two) / 2 / USABLE / 2**30)
-    assert [plan.name for plan in plans if plan.job.tensor == 2] == [
-        "2",
-        "2 --micro-batch-size 1 without --tp-comm-overlap",
-    ]
+        saved = waiting_seconds(waiting, rates(), forward) - waiting_seconds(overlapped, rates(), forward)
+        assert saved == pytest.approx(maps * one / rates().inside)
+        slow = replace(rates(), inside=1e9)
+        hidden = waiting_seconds(waiting, slow, forward) - waiting_seconds(overlapped, slow, forward)
+        assert 0 < hidden < maps * one / 1e9
+    assert exchanged_bytes(overlapped) == exchanged_bytes(waiting)
+    regions = memory_of(overlapped).buffers - memory_of(waiting).buffers
+    assert regions == memory_of(overlapped).peak - memory_of(waiting).peak == 2 * 2 * 8 * 2048 * 4096
 
 
 def test_the_guides_command_prints_its_table() -> None:

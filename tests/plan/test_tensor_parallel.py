@@ -8,7 +8,6 @@ import torch
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
-from megatron_zpp.config.tensor_parallel import TokenPieces
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.plan.activations import ends_bytes, stored_bytes
@@ -52,11 +51,7 @@ class Case:
     stage: int = 0
     micro_batches: int = 1
     tensor: int = 2
-    pieces: int = 1
-
-    @property
-    def token_pieces(self) -> TokenPieces:
-        return TokenPieces(most=self.pieces, least=1)
+    overlapped: bool = False
 
     def engine(self, topology: Topology) -> ZeroEngine:
         return engines.engine_of(
@@ -68,7 +63,7 @@ class Case:
             topology=topology,
             operations=operations(),
             tensor=self.tensor,
-            pieces=self.token_pieces,
+            overlapped=self.overlapped,
         )
 
     def job(self, **grid: int) -> Job:
@@ -83,7 +78,7 @@ class Case:
             tensor=self.tensor,
             **{"local": self.tensor} | grid,
         )
-        return replace(job, token_pieces=self.token_pieces)
+        return replace(job, overlapped=self.overlapped)
 
 
 RECOMPUTE: dict[str, dict[str, Any]] = {"stored": {}, "selective": SELECTIVE, "full": FULL}
@@ -133,7 +128,6 @@ STEPS = [
     *(Case(model, recompute, micro_batches=2) for model in MODELS for recompute in ("stored", "full")),
     *(Case(precision="fp32", recompute=recompute, micro_batches=2) for recompute in ("stored", "full")),
     Case(precision="fp16", recompute="selective", micro_batches=2),
-    *(Case(model, recompute="full", micro_batches=2, pieces=4) for model in MODELS),
     *(Case(stage=stage, recompute="full", micro_batches=2) for stage in (1, 3)),
     *(
         Case(recompute="full", precision=precision, micro_batches=2, tensor=4)
@@ -154,26 +148,17 @@ class Mirrored(UnconnectedGroup):
     def start_scatter_sum(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.chunk(self.size)[0] * self.size
 
-    def start_gather_into(self, out: torch.Tensor, rows: torch.Tensor) -> "Done":
+    def gather_into(self, out: torch.Tensor, rows: torch.Tensor) -> None:
         out.view(self.size, *rows.shape).copy_(rows)
-        return Done()
 
-    def start_scatter_sum_into(self, out: torch.Tensor, rows: torch.Tensor) -> "Done":
-        torch.mul(rows.chunk(self.size)[0], self.size, out=out)
-        return Done()
+    def exchange_parts(self, parts: torch.Tensor) -> torch.Tensor:
+        return parts[self.rank].expand(parts.shape).contiguous()
 
     def wait(self, started: torch.Tensor) -> torch.Tensor:
         return started
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         return value * self.size
-
-
-class Done:
-    """Nothing to wait for."""
-
-    def wait(self) -> None:
-        pass
 
 
 @pytest.mark.parametrize("case", STEPS, ids=str)
@@ -205,13 +190,13 @@ class Counted(Mirrored):
         self.sent += (self.size - 1) * rows.nbytes // self.size
         return super().start_scatter_sum(rows)
 
-    def start_gather_into(self, out: torch.Tensor, rows: torch.Tensor) -> Done:
+    def gather_into(self, out: torch.Tensor, rows: torch.Tensor) -> None:
         self.sent += (self.size - 1) * rows.nbytes
-        return super().start_gather_into(out, rows)
+        super().gather_into(out, rows)
 
-    def start_scatter_sum_into(self, out: torch.Tensor, rows: torch.Tensor) -> Done:
-        self.sent += (self.size - 1) * rows.nbytes // self.size
-        return super().start_scatter_sum_into(out, rows)
+    def exchange_parts(self, parts: torch.Tensor) -> torch.Tensor:
+        self.sent += (self.size - 1) * parts.nbytes // self.size
+        return super().exchange_parts(parts)
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """A reduce-scatter and an all-gather."""
@@ -223,8 +208,8 @@ EXCHANGED = [
     *SAVED,
     Case(tensor=4),
     Case(precision="fp32", recompute="full"),
-    Case("llama", "full", pieces=4),
-    Case(tensor=4, pieces=2),
+    Case("llama", "full", overlapped=True),
+    Case(tensor=4, overlapped=True),
 ]
 
 

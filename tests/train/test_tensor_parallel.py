@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_zpp.config.tensor_parallel import TokenPieces
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.train.compiling import compile_parts
 from tests.support import pretrain
@@ -14,7 +13,6 @@ from tests.zero.ranks import on_ranks
 from tests.zero.test_tensor_parallel import (
     GPT_2,
     MODELS,
-    PIECES,
     VOCAB,
     Case,
     Trained,
@@ -32,10 +30,10 @@ FLAGS = (
 ).split()
 
 
-def saved_shapes(topology: Topology, model: str, pieces: TokenPieces) -> list[tuple[int, ...]]:
+def saved_shapes(topology: Topology, model: str, overlapped: bool) -> list[tuple[int, ...]]:
     """The shapes of what a compiled forward keeps for the backward, each memory once."""
     torch.set_num_threads(1)
-    engine = build(Case(model, 2, 0, pieces=pieces), topology)
+    engine = build(Case(model, 2, 0, overlapped=overlapped), topology)
     said: list[str] = []
     compile_parts(engine.model, (BATCH, LENGTH), said.append, backend="aot_eager_decomp_partition")
     tokens = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(8))
@@ -55,12 +53,10 @@ def saved_shapes(topology: Topology, model: str, pieces: TokenPieces) -> list[tu
     return list(kept.values())
 
 
-@pytest.mark.parametrize(
-    ("model", "pieces"), [*((model, TokenPieces()) for model in MODELS), ("llama", PIECES)]
-)
-def test_a_graph_keeps_no_gathered_rows(model: str, pieces: TokenPieces) -> None:
+@pytest.mark.parametrize(("model", "overlapped"), [*((model, False) for model in MODELS), ("llama", True)])
+def test_a_graph_keeps_no_gathered_rows(model: str, overlapped: bool) -> None:
     """It would be enough to gather them once, but then every rank kept those of all ranks."""
-    for shapes in on_ranks(2, saved_shapes, model, pieces):
+    for shapes in on_ranks(2, saved_shapes, model, overlapped):
         assert shapes.count((BATCH * LENGTH // 2, WIDTH)) >= 4  # it was compiled for rows
         assert shapes.count((BATCH * LENGTH, WIDTH)) == 1  # the head's
 
@@ -76,8 +72,8 @@ def compiled(topology: Topology, case: Case) -> Trained:
     return found
 
 
-def test_graphs_exchange_in_pieces_and_learn_what_one_process_does() -> None:
-    case = Case("gpt2", 2, 0, pieces=PIECES)
+def test_graphs_compute_beside_exchanges_and_learn_what_one_process_does() -> None:
+    case = Case("gpt2", 2, 0, overlapped=True)
     check(case, on_ranks(2, compiled, case)[0], rel=1e-6)
 
 
@@ -120,10 +116,19 @@ def test_the_order_of_samples_survives_a_change_of_tensor_ranks(tmp_path: Path) 
         assert losses(resumed) == pytest.approx(expected[3:], rel=1e-6)
 
 
-def test_a_run_may_exchange_in_pieces_and_resume_without(tmp_path: Path) -> None:
-    """Pieces of 1,024 tokens on two tensor ranks, with a text and an evaluation; one rank resumes the run."""
-    run = [*FLAGS, "--seq-length", "256", "--micro-batch-size", "8", "--sample-prompt", "7"]
-    run += ["--sample-tokens", "3", "--save", str(tmp_path / "run"), "--save-interval", "3"]
+def test_a_run_may_compute_beside_exchanges_and_resume_without(tmp_path: Path) -> None:
+    """Two tensor ranks, with a text and an evaluation; one rank resumes the run."""
+    run = [
+        *FLAGS,
+        "--sample-prompt",
+        "7",
+        "--sample-tokens",
+        "3",
+        "--save",
+        str(tmp_path / "run"),
+        "--save-interval",
+        "3",
+    ]
     resumed = ["--load", str(tmp_path / "run"), "--ckpt-step", "3", "--save", str(tmp_path / "other")]
     overlap = ["--tensor-model-parallel-size", "2", "--tp-comm-overlap", "--zero-stage", "2"]
     for ranks, flags in ((2, overlap), (1, resumed)):

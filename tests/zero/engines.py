@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
-from megatron_zpp.config.tensor_parallel import TokenPieces
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.tensor_group import TensorGroup
@@ -38,12 +37,12 @@ def engine_of(
     kernel: AttentionKernel | None = None,
     fused_backend: Literal["apex", "torch"] = "torch",
     tensor: int = 1,
-    pieces: TokenPieces = TokenPieces(),  # noqa: B008  # frozen
+    overlapped: bool = False,
     decoupled: Collection[str] = (),
 ) -> ZeroEngine:
     """An engine with the initial weights of `seed`, drawn on the CPU whatever the device.
 
-    `tensor` ranks share each layer, and tokens in `pieces`.
+    `tensor` ranks share each layer; `overlapped`: with products beside their exchanges.
     """
     zero = zero or ZeroConfig()
     norms, attention = norm_classes(fused_backend), kernel or DotProduct()
@@ -51,9 +50,9 @@ def engine_of(
     if tensor > 1:
         assert topology is not None
         ranks = Grid(topology, tensor).tensor_ranks
-        group = TensorGroup(ranks, topology.rank, prioritized=pieces.most > 1)
+        group = TensorGroup(ranks, topology.rank)
         parts = TensorParallelComponents(
-            norms, attention=attention, group=group, tokens=config.seq_length, pieces=pieces
+            norms, attention=attention, group=group, tokens=config.seq_length, overlapped=overlapped
         )
     elif zero.zero_table_rows is not None:
         parts = RowBlockComponents(norms, attention=attention, rows=zero.zero_table_rows)

@@ -11,7 +11,6 @@ import torch
 
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
-from megatron_zpp.config.tensor_parallel import TokenPieces
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.engine import ZeroEngine
@@ -52,7 +51,6 @@ FOUR_BITS = (
     ("zero_quantized_weights_format", "delta4"),
     ("zero_quantized_gradients_format", "rotated4"),
 )
-PIECES = TokenPieces(most=4, least=1)
 MODELS = {"gpt2": GPT_2, "llama": LLAMA}
 RECOMPUTE = {
     "stored": RecomputeConfig(),
@@ -73,7 +71,7 @@ class Case:
     precision: PrecisionConfig = FP32
     dropout: float = 0.0
     documents: bool = False
-    pieces: TokenPieces = TokenPieces()
+    overlapped: bool = False
     zero: tuple[tuple[str, Any], ...] = ()
 
 
@@ -86,7 +84,7 @@ def build(case: Case, topology: Topology) -> ZeroEngine:
         precision=case.precision,
         topology=topology,
         tensor=case.tensor,
-        pieces=case.pieces,
+        overlapped=case.overlapped,
         operations=operations() if case.zero else None,
     )
 
@@ -240,11 +238,11 @@ def _skipped(topology: Topology) -> list[float]:
     return skipped
 
 
-@pytest.mark.parametrize("pieces", [TokenPieces(), PIECES], ids=["whole", "pieces"])
+@pytest.mark.parametrize("overlapped", [False, True], ids=["waiting", "overlapped"])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_the_ledger_has_what_the_collectives_sent(recompute: str, pieces: TokenPieces) -> None:
+def test_the_ledger_has_what_the_collectives_sent(recompute: str, overlapped: bool) -> None:
     """Counted apart: each collective of hidden states is called with its bytes recorded."""
-    for counted, sent in on_ranks(2, _traffic, Case("llama", 2, 0, recompute, pieces=pieces)):
+    for counted, sent in on_ranks(2, _traffic, Case("llama", 2, 0, recompute, overlapped=overlapped)):
         assert counted == sent > 0
 
 
@@ -261,9 +259,9 @@ def _traffic(topology: Topology, case: Case) -> tuple[int, int]:
         return collective(*tensors)
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, share in (("gather", 1), ("gather_into", 1), ("scatter_sum", 2), ("scatter_sum_into", 2)):
-            collective = getattr(group, f"start_{name}")
-            patch.setattr(group, f"start_{name}", partial(recorded, collective, share))
+        collectives = {"start_gather": 1, "gather_into": 1, "start_scatter_sum": 2, "exchange_parts": 2}
+        for name, share in collectives.items():
+            patch.setattr(group, name, partial(recorded, getattr(group, name), share))
         engine.accumulate(torch.randint(VOCAB, (2, 13)), index=0, micro_batches=1)
     counted, between_nodes = engine.take_traffic()
     assert between_nodes == 0

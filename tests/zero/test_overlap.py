@@ -1,8 +1,6 @@
-"""Tokens that tensor ranks share in pieces: who has which, what starts before what, what is learned."""
+"""Products of tensor ranks beside exchanges of tokens: what starts before what, what is learned."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,49 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_zpp.config.tensor_parallel import OVERLAPPED, TokenPieces
+from megatron_zpp.distributed import peer_rows
+from megatron_zpp.distributed.peer_rows import CollectiveRows
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.tensor_exchanges import Gather, GatheredLinear, LinearScattered, ScatterSum
-from megatron_zpp.model.tensor_parallel import TensorParallelComponents
 from tests.zero.ranks import on_ranks
-from tests.zero.test_tensor_parallel import ALL, PIECES, VOCAB, Case, build, check, one_process, train
+from tests.zero.test_tensor_parallel import ALL, VOCAB, Case, build, check, one_process, train
 
 INPUTS, OUTPUTS = 5, 8
-SHAPES = [(2, 1), (2, 3), (2, 4), (4, 2)]  # ranks and pieces, of twelve tokens per rank
-
-
-@pytest.mark.parametrize(
-    ("tokens", "ranks", "pieces"),
-    [(16384, 2, 4), (4096, 8, 4), (4104, 4, 3), (3072, 2, 3), (2048, 2, 2), (2052, 8, 1), (2046, 2, 1)],
-)
-def test_pieces_are_as_many_as_divide_tokens_and_are_long_enough(
-    tokens: int, ranks: int, pieces: int
-) -> None:
-    assert OVERLAPPED.of(tokens, ranks) == pieces
-    assert TokenPieces().of(tokens, ranks) == 1
-
-
-class Member(TensorGroup):
-    """One of some ranks, without a communicator."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.ranks, self.size, self.rank = tuple(range(size)), size, rank
-
-
-@pytest.mark.parametrize(("ranks", "pieces"), SHAPES)
-def test_a_rank_has_its_part_of_each_piece(ranks: int, pieces: int) -> None:
-    tokens = 12 * ranks
-    own = [
-        TensorParallelComponents(
-            group=Member(rank, ranks), tokens=tokens, pieces=TokenPieces(most=pieces, least=1)
-        ).own_positions(torch.arange(tokens)[None], torch.zeros(1, tokens))
-        for rank in range(ranks)
-    ]
-    share = 12 // pieces
-    for rank, positions in enumerate(own):
-        firsts = [piece * share * ranks + rank * share for piece in range(pieces)]
-        assert positions.tolist() == [first + index for first in firsts for index in range(share)]
 
 
 @dataclass
@@ -70,7 +34,7 @@ class Comparison:
             self.largest.append((one - other).abs().max().item())
 
 
-def differences(topology: Topology, pieces: int) -> list[float]:
+def differences(topology: Topology, overlapped: bool) -> list[float]:
     """The largest differences from what one process computes of the parts of all ranks."""
     torch.set_num_threads(1)
     ranks, rank = topology.world_size, topology.rank
@@ -82,7 +46,7 @@ def differences(topology: Topology, pieces: int) -> list[float]:
 
     def own(whole: Tensor) -> Tensor:
         """Those rows that this rank has."""
-        return torch.cat([piece.chunk(ranks)[rank] for piece in whole.chunk(pieces)])
+        return whole.chunk(ranks)[rank]
 
     def leaf(tensor: Tensor) -> Tensor:
         return tensor.detach().clone().requires_grad_()
@@ -92,69 +56,77 @@ def differences(topology: Topology, pieces: int) -> list[float]:
     whole = torch.stack([F.linear(hidden, weight, bias) for weight in weights])
     of_hidden, of_weights = torch.autograd.grad(whole, (hidden, weights), back)
     mine, weight = leaf(own(hidden)), leaf(weights[rank])
-    out = GatheredLinear.apply(mine, weight, bias, pieces, group)
+    out = GatheredLinear.apply(mine, weight, bias, overlapped, group)
     expected = (mine, own(of_hidden)), (weight, of_weights[rank]), (bias, back[rank].sum(0))
     compared.add(out, whole[rank], back[rank], *expected)
-    out = Gather.apply(mine, pieces, group)
+    out = Gather.apply(mine, group)
     compared.add(out, hidden, back[rank, :, :INPUTS], (mine, own(back[:, :, :INPUTS].sum(0))))
 
     inner, weights, back = drawn(ranks, tokens, INPUTS), drawn(ranks, OUTPUTS, INPUTS), back[0]
     whole = sum(F.linear(part, weight) for part, weight in zip(inner, weights, strict=True))
     of_inner, of_weights = torch.autograd.grad(whole, (inner, weights), back)
     mine, weight = leaf(inner[rank]), leaf(weights[rank])
-    out = LinearScattered.apply(mine, weight, pieces, group)
+    out = LinearScattered.apply(mine, weight, overlapped, group)
     compared.add(out, own(whole), own(back), (mine, of_inner[rank]), (weight, of_weights[rank]))
-    out = ScatterSum.apply(mine, pieces, group)
+    out = ScatterSum.apply(mine, group)
     compared.add(out, own(inner.sum(0)), own(back[:, :INPUTS]), (mine, back[:, :INPUTS]))
     return compared.largest
 
 
-@pytest.mark.parametrize(("ranks", "pieces"), SHAPES)
-def test_exchanges_and_products_in_pieces_are_those_of_whole_tensors(ranks: int, pieces: int) -> None:
-    for found in on_ranks(ranks, differences, pieces):
+@pytest.mark.parametrize("overlapped", [False, True], ids=["waiting", "overlapped"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_exchanges_and_products_are_those_of_whole_tensors(ranks: int, overlapped: bool) -> None:
+    for found in on_ranks(ranks, differences, overlapped):
         assert len(found) == 11
         assert max(found) < 1e-12
 
 
 class Recorder(TorchDispatchMode):
-    """The order of products, of the exchanges that a group starts, and of waits for them."""
+    """The order of products, of what ranks send, and of waits for it."""
 
-    def __init__(self, group: TensorGroup) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.calls: list[str] = []
-        group.start_gather_into = self._started("gather", group.start_gather_into)
-        group.start_scatter_sum_into = self._started("scatter", group.start_scatter_sum_into)
+        self._names = {"gather": "gather", "rows_of": "wait for a rank", "gathered": "wait for all"}
+        self._names |= {"send": "send", "sum": "wait for parts"}
 
     def take(self) -> list[str]:
         """The calls since the last `take`."""
         calls, self.calls = self.calls, []
         return calls
 
+    def begin(self, group: TensorGroup, rows: int, width: int, like: Tensor) -> CollectiveRows:
+        """As peer_rows.begin."""
+        found = CollectiveRows(group, rows, width, like)
+        for method, name in self._names.items():
+            setattr(found, method, self._recorded(name, getattr(found, method)))
+        return found
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
             self.calls.append("product")
         return func(*args, **kwargs or {})
 
-    def _started(self, name: str, start: Callable[..., Any]) -> Callable[..., Any]:
-        def started(out: Tensor, rows: Tensor) -> Any:
+    def _recorded(self, name: str, method: Any) -> Any:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
             self.calls.append(name)
-            work = start(out, rows)
-            return SimpleNamespace(wait=lambda: (self.calls.append(f"wait for {name}"), work.wait()))
+            return method(*args, **kwargs)
 
-        return started
+        return recorded
 
 
 def order(topology: Topology) -> list[list[str]]:
     """Of the forward and the backward of both kinds of maps."""
     torch.set_num_threads(1)
     group = TensorGroup(range(topology.world_size), topology.rank)
-    found, recorder = [], Recorder(group)
-    rows, inner = torch.ones(12, INPUTS), torch.ones(24, INPUTS)
+    found, recorder = [], Recorder()
+    rows, inner = torch.ones(4, INPUTS), torch.ones(4 * group.size, INPUTS)
     weight = torch.ones(OUTPUTS, INPUTS, requires_grad=True)
-    with recorder:
+    with recorder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peer_rows, "begin", recorder.begin)
         for apply in (
-            lambda: GatheredLinear.apply(rows.requires_grad_(), weight, None, 3, group),
-            lambda: LinearScattered.apply(inner.requires_grad_(), weight, 3, group),
+            lambda: GatheredLinear.apply(rows.requires_grad_(), weight, None, True, group),
+            lambda: LinearScattered.apply(inner.requires_grad_(), weight, True, group),
         ):
             out = apply()
             found.append(recorder.take())
@@ -163,25 +135,42 @@ def order(topology: Topology) -> list[list[str]]:
     return found
 
 
-def test_exchanges_are_started_before_the_products_beside_which_they_run() -> None:
-    """A product waits for its own piece alone; no scatter is waited for before the last product."""
-    gathers, scatters = ["gather"] * 3, ["scatter"] * 3
-    gathered, scattered = ["wait for gather"] * 3, ["wait for scatter"] * 3
-    each = ["wait for gather", "product"] * 3
-    for found in on_ranks(2, order):
+def test_ranks_send_before_the_products_beside_which_it_travels() -> None:
+    """Own rows are multiplied before others are waited for, and others' products are made first and sent."""
+    each, parts = ["wait for a rank", "product"] * 2, ["product", "send"] * 2
+    for found in on_ranks(3, order):
         assert found == [
-            [*gathers, *each],
-            [*gathers, "product", *scatters, *gathered, "product", *scattered],
-            [*["product", "scatter"] * 3, *scattered],
-            [*gathers, *each, "product"],
+            ["gather", "product", *each],
+            ["gather", *parts, "product", "wait for all", "product", "wait for parts"],
+            [*parts, "product", "wait for parts"],
+            ["gather", "product", *each, "wait for all", "product"],
         ]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_in_each_round_a_rank_hears_from_one_and_sends_to_one(size: int) -> None:
+    """Rows come in the order in which they are taken."""
+    groups = [Member(rank, size) for rank in range(size)]
+    sent, taken = (list(map(order_of, groups)) for order_of in (peer_rows.others_first, peer_rows.own_first))
+    for rank in range(size):
+        assert sorted(sent[rank]) == sorted(taken[rank]) == list(range(size))
+        assert sent[rank][-1] == taken[rank][0] == rank
+        for number in range(size - 1):
+            assert sent[taken[rank][1 + number]][number] == rank
+
+
+class Member(TensorGroup):
+    """One of some ranks, without a communicator."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.ranks, self.size, self.rank = tuple(range(size)), size, rank
 
 
 def test_every_kind_of_run_learns_what_one_process_does() -> None:
     cases = (
-        Case("gpt2", 2, 0, documents=True, pieces=PIECES),
-        Case("llama", 2, 3, "full", accumulate=2, pieces=PIECES),
-        Case("llama", 2, 2, "selective", pieces=PIECES),
+        Case("gpt2", 2, 0, documents=True, overlapped=True),
+        Case("llama", 2, 3, "full", accumulate=2, overlapped=True),
+        Case("llama", 2, 2, "selective", overlapped=True),
     )
     first, *others = on_ranks(4, train, cases)
     for other in others:
@@ -191,13 +180,13 @@ def test_every_kind_of_run_learns_what_one_process_does() -> None:
 
 
 def test_four_tensor_ranks_learn_what_one_process_does() -> None:
-    case = Case("llama", 4, 1, "full", pieces=PIECES)
+    case = Case("llama", 4, 1, "full", overlapped=True)
     check(case, on_ranks(4, train, (case,))[0][0], rel=1e-6)
 
 
 def test_recomputation_repeats_dropout_and_zeropp_acts_over_data_ranks() -> None:
-    stored, again = (Case("gpt2", 2, 0, kind, dropout=0.1, pieces=PIECES) for kind in ("stored", "full"))
-    quantized = Case("llama", 2, 3, "full", zero=ALL, pieces=PIECES)
+    stored, again = (Case("gpt2", 2, 0, kind, dropout=0.1, overlapped=True) for kind in ("stored", "full"))
+    quantized = Case("llama", 2, 3, "full", zero=ALL, overlapped=True)
     for kept, recomputed, zeropp in on_ranks(4, train, (stored, again, quantized), ranks_per_node=2):
         assert kept == recomputed
         assert zeropp.losses == pytest.approx(one_process(Case("llama")).losses, rel=2**-6)
@@ -215,5 +204,5 @@ def logits(topology: Topology, case: Case) -> list[float]:
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_text_is_continued_as_by_one_process(model: str) -> None:
     expected = logits(Topology(), Case(model))
-    for found in on_ranks(2, logits, Case(model, 2, 3, pieces=PIECES)):
+    for found in on_ranks(2, logits, Case(model, 2, 3, overlapped=True)):
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)

@@ -1,0 +1,108 @@
+"""Products of tensor ranks beside exchanges, on two GPUs: the same results, with less waiting."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.step_parts import parts_of_trace
+from megatron_zpp.distributed.peer_rows import CopiedRows, others_first
+from megatron_zpp.distributed.tensor_group import TensorGroup
+from megatron_zpp.distributed.topology import Topology
+from tests.gpu.ranks import on_gpus
+from tests.gpu.test_tensor_parallel import BATCH, BF16, FP32, LENGTH, MODELS, VOCAB, build
+
+LONG, STEPS = 2048, 2
+WIDE = {"num_layers": 4, "hidden_size": 4096, "num_attention_heads": 32, "seq_length": LONG}
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def copied(topology: Topology) -> int:
+    """How many of 2,000 exchanges brought other rows than they should, while the GPUs are out of step."""
+    group, wrong = TensorGroup(range(2), topology.rank), torch.zeros((), device="cuda", dtype=torch.int64)
+    rows, width = 96, 640
+    shape = 2, rows, width
+
+    def sent(number: int, rank: int) -> Tensor:
+        places = torch.arange(rows * width, device="cuda").view(rows, width)
+        return ((places + 31 * number + 7 * rank) % 251).bfloat16()
+
+    for number in range(2000):
+        if number % 7 == 3 * topology.rank:
+            torch.cuda._sleep(200_000)  # about 0.1 ms on this rank alone
+        own = sent(number, topology.rank)
+        peers = CopiedRows(group, rows, width, own)
+        peers.gather(own, whole=number % 2 == 0)
+        for rank in others_first(group)[:-1]:
+            peers.send(sent(number, 5 + topology.rank), rank)
+        peers.own().copy_(sent(number, 9))
+        expected = torch.stack([sent(number, rank) for rank in range(2)])
+        if number % 2 == 0:
+            wrong += (peers.gathered().view(shape) != expected).sum()
+        else:
+            other = 1 - topology.rank
+            wrong += (peers.rows_of(other) != expected[other]).sum()
+        wrong += (peers.sum() != sent(number, 9) + sent(number, 5 + 1 - topology.rank)).sum()
+    return int(wrong.item())
+
+
+def test_copies_bring_the_rows_of_their_own_exchange() -> None:
+    assert on_gpus(1, 2, copied) == [0, 0]
+
+
+def losses(topology: Topology) -> list[tuple[list[float], list[float]]]:
+    """Of six steps with and without overlap, for each model and format, in graphs and without."""
+    data = torch.randint(VOCAB, (6, BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(8))
+
+    def run(model: str, precision: object, compiled: bool, overlapped: bool) -> list[float]:
+        engine = build(topology, 2, model, precision, compiled, overlapped)
+        found = []
+        for batch in data:
+            found.append(engine.accumulate(batch, index=0, micro_batches=1).item())
+            engine.step(1e-3)
+        engine.close()
+        return found
+
+    return [
+        (run(model, precision, compiled, False), run(model, precision, compiled, True))
+        for model in MODELS
+        for precision in (FP32, BF16)
+        for compiled in (False, True)
+    ]
+
+
+def test_overlap_changes_no_loss() -> None:
+    """But for the order of sums inside products, whose sizes differ."""
+    first, second = on_gpus(1, 2, losses)
+    assert first == second
+    for waiting, overlapped in first:
+        assert overlapped == pytest.approx(waiting, rel=2**-8)
+
+
+def exposed(topology: Topology, overlapped: bool, directory: str) -> float:
+    """Milliseconds per step in which nothing but communication runs, of bf16 layers as wide as 6.7B's."""
+    engine = build(topology, 2, "gpt", BF16, True, overlapped, **WIDE)
+    tokens = torch.randint(VOCAB, (BATCH, LONG + 1), device="cuda")
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            engine.accumulate(tokens, index=0, micro_batches=1)
+            engine.step(1e-4)
+        torch.cuda.synchronize()
+
+    steps(3)
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        steps(STEPS)
+    file = Path(directory) / f"rank{topology.rank}.json.gz"
+    trace.export_chrome_trace(str(file))
+    engine.close()
+    return parts_of_trace(file, STEPS)["exposed communication"]
+
+
+def test_overlap_exposes_less_communication(tmp_path: Path) -> None:
+    """Six exchanges of a layer are not waited for any more."""
+    waiting, overlapped = (max(on_gpus(1, 2, exposed, kind, str(tmp_path))) for kind in (False, True))
+    assert 0 < overlapped < 0.5 * waiting
