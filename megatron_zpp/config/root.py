@@ -97,6 +97,9 @@ class Config:
         if self.distributed.tp_comm_overlap:
             sizes = self.model, self.training.micro_batch_size
             check_overlap(*sizes, tensor_ranks, fp8=self.precision.fp8)
+        if self.precision.measures_fp8 and tensor_ranks > 1:
+            fix = f"times whole layers; omit one of it and --tensor-model-parallel-size {tensor_ranks}"
+            raise option_error("--fp8-products", "measured", fix)
         if self.compilation.measures_products:
             _check_measured(self.precision, tensor_ranks)
         if self.tokenizer.tokenizer_type is None:

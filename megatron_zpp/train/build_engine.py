@@ -51,11 +51,7 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
             config.distributed.timeout,
             prioritized=config.token_pieces.most > 1,
         )
-    model = _build_model(config, vocab_size, device, group)
-    scaling = _scaling(config.precision, model, device.device)
-    codes = _weight_codes(config.precision, scaling, device.device)
-    if device.compiles:
-        _compile(config, model, device, grid.job, scaling)
+    model, scaling, codes = build_model(config, vocab_size, device, grid.job, group)
     share = ALONE
     if group is not None:
         share = TensorShare(group, splits_of(model), exchanges_of(model), config.model.hidden_size)
@@ -77,6 +73,21 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
         scaling=scaling,
         codes=codes,
     )
+
+
+def build_model(
+    config: Config, vocab_size: int, device: Device, topology: Topology, group: TensorGroup | None = None
+) -> tuple[GPT, DelayedScaling | None, WeightCodes | None]:
+    """The model on the meta device, compiled if a run on `device` is, and the state of its 8-bit products.
+
+    It is this rank's part of the model if a `group` shares it.
+    """
+    model = _build_model(config, vocab_size, device, group)
+    scaling = _scaling(config.precision, model, device.device)
+    codes = _weight_codes(config.precision, scaling, device.device)
+    if device.compiles:
+        _compile(config, model, device, topology, scaling)
+    return model, scaling, codes
 
 
 def zero_of(config: Config, ranks: int) -> ZeroConfig:

@@ -119,6 +119,10 @@ def _not_planned(config: Config, dense: str) -> list[str]:
             f"  attention that keeps no scores; --attention-backend {backend} keeps them, for each layer and "
             "head, and takes longer"
         )
+    if config.precision.measures_fp8:
+        lines.append(
+            "  8-bit products, which --fp8-products measured may replace by 16-bit ones at the start"
+        )
     if masked:
         lines.append("  attention over whole samples, also with --reset-attention-mask")
     if dense:

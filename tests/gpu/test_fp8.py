@@ -1,19 +1,31 @@
 """Products of 8-bit floats by the GPU's own units, whose fast sums keep 13 bits of the fraction."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_zpp.config.root import parse_args
+from megatron_zpp.config.root import Config, parse_args
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.fp8_cast import GRADIENT, INPUT, WEIGHT, factors_of, plain_cast
 from megatron_zpp.model.fp8_delayed import DelayedLinear
 from megatron_zpp.model.fp8_scaling import DelayedScaling
+from megatron_zpp.supervision.activity import Activity
+from megatron_zpp.supervision.signals import StopSignals
+from megatron_zpp.tokenizer import build_tokenizer, describe
 from megatron_zpp.train.build_engine import build_engine
+from megatron_zpp.train.choose_fp8 import with_chosen_products
 from megatron_zpp.train.device import prepare_device
+from megatron_zpp.train.inputs import RunInputs
+from megatron_zpp.train.layer_times import LayerTimesCache, measured_layer
+from megatron_zpp.train.ranks import Ranks
+from megatron_zpp.train.reading import open_data
+from megatron_zpp.train.run_schedule import RunSchedule
+from megatron_zpp.train.time_layers import time_layers
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.gpu.steady import assert_steady
 from tests.model.test_fp8 import check_products
@@ -299,3 +311,57 @@ def test_recomputed_layers_have_the_same_codes() -> None:
     for recipe in ("--fp8 --fp8-recipe delayed", HELD):
         stored, recomputed = (losses_of(engine_of(recipe, *more)) for more in ((), recompute))
         assert recomputed == stored
+
+
+def measured_config(hidden: int) -> Config:
+    """A run that measures whether 8-bit products pay."""
+    flags = (
+        "--mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --num-layers 4 --num-attention-heads 4 "
+        f"--hidden-size {hidden} --seq-length 1024 --micro-batch-size 8 --train-iters 30 --lr 1e-3 --bf16 "
+        "--hidden-dropout 0 --attention-dropout 0 --fp8-products measured"
+    )
+    return parse_args([*flags.split(), *HELD.split()])
+
+
+@needs_fp8
+def test_8_bit_products_are_chosen_for_layers_that_they_make_faster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environ = {"MEGATRON_ZPP_CACHE": str(tmp_path / "cache")}
+    for hidden in (256, 2048):
+        config, grid = measured_config(hidden), Grid(Topology())
+        device = prepare_device(config, grid)
+        times = time_layers(config, device, Topology(), lambda: None)
+        with capsys.disabled():
+            print(
+                f"\nhidden {hidden}: 16 bits {1e3 * times.bits16:.3f} ms, 8 bits {1e3 * times.bits8:.3f} ms"
+            )
+        assert times.fp8_pays == (times.bits8 <= 0.98 * times.bits16)
+        schedule = RunSchedule.from_config(config.training, config.learning_rate, 1)
+        tokenizer = describe(build_tokenizer(config.tokenizer))
+        inputs = RunInputs(
+            config=config,
+            tokenizer=tokenizer,
+            tokenizer_files={},
+            schedule=schedule,
+            splits=open_data(config, schedule, tokenizer, print),
+        )
+        ranks = Ranks(topology=Topology(), store=dist.HashStore(), signals=StopSignals(), activity=Activity())
+        LayerTimesCache(environ, print).add(measured_layer(config, device), times)
+        chosen = with_chosen_products(inputs, device, ranks, environ=environ)
+        assert chosen.config.precision.fp8 == times.fp8_pays
+        assert "(from the cache)" in chosen.lines[0]
+    assert times.fp8_pays  # of the larger one
+
+
+@needs_fp8
+def test_a_measurement_leaves_no_memory() -> None:
+    config = measured_config(1024)
+    device = prepare_device(config, Grid(Topology()))
+    left = []
+    for _ in range(2):
+        time_layers(config, device, Topology(), lambda: None)
+        left.append(torch.cuda.memory_allocated())
+    assert left[1] <= left[0]
+    assert torch.cuda.memory_reserved() - left[1] < 2**26  # blocks that cuBLAS's workspaces share
+    assert torch.cuda.max_memory_allocated() == left[1]  # the peaks in the log are the run's
