@@ -3,7 +3,7 @@
 python benchmarks/throughput.py --shapes 345m:16 1.3b:16 2.7b:8 --runs "stage 0" plain whole
 python benchmarks/throughput.py --gpus 2 --shapes 1.3b:8 --runs "stage 0" "stage 3" zeropp fsdp2
 python benchmarks/throughput.py --gpus 2 --shapes 6.7b:8 --seq-length 2048 \\
-    --runs tensor "tensor, overlap" dtensor dtensor-async "stage 3"
+    --runs tensor "tensor, waiting" dtensor dtensor-async "stage 3"
 
 Every run is a separate process (several with --gpus above 1), so that it inherits no memory, graphs or warm
 cache. Runs take turns, --rounds times; the best interval of ten steps counts, which includes data loading,
@@ -46,7 +46,7 @@ OURS = {  # flags of pretrain_gpt.py
     "recompute": ["--recompute-granularity", "full", "--recompute-method", "uniform"],
     "selective": ["--recompute-activations"],
     "tensor": ["--zero-stage", "0", "--tensor-model-parallel-size", "2"],
-    "tensor, overlap": ["--zero-stage", "0", "--tensor-model-parallel-size", "2", "--tp-comm-overlap"],
+    "tensor, waiting": ["--zero-stage", "0", "--tensor-model-parallel-size", "2", "--no-tp-comm-overlap"],
     "zeropp": [
         *("--zero-stage", "3", "--zero-quantized-weights", "--zero-quantized-gradients"),
         *("--zero-hpz-partition-size", "auto"),
@@ -60,7 +60,7 @@ COMPILERS = {  # stage 0 with kernels of the compiler in place of ours: benchmar
 PEERS = ("plain", "plain-torchao", "whole", "fsdp2", "dtensor", "dtensor-async")
 SHARED = {
     "tensor": 2,
-    "tensor, overlap": 2,
+    "tensor, waiting": 2,
     "dtensor": None,
     "dtensor-async": None,
 }  # GPUs that share a micro-batch; None: all

@@ -96,12 +96,21 @@ class Config:
         check_tensor_ranks(self.model, tensor_ranks, fp8=self.precision.fp8)
         if self.distributed.tp_comm_overlap:
             check_overlap(tensor_ranks, fp8=self.precision.fp8)
+        if self.precision.measures_fp8 and tensor_ranks > 1:
+            fix = f"times whole layers; omit one of it and --tensor-model-parallel-size {tensor_ranks}"
+            raise option_error("--fp8-products", "measured", fix)
         if self.compilation.measures_products:
             _check_measured(self.precision, tensor_ranks)
         if self.tokenizer.tokenizer_type is None:
             raise option_error("--tokenizer-type", "(not given)", "give the tokenizer that made the data")
         if self.plan.dry_run and self.distributed.device == "cpu":
             raise option_error("--dry-run", "(given)", "plans for GPUs; omit --device cpu")
+
+    def overlaps_exchanges(self, device: str) -> bool:
+        """Return whether tensor ranks, if there are several, compute beside exchanges on "cpu" or "cuda"."""
+        if self.distributed.tp_comm_overlap is None:
+            return device == "cuda" and not self.precision.fp8
+        return self.distributed.tp_comm_overlap
 
     def needed_splits(self) -> tuple[str, ...]:
         """Return the splits that the run reads: train; if it evaluates, valid, and test if it has data."""

@@ -256,10 +256,10 @@ class DistributedConfig(Options):
         at_least=1,
         at_most=1024,
     )
-    tp_comm_overlap: bool = option(
-        False,
+    tp_comm_overlap: bool | None = option(
+        None,
         "Exchange activations between tensor ranks beside products, by copies into each other's memory "
-        "(NVLink).",
+        "(NVLink); default: on with GPUs and 16-bit products.",
     )
     nccl_sockets: str = option(
         "auto",

@@ -141,7 +141,8 @@ class CopiedRows:
         """See PeerRows."""
         for rank in own_first(self._group)[1:]:
             self._there[_SUMMED, rank].wait()
-        return self._region(_SUMMED, self._group.rank).sum(0)
+        parts = self._region(_SUMMED, self._group.rank)
+        return parts[0] + parts[1] if len(parts) == 2 else parts.sum(0)  # the same bits, faster
 
     def _region(self, region: int, rank: int) -> Tensor:
         numel = self._shape[0] * self._shape[1] * self._shape[2]

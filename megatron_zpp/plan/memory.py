@@ -75,7 +75,9 @@ def memory_of(job: Job) -> Memory:
 
 def _peer_rows_bytes(job: Job) -> int:
     """What tensor ranks copy to each other (distributed/peer_rows.py)."""
-    return region_bytes(job.tensor, job.rows, job.model.hidden_size, job.dtype) if job.overlapped else 0
+    if job.tensor == 1 or not job.overlapped:
+        return 0
+    return region_bytes(job.tensor, job.rows, job.model.hidden_size, job.dtype)
 
 
 def _peak_candidates(job: Job) -> dict[str, int]:

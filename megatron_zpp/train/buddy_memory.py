@@ -11,6 +11,7 @@ import shutil
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megatron_zpp.checkpoint.memory_copies import MemoryCopies, SnapshotName, file_names
 from megatron_zpp.checkpoint.states import shards_of
@@ -134,6 +135,15 @@ def check_memory(settings: MemorySnapshotsConfig) -> None:
             snapshots_root(settings.buddy_directory)
         except ValueError as error:
             raise option_error("--buddy-directory", settings.buddy_directory, str(error)) from None
+
+
+def newest_state(config: Config) -> dict[str, Any] | None:
+    """The state in the newest memory snapshot of the run on this node, before `open_memory`; None without."""
+    settings, save = config.memory_snapshots, config.checkpoint.save
+    name = None if settings.buddy_snapshots is None or save is None else _name_in(save)
+    if name is None:
+        return None
+    return MemoryCopies(snapshots_root(settings.buddy_directory) / name, 0).newest_state()
 
 
 def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> BuddyMemory | None:

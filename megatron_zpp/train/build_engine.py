@@ -48,13 +48,9 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
     group = None
     if grid.tensor > 1:
         group = TensorGroup(grid.tensor_ranks, grid.job.rank, config.distributed.timeout)
-        if config.distributed.tp_comm_overlap and device.device.type == "cuda":
+        if config.overlaps_exchanges(device.device.type):
             _allocate_peer_rows(config, group)
-    model = _build_model(config, vocab_size, device, group)
-    scaling = _scaling(config.precision, model, device.device)
-    codes = _weight_codes(config.precision, scaling, device.device)
-    if device.compiles:
-        _compile(config, model, device, grid.job, scaling)
+    model, scaling, codes = build_model(config, vocab_size, device, grid.job, group)
     share = ALONE
     if group is not None:
         share = TensorShare(group, splits_of(model), exchanges_of(model), config.model.hidden_size)
@@ -78,15 +74,30 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
     )
 
 
+def build_model(
+    config: Config, vocab_size: int, device: Device, topology: Topology, group: TensorGroup | None = None
+) -> tuple[GPT, DelayedScaling | None, WeightCodes | None]:
+    """The model on the meta device, compiled if a run on `device` is, and the state of its 8-bit products.
+
+    It is this rank's part of the model if a `group` shares it.
+    """
+    model = _build_model(config, vocab_size, device, group)
+    scaling = _scaling(config.precision, model, device.device)
+    codes = _weight_codes(config.precision, scaling, device.device)
+    if device.compiles:
+        _compile(config, model, device, topology, scaling)
+    return model, scaling, codes
+
+
 def _allocate_peer_rows(config: Config, group: TensorGroup) -> None:
-    """Allocate what --tp-comm-overlap copies to, or raise ValueError."""
+    """Allocate what tensor ranks copy to beside products, or raise ValueError."""
     rows = config.training.micro_batch_size * config.model.seq_length // group.size
     dtype = getattr(torch, config.precision.compute_dtype("cuda"))
     try:
         allocate(group, rows, config.model.hidden_size, dtype)
     except RuntimeError as error:
-        fix = f"needs tensor ranks whose GPUs can write to each other's memory (NVLink), but: {error}"
-        raise option_error("--tp-comm-overlap", "(given)", " ".join(fix.split())) from None
+        fix = f"needs GPUs that can write to each other's memory; use --no-tp-comm-overlap ({error})"
+        raise option_error("--tp-comm-overlap", "(on)", " ".join(fix.split())) from None
 
 
 def zero_of(config: Config, ranks: int) -> ZeroConfig:
@@ -113,7 +124,7 @@ def _build_model(config: Config, vocab_size: int, device: Device, group: TensorG
             group=group,
             tokens=config.model.seq_length,
             product=product,
-            overlapped=config.distributed.tp_comm_overlap,
+            overlapped=config.overlaps_exchanges(device.device.type),
         )
     with torch.device("meta"):
         return GPT(config.model, vocab_size, config.recompute, parts, cut_layers=config.zero.cuts_layers)

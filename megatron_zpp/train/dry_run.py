@@ -58,7 +58,7 @@ def job_of(config: Config, vocab_size: int, schedule: RunSchedule, grid: Grid) -
         tensor=grid.tensor,
         compiled=_compiles(config.compilation, config.optimizer),
         memory_snapshots=config.memory_snapshots.buddy_snapshots is not None,
-        overlapped=config.distributed.tp_comm_overlap,
+        overlapped=config.overlaps_exchanges("cuda"),
     )
 
 
@@ -118,6 +118,10 @@ def _not_planned(config: Config, dense: str) -> list[str]:
         lines.append(
             f"  attention that keeps no scores; --attention-backend {backend} keeps them, for each layer and "
             "head, and takes longer"
+        )
+    if config.precision.measures_fp8:
+        lines.append(
+            "  8-bit products, which --fp8-products measured may replace by 16-bit ones at the start"
         )
     if masked:
         lines.append("  attention over whole samples, also with --reset-attention-mask")

@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.options import flag_name
 
 _OF_THE_RUN = {  # what the weights mean does not depend on these
@@ -35,6 +36,16 @@ def model_changes(saved: Mapping[str, Any], present: ModelConfig) -> list[str]:
         if name not in _OF_THE_RUN and was != now:
             lines.append(f" WARNING: {flag_name(name)} was {_shown(was)} and is {_shown(now)}: {_MEANING}")
     return lines
+
+
+def product_changes(saved: Mapping[str, Any], present: PrecisionConfig) -> list[str]:
+    """A log line if a resumed run has 8-bit products and the run that saved has not, or the reverse."""
+    was, now = bool(saved.get("precision", {}).get("fp8", False)), present.fp8
+    if was == now:
+        return []
+    return [
+        f" WARNING: --fp8 was {_shown(was)} and is {_shown(now)}: products of layers are of other formats"
+    ]
 
 
 _MEANING = "the weights are those of another model"

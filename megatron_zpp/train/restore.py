@@ -42,7 +42,7 @@ from megatron_zpp.train.data_changes import (
     order_change,
     ordered_samples,
 )
-from megatron_zpp.train.model_changes import model_changes
+from megatron_zpp.train.model_changes import model_changes, product_changes
 from megatron_zpp.train.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -296,6 +296,8 @@ def _load(
     changes = model_changes(saved, config.model)
     if settings.finetune:
         return Start(Progress(), [f" loaded the weights of {path}; starting at iteration 0", *changes])
+    if progress.iteration:  # otherwise the weights are imported, and no products were computed
+        changes += product_changes(saved, config.precision)
     without = "" if with_optimizer else " without the optimizer's state"
     line = (
         f" loaded {source}{without}; resuming at iteration {progress.iteration}, "

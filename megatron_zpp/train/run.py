@@ -55,7 +55,7 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
     Every rank must call it. Raises ValueError if no checkpoint of --load is whole or the data do not fit
     them, DamagedFile if --verify-data finds damage.
     """
-    config, splits, lines = inputs.config, inputs.splits, list(ranks.lines)
+    config, splits, lines = inputs.config, inputs.splits, [*ranks.lines, *inputs.lines]
     if config.data.verify_data:
         ranks.activity.now("verifying data", patient=True)
         exchange = Exchange(ranks.store, ranks.topology, config.distributed.timeout, "verify-data")

@@ -11,9 +11,18 @@ FLAG = "--tp-comm-overlap"
 SHARED = [*MINIMAL, "--tensor-model-parallel-size", "2"]
 
 
-def test_it_is_off_by_default() -> None:
-    assert not parse_args(SHARED).distributed.tp_comm_overlap
-    assert parse_args([*SHARED, FLAG]).distributed.tp_comm_overlap
+@pytest.mark.parametrize(
+    ("more", "on_gpus", "on_cpus"),
+    [
+        ([], True, False),
+        (["--bf16", "--fp8"], False, False),
+        ([FLAG], True, True),
+        (["--no-tp-comm-overlap"], False, False),
+    ],
+)
+def test_the_default_is_on_where_it_pays(more: list[str], on_gpus: bool, on_cpus: bool) -> None:
+    config = parse_args([*SHARED, *more])
+    assert (config.overlaps_exchanges("cuda"), config.overlaps_exchanges("cpu")) == (on_gpus, on_cpus)
 
 
 @pytest.mark.parametrize(

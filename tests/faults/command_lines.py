@@ -166,6 +166,17 @@ OPTIMIZER = [
     bad(
         "--fp8 --bf16 --fp8-param-gather", "--fp8-param-gather (given): needs --fp8 and --fp8-recipe delayed"
     ),
+    bad("--fp8-products measured", "--fp8-products measured: needs --fp8"),
+    bad("--fp8-products always", "--fp8-products always: needs --fp8"),
+    bad("--fp8 --bf16 --fp8-products fastest", "--fp8-products: invalid choice: 'fastest' … 'measured'"),
+    bad(
+        "--fp8 --bf16 --kv-channels 16 --fp8-products measured --tensor-model-parallel-size 2",
+        "--fp8-products measured: times whole layers; omit one of it and --tensor-model-parallel-size 2",
+    ),
+    Case(
+        "--fp8 --bf16 --kv-channels 16 --fp8-products measured",
+        "--fp8-products measured: times layers on a GPU, and this is a cpu; use always",
+    ),
     bad("--fp8 --bf16 --fp8-recipe mxfp8", "--fp8-recipe: invalid choice: 'mxfp8'"),
     bad("--fp8 --bf16 --fp8-amax-history-len 0", "--fp8-amax-history-len 0: must be at least 1"),
     bad("--fp8 --bf16 --hidden-size 24", "--hidden-size 24: is 24; must be a multiple of 16"),
