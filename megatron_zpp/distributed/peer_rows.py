@@ -16,6 +16,7 @@ Shapes: T ranks, R rows of a rank, D width.
 """
 
 import ctypes
+import warnings
 from functools import cache
 from typing import Any, Protocol
 
@@ -214,7 +215,8 @@ def _memory(group: dist.ProcessGroup, nbytes: int) -> Any:
     """Memory of all ranks of a group that each can write; it stays, as the group does."""
     from torch.distributed import _symmetric_memory
 
-    _symmetric_memory.enable_symm_mem_for_group(group.group_name)
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.8 may need this
+        _symmetric_memory.enable_symm_mem_for_group(group.group_name)
     device = torch.device("cuda", torch.cuda.current_device())
     own = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
     return _symmetric_memory.rendezvous(own, group)

@@ -48,7 +48,7 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
     group = None
     if grid.tensor > 1:
         group = TensorGroup(grid.tensor_ranks, grid.job.rank, config.distributed.timeout)
-        if config.overlaps_exchanges(device.device.type):
+        if device.device.type == "cuda" and config.overlaps_exchanges("cuda"):
             _allocate_peer_rows(config, group)
     model, scaling, codes = build_model(config, vocab_size, device, grid.job, group)
     share = ALONE
