@@ -14,7 +14,7 @@ from megatron_zpp.zero.engine import ZeroEngine
 from tests.zero.engines import engine_of, weights_of
 from tests.zero.quantizing import operations
 
-VOCAB = 101
+VOCAB, RATE = 101, 3e-3
 MODEL = ModelConfig(
     num_layers=2,
     hidden_size=32,
@@ -58,7 +58,7 @@ def plain_torch(
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     plain = [p for p in model.parameters() if p.dim() < 2]
     adamw = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=1e-2, eps=1e-4
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=RATE, eps=1e-4
     )
     losses = []
     for step in data:
@@ -76,21 +76,23 @@ def plain_torch(
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("untied", [False, True])
 def test_twenty_steps_are_as_exact_as_torchs_adamw(micro_batches: int, untied: bool) -> None:
-    """Compared with the same training in fp64: as close as plain fp32, up to a factor for other rounding.
+    """Compared with the same training in fp64: as close as plain fp32.
 
-    A key bias has no gradient but rounding, which a tiny eps would blow up to full steps: eps is 1e-4.
+    A key bias has no gradient but rounding, which a tiny eps would blow up to full steps: eps is 1e-4. At a
+    learning rate of 1e-2 training amplifies rounding tenfold, and the last bits of a product, which differ
+    between processors, decide which of two runs is four times as far from fp64; at 3e-3 it does not.
     """
     config = dataclasses.replace(MODEL, untie_embeddings_and_output_weights=untied)
     data = batches(20, micro_batches)
     engine = small(config, OptimizerConfig(weight_decay=0.1, adam_eps=1e-4))
-    losses = run(engine, data)
+    losses = run(engine, data, RATE)
     names = [name for name, _ in GPT(config, VOCAB).named_parameters()]
     weights = torch.cat([weights_of(engine)[name].double().flatten() for name in names])
 
     exact_losses, exact = plain_torch(config, data, torch.float64)
     _, rounded = plain_torch(config, data, torch.float32)
-    assert losses == pytest.approx(exact_losses, rel=1e-5)
-    assert (weights - exact).norm() <= 3 * (rounded - exact).norm()
+    assert losses == pytest.approx(exact_losses, rel=1e-6)
+    assert (weights - exact).norm() <= 1.25 * (rounded - exact).norm()
 
 
 def test_gradient_norm_is_the_whole_models_and_padding_does_not_count() -> None:
