@@ -350,10 +350,9 @@ def test_the_loss_in_chunks_takes_what_the_plan_says(width: int, precision: dict
     assert loss_bytes(job, chunk_bytes) == pytest.approx(peak, rel=0.05)
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 4])
-@pytest.mark.parametrize("width", [32, 64])
+@pytest.mark.parametrize(("width", "chunks"), [(32, 1), (32, 2), (32, 4), (64, 1), (64, 2)])
 def test_the_loss_of_8_bit_products_takes_what_the_plan_says(width: int, chunks: int) -> None:
-    """Within 5%, in chunks and parts."""
+    """Within 5%, in chunks and parts; large ones, because a CPU decodes the factors of a product."""
     model = ModelConfig(**SHAPE | {"hidden_size": width, "seq_length": 256})
     precision = PrecisionConfig(bf16=True, fp8=True, fp8_recipe="delayed", fp8_output_layer=True)
     job = job_of(model, 2000, precision=precision, micro_batch_size=2)
