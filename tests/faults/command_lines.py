@@ -167,6 +167,13 @@ OPTIMIZER = [
     bad(
         "--fp8 --bf16 --fp8-param-gather", "--fp8-param-gather (given): needs --fp8 and --fp8-recipe delayed"
     ),
+    bad(
+        "--fp8 --bf16 --fp8-output-layer", "--fp8-output-layer (given): needs --fp8 and --fp8-recipe delayed"
+    ),
+    bad(
+        "--fp8 --bf16 --fp8-recipe delayed --fp8-output-layer --make-vocab-size-divisible-by 1",
+        "--fp8-output-layer (given): needs a multiple of 16 entries in the padded vocabulary, not",
+    ),
     bad("--fp8 --bf16 --fp8-recipe mxfp8", "--fp8-recipe: invalid choice: 'mxfp8'"),
     bad("--fp8 --bf16 --fp8-amax-history-len 0", "--fp8-amax-history-len 0: must be at least 1"),
     bad("--fp8 --bf16 --hidden-size 24", "--hidden-size 24: is 24; must be a multiple of 16"),
