@@ -170,7 +170,7 @@ OPTIMIZER = [
     bad(
         "--fp8 --bf16 --fp8-output-layer", "--fp8-output-layer (given): needs --fp8 and --fp8-recipe delayed"
     ),
-    bad(
+    Case(
         "--fp8 --bf16 --fp8-recipe delayed --fp8-output-layer --make-vocab-size-divisible-by 1",
         "--fp8-output-layer (given): needs a multiple of 16 entries in the padded vocabulary, not",
     ),
