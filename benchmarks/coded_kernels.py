@@ -2,7 +2,8 @@
 
 python benchmarks/coded_kernels.py --hidden-size 2048 --rows 16384
 
-Shapes are those of a GPT layer and of a Llama-like one with as many parameters. A figure is the time of a
+Shapes are those of a GPT layer and of a Llama-like one with as many parameters; logits are of a quarter of
+the rows and 50,304 entries. A figure is the time of a
 copy of the bytes that a kernel has to read and write, over the kernel's time: 1 would be as fast as memory
 is. Times are the best of --rounds, of ten calls in a CUDA graph, so that starting a kernel does not count.
 """
@@ -21,9 +22,10 @@ from torch import Tensor
 from benchmarks.common import RESULTS, write_result
 from megatron_zpp.config.command_line import run_tool
 from megatron_zpp.config.options import Options, option, parse_options
-from megatron_zpp.model.fp8_cast import INPUT, WEIGHT, factors_of
+from megatron_zpp.model.fp8_cast import FORMATS, GRADIENT, INPUT, WEIGHT, factors_of
 from megatron_zpp.model.fused.cast import cast
 from megatron_zpp.model.fused.coded_activation import coded_activation, coded_activation_backward
+from megatron_zpp.model.fused.coded_loss import logits_to_codes
 from megatron_zpp.model.fused.coded_norm import _coded_norm
 from megatron_zpp.model.fused.gradient_cast import cast_gradient, cast_gradients_of_heads
 
@@ -92,6 +94,10 @@ def kernels(rows: int, width: int) -> Iterator[tuple[str, int, Callable[[], obje
     yield "SwiGLU", 12 * one, partial(coded_activation, wide, None, factors, maxima, True, True)
     call = partial(coded_activation_backward, of_half, wide, None, factors, maxima, True)
     yield "SwiGLU's backward", 20 * one, call
+    logits, targets = drawn(rows // 4, 50304), torch.randint(50257, (rows // 4,), device="cuda")
+    codes = (torch.empty_like(each, dtype=FORMATS[GRADIENT]) for each in (logits, logits.T.contiguous()))
+    call = partial(logits_to_codes, logits, targets, 50257, *codes)
+    yield "gradient of logits, which are read twice", 6 * logits.numel(), call
 
 
 def main() -> None:

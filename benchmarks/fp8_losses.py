@@ -38,6 +38,7 @@ RUNS = {  # flags of pretrain_gpt.py
     "fp8": "--fp8",
     "fp8 delayed": DELAYED,
     "fp8 codes": f"{DELAYED} --fp8-param-gather",
+    "fp8 codes and output": f"{DELAYED} --fp8-param-gather --fp8-output-layer",
 }
 # By size: layers, hidden size, heads, tokens of a sample, vocabulary, steps, samples of a step.
 SIZES = {

@@ -1,9 +1,10 @@
-"""Output layer and cross-entropy, forward and backward: the plain one and ours, each also compiled.
+"""Output layer and cross-entropy, forward and backward: the plain one and ours, in 16 and 8 bits.
 
 python benchmarks/linear_cross_entropy.py [--tokens 8192 16384] [--widths 1024 2048 2560]
 
 The plain loss is F.cross_entropy on the fp32 logits of all tokens. It is compiled as a whole; of ours, only
-the part between the matrix products is compiled. Figures: milliseconds of a forward and backward, the best of
+the part between the matrix products is compiled, or a kernel (ours_kernels). ours_codes has 8-bit products
+with delayed scaling, and kernels. Figures: milliseconds of a forward and backward, the best of
 --rounds; the rate of the three products, 6 FLOPs per token and element of the weight; on a GPU the peak
 memory above the inputs, gradients included; and the relative error of loss and gradients against the plain
 ones.
@@ -13,6 +14,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
 from benchmarks.common import RESULTS, write_result
+from megatron_zpp.model.fp8_cast import INPUT, LARGEST, SMALLEST, factors_of
+from megatron_zpp.model.fp8_output import OutputProduct
 from megatron_zpp.model.loss import LossKernels, linear_cross_entropy, logits_to_gradient
 
 Loss = Callable[[Tensor, Tensor, Tensor, int], Tensor]
@@ -43,11 +47,35 @@ def contestant(name: str) -> Loss:
         "ours_compiled": lambda: partial(
             linear_cross_entropy, passes=LossKernels(torch.compile(logits_to_gradient))
         ),
+        "ours_kernels": lambda: partial(linear_cross_entropy, passes=_kernels()),
+        "ours_codes": _coded,
     }
     return contestants[name]()
 
 
 CONTESTANTS = ("plain", "plain_compiled", "ours", "ours_compiled")
+WITH_KERNELS = ("ours_kernels", "ours_codes")  # on GPUs
+
+
+def _kernels() -> LossKernels:
+    from megatron_zpp.model.fused import coded_loss, loss
+
+    return replace(loss.PASSES, to_codes=coded_loss.logits_to_codes)
+
+
+def _coded() -> Loss:
+    """8-bit products, with the scales of the first pass in all later ones."""
+    from megatron_zpp.model.fused.cast import cast
+
+    product, passes = OutputProduct(cast).cuda(), _kernels()
+
+    def loss(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+        value = product.loss(x, weight, targets, vocab_size, passes=passes)
+        if product.factors is None:
+            product.factors = factors_of(LARGEST[INPUT] / product.maxima.clamp(min=SMALLEST))
+        return value
+
+    return loss
 
 
 def pass_through(loss: Loss, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
@@ -131,7 +159,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384])
     parser.add_argument("--widths", type=int, nargs="+", default=[1024, 2048, 2560])
     parser.add_argument("--vocab-size", type=int, default=50304)
-    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
+    everyone = CONTESTANTS + WITH_KERNELS
+    parser.add_argument("--contestants", nargs="+", choices=everyone, help="default: all that run there")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
@@ -139,6 +168,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU here; --device cpu works, for small sizes")
+    options.contestants = options.contestants or (CONTESTANTS if options.device == "cpu" else everyone)
     device = torch.device(options.device)
     figures = {}
     for width in options.widths:

@@ -35,6 +35,7 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.flops import flops_per_token
 
 ROOT = Path(__file__).resolve().parents[1]
+CODES = ("--fp8", "--fp8-recipe", "delayed", "--fp8-param-gather")
 OURS = {  # flags of pretrain_gpt.py
     **{f"stage {stage}": ["--zero-stage", str(stage)] for stage in range(4)},
     **{f"stage {stage}, no compile": ["--zero-stage", str(stage), "--no-compile"] for stage in range(4)},
@@ -42,7 +43,8 @@ OURS = {  # flags of pretrain_gpt.py
     "stage 0, measured products": ["--zero-stage", "0", "--gemm-algorithms", "measured"],
     "stage 0, fp8": ["--zero-stage", "0", "--fp8"],
     "stage 0, fp8 delayed": ["--zero-stage", "0", "--fp8", "--fp8-recipe", "delayed"],
-    "stage 0, fp8 codes": ["--zero-stage", "0", "--fp8", "--fp8-recipe", "delayed", "--fp8-param-gather"],
+    "stage 0, fp8 codes": ["--zero-stage", "0", *CODES],
+    "stage 0, fp8 codes and output": ["--zero-stage", "0", *CODES, "--fp8-output-layer"],
     "recompute": ["--recompute-granularity", "full", "--recompute-method", "uniform"],
     "selective": ["--recompute-activations"],
     "tensor": ["--zero-stage", "0", "--tensor-model-parallel-size", "2"],

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_zpp.config.options import Options, option, option_error
+from megatron_zpp.config.options import Options, flag_name, option, option_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +137,11 @@ class PrecisionConfig(Options):
         "delayed: hold, gather and multiply the weights of layers' linear maps as 8-bit codes of the fp32 "
         "master weights, which the optimizer writes once per step.",
     )
+    fp8_output_layer: bool = option(
+        False,
+        "delayed: compute the three products of the output layer with its loss on 8-bit floats too. Logits "
+        "without a loss, as of samples, are 16-bit products.",
+    )
     loss_scale: float | None = option(
         None, "fp16: constant loss scale, independent of the number of ranks; default dynamic.", above=0
     )
@@ -196,7 +201,8 @@ class PrecisionConfig(Options):
         """What a log line says after the compute format."""
         scaling = " and delayed scaling" if self.fp8_delayed else ""
         held = " of 8-bit weights" if self.fp8_param_gather else ""
-        return f" with 8-bit products{scaling}{held}" if self.fp8 else ""
+        output = ", also of the output layer" if self.fp8_output_layer else ""
+        return f" with 8-bit products{scaling}{held}{output}" if self.fp8 else ""
 
     def _given_of_delayed(self) -> list[str]:
         names = ("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin")
@@ -211,8 +217,9 @@ class PrecisionConfig(Options):
         for name in ("fp8_products", "fp8_recipe", *given):
             if not self.fp8 and getattr(self, name) is not None:
                 raise option_error("--" + name.replace("_", "-"), getattr(self, name), "needs --fp8")
-        if self.fp8_param_gather and not (self.fp8 and self.fp8_delayed):
-            raise option_error("--fp8-param-gather", "(given)", "needs --fp8 and --fp8-recipe delayed")
+        for name in ("fp8_param_gather", "fp8_output_layer"):
+            if getattr(self, name) and not (self.fp8 and self.fp8_delayed):
+                raise option_error(flag_name(name), "(given)", "needs --fp8 and --fp8-recipe delayed")
 
     def check_device(self, device: str, capability: tuple[int, int] | None) -> None:
         """Raise ValueError if --fp8 cannot be used; `capability`: the GPU's compute capability, if known."""
@@ -225,6 +232,16 @@ class PrecisionConfig(Options):
             has = ".".join(map(str, capability))
             raise option_error(
                 "--fp8", "(given)", f"needs a GPU of compute capability 8.9; this one has {has}"
+            )
+
+    def check_vocabulary(self, padded: int) -> None:
+        """Raise ValueError if 8-bit products cannot have so many outputs as the vocabulary has entries."""
+        if self.fp8_output_layer and padded % 16:
+            raise option_error(
+                "--fp8-output-layer",
+                "(given)",
+                f"needs a multiple of 16 entries in the padded vocabulary, not {padded}; choose another "
+                "--make-vocab-size-divisible-by",
             )
 
     def compute_dtype(self, device: str) -> str:

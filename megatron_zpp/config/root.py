@@ -87,6 +87,8 @@ class Config:
                 "needs scales of the same step: --fp8-recipe tensorwise, or no --fp8",
             )
         tensor_ranks = self.distributed.tensor_model_parallel_size
+        if self.precision.fp8_output_layer:
+            _check_output_layer(self.zero, tensor_ranks)
         if self.zero.zero_table_rows is not None and tensor_ranks > 1:
             raise option_error(
                 "--zero-table-rows",
@@ -296,6 +298,17 @@ def _check_param_gather(zero: ZeroConfig) -> None:
         raise option_error(flag, "(given)", fix)
     if zero.zero_offload_optimizer:
         fix = f"encodes weights on the device; omit --zero-offload-optimizer, or omit {flag}"
+        raise option_error(flag, "(given)", fix)
+
+
+def _check_output_layer(zero: ZeroConfig, tensor_ranks: int) -> None:
+    """Refuse output layers that are shared, or in blocks."""
+    flag = "--fp8-output-layer"
+    if tensor_ranks > 1:
+        fix = f"needs a whole output layer; omit one of it and --tensor-model-parallel-size {tensor_ranks}"
+        raise option_error(flag, "(given)", fix)
+    if zero.zero_table_rows is not None:
+        fix = f"needs a whole output layer; omit one of it and --zero-table-rows {zero.zero_table_rows}"
         raise option_error(flag, "(given)", fix)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.attention import AttentionKernel, DotProduct
+from megatron_zpp.model.fp8_output import OutputProduct
 
 Norm: TypeAlias = nn.LayerNorm | nn.RMSNorm  # or apex's, with the same parameters and attributes
 
@@ -41,6 +42,7 @@ class ModelComponents:
     norms: Mapping[str, type[Norm]] = field(default_factory=lambda: TORCH_NORMS)  # by --normalization
     linear: Callable[..., nn.Linear] = nn.Linear
     attention: AttentionKernel = field(default_factory=DotProduct)
+    output_product: Callable[[], OutputProduct] | None = None  # of the loss; None: 16-bit products
 
     @property
     def tensor_ranks(self) -> int:

@@ -58,6 +58,8 @@ class DelayedProduct(nn.Module):
     held as `codes`, the weight that is given has no contents: it takes the gradient.
     """
 
+    holds_codes = True  # whether its weight is one of those that can be held as codes
+
     factors: Tensor | None  # (2, 3, 4) fp32; see model/fp8_cast.py
     maxima: Tensor  # (3,) fp32
     codes: Tensor | None  # (N, K) E4M3
@@ -143,13 +145,13 @@ class _Delayed(torch.autograd.Function):
         learns: bool,
     ) -> Tensor:
         if given is None:
-            codes, columns, scale = _coded(cast, x, factors, maxima, INPUT, rows=True, columns=learns)
+            codes, columns, scale = coded(cast, x, factors, maxima, INPUT, rows=True, columns=learns)
         else:
             assert factors is not None
             assert turned is not None
             codes, columns, scale = given, turned, back(factors, INPUT)
         if weight_codes is None:
-            by_rows, _, weight_scale = _coded(cast, weight, factors, maxima, WEIGHT, rows=True, columns=False)
+            by_rows, _, weight_scale = coded(cast, weight, factors, maxima, WEIGHT, rows=True, columns=False)
         else:
             by_rows, weight_scale = weight_codes, _back_of_codes(factors, code_factors)
         ctx.save_for_backward(columns, scale, weight, factors, maxima, weight_codes, code_factors)
@@ -162,13 +164,13 @@ class _Delayed(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         columns, scale, weight, factors, maxima, weight_codes, code_factors = ctx.saved_tensors
         cast, dtype, wanted = ctx.cast, gradient.dtype, ctx.needs_input_grad
-        by_rows, by_columns, incoming_scale = _coded(
+        by_rows, by_columns, incoming_scale = coded(
             cast, gradient, factors, maxima, GRADIENT, rows=wanted[0], columns=wanted[3]
         )
         of_x = of_weight = of_bias = None
         if wanted[0]:
             if weight_codes is None:
-                _, turned, weight_scale = _coded(
+                _, turned, weight_scale = coded(
                     cast, weight, factors, maxima, WEIGHT, rows=False, columns=True
                 )
             else:
@@ -189,7 +191,7 @@ def _back_of_codes(factors: Tensor | None, code_factors: Tensor | None) -> Tenso
     return back(known, WEIGHT)
 
 
-def _coded(
+def coded(
     cast: Cast, x: Tensor, factors: Tensor | None, maxima: Tensor, kind: int, *, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The codes of x by rows and by columns, and the number (1) that gives x back."""

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from megatron_zpp.model.fp8_cast import LARGEST, SMALLEST, factors_of
 from megatron_zpp.model.fp8_delayed import DelayedProduct
 
+OUTPUT = "head"  # the output layer, whose products a resumed run may compute in other formats than before
+
 
 class HeldWeight(NamedTuple):
     """A linear map whose weight is held as codes."""
@@ -58,6 +60,7 @@ class DelayedScaling:
         self._history = torch.zeros(history, count, 3, device=device)  # the newest step first
         self._scales = torch.ones(count, 3, device=device)
         self._known = False
+        self._handed_out = False  # whether all products have the factors that are known
         # Of each product, in memory of its own. The products have them once they are known.
         self._factors = [torch.empty(2, 3, 4, device=device) for _ in self._products]
         self._of_codes: Tensor | None = None  # (L, 3): maxima of weights that are held as codes
@@ -80,14 +83,15 @@ class DelayedScaling:
         return maxima if self._of_codes is None else torch.maximum(maxima, self._of_codes)
 
     def hold_codes(self) -> dict[str, HeldWeight]:
-        """Prepare all products for weights that are held as codes; what these need, by linear map."""
+        """Prepare products for weights that are held as codes; what these need, by linear map."""
         self._of_codes = torch.zeros_like(self._scales)
         held = {}
         for (name, product), factors, maxima in zip(
             self._products.items(), self._factors, self._of_codes, strict=True
         ):
-            product.code_factors = factors
-            held[name] = HeldWeight(product, factors, maxima)
+            if product.holds_codes:
+                product.code_factors = factors
+                held[name] = HeldWeight(product, factors, maxima)
         return held
 
     def end_step(self, maxima: Tensor, found_inf: Tensor) -> None:
@@ -112,39 +116,51 @@ class DelayedScaling:
             return None
         histories, scales = self._history.cpu().transpose(0, 1), self._scales.tolist()
         return {
-            name: {"scales": numbers, "history": base64.b64encode(history.numpy().tobytes()).decode()}
+            name: _entry(numbers, history)
             for name, numbers, history in zip(self._products, scales, histories.contiguous(), strict=True)
         }
 
     def load_state(self, state: Mapping[str, Any] | None) -> None:
         """Restore what `state` returned; None: a run's start. A shorter history keeps the newest steps.
 
-        Raises ValueError if the state is that of other linear maps.
+        Without an entry for the output layer, its tensors are scaled by themselves in the next step; an entry
+        that is not needed is dropped. Raises ValueError if the state is that of other linear maps.
         """
-        self._known = False
+        self._known = self._handed_out = False
         self._history.zero_()
         self._scales.fill_(1.0)
         for product in self._products.values():
             product.factors = None
         if state is None:
             return
-        if state.keys() != self._products.keys():
-            other = min(state.keys() ^ self._products.keys())
-            raise ValueError(f"the scales of 8-bit products are those of another model: {other}")
+        others = (state.keys() ^ self._products.keys()) - {OUTPUT}
+        if others:
+            raise ValueError(f"the scales of 8-bit products are those of another model: {min(others)}")
+        begins = OUTPUT in self._products and OUTPUT not in state
+        if begins:
+            steps = len(_history_of(next(iter(state.values()))))
+            state = {**state, OUTPUT: _entry([1.0] * 3, torch.zeros(steps, 3))}
         entries = [state[name] for name in self._products]
         saved = torch.stack([_history_of(entry) for entry in entries], 1)  # (H, L, 3)
         kept = min(len(saved), len(self._history))
         self._history[:kept] = saved[:kept].to(self._device)
         self._scales.copy_(torch.tensor([entry["scales"] for entry in entries]))
         self._hand_out()
+        if begins:
+            self._products[OUTPUT].factors, self._handed_out = None, False
 
     def _hand_out(self) -> None:
         factors = factors_of(self._scales)  # (L, 2, 3, 4)
-        if not self._known:
+        if not self._handed_out:
             for product, own in zip(self._products.values(), self._factors, strict=True):
                 product.factors = own
-            self._known = True
+            self._known = self._handed_out = True
         torch._foreach_copy_(self._factors, list(factors.unbind()))
+
+
+def _entry(scales: list[float], history: Tensor) -> dict[str, Any]:
+    """The state of one linear map as JSON: three scales and (H, 3) fp32 on the CPU."""
+    return {"scales": scales, "history": base64.b64encode(history.numpy().tobytes()).decode()}
 
 
 def check_scaling_state(state: Any) -> None:

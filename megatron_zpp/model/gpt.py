@@ -67,21 +67,22 @@ class Head(nn.Module):
         self.vocab_size = vocab_size
         self.passes = PLAIN  # or compiled ones
         self.norm = parts.norm(config, config.hidden_size)
+        self.product = None if parts.output_product is None else parts.output_product()
         untied = config.untie_embeddings_and_output_weights
         self.output = parts.output(config.hidden_size, padded_vocab_size) if untied else None
 
     def forward(self, x: Tensor, tied: Tensor, targets: Tensor | None = None) -> Tensor:
         """(B, T, D) and the token embedding (V, D) -> logits (B, T, V); with targets (B, T) the mean loss.
 
-        Rows that only pad the vocabulary take no part in the loss: it does not depend on padding.
+        Rows that only pad the vocabulary take no part in the loss: it does not depend on padding. Logits are
+        16-bit products, also where those of the loss are of 8-bit floats.
         """
         x = self.norm(x)
         weight = tied if self.output is None else self.output.weight
         if targets is None:
             return F.linear(x, weight)
-        return linear_cross_entropy(
-            x.flatten(0, 1), weight, targets.flatten(), self.vocab_size, passes=self.passes
-        )
+        loss = linear_cross_entropy if self.product is None else self.product.loss
+        return loss(x.flatten(0, 1), weight, targets.flatten(), self.vocab_size, passes=self.passes)
 
     def compile_loss(
         self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]], fused: LossKernels | None

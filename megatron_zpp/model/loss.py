@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 IGNORED = -100  # a token with this target does not count: F.cross_entropy's default
 CHUNK_BYTES = 512 * 2**20  # of a chunk's fp32 logits: large products, and little beside a model
 LEAN_CHUNK_BYTES = 2**30  # the same where there are no fp32 logits, only those of the compute format
+CODE_UNIT = 2.0**15  # the code of a gradient of 1: model/fp8_output.py has the reasons
 
 # Whether addmm adds a product of 16-bit factors to fp32 sums.
 _ADDS_WIDE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
@@ -51,6 +52,20 @@ def logits_to_gradient(logits: Tensor, targets: Tensor, vocab_size: int) -> Tens
     return loss
 
 
+def logits_to_codes(
+    logits: Tensor, targets: Tensor, vocab_size: int, rows: Tensor, columns: Tensor
+) -> Tensor:
+    """The same sum; the gradient times CODE_UNIT is written as E5M2 codes, to rows (C, V) and columns (V, C).
+
+    The logits are lost.
+    """
+    exact = logits.float()
+    total = logits_to_gradient(exact, targets, vocab_size)
+    rows.copy_(exact.mul_(CODE_UNIT))
+    columns.copy_(rows.t())
+    return total
+
+
 def scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """A matrix `total` times a scalar, rounded once; in its place where that is possible."""
     out = total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
@@ -71,6 +86,7 @@ class LossKernels:
     scaled: Callable[[Tensor, Tensor, torch.dtype], Tensor] = scaled
     lean: bool = False  # whether `to_gradient` makes no fp32 logits
     loss: Callable[[Tensor, Tensor, int], Tensor] = cross_entropies
+    to_codes: Callable[[Tensor, Tensor, int, Tensor, Tensor], Tensor] = logits_to_codes
 
 
 PLAIN = LossKernels()
@@ -138,7 +154,7 @@ def unit(dtype: torch.dtype) -> float:
 def _loss_alone(
     x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk_bytes: int, passes: LossKernels
 ) -> Tensor:
-    total, counted = _zero(x), _counted(targets)
+    total, counted = zero_loss(x), number_counted(targets)
     rows = chunk_rows(*_sizes(x, weight), chunk_bytes)
     for part, wanted in zip(x.split(rows), targets.split(rows), strict=True):
         total += passes.loss(F.linear(part, weight), wanted, vocab_size)
@@ -156,7 +172,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk_bytes: int,
         passes: LossKernels,
     ) -> Tensor:
-        total, counted = _zero(x), _counted(targets)
+        total, counted = zero_loss(x), number_counted(targets)
         rows = chunk_rows(*_sizes(x, weight), chunk_bytes)
         tokens, width = x.shape
         ctx.keeps, ctx.rows, ctx.scaled = keeps_gradient(tokens, width, x.element_size()), rows, passes.scaled
@@ -197,7 +213,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 ctx.scaled(part, factor, x.dtype)  # torch refuses a second backward: it has changed
         if ctx.needs_input_grad[1]:
             # Otherwise x and its gradient take the factor: passes over (N, D) in place of one over (N, V).
-            of_weight = torch.mm(gradient.T, x if narrow else _times(x, factor))
+            of_weight = torch.mm(gradient.T, x if narrow else times(x, factor))
         if ctx.needs_input_grad[0]:
             of_x = torch.mm(gradient, weight)
             of_x = of_x if narrow else ctx.scaled(of_x, factor, x.dtype)
@@ -233,16 +249,18 @@ def add_product(a: Tensor, b: Tensor, total: Tensor, *, begins: bool) -> None:
     torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=0 if begins else 1, out=total)
 
 
-def _times(x: Tensor, factor: Tensor) -> Tensor:
+def times(x: Tensor, factor: Tensor) -> Tensor:
     """x times a scalar, rounded once."""
     return torch.mul(x, factor.view(1, 1), out=torch.empty_like(x))
 
 
-def _zero(x: Tensor) -> Tensor:
+def zero_loss(x: Tensor) -> Tensor:
+    """The sum of no cross-entropies of logits in the format of x."""
     return torch.zeros((), dtype=wide(x.dtype), device=x.device)
 
 
-def _counted(targets: Tensor) -> Tensor:
+def number_counted(targets: Tensor) -> Tensor:
+    """How many targets count, at least 1: what the sum of cross-entropies is divided by."""
     return (targets != IGNORED).sum().clamp(min=1)
 
 

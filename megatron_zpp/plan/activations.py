@@ -22,6 +22,7 @@ Ids and the temporary memory of kernels do not count.
 
 from dataclasses import dataclass
 
+from megatron_zpp.model.fp8_output import coded_chunk_rows, part_rows
 from megatron_zpp.model.loss import chunk_rows, default_chunk_bytes, keeps_gradient
 from megatron_zpp.model.recomputation import segments
 from megatron_zpp.plan.job import Job
@@ -90,6 +91,8 @@ def loss_bytes(job: Job, chunk_bytes: int | None = None) -> int:
     """
     if job.zero.zero_table_rows is not None:
         return _block_loss_bytes(job, job.zero.zero_table_rows)
+    if job.precision.fp8_output_layer:
+        return _coded_loss_bytes(job, chunk_bytes)
     tokens, entries, width = job.tokens, job.entries, job.model.hidden_size
     itemsize, exact = job.dtype.itemsize, 4
     lean = job.compiled or job.tensor > 1
@@ -104,6 +107,33 @@ def loss_bytes(job: Job, chunk_bytes: int | None = None) -> int:
         return kept + max(softmax, itemsize * gradients)
     produced = 0 if itemsize == exact else itemsize * gradients
     return exact * gradients + max(itemsize * chunk + softmax, produced)
+
+
+def _coded_loss_bytes(job: Job, chunk_bytes: int | None) -> int:
+    """The same of 8-bit products (model/fp8_output.py).
+
+    Codes of the table and of a part's hidden states are there twice in the forward, and the codes of the
+    gradient of a part's logits until its product with the hidden states.
+    """
+    tokens, entries, width, itemsize, exact = (
+        job.tokens,
+        job.entries,
+        job.model.hidden_size,
+        job.dtype.itemsize,
+        4,
+    )
+    chunk_bytes = chunk_bytes or default_chunk_bytes(entries, width, itemsize, lean=job.compiled)
+    part = part_rows(tokens, width)
+    chunk = coded_chunk_rows(part, entries, chunk_bytes) * entries
+    softmax = 0 if job.compiled else chunk * (exact if itemsize == exact else 2 * exact)
+    of_x, gradient, table = itemsize * tokens * width, part * entries, entries * width
+    working = 2 * (table + part * width) + (itemsize + 1) * chunk + softmax
+    if part >= tokens:
+        made = tokens * width + itemsize * table + of_x
+        return gradient + of_x + max(working, made)
+    sums, scaled = exact * table, 0 if itemsize == exact else itemsize * table
+    added = gradient + max(working, 2 * (table + part * width) + exact * table)
+    return sums + of_x + max(added, scaled + of_x)
 
 
 def _block_loss_bytes(job: Job, rows: int) -> int:

@@ -95,12 +95,14 @@ def table_advice(plan: Plan, machine: Machine, gibibytes: float) -> str | None:
 def suggested_rows(job: Job) -> int | None:
     """Rows of blocks whose units are as large as a third of a layer; None for tables that are best whole.
 
-    Those are tables smaller than a layer, and tables that are in blocks already or that tensor ranks share.
+    Those are tables smaller than a layer, and tables that are in blocks already, that tensor ranks share or
+    that 8-bit products multiply.
     Blocks are equal if fewer than twice as many can be.
     """
     entries, width = job.padded_vocab_size, job.model.hidden_size
     layer = sum(sum(layout.numels) for layout in job.layer_layouts)
-    if job.tensor > 1 or job.zero.zero_table_rows is not None or entries * width <= layer:
+    whole = job.tensor > 1 or job.precision.fp8_output_layer
+    if whole or job.zero.zero_table_rows is not None or entries * width <= layer:
         return None
     fewest = -(-3 * entries * width // layer)
     equal = (blocks for blocks in range(fewest, 2 * fewest) if entries % (blocks * _MULTIPLE) == 0)

@@ -19,6 +19,7 @@ from megatron_zpp.plan.exchanges import ledgers_of
 from megatron_zpp.plan.fitting import faster_stage, table_advice, ways_to_fit
 from megatron_zpp.plan.hardware import (
     CPU_BYTES_PER_SECOND,
+    FP8_OUTPUT,
     INSIDE_SHARE,
     MEMORY_SHARE,
     USABLE,
@@ -199,6 +200,8 @@ def _assumptions(job: Job, gpu: Gpu, machine: Machine) -> Iterator[str]:
         memory = "" if job.precision.fp8_delayed else ", and as much memory"
         time = f"{product_time(job):.2f} of bf16's time, as on an H200"
         yield f"  layers' products of --fp8 take {time}{memory}"
+    if job.precision.fp8_output_layer:
+        yield f"  the output layer's products take {FP8_OUTPUT:.2f} of bf16's time, which is an estimate"
     if job.ranks > 1:
         yield f"  compute takes {overlap_slowdown(job):g} × as long beside the transfers that run behind it"
     if job.nodes > 1:

@@ -4,7 +4,7 @@ A pass is a forward or a backward of one micro-batch.
 
     compute   PaLM's FLOPs, one third in the forward and two in the backward, and those of the recomputation,
               over the share of the peak that is reached; a little longer beside transfers. Those of layers'
-              products take less time in 8 bits
+              products, and perhaps of the output layer's, take less time in 8 bits
     kernels   memory traffic that these FLOPs do not cover, over the rate that kernels reach: messages decoded
               and encoded, gradients copied, received parts summed
     links     bytes that a node sends to others over the link's rate, and bytes that a GPU sends inside its
@@ -30,6 +30,7 @@ from megatron_zpp.plan.hardware import (
     FP8_CASTS,
     FP8_DELAYED_CASTS,
     FP8_NARROWEST,
+    FP8_OUTPUT,
     FP8_PRODUCTS,
     KERNEL_SLOWDOWN,
     SLOWDOWN,
@@ -109,6 +110,9 @@ def compute_seconds(job: Job, machine: Machine, forward: bool) -> float:
     flops = third if forward else 2 * third + _recomputed_flops(job)
     layers = job.model.num_layers if forward else 2 * job.model.num_layers + recomputed_layers(job)
     flops -= (1 - product_time(job)) * layers * 2.0 * layer_matrices(job.model)
+    if job.precision.fp8_output_layer:
+        logits = 2.0 * job.model.hidden_size * job.padded_vocab_size  # a product
+        flops -= (1 - FP8_OUTPUT) * logits * (1 if forward else 2)
     return job.tokens * flops / job.tensor / machine.flops * overlap_slowdown(job)
 
 

@@ -74,6 +74,8 @@ def _named(plan: Plan, run: Job) -> Plan:
         name += f" --micro-batch-size {job.micro_batch_size}"
     if job.zero.zero_table_rows != run.zero.zero_table_rows:
         name += f" without {flag_name('zero_table_rows')}"
+    if job.precision.fp8_output_layer != run.precision.fp8_output_layer:
+        name += f" without {flag_name('fp8_output_layer')}"
     return dataclasses.replace(plan, name=name)
 
 
@@ -86,7 +88,10 @@ def at_tensor(job: Job, size: int) -> list[Job]:
         return []
     samples = job.samples_per_step // (job.ranks // size)
     units = job.units if size == job.tensor else _units_of(job, size)
-    shared = dataclasses.replace(job, tensor=size, units=units, zero=_zero_of(job, size))
+    precision = dataclasses.replace(
+        job.precision, fp8_output_layer=job.precision.fp8_output_layer and size == 1
+    )
+    shared = dataclasses.replace(job, tensor=size, units=units, zero=_zero_of(job, size), precision=precision)
     most = max(1, job.micro_batch_size * size // job.tensor)
     sizes = [one for one in range(1, min(most, samples) + 1) if samples % one == 0]
     return [

@@ -21,6 +21,7 @@ from megatron_zpp.model.components import ModelComponents, norm_classes
 from megatron_zpp.model.fp8 import Float8Linear, float8_linear
 from megatron_zpp.model.fp8_cast import Cast, plain_cast
 from megatron_zpp.model.fp8_delayed import DelayedLinear, DelayedProduct, Transpose, plain_transpose
+from megatron_zpp.model.fp8_output import OutputProduct
 from megatron_zpp.model.fp8_scaling import DelayedScaling
 from megatron_zpp.model.fp8_weights import WeightCodes
 from megatron_zpp.model.gpt import GPT
@@ -114,7 +115,8 @@ def _build_model(config: Config, vocab_size: int, device: Device, group: TensorG
     norms = norm_classes(device.fused_backend)
     measured = config.compilation.measures_products
     linear, product = _products(config.precision, device.device, measured=measured)
-    parts = ModelComponents(norms, linear, device.attention)
+    output = partial(OutputProduct, _kernels(device.device)[0]) if config.precision.fp8_output_layer else None
+    parts = ModelComponents(norms, linear, device.attention, output)
     if config.zero.zero_table_rows is not None:
         parts = RowBlockComponents(norms, linear, device.attention, rows=config.zero.zero_table_rows)
     if group is not None:

@@ -6,6 +6,7 @@ the first one computes.
 
 import os
 from collections.abc import Callable, MutableMapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -171,9 +172,13 @@ def _without_graph(
 
 def _kernels(layer: Layer) -> tuple[BlockKernels, LossKernels]:
     """Triton kernels for layers like `layer`, and for all of the loss but its matrix products."""
-    from megatron_zpp.model.fused import blocks, loss  # import Triton, which only torch for GPUs brings
+    from megatron_zpp.model.fused import (
+        blocks,
+        coded_loss,
+        loss,
+    )  # import Triton, which comes with GPUs' torch
 
-    return blocks.FusedKernels(layer), loss.PASSES
+    return blocks.FusedKernels(layer), replace(loss.PASSES, to_codes=coded_loss.logits_to_codes)
 
 
 class _Backend:

@@ -36,5 +36,6 @@ def test_flags_are_those_of_a_run(name: str) -> None:
         assert (config.training.train_iters, config.training.seed) == (steps, 3)
         assert config.optimizer.clip_grad == 0.5
         assert config.precision.fp8 == ("fp8" in name)
-        assert config.precision.fp8_delayed == (name in ("fp8 delayed", "fp8 codes"))
-        assert config.precision.fp8_param_gather == (name == "fp8 codes")
+        assert config.precision.fp8_delayed == (name not in ("bf16", "bf16, again", "fp8"))
+        assert config.precision.fp8_param_gather == ("codes" in name)
+        assert config.precision.fp8_output_layer == ("output" in name)

@@ -177,6 +177,13 @@ OPTIMIZER = [
         "--fp8 --bf16 --kv-channels 16 --fp8-products measured",
         "--fp8-products measured: times layers on a GPU, and this is a cpu; use always",
     ),
+    bad(
+        "--fp8 --bf16 --fp8-output-layer", "--fp8-output-layer (given): needs --fp8 and --fp8-recipe delayed"
+    ),
+    Case(
+        "--fp8 --bf16 --fp8-recipe delayed --fp8-output-layer --make-vocab-size-divisible-by 1",
+        "--fp8-output-layer (given): needs a multiple of 16 entries in the padded vocabulary, not",
+    ),
     bad("--fp8 --bf16 --fp8-recipe mxfp8", "--fp8-recipe: invalid choice: 'mxfp8'"),
     bad("--fp8 --bf16 --fp8-amax-history-len 0", "--fp8-amax-history-len 0: must be at least 1"),
     bad("--fp8 --bf16 --hidden-size 24", "--hidden-size 24: is 24; must be a multiple of 16"),

@@ -21,13 +21,21 @@ from megatron_zpp.model.fp8_scaling import DelayedScaling
 from megatron_zpp.model.fp8_weights import WeightCodes, plain_encode
 from megatron_zpp.model.fused import blocks as fused_blocks
 from megatron_zpp.model.fused import cast as fused_cast
-from megatron_zpp.model.fused import coded_activation, coded_norm, gradient_cast, weight_codes
+from megatron_zpp.model.fused import (
+    coded_activation,
+    coded_loss,
+    coded_norm,
+    gradient_cast,
+    weight_codes,
+)
 from megatron_zpp.model.fused import linear as fused_linear
+from megatron_zpp.model.fused import loss as fused_loss
 from megatron_zpp.model.fused import norm as fused_norm
 from megatron_zpp.model.fused import rotary as fused_rotary
 from megatron_zpp.model.fused import swiglu as fused_swiglu
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.layer import PLAIN_BLOCK, transformer_block
+from megatron_zpp.model.loss import CODE_UNIT, IGNORED, logits_to_gradient
 from tests.model.variants import LLAMA
 
 fused_cast.wrap_triton = lambda kernel: kernel
@@ -73,13 +81,15 @@ def _byte(x, FORMAT: tl.constexpr):
     return rounded(x, FORMAT).to(tl.uint8, bitcast=True).to(tl.int32)
 
 
-for module in (fused_cast, coded_activation, coded_norm, gradient_cast, weight_codes):
+for module in (fused_cast, coded_activation, coded_loss, coded_norm, gradient_cast, weight_codes):
     module.rounded, module.packed = rounded, packed
 for module in (
     coded_activation,
+    coded_loss,
     coded_norm,
     gradient_cast,
     fused_linear,
+    fused_loss,
     fused_norm,
     fused_rotary,
     fused_swiglu,
@@ -246,6 +256,36 @@ def norms(rows: int, width: int, adds: bool, biased: bool, dtype: torch.dtype) -
         assert torch.equal(maxima, expected)
 
 
+def losses(tokens: int, entries: int, vocab_size: int, dtype: torch.dtype) -> None:
+    """Codes of the gradient are float64's but next to ties, and turned in a part of a larger tensor."""
+    logits, targets = (3 * torch.randn(tokens, entries)).to(dtype), torch.randint(vocab_size, (tokens,))
+    targets[1], logits[0, targets[0]], logits[2, 5], logits[3, 6] = IGNORED, 12.0, torch.nan, -torch.inf
+    logits[1, 1] = torch.nan  # does not count
+    exact = logits.double()
+    expected = logits_to_gradient(exact, targets, vocab_size)
+    gradient, ones = exact.float() * CODE_UNIT, factors_of(torch.ones(3))
+    oracle, _ = plain_cast(gradient, ones, torch.zeros(3), GRADIENT, rows=True, columns=False)
+    rows, whole = torch.empty_like(oracle), torch.zeros(entries, tokens + 48, dtype=oracle.dtype)
+    columns = whole[:, 16 : 16 + tokens]
+    found = coded_loss.logits_to_codes(logits, targets, vocab_size, rows, columns)
+    assert found.isnan()
+    assert expected.isnan()
+    same_codes(columns.t().contiguous(), rows)
+    assert whole.float().nan_to_num().count_nonzero() == columns.float().nan_to_num().count_nonzero()
+    others, counted = [0, *range(3, tokens)], [0, *range(2, tokens)]
+    assert rows[2, :vocab_size].float().isnan().all()
+    assert rows[1].float().count_nonzero() == 0
+    assert rows[others, vocab_size:].float().count_nonzero() == 0
+    unlike = (rows.view(torch.uint8) != oracle.view(torch.uint8))[others]
+    steps, sizes = (rows.float() - oracle.float())[others].abs(), oracle.float()[others].abs()
+    assert unlike.float().mean() < 2.0**-12
+    assert (steps <= sizes / 4 + 2.0**-8)[unlike].all()
+    logits[2, 5] = 0.0
+    found = coded_loss.logits_to_codes(logits, targets, vocab_size, rows, columns)
+    expected = logits_to_gradient(logits[counted].double(), targets[counted], vocab_size)
+    assert abs(found - expected) <= 2e-6 * expected
+
+
 def hold(layer: nn.Module, weights: WeightCodes) -> None:
     """Let products take codes of a layer's weights, and give them parameters without contents."""
     weights.begin()
@@ -315,6 +355,8 @@ def main() -> None:
         norms(48, 272, gated, dtype == torch.float16, dtype)
         activations(16, 16, gated, True, dtype)
         activations(80, 144, gated, dtype == torch.float32, dtype)
+        losses(16, 1008, 1001, dtype)
+        losses(80, 10112, 10112, dtype)
 
 
 if __name__ == "__main__":

@@ -36,15 +36,17 @@ def test_kernels_compute_what_torch_does() -> None:
 HOPPER = {"backend": "cuda", "arch": 90, "warp_size": 32}
 
 
-def assembly(kernel: Any, tensors: dict[str, str], numbers: tuple[str, ...], **settings: int) -> str:
-    """PTX of a kernel for Hopper, which a compiler makes without one; sizes are multiples of 16."""
+def assembly(
+    kernel: Any, tensors: dict[str, str], numbers: tuple[str, ...], odd: tuple[str, ...] = (), **settings: int
+) -> str:
+    """PTX of a kernel for Hopper, which a compiler makes without one; `numbers` are multiples of 16."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     warps = settings.pop("num_warps")
     names = kernel.arg_names
-    kinds = tensors | dict.fromkeys(numbers, "i32") | dict.fromkeys(settings, "constexpr")
+    kinds = tensors | dict.fromkeys((*numbers, *odd), "i32") | dict.fromkeys(settings, "constexpr")
     source = ASTSource(
         kernel,
         {name: kinds[name] for name in names},

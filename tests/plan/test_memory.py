@@ -15,7 +15,9 @@ from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.components import ModelComponents
+from megatron_zpp.model.fp8_cast import factors_of
 from megatron_zpp.model.fp8_delayed import DelayedLinear
+from megatron_zpp.model.fp8_output import OutputProduct, part_rows
 from megatron_zpp.model.fp8_scaling import DelayedScaling
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.layer import Layer
@@ -35,7 +37,7 @@ from tests.zero.quantizing import operations
 from tests.zero.ranks import on_ranks
 from tests.zero.test_closed_forms import live_bytes
 
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm")
 BF16 = {"bf16": True}
 SHAPE = {"num_layers": 6, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 128} | NO_DROPOUT
 WIDE = {"seq_length": 16, "micro_batch_size": 1}  # few tokens: parameters decide
@@ -345,6 +347,21 @@ def test_the_loss_in_chunks_takes_what_the_plan_says(width: int, precision: dict
     x, weight = (torch.randn(rows, width).to(job.dtype).requires_grad_() for rows in (512, 2048))
     targets, chunk_bytes = torch.randint(2000, (512,)), 4 * 512 * 2048 // chunks
     peak = peak_of(lambda: linear_cross_entropy(x, weight, targets, 2000, chunk_bytes=chunk_bytes).backward())
+    assert loss_bytes(job, chunk_bytes) == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.parametrize(("width", "chunks"), [(32, 1), (32, 2), (32, 4), (64, 1), (64, 2)])
+def test_the_loss_of_8_bit_products_takes_what_the_plan_says(width: int, chunks: int) -> None:
+    """Within 5%, in chunks and parts; large ones, because a CPU decodes the factors of a product."""
+    model = ModelConfig(**SHAPE | {"hidden_size": width, "seq_length": 256})
+    precision = PrecisionConfig(bf16=True, fp8=True, fp8_recipe="delayed", fp8_output_layer=True)
+    job = job_of(model, 2000, precision=precision, micro_batch_size=2)
+    assert (part_rows(512, width) < 512) == (width == 32)
+    x, weight = (torch.randn(rows, width).bfloat16().requires_grad_() for rows in (512, 2048))
+    targets, chunk_bytes = torch.randint(2000, (512,)), 4 * 512 * 2048 // chunks
+    product = OutputProduct()
+    product.factors = factors_of(torch.full((3,), 64.0))
+    peak = peak_of(lambda: product.loss(x, weight, targets, 2000, chunk_bytes=chunk_bytes).backward())
     assert loss_bytes(job, chunk_bytes) == pytest.approx(peak, rel=0.05)
 
 

@@ -141,8 +141,22 @@ def store_turned(
     width,
 ):
     """Write a tile column by column."""
+    store_apart(by_columns_ptr, words, group, column, height, width, height)
+
+
+@triton.jit
+def store_apart(
+    by_columns_ptr,  # W rows of R codes, `stride` apart
+    words,
+    group,
+    column,
+    height,  # multiples of 4, as is stride
+    width,
+    stride,
+):
+    """The same where the codes (W, R) are some of the columns of a larger tensor."""
     place = by_columns_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    at = column.to(tl.int64)[:, None] * (height // 4) + group[None, :]
+    at = column.to(tl.int64)[:, None] * (stride // 4) + group[None, :]
     inside = (column < width)[:, None] & (group < height // 4)[None, :]
     tl.store(place + at, tl.trans(words), mask=inside)
 

@@ -47,6 +47,22 @@ def _scale(total_ptr, factor_ptr, out_ptr, elements, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def row_statistics(logits_ptr, entries, vocab_size, BLOCK: tl.constexpr):
+    """The largest of the first `vocab_size` logits of a row, and the sum of exp(logit - largest); fp32."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    columns = tl.arange(0, BLOCK)
+    largest, sums = -float("inf"), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocab_size, BLOCK):
+        here = start + columns
+        x = tl.load(logits_ptr + here, mask=here < entries, other=0.0).to(tl.float32)
+        x = tl.where(here < vocab_size, x, -float("inf"))
+        now = tl.maximum(largest, tl.max(x, axis=0))
+        sums = sums * tl.exp(largest - now) + exp2((x - now) * LOG2_E)
+        largest = now
+    return largest, tl.sum(sums, axis=0)
+
+
+@triton.jit
 def _row_to_gradient(
     logits_ptr,  # (C, V)
     targets_ptr,  # (C)
@@ -69,15 +85,7 @@ def _row_to_gradient(
         tl.store(losses_ptr + row, 0.0)
     else:
         LOG2_E: tl.constexpr = 1.4426950408889634
-        largest, sums = -float("inf"), tl.zeros([BLOCK], tl.float32)
-        for start in range(0, vocab_size, BLOCK):
-            here = start + columns
-            x = tl.load(logits_ptr + here, mask=here < entries, other=0.0).to(tl.float32)
-            x = tl.where(here < vocab_size, x, -float("inf"))
-            now = tl.maximum(largest, tl.max(x, axis=0))
-            sums = sums * tl.exp(largest - now) + exp2((x - now) * LOG2_E)
-            largest = now
-        total = tl.sum(sums, axis=0)
+        largest, total = row_statistics(logits_ptr, entries, vocab_size, BLOCK)
         likelihood = tl.load(logits_ptr + target).to(tl.float32) - largest - tl.log(total)
         tl.store(losses_ptr + row, -likelihood)
         tl.debug_barrier()  # another thread may be the one that overwrites the target's logit

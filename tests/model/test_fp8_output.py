@@ -1,0 +1,301 @@
+"""The output layer's 8-bit products with the loss: against float64 from codes that are chosen by search."""
+
+import itertools
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_zpp.model.components import ModelComponents
+from megatron_zpp.model.fp8_cast import FORMATS, GRADIENT, INPUT, WEIGHT
+from megatron_zpp.model.fp8_delayed import DelayedLinear
+from megatron_zpp.model.fp8_output import OutputProduct, coded_chunk_rows, part_rows
+from megatron_zpp.model.fp8_scaling import DelayedScaling
+from megatron_zpp.model.loss import IGNORED, linear_cross_entropy, logits_to_codes
+from tests.model.test_fp8_delayed import CPU, SKIPPED, STEPPED, losses_of, nearest
+from tests.model.test_fused import assembly, version
+from tests.model.variants import MODELS
+
+PADDED, VOCAB = 1008, 1001
+CHUNK = 4 * 48 * PADDED  # bytes: 48 tokens
+SIZES = [(16, 32), (176, 32), (48, 16), (336, 16)]  # tokens and width; the last have three parts
+BF16_ULP, UNIT = 2.0**-8, 2.0**15
+
+
+def inputs(tokens: int, width: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """x, a table with rows of padding that are not zero, targets of which some do not count."""
+    draw = torch.Generator().manual_seed(tokens + width)
+    x, weight = torch.randn(tokens, width, generator=draw), torch.randn(PADDED, width, generator=draw)
+    targets = torch.randint(VOCAB, (tokens,), generator=draw)
+    targets[3:5] = IGNORED
+    return x.to(dtype), (weight * 2 / width**0.5).to(dtype), targets
+
+
+def output_layer() -> tuple[OutputProduct, DelayedScaling]:
+    model = nn.Module()
+    model.head = nn.Module()
+    model.head.product = OutputProduct()
+    return model.head.product, DelayedScaling(model, CPU)
+
+
+def results(
+    product: OutputProduct, x: Tensor, weight: Tensor, targets: Tensor, factor: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, and the gradients of x and weight times `factor`."""
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    value = product.loss(x, weight, targets, VOCAB, chunk_bytes=CHUNK)
+    (value * factor).backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    return value.detach(), x.grad, weight.grad
+
+
+def decoded(x: Tensor, scale: float, kind: int) -> Tensor:
+    """The number that each code stands for, in float64; those too large saturate."""
+    return nearest(x.float() * scale, FORMATS[kind]).view(FORMATS[kind]).double() / scale
+
+
+def oracle(
+    x: Tensor, weight: Tensor, targets: Tensor, scales: tuple[float, float], factor: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same in float64: sums are exact, and what is coded or kept in the format of x is rounded."""
+    codes, table = decoded(x, scales[0], INPUT), decoded(weight, scales[1], WEIGHT)
+    logits = (codes @ table.T).to(x.dtype).double()[:, :VOCAB]
+    log_softmax, counted = logits.log_softmax(1), targets != IGNORED
+    place = targets.clamp(min=0)[:, None]
+    likelihood = log_softmax.gather(1, place)
+    gradient = log_softmax.exp().scatter(1, place, likelihood.expm1()) * counted[:, None]
+    gradient = F.pad(decoded(gradient, UNIT, GRADIENT), (0, PADDED - VOCAB)) * factor / counted.sum()
+    return -(likelihood[:, 0] * counted).sum() / counted.sum(), gradient @ table, gradient.T @ codes
+
+
+def scale_of(x: Tensor) -> float:
+    return (448.0 / x.abs().max().float()).item()
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return ((found.double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize(("tokens", "width"), SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_those_of_the_nearest_codes(tokens: int, width: int, dtype: torch.dtype) -> None:
+    """In a first step, and with scales of an earlier one; of several chunks, whole or not, and parts."""
+    assert part_rows(tokens, width) == {336: 112}.get(tokens, tokens)
+    x, weight, targets = inputs(tokens, width, dtype)
+    product, scaling = output_layer()
+    scales = scale_of(x), scale_of(weight)
+    for first in (True, False):
+        given = (x, weight) if first else (3 * x, weight / 2)  # of which the largest saturate
+        if first and tokens > part_rows(tokens, width):
+            product.maxima[INPUT], product.maxima[WEIGHT] = x.abs().max(), weight.abs().max()
+        else:
+            found, exact = results(product, *given, targets, 0.7), oracle(*given, targets, scales, 0.7)
+            assert found[0].dtype == torch.float32
+            # A logit next to a tie of its format is rounded to either side.
+            assert found[0].item() == pytest.approx(exact[0].item(), rel=2.0**-20 if first else 2.0**-16)
+            for mine, theirs in zip(found[1:], exact[1:], strict=True):
+                assert mine.dtype == dtype
+                assert error(mine, theirs) <= (2 * BF16_ULP if dtype == torch.bfloat16 else 2.0**-9)
+            assert torch.count_nonzero(found[1][3:5]) == torch.count_nonzero(found[2][VOCAB:]) == 0
+            maxima = scaling.maxima()[0]
+            assert maxima.tolist() == [each.abs().max().item() for each in given] + [0.0]
+        scaling.end_step(scaling.maxima(), STEPPED)
+        scaling.begin_step()
+
+
+@pytest.mark.parametrize(("tokens", "width"), SIZES)
+def test_gradients_are_near_those_of_wide_products(tokens: int, width: int) -> None:
+    """E4M3 is off by 2^-5 of a number on average at most, E5M2 by 2^-4; neither has a bias."""
+    x, weight, targets = inputs(tokens, width)
+    found = results(output_layer()[0], x, weight, targets)
+    exact = [x.double().requires_grad_(), weight.double().requires_grad_()]
+    loss = F.cross_entropy(F.linear(*exact)[:, :VOCAB], targets)
+    assert found[0].item() == pytest.approx(loss.item(), abs=0.05)
+    for mine, theirs in zip(found[1:], torch.autograd.grad(loss, exact), strict=True):
+        assert error(mine, theirs) <= 2.0**-4
+        along = (mine.double() * theirs).sum() / theirs.square().sum()
+        assert along.item() == pytest.approx(1.0, abs=2.0**-6)
+
+
+def test_the_constant_scale_of_gradients_keeps_what_is_small() -> None:
+    """Three significant bits down to 2^-29, half of 2^-31 below; nothing is too large."""
+    logits = torch.linspace(-40.0, 0.0, PADDED).repeat(16, 1)
+    targets = torch.full((16,), 7)
+    exact = logits.double()[:, :VOCAB].softmax(1)
+    exact[:, 7] -= 1
+    rows = torch.empty(16, PADDED, dtype=FORMATS[GRADIENT])
+    columns = torch.empty(PADDED, 16, dtype=FORMATS[GRADIENT])
+    logits_to_codes(logits, targets, VOCAB, rows, columns)
+    found = rows.double() / UNIT
+    assert torch.equal(columns.view(torch.uint8).t(), rows.view(torch.uint8))
+    off = (found[:, :VOCAB] - exact).abs()
+    assert (off <= torch.maximum(exact.abs() * 2.0**-3 * (1 + 1e-5), torch.tensor(2.0**-32))).all()
+    assert (exact.abs() < 2.0**-33).any()
+    assert torch.count_nonzero(found[:, VOCAB:]) == 0
+
+
+@pytest.mark.parametrize(("tokens", "width"), SIZES)
+def test_without_gradients_the_loss_is_the_same(tokens: int, width: int) -> None:
+    x, weight, targets = inputs(tokens, width)
+    product, scaling = output_layer()
+    results(product, x, weight, targets)
+    scaling.end_step(scaling.maxima(), STEPPED)
+    expected = results(product, x, weight, targets)[0].item()
+    with torch.no_grad():
+        assert product.loss(x, weight, targets, VOCAB).item() == pytest.approx(expected, rel=1e-6)
+        some = x[:9], weight, targets[:9]  # any number of tokens
+        wide = linear_cross_entropy(*some, VOCAB).item()
+        assert product.loss(*some, VOCAB).item() == pytest.approx(wide, abs=0.05)
+
+
+@pytest.mark.parametrize(("tokens", "width"), SIZES)
+def test_gradients_accumulate_and_repeat_bit_for_bit(tokens: int, width: int) -> None:
+    x, weight, targets = inputs(tokens, width)
+    product, _ = output_layer()
+    value, of_x, of_weight = results(product, x, weight, targets)
+    x.requires_grad_(), weight.requires_grad_()
+    first, second = (product.loss(x, weight, targets, VOCAB, chunk_bytes=CHUNK) for _ in range(2))
+    (first + second).backward()
+    assert torch.equal(first, value)
+    assert torch.equal(second, value)
+    assert torch.equal(x.grad, 2 * of_x)
+    assert torch.equal(weight.grad, 2 * of_weight)
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True)])
+def test_only_what_needs_a_gradient_gets_one(wanted: tuple[bool, bool]) -> None:
+    for tokens, width in SIZES[1::2]:
+        x, weight, targets = inputs(tokens, width)
+        _, *expected = results(output_layer()[0], x, weight, targets)
+        x.requires_grad_(wanted[0]), weight.requires_grad_(wanted[1])
+        output_layer()[0].loss(x, weight, targets, VOCAB, chunk_bytes=CHUNK).backward()
+        for tensor, gradient, is_wanted in zip((x, weight), expected, wanted, strict=True):
+            assert torch.equal(tensor.grad, gradient) if is_wanted else tensor.grad is None
+
+
+def test_ids_that_all_do_not_count_give_zero() -> None:
+    for tokens, width in SIZES:
+        x, weight, targets = inputs(tokens, width)
+        loss, of_x, of_weight = results(output_layer()[0], x, weight, torch.full_like(targets, IGNORED))
+        assert loss == 0
+        assert torch.count_nonzero(of_x) == torch.count_nonzero(of_weight) == 0
+
+
+@pytest.mark.parametrize(("tokens", "width"), SIZES)
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", ["x", "weight", "factor"])
+@pytest.mark.parametrize("known", [False, True])
+def test_what_is_not_finite_stays_so(place: str, poison: float, tokens: int, width: int, known: bool) -> None:
+    """As in plain torch, so that the step is skipped; and later scales are sound."""
+    x, weight, targets = inputs(tokens, width)
+    product, scaling = output_layer()
+    if known:
+        results(product, x, weight, targets)
+        scaling.end_step(scaling.maxima(), STEPPED)
+        scaling.begin_step()
+    bad = x.clone(), weight.clone()
+    if place != "factor":
+        bad[place == "weight"][9, 1] = poison
+    loss, *gradients = results(product, *bad, targets, poison if place == "factor" else 1.0)
+    assert torch.isfinite(loss).item() == (place == "factor")
+    for gradient in gradients:
+        assert not torch.isfinite(gradient).all()
+    if place == "x":
+        assert not torch.isfinite(gradients[0][9]).any()
+    scaling.end_step(scaling.maxima(), SKIPPED)
+    assert scaling.maxima().isfinite().all()
+    assert all(part.isfinite().all() for part in results(product, x, weight, targets))
+
+
+def test_parts_and_chunks_have_sizes_of_products() -> None:
+    for tokens, width in itertools.product((16, 160, 4096, 16384, 20000, 65536), (16, 768, 2048, 8192)):
+        part = part_rows(tokens, width)
+        assert part % 16 == 0
+        assert part <= 8 * width
+        assert (part >= tokens) == (tokens <= 8 * width)
+        chunk = coded_chunk_rows(part, 50304, 2**30)
+        assert chunk % 16 == 0
+        assert 4 * (chunk - 15) * 50304 <= 2**30
+
+
+STEPS = [torch.rand(3, 3, generator=torch.Generator().manual_seed(step)) for step in range(4)]
+
+
+def scaling_of(output: bool, **settings: Any) -> DelayedScaling:
+    model = nn.Module()
+    model.layers, model.head = nn.Sequential(DelayedLinear(16, 16), DelayedLinear(16, 16)), nn.Module()
+    if output:
+        model.head.product = OutputProduct()
+    return DelayedScaling(model, CPU, **settings)
+
+
+def test_a_resumed_run_may_begin_or_cease_to_have_8_bit_products_there() -> None:
+    """Scales of other maps go on; those of the output layer begin with the next step's own."""
+    runs = {output: scaling_of(output, history=3, algorithm="max") for output in (False, True)}
+    for step in STEPS:
+        for output, scaling in runs.items():
+            scaling.end_step(step[: 2 + output], STEPPED)
+    states = {output: scaling.state() for output, scaling in runs.items()}
+    assert states[True] == states[False] | {"head": states[True]["head"]}
+    ceased = scaling_of(False, history=3, algorithm="max")
+    ceased.load_state(states[True])
+    assert ceased.state() == states[False]
+    begun = scaling_of(True, history=3, algorithm="max")
+    begun.load_state(states[False])
+    assert begun.known
+    products = begun._products
+    assert [name for name, product in products.items() if product.factors is None] == ["head"]
+    begun.end_step(STEPS[0], STEPPED)
+    assert all(product.factors is not None for product in products.values())
+    largest = STEPS[0][2]
+    expected = (torch.tensor([448.0, 448.0, 57344.0]) / largest).tolist()
+    assert begun.state()["head"]["scales"] == expected
+    with pytest.raises(ValueError, match=re.escape("those of another model: layers.1")):
+        begun.load_state({name: entry for name, entry in states[True].items() if name != "layers.1"})
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_learns_what_a_plain_one_does(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    plain, layers = losses_of(model, None, nn.Linear), losses_of(model, None, DelayedLinear)
+    monkeypatch.setattr(
+        "tests.model.test_fp8_delayed.ModelComponents",
+        lambda linear: ModelComponents(linear=linear, output_product=OutputProduct),
+    )
+    ours = losses_of(model, None, DelayedLinear)
+    assert plain[-1] < 0.5 * plain[0]
+    assert ours not in (plain, layers)
+    assert ours == pytest.approx(plain, abs=(plain[0] - plain[-1]) / 10)
+    assert losses_of(model, "full", DelayedLinear, 4) == ours[:4]
+
+
+@pytest.mark.skipif(version() < (3, 7), reason="needs Triton 3.7, whose compiler takes sources like these")
+def test_the_kernel_of_codes_moves_16_bytes_at_a_time() -> None:
+    """But for 8 of codes by rows, and each row's target and statistics."""
+    from megatron_zpp.model.fused import coded_loss
+
+    tensors = {
+        "logits_ptr": "*bf16",
+        "targets_ptr": "*i64",
+        "by_rows_ptr": "*fp8e5",
+        "by_columns_ptr": "*fp8e5",
+    }
+    tensors |= dict.fromkeys(("largest_ptr", "log2_totals_ptr"), "*fp32")
+    settings = {"GROUPS": coded_loss._GROUPS, "COLUMNS": coded_loss._COLUMNS, "num_warps": coded_loss._WARPS}
+    ptx = assembly(
+        coded_loss._codes_kernel,
+        tensors,
+        ("height", "width", "stride"),
+        ("vocab_size",),
+        LOG2_UNIT=15,
+        IGNORED=IGNORED,
+        **settings,
+    )
+    of_rows = ["ld.global.b32"] * 8 + ["ld.global.b64"] * 4
+    moved = ["ld.global.v4.b32"] * 4 + ["st.global.v2.b32"] * 4 + ["st.global.v4.b32"] * 2
+    assert sorted(re.findall(r"(?:ld|st)\.global\S*", ptx)) == of_rows + moved

@@ -1,0 +1,153 @@
+"""Runs with --fp8-output-layer: exact resumes, equal stages, other flags, and what it does not go with."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_zpp.checkpoint.load import load_checkpoint
+from megatron_zpp.config.root import parse_args
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.model.fp8_output import OutputProduct
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.train.inputs import check_inputs
+from tests.checkpoint.saving import TOKENIZER, save
+from tests.model.variants import MODELS, flags_of
+from tests.train.in_process import train_here
+from tests.train.test_fp8_scaling import (
+    DELAYED,
+    FLAGS,
+    batch,
+    engine_of,
+    largest_first,
+    losses_of,
+    shared_scales,
+    state_of,
+    three_steps,
+)
+from tests.zero.ranks import on_ranks
+
+OUTPUT, HELD = "--fp8-output-layer", "--fp8-param-gather"
+UNTIED = "--untie-embeddings-and-output-weights"
+
+
+@pytest.mark.parametrize("more", [[], [UNTIED], [HELD], [HELD, UNTIED, *flags_of(MODELS["llama"])]], ids=str)
+def test_stages_have_the_same_bits_and_layers_other_ones(more: list[str]) -> None:
+    """Of one rank; and the output layer's scales are there for its hidden states and its table."""
+    torch.set_num_threads(1)
+    found = []
+    for stage in ("0", "1", "2", "3"):
+        engine = engine_of(Topology(), OUTPUT, *more, "--zero-stage", stage)
+        found.append(three_steps(engine))
+        model = engine.model
+        assert isinstance(model, GPT)
+        assert isinstance(model.head.product, OutputProduct)
+        assert model.head.product.codes is None
+        state = state_of(engine)
+        assert state is not None
+        hidden, table, gradient = state["head"]["scales"]
+        assert hidden != 1.0
+        assert table != 1.0
+        assert gradient == 1.0  # of no use
+        before = engine.evaluate(batch(8, 0)).item()
+        logits = model(batch(8, 0)[:, :-1])  # 16-bit products
+        wide = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), batch(8, 0)[:, 1:].flatten())
+        assert before != wide.item()
+        assert before == pytest.approx(wide.item(), rel=2.0**-6)
+        engine.close()
+    assert found[0] == found[1] == found[2] == found[3]
+    engine = engine_of(Topology(), *more)
+    layers = three_steps(engine)
+    engine.close()
+    assert layers != found[0]
+    assert layers == pytest.approx(found[0], rel=2.0**-6)
+
+
+def test_ranks_have_equal_scales(tmp_path: Path) -> None:
+    """Those of the largest magnitudes of both; a skipped step leaves them, and any grid loads them."""
+    ranks = on_ranks(2, shared_scales, str(tmp_path), OUTPUT, "--zero-stage", "3")
+    for found in ranks:
+        assert found["skipped"] == found["state"] == ranks[0]["state"]
+    own = torch.tensor([found["own"] for found in ranks])
+    assert not torch.equal(own[0][-1], own[1][-1])
+    assert list(ranks[0]["first"])[-1] == "head"
+    expected = own.amax(0)
+    expected[-1, 2] = 57344.0  # no scale but 1
+    torch.testing.assert_close(largest_first(ranks[0]), expected, rtol=2**-22, atol=0)
+    other = engine_of(Topology(), OUTPUT)
+    load_checkpoint(tmp_path / "iter_0000005", other, TOKENIZER, with_optimizer=True)
+    assert state_of(other) == ranks[0]["state"]
+    other.close()
+
+
+@pytest.mark.parametrize("more", [[], [HELD]], ids=str)
+def test_a_resumed_run_has_the_same_bits_and_may_change_the_flag(tmp_path: Path, more: list[str]) -> None:
+    torch.set_num_threads(1)
+    flags = [*FLAGS, *DELAYED, *more, "--log-interval", "1"]
+
+    def run(name: str, *more: str) -> list[tuple[float, float]]:
+        train_here([*flags, *more, "--metrics-file", str(tmp_path / name)])
+        return losses_of(tmp_path / name)
+
+    whole = run("whole", OUTPUT, "--eval-iters", "0")
+    saved = ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]
+    evaluated = [OUTPUT, *saved, "--eval-interval", "1", "--eval-iters", "1"]
+    first = run("first", *evaluated, "--exit-interval", "2")
+    assert [*first, *run("second", *evaluated)] == whole
+    state = json.loads((tmp_path / "run" / "iter_0000002" / "state.json").read_text())["product_scaling"]
+    assert "head" in state
+    without = run("without", "--load", str(tmp_path / "run"), "--ckpt-step", "2", "--eval-iters", "0")
+    before = [*saved[:1], str(tmp_path / "other"), "--eval-iters", "0"]
+    run("plain", *before, "--exit-interval", "2")
+    begun = run("begun", "--load", str(tmp_path / "other"), OUTPUT, "--eval-iters", "0")
+    for changed in (without, begun):
+        assert len(changed) == 2
+        assert changed != whole[2:]
+        assert [loss for loss, _ in changed] == pytest.approx([loss for loss, _ in whole[2:]], rel=2.0**-6)
+
+
+def test_micro_batches_add_up_and_a_step_with_nan_is_skipped(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    engine = engine_of(Topology(), OUTPUT, "--zero-stage", "2")
+    three_steps(engine)
+    state, master = state_of(engine), [unit.master.clone() for unit in engine.units]
+    engine.accumulate(batch(9, 0), index=0, micro_batches=1, weight=float("nan"))
+    assert engine.step(1e-2).skipped == 1
+    assert state_of(engine) == state
+    assert all(torch.equal(unit.master, before) for unit, before in zip(engine.units, master, strict=True))
+    save(tmp_path, engine)
+    engine.close()
+
+
+def refusals() -> list[Any]:
+    flag = f"{OUTPUT} (given): "
+    delayed = "--bf16 --fp8 --fp8-recipe delayed"
+    return [
+        ("--bf16 --fp8", flag + "needs --fp8 and --fp8-recipe delayed"),
+        ("--bf16", flag + "needs --fp8 and --fp8-recipe delayed"),
+        (
+            f"{delayed} --tensor-model-parallel-size 2",
+            flag + "needs a whole output layer; omit one of it and --tensor-model-parallel-size 2",
+        ),
+        (
+            f"{delayed} --zero-table-rows 64",
+            flag + "needs a whole output layer; omit one of it and --zero-table-rows 64",
+        ),
+    ]
+
+
+@pytest.mark.parametrize(("flags", "error"), refusals())
+def test_what_does_not_work_is_refused(flags: str, error: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(error)}$"):
+        parse_args([*FLAGS, OUTPUT, *flags.split()])
+
+
+def test_a_vocabulary_that_8_bit_products_cannot_have_is_refused() -> None:
+    config = parse_args([*FLAGS, *DELAYED, OUTPUT, "--make-vocab-size-divisible-by", "1"])
+    said = "needs a multiple of 16 entries in the padded vocabulary, not 61; choose another "
+    error = f"{OUTPUT} (given): {said}--make-vocab-size-divisible-by"
+    with pytest.raises(ValueError, match=f"^{re.escape(error)}$"):
+        check_inputs(config, 1, print)
