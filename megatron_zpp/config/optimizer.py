@@ -1,7 +1,7 @@
 """How a step changes the weights: AdamW, the learning-rate schedule, and number formats."""
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 from megatron_zpp.config.options import Options, flag_name, option, option_error
 
@@ -186,16 +186,10 @@ class PrecisionConfig(Options):
 
     def with_16bit_products(self) -> "PrecisionConfig":
         """The same without --fp8 and all settings of it."""
-        return replace(
-            self,
-            fp8=False,
-            fp8_products=None,
-            fp8_recipe=None,
-            fp8_amax_history_len=None,
-            fp8_amax_compute_algo=None,
-            fp8_margin=None,
-            fp8_param_gather=False,
-        )
+        of_fp8: dict[str, Any] = {
+            field.name: field.default for field in fields(self) if field.name.startswith("fp8")
+        }
+        return replace(self, **of_fp8)
 
     def describe_products(self) -> str:
         """What a log line says after the compute format."""
