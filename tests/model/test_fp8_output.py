@@ -292,6 +292,7 @@ def test_the_kernel_of_codes_moves_16_bytes_at_a_time() -> None:
         tensors,
         ("height", "width", "stride"),
         ("vocab_size",),
+        UNIT=2**15,
         LOG2_UNIT=15,
         IGNORED=IGNORED,
         **settings,

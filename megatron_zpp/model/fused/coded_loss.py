@@ -39,6 +39,7 @@ def logits_to_codes(
     _codes_kernel[grid(tokens, entries, _GROUPS, _COLUMNS)](
         *(logits, targets, largest, log2_totals, rows, columns),
         *(tokens, entries, vocab_size, columns.stride(0)),
+        UNIT=CODE_UNIT,
         LOG2_UNIT=math.log2(CODE_UNIT),
         IGNORED=IGNORED,
         GROUPS=_GROUPS,
@@ -87,13 +88,13 @@ def _row(
     height,
     width,
     vocab_size,
+    UNIT: tl.constexpr,
     LOG2_UNIT: tl.constexpr,
     IGNORED: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
     """What codes of every fourth row of a tile are rounded from."""
     LOG2_E: tl.constexpr = 1.4426950408889634
-    UNIT: tl.constexpr = 2.0**LOG2_UNIT
     target = tl.load(targets_ptr + row, mask=row < height, other=IGNORED).to(tl.int32)
     largest = tl.load(largest_ptr + row, mask=row < height, other=0.0)
     shift = tl.load(log2_totals_ptr + row, mask=row < height, other=0.0) - LOG2_UNIT
@@ -120,6 +121,7 @@ def _codes_kernel(
     width,
     vocab_size,
     stride,
+    UNIT: tl.constexpr,
     LOG2_UNIT: tl.constexpr,
     IGNORED: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -132,19 +134,19 @@ def _codes_kernel(
     # fmt: off
     a = _row(
         logits_ptr, targets_ptr, largest_ptr, log2_totals_ptr, by_rows_ptr, row, column, height, width,
-        vocab_size, LOG2_UNIT, IGNORED, FORMAT,
+        vocab_size, UNIT, LOG2_UNIT, IGNORED, FORMAT,
     )
     b = _row(
         logits_ptr, targets_ptr, largest_ptr, log2_totals_ptr, by_rows_ptr, row + 1, column, height, width,
-        vocab_size, LOG2_UNIT, IGNORED, FORMAT,
+        vocab_size, UNIT, LOG2_UNIT, IGNORED, FORMAT,
     )
     c = _row(
         logits_ptr, targets_ptr, largest_ptr, log2_totals_ptr, by_rows_ptr, row + 2, column, height, width,
-        vocab_size, LOG2_UNIT, IGNORED, FORMAT,
+        vocab_size, UNIT, LOG2_UNIT, IGNORED, FORMAT,
     )
     d = _row(
         logits_ptr, targets_ptr, largest_ptr, log2_totals_ptr, by_rows_ptr, row + 3, column, height, width,
-        vocab_size, LOG2_UNIT, IGNORED, FORMAT,
+        vocab_size, UNIT, LOG2_UNIT, IGNORED, FORMAT,
     )
     # fmt: on
     words = packed(a, b, c, d, FORMAT)
