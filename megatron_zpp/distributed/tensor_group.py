@@ -72,6 +72,10 @@ class TensorGroup:
         """(ranks · R, …) -> this rank's R rows of the sum over ranks."""
         return self.wait(self.start_scatter_sum(rows))
 
+    def start_sum(self, value: Tensor) -> Tensor:
+        """Start an all-reduce, the sum over ranks with the same bits on all of them, for `wait`."""
+        return _COLLECTIVES.all_reduce(value.contiguous(), "sum", self._name)
+
     def sum(self, value: Tensor) -> Tensor:
         """The sum over ranks, with the same bits on all of them."""
-        return self.wait(_COLLECTIVES.all_reduce(value.contiguous(), "sum", self._name))
+        return self.wait(self.start_sum(value))

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from megatron_zpp.distributed.comm_stream import Pending
 from megatron_zpp.ops.checks import SQUARES_BLOCK
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.signs import Signs
@@ -139,7 +140,8 @@ class Gradients:
         """Take over `.grad` of every parameter of one place, and start the reduction that is due.
 
         The gradients of a unit's places are added as those of micro-batches are.
-        EMPTY -> SUMMED where there is nothing to sum; else -> ACCUMULATING or REDUCING.
+        EMPTY -> SUMMED where there is nothing to sum, or REDUCING where tensor ranks alone sum parameters
+        that all of them have, beside the backward of other units; else -> ACCUMULATING or REDUCING.
         """
         unit.grad.wait()  # for the reduction of the place before, if the unit has several
         first = self._first and unit.grad.taken == 0
@@ -150,13 +152,21 @@ class Gradients:
             assert parameter.grad is not None
             produced.append(parameter.grad)
             parameter.grad = None
-        self._share.sum_replicated(produced, self._replicated[unit])
-        if reducing := self._reducing.get(self._slots[unit]):
-            reducing.grad.wait()  # so that no more than two units of a layout keep what they send
+        replicated = self._replicated[unit]
+        summing = self._share.start_sum(produced, replicated)
         only = first and last
         if only and not self._sums:
-            unit.grad.take(segments_of(unit.layout, produced, _STEPPED_THERE))
+            segments = segments_of(unit.layout, produced, _STEPPED_THERE)
+            pending = None
+            if summing is not None:
+                summing.into(segments, unit.layout, replicated)
+                pending = Pending(summing.wait)
+            unit.grad.take(segments, pending)
             return
+        if summing is not None:
+            summing.wait()
+        if reducing := self._reducing.get(self._slots[unit]):
+            reducing.grad.wait()  # so that no more than two units of a layout keep what they send
         if only or self._plan.every_micro_batch:
             dtype = self._plan.gradient_dtype
             if produced[0].itemsize > dtype.itemsize:

@@ -49,7 +49,8 @@ class GradientState(Enum):
     EMPTY -> ACCUMULATING -> REDUCING -> SUMMED -> EMPTY where gradients accumulate whole. Where they
     accumulate in groups: EMPTY -> REDUCING (in the group) -> ACCUMULATING for each micro-batch but the last,
     which is REDUCING -> SUMMED. Where they are reduced after every micro-batch: EMPTY -> REDUCING -> SUMMED,
-    and REDUCING again for the next one. Where there is nothing to sum: EMPTY -> SUMMED.
+    and REDUCING again for the next one. Where there is nothing to sum over data ranks: EMPTY -> SUMMED, after
+    REDUCING where tensor ranks have a sum under way.
     """
 
     EMPTY = auto()
@@ -107,10 +108,11 @@ class UnitGradient:
             if self.segments:
                 self.accumulated = None
 
-    def take(self, segments: tuple[GradSegment, ...]) -> None:
-        """Take gradients that need no sum: EMPTY -> SUMMED."""
+    def take(self, segments: tuple[GradSegment, ...], pending: Pending | None = None) -> None:
+        """Take gradients that need no sum over data ranks: EMPTY -> SUMMED, or REDUCING until `pending`."""
         assert self.state is GradientState.EMPTY, self.state
-        self.state, self.segments = GradientState.SUMMED, segments
+        self.state = GradientState.SUMMED if pending is None else GradientState.REDUCING
+        self.segments, self.pending = segments, pending
 
     def release(self) -> None:
         """Give the memory back: any state but REDUCING -> EMPTY."""

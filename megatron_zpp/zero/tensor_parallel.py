@@ -11,6 +11,7 @@ from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.ops.checks import SQUARES_BLOCK
 from megatron_zpp.zero.flat_layout import FlatLayout
+from megatron_zpp.zero.grad_segments import GradSegment
 
 Initialize = Callable[[str, Tensor], None]
 
@@ -57,15 +58,15 @@ class TensorShare:
             return ()
         return tuple(index for index, name in enumerate(names) if name not in self.splits)
 
-    def sum_replicated(self, gradients: list[Tensor], replicated: Sequence[int]) -> None:
-        """Sum those of a unit's `gradients` that are `replicated` over the group, in fp32 and in place."""
+    def start_sum(self, gradients: Sequence[Tensor], replicated: Sequence[int]) -> "ReplicatedSum | None":
+        """Start to sum those of a unit's `gradients` that are `replicated` over the group, in fp32."""
         if self.group is None or not replicated:
-            return
+            return None
         parts = [gradients[index] for index in replicated]
         dtype = torch.promote_types(parts[0].dtype, torch.float32)
-        total = self.group.sum(torch.cat([part.flatten().to(dtype) for part in parts]))
-        for part, summed in zip(parts, total.split([part.numel() for part in parts]), strict=True):
-            part.copy_(summed.view(part.shape))
+        joined = torch.empty(sum(part.numel() for part in parts), dtype=dtype, device=parts[0].device)
+        torch._foreach_copy_(_views(joined, parts), parts)
+        return ReplicatedSum(self.group, self.group.start_sum(joined), parts)
 
     def counted_elsewhere(self, layout: FlatLayout, replicated: Sequence[int], owned: range) -> list[range]:
         """The blocks of squares of the `owned` elements that another rank of the group counts."""
@@ -81,6 +82,34 @@ class TensorShare:
                     blocks = range(found.pop().start, blocks.stop)
                 found.append(blocks)
         return found
+
+
+class ReplicatedSum:
+    """The sum of a unit's replicated gradients over tensor ranks, under way."""
+
+    def __init__(self, group: TensorGroup, started: Tensor, parts: Sequence[Tensor]) -> None:
+        """`parts` are what is summed, and where the sums go."""
+        self._group, self._started, self._parts = group, started, list(parts)
+
+    def into(self, segments: Sequence[GradSegment], layout: FlatLayout, replicated: Sequence[int]) -> None:
+        """Let the sums go to where `segments` of the unit's gradient have the `replicated` parameters."""
+        self._parts = [
+            flat[offset - start : offset - start + part.numel()].view(part.shape)
+            for part, offset in zip(self._parts, (layout.offsets[index] for index in replicated), strict=True)
+            for start, flat in segments
+            if start <= offset < start + len(flat)
+        ]
+
+    def wait(self) -> None:
+        """Let the current stream wait for the sums, and write them, rounded to the gradients' format."""
+        total = self._group.wait(self._started)
+        torch._foreach_copy_(self._parts, _views(total, self._parts))
+
+
+def _views(joined: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """The parts of a buffer (n,) with the shapes of `parts`, one behind the other."""
+    flat = joined.split([part.numel() for part in parts])
+    return [view.view(part.shape) for view, part in zip(flat, parts, strict=True)]
 
 
 ALONE = TensorShare()

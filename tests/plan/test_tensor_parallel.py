@@ -157,7 +157,7 @@ class Mirrored(UnconnectedGroup):
     def wait(self, started: torch.Tensor) -> torch.Tensor:
         return started
 
-    def sum(self, value: torch.Tensor) -> torch.Tensor:
+    def start_sum(self, value: torch.Tensor) -> torch.Tensor:
         return value * self.size
 
 
@@ -198,10 +198,10 @@ class Counted(Mirrored):
         self.sent += (self.size - 1) * parts.nbytes // self.size
         return super().exchange_parts(parts)
 
-    def sum(self, value: torch.Tensor) -> torch.Tensor:
+    def start_sum(self, value: torch.Tensor) -> torch.Tensor:
         """A reduce-scatter and an all-gather."""
         self.sent += 2 * (self.size - 1) * value.nbytes // self.size
-        return super().sum(value)
+        return super().start_sum(value)
 
 
 EXCHANGED = [

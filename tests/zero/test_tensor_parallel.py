@@ -246,6 +246,23 @@ def test_the_ledger_has_what_the_collectives_sent(recompute: str, overlapped: bo
         assert counted == sent > 0
 
 
+def states_of_gradients(topology: Topology) -> list[set[str]]:
+    """After the backward of one micro-batch, and after a step, but for the embedding, which has two places."""
+    engine = build(Case("gpt2", 2, 0), topology)
+    data = torch.randint(VOCAB, (2, 13), generator=torch.Generator().manual_seed(8))
+    engine.accumulate(data, index=0, micro_batches=1)
+    found = [{unit.grad.state.name for unit in engine.units[1:]}]
+    engine.step(1e-3)
+    engine.close()
+    return [*found, {unit.grad.state.name for unit in engine.units[1:]}]
+
+
+def test_replicated_gradients_are_summed_beside_the_rest_of_the_backward() -> None:
+    """Where nothing else is summed: they are waited for in the step."""
+    for found in on_ranks(2, states_of_gradients):
+        assert found == [{"REDUCING"}, {"EMPTY"}]
+
+
 def _traffic(topology: Topology, case: Case) -> tuple[int, int]:
     """Bytes inside the node by the ledger, and those given to the collectives, of one step without ZeRO."""
     engine = build(case, topology)
