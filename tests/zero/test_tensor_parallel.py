@@ -73,6 +73,7 @@ class Case:
     documents: bool = False
     overlapped: bool = False
     zero: tuple[tuple[str, Any], ...] = ()
+    kernels: bool = False  # of csrc/, which AdamW has on GPUs
 
 
 def build(case: Case, topology: Topology) -> ZeroEngine:
@@ -85,7 +86,7 @@ def build(case: Case, topology: Topology) -> ZeroEngine:
         topology=topology,
         tensor=case.tensor,
         overlapped=case.overlapped,
-        operations=operations() if case.zero else None,
+        operations=operations() if case.zero or case.kernels else None,
     )
 
 
@@ -246,9 +247,12 @@ def test_the_ledger_has_what_the_collectives_sent(recompute: str, overlapped: bo
         assert counted == sent > 0
 
 
+UNSUMMED = Case("gpt2", 2, 0, kernels=True)
+
+
 def states_of_gradients(topology: Topology) -> list[set[str]]:
-    """After the backward of one micro-batch, and after a step, but for the embedding, which has two places."""
-    engine = build(Case("gpt2", 2, 0), topology)
+    """Of units but the embedding, after the backward of one micro-batch and after a step."""
+    engine = build(UNSUMMED, topology)
     data = torch.randint(VOCAB, (2, 13), generator=torch.Generator().manual_seed(8))
     engine.accumulate(data, index=0, micro_batches=1)
     found = [{unit.grad.state.name for unit in engine.units[1:]}]
@@ -258,9 +262,12 @@ def states_of_gradients(topology: Topology) -> list[set[str]]:
 
 
 def test_replicated_gradients_are_summed_beside_the_rest_of_the_backward() -> None:
-    """Where nothing else is summed: they are waited for in the step."""
+    """Where data ranks sum nothing: they are waited for in the step, whose result is that of one process."""
     for found in on_ranks(2, states_of_gradients):
         assert found == [{"REDUCING"}, {"EMPTY"}]
+    check(UNSUMMED, on_ranks(2, train, (UNSUMMED,))[0][0], rel=1e-6)
+    llama = replace(UNSUMMED, model="llama", recompute="full")
+    check(llama, on_ranks(2, train, (llama,))[0][0], rel=1e-6)
 
 
 def _traffic(topology: Topology, case: Case) -> tuple[int, int]:
