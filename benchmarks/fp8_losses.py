@@ -201,6 +201,8 @@ def table(figures: dict[str, Any]) -> str:
 def main(argv: Sequence[str]) -> int:
     """Runs what is missing and writes the table; returns the exit status."""
     started, options = time.monotonic(), parse(argv)
+    import torch  # noqa: F401  # for the names of GPUs in the result
+
     settings = {
         name: getattr(options, name) for name in ("size", "steps", "lr", "eval_samples", "device", "extra")
     }
