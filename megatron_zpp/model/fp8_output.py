@@ -164,8 +164,9 @@ def _gradient(
         logits = _logits(codes, table, chunk, of_x.dtype)  # (C, V)
         rows = columns.new_empty(logits.shape)
         total += layer.passes.to_codes(logits, targets[chunk], layer.vocab_size, rows, columns[:, chunk])
-        del logits  # before there are those of the next chunk
+        del logits
         of_x[chunk] = multiply(rows, table.columns.t(), back, table.scale, of_x.dtype)
+        del rows  # before there are those of the next chunk
     return columns
 
 
