@@ -38,20 +38,23 @@ def gathered_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, group: Te
 
 
 def gathered_linear_backward(
-    gradient: Tensor, rows: Tensor, weight: Tensor, group: TensorGroup
-) -> tuple[Tensor, Tensor]:
-    """The gradients of `gathered_linear`, of (N, outputs): those of the rows (R, D) and of the weight.
+    gradient: Tensor, rows: Tensor, weight: Tensor, biased: bool, group: TensorGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `gathered_linear`, of (N, outputs): of the rows (R, D), the weight, and the bias.
 
-    The rows are gathered beside one product, and the gradient is sent beside the other.
+    The rows are gathered beside one product, and the gradient is sent beside the other. That of the bias is
+    empty unless it is `biased`; outside of this operator the compiler would compute the whole gradient again
+    for it.
     """
     if torch.compiler.is_compiling():
-        return _gathered_linear_backward(gradient, rows, weight, group.name)
+        return _gathered_linear_backward(gradient, rows, weight, biased, group.name)
     rows = rows.contiguous()
     peers = peer_rows.begin(group, len(rows), rows.shape[1], rows)
     peers.gather(rows, whole=True)
     _send_products(peers, gradient, weight, group)
+    of_bias = gradient.sum(0) if biased else gradient.new_empty(0)
     of_weight = gradient.t() @ peers.gathered()
-    return peers.sum(), of_weight
+    return peers.sum(), of_weight, of_bias
 
 
 def linear_scattered(rows: Tensor, weight: Tensor, group: TensorGroup) -> Tensor:
@@ -101,14 +104,17 @@ def _(rows: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
 
 @custom_op("megatron_zpp_model::gathered_linear_backward", mutates_args=())
 def _gathered_linear_backward(
-    gradient: Tensor, rows: Tensor, weight: Tensor, group: str
-) -> tuple[Tensor, Tensor]:
-    return gathered_linear_backward(gradient, rows, weight, TensorGroup.named(group))
+    gradient: Tensor, rows: Tensor, weight: Tensor, biased: bool, group: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return gathered_linear_backward(gradient, rows, weight, biased, TensorGroup.named(group))
 
 
 @_gathered_linear_backward.register_fake
-def _(gradient: Tensor, rows: Tensor, weight: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    return rows.new_empty(rows.shape), weight.new_empty(weight.shape)
+def _(
+    gradient: Tensor, rows: Tensor, weight: Tensor, biased: bool, group: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    of_bias = gradient.new_empty(len(weight) if biased else 0)
+    return rows.new_empty(rows.shape), weight.new_empty(weight.shape), of_bias
 
 
 @custom_op("megatron_zpp_model::linear_scattered", mutates_args=())

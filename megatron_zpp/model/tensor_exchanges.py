@@ -62,8 +62,8 @@ class GatheredLinear(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         group, wanted = ctx.group, ctx.needs_input_grad
         if ctx.overlapped:
-            gradients = overlap.gathered_linear_backward(gradient, rows, weight, ctx.group)
-            return *gradients, gradient.sum(0) if wanted[2] else None, None, None
+            found = overlap.gathered_linear_backward(gradient, rows, weight, wanted[2], group)
+            return *found[:2], found[2] if wanted[2] else None, None, None
         if torch.compiler.is_compiling():
             rows = _after(rows, gradient)
         gathering = group.start_gather(rows) if wanted[1] else None
