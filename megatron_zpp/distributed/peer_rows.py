@@ -16,7 +16,6 @@ Shapes: T ranks, R rows of a rank, D width.
 """
 
 import ctypes
-import warnings
 from functools import cache
 from typing import Any, Protocol
 
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_zpp.distributed.symmetric_memory import shared_buffer, writes_all
 from megatron_zpp.distributed.tensor_group import TensorGroup
 
 _GATHERED, _SUMMED = range(2)  # the regions
@@ -51,7 +51,7 @@ class PeerRows(Protocol):
         """Where to put this rank's part of what it will sum (R, D)."""
 
     def sum(self) -> Tensor:
-        """The sum (R, D) of the parts of all ranks, in their order, rounded once.
+        """The sum (R, D) of the parts of all ranks, rounded once.
 
         The current stream waits for it.
         """
@@ -68,12 +68,23 @@ def region_bytes(ranks: int, rows: int, width: int, dtype: torch.dtype) -> int:
     return 2 * ranks * rows * width * dtype.itemsize
 
 
-def allocate(group: TensorGroup, rows: int, width: int, dtype: torch.dtype) -> None:
-    """Allocate the regions on the current GPU, as all ranks of `group` must do.
+def can_copy(group: TensorGroup, device: torch.device) -> bool:
+    """Whether the GPUs of `group` can write to each other's memory; the same on all ranks, which all ask."""
+    far = torch.tensor([0.0 if writes_all(group.ranks, device) else 1.0], device=device)
+    return group.sum(far).item() == 0
 
-    Raises RuntimeError unless each rank can write to the memory of the others.
+
+def allocate(group: TensorGroup, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Allocate the regions and try an exchange, as all ranks of `group` must do.
+
+    Raises RuntimeError or OSError if that fails.
     """
-    _memory(group.process_group, region_bytes(group.size, rows, width, dtype))
+    own = torch.zeros(rows, width, dtype=dtype, device=device)
+    peers = CopiedRows(group, rows, width, own)
+    peers.gather(own)
+    for rank in own_first(group)[1:]:
+        peers.rows_of(rank)
+    torch.cuda.synchronize(device)
 
 
 def own_first(group: TensorGroup) -> list[int]:
@@ -94,6 +105,7 @@ class CopiedRows:
 
         self._group, self._stream = group, _get_backend_stream()
         self._memory = _memory(group.process_group, region_bytes(group.size, rows, width, like.dtype))
+        self._pads = self._memory.signal_pad_ptrs
         self._shape, self._dtype = (group.size, rows, width), like.dtype
         self._there: dict[tuple[int, int], torch.cuda.Event] = {}  # by region and rank
         self._sent: list[Tensor] = []
@@ -174,7 +186,7 @@ class CopiedRows:
 
     def _flag(self, holder: int, what: int, speaker: int) -> int:
         """The address of the number in the memory of `holder`."""
-        return self._memory.signal_pad_ptrs[holder] + _FLAGS + 4 * (what * self._group.size + speaker)
+        return self._pads[holder] + _FLAGS + 4 * (what * self._group.size + speaker)
 
 
 class CollectiveRows:
@@ -213,13 +225,7 @@ class CollectiveRows:
 @cache
 def _memory(group: dist.ProcessGroup, nbytes: int) -> Any:
     """Memory of all ranks of a group that each can write; it stays, as the group does."""
-    from torch.distributed import _symmetric_memory
-
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.8 may need this
-        _symmetric_memory.enable_symm_mem_for_group(group.group_name)
-    device = torch.device("cuda", torch.cuda.current_device())
-    own = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-    return _symmetric_memory.rendezvous(own, group)
+    return shared_buffer(group, torch.device("cuda", torch.cuda.current_device()), nbytes)[1]
 
 
 @cache

@@ -6,9 +6,11 @@ and all-to-alls use the copy engines instead if their buffers are registered at 
 guide, "Zero-CTA Optimization", since 2.28).
 """
 
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,7 +55,7 @@ class SymmetricMemory:
         self.group = dist.new_group(
             ranks, timeout=timeout, pg_options=options, use_local_synchronization=True
         )
-        far = torch.tensor([0.0 if _writes_all(ranks, device) else 1.0], device=device)
+        far = torch.tensor([0.0 if writes_all(ranks, device) else 1.0], device=device)
         dist.all_reduce(far, group=self.group)  # also initialises the communicator, as registering needs
         self.peers_write = far.item() == 0
         self._aborted = False
@@ -80,17 +82,26 @@ class SymmetricMemory:
         self._backend.deregister_mem_pool(self._pool)
 
 
+def shared_buffer(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> tuple[Tensor, Any]:
+    """Return memory (nbytes,) uint8 that all GPUs of `group` can write, and torch's handle of all of theirs.
+
+    Torch makes no NVLink multicast object for it: copies need none, and making one fails on some machines.
+    """
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    mine = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+    return mine, symmetric_memory.rendezvous(mine, group)
+
+
 def peer_memory(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> list[Tensor]:
     """Return memory (nbytes,) uint8 on each GPU of `group`, by group rank, that this GPU can write."""
-    mine = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-    handle = symmetric_memory.rendezvous(mine, group)
+    mine, handle = shared_buffer(group, device, nbytes)
     return [
         mine if group_rank == handle.rank else handle.get_buffer(group_rank, (nbytes,), torch.uint8)
         for group_rank in range(handle.world_size)
     ]
 
 
-def _writes_all(ranks: Sequence[int], device: torch.device) -> bool:
+def writes_all(ranks: Sequence[int], device: torch.device) -> bool:
     """Return whether this GPU can write the memory of the others: all are visible and allow peer access."""
     others = [index for index in range(torch.cuda.device_count()) if index != device.index]
     reached = all(torch.cuda.can_device_access_peer(device.index, index) for index in others)

@@ -115,9 +115,11 @@ class DelayedScaling:
         if not self._known:
             return None
         histories, scales = self._history.cpu().transpose(0, 1), self._scales.tolist()
+        entries = zip(self._products.items(), scales, histories.contiguous(), strict=True)
         return {
             name: _entry(numbers, history)
-            for name, numbers, history in zip(self._products, scales, histories.contiguous(), strict=True)
+            for (name, product), numbers, history in entries
+            if product.factors is not None  # an output layer that was added has none before its first step
         }
 
     def load_state(self, state: Mapping[str, Any] | None) -> None:

@@ -14,7 +14,7 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.grid import Grid
-from megatron_zpp.distributed.peer_rows import allocate
+from megatron_zpp.distributed.peer_rows import allocate, can_copy
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.components import ModelComponents, norm_classes
@@ -46,12 +46,11 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
     Raises ValueError if the chosen attention kernel does not run on the device.
     """
     check_attention(config, device)
-    group = None
+    group, overlapped = None, False
     if grid.tensor > 1:
         group = TensorGroup(grid.tensor_ranks, grid.job.rank, config.distributed.timeout)
-        if device.device.type == "cuda" and config.overlaps_exchanges("cuda"):
-            _allocate_peer_rows(config, group)
-    model, scaling, codes = build_model(config, vocab_size, device, grid.job, group)
+        overlapped = _overlaps(config, device, group)
+    model, scaling, codes = build_model(config, vocab_size, device, grid.job, group, overlapped=overlapped)
     share = ALONE
     if group is not None:
         share = TensorShare(group, splits_of(model), exchanges_of(model), config.model.hidden_size)
@@ -76,13 +75,20 @@ def build_engine(config: Config, vocab_size: int, device: Device, grid: Grid) ->
 
 
 def build_model(
-    config: Config, vocab_size: int, device: Device, topology: Topology, group: TensorGroup | None = None
+    config: Config,
+    vocab_size: int,
+    device: Device,
+    topology: Topology,
+    group: TensorGroup | None = None,
+    *,
+    overlapped: bool = False,
 ) -> tuple[GPT, DelayedScaling | None, WeightCodes | None]:
     """The model on the meta device, compiled if a run on `device` is, and the state of its 8-bit products.
 
-    It is this rank's part of the model if a `group` shares it.
+    It is this rank's part of the model if a `group` shares it; `overlapped`: its ranks compute beside their
+    exchanges.
     """
-    model = _build_model(config, vocab_size, device, group)
+    model = _build_model(config, vocab_size, device, group, overlapped=overlapped)
     scaling = _scaling(config.precision, model, device.device)
     codes = _weight_codes(config.precision, scaling, device.device)
     if device.compiles:
@@ -90,15 +96,30 @@ def build_model(
     return model, scaling, codes
 
 
-def _allocate_peer_rows(config: Config, group: TensorGroup) -> None:
-    """Allocate what tensor ranks copy to beside products, or raise ValueError."""
+def _overlaps(config: Config, device: Device, group: TensorGroup) -> bool:
+    """Whether tensor ranks compute beside exchanges; on GPUs what they copy to is allocated.
+
+    Raises ValueError if they should and cannot.
+    """
+    place = device.device
+    if place.type != "cuda" or not config.overlaps_exchanges("cuda"):
+        return config.overlaps_exchanges(place.type)
+    flag, needs = "--tp-comm-overlap", "GPUs that can write to each other's memory, as with NVLink"
+    if not can_copy(group, place):
+        if config.distributed.tp_comm_overlap:
+            raise option_error(flag, "(given)", f"needs {needs}; omit it")
+        device.say(f" tensor ranks exchange activations by NCCL and wait for them: {flag} needs {needs}")
+        return False
     rows = config.training.micro_batch_size * config.model.seq_length // group.size
     dtype = getattr(torch, config.precision.compute_dtype("cuda"))
     try:
-        allocate(group, rows, config.model.hidden_size, dtype)
-    except RuntimeError as error:
-        fix = f"needs GPUs that can write to each other's memory; use --no-tp-comm-overlap ({error})"
-        raise option_error("--tp-comm-overlap", "(on)", " ".join(fix.split())) from None
+        allocate(group, rows, config.model.hidden_size, dtype, place)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, OSError) as error:
+        fix = f"copies between GPUs fail here; use --no-tp-comm-overlap ({' '.join(str(error).split())})"
+        raise option_error(flag, "(on)", fix) from None
+    return True
 
 
 def zero_of(config: Config, ranks: int) -> ZeroConfig:
@@ -110,7 +131,9 @@ def zero_of(config: Config, ranks: int) -> ZeroConfig:
     return replace(zero, zero_delta4_iterations=2 * warmup)
 
 
-def _build_model(config: Config, vocab_size: int, device: Device, group: TensorGroup | None) -> GPT:
+def _build_model(
+    config: Config, vocab_size: int, device: Device, group: TensorGroup | None, *, overlapped: bool
+) -> GPT:
     """The model on the meta device, this rank's part of it if a `group` shares it."""
     norms = norm_classes(device.fused_backend)
     measured = config.compilation.measures_products
@@ -126,7 +149,7 @@ def _build_model(config: Config, vocab_size: int, device: Device, group: TensorG
             group=group,
             tokens=config.model.seq_length,
             product=product,
-            overlapped=config.overlaps_exchanges(device.device.type),
+            overlapped=overlapped,
         )
     with torch.device("meta"):
         return GPT(config.model, vocab_size, config.recompute, parts, cut_layers=config.zero.cuts_layers)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.step_parts import parts_of_trace
-from megatron_zpp.distributed.peer_rows import CopiedRows, others_first
+from megatron_zpp.distributed.peer_rows import CopiedRows, others_first, own_first
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
 from tests.gpu.ranks import on_gpus
@@ -22,35 +22,39 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 
 def copied(topology: Topology) -> int:
     """How many of 2,000 exchanges brought other rows than they should, while the GPUs are out of step."""
-    group, wrong = TensorGroup(range(2), topology.rank), torch.zeros((), device="cuda", dtype=torch.int64)
+    ranks, own_rank = topology.world_size, topology.rank
+    group, wrong = TensorGroup(range(ranks), own_rank), torch.zeros((), device="cuda", dtype=torch.int64)
     rows, width = 96, 640
-    shape = 2, rows, width
 
     def sent(number: int, rank: int) -> Tensor:
         places = torch.arange(rows * width, device="cuda").view(rows, width)
-        return ((places + 31 * number + 7 * rank) % 251).bfloat16()
+        return ((places + 31 * number + 7 * rank) % 61).bfloat16()  # of which sums are exact
 
     for number in range(2000):
-        if number % 7 == 3 * topology.rank:
+        if number % 7 == 3 * own_rank:
             torch.cuda._sleep(200_000)  # about 0.1 ms on this rank alone
-        own = sent(number, topology.rank)
+        own = sent(number, own_rank)
         peers = CopiedRows(group, rows, width, own)
         peers.gather(own, whole=number % 2 == 0)
         for rank in others_first(group)[:-1]:
-            peers.send(sent(number, 5 + topology.rank), rank)
-        peers.own().copy_(sent(number, 9))
-        expected = torch.stack([sent(number, rank) for rank in range(2)])
+            peers.send(sent(number, 11 * rank + own_rank), rank)
+        peers.own().copy_(sent(number, 12 * own_rank))
+        expected = torch.stack([sent(number, rank) for rank in range(ranks)])
         if number % 2 == 0:
-            wrong += (peers.gathered().view(shape) != expected).sum()
+            wrong += (peers.gathered().view(expected.shape) != expected).sum()
         else:
-            other = 1 - topology.rank
-            wrong += (peers.rows_of(other) != expected[other]).sum()
-        wrong += (peers.sum() != sent(number, 9) + sent(number, 5 + 1 - topology.rank)).sum()
+            for rank in own_first(group)[1:]:
+                wrong += (peers.rows_of(rank) != expected[rank]).sum()
+        parts = [sent(number, 11 * own_rank + rank).float() for rank in range(ranks)]
+        wrong += (peers.sum() != torch.stack(parts).sum(0)).sum()
     return int(wrong.item())
 
 
-def test_copies_bring_the_rows_of_their_own_exchange() -> None:
-    assert on_gpus(1, 2, copied) == [0, 0]
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_copies_bring_the_rows_of_their_own_exchange(ranks: int) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    assert on_gpus(1, ranks, copied) == [0] * ranks
 
 
 def losses(topology: Topology) -> list[tuple[list[float], list[float]]]:

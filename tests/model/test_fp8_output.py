@@ -250,6 +250,7 @@ def test_a_resumed_run_may_begin_or_cease_to_have_8_bit_products_there() -> None
     assert begun.known
     products = begun._products
     assert [name for name, product in products.items() if product.factors is None] == ["head"]
+    assert begun.state() == states[False]  # saved again before a step, there is still nothing to go on from
     begun.end_step(STEPS[0], STEPPED)
     assert all(product.factors is not None for product in products.values())
     largest = STEPS[0][2]
