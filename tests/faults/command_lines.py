@@ -80,7 +80,7 @@ MODEL = [
         "--tp-comm-overlap (given): needs --tensor-model-parallel-size 2 or more: one rank",
     ),
     bad(
-        "--tp-comm-overlap --tensor-model-parallel-size 2 --bf16 --fp8",
+        "--tp-comm-overlap --tensor-model-parallel-size 2 --bf16 --fp8 --kv-channels 16",
         "--tp-comm-overlap (given): needs 16-bit products: those of --fp8 take the tokens … omit one",
     ),
     bad("--group-query-attention --num-query-groups 3", "--num-query-groups 3: must divide --num-attention"),
