@@ -1,48 +1,25 @@
 """Products of 8-bit floats by the GPU's own units, whose fast sums keep 13 bits of the fraction."""
 
-import gc
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.config.optimizer import PrecisionConfig
-from megatron_zpp.config.root import Config, parse_args
+from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.fp8_cast import GRADIENT, INPUT, WEIGHT, factors_of, plain_cast
 from megatron_zpp.model.fp8_delayed import DelayedLinear
-from megatron_zpp.model.fp8_output import OutputProduct, part_rows
 from megatron_zpp.model.fp8_scaling import DelayedScaling
-from megatron_zpp.model.loss import CODE_UNIT, IGNORED, PLAIN, linear_cross_entropy
-from megatron_zpp.model.loss import logits_to_gradient as plain_gradient
-from megatron_zpp.plan.activations import loss_bytes
-from megatron_zpp.supervision.activity import Activity
-from megatron_zpp.supervision.signals import StopSignals
-from megatron_zpp.tokenizer import build_tokenizer, describe
 from megatron_zpp.train.build_engine import build_engine
-from megatron_zpp.train.choose_fp8 import with_chosen_products
 from megatron_zpp.train.device import prepare_device
-from megatron_zpp.train.inputs import RunInputs
-from megatron_zpp.train.layer_times import LayerTimesCache, measured_layer
-from megatron_zpp.train.ranks import Ranks
-from megatron_zpp.train.reading import open_data
-from megatron_zpp.train.run_schedule import RunSchedule
-from megatron_zpp.train.time_layers import time_layers
 from megatron_zpp.zero.engine import ZeroEngine
-from tests.gpu.steady import assert_steady, waits_are_errors
+from tests.gpu.steady import assert_steady
 from tests.model.test_fp8 import check_products
 from tests.model.variants import MODELS, flags_of
-from tests.plan.jobs import job_of
 
 HELD = "--fp8 --fp8-recipe delayed --fp8-param-gather"
-OUTPUT = "--fp8-output-layer"
 CAPABLE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 SHAPES = [(64, 32, 48), (256, 1024, 512), (4096, 2048, 2048)]
 needs_fp8 = pytest.mark.skipif(not CAPABLE, reason="needs a GPU of compute capability 8.9")
@@ -213,101 +190,6 @@ def test_held_weights_are_transposed(outputs: int, inputs: int) -> None:
     assert torch.equal(turned.view(torch.uint8).t(), codes)
 
 
-@needs_fp8
-@pytest.mark.parametrize(
-    ("tokens", "entries", "vocab_size", "others"),
-    [(16, 1008, 1001, 0), (80, 272, 272, 32), (4112, 50304, 50257, 0), (4096, 50304, 50257, 61440)],
-)
-def test_the_loss_writes_codes_of_its_gradient(
-    tokens: int, entries: int, vocab_size: int, others: int
-) -> None:
-    """In both layouts, those of float64; the largest tensor by columns has more than 2^31 elements."""
-    from megatron_zpp.model.fused.coded_loss import logits_to_codes
-
-    logits = 3 * torch.randn(tokens, entries, dtype=torch.bfloat16, device="cuda")
-    targets = torch.randint(vocab_size, (tokens,), device="cuda")
-    targets[1], logits[2, 5], logits[1, 1] = IGNORED, torch.nan, torch.nan  # row 1 does not count
-    rows = torch.empty(tokens, entries, dtype=torch.float8_e5m2, device="cuda")
-    whole = torch.zeros(entries, others + tokens, dtype=torch.float8_e5m2, device="cuda")
-    loss = logits_to_codes(logits, targets, vocab_size, rows, whole[:, others:])
-    assert loss.isnan()
-    assert rows[2, :vocab_size].float().isnan().all()
-    assert rows[1].view(torch.uint8).count_nonzero() == 0
-    assert torch.equal(whole[:, others:].t().contiguous().view(torch.uint8), rows.view(torch.uint8))
-    assert whole[:, :others].contiguous().view(torch.uint8).count_nonzero() == 0
-    counted = torch.arange(tokens, device="cuda") != 1
-    logits[2, 5] = 0.0
-    found = logits_to_codes(logits, targets, vocab_size, rows, whole[:, others:])
-    exact = logits[counted].float()
-    expected = plain_gradient(exact, targets[counted], vocab_size)
-    assert found.item() == pytest.approx(expected.item(), rel=2.0**-18)
-    codes = (exact * CODE_UNIT).to(torch.float8_e5m2)
-    next_codes(rows[counted], codes)
-    assert rows[:, vocab_size:].contiguous().view(torch.uint8).count_nonzero() == 0
-
-
-def output_layer(tokens: int, width: int, fused: bool) -> tuple[Callable[[], list[Tensor]], list[Tensor]]:
-    """What computes loss and gradients by 8-bit products, with scales that are known; those of bf16."""
-    from megatron_zpp.model.fused.cast import cast
-    from megatron_zpp.model.fused.coded_loss import logits_to_codes
-    from megatron_zpp.model.fused.loss import PASSES
-
-    draw = torch.Generator("cuda").manual_seed(tokens)
-    x = torch.randn(tokens, width, generator=draw, device="cuda").bfloat16().requires_grad_()
-    weight = torch.randn(50304, width, generator=draw, device="cuda").mul_(2 / width**0.5).bfloat16()
-    weight.requires_grad_()
-    targets = torch.randint(50257, (tokens,), generator=draw, device="cuda")
-    targets[5] = IGNORED
-    scale = torch.tensor(0.7, device="cuda")
-    passes = replace(PASSES, to_codes=logits_to_codes) if fused else PLAIN
-    product = OutputProduct(cast).cuda()
-    largest = torch.stack((x.abs().amax().float(), weight.abs().amax().float(), scale))
-    product.factors = factors_of(448.0 / largest)
-
-    def results(loss: Callable[..., Tensor]) -> list[Tensor]:
-        value = loss(x, weight, targets, 50257, passes=passes)
-        return [value.detach(), *torch.autograd.grad(value * scale, (x, weight))]
-
-    return lambda: results(product.loss), results(linear_cross_entropy)
-
-
-@needs_fp8
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(("tokens", "width"), [(512, 2048), (16384, 2048), (16384, 1024)])
-def test_the_output_layer_is_near_that_of_bf16(tokens: int, width: int, fused: bool) -> None:
-    """In one part and in two; E4M3 is off by 2^-5 of a number on average at most, E5M2 by 2^-4."""
-    assert part_rows(tokens, width) == min(tokens, 8 * width)
-    ours, plain = output_layer(tokens, width, fused)
-    found = ours()
-    assert found[0].item() == pytest.approx(plain[0].item(), abs=0.05)
-    for mine, theirs in zip(found[1:], plain[1:], strict=True):
-        assert mine.dtype == torch.bfloat16
-        assert ((mine.float() - theirs.float()).norm() / theirs.float().norm()).item() <= 2.0**-4
-        along = (mine.float() * theirs.float()).sum() / theirs.float().square().sum()
-        assert along.item() == pytest.approx(1.0, abs=2.0**-6)
-    assert torch.count_nonzero(found[1][5]) == torch.count_nonzero(found[2][50257:]) == 0
-    with waits_are_errors():
-        again = ours()
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, again, strict=True))
-
-
-@needs_fp8
-@pytest.mark.parametrize(("tokens", "width"), [(16384, 2048), (16384, 1024)])
-def test_the_output_layer_takes_the_memory_of_the_plan(tokens: int, width: int) -> None:
-    """Within 5%, beside its inputs, of one part and of two."""
-    model = ModelConfig(num_layers=1, hidden_size=width, num_attention_heads=8, seq_length=1024)
-    precision = PrecisionConfig(bf16=True, fp8=True, fp8_recipe="delayed", fp8_output_layer=True)
-    job = replace(job_of(model, 50257, precision=precision, micro_batch_size=tokens // 1024), compiled=True)
-    ours, _ = output_layer(tokens, width, fused=True)
-    ours()
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    ours()
-    assert loss_bytes(job) == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.05)
-
-
 def engine_of(recipe: str, *more: str) -> ZeroEngine:
     """Four layers as a run builds them, compiled by default."""
     torch._dynamo.reset()
@@ -400,36 +282,6 @@ def test_held_weights_learn_alike_and_a_step_does_not_wait(
 
 
 @needs_fp8
-@pytest.mark.parametrize("recipe", ["--fp8 --fp8-recipe delayed", HELD])
-@pytest.mark.parametrize("model", MODELS)
-def test_an_output_layer_in_8_bits_learns_alike_and_a_step_does_not_wait(
-    model: str, recipe: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    more = flags_of(MODELS[model])
-    plain = losses_of(engine_of("", *more))
-    capsys.readouterr()
-    engine = engine_of(f"{recipe} {OUTPUT}", *more)
-    ours = losses_of(engine)
-    assert "compiles a layer again" not in capsys.readouterr().err
-    assert ours == pytest.approx(plain, abs=(plain[0] - plain[-1]) / 10)
-    assert ours != losses_of(engine_of(recipe, *more))
-    check_steady(engine)
-    engine.close()
-
-
-@needs_fp8
-def test_an_output_layer_in_8_bits_has_the_same_bits_at_every_stage() -> None:
-    """Of one rank; compiled or not, kernels of the loss round alike but next to ties."""
-    found = []
-    for more in (["--zero-stage", "0"], ["--zero-stage", "2"], ["--zero-stage", "3"], ["--no-compile"]):
-        engine = engine_of(f"{HELD} {OUTPUT}", *more)
-        found.append(losses_of(engine))
-        engine.close()
-    assert found[0] == found[1] == found[2]
-    assert found[3] == pytest.approx(found[0], rel=2.0**-5)
-
-
-@needs_fp8
 def test_held_weights_are_gathered_at_every_stage() -> None:
     """Of one rank, whose stages compute the same bits; layers take half the memory of bf16 in their slots."""
     found = []
@@ -447,69 +299,3 @@ def test_recomputed_layers_have_the_same_codes() -> None:
     for recipe in ("--fp8 --fp8-recipe delayed", HELD):
         stored, recomputed = (losses_of(engine_of(recipe, *more)) for more in ((), recompute))
         assert recomputed == stored
-
-
-def measured_config(hidden: int) -> Config:
-    """A run that measures whether 8-bit products pay."""
-    flags = (
-        "--mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --num-layers 4 --seq-length 1024 "
-        f"--hidden-size {hidden} --num-attention-heads {hidden // 64} --micro-batch-size 8 --train-iters 30 "
-        "--lr 1e-3 --bf16 --hidden-dropout 0 --attention-dropout 0 --fp8-products measured"
-    )
-    return parse_args([*flags.split(), *HELD.split()])
-
-
-@needs_fp8
-@pytest.mark.parametrize(("hidden", "large"), [(256, False), (2048, True)])
-def test_8_bit_products_are_chosen_where_they_are_faster(
-    hidden: int, large: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    environ = {"MEGATRON_ZPP_CACHE": str(tmp_path / "cache")}
-    config = measured_config(hidden)
-    device = prepare_device(config, Grid(Topology()))
-    schedule = RunSchedule.from_config(config.training, config.learning_rate, 1)
-    tokenizer = describe(build_tokenizer(config.tokenizer))
-    inputs = RunInputs(
-        config=config,
-        tokenizer=tokenizer,
-        tokenizer_files={},
-        schedule=schedule,
-        splits=open_data(config, schedule, tokenizer, print),
-    )
-    ranks = Ranks(topology=Topology(), store=dist.HashStore(), signals=StopSignals(), activity=Activity())
-    first, second = (
-        with_chosen_products(inputs, device, each, environ=environ)
-        for each in (ranks, replace(ranks, store=dist.HashStore()))
-    )
-    with capsys.disabled():
-        print(f"\nhidden {hidden}:{first.lines[0]}")
-    assert "(measured in " in first.lines[0]
-    assert "(from the cache)" in second.lines[0]
-    assert first.config == second.config
-    times = LayerTimesCache(environ, print).read(measured_layer(config, device))
-    assert times is not None
-    assert first.config.precision.fp8 == (times.bits8 <= 0.98 * times.bits16)
-    assert first.config.precision.fp8 or not large
-    engine = build_engine(first.config, 1001, device, Grid(Topology()))
-    tokens = torch.randint(1000, (8, 1025), device="cuda")
-    for _ in range(3):
-        loss = engine.accumulate(tokens, index=0, micro_batches=1)
-        assert engine.step(1e-3).skipped.item() == 0
-    assert loss.isfinite()
-    assert "compiles a layer again" not in capsys.readouterr().err
-    engine.close()
-
-
-@needs_fp8
-def test_a_measurement_leaves_no_memory() -> None:
-    config = measured_config(1024)
-    device = prepare_device(config, Grid(Topology()))
-    gc.collect()
-    torch.cuda.empty_cache()
-    reserved, left = torch.cuda.memory_reserved(), []
-    for _ in range(2):
-        time_layers(config, device, Topology(), lambda: None)
-        left.append(torch.cuda.memory_allocated())
-    assert left[1] <= left[0]
-    assert torch.cuda.memory_reserved() - reserved < 2**27  # workspaces of cuBLAS, which a run has as well
-    assert torch.cuda.max_memory_allocated() == left[1]  # the peaks in the log are the run's
