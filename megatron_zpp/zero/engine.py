@@ -229,6 +229,7 @@ class ZeroEngine:
 
         Every rank must call it at the end of a run. After an error it may wait for the others.
         """
+        self._gradients.wait(self.units)  # sums that no step has taken must not outlive their group
         for handle in self._hooks:
             handle.remove()
         for comm_stream in self._communication.comm_streams:
