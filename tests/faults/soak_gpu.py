@@ -72,7 +72,7 @@ def soak(directory: Path, minutes: float) -> dict[str, Any]:
         "minutes": round((time.monotonic() - began) / 60, 1),
         "status": process.returncode,
         "saves": sum(line.startswith(" saved ") for line in lines),
-        "evaluations": sum("validation" in line for line in lines),
+        "evaluations": sum(" loss at " in line for line in lines),
         "intervals": len(warm),
         "bytes_on_gpu": {name: sorted({sample[name] for sample in warm}) for name in ON_GPU},
         **{name: {kind: _median(part, kind) for kind in HELD} for name, part in ends.items()},
