@@ -165,7 +165,7 @@ class Mirrored(UnconnectedGroup):
 def test_a_step_of_a_tensor_rank_allocates_what_the_plan_says(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within 5% of the memory above the states, and within 0.1% of the states."""
+    """Within 3% of the memory above the states, and within 0.1% of the states."""
     torch.set_num_threads(1)
     monkeypatch.setattr(engines, "TensorGroup", lambda ranks, rank, **_: Mirrored(len(ranks)))
     engine = case.engine(Topology(0, case.tensor, 0, case.tensor))
@@ -174,7 +174,7 @@ def test_a_step_of_a_tensor_rank_allocates_what_the_plan_says(
     peak = allocated_at_most(engine, tokens_of(case), case.micro_batches)
     planned = memory_of(case.job())
     assert planned.resident == pytest.approx(states, rel=1e-3)
-    assert planned.peak - planned.resident == pytest.approx(peak, rel=0.05)
+    assert planned.peak - planned.resident == pytest.approx(peak, rel=0.03)
 
 
 class Counted(Mirrored):
