@@ -2,8 +2,8 @@
 
 python benchmarks/plan.py   writes results/plan.json and prints the tables of docs/internals/planner.md
 
-plan_rows.py says how the measurements are compared, plan_paper.py how the paper's figures are, and
-plan_published.py how published runs on H100s are.
+plan_rows.py says how the measurements are compared, plan_tensor.py how those of ranks that share layers are,
+plan_paper.py how the paper's figures are, and plan_published.py how published runs on H100s are.
 """
 
 import sys
@@ -15,6 +15,7 @@ from benchmarks.common import write_result
 from benchmarks.plan_paper import our_rows, published_rows
 from benchmarks.plan_published import h100_rows
 from benchmarks.plan_rows import Row, h200_rows, shape_rows, slow_link_rows, socket_rows
+from benchmarks.plan_tensor import tensor_rows
 
 
 def tables() -> dict[str, list[str]]:
@@ -57,8 +58,14 @@ def tables() -> dict[str, list[str]]:
         f"{row['mfu']:.1f} | {_off(row['measured_mfu'], row['mfu'])} |"
         for row in h100_rows()
     ]
+    tensor = [
+        f"| {row['run']} | {row['gib']:.2f} | {row['measured_gib']:.2f} | "
+        f"{row['share']:.3f} | {_times(row)} |"
+        for row in tensor_rows()
+    ]
     return {
         "gpus": gpus,
+        "tensor": tensor,
         "sockets": sockets,
         "shapes": shapes,
         "h100s": h100s,
@@ -86,6 +93,7 @@ def main() -> None:
     """Write the rows, and print them as tables of the documentation."""
     figures = {
         "h200": h200_rows(),
+        "tensor_h100": tensor_rows(),
         "sockets": socket_rows(),
         "one_h200": shape_rows(),
         "published_h100": h100_rows(),

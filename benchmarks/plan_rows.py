@@ -130,7 +130,7 @@ def h200_rows() -> list[Row]:
             earlier_loss = 0.0 if compiled else EARLIER_LOSS * job.tokens * job.vocab_size / 2**30
             planned = memory.peak if compiled else memory.resident + memory.activations
             if not alone:
-                planned += _counted_otherwise(job, compiled)
+                planned += counted_otherwise(job, compiled)
             row: Row = {
                 "result": name,
                 "run": contestant,
@@ -213,7 +213,7 @@ def _measured_model() -> ModelConfig:
     return ModelConfig(model_preset="1.3b", seq_length=1024, hidden_dropout=0.0, attention_dropout=0.0)
 
 
-def _counted_otherwise(job: Job, compiled: bool) -> int:
+def counted_otherwise(job: Job, compiled: bool) -> int:
     """Bytes that torch counts in a peak and the plan does not, less those of peer buffers, which torch omits.
 
     Runs that were not compiled sent the gradients of each layout from two separate buffers.

@@ -12,6 +12,9 @@ INSIDE_SHARE = 0.54  # of NVLink's rate: an all-gather on two H200s, 243 of 450 
 # docs/internals/communication.md has the first two, docs/internals/planner.md the third.
 SLOWDOWN = 1.07  # factor on the time of compute beside transfers
 KERNEL_SLOWDOWN = 1.24  # the same beside NCCL's kernels inside a node, if copy engines are not used
+# The same of ranks that share layers: products of 1/T, sums of their parts, waits for the slower rank. Fitted
+# to two H100s that share 6.7B, beside each of them alone (benchmarks/plan_tensor.py).
+TENSOR_SLOWDOWN = 1.12
 # The time of layers' products by --fp8, casts included, over bf16's: the first number plus the second (with
 # delayed scaling the third) over the hidden size. Fitted to steps of one H200 (docs/internals/planner.md).
 FP8_PRODUCTS, FP8_CASTS, FP8_DELAYED_CASTS = 0.52, 770, 340
@@ -38,7 +41,7 @@ class Gpu:
     seen: str  # the source of `compute_share`
 
 
-_H100 = "fitted to LLM Foundry's H100 runs, published MFU 0.40 to 0.46; one H200 here reaches 0.64"
+_H100 = "fitted to LLM Foundry's H100 runs, published MFU 0.40 to 0.46; one H100 here reaches 0.70"
 GPUS = {  # benchmarks/plan_published.py has the fit
     "h100": Gpu("H100", (9, 0), 79.0, 3.35e12, 450e9, 0.47, _H100),
     "h200": Gpu("H200", (9, 0), 139.0, 4.8e12, 450e9, 0.64, "measured on one H200 at 1.3B"),

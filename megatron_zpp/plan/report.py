@@ -202,7 +202,7 @@ def _assumptions(job: Job, gpu: Gpu, machine: Machine) -> Iterator[str]:
         yield f"  layers' products of --fp8 take {time}{memory}"
     if job.precision.fp8_output_layer:
         yield f"  the output layer's products take {FP8_OUTPUT:.2f} of bf16's time, which is an estimate"
-    if job.ranks > 1:
+    if job.data_ranks > 1:
         yield f"  compute takes {overlap_slowdown(job):g} × as long beside the transfers that run behind it"
     if job.nodes > 1:
         yield f"  a node's link at {machine.link * 8 / 1e9:g} Gbit/s in each direction: --plan-link-gbit"

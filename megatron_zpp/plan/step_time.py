@@ -16,9 +16,9 @@ the three. The last unit's reduction has no compute left to run behind, and link
 the last gather arrives before the last unit's forward, and the first reduction follows the first unit's
 backward. The time that a pass takes beyond its compute and kernels is exposed. The optimizer reads 12 bytes
 per parameter of its share and the gradient, and writes 12 bytes and what is sent, at the memory's rate, or if
-offloaded at the CPU's. Ranks that share layers have equal parts of their FLOPs, and wait for each other as
-plan/exchanges.py says. Not modelled: latencies, other jobs on the links, slow ranks, reading of data,
-evaluation, checkpoints.
+offloaded at the CPU's. Ranks that share layers have equal parts of their FLOPs, compute these more slowly
+than a rank with whole layers, and wait for each other as plan/exchanges.py says. Not modelled: latencies,
+other jobs on the links, slow ranks, reading of data, evaluation, checkpoints.
 """
 
 from dataclasses import dataclass
@@ -34,6 +34,7 @@ from megatron_zpp.plan.hardware import (
     FP8_PRODUCTS,
     KERNEL_SLOWDOWN,
     SLOWDOWN,
+    TENSOR_SLOWDOWN,
     Machine,
 )
 from megatron_zpp.plan.job import Job
@@ -113,7 +114,8 @@ def compute_seconds(job: Job, machine: Machine, forward: bool) -> float:
     if job.precision.fp8_output_layer:
         logits = 2.0 * job.model.hidden_size * job.padded_vocab_size  # a product
         flops -= (1 - FP8_OUTPUT) * logits * (1 if forward else 2)
-    return job.tokens * flops / job.tensor / machine.flops * overlap_slowdown(job)
+    shared = TENSOR_SLOWDOWN / job.tensor if job.tensor > 1 else 1.0
+    return job.tokens * flops * shared / machine.flops * overlap_slowdown(job)
 
 
 def product_time(job: Job) -> float:
@@ -125,7 +127,7 @@ def product_time(job: Job) -> float:
 
 
 def overlap_slowdown(job: Job) -> float:
-    """The factor by which compute takes longer beside the transfers of this job."""
+    """The factor by which compute takes longer beside what data ranks send each other."""
     if job.data_ranks == 1:
         return 1.0
     return KERNEL_SLOWDOWN if job.nodes == 1 and job.zero.zero_copy_engines == "off" else SLOWDOWN

@@ -19,7 +19,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.plan.activations import ends_bytes, layer_bytes, loss_bytes, stored_bytes, working_bytes
 from megatron_zpp.plan.advice import Plan, at_stage, least_that_pays, plan_of
 from megatron_zpp.plan.exchanges import exchanged_bytes, hidden_state_bytes
-from megatron_zpp.plan.hardware import USABLE, Machine
+from megatron_zpp.plan.hardware import TENSOR_SLOWDOWN, USABLE, Machine
 from megatron_zpp.plan.job import Job, units_of
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.zero.plan_communication import check_topology
@@ -231,10 +231,10 @@ def exchange_line(job: Job) -> str:
 
 def assumption_lines(job: Job) -> Iterator[str]:
     """What a plan of tensor ranks assumes."""
-    yield f"  products of 1/{job.tensor} of a layer reach the same share of the peak"
+    share = f"1/{job.tensor} of the compute takes {TENSOR_SLOWDOWN:g} × as long as 1/{job.tensor} of its time"
+    yield f"  {share}, as on two H100s that share 6.7B"
     if job.overlapped:
         yield "  activations of linear maps travel beside products: --tp-comm-overlap"
-        yield f"  products of 1/{job.tensor} of the tokens reach the same share of the peak"
     else:
         yield "  tensor ranks wait for activations, except for those sent beside products of the backward"
 

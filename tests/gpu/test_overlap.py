@@ -8,11 +8,21 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.step_parts import parts_of_trace
-from megatron_zpp.distributed.peer_rows import CopiedRows, others_first, own_first
+from megatron_zpp.distributed.peer_rows import CopiedRows, others_first, own_first, region_bytes
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
 from tests.gpu.ranks import on_gpus
-from tests.gpu.test_tensor_parallel import BATCH, BF16, FP32, LENGTH, MODELS, VOCAB, build
+from tests.gpu.test_tensor_parallel import (
+    BATCH,
+    BF16,
+    FP32,
+    LENGTH,
+    MODELS,
+    PLANNED,
+    VOCAB,
+    build,
+    peak_and_plan,
+)
 
 LONG, STEPS = 2048, 2
 WIDE = {"num_layers": 4, "hidden_size": 4096, "num_attention_heads": 32, "seq_length": LONG}
@@ -109,3 +119,12 @@ def test_overlap_exposes_less_communication(tmp_path: Path) -> None:
     """Six exchanges of a layer are not waited for any more."""
     waiting, overlapped = (max(on_gpus(1, 2, exposed, kind, str(tmp_path))) for kind in (False, True))
     assert 0 < overlapped < 0.5 * waiting
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_peak_of_ranks_that_copy_is_planned(compiled: bool) -> None:
+    """Within 3%, without what the ranks write for each other: torch does not count it."""
+    rows = BATCH * PLANNED["seq_length"] // 2
+    regions = region_bytes(2, rows, PLANNED["hidden_size"], torch.bfloat16)
+    for measured, planned in on_gpus(1, 2, peak_and_plan, 2, compiled, True):
+        assert planned - regions == pytest.approx(measured, rel=0.03)

@@ -122,23 +122,32 @@ def kept(
     return after - before
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("tensor", [1, 2, 4])
-def test_a_tensor_ranks_peak_is_planned(tensor: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within 5%, with collectives that stay in this process: the memory is that of one of the ranks."""
-    monkeypatch.setattr(engines, "TensorGroup", lambda ranks, rank, **_: Mirrored(len(ranks)))
+PLANNED = {"hidden_size": 1024, "num_layers": 12, "seq_length": 1024, "num_attention_heads": 16}
+PLANNED |= {"kv_channels": 64, "num_query_groups": 4}
+
+
+def peak_and_plan(topology: Topology, tensor: int, compiled: bool, overlapped: bool) -> tuple[int, int]:
+    """Bytes that torch has allocated at the peak of two steps of a bf16 Llama, and the planned ones."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before, wide = torch.cuda.memory_allocated(), {"hidden_size": 1024, "num_layers": 12, "seq_length": 1024}
-    wide |= {"num_attention_heads": 16, "kv_channels": 64, "num_query_groups": 4}
-    engine = build(Topology(0, tensor, 0, tensor), tensor, "llama", BF16, compiled, **wide)
+    before = torch.cuda.memory_allocated()
+    engine = build(topology, tensor, "llama", BF16, compiled, overlapped, **PLANNED)
     tokens = torch.randint(VOCAB, (BATCH, 1025), device="cuda")
     for _ in range(2):
         engine.accumulate(tokens, index=0, micro_batches=1)
         engine.step(1e-4)
     measured = torch.cuda.max_memory_allocated() - before
     size = {"micro_batch_size": BATCH, "tensor": tensor, "local": tensor}
-    job = replace(job_of(engine.model.config, VOCAB, precision=BF16, **size), compiled=compiled)
+    job = job_of(engine.model.config, VOCAB, precision=BF16, **size)
     engine.close()
-    assert memory_of(job).peak == pytest.approx(measured, rel=0.05)
+    return measured, memory_of(replace(job, compiled=compiled, overlapped=overlapped)).peak
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_a_tensor_ranks_peak_is_planned(tensor: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 3%, with collectives that stay in this process: the memory is that of one of the ranks."""
+    monkeypatch.setattr(engines, "TensorGroup", lambda ranks, rank, **_: Mirrored(len(ranks)))
+    measured, planned = peak_and_plan(Topology(0, tensor, 0, tensor), tensor, compiled, overlapped=False)
+    assert planned == pytest.approx(measured, rel=0.03)

@@ -6,8 +6,9 @@ import pytest
 
 from benchmarks.plan_paper import published_rows
 from benchmarks.plan_rows import h200_rows, slow_link_rows, socket_rows
+from benchmarks.plan_tensor import fitted_slowdown, tensor_rows
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.plan.hardware import Machine
+from megatron_zpp.plan.hardware import TENSOR_SLOWDOWN, Machine
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.step_time import StepTime, step_time
 from megatron_zpp.plan.traffic import total, traffic_of
@@ -83,6 +84,24 @@ def test_measured_steps_are_predicted() -> None:
         assert row["milliseconds"] == pytest.approx(row["measured_ms"], rel=0.05), row
     for row in slow_link_rows():
         assert row["seconds"] == pytest.approx(row["measured_seconds"], rel=0.15), row
+
+
+def test_measured_runs_of_two_h100s_are_predicted() -> None:
+    """Memory within 1%, time within 4%; PaLM counts the square of attention, too much for 65,536 tokens."""
+    assert fitted_slowdown() == TENSOR_SLOWDOWN
+    rows = tensor_rows()
+    assert len(rows) == 6
+    for row in rows:
+        assert row["gib"] == pytest.approx(row["measured_gib"], rel=0.01), row
+        if "65,536" in row["run"]:
+            assert 1 < row["milliseconds"] / row["measured_ms"] < 1.35, row
+        else:
+            assert row["milliseconds"] == pytest.approx(row["measured_ms"], rel=0.04), row
+    assert [row["run"] for row in rows if not row["fitted"]] == [
+        "T = 2, `--no-tp-comm-overlap`",
+        "T = 2, 1.3B, 65,536 tokens",
+        "ZeRO-3",
+    ]
 
 
 def test_steps_over_sockets_are_predicted_from_the_rates_of_collectives() -> None:

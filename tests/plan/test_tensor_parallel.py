@@ -113,7 +113,7 @@ def _saved(engine: ZeroEngine, case: Case) -> int:
 
 
 def test_what_is_saved_for_the_backward_is_the_plans_and_half_as_much_on_two_ranks() -> None:
-    """Within 5% of the plan; two ranks have at most 0.55 of what one rank has."""
+    """Within 1% of the plan; two ranks have at most 0.55 of what one rank has."""
     halves = on_ranks(2, saved_for_the_backward, SAVED)
     wholes = saved_for_the_backward(Topology(), [replace(case, tensor=1) for case in SAVED])
     assert halves[0] == halves[1]
@@ -165,7 +165,7 @@ class Mirrored(UnconnectedGroup):
 def test_a_step_of_a_tensor_rank_allocates_what_the_plan_says(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within 5% of the memory above the states, and within 0.1% of the states."""
+    """Within 3% of the memory above the states, and within 0.1% of the states."""
     torch.set_num_threads(1)
     monkeypatch.setattr(engines, "TensorGroup", lambda ranks, rank, **_: Mirrored(len(ranks)))
     engine = case.engine(Topology(0, case.tensor, 0, case.tensor))
@@ -174,7 +174,7 @@ def test_a_step_of_a_tensor_rank_allocates_what_the_plan_says(
     peak = allocated_at_most(engine, tokens_of(case), case.micro_batches)
     planned = memory_of(case.job())
     assert planned.resident == pytest.approx(states, rel=1e-3)
-    assert planned.peak - planned.resident == pytest.approx(peak, rel=0.05)
+    assert planned.peak - planned.resident == pytest.approx(peak, rel=0.03)
 
 
 class Counted(Mirrored):
