@@ -197,11 +197,11 @@ def _assumptions(job: Job, gpu: Gpu, machine: Machine) -> Iterator[str]:
     else:
         yield f"  compute at {reached}, as --plan-compute-share says"
     if job.precision.fp8:
-        memory = "" if job.precision.fp8_delayed else ", and as much memory"
+        memory = "" if job.precision.fp8_delayed else "; memory as bf16's, or less"
         time = f"{product_time(job):.2f} of bf16's time, as on an H200"
         yield f"  layers' products of --fp8 take {time}{memory}"
     if job.precision.fp8_output_layer:
-        yield f"  the output layer's products take {FP8_OUTPUT:.2f} of bf16's time, which is an estimate"
+        yield f"  the output layer's products take {FP8_OUTPUT:.2f} of bf16's time, as at 1.3B on an H100"
     if job.data_ranks > 1:
         yield f"  compute takes {overlap_slowdown(job):g} × as long beside the transfers that run behind it"
     if job.nodes > 1:

@@ -29,7 +29,11 @@ class ProductScaling(Protocol):
 
 
 def end_step(scaling: ProductScaling, topology: Topology, found_inf: Tensor) -> None:
-    """Set the scales of the next step on all ranks of the job, which must call it."""
+    """Set the scales of the next step on all ranks of the job, which must call it.
+
+    This is an all-reduce beside that of the gradients' norm: no operation sums some numbers and takes maxima
+    of others, and the hops of an all-gather would grow with the ranks (docs/internals/performance.md).
+    """
     maxima = scaling.maxima()
     if topology.world_size > 1:
         dist.all_reduce(maxima, dist.ReduceOp.MAX)  # all of them are finite

@@ -118,19 +118,29 @@ def test_the_output_layer_takes_the_memory_of_the_plan(tokens: int, width: int) 
     assert loss_bytes(job) == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.05)
 
 
+def pass_means(losses: list[float]) -> list[float]:
+    """The mean loss of each pass over the four batches of `losses_of`."""
+    return torch.tensor(losses).view(-1, 4).mean(1).tolist()
+
+
 @needs_fp8
 @pytest.mark.parametrize("recipe", ["--fp8 --fp8-recipe delayed", HELD])
 @pytest.mark.parametrize("model", MODELS)
 def test_an_output_layer_in_8_bits_learns_alike_and_a_step_does_not_wait(
     model: str, recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """In the mean of each pass over the four batches: within a tenth of what bf16's loss falls by.
+
+    A single loss says less: steps at this learning rate amplify roundings, so that the loss of one batch may
+    be off by more than that in one step, and in the other direction in the next.
+    """
     more = flags_of(MODELS[model])
     plain = losses_of(engine_of("", *more))
     capsys.readouterr()
     engine = engine_of(f"{recipe} {OUTPUT}", *more)
     ours = losses_of(engine)
     assert "compiles a layer again" not in capsys.readouterr().err
-    assert ours == pytest.approx(plain, abs=(plain[0] - plain[-1]) / 10)
+    assert pass_means(ours) == pytest.approx(pass_means(plain), abs=(plain[0] - plain[-1]) / 10)
     assert ours != losses_of(engine_of(recipe, *more))
     check_steady(engine)
     engine.close()

@@ -59,7 +59,7 @@ def test_a_plan_says_what_it_assumes() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("plan for 1 × 1 H100, bfloat16 with 8-bit products, ZeRO stage 0\n")
     assert (
-        "\n  layers' products of --fp8 take 1.27 of bf16's time, as on an H200, and as much memory\n"
+        "\n  layers' products of --fp8 take 1.27 of bf16's time, as on an H200; memory as bf16's, or less\n"
         in done.stdout
     )
     assert "no scores; --attention-backend local keeps them" in done.stdout

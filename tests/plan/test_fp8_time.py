@@ -25,17 +25,33 @@ def test_a_planned_step_with_codes_is_as_much_faster_as_a_real_one(shape: str) -
     assert planned[1] / planned[0] == pytest.approx(measured, rel=0.04)
 
 
+def test_a_planned_step_without_delayed_scaling_is_as_much_faster_as_a_real_one() -> None:
+    """Within 2%: one shape has the number of its casts for itself."""
+    measured = steps_of("throughput_fp8", "stage 0, fp8", "stage 0")
+    planned = [milliseconds("1.3b", "16", *flags) for flags in (["--fp8"], [])]
+    assert planned[0] / planned[1] == pytest.approx(measured[0] / measured[1], rel=0.02)
+
+
+def steps_of(name: str, *runs: str) -> list[float]:
+    """The milliseconds of a step of the runs of 1.3B in a result."""
+    figures = json.loads((RESULTS / f"{name}.json").read_text())["figures"]["1.3b:16"]
+    return [figures[run]["milliseconds"] for run in runs]
+
+
 def milliseconds(model: str, micro_batch: str, *flags: str) -> float:
     """What a step is planned to take."""
     done = pretrain(*COMMON, "--model-preset", model, "--micro-batch-size", micro_batch, *flags)
     assert done.returncode == 0, done.stderr
-    assert ("the output layer's products take 0.58 of bf16's time" in done.stdout) == (OUTPUT in flags)
+    assert ("the output layer's products take 0.60 of bf16's time" in done.stdout) == (OUTPUT in flags)
     found = re.search(r"a step takes ([\d.,]+) ms", done.stdout)
     assert found, done.stdout
     return float(found[1].replace(",", ""))
 
 
-def test_a_planned_output_layer_of_8_bit_products_is_faster() -> None:
-    """By 0.42 of three products of (16384, 2048) and (2048, 50304) at 0.64 of the peak: 6.7 ms."""
-    saved = milliseconds("1.3b", "16", *CODES) - milliseconds("1.3b", "16", *CODES, OUTPUT)
-    assert saved == pytest.approx(0.42 * 3 * 2 * 16384 * 2048 * 50304 / (0.64 * 989e9), rel=0.05)
+def test_a_planned_output_layer_of_8_bit_products_saves_as_much_as_a_real_one() -> None:
+    """As a share of bf16's step, within 10%: intervals of a run differ by 0.5 ms, and it saves 6.7."""
+    bf16, without, with_it = steps_of(
+        "throughput_fp8_1.3b_h100", "stage 0", "stage 0, fp8 codes", "stage 0, fp8 codes and output"
+    )
+    plans = [milliseconds("1.3b", "16", *flags) for flags in ([], CODES, [*CODES, OUTPUT])]
+    assert (plans[1] - plans[2]) / plans[0] == pytest.approx((without - with_it) / bf16, rel=0.1)

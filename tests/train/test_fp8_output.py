@@ -66,6 +66,40 @@ def test_stages_have_the_same_bits_and_layers_other_ones(more: list[str]) -> Non
     assert layers == pytest.approx(found[0], rel=2.0**-6)
 
 
+EXACT = [
+    "--zero-stage 2",
+    "--zero-stage 3",
+    "--zero-stage 3 --zero-hpz-partition-size auto",
+    "--zero-stage 3 --zero-prefetch-units 0 --recompute-granularity full --recompute-method uniform",
+]
+QUANTIZED = [
+    "--zero-stage 3 --zero-quantized-weights --zero-hpz-partition-size auto",
+    "--zero-stage 3 --zero-quantized-gradients",
+]
+
+
+def beside_zeropp(topology: Topology) -> list[list[float]]:
+    """Losses of three steps of a rank and of an evaluation: of EXACT, of QUANTIZED, and without the flag."""
+    torch.set_num_threads(1)
+    found = []
+    for case in (*(f"{OUTPUT} {flags}" for flags in (*EXACT, *QUANTIZED)), EXACT[0]):
+        engine = engine_of(topology, *case.split())
+        found.append([*three_steps(engine), engine.evaluate(batch(8, 0)).item()])
+        engine.close()
+    return found
+
+
+def test_stages_hpz_and_recomputation_have_the_same_bits_on_two_nodes() -> None:
+    """Of two ranks each; with quantised messages, or without the flag, about the same losses."""
+    for *exact, weights, gradients, layers in on_ranks(4, beside_zeropp, ranks_per_node=2):
+        assert all(losses == exact[0] for losses in exact)
+        for other in (weights, gradients, layers):
+            assert other != exact[0]
+        assert weights == pytest.approx(exact[0], rel=0.02)
+        assert gradients == pytest.approx(exact[0], rel=0.05)  # in 4 bits
+        assert layers == pytest.approx(exact[0], rel=0.02)
+
+
 def test_ranks_have_equal_scales(tmp_path: Path) -> None:
     """Those of the largest magnitudes of both; a skipped step leaves them, and any grid loads them."""
     ranks = on_ranks(2, shared_scales, str(tmp_path), OUTPUT, "--zero-stage", "3")
