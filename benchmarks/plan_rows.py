@@ -237,7 +237,7 @@ def slow_link_rows() -> list[Row]:
         return Machine(flops, INFINITE, INFINITE, link)
 
     def job(name: str) -> Job:
-        zero = CONTESTANTS[{"all_on": "zeropp"}.get(name, name)]
+        zero = CONTESTANTS[{"all_on": "zeropp", "four_bits": "zeropp_4_bits"}.get(name, name)]
         return job_of(model, VOCAB, zero, NODES, RANKS_OF_A_NODE, 1)
 
     def seconds(name: str) -> float:
