@@ -11,7 +11,8 @@ same seed, in percent: its mean over the pairs and the 95% interval of the mean 
 repeat the sums of attention's backward: "bf16, again" says what that alone does.
 
 Each finished run is a line of --runs-file, so the same command resumes a campaign that was stopped. The exit
-status is 75 where --limit-seconds ended the call, and 0 where all pairs are there.
+status is 75 where --limit-seconds ended the call, and 0 where all pairs are there. A result is only
+extended: a call whose --runs-file lacks some of its pairs is refused, and needs another --name.
 """
 
 import argparse
@@ -28,7 +29,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
 from benchmarks.common import RESULTS, save_result
-from benchmarks.paired_runs import STOPPED, Job, PairedRuns, gap_cells, gaps_of
+from benchmarks.contest.grid import visible_gpus
+from benchmarks.paired_runs import STOPPED, Job, PairedRuns, gap_cells, gaps_of, loses_pairs
 
 BASELINE = "bf16"
 DELAYED = "--fp8 --fp8-recipe delayed"
@@ -58,7 +60,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--size", choices=list(SIZES), default="30m", help="parameters")
     parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
     parser.add_argument("--pairs", type=int, default=16, help="seeds, from 0 on")
-    parser.add_argument("--processes", type=int, default=1, help="runs side by side on the device")
+    parser.add_argument("--processes", type=int, default=1, help="runs side by side, spread over all GPUs")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--eval-samples", type=int, default=512)
@@ -213,10 +215,14 @@ def main(argv: Sequence[str]) -> int:
         run=partial(train, settings),
         prepare=partial(prepare, options.device),
         processes=options.processes,
+        gpus=visible_gpus() if options.device == "cuda" else (),
         limit_seconds=options.limit_seconds,
         started=started,
     )
     done = campaign.finished(RUNS)
+    if lost := loses_pairs(options.output / f"{options.name}.json", "runs", settings, done):
+        print(f"fp8_losses.py: error: {lost}", file=sys.stderr)
+        return 2
     jobs = [(name, seed) for seed in range(options.pairs) for name in options.runs]
     missing = [job for job in jobs if job not in done]
     print(f"{len(jobs) - len(missing)} of {len(jobs)} runs are in {path}", flush=True)

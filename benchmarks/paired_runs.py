@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks.common import commit
 from benchmarks.intervals import mean_and_interval
@@ -23,7 +23,8 @@ class PairedRuns:
     """A campaign whose runs are named by `key`: all that decides the bits of a run.
 
     `run(job)` returns a run's figures, `seconds` among them, in one of `processes` processes that `prepare`
-    has prepared; both are pickled. A run's line has its key, name and seed beside these.
+    has prepared; both are pickled. Process i sees one of `gpus`, the one of index i modulo their number, if
+    there are any. A run's line has its key, name and seed beside these.
     """
 
     path: Path
@@ -31,6 +32,7 @@ class PairedRuns:
     run: Callable[[Job], dict[str, Any]]
     prepare: Callable[[], None]
     processes: int
+    gpus: Sequence[str]  # as in CUDA_VISIBLE_DEVICES
     limit_seconds: float
     started: float  # of time.monotonic(): when the limit began to run
 
@@ -61,7 +63,11 @@ class PairedRuns:
         under_way: dict[Future[dict[str, Any]], Job] = {}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(self.processes, context, self.prepare) as pool:
+        numbers = context.SimpleQueue()
+        for number in range(self.processes):
+            numbers.put(number)
+        begin = self.prepare, self.gpus, numbers
+        with ProcessPoolExecutor(self.processes, context, begin_process, begin) as pool:
             while waiting or under_way:
                 left = self.limit_seconds - (time.monotonic() - self.started)
                 begun = {seed for _, seed in (*done, *under_way.values())}
@@ -93,6 +99,44 @@ class PairedRuns:
             file.write(json.dumps(run) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+class Numbers(Protocol):
+    """A queue of numbers, one for each process of a pool."""
+
+    def get(self) -> int:
+        """Take the next number."""
+
+
+def begin_process(prepare: Callable[[], None], gpus: Sequence[str], numbers: Numbers) -> None:
+    """Give a process of the pool its GPU, before it uses CUDA, and prepare it."""
+    number = numbers.get()
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
+    prepare()
+
+
+def loses_pairs(result: Path, rows: str, settings: dict[str, Any], done: Collection[Job]) -> str | None:
+    """Why a result that is made from `done`, and from runs to come, could lose pairs that `result` has.
+
+    None if it cannot: there is no such result, or it has these settings and none but these runs. `rows` names
+    its figures by run.
+    """
+    if not result.exists():
+        return None
+    figures = json.loads(result.read_text())["figures"]
+    if not figures[rows]:
+        return None
+    if figures["settings"] != json.loads(json.dumps(settings)):
+        return f"{result} has runs with other settings: give another --name"
+    for name, row in figures[rows].items():
+        missing = sum((name, int(seed)) not in done for seed in row["losses"])
+        if missing:
+            return (
+                f"{result} has {row['pairs']} pairs of {name!r}, of which --runs-file lacks {missing}: name "
+                "the file that has them, or give another --name"
+            )
+    return None
 
 
 def _begun_first(missing: Sequence[Job], done: Iterable[Job]) -> list[Job]:

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the ro
 from benchmarks.common import write_result
 from benchmarks.plan_paper import our_rows, published_rows
 from benchmarks.plan_published import h100_rows
-from benchmarks.plan_rows import Row, h200_rows, shape_rows, slow_link_rows, socket_rows
+from benchmarks.plan_rows import Row, format_rows, h200_rows, shape_rows, slow_link_rows, socket_rows
 from benchmarks.plan_tensor import tensor_rows
 
 
@@ -63,6 +63,11 @@ def tables() -> dict[str, list[str]]:
         f"{row['share']:.3f} | {_times(row)} |"
         for row in tensor_rows()
     ]
+    formats = [
+        f"| {row['nodes']} × {row['ranks_per_node']} | {row['formats']} | {row['bytes_per_parameter']:.3f} | "
+        f"{row['gib']:.1f} |"
+        for row in format_rows()
+    ]
     return {
         "gpus": gpus,
         "tensor": tensor,
@@ -72,6 +77,7 @@ def tables() -> dict[str, list[str]]:
         "links": links,
         "paper": paper,
         "ours": ours,
+        "formats": formats,
     }
 
 
@@ -100,6 +106,7 @@ def main() -> None:
         "slow_link": slow_link_rows(),
         "zeropp_paper_18b": published_rows(),
         "ours_18b": our_rows(),
+        "formats_1.3b": format_rows(),
     }
     write_result("plan", figures)
     for name, lines in tables().items():

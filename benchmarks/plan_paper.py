@@ -98,7 +98,7 @@ def _paper(tokens: int, volumes: tuple[float, float, float], rates: Machine) -> 
     behind = alone = computes = 0.0
     for is_forward, models in ((True, forward), (False, backward + gradients)):
         sent = SentBytes(inter=int(models * whole))
-        one = Pass(is_forward, 1, sent, SentBytes(), SentBytes(), decoded=0, summed=0)
+        one = Pass(is_forward, 1, sent, SentBytes(), SentBytes(), decoded=0, cast=0, summed=0)
         compute = compute_seconds(job, rates, is_forward)
         behind += pass_seconds(job, rates, one, compute)
         alone += compute + pass_seconds(job, rates, one, 0.0)

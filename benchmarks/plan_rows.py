@@ -28,7 +28,7 @@ from megatron_zpp.plan.hardware import Machine, machine
 from megatron_zpp.plan.job import Job, units_of
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.step_time import step_time
-from megatron_zpp.plan.traffic import traffic_of
+from megatron_zpp.plan.traffic import total, traffic_of
 
 Row = dict[str, Any]
 GRIDS = (  # result, samples per micro-batch, nodes, GPUs per node
@@ -237,7 +237,7 @@ def slow_link_rows() -> list[Row]:
         return Machine(flops, INFINITE, INFINITE, link)
 
     def job(name: str) -> Job:
-        zero = CONTESTANTS[{"all_on": "zeropp"}.get(name, name)]
+        zero = CONTESTANTS[{"all_on": "zeropp", "four_bits": "zeropp_4_bits"}.get(name, name)]
         return job_of(model, VOCAB, zero, NODES, RANKS_OF_A_NODE, 1)
 
     def seconds(name: str) -> float:
@@ -253,6 +253,33 @@ def slow_link_rows() -> list[Row]:
         for name, figure in figures.items()
         if name != "settings"
     ]
+
+
+def format_rows() -> list[Row]:
+    """Rows of 1.3B with formats between nodes, accumulated inside nodes: bytes per parameter, and memory."""
+    formats = {
+        "int8, int4": "zeropp",
+        "delta4, rotated4": "zeropp_4_bits",
+        "delta2, rotated3": "zeropp_2_3_bits",
+    }
+    rows = []
+    for nodes, local in ((2, 1), (2, 8), (16, 8)):
+        for formats_name, contestant in formats.items():
+            zero = CONTESTANTS[contestant] | {"zero_gradient_partition_size": "auto"}
+            job = job_of(_measured_model(), GPU_VOCAB, zero, nodes, local, 8, micro_batches=8)
+            sent = total(traffic_of(job)).inter
+            parameters = sum(sum(layout.numels) for layout in job.layouts)
+            rows.append(
+                {
+                    "nodes": nodes,
+                    "ranks_per_node": local,
+                    "formats": formats_name,
+                    "bytes_between_nodes": sent,
+                    "bytes_per_parameter": round(sent / parameters / (nodes - 1), 4),
+                    "gib": round(memory_of(job).peak / 2**30, 2),
+                }
+            )
+    return rows
 
 
 def h200() -> Machine:

@@ -2,6 +2,7 @@
 
 python benchmarks/slow_link.py [--link-rate 200]   (needs root, for network namespaces)
 python benchmarks/slow_link.py --accumulation 1 4 16 --grids 2x1 2x2 3x2   gradients accumulated inside nodes
+python benchmarks/slow_link.py --runs stage_3 four_bits --name slow_link_four_bits   some runs
 
 Prediction, before anything is measured: the bytes that a step sends between nodes follow from the layouts of
 the units, and every node sends an equal part of them, so a step takes at least that part divided by the
@@ -31,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the ro
 
 from benchmarks.common import RESULTS, write_result
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.config.zero import GRADIENT_BLOCK, WEIGHT_BLOCK, ZeroConfig
+from megatron_zpp.config.zero import GRADIENT_BLOCK, ROTATED_BLOCK, WEIGHT_BLOCK, ZeroConfig
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.ops.formats import QuantFormat
+from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.zero.build import layouts_of
 from megatron_zpp.zero.flat_layout import FlatLayout
 
@@ -42,18 +43,24 @@ NODES, RANKS_OF_A_NODE, VOCAB = 2, 2, 256
 SHAPE: dict[str, Any] = {"num_layers": 8, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 64}
 QWZ, HPZ, QGZ = "--zero-quantized-weights", "--zero-hpz-partition-size", "--zero-quantized-gradients"
 ACCUMULATE = "--zero-gradient-partition-size"
+FOUR_BITS = [
+    *(QWZ, "--zero-quantized-weights-format", "delta4", HPZ, "auto"),
+    *(QGZ, "--zero-quantized-gradients-format", "rotated4"),
+]
 CONTESTANTS = {
     "stage_3": [],
     "qwz": [QWZ],
     "hpz": [HPZ, "auto"],
     "qgz": [QGZ],
     "all_on": [QWZ, HPZ, "auto", QGZ],
+    "four_bits": FOUR_BITS,
 }
 ACCUMULATING = {
     "hpz": [HPZ, "auto"],
     "hpz_accumulated": [HPZ, "auto", ACCUMULATE, "auto"],
     "all_on": [QWZ, HPZ, "auto", QGZ],
     "all_on_accumulated": [QWZ, HPZ, "auto", QGZ, ACCUMULATE, "auto"],
+    "four_bits_accumulated": [*FOUR_BITS, ACCUMULATE, "auto"],
 }
 WARMUP = 2  # steps
 
@@ -92,7 +99,11 @@ def predicted_bytes(flags: list[str], grid: Grid) -> int:
             gathers += (2 * grid.micro_batches - 1) * (units - in_slots)
         message = QuantFormat("int8", WEIGHT_BLOCK).message_bytes(shard) if QWZ in flags else 2 * shard
         reduced = (4 if several or accumulated else 2) * shard
-        if QGZ in flags:
+        if "delta4" in flags:
+            message = LloydMaxFormat(4, WEIGHT_BLOCK).message_bytes(shard)
+        if "rotated4" in flags:
+            reduced = LloydMaxFormat(4, ROTATED_BLOCK).message_bytes(shard)
+        elif QGZ in flags:
             reduced = QuantFormat("int4", GRADIENT_BLOCK).message_bytes(shard)
         reductions = units * (1 if ACCUMULATE in flags else grid.micro_batches)
         total += layout.ranks * others * (gathers * message + reductions * reduced)
@@ -158,18 +169,27 @@ def main() -> None:
     parser.add_argument(
         "--grids", nargs="+", default=["2x2"], help="Nodes x ranks per node, to accumulate on."
     )
+    parser.add_argument("--runs", nargs="+", help="Some runs instead of all; needs --name.")
+    parser.add_argument("--name", help="Of the result.")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
+    runs = ACCUMULATING if options.accumulation else CONTESTANTS
+    options.runs, partial = options.runs or list(runs), options.runs is not None
+    if unknown := [name for name in options.runs if name not in runs]:
+        parser.error(f"--runs {unknown[0]}: must be one of {', '.join(runs)}")
+    if partial and not options.name:
+        parser.error("--runs: needs --name, because the result lacks the other runs")
+    if not options.accumulation and "stage_3" not in options.runs:
+        parser.error(f"--runs {' '.join(options.runs)}: needs stage_3, with which the others are compared")
     settings = {**SHAPE, "vocab": VOCAB, "dtype": "bf16", "warmup": WARMUP, "steps": options.steps}
     if options.accumulation:
         sizes = [map(int, grid.split("x")) for grid in options.grids]
         grids = [Grid(n, local, count) for n, local in sizes for count in options.accumulation]
-        figures = accumulation(grids, options)
-        write_result("slow_link_accumulation", {"settings": settings, **figures}, options.output)
+        figures, name = accumulation(grids, options), "slow_link_accumulation"
     else:
-        figures = techniques(options)
+        figures, name = techniques(options), "slow_link"
         settings |= {"nodes": NODES, "ranks_of_a_node": RANKS_OF_A_NODE, "link_mbit": options.link_rate}
-        write_result("slow_link", {"settings": settings, **figures}, options.output)
+    write_result(options.name or name, {"settings": settings, **figures}, options.output)
     columns = list(next(iter(figures.values())))
     print("", *["run", *columns], "", sep=" | ")
     print("", *["---"] * (1 + len(columns)), "", sep=" | ")
@@ -180,13 +200,14 @@ def main() -> None:
 def techniques(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Figures of each technique and of all together, one micro-batch, with and without a link limit."""
     figures, grid = {}, Grid()
-    for name, flags in CONTESTANTS.items():
+    contestants = {name: CONTESTANTS[name] for name in options.runs}
+    for name, flags in contestants.items():
         nbytes = predicted_bytes(flags, grid)
         seconds = nbytes / NODES * 8 / (options.link_rate * 1e6)
         figures[name] = {"predicted_bytes": nbytes, "predicted_seconds": round(seconds, 4)}
     print(json.dumps(figures, indent=2), flush=True)
     start_up = start_up_bytes(grid)
-    for name, flags in CONTESTANTS.items():
+    for name, flags in contestants.items():
         figures[name] |= measure(flags, grid, options.link_rate, options.steps, start_up)
         figures[name]["seconds_without_a_limit"] = measure(flags, grid, None, options.steps)["seconds"]
         print(name, figures[name], flush=True)
@@ -198,11 +219,12 @@ def techniques(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def accumulation(grids: list[Grid], options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Bytes of plain stage 3 with hpZ and of all of ZeRO++, with and without accumulation inside nodes."""
+    """Bytes of each run of ACCUMULATING that was asked for, on each grid."""
     figures: dict[str, dict[str, float]] = {}
     for grid in grids:
         start_up = start_up_bytes(grid)
-        for name, flags in ACCUMULATING.items():
+        for name in options.runs:
+            flags = ACCUMULATING[name]
             key = f"{grid.nodes}x{grid.local}, {grid.micro_batches} micro-batches, {name}"
             figures[key] = {"predicted_bytes": predicted_bytes(flags, grid)}
             figures[key] |= measure(flags, grid, None, options.steps, start_up)

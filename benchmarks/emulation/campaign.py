@@ -12,7 +12,8 @@ that of the baseline of the same seed, in percent: its mean over the pairs and t
 
 Each finished run is a line of --runs-file, so the same command resumes a campaign that was stopped. The exit
 status is 75 where --limit-seconds ended the call, and 0 where all pairs are there. A seed is begun only if
-all of its runs can end in time, so calls end with whole pairs.
+all of its runs can end in time, so calls end with whole pairs. A result is only extended: a call whose
+--runs-file lacks some of its pairs is refused, and needs another --name.
 
 python benchmarks/convergence.py --emulate --plot RESULT.json   draws the gap of the training loss over a run
 """
@@ -30,9 +31,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, save_result
+from benchmarks.contest.grid import visible_gpus
 from benchmarks.emulation.rungs import BASELINE, LADDERS, RUNGS, Rung
 from benchmarks.intervals import mean_and_interval
-from benchmarks.paired_runs import STOPPED, Job, PairedRuns, gap_cells, gaps_of
+from benchmarks.paired_runs import STOPPED, Job, PairedRuns, gap_cells, gaps_of, loses_pairs
 
 # By size: steps, samples of a micro-batch, samples and times of the evaluation, share of the warm-up. With a
 # warm-up of 25 steps 1M became unstable at its end, and pairs scattered by 0.3%; with 100 by 0.01%.
@@ -57,7 +59,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rungs", nargs="+", default=[], help="names from --list")
     parser.add_argument("--ladder", nargs="+", default=[], choices=list(LADDERS), help="several rungs")
     parser.add_argument("--pairs", type=int, default=16, help="seeds, from 0 on")
-    parser.add_argument("--processes", type=int, default=1, help="runs side by side on the device")
+    parser.add_argument("--processes", type=int, default=1, help="runs side by side, spread over all GPUs")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=2)
     parser.add_argument("--micro-batches", type=int, default=1)
@@ -115,10 +117,14 @@ def main(argv: Sequence[str]) -> int:
         run=partial(_run, settings, options.device),
         prepare=partial(_prepare, options.device, options.threads),
         processes=options.processes,
+        gpus=visible_gpus() if options.device == "cuda" else (),
         limit_seconds=options.limit_seconds,
         started=started,
     )
     done = campaign.finished(RUNGS)
+    if lost := loses_pairs(options.output / f"{options.name}.json", "rungs", settings, done):
+        print(f"convergence.py --emulate: error: {lost}", file=sys.stderr)
+        return 2
     jobs = [(name, seed) for seed in range(options.pairs) for name in options.rungs]
     missing = [job for job in jobs if job not in done]
     print(f"{len(jobs) - len(missing)} of {len(jobs)} runs are in {path}", flush=True)
@@ -161,8 +167,16 @@ def run_settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def key_of(settings: dict[str, Any], rung: Rung, seed: int) -> str:
-    """Names a run by all that decides its bits."""
-    text = json.dumps([settings, dataclasses.asdict(rung), seed], sort_keys=True)
+    """Names a run by all that decides its bits.
+
+    Settings of a rung that have their defaults are omitted, so that finished runs outlive new settings.
+    """
+    differing = {
+        field.name: value
+        for field in dataclasses.fields(rung)
+        if (value := getattr(rung, field.name)) != field.default
+    }
+    text = json.dumps([settings, differing, seed], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
@@ -189,11 +203,20 @@ def summary(
             row[label] = gaps_of(
                 [done[name, seed][loss] for seed in seeds], [done[BASELINE, seed][loss] for seed in seeds]
             )
+        row["reference_lag"] = mean_lags([done[name, seed].get("reference_lag", []) for seed in seeds])
         row["gap_of_training_loss"] = training_gaps(
             [(done[name, seed], done[BASELINE, seed]) for seed in seeds]
         )
         rungs[name] = row
     return {"settings": settings, "rungs": rungs}
+
+
+def mean_lags(runs: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
+    """(step, mean over the runs of what the reference lacked, as a multiple of the step's update)."""
+    return [
+        [points[0][0], round(sum(lag for _, lag in points) / len(points), 3)]
+        for points in zip(*runs, strict=True)
+    ]
 
 
 def training_gaps(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[list[float | None]]:

@@ -29,9 +29,16 @@ def draw(result: Path) -> Path:
     figures = json.loads(result.read_text())["figures"]
     settings = figures["settings"]
     panels = {title: names for title, names in PANELS.items() if any(map(figures["rungs"].get, names))}
-    rows = -(-len(panels) // 2)
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
     figure, axes = plt.subplots(
-        rows, 2, figsize=(11, 3.6 * rows), sharex=True, sharey=True, squeeze=False, layout="constrained"
+        rows,
+        columns,
+        figsize=(5.5 * columns, 3.6 * rows),
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
     )
     for axis, (title, names) in zip(axes.flat, panels.items(), strict=False):
         axis.axhline(0, color="gray", linewidth=0.8)
@@ -41,7 +48,7 @@ def draw(result: Path) -> Path:
         axis.set_title(title)
         axis.legend(fontsize=7, loc="upper right")
     figure.supxlabel("iteration")
-    figure.supylabel("training loss above the baseline's, percent: mean of the pairs and its 95% interval")
+    figure.supylabel("training loss above the baseline's, percent:\nmean of the pairs and its 95% interval")
     path = PICTURES / f"{result.stem}.png"
     figure.savefig(path, dpi=110)
     return path

@@ -1,4 +1,4 @@
-"""Weight differences in plain torch: the oracle of difference-and-encode and of decode-and-add-and-cast.
+"""Weight differences in plain torch: the oracle of difference-and-encode and of decode-and-add.
 
 The weights w of an owner and the reference r that all ranks of its group hold (SDP4Bit, 2410.15526, section
 3.1, codes the same differences). Per block, with every operation rounded to fp32 on its own:

@@ -6,7 +6,7 @@ A pass is a forward or a backward of one micro-batch.
               over the share of the peak that is reached; a little longer beside transfers. Those of layers'
               products, and perhaps of the output layer's, take less time in 8 bits
     kernels   memory traffic that these FLOPs do not cover, over the rate that kernels reach: messages decoded
-              and encoded, gradients copied, received parts summed
+              and encoded, references of weight differences cast, gradients copied, received parts summed
     links     bytes that a node sends to others over the link's rate, and bytes that a GPU sends inside its
               node over NVLink's. Gathers and reductions share a link; the two links work at the same time.
               Over sockets one communicator does not fill the link, so each of the two has its own rate
@@ -145,10 +145,10 @@ def _recomputed_flops(job: Job) -> float:
 
 
 def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
-    """Seconds to decode messages of weights, and to copy, encode and sum gradients."""
+    """Seconds to decode messages of weights, to cast references, and to copy, encode and sum gradients."""
     plan, itemsize, nbytes = job.communication, job.dtype.itemsize, 0.0
     if differences := plan.difference_format:  # the reference is read and written
-        nbytes += one.decoded * (differences.bytes_per_element + 8)
+        nbytes += one.decoded * (differences.bytes_per_element + 8) + one.cast * (4 + itemsize)
     elif weights := plan.gather.hop.quant_format:
         nbytes += one.decoded * (weights.block_bytes / weights.block + itemsize)
     if not one.forward:
@@ -181,9 +181,11 @@ def _optimizer_seconds(job: Job, machine: Machine) -> float:
     owned = sum(layout.numel if job.zero.zero_stage == 0 else layout.shard_numel for layout in job.layouts)
     gradient = 4 if job.sums_gradients else job.dtype.itemsize
     norm = 0.0 if job.returns_squared_norms else gradient * owned / machine.memory_rate
-    written = job.dtype.itemsize
+    written: float = job.dtype.itemsize
     if job.precision.fp8_param_gather:
         written = 5  # master weights are read again, and codes written; the rest is small
+    elif differences := job.communication.difference_format:
+        written = 8 + differences.bytes_per_element  # weights and reference are read, and codes written
     adamw = (24 + gradient + written) * owned
     return norm + adamw / (CPU_BYTES_PER_SECOND if job.zero.zero_offload_optimizer else machine.memory_rate)
 

@@ -24,6 +24,7 @@ class Pass:
     reduced: SentBytes
     alone: SentBytes  # of `reduced`: the last unit's reduction, with which no compute overlaps
     decoded: int  # elements of quantised weights that each rank decodes
+    cast: int  # elements of fp32 references that each rank casts, so that its node gathers them
     summed: int  # elements of gradients that a backward makes on each rank
 
     @property
@@ -49,6 +50,7 @@ def traffic_of(job: Job) -> list[Pass]:
                 else _reductions(job, early, False) + _reductions(job, units, last),
                 alone=SentBytes() if one.forward else _reductions(job, Counter(job.layouts[:1]), last),
                 decoded=_decoded(plan, one.gathered),
+                cast=_cast(plan, one.gathered),
                 summed=0 if one.forward else sum(layout.numel for layout in job.layouts),
             )
         )
@@ -96,3 +98,11 @@ def _decoded(plan: CommunicationPlan, gathered: GatherCounts) -> int:
     if plan.secondary is not None and plan.secondary.hop.quant_format is not None:
         decoded += sum(unit.numel * times for unit, times in gathered.secondary.items())
     return decoded
+
+
+def _cast(plan: CommunicationPlan, gathered: GatherCounts) -> int:
+    """Elements that a rank casts: its part of the reference, in every gather."""
+    if plan.difference_format is None:
+        return 0
+    every = gathered.world + gathered.secondary
+    return sum(len(plan.reference_elements(unit)) * times for unit, times in every.items())

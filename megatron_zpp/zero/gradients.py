@@ -19,7 +19,8 @@ from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
 # A 16-bit gradient of so many elements stays where the backward made it:
 _STEPPED_THERE = 1 << 23  # a copy would move 32 MiB; without it the norm and AdamW launch more kernels
 _SENT_FROM_THERE = 1 << 20  # a copy would move 4 MiB; without it sending and summing take more calls
-SIGNS_SEED = 0  # of random signs, which may repeat between runs
+# Of random signs, equal on all ranks and after a resume with another --seed; they may repeat between runs.
+SIGNS_SEED = 0
 
 
 class Gradients:

@@ -1,14 +1,18 @@
 """Campaigns of emulated runs: what is run next, what a resumed one repeats, and the intervals of its gaps."""
 
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from benchmarks import paired_runs
 from benchmarks.emulation import campaign
+from benchmarks.emulation.rungs import Rung
 from benchmarks.intervals import mean_and_interval, t_quantile
 
 
@@ -47,7 +51,8 @@ def test_a_campaign_resumes_where_it_was(
     assert campaign.main([*arguments, "--pairs", "2"]) == 0
     assert fake_runs == [("baseline", 0), ("delta4", 0), ("baseline", 1), ("delta4", 1)]
     raw = path.read_bytes()
-    path.write_bytes(raw[:-20])  # killed while it wrote the last line
+    path.write_bytes(raw[:-20])  # killed while it wrote the last line, before the result
+    (tmp_path / "emulation_tiny_cpu.json").unlink()
     fake_runs.clear()
     assert campaign.main([*arguments, "--pairs", "3", "--processes", "2"]) == 0
     assert sorted(fake_runs) == [("baseline", 2), ("delta4", 1), ("delta4", 2)]
@@ -55,8 +60,57 @@ def test_a_campaign_resumes_where_it_was(
     assert gap["gap"] == {"mean_percent": 0.1, "half_width_95_percent": 0.0, "by_seed": [0.1] * 3}
     assert "| delta4 | 1.000 | 3 | +0.100 | 0.000 | +0.100 … +0.100 |" in capsys.readouterr().out
     fake_runs.clear()
-    assert campaign.main([*arguments, "--pairs", "1", "--steps", "7"]) == 0  # other settings, other runs
+    others = [*arguments, "--pairs", "1", "--steps", "7", "--name", "others"]
+    assert campaign.main(others) == 0  # other settings, other runs
     assert len(fake_runs) == 2
+
+
+def test_a_call_never_takes_pairs_from_a_result(
+    tmp_path: Path, fake_runs: list[tuple[str, int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--size", "tiny", "--rungs", "delta4", "--device", "cpu", "--output", str(tmp_path)]
+    here, elsewhere = (["--runs-file", str(tmp_path / f"{name}.jsonl")] for name in ("here", "elsewhere"))
+    result = tmp_path / "emulation_tiny_cpu.json"
+    assert campaign.main([*arguments, *here, "--pairs", "2"]) == 0
+    written = result.read_bytes()
+    fake_runs.clear()
+    for refused, message in (
+        ([*elsewhere, "--pairs", "2"], "has 2 pairs of 'baseline', of which --runs-file lacks 2"),
+        ([*here, "--pairs", "2", "--steps", "7"], "has runs with other settings: give another --name"),
+    ):
+        assert campaign.main([*arguments, *refused]) == 2
+        assert message in capsys.readouterr().err
+    assert not fake_runs
+    assert result.read_bytes() == written
+    assert campaign.main([*arguments, *here, "--pairs", "1"]) == 0  # fewer pairs than there are runs
+    assert json.loads(result.read_text())["figures"]["rungs"]["delta4"]["pairs"] == 2
+    assert campaign.main([*arguments, *elsewhere, "--pairs", "1", "--name", "small"]) == 0
+    assert fake_runs == [("baseline", 0), ("delta4", 0)]
+
+
+def test_a_new_setting_of_rungs_leaves_the_keys_of_finished_runs() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Later(Rung):
+        invented: bool = False
+
+    assert campaign.key_of({}, Later(weights="delta4"), 0) == campaign.key_of({}, Rung(weights="delta4"), 0)
+    assert campaign.key_of({}, Later(invented=True), 0) != campaign.key_of({}, Rung(), 0)
+
+
+def test_processes_are_spread_over_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,7")  # and is restored at the end
+    numbers: SimpleQueue[int] = SimpleQueue()
+    seen = []
+    for number in range(4):
+        numbers.put(number)
+        paired_runs.begin_process(
+            lambda: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]), ["2", "5", "7"], numbers
+        )
+    assert seen == ["2", "5", "7", "2"]
+
+
+def test_lags_are_means_over_the_pairs() -> None:
+    assert campaign.mean_lags([[[30, 0.1], [60, 2.0]], [[30, 0.2], [60, 4.0]]]) == [[30, 0.15], [60, 3.0]]
 
 
 def test_a_seed_is_begun_if_all_of_its_runs_can_end(

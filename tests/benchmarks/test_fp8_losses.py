@@ -23,8 +23,9 @@ def test_equal_runs_end_alike_and_are_not_run_again(tmp_path: Path, monkeypatch:
     assert first["bf16"]["skipped_steps"] == 0
     monkeypatch.setattr(fp8_losses, "train", lambda *_: pytest.fail("a finished run was repeated"))
     assert fp8_losses.main(argv) == 0
+    assert fp8_losses.main([*argv, "--lr", "2e-3"]) == 2  # refuses to replace a result of other settings
     with pytest.raises(pytest.fail.Exception, match="repeated"):  # the rate decides the bits of a run
-        fp8_losses.main([*argv, "--lr", "2e-3"])
+        fp8_losses.main([*argv, "--lr", "2e-3", "--name", "other"])
 
 
 @pytest.mark.parametrize("name", fp8_losses.RUNS)

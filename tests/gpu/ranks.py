@@ -16,8 +16,8 @@ def on_gpus(
 ) -> list[Any]:
     """What `function(topology, *arguments)` returns on each rank, by rank; no tensors.
 
-    Ranks of different nodes talk over TCP, as NCCL takes them for different hosts. So do all ranks that
-    `share_one_gpu`.
+    Rank r has GPU r modulo the number of GPUs, as launch/emulate_nodes.sh has it. Ranks of different nodes
+    talk over TCP, as NCCL takes them for different hosts. So do all ranks that `share_one_gpu`.
     """
     results = mp.get_context("spawn").SimpleQueue()
     rendezvous = dist.TCPStore(
@@ -51,7 +51,7 @@ def _rank(
     if nodes > 1 or share_one_gpu:
         host = f"rank{rank}" if share_one_gpu else f"node{topology.node_of(rank)}"
         os.environ |= {"NCCL_HOSTID": host, "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-    device = torch.device("cuda", 0 if share_one_gpu else topology.local_rank)
+    device = torch.device("cuda", 0 if share_one_gpu else rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     rendezvous = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("nccl", store=rendezvous, rank=rank, world_size=nodes * local, device_id=device)

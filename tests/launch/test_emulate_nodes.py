@@ -22,6 +22,11 @@ MODEL = (
     "--train-iters 5 --log-interval 1 --eval-iters 0 --zero-stage 3"
 ).split()
 ZEROPP = "--zero-quantized-weights --zero-hpz-partition-size auto --zero-quantized-gradients".split()
+FOUR_BITS = [
+    *ZEROPP,
+    *"--zero-quantized-weights-format delta4 --zero-quantized-gradients-format rotated4".split(),
+    *"--zero-gradient-partition-size auto --global-batch-size 8".split(),  # two micro-batches
+]
 
 
 def why_not() -> str | None:
@@ -82,7 +87,12 @@ PREFLIGHT = 4 * 3 * 2**20  # of four ranks: what each sends to the other node, t
 
 @pytest.mark.usefixtures("namespaces")
 @pytest.mark.parametrize(
-    "zero", [pytest.param([], id="stage 3", marks=pytest.mark.nightly), pytest.param(ZEROPP, id="ZeRO++")]
+    "zero",
+    [
+        pytest.param([], id="stage 3", marks=pytest.mark.nightly),
+        pytest.param(ZEROPP, id="ZeRO++", marks=pytest.mark.nightly),
+        pytest.param(FOUR_BITS, id="4 bits"),
+    ],
 )
 def test_the_ledger_is_what_the_kernel_counts(zero: list[str], tmp_path: Path) -> None:
     """Bytes between nodes by metrics.jsonl, of a whole run, against the counters of both nodes' links.

@@ -1,6 +1,7 @@
 """The model of the step time: its limits by other arithmetic, and what it must say of what was measured."""
 
 import dataclasses
+from collections import Counter
 
 import pytest
 
@@ -12,7 +13,7 @@ from megatron_zpp.plan.hardware import TENSOR_SLOWDOWN, Machine
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.step_time import StepTime, step_time
 from megatron_zpp.plan.traffic import total, traffic_of
-from tests.plan.jobs import FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of
+from tests.plan.jobs import FOUR_BITS, FULL, HPZ, NO_DROPOUT, QGZ, QWZ, job_of
 
 MODEL = ModelConfig(num_layers=12, hidden_size=1024, num_attention_heads=16, seq_length=512, **NO_DROPOUT)
 INFINITE = float("inf")
@@ -74,6 +75,22 @@ def test_offloaded_states_make_the_optimizer_slower_and_nothing_else() -> None:
 def test_zeropp_costs_time_where_links_cost_none() -> None:
     memory = dataclasses.replace(GPU, memory_rate=1e12)
     assert timed(memory, {"zero_stage": 3} | QWZ | HPZ | QGZ).seconds > timed(memory).seconds
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(4, 8), (32, 1)])
+def test_every_gather_of_a_reference_casts_it(nodes: int, local: int) -> None:
+    """Of 4 bits, and 2 bytes per block of 256: each rank's part is read in fp32 and written in bf16."""
+    one = job(FOUR_BITS, nodes=nodes, local=local, micro_batches=1)
+    forward, backward = traffic_of(one)
+    memory = dataclasses.replace(GPU, memory_rate=1e12)
+    compute = step_time(one, GPU, [forward]).forward
+    part = sum(layout.numel for layout in one.layouts) // local
+    exchanged = part * (4 / 8 + 2 / 256 + 8)  # every message moves the fp32 reference
+    expected = (exchanged + part * 6) / 1e12
+    assert step_time(one, memory, [forward]).forward - compute == pytest.approx(expected, rel=1e-9)
+    in_slots = {layout: min(2, count) for layout, count in Counter(one.layouts).items()}
+    again = part - sum(layout.numel * count for layout, count in in_slots.items()) // local
+    assert (forward.cast, backward.cast) == (part, again)
 
 
 def test_measured_steps_are_predicted() -> None:

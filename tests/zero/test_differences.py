@@ -72,7 +72,10 @@ def references(topology: Topology, settings: list[dict[str, Any]]) -> list[tuple
 def test_every_node_holds_the_reference_that_its_forward_reads(nodes: int, local: int) -> None:
     bits = [DELTA4 | {"zero_quantized_weights_format": f"delta{bits}"} for bits in (2, 3)]
     settings = [BOTH, *bits, BOTH | {"zero_stage": 2, "zero_hpz_partition_size": "1"}]
-    ranks = on_ranks(nodes * local, references, settings, ranks_per_node=local)
+    check_references(local, on_ranks(nodes * local, references, settings, ranks_per_node=local))
+
+
+def check_references(local: int, ranks: list[list[tuple[Any, ...]]]) -> None:
     for rank, found in enumerate(ranks):
         for (own, reads, zeros, whole), counterpart, first in zip(
             found, ranks[rank % local], ranks[0], strict=True
@@ -134,8 +137,12 @@ def after_a_skipped_step(topology: Topology) -> tuple[float, bool]:
     train(engine, range(2))
     engine.evaluate(batch(topology, 0))  # which waits for the exchanges behind the last step
     before = [raw(unit.reference) for unit in engine.units]
-    poison = lambda gradient: gradient.index_fill(0, torch.tensor(1), torch.nan)  # noqa: E731
-    handle = engine.units[2].parameters[0].register_hook(poison)
+    second = torch.tensor(1, device=engine.device)
+    handle = (
+        engine.units[2]
+        .parameters[0]
+        .register_hook(lambda gradient: gradient.index_fill(0, second, torch.nan))
+    )
     engine.accumulate(batch(topology, 9), index=0, micro_batches=1)
     handle.remove()
     skipped = engine.step(1e-2).skipped.item()
@@ -164,7 +171,11 @@ def found_to_differ(topology: Topology) -> list[str | None]:
 
 
 def test_a_reference_that_changed_on_one_node_is_detected() -> None:
-    for sound, flipped, swapped in on_ranks(4, found_to_differ, ranks_per_node=2):
+    check_found(on_ranks(4, found_to_differ, ranks_per_node=2))
+
+
+def check_found(ranks: list[list[str | None]]) -> None:
+    for sound, flipped, swapped in ranks:
         assert sound is None
         assert flipped == swapped
         assert flipped is not None
