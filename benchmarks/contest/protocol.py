@@ -124,7 +124,7 @@ def plain_model(rank: Rank) -> PlainGPT:
     config, vocab_size = rank.config, rank.options.vocab_size
     with torch.device("meta"):
         ours, model = GPT(config, vocab_size), PlainGPT(config, vocab_size)
-    if ours.config.padded_vocab_size(vocab_size) != vocab_size:
+    if ours.config.embedding_rows(vocab_size) != vocab_size:
         raise ValueError(f"--vocab-size {vocab_size}: must not need padding, which the peers' model has not")
     model.to_empty(device=rank.device)
     for name, parameter in model.named_parameters():

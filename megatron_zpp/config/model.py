@@ -139,6 +139,13 @@ class ModelConfig(Options):
     make_vocab_size_divisible_by: int = option(
         128, "Pad the vocabulary to a multiple of this.", at_least=1, at_most=_WIDEST
     )
+    padded_vocab_size: int | None = option(
+        None,
+        "Rows of the vocabulary that take part in the softmax; default: one per entry of the tokenizer. "
+        "Published models may have more (Qwen's 151936).",
+        at_least=1,
+        at_most=2**31 - 1,
+    )
     untie_embeddings_and_output_weights: bool = option(
         False, "Give the output layer separate weights instead of sharing the token embedding's."
     )
@@ -201,10 +208,23 @@ class ModelConfig(Options):
         """Channels of each head that rope rotates; 0 for other position embeddings."""
         return int(self.kv_channels * self.rotary_percent) if self.rotary_percent else 0
 
-    def padded_vocab_size(self, vocab_size: int) -> int:
-        """Return `vocab_size` rounded up to --make-vocab-size-divisible-by: rows of the token embedding."""
+    def vocabulary(self, entries: int) -> int:
+        """Return the rows that take part in the softmax, of a tokenizer with `entries`; at least as many.
+
+        Raises ValueError that names --padded-vocab-size if it is too small.
+        """
+        if self.padded_vocab_size is not None and self.padded_vocab_size < entries:
+            raise option_error(
+                "--padded-vocab-size",
+                self.padded_vocab_size,
+                f"must be at least {entries}, the tokenizer's entries",
+            )
+        return self.padded_vocab_size or entries
+
+    def embedding_rows(self, entries: int) -> int:
+        """Return `vocabulary` rounded up to --make-vocab-size-divisible-by; the rest is zero and not used."""
         multiple = self.make_vocab_size_divisible_by
-        return -(-vocab_size // multiple) * multiple
+        return -(-self.vocabulary(entries) // multiple) * multiple
 
     def _obey_preset(self) -> None:
         if self.model_preset is None:

@@ -44,7 +44,7 @@ def check_tensor_ranks(model: ModelConfig, ranks: int, *, fp8: bool) -> None:
 
 def check_vocabulary(model: ModelConfig, vocab_size: int, ranks: int) -> None:
     """Raise ValueError unless `ranks` can share the padded vocabulary, which does not depend on them."""
-    padded = model.padded_vocab_size(vocab_size)
+    padded = model.embedding_rows(vocab_size)
     if padded % ranks:
         raise option_error(
             FLAG,

@@ -111,7 +111,7 @@ class Batch:
             if not torch.isfinite(logits).all():
                 text.failure = NOT_FINITE
                 return []
-            scores += _scores(logits, targets, [text.order.alternatives] * len(targets))
+            scores += self._scores(logits, targets, [text.order.alternatives] * len(targets))
         return scores
 
     def _advance(self, texts: Sequence[Continuation], logits: Tensor) -> None:
@@ -124,10 +124,28 @@ class Batch:
             logits = logits[torch.tensor(sound, device=logits.device)]
             if not texts:
                 return
-        tokens = _draw(texts, logits)
-        scores = _scores(logits, tokens, [text.order.alternatives for text in texts])
+        tokens = _draw(texts, logits[:, : self._model.entries])
+        scores = self._scores(logits, tokens, [text.order.alternatives for text in texts])
         for text, token, score in zip(texts, tokens.tolist(), scores, strict=True):
             text.take(token, score)
+
+    def _scores(self, logits: Tensor, tokens: Tensor, alternatives: Sequence[int]) -> list[TokenScore]:
+        """Score tokens (R) by logits (R, V); `alternatives` says how many of the likeliest come with each."""
+        values = torch.log_softmax(logits, -1)
+        own = values.gather(-1, tokens[:, None])[:, 0].tolist()
+        written = values[:, : self._model.entries]  # the other rows of a vocabulary have no text
+        most = min(max(alternatives), written.shape[-1])
+        if not most:
+            return [TokenScore(value) for value in own]
+        best = written.topk(most)
+        pairs = [
+            tuple(zip(ids, found, strict=True))
+            for ids, found in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ]
+        return [
+            TokenScore(value, pair[:count])
+            for value, pair, count in zip(own, pairs, alternatives, strict=True)
+        ]
 
     def _forget(self, text: Continuation) -> None:
         row = self._rows.index(text)
@@ -149,20 +167,3 @@ def _draw(texts: Sequence[Continuation], logits: Tensor) -> Tensor:
         chosen = torch.tensor(members, device=logits.device)
         tokens[chosen] = draw(logits[chosen], sampling, numbers[members])
     return tokens
-
-
-def _scores(logits: Tensor, tokens: Tensor, alternatives: Sequence[int]) -> list[TokenScore]:
-    """Score tokens (R) by logits (R, V); `alternatives` says how many of the likeliest come with each."""
-    values = torch.log_softmax(logits, -1)
-    own = values.gather(-1, tokens[:, None])[:, 0].tolist()
-    most = min(max(alternatives), values.shape[-1])
-    if not most:
-        return [TokenScore(value) for value in own]
-    best = values.topk(most)
-    pairs = [
-        tuple(zip(ids, found, strict=True))
-        for ids, found in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    ]
-    return [
-        TokenScore(value, pair[:count]) for value, pair, count in zip(own, pairs, alternatives, strict=True)
-    ]

@@ -99,7 +99,8 @@ class PackedFlash(DotProduct):
 
         self._attend: Callable[..., Any] = varlen_attn  # of one tensor, as nothing else is asked for
         parameters = inspect.signature(varlen_attn).parameters
-        self._has_windows, self._shares_keys = "window_size" in parameters, "enable_gqa" in parameters
+        self._has_windows = "window_size" in parameters
+        self._asks_for_groups = "enable_gqa" in parameters  # before torch 2.12 groups need no word
 
     def describe(self) -> str:
         """Return the kernel's description for the log."""
@@ -125,11 +126,8 @@ class PackedFlash(DotProduct):
         options: dict[str, Any] = (
             {"window_size": _reach(mask.window)} if self._has_windows else {"is_causal": True}
         )
-        if q.shape[1] != k.shape[1]:
-            if self._shares_keys:
-                options = options | {"enable_gqa": True}
-            else:  # torch before 2.12
-                k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
+        if self._asks_for_groups:
+            options["enable_gqa"] = q.shape[1] != k.shape[1]
         mixed = self._attend(q, k, v, mask.bounds, mask.bounds, tokens, tokens, **options)
         return mixed.unflatten(0, (batch, tokens))
 

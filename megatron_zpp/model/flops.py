@@ -20,7 +20,7 @@ def parameter_count(config: ModelConfig, vocab_size: int) -> int:
     inner = config.ffn_hidden_size * (2 if config.swiglu else 1)
     biases = qkv * (biased or config.add_qkv_bias) + (inner + 2 * hidden) * biased
     norms = norm * (2 * hidden + (2 * config.kv_channels if config.qk_layernorm else 0))
-    tables = config.padded_vocab_size(vocab_size) * hidden
+    tables = config.embedding_rows(vocab_size) * hidden
     tables *= 2 if config.untie_embeddings_and_output_weights else 1
     layers = config.num_layers * (layer_matrices(config) + biases + norms)
     return tables + _position_parameters(config) + layers + norm * hidden
@@ -47,7 +47,7 @@ def flops_per_token(config: ModelConfig, vocab_size: int) -> float:
     """
     looked_up = _position_parameters(config)
     if config.untie_embeddings_and_output_weights:
-        looked_up += config.padded_vocab_size(vocab_size) * config.hidden_size
+        looked_up += config.embedding_rows(vocab_size) * config.hidden_size
     matrix_parameters = parameter_count(config, vocab_size) - looked_up
     width = config.num_attention_heads * config.kv_channels
     return 6.0 * matrix_parameters + 12.0 * width * attended_tokens(config)

@@ -2,7 +2,7 @@
 
 This file has the model from tokens to loss; model/layer.py has one layer.
 Shapes: B batch, T tokens, D hidden size, V padded vocabulary.
-The model knows nothing of ranks: `GPT(config, vocab_size)` trains on a laptop as it is. Tensor ranks share it
+The model knows nothing of ranks: `GPT(config, entries)` trains on a laptop as it is. Tensor ranks share it
 by its components alone (model/tensor_parallel.py); V is then one rank's part.
 """
 
@@ -95,24 +95,27 @@ class Head(nn.Module):
 
 
 class GPT(nn.Module):
-    """The transformer; `vocab_size` is the tokenizer's, the tables are padded as the config says.
+    """The transformer for a tokenizer of `entries`.
 
-    `parts` are torch's own by default. `cut_layers`: the halves of a layer are units of their own.
+    `vocab_size` tokens take part in the softmax: as many, or --padded-vocab-size. The tables are padded as
+    the config says. `parts` are torch's own by default. `cut_layers`: the halves of a layer are units of
+    their own.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        vocab_size: int,
+        entries: int,
         recompute: RecomputeConfig | None = None,
         parts: ModelComponents | None = None,
         *,
         cut_layers: bool = False,
     ) -> None:
         super().__init__()
-        self.config, self.vocab_size, self.cut_layers = config, vocab_size, cut_layers
+        self.config, self.cut_layers = config, cut_layers
+        self.entries, self.vocab_size = entries, config.vocabulary(entries)
         self.recompute = recompute or RecomputeConfig()
-        padded = config.padded_vocab_size(vocab_size)
+        padded = config.embedding_rows(entries)
         selective = self.recompute.recompute_granularity == "selective"
         self.offload = ActivationOffload() if self.recompute.recompute_offload else None
         learned = config.position_embedding_type == "learned_absolute"
@@ -123,7 +126,7 @@ class GPT(nn.Module):
         layer = CutLayer if cut_layers else Layer
         self.layers = nn.ModuleList(layer(config, self.parts, selective) for _ in range(config.num_layers))
         head: type[Head] = self.parts.head_class(Head)
-        self.head = head(config, self.parts, vocab_size, padded)
+        self.head = head(config, self.parts, self.vocab_size, padded)
         if self._tied:
             self.parts.tie(self.head, self.embedding.tokens)
 

@@ -95,7 +95,7 @@ class Job:
     @property
     def padded_vocab_size(self) -> int:
         """Rows of the token embedding."""
-        return self.model.padded_vocab_size(self.vocab_size)
+        return self.model.embedding_rows(self.vocab_size)
 
     @property
     def entries(self) -> int:

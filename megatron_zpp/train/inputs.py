@@ -41,7 +41,7 @@ def check_inputs(config: Config, ranks: int, say: Callable[[str], None]) -> RunI
     description = describe(tokenizer)
     vocab_size = description["vocab_size"]
     check_vocabulary(config.model, vocab_size, config.distributed.tensor_model_parallel_size)
-    config.precision.check_vocabulary(config.model.padded_vocab_size(vocab_size))
+    config.precision.check_vocabulary(config.model.embedding_rows(vocab_size))
     check_prompt(config.evaluation.sample_prompt, tokenizer)
     splits = open_data(config, schedule, description, say)
     check_start(config.checkpoint, config.model, description)

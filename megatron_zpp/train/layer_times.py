@@ -21,7 +21,7 @@ _MARGIN = 0.02  # by which 8-bit products have to be faster: more than medians d
 _LIMIT = 2**16  # bytes of a file
 _OF_OTHER_PARTS = (  # of a model: a layer does not depend on these
     *("model_preset", "num_layers", "max_position_embeddings", "make_vocab_size_divisible_by"),
-    *("untie_embeddings_and_output_weights", "init_method_std"),
+    *("padded_vocab_size", "untie_embeddings_and_output_weights", "init_method_std"),
 )
 
 

@@ -31,7 +31,7 @@ def head_lines(config: Config, vocab_size: int, engine: ZeroEngine, splits: Spli
         f"{', compiled layers' if engine.model.compiled else ''}{_tensor_ranks(engine)}",
         f" GPT of {parameters / 1e6:.1f} M parameters: {model.num_layers} layers × {model.hidden_size}, "
         f"{model.num_attention_heads} heads{groups}, sequence {model.seq_length}, vocabulary "
-        f"{vocab_size} padded to {model.padded_vocab_size(vocab_size)}",
+        f"{vocab_size} padded to {model.embedding_rows(vocab_size)}",
     ]
     assert isinstance(engine.model, GPT)
     if windows := [window for window in model.layer_windows if window]:

@@ -65,7 +65,8 @@ def sample_text(
         )  # no token attends to what follows it
         tokens = torch.tensor([window + padding])  # (1, T)
         logits = engine.next_token_logits(tokens, after=len(window) - 1)[None]  # (1, V)
-        ids.append(int(draw(logits, _SAMPLING, uniforms([generator])).item()))
+        written = logits[:, : tokenizer.vocab_size]  # the other rows of a vocabulary have no text
+        ids.append(int(draw(written, _SAMPLING, uniforms([generator])).item()))
     if tokenizer.eod in ids:
         ids = ids[: ids.index(tokenizer.eod)]
     return tokenizer.decode(ids)

@@ -18,7 +18,7 @@ from tests.support import ROOT
 PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^(?:<!-- (executed|needs)([^\n]*) -->\n)?```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(
-    r"^(python|torchrun|\./|launch/|sbatch|srun|pip|curl|git|huggingface-cli|--|[A-Z_]+=\S+ )", re.MULTILINE
+    r"^(python|torchrun|\./|launch/|sbatch|srun|pip|curl|git|hf|--|[A-Z_]+=\S+ )", re.MULTILINE
 )
 ELLIPSES = {"…", "..."}
 

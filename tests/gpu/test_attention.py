@@ -60,41 +60,56 @@ def batches(count: int, samples: int = 4) -> list[tuple[Tensor, ...]]:
 
 
 def results(
-    kernel: AttentionKernel, qkv: Tensor, ends: Tensor | None, weights: Tensor, window: int | None
+    kernel: AttentionKernel,
+    qkv: Tensor,
+    ends: Tensor | None,
+    weights: Tensor,
+    window: int | None,
+    *,
+    groups: int,
+    copies: int = 1,
 ) -> list[Tensor]:
-    """The output (B, T, N, H) and the gradients of q, k and v, in fp32."""
-    qkv = qkv.detach().requires_grad_()
+    """The output (B, T, N, H) and the gradients of q (B, T, N, H), k and v (B, T, G, H), in fp32.
+
+    The kernel gets so many copies of keys and values, whose gradients are then sums.
+    """
+    qkv = qkv.detach().requires_grad_()  # (B, T, N + 2 G, H)
     mask = mask_of(kernel, qkv, window, ends)
-    q, k, v = qkv.unbind(2)
-    mixed = kernel(q, k, v, 0.0, mask)
+    heads = [qkv.shape[2] - 2 * groups, groups, groups]
+    q, k, v = qkv.split(heads, 2)
+    mixed = kernel(q, *(part.repeat_interleave(copies, 2) for part in (k, v)), 0.0, mask)
     (gradient,) = torch.autograd.grad(mixed, qkv, weights.to(mixed.dtype))
-    return [mixed.float(), *gradient.float().unbind(2)]
+    return [mixed.float(), *gradient.float().split(heads, 2)]
 
 
 @pytest.mark.parametrize("head_width", [64, 80, 128])
+@pytest.mark.parametrize("groups", [2, 4])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 40])
 @pytest.mark.parametrize("backend", ["auto", "efficient", "flash", "cudnn", "flash3"])
 def test_each_kernel_is_fp32s_within_the_rounding_of_bf16(
-    backend: str, window: int | None, masked: bool, head_width: int
+    backend: str, window: int | None, masked: bool, groups: int, head_width: int
 ) -> None:
+    """Also for 4 heads of queries in groups, whose keys and values only the reference gets as copies."""
     given = settings(head_width, masked)
     try:
         kernel = choose_attention(backend, windowed=window is not None, **given)
-        check_runs(kernel, backend, (TOKENS,), windows=(window,), **given)
+        check_runs(kernel, backend, (TOKENS,), windows=(window,), queries_per_group=4 // groups, **given)
     except ValueError as refused:
-        if backend in ("cudnn", "flash3"):
+        if backend in ("cudnn", "flash3") or (backend == "efficient" and groups < 4):
             pytest.skip(str(refused))
         raise
     generator = torch.Generator("cuda").manual_seed(1)
-    qkv = torch.randn(4, TOKENS, 3, 4, head_width, generator=generator, device="cuda").bfloat16()
+    qkv = torch.randn(4, TOKENS, 4 + 2 * groups, head_width, generator=generator, device="cuda").bfloat16()
     weights = torch.randn(4, TOKENS, 4, head_width, generator=generator, device="cuda").bfloat16()
     ends = batches(1)[0][3].cuda() if masked else None
-    expected = results(DotProduct("math"), qkv.float(), ends, weights, window)
+    reference = DotProduct("math")
+    expected = results(reference, qkv.float(), ends, weights, window, groups=groups, copies=4 // groups)
+    found = results(kernel, qkv, ends, weights, window, groups=groups)
     # What fp32 sums over a head leave where the gradient is 0, as those of q and k in a window of one token.
     sums = head_width * 2.0**-24 * torch.linalg.vector_norm(weights.float())
-    for found, exact in zip(results(kernel, qkv, ends, weights, window), expected, strict=True):
-        assert torch.linalg.vector_norm(found - exact) <= 2 * EPSILON * torch.linalg.vector_norm(exact) + sums
+    for ours, exact in zip(found, expected, strict=True):
+        assert torch.linalg.vector_norm(ours - exact) <= 2 * EPSILON * torch.linalg.vector_norm(exact) + sums
 
 
 @pytest.mark.parametrize(

@@ -61,14 +61,28 @@ FAMILIES = {
     "llama-biased": Family(
         transformers.LlamaConfig, {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 3}
     ),
+    "smollm": Family(  # SmolLM2-135M's numbers of heads and groups
+        transformers.LlamaConfig,
+        {
+            "hidden_size": 72,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 8,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+        },
+    ),
     "mistral": Family(transformers.MistralConfig, {"sliding_window": None}),
+    "mistral-tied": Family(transformers.MistralConfig, {"sliding_window": None, "tie_word_embeddings": True}),
     "mistral-window": Family(transformers.MistralConfig, {"sliding_window": 9}),
-    "qwen2": Family(transformers.Qwen2Config, {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen2": Family(transformers.Qwen2Config, {}),
+    "qwen2-tied": Family(transformers.Qwen2Config, {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen2-window": Family(
         transformers.Qwen2Config,
         {"head_dim": 16, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     ),
     "qwen3": Family(transformers.Qwen3Config, {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    "qwen3-tied": Family(transformers.Qwen3Config, {"tie_word_embeddings": True}),
     "qwen3-window": Family(
         transformers.Qwen3Config,
         {

@@ -163,12 +163,12 @@ def test_the_compiler_takes_a_layer_whole_and_once() -> None:
             torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("windows", [{}, WINDOWS])
-def test_flash_of_variable_lengths_fits_the_model(windows: dict[str, str]) -> None:
+@pytest.mark.parametrize("changes", [{}, WINDOWS, {"group_query_attention": True, "num_query_groups": 1}])
+def test_flash_of_variable_lengths_fits_the_model(changes: dict[str, Any]) -> None:
     """On the meta device, where the kernel's own shapes are checked and nothing is computed."""
     pytest.importorskip("torch.nn.attention.varlen", reason="torch 2.10 brought it")
     with torch.device("meta"):
-        config = dataclasses.replace(MODEL, **windows)
+        config = dataclasses.replace(MODEL, **changes)
         model = GPT(config, VOCAB, parts=ModelComponents(attention=PackedFlash())).bfloat16()
         tokens, positions, ends = (part.to("meta") for part in packed())
         model(tokens, tokens).backward()

@@ -1,6 +1,6 @@
 """The model that a Hugging Face directory describes, and how a run's flags compare with it."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
@@ -10,10 +10,12 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import flag_name, option_error
 
 # What a directory settles: every field of ModelConfig but names of presets, lengths, padding and dropout.
+# The vocabulary depends on the tokenizer too (check_vocabulary).
 _RUN_SETTINGS = (
-    *("model_preset", "seq_length", "make_vocab_size_divisible_by", "init_method_std"),
+    *("model_preset", "seq_length", "make_vocab_size_divisible_by", "padded_vocab_size", "init_method_std"),
     *("attention_dropout", "hidden_dropout"),
 )
+_SPARE = 1024  # rows that a published model may have beyond its tokenizer's entries; Qwen2.5-7B has 399
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,33 @@ def read_architecture(named: NamedDirectory, divisible_by: int = 128) -> Archite
     return Architecture(model, described.model_type, described.vocab_size, described.notes)
 
 
-def check_vocabulary(named: NamedDirectory, architecture: Architecture, tokenizer: dict[str, Any]) -> None:
-    """Raise ValueError unless the tokenizer that `tokenizer` describes has as many ids as the model."""
-    if tokenizer["vocab_size"] != architecture.vocab_size:
+def fit_vocabulary(named: NamedDirectory, theirs: Architecture, tokenizer: dict[str, Any]) -> ModelConfig:
+    """Return the model with --padded-vocab-size if it has more rows than the tokenizer has entries.
+
+    Raises ValueError if it has fewer, or so many more that this cannot be its tokenizer.
+    """
+    rows, entries = theirs.vocab_size, tokenizer["vocab_size"]
+    if not entries <= rows < entries + _SPARE:
         raise named.error(
-            f"has vocab_size {architecture.vocab_size}, but this {tokenizer['tokenizer_type']} has "
-            f"{tokenizer['vocab_size']} entries; give the tokenizer of that model"
+            f"has vocab_size {rows}, but this {tokenizer['tokenizer_type']} has {entries} entries; "
+            "give the tokenizer of that model"
+        )
+    return replace(theirs.model, padded_vocab_size=rows) if rows > entries else theirs.model
+
+
+def check_vocabulary(
+    named: NamedDirectory, theirs: Architecture, flags: ModelConfig, tokenizer: dict[str, Any]
+) -> None:
+    """Raise ValueError unless a run with these flags has the vocabulary of the directory's model."""
+    needed, entries = fit_vocabulary(named, theirs, tokenizer).padded_vocab_size, tokenizer["vocab_size"]
+    if flags.vocabulary(entries) != theirs.vocab_size:
+        given = "(not given)" if flags.padded_vocab_size is None else flags.padded_vocab_size
+        right = "omit it" if needed is None else f"give --padded-vocab-size {needed}"
+        raise option_error(
+            "--padded-vocab-size",
+            given,
+            f"the model of {named.flag} {named.shown} has vocab_size {theirs.vocab_size}, and the tokenizer "
+            f"{entries} entries; {right}",
         )
 
 

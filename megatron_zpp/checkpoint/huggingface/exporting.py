@@ -63,7 +63,8 @@ def export_checkpoint(
             raise
         except ValueError as error:
             raise named.error(str(error)) from None
-        described = config_json(named, config.model, tokenizer.vocab_size, tokenizer.eod)
+        rows = config.model.vocabulary(tokenizer.vocab_size)
+        described = config_json(named, config.model, rows, tokenizer.eod)
         partial = target.with_name(f"{target.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)  # what a killed export left
         partial.mkdir(parents=True)
@@ -87,7 +88,7 @@ def export_checkpoint(
             shutil.rmtree(partial, ignore_errors=True)
             raise
     return [
-        f"{target}: {described['architectures'][0]} of {checkpoint}, {tokenizer.vocab_size} entries",
+        f"{target}: {described['architectures'][0]} of {checkpoint}, vocab_size {rows}",
         *lines,
     ]
 
@@ -97,11 +98,11 @@ def _generation(described: dict) -> dict:
 
 
 def _sources(
-    checkpoint: Location, reader: CheckpointReader, model: ModelConfig, vocab_size: int
+    checkpoint: Location, reader: CheckpointReader, model: ModelConfig, entries: int
 ) -> dict[str, _Source]:
     """All parameters by our names. Raises DamagedFile unless they are those of `model`."""
     with torch.device("meta"):
-        expected = {name: tuple(value.shape) for name, value in GPT(model, vocab_size).named_parameters()}
+        expected = {name: tuple(value.shape) for name, value in GPT(model, entries).named_parameters()}
     found = {}
     for unit in reader.units:
         for name, entry in unit["parameters"].items():
@@ -110,7 +111,7 @@ def _sources(
         raise DamagedFile(f"{checkpoint / STATE}: its weights are not those of the model that it describes")
     for name in (TOKENS, OUTPUT):
         if name in found:
-            found[name] = _Source(name, (vocab_size, found[name].shape[1]))
+            found[name] = _Source(name, (model.vocabulary(entries), found[name].shape[1]))
     return found
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megatron_zpp.checkpoint.huggingface.architecture import check_vocabulary, read_architecture
+from megatron_zpp.checkpoint.huggingface.architecture import fit_vocabulary, read_architecture
 from megatron_zpp.checkpoint.huggingface.compare import LEFT_OUT, compare_logits, have_transformers
 from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory, check_empty
 from megatron_zpp.checkpoint.huggingface.tokenizer_files import find_tokenizer
@@ -24,14 +24,14 @@ def import_checkpoint(
     architecture = read_architecture(named, divisible_by)
     settings = flags or find_tokenizer(named)
     tokenizer = build_tokenizer(settings)
-    check_vocabulary(named, architecture, describe(tokenizer))
+    model = fit_vocabulary(named, architecture, describe(tokenizer))
     check_empty("CHECKPOINT_DIR", target)
-    with HuggingFaceWeights(named, architecture.model, architecture.vocab_size) as weights:
+    with HuggingFaceWeights(named, model, tokenizer.vocab_size) as weights:
         compared = LEFT_OUT
         if have_transformers():
-            whole = GPT(architecture.model, architecture.vocab_size)
+            whole = GPT(model, tokenizer.vocab_size)
             whole.load_state_dict(weights.parameters(), assign=True)
             compared = compare_logits(named, named.path, whole)
             del whole
-        path, flags_of_run = write_imported(target, architecture.model, weights, settings, tokenizer)
+        path, flags_of_run = write_imported(target, model, weights, settings, tokenizer)
     return [*architecture.notes, f"{path}: {flags_of_run}", compared]

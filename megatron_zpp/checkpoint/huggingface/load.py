@@ -18,8 +18,8 @@ def open_weights(directory: str, model: ModelConfig, tokenizer: dict[str, Any]) 
     named = NamedDirectory("--load", HUGGINGFACE + directory, Path(directory))
     architecture = read_architecture(named)
     check_flags(named, architecture, model)
-    check_vocabulary(named, architecture, tokenizer)
-    return HuggingFaceWeights(named, model, architecture.vocab_size)
+    check_vocabulary(named, architecture, model, tokenizer)
+    return HuggingFaceWeights(named, model, tokenizer["vocab_size"])
 
 
 def load_weights(directory: str, engine: ZeroEngine, model: ModelConfig, tokenizer: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The tokenizer beside a GPT-2: written so that AutoTokenizer gives our ids, found where one is imported."""
+"""The tokenizer beside a model: written so that AutoTokenizer gives our ids, found where one is imported."""
 
 import json
 from pathlib import Path

@@ -33,14 +33,14 @@ _TABLES = (TOKENS, OUTPUT)
 
 
 class HuggingFaceWeights:
-    """The weights of `named` for a model of `config`. Use it in a `with` block.
+    """The weights of `named` for a model of `config` and a tokenizer of `entries`. Use it in a `with` block.
 
     Raises ValueError, in one line, unless the files hold the tensors of that model and nothing else.
     Rows that only pad the vocabulary are zero.
     """
 
-    def __init__(self, named: NamedDirectory, config: ModelConfig, vocab_size: int) -> None:
-        self._named, self._config, self._vocab_size = named, config, vocab_size
+    def __init__(self, named: NamedDirectory, config: ModelConfig, entries: int) -> None:
+        self._named, self._config, self._entries = named, config, entries
         self._names = names_of(config)
         self._open_files = ExitStack()
         try:
@@ -176,7 +176,7 @@ class HuggingFaceWeights:
         """Return the tensors that make up one of our parameters, without rows of padding."""
         shape = self.shapes[ours]
         if ours in _TABLES:
-            shape = (self._vocab_size, *shape[1:])
+            shape = (self._config.vocabulary(self._entries), *shape[1:])
         return self._names.tensors(ours, shape, self._config)
 
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -186,7 +186,7 @@ class HuggingFaceWeights:
         if last.name not in self._slices:  # before thousands of layers are built because a file asks for them
             raise self._named.error(f"has no tensor {last.name}; config.json asks for {layers} layers")
         with torch.device("meta"):
-            parameters = GPT(self._config, self._vocab_size).named_parameters()
+            parameters = GPT(self._config, self._entries).named_parameters()
         return {name: tuple(parameter.shape) for name, parameter in parameters}
 
     def _check(self) -> None:

@@ -272,7 +272,6 @@ REFUSED_TODAY = (
     *refused("initial weights are the same on all ranks; omit it", "--data-parallel-random-init"),
     *refused("parameters are always initialised; omit it", "--no-initialization"),
     *refused("use --init-method-std for all weights", "--embedding-init-method-std"),
-    *refused("use --make-vocab-size-divisible-by", "--padded-vocab-size"),
     *refused("use --dry-run, which needs no ranks", "--fake-process-group"),
     *refused("use --attention-backend", "--flash-attention-version --use-kitchen-attention"),
     *refused("use --attention-backend", "--kitchen-attention-backend"),

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING
 
+from megatron_zpp.checkpoint.huggingface.load import open_weights
 from megatron_zpp.config.huggingface_config import FAMILIES as CONFIGS
 from megatron_zpp.config.huggingface_config import describe_model, huggingface_values
 from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.tokenizer.base import describe
+from megatron_zpp.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer
 from tests.checkpoint.huggingface.gpt2 import check_equal, entries, save, tensors
 from tests.model.families import FAMILIES
 from tests.support import pretrain
@@ -19,12 +22,13 @@ RUN = (
     "--mock-data --micro-batch-size 2 --eval-iters 1 --num-workers 0 --seq-length 16 --train-iters 1 "
     "--lr 1e-30 --weight-decay 0"
 ).split()
+SPARE = 64
 
 
 def directory_of(family: str, bpe: Path, directory: Path, **how: Any) -> Path:
-    """A model of the family with the entries of the tokenizer, and the tokenizer beside it."""
+    """A model of the family and a tokenizer beside it; a Qwen has more rows than that has entries."""
     chosen = FAMILIES[family]
-    settings = chosen.settings | {"vocab_size": entries(bpe)}
+    settings = chosen.settings | {"vocab_size": entries(bpe) + SPARE * ("qwen" in family)}
     return save(type(chosen)(chosen.config, settings).model(), bpe, directory, **how)
 
 
@@ -44,11 +48,21 @@ def test_import_then_export_returns_every_bit(
     ):
         assert "logits: largest difference" in said
     check_equal(tensors(tmp_path / "back"), tensors(source))
+    rows = [
+        json.loads((each / "config.json").read_text())["vocab_size"] for each in (tmp_path / "back", source)
+    ]
+    assert rows[0] == rows[1] == entries(bpe) + SPARE * ("qwen" in family)
 
 
 @pytest.mark.parametrize(
     ("family", "stage", "world"),
-    [("qwen3", 0, 1), ("mistral", 1, 2), ("llama-biased", 2, 3), ("llama-tied-scaled", 3, 2)],
+    [
+        ("qwen3", 0, 1),
+        ("mistral", 1, 2),
+        ("llama-biased", 2, 3),
+        ("llama-tied-scaled", 3, 2),
+        ("qwen2", 3, 2),
+    ],
 )
 def test_a_run_starts_from_a_llama(
     tool: Callable[..., str], bpe: Path, tmp_path: Path, family: str, stage: int, world: int
@@ -57,10 +71,11 @@ def test_a_run_starts_from_a_llama(
     source = directory_of(family, bpe, tmp_path / "theirs")
     flags = [*RUN, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(source)]
     flags += ["--model-preset", str(source / "config.json"), "--zero-stage", str(stage)]
+    flags += ["--padded-vocab-size", str(entries(bpe) + SPARE)] * ("qwen" in family)
     ran = pretrain(*flags, "--load", f"hf:{source}", "--save", str(tmp_path / "run"), processes=world)
     assert ran.returncode == 0, ran.stderr
     (source / "config.json").rename(source / "moved.json")  # a checkpoint does not need it
-    tool("export", tmp_path / "run", tmp_path / "back")
+    tool("export", tmp_path / "run", tmp_path / "back", *["--no-tokenizer"] * ("qwen2" in family))
     check_equal(tensors(tmp_path / "back"), tensors(source))
 
 
@@ -72,6 +87,40 @@ def test_a_flag_that_does_not_fit_is_named(bpe: Path, tmp_path: Path) -> None:
     assert ran.returncode == 1
     assert "--rotary-base 500.0: the model of --load hf:" in ran.stderr
     assert "give --rotary-base 10000.0" in ran.stderr
+
+
+NOT_GIVEN = (
+    "--padded-vocab-size (not given): the model of --load hf:{0} has vocab_size {1}, and the tokenizer {2} "
+    "entries; give --padded-vocab-size {1}"
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "said"),
+    [
+        ("qwen3", None, NOT_GIVEN),
+        ("qwen3", 384, "--padded-vocab-size 384: the model of --load hf:{0} has vocab_size {1}"),
+        ("llama", 384, "and the tokenizer {2} entries; omit it"),
+        ("llama", 7, "--padded-vocab-size 7: must be at least {2}, the tokenizer's entries"),
+    ],
+)
+def test_the_vocabulary_of_a_run_is_that_of_the_directory(
+    bpe: Path, tmp_path: Path, family: str, given: int | None, said: str
+) -> None:
+    source = directory_of(family, bpe, tmp_path / "theirs")
+    model = ModelConfig(model_preset=str(source), seq_length=16, padded_vocab_size=given)
+    with pytest.raises(ValueError, match="--padded-vocab-size") as caught:
+        open_weights(str(source), model, describe(HuggingFaceTokenizer(str(source))))
+    assert said.format(source, entries(bpe) + SPARE, entries(bpe)) in str(caught.value)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tool: Callable[..., str], bpe: Path, tmp_path: Path) -> None:
+    """No published model has as many rows without a token."""
+    chosen = FAMILIES["qwen3"]
+    other = type(chosen)(chosen.config, chosen.settings | {"vocab_size": entries(bpe) + 1024})
+    source = save(other.model(), bpe, tmp_path / "theirs")
+    with pytest.raises(ValueError, match="give the tokenizer of that model"):
+        tool("import", source, tmp_path / "ours")
 
 
 LLAMA = {

@@ -1,5 +1,6 @@
 """The tokenizer files of an export: what they contain, and when none can be written."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import transformers
 
 from megatron_zpp.tokenizer.train_sentencepiece import train_sentencepiece
 from tests.checkpoint.huggingface.gpt2 import SOURCE, check_equal, save, tensors, theirs
+from tests.model.families import FAMILIES
 from tests.tokenizer.test_tokenizers import ORDINARY
 
 
@@ -53,3 +55,54 @@ def test_a_tokenizer_with_no_equivalent_in_transformers_is_refused(
     tool("export", tmp_path / "ours", tmp_path / "out", "--no-tokenizer")
     check_equal(tensors(tmp_path / "out"), tensors(source))
     assert not (tmp_path / "out/tokenizer.json").exists()
+
+
+def save_qwen2_tokenizer(directory: Path) -> int:
+    """Write a small tokenizer with Qwen2's parts as transformers saves it; return its number of entries."""
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        trainers,
+    )
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+    pipeline = Tokenizer(models.BPE())
+    pipeline.normalizer = normalizers.NFC()
+    pipeline.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    pipeline.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet, show_progress=False)
+    pipeline.train_from_iterator([*ORDINARY, SOURCE], trainer)
+    special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # after all others
+    pipeline.add_special_tokens([AddedToken(token, special=True) for token in special])
+    pipeline.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return pipeline.get_vocab_size()
+
+
+def test_a_qwen2_keeps_its_tokenizer(tool: Callable[..., str], tmp_path: Path) -> None:
+    """Which normalises texts: here an e with an accent of its own."""
+    source = tmp_path / "theirs"
+    source.mkdir()
+    family = FAMILIES["qwen2"]
+    rows = save_qwen2_tokenizer(source) + 59
+    type(family)(family.config, family.settings | {"vocab_size": rows}).model().save_pretrained(source)
+    tool("import", source, tmp_path / "ours")
+    tool("export", tmp_path / "ours", tmp_path / "back")
+    check_equal(tensors(tmp_path / "back"), tensors(source))
+    before, after = (transformers.AutoTokenizer.from_pretrained(d) for d in (source, tmp_path / "back"))
+    for text in (*ORDINARY, "e\u0301t\u00e9 123 <|im_start|>user"):
+        assert after(text)["input_ids"] == before(text)["input_ids"]
+    assert after("e\u0301")["input_ids"] == after("\u00e9")["input_ids"]
+    assert after.eos_token == "<|im_end|>"
