@@ -189,6 +189,10 @@ class Run:
         """The stderr of a rank."""
         return self._said(rank, "err")
 
+    def said_at(self, rank: int) -> float:
+        """When a rank last wrote to stderr, in seconds of time.time()."""
+        return (self._directory / f"{rank}.err").stat().st_mtime
+
     def errors(self) -> list[str]:
         """The lines that end ranks."""
         lines = [line for rank in self.processes for line in self.err(rank).splitlines()]

@@ -157,18 +157,30 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize(("victim", "world", "node"), KILLS.values(), ids=KILLS)
-def test_every_rank_hears_of_a_killed_one(victim: int, world: int, node: int, tmp_path: Path) -> None:
-    with ranks(tmp_path, world=world, node=node) as run:
+PROMPT = 2  # seconds, whereas heartbeats take four at the least
+TRIES = 3  # other programs may delay some kills
+
+
+def seconds_to_hear(victim: int, world: int, node: int, directory: Path) -> float:
+    """Seconds from a kill until all other ranks have heard what they should."""
+    directory.mkdir()
+    with ranks(directory, world=world, node=node) as run:
         run.wait_until_complete()
         begin = time.monotonic()
         run.send(victim, signal.SIGKILL)
         texts = run.heard(sorted(set(range(world)) - {victim}))
-        print(f"{time.monotonic() - begin:.3f} s")
-        for text in texts:
-            assert text.startswith(f"rank {victim} [{NAME}] ")
-            assert text.endswith(f"; last seen: step {victim}") or text.endswith("; last seen: starting")
-            assert " was killed by SIGKILL; " in text or " has ended without a word: killed, or " in text
+        seconds = time.monotonic() - begin
+    for text in texts:
+        assert text.startswith(f"rank {victim} [{NAME}] ")
+        assert text.endswith(f"; last seen: step {victim}") or text.endswith("; last seen: starting")
+        assert " was killed by SIGKILL; " in text or " has ended without a word: killed, or " in text
+    return seconds
+
+
+@pytest.mark.parametrize(("victim", "world", "node"), KILLS.values(), ids=KILLS)
+def test_every_rank_hears_of_a_killed_one_at_once(victim: int, world: int, node: int, tmp_path: Path) -> None:
+    tries = (seconds_to_hear(victim, world, node, tmp_path / str(number)) for number in range(TRIES))
+    assert any(seconds < PROMPT for seconds in tries)
 
 
 def test_a_status_is_told(tmp_path: Path) -> None:

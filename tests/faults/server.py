@@ -41,7 +41,7 @@ class Done:
     stdout: str
     stderr: str
     seconds: float
-    processor: float = 0.0
+    processor: float
 
 
 class Programs:

@@ -34,7 +34,7 @@ WARM_UP = 120  # seconds in which a run may still grow
 LEAK = 16 * 2**10  # bytes in use per save; less is noise in a piece of some minutes
 LEAKED_BLOCKS = 50  # the same for the blocks of Python's allocator, of about 80 bytes
 LEAST = ("in_use_kib", "python_blocks")
-SAVES = "--save-interval 40 --eval-interval 100 --eval-iters 2 --log-interval 100"
+SAVES = "--save-interval 8 --eval-interval 100 --eval-iters 2 --log-interval 100"
 MODEL = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
     "--global-batch-size 8 --lr 1e-3 --train-iters 100000000 --lr-decay-iters 100000000 --device cpu "

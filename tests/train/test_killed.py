@@ -16,6 +16,8 @@ from megatron_zpp.supervision import joining
 from tests.support import Run, wait_until
 
 NODE = 2  # ranks per node; there are two nodes
+PROMPT = 2  # seconds from a kill to the last rank's line
+TRIES = 3  # other programs may delay some kills; without lifelines all are late
 # Heartbeats would find a silent rank after four seconds at the earliest, with another text.
 LINES = ("was killed by SIGKILL; last seen: ", "has ended without a word: killed, or crashed; last seen: ")
 MOMENTS = {
@@ -58,32 +60,41 @@ def join_for_ever(file: Path) -> None:
     joining.process_group = wait
 
 
-def assert_all_name(victim: int, run: Run) -> None:
-    """All ranks end, and all but the victim with one line that says what ended it."""
-    begin = time.monotonic()
+def kill(victim: int, run: Run) -> float:
+    """Seconds until all ranks but the victim have written one line that says what ended it; all end."""
+    killed = time.time()  # the clock of files
+    run.send(victim, signal.SIGKILL)
     assert run.statuses() == {rank: -9 if rank == victim else 1 for rank in range(2 * NODE)}
-    print(f"{time.monotonic() - begin:.2f} s until the last rank has ended")
+    others = set(range(2 * NODE)) - {victim}
     host = platform.node()
-    for rank in set(range(2 * NODE)) - {victim}:
+    for rank in others:
         beginning = f"pretrain_gpt.py [{host} rank {rank}]: error: rank {victim} [{host}] "
         (line,) = run.err(rank).splitlines()
         assert line.startswith(tuple(f"{beginning}{text}" for text in LINES))
+    return max(run.said_at(rank) for rank in others) - killed
 
 
-@pytest.mark.parametrize(("moment", "victim"), KILLS)
-def test_all_ranks_name_a_killed_one(moment: str, victim: int, flags: list[str], tmp_path: Path) -> None:
-    flags = [*flags, "--global-batch-size", "16", "--train-iters", "100000", *MOMENTS[moment].split()]
-    flags += ["--num-workers", "1"]  # a fork of the rank, which outlives it for a moment
-    saves = tmp_path / "saves"
-    with Run(tmp_path / "log", 2 * NODE) as run:
+def killed_at(moment: str, victim: int, flags: list[str], directory: Path) -> float:
+    """A run whose rank `victim` is killed; the seconds of `kill`."""
+    saves = directory / "saves"
+    with Run(directory / "log", 2 * NODE) as run:
         for rank in range(2 * NODE):
             place = {"LOCAL_RANK": str(rank % NODE), "LOCAL_WORLD_SIZE": str(NODE)}
             save = ["--save", str(saves)] if moment == "save" else []
-            change = partial(join_for_ever, tmp_path / "joins") if moment == "start" else None
+            change = partial(join_for_ever, directory / "joins") if moment == "start" else None
             run.start(rank, *flags, *save, change=change, **place)
         await_moment(moment, run, saves)
-        os.kill(run.processes[victim].pid, signal.SIGKILL)
-        assert_all_name(victim, run)
+        return kill(victim, run)
+
+
+@pytest.mark.parametrize(("moment", "victim"), KILLS)
+def test_all_ranks_name_a_killed_one_at_once(
+    moment: str, victim: int, flags: list[str], tmp_path: Path
+) -> None:
+    flags = [*flags, "--global-batch-size", "16", "--train-iters", "100000", *MOMENTS[moment].split()]
+    flags += ["--num-workers", "1"]  # a fork of the rank, which outlives it for a moment
+    tries = (killed_at(moment, victim, flags, tmp_path / str(number)) for number in range(TRIES))
+    assert any(seconds < PROMPT for seconds in tries)
 
 
 @pytest.mark.nightly
@@ -102,8 +113,7 @@ def test_all_ranks_name_one_that_is_killed_after_a_silence(
         run.wait_for("iteration        3/")
         run.send(victim, signal.SIGSTOP)
         time.sleep(7)  # 5 s of silence are enough
-        run.send(victim, signal.SIGKILL)
-        assert_all_name(victim, run)
+        kill(victim, run)
 
 
 def test_a_rank_without_a_lifeline_hears_through_the_store(flags: list[str], tmp_path: Path) -> None:
