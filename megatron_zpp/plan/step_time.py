@@ -146,7 +146,8 @@ def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
     """Seconds to decode messages of weights, and to copy, encode and sum gradients."""
     plan, itemsize, nbytes = job.communication, job.dtype.itemsize, 0.0
     if differences := plan.difference_format:  # the reference is read and written
-        nbytes += one.decoded * (differences.bytes_per_element + 8)
+        codes = 5 if job.precision.fp8_param_gather else 0  # it is read again, and codes are written
+        nbytes += one.decoded * (differences.bytes_per_element + 8 + codes)
     elif weights := plan.gather.hop.quant_format:
         nbytes += one.decoded * (weights.block_bytes / weights.block + itemsize)
     if not one.forward:
@@ -180,7 +181,7 @@ def _optimizer_seconds(job: Job, machine: Machine) -> float:
     gradient = 4 if job.sums_gradients else job.dtype.itemsize
     norm = 0.0 if job.returns_squared_norms else gradient * owned / machine.memory_rate
     written = job.dtype.itemsize
-    if job.precision.fp8_param_gather:
+    if job.precision.fp8_param_gather and not job.zero.sends_differences:
         written = 5  # master weights are read again, and codes written; the rest is small
     adamw = (24 + gradient + written) * owned
     return norm + adamw / (CPU_BYTES_PER_SECOND if job.zero.zero_offload_optimizer else machine.memory_rate)
