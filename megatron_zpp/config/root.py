@@ -287,13 +287,14 @@ def _check_measured(precision: PrecisionConfig, tensor_ranks: int) -> None:
 
 
 def _check_param_gather(zero: ZeroConfig) -> None:
-    """Refuse other formats of weights that travel, and an optimizer on the CPU."""
+    """Refuse other codes of whole weights that travel, and an optimizer on the CPU."""
     flag = "--fp8-param-gather"
-    if zero.zero_quantized_weights:
+    if zero.zero_quantized_weights and not zero.sends_differences:
         other = f"--zero-quantized-weights in {zero.zero_quantized_weights_format}"
         fix = (
-            f"gathers the 8-bit codes that are multiplied, and {other} would gather other codes; "
-            f"omit --zero-quantized-weights to gather a byte per weight, or omit {flag}"
+            f"gathers the 8-bit codes that are multiplied, and {other} would gather other codes; use "
+            "--zero-quantized-weights-format delta4, delta3 or delta2, or omit --zero-quantized-weights to "
+            f"gather a byte per weight, or omit {flag}"
         )
         raise option_error(flag, "(given)", fix)
     if zero.zero_offload_optimizer:

@@ -50,8 +50,11 @@ def zeropp_plans(job: Job, machine: Machine) -> list[Plan]:
     sets = [chosen for count in range(len(options) + 1) for chosen in itertools.combinations(options, count)]
     plans = []
     for chosen in sets:
+        alternative = _with(job, *(flag in chosen for flag in _OPTIONS))
+        if _WEIGHTS in chosen and not alternative.zero.zero_quantized_weights:
+            continue  # it would be refused with these
         name = "all of them" if chosen and chosen == options else " ".join(chosen) or "none of them"
-        plans.append(plan_of(name, _with(job, *(flag in chosen for flag in _OPTIONS)), machine))
+        plans.append(plan_of(name, alternative, machine))
     return plans
 
 
@@ -60,7 +63,7 @@ def _means_something(flag: str, job: Job) -> bool:
     if flag == HPZ:
         return job.zero.zero_stage == 3
     if flag == _WEIGHTS and job.precision.fp8_param_gather:
-        return False  # it is refused
+        return job.zero.sends_differences  # other formats are refused
     if flag == ACCUMULATE:
         return job.zero.zero_stage >= 2 and job.nodes > 1 and job.micro_batches > 1
     return job.zero.zero_stage >= 1
@@ -75,18 +78,23 @@ def advice_of(job: Job, gibibytes: float) -> list[str]:
 def difference_advice(job: Job, gibibytes: float) -> str | None:
     """A line that recommends delta4 and rotated4; None if they do not apply, help or fit.
 
-    They apply if all of ZeRO++ is on and every node keeps the weights.
+    They apply if all of ZeRO++ is on and every node keeps the weights. Weights that are held as codes have no
+    other format, and none where they cross nodes as they are.
     """
     zero = job.zero
     whole_nodes = zero.zero_stage < 3 or zero.hpz_ranks(job.data_local, job.nodes) == job.data_local
-    if job.nodes == 1 or not (zero.zero_quantized_weights and zero.zero_quantized_gradients and whole_nodes):
+    on = zero.zero_quantized_weights or job.precision.fp8_param_gather
+    if job.nodes == 1 or not (on and zero.zero_quantized_gradients and whole_nodes):
         return None
     if zero.zero_hpz_secondary == "quantized" or (zero.sends_differences and zero.rotates_gradients):
         return None
     flags, changed = [], zero
     if not zero.sends_differences:
-        flags.append("--zero-quantized-weights-format delta4")
-        changed = dataclasses.replace(changed, zero_quantized_weights_format="delta4")
+        format = "--zero-quantized-weights-format delta4"
+        flags.append(format if zero.zero_quantized_weights else f"{_WEIGHTS} {format}")
+        changed = dataclasses.replace(
+            changed, zero_quantized_weights=True, zero_quantized_weights_format="delta4"
+        )
     if not zero.rotates_gradients:
         flags.append("--zero-quantized-gradients-format rotated4")
         changed = dataclasses.replace(changed, zero_quantized_gradients_format="rotated4")
@@ -151,14 +159,14 @@ def at_stage(job: Job, stage: int) -> Job:
     plain = dataclasses.replace(_plain(zero), zero_stage=stage, zero_prefetch_units=None)
     if stage == 3 and zero.zero_stage == 3:
         plain = dataclasses.replace(plain, zero_prefetch_units=zero.zero_prefetch_units)
-    return dataclasses.replace(job, zero=_options(plain, zero, *chosen))
+    return dataclasses.replace(job, zero=_options(plain, job, *chosen))
 
 
 def _with(job: Job, weights: bool, hpz: bool, gradients: bool, accumulate: bool) -> Job:
     precision = job.precision
     if gradients:
         precision = dataclasses.replace(precision, grad_reduce_in_bf16=False)
-    zero = _options(_plain(job.zero), job.zero, weights, hpz, gradients, accumulate)
+    zero = _options(_plain(job.zero), job, weights, hpz, gradients, accumulate)
     return dataclasses.replace(job, zero=zero, precision=precision)
 
 
@@ -180,13 +188,18 @@ def accumulates(zero: ZeroConfig) -> bool:
 
 
 def _options(
-    plain: ZeroConfig, given: ZeroConfig, weights: bool, hpz: bool, gradients: bool, accumulate: bool
+    plain: ZeroConfig, job: Job, weights: bool, hpz: bool, gradients: bool, accumulate: bool
 ) -> ZeroConfig:
-    """`plain` with some of ZeRO++'s options, in the formats of `given`."""
+    """`plain` with some of ZeRO++'s options, in the formats of `job`.
+
+    Where differences would be refused, weights travel in the default format, or as the codes that they are.
+    """
     settings: dict[str, Any] = {}
+    given = job.zero
+    differences = given.sends_differences and (hpz or plain.zero_stage < 3)
+    weights = weights and (differences or not job.precision.fp8_param_gather)
     if weights:
         settings["zero_quantized_weights"] = True
-        differences = given.sends_differences and (hpz or plain.zero_stage < 3)  # else refused
         if differences or not given.sends_differences:
             settings["zero_quantized_weights_format"] = given.zero_quantized_weights_format
     if hpz:

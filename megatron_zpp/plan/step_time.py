@@ -148,7 +148,9 @@ def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
     """Seconds to decode messages of weights, to cast references, and to copy, encode and sum gradients."""
     plan, itemsize, nbytes = job.communication, job.dtype.itemsize, 0.0
     if differences := plan.difference_format:  # the reference is read and written
-        nbytes += one.decoded * (differences.bytes_per_element + 8) + one.cast * (4 + itemsize)
+        # each gather casts the reference, or it is read once more and its codes are written
+        cast = 5 * one.decoded if job.precision.fp8_param_gather else (4 + itemsize) * one.cast
+        nbytes += one.decoded * (differences.bytes_per_element + 8) + cast
     elif weights := plan.gather.hop.quant_format:
         nbytes += one.decoded * (weights.block_bytes / weights.block + itemsize)
     if not one.forward:
@@ -182,10 +184,10 @@ def _optimizer_seconds(job: Job, machine: Machine) -> float:
     gradient = 4 if job.sums_gradients else job.dtype.itemsize
     norm = 0.0 if job.returns_squared_norms else gradient * owned / machine.memory_rate
     written: float = job.dtype.itemsize
-    if job.precision.fp8_param_gather:
-        written = 5  # master weights are read again, and codes written; the rest is small
-    elif differences := job.communication.difference_format:
+    if differences := job.communication.difference_format:
         written = 8 + differences.bytes_per_element  # weights and reference are read, and codes written
+    elif job.precision.fp8_param_gather:
+        written = 5  # master weights are read again, and codes written; the rest is small
     adamw = (24 + gradient + written) * owned
     return norm + adamw / (CPU_BYTES_PER_SECOND if job.zero.zero_offload_optimizer else machine.memory_rate)
 

@@ -14,7 +14,7 @@ from megatron_zpp.zero.communication_plan import CommunicationPlan
 from megatron_zpp.zero.flat_layout import ALIGNMENT, SHARD_MULTIPLE, FlatLayout
 from megatron_zpp.zero.plan_communication import plan_communication
 from megatron_zpp.zero.reads import distinct, reads_of
-from megatron_zpp.zero.sharded_unit import Unit
+from megatron_zpp.zero.sharded_unit import Encoded, Unit
 from megatron_zpp.zero.weight_codes import WeightEncoder
 
 Initialize = Callable[[str, Tensor], None]
@@ -68,8 +68,7 @@ class UnitBuilder:
             others = [modules[place][1] for place in places[1:]]
             unit = self._unit(name, module, others, layout, slots[slot])
             self._initialize_master(unit, drawn)
-            if not layout.coded:  # scales follow from all ranks' weights
-                write_gather_source(self._communication, unit)
+            write_gather_source(self._communication, unit)
             units.append(unit)
         return units
 
@@ -97,6 +96,7 @@ class UnitBuilder:
                 by_place.append(self._replace_parameters(other, names, layout, full))
             else:
                 _share_parameters(other, parameters)
+        secondary = self._secondary(layout)
         return Unit(
             names=names,
             parameters=parameters,
@@ -107,8 +107,9 @@ class UnitBuilder:
             full=full,
             master=master,
             gather_source=gather_source,
-            secondary=self._secondary(layout),
+            secondary=secondary,
             message=self._message(layout),
+            encoded=self._encoded(layout, Encoded(owned, master, gather_source), secondary, full),
             gaps=tuple(layout.gaps_in(plan.reference_elements(layout))),
             wide_dtype=plan.compute_dtype,
         )
@@ -161,6 +162,22 @@ class UnitBuilder:
             return None
         return self._communication.zeros(self._plan.gather.hop.stream, self._plan.gather.room(layout))
 
+    def _encoded(
+        self, layout: FlatLayout, shard: Encoded, reference: Tensor | None, full: Tensor
+    ) -> Encoded | None:
+        """What this rank encodes of a unit: its `shard`, or its part of the `reference` of differences."""
+        if not layout.coded:
+            return None
+        if self._plan.difference_format is None:
+            return shard
+        assert reference is not None
+        elements = self._plan.reference_elements(layout)
+        own = self._plan.reference_codes(layout)
+        if own is None:
+            return Encoded(elements, reference, full[elements.start : elements.stop])
+        codes = self._communication.zeros(self._plan.secondary_gather.hop.stream, own)
+        return Encoded(elements, reference, codes)
+
 
 class _InitialValues:
     """Initial values of whole parameters; a table is drawn once for all units that have rows of it."""
@@ -187,10 +204,15 @@ def _share_parameters(module: nn.Module, parameters: Sequence[nn.Parameter]) -> 
 
 
 def write_gather_source(communication: Communication, unit: Unit) -> None:
-    """Write what the next gather of a unit sends, from its master weights."""
-    communication.gather.write_gather_source(unit.master, unit.gather_source)
+    """Write what the next gather of a unit sends, from its master weights.
+
+    Codes of weights follow when their scales are known, which depend on the weights of all ranks.
+    """
     if communication.differences is not None:
+        communication.gather.write_gather_source(unit.master, unit.gather_source)
         communication.differences.write_key_frame(unit.gather_source, unit.reference)
+    elif not unit.layout.coded:
+        communication.gather.write_gather_source(unit.master, unit.gather_source)
 
 
 def check_unit(zero: ZeroConfig, model: nn.Module) -> None:

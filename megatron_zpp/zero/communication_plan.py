@@ -50,7 +50,7 @@ class GatherPlan:
 
     A part has `shards` shards: one in the gather over all ranks, more in a group that holds the unit as well.
     A quantised part has a message for each of its shards. Units with weights that are held as codes travel as
-    the bytes that they are, whatever the hop's format.
+    the bytes that they are, whatever the hop's format, but for differences of weights.
     """
 
     hop: Hop
@@ -68,7 +68,7 @@ class GatherPlan:
         return self._buffer(self._widest, layout)
 
     def _buffer(self, hop: Hop, layout: FlatLayout) -> Buffer:
-        if layout.coded:
+        if layout.coded and not isinstance(self.hop.format, LloydMaxFormat):
             return Buffer(self.shards * layout.shard_numel, torch.uint8)
         return hop.buffer(layout.shard_numel, self.shards)
 
@@ -156,6 +156,15 @@ class CommunicationPlan:
             return None
         return self.secondary.part(layout)
 
+    def reference_codes(self, layout: FlatLayout) -> Buffer | None:
+        """The codes of this rank's part of the reference, where weights are held as codes; else None.
+
+        None also where the rank writes them into the unit's slot, which no other unit takes.
+        """
+        if self.difference_format is None or not layout.coded or layout not in self._layouts_in_turn:
+            return None
+        return self.secondary_gather.part(layout)
+
     def reference_elements(self, layout: FlatLayout) -> range:
         """The elements of a unit that this rank and its cross-node ranks own."""
         first = self.grid.local_rank * self.grid.nodes * layout.shard_numel
@@ -239,7 +248,8 @@ class CommunicationPlan:
         total = sum(buffer.nbytes for buffer in slots.values())
         if not self.sends_from_slots:
             total += sum(self.gather.room(layout).nbytes for layout in self.layouts)
-        return total
+        own = map(self.reference_codes, self.layouts)
+        return total + sum(codes.nbytes for codes in own if codes is not None)
 
     @property
     def accumulator_bytes(self) -> int:

@@ -17,6 +17,9 @@ The tensors of a unit of n elements (padding included) on d ranks:
                                Where weight differences are sent, the reference: what all nodes know of the
                                weights that this rank and its cross-node ranks own, fp32
     message        engine      the weight differences that this rank sends
+    encoded        weights     where weights are held as codes: the bytes that this rank writes of the unit,
+                               and what they are codes of. `gather_source` and `master`; where differences
+                               are sent, the bytes that its node gathers from it, and the reference
     accumulated    gradients   fp32, the sum over micro-batches from a step's first to its last: (n,) where
                                gradients accumulate whole, (n / N,) where groups of N ranks accumulate them
     segments       gradients   the gradient that the optimizer takes, like `master`, in one part or several:
@@ -33,6 +36,7 @@ has come is in `grad`, which gradients.py alone changes.
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -120,6 +124,14 @@ class UnitGradient:
         self.state, self.accumulated, self.segments, self.squares = GradientState.EMPTY, None, (), None
 
 
+class Encoded(NamedTuple):
+    """What a rank encodes of a unit whose weights are held as codes. An element stands for a byte."""
+
+    elements: range  # of the unit
+    weights: Tensor  # (n,) fp32
+    codes: Tensor  # (n,) bytes
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Unit:
     """Parameters that are gathered together, as this rank holds them."""
@@ -133,6 +145,7 @@ class Unit:
     gather_source: Tensor
     secondary: Tensor | None
     message: Tensor | None
+    encoded: Encoded | None
     gaps: tuple[range, ...]  # elements of the reference that belong to no parameter
     wide_dtype: torch.dtype  # of the parameters that are not held as codes
     # The parameters of each place whose gradients are reduced by themselves; those of the first place first.

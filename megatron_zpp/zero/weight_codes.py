@@ -1,7 +1,9 @@
 """Parameters that are held and gathered as 8-bit codes, one byte each (--fp8-param-gather).
 
 The scales of the codes are the model's matter: `WeightEncoder` is what the engine needs of it. A unit with
-such parameters lies in its slot as flat_layout.py says, and every rank encodes its shard after each step.
+such parameters lies in its slot as flat_layout.py says. After each step every rank encodes its shard of the
+master weights. Where weight differences cross nodes, it encodes its part of the reference when all messages
+have been applied: the ranks that have the same part then write the same codes, and no codes cross nodes.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -46,29 +48,39 @@ class WeightEncoder(Protocol):
 
 
 class GatherSources:
-    """Writes what the next gathers send, from master weights."""
+    """Writes what the next gathers send."""
 
     def __init__(self, gather: Gather, codes: WeightEncoder | None) -> None:
         self._gather, self._codes = gather, codes
 
     def write(self, unit: Unit) -> None:
-        """Write the gather source of a unit: codes, and beside them its other parameters, or its shard."""
-        if not unit.layout.coded:
+        """Write the gather source of a unit from its master weights: codes, or its shard.
+
+        Where weight differences are sent, that is what they are computed from, and codes follow later.
+        """
+        if unit.encoded is None or unit.message is not None:
             self._gather.write_gather_source(unit.master, unit.gather_source)
             return
+        self.encode(unit)
+
+    def encode(self, unit: Unit) -> None:
+        """Write this rank's codes of a unit whose weights are held so, and its other parameters beside."""
         assert self._codes is not None
+        assert unit.encoded is not None
+        owned, weights, codes = unit.encoded
         for name, elements in coded_parts(unit):
             part = slice(elements.start, elements.stop)
-            self._codes.encode(name, unit.master[part], unit.gather_source[part])
-        wide = unit.layout.wide_in(unit.owned)
+            self._codes.encode(name, weights[part], codes[part])
+        wide = unit.layout.wide_in(owned)
         if wide:
-            room = unit.gather_source[wide.start : wide.start + 2 * len(wide)].view(unit.wide_dtype)
-            room.copy_(unit.master[wide.start : wide.stop])
+            room = codes[wide.start : wide.start + 2 * len(wide)].view(unit.wide_dtype)
+            room.copy_(weights[wide.start : wide.stop])
 
 
 def coded_parts(unit: Unit) -> Iterator[tuple[str, range]]:
-    """The names of the coded parameters of which this rank has a part, and its elements of `master`."""
-    for piece in unit.layout.parameter_slices(unit.owned):
+    """The names of the coded parameters of which this rank encodes a part, and its elements of `encoded`."""
+    assert unit.encoded is not None
+    for piece in unit.layout.parameter_slices(unit.encoded.elements):
         if piece.parameter < unit.layout.coded:
             yield (
                 unit.names[piece.parameter],
@@ -79,20 +91,21 @@ def coded_parts(unit: Unit) -> Iterator[tuple[str, range]]:
 def write_all_codes(
     units: Sequence[Unit], codes: WeightEncoder, sources: GatherSources, topology: Topology
 ) -> None:
-    """Encode the master weights of all coded units: at a start, or after they were loaded.
+    """Encode the weights of all coded units: at a start, or after they were loaded.
 
     Every rank of the job must call it. Without scales of earlier steps each weight is scaled by itself.
     """
-    coded = [unit for unit in units if unit.layout.coded]
+    coded = [unit for unit in units if unit.encoded is not None]
     codes.begin()
     if not codes.scales_known:
         for unit in coded:
+            assert unit.encoded is not None
             for name, elements in coded_parts(unit):
-                codes.measure(name, unit.master[elements.start : elements.stop])
+                codes.measure(name, unit.encoded.weights[elements.start : elements.stop])
         maxima = codes.maxima()
         if topology.world_size > 1:
             dist.all_reduce(maxima, dist.ReduceOp.MAX)  # all of them are finite
         codes.start(maxima)
         codes.begin()
     for unit in coded:
-        sources.write(unit)
+        sources.encode(unit)

@@ -1,6 +1,7 @@
 """How new weights reach the slots from which modules read them: gathered, sent as differences, or encoded."""
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -52,8 +53,12 @@ class Weights:
         if self._codes_present:
             return
         assert self._codes is not None
-        for index in range(len(self._units)):
+        for index, unit in enumerate(self._units):
             self.prefetcher.wait(index)  # a gather ahead may still be reading the gather source
+            if unit.layout.coded and self._communication.differences is not None:
+                self._exchanged[index] = self._communication.differences.publish(unit.reference)
+        for exchanged in self._exchanged.values():
+            exchanged.wait()
         write_all_codes(self._units, self._codes, self.sources, self._topology)
         for index, unit in enumerate(self._units):
             if unit.layout.coded:
@@ -71,16 +76,21 @@ class Weights:
 
     def replaced(self, index: int) -> None:
         """The master weights of a unit have been replaced; what its gathers send follows."""
-        unit = self._units[index]
-        if not unit.layout.coded:  # codes follow when their scales are loaded too
-            write_gather_source(self._communication, unit)
-        self._codes_present = self._codes is None
+        self._forget_exchange(index)
+        write_gather_source(self._communication, self._units[index])
         self.reference_replaced(index)
 
     def reference_replaced(self, index: int) -> None:
         """The reference of a unit's weight differences has been replaced."""
-        self._exchanged.pop(index, None)
+        self._forget_exchange(index)
+        self._codes_present = self._codes is None
         self.prefetcher.changed(index)
+
+    def _forget_exchange(self, index: int) -> None:
+        """Wait for the newest exchange of a unit, which changes its reference, and forget it."""
+        exchanged = self._exchanged.pop(index, None)
+        if exchanged is not None:
+            exchanged.wait()
 
     @property
     def have_references(self) -> bool:
@@ -114,7 +124,8 @@ class Weights:
             if not from_secondary and after is None:
                 after = communication.differences.publish(unit.reference)
             assert communication.secondary is not None
-            return communication.secondary.gather(unit.full, unit.reference, after=after)
+            sent = unit.reference if unit.encoded is None else unit.encoded.codes
+            return communication.secondary.gather(unit.full, sent, after=after)
         if from_secondary:
             assert communication.secondary is not None
             assert unit.secondary is not None
@@ -142,5 +153,6 @@ class Weights:
                     coded=self.formats.coded(iteration),
                     sent=self.formats.sent(index, iteration),
                     measured=self.formats.measured[index],
+                    then=partial(self.sources.encode, unit) if unit.encoded is not None else None,
                 )
             yield index

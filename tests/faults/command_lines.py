@@ -166,6 +166,12 @@ OPTIMIZER = [
     bad(
         "--fp8 --bf16 --fp8-param-gather", "--fp8-param-gather (given): needs --fp8 and --fp8-recipe delayed"
     ),
+    bad(
+        "--fp8 --bf16 --kv-channels 16 --fp8-recipe delayed --fp8-param-gather --zero-stage 1 "
+        "--zero-quantized-weights",
+        "--zero-quantized-weights in int8 would gather other codes; use --zero-quantized-weights-format "
+        "delta4, delta3 or delta2, or omit",
+    ),
     bad("--fp8-products measured", "--fp8-products measured: needs --fp8"),
     bad("--fp8-products always", "--fp8-products always: needs --fp8"),
     bad("--fp8 --bf16 --fp8-products fastest", "--fp8-products: invalid choice: 'fastest' … 'measured'"),

@@ -157,10 +157,48 @@ def test_alternatives_without_hpz_do_not_send_differences() -> None:
         assert plan.job.zero.hpz or not plan.job.zero.sends_differences
 
 
+HELD = PrecisionConfig(bf16=True, fp8=True, fp8_recipe="delayed", fp8_param_gather=True)
+
+
+def test_differences_are_advised_for_weights_that_are_held_as_codes() -> None:
+    """They are half a byte between nodes instead of one; the reference costs 4 bytes per parameter / 4."""
+    zero, grid = {"zero_stage": 3} | HPZ | QGZ, {"nodes": 2, "local": 4}
+    job = job_of(SMALL, 50304, zero=zero, precision=HELD, **grid)
+    advice = difference_advice(job, math.inf)
+    assert advice is not None
+    assert advice.startswith(
+        "--zero-quantized-weights --zero-quantized-weights-format delta4 and "
+        "--zero-quantized-gradients-format rotated4 would send "
+    )
+    for other, its_grid in (
+        (zero, {"nodes": 1, "local": 8}),
+        ({"zero_stage": 3} | QGZ, grid),
+        (FOUR_BITS, grid),
+    ):
+        assert (
+            difference_advice(job_of(SMALL, 50304, zero=other, precision=HELD, **its_grid), math.inf) is None
+        )
+
+
+def test_alternatives_of_held_codes_are_differences_that_a_node_can_apply_or_none() -> None:
+    job = job_of(SMALL, 50304, zero=FOUR_BITS, precision=HELD, nodes=2, local=4)
+    plans = zeropp_plans(job, rates(10))
+    assert [plan.name for plan in plans if plan.job.zero.zero_quantized_weights] == [
+        "--zero-quantized-weights --zero-hpz-partition-size",
+        "all of them",
+    ]
+    assert len(plans) == 6
+    plain = job_of(SMALL, 50304, zero=FOUR_BITS, nodes=2, local=4)
+    for stage in (1, 2, 3):
+        zero = at_stage(at_stage(job, stage), 3).zero  # hpZ is lost below stage 3
+        assert zero.zero_quantized_weights == zero.hpz == (stage == 3)
+        assert at_stage(at_stage(plain, stage), 3).zero.zero_quantized_weights
+        assert at_stage(job, stage).zero.sends_differences
+
+
 def test_nothing_is_advised_that_held_codes_refuse() -> None:
-    """--fp8-param-gather goes with neither quantised weights nor an offloaded optimizer."""
-    precision = PrecisionConfig(bf16=True, fp8=True, fp8_recipe="delayed", fp8_param_gather=True)
-    job = job_of(SMALL, 50304, zero={"zero_stage": 3}, precision=precision, nodes=4, local=8)
+    """--fp8-param-gather goes with neither quantised whole weights nor an offloaded optimizer."""
+    job = job_of(SMALL, 50304, zero={"zero_stage": 3}, precision=HELD, nodes=4, local=8)
     names = [plan.name for plan in zeropp_plans(job, rates(10))]
     assert names == [
         "none of them",

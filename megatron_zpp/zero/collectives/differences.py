@@ -12,6 +12,8 @@ So references have equal bits on all nodes, and what the codes lost is in the ne
 too much, `DifferenceFormats` has the unit travel in 8 bits, as linear codes.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -58,6 +60,7 @@ class WeightDifferences:
         coded: LloydMaxFormat,
         sent: CodeFormat,
         measured: Tensor,
+        then: Callable[[], None] | None = None,
     ) -> Pending:
         """Move the reference towards the `weights` (n,) fp32 of all owners, unless `skip` () is not 0.
 
@@ -65,6 +68,7 @@ class WeightDifferences:
         the squares of this rank's difference and of what codes in the format `coded` miss of it. `message`
         has room for any format, and keeps what this rank sends. `gaps` are the elements of the reference that
         belong to no parameter: codes have no zero, so blocks that end in a gap would write noise there.
+        `then` reads the new reference, as a part of the same work.
         """
         squares = self._squares[: 2 * (len(weights) // coded.block)].view(2, -1)
         codes = encode(
@@ -84,6 +88,8 @@ class WeightDifferences:
             self._between.all_gather(received, codes)
             apply(self._operations, received.view(self._nodes, -1), reference, sent)
             clear(reference, gaps)
+            if then is not None:
+                then()
 
         return self._between.submit(work)
 

@@ -40,7 +40,10 @@ class PlainGather:
 
 
 class ReferenceGather:
-    """Casts this rank's fp32 reference into its place in the slot, and gathers that inside the node."""
+    """Gathers the parts of the reference inside the node, in the format of the slot.
+
+    An fp32 reference is cast into its place in the slot. Codes of it are sent from where they are.
+    """
 
     def __init__(self, plan: GatherPlan, comm_stream: CommStream) -> None:
         self._comm_stream, self._ranks = comm_stream, len(plan.hop.ranks)
@@ -56,14 +59,16 @@ class ReferenceGather:
         keep: Tensor | None = None,
         after: Pending | None = None,
     ) -> Pending:
-        """See Gather. `gather_source` is the reference."""
+        """See Gather. `gather_source` is the reference, or its codes."""
         assert keep is None
 
         def work() -> None:
             if after is not None:
                 after.wait()
-            part = full.view(self._ranks, -1)[self._comm_stream.group_rank]
-            part.copy_(gather_source)
+            part = gather_source
+            if gather_source.dtype != full.dtype:
+                part = full.view(self._ranks, -1)[self._comm_stream.group_rank]
+                part.copy_(gather_source)
             self._comm_stream.all_gather(full, part)
 
         return self._comm_stream.submit(work)
