@@ -35,7 +35,11 @@ def main() -> None:
     topology = process.topology
     with process.local_errors():
         command_line = parse_command_line(
-            sys.argv[1:], PROG, lambda plan: planned(plan, topology).world_size, read_arguments
+            sys.argv[1:],
+            PROG,
+            lambda plan: planned(plan, topology).world_size,
+            read_arguments,
+            lambda plan: planned(plan, topology).local_world_size,
         )
         config = command_line.config
         grid = Grid(planned(config.plan, topology), config.distributed.tensor_model_parallel_size)

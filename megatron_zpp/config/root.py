@@ -177,12 +177,14 @@ def parse_command_line(
     prog: str = "pretrain_gpt.py",
     ranks: Callable[[PlanConfig], int] = lambda plan: 1,
     saved: SavedArguments | None = None,
+    node_ranks: Callable[[PlanConfig], int | None] = lambda plan: None,
 ) -> CommandLine:
     """Parse current flags, old flags, a file of settings, which both win over, and DeepSpeed's file.
 
     `ranks` returns the number of ranks, real or planned, that a batch size in DeepSpeed's file is divided by.
     `saved` returns what --use-checkpoint-args takes from the checkpoint of --load and --ckpt-step; None: such
     flags change nothing.
+    `node_ranks` returns the ranks of a node, real or planned, which tensor ranks must divide; None: unknown.
     Raises UsageError, in one line, if the command line is wrong.
     """
     parts = typing.get_type_hints(Config)
@@ -208,6 +210,12 @@ def parse_command_line(
             notes += obey_file(file, provided, max(1, data_ranks))
         settle_old_flags(typed[GROUP], provided)
         parsed = {name: part(**provided.values[name]) for name, part in parts.items()}
+        check_tensor_ranks(  # before Config does, which cannot name the sizes that suit a node too
+            parsed["model"],
+            parsed["distributed"].tensor_model_parallel_size,
+            fp8=parsed["precision"].fp8,
+            node_ranks=node_ranks(parsed["plan"]),
+        )
         return CommandLine(Config(**parsed), notes + _without_effect(parsed["data"]))
     except ValueError as error:
         raise UsageError(provided.explain(str(error))) from error

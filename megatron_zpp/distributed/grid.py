@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_zpp.config.options import option_error
-from megatron_zpp.config.tensor_parallel import FLAG, divisors
+from megatron_zpp.config.tensor_parallel import FLAG, divisors, listed
 from megatron_zpp.distributed.topology import Topology
 
 
@@ -23,8 +23,9 @@ class Grid:
         """Raise ValueError if a tensor group would cross nodes."""
         local = self.job.local_world_size
         if local % self.tensor:
+            possible = listed(divisors(local))
             raise option_error(
-                FLAG, self.tensor, f"must divide the {local} ranks of a node; possible: {divisors(local)}"
+                FLAG, self.tensor, f"must divide the {local} ranks of a node; possible: {possible}"
             )
 
     @property

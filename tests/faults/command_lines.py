@@ -6,6 +6,7 @@ from tests.faults.cases import refused as bad
 WSD = "--lr-decay-style WSD"
 FULL = "--recompute-granularity full"
 MOCK = "--mock-data"
+EIGHT = "--dry-run --plan-gpus-per-node 8"
 
 FLAGS = [
     bad("--num-layer 3", "--num-layer 3 … did you mean --num-layers?"),
@@ -61,7 +62,7 @@ MODEL = [
     bad("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0: must be at least 1"),
     bad(
         "--tensor-model-parallel-size 3",
-        "--tensor-model-parallel-size 3: must divide --num-attention-heads 2; possible: 1, 2",
+        "--tensor-model-parallel-size 3: must divide --num-attention-heads 2; possible: 1",
     ),
     bad(
         "--tensor-model-parallel-size 2 --ffn-hidden-size 63",
@@ -71,16 +72,36 @@ MODEL = [
         "--tensor-model-parallel-size 2 --seq-length 31",
         "--tensor-model-parallel-size 2: must divide --seq-length 31; possible: 1",
     ),
-    Case(
+    bad(
         "--tensor-model-parallel-size 2",
         "--tensor-model-parallel-size 2: must divide the 1 ranks of a node; possible: 1",
+    ),
+    Case(
+        f"{EIGHT} --tensor-model-parallel-size 2 --make-vocab-size-divisible-by 1",
+        "--tensor-model-parallel-size 2: must divide the 257 rows of the padded vocabulary; use 1, or a "
+        "--make-vocab-size-divisible-by that is a multiple of 2, such as 2, not 1",
+        without="--device",
+    ),
+    bad(
+        f"{EIGHT} --tensor-model-parallel-size 8 --num-attention-heads 12 --kv-channels 4",
+        "--tensor-model-parallel-size 8: must divide --num-attention-heads 12; possible: 1, 2, 4",
+    ),
+    bad(
+        f"{EIGHT} --tensor-model-parallel-size 6 --num-attention-heads 12 --kv-channels 4 "
+        "--ffn-hidden-size 72 --seq-length 48",
+        "--tensor-model-parallel-size 6: must divide the 8 ranks of a node; possible: 1, 2, 4",
+    ),
+    bad(
+        f"{EIGHT} --tensor-model-parallel-size 2 --fp8 --bf16",
+        "--tensor-model-parallel-size 2: leaves 1 × --kv-channels 8 outputs of keys per rank; must be a "
+        "multiple of 16 with --fp8; possible: 1, or --kv-channels in multiples of 16",
     ),
     bad(
         "--tp-comm-overlap",
         "--tp-comm-overlap (given): needs --tensor-model-parallel-size 2 or more: one rank",
     ),
     bad(
-        "--tp-comm-overlap --tensor-model-parallel-size 2 --bf16 --fp8 --kv-channels 16",
+        f"{EIGHT} --tp-comm-overlap --tensor-model-parallel-size 2 --bf16 --fp8 --kv-channels 16",
         "--tp-comm-overlap (given): needs 16-bit products: those of --fp8 take the tokens … omit one",
     ),
     bad("--group-query-attention --num-query-groups 3", "--num-query-groups 3: must divide --num-attention"),
@@ -176,7 +197,7 @@ OPTIMIZER = [
     bad("--fp8-products always", "--fp8-products always: needs --fp8"),
     bad("--fp8 --bf16 --fp8-products fastest", "--fp8-products: invalid choice: 'fastest' … 'measured'"),
     bad(
-        "--fp8 --bf16 --kv-channels 16 --fp8-products measured --tensor-model-parallel-size 2",
+        f"{EIGHT} --fp8 --bf16 --kv-channels 16 --fp8-products measured --tensor-model-parallel-size 2",
         "--fp8-products measured: times whole layers; omit one of it and --tensor-model-parallel-size 2",
     ),
     Case(

@@ -10,7 +10,7 @@ OLD_FLAGS = [
     bad(
         "--layernorm-epsilon 0", "--norm-epsilon 0.0: must be above 0 (--norm-epsilon is --layernorm-epsilon)"
     ),
-    Case(
+    bad(
         "--model-parallel-size 2",
         "--tensor-model-parallel-size 2: must divide the 1 ranks of a node; possible: 1",
     ),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
@@ -29,6 +29,7 @@ SHAPE = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_len
 LLAMA = variants.LLAMA | {"num_attention_heads": 8, "num_query_groups": 2, "kv_channels": 32}
 MODELS: dict[str, dict[str, Any]] = {"gpt": {}, "llama": LLAMA}
 BF16, FP32 = PrecisionConfig(bf16=True), PrecisionConfig(fp32=True)
+BF16_BYTES = 2
 
 
 def build(
@@ -38,6 +39,8 @@ def build(
     precision: PrecisionConfig,
     compiled: bool,
     overlapped: bool = False,
+    zero: ZeroConfig | None = None,
+    recompute: RecomputeConfig | None = None,
     **changes: Any,
 ) -> ZeroEngine:
     torch._dynamo.reset()
@@ -45,7 +48,8 @@ def build(
     engine = engine_of(
         config,
         VOCAB,
-        zero=ZeroConfig(zero_stage=0),
+        zero=zero or ZeroConfig(zero_stage=0),
+        recompute=recompute,
         precision=precision,
         topology=topology,
         device="cuda",
@@ -94,20 +98,28 @@ def test_two_tensor_ranks_learn_what_one_does() -> None:
         assert found == pytest.approx(wanted, rel=rel), case
 
 
-def test_two_tensor_ranks_keep_half_the_activations_each() -> None:
-    """What a forward leaves for the backward; the head's hidden states and numbers per token stay whole."""
-    one = kept(Topology(), 1)
-    for two in on_gpus(1, 2, kept, 2, share_one_gpu=True):
-        assert two <= 0.55 * one
+def test_two_tensor_ranks_hold_half_of_a_model_each() -> None:
+    """Its states, and what a forward leaves for the backward, but for the head's hidden states and numbers
+    per token, which stay whole, and replicated parameters.
+    """
+    cases = [(model, compiled) for model in MODELS for compiled in (False, True)]
+    ones = held(Topology(), 1, cases)
+    for found in on_gpus(1, 2, held, 2, cases, share_one_gpu=True):
+        for case, one, two in zip(cases, ones, found, strict=True):
+            assert two["states"] <= 0.55 * one["states"], case
+            assert two["activations"] <= 0.55 * one["activations"], case
 
 
-def kept(
-    topology: Topology,
-    tensor: int,
-) -> int:
-    """Bytes of a bf16 Llama's layers."""
+def held(topology: Topology, tensor: int, cases: list[tuple[str, bool]]) -> list[dict[str, int]]:
+    """Bytes of bf16 models, compiled or not."""
+    return [_held(topology, tensor, model, compiled) for model, compiled in cases]
+
+
+def _held(topology: Topology, tensor: int, model: str, compiled: bool) -> dict[str, int]:
     changes = {"hidden_size": 1024, "num_layers": 6, "seq_length": 1024, "num_attention_heads": 16}
-    engine = build(topology, tensor, "llama", BF16, True, **changes, kv_channels=64, ffn_hidden_size=2816)
+    gc.collect()
+    start = torch.cuda.memory_allocated()
+    engine = build(topology, tensor, model, BF16, compiled, **changes, kv_channels=64, ffn_hidden_size=2816)
     tokens = torch.randint(VOCAB, (BATCH, 1025), device="cuda")
     for _ in range(2):
         engine.accumulate(tokens, index=0, micro_batches=1)
@@ -119,7 +131,63 @@ def kept(
     after = torch.cuda.memory_allocated()
     loss.backward()
     engine.close()
-    return after - before
+    return {"states": before - start, "activations": after - before}
+
+
+def steps(engine: ZeroEngine) -> list[float]:
+    """The losses of ten steps of two micro-batches each."""
+    data = torch.randint(VOCAB, (20, BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(8))
+    found = []
+    for number, batch in enumerate(data):
+        found.append(engine.accumulate(batch, index=number % 2, micro_batches=2).item())
+        if number % 2:
+            engine.step(1e-3)
+    return found
+
+
+def checkpointed(topology: Topology, overlapped: bool) -> tuple[list[float], list[float], int]:
+    """Losses with checkpoints of layers on the GPU and in CPU memory, and the bytes of the latter."""
+    full = RecomputeConfig(recompute_granularity="full", recompute_method="uniform")
+    kept = build(topology, 2, "llama", BF16, False, overlapped, recompute=full)
+    stored = steps(kept)
+    kept.close()
+    moving = replace(full, recompute_offload=True)
+    engine = build(topology, 2, "llama", BF16, False, overlapped, recompute=moving)
+    offloaded = steps(engine)
+    homes = engine.model.offload._homes.values()  # all are free between steps
+    engine.close()
+    return stored, offloaded, sum(home.nbytes for alike in homes for home in alike)
+
+
+@pytest.mark.parametrize("overlapped", [False, True], ids=["waiting", "overlapped"])
+def test_a_tensor_rank_offloads_the_checkpoints_of_its_own_tokens(overlapped: bool) -> None:
+    """1/T of the input of each layer; losses stay the same (P_a+cpu of 1910.02054, section 6.1)."""
+    if overlapped and torch.cuda.device_count() < 2:
+        pytest.skip("copies beside products need two GPUs")
+    whole = SHAPE["num_layers"] * BATCH * LENGTH * SHAPE["hidden_size"] * BF16_BYTES
+    for stored, offloaded, moved in on_gpus(1, 2, checkpointed, overlapped, share_one_gpu=not overlapped):
+        assert offloaded == stored
+        assert moved == whole // 2
+
+
+def with_optimizers(topology: Topology, stage: int) -> list[list[float]]:
+    """Losses with the optimizer on the GPU and on the CPU."""
+    found = []
+    for offload in (False, True):
+        zero = ZeroConfig(zero_stage=stage, zero_offload_optimizer=offload)
+        engine = build(topology, 2, "gpt", BF16, False, zero=zero)
+        found.append(steps(engine))
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_offloaded_optimizer_of_tensor_ranks_takes_the_same_steps(stage: int) -> None:
+    """But for the CPU's rounding of a step."""
+    first, second = on_gpus(1, 2, with_optimizers, stage, share_one_gpu=True)
+    assert first == second
+    on_gpu, on_cpu = first
+    assert on_cpu == pytest.approx(on_gpu, rel=2 * torch.finfo(torch.bfloat16).eps)
 
 
 PLANNED = {"hidden_size": 1024, "num_layers": 12, "seq_length": 1024, "num_attention_heads": 16}
