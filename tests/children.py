@@ -45,9 +45,11 @@ def fork(run: Callable[[], None], output: Output) -> int:
 
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:  # also if what reads stdout has ended
+            os._exit(status)
 
 
 class Job:

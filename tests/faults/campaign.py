@@ -33,6 +33,7 @@ from tests.faults.crash_points import CrashPoints
 from tests.faults.disturbances import Disturbances
 from tests.faults.injection import preload
 from tests.faults.settings import ALONE, TOGETHER
+from tests.faults.surroundings import Surroundings
 from tests.faults.tally import GOOD
 
 
@@ -58,6 +59,11 @@ def processes(directory: Path) -> Run:
     return Disturbances(directory, TOGETHER).case
 
 
+def surroundings(directory: Path) -> Run:
+    """Launchers, readers of the log, W&B and slow links that fail, and other flags at a restart."""
+    return Surroundings(directory, TOGETHER).case
+
+
 def operations(directory: Path) -> Run:
     """Saves, loads, removals and caches, at each of their calls and in the order of the cases."""
     found, at = cases(directory), -1
@@ -74,7 +80,13 @@ def operations(directory: Path) -> Run:
     return run
 
 
-KINDS = {"operations": operations, "crashes": crashes, "ranks": ranks, "processes": processes}
+KINDS = {
+    "operations": operations,
+    "crashes": crashes,
+    "ranks": ranks,
+    "processes": processes,
+    "surroundings": surroundings,
+}
 
 
 def work(kind: str, options: argparse.Namespace, worker: int) -> None:

@@ -37,10 +37,7 @@ class Disturbances(Runs):
         index = number % len(self._settings)
         setting, whole = self._settings[index], self._undisturbed(index)
         run = self._directory / f"run-{number}"
-        kinds = [self._kill_rank, self._kill_node, self._kill_all, self._signal, self._stop, self._twice]
-        kinds += [self._damage_checkpoint, self._damage_cache] + [self._memory] * MEMORY.exists()
-        kinds += [self._network] * 2 * (os.geteuid() == 0)
-        kind = draw.choice(kinds)
+        kind = draw.choice(self._kinds())
         if draw.random() < 0.3:
             shutil.copytree(self._before(index), run)
         else:
@@ -50,6 +47,11 @@ class Disturbances(Runs):
         finally:
             shutil.rmtree(run, ignore_errors=True)
         return name, outcome, f"case {number}, {setting.name}: {detail}"
+
+    def _kinds(self) -> list[Disturb]:
+        kinds = [self._kill_rank, self._kill_node, self._kill_all, self._signal, self._stop, self._twice]
+        kinds += [self._damage_checkpoint, self._damage_cache] + [self._memory] * MEMORY.exists()
+        return kinds + [self._network] * 2 * (os.geteuid() == 0)
 
     def _after_a_moment(self, setting: Setting, run: Path, whole: Whole, draw: random.Random) -> Job:
         job = self._start(setting, run, WATCHED)
@@ -169,10 +171,11 @@ class Disturbances(Runs):
     def _damage_cache(
         self, setting: Setting, run: Path, whole: Whole, draw: random.Random
     ) -> tuple[str, Outcome]:
-        """A file of the cached order or tokens, or a hint beside the checkpoints, is damaged."""
+        """A file of the cached order, tokens or memory, or a hint beside the checkpoints, is damaged."""
         job = self._after_a_moment(setting, run, whole, draw)
         job.kill()
-        files = [path for path in (run / "cache").rglob("*") if path.is_file()]
+        cached = (run / "cache", *run.glob("megatron_zpp-snapshots-*"))
+        files = [path for place in cached for path in place.rglob("*") if path.is_file()]
         files += [path for path in (run / "checkpoints").glob("*") if path.is_file()]
         if files:
             self._damage(sorted(files), draw)
@@ -197,13 +200,19 @@ class Disturbances(Runs):
 
     def _network(self, setting: Setting, run: Path, whole: Whole, draw: random.Random) -> tuple[str, Outcome]:
         """Two nodes whose link fails; it is whole again when the run is started again."""
-        fault, node, local = draw.choice(OF_NETWORKS), draw.randrange(2), setting.world // 2
+        return self._link_fails(draw.choice(OF_NETWORKS), setting, run, whole, draw)
+
+    def _link_fails(
+        self, fault: str, setting: Setting, run: Path, whole: Whole, draw: random.Random
+    ) -> tuple[str, Outcome]:
+        node, local = draw.randrange(2), setting.world // 2
         split = replace(setting, local=local) if setting.local else setting
         link = Link(f"zpp-{os.getpid()}")
 
         def enter(rank: int) -> None:
             link.enter(rank // local)
-            os.environ["MASTER_ADDR"] = link.address(0)
+            # Both nodes have this host's name, which is an address of neither.
+            os.environ.update(MASTER_ADDR=link.address(0), GLOO_SOCKET_IFNAME=Link.INTERFACE)
 
         try:
             job = self._start(split, run, WATCHED, first=enter)

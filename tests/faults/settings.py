@@ -29,6 +29,7 @@ DELTA = (
     f"--zero-quantized-weights --zero-quantized-weights-format delta4 {HPZ} --zero-quantized-gradients "
     "--zero-quantized-gradients-format rotated4"
 )
+SMALL_UNITS = "--zero-unit sublayer --zero-table-rows 96"
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,11 @@ ALONE = (  # of one rank, which is quick enough for each call that it makes
         "tokens, Megatron's order",
         1,
         f"{TOKENS} {SHORT} {CACHE} --dataset-order megatron --keep-last 1 --eval-iters 1 --eval-interval 2",
+    ),
+    Setting(
+        "sublayers, row blocks",
+        1,
+        f"{MOCK} {SHORT} --zero-stage 3 --bf16 {SMALL_UNITS} --keep-last 1 --eval-iters 0 --async-save",
     ),
 )
 TOGETHER = (
@@ -117,6 +123,24 @@ TOGETHER = (
         2,
         f"{TOKENS} {SHORT} {CACHE} --dataset-order megatron --zero-stage 3 --fp32 --keep-last 2 "
         "--eval-iters 1",
+    ),
+    Setting(
+        "2 ranks, sublayers, row blocks",
+        2,
+        f"{MOCK} {SHORT} --zero-stage 3 --bf16 {SMALL_UNITS} --keep-last 2 --eval-iters 0 --async-save",
+    ),
+    Setting(
+        "2 nodes, memory snapshots",
+        2,
+        f"{MOCK} --train-iters 6 --global-batch-size 8 --save-interval 3 --zero-stage 3 --fp32 "
+        "--buddy-snapshots 1 --buddy-directory {run} --keep-last 2 --eval-iters 0",  # {run} is on tmpfs
+        local=1,
+    ),
+    Setting(
+        "2 ranks, 8-bit products",
+        2,
+        f"{MOCK} {SHORT} --zero-stage 3 --bf16 --fp8 --hidden-size 32 --kv-channels 16 --keep-last 2 "
+        "--eval-iters 0",
     ),
 )
 
