@@ -19,7 +19,7 @@ from typing import ClassVar
 
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
-_DELAYED_BY = 0.1  # seconds in each direction
+DELAYED_BY = 0.1  # seconds in each direction
 DELAYED = "delayed"
 FAULTS = ("cut", "cut for 3 s", "one-way", "slow", "lossy", DELAYED)
 
@@ -121,7 +121,7 @@ def _tun(name: str) -> int:
 
 
 def _relay(first: int, second: int) -> None:
-    """Pass packets on between two devices, each after `_DELAYED_BY`; never returns."""
+    """Pass packets on between two devices, each after `DELAYED_BY`; never returns."""
     selector = selectors.DefaultSelector()
     waiting: deque[tuple[float, int, bytes]] = deque()  # in the order in which they are due
     for source, target in ((first, second), (second, first)):
@@ -134,7 +134,7 @@ def _relay(first: int, second: int) -> None:
                 os.write(target, packet)
         for key, _ in selector.select(waiting[0][0] - now if waiting else None):
             try:
-                waiting.append((time.monotonic() + _DELAYED_BY, key.data, os.read(key.fd, 1 << 16)))
+                waiting.append((time.monotonic() + DELAYED_BY, key.data, os.read(key.fd, 1 << 16)))
             except BlockingIOError:
                 continue
 
