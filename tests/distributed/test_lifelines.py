@@ -54,6 +54,8 @@ def rank_main(
         match pipe.recv():
             case "complete":
                 pipe.send(lines.complete)
+            case "below":
+                pipe.send(set(lines._below))
             case "leave":
                 lines.leave()
                 pipe.send("left")
@@ -314,6 +316,7 @@ def test_a_connection_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
             assert said.read_text().startswith(
                 f"warning: rank {rank} on {NAME} has no connection to rank 3 ([Errno 111] Connection refused)"
             )
+        wait_until(lambda: run.ask(0, "below") == {1, 2})  # a rank that is not connected yet is not missed
         assert run.ask(0, "complete") is False
         run.send(2, signal.SIGKILL)
         run.heard([0, 1])
