@@ -40,6 +40,11 @@ class Topology:
         return [self.first_job_rank + rank * self.stride for rank in ranks]
 
     @property
+    def is_job(self) -> bool:
+        """Whether these are all ranks of the job, whose process group is torch's default one."""
+        return self.stride == 1
+
+    @property
     def nodes(self) -> int:
         """The number of nodes."""
         return self.world_size // self.local_world_size

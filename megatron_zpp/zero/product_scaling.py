@@ -34,6 +34,7 @@ def end_step(scaling: ProductScaling, topology: Topology, found_inf: Tensor) -> 
     This is an all-reduce beside that of the gradients' norm: no operation sums some numbers and takes maxima
     of others, and the hops of an all-gather would grow with the ranks (docs/internals/performance.md).
     """
+    assert topology.is_job
     maxima = scaling.maxima()
     if topology.world_size > 1:
         dist.all_reduce(maxima, dist.ReduceOp.MAX)  # all of them are finite

@@ -17,6 +17,7 @@ def differing_references(
 
     Every rank of the job `topology` must call it, and all get the same answer. It waits for the device.
     """
+    assert topology.is_job
     digests = torch.stack([_digest(reference) for reference in references])  # (units,)
     found = [torch.empty_like(digests) for _ in range(topology.world_size)]
     dist.all_gather(found, digests)

@@ -95,6 +95,7 @@ def write_all_codes(
 
     Every rank of the job must call it. Without scales of earlier steps each weight is scaled by itself.
     """
+    assert topology.is_job
     coded = [unit for unit in units if unit.encoded is not None]
     codes.begin()
     if not codes.scales_known:

@@ -23,6 +23,8 @@ def test_each_rank_is_in_one_tensor_group_and_among_one_set_of_data_ranks(
         assert {other // local for other in grid.tensor_ranks} == {rank // local}  # inside a node
         data = grid.data
         peers = data.job_ranks(range(data.world_size))
+        assert grid.job.is_job
+        assert data.is_job == (tensor == 1)  # what is summed over the job must not be given these
         assert peers[data.rank] == rank
         assert {other % tensor for other in peers} == {grid.tensor_rank}
         assert len(peers) * tensor == len(ranks)

@@ -12,7 +12,9 @@ import torch
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.zero.collectives.sums import sum_over_ranks
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.zero.engines import engine_of, states_of, weights_of
 from tests.zero.quantizing import operations
@@ -234,6 +236,13 @@ def test_zeropp_acts_over_data_ranks(ranks: int, ranks_per_node: int) -> None:
         expected = one_process(Case(case.model))
         assert found.losses == pytest.approx(expected.losses, rel=2**-6), case
         assert found.losses[-1] < found.losses[0]
+
+
+def test_a_sum_over_the_job_refuses_data_ranks_alone() -> None:
+    """It would be that of other ranks: its group is the job's."""
+    grid = Grid(Topology(2, 4, 2, 4), 2)
+    with pytest.raises(AssertionError):
+        sum_over_ranks(torch.ones(()), grid.data)
 
 
 def test_an_overflow_on_one_tensor_rank_skips_the_step_on_all() -> None:

@@ -45,7 +45,8 @@ def sum_squares(operations: Operations | None, flat: Tensor, sums: Tensor) -> No
 
 
 def sum_over_ranks(value: Tensor, topology: Topology) -> Tensor:
-    """The sum of one small tensor over all ranks; a NaN on one rank is a NaN on all."""
+    """The sum of one small tensor over all ranks of the job; a NaN on one rank is a NaN on all."""
+    assert topology.is_job
     if topology.world_size > 1:
         value = value.clone()
         dist.all_reduce(value)  # SUM: gloo's MAX and MIN would lose a NaN
