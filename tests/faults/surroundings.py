@@ -33,7 +33,7 @@ class Surroundings(Disturbances):
     def _kill_launcher(
         self, setting: Setting, run: Path, whole: Whole, draw: random.Random
     ) -> tuple[str, Outcome]:
-        """One torchrun for each node, of which one is killed and leaves its ranks behind."""
+        """Start a torchrun per node and kill one, which leaves its ranks behind."""
         name, local = "a launcher is killed", setting.local or setting.world
         logs = self._directory / "logs" / f"{run.name}-launchers"
         shutil.rmtree(logs, ignore_errors=True)
@@ -105,7 +105,7 @@ class Surroundings(Disturbances):
     def _reader_ends(
         self, setting: Setting, run: Path, whole: Whole, draw: random.Random
     ) -> tuple[str, Outcome]:
-        """What reads the log ends, as `tee` that is killed."""
+        """End the program that reads the log, such as a `tee` that is killed."""
         reader, writer = os.pipe()
 
         def into_the_pipe(rank: int) -> None:
@@ -123,7 +123,7 @@ class Surroundings(Disturbances):
     def _kill_wandb(
         self, setting: Setting, run: Path, whole: Whole, draw: random.Random
     ) -> tuple[str, Outcome]:
-        """W&B's service is killed; the run goes on without it."""
+        """Kill the W&B service, without which the run must still finish."""
         name, wandb = (
             "W&B's service is killed",
             f"--wandb-project x --wandb-mode offline --wandb-save-dir {run}",
@@ -147,7 +147,7 @@ class Surroundings(Disturbances):
         )
 
     def _change(self, setting: Setting, run: Path, whole: Whole, draw: random.Random) -> tuple[str, Outcome]:
-        """Killed, and started with other flags twice: once undisturbed in a copy, once with another kill."""
+        """Kill a run and restart it with other flags: undisturbed in a copy, and with another kill."""
         job = self._after_a_moment(setting, run, whole, draw)
         job.kill()
         what, changed = draw.choice(_changes(setting, draw))
