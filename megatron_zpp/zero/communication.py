@@ -29,7 +29,7 @@ from megatron_zpp.zero.collectives.reductions import (
     TwoStepAllReduce,
 )
 from megatron_zpp.zero.communication_plan import CommunicationPlan, GatherPlan
-from megatron_zpp.zero.hop import Buffer
+from megatron_zpp.zero.hop import Buffer, Hop
 from megatron_zpp.zero.reduction_plan import Accumulation, ReductionAlgorithm, ReductionPlan
 
 _REDUCTIONS: dict[ReductionAlgorithm, Callable[..., Reduction]] = {
@@ -95,7 +95,8 @@ def build_communication(
         assert operations is not None
         references = plan.secondary_gather
         gather = secondary = ReferenceGather(references, comm_streams[references.hop.stream])
-        differences = WeightDifferences(plan.gather, comm_streams[plan.gather.hop.stream], operations)
+        between = [comm_streams[stream] for stream in plan.gather.hop.streams]
+        differences = WeightDifferences(plan.gather, between, operations)
     elif inside is None:
         gather = build_gather(plan.gather, comm_streams, operations)
     else:
@@ -129,7 +130,7 @@ def build_reduction(
     plan: ReductionPlan, comm_streams: Sequence[CommStream], operations: Operations | None
 ) -> Reduction:
     """The reduction of a plan, on the streams of its hops."""
-    return _REDUCTIONS[plan.algorithm](plan, [comm_streams[hop.stream] for hop in plan.hops], operations)
+    return _REDUCTIONS[plan.algorithm](plan, _streams_of(plan.hops, comm_streams), operations)
 
 
 def build_group_reduction(
@@ -137,4 +138,9 @@ def build_group_reduction(
 ) -> GroupReduction:
     """The reduction of a plan whose gradients accumulate in groups, on the streams of its hops and fold."""
     hops = plan.hops if plan.fold is None else (*plan.hops, plan.fold)
-    return _GROUP_REDUCTIONS[plan.algorithm](plan, [comm_streams[hop.stream] for hop in hops], operations)
+    return _GROUP_REDUCTIONS[plan.algorithm](plan, _streams_of(hops, comm_streams), operations)
+
+
+def _streams_of(hops: Sequence[Hop], comm_streams: Sequence[CommStream]) -> list[list[CommStream]]:
+    """The streams of each hop."""
+    return [[comm_streams[stream] for stream in hop.streams] for hop in hops]

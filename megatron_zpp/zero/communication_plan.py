@@ -263,7 +263,8 @@ class CommunicationPlan:
     def arena_bytes(self) -> int:
         """Bytes of the buffers of gathers and reductions."""
         gathers = self.relayed.nbytes
-        gathers += (self.inside_gather or self.gather).received.nbytes
+        weights = self.inside_gather or self.gather
+        gathers += len(weights.hop.streams) * weights.received.nbytes
         if self.secondary is not None and self.secondary != self.inside_gather:  # else they share theirs
             gathers += self.secondary.received.nbytes
         return gathers + self.reduction.buffers.nbytes

@@ -47,15 +47,22 @@ class Buffer(NamedTuple):
 class Hop:
     """The group of one exchange, as this rank sees it, and the format in which elements travel.
 
-    `stream` is the index of the group's communication stream in `CommunicationPlan.streams`.
+    `streams` are the indices of the group's communication streams in `CommunicationPlan.streams`. Where there
+    are two, exchanges take turns on them: over TCP one communicator does not fill a link between nodes, and
+    one exchange is on the wire while the messages of another are encoded or decoded.
     """
 
-    stream: int
+    streams: tuple[int, ...]
     ranks: tuple[int, ...]
     group_rank: int
     format: WireFormat
     neighbours: int  # other ranks of the group on this node
     next_is_near: bool  # whether the next rank of the ring is on this node
+
+    @property
+    def stream(self) -> int:
+        """The first of its streams, which is the only one of a hop whose exchanges do not take turns."""
+        return self.streams[0]
 
     @property
     def quant_format(self) -> QuantFormat | None:
@@ -95,11 +102,11 @@ class Hop:
         return SentBytes(self.neighbours * nbytes, far * nbytes)
 
 
-def make_hop(grid: Topology, stream: int, ranks: tuple[int, ...], format: WireFormat) -> Hop:
+def make_hop(grid: Topology, streams: tuple[int, ...], ranks: tuple[int, ...], format: WireFormat) -> Hop:
     """The hop of rank `grid.rank`, which is one of `ranks`."""
     group_rank, node = ranks.index(grid.rank), grid.node_of(grid.rank)
     return Hop(
-        stream=stream,
+        streams=streams,
         ranks=ranks,
         group_rank=group_rank,
         format=format,

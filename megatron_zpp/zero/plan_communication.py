@@ -82,9 +82,17 @@ class _Streams:
         self.ranks.append(tuple(ranks))
         return len(self.ranks) - 1
 
-    def hop(self, stream: int, format: WireFormat) -> Hop:
-        """A hop on a stream."""
-        return make_hop(self.grid, stream, self.ranks[stream], format)
+    def in_turn(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The indices of new streams on which the exchanges of these ranks take turns, if nodes differ."""
+        first = self.new(ranks)
+        if len({self.grid.node_of(rank) for rank in ranks}) == 1:
+            return (first,)
+        return (first, self.new(ranks))
+
+    def hop(self, streams: int | tuple[int, ...], format: WireFormat) -> Hop:
+        """A hop on one stream, or on several in turn."""
+        indices = (streams,) if isinstance(streams, int) else streams
+        return make_hop(self.grid, indices, self.ranks[indices[0]], format)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +117,10 @@ def _plan_gathers(
     group = zero.hpz_ranks(grid.local_world_size, grid.nodes)
 
     def gather(
-        stream: int, format: WireFormat, shards: int, largest_format: CodeFormat | None = None
+        stream: int | tuple[int, ...],
+        format: WireFormat,
+        shards: int,
+        largest_format: CodeFormat | None = None,
     ) -> GatherPlan:
         return GatherPlan(
             hop=streams.hop(stream, format),
@@ -125,7 +136,7 @@ def _plan_gathers(
             zero.zero_quantized_weights_format, zero.zero_quantization_block or WEIGHT_BLOCK
         )
     if isinstance(format, LloydMaxFormat):
-        weights = gather(streams.new(grid.cross_node_ranks), format, 1, eight_bits(format))
+        weights = gather(streams.in_turn(grid.cross_node_ranks), format, 1, eight_bits(format))
         slot_stream = streams.new(grid.node_ranks)
         secondary = gather(slot_stream, compute_dtype, grid.nodes)
         return _Gathers(weights=weights, inside=None, secondary=secondary, slot_stream=slot_stream)
@@ -177,9 +188,10 @@ def _plan_reduction(
         hops = (streams.hop(streams.new(grid.node_ranks), inside),)
     else:
         only = between if quantized and grid.nodes > 1 else inside
-        hops = (streams.hop(streams.new(range(grid.world_size)), only),)
+        everyone = range(grid.world_size)
+        hops = (streams.hop(streams.in_turn(everyone) if quantized else streams.new(everyone), only),)
     if algorithm.several_hops:
-        hops = (*hops, streams.hop(streams.new(grid.cross_node_ranks), between))
+        hops = (*hops, streams.hop(streams.in_turn(grid.cross_node_ranks), between))
     return ReductionPlan(
         algorithm=algorithm,
         hops=hops,

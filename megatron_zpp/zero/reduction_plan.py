@@ -1,7 +1,7 @@
 """How gradients are summed over ranks: the algorithm, its buffers, and the bytes that it sends."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
@@ -42,20 +42,27 @@ class Accumulation(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ReductionBuffers:
-    """Memory that reductions share; each is of the largest unit, or chunk of a unit."""
+    """Memory that reductions share; each is of the largest unit, or chunk of a unit.
+
+    Of `node_sums` and `received_sums` there are two, so that one is filled while the other one is sent. Where
+    reductions take turns on several streams, there are as many of all buffers (`turns`).
+    """
 
     joined: Buffer = Buffer(0, torch.uint8)  # segments of a gradient side by side; sums to be gathered
     to_send: Buffer = Buffer(0, torch.uint8)  # messages of the first hop
     received: Buffer = Buffer(0, torch.uint8)  # by the first hop; with peer writes, what other ranks write
     exact: Buffer = Buffer(0, torch.float32)  # a node's sum, where it travels in a smaller format
     folded: Buffer = Buffer(0, torch.float32)  # received by the fold: sums of the groups of a node
-    node_sums: Buffer = Buffer(0, torch.uint8)  # a node's sums, twice, so that one is filled and one is sent
+    node_sums: Buffer = Buffer(0, torch.uint8)
     received_sums: Buffer = Buffer(0, torch.uint8)  # by the second hop
+    turns: int = 1
 
     @property
     def nbytes(self) -> int:
         """Bytes of all of them."""
-        return sum(getattr(self, one.name).nbytes for one in fields(self)) + self.node_sums.nbytes
+        once = (self.joined, self.to_send, self.received, self.exact, self.folded)
+        total = self.turns * sum(buffer.nbytes for buffer in once)
+        return total + 2 * (self.node_sums.nbytes + self.received_sums.nbytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +234,11 @@ class ReductionPlan:
                 messages = first.buffer(shard, ranks)
                 joined = Buffer(numel, self.compute_dtype)
                 return ReductionBuffers(
-                    joined=joined, to_send=messages, received=messages, folded=self._folded(shard)
+                    joined=joined,
+                    to_send=messages,
+                    received=messages,
+                    folded=self._folded(shard),
+                    turns=len(first.streams),
                 )
             case ReductionAlgorithm.QUANTIZED_TWO_HOPS:
                 chunk = self._chunk_numel(shard)

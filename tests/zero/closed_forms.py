@@ -55,14 +55,14 @@ def calls_library(nodes: int, local: int) -> bool:
 def reduction_bytes(layouts: Sequence[FlatLayout], nodes: int, *, reduce_bytes: int, sum_bytes: int) -> int:
     """Buffers in which reductions of unquantised gradients receive, one unit at a time.
 
-    In two hops: what the ranks of the node send, two units' sums in turn and what hop 2 receives, and an fp32
-    sum before it is rounded to less.
+    In two hops: what the ranks of the node send, two units' sums and what two hops 2 receive, in turn, and an
+    fp32 sum before it is rounded to less.
     """
     local = layouts[0].ranks // nodes
     shard = max(layout.shard_numel for layout in layouts)
     if min(nodes, local) > 1:
         exact = 4 * nodes * shard if sum_bytes < 4 else 0
-        return nodes * local * shard * reduce_bytes + 3 * nodes * shard * sum_bytes + exact
+        return nodes * local * shard * reduce_bytes + 4 * nodes * shard * sum_bytes + exact
     return nodes * local * shard * reduce_bytes if nodes * local > 1 else 0
 
 
@@ -108,13 +108,17 @@ def zeropp_bytes(
 
 
 def quantized_reduction_bytes(layouts: Sequence[FlatLayout], nodes: int, quant_format: QuantFormat) -> int:
-    """Room for the messages of qgZ: sent and received by hop 1, two sums in turn and what hop 2 receives."""
+    """Room for the messages of qgZ: sent and received by hop 1, and two sums and two times received by hop 2.
+
+    Between nodes of one rank two reductions take turns, each with messages and a 16-bit gradient to send.
+    """
     local = layouts[0].ranks // nodes
     two_hops = nodes > 1 and local > 1
     chunk = max(chunk_numel(layout.shard_numel, two_hops, quant_format.block) for layout in layouts)
     if not two_hops:
-        return 2 * layouts[0].ranks * quant_format.message_bytes(chunk)
-    return 2 * local * quant_format.message_bytes(nodes * chunk) + 3 * nodes * quant_format.message_bytes(
+        messages = 2 * layouts[0].ranks * quant_format.message_bytes(chunk)
+        return 2 * messages + 2 * layouts[0].numel if nodes > 1 else messages
+    return 2 * local * quant_format.message_bytes(nodes * chunk) + 4 * nodes * quant_format.message_bytes(
         chunk
     )
 

@@ -256,7 +256,7 @@ class Summed(NamedTuple):
         return dataclasses.replace(
             reduction,
             algorithm=self.algorithm,
-            hops=(dataclasses.replace(hop, stream=0, format=self.dtype),),
+            hops=(dataclasses.replace(hop, streams=(0,), format=self.dtype),),
             compute_dtype=self.sent,
             gradient_dtype=self.dtype,
             peer_writes=peer_writes and self.algorithm is not ReductionAlgorithm.LIBRARY,

@@ -55,16 +55,21 @@ def plan_of(topology: Topology, quant_format: QuantFormat, layout: FlatLayout) -
         reduce_in_bf16=False,
         copy_engines=copy_engines(topology),
     ).reduction
-    hops = (dataclasses.replace(hop, stream=i, format=quant_format) for i, hop in enumerate(plan.hops))
+    first = plan.hops[0].stream  # after those of the gathers
+    hops = (
+        dataclasses.replace(hop, streams=tuple(one - first for one in hop.streams), format=quant_format)
+        for hop in plan.hops
+    )
     return dataclasses.replace(plan, hops=tuple(hops))
 
 
 def streams_of(plan: ReductionPlan, topology: Topology, ledger: TrafficLedger) -> list[CommStream]:
-    """A communication stream for each hop."""
+    """The communication streams of the hops."""
     uses_copy_engines = copy_engines(topology)
     return [
         CommStream(hop.ranks, topology, this_device(), ledger, None, copy_engines=uses_copy_engines)
         for hop in plan.hops
+        for _ in hop.streams
     ]
 
 

@@ -1,4 +1,4 @@
-"""The schedule of two hops: both links at work at once, and no buffer filled before it is sent."""
+"""The schedule of two hops: both links busy, two hops 2 at once, and no buffer filled before it is sent."""
 
 import threading
 
@@ -16,14 +16,15 @@ UNITS, SECONDS = 3, 120.0
 
 
 def hold_hop_two(topology: Topology) -> tuple[list[bool], list[list[float]]]:
-    """Whether hop 1 of each unit ran while hop 2 of the one before it was held, and what arrived."""
+    """Whether hops 1, and the second hop 2, ran while hop 2 of the unit before was held; what arrived."""
     comm_streams = [
         CommStream(ranks, topology, torch.device("cpu"), TrafficLedger(topology), None)
-        for ranks in (topology.node_ranks, topology.cross_node_ranks)
+        for ranks in (topology.node_ranks, topology.cross_node_ranks, topology.cross_node_ranks)
     ]
+    inside, *between = comm_streams
     sums = Buffer(2, torch.float32)
-    hops = TwoHops(*comm_streams, ReductionBuffers(node_sums=sums, received_sums=sums))
-    filled = [threading.Event() for _ in range(UNITS)]
+    hops = TwoHops(inside, between, ReductionBuffers(node_sums=sums, received_sums=sums))
+    filled, present = ([threading.Event() for _ in range(UNITS)] for _ in range(2))
     beside, arrived, pending = [], [], []
 
     def fill(sums: torch.Tensor, unit: int) -> None:
@@ -31,7 +32,10 @@ def hold_hop_two(topology: Topology) -> tuple[list[bool], list[list[float]]]:
         filled[unit].set()
 
     def take(received: torch.Tensor, unit: int) -> None:
+        present[unit].set()
         beside.append(filled[min(unit + 1, UNITS - 1)].wait(SECONDS))
+        if unit == 0:
+            beside.append(present[1].wait(SECONDS))
         if unit + 2 < UNITS:  # has this unit's buffer
             assert not filled[unit + 2].is_set()
         arrived.append(received.tolist())

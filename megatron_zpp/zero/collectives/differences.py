@@ -12,7 +12,7 @@ So references have equal bits on all nodes, and what the codes lost is in the ne
 too much, `DifferenceFormats` has the unit travel in 8 bits, as linear codes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_zpp.distributed.comm_stream import CommStream, Pending
 from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.ops.operations import Operations
+from megatron_zpp.zero.collectives.in_turn import InTurn
 from megatron_zpp.zero.collectives.rotation import clear
 from megatron_zpp.zero.communication_plan import GatherPlan
 from megatron_zpp.zero.hop import CodeFormat
@@ -28,18 +29,18 @@ from megatron_zpp.zero.hop import CodeFormat
 class WeightDifferences:
     """The exchange of one run."""
 
-    def __init__(self, plan: GatherPlan, between: CommStream, operations: Operations) -> None:
-        """`between` has the cross-node ranks."""
+    def __init__(self, plan: GatherPlan, between: Sequence[CommStream], operations: Operations) -> None:
+        """Each of `between` has the cross-node ranks; exchanges take turns on them."""
         assert isinstance(plan.hop.format, LloydMaxFormat)
-        self._between, self._operations = between, operations
-        self._nodes = len(plan.hop.ranks)
-        self._received = between.zeros(*plan.received)
+        self._operations = operations
+        self._nodes, self._node = len(plan.hop.ranks), plan.hop.group_rank
+        self._lanes = InTurn([(stream, stream.zeros(*plan.received)) for stream in between])
         blocks = max(layout.shard_numel for layout in plan.layouts) // plan.hop.format.block
-        self._squares = torch.zeros(2 * blocks, device=self._received.device)
+        self._squares = between[0].zeros(2 * blocks, torch.float32)
 
     def own_part(self, reference: Tensor) -> Tensor:
         """This rank's shard (n,) of its node's reference (nodes · n,)."""
-        return reference.view(self._nodes, -1)[self._between.group_rank]
+        return reference.view(self._nodes, -1)[self._node]
 
     def write_key_frame(self, weights: Tensor, reference: Tensor) -> None:
         """Begin a reference with `weights` (n,) in bf16; `publish` sends it."""
@@ -47,7 +48,8 @@ class WeightDifferences:
 
     def publish(self, reference: Tensor) -> Pending:
         """Send this rank's part of the reference itself, at the start of a run."""
-        return self._between.submit(lambda: self._between.all_gather(reference, self.own_part(reference)))
+        between, _ = self._lanes.next()
+        return between.submit(lambda: between.all_gather(reference, self.own_part(reference)))
 
     def exchange(
         self,
@@ -83,15 +85,17 @@ class WeightDifferences:
         )
         torch.sum(squares, dim=1, dtype=torch.float64, out=measured)
 
+        between, buffer = self._lanes.next()
+
         def work() -> None:
-            received = self._received[: self._nodes * len(codes)]
-            self._between.all_gather(received, codes)
+            received = buffer[: self._nodes * len(codes)]
+            between.all_gather(received, codes)
             apply(self._operations, received.view(self._nodes, -1), reference, sent)
             clear(reference, gaps)
             if then is not None:
                 then()
 
-        return self._between.submit(work)
+        return between.submit(work)
 
 
 def encode(

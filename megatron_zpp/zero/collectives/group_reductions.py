@@ -17,9 +17,9 @@ class FoldedReduceScatter:
     """One node: the groups sum after every micro-batch, and the fold adds their sums once per step."""
 
     def __init__(
-        self, plan: ReductionPlan, comm_streams: Sequence[CommStream], operations: Operations | None
+        self, plan: ReductionPlan, comm_streams: Sequence[Sequence[CommStream]], operations: Operations | None
     ) -> None:
-        group, between_groups = comm_streams
+        (group,), (between_groups,) = comm_streams
         self._group, self._groups = group, plan.groups
         self._first = build_first_hop(plan, group, operations)
         self._fold = Fold(plan, between_groups, operations)

@@ -9,6 +9,7 @@ from megatron_zpp.distributed.comm_stream import CommStream, Pending
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.collectives.codecs import BlockCodec, build_codec
 from megatron_zpp.zero.collectives.first_hop import Fold, QuantizedFirstHop, all_of, owning
+from megatron_zpp.zero.collectives.in_turn import InTurn
 from megatron_zpp.zero.collectives.rotation import Rotation
 from megatron_zpp.zero.collectives.two_hops import TwoHops
 from megatron_zpp.zero.grad_segments import GradSegment
@@ -19,10 +20,10 @@ class QuantizedOneHopReduceScatter:
     """Between ranks of one node, or nodes of one rank: every rank decodes and sums the messages for it."""
 
     def __init__(
-        self, plan: ReductionPlan, comm_streams: Sequence[CommStream], operations: Operations
+        self, plan: ReductionPlan, comm_streams: Sequence[Sequence[CommStream]], operations: Operations
     ) -> None:
-        (self._comm_stream,) = comm_streams
-        self._first = QuantizedFirstHop(plan, self._comm_stream, operations)
+        (in_turn,) = comm_streams
+        self._lanes = InTurn([(stream, QuantizedFirstHop(plan, stream, operations)) for stream in in_turn])
 
     def reduce(
         self,
@@ -35,10 +36,11 @@ class QuantizedOneHopReduceScatter:
     ) -> Pending:
         """See Reduction."""
         assert squares is None
-        pending = self._first.sum(sent, total, add=add, rotation=rotation)
+        comm_stream, hop = self._lanes.next()
+        pending = hop.sum(sent, total, add=add, rotation=rotation)
         if rotation is None:
             return pending
-        return all_of([pending, self._comm_stream.submit(lambda: rotation.clear_gaps(total))])
+        return all_of([pending, comm_stream.submit(lambda: rotation.clear_gaps(total))])
 
 
 class QuantizedTwoHopReduceScatter:
@@ -49,14 +51,14 @@ class QuantizedTwoHopReduceScatter:
     """
 
     def __init__(
-        self, plan: ReductionPlan, comm_streams: Sequence[CommStream], operations: Operations
+        self, plan: ReductionPlan, comm_streams: Sequence[Sequence[CommStream]], operations: Operations
     ) -> None:
-        inside, between, *fold = comm_streams
-        self._plan, self._operations, self._between = plan, operations, between
+        (inside,), between, *fold = comm_streams
+        self._plan, self._operations, self._between = plan, operations, between[0]
         self._ranks, self._nodes = plan.groups * len(inside.ranks) * plan.nodes, plan.nodes
         self._first = QuantizedFirstHop(plan, inside, operations)
         self._second = build_codec(plan.hops[1].code_format, operations)
-        self._fold = Fold(plan, fold[0], operations) if fold else None
+        self._fold = Fold(plan, fold[0][0], operations) if fold else None
         self._node_sum = inside.zeros(*plan.buffers.exact)
         self._hops = TwoHops(inside, between, plan.buffers)
 
@@ -152,6 +154,12 @@ class QuantizedTwoHopReduceScatter:
         return self._hops.submit(self._nodes * self._second.message_bytes(len(chunk)), fill, take)
 
     def _cleared(self, pending: list[Pending], total: Tensor, rotation: Rotation | None) -> Pending:
-        if rotation is not None:
-            pending.append(self._between.submit(lambda: rotation.clear_gaps(total)))
-        return all_of(pending)
+        if rotation is None:
+            return all_of(pending)
+        summed = all_of(pending)
+
+        def clear_gaps() -> None:
+            summed.wait()
+            rotation.clear_gaps(total)
+
+        return all_of([*pending, self._between.submit(clear_gaps)])

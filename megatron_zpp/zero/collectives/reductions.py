@@ -20,9 +20,9 @@ class LibraryAllReduce:
     """The all-reduce of NCCL or gloo, which sums in the plan's `gradient_dtype`, between nodes at stage 0."""
 
     def __init__(
-        self, plan: ReductionPlan, comm_streams: Sequence[CommStream], operations: Operations | None
+        self, plan: ReductionPlan, comm_streams: Sequence[Sequence[CommStream]], operations: Operations | None
     ) -> None:
-        (self._comm_stream,) = comm_streams
+        ((self._comm_stream,),) = comm_streams
         joined = plan.buffers.joined
         self._joined = self._comm_stream.zeros(*joined) if joined.numel else None
 
@@ -51,9 +51,9 @@ class LocalSumAllReduce:
     """Every rank receives all gradients and sums them itself."""
 
     def __init__(
-        self, plan: ReductionPlan, comm_streams: Sequence[CommStream], operations: Operations | None
+        self, plan: ReductionPlan, comm_streams: Sequence[Sequence[CommStream]], operations: Operations | None
     ) -> None:
-        (self._comm_stream,) = comm_streams
+        ((self._comm_stream,),) = comm_streams
         joined = self._comm_stream.zeros(*plan.buffers.joined)
         self._exchange = build_exchange(plan, self._comm_stream, operations, joined, whole=True)
 
@@ -75,9 +75,9 @@ class TwoStepAllReduce:
     """A reduce-scatter, and a gather of sums rounded once to `gradient_dtype`: copy engines can do both."""
 
     def __init__(
-        self, plan: ReductionPlan, comm_streams: Sequence[CommStream], operations: Operations | None
+        self, plan: ReductionPlan, comm_streams: Sequence[Sequence[CommStream]], operations: Operations | None
     ) -> None:
-        (self._comm_stream,) = comm_streams
+        ((self._comm_stream,),) = comm_streams
         self._sums = self._comm_stream.zeros(*plan.buffers.joined)
         self._exchange = build_exchange(plan, self._comm_stream, operations, self._sums)
 
@@ -111,9 +111,9 @@ class OneHopReduceScatter:
     """One exchange over all ranks: each sums its own shard."""
 
     def __init__(
-        self, plan: ReductionPlan, comm_streams: Sequence[CommStream], operations: Operations | None
+        self, plan: ReductionPlan, comm_streams: Sequence[Sequence[CommStream]], operations: Operations | None
     ) -> None:
-        (self._comm_stream,) = comm_streams
+        ((self._comm_stream,),) = comm_streams
         joined = self._comm_stream.zeros(*plan.buffers.joined)
         self._exchange = build_exchange(plan, self._comm_stream, operations, joined)
 
@@ -139,13 +139,13 @@ class TwoHopReduceScatter:
     """
 
     def __init__(
-        self, plan: ReductionPlan, comm_streams: Sequence[CommStream], operations: Operations | None
+        self, plan: ReductionPlan, comm_streams: Sequence[Sequence[CommStream]], operations: Operations | None
     ) -> None:
-        inside, between, *fold = comm_streams
+        (inside,), between, *fold = comm_streams
         self._operations, buffers = operations, plan.buffers
-        self._nodes = len(between.ranks)
+        self._nodes = plan.nodes
         self._inside, self._first = inside, PlainFirstHop(plan, inside, operations)
-        self._fold = Fold(plan, fold[0], operations) if fold else None
+        self._fold = Fold(plan, fold[0][0], operations) if fold else None
         self._groups = plan.groups
         self._exact = inside.zeros(*buffers.exact) if buffers.exact.numel else None
         self._hops = TwoHops(inside, between, buffers)

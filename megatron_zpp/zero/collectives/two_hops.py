@@ -1,6 +1,6 @@
 """Runs reductions in two hops, inside a node and between nodes, so that both links are busy at once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -12,14 +12,16 @@ class TwoHops:
     """Hop 1 of a reduction runs while hop 2 of the one before it is on the wire.
 
     Hop 1 makes the sums of this node, a part for each node, and hop 2 sends each part to the cross-node rank
-    of that node. Sums lie in one of two buffers in turn, which is not filled again before it is sent.
+    of that node. Sums lie in one of two buffers in turn, which is not filled again before it is sent. The two
+    turns have a stream between nodes each, so that two hops 2 can be on the wire.
     """
 
-    def __init__(self, inside: CommStream, between: CommStream, buffers: ReductionBuffers) -> None:
-        """`inside` has the ranks of this rank's node, `between` its cross-node ranks."""
+    def __init__(self, inside: CommStream, between: Sequence[CommStream], buffers: ReductionBuffers) -> None:
+        """`inside` has the ranks of this rank's node, and both of `between` its cross-node ranks."""
+        assert len(between) == 2
         self._inside, self._between = inside, between
-        self._sums = [between.zeros(*buffers.node_sums) for _ in range(2)]
-        self._received = between.zeros(*buffers.received_sums)
+        self._sums = [stream.zeros(*buffers.node_sums) for stream in between]
+        self._received = [stream.zeros(*buffers.received_sums) for stream in between]
         self._sending = [Pending(), Pending()]  # the work that reads each of `_sums`
         self._turn = 0
 
@@ -30,7 +32,12 @@ class TwoHops:
         belongs to this call until `take` returns.
         """
         turn, self._turn = self._turn, 1 - self._turn
-        sums, received, sent_before = self._sums[turn][:numel], self._received[:numel], self._sending[turn]
+        sums, received, sent_before = (
+            self._sums[turn][:numel],
+            self._received[turn][:numel],
+            self._sending[turn],
+        )
+        stream = self._between[turn]
 
         def inside() -> None:
             sent_before.wait()
@@ -40,8 +47,8 @@ class TwoHops:
 
         def between() -> None:
             summed.wait()
-            self._between.all_to_all(received, sums)
+            stream.all_to_all(received, sums)
             take(received)
 
-        self._sending[turn] = self._between.submit(between)
+        self._sending[turn] = stream.submit(between)
         return self._sending[turn]
