@@ -209,9 +209,15 @@ def _is_wandb(process_id: int) -> bool:
 
 
 def _all_end(launchers: list[subprocess.Popen[bytes]], ranks: list[int]) -> bool:
-    """Whether launchers and ranks end in time."""
+    """Whether launchers and ranks end in time.
+
+    A torchrun whose ranks have all ended may go on: it waits 300 s for the dead one (its exit barrier).
+    """
     deadline = time.monotonic() + PATIENCE
-    while not all(map(ended, ranks)) or any(launcher.poll() is None for launcher in launchers):
+    while not all(map(ended, ranks)) or any(
+        launcher.poll() is None and not (ranks and all(map(ended, _children(launcher.pid))))
+        for launcher in launchers
+    ):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
