@@ -27,9 +27,8 @@ def tables() -> dict[str, list[str]]:
         for row in h200_rows()
     ]
     sockets = [
-        f"| {row['nccl']} | {row['micro_batches']} | {row['run']} | {row['measured_ms']:.0f} | "
-        f"{row['milliseconds']:.0f} | {_off(row['milliseconds'], row['measured_ms'])} | "
-        f"{row['scaled_ms']:.0f} | {_off(row['scaled_ms'], row['measured_ms'])} |"
+        f"| {row['nccl']} | {row['micro_batches']} | {row['run']} | "
+        f"{row['gib']:.2f} | {row['measured_gib']:.2f} | {_times(row)} |"
         for row in socket_rows()
     ]
     links = [

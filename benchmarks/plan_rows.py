@@ -6,15 +6,14 @@ peak, so their memory is compared without the loss. Time follows from the consta
 share of the peak is fitted to one H200 alone, and the CPU's rate to the offloaded optimizer.
 
 Results between nodes whose ranks shared a GPU ("shared_gpu") compare memory only. Steps between nodes with
-one GPU per rank are those of sockets_independent.json. They are planned twice from the rates that NCCL's
-collectives reached there: with these rates, and with one factor on all rates of a set of sockets, fitted to
-its steps of one micro-batch.
+one GPU per rank are planned from the rates that NCCL's collectives reached in the same result.
 """
 
 import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import mean
 from typing import Any
 
 from benchmarks.common import RESULTS
@@ -43,7 +42,11 @@ SHAPES: dict[tuple[str, int], str] = {  # model and micro-batch size on one GPU 
     ("6.7b", 10): "6.7b",
 }
 GPU_VOCAB = 50304
-SOCKETS = "sockets_independent"  # until zero_speed.py has measured the same
+SOCKETS = (  # results of steps between nodes of one GPU, and those with the rates of collectives there
+    ("mbs8_acc1_2x1_default", "mbs8_acc1_2x1_default"),
+    ("mbs8_acc1_2x1_4sockets", "mbs8_acc1_2x1_4sockets"),
+    ("mbs8_acc8_2x1_default", "mbs8_acc1_2x1_default"),
+)
 EARLIER_LOSS = 12  # fp32 softmax, gradient of its output, gradient of its input
 INFINITE = float("inf")
 
@@ -121,8 +124,8 @@ def h200_rows() -> list[Row]:
                 continue
             if nodes == 1 and not compiled and contestant != "stage_3_offload":
                 continue  # measured again later
-            if nodes > 1 and contestant == "stage_1":
-                continue  # measured when it sent fp32
+            if nodes > 1 and contestant in ("stage_1", "qgz", "zeropp"):
+                continue  # measured when it sent fp32, or gradients between nodes by one stream
             alone = contestant == "one_gpu"
             grid = (1, 1) if alone else (nodes, local)
             job = job_of(model, GPU_VOCAB, CONTESTANTS.get(contestant, {}), *grid, micro_batch, compiled)
@@ -147,66 +150,50 @@ def h200_rows() -> list[Row]:
 
 
 def socket_rows() -> list[Row]:
-    """Rows of steps between nodes with one GPU per rank, planned from NCCL's rates and with one factor."""
-    tables = json.loads((RESULTS / f"{SOCKETS}.json").read_text())["figures"]["tables"]
-    factors: dict[str, float] = {}
+    """Rows of steps between nodes with one GPU per rank: memory, and time by the rates of NCCL's sockets."""
     rows = []
-    for table in tables:
-        if table["shared_gpu"]:
-            continue
-        steps = [
-            (name, _socket_job(table, name), figure["milliseconds"] / 1000)
-            for name, figure in table["contestants"].items()
-            if name in CONTESTANTS
-        ]
-        fits = table["micro_batches"] == 1
-        if fits:
-            factors[table["nccl"]] = _factor(table, [(job, measured) for _, job, measured in steps])
-        factor = factors[table["nccl"]]
-        for name, job, measured in steps:
-            passes = traffic_of(job)
-            plain, scaled = (step_time(job, _sockets(table, each), passes).seconds for each in (1.0, factor))
+    for name, with_links in SOCKETS:
+        figures = _zero_speed(name)
+        rates = _sockets(_zero_speed(with_links)["links"]["rounds"])
+        settings = figures["settings"]
+        grid = (figures["nodes"], figures["ranks_per_node"], settings["micro_batch_size"])
+        for contestant, figure in figures["contestants"].items():
+            if contestant not in CONTESTANTS:
+                continue
+            zero, batches = CONTESTANTS[contestant], settings["micro_batches"]
+            job = job_of(_measured_model(), GPU_VOCAB, zero, *grid, micro_batches=batches)
+            gather = rates.link if job.zero.sends_differences else rates.gather
+            seconds = step_time(job, replace(rates, gather=gather), traffic_of(job)).seconds
             rows.append(
                 {
-                    "nccl": table["nccl"],
-                    "micro_batches": table["micro_batches"],
-                    "run": name,
-                    "milliseconds": round(1000 * plain, 1),
-                    "factor": round(factor, 3),
-                    "scaled_ms": round(1000 * scaled, 1),
-                    "measured_ms": 1000 * measured,
-                    "fitted": fits,
+                    "nccl": figures["nccl"]["name"],
+                    "micro_batches": batches,
+                    "run": contestant,
+                    "gib": round(memory_of(job).peak / 2**30, 2),
+                    "measured_gib": round(figure["peak_gib"], 2),
+                    "milliseconds": round(1000 * seconds, 1),
+                    "measured_ms": round(figure["milliseconds"], 1),
+                    "fitted": False,
                 }
             )
     return rows
 
 
-def _socket_job(table: Row, contestant: str) -> Job:
-    grid = (table["nodes"], table["ranks_per_node"], table["micro_batch_size"])
-    batches = table["micro_batches"]
-    return job_of(_measured_model(), GPU_VOCAB, CONTESTANTS[contestant], *grid, micro_batches=batches)
+def _zero_speed(name: str) -> Row:
+    return json.loads((RESULTS / f"zero_speed_1.3b_{name}.json").read_text())["figures"]
 
 
-def _sockets(table: Row, factor: float) -> Machine:
-    """H200s whose nodes are linked by NCCL's sockets, at `factor` times the rates of collectives alone.
+def _sockets(rounds: list[Row]) -> Machine:
+    """H200s whose nodes are linked by NCCL's sockets, by the mean of the rates of all rounds and sizes.
 
-    The engine's gathers are all-gathers and its reductions all-to-alls, each on a separate communicator.
+    Gathers of weights are all-gathers on one communicator. Exchanges on two in turn have what two reach.
     """
-    links = {name: factor * 1e9 * rate for name, rate in table["links"].items()}
-    together = links["all_gather_beside_all_to_all"]
-    return replace(h200(), gather=links["all_gather"], exchange=links["all_to_all"], link=together)
 
+    def rate(collective: str) -> float:
+        return 1e9 * mean(figure for one in rounds for figure in one[collective].values())
 
-def _factor(table: Row, steps: list[tuple[Job, float]]) -> float:
-    """The factor with the smallest maximum of the relative errors of `steps`."""
-
-    def worst(factor: float) -> float:
-        rates = _sockets(table, factor)
-        return max(
-            abs(step_time(job, rates, traffic_of(job)).seconds / measured - 1) for job, measured in steps
-        )
-
-    return min((step / 1000 for step in range(700, 1401, 5)), key=worst)
+    together = rate("all_gather_beside_all_to_all")
+    return replace(h200(), gather=rate("all_gather"), exchange=together, link=together)
 
 
 def _measured_model() -> ModelConfig:

@@ -122,13 +122,18 @@ def test_measured_runs_of_two_h100s_are_predicted() -> None:
 
 
 def test_steps_over_sockets_are_predicted_from_the_rates_of_collectives() -> None:
-    """Within 15% with rates of collectives alone, within 8% with one factor per set of sockets."""
+    """Memory within 1%; time within 15% on default sockets, and up to 25% too fast on 4.
+
+    Nothing is fitted to these steps.
+    """
     rows = socket_rows()
-    assert len(rows) == 8
+    assert len(rows) == 5
     for row in rows:
-        assert row["milliseconds"] == pytest.approx(row["measured_ms"], rel=0.15), row
-        assert row["scaled_ms"] == pytest.approx(row["measured_ms"], rel=0.08), row
-    assert [row["run"] for row in rows if not row["fitted"]] == ["zeropp"]  # of eight micro-batches
+        assert row["gib"] == pytest.approx(row["measured_gib"], rel=0.01), row
+        if row["nccl"] == "default":
+            assert row["milliseconds"] == pytest.approx(row["measured_ms"], rel=0.15), row
+        else:
+            assert 0.75 < row["milliseconds"] / row["measured_ms"] < 1, row
 
 
 def test_ranks_that_shared_a_gpu_are_no_measure_of_time() -> None:
