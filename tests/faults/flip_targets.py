@@ -26,6 +26,7 @@ from safetensors.numpy import load_file
 from megatron_zpp.checkpoint.directory import candidates, checkpoint_path
 from megatron_zpp.checkpoint.foreign.torch_file import StoredTensor, read_torch_file
 from megatron_zpp.checkpoint.huggingface.load import open_weights
+from megatron_zpp.checkpoint.memory_copies import MemoryCopies, SnapshotName, file_names
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.checkpoint.states import describe_state, shards_of
 from megatron_zpp.checkpoint.tokenizer import trained_tokenizer
@@ -39,6 +40,7 @@ from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.data.order_cache import OrderCache
 from megatron_zpp.data.provenance import check_provenance, write_provenance
 from megatron_zpp.data.text.cache import TokenCache
+from megatron_zpp.data.text.shards import open_shards
 from megatron_zpp.data.text.sources import JsonLinesText
 from megatron_zpp.data.verify import verify_tokens
 from megatron_zpp.distributed.exchange import Exchange
@@ -117,7 +119,7 @@ def _record_of_tokenizer(directory: Path) -> Target:
     return Target("record of the tokenizer", (file,), partial(check_provenance, directory / "x", OURS))
 
 
-def _checkpoint(directory: Path) -> Target:
+def _checkpoint(directory: Path, name: str = "checkpoint", **zero: object) -> Target:
     """With a tokenizer's files in it, as a run has them."""
     train_bpe(directory, [TEXT])
     tokenizer_config = TokenizerConfig(
@@ -126,7 +128,7 @@ def _checkpoint(directory: Path) -> Target:
         merge_file=str(directory / "merges.txt"),
     )
     tokenizer = build_tokenizer(tokenizer_config)
-    engine = small()
+    engine = small(**zero)
     train(engine, 1, seed=1)
     argv = OF_SMALL.replace("--tokenizer-type NullTokenizer --vocab-size 49", "").split()
     argv += ["--tokenizer-type", "GPT2BPETokenizer"]
@@ -145,7 +147,31 @@ def _checkpoint(directory: Path) -> Target:
             reader.check_rest(0, 1)
             return weights, reader.state, describe(found)
 
-    return Target("checkpoint", tuple(sorted(path.iterdir())), read)
+    return Target(name, tuple(sorted(path.iterdir())), read)
+
+
+def _memory_snapshot(directory: Path) -> Target:
+    """The copy of one rank, and the checkpoint that a start makes of it."""
+    engine = small(zero_stage=3)
+    train(engine, 1, seed=1)
+    tokenizer = describe(build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=49)))
+    config = parse_args(OF_SMALL.split()).to_json()
+    state = describe_state(engine, FIRST, with_optimizer=True, config=config, tokenizer=tokenizer)
+    copies, snapshot = MemoryCopies(directory / "memory", 0), SnapshotName(FIRST.iteration, "0" * 8)
+    copies.write(snapshot, 0, shards_of(engine, with_optimizer=True), state)
+
+    def read() -> Any:
+        found, problems = copies.found()
+        if problems:
+            raise ValueError(*problems)
+        copies.assemble(snapshot, [copy.rank for copy in found[snapshot]], directory / "made")
+        with CheckpointReader(directory / "made") as reader:
+            weights = {name: tensor.numpy().tobytes() for name, tensor in reader.parameters().items()}
+            reader.check_rest(0, 1)
+            return weights, reader.state
+
+    files = [copies.find(name) for name in file_names(snapshot, 0)]
+    return Target("memory snapshot", tuple(file for file in files if file is not None), read)
 
 
 def _cached_order(directory: Path) -> Target:
@@ -353,6 +379,29 @@ def _compressed(directory: Path, suffix: str) -> Target:
     return Target(f"text in .{suffix}", (path,), read)
 
 
+def _parquet(directory: Path) -> Target:
+    """Text with the checksums of its pages; the index behind them has none."""
+    import pyarrow
+    import pyarrow.parquet
+
+    path = directory / "text.parquet"
+    table = pyarrow.table({"text": [f"{n} {n + 1}" for n in range(200)]})
+    pyarrow.parquet.write_table(table, path, row_group_size=60, write_page_checksum=True)
+    encoder = Encoder(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=300), ("text",), True)
+
+    def read() -> Any:
+        source = open_shards("--data-path", "set", [str(path)], "text", directory / "index")
+        found: list[int] = []
+        for block in range(source.blocks):
+            encoded = encoder(source.read(block))
+            if encoded.problems.counts:
+                raise ValueError(f"{path}: {encoded.problems.first[0].detail}")
+            found += encoded.tokens[0].tolist()
+        return found
+
+    return Target("text in Parquet", (path,), read)
+
+
 TOKENIZERS = (
     ("SentencePieceTokenizer", ("t.model",)),
     ("GPT2BPETokenizer", ("vocab.json", "merges.txt")),
@@ -373,4 +422,7 @@ TARGETS: tuple[tuple[int, Make], ...] = (  # each with its share of the changes:
     (200, _compiled),
     (200, _json_lines),
     *((200, partial(_compressed, suffix=suffix)) for suffix in ("gz", "zst")),
+    (10, partial(_checkpoint, name="checkpoint of blocks of a table", zero_stage=1, zero_table_rows=16)),
+    (10, _memory_snapshot),
+    (10, _parquet),
 )

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,21 +92,20 @@ class ParquetShard:
 
     def _lines(self, group: int) -> Generator[bytes, None, None]:
         """Yield the rows from a row group on."""
-        row = self._groups.rows[group]
         with self.file.open() as raw:
-            batches = _batches(raw, self._key, list(range(group, len(self._groups.rows) - 1)))
-            while True:
+            file = None
+            for number in range(group, len(self._groups.rows) - 1):
+                row, last = self._groups.rows[number : number + 2]
                 try:
-                    lines = json_lines(self._key, next(batches))
-                except StopIteration:
-                    lines = []
-                    if row == self._groups.rows[-1]:
-                        return
-                    raise _damaged(self.file, row, "it has fewer rows than its index says") from None
+                    file = file or _open(raw)
+                    for batch in _batches(file, self._key, number):
+                        lines = json_lines(self._key, batch)
+                        yield from lines
+                        row += len(lines)
                 except Exception as error:  # pyarrow raises subclasses of several built-in errors
                     raise _damaged(self.file, row, one_line(error)) from None
-                yield from lines
-                row += len(lines)
+                if row != last:  # pyarrow ends a row group at a page that it does not know
+                    raise _damaged(self.file, row, "its row group has not the rows that its index says")
 
 
 def _cut(groups: RowGroups, block_bytes: int) -> list[tuple[int, int]]:
@@ -119,13 +119,16 @@ def _cut(groups: RowGroups, block_bytes: int) -> list[tuple[int, int]]:
     return cuts
 
 
-def _batches(raw: Any, key: str, groups: list[int]) -> Iterator[Any]:
+def _open(raw: Any) -> Any:
     import pyarrow.parquet
 
-    file = pyarrow.parquet.ParquetFile(
+    return pyarrow.parquet.ParquetFile(
         raw, buffer_size=_BUFFER, pre_buffer=False, page_checksum_verification=True
     )
-    for batch in file.iter_batches(_BATCH_ROWS, row_groups=groups, columns=[key], use_threads=False):
+
+
+def _batches(file: Any, key: str, group: int) -> Iterator[Any]:
+    for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=[key], use_threads=False):
         yield batch.column(0)
 
 
@@ -209,14 +212,30 @@ def _read_index(flag: str, where: str, file: ShardFile, key: str) -> RowGroups:
         raise option_error("--json-key", key, f"{where} has no such column; it has {', '.join(columns)}")
     paths = [index.schema.column(number).path for number in range(index.num_columns)]
     numbers = [number for number, path in enumerate(paths) if path == key or path.startswith(f"{key}.")]
-    rows, size = [0], [0]
+    rows, size, end = [0], [0], 0
     for group in range(index.num_row_groups):
         described = index.row_group(group)
         if described.num_rows:
-            taken = sum(described.column(number).total_uncompressed_size for number in numbers)
+            columns = [described.column(number) for number in numbers]
             rows.append(rows[-1] + described.num_rows)
-            size.append(size[-1] + max(1, taken))
+            size.append(size[-1] + max(1, sum(column.total_uncompressed_size for column in columns)))
+            ranges = sorted(map(_bytes_of, columns), key=lambda each: each.start)
+            if ranges[0].start < end or any(b.start < a.stop for a, b in pairwise(ranges)):
+                raise option_error(
+                    flag, file.path, f"row group {group} overlaps another one; create it again"
+                )
+            end = ranges[-1].stop
         else:
             rows.append(rows[-1])
             size.append(size[-1])
+    if rows[-1] != index.num_rows:
+        fix = f"its index has {index.num_rows:,} rows, and {rows[-1]:,} in its row groups; create it again"
+        raise option_error(flag, file.path, fix)
     return RowGroups(tuple(rows), tuple(size))
+
+
+def _bytes_of(column: Any) -> range:
+    """The bytes of a column's pages in the file; those of a row group lie together."""
+    offsets = (column.dictionary_page_offset, column.data_page_offset)
+    start = min(offset for offset in offsets if offset is not None)
+    return range(start, start + column.total_compressed_size)
