@@ -41,7 +41,7 @@ from megatron_zpp.data.order_cache import OrderCache
 from megatron_zpp.data.provenance import check_provenance, write_provenance
 from megatron_zpp.data.text.cache import TokenCache
 from megatron_zpp.data.text.shards import open_shards
-from megatron_zpp.data.text.sources import JsonLinesText
+from megatron_zpp.data.text.sources import JsonLinesText, TextSource
 from megatron_zpp.data.verify import verify_tokens
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.native.library_file import install, problem_of
@@ -340,14 +340,7 @@ def _json_lines(directory: Path) -> Target:
     encoder = Encoder(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=100), ("text",), True)
 
     def read() -> Any:
-        source = JsonLinesText("--data-path", str(path), str(path))
-        found: list[int] = []
-        for block in range(source.blocks):
-            encoded = encoder(source.read(block))
-            if encoded.problems.counts:
-                raise ValueError(f"{path}: {encoded.problems.first[0].detail}")
-            found += encoded.tokens[0].tolist()
-        return found
+        return _tokens(JsonLinesText("--data-path", str(path), str(path)), encoder)
 
     def independent() -> Any:
         found: list[int] = []
@@ -357,6 +350,17 @@ def _json_lines(directory: Path) -> Target:
         return found
 
     return Target("text", (path,), read, independent)
+
+
+def _tokens(source: TextSource, encoder: Encoder) -> list[int]:
+    """The tokens of all blocks."""
+    found: list[int] = []
+    for block in range(source.blocks):
+        encoded = encoder(source.read(block))
+        if encoded.problems.counts:
+            raise ValueError(f"{source.location(block, 1)}: {encoded.problems.first[0].detail}")
+        found += encoded.tokens[0].tolist()
+    return found
 
 
 def write_lines(path: Path, number: int) -> None:
@@ -390,14 +394,7 @@ def _parquet(directory: Path) -> Target:
     encoder = Encoder(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=300), ("text",), True)
 
     def read() -> Any:
-        source = open_shards("--data-path", "set", [str(path)], "text", directory / "index")
-        found: list[int] = []
-        for block in range(source.blocks):
-            encoded = encoder(source.read(block))
-            if encoded.problems.counts:
-                raise ValueError(f"{path}: {encoded.problems.first[0].detail}")
-            found += encoded.tokens[0].tolist()
-        return found
+        return _tokens(open_shards("--data-path", "set", [str(path)], "text", directory / "index"), encoder)
 
     return Target("text in Parquet", (path,), read)
 
