@@ -31,7 +31,7 @@ _LEAST_CORES = 4
 _VENDORS = {"0x1d0f": "AWS", "0x1ae0": "Google"}  # for whose cards NCCL has numbers of its own
 # NCCL opens connections as it needs them. An estimate of the most: in two directions, on two channels, to the
 # neighbours in rings and trees and to every other node, for each communicator between nodes.
-_DIRECTIONS, _CHANNELS, _NEIGHBOURS, _COMMUNICATORS = 2, 2, 4, 4
+_DIRECTIONS, _CHANNELS, _NEIGHBOURS, _COMMUNICATORS = 2, 2, 4, 6
 _OTHER_FILES = 256  # libraries, devices, data and logs of the process
 
 

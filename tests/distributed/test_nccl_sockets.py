@@ -81,12 +81,12 @@ def test_auto_chooses_only_where_nccl_would_use_tcp_with_one_socket(
 
 
 def test_open_files_are_counted() -> None:
-    assert files_needed((2, 2), 2) == 2 * 2 * (4 + 1) * 4 * 5 + 256
-    assert auto_objection(2, told(), Network(), 656) is None
+    assert files_needed((2, 2), 2) == 2 * 2 * (4 + 1) * 6 * 5 + 256
+    assert auto_objection(2, told(), Network(), 856) is None
     assert auto_objection(2, told(), Network(), None) is None
-    objection = "sockets to 1 other nodes need about 656 open files, and ulimit -n is 655"
-    assert auto_objection(2, told(), Network(), 655) == objection
-    refused = explicit_objection((2, 2), 2, told(), 655)
+    objection = "sockets to 1 other nodes need about 856 open files, and ulimit -n is 855"
+    assert auto_objection(2, told(), Network(), 855) == objection
+    refused = explicit_objection((2, 2), 2, told(), 855)
     assert refused == f"{objection}; raise the hard limit (ulimit -Hn), or give fewer sockets"
     assert files_needed((2, 2), 128) < 2**14
 
