@@ -5,6 +5,7 @@ not looked up, or connections would take seconds.
 """
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,10 @@ RANKS = 64
 PER_SECOND = 4  # requests of a rank: 2 heartbeats, a wait's look at the progress, and a report of it
 # What a rank sends in each phase apart from these.
 START, SAVE, END = 40, 9, 3
-ROOT_START = RANKS + 64  # the first round of heartbeats reads the value of each rank
+# Rank 0 waits for the addresses with two requests a time, after pauses that grow from 0.01 to 0.5 s by half.
+POLLS = 2 * math.ceil(math.log(0.5 / 0.01, 1.5))
+# Its first round of heartbeats makes a key for each rank.
+ROOT_START = RANKS + 56 + POLLS
 
 
 def namespace() -> list[str]:
