@@ -58,13 +58,17 @@ def save_result(name: str, figures: dict[str, Any], directory: Path = RESULTS) -
 
 
 def commit() -> str:
-    """The commit: BENCHMARK_COMMIT, for a copy of the tree without history, else from git."""
+    """The commit: BENCHMARK_COMMIT, for a copy of the tree without history, else from git.
+
+    It ends in -modified if a file has changed that is not a result.
+    """
     if given := os.environ.get("BENCHMARK_COMMIT"):
         return given
-    git = ["git", "-C", str(Path(__file__).parent)]
+    git = ["git", "-C", str(Path(__file__).parents[1])]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
+        status = [*git, "status", "--porcelain", ".", ":(exclude)benchmarks/results"]
+        changed = subprocess.run(status, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return head.stdout.strip() + ("-modified" if changed.stdout.strip() else "")
