@@ -120,8 +120,11 @@ class Lifelines:
 
     def leave(self) -> None:
         """Say that this process ends, so that its closing is no news; hear nothing from now on."""
-        self._silent = True
-        self._tell_all({"bye": True})
+        with self._lock:  # the thread closes everything once this rank is silent, so not before the words
+            for connection in (*self._connections, *self._new):
+                if connection.rank is not None:
+                    connection.send({"bye": True})
+            self._silent = True
         self._wake()
 
     def _add_listener(self, listener: socket.socket) -> None:
@@ -160,6 +163,10 @@ class Lifelines:
         else:
             return
         with self._lock:
+            if self._silent:  # since the hello, which the other end has
+                connection.send({"bye": True})
+                connection.close()
+                return
             self._new.append(connection)
         self._wake()
 
@@ -239,8 +246,8 @@ class Lifelines:
                 if not self._is_awaited(message):
                     self._drop(connection)
                     return
-                connection.greet(message)
                 with self._lock:
+                    connection.greet(message)
                     connection.send(self._hello())
                     if self._silent:
                         connection.send({"bye": True})
@@ -287,7 +294,7 @@ class Lifelines:
     def close(self) -> None:
         """Close everything, without a word."""
         self._selector.close()
-        for connection in self._connections:
+        for connection in (*self._connections, *self._new):
             connection.close()
         for each in (*self._listeners, self._waker, self._woken):
             each.close()

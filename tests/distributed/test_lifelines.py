@@ -9,6 +9,7 @@ import os
 import platform
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -233,6 +234,30 @@ def test_an_orderly_end_of_all_is_silent(tmp_path: Path) -> None:
             process.join()
         assert run.nobody_heard()
         assert {process.exitcode for process in run.processes.values()} == {75}
+
+
+def test_a_rank_that_leaves_says_so_before_its_connections_close() -> None:
+    """Also if the thread that closes them is in the middle of a round."""
+    parent, child = (Lifelines(Topology(rank, 2, rank, 2), ignore, ignore) for rank in range(2))
+    root = parent.listen()
+    for lines in (parent, child):
+        lines.start(root, "")
+    wait_until(lambda: parent.complete)
+    (connection,) = parent._connections
+    leaving = threading.Thread(target=child.leave)
+    with child._lock:
+        child._wake()  # its thread waits for the lock, and goes on first
+        time.sleep(0.1)
+        leaving.start()
+        time.sleep(0.1)
+    leaving.join()
+    wait_until(lambda: not parent._connections)
+    assert connection.left
+    parent.leave()
+
+
+def ignore(text: str) -> None:
+    """What a rank hears or says."""
 
 
 def test_a_stopped_rank_has_not_ended(tmp_path: Path) -> None:
