@@ -198,20 +198,22 @@ def _kept(directory: Path, made_of: list[str], read_all: Callable[[], list[RowGr
 
 def _read_index(flag: str, where: str, file: ShardFile, key: str) -> RowGroups:
     try:
-        import pyarrow.parquet
+        import pyarrow.parquet  # noqa: F401
     except ModuleNotFoundError:
         raise option_error(flag, where, "needs the package pyarrow; pip install pyarrow") from None
     try:
         with file.open() as raw:
-            parquet = pyarrow.parquet.ParquetFile(raw)
+            parquet = _open(raw)
             index, columns = parquet.metadata, parquet.schema_arrow.names
+            paths = [index.schema.column(number).path for number in range(index.num_columns)]
+            numbers = [n for n, path in enumerate(paths) if path == key or path.startswith(f"{key}.")]
+            if numbers:
+                _check_columns(parquet, numbers)
     except Exception as error:  # pyarrow raises subclasses of several built-in errors
         fix = f"is no Parquet file, or its index is damaged ({one_line(error)}); create it again"
         raise option_error(flag, file.path, fix) from None
     if key not in columns:
         raise option_error("--json-key", key, f"{where} has no such column; it has {', '.join(columns)}")
-    paths = [index.schema.column(number).path for number in range(index.num_columns)]
-    numbers = [number for number, path in enumerate(paths) if path == key or path.startswith(f"{key}.")]
     rows, size, end = [0], [0], 0
     for group in range(index.num_row_groups):
         described = index.row_group(group)
@@ -232,6 +234,16 @@ def _read_index(flag: str, where: str, file: ShardFile, key: str) -> RowGroups:
         fix = f"its index has {index.num_rows:,} rows, and {rows[-1]:,} in its row groups; create it again"
         raise option_error(flag, file.path, fix)
     return RowGroups(tuple(rows), tuple(size))
+
+
+def _check_columns(parquet: Any, numbers: list[int]) -> None:
+    """Raise an error of pyarrow if the description of a column in a row group is damaged.
+
+    `RowGroupMetaData.column` would end the process (pyarrow 26). Batches of no rows read nothing.
+    """
+    for group in range(parquet.metadata.num_row_groups):
+        for _ in parquet.reader.iter_batches(0, row_groups=[group], column_indices=numbers):
+            break
 
 
 def _bytes_of(column: Any) -> range:

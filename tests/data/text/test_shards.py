@@ -5,6 +5,8 @@ import io
 import json
 import os
 import pathlib
+import subprocess
+import sys
 import tracemalloc
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +21,7 @@ from megatron_zpp.data.text.json_shards import lines_by_chunk
 from megatron_zpp.data.text.open import OpenText
 from megatron_zpp.data.text.shards import ShardedText, open_shards
 from tests.data.text.conftest import documents_of, json_lines, opened
+from tests.support import ROOT, environment
 
 EOD = 70_000
 
@@ -359,6 +362,33 @@ def test_a_flipped_bit_of_a_page_header_is_found(tmp_path: Path) -> None:
             found.append(str(error))
     assert len(found) > 200
     assert all(str(path) in line for line in found)
+
+
+def test_no_flipped_bit_of_an_index_ends_the_process(tmp_path: Path) -> None:
+    """pyarrow's own objects of damaged columns do, so a process of its own opens the files."""
+    path = tmp_path / "text.parquet"
+    pq.write_table(pa.table({"text": [str(number) for number in range(60)]}), path, row_group_size=30)
+    program = (
+        "import sys; from tests.data.text.test_shards import open_with_flips; open_with_flips(sys.argv[1])"
+    )
+    subprocess.run([sys.executable, "-c", program, str(path)], cwd=ROOT, env=environment(), check=True)
+
+
+def open_with_flips(name: str) -> None:
+    """Flip each bit of the index of a Parquet file, one after another."""
+    path = Path(name)
+    good = path.read_bytes()
+    begin = len(good) - 8 - int.from_bytes(good[-8:-4], "little")
+    for bit in range(8 * begin, 8 * len(good)):
+        changed = bytearray(good)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        line = name
+        try:
+            open_shards("--data-path", "set", [name], "text", path.parent / "index")
+        except ValueError as error:
+            line = str(error)
+        assert name in line or "no such column" in line, bit
 
 
 def read_all(path: Path, directory: Path) -> bytes:
