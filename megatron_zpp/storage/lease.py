@@ -1,7 +1,7 @@
 """A lease on a directory: a file that names the process using it, renewed for as long as that process lives.
 
 RUNNING.json    {"lease": ID, "host": …, "boot": …, "pid_namespace": …, "process": PID, "process_started": …,
-                "since": UTC time, "renewed": COUNT}
+                "since": UTC time, "renewed": COUNT, "crc32": of the JSON text of the other fields}
 
 The lease works on NFS, because it needs no file locks: only one process can create a file with O_EXCL, and
 that process rewrites the file in place with an increasing count. In an object store, it works by conditional
@@ -16,6 +16,7 @@ import platform
 import secrets
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
@@ -73,6 +74,22 @@ class Holder:
             return None
         return _started(self.process) == self.process_started
 
+    def encode(self) -> bytes:
+        """Return the content of a lease; its length stays the same, because a file is rewritten in place."""
+        fields = {**asdict(self), "renewed": f"{self.renewed:010d}"}
+        return (json.dumps({**fields, "crc32": f"{_crc32(fields):010d}"}) + "\n").encode()
+
+    @classmethod
+    def decode(cls, content: bytes | None) -> "Holder | None":
+        """Return the holder that a lease names; None if the lease is missing, incomplete or damaged."""
+        try:
+            fields = json.loads(content or b"null")
+            if int(fields.pop("crc32")) != _crc32(fields):
+                return None
+            return cls(**{**fields, "renewed": int(fields["renewed"])})
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return None
+
 
 class Lease:
     """A held lease, to be used in a `with` block, which returns it at the end."""
@@ -124,7 +141,7 @@ class Lease:
 
     def _check(self) -> None:
         with contextlib.suppress(OSError):  # an unreadable file is no proof that the lease was taken over
-            other = _parse(self._record.read())
+            other = Holder.decode(self._record.read())
             if other is not None and other.lease != self._holder.lease:
                 self._lost = f"{self._path} was taken over by {other}"
         if self._lost is not None:
@@ -134,7 +151,7 @@ class Lease:
         """Take the lease. Raises Held."""
         while True:
             with contextlib.suppress(FileExistsError, Conflict):
-                self._record.create(self._content())
+                self._record.create(self._holder.encode())
                 return
             content = self._record.read()
             if self._is_ours(content):  # written by a request whose answer was lost
@@ -142,17 +159,17 @@ class Lease:
             self._await_death(content, say)
             if content is None or self._record.read() != content:
                 continue  # it was returned, or taken over by a third process
-            self._record.take_over(self._content(), self._holder.lease)
+            self._record.take_over(self._holder.encode(), self._holder.lease)
             if self._is_ours(self._record.read()):
                 return
 
     def _is_ours(self, content: bytes | None) -> bool:
-        holder = _parse(content)
+        holder = Holder.decode(content)
         return holder is not None and holder.lease == self._holder.lease
 
     def _await_death(self, content: bytes | None, say: Callable[[str], None]) -> None:
         """Return once the process that wrote `content` is dead or no longer renews it. Raises Held."""
-        holder = _parse(content)
+        holder = Holder.decode(content)
         is_alive = holder.is_alive() if holder is not None else None
         if is_alive:
             raise Held(str(holder))
@@ -164,7 +181,7 @@ class Lease:
         while time.monotonic() < deadline:
             time.sleep(min(1.0, self._seconds / 10))
             if (now := self._record.read()) != content:
-                if (alive := _parse(now)) is not None:
+                if (alive := Holder.decode(now)) is not None:
                     raise Held(str(alive))
                 return
 
@@ -176,22 +193,11 @@ class Lease:
                     self._check()
                 except LeaseLost:
                     return
-                self._record.renew(self._content())
-
-    def _content(self) -> bytes:
-        fields: dict[str, Any] = asdict(self._holder)
-        fields["renewed"] = f"{self._holder.renewed:010d}"  # fixed length: a file is rewritten in place
-        return (json.dumps(fields) + "\n").encode()
+                self._record.renew(self._holder.encode())
 
 
-def _parse(content: bytes | None) -> Holder | None:
-    """Return the holder that a lease names; None if the lease is missing or incomplete."""
-    try:
-        fields = json.loads(content or b"null")
-        holder = Holder(**{**fields, "renewed": int(fields["renewed"])})
-        return holder if isinstance(holder.process, int) else None
-    except (ValueError, TypeError, KeyError):
-        return None
+def _crc32(fields: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(fields).encode())
 
 
 def _kernel() -> tuple[str, str]:

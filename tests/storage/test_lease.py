@@ -13,13 +13,14 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_zpp.storage import lease as module
-from megatron_zpp.storage.lease import LEASE, Held, Lease, LeaseLost
+from megatron_zpp.storage.lease import LEASE, Held, Holder, Lease, LeaseLost
 from tests.support import ROOT, ended, environment, wait_until
 
 SECONDS = 0.6
@@ -45,8 +46,14 @@ def holder(directory: Path) -> Iterator[subprocess.Popen[str]]:
 
 def elsewhere(directory: Path, **changes: Any) -> Path:
     """Makes the lease in `directory` one of another host."""
-    path = directory / LEASE
-    path.write_text(json.dumps({**json.loads(path.read_text()), "host": "far", "boot": "other", **changes}))
+    return change(directory / LEASE, host="far", boot="other", **changes)
+
+
+def change(path: Path, **changes: Any) -> Path:
+    """Writes the lease with other values."""
+    holder = Holder.decode(path.read_bytes())
+    assert holder
+    path.write_bytes(replace(holder, **changes).encode())
     return path
 
 
@@ -101,13 +108,32 @@ def test_a_killed_process_of_this_host_blocks_nobody(tmp_path: Path) -> None:
 
 def test_a_process_number_that_was_given_again_is_no_holder(tmp_path: Path) -> None:
     lease = Lease(tmp_path, print)
-    path = tmp_path / LEASE
-    path.write_text(json.dumps({**json.loads(path.read_text()), "lease": "x", "process_started": 1}))
+    path = change(tmp_path / LEASE, lease="x", process_started=1)
     with Lease(tmp_path, print):
         with pytest.raises(LeaseLost):
             lease.check()
         lease.__exit__()
         assert path.exists()  # it was not the first one's to remove
+
+
+def test_no_damage_names_another_holder() -> None:
+    """A flipped bit could name a process that is dead, and two runs would save at once."""
+    content = Holder.of_this_process().encode()
+    for bit in range(8 * len(content)):
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        assert Holder.decode(bytes(changed)) in (None, Holder.decode(content)), bit
+    for length in range(len(content) - 1):
+        assert Holder.decode(content[:length]) is None
+
+
+def test_damage_is_no_end_of_a_live_holder(tmp_path: Path) -> None:
+    with Lease(tmp_path, print, SECONDS) as lease:
+        path = tmp_path / LEASE
+        path.write_bytes(path.read_bytes().replace(b'"process": ', b'"process": 9'))
+        with pytest.raises(Held, match=f"process {os.getpid()} on "):
+            Lease(tmp_path, print, 5.0)
+        lease.check()
 
 
 def test_a_host_that_is_gone_is_waited_for_once(tmp_path: Path) -> None:
@@ -123,13 +149,13 @@ def test_a_host_that_is_gone_is_waited_for_once(tmp_path: Path) -> None:
 
 def test_a_host_that_renews_is_refused(tmp_path: Path) -> None:
     with Lease(tmp_path, print, SECONDS):
-        path = elsewhere(tmp_path, lease="x", renewed="0000000001")
+        path = elsewhere(tmp_path, lease="x", renewed=1)
         with ThreadPoolExecutor(1) as other:
             taking = other.submit(Lease, tmp_path, print, 5.0)
             for renewed in itertools.count(2):
                 if taking.done():
                     break
-                elsewhere(tmp_path, renewed=f"{renewed:010}")
+                elsewhere(tmp_path, renewed=renewed)
                 time.sleep(0.1)
             with pytest.raises(Held, match="on far"):
                 taking.result()
@@ -143,7 +169,8 @@ def test_a_holder_renews_and_finds_out_that_it_was_taken_over(tmp_path: Path) ->
         later = (tmp_path / LEASE).read_text()
         assert len(later) == len(first)
         other = tmp_path / "other"
-        other.write_text(later.replace(json.loads(later)["lease"], "0" * 16))
+        other.write_text(later)
+        change(other, lease="0" * 16)
         os.replace(other, tmp_path / LEASE)
         wait_until(lambda: lease.lost)
         with pytest.raises(LeaseLost, match=r"was taken over by process \d+ on "):

@@ -4,12 +4,13 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megatron_zpp.storage import object_path
-from megatron_zpp.storage.lease import LEASE, Held, Lease, LeaseLost
+from megatron_zpp.storage.lease import LEASE, Held, Holder, Lease, LeaseLost
 from megatron_zpp.storage.object_path import location
 from megatron_zpp.storage.object_store import ObjectError
 from tests.object_server import BUCKET, ObjectServer, object_server
@@ -27,10 +28,11 @@ def server() -> Iterator[ObjectServer]:
 def record(server: ObjectServer, name: str, **changes: Any) -> dict[str, Any]:
     """The record of a lease, after changes to it."""
     key = f"{name}/{LEASE}"
-    fields = {**json.loads(server.get(key)), **changes}
+    holder = Holder.decode(server.get(key))
+    assert holder
     if changes:
-        server.put(key, json.dumps(fields).encode())
-    return fields
+        server.put(key, replace(holder, **changes).encode())
+    return json.loads(server.get(key))
 
 
 def test_it_is_renewed_and_given_back(server: ObjectServer) -> None:
@@ -84,7 +86,7 @@ def test_of_several_that_take_it_over_at_once_one_has_it(server: ObjectServer) -
 
 def test_a_renewal_whose_answer_was_lost_does_not_lose_the_lease(server: ObjectServer) -> None:
     with Lease(location(f"s3://{BUCKET}/answer"), print, SECONDS) as lease:
-        record(server, "answer", renewed="0000000099")  # ours, as the holder would have written it
+        record(server, "answer", renewed=99)  # ours, as the holder would have written it
         wait_until(lambda: record(server, "answer")["renewed"] != "0000000099")
         lease.check()
         assert not lease.lost

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.checkpoint.manifest import MARKER
-from megatron_zpp.storage.lease import LEASE, Lease
+from megatron_zpp.storage.lease import LEASE, Holder, Lease
 from megatron_zpp.train.run_file import RUN_FILE
 from tests.support import Run, pretrain, wait_until
 from tests.train.conftest import BYTES, TINY
@@ -64,7 +64,7 @@ def test_a_run_that_was_taken_over_saves_nothing_more(
     ]
     with Lease(save, print, 0.3) as lease:
         other = tmp_path / "other"
-        other.write_text((save / LEASE).read_text().replace('"lease": "', '"lease": "0'))
+        other.write_bytes(Holder.of_this_process().encode())
         os.replace(other, save / LEASE)
         wait_until(lambda: lease.lost)
         ending = train_here([*flags, "--save-interval", "1"], lease=lease)
