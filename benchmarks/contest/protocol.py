@@ -2,8 +2,9 @@
 
 A contestant is a program of its own that says how it takes one optimizer step. All of them start from the
 same weights (drawn by name, as megatron_zpp draws them), train on the same tokens, which do not change from
-step to step, and use the same AdamW with the same clipping. Their losses therefore agree to rounding, and the
-report has them.
+step to step, and use the same AdamW with the same clipping and the same warm-up. Without a warm-up the first
+steps overshoot, and amplify every rounding: losses then say nothing. With it they agree but for the formats,
+and the report has them.
 """
 
 import argparse
@@ -24,7 +25,8 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.model.gpt import GPT
 
-LEARNING_RATE = 1e-4
+LEARNING_RATE = 1e-4  # after the warm-up
+LEARNING_RATE_STEPS = 50  # of the linear warm-up
 SEED = 1
 ADAMW = OptimizerConfig()
 _LOOPBACK = Path("/sys/class/net/lo/statistics/tx_bytes")
@@ -37,7 +39,8 @@ _NAMES = {  # PlainGPT's modules, and ours that hold the same parameters
     "down": "mlp.output",
 }
 
-Step = Callable[[Sequence[Tensor]], Tensor]  # micro-batches of (B, T + 1) tokens -> mean loss of this rank
+# Takes micro-batches of (B, T + 1) tokens and a learning rate; returns the mean loss of this rank.
+Step = Callable[[Sequence[Tensor], float], Tensor]
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,17 @@ def plain_adamw(model: nn.Module, on_gpu: bool) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=betas, eps=ADAMW.adam_eps, fused=on_gpu or None)
 
 
+def learning_rate(step: int) -> float:
+    """That of a step, counted from 0."""
+    return LEARNING_RATE * min(1.0, (step + 1) / LEARNING_RATE_STEPS)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """For the next step."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
 def report(rank: Rank, step: Step, **more: str) -> None:
     """Take the steps; rank 0 writes losses, times, peak memory and bytes over loopback to --report.
 
@@ -164,10 +178,10 @@ def report(rank: Rank, step: Step, **more: str) -> None:
     """
     options, batches = rank.options, _micro_batches(rank)
     losses, seconds_to_first = [], time.perf_counter()
-    losses.append(step(batches))
+    losses.append(step(batches, learning_rate(0)))
     _synchronize(rank)
     seconds_to_first = time.perf_counter() - seconds_to_first
-    losses += [step(batches) for _ in range(options.warmup - 1)]
+    losses += [step(batches, learning_rate(number)) for number in range(1, options.warmup)]
     mallocs = 0
     if rank.on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -175,8 +189,8 @@ def report(rank: Rank, step: Step, **more: str) -> None:
     _synchronize(rank)
     dist.barrier()
     sent, clock, started = _loopback_bytes(), _Clock(rank.on_gpu), time.perf_counter()
-    for _ in range(options.steps):
-        losses.append(step(batches))
+    for number in range(options.warmup, options.warmup + options.steps):
+        losses.append(step(batches, learning_rate(number)))
         clock.tick()
     _synchronize(rank)
     wall = 1000 * (time.perf_counter() - started)
@@ -255,6 +269,6 @@ def _trace(rank: Rank, step: Step, batches: list[Tensor]) -> None:
     rank.options.trace.mkdir(parents=True, exist_ok=True)
     with torch.profiler.profile() as profile:
         for _ in range(3):
-            step(batches)
+            step(batches, LEARNING_RATE)
         _synchronize(rank)
     profile.export_chrome_trace(str(rank.options.trace / f"rank{rank.rank}.json"))

@@ -23,6 +23,7 @@ from benchmarks.contest.protocol import (
     plain_adamw,
     plain_model,
     report,
+    set_learning_rate,
 )
 from benchmarks.plain_training import Block, cross_entropy
 
@@ -77,7 +78,8 @@ def main() -> None:
         model=model, optimizer=plain_adamw(model, rank.on_gpu), config=settings(rank)
     )
 
-    def step(batches: Sequence[Tensor]) -> Tensor:
+    def step(batches: Sequence[Tensor], learning_rate: float) -> Tensor:
+        set_learning_rate(engine.optimizer, learning_rate)
         losses = []
         for tokens in batches:
             loss = engine(tokens[:, :-1], tokens[:, 1:])

@@ -22,6 +22,7 @@ from benchmarks.contest.protocol import (
     plain_adamw,
     plain_model,
     report,
+    set_learning_rate,
 )
 from benchmarks.plain_training import PlainGPT
 
@@ -65,7 +66,8 @@ def main() -> None:
     assert isinstance(model, FSDPModule)
     adamw = plain_adamw(model, rank.on_gpu)
 
-    def step(batches: Sequence[Tensor]) -> Tensor:
+    def step(batches: Sequence[Tensor], learning_rate: float) -> Tensor:
+        set_learning_rate(adamw, learning_rate)
         losses = []
         for index, tokens in enumerate(batches):
             last = index + 1 == len(batches)

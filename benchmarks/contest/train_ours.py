@@ -12,7 +12,6 @@ from torch import Tensor
 from benchmarks.contest.contestants import OURS
 from benchmarks.contest.protocol import (
     ADAMW,
-    LEARNING_RATE,
     SEED,
     Rank,
     backend,
@@ -69,12 +68,12 @@ def main() -> None:
     topology = Topology() if options.alone else ranks
     engine = build_engine(rank, topology)
 
-    def step(batches: Sequence[Tensor]) -> Tensor:
+    def step(batches: Sequence[Tensor], learning_rate: float) -> Tensor:
         losses = [
             engine.accumulate(tokens, index=index, micro_batches=len(batches))
             for index, tokens in enumerate(batches)
         ]
-        engine.step(LEARNING_RATE)
+        engine.step(learning_rate)
         return torch.stack(losses).mean()
 
     report(rank, step, nccl_sockets=sockets.describe() or "as NCCL chooses")

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from benchmarks.contest.contestants import OURS, contestants, default_names
-from benchmarks.contest.protocol import ADAMW, Rank, plain_adamw, plain_model
+from benchmarks.contest.protocol import (
+    ADAMW,
+    Rank,
+    learning_rate,
+    plain_adamw,
+    plain_model,
+    set_learning_rate,
+)
 from tests.support import program
 
 SHAPE = {
@@ -22,8 +29,8 @@ SHAPE = {
     "micro_batch_size": 2,
     "micro_batches": 2,
     "dtype": "fp32",
-    "warmup": 2,
-    "steps": 2,
+    "warmup": 12,
+    "steps": 4,
 }
 NODES = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # each rank is a node
 
@@ -59,7 +66,8 @@ def plain_losses() -> list[float]:
         ]
     )
     losses = []
-    for _ in range(options.warmup + options.steps):
+    for step in range(options.warmup + options.steps):
+        set_learning_rate(adamw, learning_rate(step))
         loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), ADAMW.clip_grad)
