@@ -25,8 +25,6 @@ from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.model.gpt import GPT
 
-LEARNING_RATE = 1e-4  # after the warm-up
-LEARNING_RATE_STEPS = 50  # of the linear warm-up
 SEED = 1
 ADAMW = OptimizerConfig()
 _LOOPBACK = Path("/sys/class/net/lo/statistics/tx_bytes")
@@ -86,6 +84,8 @@ def shape_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10, help="timed steps in each round")
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--lr-warmup-iters", type=int, default=50)
 
 
 def contestant_parser(description: str | None) -> argparse.ArgumentParser:
@@ -150,19 +150,19 @@ def compile_plain(model: PlainGPT) -> None:
 
 
 def plain_adamw(model: nn.Module, on_gpu: bool) -> torch.optim.AdamW:
-    """Torch's AdamW with our settings: matrices decay, biases and norms do not."""
+    """Torch's AdamW with our settings, but the learning rate: matrices decay, biases and norms do not."""
     parameters = list(model.parameters())
     groups = [
         {"params": [each for each in parameters if each.ndim > 1], "weight_decay": ADAMW.weight_decay},
         {"params": [each for each in parameters if each.ndim <= 1], "weight_decay": 0.0},
     ]
     betas = (ADAMW.adam_beta1, ADAMW.adam_beta2)
-    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=betas, eps=ADAMW.adam_eps, fused=on_gpu or None)
+    return torch.optim.AdamW(groups, betas=betas, eps=ADAMW.adam_eps, fused=on_gpu or None)
 
 
-def learning_rate(step: int) -> float:
-    """That of a step, counted from 0."""
-    return LEARNING_RATE * min(1.0, (step + 1) / LEARNING_RATE_STEPS)
+def learning_rate(options: argparse.Namespace, step: int) -> float:
+    """That of a step, counted from 0, in or after the linear warm-up."""
+    return options.lr * min(1.0, (step + 1) / max(1, options.lr_warmup_iters))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -178,10 +178,10 @@ def report(rank: Rank, step: Step, **more: str) -> None:
     """
     options, batches = rank.options, _micro_batches(rank)
     losses, seconds_to_first = [], time.perf_counter()
-    losses.append(step(batches, learning_rate(0)))
+    losses.append(step(batches, learning_rate(options, 0)))
     _synchronize(rank)
     seconds_to_first = time.perf_counter() - seconds_to_first
-    losses += [step(batches, learning_rate(number)) for number in range(1, options.warmup)]
+    losses += [step(batches, learning_rate(options, number)) for number in range(1, options.warmup)]
     mallocs = 0
     if rank.on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -190,7 +190,7 @@ def report(rank: Rank, step: Step, **more: str) -> None:
     dist.barrier()
     sent, clock, started = _loopback_bytes(), _Clock(rank.on_gpu), time.perf_counter()
     for number in range(options.warmup, options.warmup + options.steps):
-        losses.append(step(batches, learning_rate(number)))
+        losses.append(step(batches, learning_rate(options, number)))
         clock.tick()
     _synchronize(rank)
     wall = 1000 * (time.perf_counter() - started)
@@ -269,6 +269,6 @@ def _trace(rank: Rank, step: Step, batches: list[Tensor]) -> None:
     rank.options.trace.mkdir(parents=True, exist_ok=True)
     with torch.profiler.profile() as profile:
         for _ in range(3):
-            step(batches, LEARNING_RATE)
+            step(batches, rank.options.lr)
         _synchronize(rank)
     profile.export_chrome_trace(str(rank.options.trace / f"rank{rank.rank}.json"))

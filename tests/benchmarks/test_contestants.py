@@ -31,6 +31,8 @@ SHAPE = {
     "dtype": "fp32",
     "warmup": 12,
     "steps": 4,
+    "lr": 1e-4,
+    "lr_warmup_iters": 50,
 }
 NODES = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # each rank is a node
 
@@ -67,7 +69,7 @@ def plain_losses() -> list[float]:
     )
     losses = []
     for step in range(options.warmup + options.steps):
-        set_learning_rate(adamw, learning_rate(step))
+        set_learning_rate(adamw, learning_rate(options, step))
         loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), ADAMW.clip_grad)
