@@ -64,7 +64,8 @@ class CrashPoints(Runs):
         if not self._ended(job, rank, fault):
             job.kill()
             return "hang", job.log(0)[-700:]
-        return self._finish(job, setting, run, whole)
+        # A failed save or load is one message, which one rank of the job says for all.
+        return self._finish(job, setting, run, whole, one_for_all=True)
 
     def _ended(self, job: Job, rank: int, fault: Fault) -> bool:
         """Whether all ranks end; the others of a killed one are killed unless they are to find out."""
