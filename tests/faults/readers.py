@@ -18,6 +18,7 @@ from megatron_zpp.data.checksums import checksums_path
 from megatron_zpp.data.indexed import DTYPE_CODES, HEADER, MAGIC, IndexedDataset
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.data.provenance import check_provenance, provenance_path, write_provenance
+from megatron_zpp.data.text.shards import open_shards
 from megatron_zpp.data.verify import verify_tokens
 from megatron_zpp.data.windows import WindowDataset
 from megatron_zpp.tokenizer.build import build_tokenizer
@@ -288,6 +289,33 @@ def _hugging_face_model(directory: Path) -> Execute:
     return execute
 
 
+def _parquet(directory: Path) -> Execute:
+    """Text in Parquet: pages with checksums, and the index behind them."""
+    import pyarrow
+    import pyarrow.parquet
+
+    path = directory / "text.parquet"
+    table = pyarrow.table({"text": [f"{number} {number + 1}" for number in range(60)]})
+    pyarrow.parquet.write_table(table, path, row_group_size=25, write_page_checksum=True)
+    good = path.read_bytes()
+    index = len(good) - 8 - int.from_bytes(good[-8:-4], "little")
+
+    def execute(change: tuple[Any, ...]) -> None:
+        inside, changes = change
+        begin, end = (index, len(good) - 8) if inside == "index" else (0, len(good))
+        changed = change_bytes(good[begin:end], changes)
+        if inside == "index":  # which its length must fit, or nothing behind that check is reached
+            path.write_bytes(good[:begin] + changed + len(changed).to_bytes(4, "little") + good[-4:])
+        else:
+            path.write_bytes(changed)
+        text = open_shards("--data-path", "set", [str(path)], "text", directory / "index")
+        for block in range(text.blocks):
+            for line in text.read(block).splitlines():
+                json.loads(line)
+
+    return execute
+
+
 def _deepspeed(directory: Path) -> Execute:
     """A file of DeepSpeed's, whose content is obeyed or refused."""
     path = directory / "ds.json"
@@ -356,5 +384,6 @@ READERS = (
         _of("config", "config bytes", "index", "header", "weights bytes"),
         _hugging_face_model,
     ),
+    Reader("parquet", st.tuples(st.sampled_from(["index", "index", "file"]), changes_of_bytes()), _parquet),
     Reader("hugging face", _of("values", "values", "config", "bytes"), _hugging_face),
 )
