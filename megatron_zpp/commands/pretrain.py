@@ -55,6 +55,7 @@ def main() -> None:
         engine = build_engine(inputs.config, inputs.tokenizer["vocab_size"], device, grid)
         ending = train(build_run(inputs, engine, joined))
         barrier(topology)  # logs are closed before the first rank leaves: a launcher may then end the others
+        joined.signals.finish()
         engine.close()
     ending.leave(PROG, topology.rank)
 

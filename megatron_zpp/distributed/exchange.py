@@ -157,7 +157,7 @@ class Exchange:
             except BaseException:
                 self._release(keys)
                 raise
-            values = self._store.multi_get(keys)
+            values = self._quick_store().multi_get(keys)
             if all(values):
                 return [json.loads(value) for value in values]
             time.sleep(min(_POLL, self._every))  # another rank has ended the wait
@@ -184,7 +184,9 @@ class Exchange:
 
     def _quick_store(self) -> dist.Store:
         """Made when it is needed, since each connection may wait for a name server; raises DistError."""
-        self._quick = self._quick or self._store.clone()
+        if self._quick is None:
+            self._quick = self._store.clone()
+            self._quick.set_timeout(self.timeout)  # the store's process may be stopped, or suspended with all
         return self._quick
 
     def _key(self, name: str) -> str:

@@ -117,7 +117,7 @@ class Connection:
             line, _, self._received = self._received.partition(b"\n")
             try:
                 message = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):  # a stranger's
                 continue
             if not isinstance(message, dict):
                 continue

@@ -9,6 +9,7 @@ from pathlib import Path
 
 _STATE, _STARTED, _STATUS = 0, 19, 49  # proc(5): fields 3, 22 and 52 of /proc/PID/stat
 _CREDENTIALS = struct.Struct("3i")  # unix(7): SO_PEERCRED
+_NAMES = {number.value: number.name for number in signal.Signals}  # real-time signals have none
 _REQUESTS = ("SIGHUP", "SIGINT", "SIGTERM", "SIGUSR1", "status 130")  # ends that several ranks have at once
 
 
@@ -34,7 +35,7 @@ class OtherProcess:
             return None
         status = os.waitstatus_to_exitcode(int(fields[_STATUS]))
         if status < 0:
-            return signal.Signals(-status).name
+            return _NAMES.get(-status, f"SIG{-status}")
         # While a process ends, status 0 is also that of one whose status is not known yet.
         return f"status {status}" if status or fields[_STATE] == "Z" else None
 

@@ -257,7 +257,7 @@ def _exchange_addresses(
         other = _parse_rank_address(store.get(f"here/{rank}"))
         both = " and ".join(f"process {one.process} on {one.host}" for one in (other, rank_address))
         fix = f"is taken by {both}; give every process its own rank"
-        store.set("verdict", json.dumps(f"RANK {rank}: {fix}"))
+        store.compare_set("verdict", "", json.dumps(f"RANK {rank}: {fix}"))  # unless the ranks have met
         raise option_error("RANK", rank, fix)
     store.set(f"here/{rank}", text)
     if rank > 0:

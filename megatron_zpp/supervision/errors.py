@@ -5,10 +5,11 @@ import os
 import platform
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from megatron_zpp.config.options import UsageError
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision.once_per_node import OncePerNode, write_line
 
+_ANSWER = 5.0  # seconds for the store
 Say = Callable[[str, str], None]  # takes a message that ranks may share, and this rank's line with it
 
 
@@ -49,17 +51,24 @@ def said_by_each(message: str, line: str) -> None:
 def said_once(store: dist.Store, topology: Topology, per_node: OncePerNode) -> Say:
     """For `one_line_errors`: the first of the ranks that have the same message writes its line.
 
-    If the store is gone, the first rank of each node does.
+    If the store is gone, or does not answer, the first rank of each node does.
     """
 
     def say(message: str, line: str) -> None:
         key = hashlib.blake2b(message.encode(), digest_size=8).hexdigest()
-        try:
-            first = store.add(f"said/{key}", 1) == 1
-        except dist.DistError:
+        numbers: list[int] = []
+
+        def ask() -> None:
+            with suppress(dist.DistError):
+                numbers.append(store.add(f"said/{key}", 1))
+
+        asking = threading.Thread(target=ask, daemon=True)  # a store whose process is stopped never answers
+        asking.start()
+        asking.join(_ANSWER)
+        if not numbers:
             per_node.say(message, line)
             return
-        if first:
+        if numbers[0] == 1:
             write_line(line)
         if topology.rank == 0:
             time.sleep(0.3)  # other ranks may be about to ask the store, which ends with this process

@@ -35,7 +35,7 @@ from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.supervision.errors import end_at_once
 from megatron_zpp.supervision.heartbeat_messages import HeartbeatMessage, LivenessMonitor, Patience
 
-_VERDICT = "verdict"
+_VERDICT = "heartbeat/verdict"  # "verdict" is that of the rendezvous
 _NOTHING_YET = "null"
 _NEWS = 2.0  # seconds for lifelines to tell what ended a rank; no rank needs them but on a busy machine
 _FAREWELL = 8.0  # seconds for other ranks to read a verdict before rank 0 closes the store

@@ -21,6 +21,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
+        self.over = False
         self._since = 0.0
 
     def take(self, number: int) -> bool:
@@ -29,6 +30,10 @@ class StopSignals:
             self.first, self._since = signal.Signals(number), time.monotonic()
             return False
         return time.monotonic() - self._since > _SAME_REQUEST
+
+    def finish(self) -> None:
+        """The work of all ranks is done: a launcher's signals to those that have not exited mean nothing."""
+        self.over = True
 
     def told_to_stop(self) -> bool:
         """Whether a launcher or a person waits for the end; a launcher kills ranks that take long."""
@@ -41,6 +46,8 @@ def stop_signals(
 ) -> Iterator[StopSignals]:
     """Record the first signal while the block runs; a second one ends the process. Main thread only.
 
+    After `finish` this process ignores them, but for SIGINT, until its end: torchrun sends SIGTERM as soon as
+    a rank has exited with the status that asks for a restart.
     Each signal is reported at once, once per node; `saves` is whether the run has a place to save to. A
     thread reads the numbers that Python's C handler writes to a pipe, because the main thread sees no signal
     while a collective blocks it. Data loader workers ignore these signals, so the pipe is not shared.
@@ -51,6 +58,8 @@ def stop_signals(
     begin = f"\n{node}" if os.isatty(2) else node
 
     def take(number: int) -> None:
+        if signals.over and number != signal.SIGINT:
+            return
         is_first = signals.first is None
         if signals.take(number):
             name = signal.Signals(number).name
@@ -70,16 +79,17 @@ def stop_signals(
 
     thread = threading.Thread(target=listen, name="signals", daemon=True)
     thread.start()
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     # Python writes the number only if there is a handler; the thread does the handler's work.
     handlers = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # pretrain_gpt.py blocks one as it starts
     try:
         yield signals
     finally:
         signal.set_wakeup_fd(before)
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            ignored = signals.over and number != signal.SIGINT
+            signal.signal(number, signal.SIG_IGN if ignored else handler)
         os.close(writer)  # which ends the thread
         thread.join()
         os.close(reader)

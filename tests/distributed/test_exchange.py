@@ -1,11 +1,14 @@
 """Values that ranks exchange through a store: how many requests that takes, and what ends a wait."""
 
+import os
+import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ import torch.distributed as dist
 from megatron_zpp.distributed import exchange as module
 from megatron_zpp.distributed.exchange import Abandoned, Exchange, NoProgress, _Patience
 from megatron_zpp.distributed.topology import Topology
+from tests.forkserver import CONTEXT
 from tests.support import wait_until
 
 _AT_ONCE = (
@@ -93,6 +97,37 @@ def test_a_rank_that_waits_sends_a_request_per_second() -> None:
     assert made[1].get("late") == "value"
     assert requests[1].pop("multi_get") <= time.monotonic() - started + 1
     assert requests[1] == Counter({"wait": 1, "compare_set": 1, "add": 1})
+
+
+def test_a_store_that_is_stopped_for_long_ends_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request of a wait is answered late, as after a suspension of all ranks."""
+    monkeypatch.setattr(module, "_CONNECT", timedelta(seconds=1))
+    pipe, end = CONTEXT.Pipe()
+    host = CONTEXT.Process(target=serve, args=(end,))
+    host.start()
+    try:
+        store = dist.TCPStore("127.0.0.1", pipe.recv(), wait_for_workers=False)
+        first, second = (
+            Exchange(store, Topology(rank, 2, rank, 2), timedelta(seconds=60), "x") for rank in range(2)
+        )
+        with ThreadPoolExecutor(1) as pool:
+            waits = pool.submit(second.get, "late")
+            time.sleep(1.5)
+            os.kill(host.pid, signal.SIGSTOP)
+            time.sleep(3.5)
+            os.kill(host.pid, signal.SIGCONT)
+            time.sleep(0.5)
+            first.put("late", "value")
+            assert waits.result(_AT_ONCE) == "value"
+    finally:
+        host.kill()
+        host.join()
+
+
+def serve(pipe: Connection) -> None:
+    store = served()
+    pipe.send(store.port)
+    time.sleep(1000)
 
 
 def test_a_value_that_follows_a_rank_that_gave_up_arrives() -> None:

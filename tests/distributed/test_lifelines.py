@@ -293,7 +293,12 @@ def test_an_end_that_may_be_a_request_waits_for_this_ranks_own() -> None:
 def test_strangers_are_turned_away(tmp_path: Path) -> None:
     with ranks(tmp_path, absent=[4]) as run:
         hello = {"token": "0" * 32, "rank": 3, "host": "elsewhere"}
-        sent = [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 70_000, json.dumps(hello).encode() + b"\n"]
+        sent = [
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"\0" * 70_000,
+            b"[" * 60_000 + b"\n",
+            json.dumps(hello).encode() + b"\n",
+        ]
         hello |= {"token": run.root["token"]}  # of a rank that is connected, and of one that is not a child
         wait_until(lambda: run.ask(3, "complete") is False)
         sent += [json.dumps(hello | {"rank": rank}).encode() + b"\n" for rank in (5, 17, "x")]
@@ -353,12 +358,17 @@ def test_the_end_of_a_process_is_known_until_its_parent_asks() -> None:
     assert this is not None
     assert this.pid == os.getpid()
     assert this.end() is None
-    pid = os.fork()
-    if not pid:
-        os._exit(9)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    assert OtherProcess(pid, started).end() == "status 9"
-    assert OtherProcess(pid, "1").end() is None  # another process of that id
-    os.waitpid(pid, 0)
-    assert OtherProcess(pid, started).end() is None
+    for end in ("status 9", "SIGKILL", f"SIG{signal.SIGRTMIN + 6}"):  # real-time signals have no names
+        pid = os.fork()
+        if not pid:
+            if end == "status 9":
+                os._exit(9)
+            time.sleep(60)
+        if end != "status 9":
+            os.kill(pid, signal.SIGKILL if end == "SIGKILL" else signal.SIGRTMIN + 6)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        assert OtherProcess(pid, started).end() == end
+        assert OtherProcess(pid, "1").end() is None  # another process of that id
+        os.waitpid(pid, 0)
+        assert OtherProcess(pid, started).end() is None

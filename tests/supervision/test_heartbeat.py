@@ -92,7 +92,8 @@ class Scenario:
 
     A signal without a victim is for all, who are continued after more than the time limit. `told`: as when
     torchrun finds that a rank has died, the others get SIGTERM, and `kept_elsewhere`: it keeps the store.
-    Without `lifelines`, only the store tells of a rank that was killed.
+    Without `lifelines`, only the store tells of a rank that was killed. `twice`: the last rank is started
+    once more, as if the same command had been given twice.
     """
 
     world: int
@@ -102,6 +103,7 @@ class Scenario:
     told: bool = False
     kept_elsewhere: bool = False
     lifelines: bool = True
+    twice: bool = False
 
 
 KILLS = [
@@ -125,6 +127,7 @@ LONG_STEP = 5.0  # seconds, and more than a silence that is noticed
 ALIVE = Scenario(3, ending="leave after a long step", told=True)
 RAISES = Scenario(3, ending="raise")
 SUSPENDED = Scenario(3, fault=signal.SIGSTOP)
+TWICE = Scenario(3, twice=True)
 ORDERLY = [Scenario(world, ending="leave one after another") for world in (1, 3)]
 
 
@@ -160,7 +163,7 @@ def play(directory: Path, scenario: Scenario) -> End:
     """Processes that send heartbeat messages from their first step, forked from a server with torch."""
     port, world = free_port(), scenario.world
     # Only who is silent or stuck has to be waited for; nobody else is, on a machine that is busy.
-    timeout = 20 * TIMEOUT if scenario in (*KNOWN, RAISES, ALIVE, *TOLD, *ORDERLY) else TIMEOUT
+    timeout = 20 * TIMEOUT if scenario in (*KNOWN, RAISES, ALIVE, TWICE, *TOLD, *ORDERLY) else TIMEOUT
     keeper = (
         dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         if scenario.kept_elsewhere
@@ -180,6 +183,16 @@ def play(directory: Path, scenario: Scenario) -> End:
         if scenario == SUSPENDED:
             suspend([process.pid for process in processes], timeout + 2)
             wait_for_steps(directory, world, int((directory / "0.steps").read_text() or 0) + 200)
+            (directory / "end").touch()
+        elif scenario.twice:
+            (directory / "again").mkdir()
+            another = CONTEXT.Process(target=rank_main, args=(str(directory / "again"), world - 1, *given))
+            another.start()
+            another.join(PATIENCE)
+            assert another.exitcode == 1
+            assert "is taken by process" in (directory / "again" / f"{world - 1}.err").read_text()
+            wait_for_steps(directory, world, int((directory / "0.steps").read_text() or 0) + 200)
+            time.sleep(3)  # some heartbeats
             (directory / "end").touch()
         elif scenario.fault:
             os.kill(processes[scenario.victim].pid, scenario.fault)
@@ -202,7 +215,7 @@ def play(directory: Path, scenario: Scenario) -> End:
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Scenario, Future[End]]]:
     """Run several at a time, because they mostly wait."""
-    scenarios = [*KILLS, *KNOWN, *STUCK, *TOLD, ALIVE, RAISES, SUSPENDED, *ORDERLY]
+    scenarios = [*KILLS, *KNOWN, *STUCK, *TOLD, ALIVE, RAISES, SUSPENDED, TWICE, *ORDERLY]
     with ThreadPoolExecutor(4) as pool:
         yield {each: pool.submit(play, tmp_path_factory.mktemp("ranks"), each) for each in scenarios}
 
@@ -283,6 +296,10 @@ def test_a_rank_reports_its_error_to_the_others(played: Played) -> None:
 
 def test_a_suspended_job_continues(played: Played) -> None:
     assert played[SUSPENDED].result() == End([0] * 3, [[]] * 3)
+
+
+def test_a_rank_that_is_started_twice_does_not_end_the_run(played: Played) -> None:
+    assert played[TWICE].result() == End([0] * 3, [[]] * 3)
 
 
 @pytest.mark.parametrize("scenario", ORDERLY, ids=lambda orderly: f"{orderly.world}")

@@ -16,7 +16,7 @@ import torch
 
 from megatron_zpp.reporting.metrics import Record
 from megatron_zpp.reporting.sinks import ThreadedSink
-from tests.support import ROOT, Run, environment, holding, wait_until
+from tests.support import ROOT, Run, environment, free_port, holding, wait_until
 
 NODE = f"pretrain_gpt.py [{platform.node()}]"
 LENGTH = "--train-iters 100 --global-batch-size 8 --num-workers 0 --log-interval 5".split()
@@ -111,6 +111,26 @@ def test_a_signal_to_one_rank_saves_and_stops_all(flags: list[str], whole: Path,
         assert ranks.statuses() == {0: 0, 1: 0}, ranks.err(0)
         assert "resuming at iteration" in ranks.out(0)
     assert weights(save) == weights(whole)
+
+
+def test_torchrun_that_ends_the_others_is_no_second_request(flags: list[str], tmp_path: Path) -> None:
+    """It sends SIGTERM as soon as one rank has exited with 75, while rank 0 may be about to."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--master-port", str(free_port()), ROOT / "pretrain_gpt.py", *flags, "--eval-iters", "0"]
+    command += ["--train-iters", "100000", "--log-interval", "1", "--save", tmp_path / "checkpoints"]
+    with subprocess.Popen(
+        command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
+        for line in run.stdout:
+            if "iteration        5/" in line:
+                break
+        for rank in children(run.pid):
+            os.kill(rank, signal.SIGUSR1)
+        out, err = run.communicate(timeout=100)
+    assert "exiting at iteration" in out
+    assert err.count("got SIGUSR1: stopping after this step and saving") == 1
+    assert "nothing is saved" not in err
+    assert set(re.findall(r"exitcode *: (-?\d+)", err)) == {"75"}, err
 
 
 def test_a_second_signal_ends_a_rank_at_once(flags: list[str], tmp_path: Path) -> None:
