@@ -126,15 +126,17 @@ def lost_newest(directory: Location) -> str | None:
 
 
 def write_tracker(directory: Location) -> None:
-    """Write the newest committed iteration to the tracker, or remove the tracker if there is none.
+    """Write the newest committed iteration to the tracker, if there is one.
 
-    Raises OSError if the file system does.
+    The tracker is a hint for people and other programs. So an error of the file system leaves it as it is,
+    and fails neither the checkpoint that has just been committed nor a start.
     """
-    newest = next(iter(committed(directory)), None)
-    path = directory / TRACKER
-    text = f"{newest}\n"
-    if newest is not None and not _holds(path, text.encode()):
-        write_text(path, text)
+    with contextlib.suppress(OSError):
+        newest = next(iter(committed(directory)), None)
+        path = directory / TRACKER
+        text = f"{newest}\n"
+        if newest is not None and not _holds(path, text.encode()):
+            write_text(path, text)
 
 
 def _holds(path: Location, content: bytes) -> bool:

@@ -33,8 +33,7 @@ def read_back(path: Location, checksums: Checksums, exchange: Exchange, options:
         if reason is not None:
             raise NotReadBack(reason) from None
         problem = outcome(exchange)
-    finally:
-        exchange.clear()
+    exchange.clear()
     if problem:
         raise SaveFailed(problem)
 

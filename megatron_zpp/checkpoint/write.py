@@ -86,9 +86,9 @@ def write_checkpoint(
     if problem and by_rank_0:
         attempt(exchange, options, lambda on_progress: _remove(final, options.may_write))
         exchange.put("outcome", problem)
-    exchange.clear()
-    if problem:
+    if problem:  # rank 0 may still wait for values, which therefore stay
         raise SaveFailed(problem)
+    exchange.clear()
     assert shards.checksums is not None, "committed without this rank's file"
     directory = shards.directory  # of an object store, what is written stays where it is
     return directory if isinstance(directory, ObjectPath) else final, shards.checksums

@@ -7,6 +7,7 @@ of the object's content and the checksums of the copy. If either differs, the ob
 import functools
 import json
 import os
+import secrets
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -95,7 +96,7 @@ def _is_copy(copy: Path, opened: ObjectRanges) -> bool:
 
 
 def _download(opened: ObjectRanges, copy: Path) -> None:
-    partial = copy.with_name(f"{copy.name}.{os.getpid()}.partial")
+    partial = copy.with_name(f"{copy.name}.{secrets.token_hex(8)}.partial")
     writer = ChecksummedWriter(partial)
     try:
         for first in range(0, opened.size, _PIECE * _REQUESTS):

@@ -91,6 +91,8 @@ class OrderCache:
                 except (OSError, ValueError) as error:
                     problem = f": {one_line(error)}"
                 self._say(f"building {what}, {f'again{problem}' if problem else f'once; {entry}'}")
+                if problem:  # else another process may have built it since, where there are no locks
+                    shutil.rmtree(entry, ignore_errors=True)
                 self._build(entry, text, build)
         except OSError as error:
             fix = f"{error.strerror}; name a writable directory with free space"
@@ -98,7 +100,6 @@ class OrderCache:
         return CachedArrays(entry, names)
 
     def _build(self, entry: Path, text: str, build: Callable[[NpyWriter], None]) -> None:
-        shutil.rmtree(entry, ignore_errors=True)  # an existing entry cannot be read
         with tempfile.TemporaryDirectory(prefix=f"{entry.name}.building-", dir=self._directory) as name:
             complete = Path(name) / "entry"
             complete.mkdir()

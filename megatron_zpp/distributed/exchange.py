@@ -107,7 +107,10 @@ class Exchange:
         return self.combine(name, value, _first)
 
     def clear(self) -> None:
-        """Delete from the store what this rank contributed. To be called when rank 0 has gathered it."""
+        """Delete from the store what this rank contributed. To be called when rank 0 has gathered it.
+
+        Never after a failure: rank 0 may gather later, and its request would wait for the deleted value.
+        """
         while self._contributed:
             key = self._contributed.pop()
             self._store.delete_key(key)

@@ -56,6 +56,18 @@ def write_text(path: Location, text: str) -> None:
     fsync(path.parent)
 
 
+def keep_first(partial: Path, path: Path) -> None:
+    """Give the durable file `partial` the name `path`, unless another process was faster with its own."""
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without links
+        os.replace(partial, path)
+        return
+    partial.unlink()
+
+
 def commit_directory(partial: Path, final: Path, retired: Path) -> None:
     """Rename a directory of durable files to its final name, then remove the directory that had the name.
 
@@ -127,12 +139,17 @@ def check_writable(flag: str, directory: str) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a lock on the file `path`, which the kernel releases if this process dies."""
+def locked(path: Path) -> Iterator[bool]:
+    """Hold a lock on the file `path`, which the kernel releases if this process dies.
+
+    Yields whether there is one: some file systems have no locks, and on some they hold on one host alone.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)  # a group may share it
     try:
-        with contextlib.suppress(OSError):  # a file system without locks
+        held = False
+        with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+            held = True
+        yield held
     finally:
         os.close(descriptor)

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from megatron_zpp.checkpoint.snapshot import Snapshot
 from megatron_zpp.checkpoint.states import describe_state, shards_of
 from megatron_zpp.checkpoint.write import SaveFailed, SaveOptions, write_checkpoint
 from megatron_zpp.config.root import Config
-from megatron_zpp.distributed.exchange import Exchange
+from megatron_zpp.distributed.exchange import Exchange, NoProgress
 from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.storage.checksums import Checksums, OnProgress
 from megatron_zpp.storage.lease import Lease
@@ -157,21 +158,31 @@ class Saver:
         started, exchange = time.perf_counter(), self._exchange(f"read-back/{write.number}")
         try:
             read_back(write.path, write.checksums, exchange, self._options)
+            line = f" read back {write.path} in {time.perf_counter() - started:.1f} s"
+            if self._engine.topology.rank == 0:
+                line += self._remove_old(write.path, keep_last, keep_every, exchange)
+                exchange.put("removed", None)
+            else:  # for as long as rank 0 makes progress, so that no rank awaits it in vain in the next save
+                with suppress(NoProgress):
+                    exchange.get("removed")
         finally:
             self._keys |= exchange.keys()
-        line = f" read back {write.path} in {time.perf_counter() - started:.1f} s"
-        if self._engine.topology.rank != 0:
-            return line
+        return line
+
+    def _remove_old(
+        self, newest: Location, keep_last: int, keep_every: int | None, exchange: Exchange
+    ) -> str:
+        """Remove old checkpoints; returns what the log line says of it."""
 
         def remove(on_progress: OnProgress) -> None:
             self._options.may_write()
-            remove_old(write.path.parent, keep_last, keep_every, newest=write.path, on_progress=on_progress)
+            remove_old(newest.parent, keep_last, keep_every, newest=newest, on_progress=on_progress)
 
         try:
             self._options.files.run(remove, exchange)
         except OSError as error:  # the new checkpoint is whole, so the run continues
-            line += f"; WARNING: old ones could not be removed: {error}"
-        return line
+            return f"; WARNING: old ones could not be removed: {error}"
+        return ""
 
     def _wait(self) -> None:
         while self._behind:

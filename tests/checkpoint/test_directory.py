@@ -1,9 +1,12 @@
 """Which checkpoints there are, which is the newest, which may go."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
+from megatron_zpp.checkpoint import directory as directory_module
 from megatron_zpp.checkpoint.directory import (
     TRACKER,
     candidates,
@@ -46,6 +49,18 @@ def test_the_tracker_is_a_hint_and_is_rebuilt(saved: Path, tracker: str | None) 
         (saved / TRACKER).write_text(tracker)
     assert candidates(str(saved))[0].name == "iter_0000006"
     write_tracker(saved)
+    assert (saved / TRACKER).read_text() == "6\n"
+
+
+def test_a_tracker_that_cannot_be_written_fails_no_save(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with the disk full at the last block, behind a checkpoint that is committed."""
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(directory_module, "write_text", full)
+    save(saved, small(), Progress(7, 7))
+    assert max(committed(saved)) == 7
     assert (saved / TRACKER).read_text() == "6\n"
 
 

@@ -198,3 +198,27 @@ def test_training_goes_on_while_one_rank_still_writes(tmp_path: Path) -> None:
     saved = f" saved {tmp_path}/iter_0000001"
     assert on_ranks(2, train_beside_a_slow_save, str(tmp_path)) == [(0, [saved])] * 2
     assert [path.name for path in candidates(str(tmp_path))] == ["iter_0000001"]
+
+
+def save_while_old_ones_are_removed(topology: Topology, directory: str) -> list[str]:
+    """Two saves; after the first one rank 0 removes for longer than the time-out, and makes progress."""
+    engine = small(topology=topology, zero_stage=3)
+    config = config_of("--save", directory, "--async-save", "--keep-last", "1", *PATIENT)
+
+    def slowly(*arguments: Any, on_progress: Any, **more: Any) -> None:
+        for _ in range(90):
+            time.sleep(0.1)
+            on_progress()
+
+    saver_module.remove_old = slowly
+    reporter = Quiet()
+    saver = saver_of(engine, config, reporter, dist.distributed_c10d._get_default_store())
+    for iteration in (1, 2):
+        saver.save(Progress(iteration, iteration))
+    saver.finish()
+    return [line.split(" in ")[0].rsplit("/", 1)[-1] for line in reporter.lines]
+
+
+def test_no_rank_gives_up_while_rank_0_removes_old_checkpoints(tmp_path: Path) -> None:
+    both = ["iter_0000001", "iter_0000001", "iter_0000002", "iter_0000002"]  # saved, and read back
+    assert on_ranks(2, save_while_old_ones_are_removed, str(tmp_path)) == [both] * 2

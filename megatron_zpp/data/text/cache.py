@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -91,10 +92,11 @@ class TokenCache:
         """Tokenise unclaimed blocks, wait for the others, and return `counts`."""
         if self._workers and get_worker_info() is None:
             self._fill_by_workers(self._missing(blocks))
-        while (missing := self._missing(blocks)).size:
-            if not self._tokenise_unclaimed(missing):
+        # Read once: another process may find a block damaged, and remove its count, at any time.
+        while ((counts := self.counts(blocks)) < 0).any():
+            if not self._tokenise_unclaimed(blocks[counts < 0]):
                 time.sleep(_POLL)
-        return self.counts(blocks)
+        return counts
 
     def prefetch(self, blocks: np.ndarray) -> None:
         """In a worker, tokenise blocks that no process has claimed; the process that trains does nothing."""
@@ -169,7 +171,8 @@ class TokenCache:
         tokens = np.ascontiguousarray(encoded.tokens[0], self._dtype).tobytes()
         path = self._path(block)
         path.parent.mkdir(exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        # Without locks between hosts, two processes of one number may tokenise this block.
+        unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
         try:
             write_durably(unfinished, _digest(tokens) + tokens)
             os.replace(unfinished, path)

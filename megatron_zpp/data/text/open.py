@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-import os
+import platform
+import secrets
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from megatron_zpp.data.text.samples import TextDataset
 from megatron_zpp.data.text.shard_order import ShardOrder
 from megatron_zpp.data.text.shards import ShardedText, open_shards
 from megatron_zpp.data.text.sources import JsonLinesText, TextSource
-from megatron_zpp.storage.files import fsync, locked
+from megatron_zpp.storage.files import fsync, keep_first, locked
 
 _VERSION = 1  # of the cache's format
 _BLOCK_BYTES = 1 << 20
@@ -128,13 +129,15 @@ def _unpacked(flag: str, path: str, directory: Path, say: Callable[[str], None])
     digest = hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:32]
     plain = directory / f"{digest}.jsonl"
     directory.mkdir(parents=True, exist_ok=True)
-    with locked(directory / "lock"):
+    with locked(directory / "lock") as held:
         if not plain.exists():
             say(f"unpacking {path}, once; {plain}")
-            partial_copy = plain.with_name(f"{plain.name}.partial")
+            # A lock may hold on this host alone. What a killed process leaves has a name that is used again.
+            own = platform.node() if held else secrets.token_hex(8)
+            partial_copy = plain.with_name(f"{plain.name}.{own}.partial")
             with open(partial_copy, "wb") as output:
                 for block in read_blocks(whole(path), _BLOCK_BYTES):
                     output.write(block.content)
             fsync(partial_copy)  # from here on the copy counts as complete
-            os.replace(partial_copy, plain)
+            keep_first(partial_copy, plain)
     return str(plain)

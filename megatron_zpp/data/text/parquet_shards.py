@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -192,7 +193,8 @@ def _kept(directory: Path, made_of: list[str], read_all: Callable[[], list[RowGr
             return [RowGroups(tuple(rows), tuple(size)) for rows, size in json.loads(path.read_text())]
         except (OSError, ValueError):
             groups = read_all()
-        write_text(path, json.dumps([[each.rows, each.size] for each in groups]))
+        with suppress(FileNotFoundError):  # without locks, another process was faster
+            write_text(path, json.dumps([[each.rows, each.size] for each in groups]))
         return groups
 
 

@@ -1,9 +1,14 @@
 """A text gives the documents of preprocess_data.py, or an error that names the line."""
 
+import errno
+import fcntl
 import gzip
 import inspect
 import json
+import os
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -166,3 +171,27 @@ def test_a_hub_data_set_gives_its_rows(hub: str, documents: list[list[int]]) -> 
         opened(f"hf:{hub}:default:nope", json_key="content")
     with pytest.raises(ValueError, match=r"number' is a number; correct"):
         documents_of(opened(f"hf:{hub}", json_key="number"), 0)
+
+
+def test_without_locks_processes_that_come_at_once_find_the_same(
+    documents: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads stand for processes on several hosts, which may have the same number."""
+
+    def no_locks(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    path = tmp_path / "text.jsonl.gz"
+    path.write_bytes(gzip.compress(json_lines(documents)))
+    expected = [[*ids, 70_000] for ids in documents]
+    barrier = threading.Barrier(4)
+
+    def open_and_read(_: int) -> list[list[int]]:
+        barrier.wait()
+        return documents_of(opened(str(path), append_eod=True), 70_000)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(open_and_read, range(4))) == [expected] * 4
+    assert not list(tmp_path.rglob("*.partial"))
