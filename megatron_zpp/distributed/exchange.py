@@ -47,7 +47,7 @@ class Exchange:
         self.topology, self.timeout, self._purpose = topology, timeout, purpose
         # A connection of its own: a call on a store blocks all other threads that use the same connection.
         self._store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
-        self._store.set_timeout(_CONNECT)  # of its clone; waits have time-outs of their own
+        self._store.set_timeout(timeout)  # the store's process may be stopped, or suspended with all others
         self._quick: dist.Store | None = None  # another connection, for requests that are answered at once
         self._looked = False
         self._reported = time.monotonic()
@@ -160,7 +160,7 @@ class Exchange:
             except BaseException:
                 self._release(keys)
                 raise
-            values = self._quick_store().multi_get(keys)
+            values = self._store.multi_get(keys)
             if all(values):
                 return [json.loads(value) for value in values]
             time.sleep(min(_POLL, self._every))  # another rank has ended the wait
@@ -188,8 +188,12 @@ class Exchange:
     def _quick_store(self) -> dist.Store:
         """Made when it is needed, since each connection may wait for a name server; raises DistError."""
         if self._quick is None:
-            self._quick = self._store.clone()
-            self._quick.set_timeout(self.timeout)  # the store's process may be stopped, or suspended with all
+            self._store.set_timeout(_CONNECT)
+            try:
+                self._quick = self._store.clone()
+            finally:
+                self._store.set_timeout(self.timeout)
+            self._quick.set_timeout(self.timeout)
         return self._quick
 
     def _key(self, name: str) -> str:
