@@ -141,9 +141,10 @@ class Disturbances(Runs):
         if not job.wait(PATIENCE):
             job.kill()
             return "two runs at once", ("hang", job.log(0)[-700:])
-        name, outcome = self._judge("two runs at once", other, setting, run, whole, one_for_all=True)
+        # The first one before it is started again: that replaces its logs.
+        name, outcome = self._judge("two runs at once", job, setting, run, whole, one_for_all=True)
         return name, outcome if outcome[0] not in ("equal", "one line, then equal") else self._finish(
-            job, setting, run, whole, one_for_all=True
+            other, setting, run, whole, one_for_all=True
         )
 
     def _damage(self, files: list[Path], draw: random.Random) -> str:
