@@ -246,7 +246,7 @@ def test_a_rank_that_leaves_says_so_before_its_connections_close() -> None:
     (connection,) = parent._connections
     leaving = threading.Thread(target=child.leave)
     with child._lock:
-        child._wake()  # its thread waits for the lock, and goes on first
+        child._wake()  # the reading thread queues for the lock first, so it gets the lock first
         time.sleep(0.1)
         leaving.start()
         time.sleep(0.1)
