@@ -90,14 +90,17 @@ class Prefetcher:
         self._weights[index] = self._changed
 
     def gather_after_step(self, stepped: Iterable[int]) -> None:
-        """Start to gather, as the optimizer finishes each of `stepped`, the units that slots can hold.
+        """Start to gather the units that the forward reads first, as the optimizer finishes each.
 
-        They are the units that the next forward reads first.
+        They are those before the first one that shares a slot with an earlier one. Gathers run in the order
+        in which they start: one of a later unit, even if its slot is free, would hold up those that the
+        forward needs sooner until its own weights have arrived.
         """
-        taken = set()
+        taken, full = set(), False
         for index in stepped:
             self.changed(index)
-            if self._slots[index] not in taken:
+            full = full or self._slots[index] in taken
+            if not full:
                 taken.add(self._slots[index])
                 self._start(index)
 
@@ -131,7 +134,15 @@ class Prefetcher:
         self._need(self._unit_at[place])
         self._start_ahead(self._backward, self._gradients_at[place])
 
-    def wait(self, index: int) -> None:
+    def wait_for_gather_of(self, index: int) -> None:
+        """Let the compute wait for a gather of unit `index` that is under way, if there is one.
+
+        It may still be reading what is about to change.
+        """
+        if self._slots[index].holder == index:
+            self._wait(index)
+
+    def _wait(self, index: int) -> None:
         """Let the compute wait for the gather into the slot of unit `index`: GATHERING -> GATHERED."""
         slot = self._slots[index]
         if slot.pending is not None:
@@ -157,7 +168,7 @@ class Prefetcher:
         """SHARDED or GATHERING -> GATHERED."""
         self._start(index)
         with self._sections(WAIT_GATHERS):
-            self.wait(index)
+            self._wait(index)
 
     def _start(self, index: int) -> None:
         """SHARDED -> GATHERING; the unit that was in the slot: GATHERING or GATHERED -> SHARDED.
@@ -167,7 +178,7 @@ class Prefetcher:
         if self._weights[index] is not WeightState.SHARDED:
             return
         slot = self._slots[index]
-        self.wait(index)  # a gather whose result was not needed must not end later than this one
+        self._wait(index)  # a gather whose result was not needed must not end later than this one
         if slot.holder is not None:
             self._weights[slot.holder] = WeightState.SHARDED
         slot.holder, self._weights[index] = index, WeightState.GATHERING

@@ -17,11 +17,11 @@ SHARDED, GATHERING, GATHERED = WeightState.SHARDED, WeightState.GATHERING, Weigh
 LAYER = FlatLayout((5000,), 1, 4)
 
 
-def plan_of(units: int, **zero: object) -> CommunicationPlan:
+def plan_of(units: int, *, last: FlatLayout = LAYER, **zero: object) -> CommunicationPlan:
     return plan_communication(
         ZeroConfig(**zero),
         Topology(1, 4, 1, 2),
-        [LAYER] * units,
+        [LAYER] * (units - 1) + [last],
         compute_dtype=torch.bfloat16,
         reduce_in_bf16=False,
         copy_engines=False,
@@ -33,12 +33,13 @@ class Walk:
 
     def __init__(self, plan: CommunicationPlan) -> None:
         self.gathers: list[tuple[int, bool]] = []
+        self.waited: list[int] = []  # the units whose gathers the compute has waited for
         self.units = range(len(plan.layouts))
         self.prefetcher = Prefetcher(plan, self._gather)
 
     def _gather(self, index: int, from_secondary: bool) -> Pending:
         self.gathers.append((index, from_secondary))
-        return Pending()
+        return Pending(lambda: self.waited.append(index))
 
     def weights(self) -> list[WeightState]:
         return [self.prefetcher.weights_of(index) for index in self.units]
@@ -67,6 +68,33 @@ def test_weights_go_through_their_slots() -> None:
     assert walk.taken() == [(1, False), (0, False)]  # the last two were there
     walk.prefetcher.gather_after_step(walk.units)
     assert walk.weights() == [GATHERING, GATHERING, SHARDED, SHARDED]
+
+
+def test_after_a_step_no_gather_overtakes_one_that_the_forward_needs_sooner() -> None:
+    """The last unit has a slot of its own, which is free: its gather still waits for its turn.
+
+    Gathers run in order, and this one ends when the weights of the last unit have arrived: before it was put
+    in its place, the second layer waited for the new weights of all others.
+    """
+    walk = Walk(plan_of(5, last=FlatLayout((64,), 1, 4), zero_stage=3))
+    walk.prefetcher.gather_after_step(walk.units)
+    assert walk.weights() == [GATHERING, GATHERING, SHARDED, SHARDED, SHARDED]
+    walk.prefetcher.begin(Phase.FORWARD)
+    for index in walk.units:
+        walk.prefetcher.before_forward(index)
+    assert walk.taken() == [(index, False) for index in range(5)]
+
+
+def test_new_weights_wait_for_their_own_gather_alone() -> None:
+    """The third unit shares the slot of the first, whose gather does not read what the third changes."""
+    walk = Walk(plan_of(4, zero_stage=3))
+    walk.prefetcher.gather_after_step(walk.units)
+    walk.prefetcher.wait_for_gather_of(2)
+    assert walk.waited == []
+    walk.prefetcher.wait_for_gather_of(0)
+    walk.prefetcher.wait_for_gather_of(0)  # it is not under way any more
+    assert walk.waited == [0]
+    assert walk.weights() == [GATHERED, GATHERING, SHARDED, SHARDED]
 
 
 def test_a_load_discards_gathers_under_way() -> None:
