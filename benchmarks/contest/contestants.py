@@ -26,6 +26,12 @@ OURS: dict[str, dict[str, Any]] = {  # settings of ZeroConfig
         "zero_quantized_weights_format": "delta4",
         "zero_quantized_gradients_format": "rotated4",
     },
+    "zeropp_4_bits_spare_0": {
+        **_ZEROPP,
+        "zero_quantized_weights_format": "delta4",
+        "zero_quantized_gradients_format": "rotated4",
+        "zero_spare_multiprocessors": "0",
+    },
     "zeropp_2_3_bits": {  # from the first step
         **_ZEROPP,
         "zero_quantized_weights_format": "delta2",

@@ -103,6 +103,7 @@ class Config:
             raise option_error("--fp8-products", "measured", fix)
         if self.compilation.measures_products:
             _check_measured(self.precision, tensor_ranks)
+            _check_spare(self.zero)
         if self.tokenizer.tokenizer_type is None:
             raise option_error("--tokenizer-type", "(not given)", "give the tokenizer that made the data")
         if self.plan.dry_run and self.distributed.device == "cpu":
@@ -292,6 +293,13 @@ def _check_measured(precision: PrecisionConfig, tensor_ranks: int) -> None:
     if tensor_ranks > 1:
         fix = f"needs whole layers; omit one of it and --tensor-model-parallel-size {tensor_ranks}"
         raise option_error(flag, value, fix)
+
+
+def _check_spare(zero: ZeroConfig) -> None:
+    """Refuse to leave multiprocessors to NCCL where algorithms are measured, which use all."""
+    if zero.zero_spare_multiprocessors not in ("auto", "0"):
+        fix = "has no effect on the products of --gemm-algorithms measured; omit one of them"
+        raise option_error("--zero-spare-multiprocessors", zero.zero_spare_multiprocessors, fix)
 
 
 def _check_param_gather(zero: ZeroConfig) -> None:

@@ -1,5 +1,6 @@
 """How model states are sharded, and how weights and gradients travel between ranks (ZeRO, ZeRO++)."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -48,6 +49,11 @@ class ZeroConfig(Options):
         "Use the GPUs' copy engines for transfers inside a node, which leaves all multiprocessors to the "
         "compute. auto: if a trial at the start succeeds on all ranks, else use NCCL's kernels and log the "
         "reason; on: exit with an error if they cannot be used; off: use NCCL's kernels.",
+    )
+    zero_spare_multiprocessors: str = option(
+        "auto",
+        "Multiprocessors that matrix products leave to NCCL's kernels, beside which they are slower if they "
+        "start on all. auto: 4 on Hopper where NCCL connects several nodes over TCP, else 0.",
     )
     zero_quantized_weights: bool = option(
         False, "qwZ: gather weights as block-quantised codes. Needs --zero-stage 1, 2 or 3."
@@ -114,6 +120,9 @@ class ZeroConfig(Options):
                 object.__setattr__(self, "zero_prefetch_units", 1)
         elif self.zero_prefetch_units is not None:
             raise option_error("--zero-prefetch-units", self.zero_prefetch_units, "needs --zero-stage 3")
+        spare = self.zero_spare_multiprocessors
+        if spare != "auto" and not re.fullmatch(r"\d{1,3}", spare):
+            raise option_error("--zero-spare-multiprocessors", spare, "must be auto or a number, such as 4")
         self._check_hpz()
         size = self.zero_gradient_partition_size
         if size not in ("off", "auto") and not (size.isdecimal() and int(size) >= 1):

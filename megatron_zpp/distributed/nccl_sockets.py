@@ -18,9 +18,11 @@ from megatron_zpp.config.nccl_sockets import FLAG, explicit_sockets
 from megatron_zpp.config.options import option_error
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.nccl_network import (
-    PLUGIN,
     NcclSettings,
     Network,
+    as_number,
+    chosen_network,
+    other_network,
     read_nccl_settings,
     read_network,
 )
@@ -128,16 +130,8 @@ def auto_objection(nodes: int, settings: NcclSettings, network: Network, files: 
     for name in (THREADS, PER_THREAD):
         if settings.get(name):
             return settings.describe(name)
-    if other := _other_network(settings):
+    if other := other_network(settings, network):
         return other
-    if settings.get("NCCL_NET") is None:
-        plugin = settings.get("NCCL_NET_PLUGIN")
-        if plugin is not None and plugin.lower() != "none":
-            return settings.describe("NCCL_NET_PLUGIN")
-        if plugin is None and network.plugin:
-            return f"the network plugin {PLUGIN} is installed"
-        if network.active_ports and not _number(settings.get("NCCL_IB_DISABLE")):
-            return f"{network.active_ports[0]} is an active port of InfiniBand or RoCE"
     for interface, vendor in network.vendors:
         if vendor in _VENDORS:
             return f"{interface} is a card by {_VENDORS[vendor]}, for which NCCL has numbers of its own"
@@ -149,9 +143,9 @@ def explicit_objection(
 ) -> str | None:
     """What contradicts numbers that were given, and the remedy; None where nothing does."""
     for name, number in zip((THREADS, PER_THREAD), wanted, strict=True):
-        if settings.get(name) and _number(settings.get(name)) != number:
+        if settings.get(name) and as_number(settings.get(name)) != number:
             return f"{settings.describe(name)}; unset one of them"
-    if other := _other_network(settings):
+    if other := chosen_network(settings):
         return f"{other}, and only Socket has these numbers; unset one of them"
     problem = _too_many_files(wanted, nodes, files)
     return problem and f"{problem}; raise the hard limit (ulimit -Hn), or give fewer sockets"
@@ -215,21 +209,8 @@ def _too_few_cores(reports: Sequence[RankReport]) -> str | None:
     return f"{where} has {cores[rank]:.3g} cores, and threads for sockets pay from {_LEAST_CORES} on"
 
 
-def _other_network(settings: NcclSettings) -> str | None:
-    net = settings.get("NCCL_NET")
-    return None if net is None or net.lower() == "socket" else settings.describe("NCCL_NET")
-
-
 def _too_many_files(sockets: tuple[int, int], nodes: int, files: int | None) -> str | None:
     need = files_needed(sockets, nodes)
     if files is None or files >= need:
         return None
     return f"sockets to {nodes - 1} other nodes need about {need} open files, and ulimit -n is {files}"
-
-
-def _number(text: str | None) -> int | None:
-    """A number as NCCL reads it; None for none."""
-    try:
-        return int(text or "", 0)
-    except ValueError:
-        return None

@@ -177,6 +177,7 @@ def _plain(zero: ZeroConfig) -> ZeroConfig:
         zero_offload_optimizer=zero.zero_offload_optimizer,
         zero_prefetch_units=zero.zero_prefetch_units,
         zero_copy_engines=zero.zero_copy_engines,
+        zero_spare_multiprocessors=zero.zero_spare_multiprocessors,
         zero_unit=zero.zero_unit,
         zero_table_rows=zero.zero_table_rows,
     )

@@ -123,8 +123,14 @@ def _overlaps(config: Config, device: Device, group: TensorGroup) -> bool:
 
 
 def zero_of(config: Config, ranks: int) -> ZeroConfig:
-    """The settings of ZeRO with the default that depends on the warm-up: --zero-delta4-iterations."""
+    """The settings of ZeRO with the defaults that depend on other settings.
+
+    They are --zero-delta4-iterations, which depends on the warm-up, and --zero-spare-multiprocessors, of
+    which products by measured algorithms leave none.
+    """
     zero = config.zero
+    if config.compilation.measures_products:
+        zero = replace(zero, zero_spare_multiprocessors="0")
     if not zero.narrows_differences or zero.zero_delta4_iterations is not None:
         return zero
     warmup = RunSchedule.from_config(config.training, config.learning_rate, ranks).warmup_iterations

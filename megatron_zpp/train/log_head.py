@@ -38,6 +38,8 @@ def head_lines(config: Config, vocab_size: int, engine: ZeroEngine, splits: Spli
         lines.append(f" windows of {windows[0]} tokens in {len(windows)} of {model.num_layers} layers")
     if attention := engine.model.parts.attention.describe():
         lines.append(f" attention: {attention}")
+    if spare := engine.spare.count:
+        lines.append(f" matrix products leave {spare} multiprocessors to NCCL (--zero-spare-multiprocessors)")
     for split in ("train", "valid", "test"):
         samples = getattr(splits, split)
         if samples is not None:

@@ -1,5 +1,6 @@
 """The engine: holds the model states of a run, sharded as the ZeRO stage says, and takes optimizer steps."""
 
+import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +15,7 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.comm_stream import CommStream
 from megatron_zpp.distributed.copy_engine_trial import choose_copy_engines
 from megatron_zpp.distributed.grid import Grid
+from megatron_zpp.distributed.spare_multiprocessors import spare_multiprocessors
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.ops.operations import Operations
@@ -101,6 +103,9 @@ class ZeroEngine:
         self._clip_grad = optimizer.clip_grad
         dtype = getattr(torch, precision.compute_dtype(device.type))
         self.copy_engines = self._choose_copy_engines(zero, timeout, say)
+        self.spare = spare_multiprocessors(
+            zero.zero_spare_multiprocessors, self.grid.data, device, os.environ
+        )
         plan = plan_of(
             model,
             zero,
@@ -189,8 +194,11 @@ class ZeroEngine:
             assert self._weight is not None, "all micro-batches of a step have weights, or none has"
             self._weight += weight
             scale = scale * weight
+        scaled = loss * (scale + 0.0 * loss.detach())
+        if self.spare.count:
+            scaled.register_hook(lambda _: self.spare.reserve())  # by the thread of the backward
         with self.sections(BACKWARD):
-            (loss * (scale + 0.0 * loss.detach())).backward()
+            scaled.backward()
             self._gradients.finish_backward()
         return loss.detach()
 
@@ -234,6 +242,7 @@ class ZeroEngine:
             handle.remove()
         for comm_stream in self._communication.comm_streams:
             comm_stream.close()
+        self.spare.close()
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
@@ -289,6 +298,7 @@ class ZeroEngine:
         return choose_copy_engines(zero.zero_copy_engines, ranks, self.device, timeout, say)
 
     def _loss(self, batch: Batch) -> Tensor:
+        self.spare.reserve()
         if isinstance(batch, Tensor):
             tokens = batch.to(self.device, non_blocking=True)
             moved: list[Tensor | None] = [tokens[:, :-1], tokens[:, 1:]]

@@ -267,6 +267,7 @@ RUN = (
             "--gemm-algorithms measured: chooses .* 16-bit products; omit one of it and --fp32",
         ),
         ("--tensor-model-parallel-size 2", "--gemm-algorithms measured: needs whole layers"),
+        ("--zero-spare-multiprocessors 4", "--zero-spare-multiprocessors 4: has no effect on the products"),
     ],
 )
 def test_settings_without_such_products_are_refused(flags: str, message: str) -> None:

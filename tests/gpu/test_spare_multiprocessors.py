@@ -1,0 +1,56 @@
+"""--zero-spare-multiprocessors on a Hopper GPU: products of forward and backward start on fewer."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.topology import Topology
+from tests.gpu.ranks import on_gpus
+from tests.zero.engines import engine_of
+
+VOCAB, SPARE = 8192, 4
+MODEL = ModelConfig(num_layers=2, hidden_size=2048, num_attention_heads=16, seq_length=1024)
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+def started_blocks(topology: Topology, spare: str, path: str) -> tuple[list[int], float]:
+    """Thread blocks of each product of a forward and backward, and the loss after three steps."""
+    engine = engine_of(
+        MODEL,
+        VOCAB,
+        zero=ZeroConfig(zero_spare_multiprocessors=spare),
+        precision=PrecisionConfig(bf16=True),
+        device="cuda",
+    )
+    tokens = torch.randint(VOCAB, (4, 1025), generator=torch.Generator().manual_seed(5))
+    for _ in range(3):
+        loss = engine.accumulate(tokens, index=0, micro_batches=1).item()
+        engine.step(1e-3)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        engine.accumulate(tokens, index=0, micro_batches=1)
+        torch.cuda.synchronize()
+    profiler.export_chrome_trace(path)
+    engine.close()
+    blocks = []
+    for event in json.loads(Path(path).read_text())["traceEvents"]:
+        if event.get("cat") == "kernel" and event["name"].startswith("nvjet"):
+            across, down, deep = event["args"]["grid"]
+            blocks.append(across * down * deep)
+    return blocks, loss
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+def test_products_of_both_passes_leave_them(tmp_path: Path) -> None:
+    ((everywhere, loss),) = on_gpus(1, 1, started_blocks, "0", str(tmp_path / "all.json"))
+    ((fewer, same_loss),) = on_gpus(1, 1, started_blocks, str(SPARE), str(tmp_path / "fewer.json"))
+    have = torch.cuda.get_device_properties(0).multi_processor_count
+    assert max(everywhere) == have
+    assert len(fewer) >= 3 * (4 * MODEL.num_layers + 1)  # three products of each linear map, and the logits'
+    assert max(fewer) <= have - SPARE
+    assert same_loss == pytest.approx(loss, rel=torch.finfo(torch.bfloat16).eps)
