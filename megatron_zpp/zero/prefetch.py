@@ -55,6 +55,7 @@ class Prefetcher:
         sections: Sections = UNTIMED,
     ) -> None:
         self._gather, self._prefetch, self._sections = gather, plan.prefetch, sections
+        self._after_exchanges = plan.difference_format is not None
         self._changed = WeightState.GATHERED if plan.gathers_in_place else WeightState.SHARDED
         slots = {slot: _Slot() for slot in plan.slots}
         self._slots = [slots[slot] for slot in plan.slots]  # of each unit
@@ -92,15 +93,16 @@ class Prefetcher:
     def gather_after_step(self, stepped: Iterable[int]) -> None:
         """Start to gather the units that the forward reads first, as the optimizer finishes each.
 
-        They are those before the first one that shares a slot with an earlier one. Gathers run in the order
-        in which they start: one of a later unit, even if its slot is free, would hold up those that the
-        forward needs sooner until its own weights have arrived.
+        Of units that share a slot it is the first one. Gathers run in the order in which they start. Where
+        weight differences have to arrive first, units behind the first one whose slot is taken are not
+        gathered yet, even if theirs is free: they would hold up those that the forward needs sooner.
         """
         taken, full = set(), False
         for index in stepped:
             self.changed(index)
-            full = full or self._slots[index] in taken
-            if not full:
+            if self._slots[index] in taken:
+                full = self._after_exchanges
+            elif not full:
                 taken.add(self._slots[index])
                 self._start(index)
 

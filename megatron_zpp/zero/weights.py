@@ -68,7 +68,7 @@ class Weights:
     def publish(self, stepped: Iterable[Unit], iteration: int, found_inf: Tensor) -> None:
         """Send the new weights of step `iteration`, unit by unit as the optimizer yields them.
 
-        Those which the next forward reads first are gathered, up to one whose slot is taken.
+        Those which the next forward reads first are gathered, as many as there are slots.
         """
         if self._codes is not None:
             self._codes.begin()

@@ -70,19 +70,30 @@ def test_weights_go_through_their_slots() -> None:
     assert walk.weights() == [GATHERING, GATHERING, SHARDED, SHARDED]
 
 
-def test_after_a_step_no_gather_overtakes_one_that_the_forward_needs_sooner() -> None:
-    """The last unit has a slot of its own, which is free: its gather still waits for its turn.
+@pytest.mark.parametrize("differences", [False, True])
+def test_a_gather_of_differences_overtakes_none_that_the_forward_needs_sooner(differences: bool) -> None:
+    """The last unit has a slot of its own, which is free after a step.
 
-    Gathers run in order, and this one ends when the weights of the last unit have arrived: before it was put
-    in its place, the second layer waited for the new weights of all others.
+    Gathers run in order, and one of weight differences ends when those of its unit have arrived. Before it
+    had to wait for its turn, the second layer waited for the differences of all units.
     """
-    walk = Walk(plan_of(5, last=FlatLayout((64,), 1, 4), zero_stage=3))
+    formats = {"zero_quantized_weights": True, "zero_quantized_weights_format": "delta4"}
+    walk = Walk(
+        plan_of(
+            5,
+            last=FlatLayout((64,), 1, 4),
+            zero_stage=3,
+            zero_hpz_partition_size="auto",
+            **formats if differences else {},
+        )
+    )
     walk.prefetcher.gather_after_step(walk.units)
-    assert walk.weights() == [GATHERING, GATHERING, SHARDED, SHARDED, SHARDED]
+    last = SHARDED if differences else GATHERING
+    assert walk.weights() == [GATHERING, GATHERING, SHARDED, SHARDED, last]
     walk.prefetcher.begin(Phase.FORWARD)
     for index in walk.units:
         walk.prefetcher.before_forward(index)
-    assert walk.taken() == [(index, False) for index in range(5)]
+    assert sorted(walk.taken()) == [(index, False) for index in range(5)]
 
 
 def test_new_weights_wait_for_their_own_gather_alone() -> None:
