@@ -10,6 +10,11 @@ _ZEROPP = {
     "zero_hpz_partition_size": "auto",
     "zero_quantized_gradients": True,
 }
+_4_BITS = {
+    **_ZEROPP,
+    "zero_quantized_weights_format": "delta4",
+    "zero_quantized_gradients_format": "rotated4",
+}
 OURS: dict[str, dict[str, Any]] = {  # settings of ZeroConfig
     "stage_0": {"zero_stage": 0},
     "stage_1": {"zero_stage": 1},
@@ -21,17 +26,10 @@ OURS: dict[str, dict[str, Any]] = {  # settings of ZeroConfig
     "hpz": {"zero_stage": 3, "zero_hpz_partition_size": "auto"},
     "qgz": {"zero_stage": 3, "zero_quantized_gradients": True},
     "zeropp": _ZEROPP,
-    "zeropp_4_bits": {
-        **_ZEROPP,
-        "zero_quantized_weights_format": "delta4",
-        "zero_quantized_gradients_format": "rotated4",
-    },
-    "zeropp_4_bits_spare_0": {
-        **_ZEROPP,
-        "zero_quantized_weights_format": "delta4",
-        "zero_quantized_gradients_format": "rotated4",
-        "zero_spare_multiprocessors": "0",
-    },
+    "zeropp_4_bits": _4_BITS,
+    # Accumulates inside each node, so that nothing between nodes grows with the number of micro-batches.
+    "zeropp_4_bits_once": {**_4_BITS, "zero_gradient_partition_size": "auto"},
+    "zeropp_4_bits_spare_0": {**_4_BITS, "zero_spare_multiprocessors": "0"},
     "zeropp_2_3_bits": {  # from the first step
         **_ZEROPP,
         "zero_quantized_weights_format": "delta2",
@@ -86,6 +84,7 @@ def default_names(nodes: int, ranks_per_node: int, micro_batches: int) -> list[s
             "qgz",
             "zeropp",
             "zeropp_4_bits",
+            *(["zeropp_4_bits_once"] if micro_batches > 1 else []),
             "stage_1_qwz_qgz",
         ]
     peers = [name for name, contestant in every.items() if contestant.family != "ours"]
