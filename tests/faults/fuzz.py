@@ -1,4 +1,4 @@
-"""Fuzzes the readers of files: `python -m tests.faults.fuzz --seconds 1200`.
+"""Fuzzes the readers of files: `python tests/faults/fuzz.py --seconds 1200`.
 
 A changed file must be read, or refused by a ValueError or OSError that names the file or its flag. Anything
 else is a failure: another exception, more than 5 seconds, more than a GiB of memory, the end of the process.
@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the root, not installed
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
