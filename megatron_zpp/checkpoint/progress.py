@@ -30,6 +30,11 @@ class Progress:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Progress":
         """The inverse of `asdict`. Raises ValueError, KeyError or TypeError for other values."""
+        if type(value) is not dict:
+            raise TypeError(f"progress is {value!r}")
+        for name in ("iteration", "consumed_samples"):  # without them a run would begin anew
+            if name not in value:
+                raise KeyError(name)
         value = dict(value)
         if "standing" in value:  # its name in format version 2
             value["dataset_progress"] = value.pop("standing")

@@ -187,6 +187,23 @@ def test_a_file_of_another_rank_or_checkpoint_is_found(sharded: Path, suffix: st
     check(sharded)
 
 
+@pytest.mark.parametrize("progress", [[], "", None, {}, {"iteration": 1}, {"consumed_samples": 8}])
+def test_a_state_that_does_not_say_how_far_the_run_is_is_found(checkpoint: Path, progress: object) -> None:
+    """With right checksums: fuzzing made such states, whose missing numbers were taken for 0."""
+    state = checkpoint / "state.json"
+    files = {path: path.read_bytes() for path in (state, checkpoint / MANIFEST, checkpoint / MARKER)}
+    state.write_text(json.dumps(json.loads(files[state]) | {"progress": progress}))
+    try:
+        names = (state.name, SHARDS)
+        write_manifest(checkpoint, {name: checksums_of(checkpoint / name) for name in names})
+        with pytest.raises(DamagedFile, match=r"state\.json: not the state of a run"):
+            check(checkpoint)
+    finally:
+        for path, content in files.items():
+            path.write_bytes(content)
+    check(checkpoint)
+
+
 def test_a_rank_reads_no_sidecars_but_those_of_the_files_that_it_reads(sharded: Path) -> None:
     sidecar = sharded / f"{shard_file_name(1)}.sha256"
     content = sidecar.read_bytes()
