@@ -1,6 +1,6 @@
 """Copies of a rank's states for a save that writes while the training continues."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -22,11 +22,18 @@ class Snapshot:
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
         self._on_cpu: Future[None] | None = None  # the thread's copies
 
-    def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Start to copy all of `tensors`."""
-        if self._stream is not None:
+    def take(self, find: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Start to copy all tensors that `find` returns.
+
+        On a GPU it is called on the stream of the copies: what it waits for holds up these alone, and not the
+        compute.
+        """
+        if self._stream is None:
+            tensors = find()
+        else:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
+                tensors = find()
                 self._copy(tensors, on_gpu=True)
                 self._on_gpu = self._stream.record_event()
         self._on_cpu = self._copier.submit(self._copy, tensors, on_gpu=False)
@@ -50,6 +57,16 @@ class Snapshot:
         for name, tensor in tensors.items():
             if tensor.is_cuda == on_gpu:
                 self._copies[name].copy_(tensor, non_blocking=True)
+
+
+def writing_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
+    """A thread that waits for copies of `device` and writes them.
+
+    A thread begins with device 0, on which a process would take memory that has another device.
+    """
+    if device.type != "cuda":
+        return ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+    return ThreadPoolExecutor(1, name, initializer=torch.cuda.set_device, initargs=(device,))
 
 
 def _buffer_for(tensor: Tensor) -> Tensor:

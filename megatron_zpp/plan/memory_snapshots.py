@@ -1,4 +1,6 @@
-"""The memory of a node that --buddy-snapshots takes."""
+"""The memory of a node that --buddy-snapshots takes, and copies of the states for saves."""
+
+from collections.abc import Iterable, Iterator
 
 from megatron_zpp.plan.job import Job
 
@@ -13,12 +15,20 @@ def node_bytes(owned: int, nodes: int, local: int) -> int:
     return COPIES * owned * local * (2 if nodes > 1 else 1)
 
 
-def snapshots_line(job: Job) -> str:
-    """What the planned run with --buddy-snapshots needs of each node's memory."""
+def pinned_bytes(sizes: Iterable[int]) -> int:
+    """What pinned copies of tensors of these bytes take: torch rounds each up to a power of two."""
+    return sum(1 << (size - 1).bit_length() for size in sizes if size)
+
+
+def snapshot_lines(job: Job) -> Iterator[str]:
+    """What --buddy-snapshots and --async-save of the planned run need of each node's memory."""
     kinds = 3 if job.communication.difference_format is None else 4  # weights, two moments; the reference
-    owned = 4 * kinds * sum(layout.shard_numel for layout in job.layouts)
-    files, process = node_bytes(owned, job.nodes, job.local), job.local * owned
-    return (
-        f"{files / 2**30:.2f} GiB of tmpfs on each node for --buddy-snapshots, and {process / 2**30:.2f} GiB "
-        "of CPU memory of its ranks"
-    )
+    shards = [4 * layout.shard_numel for layout in job.layouts for _ in range(kinds)]
+    process = f"{job.local * pinned_bytes(shards) / 2**30:.2f} GiB of CPU memory of"
+    if job.memory_snapshots:
+        files = node_bytes(sum(shards), job.nodes, job.local)
+        yield (
+            f"{files / 2**30:.2f} GiB of tmpfs on each node for --buddy-snapshots, and {process} its ranks"
+        )
+    if job.async_save:
+        yield f"{process} the ranks of each node for --async-save"

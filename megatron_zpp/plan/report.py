@@ -28,7 +28,7 @@ from megatron_zpp.plan.hardware import (
 )
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import memory_of
-from megatron_zpp.plan.memory_snapshots import snapshots_line
+from megatron_zpp.plan.memory_snapshots import snapshot_lines
 from megatron_zpp.plan.step_time import overlap_slowdown, product_time
 from megatron_zpp.plan.tensor_parallel import assumption_lines, exchange_line, tensor_lines
 
@@ -105,8 +105,7 @@ def _verdict(plan: Plan, gpu: Gpu, machine: Machine) -> Iterator[str]:
     )
     if plan.memory.cpu:
         yield f"  {plan.memory.cpu / 2**30:.2f} GiB of CPU memory for each rank"
-    if plan.job.memory_snapshots:
-        yield f"  {snapshots_line(plan.job)}"
+    yield from (f"  {line}" for line in snapshot_lines(plan.job))
     if plan.fits(gpu.memory):
         yield f"  * this run fits: {room}"
         if faster := faster_stage(plan, machine, gpu.memory):

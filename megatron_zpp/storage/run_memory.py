@@ -43,8 +43,8 @@ def snapshots_root(parent: str) -> Path:
 def room_for(root: Path, run: str | None) -> int:
     """The bytes that the directory of `run` may grow to, in the file system and in the host's memory."""
     parent = os.statvfs(root.parent)
-    free = min(parent.f_bavail * parent.f_frsize, _available_memory())
-    return free + (_size_of(root / run) if run else 0)
+    free = min(parent.f_bavail * parent.f_frsize, available_memory())
+    return free + size_of(root, run)
 
 
 class RunMemory:
@@ -83,7 +83,8 @@ def _remove_abandoned(root: Path, run: str) -> None:
         if directory.name == run:
             continue
         with suppress(OSError):  # it is in use, or another rank has just removed it
-            descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+            # Without a lock, a process that was killed in between left it.
+            descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 changed = max(path.lstat().st_mtime for path in (directory, *directory.rglob("*")))
@@ -104,7 +105,7 @@ def _kind_of(directory: Path) -> str | None:
     return None
 
 
-def _available_memory() -> int:
+def available_memory() -> int:
     """Bytes that processes can still use without swapping, by the kernel's estimate."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -113,10 +114,10 @@ def _available_memory() -> int:
     raise OSError("/proc/meminfo has no MemAvailable")
 
 
-def _size_of(directory: Path) -> int:
-    """Bytes of the files of a directory; a file with several names counts once."""
+def size_of(root: Path, run: str | None) -> int:
+    """Bytes of the files of a run, if it has some; a file with several names counts once."""
     sizes: dict[int, int] = {}
-    for path in directory.rglob("*"):
+    for path in (root / run).rglob("*") if run else ():
         with suppress(OSError):
             found = path.lstat()
             sizes[found.st_ino] = 512 * found.st_blocks

@@ -22,10 +22,10 @@ from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.peer_files import FileServer, Peer, get_file, put_file
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.plan.memory_snapshots import COPIES, node_bytes
+from megatron_zpp.plan.memory_snapshots import COPIES, node_bytes, pinned_bytes
 from megatron_zpp.storage.files import write_text
 from megatron_zpp.storage.regular import read_limited
-from megatron_zpp.storage.run_memory import RunMemory, room_for, snapshots_root
+from megatron_zpp.storage.run_memory import RunMemory, available_memory, room_for, size_of, snapshots_root
 from megatron_zpp.train.ranks import Ranks
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -162,12 +162,15 @@ def open_memory(config: Config, engine: ZeroEngine, ranks: Ranks) -> BuddyMemory
     if ranks.topology.rank == 0:
         exchange.put("names", [_name_in(save), secrets.token_hex(4), secrets.token_hex(16)])
     name, attempt, secret = exchange.get("names")
-    owned = sum(shard.nbytes for shard in shards_of(engine, with_optimizer=True).values())
+    shards = shards_of(engine, with_optimizer=True).values()
+    pinned = pinned_bytes(shard.nbytes for shard in shards if shard.is_cuda)
+    copied = pinned + sum(shard.nbytes for shard in shards if not shard.is_cuda)
     agree = partial(_agree, exchange, settings)
     problem = None
     try:
         root = snapshots_root(settings.buddy_directory)
-        problem = _lack_of_room(root, name, ranks.topology, owned)
+        owned, copies = sum(shard.nbytes for shard in shards), 2 if config.checkpoint.async_save else 1
+        problem = _lack_of_room(root, name, ranks.topology, owned, copies * copied)
     except (OSError, ValueError) as error:
         problem = one_line(error)
     agree("room", problem)
@@ -196,15 +199,23 @@ def _agree(exchange: Exchange, settings: MemorySnapshotsConfig, name: str, probl
         raise ValueError(found)
 
 
-def _lack_of_room(root: Path, name: str | None, topology: Topology, owned: int) -> str | None:
+def _lack_of_room(root: Path, name: str | None, topology: Topology, owned: int, process: int) -> str | None:
+    """What this node lacks if each rank has `owned` bytes of states, and copies of `process` bytes."""
     needed, room = node_bytes(owned, topology.nodes, topology.local_world_size), room_for(root, name)
-    if needed <= room:
-        return None
-    return (
-        f"--buddy-snapshots needs {needed / 2**30:.3f} GiB there on each node, {COPIES} copies of the states "
-        f"of {'two nodes' if topology.nodes > 1 else 'the node'}, and {room / 2**30:.3f} GiB are left; make "
-        "it larger (mount -o remount,size=…; docker run --shm-size), or use more nodes"
-    )
+    held = f"{COPIES} copies of the states of {'two nodes' if topology.nodes > 1 else 'the node'}"
+    if needed > room:
+        return (
+            f"--buddy-snapshots needs {needed / 2**30:.3f} GiB there on each node, {held}, and "
+            f"{room / 2**30:.3f} GiB are left; make it larger (mount -o remount,size=…; docker run "
+            "--shm-size), or use more nodes"
+        )
+    needed, room = needed + topology.local_world_size * process, available_memory() + size_of(root, name)
+    if needed > room:
+        return (
+            f"--buddy-snapshots needs {needed / 2**30:.3f} GiB of each node's memory, {held} and those of "
+            f"its ranks, and {room / 2**30:.3f} GiB are left; use more nodes"
+        )
+    return None
 
 
 def _name_in(save: str) -> str | None:

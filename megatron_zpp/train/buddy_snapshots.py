@@ -3,14 +3,14 @@
 import platform
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 
 from megatron_zpp.checkpoint.memory_copies import SnapshotName
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.checkpoint.snapshot import Snapshot
+from megatron_zpp.checkpoint.snapshot import Snapshot, writing_thread
 from megatron_zpp.checkpoint.states import describe_state, shards_of
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.root import Config
@@ -46,7 +46,7 @@ class MemorySnapshots:
         self._config, self._tokenizer = config.to_json(), tokenizer
         self._reporter, self._exchange_for = reporter, exchange_for
         self._snapshot = Snapshot(self._shards())
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="memory")
+        self._writer = writing_thread("memory", engine.device)
         self._writing: Future[str | None] | None = None  # returns the problem, if there is one
         self._newest: SnapshotName | None = None  # taken
         self._whole: SnapshotName | None = None  # the newest that is known to be whole on all ranks
@@ -64,11 +64,10 @@ class MemorySnapshots:
             return
         self._settle_newest()
         self._newest, self._taken = name, time.perf_counter()
-        shards = self._shards()
+        self._snapshot.take(self._shards)  # first: the state waits for the device
         state = describe_state(
             self._engine, progress, with_optimizer=True, config=self._config, tokenizer=self._tokenizer
         )
-        self._snapshot.take(shards)
         self._writing = self._writer.submit(self._write, name, state)
 
     def before_step(self) -> None:
@@ -84,7 +83,7 @@ class MemorySnapshots:
             self._writing.result()
         self._writer.shutdown()
         self._memory.close()
-        self._engine.sum_over_ranks(torch.zeros((), device=self._engine.device))  # all have closed theirs
+        self._exchange_for("memory/end").first("closed", None)  # all have: nobody writes to this node now
         self._memory.forget(all_starts=saved)
 
     def _shards(self) -> dict[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_zpp.checkpoint.directory import checkpoint_name, committed, remove_old
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read_back import NotReadBack, read_back
-from megatron_zpp.checkpoint.snapshot import Snapshot
+from megatron_zpp.checkpoint.snapshot import Snapshot, writing_thread
 from megatron_zpp.checkpoint.states import describe_state, shards_of
 from megatron_zpp.checkpoint.write import SaveFailed, SaveOptions, write_checkpoint
 from megatron_zpp.config.root import Config
@@ -63,7 +63,7 @@ class Saver:
         self._saves = 0
         self._keys: set[str] = set()  # in the store, of saves that other ranks may not have ended yet
         self._failure: SaveFailed | None = None
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
+        self._writer = writing_thread("save", engine.device)
         self._behind: deque[Future[str | None]] = deque()  # work beside the training; their log lines
         self._snapshot: Snapshot | None = None
         if config.checkpoint.async_save:
@@ -83,7 +83,9 @@ class Saver:
         if self._settings.save is None or progress == self._newest:
             return
         self._newest, self._failure = progress, None
-        shards = self._shards()
+        snapshot = self._snapshot
+        if snapshot is not None:
+            snapshot.take(self._shards)  # first: the state waits for the device
         state = describe_state(
             self._engine,
             progress,
@@ -93,11 +95,9 @@ class Saver:
         )
         write = _Write(self._path(progress), self._saves)
         self._saves += 1
-        if self._snapshot is None:
-            self._report(lambda: self._write(write, shards, state))
+        if snapshot is None:
+            self._report(lambda: self._write(write, self._shards(), state))
         else:
-            snapshot = self._snapshot
-            snapshot.take(shards)
             self._behind.append(self._writer.submit(lambda: self._write(write, snapshot.wait(), state)))
         if self._settings.keep_last is not None:
             self._behind.append(self._writer.submit(self._keep_last, write))

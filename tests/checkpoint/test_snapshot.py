@@ -9,7 +9,7 @@ def test_copies_hold_while_the_tensors_change() -> None:
     tensors = {f"{index}": torch.full((1 << 20,), float(index)) for index in range(4)}
     snapshot = Snapshot(tensors)
     for _ in range(3):
-        snapshot.take(tensors)
+        snapshot.take(lambda: tensors)
         snapshot.settle()
         for tensor in tensors.values():
             tensor.add_(1)
@@ -22,5 +22,5 @@ def test_a_step_before_the_first_save_waits_for_nothing() -> None:
     snapshot = Snapshot(tensors)
     snapshot.settle()
     tensors["a"].add_(1)
-    snapshot.take(tensors)
+    snapshot.take(lambda: tensors)
     assert torch.equal(snapshot.wait()["a"], torch.full((3,), 2.0))

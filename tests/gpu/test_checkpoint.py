@@ -1,5 +1,6 @@
 """Saves of a rank on a GPU: copies beside the training hold the states of their step; all come back."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,11 +41,11 @@ def test_copies_hold_the_states_of_their_step_while_the_next_one_runs() -> None:
         snapshot = Snapshot(shards_of(engine, with_optimizer=True))
         for _ in range(3):
             expected = {name: shard.clone() for name, shard in shards_of(engine, with_optimizer=True).items()}
-            snapshot.take(shards_of(engine, with_optimizer=True), {})
+            snapshot.take(partial(shards_of, engine, with_optimizer=True))
             train(engine, snapshot)
             train(engine)
-            uses_copy_engines = snapshot.wait()
-            assert all(torch.equal(uses_copy_engines[name], shard.cpu()) for name, shard in expected.items())
+            copies = snapshot.wait()
+            assert all(torch.equal(copies[name], shard.cpu()) for name, shard in expected.items())
 
 
 def test_a_gpu_resumes_from_what_a_gpu_saved(tmp_path: Path) -> None:
