@@ -30,12 +30,20 @@ PARTS = (
 Span = tuple[float, float]
 
 
+def read_trace(path: Path) -> dict[str, Any]:
+    """A trace of torch's profiler, compressed if its name ends in .gz."""
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
+        return json.load(file)
+
+
 def parts_of_trace(path: Path, steps: int) -> dict[str, float]:
     """Milliseconds of a step by part, from a trace of `steps` whole steps."""
-    with gzip.open(path, "rt") as file:
-        events = json.load(file)["traceEvents"]
     return grad_segments(
-        [e for e in events if e.get("ph") == "X" and e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")],
+        [
+            event
+            for event in read_trace(path)["traceEvents"]
+            if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+        ],
         steps,
     )
 

@@ -1,14 +1,12 @@
-"""Lists where the stream that computes waits in traced steps: what zero_speed.py --trace or --profile wrote.
+"""Lists where the stream that computes waits in a trace that zero_speed.py --trace wrote.
 
-python benchmarks/stream_waits.py --steps 3 --name slow_link_waits before=TRACE.json.gz after=TRACE.json.gz
+python benchmarks/stream_waits.py --steps 3 --name slow_link_waits before=TRACE.json after=TRACE.json.gz
 
 A wait is a pause of the stream with the most kernels, and has the names of the kernels on both sides and
 of the collectives that ended in it, by stream. A pause that ends as a collective does was a wait for it.
 """
 
 import argparse
-import gzip
-import json
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
 from benchmarks.common import RESULTS, write_result
-from benchmarks.step_parts import parts_of_trace
+from benchmarks.step_parts import parts_of_trace, read_trace
 
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _NAME = 60  # characters of a kernel's name
@@ -65,7 +63,7 @@ def waits_of_trace(events: list[dict[str, Any]], least_ms: float) -> list[dict[s
 def main() -> None:
     """Write the waits and parts of the traces to a result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("traces", nargs="+", metavar="LABEL=TRACE.json.gz")
+    parser.add_argument("traces", nargs="+", metavar="LABEL=TRACE")
     parser.add_argument("--steps", type=int, required=True, help="whole steps of each trace")
     parser.add_argument("--least-ms", type=float, default=1.0, help="shorter pauses are not listed")
     parser.add_argument("--name", required=True, help="of the result")
@@ -74,13 +72,12 @@ def main() -> None:
     figures = {}
     for labelled in options.traces:
         label, _, name = labelled.partition("=")
-        with gzip.open(name, "rt") as file:
-            trace = json.load(file)
+        trace = read_trace(Path(name))
         waits = waits_of_trace(trace["traceEvents"], options.least_ms)
         figures[label] = {
             "gpu": trace["deviceProperties"][0]["name"],
             "steps": options.steps,
-            "waited_ms_per_step": round(sum(wait["ms"] for wait in waits) / options.steps, 2),
+            "waited_ms": round(sum(wait["ms"] for wait in waits), 2),  # by all steps; the first has fewer
             "parts_ms": parts_of_trace(Path(name), options.steps),
             "waits": waits,
         }

@@ -6,8 +6,6 @@ A row is a stream of the GPU, named by what it carries; the step is the last who
 """
 
 import argparse
-import gzip
-import json
 import sys
 from collections import defaultdict
 from itertools import pairwise
@@ -20,6 +18,7 @@ import matplotlib.pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
+from benchmarks.step_parts import read_trace
 from megatron_zpp.reporting.step_trace import Event, kind_of
 
 
@@ -56,13 +55,11 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--title", default="")
     options = parser.parse_args()
-    opened = gzip.open if options.trace.suffix == ".gz" else open
-    with opened(options.trace, "rt") as file:
-        events = [
-            event
-            for event in json.load(file)["traceEvents"]
-            if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy")
-        ]
+    events = [
+        event
+        for event in read_trace(options.trace)["traceEvents"]
+        if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy")
+    ]
     start, stop = last_step(events)
     shown = rows([event for event in events if start <= event["ts"] < stop])
     kinds = list(dict.fromkeys(kind_of(event) for _, stream in shown for event in stream))

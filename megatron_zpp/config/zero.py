@@ -52,8 +52,9 @@ class ZeroConfig(Options):
     )
     zero_spare_multiprocessors: str = option(
         "auto",
-        "Multiprocessors that matrix products leave to NCCL's kernels, beside which they are slower if they "
-        "start on all. auto: 4 on Hopper where NCCL connects several nodes over TCP, else 0.",
+        "How many multiprocessors matrix products leave free for NCCL's kernels. Products that start on all "
+        "are slower while NCCL holds some. auto: 4 on Hopper where NCCL connects several nodes over TCP, "
+        "else 0.",
     )
     zero_quantized_weights: bool = option(
         False, "qwZ: gather weights as block-quantised codes. Needs --zero-stage 1, 2 or 3."
@@ -121,7 +122,7 @@ class ZeroConfig(Options):
         elif self.zero_prefetch_units is not None:
             raise option_error("--zero-prefetch-units", self.zero_prefetch_units, "needs --zero-stage 3")
         spare = self.zero_spare_multiprocessors
-        if spare != "auto" and not re.fullmatch(r"\d{1,3}", spare):
+        if spare != "auto" and not re.fullmatch(r"0|[1-9]\d?", spare):
             raise option_error("--zero-spare-multiprocessors", spare, "must be auto or a number, such as 4")
         self._check_hpz()
         size = self.zero_gradient_partition_size

@@ -7,9 +7,9 @@ told of fewer multiprocessors starts fewer blocks, and all of them begin at once
 """
 
 import ctypes
+import os
 import threading
-import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -22,32 +22,35 @@ FLAG = "--zero-spare-multiprocessors"
 # NCCL's kernels have two thread blocks each over TCP, and two of them send at a time.
 _OVER_TCP = 4
 _HOPPER = 9  # the major number of the compute capability
+_CARVEOUT = "_set_sm_carveout_experimental"  # of torch, for products by cuBLASLt of all threads
 
 
 class SpareMultiprocessors:
     """Products of one device that leave `count` of its multiprocessors free; 0: they may use all."""
 
     def __init__(self, count: int, device: torch.device) -> None:
-        """Raises ValueError if the device has no more than `count`, or if cuBLAS cannot be told."""
-        self.count = count
+        """Raises ValueError if the device has no more than `count`, or if torch and cuBLAS cannot be told."""
+        self.count, self._device = count, device
         if not count:
             return
         have = torch.cuda.get_device_properties(device).multi_processor_count
         if count >= have:
             raise option_error(FLAG, count, f"the GPU has {have} multiprocessors; give fewer")
+        if not hasattr(torch._C, _CARVEOUT):
+            raise option_error(FLAG, count, f"torch {torch.__version__} cannot be told; give 0")
         self._target = have - count
         try:
             self._cublas = ctypes.CDLL(f"libcublas.so.{str(torch.version.cuda).partition('.')[0]}")
         except OSError as error:
             raise option_error(FLAG, count, f"needs the library of cuBLAS ({error}); give 0") from None
         self._thread = threading.local()
-        with warnings.catch_warnings(category=UserWarning, action="ignore"):  # that it is experimental
-            torch._C._set_sm_carveout_experimental(count)  # for products by cuBLASLt, of all threads
+        _quietly(lambda: getattr(torch._C, _CARVEOUT)(count))
 
     def reserve(self) -> None:
         """Tell cuBLAS, for the products that this thread submits from now on.
 
-        torch has a handle of cuBLAS for each thread, and the backward has a thread of its own.
+        torch has a handle of cuBLAS for each thread, and the backward has a thread of its own. Newer versions
+        of torch tell cuBLAS themselves before each product, and then this changes nothing.
         """
         if not self.count or getattr(self._thread, "told", False):
             return
@@ -57,10 +60,22 @@ class SpareMultiprocessors:
             raise RuntimeError(f"cublasSetSmCountTarget({self._target}) failed with status {status}")
         self._thread.told = True
 
-    def close(self) -> None:
-        """Let products by cuBLASLt use all multiprocessors again."""
+    def reserve_in_backward_of(self, loss: torch.Tensor) -> None:
+        """Let the thread of the backward of `loss` call `reserve`."""
         if self.count:
-            torch._C._set_sm_carveout_experimental(None)
+            loss.register_hook(lambda _: self.reserve())
+
+    def close(self) -> None:
+        """Let the products of this thread and of backwards use all multiprocessors again."""
+        if not self.count:
+            return
+        getattr(torch._C, _CARVEOUT)(None)
+        self._target, self._thread = 0, threading.local()  # 0: all
+        self.reserve()
+        with torch.enable_grad():
+            loss = torch.zeros((), device=self._device, requires_grad=True) * 1
+            self.reserve_in_backward_of(loss)
+            loss.backward()
 
 
 def spare_multiprocessors(
@@ -68,19 +83,39 @@ def spare_multiprocessors(
 ) -> SpareMultiprocessors:
     """What --zero-spare-multiprocessors `setting` asks for; `topology` is that of the data ranks.
 
-    Raises ValueError if a number that was given cannot be obeyed.
+    With `auto` all ranks of the job must call it, and all get the least number that suits one of them. Raises
+    ValueError if a number that was given cannot be obeyed.
     """
     if setting != "auto":
         if device.type != "cuda" and setting != "0":
             raise option_error(FLAG, setting, f"needs GPUs, and this run is on a {device.type}; give 0")
         return SpareMultiprocessors(int(setting), device)
-    if topology.nodes == 1 or device.type != "cuda" or dist.get_backend() != "nccl":
+    if topology.nodes == 1 or device.type != "cuda" or "nccl" not in dist.get_backend_config():
         return SpareMultiprocessors(0, device)
     settings = read_nccl_settings(environment)
     over_tcp = other_network(settings, read_network(settings)) is None
-    return SpareMultiprocessors(auto_count(torch.cuda.get_device_capability(device), over_tcp), device)
+    count = torch.tensor(auto_count(torch.cuda.get_device_capability(device), over_tcp), device=device)
+    dist.all_reduce(count, dist.ReduceOp.MIN)
+    return SpareMultiprocessors(int(count.item()), device)
 
 
 def auto_count(capability: tuple[int, int], over_tcp: bool) -> int:
     """How many multiprocessors products leave to NCCL between nodes, where that was measured to pay."""
-    return _OVER_TCP if capability[0] == _HOPPER and over_tcp and torch.version.cuda is not None else 0
+    able = torch.version.cuda is not None and hasattr(torch._C, _CARVEOUT)
+    return _OVER_TCP if able and over_tcp and capability[0] == _HOPPER else 0
+
+
+def _quietly(call: Callable[[], object]) -> None:
+    """Call what lets torch write to stderr, once per process, that it is experimental; drop this line."""
+    written = os.memfd_create("stderr")
+    stderr = os.dup(2)
+    try:
+        os.dup2(written, 2)
+        call()
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        with os.fdopen(written, "rb") as file:
+            file.seek(0)
+            others = [line for line in file if b"SM carveout" not in line]  # by other threads
+        os.write(2, b"".join(others))

@@ -125,8 +125,8 @@ def _overlaps(config: Config, device: Device, group: TensorGroup) -> bool:
 def zero_of(config: Config, ranks: int) -> ZeroConfig:
     """The settings of ZeRO with the defaults that depend on other settings.
 
-    They are --zero-delta4-iterations, which depends on the warm-up, and --zero-spare-multiprocessors, of
-    which products by measured algorithms leave none.
+    They are --zero-delta4-iterations, which depends on the warm-up, and --zero-spare-multiprocessors, which
+    is 0 with measured algorithms, because these use all.
     """
     zero = config.zero
     if config.compilation.measures_products:

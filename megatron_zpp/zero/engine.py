@@ -103,9 +103,6 @@ class ZeroEngine:
         self._clip_grad = optimizer.clip_grad
         dtype = getattr(torch, precision.compute_dtype(device.type))
         self.copy_engines = self._choose_copy_engines(zero, timeout, say)
-        self.spare = spare_multiprocessors(
-            zero.zero_spare_multiprocessors, self.grid.data, device, os.environ
-        )
         plan = plan_of(
             model,
             zero,
@@ -157,6 +154,9 @@ class ZeroEngine:
         self.iteration = 0  # steps begun so far, with skipped ones; the rotation of gradients depends on it
         self._summed_gradients = 1  # how many gradients the sums of a step are sums of
         self._weight: float | None = None  # the sum of those of this rank's losses; None without weights
+        self.spare = spare_multiprocessors(
+            zero.zero_spare_multiprocessors, self.grid.data, device, os.environ
+        )
 
     def accumulate(
         self, batch: Batch, *, index: int, micro_batches: int, weight: float | None = None
@@ -195,8 +195,7 @@ class ZeroEngine:
             self._weight += weight
             scale = scale * weight
         scaled = loss * (scale + 0.0 * loss.detach())
-        if self.spare.count:
-            scaled.register_hook(lambda _: self.spare.reserve())  # by the thread of the backward
+        self.spare.reserve_in_backward_of(scaled)
         with self.sections(BACKWARD):
             scaled.backward()
             self._gradients.finish_backward()
@@ -261,6 +260,7 @@ class ZeroEngine:
         """
         self.weights.encode_changed()
         self.model.eval()
+        self.spare.reserve()
         self.weights.prefetcher.begin(Phase.FORWARD)
         with self.sections.paused():
             return self.model(tokens.to(self.device))[0, after].float().cpu()

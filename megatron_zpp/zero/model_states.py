@@ -50,7 +50,7 @@ class ModelStates:
         Elements behind the last parameter are not read: they are zero and stay zero.
         """
         for index, (unit, flat) in enumerate(zip(self._units, self._flats(kind), strict=True)):
-            self._weights.prefetcher.wait_for_gather_of(index)  # it reads the gather source
+            self._weights.prefetcher.wait_for_gather_of(index)  # which reads the gather source
             stop = min(unit.owned.stop, unit.layout.offsets[-1])
             if unit.owned.start < stop:
                 elements = range(unit.owned.start, stop)

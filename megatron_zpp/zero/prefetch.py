@@ -93,9 +93,9 @@ class Prefetcher:
     def gather_after_step(self, stepped: Iterable[int]) -> None:
         """Start to gather the units that the forward reads first, as the optimizer finishes each.
 
-        Of units that share a slot it is the first one. Gathers run in the order in which they start. Where
-        weight differences have to arrive first, units behind the first one whose slot is taken are not
-        gathered yet, even if theirs is free: they would hold up those that the forward needs sooner.
+        Of the units that share a slot, the first one is gathered. Gathers run in the order in which they
+        start. With weight differences a gather also waits until those of its unit have arrived. Then nothing
+        is gathered behind the first unit whose slot is taken: it would hold up what the forward needs sooner.
         """
         taken, full = set(), False
         for index in stepped:
@@ -139,7 +139,7 @@ class Prefetcher:
     def wait_for_gather_of(self, index: int) -> None:
         """Let the compute wait for a gather of unit `index` that is under way, if there is one.
 
-        It may still be reading what is about to change.
+        The gather may still be reading what is about to change.
         """
         if self._slots[index].holder == index:
             self._wait(index)

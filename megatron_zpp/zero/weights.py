@@ -54,7 +54,7 @@ class Weights:
             return
         assert self._codes is not None
         for index, unit in enumerate(self._units):
-            self.prefetcher.wait_for_gather_of(index)  # it reads the gather source
+            self.prefetcher.wait_for_gather_of(index)  # which reads the gather source
             if unit.layout.coded and self._communication.differences is not None:
                 self._exchanged[index] = self._communication.differences.publish(unit.reference)
         for exchanged in self._exchanged.values():
@@ -142,7 +142,7 @@ class Weights:
         for index, unit in enumerate(stepped):
             if differences is not None:
                 assert unit.message is not None
-                self.prefetcher.wait_for_gather_of(index)  # it reads the reference
+                self.prefetcher.wait_for_gather_of(index)  # which reads the reference
                 assert self.formats is not None
                 self._exchanged[index] = differences.exchange(
                     unit.gather_source,

@@ -16,6 +16,7 @@ from tests.zero.engines import engine_of
 
 VOCAB, SPARE = 8192, 4
 MODEL = ModelConfig(num_layers=2, hidden_size=2048, num_attention_heads=16, seq_length=1024)
+SMALL = ModelConfig(num_layers=2, hidden_size=128, num_attention_heads=2, seq_length=64)
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
@@ -54,3 +55,26 @@ def test_products_of_both_passes_leave_them(tmp_path: Path) -> None:
     assert len(fewer) >= 3 * (4 * MODEL.num_layers + 1)  # three products of each linear map, and the logits'
     assert max(fewer) <= have - SPARE
     assert same_loss == pytest.approx(loss, rel=torch.finfo(torch.bfloat16).eps)
+
+
+def chosen_between_nodes(topology: Topology) -> int:
+    """What `auto` chooses, with which a step runs and the engine closes."""
+    engine = engine_of(
+        SMALL,
+        VOCAB,
+        zero=ZeroConfig(zero_stage=3),
+        precision=PrecisionConfig(bf16=True),
+        topology=topology,
+        device=f"cuda:{torch.cuda.current_device()}",
+    )
+    tokens = torch.randint(VOCAB, (2, 65), generator=torch.Generator().manual_seed(topology.rank))
+    engine.accumulate(tokens, index=0, micro_batches=1)
+    engine.step(1e-3)
+    engine.close()
+    return engine.spare.count
+
+
+def test_auto_is_for_several_nodes() -> None:
+    """Ranks of different emulated nodes talk over TCP."""
+    assert on_gpus(2, 1, chosen_between_nodes) == [4 if HOPPER else 0] * 2
+    assert on_gpus(1, 1, chosen_between_nodes) == [0]

@@ -25,9 +25,12 @@ def test_parts_of_a_step(tmp_path: Path) -> None:
         for name, start, stop in KERNELS
     ]
     events.append({"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 10**9})
+    text = json.dumps({"traceEvents": events})
     with gzip.open(tmp_path / "trace.json.gz", "wt") as file:
-        json.dump({"traceEvents": events}, file)
+        file.write(text)
+    (tmp_path / "trace.json").write_text(text)
     parts = parts_of_trace(tmp_path / "trace.json.gz", steps=2)
+    assert parts_of_trace(tmp_path / "trace.json", steps=2) == parts
     wanted = {
         "matrix products": 35 / 2,
         "attention": 10 / 2,
