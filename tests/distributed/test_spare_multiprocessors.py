@@ -71,7 +71,7 @@ class Cublas:
         self._status = status
         self.told: list[tuple[bool, int]] = []  # by the main thread?, the target
 
-    def cublasSetSmCountTarget(self, handle: ctypes.c_void_p, target: ctypes.c_int) -> int:  # noqa: N802
+    def cublasSetSmCountTarget(self, handle: ctypes.c_void_p, target: ctypes.c_int) -> int:
         self.told.append((threading.current_thread() is threading.main_thread(), target.value))
         return self._status
 
