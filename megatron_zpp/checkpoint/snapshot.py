@@ -25,7 +25,7 @@ class Snapshot:
     def take(self, find: Callable[[], Mapping[str, Tensor]]) -> None:
         """Start to copy all tensors that `find` returns.
 
-        On a GPU it is called on the stream of the copies: what it waits for holds up these alone, and not the
+        On a GPU `find` is called on the stream of the copies: what it waits for delays them, and not the
         compute.
         """
         if self._stream is None:

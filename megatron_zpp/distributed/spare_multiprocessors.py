@@ -118,4 +118,5 @@ def _quietly(call: Callable[[], object]) -> None:
         with os.fdopen(written, "rb") as file:
             file.seek(0)
             others = [line for line in file if b"SM carveout" not in line]  # by other threads
-        os.write(2, b"".join(others))
+        if others:
+            os.write(2, b"".join(others))

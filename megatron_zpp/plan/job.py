@@ -34,7 +34,8 @@ class Job:
     `units` are the modules of one tensor rank's part of the model that read units, on the meta device.
     Layouts, and all that ZeRO sends, are those of the data ranks. `compiled`: layers and loss are compiled,
     as by default. `memory_snapshots`: the run takes some. `async_save`: it saves beside the
-    training. `overlapped`: tensor ranks, if there are several, compute beside their exchanges.
+    training, with `save_optim` the optimizer's states too. `overlapped`: tensor ranks, if there are several,
+    compute beside their exchanges.
     """
 
     model: ModelConfig
@@ -50,6 +51,7 @@ class Job:
     compiled: bool = False
     memory_snapshots: bool = False
     async_save: bool = False
+    save_optim: bool = True
     tensor: int = 1
     overlapped: bool = False
 

@@ -23,12 +23,23 @@ def pinned_bytes(sizes: Iterable[int]) -> int:
 def snapshot_lines(job: Job) -> Iterator[str]:
     """What --buddy-snapshots and --async-save of the planned run need of each node's memory."""
     kinds = 3 if job.communication.difference_format is None else 4  # weights, two moments; the reference
-    shards = [4 * layout.shard_numel for layout in job.layouts for _ in range(kinds)]
-    process = f"{job.local * pinned_bytes(shards) / 2**30:.2f} GiB of CPU memory of"
     if job.memory_snapshots:
-        files = node_bytes(sum(shards), job.nodes, job.local)
+        owned = 4 * kinds * sum(layout.shard_numel for layout in job.layouts)
+        files, process = node_bytes(owned, job.nodes, job.local), _copied(job, kinds)
         yield (
-            f"{files / 2**30:.2f} GiB of tmpfs on each node for --buddy-snapshots, and {process} its ranks"
+            f"{files / 2**30:.2f} GiB of tmpfs on each node for --buddy-snapshots, and {process / 2**30:.2f} "
+            "GiB of CPU memory of its ranks"
         )
     if job.async_save:
-        yield f"{process} the ranks of each node for --async-save"
+        process = _copied(job, kinds if job.save_optim else 1)
+        yield f"{process / 2**30:.2f} GiB of CPU memory of the ranks of each node for --async-save"
+
+
+def _copied(job: Job, kinds: int) -> int:
+    """Bytes of a node's ranks for copies of so many kinds of fp32 states, pinned if they are on GPUs.
+
+    An offloaded optimizer has weights and moments on the CPU, and the reference on the GPU.
+    """
+    shards = [4 * layout.shard_numel for layout in job.layouts]
+    plain = min(kinds, 3) if job.zero.zero_offload_optimizer else 0
+    return job.local * (plain * sum(shards) + (kinds - plain) * pinned_bytes(shards))

@@ -59,6 +59,7 @@ def job_of(config: Config, vocab_size: int, schedule: RunSchedule, grid: Grid) -
         compiled=_compiles(config.compilation, config.optimizer),
         memory_snapshots=config.memory_snapshots.buddy_snapshots is not None,
         async_save=config.checkpoint.async_save,
+        save_optim=config.checkpoint.save_optim,
         overlapped=config.overlaps_exchanges("cuda"),
     )
 

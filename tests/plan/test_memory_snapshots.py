@@ -51,3 +51,8 @@ def test_an_asynchronous_save_has_copies_of_its_own() -> None:
     gibibytes = re.match(r"  ([\d.]+) GiB of CPU memory of the ranks of each node for --async-save$", line)
     assert gibibytes is not None
     assert f"{gibibytes[1]} GiB of CPU memory of its ranks" in both
+    for more, share in (["--no-save-optim"], 1 / 3), (["--zero-offload-optimizer"], 3 / 4):  # 6 of 8 MiB
+        output = pretrain(*MODEL, "--plan-nodes", "4", "--async-save", *more).stdout
+        found = re.search(r"([\d.]+) GiB of CPU memory of the ranks of each node for --async-save", output)
+        assert found is not None
+        assert float(found[1]) == pytest.approx(share * float(gibibytes[1]), rel=0.03)

@@ -53,6 +53,20 @@ def test_only_directories_that_nobody_has_used_for_a_day_are_removed(parent: str
     assert {path.name for path in root.iterdir()} == {"young", "new"}
 
 
+def test_a_directory_without_a_lock_is_removed_a_day_after_it_was_found(parent: str) -> None:
+    """A rank that was killed between two calls, or that wrote while its run ended, can leave one."""
+    root = snapshots_root(parent)
+    (root / "left").mkdir(parents=True)
+    root.chmod(0o700)
+    (root / "left" / "copy").write_bytes(b"states")
+    age(root / "left", 2 * DAY)
+    for there in (True, False):
+        RunMemory(root, "another").close()
+        assert (root / "left").exists() == there
+        if there:
+            age(root / "left", 2 * DAY)
+
+
 @pytest.mark.parametrize("spoil", ["others", "link", "file"])
 def test_a_directory_that_is_not_this_users_alone_is_refused(parent: str, spoil: str) -> None:
     root = snapshots_root(parent)

@@ -364,6 +364,20 @@ def little_room() -> None:
     buddy_memory.room_for = lambda root, run: 1000
 
 
+def little_memory() -> None:
+    from megatron_zpp.train import buddy_memory
+
+    buddy_memory.available_memory = lambda: 1000
+
+
+def test_memory_for_the_ranks_own_copies_is_required_too(nodes: Nodes) -> None:
+    """There is room for the files alone."""
+    with nodes.start(changes={1: little_memory}) as run:
+        assert run.statuses() == {0: 1, 1: 1}
+        (line,) = run.errors()
+    assert " of each node's memory, 2 copies of the states of two nodes and those of its ranks, and " in line
+
+
 def test_too_little_room_is_refused_on_all_ranks(nodes: Nodes) -> None:
     with nodes.start(changes={1: little_room}) as run:
         assert run.statuses() == {0: 1, 1: 1}
