@@ -110,13 +110,15 @@ def _trial(topology: Topology, device: torch.device, timeout: timedelta | None) 
     registered: list[Tensor] = []
     try:
         yield lambda: registered.append(_register(memory, device))
-        if memory.peers_write:
-            yield lambda: _write_peers(memory, device)
     except GeneratorExit:  # a rank failed, so a collective shutdown would hang
         memory.abort()
         raise
-    memory.close()
-    dist.destroy_process_group(memory.group)
+    try:
+        if memory.peers_write:
+            yield lambda: _write_peers(memory, device)
+    finally:  # all ranks have registered, and none waits for another in this communicator
+        memory.close()
+        dist.destroy_process_group(memory.group)
 
 
 def descriptor_steps(pids: list[int], local_rank: int, patience: float = _PATIENCE) -> Steps:

@@ -121,10 +121,16 @@ def test_overlap_exposes_less_communication(tmp_path: Path) -> None:
     assert 0 < overlapped < 0.5 * waiting
 
 
+def second_peak_and_plan(topology: Topology, compiled: bool) -> tuple[int, int]:
+    """After a run that pays for the workspaces of cuBLAS: 32 MiB each for forward and backward, on Hopper."""
+    peak_and_plan(topology, 2, compiled, True)
+    return peak_and_plan(topology, 2, compiled, True)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_peak_of_ranks_that_copy_is_planned(compiled: bool) -> None:
     """Within 3%, without what the ranks write for each other: torch does not count it."""
     rows = BATCH * PLANNED["seq_length"] // 2
     regions = region_bytes(2, rows, PLANNED["hidden_size"], torch.bfloat16)
-    for measured, planned in on_gpus(1, 2, peak_and_plan, 2, compiled, True):
+    for measured, planned in on_gpus(1, 2, second_peak_and_plan, compiled):
         assert planned - regions == pytest.approx(measured, rel=0.03)
