@@ -8,7 +8,7 @@ guide, "Zero-CTA Optimization", since 2.28).
 
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -71,10 +71,15 @@ class SymmetricMemory:
         self._backend.register_mem_pool(self._pool, symm=True)
 
     def abort(self) -> None:
-        """Abort the communicator, once. Ranks that wait for this rank in one of its calls get an error."""
+        """Abort the communicator, once. Ranks that wait for this rank in one of its calls get an error.
+
+        Torch cannot abort one with registered memory (it calls ncclCommDeregister for windows too). As
+        registering is collective, no other rank waits in it then.
+        """
         if not self._aborted:
             self._aborted = True
-            dist.distributed_c10d._abort_process_group(self.group)
+            with suppress(dist.DistBackendError):
+                dist.distributed_c10d._abort_process_group(self.group)
 
     def close(self) -> None:
         """Undo `register`. To be called before the buffers are freed."""
