@@ -65,8 +65,9 @@ CASES += [(EVERYWHERE, bf16, 1.0, nodes) for bf16 in (False, True) for nodes in 
 CASES += [(name, True, 1.0, 2) for name in ("three bits everywhere behind int8", EARLY)]
 
 
-def batches(step: int, ranks: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
+def batches(step: int, ranks: int, index: int = 0) -> list[torch.Tensor]:
+    """Tokens of each rank for micro-batch `index` of a step."""
+    generator = torch.Generator().manual_seed(step + len(RATES) * index)
     return list(torch.randint(VOCAB, (ranks, 2, 11), generator=generator))
 
 
@@ -78,9 +79,15 @@ def digests(weights: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 def with_engine(
-    started: Topology, cases: list[Case], lost_share: float = difference_formats.LOST_SHARE
+    started: Topology,
+    cases: list[Case],
+    lost_share: float = difference_formats.LOST_SHARE,
+    micro_batches: int = 1,
 ) -> list[dict[str, str]]:
-    """Digests of the final weights of each case, on real ranks."""
+    """Digests of the final weights of each case, on real ranks.
+
+    Several micro-batches are summed inside nodes, and cross between them once per step.
+    """
     torch.set_num_threads(1)
     difference_formats.LOST_SHARE = lost_share
     rank, world = started.rank, started.world_size
@@ -88,6 +95,8 @@ def with_engine(
     for name, bf16, clip, nodes in cases:
         topology = Topology(rank, world, rank % (world // nodes), world // nodes)
         zero = ALL_ON | SETTINGS[name] if name in SETTINGS else {"zero_stage": 3}
+        if micro_batches > 1:
+            zero = zero | {"zero_gradient_partition_size": "auto"}
         engine = engine_of(
             MODEL,
             VOCAB,
@@ -99,30 +108,33 @@ def with_engine(
             seed=SEED,
         )
         for step, learning_rate in enumerate(RATES):
-            engine.accumulate(batches(step, world)[rank], index=0, micro_batches=1)
+            for index in range(micro_batches):
+                tokens = batches(step, world, index)[rank]
+                engine.accumulate(tokens, index=index, micro_batches=micro_batches)
             engine.step(learning_rate)
         results.append(digests(weights_of(engine)))
         engine.close()
     return results
 
 
-def emulated(case: Case, ranks: int) -> dict[str, str]:
-    return digests_of(emulated_state(case, ranks))
+def emulated(case: Case, ranks: int, micro_batches: int = 1) -> dict[str, str]:
+    return digests_of(emulated_state(case, ranks, micro_batches))
 
 
 def digests_of(state: EmulatedRanks) -> dict[str, str]:
     return digests(state.flat.by_name(state.flat.master))
 
 
-def emulated_state(case: Case, ranks: int) -> EmulatedRanks:
+def emulated_state(case: Case, ranks: int, micro_batches: int = 1) -> EmulatedRanks:
     name, bf16, clip, nodes = case
     flat = small_flat(RUNGS[name], torch.bfloat16 if bf16 else torch.float32)
     state = emulated_ranks(
         flat, RUNGS[name], nodes=nodes, ranks_per_node=ranks // nodes, clip_grad=clip, seed=SIGNS_SEED
     )
     for step, learning_rate in enumerate(RATES):
-        state.accumulate(batches(step, ranks))
-        state.step(learning_rate, iteration=step)
+        for index in range(micro_batches):
+            state.accumulate(batches(step, ranks, index))
+        state.step(learning_rate, iteration=step, micro_batches=micro_batches)
     assert not flat.master[flat.gaps].any()
     return state
 
@@ -161,6 +173,19 @@ def test_final_weights_are_those_of_real_ranks() -> None:
     first, *others = on_ranks(4, with_engine, CASES)
     assert all(other == first for other in others)
     different = [case for case, real in zip(CASES, first, strict=True) if emulated(case, 4) != real]
+    assert not different
+
+
+def test_final_weights_of_three_micro_batches_are_those_of_real_ranks() -> None:
+    cases: list[Case] = [
+        (name, bf16, 1.0, nodes)
+        for name in ("today", EVERYWHERE, EARLY)
+        for bf16 in (False, True)
+        for nodes in (2, 4)
+    ]
+    first, *others = on_ranks(4, with_engine, cases, difference_formats.LOST_SHARE, 3)
+    assert all(other == first for other in others)
+    different = [case for case, real in zip(cases, first, strict=True) if emulated(case, 4, 3) != real]
     assert not different
 
 
