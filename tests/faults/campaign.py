@@ -96,9 +96,9 @@ def work(kind: str, options: argparse.Namespace, worker: int) -> None:
     directory.mkdir(parents=True)
     run, done = KINDS[kind](directory), options.directory / f"{kind}.jsonl"
     known = {json.loads(line)["case"] for line in done.read_text().splitlines()} if done.exists() else set()
-    numbers = [options.only] if options.only is not None else range(options.cases)
-    for number in numbers:
-        if number in known or number % options.workers != worker % options.workers:
+    numbers = [options.only] if options.only is not None else range(0, options.cases, options.every)
+    for at, number in enumerate(numbers):
+        if number in known or at % options.workers != worker % options.workers:
             continue
         if time.monotonic() > options.deadline:
             return
@@ -136,6 +136,7 @@ def main() -> int:
     )
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--cases", type=int, default=100)
+    parser.add_argument("--every", type=int, default=1, help="of the cases, run every Nth")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after so many, and continue later")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="this case alone")
