@@ -158,14 +158,23 @@ def _open_locked(path: str) -> BinaryIO:
     while True:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=_BUFFER)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            raise ValueError(f"{path}: another process is writing this data set") from None
-        except OSError:
-            pass  # write all the same on a file system without locks, as Lustre is often mounted
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                file.truncate(0)
-                return file
+            _lock(file, path)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                    file.truncate(0)
+                    return file
+        except BaseException:
+            with contextlib.suppress(OSError):
+                file.close()  # or the lock lasts as long as what refers to the error
+            raise
         file.close()  # another writer committed meanwhile, and this is its finished index
+
+
+def _lock(file: BinaryIO, path: str) -> None:
+    """Lock the file at `path`. Raises ValueError if another writer holds the lock."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{path}: another process is writing this data set") from None
+    except OSError:
+        pass  # write all the same on a file system without locks, as Lustre is often mounted

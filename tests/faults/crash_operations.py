@@ -102,7 +102,10 @@ def _case(
         return "damaged", problem
     if error is None and fault.argument != AFTER and (found := operation.result(here)) != expected[0]:
         return "silent", str(found)[:300]
-    operation.act(here)  # the same operation once more, with nothing in its way
+    try:
+        operation.act(here)  # the same operation once more, with nothing in its way
+    except Exception as other:
+        return "fails afterwards", repr(other)
     found = operation.result(here), operation.hint(here)
     if found != expected:
         return "different afterwards", f"{str(found)[:300]} is not {str(expected)[:300]}"
