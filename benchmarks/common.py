@@ -1,5 +1,6 @@
 """What every benchmark shares: the machine it ran on, and where its result goes."""
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -72,6 +73,13 @@ def commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return head.stdout.strip() + ("-modified" if changed.stdout.strip() else "")
+
+
+def refuse_options(description: str | None) -> None:
+    """Parse the command line of a program without options: --help prints `description`, others end it."""
+    argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
 
 
 def package_version(package: str) -> str | None:

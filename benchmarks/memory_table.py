@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.common import write_result
+from benchmarks.common import refuse_options, write_result
 
 SIZES = {"1.3B": 1.3e9, "7.5B": 7.5e9, "18B": 18.4e9, "175B": 175e9, "1T": 1e12}
 RANKS = (8, 64, 256, 1024)
@@ -29,6 +29,7 @@ def model_state_bytes(parameters: int, ranks: int, stage: int, *, gradient_bytes
 
 def main() -> None:
     """Gigabytes per rank, with gradients accumulated in fp32 as here, and the paper's with fp16 gradients."""
+    refuse_options(__doc__)
     rows = []
     for size, parameters in SIZES.items():
         for ranks in RANKS:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.common import write_result
+from benchmarks.common import refuse_options, write_result
 from benchmarks.plan_paper import our_rows, published_rows
 from benchmarks.plan_published import h100_rows
 from benchmarks.plan_rows import Row, format_rows, h200_rows, shape_rows, slow_link_rows, socket_rows
@@ -96,6 +96,7 @@ def _figures(row: Row) -> str:
 
 def main() -> None:
     """Write the rows, and print them as tables of the documentation."""
+    refuse_options(__doc__)
     figures = {
         "h200": h200_rows(),
         "tensor_h100": tensor_rows(),

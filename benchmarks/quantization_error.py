@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import write_result
+from benchmarks.common import refuse_options, write_result
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops import reference
@@ -38,6 +38,7 @@ ORACLE = Operations(reference, compiled=False)
 
 def main() -> None:
     """Compute all figures; random numbers come from fixed seeds."""
+    refuse_options(__doc__)
     figures = {
         "distributions": {"weights": WEIGHT_STD, "gains": [1.0, GAIN_STD], "biases": BIAS_STD},
         "vanished_and_errors": [

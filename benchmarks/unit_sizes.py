@@ -12,7 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.common import write_result
+from benchmarks.common import refuse_options, write_result
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.grid import Grid
 from megatron_zpp.distributed.topology import Topology
@@ -148,6 +148,7 @@ def table_of_vocabularies(rows: dict[str, Row]) -> list[str]:
 
 def main() -> None:
     """Both models."""
+    refuse_options(__doc__)
     large, small = rows_of_175b(), rows_of_vocabularies()
     write_result("unit_sizes", {"175b_on_128x8": large, "6.7b_on_2x8": small})
     print("\n".join(["", *table_of_175b(large), "", *table_of_vocabularies(small)]))

@@ -1,0 +1,28 @@
+"""Benchmarks print their help, and obey or refuse what else they are told."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import run
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+PROGRAMS = [path for path in sorted(BENCHMARKS.glob("*.py")) if "__main__" in path.read_text()]
+PARSERS = ("parse_options(", "ArgumentParser(", "refuse_options(", "contestant_parser(")
+OF_A_RUN = {"compiler_kernels"}  # has the flags of pretrain_gpt.py
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+def test_programs_parse_their_command_line(program: Path) -> None:
+    """Otherwise --help would run the benchmark, and write its result."""
+    assert program.stem in OF_A_RUN or any(parser in program.read_text() for parser in PARSERS)
+
+
+def test_a_program_without_options_refuses_them() -> None:
+    helped = run("benchmarks/unit_sizes.py", "--help")
+    assert helped.returncode == 0
+    assert "usage: unit_sizes.py [-h]" in helped.stdout
+    assert len(helped.stdout.splitlines()) < 20
+    refused = run("benchmarks/unit_sizes.py", "--vocab-size", "5")
+    assert refused.returncode == 2
+    assert "unrecognized arguments: --vocab-size 5" in refused.stderr
