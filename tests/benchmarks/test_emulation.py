@@ -17,16 +17,18 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import DotProduct
 from megatron_zpp.ops.formats import LloydMaxFormat
+from megatron_zpp.ops.library import load_operations
 from megatron_zpp.ops.reference_difference import add_difference, quantize_difference
 from megatron_zpp.ops.reference_rotation import quantize_rotated, sum_rotated
 from megatron_zpp.zero import difference_formats
 from megatron_zpp.zero.build import in_order, layouts_of
 from megatron_zpp.zero.gradients import SIGNS_SEED
 from tests.zero.engines import engine_of, weights_of
-from tests.zero.quantizing import operations
+from tests.zero.quantizing import operations, this_device
 from tests.zero.ranks import on_ranks
 
 VOCAB, SEED = 101, 3
+CPU, ATTENTION = torch.device("cpu"), DotProduct("math")  # which repeats its sums on GPUs too
 MODEL = ModelConfig(  # nothing divides: not by ranks, not by blocks
     num_layers=3, hidden_size=36, num_attention_heads=3, seq_length=10, hidden_dropout=0, attention_dropout=0
 )
@@ -73,7 +75,7 @@ def batches(step: int, ranks: int, index: int = 0) -> list[torch.Tensor]:
 
 def digests(weights: dict[str, torch.Tensor]) -> dict[str, str]:
     return {
-        name: hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+        name: hashlib.sha256(tensor.contiguous().cpu().numpy().tobytes()).hexdigest()
         for name, tensor in weights.items()
     }
 
@@ -104,7 +106,9 @@ def with_engine(
             optimizer=OptimizerConfig(weight_decay=0.1, adam_beta2=0.95, clip_grad=clip),
             precision=PrecisionConfig(bf16=bf16),
             topology=topology,
+            device=str(this_device()),
             operations=operations(),
+            kernel=ATTENTION,
             seed=SEED,
         )
         for step, learning_rate in enumerate(RATES):
@@ -117,23 +121,25 @@ def with_engine(
     return results
 
 
-def emulated(case: Case, ranks: int, micro_batches: int = 1) -> dict[str, str]:
-    return digests_of(emulated_state(case, ranks, micro_batches))
+def emulated(case: Case, ranks: int, micro_batches: int = 1, device: torch.device = CPU) -> dict[str, str]:
+    return digests_of(emulated_state(case, ranks, micro_batches, device))
 
 
 def digests_of(state: EmulatedRanks) -> dict[str, str]:
     return digests(state.flat.by_name(state.flat.master))
 
 
-def emulated_state(case: Case, ranks: int, micro_batches: int = 1) -> EmulatedRanks:
+def emulated_state(
+    case: Case, ranks: int, micro_batches: int = 1, device: torch.device = CPU
+) -> EmulatedRanks:
     name, bf16, clip, nodes = case
-    flat = small_flat(RUNGS[name], torch.bfloat16 if bf16 else torch.float32)
+    flat = small_flat(RUNGS[name], torch.bfloat16 if bf16 else torch.float32, device)
     state = emulated_ranks(
         flat, RUNGS[name], nodes=nodes, ranks_per_node=ranks // nodes, clip_grad=clip, seed=SIGNS_SEED
     )
     for step, learning_rate in enumerate(RATES):
         for index in range(micro_batches):
-            state.accumulate(batches(step, ranks, index))
+            state.accumulate([tokens.to(device) for tokens in batches(step, ranks, index)])
         state.step(learning_rate, iteration=step, micro_batches=micro_batches)
     assert not flat.master[flat.gaps].any()
     return state
@@ -153,7 +159,7 @@ def emulated_ranks(
         rung,
         nodes=nodes,
         ranks_per_node=ranks_per_node,
-        operations=operations(),
+        operations=load_operations(flat.master.device.type, require_kernels=False, say=print),
         adamw=AdamWSettings(clip_grad=clip_grad),
         seed=seed,
         early_iterations=EARLY_STEPS,
@@ -200,15 +206,15 @@ def test_raised_units_are_those_of_real_ranks(monkeypatch: pytest.MonkeyPatch) -
     assert digests_of(state) == first[0]
 
 
-def small_flat(rung: Rung, dtype: torch.dtype = torch.float32) -> FlatModel:
+def small_flat(rung: Rung, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> FlatModel:
     return FlatModel(
         MODEL,
         VOCAB,
         alignment=rung.largest_block,
         dtype=dtype,
-        device=torch.device("cpu"),
+        device=device,
         seed=SEED,
-        attention=DotProduct(),
+        attention=ATTENTION,
     )
 
 

@@ -1,0 +1,47 @@
+"""The emulator of benchmarks/convergence.py --emulate on a GPU against ranks over NCCL, bit for bit."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.zero import difference_formats
+from tests.benchmarks.test_emulation import EARLY, EVERYWHERE, Case, emulated, with_engine
+from tests.gpu.ranks import on_gpus
+
+NODES = 2
+CASES: list[Case] = [
+    (name, bf16, 1.0, NODES) for name in ("today", EVERYWHERE, EARLY) for bf16 in (False, True)
+]
+
+
+def repeating_sums(enabled: bool) -> None:
+    """Of products and of the embedding's gradient."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without which torch refuses
+    torch.use_deterministic_algorithms(enabled)
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    repeating_sums(True)
+    yield
+    repeating_sums(False)
+
+
+def real(topology: Topology, micro_batches: int) -> list[dict[str, str]]:
+    repeating_sums(True)
+    return with_engine(topology, CASES, difference_formats.LOST_SHARE, micro_batches)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("local", [1, 2])
+def test_final_weights_are_those_of_real_ranks(local: int, micro_batches: int) -> None:
+    if local > torch.cuda.device_count():
+        pytest.skip(f"needs {local} GPUs")
+    first, *others = on_gpus(NODES, local, real, micro_batches)
+    assert all(other == first for other in others)
+    gpu = torch.device("cuda", 0)
+    found = [emulated(case, NODES * local, micro_batches, gpu) for case in CASES]
+    assert [case for case, one, other in zip(CASES, first, found, strict=True) if one != other] == []
