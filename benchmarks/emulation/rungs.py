@@ -160,6 +160,12 @@ RUNGS: dict[str, Rung] = {
     "two and three bits everywhere early4": replace(
         THREE, weights="delta2", table_weights="delta2", early_weights="delta4"
     ),
+    "three bits, tables of four, early4": replace(
+        THREE, table_weights="delta4", table_gradients="rotated4", early_weights="delta4"
+    ),
+    "two and three bits, tables of four, early4": replace(
+        THREE, weights="delta2", table_weights="delta4", table_gradients="rotated4", early_weights="delta4"
+    ),
     # (d) fewer bits of weights, by kind and by phase
     "delta3": DELTA3,
     "delta2": DELTA2,
