@@ -9,12 +9,13 @@ If one rank fails, every rank uses NCCL's kernels.
 import os
 import socket
 import tempfile
+import time
 from array import array
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -71,12 +72,12 @@ def decide(
     """
     with closing(steps):
         for step in steps:
-            problem = None
+            failure, began = None, time.monotonic()
             try:
                 step()
             except Exception as error:  # any error of the driver, NCCL or the system is a reason
-                problem = f"{one_line(error)} [rank {topology.rank}]"
-            problem = first_problem(problem, topology, device)
+                failure = Failure(int(time.monotonic() - began), f"{one_line(error)} [rank {topology.rank}]")
+            problem = first_problem(failure, topology, device)
             if problem is None:
                 continue
             if setting == "on":
@@ -87,15 +88,26 @@ def decide(
     return True
 
 
-def first_problem(problem: str | None, topology: Topology, device: torch.device) -> str | None:
-    """Return, on every rank, the problem of the first rank that has one; None if no rank has."""
-    failed = torch.tensor(0 if problem is None else 1, device=device)
+class Failure(NamedTuple):
+    """Why a step failed on this rank, and how many whole seconds after it began."""
+
+    seconds: int
+    problem: str
+
+
+def first_problem(failure: Failure | None, topology: Topology, device: torch.device) -> str | None:
+    """Return, on every rank, the problem of the rank that failed soonest; None if no rank has failed.
+
+    All ranks begin a step together, so a rank that waited in vain for the one with the cause failed later. Of
+    several ranks that fail within the same second, it is the first.
+    """
+    failed = torch.tensor(0 if failure is None else 1, device=device)
     dist.all_reduce(failed)
     if failed.item() == 0:
         return None
-    problems: list[str | None] = [None] * topology.world_size
-    dist.all_gather_object(problems, problem)
-    return next(found for found in problems if found is not None)
+    failures: list[Failure | None] = [None] * topology.world_size
+    dist.all_gather_object(failures, failure)
+    return min((found for found in failures if found is not None), key=lambda found: found.seconds).problem
 
 
 def _trial(topology: Topology, device: torch.device, timeout: timedelta | None) -> Steps:

@@ -43,6 +43,18 @@ def three_steps(topology: Topology, failing: int | None, taken: list[str]) -> St
         taken.append("cleaned")
 
 
+def wait_in_vain(topology: Topology, taken: list[str]) -> Steps:
+    """The last rank fails at once, and the others when they have waited for it."""
+
+    def only() -> None:
+        if topology.rank == topology.world_size - 1:
+            raise RuntimeError("no handle")
+        time.sleep(1.2)
+        raise TimeoutError("nobody came")
+
+    yield only
+
+
 def passed_descriptors(topology: Topology, taken: list[str]) -> Steps:
     pids = [0] * topology.world_size
     dist.all_gather_object(pids, os.getpid())
@@ -55,6 +67,7 @@ def outcomes(topology: Topology) -> tuple[list[Outcome], float]:
         outcome(topology, setting, partial(three_steps, topology, failing))
         for setting, failing in (("auto", None), ("auto", 1), ("on", 1), ("on", None))
     ]
+    results.append(outcome(topology, "auto", partial(wait_in_vain, topology)))
     passed = partial(passed_descriptors, topology)
     results.append(outcome(topology, "on", passed))
     started = time.monotonic()
@@ -69,13 +82,15 @@ def test_one_rank_that_fails_decides_for_all_and_one_line_says_why() -> None:
     ranks = on_ranks(3, outcomes)
     reason = "RuntimeError: the driver says no [rank 1]"
     line = f"warning: transfers inside nodes use NCCL's kernels, not the copy engines: {reason}"
+    waited_for = line.replace("the driver says no [rank 1]", "no handle [rank 2]")
     for rank, (found, seconds) in enumerate(ranks):
-        works, falls_back, refuses, insists, passes, blocked = found
+        works, falls_back, refuses, insists, waited, passes, blocked = found
         whole = ["first", "second", "third", "cleaned"]
         partly = ["first", "cleaned"] if rank == 1 else ["first", "second", "cleaned"]
         assert works == insists == (True, [], whole)
         assert falls_back == (False, [line] if rank == 0 else [], partly)
         assert refuses == (f"--zero-copy-engines on: {reason}", [], partly)
+        assert waited == (False, [waited_for] if rank == 0 else [], [])
         assert passes == (True, [], [])
         assert blocked[0] is False
         assert len(blocked[1]) == (rank == 0)
